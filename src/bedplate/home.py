@@ -1,0 +1,84 @@
+"""Where bedplate keeps models, engine environments, logs and state, and how files get there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from bedplate.errors import OutsideFailed
+
+
+def home() -> Path:
+    """`BEDPLATE_HOME`, or the user's cache folder by the platform's convention."""
+    if chosen := os.environ.get("BEDPLATE_HOME"):
+        return Path(chosen).expanduser().absolute()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("bedplate", appauthor=False))
+
+
+def models_dir() -> Path:
+    return home() / "models"
+
+
+def engines_dir() -> Path:
+    return home() / "engines"
+
+
+def logs_dir() -> Path:
+    return home() / "logs"
+
+
+def writable(folder: Path) -> Path:
+    """`folder`, made if it is not there, after showing that a file can be written in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable.{os.getpid()}"
+        probe.write_bytes(b"\0" * 4096)
+        probe.unlink()
+    except OSError as error:
+        raise disk_failure(error, folder) from error
+    return folder
+
+
+def need_free(folder: Path, wanted_bytes: int, what: str) -> None:
+    """Refuses before a download or install starts, rather than when the disk is full."""
+    from bedplate.values.units import size
+
+    free = shutil.disk_usage(folder).free
+    if free < wanted_bytes:
+        raise OutsideFailed(
+            f"not enough disk space for {what}: {size(wanted_bytes)} are needed and {size(free)} are free in {folder}",
+            hint="free some space (bedplate engines remove ID), or point BEDPLATE_HOME at a larger disk",
+        )
+
+
+def disk_failure(error: OSError, path: Path) -> OutsideFailed:
+    """An operating-system error on `path` as something a person can act on."""
+    hint = "point BEDPLATE_HOME at a folder that you may write to"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "free some space, or point BEDPLATE_HOME at a larger disk"
+    return OutsideFailed(f"cannot write to {path}", cause=error.strerror or str(error), hint=hint)
+
+
+@contextlib.contextmanager
+def locked(path: Path, what: str, waiting: object = None) -> Iterator[None]:
+    """Holds `path`.lock so that of two bedplate processes one does the work and the other waits for it."""
+    from filelock import FileLock, Timeout
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if callable(waiting):
+            waiting(f"waiting for another bedplate that is {what}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,26 @@
+"""The records that every room speaks in."""
+
+from bedplate.values.decision import (
+    Challenger,
+    Decision,
+    Estimate,
+    Launch,
+    MemoryNeed,
+    Parallelism,
+    Plan,
+    Preparation,
+    Reason,
+    Refusal,
+    Settings,
+)
+from bedplate.values.endpoint import Endpoint
+from bedplate.values.hardware import Accelerator, Cpu, Disk, Hardware, Link, Memory
+from bedplate.values.model import Model, TensorGroup
+from bedplate.values.record import Basis, Figure, Record, estimate, from_json, replaced, to_json
+from bedplate.values.workload import LatencyTarget, Workload
+
+__all__ = [
+    "Accelerator", "Basis", "Challenger", "Cpu", "Decision", "Disk", "Endpoint", "Estimate", "Figure", "Hardware",
+    "LatencyTarget", "Launch", "Link", "Memory", "MemoryNeed", "Model", "Parallelism", "Plan", "Preparation", "Reason",
+    "Record", "Refusal", "Settings", "TensorGroup", "Workload", "estimate", "from_json", "replaced", "to_json",
+]  # fmt: skip
