@@ -1,0 +1,37 @@
+"""One file for each engine, found by listing this folder; those of third parties by entry point `bedplate.engines`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from importlib.metadata import entry_points
+
+from bedplate.engines.base import Engine, EngineState, Failure, Recipe
+from bedplate.errors import BadQuestion
+
+__all__ = ["Engine", "EngineState", "Failure", "Recipe", "all_engines", "engine"]
+
+
+@functools.cache
+def all_engines() -> dict[str, Engine]:
+    found: dict[str, Engine] = {}
+    for module in pkgutil.iter_modules(__path__):
+        if module.name not in ("base", "shipped"):
+            one: Engine = importlib.import_module(f"{__name__}.{module.name}").ENGINE
+            found[one.id] = one
+    for point in entry_points(group="bedplate.engines"):
+        one = point.load()
+        found[one.id] = one
+    return found
+
+
+def engine(engine_id: str) -> Engine:
+    import difflib
+
+    known = all_engines()
+    if engine_id in known:
+        return known[engine_id]
+    near = difflib.get_close_matches(engine_id, known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise BadQuestion(f"no engine is called {engine_id!r}", hint=f"{hint}known: {', '.join(known)}")

@@ -1,0 +1,90 @@
+"""What an engine is to bedplate. An engine file answers questions; it never spawns, waits or prints."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from bedplate.values import Hardware, Launch, MemoryNeed, Model, Plan, Refusal, Settings, Workload
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine's own environment is made: pinned packages, and programs that bedplate ships into it."""
+
+    packages: tuple[str, ...]
+    programs: tuple[tuple[str, str], ...] = ()
+    """(command name, file in engines/shipped): put into the environment's bin folder."""
+    download_bytes: int
+    disk_bytes: int
+    check: str
+    """Python that must run in the finished environment, or the environment is not taken for a good one."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A failure that a log line explains."""
+
+    message: str
+    hint: str
+    lasting: bool = True
+    """Whether starting again would only fail again."""
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine's own metrics say. `None` is what this engine or version does not tell."""
+
+    running: float | None = None
+    waiting: float | None = None
+    kv_use: float | None = None
+    preemptions: float | None = None
+
+
+class Engine:
+    """The interface, with answers that are right for an engine that bedplate knows of and cannot run yet."""
+
+    id: ClassVar[str]
+    name: ClassVar[str]
+    formats: ClassVar[tuple[str, ...]] = ()
+    """Weight formats that it loads."""
+    version: ClassVar[str | None] = None
+    recipe: ClassVar[Recipe | None] = None
+    """`None`: planned for, but not installed by this version of bedplate."""
+    max_connections: ClassVar[int | None] = None
+    """What its HTTP server answers at once."""
+    supervised_env: ClassVar[dict[str, str]] = {}
+    """Beside the launch's own environment, what helps the supervisor and would only confuse a person."""
+    strength: ClassVar[str] = ""
+    """When it is the right choice, in the words of the hint behind a refusal."""
+
+    def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
+        raise NotImplementedError
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        """The largest settings that serve this work here, whether or not they fit."""
+        raise NotImplementedError
+
+    def memory(self, hardware: Hardware, model: Model, settings: Settings) -> MemoryNeed:
+        raise NotImplementedError
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        raise NotImplementedError
+
+    def progress(self, line: str) -> float | None:
+        """How much of the model is loaded, when this log line says so."""
+        return None
+
+    def explain(self, log: str) -> Failure | None:
+        """The known failure that this log shows."""
+        return None
+
+    def read(self, metrics: str) -> EngineState:
+        """The engine's state from its own Prometheus text."""
+        return EngineState()
+
+    def not_run_yet(self) -> Refusal:
+        return self.refusal(
+            "outranked", "fits this hardware, but this version of bedplate does not run it yet", self.strength
+        )
+
+    def refusal(self, kind: str, why: str, hint: str | None = None) -> Refusal:
+        return msgspec.convert({"engine": self.id, "kind": kind, "why": why, "hint": hint}, Refusal)

@@ -1,0 +1,21 @@
+"""ExLlamaV3: EXL3 weights on one to four RTX cards."""
+
+from __future__ import annotations
+
+from bedplate.engines.base import Engine
+from bedplate.values import Hardware, Model, Refusal, Workload
+
+
+class ExLlamaV3(Engine):
+    id = "exllamav3"
+    name = "ExLlamaV3"
+    formats = ("exl3",)
+    strength = "one to four RTX cards, one user"
+
+    def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
+        if not hardware.has("nvidia"):
+            return self.refusal("impossible", "needs an NVIDIA GPU", "one to four RTX cards")
+        return self.not_run_yet()
+
+
+ENGINE = ExLlamaV3()

@@ -1,0 +1,160 @@
+"""llama.cpp: GGUF weights on any hardware, one server process."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import ClassVar
+
+from bedplate.engines.base import Engine, EngineState, Failure, Recipe
+from bedplate.values import Hardware, Launch, MemoryNeed, Model, Plan, Refusal, Settings, Workload, estimate
+
+HTTP_THREADS = 96
+"""The server gives each connection a thread, health checks included: with too few, a busy engine looks dead."""
+PROCESS_BYTES = 95_000_000
+"""Interpreter, library and threads before any model is loaded: RSS of the launcher, measured with this version."""
+MICRO_BATCH = 512
+COMPUTE_BYTES_PER_HIDDEN = 64
+"""Scratch memory for each element of a micro-batch's hidden state: 17 MB at a hidden size of 576, by the log."""
+EVERYDAY_CONTEXT = 8192
+"""Context that a chat is given when nobody asked for a length: most conversations stay below it."""
+EVERYDAY_SLOTS = 4
+"""Clients send a second request (a title, a retry) beside the first; an idle slot costs memory but no time."""
+MAX_SLOTS = 256
+
+_KNOWN_FAILURES: tuple[tuple[str, str, str], ...] = (
+    (
+        r"data is not within the file bounds",
+        "the model file is damaged: the weights end before the header says so",
+        "download it again, and check that the disk is not full",
+    ),
+    (
+        r"invalid magic characters",
+        "the model file is not a GGUF file",
+        "give a .gguf file; `bedplate inspect FILE` says what a file is",
+    ),
+    (
+        r"unknown model architecture: '(?P<what>[^']+)'",
+        "this build of llama.cpp does not know the architecture {what}",
+        "a newer build may: see whether bedplate has an update, or choose another engine with --engine",
+    ),
+    (
+        r"unknown (?:pre-)?tokenizer(?: type)?:? '?(?P<what>[^'\s]+)",
+        "this build of llama.cpp does not know the tokenizer {what}",
+        "a newer build may: see whether bedplate has an update",
+    ),
+    (
+        r"(?:failed to allocate|unable to allocate|cannot allocate memory|std::bad_alloc)",
+        "there was not enough memory for the model and its cache",
+        "ask for less: --context 4096, --concurrency 1, or a smaller quantization",
+    ),
+    (
+        r"n_seq_max must be <= (?P<what>\d+)",
+        "llama.cpp takes at most {what} requests at once",
+        "ask for fewer: --concurrency {what}",
+    ),
+    (
+        r"failed to open GGUF file '(?P<what>[^']+)' \(Permission denied\)",
+        "{what} may not be read",
+        "change its permissions, or run bedplate as its owner",
+    ),
+    (
+        r"couldn't bind HTTP server socket",
+        "the private port was taken by another program in the same moment",
+        "start again; another port is chosen then",
+    ),
+)
+
+
+class LlamaCpp(Engine):
+    id = "llama.cpp"
+    name = "llama.cpp"
+    formats = ("gguf",)
+    version = "2026.10.11549"
+    recipe = Recipe(
+        packages=("xllamacpp==2026.10.11549",),
+        programs=(("llama-server", "llama_server.py"),),
+        download_bytes=34_000_000,
+        disk_bytes=127_000_000,
+        check="import xllamacpp; xllamacpp.CommonParams()",
+    )
+    max_connections = HTTP_THREADS - 8
+    # The server then tells its load progress on stdout, and ends when its stdin closes.
+    supervised_env: ClassVar[dict[str, str]] = {"LLAMA_SERVER_ROUTER_PORT": "1"}
+    strength = "laptops, edge boxes and unusual hardware; little VRAM and much RAM"
+
+    def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
+        if model.format not in self.formats:
+            return self.refusal("impossible", f"loads GGUF files, not {model.format}", "give a GGUF of the same model")
+        if workload.task in ("classify", "other"):
+            return self.refusal("unsuitable", "serves text generation and embeddings only", "onnxruntime fits")
+        return None
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        longest = model.max_context or EVERYDAY_CONTEXT
+        asked = workload.context_tokens
+        everyday = max(workload.request_tokens, EVERYDAY_CONTEXT)
+        in_flight = workload.in_flight()
+        stated = workload.concurrency is not None or workload.users > 1
+        return Settings(
+            slots=min(in_flight if stated else max(in_flight, EVERYDAY_SLOTS), MAX_SLOTS),
+            context_tokens=min(asked if asked is not None else everyday, longest),
+            threads=hardware.cpu.allowed_physical_cores,
+            gpu_layers=model.num_layers + 1 if hardware.has("apple") else 0,
+        )
+
+    def memory(self, hardware: Hardware, model: Model, settings: Settings) -> MemoryNeed:
+        scratch = MICRO_BATCH * (model.hidden_size or 4096) * COMPUTE_BYTES_PER_HIDDEN
+        return MemoryNeed(
+            weights_bytes=model.weight_bytes,
+            kv_bytes=model.kv_bytes(settings.context_tokens) * settings.slots,
+            overhead_bytes=estimate(PROCESS_BYTES + scratch, 0.4, "measured process size, scratch by hidden size"),
+            available_bytes=hardware.memory.available_bytes,
+        )
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        settings = plan.settings
+        argv = ["llama-server", "--model", plan.model.files[0], "--alias", plan.model.name]
+        argv += ["--host", "127.0.0.1", "--port", str(port), "--threads-http", str(HTTP_THREADS)]
+        # The server divides its context among the slots, so ask for all of it at once.
+        argv += ["--ctx-size", str(settings.context_tokens * settings.slots), "--parallel", str(settings.slots)]
+        argv += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads)]
+        argv += ["--n-gpu-layers", str(settings.gpu_layers or 0)]
+        # Its cache of old prompts may take 8 GiB by default, which no plan would have counted.
+        argv += ["--cache-ram", "0", "--fit", "off", "--metrics", "--slots", "--no-webui"]
+        if plan.model.task == "embed":
+            argv += ["--embeddings"]
+        return Launch(argv=tuple(argv))
+
+    def progress(self, line: str) -> float | None:
+        mark = "cmd_child_to_router:state:"
+        if mark not in line:
+            return None
+        try:
+            said = json.loads(line.split(mark, 1)[1])
+            payload = said["payload"] if said["state"] == "loading" else {}
+            stages = payload.get("stages") or [None]
+            done = stages.index(payload["current"]) if payload.get("current") in stages else 0
+            return float((done + payload["value"]) / len(stages))
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def explain(self, log: str) -> Failure | None:
+        for pattern, message, hint in _KNOWN_FAILURES:
+            if found := re.search(pattern, log):
+                words = found.groupdict()
+                return Failure(
+                    message=message.format(**words), hint=hint.format(**words), lasting="private port" not in message
+                )
+        return None
+
+    def read(self, metrics: str) -> EngineState:
+        figures = dict(re.findall(r"^llamacpp:(\w+) ([\d.eE+-]+)$", metrics, re.MULTILINE))
+        running, waiting = figures.get("requests_processing"), figures.get("requests_deferred")
+        return EngineState(
+            running=float(running) if running is not None else None,
+            waiting=float(waiting) if waiting is not None else None,
+        )
+
+
+ENGINE = LlamaCpp()

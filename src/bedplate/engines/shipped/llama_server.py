@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""llama-server for the xllamacpp wheel, which carries the server but no command line: takes llama-server's own options.
+
+Runs inside of the engine's environment, so it depends on nothing but that wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="llama-server", description=__doc__, allow_abbrev=False)
+    p.add_argument("-m", "--model", required=True, help="GGUF file; of a split model the first part")
+    p.add_argument("-a", "--alias", help="the name that the API calls the model by")
+    p.add_argument("--host", default="127.0.0.1")
+    p.add_argument("--port", type=int, default=8080)
+    p.add_argument("--threads-http", type=int, default=-1, help="threads that answer HTTP; one for each connection")
+    p.add_argument("--timeout", type=int, help="seconds without progress after which a connection is closed")
+    p.add_argument("--api-key", help="a key that clients must send")
+    p.add_argument("-c", "--ctx-size", type=int, default=0, help="context of all slots together; 0: from the model")
+    p.add_argument("-np", "--parallel", type=int, default=1, help="slots: requests that are computed at once")
+    p.add_argument("-b", "--batch-size", type=int)
+    p.add_argument("-ub", "--ubatch-size", type=int)
+    p.add_argument("-t", "--threads", type=int, default=-1, help="threads that generate")
+    p.add_argument("-tb", "--threads-batch", type=int, help="threads that read prompts; default: as --threads")
+    p.add_argument("--poll", type=int, choices=range(101), metavar="0..100", help="how eagerly idle threads wait")
+    p.add_argument("-ngl", "--n-gpu-layers", type=int, default=0)
+    p.add_argument("-fa", "--flash-attn", choices=("on", "off", "auto"))
+    p.add_argument("-ctk", "--cache-type-k", help="f16, q8_0, q4_0 …")
+    p.add_argument("-ctv", "--cache-type-v", help="f16, q8_0, q4_0 …")
+    p.add_argument("-cram", "--cache-ram", type=int, help="MiB for prompts of earlier requests; 0: none")
+    p.add_argument("-kvu", "--kv-unified", action="store_true", help="one cache for all slots")
+    p.add_argument("--fit", choices=("on", "off"), default="on", help="shrink unset options until they fit")
+    p.add_argument("--chat-template", help="a template to use instead of the model's own")
+    p.add_argument("--embeddings", "--embedding", action="store_true", help="answer /v1/embeddings only")
+    p.add_argument("--pooling", choices=("none", "mean", "cls", "last", "rank"))
+    p.add_argument("--metrics", action="store_true", help="answer /metrics")
+    p.add_argument("--slots", action=argparse.BooleanOptionalAction, default=True, help="answer /slots")
+    p.add_argument("--webui", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument(
+        "--mmap", action=argparse.BooleanOptionalAction, default=True, help="map the file instead of reading it"
+    )
+    p.add_argument("-lv", "--verbosity", type=int)
+    return p
+
+
+def params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
+    """The options as the wheel's own parameters. What is not set keeps the server's default."""
+    import xllamacpp
+
+    p = xllamacpp.CommonParams()
+    p.model.path = options.model
+    p.hostnames = [options.host]
+    p.port = options.port
+    p.n_threads_http = options.threads_http
+    p.n_ctx = options.ctx_size
+    p.n_parallel = options.parallel
+    p.cpuparams.n_threads = options.threads
+    p.cpuparams_batch.n_threads = options.threads if options.threads_batch is None else options.threads_batch
+    p.n_gpu_layers = options.n_gpu_layers
+    p.kv_unified = options.kv_unified
+    p.fit_params = options.fit == "on"
+    p.embedding = options.embeddings
+    p.endpoint_metrics = options.metrics
+    p.endpoint_slots = options.slots
+    p.ui = options.webui
+    p.warmup = options.warmup
+    if options.poll is not None:
+        p.cpuparams.poll = options.poll
+        p.cpuparams_batch.poll = options.poll
+    if options.alias is not None:
+        p.model_alias = {options.alias} if isinstance(p.model_alias, set) else options.alias
+    if options.timeout is not None:
+        p.timeout_read = p.timeout_write = options.timeout
+    if options.api_key is not None:
+        p.api_keys = [options.api_key]
+    if options.batch_size is not None:
+        p.n_batch = options.batch_size
+    if options.ubatch_size is not None:
+        p.n_ubatch = options.ubatch_size
+    if options.cache_ram is not None:
+        p.cache_ram_mib = options.cache_ram
+    if options.chat_template is not None:
+        p.chat_template = options.chat_template
+    if options.verbosity is not None:
+        p.verbosity = options.verbosity
+    if not options.mmap:
+        p.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
+    if options.flash_attn is not None:
+        kinds = {"on": "ENABLED", "off": "DISABLED", "auto": "AUTO"}
+        p.flash_attn_type = getattr(
+            xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{kinds[options.flash_attn]}"
+        )
+    if options.pooling is not None:
+        p.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{options.pooling.upper()}")
+    for name in ("cache_type_k", "cache_type_v"):
+        if (wanted := getattr(options, name)) is not None:
+            types = {t.name.removeprefix("GGML_TYPE_").lower(): t for t in xllamacpp.ggml_type}
+            if wanted.lower() not in types:
+                sys.exit(f"llama-server: no cache type is called {wanted!r}; there are {', '.join(sorted(types))}")
+            setattr(p, name, types[wanted.lower()])
+    return p
+
+
+def main() -> None:
+    options = parser().parse_args()
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    import xllamacpp
+
+    try:
+        server = xllamacpp.Server(params(options))  # answers for as long as it is referred to
+    except RuntimeError as error:
+        # The server has logged the cause already; a traceback would only bury it.
+        print(f"llama-server: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        os._exit(1)
+    stopped.wait()
+    _ = server
+    # Threads that still generate, or wait for their parent, would hold up an ordinary exit.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

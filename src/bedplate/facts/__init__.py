@@ -1,0 +1,1 @@
+"""What is true before any choice: hardware, models, workloads."""

@@ -1,0 +1,247 @@
+"""What a control group leaves us: memory, CPU time and CPUs, from cgroup v1, v2 or both mounted side by side."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# v1 writes "no limit" as the largest page-aligned count, which depends on the page size; nothing real comes near this.
+NO_LIMIT_BYTES = 1 << 60
+MOST_CPUS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """One line of /proc/self/cgroup; the v2 hierarchy has no controllers."""
+
+    controllers: tuple[str, ...]
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CgroupMount:
+    """One cgroup line of /proc/self/mountinfo."""
+
+    version: int
+    controllers: tuple[str, ...]
+    root: str
+    mount_point: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CgroupLimits:
+    """The tightest limits from our own group up to the highest that we can see; `None` is none, or none readable."""
+
+    memory_limit_bytes: int | None = None
+    memory_headroom_bytes: int | None = None
+    """The least that any group above us still allows, reclaimable page cache not counted as used."""
+    cpu_quota_cores: float | None = None
+    cpus: frozenset[int] | None = None
+
+
+def read_text(path: Path) -> str | None:
+    """A small file's text, or `None` where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        return None
+
+
+def is_there(path: Path) -> bool:
+    """Whether something is at `path`; what we may not even look at counts as absent."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def parse_memberships(text: str) -> tuple[Membership, ...]:
+    found = []
+    for line in text.splitlines():
+        parts = line.split(":", 2)  # the path itself may hold colons
+        if len(parts) == 3 and parts[2].startswith("/"):
+            found.append(Membership(controllers=tuple(filter(None, parts[1].split(","))), path=parts[2]))
+    return tuple(found)
+
+
+def parse_mounts(text: str) -> tuple[CgroupMount, ...]:
+    found = []
+    for line in text.splitlines():
+        before, separator, after = line.partition(" - ")
+        fields, tail = before.split(" "), after.split(" ")
+        if not separator or len(fields) < 6 or tail[0] not in ("cgroup", "cgroup2"):
+            continue
+        controllers = tuple(tail[2].split(",")) if tail[0] == "cgroup" and len(tail) > 2 else ()
+        found.append(
+            CgroupMount(
+                version=2 if tail[0] == "cgroup2" else 1,
+                controllers=controllers,
+                root=_unescaped(fields[3]),
+                mount_point=_unescaped(fields[4]),
+            )
+        )
+    return tuple(found)
+
+
+def parse_bytes(text: str | None) -> int | None:
+    """A limit or a usage; `max`, v1's huge number and anything unreadable are `None`."""
+    value = _natural(text)
+    return None if value is None or value >= NO_LIMIT_BYTES else value
+
+
+def parse_stat(text: str | None) -> dict[str, int]:
+    """memory.stat as numbers."""
+    found = {}
+    for line in (text or "").splitlines():
+        key, _, value = line.partition(" ")
+        if (number := _natural(value)) is not None:
+            found[key] = number
+    return found
+
+
+def parse_cpu_max(text: str | None) -> float | None:
+    """v2's `cpu.max`, such as `150000 100000`, in cores."""
+    words = (text or "").split()
+    return _cores(words[0], words[1] if len(words) > 1 else "100000") if words else None
+
+
+def parse_cfs(quota: str | None, period: str | None) -> float | None:
+    """v1's `cpu.cfs_quota_us` (-1: none) and `cpu.cfs_period_us`, in cores."""
+    return _cores(quota, period)
+
+
+def parse_cpu_list(text: str | None) -> frozenset[int] | None:
+    """The kernel's list format, such as `0-3,8`; `None` when it names no CPU."""
+    found: set[int] = set()
+    for part in (text or "").strip().split(","):
+        first, dash, last = part.partition("-")
+        low, high = _natural(first), _natural(last if dash else first)
+        if low is None or high is None or not low <= high < MOST_CPUS:
+            return None
+        found.update(range(low, high + 1))
+    return frozenset(found) or None
+
+
+def read_limits(root: Path = Path("/")) -> CgroupLimits:
+    """The limits on this process; `root` stands for / so that a captured tree can be read too."""
+    memberships = parse_memberships(read_text(root / "proc/self/cgroup") or "")
+    mounts = parse_mounts(read_text(root / "proc/self/mountinfo") or "")
+    limit, headroom = _memory(root, memberships, mounts)
+    return CgroupLimits(
+        memory_limit_bytes=limit,
+        memory_headroom_bytes=headroom,
+        cpu_quota_cores=_quota(root, memberships, mounts),
+        cpus=_cpus(root, memberships, mounts),
+    )
+
+
+def _memory(
+    root: Path, memberships: tuple[Membership, ...], mounts: tuple[CgroupMount, ...]
+) -> tuple[int | None, int | None]:
+    limits, headrooms = [], []
+    for version, folder in _levels(root, "memory", memberships, mounts):
+        stat = parse_stat(read_text(folder / "memory.stat"))
+        if version == 2:
+            # memory.high kills nobody, but above it every allocation is stalled to reclaim first: an engine that was
+            # planned to live there crawls. So it bounds a plan just as memory.max does.
+            names = ("memory.max", "memory.high")
+            used = parse_bytes(read_text(folder / "memory.current"))
+            cached = stat.get("inactive_file", 0)
+            bounds = [parse_bytes(read_text(folder / name)) for name in names]
+        else:
+            # The soft limit is left aside: it only says whom to reclaim from first when the whole host is short.
+            used = parse_bytes(read_text(folder / "memory.usage_in_bytes"))
+            cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+            bounds = [parse_bytes(read_text(folder / "memory.limit_in_bytes"))]
+            # The kernel's own minimum over all ancestors, those that a container cannot see included.
+            hierarchical = stat.get("hierarchical_memory_limit", NO_LIMIT_BYTES)
+            bounds.append(hierarchical if hierarchical < NO_LIMIT_BYTES else None)
+        known = [bound for bound in bounds if bound is not None]
+        if known:
+            limits.append(min(known))
+            headrooms.append(max(0, min(known) - max(0, (used or 0) - cached)))
+    return min(limits, default=None), min(headrooms, default=None)
+
+
+def _quota(root: Path, memberships: tuple[Membership, ...], mounts: tuple[CgroupMount, ...]) -> float | None:
+    found = []
+    for version, folder in _levels(root, "cpu", memberships, mounts):
+        if version == 2:
+            cores = parse_cpu_max(read_text(folder / "cpu.max"))
+        else:
+            cores = parse_cfs(read_text(folder / "cpu.cfs_quota_us"), read_text(folder / "cpu.cfs_period_us"))
+        if cores is not None:
+            found.append(cores)
+    return min(found, default=None)
+
+
+def _cpus(root: Path, memberships: tuple[Membership, ...], mounts: tuple[CgroupMount, ...]) -> frozenset[int] | None:
+    for version, folder in _levels(root, "cpuset", memberships, mounts):
+        names = ("cpuset.cpus.effective",) if version == 2 else ("cpuset.effective_cpus", "cpuset.cpus")
+        for name in names:
+            # The effective set of the nearest group already has its ancestors' sets taken into account.
+            if cpus := parse_cpu_list(read_text(folder / name)):
+                return cpus
+    return None
+
+
+def _levels(
+    root: Path, controller: str, memberships: tuple[Membership, ...], mounts: tuple[CgroupMount, ...]
+) -> Iterator[tuple[int, Path]]:
+    """Our group's folder for `controller` and those above it, up to the mount."""
+    # A controller lives in one hierarchy only: in v1 where one is mounted with it, else in v2.
+    own = [mount for mount in mounts if mount.version == 1 and controller in mount.controllers]
+    version = 1 if own else 2
+    candidates = own or [mount for mount in mounts if mount.version == 2]
+    path = next(
+        (
+            member.path
+            for member in memberships
+            if (controller in member.controllers if version == 1 else not member.controllers)
+        ),
+        "/",
+    )
+    for mount in candidates:
+        top = root / mount.mount_point.lstrip("/")
+        folder = top / _below(mount.root, path)
+        # Inside a container the path may be the host's, which is not under our mount: the mount is then our own group.
+        if not _is_folder(folder):
+            folder = top
+        if _is_folder(folder):
+            while True:
+                yield version, folder
+                if folder == top:
+                    return
+                folder = folder.parent
+
+
+def _below(mount_root: str, path: str) -> str:
+    """`path` relative to the group that is mounted, or nothing where it is not inside of it."""
+    inside = path if mount_root == "/" else path.removeprefix(mount_root)
+    if ".." in path.split("/") or "\0" in path or (inside == path and mount_root != "/"):
+        return ""
+    return inside.lstrip("/") if inside.startswith("/") else ""
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # no permission, or a garbled name that is too long
+        return False
+
+
+def _cores(quota: str | None, period: str | None) -> float | None:
+    allowed, every = _natural(quota), _natural(period)
+    return allowed / every if allowed and every else None
+
+
+def _natural(text: str | None) -> int | None:
+    stripped = (text or "").strip()
+    return int(stripped) if re.fullmatch(r"[0-9]{1,20}", stripped) else None
+
+
+def _unescaped(text: str) -> str:
+    """mountinfo writes blanks and the like as octal escapes."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8) & 0xFF), text)

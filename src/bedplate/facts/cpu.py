@@ -1,0 +1,390 @@
+"""The CPU: its name, what it can compute with, and how many of its cores we may really use."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bedplate.facts.cgroup import CgroupLimits, parse_cpu_list, read_text
+from bedplate.values import Cpu
+
+# Those that inference engines have kernels for, from old to new: the name that we use, and how people write it.
+INSTRUCTION_SETS = {
+    "sse4_2": "SSE4.2",
+    "avx": "AVX",
+    "avx2": "AVX2",
+    "fma": "FMA",
+    "f16c": "F16C",
+    "avx_vnni": "AVX-VNNI",
+    "avx512f": "AVX-512",
+    "avx512bw": "AVX-512 BW",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512_bf16": "AVX-512 BF16",
+    "avx512_fp16": "AVX-512 FP16",
+    "amx_tile": "AMX",
+    "amx_int8": "AMX INT8",
+    "amx_bf16": "AMX BF16",
+    "neon": "NEON",
+    "dotprod": "dot product",
+    "i8mm": "I8MM",
+    "bf16": "BF16",
+    "sve": "SVE",
+    "sve2": "SVE2",
+    "sme": "SME",
+}
+# Each line is one kind of unit; of each, the summary names the first that is there.
+SUMMARY = (
+    ("avx512f", "avx2", "avx", "sse4_2", "sve2", "sve", "neon"),
+    ("amx_tile", "sme", "i8mm", "dotprod"),
+)
+ARM_FEATURES = {"asimd": "neon", "asimddp": "dotprod"}
+SYSCTL_FEATURES = {
+    "hw.optional.sse4_2": "sse4_2",
+    "hw.optional.avx1_0": "avx",
+    "hw.optional.avx2_0": "avx2",
+    "hw.optional.fma": "fma",
+    "hw.optional.f16c": "f16c",
+    "hw.optional.avx512f": "avx512f",
+    "hw.optional.avx512bw": "avx512bw",
+    "hw.optional.neon": "neon",
+    "hw.optional.AdvSIMD": "neon",
+    "hw.optional.arm.FEAT_DotProd": "dotprod",
+    "hw.optional.arm.FEAT_I8MM": "i8mm",
+    "hw.optional.arm.FEAT_BF16": "bf16",
+    "hw.optional.arm.FEAT_SME": "sme",
+}
+VENDORS = {
+    "GenuineIntel": "intel",
+    "AuthenticAMD": "amd",
+    "HygonGenuine": "hygon",
+    "CentaurHauls": "centaur",
+    "Shanghai": "zhaoxin",
+    "IBM/S390": "ibm",
+}
+IMPLEMENTERS = {
+    0x41: "arm",
+    0x42: "broadcom",
+    0x43: "cavium",
+    0x46: "fujitsu",
+    0x48: "hisilicon",
+    0x4E: "nvidia",
+    0x50: "apm",
+    0x51: "qualcomm",
+    0x53: "samsung",
+    0x61: "apple",
+    0x6D: "microsoft",
+    0x70: "phytium",
+    0xC0: "ampere",
+}
+# The main ID register's part numbers, as the vendors' reference manuals list them.
+PARTS = {
+    0x41: {
+        0xB76: "ARM1176", 0xC07: "Cortex-A7", 0xC08: "Cortex-A8", 0xC09: "Cortex-A9", 0xC0D: "Cortex-A17",
+        0xC0E: "Cortex-A17", 0xC0F: "Cortex-A15", 0xD03: "Cortex-A53", 0xD04: "Cortex-A35", 0xD05: "Cortex-A55",
+        0xD07: "Cortex-A57", 0xD08: "Cortex-A72", 0xD09: "Cortex-A73", 0xD0A: "Cortex-A75", 0xD0B: "Cortex-A76",
+        0xD0C: "Neoverse-N1", 0xD0D: "Cortex-A77", 0xD0E: "Cortex-A76AE", 0xD40: "Neoverse-V1", 0xD41: "Cortex-A78",
+        0xD42: "Cortex-A78AE", 0xD44: "Cortex-X1", 0xD46: "Cortex-A510", 0xD47: "Cortex-A710", 0xD48: "Cortex-X2",
+        0xD49: "Neoverse-N2", 0xD4A: "Neoverse-E1", 0xD4B: "Cortex-A78C", 0xD4C: "Cortex-X1C", 0xD4D: "Cortex-A715",
+        0xD4E: "Cortex-X3", 0xD4F: "Neoverse-V2", 0xD80: "Cortex-A520", 0xD81: "Cortex-A720", 0xD82: "Cortex-X4",
+        0xD83: "Neoverse-V3AE", 0xD84: "Neoverse-V3", 0xD85: "Cortex-X925", 0xD87: "Cortex-A725", 0xD8E: "Neoverse-N3",
+    },
+    0x43: {0x0A1: "ThunderX", 0x0AF: "ThunderX2"},
+    0x46: {0x001: "A64FX"},
+    0x48: {0xD01: "Kunpeng 920", 0xD02: "TaiShan v120"},
+    0x4E: {0x003: "Denver 2", 0x004: "Carmel"},
+    0x51: {0x001: "Oryon"},
+    0x61: {
+        0x022: "Apple M1", 0x023: "Apple M1", 0x024: "Apple M1 Pro", 0x025: "Apple M1 Pro", 0x028: "Apple M1 Max",
+        0x029: "Apple M1 Max", 0x032: "Apple M2", 0x033: "Apple M2", 0x034: "Apple M2 Pro", 0x035: "Apple M2 Pro",
+        0x038: "Apple M2 Max", 0x039: "Apple M2 Max",
+    },
+    0x6D: {0xD49: "Azure Cobalt 100"},
+    0xC0: {0xAC3: "AmpereOne", 0xAC4: "AmpereOne"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Processor:
+    """One logical CPU."""
+
+    number: int
+    package: int | None = None
+    core: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuInfo:
+    """What /proc/cpuinfo says."""
+
+    name: str | None = None
+    vendor: str | None = None
+    board: str | None = None
+    processors: tuple[Processor, ...] = ()
+    flags: frozenset[str] = frozenset()
+    """Those that every CPU has: a thread may be moved to any of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cores:
+    sockets: int | None
+    physical: int
+    allowed_physical: int
+
+
+def instruction_sets(flags: Collection[str]) -> tuple[str, ...]:
+    """The known ones among `flags`, which may be Linux's names or ours, in our order."""
+    names = {ARM_FEATURES.get(flag, flag) for flag in flags}
+    return tuple(name for name in INSTRUCTION_SETS if name in names)
+
+
+def summarise(sets: Collection[str]) -> str:
+    """The few words that tell people what this CPU can do, such as "AVX-512 AMX"; empty when nothing is known."""
+    best = (next((name for name in kind if name in sets), None) for kind in SUMMARY)
+    return " ".join(INSTRUCTION_SETS[name] for name in best if name)
+
+
+def parse_cpuinfo(text: str) -> CpuInfo:
+    """Linux's /proc/cpuinfo, whose keys differ with the architecture."""
+    blocks: list[dict[str, str]] = []
+    common: dict[str, str] = {}
+    numbers: list[int] = []
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        key, value = key.strip(), value.strip()
+        if not colon:
+            continue
+        # s390x has one line for each CPU: "processor 3: version = 00,  identification = …,  machine = 2817".
+        if match := re.fullmatch(r"processor ([0-9]{1,5})", key):
+            numbers.append(int(match[1]))
+            common.setdefault("machine", value.rpartition("machine =")[2].strip())
+        elif key == "processor" and (number := _integer(value)) is not None:
+            numbers.append(number)
+            blocks.append({})
+        elif blocks:
+            blocks[-1].setdefault(key, value)
+        common.setdefault(key, value)
+    flags = [set(found.split()) for block in blocks or [common] if (found := _first(block, "flags", "Features"))]
+    return CpuInfo(
+        name=_arm_name(blocks) or _plain_name(common),
+        vendor=_vendor(common),
+        board=common.get("Model") or None,
+        processors=tuple(
+            Processor(number=number, package=_integer(block.get("physical id")), core=_integer(block.get("core id")))
+            for number, block in zip(numbers, blocks or [{} for _ in numbers], strict=False)
+        ),
+        flags=frozenset(set.intersection(*flags)) if flags else frozenset(),
+    )
+
+
+def count_cores(
+    processors: Collection[Processor], siblings: Mapping[int, frozenset[int]], allowed: frozenset[int]
+) -> Cores:
+    """Physical cores in all, and how many distinct ones `allowed` reaches.
+
+    `siblings` (the CPUs that share a core, from sysfs) stands in where /proc/cpuinfo names no cores, as on ARM.
+    """
+
+    def core(processor: Processor) -> object:
+        if processor.core is not None:
+            return processor.package or 0, processor.core
+        return siblings.get(processor.number, processor.number)
+
+    physical = len({core(processor) for processor in processors})
+    reached = {core(processor) for processor in processors if processor.number in allowed}
+    allowed_physical = len(reached)
+    if not allowed <= {processor.number for processor in processors}:
+        # lxcfs shows a container its own CPUs only, renumbered from 0; the affinity mask keeps the host's numbers.
+        if all(number in siblings for number in allowed):
+            allowed_physical = len({siblings[number] for number in allowed})
+        else:
+            allowed_physical = min(len(allowed), physical or len(allowed))
+    packages = {processor.package for processor in processors if processor.package is not None}
+    return Cores(
+        sockets=len(packages) or None,
+        physical=max(physical, allowed_physical),
+        allowed_physical=max(1, allowed_physical),
+    )
+
+
+def cap_by_quota(cores: int, quota_cores: float | None) -> int:
+    """Cores that a CPU-time quota can keep busy; the kernel stops a thread beyond them, and all others wait for it."""
+    return cores if quota_cores is None else max(1, min(cores, math.floor(quota_cores)))
+
+
+def parse_sysctl(text: str) -> dict[str, str]:
+    """The output of macOS's `sysctl`, `key: value` on each line."""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {key.strip(): value.strip() for key, colon, value in pairs if colon}
+
+
+def cpu_from_sysctl(values: Mapping[str, str], arch: str) -> Cpu | None:
+    """The CPU of a Mac; `None` when the text names no count of cores."""
+    logical = _integer(_first(values, "hw.logicalcpu", "hw.ncpu", "machdep.cpu.thread_count"))
+    if not logical:
+        return None
+    physical = _integer(_first(values, "hw.physicalcpu", "machdep.cpu.core_count"))
+    apple = values.get("hw.optional.arm64") == "1"
+    flags = {name for key, name in SYSCTL_FEATURES.items() if values.get(key) == "1"}
+    flags |= {word.replace(".", "_") for word in values.get("machdep.cpu.features", "").lower().split()}
+    flags |= {"avx"} if "avx1_0" in flags else set()
+    flags |= set(values.get("machdep.cpu.leaf7_features", "").lower().split())
+    return Cpu(
+        name=values.get("machdep.cpu.brand_string") or "unknown CPU",
+        vendor="apple" if apple else VENDORS.get(values.get("machdep.cpu.vendor", "")),
+        # A translated x86 Python calls the machine x86_64; the chip knows better.
+        arch="arm64" if apple else arch,
+        sockets=_integer(values.get("hw.packages")),
+        physical_cores=physical,
+        logical_cores=logical,
+        allowed_cores=float(logical),
+        allowed_physical_cores=max(1, physical or logical),
+        instruction_sets=instruction_sets(flags),
+    )
+
+
+def read_cpu(limits: CgroupLimits | None = None, root: Path = Path("/")) -> tuple[Cpu, tuple[str, ...]]:
+    """This machine's CPU, and notes on what could not be read."""
+    limits = limits or CgroupLimits()
+    if sys.platform == "darwin":
+        if cpu := cpu_from_sysctl(read_sysctl(), platform.machine()):
+            return cpu, ()
+        return _plain_cpu("sysctl named no CPU; the operating system's own counts are used")
+    if sys.platform.startswith("linux"):
+        text = read_text(root / "proc/cpuinfo")
+        if text and (cpu := linux_cpu(text, platform.machine(), os.sched_getaffinity(0), limits, root)):
+            return cpu, ()
+        return _plain_cpu("/proc/cpuinfo lists no CPU; cores that threads share may be counted twice")
+    return _plain_cpu("the CPU's instruction sets are not read on this operating system")
+
+
+def linux_cpu(
+    cpuinfo: str, arch: str, affinity: Collection[int], limits: CgroupLimits, root: Path = Path("/")
+) -> Cpu | None:
+    """The CPU that `cpuinfo` describes, as far as `affinity` and `limits` let us use it."""
+    info = parse_cpuinfo(cpuinfo)
+    if not info.processors:
+        return None
+    allowed = frozenset(affinity) or frozenset(processor.number for processor in info.processors)
+    # The mask follows the cpuset, except that some sandboxes show a cpuset of CPUs that are not ours at all.
+    allowed = allowed & (limits.cpus or allowed) or allowed
+    named = all(processor.core is not None for processor in info.processors)
+    renumbered = not allowed <= {processor.number for processor in info.processors}
+    siblings = read_siblings(root) if renumbered or not named else {}
+    cores = count_cores(info.processors, siblings, allowed)
+    board = info.board or _board(root)
+    name = info.name or f"unknown {arch} CPU"
+    quota = limits.cpu_quota_cores
+    return Cpu(
+        name=f"{name} ({board})" if board else name,
+        vendor=info.vendor,
+        arch=arch,
+        sockets=cores.sockets,
+        physical_cores=cores.physical,
+        logical_cores=max(len(info.processors), len(allowed)),
+        allowed_cores=float(len(allowed)) if quota is None else min(float(len(allowed)), quota),
+        allowed_physical_cores=cap_by_quota(cores.allowed_physical, quota),
+        instruction_sets=instruction_sets(info.flags),
+    )
+
+
+def read_siblings(root: Path = Path("/")) -> dict[int, frozenset[int]]:
+    """For each CPU, those that share its core."""
+    found = {}
+    for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*"):
+        number = _integer(folder.name.removeprefix("cpu"))
+        shared = parse_cpu_list(read_text(folder / "topology/thread_siblings_list"))
+        if number is not None and shared:
+            found[number] = shared
+    return found
+
+
+def read_sysctl() -> dict[str, str]:
+    """What macOS says about the machine; nothing where there is no sysctl."""
+    try:
+        done = subprocess.run(["sysctl", "hw", "machdep.cpu"], capture_output=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return parse_sysctl(done.stdout.decode(errors="replace"))
+
+
+def _plain_cpu(note: str) -> tuple[Cpu, tuple[str, ...]]:
+    """What every operating system can say."""
+    import psutil
+
+    logical = psutil.cpu_count() or os.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False)
+    process = psutil.Process()
+    allowed = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else logical
+    return Cpu(
+        name=_registry_name() or platform.processor() or f"unknown {platform.machine()} CPU",
+        arch=platform.machine(),
+        physical_cores=physical,
+        logical_cores=logical,
+        allowed_cores=float(allowed),
+        allowed_physical_cores=max(1, min(allowed, physical or allowed)),
+    ), (note,)
+
+
+def _registry_name() -> str | None:
+    if sys.platform == "win32":
+        import winreg
+
+        try:
+            with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
+                return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
+        except OSError:
+            return None
+    return None
+
+
+def _arm_name(blocks: list[dict[str, str]]) -> str | None:
+    """The cores' names, each once: "Cortex-A55 + Cortex-A76"."""
+    names: list[str] = []
+    for block in blocks:
+        implementer, part = _integer(block.get("CPU implementer"), 16), _integer(block.get("CPU part"), 16)
+        if implementer is None or part is None:
+            continue
+        maker = IMPLEMENTERS.get(implementer, f"{implementer:#04x}")
+        name = PARTS.get(implementer, {}).get(part, f"{maker} core {part:#05x}")
+        if name not in names:
+            names.append(name)
+    return " + ".join(names) or None
+
+
+def _plain_name(common: Mapping[str, str]) -> str | None:
+    if found := _first(common, "model name", "Model Name", "cpu model", "uarch"):
+        return " ".join(found.split())
+    if found := common.get("cpu"):  # POWER: "POWER8E (raw), altivec supported"
+        return found.partition(",")[0].strip() or None
+    if machine := common.get("machine"):
+        return f"IBM Z ({machine})" if common.get("vendor_id") == "IBM/S390" else None
+    return None
+
+
+def _vendor(common: Mapping[str, str]) -> str | None:
+    if (implementer := _integer(common.get("CPU implementer"), 16)) is not None:
+        return IMPLEMENTERS.get(implementer)
+    if (common.get("cpu") or "").startswith("POWER"):
+        return "ibm"
+    return VENDORS.get(common.get("vendor_id", ""))
+
+
+def _board(root: Path) -> str | None:
+    """Boards with a device tree say which they are, such as "Raspberry Pi 5 Model B Rev 1.0"."""
+    return (read_text(root / "proc/device-tree/model") or "").strip("\0 \n") or None
+
+
+def _first(values: Mapping[str, str], *keys: str) -> str | None:
+    return next((values[key] for key in keys if values.get(key)), None)
+
+
+def _integer(text: str | None, base: int = 10) -> int | None:
+    pattern = r"(0x)?[0-9a-fA-F]{1,8}" if base == 16 else r"[0-9]{1,9}"
+    return int(text, base) if text and re.fullmatch(pattern, text) else None

@@ -1,0 +1,882 @@
+"""GGUF: what a model file says about itself, read from its header alone.
+
+A header comes from a stranger, so every count and length in it is held against the file's size, or against a limit
+that no real model comes near, before anything is allocated or walked. Nothing is executed, and weights are not read.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import stat
+import struct
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, NoReturn
+
+from bedplate.errors import BadQuestion
+from bedplate.values.model import Model, Task, TensorGroup
+from bedplate.values.units import size as human_size
+
+GGML_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+    42: ("Q2_0", 64, 18),
+}
+"""ggml's tensor types by number: name, weights in a block, bytes of a block."""
+
+# Numbers that files of 2023 and 2024 carry, and that ggml has given up since.
+_RETIRED_TYPES = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+
+# general.file_type, as llama.h numbers it: the recipe that the quantizer followed, which is finer than any tensor type.
+_FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4", 39: "NVFP4",
+    40: "Q1_0", 41: "Q2_0",
+}  # fmt: skip
+
+# Each limit is well above what any published model has, and low enough that a hostile header costs no more than a
+# second or so.
+_MAX_HEADER_BYTES = 128 << 20
+_MAX_FIELDS = 1 << 16
+_MAX_STRINGS = 1 << 22
+_MAX_TENSORS = 1 << 18
+_MAX_KEPT_STRING = 1 << 16
+_MAX_KEPT_ARRAY = 1 << 12
+_MAX_LAYERS = 1 << 12
+_MAX_WIDTH = 1 << 24
+_MAX_FIGURE = 1 << 62
+_ABSURD_LENGTH = 1 << 44
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_TOO_LONG = b"(too long to keep)"
+
+_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
+
+
+class Tensor(NamedTuple):
+    name: str
+    type: str
+    elements: int
+    bytes: int
+    offset: int
+
+
+class Array(NamedTuple):
+    """An array of the header; `values` is None where only its length is of use, as for vocabularies."""
+
+    length: int
+    values: tuple[int | float | bool, ...] | None
+
+
+Value = int | float | bool | bytes | Array
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """One file's header. Strings stay bytes: writers have put all kinds of encodings there."""
+
+    version: int
+    little_endian: bool
+    fields: dict[str, Value]
+    tensors: list[Tensor]
+    data_offset: int
+    promised_bytes: int
+    """How long the file must be for every tensor to be in it."""
+    file_bytes: int
+    vocabulary: int | None = None
+    embedding_rows: int | None = None
+
+
+class _Short(Exception):
+    """The header reaches past the end of the file."""
+
+    def __init__(self, needed: int) -> None:
+        self.needed = needed
+
+
+class _Damaged(Exception):
+    """The header says something that cannot be true."""
+
+
+@dataclass(slots=True)
+class _Head:
+    """The first bytes of a file, read in growing pieces as the walk needs them."""
+
+    file: BinaryIO
+    file_bytes: int
+    buffer: bytes = b""
+    position: int = 0
+    order: str = "<"
+    strings: int = field(default=0)
+
+    def reach(self, end: int) -> None:
+        """Has everything up to `end` in the buffer."""
+        if end <= len(self.buffer):
+            return
+        if end > _ABSURD_LENGTH:
+            raise _Damaged("it claims a length that no file has")
+        if end > self.file_bytes:
+            raise _Short(end)
+        if end > _MAX_HEADER_BYTES:
+            raise _Damaged(f"its header is longer than {human_size(_MAX_HEADER_BYTES)}")
+        wanted = min(self.file_bytes, max(end, 2 * len(self.buffer), 1 << 20))
+        self.buffer += self.file.read(wanted - len(self.buffer))
+        if len(self.buffer) < end:
+            raise _Short(end)
+
+    def take(self, layout: str) -> tuple[int, ...]:
+        """The next values by a `struct` layout of whole numbers."""
+        unpack = struct.Struct(self.order + layout)
+        self.reach(self.position + unpack.size)
+        values = unpack.unpack_from(self.buffer, self.position)
+        self.position += unpack.size
+        return values
+
+    def scalar(self, kind: int) -> int | float | bool:
+        value: int | float | bool = self.take(_SCALARS[kind])[0]
+        return value
+
+    def text(self, most: int) -> bytes | None:
+        """The next string; None when it is longer than `most`, which is skipped without a copy."""
+        (length,) = self.take("Q")
+        end = self.position + length
+        self.reach(end)
+        value = self.buffer[self.position : end] if length <= most else None
+        self.position = end
+        return value
+
+    def name(self, what: str, most: int) -> str:
+        value = self.text(most)
+        if value is None:
+            raise _Damaged(f"it has {what} of more than {most} bytes")
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            raise _Damaged(f"it has {what} that is not UTF-8") from None
+
+    def array(self) -> Array:
+        kind, count = self.take("IQ")
+        if kind == _STRING:
+            self.skip_strings(count)
+            return Array(count, None)
+        if kind == _ARRAY:
+            # The format allows arrays of arrays; no model has one, and llama.cpp refuses them too.
+            raise _Damaged("it has an array of arrays, which no engine reads")
+        if kind not in _SCALARS:
+            raise _Damaged(f"it has an array of an unknown kind ({kind})")
+        layout = _SCALARS[kind]
+        start = self.position
+        self.reach(start + count * struct.calcsize(self.order + layout))
+        if count > _MAX_KEPT_ARRAY:
+            self.position = start + count * struct.calcsize(self.order + layout)
+            return Array(count, None)
+        return Array(count, tuple(self.take(f"{count}{layout}")))
+
+    def skip_strings(self, count: int) -> None:
+        """Steps over a vocabulary. This loop is where the time goes, so it does nothing but step."""
+        self.strings += count
+        if self.strings > _MAX_STRINGS:
+            raise _Damaged(f"it lists {self.strings:,} strings, more than any vocabulary has")
+        unpack = struct.Struct(self.order + "Q").unpack_from
+        position, left = self.position, count
+        while left:
+            buffer = self.buffer
+            try:
+                for left in range(left, 0, -1):  # noqa: B007, B020 - on an exception `left` says where to go on
+                    position += 8 + unpack(buffer, position)[0]
+                left = 0
+            except (struct.error, OverflowError):
+                self.reach(position + 8)
+        self.reach(position)
+        self.position = position
+
+
+def read_header(path: Path) -> Header:
+    """The header of one file, checked; parts of a split model are not gathered here."""
+    name = path.name
+    try:
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise BadQuestion(f"{path} is a folder, not a GGUF file", hint="name a .gguf file in it")
+        if not stat.S_ISREG(status.st_mode):
+            raise BadQuestion(f"{path} is not a regular file", hint="name a .gguf file")
+        with path.open("rb") as file:
+            head = _Head(file, status.st_size)
+            try:
+                return _parse(head, name)
+            except _Short as short:
+                # A file that ends within its header has no tensor list to add up, so only a lower bound is known.
+                _cut_short(path, f"its header alone needs {short.needed:,} bytes", status.st_size)
+            except _Damaged as damage:
+                raise BadQuestion(
+                    f"{name} is damaged", cause=str(damage), hint="download it again, and compare its checksum"
+                ) from None
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a path with a zero byte is a ValueError
+        raise BadQuestion(f"there is no file {path}", hint="check the path") from None
+    except PermissionError:
+        raise BadQuestion(f"{path} may not be read by this user", hint=f"chmod a+r {path}") from None
+    except OSError as error:
+        raise BadQuestion(f"{path} cannot be read", cause=error.strerror or str(error), hint="check the disk") from None
+
+
+def _parse(head: _Head, name: str) -> Header:
+    head.reach(min(head.file_bytes, 512))
+    if head.buffer[:4] != b"GGUF":
+        raise BadQuestion(f"{name} is not a GGUF file: it {_looks_like(head.buffer, head.file_bytes)}", hint=_ADVICE)
+    head.position = 4
+    (version,) = head.take("I")
+    if version & 0xFFFF == 0 and version:
+        # Versions are small, so zeros in the low half mean that the number was written the other way round.
+        head.order = ">"
+        version = int.from_bytes(version.to_bytes(4, "little"), "big")
+    if version == 1:
+        raise BadQuestion(
+            f"{name} is a GGUF of version 1, the format's first weeks in 2023, which engines no longer read",
+            hint="download a newer conversion of the model",
+        )
+    if version not in (2, 3):
+        raise BadQuestion(
+            f"{name} is a GGUF of version {version}; this bedplate reads 2 and 3",
+            hint="update bedplate, or download the file again if it should be older",
+        )
+    num_tensors, num_fields = head.take("QQ")
+    # A field takes 13 bytes or more and a tensor 33, whatever is in them.
+    if num_fields > _MAX_FIELDS or num_tensors > _MAX_TENSORS:
+        raise _Damaged(f"it claims {num_fields:,} fields and {num_tensors:,} tensors, more than any model has")
+    if (needed := head.position + 13 * num_fields + 33 * num_tensors) > head.file_bytes:
+        raise _Short(needed)
+
+    fields: dict[str, Value] = {}
+    vocabulary = None
+    for _ in range(num_fields):
+        key = head.name("a key", _MAX_KEPT_STRING)
+        (kind,) = head.take("I")
+        value: Value
+        if kind == _STRING:
+            text = head.text(_MAX_KEPT_STRING)
+            value = _TOO_LONG if text is None else text
+        elif kind == _ARRAY:
+            value = head.array()
+            if key == "tokenizer.ggml.tokens":
+                vocabulary = value.length
+        elif kind in _SCALARS:
+            value = head.scalar(kind)
+        else:
+            raise _Damaged(f"the field {_shown(key)} is of an unknown kind ({kind})")
+        if key in fields:
+            raise _Damaged(f"the field {_shown(key)} is there twice")
+        fields[key] = value
+
+    alignment = fields.get("general.alignment", 32)
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 20:
+        raise _Damaged("its alignment is not a power of two")
+
+    tensors: list[Tensor] = []
+    seen: set[str] = set()
+    embedding_rows = None
+    for _ in range(num_tensors):
+        tensor_name = head.name("a tensor name", 1024)
+        if tensor_name in seen:
+            raise _Damaged(f"the tensor {_shown(tensor_name)} is there twice")
+        seen.add(tensor_name)
+        (num_dims,) = head.take("I")
+        if num_dims > 4:
+            raise _Damaged(f"the tensor {_shown(tensor_name)} has {num_dims:,} dimensions; four are the most")
+        *dims, kind, offset = head.take(f"{num_dims}QIQ")
+        if kind not in GGML_TYPES:
+            raise _unknown_type(name, tensor_name, kind)
+        type_name, block, block_bytes = GGML_TYPES[kind]
+        elements = 1
+        for dim in dims:
+            elements *= dim
+        if elements >= _MAX_FIGURE:
+            raise _Damaged(f"the tensor {_shown(tensor_name)} has more weights than a file can hold")
+        if (dims[0] if dims else 1) % block:
+            raise _Damaged(f"rows of the tensor {_shown(tensor_name)} are not whole blocks of {type_name}")
+        if offset % alignment:
+            raise _Damaged(f"the tensor {_shown(tensor_name)} does not lie at a multiple of {alignment} bytes")
+        if tensor_name == "token_embd.weight" and num_dims == 2:
+            embedding_rows = dims[1]
+        tensors.append(Tensor(tensor_name, type_name, elements, elements // block * block_bytes, offset))
+
+    data_offset = -(-head.position // alignment) * alignment
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.offset < end:
+            raise _Damaged(f"the tensor {_shown(tensor.name)} overlaps another")
+        end = tensor.offset + tensor.bytes
+    promised = data_offset + end if tensors else head.position
+    if promised > _ABSURD_LENGTH:
+        raise _Damaged(f"its tensors would take {human_size(promised)}")
+    return Header(
+        version, head.order == "<", fields, tensors, data_offset, promised, head.file_bytes, vocabulary, embedding_rows
+    )
+
+
+def read_gguf(path: Path | str, *, name: str | None = None, origin: str | None = None) -> Model:
+    """The model in a GGUF file; for one part of a split model, the model in all of its parts."""
+    path = Path(path).expanduser().absolute()
+    header = read_header(path)
+    parts = [(path, header)] if _split_count(path, header) <= 1 else _gather(path, header)
+    for part, part_header in parts:
+        if part_header.promised_bytes > part_header.file_bytes:
+            _cut_short(part, f"the header promises {part_header.promised_bytes:,} bytes", part_header.file_bytes)
+    first, header = parts[0]
+    tensors = [tensor for _, part_header in parts for tensor in part_header.tensors]
+    try:
+        return _model(_Facts(header), tensors, parts, name=name, origin=origin)
+    except _Damaged as damage:
+        raise BadQuestion(
+            f"{first.name} does not describe a model that can be planned for",
+            cause=str(damage),
+            hint="download it again, or take another conversion of the model",
+        ) from None
+
+
+def split_parts(path: Path) -> tuple[Path, ...] | None:
+    """The paths that all parts of a split model must have, by the name of one of them; None for a whole file."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None or int(match["count"]) < 2:
+        return None
+    suffix = path.name[match.end("count") :]
+    count = int(match["count"])
+    return tuple(path.with_name(f"{match['stem']}-{no:05d}-of-{count:05d}{suffix}") for no in range(1, count + 1))
+
+
+def _split_count(path: Path, header: Header) -> int:
+    count = header.fields.get("split.count", 0)
+    if type(count) is not int or count < 0:
+        raise BadQuestion(f"{path.name} is damaged", cause="split.count is not a count", hint="download it again")
+    return count
+
+
+def _gather(path: Path, header: Header) -> list[tuple[Path, Header]]:
+    """All parts, first to last, each checked to belong to the same model."""
+    count = _split_count(path, header)
+    paths = split_parts(path)
+    if paths is None or len(paths) != count:
+        raise BadQuestion(
+            f"{path.name} is one part of {count}, but its name does not say which",
+            hint=f"give the parts their own names back, NAME-00001-of-{min(count, 99_999):05d}.gguf and so on",
+        )
+    # Ollama and the hub's cache may name their blobs by hash, but a split model is always found by its parts' names.
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise BadQuestion(
+            f"{len(missing)} of {count} parts of the model are not in {path.parent}: {shown}",
+            hint="download the missing parts into the same folder",
+        )
+    parts = [(part, header if part == path else read_header(part)) for part in paths]
+    names: set[str] = set()
+    for number, (part, part_header) in enumerate(parts):
+        if part_header.fields.get("split.no") != number or part_header.fields.get("split.count") != count:
+            raise BadQuestion(
+                f"{part.name} says that it is another part than its name does",
+                hint="download the parts again; files of two models may be mixed up",
+            )
+        for tensor in part_header.tensors:
+            if tensor.name in names:
+                raise BadQuestion(
+                    f"{part.name} repeats the tensor {_shown(tensor.name)} of another part", hint="download it again"
+                )
+            names.add(tensor.name)
+    expected = parts[0][1].fields.get("split.tensors.count")
+    if type(expected) is int and expected != len(names):
+        raise BadQuestion(
+            f"the parts beside {path.name} hold {len(names):,} tensors, and the first part promises {expected:,}",
+            hint="download the parts again; files of two models may be mixed up",
+        )
+    return parts
+
+
+class _Facts:
+    """The header's fields, asked for by what they mean."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        self.fields = header.fields
+        self.architecture = self.text("general.architecture") or ""
+        if not self.architecture:
+            raise _Damaged("general.architecture is not in the header")
+
+    def text(self, key: str) -> str | None:
+        value = self.fields.get(key)
+        if not isinstance(value, bytes):
+            return None
+        return _shown(value.decode("utf-8", "replace"), most=200).strip() or None
+
+    def has(self, key: str) -> bool:
+        return f"{self.architecture}.{key}" in self.fields
+
+    def value(self, key: str) -> Value | None:
+        return self.fields.get(f"{self.architecture}.{key}")
+
+    def count(self, key: str, most: int = _MAX_WIDTH) -> int | None:
+        """A count of the architecture's own section; of an array, the largest."""
+        value = self.value(key)
+        if value is None:
+            return None
+        if isinstance(value, Array):
+            values = [self._checked(key, item, most) for item in value.values or ()]
+            return max(values, default=None)
+        return self._checked(key, value, most)
+
+    def layers(self, key: str, num_layers: int, most: int = _MAX_WIDTH) -> list[int] | None:
+        """A count for each layer, given as one for all of them or as an array."""
+        value = self.value(key)
+        if value is None:
+            return None
+        if not isinstance(value, Array):
+            return [self._checked(key, value, most)] * num_layers
+        if value.values is None or len(value.values) < num_layers:
+            raise _Damaged(f"{key} has {value.length:,} entries for {num_layers} layers")
+        return [self._checked(key, item, most) for item in value.values[:num_layers]]
+
+    def _checked(self, key: str, value: object, most: int) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or not 0 <= value <= most:
+            raise _Damaged(f"{self.architecture}.{key} is {_shown(str(value))}")
+        return int(value)
+
+
+_BLOCK = re.compile(r"(?:blk|enc\.blk|dec\.blk)\.(\d+)\.")
+_EXPERTS = re.compile(r"_(?:ch)?exps\b|ffn_(?:gate|up|down)\.\d+\.")
+# Tables and scales that are no learned weights, and what sees or hears, which Ollama keeps in the same file.
+_APART = re.compile(r"(?:^|\.)rope_(?:freqs|factors_\w+)\b|\.(?:input_)?scale$|^(?:v|a|mm)\.")
+
+# Encoders have no cache: llama.cpp makes none for these (llama_model::create_memory).
+_ENCODERS = {
+    "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert",
+    "nomic-bert-moe", "t5encoder",
+}  # fmt: skip
+_EMBEDDERS = _ENCODERS | {"llama-embed"}
+_DIFFUSION = {"dream", "llada", "llada-moe", "rnd1"}
+_POOLING_RANK = 4
+
+
+def _model(
+    facts: _Facts, tensors: list[Tensor], parts: list[tuple[Path, Header]], *, name: str | None, origin: str | None
+) -> Model:
+    path = parts[0][0]
+    _refuse_companions(facts, path, tensors)
+    blocks = facts.count("block_count", _MAX_LAYERS)
+    if blocks is None:
+        blocks = 1 + max((int(match[1]) for t in tensors if (match := _BLOCK.match(t.name))), default=-1)
+    # Heads that guess several tokens ahead are appended as further blocks; they are no layers of the model proper.
+    ahead = facts.count("nextn_predict_layers", _MAX_LAYERS) or 0
+    num_layers = blocks - min(blocks, ahead)
+    if not 0 < num_layers <= _MAX_LAYERS:
+        raise _Damaged(f"it has {num_layers:,} layers")
+
+    experts = facts.count("expert_count") or None
+    experts_used = (facts.count("expert_used_count") or None) if experts else None
+    if experts and experts_used and experts_used > experts:
+        raise _Damaged(f"{experts_used:,} of {experts:,} experts are used")
+    parameters, expert_parameters = _parameters(tensors, num_layers if ahead else None)
+    active = parameters
+    if experts and experts_used:
+        active = parameters - expert_parameters + expert_parameters * experts_used // experts
+
+    groups = _groups(tensors)
+    weight_bytes = sum(group.bytes for group in groups)
+    file_type = facts.fields.get("general.file_type")
+    recipe = _FILE_TYPES.get(file_type) if type(file_type) is int else None
+    max_context = facts.count("context_length", 1 << 40) or None
+    heads = facts.layers("attention.head_count", num_layers) or [0] * num_layers
+    kv_heads = facts.layers("attention.head_count_kv", num_layers) or heads
+    cache = _cache(facts, num_layers, heads, kv_heads, max_context)
+    if max(parameters, weight_bytes, *cache) > _MAX_FIGURE:
+        raise _Damaged("its sizes are larger than any computer's memory")
+    header = facts.header
+    return Model(
+        name=name or _name(facts, path),
+        format="gguf",
+        files=tuple(str(part) for part, _ in parts),
+        origin=origin,
+        architecture=facts.architecture,
+        task=_task(facts),
+        parameters=parameters,
+        active_parameters=active,
+        weight_bytes=weight_bytes,
+        quantization=recipe or groups[0].type,
+        tensor_groups=groups,
+        num_layers=num_layers,
+        hidden_size=facts.count("embedding_length") or None,
+        num_heads=max(heads) or None,
+        num_kv_heads=max(kv_heads) or None,
+        num_experts=experts,
+        num_experts_active=experts_used,
+        vocab_size=facts.count("vocab_size", 1 << 31) or header.vocabulary or header.embedding_rows,
+        max_context=max_context,
+        kv_bytes_per_token=cache.per_token,
+        kv_bytes_window=cache.window,
+        state_bytes=cache.state,
+        has_chat_template=any(v for key, v in facts.fields.items() if key.startswith("tokenizer.chat_template")),
+    )
+
+
+def _refuse_companions(facts: _Facts, path: Path, tensors: list[Tensor]) -> None:
+    kind = facts.text("general.type")
+    if kind == "mmproj" or facts.architecture == "clip":
+        raise BadQuestion(
+            f"{path.name} is the part of a model that sees or hears (mmproj), not a language model",
+            hint="name the language model's own .gguf; it usually lies beside this file",
+        )
+    if kind == "adapter":
+        raise BadQuestion(f"{path.name} is a LoRA adapter, not a model", hint="name the base model's .gguf")
+    if kind == "imatrix" or facts.architecture == "imatrix":
+        raise BadQuestion(f"{path.name} is an importance matrix for quantizing, not a model")
+    if not tensors:
+        raise BadQuestion(f"{path.name} has no weights in it, only a header", hint="it may be a vocabulary for tests")
+
+
+def _parameters(tensors: list[Tensor], trunk_layers: int | None) -> tuple[int, int]:
+    """Learned weights, and those among them that belong to routed experts.
+
+    Embeddings that are tied to the output are one tensor in the file, so they count once.
+    """
+    total = experts = 0
+    for tensor in tensors:
+        block = _BLOCK.match(tensor.name)
+        if (block and trunk_layers is not None and int(block[1]) >= trunk_layers) or _APART.search(tensor.name):
+            continue
+        total += tensor.elements
+        if block and _EXPERTS.search(tensor.name):
+            experts += tensor.elements
+    return total, experts
+
+
+def _groups(tensors: list[Tensor]) -> tuple[TensorGroup, ...]:
+    """Tensors by storage type, the type that holds most bytes first."""
+    sums: dict[str, list[int]] = {}
+    for tensor in tensors:
+        group = sums.setdefault(tensor.type, [0, 0, 0])
+        group[0] += 1
+        group[1] += tensor.elements
+        group[2] += tensor.bytes
+    ordered = sorted(sums.items(), key=lambda item: (-item[1][2], item[0]))
+    return tuple(TensorGroup(type=kind, tensors=n, parameters=p, bytes=b) for kind, (n, p, b) in ordered)
+
+
+def _task(facts: _Facts) -> Task:
+    value = facts.value("pooling_type")
+    pooling = value if type(value) is int and value > 0 else 0
+    if pooling == _POOLING_RANK or facts.has("classifier.output_labels"):
+        return "classify"
+    if facts.architecture in _EMBEDDERS or pooling:
+        return "embed"
+    return "other" if facts.architecture == "wavtokenizer-dec" else "generate"
+
+
+class _Cache(NamedTuple):
+    per_token: int
+    window: int
+    state: int
+
+
+class _Pattern(NamedTuple):
+    """Which layers of an architecture see a window only: all but one in each `period`, the last or the first."""
+
+    period: int
+    dense_first: bool = False
+    window: int | None = None
+    """What the engine takes when the file says nothing, or whatever the file says when `fixed`."""
+    fixed: bool = False
+
+
+# What llama.cpp assumes for files without attention.sliding_window_pattern: load_arch_hparams in src/models/*.cpp, as
+# of August 2026. An architecture that is not here and brings no pattern is computed with full attention, even when
+# its file has a window (phi3, and llama files of Mistral's first models), so its cache is not smaller either.
+_WINDOWS = {
+    "afmoe": _Pattern(4),
+    "cohere2": _Pattern(4),
+    "cohere2moe": _Pattern(4, dense_first=True),
+    "exaone-moe": _Pattern(4, window=128),
+    "exaone4": _Pattern(4, window=4096),
+    "gemma2": _Pattern(2, window=4096),
+    "gemma3": _Pattern(6),
+    "gemma3n": _Pattern(5),
+    "gpt-oss": _Pattern(2),
+    "gptoss": _Pattern(2),  # Ollama's spelling
+    "laguna": _Pattern(4, dense_first=True),
+    "llama4": _Pattern(4, window=8192, fixed=True),
+    "mellum": _Pattern(4),
+    "muse-glimmer": _Pattern(4),
+    "olmo2": _Pattern(4),
+    "plamo3": _Pattern(8),
+    "smallthinker": _Pattern(4, dense_first=True, window=4096, fixed=True),
+}
+
+# Purely recurrent: llm_arch_is_recurrent in llama-arch.cpp.
+_RECURRENT = {"arwkv7", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7"}
+# Every full_attention_interval-th layer attends, the others are linear; the number is the default interval.
+_INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "minimax-01": 8}
+_INDEXED = {"deepseek32", "glm-dsa"}
+
+
+def _cache(facts: _Facts, num_layers: int, heads: list[int], kv_heads: list[int], max_context: int | None) -> _Cache:
+    if facts.architecture in _ENCODERS | _DIFFUSION | {"wavtokenizer-dec"}:
+        return _Cache(0, 0, 0)
+    recurrent, attends = _kinds(facts, num_layers, kv_heads)
+    windowed, window = _windowed(facts, num_layers, attends)
+    own = _layers_with_own_cache(facts, num_layers)
+
+    width = facts.count("embedding_length") or 0
+    head = width // max(heads) if max(heads) else 0
+    key, value = (_given(facts, f"attention.{kind}_length", head) for kind in ("key", "value"))
+    key_swa, value_swa = (
+        _given(facts, f"attention.{kind}_length_swa", full) for kind, full in (("key", key), ("value", value))
+    )
+    latent = None
+    if facts.count("attention.key_length_mla") and facts.count("attention.value_length_mla"):
+        # The compressed latent and the rotated part are all that is kept, once for all heads, and values are read from
+        # the same cells. Conversions from before these keys keep full keys and values.
+        latent = (facts.count("attention.kv_lora_rank") or 0) + (facts.count("rope.dimension_count") or 0)
+        latent = latent or key
+    # Sparse attention keeps a small key of its own for choosing; without a list of layers, one in each.
+    indexer = (facts.count("attention.indexer.key_length") or 0) if facts.architecture in _INDEXED else 0
+
+    per_token = window_token = 0
+    for layer in range(num_layers):
+        if not attends[layer] or layer >= own:
+            continue
+        if latent is not None:
+            values = latent + indexer
+        elif windowed[layer]:
+            values = kv_heads[layer] * (key_swa + value_swa)
+        else:
+            values = kv_heads[layer] * (key + value)
+        if windowed[layer]:
+            window_token += 2 * values
+        else:
+            per_token += 2 * values
+    held = min(window, max_context) if max_context else window
+    return _Cache(per_token, window_token * held, sum(recurrent) * _state_bytes(facts, width, max(heads)))
+
+
+def _given(facts: _Facts, key: str, default: int) -> int:
+    value = facts.count(key)
+    return default if value is None else value
+
+
+def _kinds(facts: _Facts, num_layers: int, kv_heads: list[int]) -> tuple[list[bool], list[bool]]:
+    """For each layer, whether it keeps a constant state and whether it keeps keys and values; it may do either."""
+    has_heads = [count > 0 for count in kv_heads]
+    if facts.architecture in _RECURRENT:
+        return [True] * num_layers, [False] * num_layers
+    if facts.architecture == "falcon-h1":
+        return [True] * num_layers, has_heads
+    if facts.architecture in _INTERVALS:
+        marked = facts.layers("attention.recurrent_layers", num_layers)
+        interval = facts.count("full_attention_interval") or _INTERVALS[facts.architecture]
+        recurrent = [bool(mark) for mark in marked or ((layer + 1) % interval for layer in range(num_layers))]
+        return recurrent, [not mark for mark in recurrent]
+    if any(facts.has(key) for key in ("ssm.conv_kernel", "ssm.state_size", "shortconv.l_cache", "kda.head_dim")):
+        recurrent = [not attends for attends in has_heads]
+        if facts.architecture.startswith("nemotron_h") and (widths := facts.layers("feed_forward_length", num_layers)):
+            # These stacks also have layers that are a feed-forward network and nothing else.
+            recurrent = [mark and width == 0 for mark, width in zip(recurrent, widths, strict=True)]
+        return recurrent, has_heads
+    return [False] * num_layers, has_heads
+
+
+def _windowed(facts: _Facts, num_layers: int, attends: list[bool]) -> tuple[list[bool], int]:
+    """Which layers see a window only, and how long it is in tokens."""
+    nowhere = [False] * num_layers
+    known = _WINDOWS.get(facts.architecture)
+    stated = facts.count("attention.sliding_window", 1 << 31)
+    window = stated
+    if known and known.window and (stated is None or (known.fixed and stated)):
+        window = known.window
+    # Of Exaone 4 only the 32B has windows, and llama.cpp tells it by its layers.
+    if not window or (facts.architecture == "exaone4" and num_layers != 64):
+        return nowhere, 0
+    if facts.architecture in ("lfm2", "lfm2moe"):
+        return attends, window
+    pattern = facts.value("attention.sliding_window_pattern")
+    if isinstance(pattern, Array):
+        marks = facts.layers("attention.sliding_window_pattern", num_layers) or []
+        return [bool(mark) for mark in marks], window
+    period = facts.count("attention.sliding_window_pattern") if pattern is not None else known and known.period
+    if period is None:
+        return nowhere, 0
+    if period == 0:
+        return [True] * num_layers, window
+    dense = 0 if known and known.dense_first else period - 1
+    return [layer % period != dense for layer in range(num_layers)], window
+
+
+def _layers_with_own_cache(facts: _Facts, num_layers: int) -> int:
+    """Gemma's later layers read the cache of earlier ones."""
+    shared = facts.count("attention.shared_kv_layers", _MAX_LAYERS)
+    if shared is None:
+        return min(20, num_layers) if facts.architecture == "gemma3n" else num_layers
+    return max(0, num_layers - shared)
+
+
+def _state_bytes(facts: _Facts, width: int, heads: int) -> int:
+    """Constant state of one recurrent layer, 32-bit, by llama_hparams::n_embd_r and n_embd_s."""
+    kernel = facts.count("ssm.conv_kernel") or 0
+    if head := facts.count("wkv.head_size"):
+        shifts = facts.count("token_shift_count")
+        return 4 * (width * (2 if shifts is None else shifts) + width * head)
+    if length := facts.count("shortconv.l_cache"):
+        return 4 * width * (length - 1)
+    if head := facts.count("kda.head_dim"):
+        return 4 * (3 * (kernel - 1 if kernel else 3) * heads * head + head * head * heads)
+    if facts.architecture == "minimax-01":
+        head = _given(facts, "attention.key_length", width // heads if heads else 0)
+        return 4 * head * head * heads
+    inner, state = (facts.count(f"ssm.{key}") or 0 for key in ("inner_size", "state_size"))
+    groups = facts.count("ssm.group_count") or 0
+    return 4 * (max(0, kernel - 1) * (inner + 2 * groups * state) + inner * state)
+
+
+QUANTIZATION_NAME = re.compile(
+    r"(?:^|[-._ ])(?P<label>(?:UD-)?(?:I?Q\d\w*|TQ[12]_0|BF16|F?P?(?:16|32)|F16|F32|MXFP4(?:_MOE)?|NVFP4))"
+    r"(?P<rest>(?:[-._]imat(?:rix)?)?)$",
+    re.IGNORECASE,
+)
+"""How people end a file name with its quantization."""
+
+_NAMELESS = re.compile(
+    r"(?:ggml[-_])?(?:model|weights|consolidated|output|unsloth|pytorch_model)?|sha256-.*|[0-9a-f]{20,}"
+)
+
+
+def plain_name(file_name: str) -> str:
+    """A file name without what says only how the file is stored: the ending, the part and the quantization."""
+    if match := _SPLIT_NAME.fullmatch(file_name):
+        stem = match["stem"]
+    else:
+        stem = file_name[:-5] if file_name.lower().endswith(".gguf") else file_name
+    while match := QUANTIZATION_NAME.search(stem):
+        stem = stem[: match.start()]
+    return stem
+
+
+def _name(facts: _Facts, path: Path) -> str:
+    """The file's name where it says something: it is what people typed to get the file and will type again.
+
+    Converters fill general.name from training folders ("Smollm2 135M 8k Lc100K Mix1 Ep2"), so it comes second.
+    """
+    stem = plain_name(path.name)
+    if path.suffix.lower() == ".gguf" and not _NAMELESS.fullmatch(stem.lower()):
+        return stem
+    if basename := facts.text("general.basename"):
+        pieces = (basename, facts.text("general.size_label"), facts.text("general.finetune"))
+        return "-".join(piece.replace(" ", "-") for piece in pieces if piece)
+    return facts.text("general.name") or path.stem or facts.architecture
+
+
+_ADVICE = "bedplate reads .gguf files here; for a hub model, say its name as owner/name"
+
+_MAGICS: tuple[tuple[bytes, str], ...] = (
+    (b"version https://git-lfs", "is a Git LFS pointer, a note of where the weights are (run `git lfs pull`)"),
+    (b"PK\x03\x04", "is a zip archive, as PyTorch saves checkpoints (.pt, .bin)"),
+    (b"\x1f\x8b", "is compressed with gzip"),
+    (b"\x89HDF", "is an HDF5 file, as Keras saves weights"),
+    (b"tjgg", "is in llama.cpp's format from before GGUF (ggjt), which engines no longer read"),
+    (b"fmgg", "is in llama.cpp's format from before GGUF (ggmf), which engines no longer read"),
+    (b"lmgg", "is in llama.cpp's format from before GGUF (ggml), which engines no longer read"),
+    (b"algg", "is a LoRA adapter in a format from before GGUF"),
+    (b"FUGG", "has its first bytes in reverse order"),
+)
+
+
+def _looks_like(head: bytes, file_bytes: int) -> str:
+    if file_bytes == 0:
+        return "is empty"
+    for magic, words in _MAGICS:
+        if head.startswith(magic):
+            return words
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return "is a Python pickle, which bedplate never opens"
+    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= file_bytes:
+        return "is a safetensors file"
+    if not head.strip(b"\0"):
+        return "begins with zeros: its space was reserved, and the download never came"
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "is a web page; the download got an error page or a login instead of the file"
+    with suppress(UnicodeDecodeError):
+        words = head[:80].decode("utf-8").strip()
+        if words.isprintable():
+            return f"is text that begins with “{words[:40]}”"
+    return f"begins with the bytes {head[:4].hex(' ')}"
+
+
+def _cut_short(path: Path, promise: str, file_bytes: int) -> NoReturn:
+    hint = "download it again"
+    if re.search(r"\.part\d+of\d+$|-split-[a-z]$", path.name):
+        hint = "it is one piece of a file that was cut for upload: join the pieces in order (cat) into one .gguf"
+    else:
+        with suppress(OSError):
+            free = shutil.disk_usage(path.parent).free
+            hint += f", or check the disk: {human_size(free)} free in {path.parent}"
+    raise BadQuestion(f"{path.name} is cut short: {promise}, the file has {file_bytes:,}", hint=hint)
+
+
+def _unknown_type(name: str, tensor: str, kind: int) -> BadQuestion:
+    if retired := _RETIRED_TYPES.get(kind):
+        return BadQuestion(
+            f"{name} stores {_shown(tensor)} as {retired}, a type that llama.cpp has given up",
+            hint="download a newer conversion; Q4_0 replaces the interleaved types",
+        )
+    return BadQuestion(
+        f"{name} stores {_shown(tensor)} in tensor type {kind}, which this bedplate does not know",
+        hint="update bedplate; a fork of llama.cpp may have made this file for itself alone",
+    )
+
+
+def _shown(text: str, most: int = 60) -> str:
+    """Text out of a file, made fit for a terminal."""
+    return "".join(char if char.isprintable() else "·" for char in text[:most])

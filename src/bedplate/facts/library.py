@@ -1,0 +1,436 @@
+"""Models that are on this machine already, wherever the programs that fetched them have put them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from bedplate import home
+from bedplate.errors import BadQuestion
+from bedplate.facts.gguf import QUANTIZATION_NAME, plain_name, split_parts
+from bedplate.values.units import size as human_size
+
+_MODEL_LAYER = "application/vnd.ollama.image.model"
+_DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+_HUB_PREFIX = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")
+_MAX_MANIFEST_BYTES = 1 << 20
+# A folder of models is small; a person who points at / should get an answer anyway.
+_MAX_ENTRIES = 20_000
+_MAX_DEPTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A model found on this machine."""
+
+    name: str
+    """What a person types to get this one and no other."""
+    path: Path
+    """What an engine is given: the file, or the first part of a split model."""
+    origin: str
+    """How it came here, in plain words."""
+    size_bytes: int
+    quantization: str | None = None
+
+
+def locate(text: str) -> Located | None:
+    """The model that `text` names: a file, a folder, or a name in another program's store; None when none is here."""
+    text = text.strip()
+    if not text:
+        raise BadQuestion("no model is named", hint="say a .gguf file, a folder or owner/name")
+    path = _path(text)
+    explicit = _is_path(text)
+    if path is not None and path.is_file() and (explicit or path.suffix.lower() == ".gguf"):
+        return _file(path)
+    if path is not None and path.is_dir() and (found := _folder(path, text, must=explicit)):
+        return found
+    if explicit:
+        raise _no_such_path(text, path)
+    for store in (_in_hub_cache, _in_lm_studio, _in_ollama, _by_name):
+        if found := store(text):
+            return found
+    return None
+
+
+def local_models() -> tuple[Located, ...]:
+    """Every model in the stores that bedplate knows, each once, by name."""
+    seen: dict[Path, Located] = {}
+    for found in (*_own_models(), *_hub_models(), *_lm_studio_models(), *_ollama_models()):
+        # Stores link to each other's files; the first name is kept.
+        seen.setdefault(_real(found.path), found)
+    return tuple(sorted(seen.values(), key=lambda model: (model.name.lower(), model.origin)))
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps downloads, by the same variables; read now, not when something was imported."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if value := os.environ.get(variable):
+            return Path(os.path.expandvars(value)).expanduser()
+    if value := os.environ.get("HF_HOME"):
+        return Path(os.path.expandvars(value)).expanduser() / "hub"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "huggingface" / "hub"
+
+
+def quantization_of(file_name: str) -> str | None:
+    """The quantization that a file name ends in, as labels are written: `foo-q4_k_m.gguf` is Q4_K_M."""
+    parts = split_parts(Path(PurePosixPath(file_name).name))
+    stem = PurePosixPath(file_name).name
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", stem[:-5]) if parts or stem.lower().endswith(".gguf") else stem
+    match = QUANTIZATION_NAME.search(stem)
+    if match is None:
+        return None
+    label = match["label"].upper()
+    return {"FP16": "F16", "FP32": "F32", "MXFP4_MOE": "MXFP4"}.get(label, label)
+
+
+def is_language_model(file_name: str) -> bool:
+    """False for what lies beside a model: projectors for images, importance matrices, draft heads."""
+    name = PurePosixPath(file_name).name.lower()
+    if not name.endswith(".gguf"):
+        return False
+    return not re.search(r"mmproj|imatrix|(?:^|[-_.])(?:mtp|eagle3|dflash|dspark)-", name)
+
+
+def same_quantization(label: str | None, wanted: str) -> bool:
+    """Whether a label is the one that was asked for; UD- marks Unsloth's variant, and may be left out."""
+    return label is not None and label.upper().removeprefix("UD-") == wanted.upper().removeprefix("UD-")
+
+
+def split_reference(text: str) -> tuple[str, str | None, str | None]:
+    """`owner/name`, `owner/name:Q4_K_M` or `owner/name/file.gguf` as repository, quantization and file."""
+    text = _HUB_PREFIX.sub("", text.strip(), count=1).strip("/")
+    pieces = text.split("/")
+    if len(pieces) > 2:
+        # An address from the browser: owner/name/blob/main/file.gguf.
+        rest = pieces[4:] if pieces[2] in ("blob", "resolve") and len(pieces) > 4 else pieces[2:]
+        return "/".join(pieces[:2]), None, "/".join(rest).partition("?")[0]
+    repo, _, quantization = text.partition(":")
+    return repo, quantization or None, None
+
+
+def _path(text: str) -> Path | None:
+    try:
+        path = Path(text).expanduser().absolute()
+        path.exists()
+    except PermissionError:
+        raise BadQuestion(f"{text} may not be looked at by this user", hint="check the folders' permissions") from None
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return path
+
+
+def _is_path(text: str) -> bool:
+    """Whether a person who types this means a path and nothing else."""
+    if text.startswith(("/", "./", "../", "~", ".\\", "..\\")) or text in (".", "..") or "\\" in text:
+        return True
+    pieces = text.split("/")
+    if not text.lower().endswith(".gguf") or _HUB_PREFIX.match(text):
+        return False
+    # owner/name/file.gguf is a file on the hub, unless there is a folder of that name here.
+    return len(pieces) < 3 or Path(pieces[0]).is_dir()
+
+
+def _no_such_path(text: str, path: Path | None) -> BadQuestion:
+    if path is None:
+        return BadQuestion(f"{text!r} is not a path that this system can have", hint="check the spelling")
+    near: list[str] = []
+    if path.parent.is_dir():
+        try:
+            names = [entry.name for _, entry in zip(range(_MAX_ENTRIES), path.parent.iterdir(), strict=False)]
+        except OSError:
+            names = []
+        near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+        near = near or sorted(name for name in names if name.lower().endswith(".gguf"))[:3]
+        hint = f"in that folder there is {_listed(near)}" if near else f"there is no GGUF in {path.parent}"
+    else:
+        known = {model.path.name: model.name for model in local_models()}
+        near = [known[match] for match in difflib.get_close_matches(path.name, list(known), n=3, cutoff=0.5)]
+        hint = f"the folder {path.parent} is not there either"
+        hint += f"; on this machine there is {_listed(near)}" if near else ""
+    return BadQuestion(f"there is no file {text}", hint=hint)
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+
+
+def _file(path: Path, name: str | None = None, origin: str = "a file") -> Located:
+    """`path`, or the first of its parts; what is in it is the reader's business."""
+    parts = split_parts(path) or (path,)
+    present = [part for part in parts if part.is_file()]
+    first = parts[0] if parts[0].is_file() else path
+    return Located(
+        name=name or plain_name(path.name) or path.name,
+        path=first,
+        origin=origin,
+        size_bytes=sum(part.stat().st_size for part in present),
+        quantization=quantization_of(path.name),
+    )
+
+
+def _folder(folder: Path, text: str, *, must: bool) -> Located | None:
+    """The one model in a folder. A folder that merely has the name of a model elsewhere does not count."""
+    files = [path for path in folder.iterdir() if is_language_model(path.name) and path.is_file()]
+    models = _models(files or _ggufs(folder))
+    if not models:
+        if not must:
+            return None
+        others = [path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".onnx")][:3]
+        cause = f"there are {_listed(others)}, which this reads in no other way" if others else None
+        raise BadQuestion(f"no GGUF model is in the folder {text}", cause=cause, hint="name a .gguf file")
+    if len(models) == 1:
+        return _file(models[0], origin="a folder")
+    raise _choices(f"the folder {text}", [(str(path), _file(path).size_bytes) for path in models])
+
+
+def _choices(where: str, models: Iterable[tuple[str, int]]) -> BadQuestion:
+    listed = sorted(models)
+    shown = "; ".join(f"{name} ({human_size(size)})" for name, size in listed[:12])
+    more = f"; and {len(listed) - 12} more" if len(listed) > 12 else ""
+    return BadQuestion(f"{where} has {len(listed)} models", cause=shown + more, hint="name one of them")
+
+
+def _ggufs(folder: Path, depth: int = _MAX_DEPTH) -> Iterator[Path]:
+    """Language models under a folder, not too deep and not without end; what cannot be read is passed over."""
+    entries = 0
+    for root, folders, files in os.walk(folder):
+        level = len(Path(root).relative_to(folder).parts)
+        folders[:] = sorted(name for name in folders if not name.startswith(".")) if level < depth else []
+        entries += len(files) + len(folders)
+        for name in sorted(files):
+            path = Path(root) / name
+            # A dangling link is a download that the program has cleaned away.
+            if is_language_model(name) and path.is_file():
+                yield path
+        if entries > _MAX_ENTRIES:
+            return
+
+
+def _models(files: Iterable[Path]) -> list[Path]:
+    """One path for each model: whole files, and the first part of each split model."""
+    firsts = {(parts[0] if (parts := split_parts(path)) else path): None for path in files}
+    return list(firsts)
+
+
+def _complete(path: Path) -> bool:
+    return all(part.is_file() for part in split_parts(path) or (path,))
+
+
+def _real(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):
+        return path
+
+
+def _own_models() -> Iterator[Located]:
+    for path in _models(_ggufs(home.models_dir())):
+        if _complete(path):
+            yield _file(path, origin="bedplate's own models")
+
+
+def _hub_snapshots(repo_folder: Path) -> list[Path]:
+    """Snapshots of a repository, what `main` points to first, then the newest."""
+    try:
+        snapshots = [path for path in (repo_folder / "snapshots").iterdir() if path.is_dir()]
+    except OSError:
+        return []
+    try:
+        main = (repo_folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        main = ""
+    return sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
+
+
+def _hub_files(repo_folder: Path) -> list[tuple[str, Path]]:
+    """Complete models of one repository in the cache, as path in the repository and path here; the newest of each."""
+    found: dict[str, Path] = {}
+    for snapshot in _hub_snapshots(repo_folder):
+        for path in _models(_ggufs(snapshot)):
+            if _complete(path):
+                found.setdefault(path.relative_to(snapshot).as_posix(), path)
+    return list(found.items())
+
+
+def _hub_models() -> Iterator[Located]:
+    try:
+        folders = sorted(hub_cache().glob("models--*"))
+    except OSError:
+        return
+    for folder in folders:
+        repo = folder.name.removeprefix("models--").replace("--", "/")
+        files = _hub_files(folder)
+        for name, path in files:
+            label = quantization_of(name)
+            alone = label is not None and sum(quantization_of(other) == label for other, _ in files) == 1
+            yield _file(path, name=f"{repo}:{label}" if alone else f"{repo}/{name}", origin="the Hugging Face cache")
+
+
+def _in_hub_cache(text: str) -> Located | None:
+    repo, quantization, file = split_reference(text)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        return None
+    folder = hub_cache() / ("models--" + repo.replace("/", "--"))
+    if not _exists(folder):
+        # Names on the hub are the same whatever their case.
+        folder = next(
+            (path for path in hub_cache().glob("models--*") if path.name.lower() == folder.name.lower()), folder
+        )
+    return _pick(text, repo, quantization, file, _hub_files(folder), "the Hugging Face cache")
+
+
+def _pick(
+    text: str, repo: str, quantization: str | None, file: str | None, files: list[tuple[str, Path]], origin: str
+) -> Located | None:
+    """One of a repository's files by what was asked for; None when that very file is not here yet."""
+    if file is not None:
+        wanted = split_parts(Path(PurePosixPath(file).name))
+        name = wanted[0].name if wanted else PurePosixPath(file).name
+        files = [(inside, path) for inside, path in files if inside == file or PurePosixPath(inside).name == name]
+    elif quantization is not None:
+        exact = [(inside, path) for inside, path in files if quantization_of(inside) == quantization.upper()]
+        files = exact or [
+            (inside, path) for inside, path in files if same_quantization(quantization_of(inside), quantization)
+        ]
+    if not files:
+        return None
+    if len(files) > 1:
+        listed = [(f"{repo}:{quantization_of(name) or name}", _file(path).size_bytes) for name, path in files]
+        if len({name for name, _ in listed}) < len(listed):
+            listed = [(f"{repo}/{name}", _file(path).size_bytes) for name, path in files]
+        raise _choices(f"{text} in {origin}", listed)
+    return _file(files[0][1], name=text if quantization or file else repo, origin=origin)
+
+
+def _lm_studio_folders() -> list[Path]:
+    return [Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"]
+
+
+def _lm_studio_models() -> Iterator[Located]:
+    for folder in _lm_studio_folders():
+        for path in _models(_ggufs(folder)):
+            if _complete(path):
+                yield _file(path, name=path.relative_to(folder).as_posix(), origin="LM Studio")
+
+
+def _in_lm_studio(text: str) -> Located | None:
+    repo, quantization, file = split_reference(text)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        return None
+    for folder in _lm_studio_folders():
+        inside = folder / repo
+        files = [(p.relative_to(inside).as_posix(), p) for p in _models(_ggufs(inside)) if _complete(p)]
+        if found := _pick(text, repo, quantization, file, files, "LM Studio"):
+            return found
+    return None
+
+
+def _ollama_folders() -> list[Path]:
+    if chosen := os.environ.get("OLLAMA_MODELS"):
+        return [Path(chosen).expanduser()]
+    return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
+
+
+def _ollama_models() -> Iterator[Located]:
+    for folder in _ollama_folders():
+        manifests = folder / "manifests"
+        for root, folders, files in os.walk(manifests):
+            folders.sort()
+            for tag in sorted(files):
+                pieces = (*Path(root).relative_to(manifests).parts, tag)
+                if len(pieces) == 4 and (blob := _ollama_blob(folder, Path(root) / tag)):
+                    yield _file(blob, name=_ollama_name(*pieces), origin="Ollama")
+
+
+def _ollama_name(host: str, namespace: str, model: str, tag: str) -> str:
+    """As `ollama list` shows it: what is the default is left out."""
+    where = "" if host == "registry.ollama.ai" else f"{host}/"
+    who = "" if not where and namespace == "library" else f"{namespace}/"
+    return f"{where}{who}{model}:{tag}"
+
+
+def _ollama_blob(folder: Path, manifest: Path) -> Path | None:
+    """The GGUF that a manifest names; None for what is no model in one GGUF, or not whole."""
+    try:
+        with manifest.open("rb") as file:
+            content = json.loads(file.read(_MAX_MANIFEST_BYTES))
+        layers = content["layers"]
+        digests = [layer["digest"] for layer in layers if layer["mediaType"] == _MODEL_LAYER]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    # Only what is a digest through and through becomes part of a path.
+    match = _DIGEST.fullmatch(digests[0]) if len(digests) == 1 and isinstance(digests[0], str) else None
+    blob = folder / "blobs" / f"sha256-{match[1]}" if match else None
+    return blob if blob is not None and _exists(blob) else None
+
+
+def _in_ollama(text: str) -> Located | None:
+    pieces = _HUB_PREFIX.sub("hf.co/", text, count=1).removeprefix("ollama.com/").split("/")
+    model, _, tag = pieces[-1].partition(":")
+    if not 1 <= len(pieces) <= 3 or not all(re.fullmatch(r"[\w.-]+", piece) for piece in (*pieces[:-1], model)):
+        return None
+    host = pieces[0] if len(pieces) == 3 else "registry.ollama.ai"
+    namespace = pieces[-2] if len(pieces) > 1 else "library"
+    for folder in _ollama_folders():
+        manifests = _insensitive(folder / "manifests" / host / namespace, model)
+        tags = _names(manifests)
+        if tag:
+            tags = [name for name in tags if name.lower() == tag.lower()]
+        elif "latest" in tags:
+            tags = ["latest"]
+        found = [(name, blob) for name in tags if (blob := _ollama_blob(folder, manifests / name))]
+        if len(found) > 1:
+            raise _choices(
+                f"{text} in Ollama",
+                [(_ollama_name(host, namespace, manifests.name, name), _file(blob).size_bytes) for name, blob in found],
+            )
+        if found:
+            return _file(found[0][1], name=_ollama_name(host, namespace, manifests.name, found[0][0]), origin="Ollama")
+    return None
+
+
+def _insensitive(folder: Path, name: str) -> Path:
+    return folder / next((other for other in _names(folder) if other.lower() == name.lower()), name)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError:
+        return []
+
+
+def _by_name(text: str) -> Located | None:
+    """A model by what people call it, where the stores have just one of that name: `smollm2-135m-instruct`."""
+    wanted, _, quantization = text.lower().removesuffix(".gguf").partition(":")
+    calls: tuple[Callable[[Located], str], ...] = (
+        lambda model: model.name.lower(),
+        lambda model: model.path.name.lower().removesuffix(".gguf"),
+        lambda model: plain_name(model.path.name).lower(),
+    )
+    models = [
+        model
+        for model in local_models()
+        if any(call(model) in (wanted, text.lower()) for call in calls)
+        and (
+            not quantization
+            or model.name.lower() == text.lower()
+            or same_quantization(model.quantization, quantization)
+        )
+    ]
+    if len(models) > 1:
+        raise _choices(f"{text}: this machine", [(f"{model.name}", model.size_bytes) for model in models])
+    return models[0] if models else None
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False

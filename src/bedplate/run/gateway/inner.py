@@ -1,0 +1,101 @@
+"""Joins a client's connection to the web framework without a socket between them.
+
+Only the streaming APIs are worth protocol-level code. Every other page is an ordinary aiohttp handler, reached through
+a transport that lives in memory, so that one public port serves both and keep-alive connections may mix them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import httptools
+
+if TYPE_CHECKING:
+    from bedplate.run.gateway.client import ClientConnection, Request
+
+
+class InnerConnection(asyncio.Transport):
+    """The transport that an aiohttp request handler believes to be a client, one for each client connection."""
+
+    def __init__(self, client: ClientConnection, handler: asyncio.Protocol) -> None:
+        super().__init__()
+        self._client = client
+        self._handler = handler
+        self._closed = False
+        self._answering_head = False
+        self._parser = httptools.HttpResponseParser(self)
+        handler.connection_made(self)
+
+    def send(self, request: Request) -> None:
+        self._answering_head = request.method == b"HEAD"
+        self._parser = httptools.HttpResponseParser(self)
+        lines = [b"%b %b HTTP/1.1\r\n" % (request.method, request.target)]
+        for name, value in request.headers:
+            if name not in (b"content-length", b"transfer-encoding", b"expect", b"connection"):
+                lines.append(b"%b: %b\r\n" % (name, value))
+        if not request.keep_alive:
+            lines.append(b"connection: close\r\n")
+        if request.body:
+            lines.append(b"content-length: %d\r\n" % len(request.body))
+        self._handler.data_received(b"".join(lines) + b"\r\n" + request.body)
+
+    # the client's side
+
+    def client_gone(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._handler.connection_lost(None)
+
+    def pause(self) -> None:
+        self._handler.pause_writing()
+
+    def resume(self) -> None:
+        self._handler.resume_writing()
+
+    # the handler's side
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        if self._closed:
+            return
+        raw = bytes(data)
+        self._client.write_raw(raw)
+        self._parser.feed_data(raw)
+
+    def on_headers_complete(self) -> None:
+        if self._answering_head:
+            self._client.answered_raw(keep_alive=self._parser.should_keep_alive())
+
+    def on_message_complete(self) -> None:
+        if not self._answering_head:
+            self._client.answered_raw(keep_alive=self._parser.should_keep_alive())
+
+    def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._client.answered_raw(keep_alive=False)
+            asyncio.get_running_loop().call_soon(self._handler.connection_lost, None)
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def pause_reading(self) -> None:
+        """A request is already whole when it comes here, so there is nothing to hold back."""
+
+    def resume_reading(self) -> None:
+        """See `pause_reading`."""
+
+    def is_reading(self) -> bool:
+        return True
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """The client's own connection has the buffer."""
+
+    def get_write_buffer_size(self) -> int:
+        return 0

@@ -1,0 +1,184 @@
+"""The engine's side of the hot path: pooled connections, read at protocol level."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import TYPE_CHECKING
+
+import httptools
+
+if TYPE_CHECKING:
+    from bedplate.run.gateway.backend import Backend
+    from bedplate.run.gateway.exchange import Exchange
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+class EngineConnection(asyncio.Protocol):
+    """One keep-alive connection to the engine; carries one exchange at a time."""
+
+    __slots__ = ("_ends_at_close", "_headers", "_parser", "address", "exchange", "pool", "transport", "used")
+
+    def __init__(self, pool: EnginePool, address: tuple[str, int]) -> None:
+        self.pool = pool
+        self.address = address
+        self.exchange: Exchange | None = None
+        self.transport: asyncio.Transport | None = None
+        self.used = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._ends_at_close = False
+
+    def send(self, exchange: Exchange, request: bytes) -> None:
+        self.exchange = exchange
+        if self.transport is not None:
+            self.transport.write(request)
+
+    def drop(self) -> None:
+        """Hangs up, which is how an engine learns that nobody wants the rest of the answer."""
+        self.exchange = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        if self.exchange is None:
+            self.drop()  # an engine that speaks without being asked is out of step
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if exchange := self._let_go(reusable=False):
+                exchange.engine_lost(f"it answered with broken HTTP ({error})", self.used)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        ended_well = self._ends_at_close
+        exchange = self._let_go(reusable=False)
+        self.transport = None
+        if exchange is None:
+            return
+        if ended_well:
+            exchange.engine_done()
+        else:
+            exchange.engine_lost("it closed the connection", self.used)
+
+    # httptools' side
+
+    def on_message_begin(self) -> None:
+        self._headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        names = {name for name, _ in self._headers}
+        self._ends_at_close = b"content-length" not in names and b"transfer-encoding" not in names
+        if self.exchange is not None:
+            self.exchange.engine_head(self._parser.get_status_code(), self._headers)
+
+    def on_body(self, body: bytes) -> None:
+        if self.exchange is not None:
+            self.exchange.engine_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() < 200:
+            return
+        if exchange := self._let_go(reusable=self._parser.should_keep_alive()):
+            exchange.engine_done()
+
+    def _let_go(self, *, reusable: bool) -> Exchange | None:
+        exchange, self.exchange = self.exchange, None
+        self.used = True
+        self._ends_at_close = False
+        self.pool.give_back(self, reusable=reusable, was_active=exchange is not None)
+        return exchange
+
+
+class EnginePool:
+    """Connections to one backend. Requests beyond what its HTTP server takes at once wait here, in order."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._idle: list[EngineConnection] = []
+        self._waiting: deque[Exchange] = deque()
+        self._active = 0
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    def take(self, exchange: Exchange, *, fresh: bool = False) -> None:
+        """Finds a connection and hands it to the exchange, now or as soon as there is one."""
+        limit = self.backend.max_connections
+        if limit is not None and self._active >= limit:
+            self._waiting.append(exchange)
+            return
+        self._active += 1
+        address = self.backend.address
+        while self._idle and not fresh:
+            connection = self._idle.pop()
+            if connection.address == address and connection.transport and not connection.transport.is_closing():
+                exchange.engine_ready(connection)
+                return
+            connection.drop()
+        task = asyncio.get_running_loop().create_task(self._connect(exchange, address))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    def give_back(self, connection: EngineConnection, *, reusable: bool, was_active: bool) -> None:
+        if reusable and connection.transport is not None and not connection.transport.is_closing():
+            self._idle.append(connection)
+        else:
+            with contextlib.suppress(ValueError):
+                self._idle.remove(connection)
+            if connection.transport is not None:
+                connection.transport.abort()
+        if was_active:
+            self._freed()
+
+    def forget(self, exchange: Exchange) -> None:
+        """The client of a waiting request went away."""
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(exchange)
+
+    def abandon(self, connection: EngineConnection) -> None:
+        """Ends an exchange from the client's side; the engine sees the connection close."""
+        connection.drop()
+        self._freed()
+
+    def close(self) -> None:
+        for task in self._connecting:
+            task.cancel()
+        while self._idle:
+            self._idle.pop().drop()
+
+    async def _connect(self, exchange: Exchange, address: tuple[str, int] | None) -> None:
+        if address is None:
+            self._freed()
+            exchange.engine_lost("it has no address yet", False)
+            return
+        try:
+            _, connection = await asyncio.wait_for(
+                asyncio.get_running_loop().create_connection(lambda: EngineConnection(self, address), *address),
+                CONNECT_TIMEOUT_S,
+            )
+        except (OSError, TimeoutError) as error:
+            self._freed()
+            exchange.engine_lost(f"it does not accept connections ({error})", False)
+            return
+        if exchange.over:
+            connection.drop()
+            self._freed()
+        else:
+            exchange.engine_ready(connection)
+
+    def _freed(self) -> None:
+        self._active -= 1
+        while self._waiting:
+            exchange = self._waiting.popleft()
+            if not exchange.over:
+                self.take(exchange)
+                return

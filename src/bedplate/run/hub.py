@@ -1,0 +1,505 @@
+"""The Hugging Face hub: which GGUF of a repository to take, and how it gets here."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, BinaryIO
+from urllib.parse import urlsplit
+
+from bedplate._version import __version__
+from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
+from bedplate.facts.gguf import split_parts
+from bedplate.facts.library import hub_cache, is_language_model, quantization_of, same_quantization, split_reference
+from bedplate.home import locked
+from bedplate.values.units import size as human_size
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
+
+Progress = Callable[[int, int], None]
+"""Told bytes done and bytes in all, often."""
+Say = Callable[[str], None]
+
+# Q4_K_M is what llama.cpp (-hf) and Ollama take when nobody says otherwise: about a third of the 16-bit size, and so
+# three times the speed where memory bandwidth is the limit, for a loss in quality that few tasks show. A repository
+# without it usually has one of the others, which are of about the same size.
+_SWEET_SPOT = (
+    "Q4_K_M", "UD-Q4_K_XL", "Q4_K_XL", "Q4_K_L", "MXFP4", "Q4_K_S", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0", "NVFP4", "Q4_K",
+)  # fmt: skip
+_DISK_MARGIN_BYTES = 256 << 20
+_TIMEOUT_S = 30.0
+# A broken line is taken up again for as long as bytes keep coming; these are the pauses after tries that brought none.
+_PAUSES_S = (0.2, 1.0, 3.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HubChoice:
+    """What will be downloaded: all of it is known before a byte of it is."""
+
+    repo: str
+    revision: str
+    """The commit, so that what is chosen is what comes, even if the repository changes in between."""
+    quantization: str | None
+    files: tuple[HubFile, ...]
+    folder: Path
+    """Where it goes: the repository's folder in the usual Hugging Face cache."""
+    missing_bytes: int
+    """What is still to come; less than the size when a part is here already."""
+    endpoint: str
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def name(self) -> str:
+        return f"{self.repo}:{self.quantization}" if self.quantization else f"{self.repo}/{self.files[0].path}"
+
+
+def fetch_gguf(
+    reference: str, *, fits: Callable[[int], bool], say: Say | None = None, progress: Progress | None = None
+) -> Path:
+    """Chooses and downloads; returns the path that an engine is given."""
+    choice = choose(reference, fits=fits)
+    if say:
+        parts = f" in {len(choice.files)} files" if len(choice.files) > 1 else ""
+        say(f"{choice.name}, {human_size(choice.size_bytes)}{parts}, to {choice.folder}")
+    return download(choice, progress=progress, say=say)
+
+
+def choose(reference: str, *, fits: Callable[[int], bool]) -> HubChoice:
+    """The GGUF to take from `owner/name`, `owner/name:Q4_K_M` or `owner/name/file.gguf`.
+
+    `fits` says whether a model of so many bytes can run here; it is not asked when a person names the file.
+    """
+    repo, quantization, file = split_reference(reference)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise BadQuestion(f"{reference} is not the name of a model on the hub", hint="say it as owner/name")
+    info = _model_info(repo)
+    groups = _groups(info)
+    if not groups:
+        base = repo.split("/")[1]
+        raise BadQuestion(
+            f"{repo} has no GGUF files",
+            cause=_other_formats(info),
+            hint=f"others publish conversions: search the hub for “{base}-GGUF” "
+            f"(bartowski/{base}-GGUF, unsloth/{base}-GGUF, ggml-org/{base}-GGUF are usual names)",
+        )
+    if file is not None:
+        group = _by_file(groups, file, repo)
+    elif quantization is not None:
+        group = _by_quantization(groups, quantization, repo)
+    else:
+        group = _best(groups, fits, repo)
+    cache = hub_cache()
+    folder = cache / ("models--" + repo.replace("/", "--"))
+    revision = info.sha or "main"
+    missing = sum(f.size_bytes for f in group if not (folder / "snapshots" / revision / f.path).exists())
+    return HubChoice(
+        repo=repo,
+        revision=revision,
+        quantization=quantization_of(group[0].path),
+        files=group,
+        folder=folder,
+        missing_bytes=missing,
+        endpoint=_endpoint(),
+    )
+
+
+def download(choice: HubChoice, *, progress: Progress | None = None, say: Say | None = None) -> Path:
+    """Brings every file of the choice into the cache; returns the path of the first.
+
+    What a broken connection or Ctrl-C leaves behind is taken up again by the next call.
+    """
+    _need_free(choice)
+    with _translated(choice.repo), _quiet():
+        done = 0
+        for file in choice.files:
+            base = done
+
+            def report(file_bytes: int, base: int = base) -> None:
+                if progress:
+                    progress(base + file_bytes, choice.size_bytes)
+
+            _bring(choice, file, report, say)
+            done += file.size_bytes
+            report(file.size_bytes)
+    _remember_main(choice)
+    return choice.folder / "snapshots" / choice.revision / choice.files[0].path
+
+
+def _bring(choice: HubChoice, file: HubFile, report: Callable[[int], None], say: Say | None) -> None:
+    """One file into the cache, in the cache's own layout: blobs/ETAG, and a link to it in snapshots/COMMIT.
+
+    huggingface_hub's own download starts again from nothing after Ctrl-C, which hurts with 40 GB. So the bytes are
+    brought here, into the blob that it expects, and then it is asked for the file, finds the blob and makes the link.
+    """
+    from huggingface_hub import hf_hub_download
+
+    if (choice.folder / "snapshots" / choice.revision / file.path).exists():
+        return
+    url, etag, size = _where(choice, file)
+    blob = choice.folder / "blobs" / etag
+    # The lock is huggingface_hub's own, so that its command line and ours do not bring the same file twice.
+    with locked(choice.folder.parent / ".locks" / choice.folder.name / etag, f"downloading {file.path}", say):
+        if not blob.exists():
+            partial = blob.with_name(f"{etag}.incomplete")
+            _transfer(choice, file, partial, url, size, report)
+            if re.fullmatch(r"[0-9a-f]{64}", etag) and _sha256(partial) != etag:
+                partial.unlink()
+                raise OutsideFailed(
+                    f"{file.path} came, but not as {choice.repo} has it: its checksum is wrong",
+                    hint="run it again; if that repeats, something between here and the hub changes files",
+                )
+            partial.replace(blob)
+    hf_hub_download(
+        choice.repo,
+        file.path,
+        revision=choice.revision,
+        cache_dir=choice.folder.parent,
+        endpoint=choice.endpoint,
+        library_name="bedplate",
+        library_version=__version__,
+    )
+
+
+def _transfer(
+    choice: HubChoice, file: HubFile, partial: Path, url: str, size: int, report: Callable[[int], None]
+) -> None:
+    """Fills `partial` up to `size`, from where it ends; goes on after broken connections while they bring bytes."""
+    fruitless = 0
+    with partial.open("ab") as target:
+        if target.tell() > size:
+            target.truncate(0)
+            target.seek(0)
+        while (before := target.tell()) < size:
+            report(before)
+            try:
+                _stream(url, choice, target, size, report)
+                if target.tell() >= size:
+                    break
+                broken: Exception = ConnectionError("the connection was closed early")
+            except Exception as error:
+                if not _transient(error):
+                    raise
+                broken = error
+            target.flush()
+            fruitless = 0 if target.tell() > before else fruitless + 1
+            if fruitless > len(_PAUSES_S):
+                raise broken
+            time.sleep(_PAUSES_S[max(0, fruitless - 1)])
+            # The address may have been signed for an hour, and this may have taken two.
+            url, _, _ = _where(choice, file)
+
+
+def _stream(url: str, choice: HubChoice, target: BinaryIO, size: int, report: Callable[[int], None]) -> None:
+    utils = _utils()
+    headers = utils.build_hf_headers(library_name="bedplate", library_version=__version__)
+    if urlsplit(url).netloc != urlsplit(choice.endpoint).netloc:
+        # A signed address on a content network; the token is for the hub alone.
+        headers.pop("authorization", None)
+    headers["Accept-Encoding"] = "identity"
+    start = target.tell()
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    with utils.get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as response:
+        utils.hf_raise_for_status(response)
+        if start and response.status_code != 206:
+            target.truncate(0)
+            target.seek(0)
+        for chunk in response.iter_bytes():
+            if target.tell() + len(chunk) > size:
+                raise OutsideFailed(
+                    f"{urlsplit(url).netloc} sends more bytes than the hub promised", hint="run it again later"
+                )
+            target.write(chunk)
+            report(target.tell())
+
+
+def _where(choice: HubChoice, file: HubFile) -> tuple[str, str, int]:
+    """The address of a file, the name that the cache gives it, and its size."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(choice.repo, file.path, revision=choice.revision, endpoint=choice.endpoint)
+    metadata = get_hf_file_metadata(url, timeout=_TIMEOUT_S, endpoint=choice.endpoint)
+    etag = metadata.etag or ""
+    if not re.fullmatch(r"[\w-]{8,128}", etag):
+        raise OutsideFailed(
+            f"{choice.endpoint} does not answer as the hub does: {file.path} has no usable ETag",
+            hint="check HF_ENDPOINT, and any proxy between here and the hub",
+        )
+    return metadata.location, etag, file.size_bytes if metadata.size is None else metadata.size
+
+
+def _groups(info: ModelInfo) -> list[tuple[HubFile, ...]]:
+    """The models of a repository: whole files, and split ones of which every part is there."""
+    sizes = {
+        sibling.rfilename: sibling.size or 0 for sibling in info.siblings or () if is_language_model(sibling.rfilename)
+    }
+    groups = []
+    for path in sorted(sizes):
+        pure = PurePosixPath(path)
+        if parts := split_parts(Path(pure.name)):
+            names = [str(pure.with_name(part.name)) for part in parts]
+            if path == names[0] and all(name in sizes for name in names):
+                groups.append(tuple(HubFile(name, sizes[name]) for name in names))
+        else:
+            groups.append((HubFile(path, sizes[path]),))
+    # Of two files with one label, the one higher up and with the shorter name is the plain one.
+    return sorted(groups, key=lambda group: (group[0].path.count("/") - (len(group) > 1), len(group[0].path)))
+
+
+def _total(group: tuple[HubFile, ...]) -> int:
+    return sum(file.size_bytes for file in group)
+
+
+def _by_file(groups: list[tuple[HubFile, ...]], file: str, repo: str) -> tuple[HubFile, ...]:
+    for group in groups:
+        if any(file in (member.path, PurePosixPath(member.path).name) for member in group):
+            return group
+    raise BadQuestion(f"{repo} has no file {file}", cause=f"it has {_labels(groups)}", hint=f"say {repo}:QUANTIZATION")
+
+
+def _by_quantization(groups: list[tuple[HubFile, ...]], wanted: str, repo: str) -> tuple[HubFile, ...]:
+    labelled = [(quantization_of(group[0].path) or "", group) for group in groups]
+    for label, group in labelled:
+        if label == wanted.upper():
+            return group
+    for label, group in labelled:
+        if same_quantization(label, wanted):
+            return group
+    raise BadQuestion(f"{repo} has no {wanted}", hint=f"it has {_labels(groups)}")
+
+
+def _labels(groups: list[tuple[HubFile, ...]]) -> str:
+    shown = [
+        f"{quantization_of(group[0].path) or group[0].path} ({human_size(_total(group))})"
+        for group in sorted(groups, key=_total)
+    ]
+    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")
+
+
+def _best(groups: list[tuple[HubFile, ...]], fits: Callable[[int], bool], repo: str) -> tuple[HubFile, ...]:
+    """The usual 4 bits if they fit; else the largest below; without 4 bits, the smallest above."""
+    fitting = [group for group in groups if fits(_total(group))]
+    if not fitting:
+        smallest = min(groups, key=_total)
+        raise AnswerIsNo(
+            f"no GGUF of {repo} fits: the smallest is "
+            f"{quantization_of(smallest[0].path) or smallest[0].path}, {human_size(_total(smallest))}",
+            hint="take a smaller model, or name a quantization to try it nevertheless (OWNER/NAME:Q2_K)",
+        )
+    by_label: dict[str | None, tuple[HubFile, ...]] = {}
+    for group in groups:
+        by_label.setdefault(quantization_of(group[0].path), group)
+    sweet = next((by_label[label] for label in _SWEET_SPOT if label in by_label), None)
+    if sweet is None:
+        above = [group for group in fitting if _bits(group) > 4]
+        return min(above, key=_total) if above else max(fitting, key=_total)
+    if sweet in fitting:
+        return sweet
+    below = [group for group in fitting if _total(group) < _total(sweet)]
+    return max(below or fitting, key=_total)
+
+
+def _bits(group: tuple[HubFile, ...]) -> int:
+    digits = re.search(r"\d+", quantization_of(group[0].path) or "")
+    return int(digits[0]) if digits else 0
+
+
+def _other_formats(info: ModelInfo) -> str | None:
+    endings = {PurePosixPath(sibling.rfilename).suffix for sibling in info.siblings or ()}
+    found = sorted(endings & {".safetensors", ".bin", ".pt", ".onnx", ".msgpack"})
+    return f"it has {', '.join(found)} files" if found else None
+
+
+def _model_info(repo: str) -> ModelInfo:
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
+
+    endpoint = _endpoint()
+    _refuse_offline(repo)
+    with _translated(repo), _quiet():
+        api = HfApi(endpoint=endpoint, library_name="bedplate", library_version=__version__)
+        info = api.model_info(repo, files_metadata=True, timeout=_TIMEOUT_S)
+        models = [s.rfilename for s in info.siblings or () if is_language_model(s.rfilename)]
+        if info.gated and models:
+            # A gated repository is listed for everyone; only asking for a file shows whether we may have it.
+            get_hf_file_metadata(
+                hf_hub_url(repo, models[0], revision=info.sha, endpoint=endpoint),
+                timeout=_TIMEOUT_S,
+                endpoint=endpoint,
+            )
+    return info
+
+
+def _endpoint() -> str:
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def _refuse_offline(repo: str) -> None:
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
+            raise OutsideFailed(
+                f"{repo} is not on this machine, and {variable} forbids to fetch it",
+                hint=f"unset {variable}, or name a model that is here (bedplate models)",
+            )
+
+
+def _remember_main(choice: HubChoice) -> None:
+    """Other programs ask the cache for `main`; ours asked for a commit, so note which one it was."""
+    ref = choice.folder / "refs" / "main"
+    with contextlib.suppress(OSError):
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(choice.revision, encoding="utf-8")
+
+
+def _need_free(choice: HubChoice) -> None:
+    blobs = choice.folder / "blobs"
+    try:
+        blobs.mkdir(parents=True, exist_ok=True)
+        here = sum(partial.stat().st_size for partial in blobs.glob("*.incomplete"))
+        free = shutil.disk_usage(blobs).free
+    except OSError as error:
+        raise _unwritable(choice.repo, error) from error
+    wanted = max(0, choice.missing_bytes - here)
+    if wanted and wanted + _DISK_MARGIN_BYTES > free:
+        raise OutsideFailed(
+            f"not enough disk space for {choice.name}: {human_size(wanted)} are to come "
+            f"and {human_size(free)} are free in {choice.folder.parent}",
+            hint="free some space (hf cache prune), or point HF_HOME at a larger disk",
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps huggingface_hub from writing bars and warnings on a terminal that is not its own."""
+    utils = _utils()
+    bars, verbosity = not utils.are_progress_bars_disabled(), utils.logging.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        utils.disable_progress_bars()
+        utils.logging.set_verbosity(utils.logging.CRITICAL)
+        try:
+            yield
+        finally:
+            utils.logging.set_verbosity(verbosity)
+            if bars:
+                utils.enable_progress_bars()
+
+
+def _utils() -> Any:
+    """huggingface_hub.utils, whose names are public but not marked so for type checkers."""
+    return importlib.import_module("huggingface_hub.utils")
+
+
+def _transient(error: BaseException) -> bool:
+    """Whether trying again may help: broken lines, busy servers, and addresses whose signature ran out."""
+    if isinstance(error, BedplateError):
+        return False
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return status in (403, 408, 429) or status >= 500
+    # The client behind huggingface_hub has changed twice (requests, httpx, httpx2); its family name has not.
+    if any(kind.__name__ in ("TransportError", "RequestException") for kind in type(error).__mro__):
+        return True
+    return isinstance(error, ConnectionError | TimeoutError)
+
+
+@contextlib.contextmanager
+def _translated(repo: str) -> Iterator[None]:
+    """What huggingface_hub raises, as something that a person can act on."""
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    endpoint = _endpoint()
+    try:
+        yield
+    except BedplateError:
+        raise
+    except GatedRepoError as error:
+        raise BadQuestion(
+            f"{repo} is gated: its owner gives it only to people who have accepted its licence",
+            hint=f"accept it at {endpoint}/{repo}, then log in (hf auth login) or set HF_TOKEN",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise BadQuestion(
+            f"{repo} is not on the hub, or it is private",
+            hint="check the spelling; for a private one log in (hf auth login) or set HF_TOKEN",
+        ) from error
+    except HFValidationError as error:
+        raise BadQuestion(f"{repo} is not the name of a model on the hub", cause=str(error)) from error
+    except OfflineModeIsEnabled as error:
+        raise OutsideFailed(
+            f"{repo} is not on this machine, and HF_HUB_OFFLINE forbids to fetch it",
+            hint="unset HF_HUB_OFFLINE, or name a model that is here (bedplate models)",
+        ) from error
+    except (EntryNotFoundError, RevisionNotFoundError) as error:
+        if isinstance(error, FileNotFoundError):  # huggingface_hub's word for not being able to ask
+            raise _unreachable(endpoint, repo, error) from error
+        raise OutsideFailed(f"{repo} changed while it was read", hint="run it again") from error
+    except HfHubHTTPError as error:
+        raise _refused(endpoint, repo, error) from error
+    except OSError as error:
+        if _transient(error):
+            raise _unreachable(endpoint, repo, error) from error
+        raise _unwritable(repo, error) from error
+    except Exception as error:
+        if _transient(error):
+            raise _unreachable(endpoint, repo, error) from error
+        raise
+
+
+def _unwritable(repo: str, error: OSError) -> OutsideFailed:
+    return OutsideFailed(
+        f"{repo} could not be written to {hub_cache()}",
+        cause=error.strerror or str(error),
+        hint="check the disk, or point HF_HOME at a folder that you may write to",
+    )
+
+
+def _unreachable(endpoint: str, repo: str, error: BaseException) -> OutsideFailed:
+    return OutsideFailed(
+        f"{repo} could not be fetched from {endpoint}",
+        cause=str(error).splitlines()[0] if str(error) else type(error).__name__,
+        hint="check the network and any proxy; what has come so far is kept. A mirror is named by HF_ENDPOINT",
+    )
+
+
+def _refused(endpoint: str, repo: str, error: Any) -> BedplateError:
+    status = error.response.status_code
+    if status in (401, 403):
+        return BadQuestion(
+            f"{endpoint} does not let us have {repo} (HTTP {status})",
+            hint="the token may be wrong or too narrow: log in again (hf auth login) or set HF_TOKEN",
+        )
+    if status == 429:
+        return OutsideFailed(f"{endpoint} has had too many requests from here", hint="wait a few minutes, or log in")
+    return OutsideFailed(f"{endpoint} answers with HTTP {status} for {repo}", hint="run it again later")

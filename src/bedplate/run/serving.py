@@ -1,0 +1,146 @@
+"""Puts a plan into service: gateway first, engine behind it, until somebody says stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from bedplate.engines import engine as engine_by_id
+from bedplate.errors import OutsideFailed
+from bedplate.home import logs_dir, writable
+from bedplate.run.environments import Environment
+from bedplate.run.gateway import Backend, Gateway
+from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES, bind_failure
+from bedplate.run.progress import Progress
+from bedplate.run.supervisor import Supervisor
+from bedplate.values import Endpoint, Plan
+from bedplate.values.units import seconds
+
+
+class Listen(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and for whom the endpoint answers."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str | None = None
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    grace_s: float = 5.0
+
+
+def check_port(listen: Listen) -> None:
+    """Refuses a port that is in use before anything is downloaded for it."""
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((listen.host, listen.port))
+    except (OSError, OverflowError) as error:
+        failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, "ports go from 0 to 65535")
+        raise bind_failure(failure, listen.host, listen.port) from error
+
+
+def api_name(plan: Plan) -> str:
+    """The name that clients send: lower case, without spaces, as they are used to."""
+    return "-".join(plan.model.name.split()).lower()
+
+
+def serve(
+    plan: Plan,
+    environment: Environment,
+    listen: Listen,
+    progress: Progress,
+    on_ready: Callable[[Endpoint, float], None],
+) -> None:
+    """Serves until SIGINT or SIGTERM. Raises when the engine cannot be kept running."""
+    if os.name != "posix":
+        raise OutsideFailed("serving needs Linux or macOS", hint="on Windows, run bedplate inside of WSL")
+    _run(_serve(plan, environment, listen, progress, on_ready))
+
+
+async def _serve(
+    plan: Plan,
+    environment: Environment,
+    listen: Listen,
+    progress: Progress,
+    on_ready: Callable[[Endpoint, float], None],
+) -> None:
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    engine = engine_by_id(plan.engine)
+    name = api_name(plan)
+    backend = Backend(name, engine.id, plan.engine_version, aliases=(plan.model.name, *plan.model.files))
+    backend.max_connections = engine.max_connections
+    backend.context_tokens = plan.settings.context_tokens
+    gateway = Gateway([backend], api_key=listen.api_key, max_body_bytes=listen.max_body_bytes)
+    port = await gateway.start(listen.host, listen.port)
+    log_path = writable(logs_dir()) / f"{engine.id}-{port}.log"
+    supervisor = Supervisor(plan, engine, environment, backend, log_path, progress.note)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, _stop_or_insist, stop)
+    supervisor.start()
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        with progress.step(f"starting {engine.name}", 100) as done:
+            ready = asyncio.create_task(supervisor.ready())
+            while not ready.done() and not stop.is_set():
+                done(round(100 * (backend.progress or 0)))
+                await asyncio.wait({ready, stopping}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            ready.cancel()
+            return
+        await ready
+        # What was built up to here lives as long as the process; the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
+        endpoint = Endpoint(
+            url=f"{gateway.url}/v1",
+            model=name,
+            engine=engine.id,
+            engine_version=plan.engine_version,
+            needs_key=listen.api_key is not None,
+            pid=os.getpid(),
+            log=str(log_path),
+        )
+        on_ready(endpoint, loop.time() - started)
+        failed = asyncio.create_task(supervisor.ended())
+        await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            failure = failed.result()
+            raise OutsideFailed(
+                f"{engine.name} could not be kept running: {failure.message}", hint=f"{failure.hint}; log: {log_path}"
+            )
+    finally:
+        stopping.cancel()
+        began = loop.time()
+        await gateway.stop(listen.grace_s if stop.is_set() else 0)
+        await supervisor.stop()
+        if stop.is_set():
+            progress.note(f"stopped in {seconds(loop.time() - began)}")
+
+
+def _stop_or_insist(stop: asyncio.Event) -> None:
+    """The first signal stops in order. A second one does not wait: the wardens see us go and end the engines."""
+    if stop.is_set():
+        os._exit(130)
+    stop.set()
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    if sys.platform != "win32":
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            uvloop.run(main)
+            return
+    asyncio.run(main)

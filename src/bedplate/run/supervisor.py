@@ -1,0 +1,343 @@
+"""Keeps one engine running. One task owns the process; nobody else signals it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging.handlers
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+
+from bedplate.engines import Engine, Failure
+from bedplate.errors import OutsideFailed
+from bedplate.run.environments import Environment, command
+from bedplate.run.gateway import Backend
+from bedplate.values import Launch, Plan
+from bedplate.values.units import seconds
+
+LOG_BYTES = 10_000_000
+LOGS_KEPT = 4
+TAIL_LINES = 200
+STOP_GRACE_S = 5.0
+EARLY_DEATHS = 3
+"""Deaths before the engine was ever ready, in a row, after which another start would be a waste."""
+SLOWEST_DISK_BYTES_S = 20_000_000
+"""Loading is given up when it takes longer than reading the weights at this rate, and a minute more."""
+MIN_BACK_OFF_S, MAX_BACK_OFF_S = 0.1, 10.0
+_WARDEN = Path(__file__).with_name("warden.py")
+
+
+class Death:
+    """How an engine process ended."""
+
+    def __init__(self, code: int | None, log: str, was_ready: bool, worked: bool) -> None:
+        self.code = code
+        self.log = log
+        self.was_ready = was_ready
+        self.worked = worked
+        """Whether it answered anything: then it is no crash loop, however soon it died."""
+
+
+def back_off_s(deaths: list[Death]) -> float:
+    """How long to wait before the next start: longer with each death that brought no work."""
+    idle = 0
+    for death in reversed(deaths):
+        if death.worked:
+            break
+        idle += 1
+    return min(MIN_BACK_OFF_S * 2.0 ** max(idle - 1, 0), MAX_BACK_OFF_S)
+
+
+def give_up(deaths: list[Death], engine: Engine) -> Failure | None:
+    """Why it must not be started again; `None`: start it again."""
+    last = deaths[-1]
+    early = 0
+    for death in reversed(deaths):
+        if death.was_ready:
+            break
+        early += 1
+    known = engine.explain(last.log) if early else None
+    if known is not None and known.lasting:
+        return known
+    return explain(last, engine) if early >= EARLY_DEATHS else None
+
+
+def explain(death: Death, engine: Engine) -> Failure:
+    """The known failure that the log shows, else what the exit status says."""
+    if known := engine.explain(death.log):
+        return known
+    code = death.code
+    if code == -signal.SIGKILL:
+        message = "it was killed (SIGKILL); most often that is the system, out of memory"
+        return Failure(message=message, hint="ask for less: --context 4096, or a smaller model")
+    if code == -signal.SIGILL:
+        message = "it met an instruction that this processor does not have (SIGILL)"
+        return Failure(message=message, hint="please report this with the output of `bedplate probe`")
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return Failure(message=f"it crashed ({name})", hint="its log may say more")
+    lines = [line for line in death.log.splitlines() if line.strip() and not line.startswith("#")]
+    last = f": {lines[-1].strip()[:300]}" if lines else ""
+    return Failure(message=f"it ended with status {code}{last}", hint="its log may say more")
+
+
+class EngineLog:
+    """What the engine prints: kept on disk within bounds, and its end in memory to explain failures from."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._handler = _LogFile(path, maxBytes=LOG_BYTES, backupCount=LOGS_KEPT, delay=True, encoding="utf-8")
+        self._handler.setFormatter(logging.Formatter("%(message)s"))
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > 65536:
+            lines.append(self._rest)
+            self._rest = b""
+        texts = [line.decode("utf-8", "replace").rstrip("\r") for line in lines]
+        for text in texts:
+            self.write(text)
+        return texts
+
+    def write(self, text: str) -> None:
+        self.tail.append(text)
+        self._handler.emit(logging.LogRecord("engine", logging.INFO, "", 0, text, None, None))
+
+    def text(self) -> str:
+        return "\n".join(self.tail)
+
+    def close(self) -> None:
+        self._handler.close()
+
+
+class _LogFile(logging.handlers.RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk costs log lines, never the service."""
+
+
+class EngineProcess:
+    """One engine process with its warden, from start to end."""
+
+    def __init__(self, log: EngineLog, on_line: Callable[[str], None]) -> None:
+        self._log = log
+        self._on_line = on_line
+        self._warden: asyncio.subprocess.Process | None = None
+        self._lifeline: asyncio.StreamWriter | None = None
+        self._readers: list[asyncio.Task[None]] = []
+        self.pid: int | None = None
+        self.code: int | None = None
+        self.ended = asyncio.Event()
+
+    async def start(self, argv: list[str], env: dict[str, str]) -> None:
+        self._warden = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            "-S",
+            str(_WARDEN),
+            *argv,
+            env=env,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C on the terminal is for bedplate, which then ends the engine in order
+        )
+        self._lifeline = self._warden.stdin
+        self._readers = [asyncio.create_task(self._read_reports()), asyncio.create_task(self._read_log())]
+
+    def terminate(self) -> None:
+        self._ask(b"t")
+
+    def kill(self) -> None:
+        self._ask(b"k")
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Asks, waits, insists."""
+        self.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.ended.wait(), grace_s)
+        if not self.ended.is_set():
+            self.kill()
+            await self.ended.wait()
+
+    def _ask(self, what: bytes) -> None:
+        if self._lifeline is not None and not self._lifeline.is_closing():
+            self._lifeline.write(what)
+
+    async def _read_reports(self) -> None:
+        warden = self._warden
+        if warden is None or warden.stdout is None:
+            return
+        async for raw in warden.stdout:
+            word, _, rest = raw.decode("utf-8", "replace").strip().partition(" ")
+            if word == "started":
+                self.pid = int(rest)
+            elif word == "exited":
+                self.code = int(rest)
+            elif word == "failed":
+                self._log.write(rest)
+        await warden.wait()
+        if self.code is None and self.pid is not None:
+            # The warden itself was killed. The engine got its death signal; its group may have members left.
+            self.code = -signal.SIGKILL
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(asyncio.CancelledError, TimeoutError):
+            await asyncio.wait_for(self._readers[1], 2)  # the last lines, which say why it died
+        self.ended.set()
+
+    async def _read_log(self) -> None:
+        warden = self._warden
+        if warden is None or warden.stderr is None:
+            return
+        while data := await warden.stderr.read(65536):
+            for line in self._log.feed(data):
+                self._on_line(line)
+
+
+class Supervisor:
+    """Starts the engine of one plan, tells the gateway's backend about it, and starts it again when it dies."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        environment: Environment,
+        backend: Backend,
+        log_path: Path,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.plan = plan
+        self.engine = engine
+        self.environment = environment
+        self.backend = backend
+        self.log = EngineLog(log_path)
+        self.process: EngineProcess | None = None
+        self.settled = asyncio.Event()
+        """Set when the engine is ready for the first time, or has been given up."""
+        self.failure: Failure | None = None
+        self._say = say
+        self._deaths: list[Death] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        self.backend.state = "stopped"
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self.process is not None and not self.process.ended.is_set():
+            await self.process.stop()
+        self.log.close()
+
+    async def ready(self) -> None:
+        """Waits for the first readiness; raises what kept the engine from it."""
+        await self.settled.wait()
+        if self._task is not None and self._task.done() and not self._task.cancelled() and self._task.exception():
+            self._task.result()
+        if self.failure is not None:
+            raise self.as_error(self.failure)
+
+    async def ended(self) -> Failure:
+        """Waits until the engine has been given up for good."""
+        if self._task is not None:
+            await self._task
+        return self.failure or Failure(message="it was stopped", hint="start it again")
+
+    def as_error(self, failure: Failure) -> OutsideFailed:
+        hint = f"{failure.hint}; log: {self.log.path}"
+        return OutsideFailed(f"{self.engine.name} did not start: {failure.message}", hint=hint)
+
+    async def _run(self) -> None:
+        try:
+            while self.failure is None:
+                death = await self._live_once()
+                self._deaths = [*self._deaths[-20:], death]
+                self.failure = give_up(self._deaths, self.engine)
+                if self.failure is None:
+                    await self._wait_before_restart(death)
+            self.backend.reason = self.failure.message
+            self.backend.state = "failed"
+            if self.settled.is_set():
+                self._say(f"{self.engine.name} was given up: {self.failure.message} ({self.log.path})")
+        finally:
+            self.settled.set()
+
+    async def _live_once(self) -> Death:
+        backend = self.backend
+        port = free_port()
+        launch = self.engine.launch(self.plan, port)
+        self.process = process = EngineProcess(self.log, self._read_line)
+        self.log.tail.clear()
+        self.log.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(launch.argv)}")
+        backend.progress = None
+        backend.worked = False
+        await process.start(
+            command(self.environment, launch), {**os.environ, **self.engine.supervised_env, **launch.env}
+        )
+        was_ready = await self._wait_until_ready(process, launch, port)
+        if was_ready:
+            backend.address = ("127.0.0.1", port)
+            backend.reason = None
+            backend.state = "ready"
+            self.settled.set()
+            await process.ended.wait()
+        return Death(process.code, self.log.text(), was_ready, backend.worked)
+
+    async def _wait_until_ready(self, process: EngineProcess, launch: Launch, port: int) -> bool:
+        """Whether `/health` answered before the process ended."""
+        limit_s = 60 + self.plan.model.weight_bytes / SLOWEST_DISK_BYTES_S
+        deadline = time.monotonic() + limit_s
+        url = f"http://127.0.0.1:{port}{launch.health_path}"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+            while not process.ended.is_set():
+                try:
+                    async with session.get(url) as answer:
+                        if answer.status == 200:
+                            return True
+                except (aiohttp.ClientError, TimeoutError):
+                    pass  # not listening yet, or busy loading
+                if time.monotonic() > deadline:
+                    self.log.write(f"# not ready after {seconds(limit_s)}: stopped")
+                    process.kill()
+                    await process.ended.wait()
+                    break
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.ended.wait(), 0.05)
+        return False
+
+    async def _wait_before_restart(self, death: Death) -> None:
+        wait_s = back_off_s(self._deaths)
+        backend = self.backend
+        backend.address = None
+        backend.reason = explain(death, self.engine).message
+        backend.retry_after_s = max(1, round(wait_s) + 1)
+        backend.restarts += 1
+        backend.state = "restarting"
+        self._say(f"{self.engine.name} stopped: {backend.reason}; starting it again in {seconds(wait_s)}")
+        await asyncio.sleep(wait_s)
+
+    def _read_line(self, line: str) -> None:
+        done = self.engine.progress(line)
+        if done is not None:
+            self.backend.progress = done
+
+
+def free_port() -> int:
+    """A private port that is free now. Should another program be quicker, the engine is started again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,77 @@
+"""The terminal: results on stdout, progress and errors on stderr, colours only where a person looks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+from rich.text import Text
+
+from bedplate.errors import BedplateError
+from bedplate.values.units import seconds
+
+PIPE_WIDTH = 120
+"""Columns when nobody says how wide the page is."""
+SLOW_S = 5.0
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """A console that wraps at the terminal's width, and at a fixed one in pipes."""
+    file = stream if stream is not None else sys.stdout
+    return Console(file=file, highlight=False, soft_wrap=False, width=None if file.isatty() else PIPE_WIDTH)
+
+
+def show_error(error: BedplateError, stream: TextIO | None = None) -> None:
+    """error / caused by / hint, one line each, as STYLE has it; whole paths even on narrow terminals."""
+    out = console(stream or sys.stderr)
+    out.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
+    if error.cause:
+        out.print(Text.assemble(("caused by: ", "bold"), error.cause), soft_wrap=True)
+    if error.hint:
+        out.print(Text.assemble(("hint: ", "bold cyan"), error.hint), soft_wrap=True)
+
+
+class TerminalProgress:
+    """Bars for people, lines for logs. Steps that take less than a second leave no trace in logs."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._console = console(stream or sys.stderr)
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(f" {text}", style="dim"), soft_wrap=True)
+
+    @contextmanager
+    def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        began = time.monotonic()
+        if self._console.is_terminal:
+            with self._bar(label, total) as update:
+                yield update
+        else:
+            yield self._lines(label, total)
+        took_s = time.monotonic() - began
+        if took_s >= 1:
+            self._console.print(Text.assemble((" ✓ ", "green"), f"{label}: {seconds(took_s)}"))
+
+    @contextmanager
+    def _bar(self, label: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(30), TaskProgressColumn())
+        with Progress(*columns, console=self._console, transient=True) as bars:
+            task = bars.add_task(Text(label).markup, total=total)
+            yield lambda done: bars.update(task, completed=min(done, total) if total else done)
+
+    def _lines(self, label: str, total: int | None) -> Callable[[int], None]:
+        last = [time.monotonic(), 0.0]
+
+        def update(done: int) -> None:
+            now = time.monotonic()
+            share = min(done / total, 1.0) if total else 0.0
+            if now - last[0] >= SLOW_S and share > last[1]:
+                last[:] = [now, share]
+                self.note(f"{label}: {share:.0%}")
+
+        return update

@@ -1,0 +1,252 @@
+"""CPU facts, on the text of real machines (tests/captures says whose) and in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bedplate.facts.cgroup import CgroupLimits
+from bedplate.facts.cpu import (
+    INSTRUCTION_SETS,
+    Processor,
+    cap_by_quota,
+    count_cores,
+    cpu_from_sysctl,
+    instruction_sets,
+    linux_cpu,
+    parse_cpuinfo,
+    parse_sysctl,
+    read_cpu,
+    read_siblings,
+    summarise,
+)
+from bedplate.values import Cpu
+
+CAPTURES = Path(__file__).parent.parent / "captures"
+NOWHERE = Path("/nonexistent")
+
+
+def capture(name: str) -> str:
+    return (CAPTURES / name).read_text()
+
+
+def described(
+    name: str, arch: str, affinity: set[int] | None = None, limits: CgroupLimits | None = None, root: Path = NOWHERE
+) -> Cpu:
+    cpu = linux_cpu(capture(f"cpuinfo/{name}.txt"), arch, affinity or set(), limits or CgroupLimits(), root)
+    assert cpu is not None
+    return cpu
+
+
+def test_a_virtual_xeon_has_amx() -> None:
+    cpu = described("x86_64-xeon-sapphire-rapids-vm", "x86_64", {0, 1})
+    assert (cpu.name, cpu.vendor, cpu.arch) == ("Intel(R) Xeon(R) Processor", "intel", "x86_64")
+    assert (cpu.sockets, cpu.physical_cores, cpu.logical_cores) == (1, 2, 2)
+    assert (cpu.allowed_cores, cpu.allowed_physical_cores) == (2.0, 2)
+    assert cpu.instruction_sets == (
+        "sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16",
+        "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
+    )  # fmt: skip
+    assert summarise(cpu.instruction_sets) == "AVX-512 AMX"
+
+
+def test_hyperthreads_share_a_core() -> None:
+    whole = described("x86_64-core-i7-1165g7", "x86_64", set(range(8)))
+    assert (whole.sockets, whole.physical_cores, whole.logical_cores, whole.allowed_physical_cores) == (1, 4, 8, 4)
+    assert summarise(whole.instruction_sets) == "AVX-512"
+    # CPUs 0 and 4 are the two threads of core 0.
+    assert described("x86_64-core-i7-1165g7", "x86_64", {0, 4}).allowed_physical_cores == 1
+    assert described("x86_64-core-i7-1165g7", "x86_64", {0, 1}).allowed_physical_cores == 2
+    assert described("x86_64-core-i7-1165g7", "x86_64", {0, 4}).allowed_cores == 2.0
+
+
+def test_the_same_core_number_in_two_sockets_is_two_cores() -> None:
+    cpu = described("x86_64-epyc-7451-excerpt", "x86_64", {0, 24, 48, 72})
+    assert (cpu.sockets, cpu.physical_cores, cpu.logical_cores) == (2, 4, 8)
+    assert cpu.allowed_physical_cores == 2
+    assert cpu.vendor == "amd"
+    assert summarise(cpu.instruction_sets) == "AVX2"
+
+
+def test_a_virtual_ryzen_has_what_its_host_passes_on() -> None:
+    cpu = described("x86_64-ryzen-2700x-vm", "x86_64", {0})
+    assert (cpu.name, cpu.vendor) == ("AMD Ryzen 7 2700X Eight-Core Processor", "amd")
+    assert cpu.instruction_sets == ("sse4_2", "avx", "avx2")
+
+
+@pytest.mark.parametrize(
+    ("capture_name", "name", "cores", "sets"),
+    [
+        ("raspberry-pi-5", "Cortex-A76 (Raspberry Pi 5 Model B Rev 1.0)", 4, ("neon", "dotprod")),
+        ("graviton2", "Neoverse-N1", 16, ("neon", "dotprod")),
+        ("graviton3", "Neoverse-V1", 1, ("neon", "dotprod", "i8mm", "bf16", "sve")),
+        ("ampere-altra-max", "Neoverse-N1", 128, ("neon", "dotprod")),
+        ("rk3588", "Cortex-A55 + Cortex-A76", 8, ("neon", "dotprod")),
+        ("apple-m1-pro-asahi", "Apple M1 Pro", 10, ("neon", "dotprod")),
+    ],
+)
+def test_arm_cores_are_named_by_their_part_numbers(
+    capture_name: str, name: str, cores: int, sets: tuple[str, ...]
+) -> None:
+    cpu = described(f"aarch64-{capture_name}", "aarch64", set(range(cores)))
+    assert cpu.name == name
+    assert (cpu.physical_cores, cpu.logical_cores, cpu.allowed_physical_cores) == (cores, cores, cores)
+    assert cpu.sockets is None
+    assert cpu.instruction_sets == sets
+
+
+def test_an_arm_part_that_nobody_listed_is_named_by_its_number() -> None:
+    text = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xfff\n"
+    assert parse_cpuinfo(text).name == "arm core 0xfff"
+    assert parse_cpuinfo(text.replace("0x41", "0x99")).name == "0x99 core 0xfff"
+
+
+@pytest.mark.parametrize(
+    ("capture_name", "name", "vendor", "processors"),
+    [
+        ("s390x-z196", "IBM Z (2817)", "ibm", 17),
+        ("ppc64-power7", "POWER7 (architected)", "ibm", 16),
+        ("riscv64-visionfive2", "sifive,u74-mc", None, 4),
+    ],
+)
+def test_other_architectures_are_named_without_instruction_sets(
+    capture_name: str, name: str, vendor: str | None, processors: int
+) -> None:
+    info = parse_cpuinfo(capture(f"cpuinfo/{capture_name}.txt"))
+    assert (info.name, info.vendor, len(info.processors)) == (name, vendor, processors)
+    assert instruction_sets(info.flags) == ()
+
+
+def test_threads_of_a_core_come_from_sysfs_where_cpuinfo_names_no_cores(tmp_path: Path) -> None:
+    for number in range(16):
+        first = number // 4 * 4
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{number}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{first}-{first + 3}\n")
+    cpu = described("ppc64-power7", "ppc64", {0, 1, 2, 3, 4}, root=tmp_path)
+    assert (cpu.physical_cores, cpu.logical_cores, cpu.allowed_physical_cores) == (4, 16, 2)
+    assert read_siblings(NOWHERE) == {}
+
+
+def test_the_device_tree_names_the_board_where_cpuinfo_does_not(tmp_path: Path) -> None:
+    (tmp_path / "proc/device-tree").mkdir(parents=True)
+    (tmp_path / "proc/device-tree/model").write_bytes(b"Radxa ROCK 5B\0")
+    assert described("aarch64-rk3588", "aarch64", root=tmp_path).name == "Cortex-A55 + Cortex-A76 (Radxa ROCK 5B)"
+
+
+def test_a_container_that_renumbers_cpus_keeps_its_share() -> None:
+    """lxcfs lists CPUs 0 to 7 while the affinity mask has the host's numbers."""
+    cpu = described("x86_64-core-i7-1165g7", "x86_64", {40, 41, 42, 43})
+    assert (cpu.allowed_cores, cpu.allowed_physical_cores) == (4.0, 4)
+    siblings = {40: frozenset({40, 41}), 41: frozenset({40, 41}), 42: frozenset({42, 43}), 43: frozenset({42, 43})}
+    processors = [Processor(number=number) for number in range(4)]
+    assert count_cores(processors, siblings, frozenset(siblings)).allowed_physical == 2
+
+
+@pytest.mark.parametrize(
+    ("quota", "time", "cores"), [(None, 8.0, 4), (0.5, 0.5, 1), (1.5, 1.5, 1), (2.0, 2.0, 2), (3.9, 3.9, 3), (64, 8, 4)]
+)
+def test_a_quota_caps_the_threads_that_can_really_run(quota: float | None, time: float, cores: int) -> None:
+    limits = CgroupLimits(cpu_quota_cores=quota)
+    cpu = described("x86_64-core-i7-1165g7", "x86_64", set(range(8)), limits)
+    assert (cpu.allowed_cores, cpu.allowed_physical_cores) == (time, cores)
+
+
+def test_a_cpuset_narrows_the_mask_but_never_to_nothing() -> None:
+    everything = set(range(8))
+    narrowed = described("x86_64-core-i7-1165g7", "x86_64", everything, CgroupLimits(cpus=frozenset({1, 2})))
+    assert narrowed.allowed_cores == 2.0
+    foreign = described("x86_64-core-i7-1165g7", "x86_64", everything, CgroupLimits(cpus=frozenset({90})))
+    assert foreign.allowed_cores == 8.0
+
+
+def test_an_apple_chip_by_sysctl() -> None:
+    cpu = cpu_from_sysctl(parse_sysctl(capture("sysctl/apple-m2.txt")), "x86_64")  # as a translated Python would say
+    assert cpu is not None
+    assert (cpu.name, cpu.vendor, cpu.arch) == ("Apple M2", "apple", "arm64")
+    assert (cpu.sockets, cpu.physical_cores, cpu.logical_cores, cpu.allowed_physical_cores) == (1, 8, 8, 8)
+    assert cpu.instruction_sets == ("neon", "dotprod", "i8mm", "bf16")
+    assert summarise(cpu.instruction_sets) == "NEON I8MM"
+
+
+def test_an_intel_mac_by_sysctl() -> None:
+    cpu = cpu_from_sysctl(parse_sysctl(capture("sysctl/intel-mac.txt")), "x86_64")
+    assert cpu is not None
+    assert (cpu.name, cpu.vendor) == ("Intel(R) Core(TM) i5-4440 CPU @ 3.10GHz", "intel")
+    assert (cpu.arch, cpu.physical_cores, cpu.logical_cores) == ("x86_64", 4, 4)
+    newer = {"hw.ncpu": "4", "machdep.cpu.features": "SSE4.2 AVX1.0 FMA F16C", "machdep.cpu.leaf7_features": "AVX2"}
+    other = cpu_from_sysctl(newer, "x86_64")
+    assert other is not None
+    assert other.instruction_sets == ("sse4_2", "avx", "avx2", "fma", "f16c")
+
+
+def test_instruction_sets_keep_one_order_and_have_names() -> None:
+    assert instruction_sets(["amx_tile", "bogus", "avx2", "sse4_2"]) == ("sse4_2", "avx2", "amx_tile")
+    assert instruction_sets({"asimd", "asimddp", "sve2", "sve"}) == ("neon", "dotprod", "sve", "sve2")
+    assert summarise(()) == ""
+    assert summarise(("neon", "dotprod", "i8mm", "sve", "sve2")) == "SVE2 I8MM"
+    assert all(name and name.strip() == name for name in INSTRUCTION_SETS.values())
+
+
+def test_absent_and_partial_text_gives_no_cpu_rather_than_a_wrong_one() -> None:
+    assert linux_cpu("", "x86_64", {0}, CgroupLimits()) is None
+    assert cpu_from_sysctl({}, "arm64") is None
+    partial = linux_cpu("processor\t: 0\nprocessor\t: 1\nmodel na", "x86_64", {0, 1}, CgroupLimits(), NOWHERE)
+    assert partial is not None
+    assert (partial.name, partial.vendor, partial.allowed_physical_cores) == ("unknown x86_64 CPU", None, 2)
+
+
+LINES = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["processor", "processor 1", "physical id", "core id", "flags", "Features", "CPU part", "CPU implementer",
+             "cpu", "Model", "model name", "vendor_id", "machine", "hw.ncpu", "hw.physicalcpu", "hw.optional.arm64"]
+        ),
+        st.sampled_from(["", ":", " : ", "\t: "]),
+        st.one_of(st.text(max_size=12), st.integers().map(str), st.integers().map(hex), st.just("9" * 5000)),
+    ).map("".join)
+).map("\n".join)  # fmt: skip
+
+
+@given(st.one_of(st.text(), LINES), st.sets(st.integers(min_value=0, max_value=300), max_size=8))
+def test_no_text_makes_the_parsers_raise(text: str, affinity: set[int]) -> None:
+    parse_cpuinfo(text)
+    cpu_from_sysctl(parse_sysctl(text), "arm64")
+    cpu = linux_cpu(text, "x86_64", affinity, CgroupLimits(), NOWHERE)
+    assert cpu is None or 1 <= cpu.allowed_physical_cores <= max(1, len(affinity), cpu.logical_cores)
+
+
+@given(st.integers(min_value=1, max_value=1024), st.floats(min_value=1e-6, max_value=1e9))
+def test_a_quota_never_leaves_less_than_one_core_nor_adds_any(cores: int, quota: float) -> None:
+    assert 1 <= cap_by_quota(cores, quota) <= cores
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="affinity masks and /proc are Linux's")
+class TestThisMachine:
+    def test_agrees_with_the_affinity_mask(self) -> None:
+        cpu, notes = read_cpu()
+        assert notes == ()
+        assert cpu.allowed_cores == float(len(os.sched_getaffinity(0)))
+        assert 1 <= cpu.allowed_physical_cores <= len(os.sched_getaffinity(0))
+
+    def test_a_process_with_a_narrower_mask_has_fewer_cores(self) -> None:
+        mask = sorted(os.sched_getaffinity(0))
+        if len(mask) < 2:
+            pytest.skip("only one CPU is allowed here, so the mask cannot be narrowed")
+        program = (
+            "import json, os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\n"
+            "from bedplate.facts.cpu import read_cpu; cpu, _ = read_cpu()\n"
+            "print(json.dumps([cpu.allowed_cores, cpu.allowed_physical_cores, cpu.logical_cores]))"
+        )
+        command = [sys.executable, "-c", program, str(mask[-1])]
+        child = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        allowed, physical, logical = json.loads(child.stdout)
+        assert (allowed, physical) == (1.0, 1)
+        assert logical == read_cpu()[0].logical_cores
