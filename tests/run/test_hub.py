@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.facts.library import locate
+from bedplate.run import hub
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+GB = 10**9
+
+
+def anything(size: int) -> bool:
+    return True
+
+
+def content(name: str, size: int = 300_000) -> bytes:
+    return (hashlib.sha256(name.encode()).digest() * (size // 32 + 1))[:size]
+
+
+@dataclass
+class Hub:
+    """A hub of our own: what it has, how it misbehaves, and what it was asked."""
+
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Files that are listed only."""
+    gated: bool = False
+    need_token: str | None = None
+    break_after: list[int] = field(default_factory=list)
+    """How many bytes each of the next downloads sends before the line is cut."""
+    ignore_ranges: bool = False
+    statuses: list[int] = field(default_factory=list)
+    """What the next downloads are answered with instead."""
+    etag: str | None = None
+    cdn: str | None = None
+    asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+
+    def downloads(self) -> list[str]:
+        """The Range of each GET of a file."""
+        return [headers.get("range", "") for verb, path, headers in self.asked if verb == "GET" and "/api/" not in path]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        hub, path = self.hub, self.path.partition("?")[0]
+        headers = {key.lower(): value for key, value in self.headers.items()}
+        hub.asked.append((self.command, self.path, headers))
+        if path == "/api/models/me/model":
+            return self.listing()
+        if match := re.fullmatch(r"/me/model/resolve/([^/]+)/(.+)", path):
+            if hub.need_token and headers.get("authorization") != f"Bearer {hub.need_token}":
+                return self.reply(401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
+            if match[2] not in hub.files:
+                return self.reply(404, {"X-Error-Code": "EntryNotFound"})
+            if hub.cdn and self.command == "HEAD":
+                linked = self.linked(match[2])
+                return self.reply(302, linked | {"Location": f"{hub.cdn}/{match[2]}?signature=xyz"})
+            return self.file(match[2])
+        return self.reply(404, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+
+    def listing(self) -> None:
+        sizes = {name: len(data) for name, data in self.hub.files.items()} | self.hub.sizes
+        siblings = [{"rfilename": name, "size": size, "blobId": "0" * 40} for name, size in sizes.items()]
+        body = {"_id": "1", "id": "me/model", "modelId": "me/model", "sha": COMMIT, "private": False, "tags": []}
+        body |= {"gated": "manual" if self.hub.gated else False, "downloads": 0, "likes": 0, "siblings": siblings}
+        self.reply(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+
+    def linked(self, name: str) -> dict[str, str]:
+        data = self.hub.files[name]
+        etag = self.hub.etag or hashlib.sha256(data).hexdigest()
+        linked = {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(data))}
+        return linked | {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
+
+    def file(self, name: str) -> None:
+        data, hub = self.hub.files[name], self.hub
+        if self.command == "GET" and hub.statuses:
+            return self.reply(hub.statuses.pop(0), {})
+        headers, status, start = self.linked(name), 200, 0
+        if (match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))) and not hub.ignore_ranges:
+            start, status = int(match[1]), 206
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        limit = hub.break_after.pop(0) if self.command == "GET" and hub.break_after else None
+        self.reply(status, headers, data[start:], limit)
+
+    def reply(self, status: int, headers: dict[str, str], body: bytes = b"", limit: int | None = None) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:limit])
+        if limit is not None:
+            self.close_connection = True
+
+
+def serving(state: Hub) -> Iterator[Hub]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": state}))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    state.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "0")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(hub, "_PAUSES_S", (0.0, 0.0))
+    for state in serving(Hub()):
+        monkeypatch.setenv("HF_ENDPOINT", state.url)
+        yield state
+
+
+@pytest.fixture
+def cdn() -> Iterator[Hub]:
+    """A second machine, which keeps the bytes, as the hub's content network does."""
+    state = Hub()
+    for _ in serving(state):
+        yield state
+
+
+class TestChoice:
+    SIZES = {
+        "m-BF16.gguf": 16 * GB,
+        "m-Q8_0.gguf": 8 * GB,
+        "m-Q6_K.gguf": 6 * GB,
+        "m-Q4_K_M.gguf": 5 * GB,
+        "m-Q4_K_S.gguf": 4 * GB,
+        "m-Q3_K_M.gguf": 3 * GB,
+        "m-Q2_K.gguf": 2 * GB,
+        "mmproj-m-F16.gguf": 1 * GB,
+        "README.md": 10,
+    }
+
+    def chosen(self, server: Hub, sizes: dict[str, int], limit: int = 10**15, text: str = "me/model") -> str | None:
+        server.sizes = sizes
+        return hub.choose(text, fits=lambda size: size <= limit).quantization
+
+    def test_the_usual_four_bits_even_if_more_would_fit(self, server: Hub) -> None:
+        assert self.chosen(server, self.SIZES) == "Q4_K_M"
+
+    @pytest.mark.parametrize(("limit", "label"), [(5, "Q4_K_M"), (4, "Q4_K_S"), (3, "Q3_K_M"), (2, "Q2_K")])
+    def test_the_largest_below_when_they_do_not_fit(self, server: Hub, limit: int, label: str) -> None:
+        assert self.chosen(server, self.SIZES, limit * GB) == label
+
+    def test_nothing_fits(self, server: Hub) -> None:
+        with pytest.raises(AnswerIsNo) as caught:
+            self.chosen(server, self.SIZES, GB)
+        assert caught.value.message == "no GGUF of me/model fits: the smallest is Q2_K, 2 GB"
+
+    def test_without_four_bits_the_smallest_above(self, server: Hub) -> None:
+        sizes = {name: size for name, size in self.SIZES.items() if "Q4" not in name}
+        assert self.chosen(server, sizes) == "Q6_K"
+        assert self.chosen(server, sizes, 5 * GB) == "Q3_K_M"
+
+    def test_the_nearest_kin_of_the_usual(self, server: Hub) -> None:
+        assert self.chosen(server, {"m-Q8_0.gguf": 8, "m-UD-Q4_K_XL.gguf": 5, "m-IQ4_XS.gguf": 4}) == "UD-Q4_K_XL"
+        assert self.chosen(server, {"gpt-oss-20b-mxfp4.gguf": 12}) == "MXFP4"
+
+    def test_a_person_gets_what_they_name_even_if_it_does_not_fit(self, server: Hub) -> None:
+        assert self.chosen(server, self.SIZES, 0, "me/model:q8_0") == "Q8_0"
+        assert self.chosen(server, self.SIZES, 0, "me/model/m-Q6_K.gguf") == "Q6_K"
+
+    def test_a_quantization_that_is_not_there_lists_those_that_are(self, server: Hub) -> None:
+        with pytest.raises(BadQuestion) as caught:
+            self.chosen(server, {"m-Q8_0.gguf": 8 * GB, "m-Q4_K_M.gguf": 5 * GB}, text="me/model:Q5_K_M")
+        assert caught.value.message == "me/model has no Q5_K_M"
+        assert caught.value.hint == "it has Q4_K_M (5 GB), Q8_0 (8 GB)"
+
+    def test_a_file_that_is_not_there(self, server: Hub) -> None:
+        with pytest.raises(BadQuestion, match="has no file other.gguf"):
+            self.chosen(server, self.SIZES, text="me/model/other.gguf")
+
+    def test_parts_are_one_model_and_weigh_together(self, server: Hub) -> None:
+        parts = {f"Q4_K_M/m-Q4_K_M-0000{n}-of-00003.gguf": 40 * GB for n in (1, 2, 3)}
+        server.sizes = {"m-Q2_K.gguf": 50 * GB, **parts}
+        choice = hub.choose("me/model", fits=anything)
+        assert [file.path for file in choice.files] == list(parts)
+        assert choice.size_bytes == choice.missing_bytes == 120 * GB
+        assert self.chosen(server, server.sizes, 100 * GB) == "Q2_K"
+
+    def test_a_split_model_with_a_part_missing_is_not_offered(self, server: Hub) -> None:
+        assert self.chosen(server, {"m-Q4_K_M-00001-of-00002.gguf": 1, "m-Q2_K.gguf": 1}) == "Q2_K"
+
+    def test_all_is_known_before_anything_is_downloaded(self, server: Hub, tmp_path: Path) -> None:
+        server.sizes = self.SIZES
+        choice = hub.choose("me/model", fits=anything)
+        assert choice.name == "me/model:Q4_K_M"
+        assert choice.revision == COMMIT
+        assert choice.size_bytes == 5 * GB
+        assert choice.folder == tmp_path / "hf" / "hub" / "models--me--model"
+        assert server.downloads() == []
+        assert not choice.folder.exists()
+
+    def test_a_repository_without_gguf_says_where_to_look(self, server: Hub) -> None:
+        server.sizes = {"model.safetensors": 1, "config.json": 1}
+        with pytest.raises(BadQuestion) as caught:
+            hub.choose("me/model", fits=anything)
+        assert caught.value.message == "me/model has no GGUF files"
+        assert caught.value.cause == "it has .safetensors files"
+        assert caught.value.hint is not None
+        assert "model-GGUF" in caught.value.hint
+
+
+class TestRefusals:
+    def test_a_repository_that_is_not_there(self, server: Hub) -> None:
+        with pytest.raises(BadQuestion, match="me/other is not on the hub, or it is private"):
+            hub.choose("me/other", fits=anything)
+
+    @pytest.mark.parametrize("text", ["llama3", "a/b c", "", "../../etc"])
+    def test_what_is_no_name(self, server: Hub, text: str) -> None:
+        with pytest.raises(BadQuestion, match="not the name of a model"):
+            hub.choose(text, fits=anything)
+        assert server.asked == []
+
+    def test_a_gated_repository_without_a_token_is_told_before_the_download(self, server: Hub) -> None:
+        server.files, server.gated, server.need_token = {"m-Q4_K_M.gguf": content("m")}, True, "hf_good"
+        with pytest.raises(BadQuestion) as caught:
+            hub.choose("me/model", fits=anything)
+        assert "me/model is gated" in caught.value.message
+        assert caught.value.hint is not None
+        assert f"{server.url}/me/model" in caught.value.hint
+        assert "hf auth login" in caught.value.hint
+
+    def test_a_gated_repository_with_a_token(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        server.files, server.gated, server.need_token = {"m-Q4_K_M.gguf": content("m")}, True, "hf_good"
+        monkeypatch.setenv("HF_TOKEN", "hf_good")
+        assert hub.fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
+
+    def test_offline(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        with pytest.raises(OutsideFailed, match="HF_HUB_OFFLINE"):
+            hub.choose("me/model", fits=anything)
+        assert server.asked == []
+
+    def test_no_network(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+        with pytest.raises(OutsideFailed) as caught:
+            hub.choose("me/model", fits=anything)
+        assert caught.value.message == "me/model could not be fetched from http://127.0.0.1:9"
+        assert caught.value.hint is not None
+        assert "network" in caught.value.hint
+
+    def test_no_room_on_the_disk_is_told_before_the_download(self, server: Hub) -> None:
+        server.sizes = {"m-Q4_K_M.gguf": 10**18}
+        choice = hub.choose("me/model", fits=anything)
+        with pytest.raises(OutsideFailed) as caught:
+            hub.download(choice)
+        assert "not enough disk space for me/model:Q4_K_M" in caught.value.message
+        assert caught.value.hint is not None
+        assert "HF_HOME" in caught.value.hint
+        assert server.downloads() == []
+
+
+class TestDownload:
+    def test_into_the_usual_cache_where_every_program_finds_it(self, server: Hub, tmp_path: Path) -> None:
+        from huggingface_hub import try_to_load_from_cache
+
+        server.files = {"m-Q4_K_M.gguf": content("m")}
+        seen: list[tuple[int, int]] = []
+        said: list[str] = []
+        path = hub.fetch_gguf(
+            "me/model", fits=anything, say=said.append, progress=lambda done, total: seen.append((done, total))
+        )
+        assert path.read_bytes() == content("m")
+        cache = tmp_path / "hf" / "hub"
+        assert path == cache / "models--me--model" / "snapshots" / COMMIT / "m-Q4_K_M.gguf"
+        assert try_to_load_from_cache("me/model", "m-Q4_K_M.gguf", cache_dir=cache) == str(path)
+        located = locate("me/model")
+        assert located is not None
+        assert located.path == path
+        assert said == [f"me/model:Q4_K_M, 300 kB, to {cache / 'models--me--model'}"]
+        assert seen[-1] == (300_000, 300_000)
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert not list(cache.rglob("*.incomplete"))
+
+    def test_what_is_here_is_not_fetched_again(self, server: Hub) -> None:
+        server.files = {"m-Q4_K_M.gguf": content("m")}
+        first = hub.fetch_gguf("me/model", fits=anything)
+        choice = hub.choose("me/model", fits=anything)
+        assert choice.missing_bytes == 0
+        assert hub.download(choice) == first
+        assert len(server.downloads()) == 1
+
+    def test_all_parts_come(self, server: Hub) -> None:
+        names = [f"Q4_K_M/m-Q4_K_M-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+        server.files = {name: content(name) for name in names}
+        seen: list[tuple[int, int]] = []
+        path = hub.fetch_gguf("me/model", fits=anything, progress=lambda done, total: seen.append((done, total)))
+        assert path.name == "m-Q4_K_M-00001-of-00003.gguf"
+        assert [(path.parent / Path(name).name).read_bytes() for name in names] == [content(name) for name in names]
+        assert seen[-1] == (900_000, 900_000)
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+    def test_a_line_that_breaks_is_taken_up_where_it_broke(self, server: Hub) -> None:
+        data = content("m", 3_000_000)
+        server.files, server.break_after = {"m-Q4_K_M.gguf": data}, [1_000_000, 500_000]
+        path = hub.fetch_gguf("me/model", fits=anything)
+        assert path.read_bytes() == data
+        assert server.downloads() == ["", "bytes=1000000-", "bytes=1500000-"]
+
+    def test_what_an_earlier_try_left_is_taken_up(self, server: Hub) -> None:
+        data = content("m", 3_000_000)
+        server.files, server.break_after = {"m-Q4_K_M.gguf": data}, [1_000_000, 0, 0, 0, 0]
+        choice = hub.choose("me/model", fits=anything)
+        with pytest.raises(OutsideFailed) as caught:
+            hub.download(choice)
+        assert caught.value.hint is not None
+        assert "what has come so far is kept" in caught.value.hint
+        server.asked.clear()
+        server.break_after.clear()
+        assert hub.download(choice).read_bytes() == data
+        assert server.downloads() == ["bytes=1000000-"]
+
+    def test_a_server_that_knows_no_ranges_sends_all_again(self, server: Hub) -> None:
+        data = content("m", 3_000_000)
+        server.files, server.break_after, server.ignore_ranges = {"m-Q4_K_M.gguf": data}, [1_000_000], True
+        assert hub.fetch_gguf("me/model", fits=anything).read_bytes() == data
+
+    def test_a_busy_server_is_asked_again(self, server: Hub) -> None:
+        server.files, server.statuses = {"m-Q4_K_M.gguf": content("m")}, [503, 503]
+        assert hub.fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
+
+    def test_bytes_that_changed_on_the_way_are_thrown_away(self, server: Hub, tmp_path: Path) -> None:
+        server.files, server.etag = {"m-Q4_K_M.gguf": content("m")}, "0" * 64
+        with pytest.raises(OutsideFailed, match="checksum is wrong"):
+            hub.fetch_gguf("me/model", fits=anything)
+        assert not [path for path in (tmp_path / "hf").rglob("*") if path.is_file() and path.stat().st_size]
+
+    @pytest.mark.parametrize("etag", ["../../../evil", "a/b", "x"])
+    def test_a_server_cannot_choose_where_the_file_goes(self, server: Hub, tmp_path: Path, etag: str) -> None:
+        server.files, server.etag = {"m-Q4_K_M.gguf": content("m")}, etag
+        with pytest.raises(OutsideFailed, match="no usable ETag"):
+            hub.fetch_gguf("me/model", fits=anything)
+        assert not list(tmp_path.rglob("*evil*"))
+
+    def test_the_token_stays_with_the_hub(self, server: Hub, cdn: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        server.files = {"m-Q4_K_M.gguf": content("m")}
+        # The second server knows the file under the same path, and answers like the first.
+        cdn.files, server.cdn = server.files, f"{cdn.url}/me/model/resolve/main"
+        assert hub.fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
+        assert cdn.downloads() == [""]
+        assert all("authorization" not in headers for _, _, headers in cdn.asked)
+        assert any(headers.get("authorization") == "Bearer hf_secret" for _, _, headers in server.asked)
+
+    def test_of_two_at_once_one_downloads_and_the_other_waits(self, server: Hub) -> None:
+        server.files = {"m-Q4_K_M.gguf": content("m", 2_000_000)}
+        choice = hub.choose("me/model", fits=anything)
+        paths: list[Path] = []
+        threads = [threading.Thread(target=lambda: paths.append(hub.download(choice))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(paths) == 3
+        assert paths[0].read_bytes() == content("m", 2_000_000)
+        assert len(server.downloads()) == 1
+
+    def test_nothing_is_printed(self, server: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+        server.files, server.break_after = {"m-Q4_K_M.gguf": content("m", 3_000_000)}, [1_000_000]
+        hub.fetch_gguf("me/model", fits=anything)
+        assert capfd.readouterr() == ("", "")
