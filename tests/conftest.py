@@ -57,6 +57,7 @@ class Served:
     """A `bedplate serve` that runs as a process of its own."""
 
     process: subprocess.Popen[str]
+    reader: threading.Thread
     endpoint: dict[str, str] = field(default_factory=dict)
     stderr: list[str] = field(default_factory=list)
 
@@ -87,7 +88,12 @@ class Served:
     def stop(self, number: int = signal.SIGINT) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(30)
+        code = self.process.wait(30)
+        self.reader.join(10)
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        return code
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -118,9 +124,12 @@ def start_serve(*arguments: str, env: dict[str, str] | None = None) -> Served:
         text=True,
         env={**os.environ, **(env or {})},
     )
-    served = Served(process)
     assert process.stderr is not None and process.stdout is not None
-    threading.Thread(target=lambda: served.stderr.extend(process.stderr or ()), daemon=True).start()
+    printed: list[str] = []
+    served = Served(
+        process, threading.Thread(target=printed.extend, args=(process.stderr,), daemon=True), stderr=printed
+    )
+    served.reader.start()
     if line := process.stdout.readline():
         served.endpoint = json.loads(line)
     return served

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from peers import HERE, PEERS, Peer, Ports, Unavailable, environment_of
+from null_server import HEADER_HELP, HEADER_MODES
+from peers import HERE, KEY_VARIABLE, PEERS, Peer, Ports, Unavailable, environment_of
 from processes import end_on_sigterm, free_ports, measure, running, tail_of, tree_cpu_s, tree_rss_mb
 
 DIRECT = "direct"
 READY_LIMIT_S = 180.0
-ROUNDS = {1: 11, 16: 9, 64: 7, 256: 6}
+ROUNDS = {1: 8, 16: 7, 64: 6, 256: 5}
 QUICK_ROUNDS = {1: 4, 16: 4, 64: 4, 256: 3}
 # A direct p99 this far from the engine's own first token says more about the machine than about any gateway.
 NOISY_MS = 1.0
@@ -42,7 +43,7 @@ class Settings:
     nice: int
     harness_core: int
     gateway_core: int
-    early_headers: bool
+    headers: str
 
     @property
     def plain_seconds(self) -> float:
@@ -112,13 +113,14 @@ def median(values: Iterable[float | None]) -> float | None:
 def wait_until_serving(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     """Waits until a plain completion comes through, which is what every gateway here must be able to do."""
     body = json.dumps({"model": "null-model", "messages": [{"role": "user", "content": "ready?"}]})
+    headers = {"content-type": "application/json", "authorization": f"Bearer {os.environ[KEY_VARIABLE]}"}
     deadline = time.monotonic() + READY_LIMIT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             break
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         try:
-            connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+            connection.request("POST", "/v1/chat/completions", body, headers)
             response = connection.getresponse()
             if b'"choices"' in response.read() and response.status == 200:
                 return
@@ -144,9 +146,8 @@ class Bench:
         """Runs the null engine on the harness core."""
         self.upstream = free_ports(1)[0]
         log = self.scratch / "null_server.log"
-        command = [sys.executable, str(HERE / "null_server.py"), "--port", str(self.upstream)]
-        if self.settings.early_headers:
-            command.append("--early-headers")
+        options = ["--port", str(self.upstream), "--headers", self.settings.headers]
+        command = [sys.executable, str(HERE / "null_server.py"), *options]
         with running(command, self.settings.harness_core, self.settings.nice, log) as process:
             wait_until_serving(self.upstream, process, log)
             yield
@@ -391,7 +392,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     parser.add_argument("--nice", type=int, default=0, help="of everything measured; negative ones need privileges")
     parser.add_argument("--cores", default="0,1", help="core of the engine and the load, core of the gateway")
-    parser.add_argument("--early-headers", action="store_true", help="engine sends headers at once, not with token one")
+    parser.add_argument("--headers", choices=HEADER_MODES, default=HEADER_MODES[0], help=HEADER_HELP)
     options = parser.parse_args(arguments)
     wanted = set(options.only.split(",")) if options.only else set(known)
     if wanted - set(known):
@@ -418,7 +419,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         nice=options.nice,
         harness_core=harness_core,
         gateway_core=gateway_core,
-        early_headers=options.early_headers,
+        headers=options.headers,
     )
 
 

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import httptools
 import uvloop
 from deadlines import Deadlines
 
-TOKEN = re.compile(rb'"\s?w(\d+)"')
+TOKEN = re.compile(rb'"\s?w(\d+)[a-g]*"')
 MODEL = "null-model"
 PROMPT = "Say nothing, in as many words as it takes."
 
@@ -24,9 +25,10 @@ def request_bytes(port: int, stream: bool) -> bytes:
     if stream:
         payload |= {"stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps(payload).encode()
+    key = os.environ.get("GATEWAY_BENCH_KEY", "none").encode()
     return (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:%d\r\ncontent-type: application/json\r\n"
-        b"authorization: Bearer none\r\naccept: */*\r\ncontent-length: %d\r\n\r\n%b" % (port, len(body), body)
+        b"authorization: Bearer %b\r\naccept: */*\r\ncontent-length: %d\r\n\r\n%b" % (port, key, len(body), body)
     )
 
 

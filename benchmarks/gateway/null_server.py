@@ -18,6 +18,11 @@ MODEL = "null-model"
 CREATED = 1_700_000_000
 PROMPT_TOKENS = 12
 
+# Engines on uvicorn write the headers on their own: at once (vLLM), or just before the first token (SGLang). The second
+# is the default because it shows a gateway that leaves Nagle's algorithm on.
+HEADER_MODES = ("apart", "together", "early")
+HEADER_HELP = "response headers: in a write just before the first token's, in the same write, or when the request ends"
+
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"cache-control: no-cache\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -31,7 +36,7 @@ class Timing:
     first_ns: int
     interval_ns: int
     tokens: int
-    early_headers: bool
+    headers: str
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,10 @@ class Engine:
         )
 
     def _tail(self, index: int) -> bytes:
-        delta = {"content": f" w{index}"} if index else {"role": "assistant", "content": " w0"}
+        # Words of changing length, as in text: Linux takes segments of one size for full ones and acknowledges any
+        # longer segment at once, which would hide Nagle's algorithm.
+        word = f" w{index}{'abcdefg'[: index * 3 % 8]}"
+        delta = {"content": word} if index else {"role": "assistant", "content": word}
         reason = "stop" if index == self.timing.tokens - 1 else None
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
         return compact({"choices": [choice]})[1:] + b"\n\n\r\n"
@@ -139,8 +147,7 @@ class Stream:
         self.usage = usage
         self.index = 0
         self.head = engine.head(next(engine.requests))
-        self.prefix = b"" if engine.timing.early_headers else STREAM_HEAD
-        if engine.timing.early_headers:
+        if engine.timing.headers == "early":
             connection.write(STREAM_HEAD)
         engine.deadlines.at(now_ns + engine.timing.first_ns, self.send)
 
@@ -151,7 +158,7 @@ class Stream:
             return
         chunk = engine.sizes[index] + self.head + engine.tails[index]
         if not index:
-            chunk = self.prefix + chunk
+            chunk = self.with_headers(chunk)
         self.index = index + 1
         if self.index < engine.timing.tokens:
             self.connection.write(chunk)
@@ -160,6 +167,15 @@ class Stream:
         usage = engine.usage_size + self.head + engine.usage_tail if self.usage else b""
         self.connection.stream = None
         self.connection.write(chunk + usage + engine.done)
+
+    def with_headers(self, chunk: bytes) -> bytes:
+        """Sends the headers before the first token, unless they are out already or go with it."""
+        mode = self.engine.timing.headers
+        if mode == "together":
+            return STREAM_HEAD + chunk
+        if mode == "apart":
+            self.connection.write(STREAM_HEAD)
+        return chunk
 
 
 class Connection(asyncio.Protocol):
@@ -239,7 +255,7 @@ def main() -> None:
     parser.add_argument("--first-ms", type=float, default=50.0, help="from the end of the request to the first token")
     parser.add_argument("--interval-ms", type=float, default=20.0, help="between tokens")
     parser.add_argument("--tokens", type=int, default=64, help="tokens in a stream")
-    parser.add_argument("--early-headers", action="store_true", help="send the headers at once, not with token one")
+    parser.add_argument("--headers", choices=HEADER_MODES, default=HEADER_MODES[0], help=HEADER_HELP)
     options = parser.parse_args()
     if options.tokens < 1:
         parser.error("--tokens must be at least 1")
@@ -247,7 +263,7 @@ def main() -> None:
         first_ns=int(options.first_ms * 1e6),
         interval_ns=int(options.interval_ms * 1e6),
         tokens=options.tokens,
-        early_headers=options.early_headers,
+        headers=options.headers,
     )
     with contextlib.suppress(KeyboardInterrupt):
         uvloop.run(serve(options.port, timing))

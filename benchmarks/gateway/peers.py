@@ -3,6 +3,7 @@
 import json
 import os
 import pwd
+import secrets
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,10 @@ class Ports:
         """The null engine's address."""
         return f"http://127.0.0.1:{self.upstream}"
 
+
+# LiteLLM does not start without a key, so every gateway is sent this one.
+KEY_VARIABLE = "GATEWAY_BENCH_KEY"
+os.environ.setdefault(KEY_VARIABLE, f"sk-{secrets.token_hex(32)}")
 
 CommandMaker = Callable[[Path, Path, Ports], list[str]]
 
@@ -140,7 +145,7 @@ PEERS = (
         litellm_command,
         requirement="litellm[proxy]==1.106.2",
         slow=True,
-        environment=(("LITELLM_LOCAL_MODEL_COST_MAP", "True"),),
+        environment=(("LITELLM_LOCAL_MODEL_COST_MAP", "True"), ("LITELLM_MASTER_KEY", os.environ[KEY_VARIABLE])),
     ),
 )
 

@@ -363,6 +363,18 @@ class TestCache:
         shared = {"attention__sliding_window": 10, "attention__shared_kv_layers": 2, "block_count": 10}
         assert self.cache(make, "gemma3n", **shared) == (token, 7 * token * 10, 0)
 
+    @pytest.mark.parametrize(("arch", "dense"), [("cohere2", 3), ("smallthinker", 0)])
+    def test_which_layer_of_a_period_sees_everything(self, make: Make, arch: str, dense: int) -> None:
+        heads = [1, 2, 4, 8]
+        whole = heads[dense]
+        found = self.cache(make, arch, attention__sliding_window=4096, attention__head_count_kv=heads)
+        assert found == (whole * (8 + 8) * 2, (15 - whole) * (8 + 8) * 2 * 4096, 0)
+
+    def test_figures_that_no_number_of_64_bits_holds_are_refused(self, make: Make) -> None:
+        wide = {"attention.head_count_kv": 2**24, "attention.key_length": 2**24, "attention.sliding_window": 2**31}
+        fields = {key: value for key, value in DENSE.items() if key != "context_length"}
+        assert refused(make("gemma2", fields=fields | wide)).cause == "its sizes are larger than any computer's memory"
+
     def test_a_window_that_the_engine_does_not_use_saves_nothing(self, make: Make) -> None:
         assert self.cache(make, "phi3", attention__sliding_window=10) == (4 * 2 * (8 + 8) * 2, 0, 0)
 
@@ -475,6 +487,13 @@ class TestSplit:
         parts[1].write_bytes(parts[0].read_bytes())
         refused(parts[0])
 
+    def test_tensors_that_are_promised_and_not_there_are_noticed(self, parts: list[Path]) -> None:
+        content = bytearray(parts[0].read_bytes())
+        value = content.index(b"split.tensors.count") + len(b"split.tensors.count") + 4
+        content[value] = 5
+        parts[0].write_bytes(content)
+        assert "hold 4 tensors, and the first part promises 5" in refused(parts[1]).message
+
     def test_a_part_under_another_name_says_so(self, parts: list[Path]) -> None:
         renamed = parts[0].with_name("mine.gguf")
         parts[0].rename(renamed)
@@ -560,7 +579,7 @@ HOSTILE = {
     "millions of tensors": header(5_000_000, 1, ARCHITECTURE),
     "more tensors than bytes": header(200_000, 1, ARCHITECTURE),
     "fields without end": header(0, HUGE, ARCHITECTURE),
-    "a key of 2^63 bytes": header(0, 1, struct.pack("<Q", HUGE) + b"abc"),
+    "a key of 2^63 bytes": header(0, 1, struct.pack("<Q", HUGE) + b"\0" * 64),
     "a string of 2^63 bytes": header(0, 1, field(b"general.name", 8, struct.pack("<Q", HUGE))),
     "a string of 2^64 - 1 bytes": header(0, 1, field(b"general.name", 8, struct.pack("<Q", 2**64 - 1))),
     "an array of 2^63 numbers": header(0, 1, field(b"a.b", 9, struct.pack("<IQ", 4, HUGE))),
@@ -578,6 +597,9 @@ HOSTILE = {
     "a tensor twice": header(2, 1, ARCHITECTURE + tensor(b"t") + tensor(b"t", offset=128) + b"\0" * 999),
     "a tensor that is not UTF-8": header(1, 1, ARCHITECTURE + tensor(b"\xc3\x28") + b"\0" * 999),
     "dimensions that overflow": header(1, 1, ARCHITECTURE + tensor(b"t", (2**32, 2**32)) + b"\0" * 999),
+    "a tensor of 2^62 numbers and more in four dimensions": header(
+        1, 1, ARCHITECTURE + tensor(b"t", (2**16, 2**16, 2**16, 2**16)) + b"\0" * 999
+    ),
     "a tensor of 2^61 numbers": header(1, 1, ARCHITECTURE + tensor(b"t", (2**61,)) + b"\0" * 999),
     "five dimensions": header(1, 1, ARCHITECTURE + tensor(b"t", (1, 1, 1, 1, 1)) + b"\0" * 999),
     "dimensions without end": header(1, 1, ARCHITECTURE + string(b"t") + struct.pack("<I", 2**32 - 1) + b"\0" * 999),
@@ -605,10 +627,48 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_header_is_refused_at_once_and_without_memory(tmp_path: Path, content: bytes) -> None:
+HOSTILE_WORDS = {
+    "tensors without end": "more than any model has",
+    "millions of tensors": "more than any model has",
+    "more tensors than bytes": "header alone needs",
+    "fields without end": "more than any model has",
+    "a key of 2^63 bytes": "a length that no file has",
+    "a string of 2^63 bytes": "a length that no file has",
+    "a string of 2^64 - 1 bytes": "a length that no file has",
+    "an array of 2^63 numbers": "a length that no file has",
+    "an array of 2^63 strings": "more than any vocabulary has",
+    "an array whose string is 2^63 bytes": "a length that no file has",
+    "strings that lead backwards": "a length that no file has",
+    "arrays of arrays": "array of arrays",
+    "a kind that is not": "unknown kind (99)",
+    "an array of a kind that is not": "unknown kind (99)",
+    "a key twice": "general.architecture is there twice",
+    "a key that is not UTF-8": "a key that is not UTF-8",
+    "alignment zero": "power of two",
+    "alignment three": "power of two",
+    "alignment in words": "power of two",
+    "a tensor twice": "the tensor t is there twice",
+    "a tensor that is not UTF-8": "a tensor name that is not UTF-8",
+    "dimensions that overflow": "more weights than a file can hold",
+    "a tensor of 2^62 numbers and more in four dimensions": "more weights than a file can hold",
+    "a tensor of 2^61 numbers": "would take",
+    "five dimensions": "5 dimensions",
+    "dimensions without end": "4,294,967,295 dimensions",
+    "rows that are no whole blocks": "not whole blocks of Q4_0",
+    "tensors over each other": "u overlaps another",
+    "a tensor off the grid": "multiple of 32 bytes",
+    "a tensor far away": "would take",
+    "layers without end": "llama.block_count is 9223372036854775808",
+    "minus one layer": "llama.block_count is -1",
+    "more experts at work than there are": "3 of 2 experts",
+    "nothing but a magic": "header alone needs",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_header_is_refused_at_once_and_without_memory(tmp_path: Path, what: str) -> None:
     path = tmp_path / "hostile.gguf"
-    path.write_bytes(content)
+    path.write_bytes(HOSTILE[what])
     tracemalloc.start()
     start = time.perf_counter()
     error = refused(path)
@@ -616,6 +676,7 @@ def test_a_hostile_header_is_refused_at_once_and_without_memory(tmp_path: Path, 
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert "hostile.gguf" in error.message
+    assert HOSTILE_WORDS[what] in f"{error.message}: {error.cause}"
     assert seconds < 1
     assert peak < 4 << 20
 

@@ -267,10 +267,13 @@ class TestOllama:
         monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "elsewhere"))
         assert found("qwen3").path == blob
 
-    @pytest.mark.parametrize("digest", ["sha256:../../../../etc/passwd", "sha256:zz", "md5:00", "../../secret"])
+    @pytest.mark.parametrize("digest", ["sha256:/../../secret", "sha256:zz", "md5:00", "../../secret"])
     def test_a_manifest_cannot_lead_out_of_the_store(self, store: Path, digest: str) -> None:
         name = "registry.ollama.ai/library/evil:latest"
         ollama(store, name)
+        (store / "blobs" / "sha256-").mkdir()
+        put(store / "secret")
+        put(store / "blobs" / "sha256-zz")
         manifest = store / "manifests" / name.replace(":", "/")
         manifest.write_text(json.dumps({"layers": [{"mediaType": library._MODEL_LAYER, "digest": digest}]}))
         assert locate("evil") is None

@@ -152,37 +152,38 @@ def cdn() -> Iterator[Hub]:
         yield state
 
 
-class TestChoice:
-    SIZES = {
-        "m-BF16.gguf": 16 * GB,
-        "m-Q8_0.gguf": 8 * GB,
-        "m-Q6_K.gguf": 6 * GB,
-        "m-Q4_K_M.gguf": 5 * GB,
-        "m-Q4_K_S.gguf": 4 * GB,
-        "m-Q3_K_M.gguf": 3 * GB,
-        "m-Q2_K.gguf": 2 * GB,
-        "mmproj-m-F16.gguf": 1 * GB,
-        "README.md": 10,
-    }
+SIZES = {
+    "m-BF16.gguf": 16 * GB,
+    "m-Q8_0.gguf": 8 * GB,
+    "m-Q6_K.gguf": 6 * GB,
+    "m-Q4_K_M.gguf": 5 * GB,
+    "m-Q4_K_S.gguf": 4 * GB,
+    "m-Q3_K_M.gguf": 3 * GB,
+    "m-Q2_K.gguf": 2 * GB,
+    "mmproj-m-F16.gguf": 1 * GB,
+    "README.md": 10,
+}
 
+
+class TestChoice:
     def chosen(self, server: Hub, sizes: dict[str, int], limit: int = 10**15, text: str = "me/model") -> str | None:
         server.sizes = sizes
         return hub.choose(text, fits=lambda size: size <= limit).quantization
 
     def test_the_usual_four_bits_even_if_more_would_fit(self, server: Hub) -> None:
-        assert self.chosen(server, self.SIZES) == "Q4_K_M"
+        assert self.chosen(server, SIZES) == "Q4_K_M"
 
     @pytest.mark.parametrize(("limit", "label"), [(5, "Q4_K_M"), (4, "Q4_K_S"), (3, "Q3_K_M"), (2, "Q2_K")])
     def test_the_largest_below_when_they_do_not_fit(self, server: Hub, limit: int, label: str) -> None:
-        assert self.chosen(server, self.SIZES, limit * GB) == label
+        assert self.chosen(server, SIZES, limit * GB) == label
 
     def test_nothing_fits(self, server: Hub) -> None:
         with pytest.raises(AnswerIsNo) as caught:
-            self.chosen(server, self.SIZES, GB)
+            self.chosen(server, SIZES, GB)
         assert caught.value.message == "no GGUF of me/model fits: the smallest is Q2_K, 2 GB"
 
     def test_without_four_bits_the_smallest_above(self, server: Hub) -> None:
-        sizes = {name: size for name, size in self.SIZES.items() if "Q4" not in name}
+        sizes = {name: size for name, size in SIZES.items() if "Q4" not in name}
         assert self.chosen(server, sizes) == "Q6_K"
         assert self.chosen(server, sizes, 5 * GB) == "Q3_K_M"
 
@@ -191,8 +192,8 @@ class TestChoice:
         assert self.chosen(server, {"gpt-oss-20b-mxfp4.gguf": 12}) == "MXFP4"
 
     def test_a_person_gets_what_they_name_even_if_it_does_not_fit(self, server: Hub) -> None:
-        assert self.chosen(server, self.SIZES, 0, "me/model:q8_0") == "Q8_0"
-        assert self.chosen(server, self.SIZES, 0, "me/model/m-Q6_K.gguf") == "Q6_K"
+        assert self.chosen(server, SIZES, 0, "me/model:q8_0") == "Q8_0"
+        assert self.chosen(server, SIZES, 0, "me/model/m-Q6_K.gguf") == "Q6_K"
 
     def test_a_quantization_that_is_not_there_lists_those_that_are(self, server: Hub) -> None:
         with pytest.raises(BadQuestion) as caught:
@@ -201,8 +202,8 @@ class TestChoice:
         assert caught.value.hint == "it has Q4_K_M (5 GB), Q8_0 (8 GB)"
 
     def test_a_file_that_is_not_there(self, server: Hub) -> None:
-        with pytest.raises(BadQuestion, match="has no file other.gguf"):
-            self.chosen(server, self.SIZES, text="me/model/other.gguf")
+        with pytest.raises(BadQuestion, match=r"has no file other\.gguf"):
+            self.chosen(server, SIZES, text="me/model/other.gguf")
 
     def test_parts_are_one_model_and_weigh_together(self, server: Hub) -> None:
         parts = {f"Q4_K_M/m-Q4_K_M-0000{n}-of-00003.gguf": 40 * GB for n in (1, 2, 3)}
@@ -216,7 +217,7 @@ class TestChoice:
         assert self.chosen(server, {"m-Q4_K_M-00001-of-00002.gguf": 1, "m-Q2_K.gguf": 1}) == "Q2_K"
 
     def test_all_is_known_before_anything_is_downloaded(self, server: Hub, tmp_path: Path) -> None:
-        server.sizes = self.SIZES
+        server.sizes = SIZES
         choice = hub.choose("me/model", fits=anything)
         assert choice.name == "me/model:Q4_K_M"
         assert choice.revision == COMMIT

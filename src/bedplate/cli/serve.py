@@ -49,60 +49,32 @@ def serve(
     Looks at this machine, decides which engine fits, installs it, launches it and keeps it running.
     """
     from bedplate.cli.options import workload_of
-    from bedplate.decide import plan
-    from bedplate.engines import engine as engine_by_id
-    from bedplate.run import builtin
-    from bedplate.run.environments import make_environment
-    from bedplate.run.models import is_builtin
-    from bedplate.run.serving import Listen, check_port
-    from bedplate.run.serving import serve as serve_plan
+    from bedplate.run.serving import Listen
+    from bedplate.run.serving import serve as serve_model
     from bedplate.show.terminal import TerminalProgress
 
-    listen = Listen(host=host, port=port, api_key=api_key or None, max_body_bytes=max_body_mb * 1_000_000)
-    progress = TerminalProgress()
-    check_port(listen)
     workload = workload_of(
         users=users, concurrency=concurrency, context=context, prompt_tokens=prompt_tokens, output_tokens=output_tokens
     )
-    hardware, facts, decision = _decide(model, workload, engine, progress)
-    _show_head(hardware, facts, workload, decision, to_stderr=json)
-    chosen = plan(decision, facts, workload)
-    environment = make_environment(engine_by_id(chosen.engine), progress)
-    if is_builtin(model):
-        builtin.fetch_builtin(progress)
-
-    def on_ready(endpoint: Endpoint, took_s: float) -> None:
-        _show_ready(endpoint, took_s, json=json)
-
-    serve_plan(chosen, environment, listen, progress, on_ready)
+    serve_model(
+        model,
+        workload=workload,
+        engine=engine,
+        listen=Listen(host=host, port=port, api_key=api_key or None, max_body_bytes=max_body_mb * 1_000_000),
+        progress=TerminalProgress(),
+        on_decision=lambda hardware, facts, decision: _show_head(hardware, facts, workload, decision, json=json),
+        on_ready=lambda endpoint, took_s: _show_ready(endpoint, took_s, json=json),
+    )
 
 
-def _decide(
-    model: str | None, workload: Workload, engine: str | None, progress: object
-) -> tuple[Hardware, Model, Decision]:
-    from bedplate.decide import decide
-    from bedplate.facts.hardware import probe
-    from bedplate.run.models import fetched_model, local_model
-    from bedplate.show.terminal import TerminalProgress
-
-    hardware = probe()
-    facts = local_model(model)
-    if facts is None:
-        # Of a model on the hub only file sizes are known before it is here; a fifth is left for cache and engine.
-        room = hardware.memory.available_bytes * 0.8
-        shown = progress if isinstance(progress, TerminalProgress) else TerminalProgress()
-        facts = fetched_model(str(model), lambda size_bytes: size_bytes <= room, shown)
-    return hardware, facts, decide(hardware, facts, workload, engine)
-
-
-def _show_head(hardware: Hardware, facts: Model, workload: Workload, decision: Decision, *, to_stderr: bool) -> None:
+def _show_head(hardware: Hardware, facts: Model, workload: Workload, decision: Decision, *, json: bool) -> None:
     import sys
 
     from bedplate._version import __version__
     from bedplate.show.decision import render_serving
     from bedplate.show.terminal import console
 
-    out = console(sys.stderr if to_stderr else sys.stdout)
+    out = console(sys.stderr if json else sys.stdout)
     out.print(f"\n [bold]bedplate {__version__}[/bold]\n")
     out.print(render_serving(hardware, facts, workload, decision))
     out.print()

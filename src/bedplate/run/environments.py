@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import importlib.metadata
 import importlib.resources
 import os
 import shutil
-import subprocess
+import signal
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import msgspec
 from bedplate.engines import Engine, Recipe
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.home import disk_failure, engines_dir, locked, need_free, writable
+from bedplate.run.child import run_child
 from bedplate.run.progress import Progress, Silent
 from bedplate.run.uv import python_for_engines, run_uv
 from bedplate.values import Launch
@@ -24,6 +27,8 @@ from bedplate.values.units import size
 
 _MANIFEST = "bedplate.json"
 """Written last, inside of a folder that is then renamed: whoever sees it sees a finished environment."""
+CHECK_LIMIT_S = 300.0
+"""Importing a large package from a slow disk takes a while; after this it hangs."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +50,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 def environment_path(engine: Engine, recipe: Recipe) -> Path:
     """Where this recipe's environment is. Another pin or Python is another folder: none is changed in place."""
     shipped = [_shipped(file).read_bytes() for _, file in recipe.programs]
-    what = repr((recipe.packages, recipe.programs, shipped, sys.version_info[:2], os.environ.get("UV_PYTHON")))
+    python = (sys.version_info[:2], sysconfig.get_platform(), os.environ.get("UV_PYTHON"))
+    what = repr((recipe.packages, recipe.programs, shipped, python))
     return engines_dir() / engine.id / f"{engine.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
 
@@ -60,9 +66,10 @@ def make_environment(engine: Engine, progress: Progress | None = None) -> Enviro
     path = environment_path(engine, recipe)
     if there := _read(path):
         return there
-    writable(path.parent)
+    writable(engines_dir())
     try:
-        with locked(path, f"installing {engine.name}", progress.note):
+        # One lock for all environments of an engine, outside of the folder that `remove` takes away.
+        with locked(engines_dir() / engine.id, f"installing {engine.name}", progress.note):
             return _read(path) or _install(engine, recipe, path, progress)
     except OSError as error:
         raise disk_failure(error, path.parent) from error
@@ -75,15 +82,16 @@ def installed() -> list[Environment]:
 
 def remove(engine_id: str) -> list[Environment]:
     """Removes all environments of an engine, those of other versions and unfinished ones too."""
-    gone = [environment for environment in installed() if environment.engine == engine_id]
     folder = engines_dir() / engine_id
     if not folder.is_dir():
         raise BadQuestion(f"{engine_id} is not installed", hint="bedplate engines lists what is")
     try:
-        for environment in gone:
-            # The manifest goes first: a removal that is cut short must not leave half an environment that looks whole.
-            (Path(environment.path) / _MANIFEST).unlink()
-        shutil.rmtree(folder)
+        with locked(folder, f"installing {engine_id}"):
+            gone = [environment for environment in installed() if environment.engine == engine_id]
+            for environment in gone:
+                # The manifest goes first: a removal that is cut short must not leave half an environment.
+                (Path(environment.path) / _MANIFEST).unlink()
+            shutil.rmtree(folder)
     except OSError as error:
         raise disk_failure(error, folder) from error
     return gone
@@ -106,7 +114,7 @@ def _recipe(engine: Engine) -> Recipe:
 
 
 def _install(engine: Engine, recipe: Recipe, path: Path, progress: Progress) -> Environment:
-    need_free(path.parent, recipe.disk_bytes + recipe.download_bytes, engine.name)
+    need_free(writable(path.parent), recipe.disk_bytes + recipe.download_bytes, engine.name)
     for leftover in path.parent.glob(".making-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     progress.note(f"installing {engine.name} ({', '.join(recipe.packages)}, {size(recipe.download_bytes)}) to {path}")
@@ -114,9 +122,9 @@ def _install(engine: Engine, recipe: Recipe, path: Path, progress: Progress) -> 
     with tempfile.TemporaryDirectory(prefix=".making-", dir=path.parent, ignore_cleanup_errors=True) as holder:
         staging = Path(holder) / "env"
         with progress.step(what, recipe.disk_bytes) as done:
-            run_uv(["venv", "--relocatable", "--python", python_for_engines(), str(staging)], what)
+            run_uv(["venv", "--relocatable", "--python", python_for_engines(), str(staging)], what, path.parent)
             python = str(_interpreter(staging))
-            run_uv(["pip", "install", "--python", python, *recipe.packages], what, done)
+            run_uv(["pip", "install", "--python", python, *recipe.packages], what, path.parent, done)
         for name, file in recipe.programs:
             program = _interpreter(staging).parent / name
             program.write_bytes(_shipped(file).read_bytes())
@@ -126,36 +134,60 @@ def _install(engine: Engine, recipe: Recipe, path: Path, progress: Progress) -> 
             engine=engine.id,
             version=engine.version or "",
             path=str(path),
-            packages=tuple(run_uv(["pip", "freeze", "--python", python], what).split()),
-            python=".".join(map(str, sys.version_info[:3])),
+            packages=_packages(staging),
+            python=_python_version(staging),
             made_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             disk_bytes=_disk_bytes(staging),
         )
         (staging / _MANIFEST).write_bytes(msgspec.json.encode(environment))
-        if path.exists():  # without a manifest: what a cut-short removal left behind
+        if path.exists():  # what a cut-short removal left behind, or one whose Python is gone
             shutil.rmtree(path)
         staging.rename(path)
     return environment
 
 
 def _check(engine: Engine, recipe: Recipe, staging: Path) -> None:
-    done = subprocess.run(
-        [str(_interpreter(staging)), "-I", "-c", recipe.check], capture_output=True, text=True, errors="replace"
-    )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    try:
+        ended = run_child([str(_interpreter(staging)), "-I", "-c", recipe.check], limit_s=CHECK_LIMIT_S)
+        why = (ended.output.strip().splitlines() or [_status(ended.code)])[-1] if ended.code else None
+    except TimeoutError as error:
+        why = str(error)
+    if why is not None:
         raise OutsideFailed(
             f"{engine.name} was installed but does not run on this machine",
-            cause=last,
+            cause=why,
             hint="please report this with the output of `bedplate probe`",
         )
 
 
+def _status(code: int) -> str:
+    if code - 128 in set(signal.Signals):
+        return f"it was ended by {signal.Signals(code - 128).name}"
+    return f"exit status {code}"
+
+
 def _read(path: Path) -> Environment | None:
+    """What is installed there; `None` also for one whose interpreter was uninstalled from under it."""
     try:
-        return msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Environment)
+        found = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Environment)
     except (OSError, msgspec.DecodeError):
         return None
+    # Where it is now: BEDPLATE_HOME may have been moved since.
+    return msgspec.structs.replace(found, path=str(path)) if _interpreter(path).exists() else None
+
+
+def _packages(environment: Path) -> tuple[str, ...]:
+    folders = [str(folder) for folder in environment.rglob("site-packages") if folder.is_dir()]
+    found = importlib.metadata.distributions(path=folders)
+    return tuple(sorted({f"{distribution.name}=={distribution.version}" for distribution in found}))
+
+
+def _python_version(environment: Path) -> str:
+    for line in (environment / "pyvenv.cfg").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition("=")
+        if key.strip() in ("version_info", "version"):
+            return value.strip()
+    return "unknown"
 
 
 def _interpreter(environment: Path) -> Path:

@@ -15,15 +15,19 @@ from typing import Any
 
 import msgspec
 
+from bedplate.decide import decide, plan
 from bedplate.engines import engine as engine_by_id
 from bedplate.errors import OutsideFailed
+from bedplate.facts.hardware import probe
 from bedplate.home import logs_dir, writable
-from bedplate.run.environments import Environment
+from bedplate.run.builtin import fetch_builtin
+from bedplate.run.environments import Environment, make_environment
 from bedplate.run.gateway import Backend, Gateway
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES, bind_failure
-from bedplate.run.progress import Progress
+from bedplate.run.models import fetched_model, is_builtin, local_model
+from bedplate.run.progress import Progress, Silent
 from bedplate.run.supervisor import Supervisor
-from bedplate.values import Endpoint, Plan
+from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
 from bedplate.values.units import seconds
 
 
@@ -55,6 +59,38 @@ def api_name(plan: Plan) -> str:
 
 
 def serve(
+    model: str | None = None,
+    *,
+    workload: Workload | None = None,
+    engine: str | None = None,
+    listen: Listen | None = None,
+    progress: Progress | None = None,
+    on_decision: Callable[[Hardware, Model, Decision], None] = lambda hardware, model, decision: None,
+    on_ready: Callable[[Endpoint, float], None] = lambda endpoint, took_s: None,
+) -> None:
+    """The main job, from a name to an endpoint: probe, decide, fetch, install, launch, and serve until told to stop."""
+    if os.name != "posix":
+        raise OutsideFailed("serving needs Linux or macOS", hint="on Windows, run bedplate inside of WSL")
+    workload = workload or Workload(origin="default")
+    listen = listen or Listen()
+    progress = progress or Silent()
+    check_port(listen)
+    hardware = probe()
+    facts = local_model(model)
+    if facts is None:
+        # Of a model on the hub only file sizes are known before it is here; a fifth is left for cache and engine.
+        room = hardware.memory.available_bytes * 0.8
+        facts = fetched_model(str(model), lambda size_bytes: size_bytes <= room, progress)
+    decision = decide(hardware, facts, workload, engine)
+    on_decision(hardware, facts, decision)
+    chosen = plan(decision, facts, workload)
+    environment = make_environment(engine_by_id(chosen.engine), progress)
+    if is_builtin(model):
+        fetch_builtin(progress)
+    serve_plan(chosen, environment, listen, progress, on_ready)
+
+
+def serve_plan(
     plan: Plan,
     environment: Environment,
     listen: Listen,
@@ -62,8 +98,6 @@ def serve(
     on_ready: Callable[[Endpoint, float], None],
 ) -> None:
     """Serves until SIGINT or SIGTERM. Raises when the engine cannot be kept running."""
-    if os.name != "posix":
-        raise OutsideFailed("serving needs Linux or macOS", hint="on Windows, run bedplate inside of WSL")
     _run(_serve(plan, environment, listen, progress, on_ready))
 
 
@@ -82,12 +116,14 @@ async def _serve(
     backend.max_connections = engine.max_connections
     backend.context_tokens = plan.settings.context_tokens
     gateway = Gateway([backend], api_key=listen.api_key, max_body_bytes=listen.max_body_bytes)
+    logs = writable(logs_dir())
     port = await gateway.start(listen.host, listen.port)
-    log_path = writable(logs_dir()) / f"{engine.id}-{port}.log"
+    log_path = logs / f"{engine.id}-{port}.log"
     supervisor = Supervisor(plan, engine, environment, backend, log_path, progress.note)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, _stop_or_insist, stop)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored by nohup: it stays so
+            loop.add_signal_handler(number, _stop_or_insist, stop)
     supervisor.start()
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -137,10 +173,8 @@ def _stop_or_insist(stop: asyncio.Event) -> None:
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
+    run = asyncio.run
     if sys.platform != "win32":
         with contextlib.suppress(ImportError):
-            import uvloop
-
-            uvloop.run(main)
-            return
-    asyncio.run(main)
+            from uvloop import run
+    run(main)

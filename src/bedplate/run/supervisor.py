@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging.handlers
 import os
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import aiohttp
@@ -20,30 +19,39 @@ from bedplate.engines import Engine, Failure
 from bedplate.errors import OutsideFailed
 from bedplate.run.environments import Environment, command
 from bedplate.run.gateway import Backend
-from bedplate.values import Launch, Plan
+from bedplate.run.warden import guarded
+from bedplate.values import Plan
 from bedplate.values.units import seconds
 
 LOG_BYTES = 10_000_000
 LOGS_KEPT = 4
 TAIL_LINES = 200
+MAX_LINE_BYTES = 65536
 STOP_GRACE_S = 5.0
+KILL_GRACE_S = 10.0
+"""A process in the middle of a system call cannot be killed; after this it is left to its warden."""
 EARLY_DEATHS = 3
 """Deaths before the engine was ever ready, in a row, after which another start would be a waste."""
 SLOWEST_DISK_BYTES_S = 20_000_000
-"""Loading is given up when it takes longer than reading the weights at this rate, and a minute more."""
+START_LIMIT_S = 60.0
+"""Loading is given up when it takes longer than reading the weights at the rate above, and this."""
 MIN_BACK_OFF_S, MAX_BACK_OFF_S = 0.1, 10.0
-_WARDEN = Path(__file__).with_name("warden.py")
 
 
 class Death:
     """How an engine process ended."""
 
-    def __init__(self, code: int | None, log: str, was_ready: bool, worked: bool) -> None:
+    def __init__(
+        self, code: int | None, log: str, was_ready: bool, worked: bool, overdue_s: float | None = None
+    ) -> None:
         self.code = code
+        """`None`: it was never started."""
         self.log = log
         self.was_ready = was_ready
         self.worked = worked
         """Whether it answered anything: then it is no crash loop, however soon it died."""
+        self.overdue_s = overdue_s
+        """It was not ready after this long, and was ended by us."""
 
 
 def back_off_s(deaths: list[Death]) -> float:
@@ -74,6 +82,9 @@ def explain(death: Death, engine: Engine) -> Failure:
     """The known failure that the log shows, else what the exit status says."""
     if known := engine.explain(death.log):
         return known
+    if death.overdue_s is not None:
+        message = f"it was not ready after {seconds(death.overdue_s)}"
+        return Failure(message=message, hint="is the disk that holds the model very slow? its log may say more")
     code = death.code
     if code == -signal.SIGKILL:
         message = "it was killed (SIGKILL); most often that is the system, out of memory"
@@ -86,7 +97,8 @@ def explain(death: Death, engine: Engine) -> Failure:
         return Failure(message=f"it crashed ({name})", hint="its log may say more")
     lines = [line for line in death.log.splitlines() if line.strip() and not line.startswith("#")]
     last = f": {lines[-1].strip()[:300]}" if lines else ""
-    return Failure(message=f"it ended with status {code}{last}", hint="its log may say more")
+    what = "it could not be started" if code is None else f"it ended with status {code}"
+    return Failure(message=f"{what}{last}", hint="its log may say more")
 
 
 class EngineLog:
@@ -95,14 +107,14 @@ class EngineLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._handler = _LogFile(path, maxBytes=LOG_BYTES, backupCount=LOGS_KEPT, delay=True, encoding="utf-8")
-        self._handler.setFormatter(logging.Formatter("%(message)s"))
+        self._file: FileIO | None = None
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
+        """Takes output as it comes and returns the lines that it completes; nothing completes the last one."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > 65536:
-            lines.append(self._rest)
+        if len(self._rest) > MAX_LINE_BYTES or not data:
+            lines += [self._rest] if self._rest else []
             self._rest = b""
         texts = [line.decode("utf-8", "replace").rstrip("\r") for line in lines]
         for text in texts:
@@ -111,18 +123,34 @@ class EngineLog:
 
     def write(self, text: str) -> None:
         self.tail.append(text)
-        self._handler.emit(logging.LogRecord("engine", logging.INFO, "", 0, text, None, None))
+        line = text.encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            # Unbuffered: nothing is lost when bedplate is killed, and nothing can fail later, when it is closed.
+            if self._file is not None and self._file.tell() + len(line) > LOG_BYTES:
+                self._rotate()
+            if self._file is None:
+                self._file = FileIO(self.path, "ab")
+            self._file.write(line)
+        except OSError:
+            # A full disk costs log lines, never the service. The next line tries again.
+            self.close()
+
+    def _rotate(self) -> None:
+        self.close()
+        for number in range(LOGS_KEPT, 0, -1):
+            older = self.path.with_name(f"{self.path.name}.{number}")
+            newer = self.path.with_name(f"{self.path.name}.{number - 1}") if number > 1 else self.path
+            if newer.exists():
+                newer.replace(older)
 
     def text(self) -> str:
         return "\n".join(self.tail)
 
     def close(self) -> None:
-        self._handler.close()
-
-
-class _LogFile(logging.handlers.RotatingFileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk costs log lines, never the service."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 class EngineProcess:
@@ -139,18 +167,18 @@ class EngineProcess:
         self.ended = asyncio.Event()
 
     async def start(self, argv: list[str], env: dict[str, str]) -> None:
-        self._warden = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            "-S",
-            str(_WARDEN),
-            *argv,
-            env=env,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C on the terminal is for bedplate, which then ends the engine in order
-        )
+        try:
+            self._warden = await asyncio.create_subprocess_exec(
+                *guarded(argv),
+                env=env,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C on the terminal is for bedplate, which then ends the engine in order
+            )
+        except BaseException:
+            self.ended.set()  # cancelled, or no memory: whoever waits for the end must not wait for ever
+            raise
         self._lifeline = self._warden.stdin
         self._readers = [asyncio.create_task(self._read_reports()), asyncio.create_task(self._read_log())]
 
@@ -167,7 +195,8 @@ class EngineProcess:
             await asyncio.wait_for(self.ended.wait(), grace_s)
         if not self.ended.is_set():
             self.kill()
-            await self.ended.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ended.wait(), KILL_GRACE_S)
 
     def _ask(self, what: bytes) -> None:
         if self._lifeline is not None and not self._lifeline.is_closing():
@@ -177,29 +206,32 @@ class EngineProcess:
         warden = self._warden
         if warden is None or warden.stdout is None:
             return
-        async for raw in warden.stdout:
-            word, _, rest = raw.decode("utf-8", "replace").strip().partition(" ")
-            if word == "started":
-                self.pid = int(rest)
-            elif word == "exited":
-                self.code = int(rest)
-            elif word == "failed":
-                self._log.write(rest)
-        await warden.wait()
-        if self.code is None and self.pid is not None:
-            # The warden itself was killed. The engine got its death signal; its group may have members left.
-            self.code = -signal.SIGKILL
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-            await asyncio.wait_for(self._readers[1], 2)  # the last lines, which say why it died
-        self.ended.set()
+        try:
+            async for raw in warden.stdout:
+                word, _, rest = raw.decode("utf-8", "replace").strip().partition(" ")
+                if word == "started":
+                    self.pid = int(rest)
+                elif word == "exited":
+                    self.code = int(rest)
+                elif word == "failed":
+                    self._log.write(rest)
+            await warden.wait()
+            if self.code is None and self.pid is not None:
+                # The warden itself was killed. The engine got its death signal; its group may have members left.
+                self.code = -signal.SIGKILL
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
+            await asyncio.wait(self._readers[1:], timeout=2)  # the last lines, which say why it died
+        finally:
+            self.ended.set()
 
     async def _read_log(self) -> None:
         warden = self._warden
         if warden is None or warden.stderr is None:
             return
-        while data := await warden.stderr.read(65536):
+        data = b"-"
+        while data:
+            data = await warden.stderr.read(65536)
             for line in self._log.feed(data):
                 self._on_line(line)
 
@@ -236,8 +268,7 @@ class Supervisor:
         self.backend.state = "stopped"
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task})  # what it may have raised is for those who wait for the engine
         if self.process is not None and not self.process.ended.is_set():
             await self.process.stop()
         self.log.close()
@@ -268,12 +299,19 @@ class Supervisor:
                 self.failure = give_up(self._deaths, self.engine)
                 if self.failure is None:
                     await self._wait_before_restart(death)
-            self.backend.reason = self.failure.message
-            self.backend.state = "failed"
+            self._mark_failed(self.failure.message)
             if self.settled.is_set():
                 self._say(f"{self.engine.name} was given up: {self.failure.message} ({self.log.path})")
+        except Exception as error:
+            self._mark_failed(str(error))
+            raise
         finally:
             self.settled.set()
+
+    def _mark_failed(self, reason: str) -> None:
+        self.backend.address = None
+        self.backend.reason = reason
+        self.backend.state = "failed"
 
     async def _live_once(self) -> Death:
         backend = self.backend
@@ -284,23 +322,31 @@ class Supervisor:
         self.log.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(launch.argv)}")
         backend.progress = None
         backend.worked = False
-        await process.start(
-            command(self.environment, launch), {**os.environ, **self.engine.supervised_env, **launch.env}
-        )
-        was_ready = await self._wait_until_ready(process, launch, port)
+        env = {**os.environ, **self.engine.supervised_env, **launch.env}
+        try:
+            await process.start(command(self.environment, launch), env)
+        except OSError as error:  # no memory or no processes left, which may pass
+            self.log.write(str(error))
+            return Death(None, self.log.text(), was_ready=False, worked=False)
+        limit_s = START_LIMIT_S + self.plan.model.weight_bytes / SLOWEST_DISK_BYTES_S
+        overdue_s = None
+        try:
+            async with asyncio.timeout(limit_s):
+                was_ready = await self._wait_until_ready(process, f"http://127.0.0.1:{port}{launch.health_path}")
+        except TimeoutError:
+            self.log.write(f"# not ready after {seconds(limit_s)}: stopped")
+            was_ready, overdue_s = False, limit_s
+            await process.stop(grace_s=0)
         if was_ready:
             backend.address = ("127.0.0.1", port)
             backend.reason = None
             backend.state = "ready"
             self.settled.set()
             await process.ended.wait()
-        return Death(process.code, self.log.text(), was_ready, backend.worked)
+        return Death(process.code, self.log.text(), was_ready, backend.worked, overdue_s)
 
-    async def _wait_until_ready(self, process: EngineProcess, launch: Launch, port: int) -> bool:
-        """Whether `/health` answered before the process ended."""
-        limit_s = 60 + self.plan.model.weight_bytes / SLOWEST_DISK_BYTES_S
-        deadline = time.monotonic() + limit_s
-        url = f"http://127.0.0.1:{port}{launch.health_path}"
+    async def _wait_until_ready(self, process: EngineProcess, url: str) -> bool:
+        """Whether it said that it is healthy before it ended."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
             while not process.ended.is_set():
                 try:
@@ -309,11 +355,6 @@ class Supervisor:
                             return True
                 except (aiohttp.ClientError, TimeoutError):
                     pass  # not listening yet, or busy loading
-                if time.monotonic() > deadline:
-                    self.log.write(f"# not ready after {seconds(limit_s)}: stopped")
-                    process.kill()
-                    await process.ended.wait()
-                    break
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.ended.wait(), 0.05)
         return False
@@ -330,7 +371,11 @@ class Supervisor:
         await asyncio.sleep(wait_s)
 
     def _read_line(self, line: str) -> None:
-        done = self.engine.progress(line)
+        try:
+            done = self.engine.progress(line)
+        except Exception as error:  # a mistake in an engine's file must not keep its output from being read
+            self.log.write(f"# not understood: {error!r}")
+            return
         if done is not None:
             self.backend.progress = done
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bedplate.errors import OutsideFailed
+from bedplate.run.child import run_child
 
 _NO_NETWORK = re.compile(
     r"dns error|failed to lookup address|Connection refused|Could not connect|Network is unreachable|timed out"
-    r"|error sending request|Connect(?:ion)?(?: |_)?(?:reset|error)|tls handshake|No route to host|offline",
+    r"|error sending request|Connect(?:ion)?(?: |_)?(?:reset|error)|tls handshake|No route to host"
+    r"|network was disabled",
     re.IGNORECASE,
 )
+_REASON = re.compile(r"\s*(?:error:|×|cause:|Caused by:|├─▶|╰─▶)\s*")
+"""How a line of uv's chain of causes begins; versions draw it differently."""
+_LEADS_ELSEWHERE = frozenset(["VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH"])
 
 
 def uv_binary() -> str:
@@ -34,13 +38,17 @@ def uv_binary() -> str:
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """The user's own settings, those for pip included, less what would lead uv into another environment."""
-    env = {k: v for k, v in given.items() if k not in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH")}
+    env = {k: v for k, v in given.items() if k not in _LEADS_ELSEWHERE}
     if "PIP_FIND_LINKS" in env:
-        env.setdefault("UV_FIND_LINKS", env["PIP_FIND_LINKS"])
+        env.setdefault("UV_FIND_LINKS", ",".join(env["PIP_FIND_LINKS"].split()))
     if "PIP_INDEX_URL" in env and not {"UV_DEFAULT_INDEX", "UV_INDEX_URL"} & env.keys():
         env["UV_DEFAULT_INDEX"] = env["PIP_INDEX_URL"]
     if "PIP_EXTRA_INDEX_URL" in env and not {"UV_INDEX", "UV_EXTRA_INDEX_URL"} & env.keys():
         env["UV_EXTRA_INDEX_URL"] = env["PIP_EXTRA_INDEX_URL"]
+    if "PIP_TRUSTED_HOST" in env:
+        env.setdefault("UV_INSECURE_HOST", env["PIP_TRUSTED_HOST"])
+    if "PIP_CERT" in env:
+        env.setdefault("SSL_CERT_FILE", env["PIP_CERT"])
     return env
 
 
@@ -49,65 +57,70 @@ def python_for_engines() -> str:
     return os.environ.get("UV_PYTHON") or getattr(sys, "_base_executable", None) or sys.executable
 
 
-def run_uv(
-    arguments: list[str], what: str, written: Callable[[int], None] | None = None, cwd: Path | None = None
-) -> str:
-    """Runs uv and returns what it printed. `written` is called now and then with the bytes it has written so far."""
-    command = [uv_binary(), "--no-progress", "--color", "never", *arguments]
+def run_uv(arguments: list[str], what: str, folder: Path, written: Callable[[int], None] | None = None) -> None:
+    """Runs uv, which works in `folder`. `written` is called now and then with the bytes it has written so far."""
+    # Without --project, a uv.toml or pyproject.toml where the user happens to stand would have its say.
+    command = [uv_binary(), "--no-progress", "--color", "never", "--project", str(folder), *arguments]
+    if os.environ.get("PIP_NO_INDEX", "0").lower() in ("1", "true", "yes", "on") and arguments[:2] == [
+        "pip",
+        "install",
+    ]:
+        command.append("--no-index")
+    tick = None if written is None else lambda pid: _tell_writes(pid, written)
     try:
-        process = subprocess.Popen(
-            command,
-            env=environment(os.environ),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+        ended = run_child(command, environment(os.environ), tick)
     except OSError as error:
         raise OutsideFailed(f"{what} failed: uv could not be started", cause=str(error)) from error
-    finished = threading.Event()
-    if written is not None:
-        threading.Thread(target=_watch_writes, args=(process.pid, written, finished), daemon=True).start()
-    try:
-        output, _ = process.communicate()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    finally:
-        finished.set()
-    if process.returncode != 0:
-        raise _failure(what, output)
-    return output
+    if ended.code != 0:
+        raise failure(what, ended.output)
 
 
-def _watch_writes(pid: int, written: Callable[[int], None], finished: threading.Event) -> None:
+def _tell_writes(root: int, written: Callable[[int], None]) -> None:
     """uv tells its progress only to terminals; what it has written to disk is as good, where the system counts it."""
     import psutil
 
-    while not finished.wait(0.1):
-        try:
-            written(psutil.Process(pid).io_counters().write_chars)
-        except (psutil.Error, AttributeError):
-            return
+    try:
+        top = psutil.Process(root)
+        counts = [process.io_counters().write_chars for process in (top, *top.children(recursive=True))]
+    except (psutil.Error, AttributeError):
+        return
+    written(sum(counts))
 
 
-def _failure(what: str, output: str) -> OutsideFailed:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    causes = [line for line in lines if re.match(r"(error|×|╰─▶|├─▶|Caused by|hint)", line)] or lines
-    cause = " ".join(line.lstrip("×╰─▶├ ") for line in causes[-3:])[:500] or "uv gave no reason"
-    hint = "see the cause above; settings of uv and pip (UV_*, PIP_INDEX_URL, PIP_FIND_LINKS) are respected"
-    if re.search(r"No space left|os error 28", output):
+def reasons(output: str) -> list[str]:
+    """What failed and why, the outermost first."""
+    found: list[str] = []
+    continues = False
+    for line in output.splitlines():
+        if mark := _REASON.match(line):
+            found.append(line[mark.end() :].strip())
+            continues = True
+        elif continues and line.startswith((" ", "│")) and line.strip(" │"):
+            found[-1] += " " + line.strip(" │")
+        else:
+            continues = False  # a blank line: details and uv's own hints follow
+    return [text.rstrip(":") for text in found]
+
+
+def failure(what: str, output: str) -> OutsideFailed:
+    """uv's output as an error that says what to do."""
+    why = reasons(output) or output.strip().splitlines()[-1:] or ["uv gave no reason"]
+    cause = ": ".join(dict.fromkeys([*why[:2], why[-1]]))
+    if len(cause) > 600:
+        cause = f"{cause[:300]} … {cause[-300:]}"
+    hint = "settings of uv and pip are respected (UV_DEFAULT_INDEX, PIP_INDEX_URL, UV_FIND_LINKS …)"
+    if re.search(r"No space left|os error 28|Disk quota exceeded", output):
         hint = "free some space, or point BEDPLATE_HOME (and UV_CACHE_DIR) at a larger disk"
     elif re.search(r"[Hh]ash mismatch", output):
         hint = "the index served another file than the one that was pinned; try another index (UV_DEFAULT_INDEX)"
     elif _NO_NETWORK.search(output):
         hint = (
-            "a package index must be reachable on the first start; "
-            "set UV_DEFAULT_INDEX to a mirror, or UV_FIND_LINKS to a folder with the wheels"
+            "a package index must be reachable on the first start; set UV_DEFAULT_INDEX to a mirror, "
+            "or UV_OFFLINE=1 and UV_FIND_LINKS to a folder with the wheels"
         )
-    elif re.search(r"Permission denied|Read-only file system", output):
+    elif re.search(r"Permission denied|Read-only file system|Failed to initialize cache", output):
         hint = "point BEDPLATE_HOME (and UV_CACHE_DIR) at folders that you may write to"
+    elif "requirements are unsatisfiable" in output:
+        here = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+        hint = f"the index has no such package for {here}; name one that does (UV_DEFAULT_INDEX)"
     return OutsideFailed(f"{what} failed", cause=cause, hint=hint)

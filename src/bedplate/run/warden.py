@@ -6,6 +6,7 @@ kernel closes it even on SIGKILL. A death signal alone would not do: it reaches 
 
 On the lifeline: b"t" asks the engine to end, b"k" kills it, end of file means that bedplate is gone.
 On stdout, a line each: "started PID", then "exited CODE" (negative: the signal) or "failed REASON".
+Its own exit status is the engine's, as a shell would have it: 128 and the signal, 127 when it could not be started.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ PR_SET_CHILD_SUBREAPER = 36
 LINUX = sys.platform.startswith("linux")
 
 
+def guarded(argv: list[str]) -> list[str]:
+    """The command that runs `argv` under a warden; where there can be none, `argv` itself."""
+    return [sys.executable, "-I", "-S", __file__, *argv] if os.name == "posix" else argv
+
+
 def main(argv: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
     if libc is not None:
@@ -34,12 +40,16 @@ def main(argv: list[str]) -> int:
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
 
+    warden = os.getpid()
+
     def in_child() -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         if libc is not None:
             # For the case that it is the warden itself which is killed.
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != warden:  # it was killed before the line above
+                os._exit(1)
 
     try:
         engine = subprocess.Popen(
@@ -51,7 +61,7 @@ def main(argv: list[str]) -> int:
         )
     except OSError as error:
         say(f"failed {error}")
-        return 1
+        return 127
     say(f"started {engine.pid}")
 
     lifeline = sys.stdin.fileno()
@@ -68,11 +78,13 @@ def main(argv: list[str]) -> int:
                 break
         if wake_read in ready:
             os.read(wake_read, 4096)
+            reap(engine.pid)
         code = engine.poll()
     kill_all(engine.pid)
-    if code is not None:
-        say(f"exited {code}")
-    return 0
+    if code is None:
+        return 128 + signal.SIGKILL
+    say(f"exited {code}")
+    return code if code >= 0 else 128 - code
 
 
 def say(line: str) -> None:
@@ -92,9 +104,12 @@ def signal_group(group: int, number: int) -> None:
 
 def kill_all(group: int) -> None:
     """The engine's process group, and whatever descended from us and left that group, until nothing is left."""
+    own_group = os.getpgrp()
     for _ in range(100):
-        signal_group(group, signal.SIGKILL)
         rest = descendants(os.getpid())
+        # By groups too: the kernel kills a group at once, while one that forks could outrun its pid.
+        for other in {group, *rest.values()} - {own_group}:
+            signal_group(other, signal.SIGKILL)
         for pid in rest:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -108,32 +123,32 @@ def kill_all(group: int) -> None:
 
 def reap(engine: int) -> None:
     """Waits for adopted descendants that have ended, but leaves the engine's own status to whoever asks for it."""
-    if not LINUX:
-        return
-    for pid in descendants(os.getpid(), zombies=True):
-        if pid != engine:
-            try:
-                os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                continue
+    while LINUX:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid == engine:
+            return
+        os.waitpid(ended.si_pid, 0)
 
 
-def descendants(ancestor: int, zombies: bool = False) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for pid, parent, state in processes():
-        if zombies or state != "Z":
-            children.setdefault(parent, []).append(pid)
-    found: list[int] = []
+def descendants(ancestor: int) -> dict[int, int]:
+    """The process group of each living descendant, by its pid."""
+    children: dict[int, list[tuple[int, int]]] = {}
+    for pid, parent, group in processes():
+        children.setdefault(parent, []).append((pid, group))
+    found: dict[int, int] = {}
     queue = [ancestor]
     while queue:
-        for pid in children.get(queue.pop(), []):
-            found.append(pid)
+        for pid, group in children.get(queue.pop(), []):
+            found[pid] = group
             queue.append(pid)
     return found
 
 
-def processes() -> list[tuple[int, int, str]]:
-    """(pid, parent's pid, state) of every process that can be seen."""
+def processes() -> list[tuple[int, int, int]]:
+    """(pid, parent's pid, process group) of every living process that can be seen."""
     rows = []
     if LINUX:
         for name in os.listdir("/proc"):
@@ -141,16 +156,17 @@ def processes() -> list[tuple[int, int, str]]:
                 try:
                     with open(f"/proc/{name}/stat") as file:
                         # The command name stands in brackets and may itself hold brackets and spaces.
-                        state, parent = file.read().rpartition(")")[2].split()[:2]
+                        state, parent, group = file.read().rpartition(")")[2].split()[:3]
                 except (OSError, ValueError):
                     continue
-                rows.append((int(name), int(parent), state))
+                if state != "Z":
+                    rows.append((int(name), int(parent), int(group)))
         return rows
-    lister = subprocess.Popen(["ps", "-axo", "pid=,ppid=,state="], stdout=subprocess.PIPE, text=True)
+    lister = subprocess.Popen(["ps", "-axo", "pid=,ppid=,pgid=,state="], stdout=subprocess.PIPE, text=True)
     for line in lister.communicate()[0].splitlines():
-        pid, parent, state = line.split()[:3]
-        if int(pid) != lister.pid:
-            rows.append((int(pid), int(parent), state[0]))
+        pid, parent, group, state = line.split()[:4]
+        if int(pid) != lister.pid and not state.startswith("Z"):
+            rows.append((int(pid), int(parent), int(group)))
     return rows
 
 

@@ -24,11 +24,18 @@ REQUEST_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75.0
 STALLED_READER_S = 300.0
 """How long a client may refuse to read its answer before its slot goes to somebody else."""
+LINGER_S = 5.0
+"""How long a client whose request was turned away may pause in sending the rest of it."""
+MAX_LINGER_S = 60.0
 MAX_PIPELINED = 16
 OPEN_PATHS = frozenset([b"/", b"/health", b"/favicon.ico"])
 """What can be seen without a key: that something runs here and how to call it, never an answer of the model."""
 
+_IDLE, _IN_HEAD, _IN_BODY = range(3)
+"""How far the request that is arriving has come."""
+
 _STATUS_LINES = {s.value: b"HTTP/1.1 %d %s\r\nserver: bedplate\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Request(NamedTuple):
@@ -47,7 +54,8 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_body", "_body_bytes", "_chunked", "_closing", "_current", "_discarding", "_gateway", "_head_bytes",
-        "_headers", "_inner", "_keep_alive", "_parser", "_target", "_transport", "_waiting", "deadline",
+        "_head_pieces_bytes", "_headers", "_inner", "_keep_alive", "_linger_until", "_owes_continue", "_parser",
+        "_paused", "_rejection", "_stage", "_target", "_transport", "_waiting", "deadline",
     )  # fmt: skip
 
     def __init__(self, gateway: Gateway) -> None:
@@ -64,7 +72,13 @@ class ClientConnection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._head_bytes = 0
+        self._head_pieces_bytes = 0
+        self._stage = _IDLE
+        self._owes_continue = False
+        self._paused = False
         self._discarding = False
+        self._rejection: bytes | None = None
+        self._linger_until: float | None = None
         self._closing = False
         self.deadline: float | None = None
 
@@ -87,49 +101,76 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._discarding:
+            if self._linger_until is not None:
+                self._expect_within(LINGER_S)
+                self.deadline = min(self.deadline or 0.0, self._linger_until)
             return
-        if self._current is None:
+        if self._current is None and not self._paused:
             self._expect_within(REQUEST_TIMEOUT_S)
+        was_in_head = self._stage == _IN_HEAD
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._reject(426, "this endpoint speaks plain HTTP/1.1 only", "upgrade_not_supported")
+        except httptools.HttpParserUpgrade as offer:
+            # The request itself has been taken. An offer to speak something else may be ignored, so it is.
+            self._parser = httptools.HttpRequestParser(self)
+            if rest := data[offer.args[0] :]:
+                self.data_received(rest)
+            return
+        except httptools.HttpParserCallbackError as error:
+            self._failed_inside(error)
         except httptools.HttpParserError as error:
             self._reject(400, f"the request is not valid HTTP: {error}", "bad_http")
+        if was_in_head and self._stage == _IN_HEAD:
+            # The parser keeps a header to itself until it is whole, however long it grows.
+            self._head_pieces_bytes += len(data)
+            if self._head_pieces_bytes > MAX_HEAD_BYTES:
+                self._reject_head()
 
     def eof_received(self) -> bool:
         return False
 
     def pause_writing(self) -> None:
+        self._paused = True
         self._expect_within(STALLED_READER_S)
         if self._current is not None:
             self._current.pause()
 
     def resume_writing(self) -> None:
-        self.deadline = None
+        self._paused = False
+        if self._inner is not None:
+            self._inner.resume()
         if self._current is not None:
+            self.deadline = None
             self._current.resume()
+        elif self._waiting:
+            self._answer_next()
+        elif not self._discarding:
+            self._expect_within(KEEP_ALIVE_S)
 
     # httptools' side
 
     def on_message_begin(self) -> None:
+        self._stage = _IN_HEAD
         self._target = b""
         self._headers = []
         self._body = []
         self._body_bytes = 0
         self._head_bytes = 0
+        self._head_pieces_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self._target += url
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        if self._stage == _IN_HEAD:  # else it is a trailer: nobody here has use for one, and it is no header
+            self._headers.append((name.lower(), value))
         self._count_head(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
         if self._discarding:
             return
+        self._stage = _IN_BODY
         if not self._may_pass():
             self._reject(
                 401,
@@ -139,12 +180,19 @@ class ClientConnection(asyncio.Protocol):
                 extra=b"www-authenticate: Bearer\r\n",
             )
             return
+        expects = False
         for name, value in self._headers:
-            if name == b"content-length" and int(value) > self._gateway.max_body_bytes:
-                self._reject_body()
-                return
-            if name == b"expect" and value.lower() == b"100-continue" and self._transport is not None:
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if name == b"content-length":  # all digits, and only one of them: the parser sees to it
+                if int(value) > self._gateway.max_body_bytes:
+                    self._reject_body()
+                    return
+            elif name == b"expect":
+                expects = value.lower() == b"100-continue"
+        if expects and self._parser.get_http_version() == "1.1":
+            if self._is_free():
+                self.write_raw(_CONTINUE)
+            else:
+                self._owes_continue = True
 
     def on_body(self, body: bytes) -> None:
         if self._discarding:
@@ -158,21 +206,28 @@ class ClientConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._discarding:
             return
+        self._stage = _IDLE
+        self._owes_continue = False
+        modern = self._parser.get_http_version() == "1.1"
         request = Request(
             method=self._parser.get_method(),
             target=self._target,
             path=self._target.partition(b"?")[0],
             headers=self._headers,
             body=b"".join(self._body),
-            keep_alive=self._parser.should_keep_alive(),
-            chunked=self._parser.get_http_version() != "1.0",
+            keep_alive=modern and self._parser.should_keep_alive(),
+            chunked=modern,
         )
         self._body = []
-        if self._current is None and not self._waiting:
+        self._discarding = not request.keep_alive
+        if self._is_free():
             self._answer(request)
             return
         self._waiting.append(request)
-        if len(self._waiting) >= MAX_PIPELINED and self._transport is not None:
+        if self._transport is not None and (
+            len(self._waiting) >= MAX_PIPELINED
+            or sum(len(r.body) for r in self._waiting) > self._gateway.max_body_bytes
+        ):
             self._transport.pause_reading()
 
     # what an exchange says
@@ -186,7 +241,7 @@ class ClientConnection(asyncio.Protocol):
         keep = self._stays_open()
         self._transport.write(
             b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n%b"
-            % (_STATUS_LINES[status], content_type, len(body), extra, b"" if keep else b"connection: close\r\n", body)
+            % (_status_line(status), content_type, len(body), extra, b"" if keep else b"connection: close\r\n", body)
         )
         self._answered()
 
@@ -216,33 +271,42 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(data)
 
-    def answered_raw(self, *, keep_alive: bool) -> None:
-        self._closing = self._closing or not keep_alive
-        self._answered()
+    def answered_raw(self, inner: InnerConnection, *, keep_alive: bool) -> None:
+        if self._current is inner:  # else it hangs up between two pages, which is nothing to the client
+            self._closing = self._closing or not keep_alive
+            self._answered()
 
     # the gateway's wish
 
     def close_when_idle(self) -> bool:
         """Closes now if nothing is being answered; says whether it did."""
         self._closing = True
-        if self._current is None and self._transport is not None:
-            self._transport.close()
+        if self._current is None:
+            self._close()
         return self._current is None
 
     def stop(self, message: str) -> None:
         self._closing = True
         if isinstance(self._current, Exchange):
             self._current.stop(message)
-        elif self._transport is not None:
-            self._transport.close()
+        else:
+            self._close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
     def timed_out(self) -> None:
         self.deadline = None
         if self._transport is None:
             return
-        if self._current is None and self._head_bytes and not self._discarding:
+        if self._current is not None or self._transport.is_closing() or self._transport.get_write_buffer_size():
+            # It does not read, so an orderly end would wait for it for ever.
+            self._transport.abort()
+            return
+        if self._stage != _IDLE and not self._discarding:
             self._reject(408, "the request did not arrive in time", "request_timeout")
-        self._transport.abort() if self._current is not None else self._transport.close()
+        self._close()
 
     # inside
 
@@ -250,17 +314,20 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = None
         self._keep_alive = request.keep_alive
         self._chunked = request.chunked
-        self._head_bytes = 0
         api = sse.APIS.get(request.path)
         if api is None or request.method != b"POST":
-            if self._inner is None:
+            if request.method == b"CONNECT":
+                self._closing = True
+                self.respond(405, sse.error_body("this is no proxy", "invalid_request_error", "method_not_allowed"))
+                return
+            if self._inner is None or self._inner.is_closing():
                 self._inner = InnerConnection(self, self._gateway.new_inner_handler())
             self._current = self._inner
             self._inner.send(request)
             return
         try:
             asked = sse.read_asked(request.body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self.respond(400, sse.error_body(f"the body cannot be used: {error}", "invalid_request_error", "bad_body"))
             return
         backend = self._gateway.backend_for(asked.model)
@@ -292,20 +359,38 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is None:
             return
         if not self._stays_open():
-            self._transport.close()
+            self._close()
         elif self._waiting:
             self._transport.resume_reading()
             # Through the loop, so that a client which pipelines many requests cannot build up a deep stack.
             asyncio.get_running_loop().call_soon(self._answer_next)
+        elif self._rejection is not None:
+            self._send_rejection()
         else:
-            self._expect_within(KEEP_ALIVE_S)
+            if self._owes_continue:
+                self._owes_continue = False
+                self._transport.write(_CONTINUE)
+            if not self._paused:
+                self._expect_within(KEEP_ALIVE_S)
 
     def _answer_next(self) -> None:
-        if self._transport is not None and self._current is None and self._waiting:
+        if self._transport is not None and self._current is None and self._waiting and not self._paused:
             self._answer(self._waiting.popleft())
+
+    def _is_free(self) -> bool:
+        """Whether an answer may begin now. One to a client that does not read the last one would pile up here."""
+        return self._current is None and not self._waiting and not self._paused
 
     def _stays_open(self) -> bool:
         return self._keep_alive and not self._closing
+
+    def _close(self) -> None:
+        """Closes when everything is written, or when the client has not read it for too long."""
+        self._discarding = True
+        self._waiting.clear()
+        if self._transport is not None:
+            self._transport.close()
+            self._expect_within(STALLED_READER_S)
 
     def _may_pass(self) -> bool:
         key = self._gateway.api_key
@@ -321,8 +406,11 @@ class ClientConnection(asyncio.Protocol):
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
-        if self._head_bytes > MAX_HEAD_BYTES and not self._discarding:
-            self._reject(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes", "head_too_large")
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._reject_head()
+
+    def _reject_head(self) -> None:
+        self._reject(431, f"the request's head is larger than {MAX_HEAD_BYTES:,} bytes", "head_too_large")
 
     def _reject_body(self) -> None:
         limit = self._gateway.max_body_bytes
@@ -330,33 +418,52 @@ class ClientConnection(asyncio.Protocol):
             413, f"the request's body is larger than {limit:,} bytes (--max-body-mb sets it)", "body_too_large"
         )
 
+    def _failed_inside(self, error: httptools.HttpParserCallbackError) -> None:
+        """A mistake of ours, met while a request was taken in. The client must not be left waiting for it."""
+        context = {"message": "a request could not be taken", "exception": error.__context__ or error, "protocol": self}
+        asyncio.get_running_loop().call_exception_handler(context)
+        current, self._current = self._current, None
+        if current is not None:
+            current.client_gone()
+        self._waiting.clear()
+        self._discarding = False
+        self._reject(500, "bedplate itself failed on this request", "internal_error", kind="server_error")
+
     def _reject(
         self, status: int, message: str, code: str, *, kind: str = "invalid_request_error", extra: bytes = b""
     ) -> None:
-        """Answers a request that will not be read to its end, then takes in and forgets what is still under way.
+        """Answers a request that will not be read to its end, after those that came before it."""
+        if self._discarding:
+            return
+        self._discarding = True
+        self._body = []
+        body = sse.error_body(message, kind, code)
+        self._rejection = (
+            b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b"
+            % (_status_line(status), len(body), extra, body)
+        )
+        if self._is_free():
+            self._send_rejection()
+
+    def _send_rejection(self) -> None:
+        """Then takes in and forgets what is still under way.
 
         Closing at once would reset the connection, and the client would never see the answer.
         """
-        self._discarding = True
-        self._closing = True
-        if self._transport is None:
+        if self._transport is None or self._rejection is None:
             return
-        body = sse.error_body(message, kind, code)
-        if self._current is None:
-            self._transport.write(
-                b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b"
-                % (_STATUS_LINES[status], len(body), extra, body)
-            )
-            if self._transport.can_write_eof():
-                self._transport.write_eof()
-        asyncio.get_running_loop().call_later(LINGER_S, self._close_lingering)
-
-    def _close_lingering(self) -> None:
-        if self._transport is not None and self._current is None:
-            self._transport.close()
+        self._transport.write(self._rejection)
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._rejection = None
+        self._closing = True
+        self._expect_within(LINGER_S)
+        self._linger_until = asyncio.get_running_loop().time() + MAX_LINGER_S
 
     def _expect_within(self, duration_s: float) -> None:
         self.deadline = asyncio.get_running_loop().time() + duration_s
 
 
-LINGER_S = 5.0
+def _status_line(status: int) -> bytes:
+    """Also for a status that only some engine knows."""
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\nserver: bedplate\r\n" % status

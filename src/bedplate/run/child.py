@@ -1,0 +1,63 @@
+"""Runs a program to its end. It and all that it starts end with us, however we end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from bedplate.run.warden import guarded
+
+
+class Ended(NamedTuple):
+    code: int
+    """Its exit status; 128 and the signal's number when one ended it."""
+    output: str
+
+
+def run_child(
+    argv: list[str],
+    env: Mapping[str, str] | None = None,
+    tick: Callable[[int], None] | None = None,
+    limit_s: float | None = None,
+) -> Ended:
+    """Runs `argv` and returns what it printed. `tick` is called now and then with the pid of its topmost process."""
+    lifeline_end, lifeline = os.pipe()
+    try:
+        process = subprocess.Popen(
+            guarded(argv),
+            env=env,
+            stdin=lifeline_end,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError:
+        os.close(lifeline)
+        raise
+    finally:
+        os.close(lifeline_end)
+    deadline = time.monotonic() + limit_s if limit_s is not None else None
+    with process:
+        try:
+            while True:
+                try:
+                    reports, output = process.communicate(timeout=0.1)
+                    break
+                except subprocess.TimeoutExpired:
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise TimeoutError(f"not done after {limit_s:.0f} s") from None
+                    if tick is not None:
+                        tick(process.pid)
+        finally:
+            # Ctrl-C among other things leads here: the warden sees the line go and ends what it guards.
+            os.close(lifeline)
+            process.terminate()  # for systems without a warden, which itself ignores it
+            process.wait()
+    # A warden's reports say no more than its exit status, but for why nothing could be started.
+    rest = reports.partition("failed ")[2] if os.name == "posix" else reports
+    return Ended(process.returncode, output + rest)

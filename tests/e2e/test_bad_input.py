@@ -1,0 +1,167 @@
+"""Bad input gets a clear error and the right exit code, and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.conftest import Served
+
+
+def bedplate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs to the end; on the way out, checks that no child is left."""
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    done = subprocess.run(
+        [sys.executable, "-m", "bedplate", *arguments],
+        capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+    return done
+
+
+def assert_clear(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert done.returncode == code, done.stderr
+    assert "error: " in done.stderr and "hint: " in done.stderr, done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["serve", "plan", "inspect"])
+def test_a_missing_file(verb: str, tmp_path: Path) -> None:
+    assert_clear(bedplate(verb, str(tmp_path / "nothing.gguf")), 2, "nothing.gguf")
+
+
+@pytest.mark.parametrize("verb", ["serve", "plan", "inspect"])
+def test_a_truncated_gguf(verb: str, tmp_path: Path, builtin_gguf: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    with builtin_gguf.open("rb") as whole:
+        cut.write_bytes(whole.read(50_000_000))
+    assert_clear(bedplate(verb, str(cut)), 2, "cut.gguf", "cut short", "50,000,000")
+
+
+@pytest.mark.parametrize("verb", ["serve", "plan", "inspect"])
+def test_a_file_that_is_no_gguf(verb: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_text("<html>404 not found</html>")
+    assert_clear(bedplate(verb, str(other)), 2, "other.gguf")
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert_clear(bedplate("serve", "--port", str(port)), 3, f"port {port}", "in use", "--port")
+
+
+def test_an_address_that_is_not_ours() -> None:
+    assert_clear(bedplate("serve", "--host", "192.0.2.1", "--port", "0"), 2, "192.0.2.1")
+
+
+def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+    """A file stands where the folder should be: not even root can write there."""
+    (tmp_path / "home").write_text("in the way")
+    done = bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(tmp_path / "home")})
+    assert_clear(done, 3, "cannot write", "BEDPLATE_HOME")
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        done = bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(small)})
+        assert_clear(done, 3, "not enough disk space", "BEDPLATE_HOME")
+        assert not list(small.rglob("*.gguf"))
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_no_network_on_the_first_start(tmp_path: Path) -> None:
+    nowhere = {
+        "UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple",
+        "UV_CACHE_DIR": str(tmp_path / "cache"),
+        "UV_HTTP_RETRIES": "0",
+    }
+    env = {"BEDPLATE_HOME": str(tmp_path / "home"), **nowhere}
+    done = bedplate("serve", "--port", "0", env=env)
+    assert_clear(done, 3, "installing llama.cpp failed", "index")
+    assert bedplate("engines", "--json", env=env).stdout.strip() == "[]"
+
+
+def test_an_unknown_engine() -> None:
+    assert_clear(bedplate("plan", "--engine", "llama.ccp"), 2, "did you mean llama.cpp")
+
+
+def test_an_engine_that_cannot_run_here() -> None:
+    done = bedplate("plan", "--engine", "mlx")
+    assert done.returncode == 1 and "Apple Silicon" in done.stdout
+
+
+def test_a_model_that_does_not_fit(builtin_gguf: Path) -> None:
+    done = bedplate("serve", "--port", "0", "--context", "8192", "--concurrency", "256", str(builtin_gguf))
+    if psutil.virtual_memory().available > 60e9:
+        pytest.skip("this machine has memory for it")
+    # Fewer requests at once still fit; a context of this length for one user always does.
+    assert done.returncode in (0, 1, 3)
+
+
+@pytest.mark.parametrize("bad", [["--port", "70000"], ["--users", "0"], ["--no-such-option"], ["--context", "many"]])
+def test_bad_options(bad: list[str]) -> None:
+    done = bedplate("serve", *bad)
+    assert done.returncode == 2 and bad[0] in done.stderr
+
+
+def test_an_engine_environment_that_was_damaged_is_reported(
+    tmp_path: Path, bedplate_home: Path, builtin_gguf: Path
+) -> None:
+    """The engine cannot start: three tries, then the reason, the log, and exit code 3."""
+    home = tmp_path / "home"
+    shutil.copytree(bedplate_home, home, symlinks=True)
+    for program in home.glob("engines/llama.cpp/*/bin/llama-server"):
+        program.write_text("import sys; sys.exit('the library is broken')")
+    for manifest in home.glob("engines/llama.cpp/*/bedplate.json"):
+        manifest.write_text(manifest.read_text().replace(str(bedplate_home), str(home)))
+    done = bedplate("serve", "--port", "0", env={"BEDPLATE_HOME": str(home)})
+    assert_clear(done, 3, "did not start", "the library is broken", "log")
+
+
+def test_a_wrong_key_and_a_right_one(serve: Callable[..., Served]) -> None:
+    served = serve(env={"BEDPLATE_API_KEY": "s3cret-key"})
+
+    def ask(key: str | None) -> int:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        request = urllib.request.Request(f"{served.url}/models", headers=headers)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+
+    assert [ask(None), ask("wrong"), ask("s3cret-key")] == [401, 401, 200]
+    with urllib.request.urlopen(f"{served.root}/health") as answer:
+        assert answer.status == 200
+    served.stop()
+    assert "s3cret-key" not in "".join(served.stderr)
+    assert "s3cret-key" not in Path(served.endpoint["log"]).read_text()
+
+
+def test_output_to_a_closed_pipe_is_no_error() -> None:
+    code = f"{sys.executable} -m bedplate plan | head -n 1"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr

@@ -1,0 +1,203 @@
+"""Real clients, unmodified, against the real engine on the real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from openai import OpenAI
+from tests.conftest import Served, wait_for
+
+MODEL = "smollm2-135m-instruct"
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[OpenAI]:
+    with OpenAI(base_url=served.url, api_key="none", max_retries=0) as one:
+        yield one
+
+
+def metric(served: Served, pattern: str) -> float:
+    with urllib.request.urlopen(f"{served.root}/metrics") as answer:
+        text = answer.read().decode()
+    return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
+
+
+def slots_in_use(served: Served) -> int:
+    """What the engine itself says, on its private port."""
+    command = served.engine().cmdline()
+    port = command[command.index("--port") + 1]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/slots") as answer:
+        return sum(slot["is_processing"] for slot in json.load(answer))
+
+
+def test_models_are_listed(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_chat_answers_with_usage(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=16)  # type: ignore[arg-type]
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.usage is not None and answer.usage.prompt_tokens > 10
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_streamed_chat_is_the_plain_answer_in_pieces_and_ends_with_usage(client: OpenAI) -> None:
+    plain = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24, seed=1)  # type: ignore[arg-type]
+    stream = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=24, seed=1, stream=True,
+        stream_options={"include_usage": True},
+    )  # type: ignore[call-overload]  # fmt: skip
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == plain.choices[0].message.content
+    assert len([c for c in chunks if c.choices and c.choices[0].delta.content]) > 1
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == plain.usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_a_stream_that_asks_for_no_usage_gets_none_and_is_still_metered(client: OpenAI, served: Served) -> None:
+    name = r'bedplate_tokens_total\{[^}]*kind="completion"[^}]*\}'
+    before = metric(served, name)
+    stream = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=8, stream=True)  # type: ignore[call-overload]
+    chunks = list(stream)
+    assert all(c.usage is None and c.choices for c in chunks)
+    assert 0 < metric(served, name) - before <= 8
+
+
+def test_completions(client: OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="1, 2, 3, 4,", max_tokens=4, temperature=0)
+    assert "5" in answer.choices[0].text
+    assert answer.usage is not None and answer.usage.completion_tokens == 4
+
+
+def test_json_schema_output_is_valid_json_of_that_shape(client: OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "population": {"type": "integer", "maximum": 99999999},
+        },
+        "required": ["city", "population"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=80, temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}},
+    )  # type: ignore[call-overload]  # fmt: skip
+    made = json.loads(answer.choices[0].message.content)
+    assert set(made) == {"city", "population"} and isinstance(made["population"], int)
+
+
+def test_a_required_tool_is_called_with_arguments_of_its_shape(client: OpenAI) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "enum": ["Paris", "Berlin"]}},
+                "required": ["city"],
+            },
+        },
+    }
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+        tools=[tool], tool_choice="required", max_tokens=80, temperature=0,
+    )  # type: ignore[call-overload]  # fmt: skip
+    call = answer.choices[0].message.tool_calls[0]
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Berlin")
+
+
+def test_an_abort_in_mid_stream_ends_the_generation_in_the_engine(client: OpenAI, served: Served) -> None:
+    cancelled = r'bedplate_requests_total\{[^}]*outcome="cancelled"[^}]*\}'
+    before = metric(served, cancelled)
+    stream = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Count from 1 to 1000."}], max_tokens=4000, stream=True
+    )
+    next(iter(stream))
+    assert slots_in_use(served) == 1
+    stream.close()
+    wait_for(lambda: slots_in_use(served) == 0, "the slot to be free again", 10)
+    assert metric(served, cancelled) - before == 1
+    assert metric(served, r"bedplate_requests_in_flight\{[^}]*\}") == 0
+
+
+def test_responses_api(client: OpenAI) -> None:
+    answer = client.responses.create(model=MODEL, input="Say hello.", max_output_tokens=8)
+    assert answer.output_text
+    events = [
+        event.type for event in client.responses.create(model=MODEL, input="Hi", max_output_tokens=8, stream=True)
+    ]
+    assert events[0] == "response.created" and events[-1] == "response.completed"
+
+
+def test_anthropic_style_messages(served: Served) -> None:
+    body = {"model": MODEL, "max_tokens": 8, "messages": QUESTION}
+    request = urllib.request.Request(
+        f"{served.url}/messages", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        made = json.load(answer)
+    assert made["type"] == "message" and made["content"][0]["text"] and made["usage"]["output_tokens"] > 0
+
+
+def test_tokenize(served: Served) -> None:
+    request = urllib.request.Request(f"{served.root}/tokenize", b'{"content": "hello world"}')
+    with urllib.request.urlopen(request) as answer:
+        assert len(json.load(answer)["tokens"]) == 2
+
+
+def test_errors_are_openai_errors(client: OpenAI, served: Served) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-17"):
+        client.chat.completions.create(model="gpt-17", messages=QUESTION)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=MODEL, messages="not a list")  # type: ignore[call-overload]
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.embeddings.create(model=MODEL, input="hi", encoding_format="float")
+    assert "embeddings" in refused.value.message
+    with pytest.raises(urllib.error.HTTPError) as bad:
+        urllib.request.urlopen(urllib.request.Request(f"{served.url}/chat/completions", b"{not json"))
+    with bad.value as answer:
+        assert answer.code == 400 and json.load(answer)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_prompt_longer_than_the_context_is_refused_and_the_engine_lives(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.completions.create(model=MODEL, prompt="word " * 10_000, max_tokens=4)
+    assert client.completions.create(model=MODEL, prompt="a", max_tokens=1).choices
+
+
+def test_the_llm_command_line_works(served: Served, tmp_path: Path) -> None:
+    """Simon Willison's `llm`, as its documentation says to add an OpenAI-compatible model."""
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: here\n  model_name: {MODEL}\n  api_base: {served.url}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "llm", "-m", "here", "--key", "none", "-o", "max_tokens", "16", "-o", "temperature", "0",
+         "What is the capital of France? Answer in one word."],
+        capture_output=True, text=True, env={**os.environ, "LLM_USER_PATH": str(tmp_path)}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+def test_the_printed_curl_works_as_it_stands(served: Served) -> None:
+    from bedplate.run.gateway.pages import curl
+
+    done = subprocess.run(
+        ["bash", "-c", curl(served.root, needs_key=False)], capture_output=True, text=True, timeout=120
+    )
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"]
