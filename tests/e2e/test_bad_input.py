@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -12,6 +13,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
+import numpy as np
 import psutil
 import pytest
 from tests.conftest import Served
@@ -112,12 +115,29 @@ def test_an_engine_that_cannot_run_here() -> None:
     assert done.returncode == 1 and "Apple Silicon" in done.stdout
 
 
-def test_a_model_that_does_not_fit(builtin_gguf: Path) -> None:
-    done = bedplate("serve", "--port", "0", "--context", "8192", "--concurrency", "256", str(builtin_gguf))
-    if psutil.virtual_memory().available > 60e9:
-        pytest.skip("this machine has memory for it")
-    # Fewer requests at once still fit; a context of this length for one user always does.
-    assert done.returncode in (0, 1, 3)
+def huge_gguf(path: Path) -> Path:
+    """A model of 500 GB: a real header, and a file that is mostly a hole."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for add, value in (
+        (writer.add_block_count, 80), (writer.add_context_length, 8192), (writer.add_embedding_length, 8192),
+        (writer.add_head_count, 64), (writer.add_head_count_kv, 8), (writer.add_feed_forward_length, 28672),
+    ):  # fmt: skip
+        add(value)
+    writer.add_tensor_info("token_embd.weight", [250_000_000, 1000], np.dtype(np.float16), 500_000_000_000)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, path.stat().st_size + 500_000_000_064)
+    return path
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    model = huge_gguf(tmp_path / "huge.gguf")
+    done = bedplate("serve", "--port", "0", str(model))
+    assert_clear(done, 1, "needs 466 GiB", "more free memory")
+    done = bedplate("plan", "--json", str(model))
+    assert done.returncode == 1 and json.loads(done.stdout)["fits"] is False
 
 
 @pytest.mark.parametrize("bad", [["--port", "70000"], ["--users", "0"], ["--no-such-option"], ["--context", "many"]])
@@ -127,7 +147,7 @@ def test_bad_options(bad: list[str]) -> None:
 
 
 def test_an_engine_environment_that_was_damaged_is_reported(
-    tmp_path: Path, bedplate_home: Path, builtin_gguf: Path
+    tmp_path: Path, bedplate_home: Path, builtin_gguf: Path, llama_environment: object
 ) -> None:
     """The engine cannot start: three tries, then the reason, the log, and exit code 3."""
     home = tmp_path / "home"

@@ -15,10 +15,13 @@ from pathlib import Path
 import openai
 import pytest
 from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from tests.conftest import Served, wait_for
 
 MODEL = "smollm2-135m-instruct"
-QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+QUESTION: list[ChatCompletionMessageParam] = [
+    {"role": "user", "content": "What is the capital of France? Answer in one word."}
+]
 
 
 @pytest.fixture
@@ -47,29 +50,29 @@ def test_models_are_listed(client: OpenAI) -> None:
 
 
 def test_chat_answers_with_usage(client: OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=16)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=16)
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.usage is not None and answer.usage.prompt_tokens > 10
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
 def test_streamed_chat_is_the_plain_answer_in_pieces_and_ends_with_usage(client: OpenAI) -> None:
-    plain = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24, seed=1)  # type: ignore[arg-type]
+    plain = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24, seed=1)
     stream = client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=24, seed=1, stream=True,
         stream_options={"include_usage": True},
-    )  # type: ignore[call-overload]  # fmt: skip
+    )  # fmt: skip
     chunks = list(stream)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == plain.choices[0].message.content
     assert len([c for c in chunks if c.choices and c.choices[0].delta.content]) > 1
-    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == plain.usage.completion_tokens  # type: ignore[union-attr]
+    assert chunks[-1].choices == [] and chunks[-1].usage == plain.usage
 
 
 def test_a_stream_that_asks_for_no_usage_gets_none_and_is_still_metered(client: OpenAI, served: Served) -> None:
     name = r'bedplate_tokens_total\{[^}]*kind="completion"[^}]*\}'
     before = metric(served, name)
-    stream = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=8, stream=True)  # type: ignore[call-overload]
+    stream = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=8, stream=True)
     chunks = list(stream)
     assert all(c.usage is None and c.choices for c in chunks)
     assert 0 < metric(served, name) - before <= 8
@@ -94,17 +97,18 @@ def test_json_schema_output_is_valid_json_of_that_shape(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, max_tokens=80, temperature=0,
         response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}},
-    )  # type: ignore[call-overload]  # fmt: skip
-    made = json.loads(answer.choices[0].message.content)
+    )  # fmt: skip
+    made = json.loads(answer.choices[0].message.content or "")
     assert set(made) == {"city", "population"} and isinstance(made["population"], int)
 
 
-def test_a_required_tool_is_called_with_arguments_of_its_shape(client: OpenAI) -> None:
-    tool = {
+def test_a_tool_is_called_and_its_result_is_taken_back(client: OpenAI) -> None:
+    """The model's own template knows no tools; and a model of this size calls one only when told word by word."""
+    tool: ChatCompletionToolParam = {
         "type": "function",
         "function": {
             "name": "get_weather",
-            "description": "The weather of a city",
+            "description": "Get the weather of a city",
             "parameters": {
                 "type": "object",
                 "properties": {"city": {"type": "string", "enum": ["Paris", "Berlin"]}},
@@ -112,13 +116,24 @@ def test_a_required_tool_is_called_with_arguments_of_its_shape(client: OpenAI) -
             },
         },
     }
+    call_text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": f"Repeat this: {call_text}"}]
+    asked = client.chat.completions.create(model=MODEL, messages=messages, tools=[tool], max_tokens=80, temperature=0)
+    choice = asked.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+    call = choice.message.tool_calls[0]
+    assert call.type == "function" and call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    result: ChatCompletionMessageParam = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees, sunny"}
+    told: ChatCompletionMessageParam = {
+        "role": "assistant",
+        "tool_calls": [{"id": call.id, "type": "function",
+                        "function": {"name": "get_weather", "arguments": call.function.arguments}}],
+    }  # fmt: skip
     answer = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "What is the weather in Paris?"}],
-        tools=[tool], tool_choice="required", max_tokens=80, temperature=0,
-    )  # type: ignore[call-overload]  # fmt: skip
-    call = answer.choices[0].message.tool_calls[0]
-    assert call.function.name == "get_weather"
-    assert json.loads(call.function.arguments)["city"] in ("Paris", "Berlin")
+        model=MODEL, messages=[*messages, told, result], tools=[tool], max_tokens=40, temperature=0
+    )
+    assert answer.choices[0].message.content
 
 
 def test_an_abort_in_mid_stream_ends_the_generation_in_the_engine(client: OpenAI, served: Served) -> None:
@@ -162,9 +177,9 @@ def test_tokenize(served: Served) -> None:
 
 def test_errors_are_openai_errors(client: OpenAI, served: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-17"):
-        client.chat.completions.create(model="gpt-17", messages=QUESTION)  # type: ignore[arg-type]
+        client.chat.completions.create(model="gpt-17", messages=QUESTION)
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model=MODEL, messages="not a list")  # type: ignore[call-overload]
+        client.chat.completions.create(model=MODEL, messages="not a list")  # type: ignore[arg-type]
     with pytest.raises(openai.APIStatusError) as refused:
         client.embeddings.create(model=MODEL, input="hi", encoding_format="float")
     assert "embeddings" in refused.value.message

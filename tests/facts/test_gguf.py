@@ -134,6 +134,7 @@ class TestTheRealFile:
         assert model.kv_bytes_per_token == 30 * 3 * (64 + 64) * 2
         assert (model.kv_bytes_window, model.state_bytes) == (0, 0)
         assert model.has_chat_template
+        assert model.chat_template is not None and model.chat_template.startswith("{% for message in messages %}")
         assert model.origin == "built in"
         assert model.files == (str(builtin_gguf),)
         assert from_json(Model, to_json(model)) == model
@@ -420,6 +421,8 @@ class TestTask:
         assert not read_gguf(make()).has_chat_template
         assert read_gguf(make(general={"tokenizer.chat_template": "{{ messages }}"})).has_chat_template
         assert read_gguf(make(general={"tokenizer.chat_template": "x" * 100_000})).has_chat_template
+        assert read_gguf(make(general={"tokenizer.chat_template": "{{ messages }}"})).chat_template == "{{ messages }}"
+        assert read_gguf(make(general={"tokenizer.chat_template": "x" * 100_000})).chat_template is None
 
 
 class TestName:

@@ -54,7 +54,7 @@ def main() -> None:
     from bedplate.errors import BedplateError
 
     try:
-        app()
+        app(prog_name="bedplate")
     except BedplateError as error:
         from bedplate.show.terminal import show_error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import re
 from typing import ClassVar
@@ -156,6 +157,8 @@ class LlamaCpp(Engine):
         argv += ["--cache-ram", "0", "--fit", "off", "--metrics", "--slots", "--no-webui"]
         if plan.model.task == "embed":
             argv += ["--embeddings"]
+        if template := with_tools(plan.model.chat_template):
+            argv += ["--chat-template", template]
         return Launch(argv=tuple(argv))
 
     def progress(self, line: str) -> float | None:
@@ -187,6 +190,17 @@ class LlamaCpp(Engine):
             running=float(running) if running is not None else None,
             waiting=float(waiting) if waiting is not None else None,
         )
+
+
+def with_tools(template: str | None) -> str | None:
+    """A ChatML template that does not know tools, with a way to offer them; unchanged for requests without any.
+
+    Without it the server drops a request's tools without a word.
+    """
+    if template is None or "<|im_start|>" not in template or "tools" in template:
+        return None
+    offering = (importlib.resources.files("bedplate.engines") / "shipped" / "chatml-tools.jinja").read_text()
+    return f"{{% if tools %}}{offering.rstrip()}{{% else %}}{template}{{% endif %}}"
 
 
 ENGINE = LlamaCpp()

@@ -452,6 +452,10 @@ class _Facts:
             return None
         return _shown(value.decode("utf-8", "replace"), most=200).strip() or None
 
+    def whole_text(self, key: str) -> str | None:
+        value = self.fields.get(key)
+        return value.decode("utf-8", "replace") or None if isinstance(value, bytes) else None
+
     def has(self, key: str) -> bool:
         return f"{self.architecture}.{key}" in self.fields
 
@@ -559,6 +563,7 @@ def _model(
         kv_bytes_per_token=cache.per_token,
         kv_bytes_window=cache.window,
         state_bytes=cache.state,
+        chat_template=facts.whole_text("tokenizer.chat_template"),
         has_chat_template=any(v for key, v in facts.fields.items() if key.startswith("tokenizer.chat_template")),
     )
 

@@ -120,7 +120,9 @@ def launch_text(decision: Decision) -> str:
     if decision.launch is None:
         return ""
     env = " ".join(f"{name}={shlex.quote(value)}" for name, value in decision.launch.env.items())
-    words = [shlex.quote(word) for word in decision.launch.argv]
+    words = [
+        shlex.quote(word) if len(word) < 200 else f"'…' # {len(word):,} characters" for word in decision.launch.argv
+    ]
     lines = [words[0]]
     for word in words[1:]:
         if word.startswith("--"):

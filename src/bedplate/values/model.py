@@ -51,6 +51,8 @@ class Model(Record, frozen=True, kw_only=True):
     state_bytes: int = 0
     """Constant state of linear-attention and state-space layers for one sequence."""
     has_chat_template: bool = False
+    chat_template: str | None = None
+    """The default template itself, unless it is too long to carry along."""
     basis: Basis = "reported"
 
     def kv_bytes(self, context_tokens: int) -> int:

@@ -9,7 +9,6 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
 import httptools
-import msgspec
 
 from bedplate.run.gateway import sse
 from bedplate.run.gateway.exchange import Exchange
@@ -90,7 +89,7 @@ class ClientConnection(asyncio.Protocol):
         self._gateway.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._gateway.connections.discard(self)
+        self._gateway.left(self)
         self._transport = None
         self._waiting.clear()
         current, self._current = self._current, None
@@ -144,6 +143,8 @@ class ClientConnection(asyncio.Protocol):
             self._current.resume()
         elif self._waiting:
             self._answer_next()
+        elif self._rejection is not None:
+            self._send_rejection()
         elif not self._discarding:
             self._expect_within(KEEP_ALIVE_S)
 
@@ -171,6 +172,8 @@ class ClientConnection(asyncio.Protocol):
         if self._discarding:
             return
         self._stage = _IN_BODY
+        if not self._target.startswith(b"/"):
+            self._target = _origin_form(self._target)
         if not self._may_pass():
             self._reject(
                 401,
@@ -327,7 +330,7 @@ class ClientConnection(asyncio.Protocol):
             return
         try:
             asked = sse.read_asked(request.body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except sse.UNREADABLE as error:
             self.respond(400, sse.error_body(f"the body cannot be used: {error}", "invalid_request_error", "bad_body"))
             return
         backend = self._gateway.backend_for(asked.model)
@@ -438,9 +441,11 @@ class ClientConnection(asyncio.Protocol):
         self._discarding = True
         self._body = []
         body = sse.error_body(message, kind, code)
-        self._rejection = (
-            b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b"
-            % (_status_line(status), len(body), extra, body)
+        self._rejection = b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b" % (
+            _status_line(status),
+            len(body),
+            extra,
+            body,
         )
         if self._is_free():
             self._send_rejection()
@@ -462,6 +467,12 @@ class ClientConnection(asyncio.Protocol):
 
     def _expect_within(self, duration_s: float) -> None:
         self.deadline = asyncio.get_running_loop().time() + duration_s
+
+
+def _origin_form(target: bytes) -> bytes:
+    """`/path?query` of a target that names this server too, as clients write it when they think it a proxy."""
+    scheme, mark, rest = target.partition(b"://")
+    return b"/" + rest.partition(b"/")[2] if mark and scheme.lower() == b"http" else target
 
 
 def _status_line(status: int) -> bytes:

@@ -18,8 +18,8 @@ _STREAM_HEAD = (
 )
 # What belongs to one hop, to the engine's own server, or is written anew here.
 _NOT_FORWARDED = frozenset(
-    b"connection keep-alive proxy-authenticate proxy-authorization te trailer upgrade transfer-encoding content-length"
-    b" server date expect host authorization x-api-key accept-encoding cookie".split()
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer upgrade http2-settings"
+    b" transfer-encoding content-length server date expect host authorization x-api-key accept-encoding cookie".split()
 )
 
 
@@ -29,7 +29,7 @@ class Exchange:
 
     __slots__ = (
         "_answer", "_api", "_asked_usage", "_body", "_client", "_connection", "_first", "_held", "_last_events",
-        "_meter", "_pool", "_request", "_started", "_status", "_streaming", "_tried_again", "_type", "_usage", "over",
+        "_meter", "_pool", "_request", "_started", "_status", "_streaming", "_type", "_usage", "over", "tried_again",
     )  # fmt: skip
 
     def __init__(
@@ -50,7 +50,8 @@ class Exchange:
         self._held = b""
         self._last_events = b""
         self._usage = sse.Usage()
-        self._tried_again = False
+        self.tried_again = False
+        """Whether this is the second attempt, which does not trust to a connection that has been idle."""
         self.over = False
         self._asked_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
         self._body = request.body
@@ -95,8 +96,12 @@ class Exchange:
         self._connection = connection
         request = self._request
         head = [b"POST ", request.target, b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n" % len(self._body)]
+        not_forwarded = _NOT_FORWARDED
         for name, value in request.headers:
-            if name not in _NOT_FORWARDED:
+            if name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
+                not_forwarded = not_forwarded.union(word.strip().lower() for word in value.split(b","))
+        for name, value in request.headers:
+            if name not in not_forwarded:
                 head += (name, b": ", value, b"\r\n")
         head += (b"\r\n", self._body)
         connection.send(self, b"".join(head))
@@ -108,7 +113,7 @@ class Exchange:
                 self._type = value
         # The head waits for the first event: one packet instead of two, and an engine that dies before its first
         # token can still be answered with a proper status.
-        self._streaming = status == 200 and self._type.startswith(b"text/event-stream")
+        self._streaming = status == 200 and self._type[:17].lower() == b"text/event-stream"
 
     def engine_body(self, data: bytes) -> None:
         if not self._streaming:
@@ -123,12 +128,11 @@ class Exchange:
             data = data[:whole]
         if not data:
             return
+        self._last_events = data
         if sse.may_have_usage(data):
-            self._last_events = data
             data = sse.read_usage(data, self._usage, drop=not self._asked_usage)
             if not data:
                 return
-        self._last_events = data
         if self._first is None:
             self._first = monotonic()
             self._pool.backend.worked = True
@@ -141,7 +145,7 @@ class Exchange:
         if not self._streaming:
             self._answer_whole()
             return
-        if self._held:
+        if self._held.strip():
             # An event without its blank line is still an event for readers that are at the end of the stream.
             held, self._held = self._held, b""
             self.engine_body(held + b"\n\n")
@@ -155,14 +159,20 @@ class Exchange:
         self._connection = None
         if self.over:
             return
-        if reused and not self._tried_again and self._status == 0:
+        if reused and not self.tried_again and self._status == 0:
             # An idle connection can be closed by the engine in the very moment we write to it. Nothing of the answer
             # has been seen, so the same request goes out once more on a connection of its own.
-            self._tried_again = True
-            self._pool.take(self, fresh=True)
+            self.tried_again = True
+            self._pool.take(self)
             return
         backend = self._pool.backend
         self._fail(f"{backend.engine} stopped before the answer was complete: {how}", "engine_stopped")
+
+    def engine_away(self) -> None:
+        """There is nothing to connect to: the engine went away after the request was taken."""
+        backend = self._pool.backend
+        if not self.over:
+            self._fail(backend.unavailable(), f"engine_{backend.state}", status=503)
 
     # the end, one way or the other
 
@@ -184,7 +194,7 @@ class Exchange:
             retry = b"retry-after: %d\r\n" % self._pool.backend.retry_after_s
             self._client.respond(status, sse.error_body(message, "server_error", code), extra=retry)
         else:
-            self._client.write_stream(sse.error_event(self._api, message, "server_error", code))
+            self._client.write_stream(sse.error_event(self._api, message, "server_error", code, self._last_events))
             self._client.end_stream()
 
     def _finish(self, outcome: str) -> None:

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.client import ClientConnection, Request
 
 
+# What belongs to one hop, is written anew, or is nobody's business behind the door where keys are checked.
+_NOT_PASSED = frozenset(
+    b"content-length transfer-encoding expect connection upgrade http2-settings authorization x-api-key cookie".split()
+)
+
+
 class InnerConnection(asyncio.Transport):
     """The transport that an aiohttp request handler believes to be a client, one for each client connection."""
 
@@ -23,6 +29,7 @@ class InnerConnection(asyncio.Transport):
         self._client = client
         self._handler = handler
         self._closed = False
+        self._paused = False
         self._answering_head = False
         self._parser = httptools.HttpResponseParser(self)
         handler.connection_made(self)
@@ -32,7 +39,7 @@ class InnerConnection(asyncio.Transport):
         self._parser = httptools.HttpResponseParser(self)
         lines = [b"%b %b HTTP/1.1\r\n" % (request.method, request.target)]
         for name, value in request.headers:
-            if name not in (b"content-length", b"transfer-encoding", b"expect", b"connection"):
+            if name not in _NOT_PASSED:
                 lines.append(b"%b: %b\r\n" % (name, value))
         if not request.keep_alive:
             lines.append(b"connection: close\r\n")
@@ -48,10 +55,14 @@ class InnerConnection(asyncio.Transport):
             self._handler.connection_lost(None)
 
     def pause(self) -> None:
+        self._paused = True
         self._handler.pause_writing()
 
     def resume(self) -> None:
-        self._handler.resume_writing()
+        """Also when the page has been written meanwhile, for the next one uses the same handler."""
+        if self._paused:
+            self._paused = False
+            self._handler.resume_writing()
 
     # the handler's side
 
@@ -64,11 +75,11 @@ class InnerConnection(asyncio.Transport):
 
     def on_headers_complete(self) -> None:
         if self._answering_head:
-            self._client.answered_raw(keep_alive=self._parser.should_keep_alive())
+            self._client.answered_raw(self, keep_alive=self._parser.should_keep_alive())
 
     def on_message_complete(self) -> None:
         if not self._answering_head:
-            self._client.answered_raw(keep_alive=self._parser.should_keep_alive())
+            self._client.answered_raw(self, keep_alive=self._parser.should_keep_alive())
 
     def close(self) -> None:
         self.abort()
@@ -76,7 +87,7 @@ class InnerConnection(asyncio.Transport):
     def abort(self) -> None:
         if not self._closed:
             self._closed = True
-            self._client.answered_raw(keep_alive=False)
+            self._client.answered_raw(self, keep_alive=False)
             asyncio.get_running_loop().call_soon(self._handler.connection_lost, None)
 
     def is_closing(self) -> bool:

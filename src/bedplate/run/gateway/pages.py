@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from bedplate.run.gateway import sse
 if TYPE_CHECKING:
     from bedplate.run.gateway.server import Gateway
 
+_log = logging.getLogger(__name__)
 _STARTED = int(time.time())
 
 
@@ -22,16 +24,16 @@ def pages(gateway: Gateway) -> web.Application:
     app = web.Application(middlewares=[_openai_errors], client_max_size=gateway.max_body_bytes)
 
     async def health(_: web.Request) -> web.Response:
-        backend = gateway.backends[0]
-        ready = all(b.state == "ready" for b in gateway.backends)
+        unready = next((b for b in gateway.backends if b.state != "ready"), None)
         body = {
-            "status": "ok" if ready else backend.state,
+            "status": "ok" if unready is None else unready.state,
             "models": {
                 b.model: {"engine": b.engine, "state": b.state, "progress": b.progress} for b in gateway.backends
             },
         }
-        headers = {} if ready else {"Retry-After": str(backend.retry_after_s)}
-        return _json(body, 200 if ready else 503, headers)
+        if unready is None:
+            return _json(body)
+        return _json(body, 503, {"Retry-After": str(unready.retry_after_s)})
 
     async def models(request: web.Request) -> web.Response:
         rows = [
@@ -66,6 +68,7 @@ def pages(gateway: Gateway) -> web.Application:
             return web.Response(text=_welcome_html(gateway), content_type="text/html")
         return web.Response(text=_welcome_text(gateway))
 
+    app.on_response_prepare.append(_sign)
     app.router.add_get("/", welcome)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
@@ -151,9 +154,14 @@ def _json(value: object, status: int = 200, headers: dict[str, str] | None = Non
     )
 
 
-def _error(status: int, message: str, code: str | None) -> web.Response:
+def _error(status: int, message: str, code: str | None, headers: dict[str, str] | None = None) -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return web.Response(body=sse.error_body(message, kind, code), status=status, content_type="application/json")
+    body = sse.error_body(message, kind, code)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+async def _sign(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "bedplate"
 
 
 @web.middleware
@@ -163,8 +171,18 @@ async def _openai_errors(request: web.Request, handler: web._ABCHandler) -> web.
     except web.HTTPException as error:
         if error.status < 400:
             raise
+        if error.status == 404 and request.path.encode() in sse.APIS:
+            return _not_allowed(request, "POST")
         if error.status == 404:
             return _error(404, f"there is nothing at {request.path}; see / for what there is", "not_found")
         if error.status == 405:
-            return _error(405, f"{request.path} does not take {request.method}", "method_not_allowed")
+            return _not_allowed(request, error.headers.get("Allow", ""))
         return _error(error.status, error.reason, None)
+    except Exception:
+        _log.exception("the page %s failed", request.path)
+        return _error(500, "bedplate itself failed on this page", "internal_error")
+
+
+def _not_allowed(request: web.Request, allowed: str) -> web.Response:
+    message = f"{request.path} does not take {request.method}, only {allowed}"
+    return _error(405, message, "method_not_allowed", {"Allow": allowed})

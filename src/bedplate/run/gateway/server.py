@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from bedplate.errors import BadQuestion, OutsideFailed
-from bedplate.run.gateway.client import ClientConnection
+from bedplate.run.gateway.client import MAX_HEAD_BYTES, ClientConnection
 from bedplate.run.gateway.pages import pages
 from bedplate.run.gateway.upstream import EnginePool
 from bedplate.run.gateway.watch import Meter, Meters
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_BODY_BYTES = 32 * 1000 * 1000
 _SWEEP_S = 2.0
+_FLUSH_S = 0.5
+"""How long the last words to a client may take when the endpoint goes away."""
 
 
 class Gateway:
@@ -35,6 +38,7 @@ class Gateway:
         self.api_key = api_key.encode() if api_key is not None else None
         self.max_body_bytes = max_body_bytes
         self.connections: set[ClientConnection] = set()
+        self._left = asyncio.Event()
         self.meters = Meters()
         self.url = ""
         self._ways = {id(b): (EnginePool(b), Meter(self.meters, b)) for b in backends}
@@ -44,13 +48,24 @@ class Gateway:
 
     async def start(self, host: str, port: int) -> int:
         """Binds the port (0: any free one) and answers from then on; returns the port."""
-        self._runner = web.AppRunner(pages(self), access_log=None, handle_signals=False, keepalive_timeout=3600)
+        self._runner = web.AppRunner(
+            pages(self),
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=3600,
+            # What a head may hold has been decided before it gets there.
+            max_line_size=2 * MAX_HEAD_BYTES,
+            max_field_size=2 * MAX_HEAD_BYTES,
+            max_headers=MAX_HEAD_BYTES,
+        )
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=1024)
-        except OSError as error:
-            raise bind_failure(error, host, port) from error
+        except (OSError, OverflowError, UnicodeError) as error:
+            await self._runner.cleanup()
+            failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
+            raise bind_failure(failure, host, port) from error
         bound: int = self._server.sockets[0].getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{bound}"
@@ -61,14 +76,13 @@ class Gateway:
         """Takes no new connection, lets answers under way finish for `grace_s`, and ends the rest with an error."""
         if self._server is not None:
             self._server.close()
-        deadline = asyncio.get_running_loop().time() + grace_s
-        busy = [c for c in self.connections if not c.close_when_idle()]
-        while busy and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.05)
-            busy = [c for c in busy if c in self.connections]
+        busy = [c for c in list(self.connections) if not c.close_when_idle()]
+        await self._until_gone(busy, grace_s)
         for connection in list(self.connections):
             connection.stop("bedplate is shutting down")
-        await asyncio.sleep(0)
+        await self._until_gone(list(self.connections), _FLUSH_S)
+        for connection in list(self.connections):
+            connection.abort()
         if self._sweeper is not None:
             self._sweeper.cancel()
         for pool, _ in self._ways.values():
@@ -82,6 +96,11 @@ class Gateway:
             return self.backends[0] if len(self.backends) == 1 else None
         return next((b for b in self.backends if b.answers_to(model)), None)
 
+    def left(self, connection: ClientConnection) -> None:
+        """A client's connection is no more."""
+        self.connections.discard(connection)
+        self._left.set()
+
     def way_to(self, backend: Backend) -> tuple[EnginePool, Meter]:
         return self._ways[id(backend)]
 
@@ -89,6 +108,13 @@ class Gateway:
         if self._runner is None or self._runner.server is None:
             raise RuntimeError("the gateway has not been started")
         return self._runner.server()
+
+    async def _until_gone(self, connections: list[ClientConnection], within_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not self.connections.isdisjoint(connections):
+                    self._left.clear()
+                    await self._left.wait()
 
     async def _sweep(self) -> None:
         """One timer for all connections: a timer for each would cost more than the requests."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -23,14 +24,14 @@ APIS: dict[bytes, Api] = {
 }
 
 # Each API has its own way of saying that a stream is whole; without it the stream was cut, however politely.
-# A mark counts only where a line begins or inside of quotes, so that text which a model writes is never taken for one.
-_END_MARKS: dict[Api, tuple[bytes, ...]] = {
-    "chat": (b"\ndata: [DONE]", b"\ndata:[DONE]"),
-    "completions": (b"\ndata: [DONE]", b"\ndata:[DONE]"),
-    "messages": (b'"message_stop"',),
-    "responses": (b'"response.completed"', b'"response.incomplete"', b'"response.failed"'),
+# Beside these types, `data: [DONE]` ends a stream of any API, and so does an error.
+_LAST_TYPES: dict[Api, frozenset[str]] = {
+    "chat": frozenset(),
+    "completions": frozenset(),
+    "messages": frozenset(["message_stop", "error"]),
+    "responses": frozenset(["response.completed", "response.incomplete", "response.failed", "error"]),
 }
-_ERROR_MARKS = (b'"error":', b"\nevent: error")
+_SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 
 class StreamOptions(msgspec.Struct):
@@ -45,11 +46,14 @@ class Asked(msgspec.Struct):
     stream_options: StreamOptions | None = None
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Counts(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+    input_tokens: _Count | None = None
+    output_tokens: _Count | None = None
 
 
 class _Nested(msgspec.Struct):
@@ -61,6 +65,11 @@ class _Event(msgspec.Struct):
     usage: _Counts | None = None
     message: _Nested | None = None
     response: _Nested | None = None
+
+
+class _Last(msgspec.Struct):
+    type: str | None = None
+    error: Any = None
 
 
 class Usage:
@@ -88,10 +97,16 @@ class Usage:
 
 _decode_asked = msgspec.json.Decoder(Asked).decode
 _decode_event = msgspec.json.Decoder(_Event).decode
+_decode_last = msgspec.json.Decoder(_Last).decode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for bytes that are not the JSON that was hoped for."""
 
 
 def read_asked(body: bytes) -> Asked:
-    """Raises `msgspec.DecodeError` (its `ValidationError` included) when the body is not what the API takes."""
+    """Raises one of `UNREADABLE` when the body is not what the API takes."""
+    if not body.isascii():
+        body.decode()  # fields that are passed over are not decoded, and engines trip over broken UTF-8
     return _decode_asked(body)
 
 
@@ -102,10 +117,11 @@ def with_usage_asked(body: bytes, asked: Asked) -> bytes:
         brace = body.index(b"{") + 1
         joint = b"" if body[brace:].lstrip()[:1] == b"}" else b","
         return body[:brace] + b'"stream_options":{"include_usage":true}' + joint + body[brace:]
-    whole: dict[str, Any] = msgspec.json.decode(body)
-    options = whole.get("stream_options")
-    whole["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
-    return msgspec.json.encode(whole)
+    fields = _decode_fields(body)
+    options = _decode_fields(fields["stream_options"]) if asked.stream_options is not None else {}
+    options["include_usage"] = msgspec.Raw(b"true")
+    fields["stream_options"] = msgspec.Raw(msgspec.json.encode(options))
+    return msgspec.json.encode(fields)
 
 
 def whole_events(data: bytes) -> int:
@@ -119,7 +135,11 @@ def whole_events(data: bytes) -> int:
 def may_have_usage(events: bytes) -> bool:
     # Inside of a JSON string the quotes are escaped, so text that a model writes cannot look like this.
     at = events.find(b'"usage":')
-    return at >= 0 and events[at + 8 : at + 12].lstrip()[:1] == b"{"
+    while at >= 0:
+        if events[at + 8 : at + 12].lstrip()[:1] == b"{":
+            return True
+        at = events.find(b'"usage":', at + 8)  # some engines say `"usage":null` in every event but the last
+    return False
 
 
 def read_usage(events: bytes, usage: Usage, *, drop: bool) -> bytes:
@@ -131,7 +151,7 @@ def read_usage(events: bytes, usage: Usage, *, drop: bool) -> bytes:
         if at >= 0 and b'"usage"' in event:
             try:
                 decoded = _decode_event(event[at + 5 :].strip())
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 decoded = None
             if decoded is not None and usage.take(decoded) and drop and decoded.choices == []:
                 continue
@@ -144,15 +164,27 @@ def read_body_usage(body: bytes, usage: Usage) -> None:
     if b'"usage"' in body:
         try:
             usage.take(_decode_event(body))
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return
 
 
 def is_whole(api: Api, last_events: bytes) -> bool:
     """Whether a stream that ended with these events said that it was complete, or that it failed."""
-    marks = _END_MARKS.get(api)
-    lines = b"\n" + last_events
-    return marks is None or any(mark in lines for mark in (*marks, *_ERROR_MARKS))
+    last_types = _LAST_TYPES.get(api)
+    return last_types is None or any(_is_last(line, last_types) for line in reversed(last_events.splitlines()))
+
+
+def _is_last(line: bytes, last_types: frozenset[str]) -> bool:
+    if not line.startswith(b"data:"):
+        return line.removeprefix(b"event:").strip() == b"error"
+    data = line[5:].strip()
+    if data == b"[DONE]":
+        return True
+    try:
+        said = _decode_last(data)
+    except UNREADABLE:
+        return False
+    return said.error is not None or said.type in last_types
 
 
 def error_body(message: str, kind: str, code: str | None, param: str | None = None) -> bytes:
@@ -160,14 +192,16 @@ def error_body(message: str, kind: str, code: str | None, param: str | None = No
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-def error_event(api: Api, message: str, kind: str, code: str) -> bytes:
-    """The last event of a stream that could not be finished, as clients of each API expect it."""
+def error_event(api: Api, message: str, kind: str, code: str, after: bytes = b"") -> bytes:
+    """The last event of a stream that could not be finished, as clients of each API expect it, `after` these events."""
     error = {"message": message, "type": kind, "param": None, "code": code}
     if api == "messages":
         body = {"type": "error", "error": {"type": "api_error", "message": message}}
         return b"event: error\ndata: " + msgspec.json.encode(body) + b"\n\n"
     if api == "responses":
-        return b"event: error\ndata: " + msgspec.json.encode({"type": "error", **error}) + b"\n\n"
+        numbers = _SEQUENCE_NUMBER.findall(after)
+        event = {**error, "type": "error", "sequence_number": int(numbers[-1]) + 1 if numbers else 0}
+        return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
     return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
 
 
@@ -176,7 +210,7 @@ def as_openai_error(status: int, body: bytes) -> bytes:
     kind = "invalid_request_error" if status < 500 else "server_error"
     try:
         said = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return error_body(body[:2000].decode("utf-8", "replace").strip() or f"the engine answered {status}", kind, None)
     error = said.get("error", said) if isinstance(said, dict) else said
     if isinstance(error, dict):

@@ -48,17 +48,18 @@ class EngineConnection(asyncio.Protocol):
         self.transport = transport  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        if self.exchange is None:
+        exchange = self.exchange
+        if exchange is None:
             self.drop()  # an engine that speaks without being asked is out of step
             return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if exchange := self._let_go(reusable=False):
-                exchange.engine_lost(f"it answered with broken HTTP ({error})", self.used)
+            self._broke(exchange, error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        ended_well = self._ends_at_close
+        ended_well = self._ends_at_close and exc is None
+        reused = self.used
         exchange = self._let_go(reusable=False)
         self.transport = None
         if exchange is None:
@@ -66,7 +67,7 @@ class EngineConnection(asyncio.Protocol):
         if ended_well:
             exchange.engine_done()
         else:
-            exchange.engine_lost("it closed the connection", self.used)
+            exchange.engine_lost("it closed the connection", reused)
 
     # httptools' side
 
@@ -77,6 +78,8 @@ class EngineConnection(asyncio.Protocol):
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        if self._parser.get_status_code() < 200:
+            return  # "100 Continue" and its like announce an answer, and are none
         names = {name for name, _ in self._headers}
         self._ends_at_close = b"content-length" not in names and b"transfer-encoding" not in names
         if self.exchange is not None:
@@ -91,6 +94,19 @@ class EngineConnection(asyncio.Protocol):
             return
         if exchange := self._let_go(reusable=self._parser.should_keep_alive()):
             exchange.engine_done()
+
+    def _broke(self, exchange: Exchange, error: Exception) -> None:
+        how = f"it answered with broken HTTP ({error})"
+        if isinstance(error, httptools.HttpParserCallbackError):
+            how = "bedplate itself failed on the answer"
+            context = {"message": "an answer could not be passed on", "exception": error.__context__ or error}
+            asyncio.get_running_loop().call_exception_handler(context)
+        reused = self.used
+        # The broken part may come after a whole answer, when the connection already carries the next exchange.
+        following = self._let_go(reusable=False)
+        exchange.engine_lost(how, reused)
+        if following is not None and following is not exchange:
+            following.engine_lost(how, reused)
 
     def _let_go(self, *, reusable: bool) -> Exchange | None:
         exchange, self.exchange = self.exchange, None
@@ -110,11 +126,20 @@ class EnginePool:
         self._active = 0
         self._connecting: set[asyncio.Task[None]] = set()
 
-    def take(self, exchange: Exchange, *, fresh: bool = False) -> None:
+    @property
+    def active(self) -> int:
+        """Connections that carry an exchange, or are being made for one."""
+        return self._active
+
+    def take(self, exchange: Exchange) -> None:
         """Finds a connection and hands it to the exchange, now or as soon as there is one."""
         limit = self.backend.max_connections
+        fresh = exchange.tried_again
         if limit is not None and self._active >= limit:
-            self._waiting.append(exchange)
+            if fresh:
+                self._waiting.appendleft(exchange)
+            else:
+                self._waiting.append(exchange)
             return
         self._active += 1
         address = self.backend.address
@@ -126,10 +151,12 @@ class EnginePool:
             connection.drop()
         task = asyncio.get_running_loop().create_task(self._connect(exchange, address))
         self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        task.add_done_callback(self._connect_ended)
 
     def give_back(self, connection: EngineConnection, *, reusable: bool, was_active: bool) -> None:
         if reusable and connection.transport is not None and not connection.transport.is_closing():
+            # The last bytes of an answer may have been too much for a slow client; the next one is not to wait for it.
+            connection.transport.resume_reading()
             self._idle.append(connection)
         else:
             with contextlib.suppress(ValueError):
@@ -150,7 +177,7 @@ class EnginePool:
         self._freed()
 
     def close(self) -> None:
-        for task in self._connecting:
+        for task in list(self._connecting):
             task.cancel()
         while self._idle:
             self._idle.pop().drop()
@@ -158,7 +185,7 @@ class EnginePool:
     async def _connect(self, exchange: Exchange, address: tuple[str, int] | None) -> None:
         if address is None:
             self._freed()
-            exchange.engine_lost("it has no address yet", False)
+            exchange.engine_away()
             return
         try:
             _, connection = await asyncio.wait_for(
@@ -172,8 +199,16 @@ class EnginePool:
         if exchange.over:
             connection.drop()
             self._freed()
+        elif connection.transport is None or connection.transport.is_closing():
+            self._freed()
+            exchange.engine_lost("it closed the connection", False)
         else:
             exchange.engine_ready(connection)
+
+    def _connect_ended(self, task: asyncio.Task[None]) -> None:
+        self._connecting.discard(task)
+        if task.cancelled():
+            self._freed()
 
     def _freed(self) -> None:
         self._active -= 1

@@ -9,6 +9,7 @@ from bedplate.run.gateway.sse import Usage
 
 _LABELS = ("model", "engine")
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 2, 5, 10, 20, 60, 120)
+_REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 _TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 
 
@@ -41,6 +42,7 @@ class Meters:
             "bedplate_request_seconds",
             "From the request's last byte to the end of its answer",
             _LABELS,
+            buckets=_REQUEST_BUCKETS_S,
             registry=self.registry,
         )
         self.tokens = Counter(

@@ -1,0 +1,452 @@
+"""An engine that answers by script, a client that speaks raw HTTP, and the gateway between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import json
+import socket
+import struct
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from bedplate.run.gateway import Backend, Gateway
+from bedplate.run.gateway.client import ClientConnection
+from bedplate.run.gateway.upstream import EngineConnection
+
+T = TypeVar("T")
+PATIENCE_S = 5.0
+"""How long a test waits for what must happen."""
+
+CHAT = "/v1/chat/completions"
+DONE = b"data: [DONE]\n\n"
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3,"total_tokens":10}}\n\n'
+
+PROBLEMS: list[str] = []
+"""What the event loop reported as nobody's: an exception in a callback, a task that failed unseen."""
+
+
+async def within(what: Awaitable[T], seconds: float = PATIENCE_S) -> T:
+    return await asyncio.wait_for(what, seconds)
+
+
+async def until(look: Callable[[], object], what: str) -> None:
+    """Lets the loop turn until something is so."""
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    while not look():
+        assert asyncio.get_running_loop().time() < deadline, f"waited {PATIENCE_S} s for {what}"
+        await asyncio.sleep(0.001)
+
+
+# answers of an engine, as bytes
+
+
+def plain(body: bytes | dict[str, Any], status: str = "200 OK", kind: str = "application/json") -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAM_END = b"0\r\n\r\n"
+ANSWER = {"object": "chat.completion", "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def delta(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}).encode() + b"\n\n"
+
+
+def whole_stream(*events: bytes) -> bytes:
+    return STREAM_HEAD + b"".join(chunk(event) for event in events) + STREAM_END
+
+
+# the engine
+
+
+class End(enum.Enum):
+    CLOSE = enum.auto()
+    RESET = enum.auto()
+
+
+Step = bytes | asyncio.Event | End
+
+
+@dataclass(eq=False)
+class Seen:
+    """One request as the engine saw it."""
+
+    method: str
+    target: str
+    headers: list[tuple[str, str]]
+    body: bytes
+    line: int
+    """Which connection it came on, counted from 0."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its connection is no more."""
+
+    def header(self, name: str) -> list[str]:
+        return [value for key, value in self.headers if key.lower() == name]
+
+    @property
+    def json(self) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads(self.body)
+        return value
+
+
+class Engine:
+    """Answers each request with the next list of steps: bytes are sent, events are waited for."""
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+        self.lines: list[Line] = []
+        self.otherwise: tuple[Step, ...] = (plain(ANSWER),)
+        """The answer when the script is at its end."""
+        self.port = 0
+        self._answers: deque[tuple[Step, ...]] = deque()
+        self._server: asyncio.Server | None = None
+
+    def answer(self, *steps: Step) -> None:
+        self._answers.append(steps)
+
+    def next_answer(self) -> tuple[Step, ...]:
+        return self._answers.popleft() if self._answers else self.otherwise
+
+    async def request(self, number: int = 0) -> Seen:
+        await until(lambda: len(self.seen) > number, f"request {number} at the engine")
+        return self.seen[number]
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: Line(self), "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Ends like a process that is killed: nobody listens, every connection is closed."""
+        if self._server is not None:
+            self._server.close()
+        for line in self.lines:
+            line.end(End.CLOSE)
+        await until(lambda: all(line.lost for line in self.lines), "the engine's connections to close")
+
+
+class Line(asyncio.Protocol):
+    """One connection to the scripted engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.number = len(engine.lines)
+        self.lost = False
+        self._buffer = b""
+        self._current: Seen | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._play: asyncio.Task[None] | None = None
+        engine.lines.append(self)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return 0 if self.lost else self.transport.get_write_buffer_size()
+
+    def end(self, how: End) -> None:
+        if how is End.RESET:
+            pipe = self.transport.get_extra_info("socket")
+            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        self._writable.set()
+        if self._current is not None:
+            self._current.gone.set()
+        if self._play is not None:
+            self._play.cancel()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if self._play is None:
+            self._take()
+
+    def _take(self) -> None:
+        head, mark, rest = self._buffer.partition(b"\r\n\r\n")
+        if not mark:
+            return
+        first, *lines = head.decode("latin-1").split("\r\n")
+        method, target, _ = first.split(" ")
+        headers = [(name, value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+        length = int(dict(headers)["content-length"])
+        if len(rest) < length:
+            return
+        self._buffer = rest[length:]
+        self._current = seen = Seen(method, target, headers, rest[:length], self.number)
+        self.engine.seen.append(seen)
+        self._play = asyncio.get_running_loop().create_task(self._perform(self.engine.next_answer()))
+
+    async def _perform(self, steps: tuple[Step, ...]) -> None:
+        for step in steps:
+            if isinstance(step, End):
+                self.end(step)
+                return
+            if isinstance(step, bytes):
+                self.transport.write(step)
+                await self._writable.wait()
+                await asyncio.sleep(0)
+            else:
+                await step.wait()
+        self._play = None
+        self._current = None
+        self._take()
+
+
+# the client
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes = b""
+
+    @property
+    def json(self) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads(self.body)
+        return value
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The OpenAI error object, with all that belongs to one."""
+        error: dict[str, Any] = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str) and error["message"]
+        assert self.headers["content-type"].startswith("application/json")
+        return error
+
+
+def request(path: str, body: bytes | dict[str, Any] | None = None, method: str = "", **headers: str) -> bytes:
+    """A request's bytes. Underscores in header names stand for dashes."""
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "host: test"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    if body is not None:
+        lines.append(f"content-length: {len(data)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def chat(stream: bool = False, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"}], **({"stream": True} if stream else {}), **fields}
+
+
+class Client:
+    """Speaks HTTP/1.1 over a socket of its own, one byte string at a time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await within(self.writer.drain())
+
+    async def get(self, path: str, **headers: str) -> Answer:
+        await self.send(request(path, **headers))
+        return await self.answer()
+
+    async def post(self, path: str, body: bytes | dict[str, Any], **headers: str) -> Answer:
+        await self.send(request(path, body, **headers))
+        return await self.answer()
+
+    async def head(self) -> Answer:
+        first, *lines = (await within(self.reader.readuntil(b"\r\n\r\n"))).decode("latin-1").split("\r\n")[:-2]
+        version, status, _ = first.split(" ", 2)
+        assert version == "HTTP/1.1"
+        headers: dict[str, str] = {}
+        for line in lines:
+            name, _, value = line.partition(": ")
+            assert name.lower() not in headers, f"{name} comes twice"
+            headers[name.lower()] = value
+        return Answer(int(status), headers)
+
+    async def answer(self) -> Answer:
+        answer = await self.head()
+        if answer.headers.get("transfer-encoding") == "chunked":
+            while piece := await self.chunk():
+                answer.body += piece
+        elif "content-length" in answer.headers:
+            answer.body = await within(self.reader.readexactly(int(answer.headers["content-length"])))
+        else:
+            answer.body = await within(self.reader.read())
+        return answer
+
+    async def chunk(self) -> bytes:
+        """The next chunk; empty at the end of the stream."""
+        size = int(await within(self.reader.readuntil(b"\r\n")), 16)
+        data = await within(self.reader.readexactly(size + 2))
+        assert data.endswith(b"\r\n")
+        return data[:-2]
+
+    async def is_closed(self) -> bool:
+        """Whether the gateway closes, and says nothing more before that."""
+        return await within(self.reader.read(1)) == b""
+
+    def reset(self) -> None:
+        pipe = self.writer.get_extra_info("socket")
+        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await within(self.writer.wait_closed())
+
+
+# the gateway between them
+
+
+@dataclass
+class House:
+    gateway: Gateway
+    engine: Engine
+    backend: Backend
+    port: int
+    clients: list[Client] = field(default_factory=list)
+
+    async def client(self) -> Client:
+        client = Client(*await within(asyncio.open_connection("127.0.0.1", self.port)))
+        self.clients.append(client)
+        return client
+
+    def active(self) -> int:
+        return sum(self.gateway.way_to(backend)[0].active for backend in self.gateway.backends)
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        labels = {"model": self.backend.model, "engine": self.backend.engine, **labels}
+        return self.gateway.meters.registry.get_sample_value(f"bedplate_{name}", labels)
+
+    def outcome(self, outcome: str, api: str = "chat") -> float:
+        return self.metric("requests_total", api=api, outcome=outcome) or 0.0
+
+    def is_at_rest(self) -> bool:
+        return self.active() == 0 and self.metric("requests_in_flight") == 0
+
+
+def backend_at(port: int, model: str = "small", **more: Any) -> Backend:
+    backend = Backend(model, "llama.cpp", "b1", aliases=("Small Model", "small.gguf"))
+    backend.address = ("127.0.0.1", port)
+    backend.state = "ready"
+    for name, value in more.items():
+        setattr(backend, name, value)
+    return backend
+
+
+@contextlib.asynccontextmanager
+async def serving(*others: Backend, api_key: str | None = None, **options: Any) -> AsyncIterator[House]:
+    """A gateway before a scripted engine. `max_body_bytes` is the gateway's; all else is set on the backend.
+
+    Whatever a test does, at its end nothing may be in flight, and no connection may be left.
+    """
+    limit = {"max_body_bytes": options.pop("max_body_bytes")} if "max_body_bytes" in options else {}
+    engine = Engine()
+    await engine.start()
+    backend = backend_at(engine.port, **options)
+    gateway = Gateway([backend, *others], api_key=api_key, **limit)
+    house = House(gateway, engine, backend, await gateway.start("127.0.0.1", 0))
+    try:
+        yield house
+        for client in house.clients:
+            await client.close()
+        await until(house.is_at_rest, "requests to end")
+        await until(lambda: not gateway.connections, "connections to close")
+    finally:
+        await within(gateway.stop(0))
+        await engine.stop()
+        for client in house.clients:
+            await client.close()
+    assert house.active() == 0
+
+
+# the same without sockets, for what must be seen write by write
+
+
+class Wire(asyncio.Transport):
+    """A transport that keeps what is written, each write apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.reading = True
+        self.closing = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.writes.append(bytes(data))
+
+    @property
+    def written(self) -> bytes:
+        return b"".join(self.writes)
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.closing = True
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+class Bench:
+    """A client's and an engine's connection of one gateway, driven by hand. Needs a running loop."""
+
+    def __init__(self) -> None:
+        self.backend = backend_at(1)
+        self.gateway = Gateway([self.backend])
+        self.client = ClientConnection(self.gateway)
+        self.to_client = Wire()
+        self.client.connection_made(self.to_client)
+        self.pool, _ = self.gateway.way_to(self.backend)
+        self.engine = EngineConnection(self.pool, ("127.0.0.1", 1))
+        self.to_engine = Wire()
+        self.engine.connection_made(self.to_engine)
+        self.pool.give_back(self.engine, reusable=True, was_active=False)
+
+    def tokens(self, kind: str) -> float | None:
+        labels = {"model": "small", "engine": "llama.cpp", "kind": kind}
+        return self.gateway.meters.registry.get_sample_value("bedplate_tokens_total", labels)
+
+
+def unchunk(data: bytes) -> tuple[bytes, bytes, bytes]:
+    """The head, the body and the rest of an answer in chunks."""
+    head, _, rest = data.partition(b"\r\n\r\n")
+    body = b""
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        body += rest[:length]
+        assert rest[length : length + 2] == b"\r\n"
+        rest = rest[length + 2 :]
+        if not length:
+            return head, body, rest

@@ -1,0 +1,309 @@
+"""Real process trees under the real warden: whatever ends it, nothing of them is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.conftest import wait_for
+
+from bedplate.run.child import run_child
+from bedplate.run.warden import guarded
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux lets a process adopt its orphaned descendants"
+)
+
+TREE = """
+import os, signal, subprocess, time
+subprocess.Popen(["sleep", "600"])
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+daemon = os.fork()
+if daemon == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("daemon is up", flush=True)
+        time.sleep(600)
+    os._exit(0)
+os.waitpid(daemon, 0)
+print("up", flush=True)
+"""
+"""A child, one that left for a session of its own, and a daemon that forked twice and ignores SIGTERM."""
+IN_TREE = 3
+FOREVER = TREE + "time.sleep(600)"
+
+HOLDER = """
+import subprocess, sys
+warden = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
+warden.wait()
+"""
+
+
+class Tree:
+    """Processes that can be told from all others by a mark in their environment, whoever their parent is."""
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, argv: list[str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            argv,
+            env={**os.environ, "BEDPLATE_TEST_TREE": self.mark},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def guard(self, code: str, *arguments: str) -> subprocess.Popen[str]:
+        """A warden with a Python program under it."""
+        return self.start(guarded([sys.executable, "-c", code, *arguments]))
+
+    def alive(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("BEDPLATE_TEST_TREE") == self.mark:
+                    found.append(process)
+        return found
+
+    def wait_until_gone(self) -> None:
+        wait_for(lambda: not self.alive(), "all processes of the tree to end", 10)
+
+
+@pytest.fixture
+def tree() -> Iterator[Tree]:
+    planted = Tree()
+    yield planted
+    for process in planted.started:
+        process.kill()
+        process.communicate()
+    left = planted.alive()
+    for one in left:
+        one.kill()
+    assert not left
+    assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE]
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def log_line(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    return process.stderr.readline().strip()
+
+
+def say(process: subprocess.Popen[str], word: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(word)
+    process.stdin.flush()
+
+
+def started_pid(process: subprocess.Popen[str]) -> int:
+    word, pid = line(process).split()
+    assert word == "started"
+    return int(pid)
+
+
+def test_output_and_exit_status_arrive(tree: Tree) -> None:
+    warden = tree.guard("import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit(7)")
+    assert started_pid(warden) > 0
+    assert line(warden) == "exited 7"
+    assert warden.wait(10) == 7
+    assert warden.stderr is not None
+    assert sorted(warden.stderr.read().split("\n")) == ["", "to stderr", "to stdout"]
+
+
+def test_the_signal_that_ended_it_is_reported(tree: Tree) -> None:
+    warden = tree.guard("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    started_pid(warden)
+    assert line(warden) == f"exited {-signal.SIGSEGV}"
+    assert warden.wait(10) == 128 + signal.SIGSEGV
+
+
+def test_what_cannot_be_executed_is_reported(tree: Tree, tmp_path: Path) -> None:
+    warden = tree.start(guarded([str(tmp_path / "nothing-here"), "--option"]))
+    report = line(warden)
+    assert report.startswith("failed ") and "No such file" in report and "nothing-here" in report
+    assert warden.wait(10) == 127
+
+
+def test_t_asks_and_k_insists(tree: Tree) -> None:
+    polite = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(3)); print('up', flush=True)"
+    warden = tree.guard(f"{polite}\nwhile True: time.sleep(600)")
+    started_pid(warden)
+    assert log_line(warden) == "up"
+    say(warden, "t")
+    assert line(warden) == "exited 3"
+
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))"
+    warden = tree.guard(f"{deaf}; print('up', flush=True)\nwhile True: time.sleep(600)")
+    started_pid(warden)
+    assert log_line(warden) == "up"
+    say(warden, "t")
+    assert log_line(warden) == "heard"
+    assert warden.poll() is None
+    say(warden, "k")
+    assert line(warden) == f"exited {-signal.SIGKILL}"
+
+
+def test_signals_meant_for_a_terminals_foreground_do_not_end_the_warden(tree: Tree) -> None:
+    warden = tree.guard("import sys; print('up', flush=True); sys.stdin.read()")
+    pid = started_pid(warden)
+    assert log_line(warden) == "up"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        warden.send_signal(number)
+    assert psutil.Process(pid).is_running() and warden.poll() is None
+    # The engine itself keeps the usual meaning of these signals, though the warden ignores them.
+    os.kill(pid, signal.SIGTERM)
+    assert line(warden) == f"exited {-signal.SIGTERM}"
+
+
+@pytest.mark.parametrize("how", ["lifeline", "kill", "exit"])
+def test_the_whole_tree_goes_with_the_engine(tree: Tree, how: str) -> None:
+    warden = tree.guard(TREE + "input()" if how == "exit" else FOREVER)
+    engine = started_pid(warden)
+    assert {log_line(warden), log_line(warden)} == {"up", "daemon is up"}
+    assert len(tree.alive()) == 2 + IN_TREE
+    if how == "lifeline":
+        assert warden.stdin is not None
+        warden.stdin.close()
+    elif how == "kill":
+        say(warden, "k")
+    else:
+        os.kill(engine, signal.SIGINT)  # a KeyboardInterrupt: it ends by itself
+    warden.wait(10)
+    tree.wait_until_gone()
+
+
+def test_the_whole_tree_goes_when_the_holder_of_the_lifeline_is_killed(tree: Tree) -> None:
+    holder = tree.start([sys.executable, "-c", HOLDER, *guarded([sys.executable, "-c", FOREVER])])
+    assert line(holder).startswith("started")
+    assert {log_line(holder), log_line(holder)} == {"up", "daemon is up"}
+    assert len(tree.alive()) == 3 + IN_TREE
+    holder.kill()
+    tree.wait_until_gone()
+
+
+def test_the_engine_goes_when_the_warden_is_killed(tree: Tree) -> None:
+    warden = tree.guard("import time; print('up', flush=True); time.sleep(600)")
+    engine = psutil.Process(started_pid(warden))
+    assert log_line(warden) == "up"
+    warden.kill()
+    wait_for(lambda: not engine.is_running(), "the engine to be killed", 10)
+
+
+@pytest.mark.parametrize("session", ["its own", "the engine's"])
+def test_nothing_outruns_the_kill_by_forking(tree: Tree, session: str) -> None:
+    """Each generation forks the next one and ends: by its pid it can hardly be caught."""
+    leave = "os.setsid()" if session == "its own" else ""
+    chain = f"""
+import os, time
+if os.fork() == 0:
+    {leave}
+    print("running", flush=True)
+    while True:
+        if os.fork():
+            os._exit(0)
+time.sleep(600)
+"""
+    warden = tree.guard(chain)
+    started_pid(warden)
+    assert log_line(warden) == "running"
+    say(warden, "k")
+    assert warden.wait(20) == 128 + signal.SIGKILL
+    tree.wait_until_gone()
+
+
+def test_a_growing_crowd_is_killed_to_the_last(tree: Tree) -> None:
+    crowd = """
+import os, time
+for number in range(400):
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(600)
+    if number == 20:
+        print("growing", flush=True)
+time.sleep(600)
+"""
+    warden = tree.guard(crowd)
+    started_pid(warden)
+    assert log_line(warden) == "growing"
+    say(warden, "k")
+    assert warden.wait(20) == 128 + signal.SIGKILL
+    tree.wait_until_gone()
+
+
+def test_orphans_that_end_are_not_kept_as_zombies(tree: Tree) -> None:
+    orphans = """
+import os, time
+for number in range(20):
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            time.sleep(0.05)
+        os._exit(0)
+    os.waitpid(child, 0)
+print("up", flush=True)
+time.sleep(600)
+"""
+    warden = tree.guard(orphans)
+    engine = started_pid(warden)
+    assert log_line(warden) == "up"
+    wait_for(lambda: [p.pid for p in psutil.Process(warden.pid).children()] == [engine], "orphans to be reaped", 10)
+    say(warden, "k")
+    assert line(warden) == f"exited {-signal.SIGKILL}"
+
+
+class TestRunChild:
+    """Programs that run to their end, such as uv, stand under a warden too."""
+
+    def test_returns_status_and_output(self) -> None:
+        assert run_child([sys.executable, "-c", "print('said'); exit(4)"]) == (4, "said\n")
+        assert run_child([sys.executable, "-c", "import os; os.abort()"]).code == 128 + signal.SIGABRT
+
+    def test_says_why_it_could_not_start(self, tmp_path: Path) -> None:
+        code, output = run_child([str(tmp_path / "nothing-here")])
+        assert code == 127 and "No such file" in output
+
+    def test_much_output_does_not_block(self) -> None:
+        assert len(run_child([sys.executable, "-c", "print('x' * 3_000_000)"]).output) == 3_000_001
+
+    def test_a_limit_ends_it(self, tree: Tree) -> None:
+        env = {**os.environ, "BEDPLATE_TEST_TREE": tree.mark}
+        with pytest.raises(TimeoutError):
+            run_child([sys.executable, "-c", FOREVER], env, limit_s=0.5)
+        assert not tree.alive()
+
+    def test_ctrl_c_ends_it(self, tree: Tree) -> None:
+        env = {**os.environ, "BEDPLATE_TEST_TREE": tree.mark}
+
+        def interrupt(pid: int) -> None:
+            if len(tree.alive()) == 2 + IN_TREE:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run_child([sys.executable, "-c", FOREVER], env, tick=interrupt)
+        assert not tree.alive()
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+    def test_it_ends_when_bedplate_is_killed(self, tree: Tree, number: signal.Signals) -> None:
+        code = f"from bedplate.run.child import run_child; run_child([{sys.executable!r}, '-c', {FOREVER!r}])"
+        bedplate = tree.start([sys.executable, "-c", code])
+        wait_for(lambda: len(tree.alive()) == 3 + IN_TREE, "the tree to stand")
+        bedplate.send_signal(number)
+        tree.wait_until_gone()

@@ -1,0 +1,100 @@
+"""The command line: help, versions, and JSON that other programs can rely on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bedplate
+from bedplate.run.environments import Environment
+from bedplate.values import Decision, Hardware, Model, from_json
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bedplate", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"bedplate {bedplate.__version__}\n"
+
+
+@pytest.mark.parametrize("verb", ["", "serve", "plan", "inspect", "probe", "engines"])
+def test_help_has_examples_that_name_real_verbs(verb: str) -> None:
+    done = run(*filter(None, [verb]), "--help")
+    assert done.returncode == 0 and "Examples:" in done.stdout
+    for line in done.stdout.partition("Examples:")[2].splitlines():
+        if line.strip().startswith("bedplate "):
+            assert line.split()[1] in {"serve", "plan", "inspect", "probe", "engines"}
+
+
+def test_no_arguments_show_the_help() -> None:
+    assert "Usage: bedplate" in run().stdout + run().stderr
+
+
+def test_an_unknown_verb_is_a_wrong_question() -> None:
+    assert run("frobnicate").returncode == 2
+
+
+def test_probe_json_is_a_hardware() -> None:
+    hardware = from_json(Hardware, run("probe", "--json").stdout)
+    assert hardware.cpu.allowed_physical_cores <= len(os.sched_getaffinity(0))
+    assert hardware.disk is not None and hardware.disk.free_bytes > 0
+
+
+def test_inspect_json_is_a_model(builtin_gguf: Path) -> None:
+    model = from_json(Model, run("inspect", str(builtin_gguf), "--json").stdout)
+    assert (model.num_layers, model.num_kv_heads, model.kv_bytes_per_token) == (30, 3, 23040)
+
+
+def test_plan_json_is_a_decision_with_a_launch(builtin_gguf: Path) -> None:
+    done = run("plan", str(builtin_gguf), "--concurrency", "3", "--context", "2048", "--json")
+    decision = from_json(Decision, done.stdout)
+    assert decision.engine == "llama.cpp" and decision.fits and decision.launch is not None
+    argv = decision.launch.argv
+    assert argv[argv.index("--parallel") + 1] == "3" and argv[argv.index("--ctx-size") + 1] == str(3 * 2048)
+
+
+def test_plan_needs_no_download(tmp_path: Path) -> None:
+    nowhere = {"BEDPLATE_HOME": str(tmp_path), "UV_OFFLINE": "1"}
+    assert run("plan", env=nowhere).returncode == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_pages_say_what_matters(builtin_gguf: Path) -> None:
+    page = run("plan", str(builtin_gguf)).stdout
+    for word in ("llama.cpp", "hardware.cpu", "needs Apple Silicon", "--threads", "TBD"):
+        assert word in page
+    assert "22.5 KiB for each token" in run("inspect", str(builtin_gguf)).stdout
+    assert "cores allowed" in run("probe").stdout
+
+
+def test_pipes_get_no_colours(builtin_gguf: Path) -> None:
+    assert "\x1b[" not in run("plan", str(builtin_gguf)).stdout + run("inspect", "nothing.gguf").stderr
+
+
+def test_engines_lists_what_is_installed_and_removes_it(llama_environment: Environment, tmp_path: Path) -> None:
+    listed = json.loads(run("engines", "--json").stdout)
+    assert [one["engine"] for one in listed] == ["llama.cpp"]
+    assert "installed" in run("engines").stdout
+    elsewhere = {"BEDPLATE_HOME": str(tmp_path)}
+    assert json.loads(run("engines", "--json", env=elsewhere).stdout) == []
+    removed = run("engines", "remove", "llama.cpp", env=elsewhere)
+    assert removed.returncode == 2 and "not installed" in removed.stderr
+
+
+def test_the_face_of_the_package_lists_functions() -> None:
+    import bedplate.decide.fit
+
+    assert bedplate.__all__ == sorted(bedplate.__all__)
+    for name in bedplate.__all__[1:]:
+        assert callable(getattr(bedplate, name))

@@ -1,0 +1,159 @@
+"""Records are frozen, strict, and the same after a trip through JSON."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bedplate.errors import BadQuestion
+from bedplate.values import (
+    Accelerator,
+    Cpu,
+    Decision,
+    Disk,
+    Endpoint,
+    Estimate,
+    Figure,
+    Hardware,
+    Launch,
+    Link,
+    Memory,
+    MemoryNeed,
+    Model,
+    Plan,
+    Reason,
+    Record,
+    Refusal,
+    Settings,
+    TensorGroup,
+    Workload,
+    estimate,
+    from_json,
+    to_json,
+)
+from bedplate.values.units import memory, seconds, size
+
+text = st.text(max_size=20)
+count = st.integers(0, 2**60)
+positive = st.integers(1, 2**40)
+figures = st.builds(
+    Figure,
+    value=st.floats(0, 1e18),
+    low=st.floats(0, 1e18),
+    high=st.floats(0, 1e18),
+    basis=st.sampled_from(["measured", "reported", "spec", "estimate"]),
+    source=st.none() | text,
+)
+cpus = st.builds(
+    Cpu, name=text, arch=text, logical_cores=positive, allowed_cores=st.floats(0.1, 1024),
+    allowed_physical_cores=positive, instruction_sets=st.lists(text, max_size=3).map(tuple),
+)  # fmt: skip
+hardware = st.builds(
+    Hardware,
+    os=st.sampled_from(["linux", "macos", "windows"]),
+    cpu=cpus,
+    memory=st.builds(Memory, total_bytes=count, available_bytes=count, bandwidth_bytes_s=st.none() | figures),
+    accelerators=st.lists(
+        st.builds(
+            Accelerator, name=text, vendor=st.sampled_from(["nvidia", "amd", "apple"]), memory_bytes=st.none() | count
+        ),
+        max_size=3,
+    ).map(tuple),
+    links=st.lists(st.builds(Link, kind=st.just("nvlink"), a=text, b=text, bandwidth_bytes_s=figures), max_size=2).map(
+        tuple
+    ),
+    disk=st.none() | st.builds(Disk, path=text, total_bytes=count, free_bytes=count),
+)
+models = st.builds(
+    Model, name=text, format=st.just("gguf"), files=st.lists(text, max_size=2).map(tuple), architecture=text,
+    parameters=count, weight_bytes=count, num_layers=positive, kv_bytes_per_token=count,
+    tensor_groups=st.lists(
+        st.builds(TensorGroup, type=text, tensors=count, parameters=count, bytes=count), max_size=3
+    ).map(tuple),
+)  # fmt: skip
+workloads = st.builds(
+    Workload, users=positive, concurrency=st.none() | positive, prompt_tokens=positive, output_tokens=positive
+)
+settings = st.builds(Settings, slots=positive, context_tokens=positive, threads=st.none() | positive)
+needs = st.builds(MemoryNeed, weights_bytes=count, kv_bytes=count, overhead_bytes=figures, available_bytes=count)
+decisions = st.builds(
+    Decision, engine=st.none() | text, model=text, fits=st.booleans(), max_concurrency=count,
+    settings=st.none() | settings, memory=st.none() | needs,
+    estimate=st.builds(Estimate, ttft_ms=st.none() | figures, memory_gb=st.none() | figures),
+    reasons=st.lists(st.builds(Reason, rule=text, text=text, source=text), max_size=2).map(tuple),
+    refused=st.lists(st.builds(Refusal, engine=text, kind=st.just("impossible"), why=text), max_size=2).map(tuple),
+    launch=st.none() | st.builds(Launch, argv=st.lists(text).map(tuple), env=st.dictionaries(text, text, max_size=2)),
+)  # fmt: skip
+plans = st.builds(Plan, engine=text, engine_version=text, model=models, workload=workloads, settings=settings)
+endpoints = st.builds(Endpoint, url=text, model=text, engine=text, engine_version=text, pid=count, log=text)
+
+
+@given(st.one_of(hardware, models, workloads, decisions, plans, endpoints))
+def test_every_box_is_the_same_after_a_trip_through_json(record: Record) -> None:
+    assert from_json(type(record), to_json(record)) == record
+    assert msgspec.to_builtins(record)["schema"].endswith("/1")
+
+
+@pytest.mark.parametrize("kind", [Hardware, Model, Workload, Decision, Plan, Endpoint, Figure])
+def test_records_cannot_be_changed(kind: type[Record]) -> None:
+    assert kind.__struct_config__.frozen
+
+
+def test_an_unknown_field_is_named() -> None:
+    with pytest.raises(BadQuestion) as bad:
+        from_json(Workload, '{"user": 3}')
+    assert "user" in (bad.value.cause or "") and bad.value.exit_code == 2
+
+
+def test_a_value_out_of_range_is_named() -> None:
+    with pytest.raises(BadQuestion) as bad:
+        from_json(Workload, '{"users": 0}')
+    assert "$.users" in (bad.value.cause or "")
+
+
+def test_a_record_of_another_version_is_refused() -> None:
+    with pytest.raises(BadQuestion):
+        from_json(Workload, '{"schema": "workload/99"}')
+
+
+def test_concurrency_by_littles_law() -> None:
+    assert Workload(users=200, think_time_s=30).in_flight(request_s=10) == 50
+    assert Workload(requests_per_s=4).in_flight(request_s=2.5) == 10
+    assert Workload(users=200, concurrency=7).in_flight(request_s=10) == 7
+    assert Workload(users=200).in_flight() == 200
+
+
+def test_the_longest_request_is_what_was_asked_for_or_prompt_and_answer() -> None:
+    assert Workload(prompt_tokens=100, output_tokens=28).request_tokens == 128
+    assert Workload(prompt_tokens=100, output_tokens=28, context_tokens=4096).request_tokens == 4096
+
+
+def test_a_need_fits_only_when_its_upper_end_does() -> None:
+    def need(available_bytes: int) -> MemoryNeed:
+        overhead = estimate(100, 0.5)
+        return MemoryNeed(weights_bytes=1000, kv_bytes=200, overhead_bytes=overhead, available_bytes=available_bytes)
+
+    assert need(1350).fits and not need(1349).fits
+    assert need(0).total_bytes == 1300
+
+
+@pytest.mark.parametrize(
+    ("given_bytes", "shown"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (98_362_432, "98.4 MB"),
+        (999_999, "1 MB"),
+        (15_000_000_000, "15 GB"),
+        (3.2e15, "3200 TB"),
+    ],
+)
+def test_sizes_in_decimal_units(given_bytes: float, shown: str) -> None:
+    assert size(given_bytes) == shown
+
+
+def test_memory_in_binary_units_and_durations() -> None:
+    assert memory(25_275_125_760) == "23.5 GiB" and memory(1024) == "1 KiB"
+    assert [seconds(s) for s in (0.035, 1.44, 125.0)] == ["35 ms", "1.4 s", "2 min 05 s"]
