@@ -40,13 +40,19 @@ clean:
 $(UV):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: bedplate needs Python 3.11 or newer; say which: make PYTHON=python3.12" >&2; exit 2; }
-	@# Debian's python3 comes without ensurepip; uv brings what is missing once there is any pip at all.
-	@$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --without-pip $(VENV)
-	@echo "setting up $(VENV) with uv (about 30 MB)" >&2
-	@if $(BIN)/python -m pip --version >/dev/null 2>&1; then $(BIN)/python -m pip install -q uv; \
-	 elif command -v uv >/dev/null; then uv pip install -q --python $(BIN)/python uv; \
-	 elif $(PYTHON) -m pip --version >/dev/null 2>&1; then $(PYTHON) -m pip --python $(BIN)/python install -q uv; \
-	 else echo "error: no pip; apt-get install python3-venv, or install uv" >&2; rm -rf $(VENV); exit 2; fi
+	@echo "setting up $(VENV) with uv" >&2
+	@# Debian keeps what venv needs in a package of its own. A uv that is there already needs none of it.
+	@if command -v uv >/dev/null; then uv venv -q --python $(PYTHON) $(VENV) && uv pip install -q -p $(BIN)/python uv; \
+	 else $(PYTHON) -c 'import ensurepip' 2>/dev/null || $(MAKE) --no-print-directory python3-venv; \
+	   $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q --disable-pip-version-check uv; fi \
+	 || { rm -rf $(VENV); exit 3; }
+
+.PHONY: python3-venv
+python3-venv:
+	@command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] || { echo "error: $(PYTHON) cannot make virtual environments" >&2; \
+	  echo "hint: sudo apt-get install python3-venv, or install uv" >&2; exit 2; }
+	@echo "installing Debian's python3-venv" >&2
+	@apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy python3-venv >/dev/null
 
 $(READY): pyproject.toml | $(UV)
 	@echo "installing bedplate's own dependencies" >&2

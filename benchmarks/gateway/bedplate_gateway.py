@@ -8,6 +8,7 @@ import gc
 from urllib.parse import urlsplit
 
 import uvloop
+
 from bedplate.run.gateway import Backend, Gateway
 
 

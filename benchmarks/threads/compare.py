@@ -1,7 +1,7 @@
 """Which thread count is best for llama.cpp on this machine, and is it the one that the plan chooses?
 
-The real engine on the built-in model. Every setting is started anew in every repeat, in rotated order, so that a machine
-that drifts or is busy for a while wrongs none of them.
+The real engine on the built-in model. Every setting is started anew in every repeat, in rotated order, so that a
+machine that drifts or is busy for a while wrongs none of them.
 """
 
 from __future__ import annotations
