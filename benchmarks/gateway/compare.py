@@ -28,6 +28,7 @@ ROUNDS = {1: 8, 16: 7, 64: 6, 256: 5}
 QUICK_ROUNDS = {1: 4, 16: 4, 64: 4, 256: 3}
 # A direct p99 this far from the engine's own first token says more about the machine than about any gateway.
 NOISY_MS = 1.0
+CROWDED_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Level:
 
     report: dict[str, Any]
     cpu_s: float | None
-    core_busy_by_others: float | None
+    core_busy_by_others: float
 
     @property
     def cpu_s_per_100k(self) -> float | None:
@@ -320,6 +321,18 @@ def notes(summaries: Sequence[Summary], skipped: dict[str, str], settings: Setti
     return lines + [f"{name}: skipped, {reason}" for name, reason in skipped.items()]
 
 
+def crowding(results: dict[str, list[Repeat | None]]) -> list[str]:
+    """Which gateways had to share their core, and in how many of their levels."""
+    lines = []
+    for name, repeats in results.items():
+        shares = [level.core_busy_by_others for each in repeats if each for level in each.levels.values()]
+        crowded = [share for share in shares if share > CROWDED_SHARE]
+        if crowded:
+            worst = f"up to {max(crowded):.0%} of the gateway's core"
+            lines.append(f"other work: {worst} in {len(crowded)} of {len(shares)} levels of {name}.")
+    return lines
+
+
 def targets(summaries: Sequence[Summary], levels: Sequence[int]) -> list[dict[str, Any]]:
     """bedplate against its goals."""
     by_name = {each.name: each for each in summaries}
@@ -437,7 +450,8 @@ def main() -> int:
     direct = results[DIRECT]
     summaries = [summarize(name, repeats, direct, settings.streams) for name, repeats in results.items()]
     goals = targets(summaries, settings.streams)
-    print(table(summaries, settings.streams), *notes(summaries, skipped, settings), sep="\n\n")
+    remarks = notes(summaries, skipped, settings) + crowding(results)
+    print(table(summaries, settings.streams), *remarks, sep="\n\n")
     print("", *map(target_line, goals), sep="\n")
     if settings.json_file:
         repeats = {name: [asdict(each) if each else None for each in runs] for name, runs in results.items()}

@@ -18,8 +18,7 @@ MODEL = "null-model"
 CREATED = 1_700_000_000
 PROMPT_TOKENS = 12
 
-# Engines on uvicorn write the headers on their own: at once (vLLM), or just before the first token (SGLang). The second
-# is the default because it shows a gateway that leaves Nagle's algorithm on.
+# Two writes in a row are the default because they can show a gateway that leaves Nagle's algorithm on.
 HEADER_MODES = ("apart", "together", "early")
 HEADER_HELP = "response headers: in a write just before the first token's, in the same write, or when the request ends"
 
@@ -129,8 +128,7 @@ class Engine:
         )
 
     def _tail(self, index: int) -> bytes:
-        # Words of changing length, as in text: Linux takes segments of one size for full ones and acknowledges any
-        # longer segment at once, which would hide Nagle's algorithm.
+        # Segments of one size change how Linux delays acknowledgements, so the words differ in length, as in text.
         word = f" w{index}{'abcdefg'[: index * 3 % 8]}"
         delta = {"content": word} if index else {"role": "assistant", "content": word}
         reason = "stop" if index == self.timing.tokens - 1 else None

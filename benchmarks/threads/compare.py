@@ -9,18 +9,20 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 from bedplate.decide import decide, plan
 from bedplate.engines import engine
 from bedplate.facts.hardware import probe
 from bedplate.run.builtin import builtin_facts, fetch_builtin
-from bedplate.run.environments import Environment, command, make_environment
+from bedplate.run.environments import Environment, command, make_environment, variables
 from bedplate.run.supervisor import free_port
 from bedplate.values import Plan, Workload, replaced
 
@@ -51,7 +53,13 @@ def measure(base: Plan, environment: Environment, threads: int, tokens: int) -> 
     chosen = replaced(base, settings=replaced(base.settings, threads=threads))
     port = free_port()
     argv = command(environment, engine(base.engine).launch(chosen, port))
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.PIPE)
+    process = subprocess.Popen(
+        argv,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
+        env=variables(Path(environment.path), os.environ),
+    )
     try:
         wait_until_ready(port, process)
         body = {"n_predict": tokens, "ignore_eos": True, "cache_prompt": False, "temperature": 0}

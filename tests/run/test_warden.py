@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only Linux lets a process adopt its orphaned descendants"
 )
 
-TREE = """
+TREE = r"""
 import os, signal, subprocess, time
 subprocess.Popen(["sleep", "600"])
 subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -31,11 +31,11 @@ if daemon == 0:
     os.setsid()
     if os.fork() == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("daemon is up", flush=True)
+        os.write(1, b"daemon is up\n")
         time.sleep(600)
     os._exit(0)
 os.waitpid(daemon, 0)
-print("up", flush=True)
+os.write(1, b"up\n")
 """
 """A child, one that left for a session of its own, and a daemon that forked twice and ignores SIGTERM."""
 IN_TREE = 3
@@ -88,11 +88,15 @@ def tree() -> Iterator[Tree]:
     planted = Tree()
     yield planted
     for process in planted.started:
-        process.kill()
-        process.communicate()
-    left = planted.alive()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+    left = [one for one in planted.alive() if one.pid not in [process.pid for process in planted.started]]
     for one in left:
         one.kill()
+    for process in planted.started:
+        process.kill()
+        process.wait(10)
     assert not left
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE]
 
@@ -209,13 +213,15 @@ def test_the_engine_goes_when_the_warden_is_killed(tree: Tree) -> None:
 
 @pytest.mark.parametrize("session", ["its own", "the engine's"])
 def test_nothing_outruns_the_kill_by_forking(tree: Tree, session: str) -> None:
-    """Each generation forks the next one and ends: by its pid it can hardly be caught."""
+    """Each generation forks the next one and ends: by their pids they can hardly be caught."""
     leave = "os.setsid()" if session == "its own" else ""
     chain = f"""
 import os, time
 if os.fork() == 0:
     {leave}
     print("running", flush=True)
+    for _ in range(3):
+        os.fork()
     while True:
         if os.fork():
             os._exit(0)

@@ -43,6 +43,8 @@ def decide(hardware: Hardware, model: Model, workload: Workload, wanted: str | N
         asked_for = engine_by_id(wanted)
         chosen = asked_for if asked_for in able else None
         refused += [e.refusal("outranked", f"{asked_for.name} was asked for") for e in able if e is not chosen]
+    elif chosen is not None:
+        refused += [e.refusal("outranked", f"{chosen.name} is simpler and does the same here") for e in able[1:]]
     if chosen is None:
         return Decision(
             engine=None, model=model.name, quantization=model.quantization, fits=False, max_concurrency=0,

@@ -9,12 +9,23 @@ import msgspec
 from bedplate.values import Hardware, Launch, MemoryNeed, Model, Plan, Refusal, Settings, Workload
 
 
+class BorrowedLibrary(msgspec.Struct, frozen=True, kw_only=True):
+    """A shared library that an engine's wheel expects of the system, and a package that carries it along."""
+
+    soname: str
+    package: str
+    file: str
+    """Where in the package it is, as a glob."""
+
+
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine's own environment is made: pinned packages, and programs that bedplate ships into it."""
 
     packages: tuple[str, ...]
     programs: tuple[tuple[str, str], ...] = ()
     """(command name, file in engines/shipped): put into the environment's bin folder."""
+    libraries: tuple[BorrowedLibrary, ...] = ()
+    """Taken only on systems that lack them."""
     download_bytes: int
     disk_bytes: int
     check: str

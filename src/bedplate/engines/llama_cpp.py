@@ -7,7 +7,7 @@ import json
 import re
 from typing import ClassVar
 
-from bedplate.engines.base import Engine, EngineState, Failure, Recipe
+from bedplate.engines.base import BorrowedLibrary, Engine, EngineState, Failure, Recipe
 from bedplate.values import Hardware, Launch, MemoryNeed, Model, Plan, Refusal, Settings, Workload, estimate
 
 HTTP_THREADS = 96
@@ -107,6 +107,10 @@ class LlamaCpp(Engine):
     recipe = Recipe(
         packages=("xllamacpp==2026.10.11549",),
         programs=(("llama-server", "llama_server.py"),),
+        # The wheel is built with OpenMP and leaves its runtime to the system; a minimal Debian has none.
+        libraries=(
+            BorrowedLibrary(soname="libgomp.so.1", package="treelite==4.8.1", file="treelite.libs/libgomp-*.so*"),
+        ),
         download_bytes=34_000_000,
         disk_bytes=127_000_000,
         check="import xllamacpp; xllamacpp.CommonParams()",

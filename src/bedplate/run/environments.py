@@ -12,11 +12,12 @@ import signal
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from bedplate.engines import Engine, Recipe
+from bedplate.engines import BorrowedLibrary, Engine, Recipe
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.home import disk_failure, engines_dir, locked, need_free, writable
 from bedplate.run.child import run_child
@@ -29,6 +30,10 @@ _MANIFEST = "bedplate.json"
 """Written last, inside of a folder that is then renamed: whoever sees it sees a finished environment."""
 CHECK_LIMIT_S = 300.0
 """Importing a large package from a slow disk takes a while; after this it hangs."""
+
+
+_BORROWED = "borrowed"
+"""The folder in an environment for libraries that the system lacks."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +56,7 @@ def environment_path(engine: Engine, recipe: Recipe) -> Path:
     """Where this recipe's environment is. Another pin or Python is another folder: none is changed in place."""
     shipped = [_shipped(file).read_bytes() for _, file in recipe.programs]
     python = (sys.version_info[:2], sysconfig.get_platform(), os.environ.get("UV_PYTHON"))
-    what = repr((recipe.packages, recipe.programs, shipped, python))
+    what = repr((recipe.packages, recipe.programs, recipe.libraries, shipped, python))
     return engines_dir() / engine.id / f"{engine.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
 
@@ -105,6 +110,15 @@ def command(environment: Environment, launch: Launch) -> list[str]:
     return [str(environment.interpreter), "-I", str(bin_folder / program), *arguments]
 
 
+def variables(environment: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """`given`, with the environment's borrowed libraries found where there are any."""
+    borrowed = environment / _BORROWED
+    if not borrowed.is_dir():
+        return dict(given)
+    paths = [str(borrowed), *filter(None, [given.get("LD_LIBRARY_PATH")])]
+    return {**given, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
+
+
 def _recipe(engine: Engine) -> Recipe:
     if engine.recipe is None:
         raise OutsideFailed(
@@ -129,6 +143,8 @@ def _install(engine: Engine, recipe: Recipe, path: Path, progress: Progress) -> 
             program = _interpreter(staging).parent / name
             program.write_bytes(_shipped(file).read_bytes())
             program.chmod(0o755)
+        for library in recipe.libraries:
+            _borrow(library, staging, what, progress)
         _check(engine, recipe, staging)
         environment = Environment(
             engine=engine.id,
@@ -146,9 +162,35 @@ def _install(engine: Engine, recipe: Recipe, path: Path, progress: Progress) -> 
     return environment
 
 
+def _borrow(library: BorrowedLibrary, staging: Path, what: str, progress: Progress) -> None:
+    """Puts a library that this system lacks into the environment, out of a small package that carries it."""
+    if not sys.platform.startswith("linux"):
+        return
+    load = f"import ctypes; ctypes.CDLL({library.soname!r})"
+    if run_child([str(_interpreter(staging)), "-I", "-c", load], limit_s=CHECK_LIMIT_S).code == 0:
+        return
+    progress.note(f"this system has no {library.soname}: taking the one that {library.package} carries")
+    holder = staging / "carrier"
+    arguments = ["pip", "install", "--no-deps", "--only-binary", ":all:", "--target", str(holder), library.package]
+    run_uv(arguments, what, staging)
+    carried = next(holder.glob(library.file), None)
+    if carried is None:
+        raise OutsideFailed(
+            f"this system has no {library.soname}, which the engine needs",
+            hint="install it with the system's package manager, then start again",
+        )
+    (staging / _BORROWED).mkdir()
+    shutil.copy2(carried, staging / _BORROWED / library.soname)
+    shutil.rmtree(holder)
+
+
 def _check(engine: Engine, recipe: Recipe, staging: Path) -> None:
     try:
-        ended = run_child([str(_interpreter(staging)), "-I", "-c", recipe.check], limit_s=CHECK_LIMIT_S)
+        ended = run_child(
+            [str(_interpreter(staging)), "-I", "-c", recipe.check],
+            env=variables(staging, os.environ),
+            limit_s=CHECK_LIMIT_S,
+        )
         why = (ended.output.strip().splitlines() or [_status(ended.code)])[-1] if ended.code else None
     except TimeoutError as error:
         why = str(error)

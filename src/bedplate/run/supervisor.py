@@ -17,7 +17,7 @@ import aiohttp
 
 from bedplate.engines import Engine, Failure
 from bedplate.errors import OutsideFailed
-from bedplate.run.environments import Environment, command
+from bedplate.run.environments import Environment, command, variables
 from bedplate.run.gateway import Backend
 from bedplate.run.warden import guarded
 from bedplate.values import Plan
@@ -161,12 +161,18 @@ class EngineProcess:
         self._on_line = on_line
         self._warden: asyncio.subprocess.Process | None = None
         self._lifeline: asyncio.StreamWriter | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._readers: list[asyncio.Task[None]] = []
         self.pid: int | None = None
         self.code: int | None = None
         self.ended = asyncio.Event()
 
     async def start(self, argv: list[str], env: dict[str, str]) -> None:
+        # Shielded: of a start that is cancelled halfway, uvloop leaves a process that nobody waits for.
+        self._starting = asyncio.create_task(self._start(argv, env))
+        await asyncio.shield(self._starting)
+
+    async def _start(self, argv: list[str], env: dict[str, str]) -> None:
         try:
             self._warden = await asyncio.create_subprocess_exec(
                 *guarded(argv),
@@ -176,8 +182,8 @@ class EngineProcess:
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C on the terminal is for bedplate, which then ends the engine in order
             )
-        except BaseException:
-            self.ended.set()  # cancelled, or no memory: whoever waits for the end must not wait for ever
+        except OSError:
+            self.ended.set()
             raise
         self._lifeline = self._warden.stdin
         self._readers = [asyncio.create_task(self._read_reports()), asyncio.create_task(self._read_log())]
@@ -190,6 +196,8 @@ class EngineProcess:
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Asks, waits, insists."""
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
         self.terminate()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.ended.wait(), grace_s)
@@ -322,7 +330,8 @@ class Supervisor:
         self.log.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(launch.argv)}")
         backend.progress = None
         backend.worked = False
-        env = {**os.environ, **self.engine.supervised_env, **launch.env}
+        given = {**os.environ, **self.engine.supervised_env, **launch.env}
+        env = variables(Path(self.environment.path), given)
         try:
             await process.start(command(self.environment, launch), env)
         except OSError as error:  # no memory or no processes left, which may pass

@@ -104,11 +104,13 @@ def reasons(output: str) -> list[str]:
 
 def failure(what: str, output: str) -> OutsideFailed:
     """uv's output as an error that says what to do."""
-    why = reasons(output) or output.strip().splitlines()[-1:] or ["uv gave no reason"]
+    why = [text for text in reasons(output) if not text.startswith("error sending request")]
+    why = why or output.strip().splitlines()[-1:] or ["uv gave no reason"]
     cause = ": ".join(dict.fromkeys([*why[:2], why[-1]]))
     if len(cause) > 600:
         cause = f"{cause[:300]} … {cause[-300:]}"
     hint = "settings of uv and pip are respected (UV_DEFAULT_INDEX, PIP_INDEX_URL, UV_FIND_LINKS …)"
+    output = " ".join(output.split())  # older versions break lines within sentences
     if re.search(r"No space left|os error 28|Disk quota exceeded", output):
         hint = "free some space, or point BEDPLATE_HOME (and UV_CACHE_DIR) at a larger disk"
     elif re.search(r"[Hh]ash mismatch", output):

@@ -123,7 +123,7 @@ def kill_all(group: int) -> None:
 
 def reap(engine: int) -> None:
     """Waits for adopted descendants that have ended, but leaves the engine's own status to whoever asks for it."""
-    while LINUX:
+    for _ in range(100 if LINUX else 0):  # not until there are none: something that forks on and on would hold us here
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:

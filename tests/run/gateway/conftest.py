@@ -27,7 +27,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     wanted = inspect.signature(pyfuncitem.obj).parameters
     arguments = {name: pyfuncitem.funcargs[name] for name in wanted}
     PROBLEMS.clear()
-    with asyncio.Runner(loop_factory=LOOPS[pyfuncitem.callspec.params["loop_kind"]]) as runner:
+    with asyncio.Runner(loop_factory=LOOPS[str(pyfuncitem.callspec.params["loop_kind"])]) as runner:
         runner.get_loop().set_exception_handler(_note)
         runner.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 30))
     assert not PROBLEMS

@@ -264,7 +264,7 @@ class Client:
         await within(self.writer.drain())
 
     async def get(self, path: str, **headers: str) -> Answer:
-        await self.send(request(path, **headers))
+        await self.send(request(path, None, **headers))
         return await self.answer()
 
     async def post(self, path: str, body: bytes | dict[str, Any], **headers: str) -> Answer:
@@ -285,8 +285,10 @@ class Client:
     async def answer(self) -> Answer:
         answer = await self.head()
         if answer.headers.get("transfer-encoding") == "chunked":
+            pieces = []
             while piece := await self.chunk():
-                answer.body += piece
+                pieces.append(piece)
+            answer.body = b"".join(pieces)
         elif "content-length" in answer.headers:
             answer.body = await within(self.reader.readexactly(int(answer.headers["content-length"])))
         else:
@@ -327,7 +329,7 @@ class House:
     clients: list[Client] = field(default_factory=list)
 
     async def client(self) -> Client:
-        client = Client(*await within(asyncio.open_connection("127.0.0.1", self.port)))
+        client = Client(*await within(asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)))
         self.clients.append(client)
         return client
 

@@ -110,10 +110,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
-            # The request itself has been taken. An offer to speak something else may be ignored, so it is.
-            self._parser = httptools.HttpRequestParser(self)
-            if rest := data[offer.args[0] :]:
-                self.data_received(rest)
+            self._decline_upgrade(data[offer.args[0] :])
             return
         except httptools.HttpParserCallbackError as error:
             self._failed_inside(error)
@@ -169,7 +166,7 @@ class ClientConnection(asyncio.Protocol):
         self._count_head(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
-        if self._discarding:
+        if self._discarding or self._parser.should_upgrade():
             return
         self._stage = _IN_BODY
         if not self._target.startswith(b"/"):
@@ -207,7 +204,7 @@ class ClientConnection(asyncio.Protocol):
             self._body.append(body)
 
     def on_message_complete(self) -> None:
-        if self._discarding:
+        if self._discarding or self._parser.should_upgrade():
             return
         self._stage = _IDLE
         self._owes_continue = False
@@ -319,10 +316,6 @@ class ClientConnection(asyncio.Protocol):
         self._chunked = request.chunked
         api = sse.APIS.get(request.path)
         if api is None or request.method != b"POST":
-            if request.method == b"CONNECT":
-                self._closing = True
-                self.respond(405, sse.error_body("this is no proxy", "invalid_request_error", "method_not_allowed"))
-                return
             if self._inner is None or self._inner.is_closing():
                 self._inner = InnerConnection(self, self._gateway.new_inner_handler())
             self._current = self._inner
@@ -420,6 +413,23 @@ class ClientConnection(asyncio.Protocol):
         self._reject(
             413, f"the request's body is larger than {limit:,} bytes (--max-body-mb sets it)", "body_too_large"
         )
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Reads a request that offers to speak something else, as `curl --http2` does, as if it had not.
+
+        The parser takes what follows such a head for another protocol, so it gets the head once more without the offer.
+        """
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            self._reject(405, "this is no proxy", "method_not_allowed")
+            return
+        headers = b"".join(b"%b: %b\r\n" % header for header in self._headers if header[0] != b"upgrade")
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (
+            method, self._target, self._parser.get_http_version().encode(), headers,
+        )  # fmt: skip
+        self._parser = httptools.HttpRequestParser(self)
+        self._stage = _IDLE
+        self.data_received(head + rest)
 
     def _failed_inside(self, error: httptools.HttpParserCallbackError) -> None:
         """A mistake of ours, met while a request was taken in. The client must not be left waiting for it."""

@@ -38,9 +38,13 @@ class InnerConnection(asyncio.Transport):
         self._answering_head = request.method == b"HEAD"
         self._parser = httptools.HttpResponseParser(self)
         lines = [b"%b %b HTTP/1.1\r\n" % (request.method, request.target)]
+        host = b"localhost"  # HTTP/1.0 needs none, aiohttp does
         for name, value in request.headers:
-            if name not in _NOT_PASSED:
+            if name == b"host":
+                host = value or host
+            elif name not in _NOT_PASSED:
                 lines.append(b"%b: %b\r\n" % (name, value))
+        lines.append(b"host: %b\r\n" % host)
         if not request.keep_alive:
             lines.append(b"connection: close\r\n")
         if request.body:

@@ -48,6 +48,8 @@ class Gateway:
 
     async def start(self, host: str, port: int) -> int:
         """Binds the port (0: any free one) and answers from then on; returns the port."""
+        if not 0 <= port <= 65535:  # uvloop never returns from binding such a port
+            raise bind_failure(OSError(errno.EINVAL, "ports go from 0 to 65535"), host, port)
         self._runner = web.AppRunner(
             pages(self),
             access_log=None,
@@ -62,7 +64,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=1024)
-        except (OSError, OverflowError, UnicodeError) as error:
+        except (OSError, UnicodeError) as error:
             await self._runner.cleanup()
             failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
             raise bind_failure(failure, host, port) from error

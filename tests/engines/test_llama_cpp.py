@@ -1,0 +1,324 @@
+"""llama.cpp: its real words, its real figures, and the launcher that we ship for it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+from tests.conftest import wait_for
+
+import bedplate.engines
+from bedplate.decide import decide, plan
+from bedplate.engines import engine
+from bedplate.engines.llama_cpp import EVERYDAY_CONTEXT, EVERYDAY_SLOTS, MAX_SLOTS, LlamaCpp
+from bedplate.errors import BadQuestion
+from bedplate.facts.hardware import probe
+from bedplate.run.builtin import builtin_facts
+from bedplate.run.environments import Environment, command
+from bedplate.run.supervisor import free_port
+from bedplate.values import Accelerator, Hardware, Launch, Plan, Settings, Workload, replaced
+
+CAPTURES = Path(__file__).parent.parent / "captures" / "llama.cpp"
+LAUNCHER = Path(bedplate.engines.__file__).parent / "shipped" / "llama_server.py"
+LLAMA = LlamaCpp()
+
+
+def capture(name: str) -> str:
+    return (CAPTURES / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def planned(workload: Workload | None = None, hardware: Hardware | None = None) -> Plan:
+    model, work = builtin_facts(), workload or Workload(concurrency=2, context_tokens=1024)
+    return plan(decide(hardware or probe(), model, work), model, work)
+
+
+class TestExplain:
+    @pytest.mark.parametrize(
+        ("name", "says", "hint", "lasting"),
+        [
+            ("truncated", "the model file is damaged", "download it again", True),
+            ("truncated-header", "the model file is damaged", "download it again", True),
+            ("empty", "the model file is damaged", "download it again", True),
+            ("not-a-gguf", "is not a GGUF file", "bedplate inspect", True),
+            ("unknown-architecture", "does not know the architecture lluma", "a newer build", True),
+            ("unknown-tokenizer", "does not know the tokenizer zzzz", "a newer build", True),
+            ("unknown-pre-tokenizer", "does not know the tokenizer zzzzzz", "a newer build", True),
+            ("missing", "/models/missing.gguf is not there any more", "was it moved", True),
+            ("unreadable", "/models/private.gguf may not be read", "permissions", True),
+            ("too-many-slots", "at most 256 requests at once", "--concurrency 256", True),
+            ("out-of-memory", "not enough memory", "--context 4096", True),
+            ("no-threads", "could not start its threads", "ulimit", False),
+            ("port-in-use", "the private port was taken", "start again", False),
+        ],
+    )
+    def test_known_failures(self, name: str, says: str, hint: str, lasting: bool) -> None:
+        failure = LLAMA.explain(capture(name))
+        assert failure is not None
+        assert says in failure.message and hint in failure.hint and failure.lasting is lasting
+
+    def test_every_captured_failure_is_known(self) -> None:
+        fine = {"started", "metrics-idle", "metrics-busy"}
+        for path in CAPTURES.glob("*.txt"):
+            assert (LLAMA.explain(path.read_text()) is None) == (path.stem in fine), path
+
+    def test_nothing_is_made_up(self) -> None:
+        assert LLAMA.explain("") is None
+        assert LLAMA.explain("a log of something else\nthat ended well") is None
+
+    def test_a_path_may_hold_what_it_likes(self) -> None:
+        line = (
+            "gguf_init_from_file: failed to open GGUF file '/models/it's {mine} (1).gguf' (No such file or directory)"
+        )
+        failure = LLAMA.explain(line)
+        assert failure is not None and failure.message == "/models/it's {mine} (1).gguf is not there any more"
+
+
+class TestProgress:
+    def test_of_a_real_start(self) -> None:
+        told = [LLAMA.progress(line) for line in capture("started").splitlines()]
+        assert [value for value in told if value is not None] == [0.0, 1.0]
+
+    def test_of_several_stages(self) -> None:
+        def line(current: str, value: float) -> str:
+            payload = {"stages": ["text_model", "mmproj"], "current": current, "value": value}
+            return "cmd_child_to_router:state:" + json.dumps({"state": "loading", "payload": payload})
+
+        assert [LLAMA.progress(line(*at)) for at in (("text_model", 0.5), ("mmproj", 0.0), ("mmproj", 1.0))] == [
+            0.25,
+            0.5,
+            1.0,
+        ]
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            *("", "{", "[]", "null", '{"state": "ready"}', '{"state": "loading"}'),
+            '{"state": "loading", "payload": []}',
+            '{"state": "loading", "payload": {"value": null}}',
+            '{"state": "loading", "payload": {"stages": 3}}',
+        ],
+    )
+    def test_what_is_not_understood_is_no_progress(self, said: str) -> None:
+        assert LLAMA.progress(f"cmd_child_to_router:state:{said}") is None
+
+
+def test_metrics_are_read() -> None:
+    idle, busy = LLAMA.read(capture("metrics-idle")), LLAMA.read(capture("metrics-busy"))
+    assert (idle.running, idle.waiting) == (0, 0)
+    assert (busy.running, busy.waiting) == (1, 1)
+    assert busy.kv_use is None and busy.preemptions is None
+    assert LLAMA.read("").running is None
+
+
+class TestFigures:
+    def test_everyday_settings_have_room_for_a_second_request(self) -> None:
+        settings = LLAMA.settle(probe(), builtin_facts(), Workload())
+        assert settings.slots == EVERYDAY_SLOTS and settings.context_tokens == EVERYDAY_CONTEXT
+        assert settings.threads == probe().cpu.allowed_physical_cores and settings.gpu_layers == 0
+
+    @pytest.mark.parametrize(
+        ("workload", "slots", "context"),
+        [
+            (Workload(concurrency=1), 1, EVERYDAY_CONTEXT),
+            (Workload(concurrency=3, context_tokens=500, prompt_tokens=100, output_tokens=100), 3, 500),
+            (Workload(users=7), 7, EVERYDAY_CONTEXT),
+            (Workload(users=100_000), MAX_SLOTS, EVERYDAY_CONTEXT),
+            (Workload(context_tokens=10**6), EVERYDAY_SLOTS, 8192),
+        ],
+    )
+    def test_what_was_asked_for_is_settled(self, workload: Workload, slots: int, context: int) -> None:
+        settings = LLAMA.settle(probe(), builtin_facts(), workload)
+        assert (settings.slots, settings.context_tokens) == (slots, context)
+
+    def test_a_mac_computes_on_its_gpu(self) -> None:
+        mac = replaced(probe(), accelerators=(Accelerator(name="Apple M2", vendor="apple", unified_memory=True),))
+        settings = LLAMA.settle(mac, builtin_facts(), Workload())
+        assert settings.gpu_layers == builtin_facts().num_layers + 1
+
+    def test_memory_follows_the_header(self) -> None:
+        model = builtin_facts()
+        need = LLAMA.memory(probe(), model, Settings(slots=3, context_tokens=1000))
+        assert need.weights_bytes == model.weight_bytes
+        # 30 layers, 3 heads of 64, key and value, two bytes each.
+        assert need.kv_bytes == 3 * 1000 * 30 * 3 * 64 * 2 * 2
+        assert need.total_bytes < need.high_bytes
+
+    def test_memory_is_what_the_real_engine_takes(self, builtin_gguf: Path, llama_environment: Environment) -> None:
+        chosen = planned(Workload(concurrency=4, context_tokens=8192))
+        need = LLAMA.memory(probe(), chosen.model, chosen.settings)
+        with running(llama_environment, LLAMA.launch(chosen, free_port())) as (process, _):
+            # It clears its cache at the start, so that all of it counts; of the weights only what was read so far.
+            assert need.kv_bytes < process.memory_info().rss <= need.high_bytes
+
+
+@contextlib.contextmanager
+def running(environment: Environment, launch: Launch) -> Iterator[tuple[psutil.Process, str]]:
+    """The real engine, ready, with its private address."""
+    port = launch.argv[launch.argv.index("--port") + 1]
+    process = subprocess.Popen(
+        command(environment, launch), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+    def healthy() -> bool:
+        assert process.poll() is None
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer,
+        ):
+            return bool(answer.status == 200)
+        return False
+
+    with process:
+        try:
+            wait_for(healthy, "the engine to be ready")
+            yield psutil.Process(process.pid), f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            assert process.wait(10) == 0
+
+
+@pytest.fixture(scope="module")
+def launcher() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("llama_server", LAUNCHER)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestLauncher:
+    @pytest.mark.parametrize("task", ["generate", "embed"])
+    def test_takes_every_option_of_a_launch(self, launcher: ModuleType, task: str) -> None:
+        chosen = planned()
+        launch = LLAMA.launch(replaced(chosen, model=replaced(chosen.model, task=task)), 4321)
+        assert launch.argv[0] == "llama-server"
+        options = launcher.parser().parse_args(launch.argv[1:])
+        assert options.model == chosen.model.files[0] and options.alias == chosen.model.name
+        assert (options.host, options.port) == ("127.0.0.1", 4321)
+        assert options.parallel == 2 and options.ctx_size == 2 * 1024
+        assert options.threads == options.threads_batch == chosen.settings.threads
+        assert options.cache_ram == 0 and options.fit == "off"
+        assert options.metrics and options.slots and not options.webui
+        assert options.embeddings == (task == "embed")
+
+    @pytest.mark.parametrize(
+        "wrong", [["--no-such-option"], ["--ctx", "5"], ["--port", "x"], ["--fit", "maybe"], ["x"]]
+    )
+    def test_refuses_what_it_does_not_know(
+        self, launcher: ModuleType, wrong: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as ended:
+            launcher.parser().parse_args(["--model", "m.gguf", *wrong])
+        assert ended.value.code == 2 and "llama-server: error:" in capsys.readouterr().err
+
+    def test_has_no_option_twice(self, launcher: ModuleType) -> None:
+        parser: argparse.ArgumentParser = launcher.parser()
+        names = [name for action in parser._actions for name in action.option_strings]
+        assert len(names) == len(set(names))
+
+    def test_sets_the_wheels_own_parameters(self, llama_environment: Environment) -> None:
+        given = [
+            *("--model", "m.gguf", "--alias", "me", "--host", "127.0.0.2", "--port", "1234", "--threads-http", "9"),
+            *("--ctx-size", "4096", "--parallel", "3", "--threads", "5", "--n-gpu-layers", "7", "--batch-size", "64"),
+            *(
+                "--ubatch-size",
+                "32",
+                "--cache-ram",
+                "11",
+                "--cache-type-k",
+                "q8_0",
+                "--flash-attn",
+                "on",
+                "--poll",
+                "40",
+            ),
+            *(
+                "--pooling",
+                "mean",
+                "--timeout",
+                "77",
+                "--api-key",
+                "k",
+                "--verbosity",
+                "2",
+                "--chat-template",
+                "chatml",
+            ),
+            *("--fit", "off", "--metrics", "--no-slots", "--no-webui", "--no-warmup", "--no-mmap", "--embeddings"),
+            "--kv-unified",
+        ]
+        show = """
+import json, runpy, sys
+launcher = runpy.run_path(sys.argv[1])
+p = launcher["params"](launcher["parser"]().parse_args(sys.argv[2:]))
+print(json.dumps({
+    "path": p.model.path, "alias": sorted(p.model_alias), "hosts": list(p.hostnames), "port": p.port,
+    "http": p.n_threads_http, "ctx": p.n_ctx, "slots": p.n_parallel, "threads": p.cpuparams.n_threads,
+    "threads_batch": p.cpuparams_batch.n_threads, "ngl": p.n_gpu_layers, "batch": p.n_batch, "ubatch": p.n_ubatch,
+    "cram": p.cache_ram_mib, "ctk": p.cache_type_k.name, "ctv": p.cache_type_v.name, "fa": p.flash_attn_type.name,
+    "poll": [p.cpuparams.poll, p.cpuparams_batch.poll], "pooling": p.pooling_type.name,
+    "timeouts": [p.timeout_read, p.timeout_write], "keys": list(p.api_keys), "verbosity": p.verbosity,
+    "template": p.chat_template, "fit": p.fit_params, "metrics": p.endpoint_metrics, "slots_page": p.endpoint_slots,
+    "ui": p.ui, "warmup": p.warmup, "load": p.load_mode.name, "embedding": p.embedding, "unified": p.kv_unified,
+}))
+"""
+        argv = [str(llama_environment.interpreter), "-I", "-c", show, str(LAUNCHER), *given]
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == {
+            "path": "m.gguf", "alias": ["me"], "hosts": ["127.0.0.2"], "port": 1234,
+            "http": 9, "ctx": 4096, "slots": 3, "threads": 5,
+            "threads_batch": 5, "ngl": 7, "batch": 64, "ubatch": 32,
+            "cram": 11, "ctk": "GGML_TYPE_Q8_0", "ctv": "GGML_TYPE_F16", "fa": "LLAMA_FLASH_ATTN_TYPE_ENABLED",
+            "poll": [40, 40], "pooling": "LLAMA_POOLING_TYPE_MEAN",
+            "timeouts": [77, 77], "keys": ["k"], "verbosity": 2,
+            "template": "chatml", "fit": False, "metrics": True, "slots_page": False,
+            "ui": False, "warmup": False, "load": "LLAMA_LOAD_MODE_NONE", "embedding": True, "unified": True,
+        }  # fmt: skip
+
+    def test_an_unknown_cache_type_names_the_known_ones(self, llama_environment: Environment) -> None:
+        launch = Launch(argv=("llama-server", "--model", "m.gguf", "--cache-type-k", "q9"))
+        done = subprocess.run(command(llama_environment, launch), capture_output=True, text=True)
+        assert done.returncode == 1 and "no cache type is called 'q9'" in done.stderr and "q8_0" in done.stderr
+
+    def test_a_model_that_does_not_load_is_an_exit_status_and_no_traceback(
+        self, llama_environment: Environment, tmp_path: Path
+    ) -> None:
+        launch = Launch(argv=("llama-server", "--model", str(tmp_path / "gone.gguf"), "--port", str(free_port())))
+        done = subprocess.run(command(llama_environment, launch), capture_output=True, text=True)
+        assert done.returncode == 1 and "Traceback" not in done.stderr
+        assert LLAMA.explain(done.stdout + done.stderr) is not None
+
+    def test_the_plan_is_what_the_engine_does(self, builtin_gguf: Path, llama_environment: Environment) -> None:
+        chosen = planned()
+        with running(llama_environment, LLAMA.launch(chosen, free_port())) as (process, url):
+
+            def get(path: str) -> str:
+                with urllib.request.urlopen(f"{url}{path}", timeout=10) as answer:
+                    return str(answer.read().decode())
+
+            slots = json.loads(get("/slots"))
+            assert [slot["n_ctx"] for slot in slots] == [1024, 1024]
+            assert LLAMA.read(get("/metrics")).running == 0
+            assert json.loads(get("/v1/models"))["data"][0]["id"] == chosen.model.name
+            with pytest.raises(urllib.error.HTTPError):
+                get("/")  # no page of its own
+            assert process.num_threads() > 50  # --threads-http
+
+
+def test_every_engine_is_found_by_its_id() -> None:
+    assert engine("llama.cpp").id == "llama.cpp"
+    assert {"llama.cpp", "mlx", "vllm", "sglang", "tgi"} <= set(bedplate.engines.all_engines())
+    with pytest.raises(BadQuestion, match=r"no engine is called 'llamacpp'") as caught:
+        engine("llamacpp")
+    assert "did you mean llama.cpp?" in str(caught.value.hint)

@@ -1,0 +1,648 @@
+"""What passes through the gateway: answers, streams and pages, on connections that stay."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from bedplate.run.gateway import BackendState, sse
+
+from .scripted import (
+    ANSWER,
+    CHAT,
+    DONE,
+    STREAM_END,
+    STREAM_HEAD,
+    USAGE,
+    Client,
+    End,
+    House,
+    backend_at,
+    chat,
+    chunk,
+    delta,
+    plain,
+    request,
+    serving,
+    until,
+    whole_stream,
+    within,
+)
+
+# plain answers
+
+
+async def test_a_plain_answer_passes_unchanged() -> None:
+    body = b'{ "choices": [{"message":{"content":"na\xc3\xafve"}}],\n"usage":{"prompt_tokens":7,"completion_tokens":3}}'
+    async with serving() as house:
+        house.engine.answer(plain(body))
+        answer = await (await house.client()).post(CHAT, chat())
+        assert (answer.status, answer.body) == (200, body)
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.headers["server"] == "bedplate"
+        seen = house.engine.seen[0]
+        assert (seen.method, seen.target, seen.json) == ("POST", CHAT, chat())
+        assert house.metric("tokens_total", kind="prompt") == 7
+
+
+@pytest.mark.parametrize("path", [path.decode() for path in sse.APIS])
+async def test_every_api_goes_to_the_same_path_of_the_engine(path: str) -> None:
+    async with serving() as house:
+        answer = await (await house.client()).post(f"{path}?beta=true", {"input": "x"})
+        assert answer.json == ANSWER
+        assert house.engine.seen[0].target == f"{path}?beta=true"
+
+
+async def test_an_answer_that_ends_with_the_connection_is_whole() -> None:
+    async with serving() as house:
+        house.engine.answer(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{"a":', b"1}", End.CLOSE)
+        client = await house.client()
+        assert (await client.post(CHAT, chat())).json == {"a": 1}
+        assert (await client.post(CHAT, chat())).json == ANSWER
+        assert [seen.line for seen in house.engine.seen] == [0, 1]
+
+
+async def test_an_engine_may_announce_its_answer_first() -> None:
+    async with serving() as house:
+        house.engine.answer(b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 102 Processing\r\n\r\n", plain(ANSWER))
+        client = await house.client()
+        assert (await client.post(CHAT, chat())).json == ANSWER
+        assert (await client.post(CHAT, chat())).json == ANSWER
+        assert [seen.line for seen in house.engine.seen] == [0, 0]
+
+
+async def test_a_status_that_has_no_name_passes() -> None:
+    """Such as Anthropic's 529; the standard library knows no phrase for it."""
+    async with serving() as house:
+        house.engine.answer(plain({"error": {"message": "overloaded"}}, "529 Overloaded"))
+        answer = await (await house.client()).post("/v1/messages", chat())
+        assert (answer.status, answer.error["message"]) == (529, "overloaded")
+
+
+async def test_connections_to_the_engine_are_used_again() -> None:
+    async with serving() as house:
+        for _ in range(3):
+            await (await house.client()).post(CHAT, chat())
+        assert [seen.line for seen in house.engine.seen] == [0, 0, 0]
+
+
+async def test_an_engine_that_says_close_is_connected_to_anew() -> None:
+    async with serving() as house:
+        house.engine.otherwise = (plain(ANSWER).replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1), End.CLOSE)
+        client = await house.client()
+        for _ in range(3):
+            assert (await client.post(CHAT, chat())).status == 200
+        assert [seen.line for seen in house.engine.seen] == [0, 1, 2]
+
+
+async def test_a_body_in_chunks_reaches_the_engine_whole() -> None:
+    """With its length, and without the trailers, which are no headers."""
+    async with serving() as house:
+        client = await house.client()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+        await client.send(head + chunk(b'{"mess'))
+        await client.send(chunk(b'ages":[]}') + b"0\r\nx-trailer: 1\r\nauthorization: Bearer trailing\r\n\r\n")
+        assert (await client.answer()).status == 200
+        seen = house.engine.seen[0]
+        assert seen.body == b'{"messages":[]}'
+        assert seen.header("content-length") == ["15"]
+        assert not seen.header("transfer-encoding") and not seen.header("x-trailer")
+        assert (await client.get("/health")).status == 200
+
+
+# streams
+
+
+async def test_a_stream_passes_event_by_event_without_waiting_for_later_ones() -> None:
+    go_on = asyncio.Event()
+    async with serving() as house:
+        house.engine.answer(STREAM_HEAD + chunk(delta("a")), go_on, chunk(delta("b")) + chunk(DONE) + STREAM_END)
+        client = await house.client()
+        await client.send(request(CHAT, chat(stream=True)))
+        head = await client.head()
+        assert await client.chunk() == delta("a")
+        assert not go_on.is_set()
+        go_on.set()
+        assert await client.chunk() + await client.chunk() + await client.chunk() == delta("b") + DONE
+        assert head.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert head.headers["cache-control"] == "no-cache"
+        assert head.headers["server"] == "bedplate"
+
+
+async def test_the_head_waits_for_the_first_event() -> None:
+    """One packet instead of two, and an engine that dies before its first token gets a proper status."""
+    go_on = asyncio.Event()
+    async with serving() as house:
+        house.engine.answer(STREAM_HEAD, go_on, chunk(delta("a")) + chunk(DONE) + STREAM_END)
+        client = await house.client()
+        await client.send(request(CHAT, chat(stream=True)))
+        await house.engine.request()
+        reading = asyncio.ensure_future(client.reader.read(1 << 16))
+        assert (await client_other(house)).status == 200  # a whole exchange later there is still nothing
+        assert not reading.done()
+        go_on.set()
+        first = await within(reading)
+        assert first.startswith(b"HTTP/1.1 200 OK\r\n") and chunk(delta("a")) in first
+
+
+async def client_other(house: House) -> Any:
+    return await (await house.client()).post(CHAT, chat())
+
+
+async def test_usage_is_asked_of_the_engine_and_kept_from_a_client_that_did_not_ask() -> None:
+    async with serving() as house:
+        house.engine.answer(whole_stream(delta("a"), USAGE, DONE))
+        answer = await (await house.client()).post(CHAT, chat(stream=True))
+        assert house.engine.seen[0].json == {**chat(stream=True), "stream_options": {"include_usage": True}}
+        assert answer.body == delta("a") + DONE
+        assert house.metric("tokens_total", kind="prompt") == 7
+        assert house.metric("tokens_total", kind="completion") == 3
+
+
+async def test_usage_reaches_a_client_that_asked() -> None:
+    asked = chat(stream=True, stream_options={"include_usage": True})
+    async with serving() as house:
+        house.engine.answer(whole_stream(delta("a"), USAGE, DONE))
+        answer = await (await house.client()).post(CHAT, asked)
+        assert answer.body == delta("a") + USAGE + DONE
+        assert house.engine.seen[0].body == json.dumps(asked).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHAT, chat()), ("/v1/messages", chat(stream=True)), ("/v1/responses", chat(stream=True))],
+)
+async def test_usage_is_not_asked_where_it_comes_anyway(path: str, body: dict[str, Any]) -> None:
+    async with serving() as house:
+        await (await house.client()).post(path, body)
+        assert house.engine.seen[0].json == body
+
+
+async def test_an_http_1_0_client_gets_a_stream_without_chunks_that_ends_with_the_connection() -> None:
+    """Even where it would like to stay connected, for there is no other end to see."""
+    for keep in ("", "connection: keep-alive\r\n"):
+        async with serving() as house:
+            house.engine.answer(whole_stream(delta("a"), delta("b"), DONE))
+            client = await house.client()
+            body = json.dumps(chat(stream=True))
+            await client.send(f"POST {CHAT} HTTP/1.0\r\n{keep}content-length: {len(body)}\r\n\r\n{body}".encode())
+            answer = await client.answer()
+            assert "transfer-encoding" not in answer.headers
+            assert answer.headers["connection"] == "close"
+            assert answer.body == delta("a") + delta("b") + DONE
+
+
+async def test_an_http_1_0_client_gets_pages_and_answers_that_close() -> None:
+    async with serving() as house:
+        body = json.dumps(chat())
+        for asked in (
+            f"POST {CHAT} HTTP/1.0\r\ncontent-length: {len(body)}\r\n\r\n{body}",
+            "GET /health HTTP/1.0\r\nconnection: keep-alive\r\n\r\n",
+        ):
+            client = await house.client()
+            await client.send(asked.encode())
+            answer = await client.answer()
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert await client.is_closed()
+
+
+@pytest.mark.parametrize("asked", [chat(), chat(stream=True)])
+async def test_connection_close_closes_after_the_answer(asked: dict[str, Any]) -> None:
+    async with serving() as house:
+        if "stream" in asked:
+            house.engine.answer(whole_stream(delta("a"), DONE))
+        client = await house.client()
+        answer = await client.post(CHAT, asked, connection="close")
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert await client.is_closed()
+
+
+async def test_what_follows_the_last_request_is_not_answered() -> None:
+    """A request that says close is the last one, whatever comes behind it in the same segment."""
+    async with serving() as house:
+        for last in (request(CHAT, chat(model="other"), connection="close"), request("/health", connection="close")):
+            client = await house.client()
+            await client.send(last + request("/health") + b"garbage")
+            assert (await client.answer()).status in (200, 404)
+            assert await client.is_closed()
+        assert not house.engine.seen
+
+
+async def test_streams_end_in_the_words_of_the_real_client() -> None:
+    """The OpenAI client reads a stream to its end, and is content."""
+    async with serving() as house:
+        house.engine.answer(whole_stream(delta("a"), delta("b"), USAGE, DONE))
+        async with openai.AsyncOpenAI(base_url=f"{house.gateway.url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.chat.completions.create(
+                model="small", messages=[{"role": "user", "content": "hi"}], stream=True
+            )
+            assert [piece.choices[0].delta.content async for piece in stream] == ["a", "b"]
+
+
+# connections
+
+
+async def test_one_connection_mixes_apis_and_pages() -> None:
+    async with serving() as house:
+        house.engine.otherwise = (whole_stream(delta("a"), DONE),)
+        client = await house.client()
+        for _ in range(3):
+            assert (await client.get("/health")).json["status"] == "ok"
+            assert (await client.post(CHAT, chat(stream=True))).body == delta("a") + DONE
+            assert (await client.get("/nowhere")).status == 404
+            assert (await client.post(CHAT, b"{")).status == 400
+            assert (await client.get("/v1/models")).json["object"] == "list"
+        assert len(house.gateway.connections) == 1
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    go_on = asyncio.Event()
+    async with serving() as house:
+        house.engine.answer(go_on, plain({"n": 1}))
+        house.engine.answer(whole_stream(delta("a"), DONE))
+        client = await house.client()
+        await client.send(
+            request(CHAT, chat())
+            + request("/health")
+            + request(CHAT, chat(stream=True))
+            + request(CHAT, b"[]")
+            + request("/v1/models/small")
+            + request(CHAT, chat())
+        )
+        await house.engine.request()
+        go_on.set()
+        assert (await client.answer()).json == {"n": 1}
+        assert (await client.answer()).json["status"] == "ok"
+        assert (await client.answer()).body == delta("a") + DONE
+        assert (await client.answer()).status == 400
+        assert (await client.answer()).json["id"] == "small"
+        assert (await client.answer()).json == ANSWER
+
+
+async def test_more_pipelined_requests_than_are_kept_wait_in_the_socket() -> None:
+    go_on = asyncio.Event()
+    async with serving() as house:
+        house.engine.answer(go_on, plain({"n": 0}))
+        client = await house.client()
+        await client.send(request(CHAT, chat()))
+        await house.engine.request()
+        for _ in range(40):
+            await client.send(request("/health"))
+        go_on.set()
+        assert (await client.answer()).json == {"n": 0}
+        for _ in range(40):
+            assert (await client.answer()).status == 200
+
+
+async def test_valid_requests_before_garbage_are_answered_first() -> None:
+    go_on = asyncio.Event()
+    async with serving() as house:
+        house.engine.answer(go_on, plain({"n": 1}))
+        house.engine.answer(plain({"n": 2}))
+        client = await house.client()
+        await client.send(request(CHAT, chat()) + request(CHAT, chat()) + b"\x00garbage\r\n\r\n")
+        await house.engine.request()
+        go_on.set()
+        assert (await client.answer()).json == {"n": 1}
+        assert (await client.answer()).json == {"n": 2}
+        answer = await client.answer()
+        assert (answer.status, answer.error["code"]) == (400, "bad_http")
+        assert await client.is_closed()
+
+
+async def test_requests_arrive_byte_by_byte() -> None:
+    async with serving() as house:
+        client = await house.client()
+        for byte in request("/health") + request(CHAT, chat()):
+            client.writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+        assert (await client.answer()).json["status"] == "ok"
+        assert (await client.answer()).json == ANSWER
+
+
+async def test_expect_100_continue_is_answered_before_the_body() -> None:
+    body = json.dumps(chat()).encode()
+    async with serving() as house:
+        client = await house.client()
+        await client.send(request(CHAT, body, expect="100-continue")[: -len(body)])
+        assert (await client.head()).status == 100
+        await client.send(body)
+        assert (await client.answer()).json == ANSWER
+
+
+async def test_expect_100_continue_behind_another_request_waits_for_its_answer() -> None:
+    """Else it would stand in the middle of that answer."""
+    body = json.dumps(chat()).encode()
+    go_on = asyncio.Event()
+    async with serving() as house:
+        house.engine.answer(STREAM_HEAD + chunk(delta("a")), go_on, chunk(DONE) + STREAM_END)
+        client = await house.client()
+        await client.send(request(CHAT, chat(stream=True)) + request(CHAT, body, expect="100-continue")[: -len(body)])
+        await client.head()
+        assert await client.chunk() == delta("a")
+        go_on.set()
+        assert await client.chunk() == DONE
+        assert await client.chunk() == b""
+        assert (await client.head()).status == 100
+        await client.send(body)
+        assert (await client.answer()).json == ANSWER
+
+
+async def test_expect_100_continue_is_not_granted_to_a_body_that_is_too_large() -> None:
+    async with serving(max_body_bytes=100) as house:
+        client = await house.client()
+        await client.send(f"POST {CHAT} HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 101\r\n\r\n".encode())
+        assert (await client.answer()).status == 413
+
+
+async def test_head_gives_the_head_of_a_page_and_no_body() -> None:
+    async with serving() as house:
+        client = await house.client()
+        whole = await client.get("/health")
+        await client.send(request("/health", method="HEAD"))
+        head = await client.head()
+        assert (head.status, head.headers["content-length"]) == (200, whole.headers["content-length"])
+        assert (await client.get("/health")).body == whole.body
+
+
+async def test_an_offer_to_upgrade_is_ignored() -> None:
+    """As `curl --http2` makes it; the request itself is an ordinary one, and so is the next."""
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2_settings": "AAMAAABkAAQ"}
+    async with serving() as house:
+        client = await house.client()
+        await client.send(request("/health", **offer) + request("/health") + request(CHAT, chat(), **offer))  # type: ignore[arg-type]
+        assert (await client.answer()).json["status"] == "ok"
+        assert (await client.answer()).json["status"] == "ok"
+        assert (await client.answer()).json == ANSWER
+        assert (await client.get("/health")).status == 200
+        assert not house.engine.seen[0].header("upgrade") and not house.engine.seen[0].header("http2-settings")
+
+
+async def test_this_is_no_proxy() -> None:
+    async with serving() as house:
+        client = await house.client()
+        await client.send(b"CONNECT example.com:443 HTTP/1.1\r\nhost: example.com:443\r\n\r\nTLS?")
+        answer = await client.answer()
+        assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
+        assert await client.is_closed()
+
+
+async def test_a_target_that_names_the_server_is_understood() -> None:
+    async with serving() as house:
+        client = await house.client()
+        assert (await client.post(f"http://test{CHAT}?a=b", chat())).json == ANSWER
+        assert house.engine.seen[0].target == f"{CHAT}?a=b"
+        assert (await client.get("http://test/health")).status == 200
+
+
+# headers
+
+
+async def test_headers_pass_to_the_engine_but_for_keys_and_those_of_one_hop() -> None:
+    async with serving(api_key="the-key") as house:
+        client = await house.client()
+        await client.post(
+            CHAT,
+            chat(),
+            authorization="Bearer the-key",
+            x_api_key="the-key",
+            cookie="session=1",
+            content_type="application/json",
+            user_agent="test/1",
+            x_request_id="r-1",
+            anthropic_version="2023-06-01",
+            traceparent="00-1-2-01",
+            connection="keep-alive, X-Hop",
+            x_hop="1",
+            keep_alive="timeout=5",
+            te="trailers",
+            upgrade="",
+            proxy_authorization="Basic x",
+            proxy_connection="keep-alive",
+            accept_encoding="gzip",
+            expect="nothing",
+        )
+        headers = dict(house.engine.seen[0].headers)
+        assert headers == {
+            "host": "127.0.0.1",
+            "content-length": str(len(house.engine.seen[0].body)),
+            "content-type": "application/json",
+            "user-agent": "test/1",
+            "x-request-id": "r-1",
+            "anthropic-version": "2023-06-01",
+            "traceparent": "00-1-2-01",
+        }
+
+
+# errors of the engine
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body", "message"),
+    [
+        ("400 Bad Request", "application/json", b'{"error":{"code":400,"message":"too long","type":"x"}}', "too long"),
+        ("422 Unprocessable", "application/json", b'{"detail":"field required"}', "field required"),
+        ("500 Internal", "text/html", b"<h1>Oops</h1>", "<h1>Oops</h1>"),
+        ("503 Unavailable", "text/plain", b"", "the engine answered 503"),
+        ("429 Too Many", "application/json", b'{"message":"\xff"}', '{"message":"�"}'),
+        ("400 Bad Request", "text/event-stream", b'{"error":"no"}', "no"),
+    ],
+)
+async def test_errors_of_the_engine_become_openai_errors(status: str, kind: str, body: bytes, message: str) -> None:
+    async with serving() as house:
+        house.engine.answer(plain(body, status, kind))
+        client = await house.client()
+        answer = await client.post(CHAT, chat(stream=True))
+        assert (answer.status, answer.error["message"]) == (int(status[:3]), message)
+        assert house.outcome("refused") == 1
+        assert (await client.post(CHAT, chat())).status == 200
+
+
+# models
+
+
+@pytest.mark.parametrize("name", ["small", "SMALL", "Small Model", "small.GGUF", "", None])
+async def test_a_model_answers_to_its_names_in_any_case_and_to_none(name: str | None) -> None:
+    async with serving() as house:
+        assert (await (await house.client()).post(CHAT, chat(model=name))).status == 200
+
+
+async def test_an_unknown_model_is_not_found() -> None:
+    async with serving() as house:
+        answer = await (await house.client()).post(CHAT, chat(model="gpt-5"))
+        assert answer.status == 404
+        assert (answer.error["code"], answer.error["param"]) == ("model_not_found", "model")
+        assert "'gpt-5'" in answer.error["message"] and "small" in answer.error["message"]
+        assert not house.engine.seen
+
+
+async def test_several_backends_are_told_apart_by_name() -> None:
+    async with serving(backend_at(1, "large", names=frozenset(["large"]), state="loading")) as house:
+        client = await house.client()
+        assert (await client.post(CHAT, chat(model="small"))).status == 200
+        assert (await client.post(CHAT, chat(model="large"))).status == 503
+        assert (await client.post(CHAT, chat())).status == 404
+        assert [row["id"] for row in (await client.get("/v1/models")).json["data"]] == ["small", "large"]
+        health = await client.get("/health")
+        assert (health.status, health.json["status"]) == (503, "loading")
+
+
+# pages
+
+
+async def test_what_is_not_there_is_an_openai_error() -> None:
+    async with serving() as house:
+        client = await house.client()
+        answer = await client.get("/v1/nothing")
+        assert (answer.status, answer.error["code"]) == (404, "not_found")
+        assert "/v1/nothing" in answer.error["message"]
+        assert (await client.post("/v1/nothing", b"x" * 100)).error["code"] == "not_found"
+        assert answer.headers["server"] == "bedplate"
+
+
+@pytest.mark.parametrize(("method", "path", "allowed"), [("DELETE", "/health", "GET,HEAD"), ("GET", CHAT, "POST")])
+async def test_a_wrong_method_is_told_the_right_one(method: str, path: str, allowed: str) -> None:
+    async with serving() as house:
+        client = await house.client()
+        await client.send(request(path, method=method))
+        answer = await client.answer()
+        assert (answer.status, answer.error["code"], answer.headers["allow"]) == (405, "method_not_allowed", allowed)
+
+
+async def test_models_are_listed_with_what_serves_them() -> None:
+    async with serving(context_tokens=4096) as house:
+        client = await house.client()
+        answer = await client.get("/v1/models")
+        (row,) = answer.json["data"]
+        assert isinstance(row.pop("created"), int)
+        assert row == {
+            "id": "small",
+            "object": "model",
+            "owned_by": "bedplate",
+            "engine": "llama.cpp",
+            "engine_version": "b1",
+            "max_model_len": 4096,
+        }
+        assert answer.headers["server"] == "bedplate"
+        assert (await client.get("/models")).json == answer.json
+        assert (await client.get("/v1/models/SMALL")).json["id"] == "small"
+        assert (await client.get("/v1/models/Small%20Model")).json["id"] == "small"
+        missing = await client.get("/v1/models/org/other")
+        assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("state", ["loading", "restarting", "failed", "stopped"])
+async def test_health_says_what_keeps_the_engine(state: BackendState) -> None:
+    async with serving(retry_after_s=9, progress=0.5) as house:
+        client = await house.client()
+        ready = await client.get("/health")
+        assert (ready.status, ready.json["status"]) == (200, "ok")
+        house.backend.state = state
+        answer = await client.get("/health")
+        assert (answer.status, answer.headers["retry-after"]) == (503, "9")
+        assert answer.json == {
+            "status": state,
+            "models": {"small": {"engine": "llama.cpp", "state": state, "progress": 0.5}},
+        }
+
+
+async def test_metrics_count_requests_tokens_and_times() -> None:
+    go_on = asyncio.Event()
+    async with serving(restarts=2) as house:
+        house.engine.answer(STREAM_HEAD + chunk(delta("a")), go_on, chunk(USAGE + DONE) + STREAM_END)
+        client, watcher = await house.client(), await house.client()
+        await client.send(request(CHAT, chat(stream=True)))
+        await client.head()
+        assert house.metric("requests_in_flight") == 1
+        go_on.set()
+        await read_to_end(client)
+        house.engine.answer(plain({"error": "no"}, "400 Bad Request"))
+        await client.post(CHAT, chat())
+        answer = await watcher.get("/metrics")
+        assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        lines = answer.body.decode().splitlines()
+        which = 'engine="llama.cpp",model="small"'
+        for line in (
+            f"bedplate_requests_in_flight{{{which}}} 0.0",
+            'bedplate_requests_total{api="chat",engine="llama.cpp",model="small",outcome="ok"} 1.0',
+            'bedplate_requests_total{api="chat",engine="llama.cpp",model="small",outcome="refused"} 1.0',
+            f"bedplate_time_to_first_token_seconds_count{{{which}}} 1.0",
+            f"bedplate_time_per_output_token_seconds_count{{{which}}} 1.0",
+            f"bedplate_request_seconds_count{{{which}}} 2.0",
+            'bedplate_tokens_total{engine="llama.cpp",kind="prompt",model="small"} 7.0',
+            'bedplate_tokens_total{engine="llama.cpp",kind="completion",model="small"} 3.0',
+            f"bedplate_engine_up{{{which}}} 1.0",
+            f"bedplate_engine_restarts{{{which}}} 2.0",
+        ):
+            assert line in lines
+
+
+async def read_to_end(client: Client) -> None:
+    while await client.chunk():
+        pass
+
+
+async def test_the_first_page_says_how_to_call_it() -> None:
+    async with serving() as house:
+        answer = await (await house.client()).get("/")
+        assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+        text = answer.body.decode()
+        assert "small is served by llama.cpp b1 (ready)" in text
+        assert f"curl {house.gateway.url}/v1/chat/completions" in text
+        assert "YOUR-KEY" not in text
+
+
+async def test_the_first_page_shows_no_more_than_the_name_of_a_hostile_model() -> None:
+    hostile = "<script>alert(1)</script>\"'{url}"
+    async with serving(model=hostile, api_key="the-key", state="loading", progress=0.25) as house:
+        answer = await (await house.client()).get("/", accept="text/html,*/*")
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        page = answer.body.decode()
+        assert "<script" not in page
+        assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;{url}") == 2
+        assert "loading 25%" in page and "YOUR-KEY" in page and "the-key" not in page
+
+
+async def test_a_page_with_a_long_header_is_served_like_any_other() -> None:
+    """What a head may hold is one decision, made where the connection is read."""
+    async with serving() as house:
+        client = await house.client()
+        assert (await client.get("/health", x_long="a" * 30_000)).status == 200
+        assert (await client.get("/health?" + "a" * 30_000)).status == 200
+        many = {f"x_{i}": "1" for i in range(500)}
+        assert (await client.get("/health", **many)).status == 200
+
+
+async def test_a_page_that_fails_is_an_openai_error(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as house:
+        client = await house.client()
+        house.backend.progress = object()  # type: ignore[assignment]
+        answer = await client.get("/health")
+        assert (answer.status, answer.error["code"]) == (500, "internal_error")
+        assert "the page /health failed" in caplog.text
+        assert (await client.get("/v1/models")).status == 200
+
+
+async def test_a_page_handler_that_hangs_up_when_idle_takes_no_stream_with_it() -> None:
+    """The framework closes its side after an hour; on the same connection a stream may be running by then."""
+    go_on = asyncio.Event()
+    async with serving() as house:
+        house.engine.answer(STREAM_HEAD + chunk(delta("a")), go_on, chunk(DONE) + STREAM_END)
+        client = await house.client()
+        assert (await client.get("/health")).status == 200
+        await client.send(request(CHAT, chat(stream=True)))
+        await client.head()
+        assert await client.chunk() == delta("a")
+        (connection,) = house.gateway.connections
+        inner = connection._inner
+        assert inner is not None
+        inner.close()
+        go_on.set()
+        assert await client.chunk() == DONE
+        assert await client.chunk() == b""
+        assert (await client.get("/health")).status == 200
+        await until(lambda: house.metric("requests_in_flight") == 0, "the stream to end")

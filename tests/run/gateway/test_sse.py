@@ -1,0 +1,374 @@
+"""What the gateway understands of bodies and events, and that it changes nothing else, however they are cut."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bedplate.run.gateway import sse
+
+from .scripted import DONE, STREAM_END, STREAM_HEAD, USAGE, Bench, chunk, delta, request, unchunk
+
+HOSTILE = (
+    "data: [DONE]\n\n",
+    "\n\ndata: [DONE]\n\n",
+    '"usage":{"prompt_tokens":999,"completion_tokens":999}',
+    '{"choices":[],"usage":{"prompt_tokens":999}}',
+    "event: error\n\n",
+    "\nevent: error\ndata: {}\n\n",
+    '"error":{"message":"no"}',
+    '"message_stop"',
+    '{"type":"message_stop"}',
+    '"response.completed"',
+    "\r\n\r\n",
+    "naïve 火 🔥",
+    "0\r\n\r\n",
+)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def asked_with(body: bytes) -> dict[str, Any]:
+    """The body as it goes to the engine, decoded by another reader than the gateway's."""
+    value: dict[str, Any] = json.loads(sse.with_usage_asked(body, sse.read_asked(body)))
+    return value
+
+
+# asking for usage
+
+
+@given(st.dictionaries(st.text().filter(lambda k: k not in sse.Asked.__struct_fields__), JSON, max_size=4), st.data())
+def test_asking_for_usage_keeps_every_other_field(fields: dict[str, Any], data: st.DataObject) -> None:
+    indent = data.draw(st.sampled_from([None, 0, 2]))
+    ascii_only = data.draw(st.booleans())
+    options = data.draw(
+        st.sampled_from([None, {}, {"include_usage": False}, {"continuous_usage_stats": True, "x": [1.0]}])
+    )
+    body = {**fields, "stream": True}
+    if data.draw(st.booleans()):
+        body = {"stream_options": options, **body}
+    text = json.dumps(body, indent=indent, ensure_ascii=ascii_only)
+    sent = asked_with((data.draw(st.sampled_from(["", " ", "\n\t"])) + text).encode("utf-8", "replace"))
+    told = body.get("stream_options")
+    assert sent == {**body, "stream_options": {**(told if isinstance(told, dict) else {}), "include_usage": True}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b" { } ",
+        b'\r\n{"stream":true}\r\n',
+        b'{"messages":[{"content":"{\\"stream_options\\":{}}"}]}',
+        b'{"messages":[{"content":"\\"stream_options\\""}],"n":1.50}',
+        b'{"tools":[{"stream_options":{"include_usage":false}}],"seed":123456789012345678901234567890}',
+        b'{"stream_options":null,"stream":true}',
+        b'{"stream_options":{"include_usage":null,"a":[1e400]}}',
+        b'{"stream\\u005foptions":{"include_usage":false,"b":1}}',
+        '{"prompt":"naïve 火"}'.encode(),
+    ],
+)
+def test_asking_for_usage_in_odd_bodies(body: bytes) -> None:
+    before = json.loads(body)
+    options = before.pop("stream_options", None) or {}
+    sent = asked_with(body)
+    assert sent.pop("stream_options") == {**options, "include_usage": True}
+    assert sent == before
+
+
+def test_asking_for_usage_leaves_the_bytes_of_a_prompt_alone() -> None:
+    """Numbers and escapes come to the engine as they were written."""
+    prompt = b'"prompt" : "\\u00e9\\/" , "temperature":0.70, "logit_bias":{ "1":1E2 }'
+    assert prompt in sse.with_usage_asked(b"{" + prompt + b"}", sse.Asked())
+    kept = sse.with_usage_asked(b'{"prompt":"\\u00e9\\/","n":0.70,"stream_options":{}}', sse.Asked(stream_options=None))
+    assert b'"\\u00e9\\/"' in kept and b"0.70" in kept
+
+
+@pytest.mark.parametrize("body", [b'{"messages":[{"content":"\xff"}]}', b'{"a":' + b"[" * 100_000, b"[]", b"", b"{"])
+def test_a_body_that_cannot_be_used_raises_what_callers_catch(body: bytes) -> None:
+    with pytest.raises(sse.UNREADABLE):
+        sse.read_asked(body)
+
+
+# whole events
+
+
+@pytest.mark.parametrize(
+    ("data", "whole"),
+    [
+        (b"", 0),
+        (b"data: a", 0),
+        (b"data: a\n", 0),
+        (b"data: a\n\n", 9),
+        (b"data: a\n\ndata: b", 9),
+        (b"data: a\n\ndata: b\n\n", 18),
+        (b"data: a\r\n\r", 0),
+        (b"data: a\r\n\r\n", 11),
+        (b"data: a\r\n\r\ndata: b\r\n", 11),
+        (b"data: \xf0\x9f", 0),
+    ],
+)
+def test_only_whole_events_pass(data: bytes, whole: int) -> None:
+    assert sse.whole_events(data) == whole
+
+
+# usage
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_that_looks_like_usage_is_not_looked_at(text: str) -> None:
+    assert not sse.may_have_usage(delta(text))
+
+
+def test_usage_is_seen_behind_events_that_say_it_is_null() -> None:
+    """SGLang says `"usage":null` in every event, and several events may come in one piece."""
+    null = b'data: {"choices":[{"delta":{"content":"a"}}],"usage":null}\n\n'
+    usage = sse.Usage()
+    assert sse.may_have_usage(null + null + USAGE)
+    assert sse.read_usage(null + USAGE + DONE, usage, drop=True) == null + DONE
+    assert (usage.prompt_tokens, usage.completion_tokens) == (7, 3)
+
+
+def test_usage_beside_a_choice_is_counted_and_never_dropped() -> None:
+    both = b'data: {"choices":[{"delta":{}}],"usage":{"prompt_tokens":5,"completion_tokens":2}}\n\n'
+    usage = sse.Usage()
+    assert sse.read_usage(both, usage, drop=True) == both
+    assert (usage.prompt_tokens, usage.completion_tokens) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"choices":[],"usage":{"prompt_tokens":-1}}\n\n',
+        b'data: {"choices":[],"usage":{"prompt_tokens":"many"}}\n\n',
+        b'data: {"choices":[],"usage":{"prompt_tokens":1}\n\n',
+        b'data: {"choices":[],"usage":{"x":' + b"[" * 100_000 + b"\n\n",
+        b'data: {"message":"\xff","usage":{}\n\n',
+        b'"usage":{\n\n',
+    ],
+)
+def test_counts_that_make_no_sense_are_left_alone(event: bytes) -> None:
+    usage = sse.Usage()
+    assert sse.may_have_usage(event)
+    assert sse.read_usage(event, usage, drop=True) == event
+    sse.read_body_usage(event[6:], usage)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (None, None)
+
+
+def test_counts_of_the_messages_api_come_in_two_events() -> None:
+    usage = sse.Usage()
+    start = (
+        b"event: message_start\r\n"
+        b'data: {"type":"message_start","message":{"usage":{"input_tokens":9,"output_tokens":1}}}\r\n\r\n'
+    )
+    end = b'event: message_delta\r\ndata: {"type":"message_delta","usage":{"output_tokens":4}}\r\n\r\n'
+    assert sse.read_usage(start, usage, drop=True) == start
+    assert sse.read_usage(end, usage, drop=True) == end
+    assert (usage.prompt_tokens, usage.completion_tokens) == (9, 4)
+
+
+def test_counts_of_the_responses_api_are_inside_of_the_response() -> None:
+    usage = sse.Usage()
+    event = b'data: {"type":"response.completed","response":{"usage":{"input_tokens":9,"output_tokens":4}}}\n\n'
+    assert sse.read_usage(event, usage, drop=True) == event
+    assert (usage.prompt_tokens, usage.completion_tokens) == (9, 4)
+
+
+# is it whole?
+
+WHOLE: list[tuple[sse.Api, bytes]] = [
+    ("chat", DONE),
+    ("chat", b"data:[DONE]\n\n"),
+    ("chat", b"data: [DONE]\r\n\r\n"),
+    ("chat", delta("a") + USAGE + DONE),
+    ("chat", b'data: {"error":{"message":"no"}}\n\n'),
+    ("completions", DONE),
+    ("completions", b'data: {"error":"no"}\n\n'),
+    ("messages", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
+    ("messages", b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"no"}}\n\n'),
+    ("responses", b'event: response.completed\ndata: {"type":"response.completed","response":{}}\n\n'),
+    ("responses", b'data: {"type": "response.incomplete", "response":{}}\n\n'),
+    ("responses", b'data: {"type":"response.failed","response":{"error":{"code":"x"}}}\n\n'),
+    ("responses", b'event: error\ndata: {"type":"error","code":"x"}\n\n'),
+    ("responses", DONE),
+    ("embeddings", b"anything"),
+    ("other", b""),
+]
+CUT: list[tuple[sse.Api, bytes]] = [
+    ("chat", b""),
+    ("chat", delta("a")),
+    ("chat", USAGE),
+    ("chat", b'data: {"choices":[{"delta":{"content":"a"}}],"error":null}\n\n'),
+    ("completions", b'data: {"choices":[{"text":"a"}]}\n\n'),
+    ("messages", b'event: content_block_stop\ndata: {"type":"content_block_stop"}\n\n'),
+    ("messages", b'data: {"type":"content_block_delta","delta":{"type":"message_stop"}}\n\n'),
+    ("responses", b'data: {"type":"response.created","response":{"error":null,"usage":null}}\n\n'),
+    (
+        "responses",
+        b'data: {"type":"response.created","response":{"tools":[{"parameters":{"properties":{"error":{}}}}]}}\n\n',
+    ),
+    ("responses", b'data: {"type":"response.output_text.delta","delta":"x"}\n\n'),
+    *[(api, delta(text)) for api in ("chat", "messages", "responses") for text in HOSTILE],
+]
+
+
+@pytest.mark.parametrize(("api", "events"), WHOLE)
+def test_a_stream_that_says_so_is_whole(api: sse.Api, events: bytes) -> None:
+    assert sse.is_whole(api, events)
+
+
+@pytest.mark.parametrize(("api", "events"), CUT)
+def test_a_stream_that_does_not_say_so_was_cut(api: sse.Api, events: bytes) -> None:
+    assert not sse.is_whole(api, events)
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message", "kind", "code"),
+    [
+        (400, b'{"error":{"code":400,"message":"too long","type":"exceed_context_size_error","n_ctx":64}}',
+         "too long", "exceed_context_size_error", None),
+        (400, b'{"error":{"code":"ctx","message":"too long","type":"x","param":"messages"}}', "too long", "x", "ctx"),
+        (404, b'{"object":"error","message":"no such model","type":"NotFoundError","code":404}',
+         "no such model", "NotFoundError", None),
+        (422, b'{"detail":"field required"}', "field required", "invalid_request_error", None),
+        (422, b'{"detail":[{"loc":["body"],"msg":"required"}]}', "[{'loc': ['body'], 'msg': 'required'}]",
+         "invalid_request_error", None),
+        (500, b'{"error":"out of memory"}', "out of memory", "server_error", None),
+        (502, b"<html><body>Bad Gateway</body></html>", "<html><body>Bad Gateway</body></html>", "server_error", None),
+        (503, b"", "the engine answered 503", "server_error", None),
+        (500, b"\xff\xfe", "��", "server_error", None),
+        (500, b'"\xff"', '"�"', "server_error", None),
+        (500, b'["a"]', "['a']", "server_error", None),
+        (500, b"null", "None", "server_error", None),
+        (500, b"{}", "{}", "server_error", None),
+        (500, b"[" * 5000, "[" * 2000, "server_error", None),
+    ],
+)  # fmt: skip
+def test_whatever_an_engine_says_becomes_an_openai_error(
+    status: int, body: bytes, message: str, kind: str, code: str | None
+) -> None:
+    error = json.loads(sse.as_openai_error(status, body))["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["message"], error["type"], error["code"]) == (message, kind, code)
+
+
+# through both connections
+
+Events = list[bytes]
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[Events, bool]:
+    """Events of a chat stream as engines write them, and whether counts come with it."""
+    end = draw(st.sampled_from([b"\n\n", b"\r\n\r\n"]))
+    space = draw(st.sampled_from([b"data: ", b"data:"]))
+    tight = draw(st.booleans())
+    nulls = draw(st.booleans())
+    texts = draw(st.lists(st.one_of(st.sampled_from(HOSTILE), st.text(max_size=20)), min_size=1, max_size=6))
+
+    def event(value: object) -> bytes:
+        separators = (",", ":") if tight else None
+        text = json.dumps(value, separators=separators, ensure_ascii=draw(st.booleans()))
+        return space + text.encode("utf-8", "replace") + end
+
+    tail: dict[str, Any] = {"usage": None} if nulls else {}
+    events = [event({"choices": [{"delta": {"content": text}}], **tail}) for text in texts]
+    if draw(st.booleans()):
+        events.insert(draw(st.integers(0, len(events))), b": a comment" + end)
+    has_usage = draw(st.booleans())
+    if has_usage:
+        events.append(event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}))
+    events.append(space + b"[DONE]" + end)
+    return events, has_usage
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    edges = sorted({0, len(data), *(place % (len(data) + 1) for place in places)})
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+PLACES = st.lists(st.integers(0, 5000), max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(streams(), PLACES, PLACES, st.booleans())
+@example(([delta("火"), USAGE, DONE], True), list(range(400)), list(range(1000)), False)
+@example(([delta("火"), USAGE, DONE], True), [], [], False)
+@example(([delta("a").replace(b"\n\n", b"\r\n\r\n"), b"data: [DONE]\r\n\r\n"], False), list(range(400)), [], True)
+def test_however_a_stream_is_cut_the_client_gets_the_same_events(
+    stream: tuple[Events, bool], chunk_places: list[int], wire_places: list[int], asks_usage: bool
+) -> None:
+    """Cut into HTTP chunks at some places, and into pieces of the connection at others."""
+    events, has_usage = stream
+    wire = STREAM_HEAD + b"".join(chunk(piece) for piece in cut(b"".join(events), chunk_places)) + STREAM_END
+
+    async def pass_through() -> tuple[Bench, bytes]:
+        bench = Bench()
+        options = {"stream_options": {"include_usage": True}} if asks_usage else {}
+        bench.client.data_received(request("/v1/chat/completions", {"stream": True, **options}))
+        for piece in cut(wire, wire_places):
+            bench.engine.data_received(piece)
+        return bench, bench.to_client.written
+
+    bench, written = asyncio.run(pass_through())
+    head, body, rest = unchunk(written)
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and rest == b""
+    dropped = has_usage and not asks_usage
+    assert body == b"".join(events[:-2] + events[-1:] if dropped else events)
+    assert (bench.tokens("prompt"), bench.tokens("completion")) == ((7, 3) if has_usage else (0, 0))
+    assert bench.pool.active == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=300), PLACES)
+@example(b"\n\n", [])
+@example(b"data: \xff\xfe\n\n\xf0\x9f", [3])
+def test_bytes_that_are_no_events_pass_unchanged_and_the_stream_ends(junk: bytes, places: list[int]) -> None:
+    """An end without `[DONE]` is said to the client; what came before it came through."""
+    wire = STREAM_HEAD + b"".join(chunk(piece) for piece in cut(junk, places)) + STREAM_END
+
+    async def pass_through() -> bytes:
+        bench = Bench()
+        bench.client.data_received(request("/v1/chat/completions", {"stream": True}))
+        bench.engine.data_received(wire)
+        assert bench.pool.active == 0
+        return bench.to_client.written
+
+    written = asyncio.run(pass_through())
+    if written.startswith(b"HTTP/1.1 200"):
+        _, body, rest = unchunk(written)
+        assert body.startswith(junk.rstrip(b"\r\n")) and rest == b""
+        assert b'"code":"engine_stopped"' in body or sse.is_whole("chat", junk)
+    else:
+        assert not junk.strip() and written.startswith(b"HTTP/1.1 502")
+
+
+def test_the_head_comes_with_the_first_event_in_one_write() -> None:
+    async def pass_through() -> list[bytes]:
+        bench = Bench()
+        bench.client.data_received(request("/v1/chat/completions", {"stream": True}))
+        bench.engine.data_received(STREAM_HEAD)
+        assert bench.to_client.writes == []
+        bench.engine.data_received(chunk(delta("a")))
+        bench.engine.data_received(chunk(delta("b")))
+        return bench.to_client.writes
+
+    first, second = asyncio.run(pass_through())
+    assert first.startswith(b"HTTP/1.1 200 OK\r\n") and first.endswith(chunk(delta("a")))
+    assert second == chunk(delta("b"))

@@ -1,0 +1,81 @@
+"""From what a person types to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bedplate.errors import BadQuestion
+from bedplate.run.builtin import builtin_facts, builtin_path
+from bedplate.run.models import is_builtin, known_model, local_model
+
+
+@pytest.fixture
+def empty_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which no program has left any model."""
+    for name in ("HOME", "BEDPLATE_HOME", "HF_HOME", "HF_HUB_CACHE", "OLLAMA_MODELS"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "typed", [None, "builtin", "built-in", "BUILTIN", "SmolLM2-135M-Instruct", "smollm2-135m-instruct"]
+)
+def test_the_built_in_model_has_names_and_needs_no_download(typed: str | None, empty_machine: None) -> None:
+    assert is_builtin(typed)
+    model = known_model(typed)
+    assert model == builtin_facts() and model.files == (str(builtin_path()),)
+    assert not builtin_path().exists()
+
+
+@pytest.mark.parametrize("typed", ["SmolLM2", "smollm2-135m-instruct.gguf", "someone/SmolLM2-135M-Instruct", ""])
+def test_other_names_are_not_the_built_in_model(typed: str) -> None:
+    assert not is_builtin(typed)
+
+
+def test_a_path_is_read_from_its_header(builtin_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "my model.gguf"
+    link.symlink_to(builtin_gguf)
+    model = known_model(str(link))
+    assert model.architecture == "llama" and model.num_layers == 30
+    assert Path(model.files[0]).samefile(builtin_gguf)
+    monkeypatch.chdir(tmp_path)
+    assert known_model("my model.gguf").weight_bytes == known_model("./my model.gguf").weight_bytes > 0
+
+
+def test_a_file_named_as_the_built_in_model_is_reached_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "builtin").write_bytes(b"GGUF")
+    with pytest.raises(BadQuestion):
+        known_model(str(tmp_path / "builtin"))
+
+
+@pytest.mark.parametrize("typed", ["no-such-model", "someone/no-such-model-GGUF:Q4_K_M"])
+def test_what_is_not_here_is_none_or_a_bad_question_with_a_way_out(typed: str, empty_machine: None) -> None:
+    assert local_model(typed) is None
+    with pytest.raises(BadQuestion) as caught:
+        known_model(typed)
+    assert typed in caught.value.message and f"bedplate serve {typed}" in str(caught.value.hint)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("typed", ["gone.gguf", "./gone.gguf", "/nonexistent/gone.gguf", "~/gone.gguf"])
+def test_a_path_that_is_not_there_says_so(typed: str, empty_machine: None) -> None:
+    with pytest.raises(BadQuestion) as caught:
+        known_model(typed)
+    assert "gone.gguf" in caught.value.message and caught.value.hint
+
+
+def test_nothing_typed_is_a_bad_question(empty_machine: None) -> None:
+    with pytest.raises(BadQuestion):
+        known_model("")
+
+
+def test_a_damaged_file_is_a_bad_question(builtin_gguf: Path, tmp_path: Path) -> None:
+    with builtin_gguf.open("rb") as whole:
+        (tmp_path / "cut.gguf").write_bytes(whole.read(1000))
+    (tmp_path / "text.gguf").write_text("hello, I am no model")
+    for name in ("cut.gguf", "text.gguf"):
+        with pytest.raises(BadQuestion) as caught:
+            known_model(str(tmp_path / name))
+        assert name in f"{caught.value.message} {caught.value.cause}"

@@ -1,0 +1,501 @@
+"""One engine kept running: the real one on the real model, and small programs that misbehave on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conftest import gone, wait_for
+
+from bedplate.decide import decide, plan
+from bedplate.engines import Engine, Failure, engine
+from bedplate.errors import OutsideFailed
+from bedplate.facts.hardware import probe
+from bedplate.run import supervisor as module
+from bedplate.run.builtin import builtin_facts
+from bedplate.run.environments import Environment
+from bedplate.run.gateway import Backend
+from bedplate.run.supervisor import (
+    EARLY_DEATHS,
+    MAX_BACK_OFF_S,
+    MIN_BACK_OFF_S,
+    Death,
+    EngineLog,
+    EngineProcess,
+    Supervisor,
+    back_off_s,
+    explain,
+    free_port,
+    give_up,
+)
+from bedplate.values import Launch, Plan, Workload, replaced
+
+HEALTHY = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *_): pass
+print("listening", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+class Fake(Engine):
+    """An engine whose program is whatever a test wrote."""
+
+    id = "fake"
+    name = "Fake"
+    version = "1"
+    supervised_env: ClassVar[dict[str, str]] = {"FAKE": "yes"}
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        return Launch(argv=("fake", str(port)))
+
+
+class Recorder(Backend):
+    """Remembers the states it went through, and how far loading was said to be."""
+
+    def __init__(self) -> None:
+        self.states: list[str] = []
+        self.seen_progress: list[float] = []
+        super().__init__("model", "engine")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "state" and self.states[-1:] != [value]:
+            self.states.append(str(value))
+        if name == "progress" and isinstance(value, float):
+            self.seen_progress.append(value)
+
+
+def fake_environment(folder: Path, script: str) -> Environment:
+    """As an engine's environment looks: an interpreter and a program beside it."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    (folder / "bin" / "fake").write_text(script)
+    return Environment(
+        engine="fake", version="1", path=str(folder), packages=(), python="3", made_at="now", disk_bytes=0
+    )
+
+
+def real_plan(model_file: Path) -> Plan:
+    model = replaced(builtin_facts(), files=(str(model_file),))
+    workload = Workload(concurrency=1, context_tokens=1024)
+    return plan(decide(probe(), model, workload), model, workload)
+
+
+def below() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+async def until(look: Callable[[], object], what: str, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not look():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        await asyncio.sleep(0.02)
+
+
+def supervise(
+    environment: Environment,
+    log: Path,
+    then: Callable[[Supervisor, Recorder], Awaitable[None]],
+    *,
+    model_file: Path = Path("model.gguf"),
+    kind: Engine | None = None,
+    loop: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
+) -> Recorder:
+    """Starts an engine, does `then` with it, and stops it; nothing of it may be left."""
+    backend = Recorder()
+
+    async def run() -> None:
+        one = Supervisor(real_plan(model_file), kind or Fake(), environment, backend, log)
+        one.start()
+        try:
+            async with asyncio.timeout(60):
+                await then(one, backend)
+        finally:
+            await one.stop()
+
+    loop(run())
+    assert not below()
+    return backend
+
+
+async def failing(one: Supervisor) -> OutsideFailed:
+    with pytest.raises(OutsideFailed) as caught:
+        await one.ready()
+    return caught.value
+
+
+class TestTheRealEngine:
+    def test_becomes_ready_and_is_restarted_after_a_kill(
+        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+    ) -> None:
+        pids: list[int | None] = []
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            await one.ready()
+            assert backend.address is not None and backend.restarts == 0
+            assert one.process is not None and one.process.pid is not None
+            pids.append(one.process.pid)
+            os.kill(one.process.pid, signal.SIGKILL)
+            await until(lambda: backend.states[-2:] == ["restarting", "ready"], "the restart")
+            pids.append(one.process.pid)
+            assert backend.restarts == 1 and backend.reason is None
+
+        backend = supervise(
+            llama_environment, tmp_path / "log", then, model_file=builtin_gguf, kind=engine("llama.cpp")
+        )
+        assert backend.states == ["loading", "ready", "restarting", "ready", "stopped"]
+        assert backend.seen_progress[0] == 0 and backend.seen_progress[-1] == 1
+        assert None not in pids and pids[0] != pids[1]
+        log = (tmp_path / "log").read_text()
+        assert log.count("# 2") == 2 and log.count("model loaded") == 2
+
+    def test_a_killed_warden_is_a_killed_engine(
+        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+    ) -> None:
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            await one.ready()
+            (warden,) = psutil.Process().children()
+            engines = warden.children()
+            warden.kill()
+            await until(lambda: backend.states[-2:] == ["restarting", "ready"], "the restart")
+            assert engines and gone(engines)
+
+        supervise(llama_environment, tmp_path / "log", then, model_file=builtin_gguf, kind=engine("llama.cpp"))
+
+    def test_a_file_that_vanished_is_given_up_at_once(self, llama_environment: Environment, tmp_path: Path) -> None:
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            error = await failing(one)
+            assert error.message == f"llama.cpp did not start: {tmp_path}/gone.gguf is not there any more"
+            assert str(tmp_path / "log") in str(error.hint)
+
+        file = tmp_path / "gone.gguf"
+        backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=engine("llama.cpp"))
+        assert backend.states == ["loading", "failed", "stopped"] and backend.restarts == 0
+
+    def test_a_file_that_was_cut_short_is_given_up_at_once(
+        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "cut.gguf"
+        with builtin_gguf.open("rb") as whole:
+            file.write_bytes(whole.read(20_000_000))
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            assert "the model file is damaged" in (await failing(one)).message
+
+        backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=engine("llama.cpp"))
+        assert backend.restarts == 0
+
+    def test_a_file_that_vanished_while_it_ran_is_not_asked_for_for_ever(
+        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "model.gguf"
+        file.write_bytes(builtin_gguf.read_bytes())
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            await one.ready()
+            file.unlink()
+            assert one.process is not None and one.process.pid is not None
+            os.kill(one.process.pid, signal.SIGKILL)
+            failure = await one.ended()
+            assert failure.message == f"{file} is not there any more"
+            assert backend.address is None and backend.unavailable().endswith(failure.message)
+
+        backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=engine("llama.cpp"))
+        assert backend.states == ["loading", "ready", "restarting", "failed", "stopped"]
+
+
+class TestGivingUp:
+    def test_three_early_deaths_are_enough(self, tmp_path: Path) -> None:
+        environment = fake_environment(tmp_path / "env", "import sys; print('why I died'); sys.exit(3)")
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            error = await failing(one)
+            assert error.message == "Fake did not start: it ended with status 3: why I died"
+            assert error.exit_code == 3
+
+        backend = supervise(environment, tmp_path / "log", then)
+        assert backend.restarts == EARLY_DEATHS - 1
+        assert backend.states == ["loading", "restarting", "failed", "stopped"]
+        assert (tmp_path / "log").read_text().count("why I died") == EARLY_DEATHS
+
+    def test_last_words_count_without_a_newline(self, tmp_path: Path) -> None:
+        environment = fake_environment(tmp_path / "env", "import sys; sys.stderr.write('half a line'); sys.exit(9)")
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            assert (await failing(one)).message.endswith("it ended with status 9: half a line")
+
+        supervise(environment, tmp_path / "log", then)
+        assert (tmp_path / "log").read_text().count("half a line\n") == EARLY_DEATHS
+
+    def test_what_cannot_be_started_says_so(self, tmp_path: Path) -> None:
+        environment = fake_environment(tmp_path / "env", "")
+        environment.interpreter.unlink()
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            message = (await failing(one)).message
+            assert "it could not be started: " in message and "No such file" in message
+
+        supervise(environment, tmp_path / "log", then)
+
+    def test_an_engine_that_hangs_while_loading_is_killed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "START_LIMIT_S", 0.5)
+        monkeypatch.setattr(module, "SLOWEST_DISK_BYTES_S", 10**12)
+        monkeypatch.setattr(module, "EARLY_DEATHS", 2)
+        hang = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('hm', flush=True)"
+        environment = fake_environment(tmp_path / "env", f"{hang}\nwhile True: time.sleep(600)")
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            error = await failing(one)
+            assert error.message == "Fake did not start: it was not ready after 500 ms"
+            await until(lambda: not below(), "the engine to be killed")
+
+        backend = supervise(environment, tmp_path / "log", then)
+        assert backend.restarts == 1
+        assert "# not ready after 500 ms" in (tmp_path / "log").read_text()
+
+    def test_a_health_check_that_never_answers_is_a_hang_too(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "START_LIMIT_S", 1.0)
+        monkeypatch.setattr(module, "SLOWEST_DISK_BYTES_S", 10**12)
+        monkeypatch.setattr(module, "EARLY_DEATHS", 1)
+        mute = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))"
+        environment = fake_environment(tmp_path / "env", f"{mute}\nwhile True: c = s.accept()")
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            began = time.monotonic()
+            assert "not ready after 1.0 s" in (await failing(one)).message
+            assert time.monotonic() - began < 4
+
+        supervise(environment, tmp_path / "log", then)
+
+    def test_a_mistake_of_ours_reaches_whoever_waits(self, tmp_path: Path) -> None:
+        class Broken(Fake):
+            def launch(self, plan: Plan, port: int) -> Launch:
+                raise ZeroDivisionError("a mistake")
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            with pytest.raises(ZeroDivisionError):
+                await one.ready()
+            assert backend.state == "failed" and backend.reason == "a mistake"
+
+        supervise(fake_environment(tmp_path / "env", HEALTHY), tmp_path / "log", then, kind=Broken())
+
+
+class TestStopping:
+    @pytest.mark.parametrize("loop", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+    def test_at_any_moment_of_the_start(
+        self, tmp_path: Path, loop: Callable[[Coroutine[Any, Any, None]], None]
+    ) -> None:
+        environment = fake_environment(tmp_path / "env", HEALTHY)
+
+        def after(turns: int) -> Callable[[Supervisor, Recorder], Coroutine[Any, Any, None]]:
+            async def then(one: Supervisor, backend: Recorder) -> None:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+
+            return then
+
+        for turns in (0, 1, 2, 3, 4, 6, 10, 30, 100):
+            assert supervise(environment, tmp_path / "log", after(turns), loop=loop).states[-1] == "stopped"
+
+    def test_while_it_waits_to_start_again(self, tmp_path: Path) -> None:
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            await until(lambda: backend.state == "restarting", "the first death")
+
+        backend = supervise(fake_environment(tmp_path / "env", "exit(1)"), tmp_path / "log", then)
+        assert backend.states == ["loading", "restarting", "stopped"]
+
+    def test_an_engine_that_will_not_end_is_killed(self, tmp_path: Path) -> None:
+        deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)"
+
+        async def run() -> None:
+            lines: list[str] = []
+            log = EngineLog(tmp_path / "log")
+            process = EngineProcess(log, lines.append)
+            await process.start([sys.executable, "-c", f"{deaf}\nwhile True: time.sleep(600)"], dict(os.environ))
+            await until(lambda: lines, "its first line")
+            await process.stop(grace_s=0.2)
+            log.close()
+            assert process.code == -signal.SIGKILL
+
+        asyncio.run(run())
+        assert not below()
+
+    def test_the_engine_goes_when_bedplate_is_killed(self, tmp_path: Path) -> None:
+        environment = fake_environment(tmp_path / "env", HEALTHY)
+        argv = [str(environment.interpreter), str(environment.interpreter.parent / "fake"), str(free_port())]
+        code = f"""
+import asyncio, os, pathlib
+from bedplate.run.supervisor import EngineLog, EngineProcess
+async def main():
+    process = EngineProcess(EngineLog(pathlib.Path({str(tmp_path / "log")!r})), lambda line: print(line, flush=True))
+    await process.start({argv!r}, dict(os.environ))
+    await process.ended.wait()
+asyncio.run(main())
+"""
+        bedplate = psutil.Popen([sys.executable, "-c", code], stdout=-1)
+        with bedplate:
+            assert bedplate.stdout.readline() == b"listening\n"
+            processes = bedplate.children(recursive=True)
+            assert len(processes) == 2
+            bedplate.kill()
+        wait_for(lambda: gone(processes), "warden and engine to end", 10)
+
+
+deaths = st.builds(
+    Death,
+    code=st.sampled_from([None, 0, 1, -6, -9]),
+    log=st.just(""),
+    was_ready=st.booleans(),
+    worked=st.booleans(),
+)
+idle_deaths = st.builds(Death, code=st.just(1), log=st.just(""), was_ready=st.booleans(), worked=st.just(False))
+
+
+class TestPolicy:
+    @given(st.lists(deaths, min_size=1, max_size=30))
+    def test_the_wait_is_bounded(self, history: list[Death]) -> None:
+        assert MIN_BACK_OFF_S <= back_off_s(history) <= MAX_BACK_OFF_S
+
+    @given(st.lists(deaths, max_size=20), st.lists(idle_deaths, min_size=1, max_size=20))
+    def test_the_wait_grows_with_deaths_that_brought_no_work(self, history: list[Death], idle: list[Death]) -> None:
+        waits = [back_off_s([*history, *idle[:count]]) for count in range(1, len(idle) + 1)]
+        assert waits == sorted(waits)
+        if len(idle) > 10:
+            assert waits[-1] == MAX_BACK_OFF_S
+
+    @given(st.lists(deaths, max_size=20))
+    def test_work_resets_the_wait(self, history: list[Death]) -> None:
+        assert back_off_s([*history, Death(1, "", was_ready=True, worked=True)]) == MIN_BACK_OFF_S
+
+    @given(st.lists(deaths, min_size=1, max_size=30))
+    def test_it_is_given_up_after_three_early_deaths_in_a_row_and_not_before(self, history: list[Death]) -> None:
+        in_a_row = [not death.was_ready for death in history[-EARLY_DEATHS:]]
+        assert (give_up(history, Fake()) is not None) == (len(in_a_row) == EARLY_DEATHS and all(in_a_row))
+
+    def test_a_lasting_failure_is_given_up_at_once_but_only_before_it_was_ready(self) -> None:
+        class Telling(Fake):
+            def explain(self, log: str) -> Failure | None:
+                return Failure(message=log, hint="", lasting=log == "lasting")
+
+        early = Death(1, "lasting", was_ready=False, worked=False)
+        assert give_up([early], Telling()) == Failure(message="lasting", hint="")
+        assert give_up([Death(1, "lasting", was_ready=True, worked=False)], Telling()) is None
+        assert give_up([Death(1, "passing", was_ready=False, worked=False)], Telling()) is None
+
+    @pytest.mark.parametrize(
+        ("code", "says"),
+        [
+            (-signal.SIGKILL, "out of memory"),
+            (-signal.SIGILL, "an instruction that this processor does not have"),
+            (-signal.SIGSEGV, "SIGSEGV"),
+            (-63, "signal 63"),
+            (2, "status 2: the last line"),
+            (None, "could not be started: the last line"),
+        ],
+    )
+    def test_the_exit_status_is_explained(self, code: int | None, says: str) -> None:
+        failure = explain(Death(code, "# launch\nthe last line\n\n# a note", was_ready=False, worked=False), Fake())
+        assert says in failure.message and failure.hint
+
+
+class TestLog:
+    def test_is_rotated_and_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "LOG_BYTES", 1000)
+        log = EngineLog(tmp_path / "engine.log")
+        for number in range(1000):
+            assert log.feed(f"line {number}\n".encode()) == [f"line {number}"]
+        log.close()
+        files = sorted(tmp_path.iterdir(), key=lambda file: file.suffix.replace(".log", ".0"), reverse=True)
+        assert [file.name for file in files] == [*(f"engine.log.{number}" for number in (4, 3, 2, 1)), "engine.log"]
+        assert all(0 < file.stat().st_size <= 1000 for file in files)
+        kept = [int(line.split()[1]) for file in files for line in file.read_text().splitlines()]
+        assert kept == list(range(kept[0], 1000)) and len(kept) > 300
+        assert log.text().splitlines() == [f"line {number}" for number in range(800, 1000)]
+
+    def test_an_older_log_is_continued(self, tmp_path: Path) -> None:
+        for text in ("one", "two"):
+            log = EngineLog(tmp_path / "engine.log")
+            log.write(text)
+            log.close()
+        assert (tmp_path / "engine.log").read_text() == "one\ntwo\n"
+
+    @given(st.lists(st.binary(max_size=20)))
+    def test_lines_are_the_same_however_they_arrive(self, chunks: list[bytes]) -> None:
+        log = EngineLog(Path("/nonexistent/log"))
+        lines = [line for chunk in chunks if chunk for line in log.feed(chunk)] + log.feed(b"")
+        whole = b"".join(chunks).decode("utf-8", "replace").split("\n")
+        assert [line for line in lines if line] == [line.rstrip("\r") for line in whole if line.rstrip("\r")]
+
+    def test_a_line_without_an_end_is_cut(self, tmp_path: Path) -> None:
+        log = EngineLog(tmp_path / "log")
+        lines = [line for _ in range(100) for line in log.feed(b"x" * 10_000)]
+        log.close()
+        assert sum(map(len, lines)) > 900_000 and max(map(len, lines)) < 80_000
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+    def test_a_full_disk_costs_lines_and_no_more(self, tmp_path: Path) -> None:
+        path = tmp_path / "log"
+        path.symlink_to("/dev/full")
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            await one.ready()
+            assert one.log.text().splitlines()[1:] == ["listening"]
+            # As soon as there is room again, lines are kept again.
+            path.unlink()
+            one.log.write("there is room")
+            assert path.read_text() == "there is room\n"
+            path.unlink()
+            path.symlink_to("/dev/full")
+
+        supervise(fake_environment(tmp_path / "env", HEALTHY), path, then)
+
+    def test_a_log_that_cannot_be_opened_costs_lines_and_no_more(self, tmp_path: Path) -> None:
+        (tmp_path / "a file").write_text("")
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            await one.ready()
+            assert one.log.text().splitlines()[1:] == ["listening"]
+
+        supervise(fake_environment(tmp_path / "env", HEALTHY), tmp_path / "a file" / "log", then)
+
+    def test_a_mistake_in_reading_progress_does_not_block_the_engine(self, tmp_path: Path) -> None:
+        class Confused(Fake):
+            def progress(self, line: str) -> float | None:
+                raise KeyError(line)
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            await one.ready()
+
+        chatty = "print('x' * 1_000_000, flush=True)\n" + HEALTHY
+        supervise(fake_environment(tmp_path / "env", chatty), tmp_path / "log", then, kind=Confused())
+        assert "# not understood: KeyError('listening')" in (tmp_path / "log").read_text()
+
+    def test_the_engine_is_given_what_helps_the_supervisor(self, tmp_path: Path) -> None:
+        environment = fake_environment(tmp_path / "env", "import os; print(os.environ['FAKE'], flush=True)" + HEALTHY)
+
+        async def then(one: Supervisor, backend: Recorder) -> None:
+            await one.ready()
+            assert "yes" in one.log.text().splitlines()
+
+        supervise(environment, tmp_path / "log", then)

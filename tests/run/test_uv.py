@@ -1,0 +1,95 @@
+"""uv's own words on why it failed, captured from the oldest and the newest version, as errors that help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bedplate.run.uv import environment, failure, python_for_engines, reasons, uv_binary
+
+CAPTURES = Path(__file__).parent.parent / "captures" / "uv"
+
+
+def captures(kind: str) -> list[str]:
+    found = sorted(CAPTURES.glob(f"*-{kind}.txt"))
+    assert len(found) == 2
+    return [path.read_text(encoding="utf-8") for path in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "starts", "ends", "hint"),
+    [
+        ("offline", "No solution found", "your requirements are unsatisfiable.", "UV_OFFLINE=1 and UV_FIND_LINKS"),
+        ("not-found", "No solution found", "your requirements are unsatisfiable.", "the index has no such package"),
+        ("refused", "", "Connection refused (os error 111)", "a package index must be reachable"),
+        ("no-dns", "Failed to fetch: ", "Name or service not known", "a package index must be reachable"),
+        ("hash", "Failed to download", "Hash mismatch for `six==1.17.0`", "another file than the one that was pinned"),
+        ("no-space", "Failed to install", "No space left on device (os error 28)", "free some space"),
+    ],
+)
+def test_real_failures_become_one_readable_line(kind: str, starts: str, ends: str, hint: str) -> None:
+    for output in captures(kind):
+        error = failure("installing it", output)
+        assert error.message == "installing it failed" and error.exit_code == 3
+        assert error.cause is not None and hint in str(error.hint)
+        assert error.cause.startswith(starts) and error.cause.endswith(ends)
+        assert "\n" not in error.cause and not set("×╰├─▶│") & set(error.cause)
+        assert not error.cause.count("error sending request") and "warning" not in error.cause
+
+
+def test_the_address_that_was_not_reached_is_named() -> None:
+    for output in captures("refused"):
+        assert "https://pypi.org/simple/xllamacpp/" in str(failure("x", output).cause)
+
+
+def test_a_cause_over_several_lines_is_put_together() -> None:
+    newest, oldest = captures("not-found")
+    assert reasons(oldest) == reasons(newest)
+    assert len(reasons(oldest)) == 2
+
+
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [("", "uv gave no reason"), ("\n  \n", "uv gave no reason"), ("Segmentation fault\n", "Segmentation fault")],
+)
+def test_what_is_no_chain_of_causes_is_shown_as_it_is(output: str, cause: str) -> None:
+    assert failure("x", output).cause == cause
+
+
+def test_a_very_long_cause_keeps_its_beginning_and_its_end() -> None:
+    cause = failure("x", f"error: began {'-' * 2000} ended").cause
+    assert cause is not None and len(cause) < 700
+    assert cause.startswith("began") and cause.endswith("ended")
+
+
+def test_what_leads_into_another_environment_is_left_out() -> None:
+    assert environment({"VIRTUAL_ENV": "/a", "PYTHONPATH": "/b", "CONDA_PREFIX": "/c", "HOME": "/d"}) == {"HOME": "/d"}
+
+
+def test_settings_for_pip_count_unless_there_are_settings_for_uv() -> None:
+    pip = {
+        "PIP_INDEX_URL": "https://mirror/simple",
+        "PIP_EXTRA_INDEX_URL": "https://more/simple https://still-more/simple",
+        "PIP_FIND_LINKS": "/wheels https://wheels.example",
+        "PIP_TRUSTED_HOST": "mirror",
+        "PIP_CERT": "/ca.pem",
+    }
+    uv = {name: value for name, value in environment(pip).items() if name not in pip}
+    assert uv == {
+        "UV_DEFAULT_INDEX": "https://mirror/simple",
+        "UV_EXTRA_INDEX_URL": "https://more/simple https://still-more/simple",
+        "UV_FIND_LINKS": "/wheels,https://wheels.example",
+        "UV_INSECURE_HOST": "mirror",
+        "SSL_CERT_FILE": "/ca.pem",
+    }
+    own = {"UV_INDEX_URL": "a", "UV_INDEX": "b", "UV_FIND_LINKS": "c", "UV_INSECURE_HOST": "d", "SSL_CERT_FILE": "e"}
+    assert environment({**pip, **own}) == {**pip, **own}
+
+
+def test_engines_are_built_on_the_users_choice_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UV_PYTHON", "3.12")
+    assert python_for_engines() == "3.12"
+    monkeypatch.delenv("UV_PYTHON")
+    assert Path(python_for_engines()).exists()
+    assert Path(uv_binary()).exists()

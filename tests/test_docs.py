@@ -1,0 +1,312 @@
+"""The pages say what is so: links, commands, options, exit codes, rules, paths and metrics are those of the source."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer
+
+from bedplate.cli.app import app
+from bedplate.engines import Engine
+from bedplate.errors import BedplateError
+from bedplate.run.gateway import Backend, BackendState, Gateway
+from bedplate.run.gateway.pages import pages as gateway_pages
+from bedplate.run.gateway.sse import APIS
+from bedplate.run.gateway.watch import Meters
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "bedplate"
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def without_fences(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def rows(text: str, section: str | None = None) -> list[list[str]]:
+    """The cells of all table rows, heads left out; with `section`, of the part under that heading."""
+    if section is not None:
+        found = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+        assert found, f"no section is called {section}"
+        text = found[1]
+    found_rows: list[list[str]] = []
+    for line in without_fences(text).splitlines():
+        if re.match(r"\|[\s|:-]+\|$", line):
+            found_rows.pop()  # what stands above the line is the head
+        elif line.startswith("|"):
+            found_rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return found_rows
+
+
+def first_codes(table: list[list[str]], column: int = 0) -> list[str]:
+    """What stands in backquotes at the beginning of a column's cells."""
+    return [found[1] for row in table if len(row) > column and (found := re.match(r"`([^`]+)`", row[column]))]
+
+
+# links
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", without_fences(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(text: str, page: Path) -> list[str]:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_fences(text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            broken.append(target)
+    return broken
+
+
+@every_page
+def test_every_relative_link_resolves(page: Path) -> None:
+    assert not broken_links(page.read_text(encoding="utf-8"), page)
+
+
+def test_a_broken_link_would_be_seen() -> None:
+    page = ROOT / "README.md"
+    assert broken_links("[a](docs/nowhere.md) [b](LICENSE) [c](https://example.org/x)", page) == ["docs/nowhere.md"]
+    assert broken_links("[a](docs/serve.md#metrics) [b](docs/serve.md#nothing)", page) == ["docs/serve.md#nothing"]
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    missing = [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"]({page.name})" not in index]
+    assert not missing
+
+
+# commands
+
+
+def command_line() -> Any:
+    """The real command, with its verbs, as typer builds it."""
+    return typer.main.get_command(app)
+
+
+def options_of(command: Any) -> set[str]:
+    found = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return {option for option in found if option.startswith("-")} | {"--help", "-h"}
+
+
+def shell_lines(text: str) -> Iterator[str]:
+    """What a person would type: command lines in blocks, and code in running text."""
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            line = line.strip().removeprefix("$ ")
+            if re.match(r"(?:[A-Z_]+=\S* )*(?:bedplate [a-z-]|make )", line):
+                yield line
+    for code in re.findall(r"`([^`\n]+)`", without_fences(text)):
+        if re.match(r"(?:[A-Z_]+=\S* )*(?:bedplate|make) ", code):
+            yield code
+
+
+def wrong_commands(text: str) -> list[str]:
+    """Lines that name a verb or an option that does not exist."""
+    root = command_line()
+    wrong = []
+    for line in shell_lines(text):
+        words = shlex.split(re.split(r" [|>#] | && ", line)[0])
+        while re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)
+        if words[0] == "make":
+            arguments = [word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")]
+            if words[1:2] != ["serve"] or not arguments:
+                continue
+            words = ["bedplate", "serve", *shlex.split(arguments[0])]
+        command = root
+        for word in words[1:]:
+            if word == "VERB":
+                break
+            verbs = getattr(command, "commands", None)
+            if word.startswith("-"):
+                if word.partition("=")[0] not in options_of(command):
+                    wrong.append(line)
+            elif verbs is not None:
+                if word not in verbs:
+                    wrong.append(line)
+                    break
+                command = verbs[word]
+    return wrong
+
+
+@every_page
+def test_every_command_on_a_page_exists_with_its_options(page: Path) -> None:
+    assert not wrong_commands(page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bedplate tune",
+        "bedplate serve --no-such-option",
+        "bedplate engines purge",
+        "bedplate plan m.gguf --port 1",
+        'make serve ARGS="--nope"',
+        "BEDPLATE_API_KEY=a bedplate serve --kee",
+    ],
+)
+def test_a_command_that_does_not_exist_would_be_seen(line: str) -> None:
+    assert wrong_commands(f"Say `{line}`.") == [line]
+    assert wrong_commands(f"```console\n$ {line}\n```\n") == [line]
+
+
+def test_commands_are_looked_for_at_all() -> None:
+    lines = [line for page in PAGES for line in shell_lines(page.read_text(encoding="utf-8"))]
+    assert len(lines) > 40 and "bedplate engines remove ID" in lines
+
+
+def verbs_with_a_page() -> dict[str, Path]:
+    titles = ((page.read_text(encoding="utf-8").splitlines()[0], page) for page in DOCS.glob("*.md"))
+    return {title.removeprefix("# bedplate "): page for title, page in titles if title.startswith("# bedplate ")}
+
+
+def test_every_verb_has_a_page_and_every_such_page_a_verb() -> None:
+    verbs = set(command_line().commands)
+    assert set(verbs_with_a_page()) == verbs
+    assert {page.stem for page in verbs_with_a_page().values()} == verbs
+    listed = first_codes(rows((ROOT / "README.md").read_text(encoding="utf-8"), "Verbs"))
+    assert {cell.split()[1] for cell in listed} == verbs
+
+
+@pytest.mark.parametrize("verb", sorted(command_line().commands))
+def test_a_verbs_page_lists_its_options_and_no_others(verb: str) -> None:
+    table = rows(verbs_with_a_page()[verb].read_text(encoding="utf-8"))
+    listed = [code for code in first_codes(table) if code.startswith("-")]
+    assert sorted(listed) == sorted(options_of(command_line().commands[verb]) - {"--help", "-h"})
+
+
+# exit codes
+
+
+def exit_codes(kind: type[BedplateError] = BedplateError) -> set[int]:
+    return {kind.exit_code}.union(*(exit_codes(below) for below in kind.__subclasses__()))
+
+
+def test_the_exit_codes_are_those_of_the_errors() -> None:
+    table = rows((ROOT / "README.md").read_text(encoding="utf-8"), "Exit codes")
+    assert [int(row[0]) for row in table] == sorted({0} | exit_codes())
+
+
+# rules
+
+
+def rules_in(source: str) -> set[str]:
+    return set(re.findall(r"\brule=\"([^\"]+)\"", source))
+
+
+def refusals_in(source: str) -> set[str]:
+    """The sentences of every call of `refusal`, with what is filled in left in braces."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "refusal":
+            why = node.args[1]
+            if isinstance(why, ast.Constant):
+                found.add(str(why.value))
+            elif isinstance(why, ast.JoinedStr):
+                found.add(ast.unparse(why)[2:-1])
+    return found
+
+
+def source_of(*rooms: str) -> Iterator[str]:
+    for room in rooms:
+        for path in sorted((SOURCE / room).glob("*.py")):
+            yield path.read_text(encoding="utf-8")
+
+
+def test_the_rules_page_names_every_rule_and_no_other() -> None:
+    there = set().union(*map(rules_in, source_of("decide")))
+    listed = first_codes(rows((DOCS / "rules.md").read_text(encoding="utf-8"), "Reasons"))
+    assert there and sorted(listed) == sorted(there)
+
+
+def test_a_rule_in_the_source_would_be_seen() -> None:
+    assert rules_in('Reason(rule="a.b", text="x")\nReason(\n    rule="c.d",') == {"a.b", "c.d"}
+
+
+def test_every_refusal_on_the_rules_page_is_in_the_source() -> None:
+    texts = list(source_of("decide", "engines"))
+    there = set().union(*map(refusals_in, texts))
+    listed = [row[2] for row in rows((DOCS / "rules.md").read_text(encoding="utf-8"), "Refusals")]
+    unknown = [why for why in listed if why not in there and not any(f'"{why}"' in text for text in texts)]
+    assert len(listed) > 10 and not unknown
+
+
+def test_refusals_are_read_out_of_the_source() -> None:
+    assert refusals_in('self.refusal("impossible", "needs a GPU")') == {"needs a GPU"}
+    assert refusals_in('self.refusal("impossible", f"no {model.format}")') == {"no {model.format}"}
+
+
+@pytest.mark.parametrize(
+    "text", source_of("decide"), ids=[path.name for path in sorted((SOURCE / "decide").glob("*.py"))]
+)
+def test_a_source_that_names_a_page_of_ours_names_one_that_is_there(text: str) -> None:
+    for page in re.findall(r"\bdocs/[\w-]+\.md", text):
+        assert (ROOT / page).exists(), page
+
+
+# the endpoint
+
+
+def test_the_paths_are_those_of_the_gateway() -> None:
+    table = first_codes(rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Paths"))
+    listed = {(method, path) for method, path in (cell.split() for cell in table)}
+    own = gateway_pages(Gateway([Backend("model", "engine")])).router.resources()
+    there = {("POST", path.decode()) for path in APIS} | {("GET", resource.canonical) for resource in own}
+    assert listed == there
+
+
+def test_the_metrics_are_those_of_the_gateway() -> None:
+    listed = first_codes(rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Metrics"))
+    there = {family.name + ("_total" if family.type == "counter" else "") for family in Meters().registry.collect()}
+    assert sorted(listed) == sorted(there)
+
+
+def test_every_error_code_on_the_page_is_one_of_the_gateways() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / "run" / "gateway").glob("*.py"))
+    listed = set(first_codes(rows((DOCS / "serve.md").read_text(encoding="utf-8"), "Errors"), column=1))
+    there = {code for code in listed if f'"{code}"' in source}
+    there |= {f"engine_{state}" for state in get_args(BackendState)}
+    assert len(listed) > 10 and listed <= there
+
+
+# the skeleton of an engine
+
+
+def test_the_engine_skeleton_is_an_engine_as_the_interface_has_it() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "add-an-engine.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 1
+    made: dict[str, Any] = {"__name__": "skeleton"}
+    exec(compile(blocks[0], "add-an-engine.md", "exec"), made)
+    one = made["ENGINE"]
+    assert isinstance(one, Engine) and one.recipe is not None
+    for name, member in vars(type(one)).items():
+        if inspect.isfunction(member):
+            assert inspect.signature(member) == inspect.signature(getattr(Engine, name)), name
+    required = {name for name, member in vars(Engine).items() if "NotImplementedError" in _source(member)}
+    assert required and required <= vars(type(one)).keys()
+
+
+def _source(member: object) -> str:
+    return inspect.getsource(member) if inspect.isfunction(member) else ""
+
+
+def test_the_engine_page_lists_every_member_of_the_interface() -> None:
+    cells = [row[0] for row in rows((DOCS / "add-an-engine.md").read_text(encoding="utf-8"), "The interface")]
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)(?:\(\))?`", cell)}
+    there = {name for name in (*vars(Engine), *Engine.__annotations__) if not name.startswith("_")}
+    assert listed == there - {"refusal", "not_run_yet"}  # which help to write an engine, and are not for it to write
