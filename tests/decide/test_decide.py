@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bedplate.decide import choose, decide, plan
-from bedplate.decide.fit import fitted, most_requests
+from bedplate.decide.fit import fitted, more_memory, most_requests
 from bedplate.engines import Engine, Recipe, all_engines, engine
 from bedplate.engines.llama_cpp import EVERYDAY_CONTEXT, EVERYDAY_SLOTS, MAX_SLOTS
 from bedplate.errors import AnswerIsNo, BadQuestion
@@ -259,7 +259,7 @@ class TestFit:
         assert decision.max_concurrency == 0
         assert decision.refused[0].engine == "llama.cpp" and decision.refused[0].kind == "impossible"
         assert decision.refused[0].hint and "more free memory" in decision.hints[-1]
-        enough = box(need.high_bytes)
+        enough = box(need.available_bytes + more_memory(need) + 1)
         assert decide(enough, model, workload).fits
         with pytest.raises(AnswerIsNo) as caught:
             plan(decision, model, workload)

@@ -203,7 +203,7 @@ class TestLauncher:
         launch = LLAMA.launch(replaced(chosen, model=replaced(chosen.model, task=task)), 4321)
         assert launch.argv[0] == "llama-server"
         options = launcher.parser().parse_args(launch.argv[1:])
-        assert options.model == chosen.model.files[0] and options.alias == chosen.model.name
+        assert options.model == chosen.model.files[0] and options.alias == chosen.model.served_name
         assert (options.host, options.port) == ("127.0.0.1", 4321)
         assert options.parallel == 2 and options.ctx_size == 2 * 1024
         assert options.threads == options.threads_batch == chosen.settings.threads
@@ -310,7 +310,7 @@ print(json.dumps({
             slots = json.loads(get("/slots"))
             assert [slot["n_ctx"] for slot in slots] == [1024, 1024]
             assert LLAMA.read(get("/metrics")).running == 0
-            assert json.loads(get("/v1/models"))["data"][0]["id"] == chosen.model.name
+            assert json.loads(get("/v1/models"))["data"][0]["id"] == chosen.model.served_name
             with pytest.raises(urllib.error.HTTPError):
                 get("/")  # no page of its own
             assert process.num_threads() > 50  # --threads-http

@@ -28,6 +28,8 @@ SHOWN_PORT = 8080
 
 def decide(hardware: Hardware, model: Model, workload: Workload, wanted: str | None = None) -> Decision:
     """Which engine, why, and what to expect. `wanted` asks for one engine by its id."""
+    if model.max_context is not None and workload.request_tokens > model.max_context:
+        return _too_long(model, workload)
     refused: list[Refusal] = []
     able: list[Engine] = []
     for engine in all_engines().values():
@@ -42,6 +44,7 @@ def decide(hardware: Hardware, model: Model, workload: Workload, wanted: str | N
     if wanted is not None:
         asked_for = engine_by_id(wanted)
         chosen = asked_for if asked_for in able else None
+        refused.sort(key=lambda refusal: refusal.engine != asked_for.id)
         refused += [e.refusal("outranked", f"{asked_for.name} was asked for") for e in able if e is not chosen]
     elif chosen is not None:
         refused += [e.refusal("outranked", f"{chosen.name} is simpler and does the same here") for e in able[1:]]
@@ -92,13 +95,13 @@ def _reasons(
     elif not hardware.accelerators:
         first = Reason(
             rule="hardware.cpu",
-            text="no GPU here: llama.cpp runs anywhere",
+            text=f"no GPU here: {engine.name} runs anywhere",
             source='seeds/002 "CPU-only or consumer hardware points to llama.cpp"',
         )
     else:
         first = Reason(
             rule="hardware.anywhere",
-            text="a GGUF model: llama.cpp runs it on any hardware",
+            text=f"a GGUF model: {engine.name} runs it on any hardware",
             source='seeds/001 "hybrid offload, GGUF, ultimate portability"',
         )
     reasons = [
@@ -114,16 +117,38 @@ def _reasons(
             source="measurement: docs/threads.md",
         ),
     ]
+    if hardware.accelerators and not settings.gpu_layers:
+        reasons.append(
+            Reason(
+                rule="build.cpu",
+                text=f"the GPU stays idle: this build of {engine.name} computes on the CPU",
+                source="the engine's package",
+            )
+        )
     in_flight = workload.in_flight()
     if settings.slots < in_flight:
         reasons.append(
             Reason(
                 rule="fit.queue",
-                text=f"{settings.slots} of {in_flight} requests at once; the others wait in the engine",
+                text=f"{settings.slots} of {in_flight} requests at once; the others wait",
                 source="physics: the cache of one request times the requests",
             )
         )
     return tuple(reasons)
+
+
+def _too_long(model: Model, workload: Workload) -> Decision:
+    """No engine makes a model read more than it was made for."""
+    why = f"requests of {workload.request_tokens:,} tokens, and {model.name} reads at most {model.max_context:,}"
+    return Decision(
+        engine=None,
+        model=model.name,
+        quantization=model.quantization,
+        fits=False,
+        max_concurrency=0,
+        refused=tuple(engine.refusal("impossible", why) for engine in all_engines().values()),
+        hints=(f"a context of at most {model.max_context:,} tokens (--context)", "a model with a longer context"),
+    )
 
 
 def _challengers() -> tuple[Challenger, ...]:

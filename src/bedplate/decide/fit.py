@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from bedplate.engines import Engine
 from bedplate.values import Hardware, MemoryNeed, Model, Settings, Workload, replaced
 from bedplate.values.units import memory as as_memory
@@ -40,14 +42,19 @@ def most_requests(engine: Engine, hardware: Hardware, model: Model, context_toke
 
 def what_would_fit(need: MemoryNeed, model: Model) -> tuple[str, ...]:
     """The nearest things that would fit, nearest first."""
-    missing = need.high_bytes - need.available_bytes
-    hints = [f"a machine with {as_memory(missing)} more free memory"]
-    room = need.available_bytes - need.kv_bytes - round(need.overhead_bytes.high)
+    hints = [f"a machine with {as_memory(more_memory(need))} more free memory"]
+    room = need.available_bytes - need.reserved_bytes - need.kv_bytes - round(need.overhead_bytes.high)
     if room > 0 and model.parameters:
         bits = room * 8 / model.parameters
         if bits >= 2:
             hints.insert(0, f"a quantization of at most {bits:.1f} bits per weight (this one has {_bits(model):.1f})")
     return tuple(hints)
+
+
+def more_memory(need: MemoryNeed) -> int:
+    """How much more would have to be free; of more memory, more is left to the system too."""
+    share = need.reserved_bytes / need.available_bytes if need.available_bytes else 0.0
+    return math.ceil(need.high_bytes / (1 - share)) - need.available_bytes
 
 
 def _bits(model: Model) -> float:

@@ -8,9 +8,12 @@ from bedplate.values import Decision, Model, Plan, Workload
 
 def plan(decision: Decision, model: Model, workload: Workload) -> Plan:
     if decision.engine is None or decision.settings is None or decision.engine_version is None:
-        why = "; ".join(f"{r.engine}: {r.why}" for r in decision.refused[:1])
-        hint = "; or ".join(decision.hints) or None
-        raise AnswerIsNo(f"nothing runs {model.name} here", cause=why or None, hint=hint)
+        first = decision.refused[0] if decision.refused else None
+        raise AnswerIsNo(
+            f"{model.name} cannot be served here as asked",
+            cause=f"{first.engine}: {first.why}" if first else None,
+            hint="; or ".join(decision.hints) or (first.hint if first else None),
+        )
     return Plan(
         engine=decision.engine,
         engine_version=decision.engine_version,

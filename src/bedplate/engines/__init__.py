@@ -8,7 +8,7 @@ import pkgutil
 from importlib.metadata import entry_points
 
 from bedplate.engines.base import BorrowedLibrary, Engine, EngineState, Failure, Recipe
-from bedplate.errors import BadQuestion
+from bedplate.errors import BadQuestion, OutsideFailed
 
 __all__ = ["BorrowedLibrary", "Engine", "EngineState", "Failure", "Recipe", "all_engines", "engine"]
 
@@ -21,7 +21,14 @@ def all_engines() -> dict[str, Engine]:
             one: Engine = importlib.import_module(f"{__name__}.{module.name}").ENGINE
             found[one.id] = one
     for point in entry_points(group="bedplate.engines"):
-        one = point.load()
+        try:
+            one = point.load()
+        except Exception as error:
+            raise OutsideFailed(
+                f"the engine {point.name} of the package {point.dist.name if point.dist else '?'} cannot be loaded",
+                cause=f"{type(error).__name__}: {error}",
+                hint="update or uninstall that package",
+            ) from error
         found[one.id] = one
     return found
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
-from bedplate.values import Hardware, Launch, MemoryNeed, Model, Plan, Refusal, Settings, Workload
+from bedplate.values import Hardware, Launch, MemoryNeed, Model, Plan, Preparation, Refusal, Settings, Workload
 
 
 class BorrowedLibrary(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,8 +60,6 @@ class Engine:
     version: ClassVar[str | None] = None
     recipe: ClassVar[Recipe | None] = None
     """`None`: planned for, but not installed by this version of bedplate."""
-    max_connections: ClassVar[int | None] = None
-    """What its HTTP server answers at once."""
     supervised_env: ClassVar[dict[str, str]] = {}
     """Beside the launch's own environment, what helps the supervisor and would only confuse a person."""
     strength: ClassVar[str] = ""
@@ -79,6 +77,17 @@ class Engine:
 
     def launch(self, plan: Plan, port: int) -> Launch:
         raise NotImplementedError
+
+    def connections(self, settings: Settings) -> int | None:
+        """How many connections its HTTP server answers at once; `None`: as many as come."""
+        return None
+
+    def installation(self) -> tuple[Preparation, ...]:
+        if self.recipe is None:
+            return ()
+        what, where = " ".join(self.recipe.packages), "an environment of its own"
+        sizes = {"download_bytes": self.recipe.download_bytes, "disk_bytes": self.recipe.disk_bytes}
+        return (Preparation(kind="install", what=what, where=where, **sizes),)
 
     def progress(self, line: str) -> float | None:
         """How much of the model is loaded, when this log line says so."""

@@ -10,8 +10,11 @@ from typing import ClassVar
 from bedplate.engines.base import BorrowedLibrary, Engine, EngineState, Failure, Recipe
 from bedplate.values import Hardware, Launch, MemoryNeed, Model, Plan, Refusal, Settings, Workload, estimate
 
-HTTP_THREADS = 96
+MIN_HTTP_THREADS = 96
+SPARE_HTTP_THREADS = 8
 """The server gives each connection a thread, health checks included: with too few, a busy engine looks dead."""
+RESERVED_SHARE = 0.05
+"""Of the free memory, what is left to the system: a machine that swaps is slower than any other setting."""
 PROCESS_BYTES = 95_000_000
 """Interpreter, library and threads before any model is loaded: RSS of the launcher, measured with this version."""
 MICRO_BATCH = 512
@@ -115,7 +118,6 @@ class LlamaCpp(Engine):
         disk_bytes=127_000_000,
         check="import xllamacpp; xllamacpp.CommonParams()",
     )
-    max_connections = HTTP_THREADS - 8
     # The server then tells its load progress on stdout, and ends when its stdin closes.
     supervised_env: ClassVar[dict[str, str]] = {"LLAMA_SERVER_ROUTER_PORT": "1"}
     strength = "laptops, edge boxes and unusual hardware; little VRAM and much RAM"
@@ -147,12 +149,13 @@ class LlamaCpp(Engine):
             kv_bytes=model.kv_bytes(settings.context_tokens) * settings.slots,
             overhead_bytes=estimate(PROCESS_BYTES + scratch, 0.4, "measured process size, scratch by hidden size"),
             available_bytes=hardware.memory.available_bytes,
+            reserved_bytes=round(hardware.memory.available_bytes * RESERVED_SHARE),
         )
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings = plan.settings
-        argv = ["llama-server", "--model", plan.model.files[0], "--alias", plan.model.name]
-        argv += ["--host", "127.0.0.1", "--port", str(port), "--threads-http", str(HTTP_THREADS)]
+        argv = ["llama-server", "--model", plan.model.files[0], "--alias", plan.model.served_name]
+        argv += ["--host", "127.0.0.1", "--port", str(port), "--threads-http", str(_http_threads(settings))]
         # The server divides its context among the slots, so ask for all of it at once.
         argv += ["--ctx-size", str(settings.context_tokens * settings.slots), "--parallel", str(settings.slots)]
         argv += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads)]
@@ -163,7 +166,10 @@ class LlamaCpp(Engine):
             argv += ["--embeddings"]
         if template := with_tools(plan.model.chat_template):
             argv += ["--chat-template", template]
-        return Launch(argv=tuple(argv))
+        return Launch(argv=tuple(argv), prepare=self.installation())
+
+    def connections(self, settings: Settings) -> int | None:
+        return _http_threads(settings) - SPARE_HTTP_THREADS
 
     def progress(self, line: str) -> float | None:
         mark = "cmd_child_to_router:state:"
@@ -194,6 +200,11 @@ class LlamaCpp(Engine):
             running=float(running) if running is not None else None,
             waiting=float(waiting) if waiting is not None else None,
         )
+
+
+def _http_threads(settings: Settings) -> int:
+    # As many requests again as are computed may wait inside of the engine, so that a free slot never waits for one.
+    return max(MIN_HTTP_THREADS, 2 * settings.slots + SPARE_HTTP_THREADS)
 
 
 def with_tools(template: str | None) -> str | None:

@@ -13,9 +13,7 @@ class MistralRs(Engine):
     strength = "a small portable binary for one user"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        return self.refusal(
-            "outranked", "does what llama.cpp does here, with a smaller community", "llama.cpp does not know the model"
-        )
+        return self.not_run_yet()
 
 
 ENGINE = MistralRs()

@@ -16,8 +16,8 @@ class PyTorch(Engine):
         if not hardware.accelerators:
             return self.refusal(
                 "unsuitable",
-                "slower and larger than llama.cpp on a CPU",
-                "the model must be changed or looked into, not served",
+                "no batching and no memory management: for prototypes, not for serving",
+                "a prototype, or a job that takes one item at a time",
             )
         return self.not_run_yet()
 

@@ -357,7 +357,7 @@ def _refuse_offline(repo: str) -> None:
         if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
             raise OutsideFailed(
                 f"{repo} is not on this machine, and {variable} forbids to fetch it",
-                hint=f"unset {variable}, or name a model that is here (bedplate models)",
+                hint=f"unset {variable}, or name a model that is here",
             )
 
 
@@ -459,7 +459,7 @@ def _translated(repo: str) -> Iterator[None]:
     except OfflineModeIsEnabled as error:
         raise OutsideFailed(
             f"{repo} is not on this machine, and HF_HUB_OFFLINE forbids to fetch it",
-            hint="unset HF_HUB_OFFLINE, or name a model that is here (bedplate models)",
+            hint="unset HF_HUB_OFFLINE, or name a model that is here",
         ) from error
     except (EntryNotFoundError, RevisionNotFoundError) as error:
         if isinstance(error, FileNotFoundError):  # huggingface_hub's word for not being able to ask

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from bedplate.errors import BadQuestion
+from bedplate.errors import AnswerIsNo, BadQuestion
 from bedplate.facts.gguf import read_gguf
 from bedplate.facts.library import locate
 from bedplate.run import builtin
@@ -26,7 +24,7 @@ def local_model(text: str | None) -> Model | None:
     return read_gguf(found.path, name=None, origin=found.origin) if found else None
 
 
-def known_model(text: str | None) -> Model:
+def known_model(text: str | None = None) -> Model:
     """As `local_model`, but a model that is not here is an error."""
     model = local_model(text)
     if model is None:
@@ -37,12 +35,18 @@ def known_model(text: str | None) -> Model:
     return model
 
 
-def fetched_model(text: str, fits: Callable[[int], bool], progress: Progress) -> Model:
+def fetched_model(text: str, available_bytes: int, progress: Progress) -> Model:
     """A model of the hub, downloaded: the quantization that fits, unless `text` names one."""
     from bedplate.run import hub
     from bedplate.values.units import size
 
-    choice = hub.choose(text, fits=fits)
+    # Only file sizes are known before it is here; a fifth is left for cache and engine.
+    choice = hub.choose(text, fits=lambda size_bytes: size_bytes <= available_bytes * 0.8)
+    if choice.size_bytes > available_bytes:
+        raise AnswerIsNo(
+            f"{choice.name} does not fit: its weights are {size(choice.size_bytes)}, {size(available_bytes)} are free",
+            hint=f"a smaller quantization; `bedplate serve {choice.repo}` takes one that fits",
+        )
     parts = f" in {len(choice.files)} files" if len(choice.files) > 1 else ""
     progress.note(f"downloading {choice.name} ({size(choice.size_bytes)}{parts}) to {choice.folder}")
     with progress.step(f"fetching {choice.name}", choice.size_bytes) as done:

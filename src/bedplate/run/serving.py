@@ -53,11 +53,6 @@ def check_port(listen: Listen) -> None:
         raise bind_failure(failure, listen.host, listen.port) from error
 
 
-def api_name(plan: Plan) -> str:
-    """The name that clients send: lower case, without spaces, as they are used to."""
-    return "-".join(plan.model.name.split()).lower()
-
-
 def serve(
     model: str | None = None,
     *,
@@ -78,9 +73,7 @@ def serve(
     hardware = probe()
     facts = local_model(model)
     if facts is None:
-        # Of a model on the hub only file sizes are known before it is here; a fifth is left for cache and engine.
-        room = hardware.memory.available_bytes * 0.8
-        facts = fetched_model(str(model), lambda size_bytes: size_bytes <= room, progress)
+        facts = fetched_model(str(model), hardware.memory.available_bytes, progress)
     decision = decide(hardware, facts, workload, engine)
     on_decision(hardware, facts, decision)
     chosen = plan(decision, facts, workload)
@@ -111,9 +104,9 @@ async def _serve(
     loop = asyncio.get_running_loop()
     started = loop.time()
     engine = engine_by_id(plan.engine)
-    name = api_name(plan)
+    name = plan.model.served_name
     backend = Backend(name, engine.id, plan.engine_version, aliases=(plan.model.name, *plan.model.files))
-    backend.max_connections = engine.max_connections
+    backend.max_connections = engine.connections(plan.settings)
     backend.context_tokens = plan.settings.context_tokens
     gateway = Gateway([backend], api_key=listen.api_key, max_body_bytes=listen.max_body_bytes)
     logs = writable(logs_dir())

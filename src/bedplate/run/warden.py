@@ -102,21 +102,24 @@ def signal_group(group: int, number: int) -> None:
         return
 
 
-def kill_all(group: int) -> None:
+def kill_all(engine: int) -> None:
     """The engine's process group, and whatever descended from us and left that group, until nothing is left."""
     own_group = os.getpgrp()
     for _ in range(100):
         rest = descendants(os.getpid())
-        # By groups too: the kernel kills a group at once, while one that forks could outrun its pid.
-        for other in {group, *rest.values()} - {own_group}:
-            signal_group(other, signal.SIGKILL)
-        for pid in rest:
+        # By groups, which the kernel kills at once: of a process that forks and ends, over and over, there is little
+        # more to see than what is dead already. That lets us know its group, as long as it has not been waited for.
+        for group in {engine, *(group for group, _ in rest.values())} - {own_group}:
+            signal_group(group, signal.SIGKILL)
+        for pid, (_, state) in rest.items():
             try:
-                os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
+                if state != "Z":
+                    os.kill(pid, signal.SIGKILL)
+                elif pid != engine:  # whose status is for whoever started it
+                    os.waitpid(pid, os.WNOHANG)
+            except (ProcessLookupError, PermissionError, ChildProcessError):
                 continue
-        reap(group)
-        if not rest:
+        if all(pid == engine and state == "Z" for pid, (_, state) in rest.items()):
             return
         select.select([], [], [], 0.01)
 
@@ -133,22 +136,22 @@ def reap(engine: int) -> None:
         os.waitpid(ended.si_pid, 0)
 
 
-def descendants(ancestor: int) -> dict[int, int]:
-    """The process group of each living descendant, by its pid."""
-    children: dict[int, list[tuple[int, int]]] = {}
-    for pid, parent, group in processes():
-        children.setdefault(parent, []).append((pid, group))
-    found: dict[int, int] = {}
+def descendants(ancestor: int) -> dict[int, tuple[int, str]]:
+    """The process group and state of each descendant, by its pid."""
+    children: dict[int, list[tuple[int, int, str]]] = {}
+    for pid, parent, group, state in processes():
+        children.setdefault(parent, []).append((pid, group, state))
+    found: dict[int, tuple[int, str]] = {}
     queue = [ancestor]
     while queue:
-        for pid, group in children.get(queue.pop(), []):
-            found[pid] = group
+        for pid, group, state in children.get(queue.pop(), []):
+            found[pid] = group, state
             queue.append(pid)
     return found
 
 
-def processes() -> list[tuple[int, int, int]]:
-    """(pid, parent's pid, process group) of every living process that can be seen."""
+def processes() -> list[tuple[int, int, int, str]]:
+    """(pid, parent's pid, process group, state) of every process that can be seen."""
     rows = []
     if LINUX:
         for name in os.listdir("/proc"):
@@ -159,14 +162,13 @@ def processes() -> list[tuple[int, int, int]]:
                         state, parent, group = file.read().rpartition(")")[2].split()[:3]
                 except (OSError, ValueError):
                     continue
-                if state != "Z":
-                    rows.append((int(name), int(parent), int(group)))
+                rows.append((int(name), int(parent), int(group), state))
         return rows
     lister = subprocess.Popen(["ps", "-axo", "pid=,ppid=,pgid=,state="], stdout=subprocess.PIPE, text=True)
     for line in lister.communicate()[0].splitlines():
         pid, parent, group, state = line.split()[:4]
-        if int(pid) != lister.pid and not state.startswith("Z"):
-            rows.append((int(pid), int(parent), int(group)))
+        if int(pid) != lister.pid:
+            rows.append((int(pid), int(parent), int(group), state[0]))
     return rows
 
 

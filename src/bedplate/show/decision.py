@@ -18,7 +18,7 @@ def page() -> Table:
     table = Table.grid(padding=(0, 2, 0, 1))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold", max_width=96)
-    table.add_column(style="dim", justify="left")
+    table.add_column(style="dim", overflow="fold", max_width=48)
     return table
 
 
@@ -33,7 +33,7 @@ def render_serving(hardware: Hardware, model: Model, workload: Workload, decisio
         table.add_row("Engine", Text(f"{decision.engine} {decision.engine_version}", style="bold green"), "")
         table.add_row("", Text(f"why: {first.text}"), Text(f"{first.rule}, {source_file(first.source)}"))
     else:
-        table.add_row("Engine", Text("none: nothing runs this model here", style="bold red"), "")
+        table.add_row("Engine", Text(headline(decision, model), style="bold red"), "")
     if decision.refused:
         table.add_row("", Text.assemble(("refused  ", "bold"), refusals_line(decision), style="dim"), "bedplate plan")
     if decision.memory is not None:
@@ -70,9 +70,13 @@ def render_decision(hardware: Hardware, model: Model, workload: Workload, decisi
 
 
 def headline(decision: Decision, model: Model) -> str:
-    if decision.engine is None:
-        return f"Nothing runs {model.name} here"
-    return f"{decision.engine} {decision.engine_version}, {decision.quantization or model.format}"
+    if decision.engine is not None:
+        return f"{decision.engine} {decision.engine_version}, {decision.quantization or model.format}"
+    reasons = {refusal.why for refusal in decision.refused}
+    if len(reasons) == 1:
+        return f"No: {reasons.pop()}"
+    first = decision.refused[0] if decision.refused else None
+    return f"No: {first.engine} {first.why}" if first is not None else f"Nothing runs {model.name} here"
 
 
 def model_line(model: Model) -> str:

@@ -46,6 +46,8 @@ class MemoryNeed(Record, frozen=True, kw_only=True):
     kv_bytes: int
     overhead_bytes: Figure
     available_bytes: int
+    reserved_bytes: int = 0
+    """Of what is available, what is left to the system and to whatever else runs."""
 
     @property
     def total_bytes(self) -> int:
@@ -58,7 +60,7 @@ class MemoryNeed(Record, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        return self.high_bytes <= self.available_bytes
+        return self.high_bytes + self.reserved_bytes <= self.available_bytes
 
 
 class Estimate(Record, frozen=True, kw_only=True):

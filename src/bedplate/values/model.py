@@ -55,6 +55,11 @@ class Model(Record, frozen=True, kw_only=True):
     """The default template itself, unless it is too long to carry along."""
     basis: Basis = "reported"
 
+    @property
+    def served_name(self) -> str:
+        """The name that clients send: lower case and without spaces, as they are used to."""
+        return "-".join(self.name.split()).lower()
+
     def kv_bytes(self, context_tokens: int) -> int:
         """Cache of one sequence of `context_tokens`, 16-bit."""
         return self.kv_bytes_per_token * context_tokens + self.kv_bytes_window + self.state_bytes
