@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
@@ -37,11 +38,16 @@ def metric(served: Served, pattern: str) -> float:
 
 
 def slots_in_use(served: Served) -> int:
-    """What the engine itself says, on its private port."""
-    command = served.engine().cmdline()
-    port = command[command.index("--port") + 1]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/slots") as answer:
+    """What the engine itself says, on its private port, to those who have its key."""
+    engine = served.engine()
+    headers = {"authorization": f"Bearer {engine.environ()['LLAMA_API_KEY']}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{private_url(engine)}/slots", headers=headers)) as answer:
         return sum(slot["is_processing"] for slot in json.load(answer))
+
+
+def private_url(engine: psutil.Process) -> str:
+    command = engine.cmdline()
+    return f"http://127.0.0.1:{command[command.index('--port') + 1]}"
 
 
 def test_models_are_listed(client: OpenAI) -> None:
@@ -148,6 +154,18 @@ def test_an_abort_in_mid_stream_ends_the_generation_in_the_engine(client: OpenAI
     wait_for(lambda: slots_in_use(served) == 0, "the slot to be free again", 10)
     assert metric(served, cancelled) - before == 1
     assert metric(served, r"bedplate_requests_in_flight\{[^}]*\}") == 0
+
+
+def test_the_engines_private_port_is_of_no_use_to_others(served: Served) -> None:
+    engine = served.engine()
+    request = urllib.request.Request(
+        f"{private_url(engine)}/v1/chat/completions", json.dumps({"messages": []}).encode()
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request)
+    with refused.value as answer:
+        assert answer.code == 401
+    assert engine.environ()["LLAMA_API_KEY"] not in " ".join(engine.cmdline())
 
 
 def test_responses_api(client: OpenAI) -> None:

@@ -220,7 +220,9 @@ import os, time
 end = time.monotonic() + 20  # should it get away all the same
 if os.fork() == 0:
     {leave}
-    print("running", flush=True)
+    for _ in range(3):
+        os.fork()
+    os.write(1, b"running\\n")
     while time.monotonic() < end:
         if os.fork():
             os._exit(0)

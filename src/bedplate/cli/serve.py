@@ -63,7 +63,7 @@ def serve(
         listen=Listen(host=host, port=port, api_key=api_key or None, max_body_bytes=max_body_mb * 1_000_000),
         progress=TerminalProgress(),
         on_decision=lambda hardware, facts, decision: _show_head(hardware, facts, workload, decision, json=json),
-        on_ready=lambda endpoint, took_s: _show_ready(endpoint, took_s, json=json),
+        on_ready=lambda endpoint: _show_ready(endpoint, json=json),
     )
 
 
@@ -80,7 +80,7 @@ def _show_head(hardware: Hardware, facts: Model, workload: Workload, decision: D
     out.print()
 
 
-def _show_ready(endpoint: Endpoint, took_s: float, *, json: bool) -> None:
+def _show_ready(endpoint: Endpoint, *, json: bool) -> None:
     if json:
         import msgspec
 
@@ -89,4 +89,4 @@ def _show_ready(endpoint: Endpoint, took_s: float, *, json: bool) -> None:
     from bedplate.show.serving import render_ready
     from bedplate.show.terminal import console
 
-    console().print(render_ready(endpoint, took_s), soft_wrap=True)
+    console().print(render_ready(endpoint), soft_wrap=True)

@@ -62,6 +62,8 @@ class Engine:
     """`None`: planned for, but not installed by this version of bedplate."""
     supervised_env: ClassVar[dict[str, str]] = {}
     """Beside the launch's own environment, what helps the supervisor and would only confuse a person."""
+    key_variable: ClassVar[str | None] = None
+    """The environment variable from which it takes the key that it then asks of its clients."""
     strength: ClassVar[str] = ""
     """When it is the right choice, in the words of the hint behind a refusal."""
 

@@ -120,6 +120,7 @@ class LlamaCpp(Engine):
     )
     # The server then tells its load progress on stdout, and ends when its stdin closes.
     supervised_env: ClassVar[dict[str, str]] = {"LLAMA_SERVER_ROUTER_PORT": "1"}
+    key_variable = "LLAMA_API_KEY"
     strength = "laptops, edge boxes and unusual hardware; little VRAM and much RAM"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:

@@ -61,7 +61,7 @@ def serve(
     listen: Listen | None = None,
     progress: Progress | None = None,
     on_decision: Callable[[Hardware, Model, Decision], None] = lambda hardware, model, decision: None,
-    on_ready: Callable[[Endpoint, float], None] = lambda endpoint, took_s: None,
+    on_ready: Callable[[Endpoint], None] = lambda endpoint: None,
 ) -> None:
     """The main job, from a name to an endpoint: probe, decide, fetch, install, launch, and serve until told to stop."""
     if os.name != "posix":
@@ -88,7 +88,7 @@ def serve_plan(
     environment: Environment,
     listen: Listen,
     progress: Progress,
-    on_ready: Callable[[Endpoint, float], None],
+    on_ready: Callable[[Endpoint], None],
 ) -> None:
     """Serves until SIGINT or SIGTERM. Raises when the engine cannot be kept running."""
     _run(_serve(plan, environment, listen, progress, on_ready))
@@ -99,10 +99,9 @@ async def _serve(
     environment: Environment,
     listen: Listen,
     progress: Progress,
-    on_ready: Callable[[Endpoint, float], None],
+    on_ready: Callable[[Endpoint], None],
 ) -> None:
     loop = asyncio.get_running_loop()
-    started = loop.time()
     engine = engine_by_id(plan.engine)
     name = plan.model.served_name
     backend = Backend(name, engine.id, plan.engine_version, aliases=(plan.model.name, *plan.model.files))
@@ -141,7 +140,7 @@ async def _serve(
             pid=os.getpid(),
             log=str(log_path),
         )
-        on_ready(endpoint, loop.time() - started)
+        on_ready(endpoint)
         failed = asyncio.create_task(supervisor.ended())
         await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():

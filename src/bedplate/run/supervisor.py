@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import time
@@ -20,7 +21,7 @@ from bedplate.errors import OutsideFailed
 from bedplate.run.environments import Environment, command, variables
 from bedplate.run.gateway import Backend
 from bedplate.run.warden import guarded
-from bedplate.values import Plan
+from bedplate.values import Launch, Plan
 from bedplate.values.units import seconds
 
 LOG_BYTES = 10_000_000
@@ -36,6 +37,8 @@ SLOWEST_DISK_BYTES_S = 20_000_000
 START_LIMIT_S = 60.0
 """Loading is given up when it takes longer than reading the weights at the rate above, and this."""
 MIN_BACK_OFF_S, MAX_BACK_OFF_S = 0.1, 10.0
+
+_SECRETS = frozenset(["BEDPLATE_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY"])
 
 
 class Death:
@@ -327,11 +330,12 @@ class Supervisor:
         launch = self.engine.launch(self.plan, port)
         self.process = process = EngineProcess(self.log, self._read_line)
         self.log.tail.clear()
-        self.log.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(launch.argv)}")
+        # One line, whatever the options hold: what follows it is the engine's own.
+        options = " ".join(word if len(word) < 200 else f"({len(word)} characters)" for word in launch.argv)
+        self.log.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {options}".replace("\n", " "))
         backend.progress = None
         backend.worked = False
-        given = {**os.environ, **self.engine.supervised_env, **launch.env}
-        env = variables(Path(self.environment.path), given)
+        env = self._variables(launch)
         try:
             await process.start(command(self.environment, launch), env)
         except OSError as error:  # no memory or no processes left, which may pass
@@ -378,6 +382,15 @@ class Supervisor:
         backend.state = "restarting"
         self._say(f"{self.engine.name} stopped: {backend.reason}; starting it again in {seconds(wait_s)}")
         await asyncio.sleep(wait_s)
+
+    def _variables(self, launch: Launch) -> dict[str, str]:
+        """Our own environment, less the keys in it that are none of the engine's business, and with one of its own."""
+        given = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+        given |= self.engine.supervised_env | launch.env
+        if self.engine.key_variable is not None:
+            self.backend.engine_key = secrets.token_urlsafe(32)
+            given[self.engine.key_variable] = self.backend.engine_key
+        return variables(Path(self.environment.path), given)
 
     def _read_line(self, line: str) -> None:
         try:

@@ -7,15 +7,12 @@ from rich.text import Text
 
 from bedplate.run.gateway.pages import curl
 from bedplate.values import Endpoint
-from bedplate.values.units import seconds
 
 
-def render_ready(endpoint: Endpoint, took_s: float) -> RenderableType:
+def render_ready(endpoint: Endpoint) -> RenderableType:
     command = curl(endpoint.url.removesuffix("/v1"), endpoint.needs_key).replace("\n", "\n        ")
     return Text.assemble(
-        (" ✓ ", "green"),
-        f"engine ready in {seconds(took_s)}\n\n",
-        (" Ready  ", "bold green"),
+        ("\n Ready  ", "bold green"),
         (endpoint.url, "bold"),
         f"       model {endpoint.model}\n",
         f"        {command}\n",

@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=int, default=8080)
     p.add_argument("--threads-http", type=int, default=-1, help="threads that answer HTTP; one for each connection")
     p.add_argument("--timeout", type=int, help="seconds without progress after which a connection is closed")
-    p.add_argument("--api-key", help="a key that clients must send")
+    p.add_argument("--api-key", default=os.environ.get("LLAMA_API_KEY"), help="a key that clients must send")
     p.add_argument("-c", "--ctx-size", type=int, default=0, help="context of all slots together; 0: from the model")
     p.add_argument("-np", "--parallel", type=int, default=1, help="slots: requests that are computed at once")
     p.add_argument("-b", "--batch-size", type=int)

@@ -18,6 +18,8 @@ class Backend:
         self.names = frozenset(name.lower() for name in (model, *aliases))
         self.state: BackendState = "loading"
         self.address: tuple[str, int] | None = None
+        self.engine_key: str | None = None
+        """What the engine asks of us, so that its private port is of no use to anybody else on the machine."""
         self.progress: float | None = None
         """How much of the model is loaded, 0 to 1, when the engine says so."""
         self.reason: str | None = None

@@ -96,6 +96,8 @@ class Exchange:
         self._connection = connection
         request = self._request
         head = [b"POST ", request.target, b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n" % len(self._body)]
+        if key := self._pool.backend.engine_key:
+            head += (b"authorization: Bearer ", key.encode(), b"\r\n")
         not_forwarded = _NOT_FORWARDED
         for name, value in request.headers:
             if name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
