@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,7 +31,6 @@ from bedplate.run.environments import (
     make_environment,
     remove,
 )
-from bedplate.run.progress import Silent
 from bedplate.values import Launch
 
 UNREACHABLE = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "UV_HTTP_RETRIES": "0"}
@@ -396,20 +395,6 @@ class TestFailing:
     def test_an_engine_without_a_recipe_cannot_be_installed(self) -> None:
         with pytest.raises(OutsideFailed, match="cannot install vLLM"):
             make_environment(engine("vllm"))
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux counts what a process writes")
-def test_progress_is_told_in_bytes(wheels: Path, own_home: Path) -> None:
-    told: list[int] = []
-
-    class Listener(Silent):
-        @contextlib.contextmanager
-        def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-            yield told.append
-
-    wheel(wheels, "bedplate-tiny-engine", "1.0", {"bedplate_tiny_engine.py": "", "data.bin": bytes(200_000_000)})
-    make_environment(Tiny(), Listener())
-    assert told == sorted(told) and told[-1] > 10_000_000
 
 
 def test_the_folder_depends_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from bedplate.run.uv import environment, failure, python_for_engines, reasons, uv_binary
+from bedplate.run.child import run_child
+from bedplate.run.uv import environment, failure, python_for_engines, reasons, tell_writes, uv_binary
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "uv"
 
@@ -85,6 +87,22 @@ def test_settings_for_pip_count_unless_there_are_settings_for_uv() -> None:
     }
     own = {"UV_INDEX_URL": "a", "UV_INDEX": "b", "UV_FIND_LINKS": "c", "UV_INSECURE_HOST": "d", "SSL_CERT_FILE": "e"}
     assert environment({**pip, **own}) == {**pip, **own}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux counts what a process writes")
+def test_progress_is_what_was_written_so_far(tmp_path: Path) -> None:
+    data, seen = tmp_path / "data", tmp_path / "seen"
+    told: list[int] = []
+
+    def tick(pid: int) -> None:
+        tell_writes(pid, told.append)
+        if told[-1] >= 20_000_000:
+            seen.touch()
+
+    write = f"open({str(data)!r}, 'wb').write(bytes(20_000_000))"
+    wait = f"import os, time\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)"
+    assert run_child([sys.executable, "-c", f"{write}\n{wait}"], tick=tick, limit_s=30).code == 0
+    assert told == sorted(told) and told[-1] >= 20_000_000
 
 
 def test_engines_are_built_on_the_users_choice_of_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def run_uv(arguments: list[str], what: str, folder: Path, written: Callable[[int
         "install",
     ]:
         command.append("--no-index")
-    tick = None if written is None else lambda pid: _tell_writes(pid, written)
+    tick = None if written is None else lambda pid: tell_writes(pid, written)
     try:
         ended = run_child(command, environment(os.environ), tick)
     except OSError as error:
@@ -75,7 +75,7 @@ def run_uv(arguments: list[str], what: str, folder: Path, written: Callable[[int
         raise failure(what, ended.output)
 
 
-def _tell_writes(root: int, written: Callable[[int], None]) -> None:
+def tell_writes(root: int, written: Callable[[int], None]) -> None:
     """uv tells its progress only to terminals; what it has written to disk is as good, where the system counts it."""
     import psutil
 
