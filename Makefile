@@ -10,13 +10,14 @@ export UV_COMPILE_BYTECODE := 1
 export UV_PYTHON_DOWNLOADS ?= never
 ARGS ?=
 
-.PHONY: help serve test lint format clean
+.PHONY: help serve test lint format score clean
 
 help:
 	@echo "make serve [ARGS=...]  run the built-in model behind an OpenAI-compatible endpoint"
 	@echo "make test [ARGS=...]   lint, type-check and run the tests"
 	@echo "make lint              ruff and mypy --strict"
 	@echo "make format            let ruff rewrite the code"
+	@echo "make score             predicted memory against published peaks"
 	@echo "make clean             remove what the above made here"
 
 serve: $(READY)
@@ -29,6 +30,9 @@ lint: $(READY_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+score: $(READY)
+	$(BIN)/python benchmarks/score/memory.py $(ARGS)
 
 format: $(READY_DEV)
 	$(BIN)/ruff format .

@@ -24,7 +24,7 @@ from processes import end_on_sigterm, free_ports, measure, running, tail_of, tre
 
 DIRECT = "direct"
 READY_LIMIT_S = 180.0
-ROUNDS = {1: 8, 16: 7, 64: 6, 256: 5}
+ROUNDS = {1: 8, 16: 7, 64: 8, 256: 8}
 QUICK_ROUNDS = {1: 4, 16: 4, 64: 4, 256: 3}
 # A direct p99 this far from the engine's own first token says more about the machine than about any gateway.
 NOISY_MS = 1.0

@@ -216,7 +216,7 @@ class TestFit:
 
         most = most_requests(LLAMA, machine, model, context)
         assert most == 0 or fits(most)
-        assert not fits(most + 1) or most >= 65536
+        assert not fits(most + 1) or most == MAX_SLOTS
 
     def test_max_concurrency_is_the_most_that_fit(self) -> None:
         machine, workload = box(16 * GIB), Workload(prompt_tokens=3000, output_tokens=1000)

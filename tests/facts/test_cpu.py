@@ -17,17 +17,23 @@ from bedplate.facts.cpu import (
     INSTRUCTION_SETS,
     Processor,
     cap_by_quota,
+    core_kinds,
     count_cores,
     cpu_from_sysctl,
     instruction_sets,
     linux_cpu,
+    parse_cache_size,
     parse_cpuinfo,
+    parse_node_meminfo,
     parse_sysctl,
+    read_caches,
     read_cpu,
+    read_numa,
     read_siblings,
     summarise,
+    sysctl_caches,
 )
-from bedplate.values import Cpu
+from bedplate.values import Cache, Cpu, NumaNode
 
 CAPTURES = Path(__file__).parent.parent / "captures"
 NOWHERE = Path("/nonexistent")
@@ -172,6 +178,7 @@ def test_an_apple_chip_by_sysctl() -> None:
     assert cpu is not None
     assert (cpu.name, cpu.vendor, cpu.arch) == ("Apple M2", "apple", "arm64")
     assert (cpu.sockets, cpu.physical_cores, cpu.logical_cores, cpu.allowed_physical_cores) == (1, 8, 8, 8)
+    assert (cpu.performance_cores, cpu.efficiency_cores) == (4, 4)
     assert cpu.instruction_sets == ("neon", "dotprod", "i8mm", "bf16")
     assert summarise(cpu.instruction_sets) == "NEON I8MM"
 
@@ -221,6 +228,83 @@ def test_no_text_makes_the_parsers_raise(text: str, affinity: set[int]) -> None:
     cpu_from_sysctl(parse_sysctl(text), "arm64")
     cpu = linux_cpu(text, "x86_64", affinity, CgroupLimits(), NOWHERE)
     assert cpu is None or 1 <= cpu.allowed_physical_cores <= max(1, len(affinity), cpu.logical_cores)
+
+
+class TestCaches:
+    def tree(self, root: Path, cpus: int, caches: dict[str, tuple[str, str, str, int]]) -> Path:
+        """Files as sysfs has them: for each index its level, type, size and how many CPUs in a row share one."""
+        for cpu in range(cpus):
+            for index, (level, kind, size, shared) in caches.items():
+                folder = root / f"sys/devices/system/cpu/cpu{cpu}/cache/{index}"
+                folder.mkdir(parents=True)
+                first = cpu // shared * shared
+                listed = f"{first}-{first + shared - 1}" if shared > 1 else str(cpu)
+                for name, text in {"level": level, "type": kind, "size": size, "shared_cpu_list": listed}.items():
+                    (folder / name).write_text(f"{text}\n")
+        return root
+
+    def test_alike_ones_are_counted(self, tmp_path: Path) -> None:
+        """The sizes are those of the Sapphire Rapids VM in tests/captures, with 16 CPUs."""
+        root = self.tree(
+            tmp_path,
+            16,
+            {
+                "index0": ("1", "Data", "48K", 1),
+                "index1": ("1", "Instruction", "32K", 1),
+                "index2": ("2", "Unified", "2048K", 1),
+                "index3": ("3", "Unified", "307200K", 16),
+            },
+        )
+        assert read_caches(root) == (
+            Cache(level=1, kind="data", bytes=48 << 10, count=16, shared_by=1),
+            Cache(level=1, kind="instruction", bytes=32 << 10, count=16, shared_by=1),
+            Cache(level=2, kind="unified", bytes=2 << 20, count=16, shared_by=1),
+            Cache(level=3, kind="unified", bytes=300 << 20, count=1, shared_by=16),
+        )
+
+    def test_several_last_levels_and_threads_that_share_the_first(self, tmp_path: Path) -> None:
+        root = self.tree(tmp_path, 16, {"index0": ("1", "Data", "32K", 2), "index3": ("3", "Unified", "32M", 8)})
+        assert read_caches(root) == (
+            Cache(level=1, kind="data", bytes=32 << 10, count=8, shared_by=2),
+            Cache(level=3, kind="unified", bytes=32 << 20, count=2, shared_by=8),
+        )
+
+    def test_none_where_a_virtual_machine_hides_them(self, tmp_path: Path) -> None:
+        assert read_caches(tmp_path) == ()
+        broken = self.tree(tmp_path, 2, {"index0": ("x", "Data", "48K", 1), "index1": ("1", "Odd", "48K", 1)})
+        assert read_caches(broken) == ()
+
+    def test_those_of_an_apple_chip(self) -> None:
+        values = parse_sysctl(capture("sysctl/apple-m2.txt"))
+        assert core_kinds(values) == (4, 4)
+        assert sysctl_caches(values) == (
+            Cache(level=1, kind="data", bytes=128 << 10, count=4, shared_by=1),
+            Cache(level=2, kind="unified", bytes=16 << 20, count=1, shared_by=4),
+            Cache(level=1, kind="data", bytes=64 << 10, count=4, shared_by=1),
+            Cache(level=2, kind="unified", bytes=4 << 20, count=1, shared_by=4),
+        )
+        assert (core_kinds({}), sysctl_caches({})) == ((None, None), ())
+
+    @given(st.text())
+    def test_no_size_makes_it_raise(self, text: str) -> None:
+        parse_cache_size(text)
+        parse_node_meminfo(text)
+
+
+class TestNuma:
+    def test_each_node_has_cpus_and_memory(self, tmp_path: Path) -> None:
+        """Two sockets as `numactl -H` shows them for a Xeon Platinum 8468 server; the layout is the kernel's."""
+        for node, (cpus, total, free) in enumerate([("0-46:2", 0, 0), ("1,3,5", 528421888, 501723136)]):
+            folder = tmp_path / f"sys/devices/system/node/node{node}"
+            folder.mkdir(parents=True)
+            (folder / "cpulist").write_text(f"{cpus}\n")
+            memory = f"Node {node} MemTotal:       {total} kB\nNode {node} MemFree:        {free} kB\n"
+            (folder / "meminfo").write_text(memory if total else "")
+        assert read_numa(tmp_path) == (
+            NumaNode(index=0),
+            NumaNode(index=1, cpus="1,3,5", memory_bytes=528421888 << 10, free_bytes=501723136 << 10),
+        )
+        assert read_numa(NOWHERE) == ()
 
 
 @given(st.integers(min_value=1, max_value=1024), st.floats(min_value=1e-6, max_value=1e9))

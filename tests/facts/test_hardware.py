@@ -15,23 +15,40 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bedplate.facts.cgroup import CgroupLimits
-from bedplate.facts.cpu import parse_sysctl
+from bedplate.facts.devices import Found
 from bedplate.facts.hardware import (
-    apple_accelerator,
     container_kind,
+    numa_notes,
     operating_system,
     os_version,
     parse_meminfo,
     parse_os_release,
-    parse_system_profiler,
     probe,
-    read_amd,
+    read_accelerators,
     read_disk,
     read_memory,
     root_is_disk,
+    shared_memory,
+    together,
+    with_spec,
 )
-from bedplate.show.probe import one_line, render_hardware, short_name
-from bedplate.values import Accelerator, Cpu, Disk, Figure, Hardware, Memory, from_json, replaced, to_json
+from bedplate.show.probe import cost, link_lines, one_line, render_hardware, short_name
+from bedplate.values import (
+    Accelerator,
+    Cache,
+    Cpu,
+    Disk,
+    Figure,
+    GpuProcess,
+    Hardware,
+    Link,
+    Memory,
+    NumaNode,
+    Pcie,
+    from_json,
+    replaced,
+    to_json,
+)
 
 CAPTURES = Path(__file__).parent.parent / "captures"
 GIB = 1 << 30
@@ -124,7 +141,6 @@ class TestMemory:
     def test_no_text_makes_it_raise(self, text: str) -> None:
         parse_meminfo(text)
         parse_os_release(text)
-        parse_system_profiler(text)
         root_is_disk(text)
 
 
@@ -179,50 +195,74 @@ class TestSystem:
 
 
 class TestAccelerators:
-    def test_amd_cards_from_sysfs(self, tmp_path: Path) -> None:
-        """Files as amdgpu names them; the figures are those of a 24 GB card."""
-        device = "sys/class/drm/card1/device"
-        put(
-            tmp_path,
-            {
-                "sys/class/drm/card0/device/vendor": "0x8086\n",
-                f"{device}/vendor": "0x1002\n",
-                f"{device}/device": "0x744c\n",
-                f"{device}/mem_info_vram_total": "25753026560\n",
-                f"{device}/mem_info_vram_used": "1073741824\n",
-                "sys/class/drm/card1-DP-1/device/vendor": "0x1002\n",
-                "sys/class/drm/card10/device/vendor": "0x1002\n",
-                "sys/class/drm/card10/device/product_name": "AMD Instinct MI210\n",
-                "sys/module/amdgpu/version": "6.10.5\n",
-            },
+    def test_cards_of_two_makers_are_numbered_once(self) -> None:
+        first = Found(
+            accelerators=(
+                Accelerator(name="A", vendor="nvidia", index=0),
+                Accelerator(name="A MIG", vendor="nvidia", index=2, parent=1),
+            ),
+            links=(Link(kind="pcie", a="0", b="host"),),
         )
-        first, second = read_amd(tmp_path)
-        assert first == Accelerator(
-            name="AMD GPU 0x744c",
-            vendor="amd",
-            index=0,
-            memory_bytes=25753026560,
-            free_bytes=25753026560 - 1073741824,
-            driver_version="6.10.5",
+        second = Found(
+            accelerators=(Accelerator(name="B", vendor="amd", index=0), Accelerator(name="B", vendor="amd", index=1)),
+            links=(Link(kind="xgmi", a="0", b="1"),),
+            notes=("one",),
         )
-        assert (second.name, second.index, second.memory_bytes) == ("AMD Instinct MI210", 1, None)
-        assert read_amd(tmp_path / "nowhere") == ()
+        found = together([first, Found(), second])
+        assert [(card.index, card.parent) for card in found.accelerators] == [(0, None), (2, 1), (3, None), (4, None)]
+        assert [(link.a, link.b) for link in found.links] == [("0", "host"), ("3", "4")]
+        assert found.notes == ("one",)
 
-    def test_an_apple_chip_shares_its_memory(self) -> None:
-        sysctl = parse_sysctl((CAPTURES / "sysctl/apple-m2.txt").read_text())
-        assert apple_accelerator(sysctl, {}, 12 * GIB) == Accelerator(
-            name="Apple M2", vendor="apple", memory_bytes=24 * GIB, free_bytes=12 * GIB, unified_memory=True
-        )
+    def test_a_chip_without_memory_of_its_own_has_the_machines(self) -> None:
+        ram = Memory(total_bytes=128 * GIB, available_bytes=100 * GIB)
+        spark = shared_memory(Accelerator(name="NVIDIA GB10", vendor="nvidia", unified_memory=True), ram)
+        assert (spark.memory_bytes, spark.free_bytes) == (128 * GIB, 100 * GIB)
+        unknown = Accelerator(name="NVIDIA GPU", vendor="nvidia")
+        assert shared_memory(unknown, ram) == unknown
 
-    def test_system_profiler_stands_in_for_sysctl(self) -> None:
-        profiler = parse_system_profiler((CAPTURES / "sysctl/apple-m3-system-profiler.txt").read_text())
-        found = apple_accelerator({}, profiler, 10 * GIB)
-        assert found is not None
-        assert (found.name, found.memory_bytes) == ("Apple M3", 24 * GIB)
+    @on_linux
+    def test_a_machine_without_any_has_none(self, tmp_path: Path) -> None:
+        assert read_accelerators("linux", Memory(total_bytes=GIB, available_bytes=GIB), tmp_path) == Found()
 
-    def test_an_intel_mac_has_none(self) -> None:
-        sysctl = parse_sysctl((CAPTURES / "sysctl/intel-mac.txt").read_text())
-        assert apple_accelerator(sysctl, {}, GIB) is None
+    def test_nodes_that_list_less_memory_than_there_is_are_noted(self) -> None:
+        """Seen in a virtual machine that gets its memory late."""
+        ram = Memory(total_bytes=135148457984, available_bytes=GIB)
+        cpu = replaced(TestShow.XEON.cpu, numa=(NumaNode(index=0, cpus="0-15", memory_bytes=6135615488),))
+        assert numa_notes(cpu, ram) == ("the NUMA nodes list 5.71 GiB of 126 GiB of memory",)
+        assert numa_notes(replaced(cpu, numa=(NumaNode(index=0, memory_bytes=130 * 10**9),)), ram) == ()
+        assert numa_notes(replaced(cpu, numa=()), ram) == ()
+
+
+class TestSpec:
+    """What the data sheets add to what drivers say."""
+
+    def machine(self, *cards: Accelerator) -> Hardware:
+        return replaced(TestShow.XEON, accelerators=cards)
+
+    def test_the_bandwidth_of_a_known_chip(self) -> None:
+        (card,) = with_spec(self.machine(TestShow.H200)).accelerators
+        assert card.bandwidth_bytes_s is not None
+        assert (card.bandwidth_bytes_s.value, card.bandwidth_bytes_s.basis) == (4.8e12, "spec")
+        assert "NVIDIA" in (card.bandwidth_bytes_s.source or "")
+
+    def test_an_unknown_chip_is_noted_and_nothing_is_made_up(self) -> None:
+        hardware = with_spec(self.machine(Accelerator(name="Voodoo 2", vendor="other")))
+        assert hardware.accelerators[0].bandwidth_bytes_s is None
+        assert hardware.notes == ("Voodoo 2 is not in the list of chips: its memory bandwidth is not known",)
+
+    def test_what_the_driver_says_stands_where_no_sheet_is_known(self) -> None:
+        figure = Figure(value=1e12, low=1e12, high=1e12, basis="reported")
+        hardware = with_spec(self.machine(Accelerator(name="Voodoo 2", vendor="other", bandwidth_bytes_s=figure)))
+        assert (hardware.accelerators[0].bandwidth_bytes_s, hardware.notes) == (figure, ())
+
+    def test_a_slice_does_not_get_its_cards_bandwidth(self) -> None:
+        part = replaced(TestShow.H200, parent=0, name="NVIDIA H200 MIG 1g.18gb")
+        assert with_spec(self.machine(part)).accelerators[0].bandwidth_bytes_s is None
+
+    def test_memory_that_a_driver_keeps_quiet(self) -> None:
+        hardware = with_spec(self.machine(Accelerator(name="Tenstorrent n300", vendor="tenstorrent")))
+        assert hardware.accelerators[0].memory_bytes == 24 * GIB
+        assert "data sheet" in hardware.notes[0]
 
 
 def test_the_disk_is_that_of_a_folder_that_is_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +357,94 @@ class TestShow:
             "reported",
         ):
             assert expected in page
+
+    def test_the_page_says_what_a_bandwidth_means(self) -> None:
+        figure = Figure(value=936e9, low=936e9, high=936e9, basis="spec")
+        assert cost(figure, 24 * 10**9) == (
+            "each GB of weights read per token takes 1.07 ms: 24 GB, which fill it, at most 39 tokens/s a stream"
+        )
+        assert cost(figure, 234 * 10**9) == (
+            "each GB of weights read per token takes 1.07 ms: 234 GB, which fill it, at most 4.0 tokens/s a stream"
+        )
+        assert cost(figure, None) == "each GB of weights read per token takes 1.07 ms"
+        assert cost(None, 1) is None
+        ram = replaced(self.XEON.memory, bandwidth_bytes_s=replaced(figure, value=40e9))
+        assert "takes 25 ms" in self.page(replaced(self.XEON, memory=ram))
+
+    def test_the_page_describes_alike_cards_once(self) -> None:
+        card = replaced(
+            self.H200,
+            architecture="Hopper",
+            driver_version="580.1",
+            cuda_version="13.0",
+            sm_clock_mhz=345,
+            max_sm_clock_mhz=1980,
+            power_limit_w=650.0,
+            max_power_limit_w=700.0,
+            pcie=Pcie(generation=1, max_generation=5, width=8, max_width=16),
+            nvlinks=18,
+        )
+        busy = replaced(card, index=1, processes=(GpuProcess(pid=403, name="python3", bytes=1713373184),))
+        page = self.page(replaced(self.XEON, accelerators=(card, busy)))
+        assert page.count("Hopper · driver 580.1 · CUDA 13.0") == 1
+        assert "clock 345 of 1980 MHz · power limit 650 of 700 W · PCIe 1 x8 (of 5 x16) · 18 NVLinks" in page
+        assert "python3 (pid 403) holds 1.6 GiB" in page
+
+    def test_the_page_shows_slices_shared_memory_caches_and_nodes(self) -> None:
+        part = replaced(self.H200, index=8, parent=3)
+        limit = Figure(value=18 * GIB, low=16 * GIB, high=20 * GIB, basis="estimate")
+        apple = Accelerator(
+            name="Apple M2", vendor="apple", compute_units=10, unified_memory=True, wired_limit_bytes=limit
+        )
+        cpu = replaced(
+            self.XEON.cpu,
+            performance_cores=4,
+            efficiency_cores=4,
+            caches=(
+                Cache(level=1, kind="instruction", bytes=1 << 15, count=8, shared_by=1),
+                Cache(level=2, kind="unified", bytes=16 << 20, count=2, shared_by=4),
+                Cache(level=3, kind="unified", bytes=32 << 20, count=1, shared_by=8),
+            ),
+            numa=(
+                NumaNode(index=0, cpus="0-3", memory_bytes=64 * GIB),
+                NumaNode(index=1, cpus="4-7", memory_bytes=None),
+            ),
+        )
+        page = self.page(replaced(self.XEON, cpu=cpu, accelerators=(part, apple)))
+        for expected in (
+            "a slice of GPU 3",
+            "10 GPU cores",
+            "the GPU may hold 18 GiB of it (16 GiB to 20 GiB)",
+            "4 fast and 4 slow · 2 NUMA nodes",
+            "L2 2 × 16 MiB for 4 CPUs · L3 32 MiB",
+            "NUMA node 0: 64 GiB, CPUs 0-3",
+            "NUMA node 1: memory TBD, CPUs 4-7",
+        ):
+            assert expected in page
+
+    def test_links_that_are_alike_share_a_line(self) -> None:
+        figure = Figure(value=450e9, low=450e9, high=450e9, basis="spec")
+        switch = [
+            Link(kind="nvlink", a=str(a), b=str(b), count=18, bandwidth_bytes_s=figure)
+            for a in range(8)
+            for b in range(a + 1, 8)
+        ]
+        host = [Link(kind="pcie", a=str(card), b="host") for card in (0, 1, 2, 5)]
+        bridges = [Link(kind="nvlink", a="0", b="1", count=4), Link(kind="nvlink", a="2", b="3", count=4)]
+        far = [Link(kind="pcie", a="0", b="2", path="system"), Link(kind="xgmi", a="0", b="3", hops=1)]
+        assert list(link_lines([*switch, *host, *bridges, *far])) == [
+            ("nvlink between all of GPU 0-7 · 18 links · 450 GB/s each way", "spec"),
+            ("pcie GPU 0-2, 5 – host · TBD", ""),
+            ("nvlink GPU 0 – 1, 2 – 3 · 4 links · TBD", ""),
+            ("pcie GPU 0 – 2 · across two CPUs · TBD", ""),
+            ("xgmi GPU 0 – 3 · 1 hop · TBD", ""),
+        ]
+
+    def test_colours_are_only_for_terminals(self) -> None:
+        console = Console(width=120, force_terminal=False)
+        with console.capture() as captured:
+            console.print(render_hardware(self.XEON))
+        assert "\x1b" not in captured.get()
 
     def test_this_machine_can_be_shown(self) -> None:
         hardware = probe()

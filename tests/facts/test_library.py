@@ -120,11 +120,18 @@ class TestPaths:
 
     def test_a_folder_without_any_says_what_else_is_there(self, tmp_path: Path) -> None:
         (tmp_path / "hf").mkdir()
-        (tmp_path / "hf" / "model.safetensors").touch()
+        (tmp_path / "hf" / "pytorch_model.bin").touch()
         error = refused(str(tmp_path / "hf"))
-        assert "no GGUF model is in the folder" in error.message
+        assert "no model is in the folder" in error.message
         assert error.cause is not None
-        assert "model.safetensors" in error.cause
+        assert "pytorch_model.bin" in error.cause
+
+    def test_a_folder_of_safetensors_is_a_model_itself(self, tmp_path: Path) -> None:
+        (tmp_path / "hf").mkdir()
+        (tmp_path / "hf" / "model.safetensors").write_bytes(b"12345")
+        found = locate(str(tmp_path / "hf"))
+        assert found is not None
+        assert (found.path, found.size_bytes, found.origin) == (tmp_path / "hf", 5, "a folder")
 
     def test_a_folder_that_only_shares_a_name_is_passed_over(self, tmp_path: Path, machine: Path) -> None:
         (tmp_path / "work" / "llama3.2").mkdir()

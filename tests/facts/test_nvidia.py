@@ -1,91 +1,429 @@
-"""NVIDIA GPUs: from NVML's answers to accelerators. The H200's answers are a real card's."""
+"""NVIDIA GPUs: from NVML's answers and nvidia-smi's pages to accelerators and links. The H200's are a real card's."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.facts.nvidia import DeviceAnswers, accelerator, card_on_bus, conclude, explain, read_nvidia, visible
-from bedplate.values import Accelerator
+from bedplate.facts import nvidia
+from bedplate.facts.devices import Found, visible
+from bedplate.facts.nvidia import (
+    Answers,
+    DeviceAnswers,
+    SliceAnswers,
+    accelerator,
+    ask_smi,
+    card_on_bus,
+    conclude,
+    cuda_version,
+    explain,
+    nvlink_counts,
+    parse_compute_capabilities,
+    parse_smi_list,
+    parse_smi_log,
+    parse_smi_topology,
+    pci_address,
+    peak_bandwidth,
+    read_nvidia,
+)
+from bedplate.values import Accelerator, Figure, GpuProcess, Link, Pcie
+
+CAPTURES = Path(__file__).parent.parent / "captures" / "nvidia"
+GIB = 1 << 30
 
 # As NVML of driver 580.159.04 answered on 2026-11-15; the serial part of the UUID is made up.
 H200 = DeviceAnswers(
     index=0,
     name="NVIDIA H200",
     uuid="GPU-00000000-1111-2222-3333-444444444444",
+    pci_address="0000:00:06.0",
+    architecture="Hopper",
     total_bytes=150754820096,
-    free_bytes=150109880320,
+    free_bytes=148387266560,
     compute_capability=(9, 0),
+    sm_clock_mhz=1980,
+    max_sm_clock_mhz=1980,
+    memory_clock_mhz=3201,
+    max_memory_clock_mhz=3201,
+    memory_bus_bits=6016,
+    power_limit_w=700.0,
+    max_power_limit_w=700.0,
+    pcie=Pcie(generation=5, max_generation=5, width=16, max_width=16),
+    mig=False,
+    processes=(GpuProcess(pid=403, name="python3", bytes=1713373184),),
 )
 
 
-def test_a_cards_answers_become_an_accelerator() -> None:
-    assert accelerator(H200, "580.159.04") == Accelerator(
-        name="NVIDIA H200",
-        vendor="nvidia",
-        index=0,
-        memory_bytes=150754820096,
-        free_bytes=150109880320,
-        compute_capability="9.0",
-        driver_version="580.159.04",
-        basis="reported",
+def capture(name: str) -> str:
+    return (CAPTURES / name).read_text()
+
+
+def cards(count: int, **answers: Any) -> tuple[DeviceAnswers, ...]:
+    return tuple(
+        DeviceAnswers(index=index, name="GPU", total_bytes=GIB, free_bytes=GIB, **answers) for index in range(count)
     )
 
 
-def test_old_bindings_answer_in_bytes() -> None:
-    found = accelerator(DeviceAnswers(index=1, name=b"Tesla P40"), b"535.54.03")
-    assert (found.name, found.driver_version, found.index) == ("Tesla P40", "535.54.03", 1)
+class TestAnswers:
+    def test_a_cards_answers_become_an_accelerator(self) -> None:
+        found = accelerator(H200, "580.159.04", "13.0")
+        assert (found.name, found.vendor, found.index, found.architecture) == ("NVIDIA H200", "nvidia", 0, "Hopper")
+        assert (found.memory_bytes, found.free_bytes) == (150754820096, 148387266560)
+        assert (found.compute_capability, found.driver_version, found.cuda_version) == ("9.0", "580.159.04", "13.0")
+        assert (found.max_sm_clock_mhz, found.memory_clock_mhz, found.power_limit_w) == (1980, 3201, 700.0)
+        assert found.processes == (GpuProcess(pid=403, name="python3", bytes=1713373184),)
+        assert found.nvlinks is None, "this virtual machine hides them"
+
+    def test_the_drivers_own_clock_and_bus_give_a_peak_bandwidth(self) -> None:
+        figure = accelerator(H200, None, None).bandwidth_bytes_s
+        assert figure is not None
+        assert (figure.value, figure.basis) == (pytest.approx(4.814e12, rel=1e-3), "reported")
+        assert peak_bandwidth(9751, 384) is not None
+        assert peak_bandwidth(None, 384) is None
+        assert peak_bandwidth(9751, 0) is None
+
+    def test_old_bindings_answer_in_bytes(self) -> None:
+        found = accelerator(DeviceAnswers(index=1, name=b"Tesla P40"), b"535.54.03", None)
+        assert (found.name, found.driver_version, found.index) == ("Tesla P40", "535.54.03", 1)
+
+    def test_a_card_that_answers_nothing_is_still_there(self) -> None:
+        found = conclude(Answers(devices=(DeviceAnswers(index=0),)))
+        assert found.accelerators == (Accelerator(name="NVIDIA GPU", vendor="nvidia", index=0),)
+        assert found.notes == ("GPU 0: the driver does not say how much memory it has",)
+
+    def test_a_chip_without_memory_of_its_own_shares_the_machines(self) -> None:
+        found = conclude(Answers(devices=(DeviceAnswers(index=0, name="NVIDIA GB10"),)))
+        assert found.accelerators[0].unified_memory
+        assert found.notes == ()
+
+    def test_versions_and_addresses_are_written_as_people_do(self) -> None:
+        assert [cuda_version(number) for number in (13000, 12080, 0, None)] == ["13.0", "12.8", None, None]
+        assert pci_address(b"00000000:18:00.0") == "0000:18:00.0"
+        assert pci_address("00000001:AE:00.0\0\0") == "0001:ae:00.0"
+        assert pci_address("junk") is None
 
 
-def test_a_card_that_answers_nothing_is_still_there() -> None:
-    """A MIG slice's parent, or a card with unified memory, refuses some questions."""
-    (found,), notes = conclude([DeviceAnswers(index=0)], None)
-    assert found == Accelerator(name="NVIDIA GPU", vendor="nvidia", index=0)
-    assert notes == ("GPU 0: the driver does not say how much memory it has",)
+class TestSlices:
+    SPLIT = DeviceAnswers(
+        index=1,
+        name="NVIDIA A100-SXM4-80GB",
+        total_bytes=80 * GIB,
+        free_bytes=GIB,
+        compute_capability=(8, 0),
+        mig=True,
+        slices=(
+            SliceAnswers(
+                name="NVIDIA A100-SXM4-80GB MIG 3g.40gb",
+                uuid="MIG-aa",
+                total_bytes=40 * GIB,
+                free_bytes=39 * GIB,
+                multiprocessors=42,
+            ),
+            SliceAnswers(
+                name="NVIDIA A100-SXM4-80GB MIG 1g.10gb", uuid="MIG-bb", total_bytes=10 * GIB, free_bytes=9 * GIB
+            ),
+        ),
+    )
+    WHOLE = DeviceAnswers(
+        index=0, name="NVIDIA A100-SXM4-80GB", uuid="GPU-1", total_bytes=80 * GIB, free_bytes=79 * GIB
+    )
+
+    def test_each_is_an_accelerator_in_its_cards_place(self) -> None:
+        whole, large, small = conclude(Answers(devices=(self.WHOLE, self.SPLIT), driver_version="550")).accelerators
+        assert (whole.index, whole.parent) == (0, None)
+        assert (large.index, large.parent, large.memory_bytes, large.compute_units) == (2, 1, 40 * GIB, 42)
+        assert (small.index, small.parent, small.memory_bytes, small.uuid) == (3, 1, 10 * GIB, "MIG-bb")
+        assert (small.compute_capability, small.driver_version, small.mig) == ("8.0", "550", True)
+
+    def test_cuda_visible_devices_may_name_one(self) -> None:
+        found = conclude(Answers(devices=(self.WHOLE, self.SPLIT)), "MIG-bb")
+        assert [card.uuid for card in found.accelerators] == ["MIG-bb"]
+
+    def test_slices_that_cannot_be_listed_leave_the_whole_card_with_a_note(self) -> None:
+        found = conclude(Answers(devices=(replace(self.SPLIT, slices=None),)))
+        assert found.accelerators[0].memory_bytes == 80 * GIB
+        assert "GPU 1 is split by MIG" in found.notes[0]
+
+    def test_a_split_card_without_slices_runs_nothing(self) -> None:
+        found = conclude(Answers(devices=(replace(self.SPLIT, slices=()),)))
+        assert found.accelerators == ()
+        assert "no slice is made" in found.notes[0]
 
 
-def test_mig_is_reported_as_the_whole_card_with_a_note() -> None:
-    split = DeviceAnswers(index=2, name="NVIDIA A100-SXM4-80GB", total_bytes=80 << 30, free_bytes=1 << 30, mig=True)
-    (found,), (note,) = conclude([split], "550.90.07")
-    assert found.memory_bytes == 80 << 30
-    assert "GPU 2 is split by MIG" in note
+class TestLinks:
+    def test_behind_a_switch_every_pair_has_all_links(self) -> None:
+        found = conclude(Answers(devices=cards(4, nvlinks=("switch",) * 18, compute_capability=(9, 0)))).links
+        assert len(found) == 6
+        assert {(link.kind, link.count) for link in found} == {("nvlink", 18)}
+        figure = found[0].bandwidth_bytes_s
+        assert figure is not None and (figure.value, figure.basis) == (450e9, "spec")
+
+    def test_direct_links_are_counted_for_each_pair(self) -> None:
+        """Two pairs of cards, each joined by a bridge of four links."""
+        address = [f"0000:0{index}:00.0" for index in range(4)]
+        devices = tuple(
+            DeviceAnswers(index=index, pci_address=address[index], nvlinks=(address[index ^ 1],) * 4)
+            for index in range(4)
+        )
+        assert nvlink_counts(devices) == {(0, 1): 4, (2, 3): 4}
+
+    def test_links_whose_end_a_virtual_machine_hides_lead_to_a_switch(self) -> None:
+        assert nvlink_counts(cards(2, nvlinks=(None,) * 12)) == {(0, 1): 12}
+        assert nvlink_counts(cards(1, nvlinks=(None,) * 12)) == {}
+
+    def test_without_nvlink_the_pcie_path_is_named(self) -> None:
+        found = conclude(Answers(devices=cards(2), paths=((0, 1, "host-bridge"),))).links
+        assert found == (Link(kind="pcie", a="0", b="1", path="host-bridge"),)
+
+    def test_each_card_has_a_way_to_the_host(self) -> None:
+        (link,) = conclude(Answers(devices=(H200,))).links
+        assert (link.a, link.b, link.kind) == ("0", "host", "pcie")
+        assert isinstance(link.bandwidth_bytes_s, Figure)
+        assert link.bandwidth_bytes_s.value == pytest.approx(63e9, rel=0.01)
+
+    def test_hidden_cards_have_no_links(self) -> None:
+        answers = Answers(devices=cards(3, nvlinks=("switch",) * 6))
+        assert [(link.a, link.b) for link in conclude(answers, "2,0").links] == [("0", "2")]
 
 
-def test_cuda_visible_devices_is_honoured_and_said() -> None:
-    cards = [DeviceAnswers(index=index, name="RTX", total_bytes=1, free_bytes=1) for index in range(4)]
-    found, notes = conclude(cards, "1", "2,0")
-    assert [card.index for card in found] == [2, 0]
-    assert notes == ("CUDA_VISIBLE_DEVICES=2,0 hides 2 of 4 NVIDIA GPUs",)
-    assert conclude(cards, "1") == conclude(cards, "1", None)
+class TestVisibleDevices:
+    def test_it_is_honoured_and_said(self) -> None:
+        answers = Answers(devices=cards(4))
+        found = conclude(answers, "2,0")
+        assert [card.index for card in found.accelerators] == [2, 0]
+        assert found.notes == ("CUDA_VISIBLE_DEVICES=2,0 hides 2 of 4 NVIDIA GPUs",)
+        assert conclude(answers) == conclude(answers, None)
+
+    @pytest.mark.parametrize(
+        ("value", "kept"),
+        [
+            (None, (0, 1, 2)),
+            ("", ()),
+            ("-1", ()),
+            ("1", (1,)),
+            ("0,7,1", (0,)),
+            ("1,1", (1,)),
+            ("GPU-bb", (1,)),
+            ("GPU-", ()),
+            ("GPU-cc,0", (2, 0)),
+            ("junk", ()),
+        ],
+    )
+    def test_as_cuda_reads_it(self, value: str | None, kept: tuple[int, ...]) -> None:
+        assert visible(["GPU-aa", "GPU-bb", "GPU-cc"], value) == kept
+
+    @given(st.text())
+    def test_no_value_makes_it_raise(self, value: str) -> None:
+        assert set(visible(["GPU-aa", None], value)) <= {0, 1}
+        conclude(Answers(devices=(H200, TestSlices.SPLIT)), value)
 
 
-@pytest.mark.parametrize(
-    ("value", "kept"),
-    [
-        (None, (0, 1, 2)),
-        ("", ()),
-        ("-1", ()),
-        ("1", (1,)),
-        ("0,7,1", (0,)),
-        ("1,1", (1,)),
-        ("GPU-bb", (1,)),
-        ("GPU-", ()),
-        ("GPU-cc,0", (2, 0)),
-        ("MIG-55", (0, 1, 2)),
-        ("junk", ()),
-    ],
-)
-def test_visible_devices_as_cuda_reads_them(value: str | None, kept: tuple[int, ...]) -> None:
-    assert visible(["GPU-aa", "GPU-bb", "GPU-cc"], value) == kept
+class TestSmiLog:
+    def test_two_of_eight_h100(self) -> None:
+        answers = parse_smi_log(capture("smi-q-h100-sxm-x8-first-2.txt"))
+        assert (answers.driver_version, answers.cuda_version, len(answers.devices)) == ("565.57.01", "12.7", 2)
+        first, second = answers.devices
+        assert (first.name, first.architecture, first.index) == ("NVIDIA H100 80GB HBM3", "Hopper", 0)
+        assert (first.pci_address, second.pci_address) == ("0000:18:00.0", "0000:2a:00.0")
+        assert (first.total_bytes, first.free_bytes) == (81559 << 20, 81106 << 20)
+        assert (first.sm_clock_mhz, first.max_sm_clock_mhz) == (345, 1980)
+        assert (first.memory_clock_mhz, first.max_memory_clock_mhz) == (2619, 2619)
+        assert (first.power_limit_w, first.max_power_limit_w) == (700.0, 700.0)
+        assert first.pcie == Pcie(generation=5, max_generation=5, width=16, max_width=16)
+        assert (first.mig, first.slices, first.processes) == (False, None, ())
+
+    def test_a_consumer_card_has_no_mig_and_slows_its_link_when_idle(self) -> None:
+        first, second = parse_smi_log(capture("smi-q-rtx-3090-x2.txt")).devices
+        assert (first.mig, second.index) == (None, 1)
+        assert first.pcie == Pcie(generation=1, max_generation=4, width=16, max_width=16)
+        assert (first.total_bytes, first.max_memory_clock_mhz) == (24 * GIB, 9751)
+
+    def test_a_card_in_a_narrow_slot(self) -> None:
+        (card,) = parse_smi_log(capture("smi-q-l4.txt")).devices
+        assert card.pcie == Pcie(generation=1, max_generation=4, width=8, max_width=16)
+
+    def test_other_processes_are_named_without_their_folders(self) -> None:
+        (card,) = parse_smi_log(capture("smi-q-h200-busy.txt")).devices
+        assert card.processes == (GpuProcess(pid=403, name="python3", bytes=1634 << 20),)
+
+    def test_it_agrees_with_nvml_about_the_same_card(self) -> None:
+        (card,) = parse_smi_log(capture("smi-q-h200-busy.txt")).devices
+        for field in ("name", "pci_address", "architecture", "total_bytes", "power_limit_w", "pcie", "mig"):
+            assert getattr(card, field) == getattr(H200, field), field
+
+    def test_slices(self) -> None:
+        (card,) = parse_smi_log(capture("smi-q-a100-mig-constructed.txt")).devices
+        assert card.mig is True
+        assert card.slices == (
+            SliceAnswers(total_bytes=20096 << 20, free_bytes=20083 << 20, multiprocessors=42),
+            SliceAnswers(total_bytes=4864 << 20, free_bytes=4857 << 20, multiprocessors=14),
+        )
+
+    def test_absent_and_partial_pages(self) -> None:
+        assert parse_smi_log("") == Answers()
+        assert (
+            parse_smi_log("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.") == Answers()
+        )
+        whole = capture("smi-q-h100-sxm-x8-first-2.txt")
+        (card,) = parse_smi_log(whole[: whole.index("FB Memory Usage")]).devices
+        assert (card.name, card.total_bytes) == ("NVIDIA H100 80GB HBM3", None)
+
+    @given(st.data())
+    def test_garbled_pages_never_raise(self, data: st.DataObject) -> None:
+        text = capture("smi-q-h200-busy.txt")
+        cut = data.draw(st.integers(0, len(text)))
+        end = data.draw(st.integers(cut, len(text)))
+        answers = parse_smi_log(text[:cut] + data.draw(st.text(max_size=20)) + text[end:])
+        conclude(answers)
+        parse_smi_topology(text[:cut])
+        parse_smi_list(text[cut:])
 
 
-@given(st.text())
-def test_no_value_makes_it_raise(value: str) -> None:
-    assert set(visible(["GPU-aa", None], value)) <= {0, 1}
+class TestSmiTopology:
+    def test_eight_cards_behind_switches(self) -> None:
+        answers = parse_smi_topology(capture("topo-h100-x8.txt"))
+        assert len(answers.nvlink_counts) == 28
+        assert {count for _, _, count in answers.nvlink_counts} == {18}
+        assert answers.paths == ()
+
+    def test_cards_without_nvlink(self) -> None:
+        assert parse_smi_topology(capture("topo-rtx-5090-x2.txt")).paths == ((0, 1, "host-bridge"),)
+        mixed = parse_smi_topology(capture("topo-pcie-x8-cut.txt")).paths
+        assert (0, 1, "switch") in mixed and (0, 2, "host-bridge") in mixed and (0, 7, "system") in mixed
+
+    def test_one_card_and_colours(self) -> None:
+        assert "\x1b[4m" in capture("topo-h200.txt")
+        assert parse_smi_topology(capture("topo-h200.txt")) == Answers()
+
+    @given(st.one_of(st.text(), st.text(alphabet="GPU01XNV8SY \t\n")))
+    def test_no_text_makes_it_raise(self, text: str) -> None:
+        parse_smi_topology(text)
+
+
+def test_slices_are_named_by_the_list() -> None:
+    listed = parse_smi_list(capture("smi-list-a100-mig-constructed.txt"))
+    assert listed[0] == (
+        SliceAnswers(name="NVIDIA A100-SXM4-40GB MIG 3g.20gb", uuid="MIG-00000000-0000-0000-0000-000000000001"),
+        SliceAnswers(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", uuid="MIG-00000000-0000-0000-0000-000000000002"),
+    )
+
+
+def test_compute_capabilities() -> None:
+    assert parse_compute_capabilities("9.0\n8.6\n") == ((9, 0), (8, 6))
+    assert parse_compute_capabilities("[N/A]\n") == (None,)
+    assert parse_compute_capabilities("") == ()
+
+
+class TestAskingTheProgram:
+    PAGES = {  # noqa: RUF012
+        ("nvidia-smi", "-q"): "smi-q-a100-mig-constructed.txt",
+        ("nvidia-smi", "-L"): "smi-list-a100-mig-constructed.txt",
+        ("nvidia-smi", "topo", "-m"): "topo-h200.txt",
+    }
+
+    def ask(self, argv: Sequence[str]) -> str | None:
+        if "--query-gpu=compute_cap" in argv:
+            return "8.0\n"
+        return capture(self.PAGES[tuple(argv)])
+
+    def test_its_pages_are_put_together(self) -> None:
+        answers = ask_smi(self.ask)
+        assert answers is not None
+        first, second = conclude(answers).accelerators
+        assert (first.name, first.memory_bytes) == ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 20096 << 20)
+        assert (second.uuid, second.compute_capability) == ("MIG-00000000-0000-0000-0000-000000000002", "8.0")
+
+    def test_a_program_that_is_not_there_or_finds_nothing(self) -> None:
+        assert ask_smi(lambda argv: None) is None
+        assert ask_smi(lambda argv: "No devices were found\n") is None
+
+    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the driver's traces are Linux's")
+    def test_it_is_asked_where_the_library_cannot_be(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(nvidia, "_ask_nvml", lambda root: (None, "no library"))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        (tmp_path / "dev").mkdir()
+        (tmp_path / "dev/nvidiactl").write_text("")
+        found = read_nvidia(tmp_path, self.ask)
+        assert len(found.accelerators) == 2
+        assert "nvidia-smi was" in found.notes[0]
+        assert read_nvidia(tmp_path, lambda argv: None) == Found(notes=("no library",))
+
+
+class TestNvml:
+    """The bindings as a scripted object: its answers are those that an H200 gave, or refused."""
+
+    class Error(Exception):
+        pass
+
+    def nvml(self, **changes: Any) -> Any:
+        def refuse(*about: Any) -> Any:
+            raise self.Error
+
+        answers: dict[str, Any] = {
+            "nvmlDeviceGetName": lambda handle: "NVIDIA H200",
+            "nvmlDeviceGetPciInfo": lambda handle: SimpleNamespace(busId=b"00000000:00:06.0"),
+            "nvmlDeviceGetArchitecture": lambda handle: 9,
+            "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=150754820096, free=148387266560),
+            "nvmlDeviceGetCudaComputeCapability": lambda handle: (9, 0),
+            "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 700000,
+            "nvmlDeviceGetPowerManagementLimitConstraints": lambda handle: (200000, 700000),
+            "nvmlDeviceGetMigMode": lambda handle: (0, 0),
+            "nvmlDeviceGetCurrPcieLinkGeneration": lambda handle: 5,
+            "nvmlDeviceGetComputeRunningProcesses": lambda handle: [SimpleNamespace(pid=403, usedGpuMemory=1713373184)],
+            "nvmlSystemGetProcessName": lambda pid: b"/usr/bin/python3 -c secret",
+            "nvmlDeviceGetNvLinkState": refuse,
+            "nvmlDeviceGetClockInfo": refuse,
+        }
+        return SimpleNamespace(NVMLError=self.Error, **{**answers, **changes})
+
+    def test_refusals_and_questions_that_older_bindings_lack_are_unknowns(self, tmp_path: Path) -> None:
+        device = nvidia._ask_device(self.nvml(), 0, "handle", tmp_path)
+        assert (device.name, device.pci_address, device.architecture) == ("NVIDIA H200", "0000:00:06.0", "Hopper")
+        assert (device.power_limit_w, device.max_power_limit_w) == (700.0, 700.0)
+        assert (device.sm_clock_mhz, device.uuid, device.nvlinks, device.slices) == (None, None, None, None)
+        assert device.pcie == Pcie(generation=5)
+        assert device.processes == (GpuProcess(pid=403, name="python3", bytes=1713373184),)
+
+    def test_links_lead_to_switches_cards_or_nowhere_that_can_be_seen(self, tmp_path: Path) -> None:
+        def remote(handle: str, link: int) -> Any:
+            if link == 2:
+                raise self.Error
+            return SimpleNamespace(busId=b"00000000:2A:00.0")
+
+        nvml = self.nvml(
+            NVML_NVLINK_MAX_LINKS=5,
+            NVML_NVLINK_DEVICE_TYPE_SWITCH=2,
+            nvmlDeviceGetNvLinkState=lambda handle, link: int(link < 3),
+            nvmlDeviceGetNvLinkRemoteDeviceType=lambda handle, link: 2 if link == 0 else 0,
+            nvmlDeviceGetNvLinkRemotePciInfo=remote,
+        )
+        assert nvidia._ask_device(nvml, 0, "handle", tmp_path).nvlinks == ("switch", "0000:2a:00.0", None)
+
+    def test_slices_are_asked_one_by_one(self, tmp_path: Path) -> None:
+        def place(handle: str, number: int) -> str:
+            if number > 1:
+                raise self.Error
+            return f"slice {number}"
+
+        nvml = self.nvml(
+            nvmlDeviceGetMigMode=lambda handle: (1, 1),
+            nvmlDeviceGetMaxMigDeviceCount=lambda handle: 7,
+            nvmlDeviceGetMigDeviceHandleByIndex=place,
+            nvmlDeviceGetName=lambda handle: f"{handle} MIG 1g.18gb",
+            nvmlDeviceGetAttributes=lambda handle: SimpleNamespace(multiprocessorCount=16),
+        )
+        device = nvidia._ask_device(nvml, 0, "card", tmp_path)
+        assert device.mig is True and device.slices is not None
+        assert [one.name for one in device.slices] == ["slice 0 MIG 1g.18gb", "slice 1 MIG 1g.18gb"]
+        assert device.slices[0].multiprocessors == 16
 
 
 @pytest.mark.parametrize(
@@ -115,7 +453,7 @@ def test_a_card_without_a_driver_is_noted(tmp_path: Path) -> None:
     (card / "class").write_text("0x030200\n")
     assert card_on_bus(tmp_path)
     if sys.platform.startswith("linux"):
-        assert read_nvidia(tmp_path) == ((), (explain("LibraryNotFound", loaded=False),))
+        assert read_nvidia(tmp_path) == Found(notes=(explain("LibraryNotFound", loaded=False),))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the driver's traces are Linux's")
@@ -128,16 +466,16 @@ def test_a_loaded_driver_whose_library_is_missing_is_noted(tmp_path: Path) -> No
         name = type(error).__name__
     else:
         pytest.skip("NVML works on this machine, so its absence cannot be seen")
-    assert read_nvidia(tmp_path) == ((), ())
+    assert read_nvidia(tmp_path) == Found()
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/dxg").write_text("")
-    assert read_nvidia(tmp_path) == ((), ()), "WSL has this device whatever the GPU's make"
+    assert read_nvidia(tmp_path) == Found(), "WSL has this device whatever the GPU's make"
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module\n")
-    assert read_nvidia(tmp_path) == ((), (explain(name, loaded=True),))
+    assert read_nvidia(tmp_path) == Found(notes=(explain(name, loaded=True),))
 
 
 def test_this_machine_is_read_without_raising() -> None:
-    accelerators, notes = read_nvidia()
-    assert all(card.vendor == "nvidia" for card in accelerators)
-    assert all(isinstance(note, str) for note in notes)
+    found = read_nvidia()
+    assert all(card.vendor == "nvidia" for card in found.accelerators)
+    assert all(isinstance(note, str) for note in found.notes)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bedplate._version import __version__
-from bedplate.cli import engines, inspect, plan, probe, serve
+from bedplate.cli import doctor, engines, inspect, plan, probe, serve, workload
 
 app = typer.Typer(
     name="bedplate",
@@ -33,6 +33,8 @@ app.command(epilog=serve.EXAMPLES)(serve.serve)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
 app.command(epilog=inspect.EXAMPLES)(inspect.inspect)
 app.command(epilog=probe.EXAMPLES)(probe.probe)
+app.command(epilog=workload.EXAMPLES)(workload.workload)
+app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
 app.add_typer(engines.app, name="engines")
 
 

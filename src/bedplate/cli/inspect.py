@@ -8,23 +8,26 @@ EXAMPLES = """Examples:
 
 \b
   bedplate inspect model.gguf
-  bedplate inspect model-00001-of-00003.gguf --json"""
+  bedplate inspect ./Qwen3-8B                        a folder with config.json and safetensors files
+  bedplate inspect "Llama 3.1 8B FP8" --json         a well-known model, by name
+  bedplate inspect owner/name                        on the hub: headers alone are fetched"""
 
 
 def inspect(model: ModelName = None, json: Json = False) -> None:
     """Show what a model is made of, from its headers.
 
-    Weights, cache for each token, context, quantization by tensor. No weights are read.
+    Weights, cache for each token by kind of layer, context, quantization. No weights are read.
     """
-    from bedplate.run.models import known_model
+    from bedplate.run.models import inspected_model
 
-    facts = known_model(model)
+    facts = inspected_model(model)
     if json:
         from bedplate.values import to_json
 
         print(to_json(facts))  # noqa: T201
         return
+    from bedplate.facts.hardware import probe
     from bedplate.show.inspect import render_model
     from bedplate.show.terminal import console
 
-    console().print(render_model(facts))
+    console().print(render_model(facts, probe()))

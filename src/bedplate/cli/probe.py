@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from bedplate.cli.options import Json
 
 EXAMPLES = """Examples:
 
 \b
   bedplate probe
+  bedplate probe --measure
   bedplate probe --json > machine.json"""
 
 
-def probe(json: Json = False) -> None:
-    """Show this machine, as far as we may use it."""
+def probe(
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time memory, GPUs, links and disk; takes seconds and is remembered.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Show this machine, as far as we may use it, with what was measured on it."""
     from bedplate.facts.hardware import probe as probe_hardware
+    from bedplate.facts.measured import apply, remembered
+    from bedplate.facts.measured import measure as measure_hardware
 
     hardware = probe_hardware()
+    if measure:
+        from bedplate.show.terminal import TerminalProgress
+
+        hardware = apply(hardware, measure_hardware(hardware, TerminalProgress()))
+    else:
+        hardware = remembered(hardware)
     if json:
         from bedplate.values import to_json
 
@@ -24,4 +42,10 @@ def probe(json: Json = False) -> None:
     from bedplate.show.probe import render_hardware
     from bedplate.show.terminal import console
 
-    console().print(render_hardware(hardware))
+    out = console()
+    out.print(render_hardware(hardware))
+    if hardware.measured is not None:
+        from bedplate.show.measured import render_measured
+
+        out.print()
+        out.print(render_measured(hardware.measured))

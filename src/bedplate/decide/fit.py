@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from bedplate.engines import Engine
 from bedplate.values import Hardware, MemoryNeed, Model, Settings, Workload, replaced
 from bedplate.values.units import memory as as_memory
+
+MOST_SLOTS = 65536
+"""Where counting stops for an engine that sets no limit of its own."""
 
 
 def fitted(engine: Engine, hardware: Hardware, model: Model, workload: Workload) -> tuple[Settings, MemoryNeed]:
@@ -29,11 +33,16 @@ def most_requests(engine: Engine, hardware: Hardware, model: Model, context_toke
         settings = Settings(slots=slots, context_tokens=context_tokens)
         return engine.memory(hardware, model, settings).fits
 
+    return most_that(fits, engine.max_slots or MOST_SLOTS)
+
+
+def most_that(fits: Callable[[int], bool], ceiling: int) -> int:
+    """The largest count up to `ceiling` that fits, where fewer always fit if more do; 0 when not even one does."""
     if not fits(1):
         return 0
-    low, high = 1, 2
-    while high <= 65536 and fits(high):
-        low, high = high, high * 2
+    if fits(ceiling):
+        return ceiling
+    low, high = 1, ceiling
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -7,10 +7,10 @@ import importlib
 import pkgutil
 from importlib.metadata import entry_points
 
-from bedplate.engines.base import BorrowedLibrary, Engine, EngineState, Failure, Recipe
+from bedplate.engines.base import BorrowedLibrary, Engine, EngineState, Failure, MemoryUse, Recipe
 from bedplate.errors import BadQuestion, OutsideFailed
 
-__all__ = ["BorrowedLibrary", "Engine", "EngineState", "Failure", "Recipe", "all_engines", "engine"]
+__all__ = ["BorrowedLibrary", "Engine", "EngineState", "Failure", "MemoryUse", "Recipe", "all_engines", "engine"]
 
 
 @functools.cache

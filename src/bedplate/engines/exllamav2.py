@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bedplate.engines.base import Engine
+from bedplate.engines.base import Engine, MemoryUse
 from bedplate.values import Hardware, Model, Refusal, Workload
 
 
@@ -10,6 +10,13 @@ class ExLlamaV2(Engine):
     id = "exllamav2"
     name = "ExLlamaV2"
     formats = ("exl2",)
+    uses = MemoryUse(
+        process_bytes=1_500_000_000,
+        device_bytes=600_000_000,
+        prefill_tokens=2048,
+        spread=0.6,
+        source="ExLlamaV2: max_input_len default; context and kernels assumed as for PyTorch",
+    )
     strength = "one to four RTX cards, one user"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:

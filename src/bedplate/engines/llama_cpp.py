@@ -7,24 +7,24 @@ import json
 import re
 from typing import ClassVar
 
-from bedplate.engines.base import BorrowedLibrary, Engine, EngineState, Failure, Recipe
-from bedplate.values import Hardware, Launch, MemoryNeed, Model, Plan, Refusal, Settings, Workload, estimate
+from bedplate.engines.base import BorrowedLibrary, Engine, EngineState, Failure, MemoryUse, Recipe
+from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Workload
 
 MIN_HTTP_THREADS = 96
 SPARE_HTTP_THREADS = 8
 """The server gives each connection a thread, health checks included: with too few, a busy engine looks dead."""
-RESERVED_SHARE = 0.05
-"""Of the free memory, what is left to the system: a machine that swaps is slower than any other setting."""
-PROCESS_BYTES = 95_000_000
-"""Interpreter, library and threads before any model is loaded: RSS of the launcher, measured with this version."""
+PROCESS_BYTES = 58_000_000
+"""Interpreter, library and threads, without model and scratch: what is left of the measured size (docs/memory.md)."""
+SLOT_BYTES_PER_WORD = 24
+"""For each slot and word of the vocabulary: logits, candidates and probabilities (docs/memory.md)."""
 MICRO_BATCH = 512
 COMPUTE_BYTES_PER_HIDDEN = 64
 """Scratch memory for each element of a micro-batch's hidden state: 17 MB at a hidden size of 576, by the log."""
 EVERYDAY_CONTEXT = 8192
 """Context that a chat is given when nobody asked for a length: most conversations stay below it."""
+MAX_SLOTS = 256
 EVERYDAY_SLOTS = 4
 """Clients send a second request (a title, a retry) beside the first; an idle slot costs memory but no time."""
-MAX_SLOTS = 256
 
 _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
@@ -120,6 +120,14 @@ class LlamaCpp(Engine):
     )
     # The server then tells its load progress on stdout, and ends when its stdin closes.
     supervised_env: ClassVar[dict[str, str]] = {"LLAMA_SERVER_ROUTER_PORT": "1"}
+    uses = MemoryUse(
+        process_bytes=PROCESS_BYTES,
+        device_bytes=450_000_000,
+        prefill_tokens=MICRO_BATCH,
+        spread=0.4,
+        source="measured: docs/memory.md",
+    )
+    max_slots = MAX_SLOTS
     key_variable = "LLAMA_API_KEY"
     strength = "laptops, edge boxes and unusual hardware; little VRAM and much RAM"
 
@@ -143,19 +151,15 @@ class LlamaCpp(Engine):
             gpu_layers=model.num_layers + 1 if hardware.has("apple") else 0,
         )
 
-    def memory(self, hardware: Hardware, model: Model, settings: Settings) -> MemoryNeed:
+    def overhead_bytes(self, model: Model, settings: Settings) -> float:
         scratch = MICRO_BATCH * (model.hidden_size or 4096) * COMPUTE_BYTES_PER_HIDDEN
-        return MemoryNeed(
-            weights_bytes=model.weight_bytes,
-            kv_bytes=model.kv_bytes(settings.context_tokens) * settings.slots,
-            overhead_bytes=estimate(PROCESS_BYTES + scratch, 0.4, "measured process size, scratch by hidden size"),
-            available_bytes=hardware.memory.available_bytes,
-            reserved_bytes=round(hardware.memory.available_bytes * RESERVED_SHARE),
-        )
+        return PROCESS_BYTES + scratch + settings.slots * SLOT_BYTES_PER_WORD * (model.vocab_size or 0)
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings = plan.settings
-        argv = ["llama-server", "--model", plan.model.files[0], "--alias", plan.model.served_name]
+        # A model that is known by its facts alone has no file yet.
+        path = plan.model.files[0] if plan.model.files else f"{plan.model.name}.gguf"
+        argv = ["llama-server", "--model", path, "--alias", plan.model.served_name]
         argv += ["--host", "127.0.0.1", "--port", str(port), "--threads-http", str(_http_threads(settings))]
         # The server divides its context among the slots, so ask for all of it at once.
         argv += ["--ctx-size", str(settings.context_tokens * settings.slots), "--parallel", str(settings.slots)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bedplate.engines.base import Engine
+from bedplate.engines.base import Engine, MemoryUse
 from bedplate.values import Hardware, Model, Refusal, Workload
 
 
@@ -10,6 +10,12 @@ class PyTorch(Engine):
     id = "pytorch"
     name = "PyTorch"
     formats = ("safetensors",)
+    uses = MemoryUse(
+        process_bytes=1_500_000_000,
+        device_bytes=40_000_000,
+        spread=0.5,
+        source="published peaks of Transformers on A100 and H20; the driver's own context is not in them",
+    )
     strength = "prototypes, and jobs that take one item at a time"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:

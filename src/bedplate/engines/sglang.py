@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bedplate.engines.base import Engine
+from bedplate.engines.base import Engine, MemoryUse
 from bedplate.values import Hardware, Model, Refusal, Workload
 
 
@@ -10,6 +10,14 @@ class Sglang(Engine):
     id = "sglang"
     name = "SGLang"
     formats = ("safetensors",)
+    uses = MemoryUse(
+        process_bytes=3_600_000_000,
+        device_bytes=3_000_000_000,
+        prefill_tokens=8192,
+        share=0.88,
+        spread=0.5,
+        source="SGLang: mem_fraction_static and chunked_prefill_size defaults; graphs as its log reports",
+    )
     strength = "shared prefixes, structured output, long context or MoE at scale"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:

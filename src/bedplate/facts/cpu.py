@@ -8,12 +8,14 @@ import platform
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from bedplate.facts.cgroup import CgroupLimits, parse_cpu_list, read_text
-from bedplate.values import Cpu
+from bedplate.values import Cache, Cpu, NumaNode
 
 # Those that inference engines have kernels for, from old to new: the name that we use, and how people write it.
 INSTRUCTION_SETS = {
@@ -230,6 +232,7 @@ def cpu_from_sysctl(values: Mapping[str, str], arch: str) -> Cpu | None:
     if not logical:
         return None
     physical = _integer(_first(values, "hw.physicalcpu", "machdep.cpu.core_count"))
+    performance, efficiency = core_kinds(values)
     apple = values.get("hw.optional.arm64") == "1"
     flags = {name for key, name in SYSCTL_FEATURES.items() if values.get(key) == "1"}
     flags |= {word.replace(".", "_") for word in values.get("machdep.cpu.features", "").lower().split()}
@@ -242,11 +245,40 @@ def cpu_from_sysctl(values: Mapping[str, str], arch: str) -> Cpu | None:
         arch="arm64" if apple else arch,
         sockets=_integer(values.get("hw.packages")),
         physical_cores=physical,
+        performance_cores=performance,
+        efficiency_cores=efficiency,
         logical_cores=logical,
         allowed_cores=float(logical),
         allowed_physical_cores=max(1, physical or logical),
         instruction_sets=instruction_sets(flags),
+        caches=sysctl_caches(values),
     )
+
+
+def core_kinds(values: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Fast and slow cores of an Apple chip; levels are numbered from the fastest kind down."""
+    levels = _integer(values.get("hw.nperflevels")) or 0
+    counts = [_integer(values.get(f"hw.perflevel{level}.physicalcpu")) for level in range(min(levels, 8))]
+    known = [count for count in counts if count]
+    return (known[0], sum(known[1:])) if len(known) > 1 else (None, None)
+
+
+def sysctl_caches(values: Mapping[str, str]) -> tuple[Cache, ...]:
+    """The caches that macOS lists for each kind of core, or once for all of them."""
+    found: list[Cache] = []
+    for level in ("hw.perflevel0.", "hw.perflevel1.", "hw."):
+        cores = _integer(_first(values, f"{level}physicalcpu", f"{level}ncpu"))
+        if not cores or (level == "hw." and found):
+            continue
+        l1d, l2 = _integer(values.get(f"{level}l1dcachesize")), _integer(values.get(f"{level}l2cachesize"))
+        l3, shared = _integer(values.get(f"{level}l3cachesize")), _integer(values.get(f"{level}cpusperl2")) or 1
+        if l1d:
+            found.append(Cache(level=1, kind="data", bytes=l1d, count=cores, shared_by=1))
+        if l2:
+            found.append(Cache(level=2, kind="unified", bytes=l2, count=-(-cores // shared), shared_by=shared))
+        if l3:
+            found.append(Cache(level=3, kind="unified", bytes=l3, count=1, shared_by=cores))
+    return tuple(found)
 
 
 def read_cpu(limits: CgroupLimits | None = None, root: Path = Path("/")) -> tuple[Cpu, tuple[str, ...]]:
@@ -291,7 +323,64 @@ def linux_cpu(
         allowed_cores=float(len(allowed)) if quota is None else min(float(len(allowed)), quota),
         allowed_physical_cores=cap_by_quota(cores.allowed_physical, quota),
         instruction_sets=instruction_sets(info.flags),
+        caches=read_caches(root),
+        numa=read_numa(root),
     )
+
+
+def read_caches(root: Path = Path("/")) -> tuple[Cache, ...]:
+    """The caches by level and kind, alike ones counted together; none where the kernel shows none, as in some VMs."""
+    seen: dict[str, set[int]] = {}
+    counts: Counter[tuple[int, str, int, int]] = Counter()
+    folders = (root / "sys/devices/system/cpu").glob("cpu[0-9]*")
+    for number, folder in sorted((_integer(folder.name[3:]) or 0, folder) for folder in folders):
+        for index in folder.glob("cache/index[0-9]*"):
+            # A cache is listed by every CPU that shares it; one that is known already is not read again.
+            known = seen.setdefault(index.name, set())
+            if number in known:
+                continue
+            shared = parse_cpu_list(read_text(index / "shared_cpu_list")) or frozenset([number])
+            known |= shared | {number}
+            level, size = _integer(_line(index / "level")), parse_cache_size(_line(index / "size"))
+            if level and size:
+                counts[level, _line(index / "type") or "Unified", size, len(shared)] += 1
+    kinds: dict[str, Literal["data", "instruction", "unified"]] = {
+        "Data": "data",
+        "Instruction": "instruction",
+        "Unified": "unified",
+    }
+    return tuple(
+        Cache(level=level, kind=kinds[kind], bytes=size, count=count, shared_by=shared)
+        for (level, kind, size, shared), count in sorted(counts.items())
+        if kind in kinds
+    )
+
+
+def parse_cache_size(text: str | None) -> int | None:
+    """`48K` or `32M` in bytes."""
+    match = re.fullmatch(r"([0-9]{1,9})([KMG]?)", text or "")
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]] if match else None
+
+
+def read_numa(root: Path = Path("/")) -> tuple[NumaNode, ...]:
+    """Each node's CPUs and memory; nothing where the kernel was built without them."""
+    found = []
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        index = _integer(folder.name.removeprefix("node"))
+        if index is not None:
+            cpus = _line(folder / "cpulist") or ""
+            total, free = parse_node_meminfo(read_text(folder / "meminfo") or "")
+            found.append(
+                NumaNode(index=index, cpus=cpus if parse_cpu_list(cpus) else "", memory_bytes=total, free_bytes=free)
+            )
+    return tuple(sorted(found, key=lambda node: node.index))
+
+
+def parse_node_meminfo(text: str) -> tuple[int | None, int | None]:
+    """Total and free bytes of `Node 0 MemTotal:       32617188 kB` and so on."""
+    values = dict(re.findall(r"^Node [0-9]+ (MemTotal|MemFree):\s+([0-9]{1,15}) kB", text, re.MULTILINE))
+    total, free = values.get("MemTotal"), values.get("MemFree")
+    return int(total) * 1024 if total else None, int(free) * 1024 if free else None
 
 
 def read_siblings(root: Path = Path("/")) -> dict[int, frozenset[int]]:
@@ -308,7 +397,7 @@ def read_siblings(root: Path = Path("/")) -> dict[int, frozenset[int]]:
 def read_sysctl() -> dict[str, str]:
     """What macOS says about the machine; nothing where there is no sysctl."""
     try:
-        done = subprocess.run(["sysctl", "hw", "machdep.cpu"], capture_output=True, timeout=5, check=False)
+        done = subprocess.run(["sysctl", "hw", "machdep.cpu", "iogpu"], capture_output=True, timeout=5, check=False)
     except (OSError, subprocess.SubprocessError):
         return {}
     return parse_sysctl(done.stdout.decode(errors="replace"))
@@ -379,6 +468,10 @@ def _vendor(common: Mapping[str, str]) -> str | None:
 def _board(root: Path) -> str | None:
     """Boards with a device tree say which they are, such as "Raspberry Pi 5 Model B Rev 1.0"."""
     return (read_text(root / "proc/device-tree/model") or "").strip("\0 \n") or None
+
+
+def _line(path: Path) -> str | None:
+    return (read_text(path) or "").strip() or None
 
 
 def _first(values: Mapping[str, str], *keys: str) -> str | None:

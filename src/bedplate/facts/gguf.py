@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
 from bedplate.errors import BadQuestion
-from bedplate.values.model import Model, Task, TensorGroup
+from bedplate.values.model import LayerGroup, LayerKind, Model, Task, TensorGroup
 from bedplate.values.units import size as human_size
 
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -454,7 +454,9 @@ class _Facts:
 
     def whole_text(self, key: str) -> str | None:
         value = self.fields.get(key)
-        return value.decode("utf-8", "replace") or None if isinstance(value, bytes) else None
+        if not isinstance(value, bytes) or value == _TOO_LONG:
+            return None
+        return value.decode("utf-8", "replace") or None
 
     def has(self, key: str) -> bool:
         return f"{self.architecture}.{key}" in self.fields
@@ -537,7 +539,7 @@ def _model(
     heads = facts.layers("attention.head_count", num_layers) or [0] * num_layers
     kv_heads = facts.layers("attention.head_count_kv", num_layers) or heads
     cache = _cache(facts, num_layers, heads, kv_heads, max_context)
-    if max(parameters, weight_bytes, *cache) > _MAX_FIGURE:
+    if max(parameters, weight_bytes, *cache[:3]) > _MAX_FIGURE:
         raise _Damaged("its sizes are larger than any computer's memory")
     header = facts.header
     return Model(
@@ -563,6 +565,7 @@ def _model(
         kv_bytes_per_token=cache.per_token,
         kv_bytes_window=cache.window,
         state_bytes=cache.state,
+        layers=cache.layers,
         chat_template=facts.whole_text("tokenizer.chat_template"),
         has_chat_template=any(v for key, v in facts.fields.items() if key.startswith("tokenizer.chat_template")),
     )
@@ -625,6 +628,7 @@ class _Cache(NamedTuple):
     per_token: int
     window: int
     state: int
+    layers: tuple[LayerGroup, ...] = ()
 
 
 class _Pattern(NamedTuple):
@@ -690,8 +694,13 @@ def _cache(facts: _Facts, num_layers: int, heads: list[int], kv_heads: list[int]
     indexer = (facts.count("attention.indexer.key_length") or 0) if facts.architecture in _INDEXED else 0
 
     per_token = window_token = 0
+    kinds: dict[tuple[LayerKind, int], int] = {}
     for layer in range(num_layers):
         if not attends[layer] or layer >= own:
+            kind: LayerKind = (
+                "state space" if recurrent[layer] else "shares another layer's cache" if attends[layer] else "no cache"
+            )
+            kinds[kind, 0] = kinds.get((kind, 0), 0) + 1
             continue
         if latent is not None:
             values = latent + indexer
@@ -701,10 +710,39 @@ def _cache(facts: _Facts, num_layers: int, heads: list[int], kv_heads: list[int]
             values = kv_heads[layer] * (key + value)
         if windowed[layer]:
             window_token += 2 * values
+            kind = "windowed attention"
         else:
             per_token += 2 * values
+            kind = (
+                "attention and state space"
+                if recurrent[layer]
+                else "latent attention"
+                if latent is not None
+                else "full attention"
+            )
+            kind = "sparse attention" if indexer and latent is not None else kind
+        kinds[kind, values] = kinds.get((kind, values), 0) + 1
     held = min(window, max_context) if max_context else window
-    return _Cache(per_token, window_token * held, sum(recurrent) * _state_bytes(facts, width, max(heads)))
+    state = _state_bytes(facts, width, max(heads))
+    return _Cache(per_token, window_token * held, sum(recurrent) * state, _layer_groups(kinds, held, state))
+
+
+def _layer_groups(kinds: dict[tuple[LayerKind, int], int], window: int, state: int) -> tuple[LayerGroup, ...]:
+    """Layers by kind and by what a token adds to them, in the order in which they first occur."""
+    groups = []
+    for (kind, values), count in kinds.items():
+        windowed = kind == "windowed attention"
+        groups.append(
+            LayerGroup(
+                kind=kind,
+                count=count,
+                kv_bytes_per_token=0.0 if windowed else 2.0 * values * count,
+                window=window if windowed else None,
+                kv_bytes_window=2 * values * count * window if windowed else 0,
+                state_bytes=state * count if kind in ("state space", "attention and state space") else 0,
+            )
+        )
+    return tuple(groups)
 
 
 def _given(facts: _Facts, key: str, default: int) -> int:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import platform
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from bedplate.errors import BadQuestion
+from bedplate.facts.amd import read_amd
+from bedplate.facts.apple import read_apple
 from bedplate.facts.cgroup import CgroupLimits, is_there, read_limits, read_text
-from bedplate.facts.cpu import parse_cpuinfo, read_cpu, read_sysctl
+from bedplate.facts.cpu import parse_cpuinfo, read_cpu
+from bedplate.facts.devices import Found
+from bedplate.facts.intel import read_intel
 from bedplate.facts.nvidia import read_nvidia
+from bedplate.facts.tenstorrent import read_tenstorrent
 from bedplate.home import home
-from bedplate.values import Accelerator, Disk, Hardware, Memory
+from bedplate.values import Accelerator, Cpu, Disk, Figure, Hardware, Link, Memory, replaced, units
 from bedplate.values.hardware import OperatingSystem
 
-AMD_PCI_VENDOR = "0x1002"
 DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "f2fs", "btrfs", "squashfs", "erofs")
 # What firmware and clocks call the machine inside of which we run.
 VIRTUAL_MACHINES = (
@@ -46,22 +50,95 @@ def probe() -> Hardware:
     limits = read_limits(root) if system == "linux" else CgroupLimits()
     cpu, cpu_notes = read_cpu(limits, root)
     memory = read_memory(limits, root)
-    accelerators, gpu_notes = read_nvidia(root)
-    if system == "linux":
-        accelerators += read_amd(root)
-    elif system == "macos":
-        accelerators, gpu_notes = read_apple(memory.available_bytes)
+    found = read_accelerators(system, memory, root)
     disk, disk_notes = read_disk()
-    return Hardware(
+    hardware = Hardware(
         os=system,
         os_version=os_version(system, root),
         container=container_kind(root) if system == "linux" else None,
         cpu=cpu,
         memory=memory,
-        accelerators=accelerators,
+        accelerators=found.accelerators,
+        links=found.links,
         disk=disk,
-        notes=(*cpu_notes, *gpu_notes, *disk_notes),
+        notes=(*cpu_notes, *numa_notes(cpu, memory), *found.notes, *disk_notes),
     )
+    return with_measurements(with_spec(hardware))
+
+
+def numa_notes(cpu: Cpu, memory: Memory) -> tuple[str, ...]:
+    """Some virtual machines get their memory late, and their nodes do not show it."""
+    listed = [node.memory_bytes for node in cpu.numa]
+    known = sum(size for size in listed if size is not None)
+    if not listed or None in listed or known > 0.8 * memory.total_bytes:
+        return ()
+    return (f"the NUMA nodes list {units.memory(known)} of {units.memory(memory.total_bytes)} of memory",)
+
+
+def read_accelerators(system: OperatingSystem, memory: Memory, root: Path = Path("/")) -> Found:
+    """Those of all makers together, each numbered once."""
+    if system == "macos":
+        return read_apple(memory.available_bytes)
+    parts = [read_nvidia(root)]
+    if system == "linux":
+        parts += [read_amd(root), read_intel(root), read_tenstorrent(root)]
+    found = together(parts)
+    return replace(found, accelerators=tuple(shared_memory(card, memory) for card in found.accelerators))
+
+
+def together(parts: list[Found]) -> Found:
+    """One list. Every driver counts from 0, so the second maker's cards are numbered on after the first's."""
+    accelerators: list[Accelerator] = []
+    links: list[Link] = []
+    notes: list[str] = []
+    for part in parts:
+        offset = max((card.index for card in accelerators), default=-1) + 1 if part.accelerators else 0
+        for card in part.accelerators:
+            parent = None if card.parent is None else card.parent + offset
+            accelerators.append(replaced(card, index=card.index + offset, parent=parent))
+        links += [replaced(link, a=_moved(link.a, offset), b=_moved(link.b, offset)) for link in part.links]
+        notes += part.notes
+    return Found(accelerators=tuple(accelerators), links=tuple(links), notes=tuple(notes))
+
+
+def shared_memory(card: Accelerator, memory: Memory) -> Accelerator:
+    """A chip without memory of its own has the machine's."""
+    if card.memory_bytes is not None or not card.unified_memory:
+        return card
+    return replaced(card, memory_bytes=memory.total_bytes, free_bytes=memory.available_bytes)
+
+
+def with_spec(hardware: Hardware) -> Hardware:
+    """Adds what the makers' data sheets say: memory bandwidth, and the memory of cards whose drivers keep it quiet."""
+    from bedplate.facts.chips import find_chip
+
+    cards, notes = [], []
+    for card in hardware.accelerators:
+        cores = f" {card.compute_units}-core GPU" if card.vendor == "apple" and card.compute_units else ""
+        try:
+            # A slice has a part of its card's bandwidth, and no sheet says which.
+            chip = (
+                None if card.parent is not None else find_chip(card.name + cores, memory_bytes=card.memory_bytes).chip
+            )
+        except BadQuestion:
+            chip = None
+        if chip is not None:
+            rate = chip.bandwidth_bytes_s
+            figure = Figure(value=rate, low=rate, high=rate, basis="spec", source=chip.source)
+            if card.memory_bytes is None and chip.memory_bytes is not None:
+                notes.append(f"{card.name}: its driver does not say how much memory it has, its data sheet does")
+            card = replaced(card, bandwidth_bytes_s=figure, memory_bytes=card.memory_bytes or chip.memory_bytes)
+        elif card.bandwidth_bytes_s is None and card.parent is None:
+            notes.append(f"{card.name} is not in the list of chips: its memory bandwidth is not known")
+        cards.append(card)
+    return replaced(hardware, accelerators=tuple(cards), notes=(*hardware.notes, *dict.fromkeys(notes)))
+
+
+def with_measurements(hardware: Hardware) -> Hardware:
+    """Adds what was measured on this very machine before."""
+    from bedplate.facts.measured import remembered
+
+    return remembered(hardware)
 
 
 def operating_system() -> OperatingSystem:
@@ -144,69 +221,6 @@ def parse_meminfo(text: str) -> tuple[int, int] | None:
     return (total, min(available, total)) if total and available is not None else None
 
 
-def read_amd(root: Path = Path("/")) -> tuple[Accelerator, ...]:
-    """AMD GPUs, from what the amdgpu driver puts into sysfs."""
-    cards = [
-        (int(match[1]), folder / "device")
-        for folder in (root / "sys/class/drm").glob("card*")
-        if (match := re.fullmatch(r"card([0-9]{1,4})", folder.name))
-    ]
-    devices = [device for _, device in sorted(cards) if _word(device / "vendor") == AMD_PCI_VENDOR]
-    return tuple(amd_accelerator(index, device, root) for index, device in enumerate(devices))
-
-
-def amd_accelerator(index: int, device: Path, root: Path = Path("/")) -> Accelerator:
-    total, used = _number(device / "mem_info_vram_total"), _number(device / "mem_info_vram_used")
-    chip = _word(device / "device")
-    return Accelerator(
-        name=_word(device / "product_name") or f"AMD GPU {chip or ''}".strip(),
-        vendor="amd",
-        index=index,
-        memory_bytes=total,
-        free_bytes=max(0, total - used) if total is not None and used is not None else None,
-        driver_version=_word(root / "sys/module/amdgpu/version"),
-    )
-
-
-def apple_accelerator(sysctl: Mapping[str, str], profiler: Mapping[str, str], available: int) -> Accelerator | None:
-    """The GPU of an Apple chip, which shares the machine's memory; `None` on an Intel Mac."""
-    name = sysctl.get("machdep.cpu.brand_string") or profiler.get("Chip") or ""
-    if not name.startswith("Apple "):
-        return None
-    size = re.fullmatch(r"([0-9]{1,6}) GB", profiler.get("Memory", ""))
-    stated = sysctl.get("hw.memsize", "")
-    memory = int(stated) if re.fullmatch(r"[0-9]{1,18}", stated) else int(size[1]) << 30 if size else None
-    return Accelerator(
-        name=name,
-        vendor="apple",
-        memory_bytes=memory,
-        free_bytes=available if memory is None else min(available, memory),
-        unified_memory=True,
-    )
-
-
-def parse_system_profiler(text: str) -> dict[str, str]:
-    """`system_profiler SPHardwareDataType` as pairs."""
-    pairs = (line.strip().partition(": ") for line in text.splitlines())
-    return {key: value.strip() for key, colon, value in pairs if colon}
-
-
-def read_apple(available: int) -> tuple[tuple[Accelerator, ...], tuple[str, ...]]:
-    """The GPU of this Mac; none on an Intel Mac."""
-    sysctl = read_sysctl()
-    # system_profiler takes its time, so it is asked only where sysctl left something open.
-    profiler: dict[str, str] = {}
-    if not sysctl.get("machdep.cpu.brand_string") or not sysctl.get("hw.memsize"):
-        try:
-            argv = ["system_profiler", "SPHardwareDataType"]
-            done = subprocess.run(argv, capture_output=True, timeout=20, check=False)
-            profiler = parse_system_profiler(done.stdout.decode(errors="replace"))
-        except (OSError, subprocess.SubprocessError) as error:
-            return (), (f"the chip could not be read: system_profiler failed ({error})",)
-    found = apple_accelerator(sysctl, profiler, available)
-    return (found,) if found else (), ()
-
-
 def read_disk() -> tuple[Disk | None, tuple[str, ...]]:
     """The disk that holds, or will hold, BEDPLATE_HOME."""
     try:
@@ -216,6 +230,10 @@ def read_disk() -> tuple[Disk | None, tuple[str, ...]]:
     except (OSError, RuntimeError, StopIteration) as error:
         return None, (f"the disk of BEDPLATE_HOME could not be read: {error}",)
     return Disk(path=str(path), total_bytes=usage.total, free_bytes=usage.free), ()
+
+
+def _moved(end: str, offset: int) -> str:
+    return str(int(end) + offset) if end.isdigit() else end
 
 
 def _virtual_machine(root: Path) -> str | None:
@@ -237,12 +255,3 @@ def _psutil_memory() -> tuple[int, int]:
 
     memory = psutil.virtual_memory()
     return memory.total, memory.available
-
-
-def _word(path: Path) -> str | None:
-    return (read_text(path) or "").strip() or None
-
-
-def _number(path: Path) -> int | None:
-    word = _word(path)
-    return int(word) if word and re.fullmatch(r"[0-9]{1,18}", word) else None

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from bedplate import home
 from bedplate.errors import BadQuestion
 from bedplate.facts.gguf import QUANTIZATION_NAME, plain_name, split_parts
+from bedplate.facts.model_folder import PICKLES, is_model_folder
 from bedplate.values.units import size as human_size
 
 _MODEL_LAYER = "application/vnd.ollama.image.model"
@@ -22,6 +23,8 @@ _MAX_MANIFEST_BYTES = 1 << 20
 # A folder of models is small; a person who points at / should get an answer anyway.
 _MAX_ENTRIES = 20_000
 _MAX_DEPTH = 4
+_FILES = {".gguf", ".json", ".safetensors", ".onnx"} | PICKLES
+"""What a file that is a model, or says it is, ends in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ def locate(text: str) -> Located | None:
         raise BadQuestion("no model is named", hint="say a .gguf file, a folder or owner/name")
     path = _path(text)
     explicit = _is_path(text)
-    if path is not None and path.is_file() and (explicit or path.suffix.lower() == ".gguf"):
+    if path is not None and path.is_file() and (explicit or path.suffix.lower() in _FILES):
         return _file(path)
     if path is not None and path.is_dir() and (found := _folder(path, text, must=explicit)):
         return found
@@ -130,7 +133,7 @@ def _is_path(text: str) -> bool:
     if text.startswith(("/", "./", "../", "~", ".\\", "..\\")) or text in (".", "..") or "\\" in text:
         return True
     pieces = text.split("/")
-    if not text.lower().endswith(".gguf") or _HUB_PREFIX.match(text):
+    if not text.lower().endswith((".gguf", ".safetensors", ".json", ".onnx")) or _HUB_PREFIX.match(text):
         return False
     # owner/name/file.gguf is a file on the hub, unless there is a folder of that name here.
     return len(pieces) < 3 or Path(pieces[0]).is_dir()
@@ -178,15 +181,31 @@ def _folder(folder: Path, text: str, *, must: bool) -> Located | None:
     """The one model in a folder. A folder that merely has the name of a model elsewhere does not count."""
     files = [path for path in folder.iterdir() if is_language_model(path.name) and path.is_file()]
     models = _models(files or _ggufs(folder))
+    if not models and is_model_folder(folder):
+        return _whole_folder(folder, origin="a folder")
     if not models:
         if not must:
             return None
-        others = [path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".onnx")][:3]
-        cause = f"there are {_listed(others)}, which this reads in no other way" if others else None
-        raise BadQuestion(f"no GGUF model is in the folder {text}", cause=cause, hint="name a .gguf file")
+        others = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES)[:3]
+        cause = f"there are {_listed(others)}, pickles, which bedplate never opens" if others else None
+        raise BadQuestion(
+            f"no model is in the folder {text}",
+            cause=cause,
+            hint="name a .gguf file, or a folder with safetensors files",
+        )
     if len(models) == 1:
         return _file(models[0], origin="a folder")
     raise _choices(f"the folder {text}", [(str(path), _file(path).size_bytes) for path in models])
+
+
+def _whole_folder(folder: Path, origin: str, name: str | None = None) -> Located:
+    """A model that is a folder: configuration and weights as Hugging Face lays them out."""
+    sizes = [
+        path.stat().st_size
+        for path in folder.iterdir()
+        if path.suffix in (".safetensors", ".onnx", ".data") and path.is_file()
+    ]
+    return Located(name=name or folder.name, path=folder, origin=origin, size_bytes=sum(sizes))
 
 
 def _choices(where: str, models: Iterable[tuple[str, int]]) -> BadQuestion:
@@ -282,7 +301,16 @@ def _in_hub_cache(text: str) -> Located | None:
         folder = next(
             (path for path in hub_cache().glob("models--*") if path.name.lower() == folder.name.lower()), folder
         )
-    return _pick(text, repo, quantization, file, _hub_files(folder), "the Hugging Face cache")
+    found = _pick(text, repo, quantization, file, _hub_files(folder), "the Hugging Face cache")
+    if found is None and quantization is None and file is None:
+        whole = next((snapshot for snapshot in _hub_snapshots(folder) if _has_weights(snapshot)), None)
+        return _whole_folder(whole, "the Hugging Face cache", repo) if whole else None
+    return found
+
+
+def _has_weights(snapshot: Path) -> bool:
+    """Whether a snapshot holds a model's weights, not its configuration alone."""
+    return (snapshot / "config.json").is_file() and any(path.is_file() for path in snapshot.glob("*.safetensors"))
 
 
 def _pick(

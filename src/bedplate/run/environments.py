@@ -185,21 +185,26 @@ def _borrow(library: BorrowedLibrary, staging: Path, what: str, progress: Progre
 
 
 def _check(engine: Engine, recipe: Recipe, staging: Path) -> None:
-    try:
-        ended = run_child(
-            [str(_interpreter(staging)), "-I", "-c", recipe.check],
-            env=variables(staging, os.environ),
-            limit_s=CHECK_LIMIT_S,
-        )
-        why = (ended.output.strip().splitlines() or [_status(ended.code)])[-1] if ended.code else None
-    except TimeoutError as error:
-        why = str(error)
+    why = why_not(staging, recipe)
     if why is not None:
         raise OutsideFailed(
             f"{engine.name} was installed but does not run on this machine",
             cause=why,
-            hint="please report this with the output of `bedplate probe`",
+            hint="please report this with the output of `bedplate doctor`",
         )
+
+
+def why_not(environment: Path, recipe: Recipe, limit_s: float = CHECK_LIMIT_S) -> str | None:
+    """Why an environment does not run, by a few lines of Python in it; `None` when it does."""
+    try:
+        ended = run_child(
+            [str(_interpreter(environment)), "-I", "-c", recipe.check],
+            env=variables(environment, os.environ),
+            limit_s=limit_s,
+        )
+    except (TimeoutError, OSError) as error:
+        return str(error)
+    return (ended.output.strip().splitlines() or [_status(ended.code)])[-1] if ended.code else None
 
 
 def _status(code: int) -> str:

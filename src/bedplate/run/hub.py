@@ -21,10 +21,13 @@ from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFaile
 from bedplate.facts.gguf import split_parts
 from bedplate.facts.library import hub_cache, is_language_model, quantization_of, same_quantization, split_reference
 from bedplate.home import locked
+from bedplate.values import Model, replaced
 from bedplate.values.units import size as human_size
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
+
+    from bedplate.facts.safetensors import Header
 
 Progress = Callable[[int, int], None]
 """Told bytes done and bytes in all, often."""
@@ -37,6 +40,8 @@ _SWEET_SPOT = (
     "Q4_K_M", "UD-Q4_K_XL", "Q4_K_XL", "Q4_K_L", "MXFP4", "Q4_K_S", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0", "NVFP4", "Q4_K",
 )  # fmt: skip
 _DISK_MARGIN_BYTES = 256 << 20
+# Most headers are shorter; the rest take a second request.
+_FIRST_BYTES = (256 << 10) - 1
 _TIMEOUT_S = 30.0
 # A broken line is taken up again for as long as bytes keep coming; these are the pauses after tries that brought none.
 _PAUSES_S = (0.2, 1.0, 3.0, 10.0)
@@ -120,6 +125,98 @@ def choose(reference: str, *, fits: Callable[[int], bool]) -> HubChoice:
         missing_bytes=missing,
         endpoint=_endpoint(),
     )
+
+
+def remote_model(repo: str) -> Model:
+    """What a repository's configuration and the headers of its weights say; the weights stay where they are."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from bedplate.facts.hf_config import read_config
+    from bedplate.facts.model_folder import MAX_CONFIG_BYTES, by_name, parse_json, with_tensors
+    from bedplate.facts.safetensors import MAX_INDEX_BYTES, parse_index
+
+    info = _model_info(repo)
+    endpoint, revision = _endpoint(), info.sha or "main"
+    sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
+    if "config.json" not in sizes:
+        raise _unreadable(repo, info)
+    with _translated(repo), _quiet():
+        fetched = _Remote(repo, revision, endpoint)
+        fields = parse_json(fetched.whole("config.json", MAX_CONFIG_BYTES), "config.json")
+        quant = None
+        if "hf_quant_config.json" in sizes:
+            quant = parse_json(fetched.whole("hf_quant_config.json", MAX_CONFIG_BYTES), "hf_quant_config.json")
+        model = read_config(fields, name=repo, quant_file=quant, origin=f"the hub: {repo}, headers alone")
+        shards = [name for name in sorted(sizes) if name.endswith(".safetensors") and "/" not in name]
+        if "model.safetensors.index.json" in sizes:
+            index = parse_index(
+                fetched.whole("model.safetensors.index.json", MAX_INDEX_BYTES), "model.safetensors.index.json"
+            )
+            shards = [name for name in index.files if name in sizes]
+        if not shards:
+            return by_name(model)
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            headers = list(pool.map(fetched.header, shards))
+    model = with_tensors(
+        model, [tensor for header in headers for tensor in header.tensors], headers[0].metadata, fields, ()
+    )
+    return replaced(model, has_chat_template="chat_template.jinja" in sizes or "tokenizer_config.json" in sizes)
+
+
+def _unreadable(repo: str, info: ModelInfo) -> BadQuestion:
+    if any(is_language_model(sibling.rfilename) for sibling in info.siblings or ()):
+        return BadQuestion(f"{repo} holds GGUF files, which are read once they are here", hint=f"bedplate serve {repo}")
+    return BadQuestion(
+        f"{repo} has no config.json", cause=_other_formats(info), hint="name a repository that holds a model"
+    )
+
+
+class _Remote:
+    """Files of one commit of a repository, of which only a part is asked for."""
+
+    def __init__(self, repo: str, revision: str, endpoint: str) -> None:
+        self.repo, self.revision, self.endpoint = repo, revision, endpoint
+
+    def whole(self, path: str, most: int) -> bytes:
+        data = self._bytes(path, 0, most)
+        if len(data) > most:
+            raise BadQuestion(f"{path} of {self.repo} has more than {human_size(most)}, which no such file has")
+        return data
+
+    def header(self, path: str) -> Header:
+        """The header of a safetensors file: its length first, in a request that usually brings all of it."""
+        from bedplate.facts.safetensors import header_length, parse_header
+
+        data = self._bytes(path, 0, _FIRST_BYTES)
+        length = header_length(data, path)
+        if 8 + length > len(data):
+            data += self._bytes(path, len(data), 8 + length - 1)
+        if len(data) < 8 + length:
+            raise BadQuestion(
+                f"{path} of {self.repo} is cut short: its header alone needs {8 + length:,} bytes",
+                hint="tell its owner",
+            )
+        return parse_header(data[8 : 8 + length], path)
+
+    def _bytes(self, path: str, start: int, end: int) -> bytes:
+        """Bytes `start` to `end`, both included, or fewer where the file ends; never more, whatever is sent."""
+        from huggingface_hub import hf_hub_url
+
+        utils = _utils()
+        headers = utils.build_hf_headers(library_name="bedplate", library_version=__version__)
+        headers |= {"Accept-Encoding": "identity", "Range": f"bytes={start}-{end}"}
+        url = hf_hub_url(self.repo, path, revision=self.revision, endpoint=self.endpoint)
+        found, skip = bytearray(), 0
+        session = utils.get_session()
+        with session.stream("GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as response:
+            utils.hf_raise_for_status(response)
+            if response.status_code != 206:
+                skip = start
+            for chunk in response.iter_bytes():
+                found += chunk
+                if len(found) - skip > end - start:
+                    break
+        return bytes(found[skip : skip + end - start + 1])
 
 
 def download(choice: HubChoice, *, progress: Progress | None = None, say: Say | None = None) -> Path:

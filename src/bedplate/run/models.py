@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from bedplate.errors import AnswerIsNo, BadQuestion
 from bedplate.facts.gguf import read_gguf
-from bedplate.facts.library import locate
+from bedplate.facts.known_models import lookup, nearest
+from bedplate.facts.library import Located, locate
+from bedplate.facts.model_folder import PICKLES, pickle_refused, read_config_file, read_folder
 from bedplate.run import builtin
 from bedplate.run.progress import Progress
 from bedplate.values import Model
@@ -21,18 +25,50 @@ def local_model(text: str | None) -> Model | None:
     if is_builtin(text) or text is None:
         return builtin.builtin_facts()
     found = locate(text)
-    return read_gguf(found.path, name=None, origin=found.origin) if found else None
+    return _read(found) if found else None
+
+
+def _read(found: Located) -> Model:
+    """The facts of what was found, by what it is."""
+    path, ending = found.path, found.path.suffix.lower()
+    if path.is_dir():
+        return read_folder(path, name=found.name, origin=found.origin)
+    if ending == ".json":
+        if path.name == "config.json" and any(path.parent.glob("*.safetensors")):
+            return read_folder(path.parent)
+        return read_config_file(path)
+    if ending in (".safetensors", ".onnx"):
+        return read_folder(path.parent)
+    if ending in PICKLES:
+        raise pickle_refused(path.name)
+    return read_gguf(path, name=None, origin=found.origin)
 
 
 def known_model(text: str | None = None) -> Model:
-    """As `local_model`, but a model that is not here is an error."""
-    model = local_model(text)
+    """As `local_model`, then by the facts of well-known models that come with bedplate; else it is an error."""
+    model = local_model(text) or lookup(text or "")
     if model is None:
         raise BadQuestion(
-            f"{text} is not on this machine",
-            hint=f"`bedplate serve {text}` downloads it from the hub, if that is where it is; or name a .gguf file",
+            f"{text} is not on this machine, and not among the models that bedplate knows", hint=_way_out(str(text))
         )
     return model
+
+
+def inspected_model(text: str | None = None) -> Model:
+    """As `known_model`; a hub id that is not known is read from the hub, without its weights."""
+    model = local_model(text) or lookup(text or "")
+    if model is None and text and re.fullmatch(r"[\w.-]+/[\w.-]+", text.strip()):
+        from bedplate.run import hub
+
+        return hub.remote_model(text.strip())
+    return model or known_model(text)
+
+
+def _way_out(text: str) -> str:
+    near = nearest(text)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    fetch = f"`bedplate serve {text}` downloads it from the hub, if that is where it is"
+    return f"{meant}{fetch}; or name a folder or a .gguf file"
 
 
 def fetched_model(text: str, available_bytes: int, progress: Progress) -> Model:

@@ -8,15 +8,23 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bedplate.values import Model
+from bedplate.values import Hardware, Model
 from bedplate.values.units import memory, size
 
 TASKS = {"generate": "writes text", "embed": "makes embeddings", "classify": "ranks or classifies", "other": ""}
 CONTEXTS = (8_192, 32_768, 131_072)
+BASES = {"reported": "reported", "spec": "published configuration", "estimate": "estimate", "measured": "measured"}
+PART_WORDS = {
+    "attention": "attention",
+    "mlp": "feed-forward",
+    "experts": "routed experts",
+    "output": "output",
+    "vision": "vision tower",
+}
 
 
-def render_model(model: Model) -> RenderableType:
-    """A compact page; every figure on it is what the file's header says."""
+def render_model(model: Model, hardware: Hardware | None = None) -> RenderableType:
+    """A compact page; figures are what the files or the configuration say, unless a note says otherwise."""
     table = Table.grid(padding=(0, 2, 0, 1))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -26,31 +34,106 @@ def render_model(model: Model) -> RenderableType:
         # As Text, since names out of files may hold brackets that would be taken for markup.
         table.add_row(label, Text(value), Text(note))
 
-    row("Model", _joined(model.name, model.architecture, TASKS[model.task]), model.origin or "")
-    row("Parameters", _parameters(model), model.basis)
-    row("Weights", _joined(size(model.weight_bytes), model.quantization, model.format.upper()), _bits(model))
-    if len(model.tensor_groups) > 1:
-        for group in model.tensor_groups:
-            share = group.bytes / model.weight_bytes if model.weight_bytes else 0.0
-            tensors = f"{group.tensors} tensor{'' if group.tensors == 1 else 's'}"
-            row("", f"{group.type:<8} {size(group.bytes):>8}  {share:>5.1%}  {tensors}")
+    def rows(label: str, lines: list[tuple[str, str]]) -> None:
+        for position, (value, note) in enumerate(lines):
+            row(label if position == 0 else "", value, note)
+
+    row("Model", _joined(model.name, model.architecture, TASKS[model.task]), _origin(model))
+    rows("Parameters", _parameters(model))
+    row("Weights", _joined(size(model.weight_bytes), _stored(model), model.format.upper()), _bits(model))
+    rows("", _weights(model))
     row("Shape", _shape(model))
+    rows("Layers", _layers(model))
     row("Context", f"{model.max_context:,} tokens" if model.max_context else "TBD", _template(model))
-    for position, (text, note) in enumerate(_cache(model)):
-        row("Cache" if position == 0 else "", text, note)
+    rows("Cache", _cache(model))
+    rows("Means", _meaning(model, hardware))
     row("Files", _files(model))
     return table
+
+
+def _origin(model: Model) -> str:
+    if model.basis == "estimate":
+        return f"{model.origin or ''}, sizes estimated".strip(", ")
+    return model.origin or ""
 
 
 def _joined(*parts: str | None) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _parameters(model: Model) -> str:
+def _parameters(model: Model) -> list[tuple[str, str]]:
     text = count(model.parameters)
     if model.num_experts and model.active_parameters is not None:
         text += f", of which {count(model.active_parameters)} work on each token"
-    return text
+    lines = [(text, BASES[model.basis])]
+    apart = []
+    if model.vision_parameters:
+        apart.append(f"{count(model.vision_parameters)} in a tower that sees")
+    if model.mtp_parameters:
+        apart.append(f"{count(model.mtp_parameters)} in heads that guess ahead")
+    if apart:
+        lines.append(("and " + ", ".join(apart), "counted apart"))
+    return lines
+
+
+def _stored(model: Model) -> str | None:
+    details = model.quantization_details
+    if details is None or model.quantization is None:
+        return model.quantization
+    grain = f"groups of {details.group_size}" if details.group_size and details.group_size < 1 << 20 else None
+    if details.block:
+        grain = f"blocks of {details.block[0]}×{details.block[1]}"
+    notes = [note for note in (grain, f"calibrated for {details.kv_cache} cache" if details.kv_cache else None) if note]
+    return f"{model.quantization} ({', '.join(notes)})" if notes else model.quantization
+
+
+def _weights(model: Model) -> list[tuple[str, str]]:
+    """By what they are for, and by how they are stored where that differs."""
+    lines = []
+    parts = [part for part in model.parts if part.name != "mtp" and part.bytes >= 0.001 * model.weight_bytes]
+    for part in sorted(parts, key=lambda part: -part.bytes) if len(parts) > 1 else ():
+        share = part.bytes / model.weight_bytes if model.weight_bytes else 0.0
+        lines.append((f"{PART_WORDS.get(part.name, part.name):<18} {size(part.bytes):>8}  {share:>5.1%}", ""))
+    if len(model.tensor_groups) > 1:
+        for group in model.tensor_groups[:8]:
+            share = group.bytes / model.weight_bytes if model.weight_bytes else 0.0
+            tensors = f"{group.tensors:,} tensor{'' if group.tensors == 1 else 's'}"
+            lines.append((f"{group.type:<8} {size(group.bytes):>8}  {share:>5.1%}  {tensors}", ""))
+    return lines
+
+
+def _layers(model: Model) -> list[tuple[str, str]]:
+    """What each kind of layer keeps of what it has read."""
+    if len(model.layers) < 2 and not any(group.kind != "full attention" for group in model.layers):
+        return []
+    lines = []
+    for group in model.layers:
+        kept = []
+        if group.kv_bytes_per_token:
+            kept.append(f"{memory(group.kv_bytes_per_token)} a token")
+        if group.window and group.kv_bytes_window:
+            kept.append(f"at most {memory(group.kv_bytes_window)} (window {group.window:,})")
+        elif group.kv_bytes_window:
+            kept.append(f"{memory(group.kv_bytes_window)} for an image or a recording")
+        if group.state_bytes:
+            kept.append(f"{memory(group.state_bytes)} of state")
+        lines.append((f"{group.count:>3} {group.kind:<28}  {' + '.join(kept) or 'nothing of their own'}", ""))
+    return lines
+
+
+def _meaning(model: Model, hardware: Hardware | None) -> list[tuple[str, str]]:
+    """What the sizes come to when the model runs."""
+    if model.task != "generate" or not model.weight_bytes:
+        return []
+    read = model.read_bytes_per_token
+    text = f"{size(read)} are read for every token"
+    figure = hardware.memory.bandwidth_bytes_s if hardware is not None else None
+    if figure is None or figure.value <= 0:
+        return [(text, "one stream, short context")]
+    most = figure.value / read if read else 0.0
+    speed = f"{most:,.0f}" if most >= 20 else f"{most:.1f}"
+    text += f"; at {size(figure.value)}/s at most {speed} tokens/s for one stream"
+    return [(text, f"this machine's memory, {figure.basis}")]
 
 
 def count(number: int) -> str:
@@ -85,7 +168,10 @@ def _shape(model: Model) -> str:
 def _template(model: Model) -> str:
     if model.task != "generate":
         return ""
-    return "has a chat template" if model.has_chat_template else "no chat template: completes text only"
+    if model.has_chat_template:
+        return "has a chat template"
+    # A configuration alone does not say whether there is one.
+    return "no chat template: completes text only" if model.files else ""
 
 
 def _cache(model: Model) -> list[tuple[str, str]]:

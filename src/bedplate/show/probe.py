@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from bedplate.facts.cpu import summarise
-from bedplate.values import Accelerator, Cpu, Figure, Hardware
+from bedplate.values import Accelerator, Cache, Cpu, Figure, Hardware, Link, Memory
+from bedplate.values.hardware import PciePath
 from bedplate.values.units import memory, size
 
+Row = tuple[str, str, str]
 SYSTEMS = {"linux": "Linux", "macos": "macOS", "windows": "Windows"}
+UNITS = {
+    "nvidia": "multiprocessors",
+    "amd": "compute units",
+    "apple": "GPU cores",
+    "intel": "cores",
+    "tenstorrent": "cores",
+    "other": "cores",
+}
+PATHS: dict[PciePath, str] = {
+    "board": "on one board",
+    "switch": "through one PCIe switch",
+    "switches": "through several PCIe switches",
+    "host-bridge": "through the CPU's host bridge",
+    "node": "across the CPU",
+    "system": "across two CPUs",
+}
 
 
 def one_line(hardware: Hardware) -> str:
@@ -24,38 +43,171 @@ def one_line(hardware: Hardware) -> str:
 
 
 def render_hardware(hardware: Hardware) -> RenderableType:
-    """A compact page: what it is, how much of it, and on whose word."""
+    """A compact page: what it is, how much of it, on whose word, and what that means for a model."""
     table = Table.grid(padding=(0, 2, 0, 1))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(style="dim", no_wrap=True)
-
-    def row(label: str, value: str, basis: str = "") -> None:
+    last = ""
+    for label, value, basis in _rows(hardware):
         # As Text, since names may hold brackets that would be taken for markup.
-        table.add_row(label, Text(value), Text(basis))
-
-    cpu, ram, disk = hardware.cpu, hardware.memory, hardware.disk
-    system = [hardware.os_version or SYSTEMS[hardware.os], f"in {hardware.container}" if hardware.container else ""]
-    row("System", " · ".join(filter(None, system)), "reported")
-    row("CPU", f"{short_name(cpu.name)} · {cpu.arch}", cpu.basis)
-    row("", _core_counts(cpu))
-    row("", " ".join(cpu.instruction_sets) or "instruction sets: TBD")
-    limit = f" · limited to {memory(ram.limit_bytes)} by its container" if ram.limit_bytes is not None else ""
-    row("Memory", f"{memory(ram.available_bytes)} free of {memory(ram.total_bytes)}{limit}", ram.basis)
-    row("", f"bandwidth {_bandwidth(ram.bandwidth_bytes_s)}", _basis(ram.bandwidth_bytes_s))
-    for position, card in enumerate(hardware.accelerators):
-        row("GPU" if position == 0 else "", f"{card.index}  {card.name} · {_card(card)}", card.basis)
-        row("", f"   bandwidth {_bandwidth(card.bandwidth_bytes_s)}", _basis(card.bandwidth_bytes_s))
-    if not hardware.accelerators:
-        row("GPU", "none found")
-    for position, link in enumerate(hardware.links):
-        ends = f"{link.kind} {link.a} – {link.b} · {_bandwidth(link.bandwidth_bytes_s)}"
-        row("Links" if position == 0 else "", ends, _basis(link.bandwidth_bytes_s))
-    if disk is not None:
-        row("Disk", f"{size(disk.free_bytes)} free of {size(disk.total_bytes)} · {disk.path}", disk.basis)
-    for position, note in enumerate(hardware.notes):
-        row("Notes" if position == 0 else "", note)
+        table.add_row("" if label == last else label, Text(value), Text(basis))
+        last = label
     return table
+
+
+def _rows(hardware: Hardware) -> Iterator[Row]:
+    disk = hardware.disk
+    system = [hardware.os_version or SYSTEMS[hardware.os], f"in {hardware.container}" if hardware.container else ""]
+    yield "System", " · ".join(filter(None, system)), "reported"
+    yield from _cpu_rows(hardware.cpu)
+    yield from _memory_rows(hardware.memory)
+    yield from _card_rows(hardware.accelerators)
+    for text, basis in link_lines(hardware.links):
+        yield "Links", text, basis
+    if disk is not None:
+        yield "Disk", f"{size(disk.free_bytes)} free of {size(disk.total_bytes)} · {disk.path}", disk.basis
+    for note in hardware.notes:
+        yield "Notes", note, ""
+
+
+def _cpu_rows(cpu: Cpu) -> Iterator[Row]:
+    yield "CPU", f"{short_name(cpu.name)} · {cpu.arch}", cpu.basis
+    yield "CPU", _core_counts(cpu), ""
+    yield "CPU", " ".join(cpu.instruction_sets) or "instruction sets: TBD", ""
+    if cpu.caches:
+        yield "CPU", " · ".join(map(_cache, (cache for cache in cpu.caches if cache.kind != "instruction"))), ""
+    if len(cpu.numa) > 1:
+        for node in cpu.numa:
+            room = memory(node.memory_bytes) if node.memory_bytes is not None else "memory TBD"
+            yield "CPU", f"NUMA node {node.index}: {room}, CPUs {node.cpus or 'none'}", ""
+
+
+def _memory_rows(ram: Memory) -> Iterator[Row]:
+    limit = f" · limited to {memory(ram.limit_bytes)} by its container" if ram.limit_bytes is not None else ""
+    yield "Memory", f"{memory(ram.available_bytes)} free of {memory(ram.total_bytes)}{limit}", ram.basis
+    yield "Memory", f"bandwidth {_bandwidth(ram.bandwidth_bytes_s)}", _basis(ram.bandwidth_bytes_s)
+    if meaning := cost(ram.bandwidth_bytes_s, ram.available_bytes):
+        yield "Memory", meaning, "estimate"
+
+
+def _card_rows(cards: Sequence[Accelerator]) -> Iterator[Row]:
+    if not cards:
+        yield "GPU", "none found", ""
+    shown: list[Row] = []
+    for card in cards:
+        slice_of = f" · a slice of GPU {card.parent}" if card.parent is not None else ""
+        yield "GPU", f"{card.index}  {card.name} · {_card(card)}{slice_of}", card.basis
+        details = [("GPU", f"   {text}", basis) for text, basis in _card_details(card)]
+        if details != shown:  # alike cards are described once
+            yield from details
+        shown = details
+        for process in card.processes:
+            held = memory(process.bytes) if process.bytes is not None else "an unknown amount"
+            yield "GPU", f"   {process.name or 'another process'} (pid {process.pid}) holds {held}", "reported"
+
+
+def _card_details(card: Accelerator) -> Iterator[tuple[str, str]]:
+    words = [
+        card.architecture or "",
+        f"{card.compute_units} {UNITS[card.vendor]}" if card.compute_units else "",
+        f"driver {card.driver_version}" if card.driver_version else "",
+        f"CUDA {card.cuda_version}" if card.cuda_version else "",
+    ]
+    if any(words):
+        yield " · ".join(filter(None, words)), ""
+    words = [
+        _of("clock", card.sm_clock_mhz, card.max_sm_clock_mhz, "MHz"),
+        _of("memory clock", card.memory_clock_mhz, card.max_memory_clock_mhz, "MHz"),
+        _of("power limit", card.power_limit_w, card.max_power_limit_w, "W"),
+        _slot(card),
+        f"{card.nvlinks} NVLinks" if card.nvlinks else "",
+    ]
+    if any(words):
+        yield " · ".join(filter(None, words)), "reported"
+    if (limit := card.wired_limit_bytes) is not None:
+        band = f" ({memory(limit.low)} to {memory(limit.high)})" if limit.low < limit.high else ""
+        yield f"the GPU may hold {memory(limit.value)} of it{band}", limit.basis
+    yield f"bandwidth {_bandwidth(card.bandwidth_bytes_s)}", _basis(card.bandwidth_bytes_s)
+    if meaning := cost(card.bandwidth_bytes_s, card.free_bytes or card.memory_bytes):
+        yield meaning, "estimate"
+
+
+def cost(bandwidth: Figure | None, room_bytes: int | None) -> str | None:
+    """What a bandwidth means: all weights that a token uses are read once for it, so none can come faster."""
+    if bandwidth is None or bandwidth.value <= 0:
+        return None
+    text = f"each GB of weights read per token takes {1e12 / bandwidth.value:.3g} ms"
+    if room_bytes:
+        rate = bandwidth.value / room_bytes
+        most = f"{rate:,.0f}" if rate >= 9.95 else f"{rate:.1f}"
+        text += f": {size(room_bytes)}, which fill it, at most {most} tokens/s a stream"
+    return text
+
+
+def link_lines(links: Sequence[Link]) -> Iterator[tuple[str, str]]:
+    """Links that are alike on one line: eight cards behind a switch are one fact, not 28."""
+    groups: dict[tuple[object, ...], list[Link]] = {}
+    for link in links:
+        rate = link.bandwidth_bytes_s
+        key = (link.kind, "host" in (link.a, link.b), link.count, link.path, link.hops, rate)
+        groups.setdefault(key, []).append(link)
+    for alike in groups.values():
+        one = alike[0]
+        words = [
+            f"{one.kind} {_ends(alike)}",
+            f"{one.count} link{'s' if one.count > 1 else ''}" if one.count else "",
+            PATHS[one.path] if one.path else "",
+            f"{one.hops} hop{'s' if one.hops > 1 else ''}" if one.hops else "",
+            f"{_bandwidth(one.bandwidth_bytes_s)} each way" if one.bandwidth_bytes_s else "TBD",
+        ]
+        yield " · ".join(filter(None, words)), _basis(one.bandwidth_bytes_s)
+
+
+def _ends(links: Sequence[Link]) -> str:
+    if "host" in (links[0].a, links[0].b):
+        return f"GPU {_ranges(int(link.a) for link in links if link.a.isdigit())} – host"
+    cards = sorted({int(end) for link in links for end in (link.a, link.b) if end.isdigit()})
+    if len(cards) > 2 and len(links) == len(cards) * (len(cards) - 1) // 2:
+        return f"between all of GPU {_ranges(cards)}"
+    return "GPU " + ", ".join(f"{link.a} – {link.b}" for link in links)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`0-3, 6`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _cache(cache: Cache) -> str:
+    name = f"L{cache.level}" + {"data": "d", "instruction": "i", "unified": ""}[cache.kind]
+    shared = f" for {cache.shared_by} CPUs" if cache.count > 1 and cache.shared_by > 1 else ""
+    each = f"{cache.count} × " if cache.count > 1 else ""
+    return f"{name} {each}{memory(cache.bytes)}{shared}"
+
+
+def _slot(card: Accelerator) -> str:
+    """The slot, and what it could be where it is less: idle cards slow down, and some sit in a slot too narrow."""
+    slot = card.pcie
+    if slot is None:
+        return ""
+    now, most = (slot.generation, slot.width), (slot.max_generation, slot.max_width)
+    text = f"PCIe {now[0] or most[0] or '?'} x{now[1] or most[1] or '?'}"
+    less = any(have is not None and could is not None and have < could for have, could in zip(now, most, strict=True))
+    return f"{text} (of {most[0] or '?'} x{most[1] or '?'})" if less else text
+
+
+def _of(what: str, now: float | None, most: float | None, unit: str) -> str:
+    if now is None and most is None:
+        return ""
+    if now is None or most is None or now == most:
+        return f"{what} {(most if now is None else now):g} {unit}"
+    return f"{what} {now:g} of {most:g} {unit}"
 
 
 def short_name(name: str) -> str:
@@ -90,8 +242,12 @@ def gpus(hardware: Hardware) -> str:
 
 def _core_counts(cpu: Cpu) -> str:
     counts = [cores(cpu), f"{cpu.logical_cores} logical"]
+    if cpu.performance_cores and cpu.efficiency_cores:
+        counts.append(f"{cpu.performance_cores} fast and {cpu.efficiency_cores} slow")
     if cpu.sockets:
         counts.append(f"{cpu.sockets} socket" + ("s" if cpu.sockets > 1 else ""))
+    if len(cpu.numa) > 1:
+        counts.append(f"{len(cpu.numa)} NUMA nodes")
     if cpu.allowed_cores < cpu.logical_cores:
         counts.append(f"CPU time for {cpu.allowed_cores:g}")
     return " · ".join(counts)
@@ -107,13 +263,11 @@ def _card(card: Accelerator) -> str:
         words.append("shared with the CPU")
     if card.compute_capability:
         words.append(f"compute capability {card.compute_capability}")
-    if card.driver_version:
-        words.append(f"driver {card.driver_version}")
     return " · ".join(words)
 
 
 def _bandwidth(figure: Figure | None) -> str:
-    return "TBD" if figure is None else f"{size(figure.value)}/s"
+    return "TBD (bedplate probe --measure)" if figure is None else f"{size(figure.value)}/s"
 
 
 def _basis(figure: Figure | None) -> str:

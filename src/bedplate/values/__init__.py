@@ -14,13 +14,27 @@ from bedplate.values.decision import (
     Settings,
 )
 from bedplate.values.endpoint import Endpoint
-from bedplate.values.hardware import Accelerator, Cpu, Disk, Hardware, Link, Memory
+from bedplate.values.hardware import (
+    Accelerator,
+    Cache,
+    Cpu,
+    Disk,
+    GpuProcess,
+    Hardware,
+    Link,
+    Memory,
+    NumaNode,
+    Pcie,
+)
+from bedplate.values.measurements import Measurements
 from bedplate.values.model import Model, TensorGroup
 from bedplate.values.record import Basis, Figure, Record, estimate, from_json, replaced, to_json
 from bedplate.values.workload import LatencyTarget, Workload
 
 __all__ = [
-    "Accelerator", "Basis", "Challenger", "Cpu", "Decision", "Disk", "Endpoint", "Estimate", "Figure", "Hardware",
-    "LatencyTarget", "Launch", "Link", "Memory", "MemoryNeed", "Model", "Parallelism", "Plan", "Preparation", "Reason",
-    "Record", "Refusal", "Settings", "TensorGroup", "Workload", "estimate", "from_json", "replaced", "to_json",
+    "Accelerator", "Basis", "Cache", "Challenger", "Cpu", "Decision", "Disk", "Endpoint", "Estimate", "Figure",
+    "GpuProcess", "Hardware", "LatencyTarget", "Launch", "Link", "Measurements", "Memory", "MemoryNeed", "Model",
+    "NumaNode",
+    "Parallelism", "Pcie", "Plan", "Preparation", "Reason", "Record", "Refusal", "Settings", "TensorGroup", "Workload",
+    "estimate", "from_json", "replaced", "to_json",
 ]  # fmt: skip

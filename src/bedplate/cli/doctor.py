@@ -1,0 +1,98 @@
+"""bedplate doctor: what a bug report needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bedplate.cli.options import Json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bedplate.facts.doctor import EngineCheck
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate doctor
+  bedplate doctor --json > report.json
+
+Keys, passwords and prompts are left out. Exit code 1: something is wrong."""
+
+CHECK_LIMIT_S = 120.0
+UV_LIMIT_S = 10.0
+UNKNOWN = "this version of bedplate cannot run it"
+BROKEN = "the Python that it was made with is gone, or its manifest cannot be read"
+
+
+def doctor(json: Json = False) -> None:
+    """Gather what a bug report needs, and say what is wrong.
+
+    Versions, hardware, installed engines and whether they still run, models, settings, the ends of logs.
+    """
+    import sys
+
+    from bedplate.facts.doctor import FoundModel, examine
+    from bedplate.facts.hardware import probe
+    from bedplate.facts.library import local_models
+    from bedplate.home import home
+
+    report = examine(
+        probe(),
+        home=home(),
+        uv=_uv_version(),
+        engines=tuple(_checked()),
+        models=[FoundModel(name=one.name, origin=one.origin, bytes=one.size_bytes) for one in local_models()],
+    )
+    if json:
+        from bedplate.values import to_json
+
+        print(to_json(report))  # noqa: T201
+    else:
+        from bedplate.show.doctor import render_report
+        from bedplate.show.terminal import console
+
+        console().print(render_report(report))
+    sys.exit(0 if report.healthy else 1)
+
+
+def _uv_version() -> str | None:
+    from bedplate.errors import OutsideFailed
+    from bedplate.run.child import run_child
+    from bedplate.run.uv import uv_binary
+
+    try:
+        ended = run_child([uv_binary(), "--version"], limit_s=UV_LIMIT_S)
+    except (OutsideFailed, OSError):  # a timeout is one too
+        return None
+    words = ended.output.split()
+    return words[1] if ended.code == 0 and len(words) > 1 else None
+
+
+def _checked() -> Iterator[EngineCheck]:
+    """Every environment, tried as it was when it was made."""
+    from pathlib import Path
+
+    from bedplate.engines import all_engines
+    from bedplate.facts.doctor import EngineCheck
+    from bedplate.home import engines_dir
+    from bedplate.run.environments import installed, why_not
+
+    engines = all_engines()
+    whole = installed()
+    for environment in whole:
+        engine = engines.get(environment.engine)
+        recipe = engine.recipe if engine is not None else None
+        known = why_not(Path(environment.path), recipe, CHECK_LIMIT_S) if recipe is not None else UNKNOWN
+        yield EngineCheck(
+            engine=environment.engine,
+            version=environment.version,
+            python=environment.python,
+            disk_bytes=environment.disk_bytes,
+            failure=known,
+        )
+    for manifest in sorted(engines_dir().glob("*/*/bedplate.json")):
+        folder = manifest.parent
+        if str(folder) not in {environment.path for environment in whole}:
+            version = folder.name.rpartition("-")[0] or folder.name
+            yield EngineCheck(engine=folder.parent.name, version=version, failure=BROKEN)

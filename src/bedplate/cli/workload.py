@@ -1,0 +1,99 @@
+"""bedplate workload: the shape of real work, from a trace or a log."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from bedplate.cli.options import Json
+
+if TYPE_CHECKING:
+    from bedplate.values.workload import TraceFormat
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate workload AzureLLMInferenceTrace_conv.csv
+  bedplate workload conversation_trace.jsonl.gz -o bedplate.yaml
+  bedplate workload requests.jsonl --json | jq .in_flight.spread
+
+Nothing of a request's content is kept or shown."""
+
+
+class Format(StrEnum):
+    auto = "auto"
+    azure = "azure"
+    mooncake = "mooncake"
+    sharegpt = "sharegpt"
+    bedplate = "bedplate"
+
+    @property
+    def trace_format(self) -> TraceFormat | None:
+        return None if self is Format.auto else cast("TraceFormat", self.value)
+
+
+def workload(
+    trace: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="A trace or a log, plain, .gz or .zst; - reads standard input."),
+    ],
+    kind: Annotated[
+        Format, typer.Option("--format", help="What it is; auto tells from its beginning.", show_default=True)
+    ] = Format.auto,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the intent's workload part as YAML.", show_default=False),
+    ] = None,
+    ttft_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Assumed time to the first token, where the trace has no durations.", show_default="500"
+        ),
+    ] = None,
+    tpot_ms: Annotated[
+        float | None,
+        typer.Option(min=0, help="Assumed time for each token, where the trace has no durations.", show_default="50"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show the shape of real work, from a trace or a log.
+
+    Lengths, arrival rate and bursts, requests in flight, and how much of the prompts a prefix cache would save.
+    """
+    from bedplate.facts.workload import ASSUMED_TPOT_MS, ASSUMED_TTFT_MS, summarise, workload_yaml
+
+    summary = summarise(
+        trace,
+        kind.trace_format,
+        ttft_ms=ASSUMED_TTFT_MS if ttft_ms is None else ttft_ms,
+        tpot_ms=ASSUMED_TPOT_MS if tpot_ms is None else tpot_ms,
+    )
+    if output is not None:
+        _write(output, workload_yaml(summary))
+    if json:
+        from bedplate.values import to_json
+
+        print(to_json(summary))  # noqa: T201
+        return
+    from bedplate.show.terminal import console
+    from bedplate.show.workload import render_summary
+
+    console().print(render_summary(summary))
+    if output is not None:
+        console().print(f" written: {output}", soft_wrap=True, markup=False)
+
+
+def _write(path: Path, text: str) -> None:
+    from bedplate.errors import BadQuestion, OutsideFailed
+
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        hint = "put the part in by hand, or name another file"
+        raise BadQuestion(f"{path} is there already, and is not written over", hint=hint) from None
+    except OSError as error:
+        raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error

@@ -1,0 +1,133 @@
+"""The GPU of an Apple chip, which shares the machine's memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bedplate.facts.cpu import read_sysctl
+from bedplate.facts.devices import Ask, Found, ask_program, natural, parse_json
+from bedplate.values import Accelerator, Figure
+
+PROFILER = ("system_profiler", "SPHardwareDataType", "SPDisplaysDataType", "-json")
+REGISTRY = ("ioreg", "-r", "-d", "1", "-c", "AGXAccelerator")
+# What macOS lets the GPU wire when nobody has said otherwise. Apple publishes no rule; shares of the whole memory that
+# Metal's recommendedMaxWorkingSetSize was seen at: 67 % on small Macs of older systems, 74 to 75 % on most, 84 % with
+# 128 GB (docs/probe.md lists them).
+WIRED_SHARE, WIRED_LOW, WIRED_HIGH = 0.75, 0.66, 0.84
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MacProfile:
+    """What system_profiler says about chip and GPU."""
+
+    chip: str | None = None
+    memory_bytes: int | None = None
+    performance_cores: int | None = None
+    efficiency_cores: int | None = None
+    gpu_cores: int | None = None
+    metal: str | None = None
+
+
+def parse_profiler(text: str | None) -> MacProfile:
+    """`system_profiler SPHardwareDataType SPDisplaysDataType -json`; either part may be missing."""
+    said = parse_json(text)
+    hardware, display = _first(said, "SPHardwareDataType"), _apple_gpu(said)
+    performance, efficiency = parse_core_kinds(hardware.get("number_processors"))
+    size = re.fullmatch(r"([0-9]{1,6}) (GB|TB)", str(hardware.get("physical_memory", "")))
+    metal = re.fullmatch(r"spdisplays_metal([0-9]{1,2})", str(display.get("spdisplays_mtlgpufamilysupport", "")))
+    chip = hardware.get("chip_type") or display.get("sppci_model") or display.get("_name")
+    return MacProfile(
+        chip=chip if isinstance(chip, str) and chip.startswith("Apple ") else None,
+        memory_bytes=int(size[1]) << (30 if size[2] == "GB" else 40) if size else None,
+        performance_cores=performance,
+        efficiency_cores=efficiency,
+        gpu_cores=natural(display.get("sppci_cores")) or None,
+        metal=f"Metal {metal[1]}" if metal else None,
+    )
+
+
+def parse_core_kinds(text: object) -> tuple[int | None, int | None]:
+    """`proc 16:12:4` is 12 fast and 4 slow cores of 16. Newer systems have a fourth figure, and chips whose slower kind
+    is in either of the last two, so whatever is not fast counts as slow."""
+    match = (
+        re.fullmatch(r"proc ([0-9]{1,4}):([0-9]{1,4}):([0-9]{1,4})(?::([0-9]{1,4}))?", text)
+        if isinstance(text, str)
+        else None
+    )
+    if match is None:
+        return None, None
+    total, kinds = int(match[1]), [int(part) for part in match.groups()[1:] if part]
+    fast = next((count for count in kinds if count), 0)
+    return (fast, total - fast) if sum(kinds) == total else (None, None)
+
+
+def parse_gpu_cores(text: str | None) -> int | None:
+    """The count that the GPU's driver has in the I/O registry: `"gpu-core-count" = 10`."""
+    match = re.search(r'"gpu-core-count"\s*=\s*([0-9]{1,4})\b', text or "")
+    return int(match[1]) or None if match else None
+
+
+def wired_limit(sysctl: Mapping[str, str], memory_bytes: int | None) -> Figure | None:
+    """The most of the memory that the GPU may hold: as the owner has set it, else about what macOS allows by itself."""
+    stated = natural(sysctl.get("iogpu.wired_limit_mb"))
+    if stated:
+        limit = float(stated << 20) if memory_bytes is None else float(min(stated << 20, memory_bytes))
+        return Figure(value=limit, low=limit, high=limit, basis="reported", source="sysctl iogpu.wired_limit_mb")
+    if memory_bytes is None:
+        return None
+    return Figure(
+        value=memory_bytes * WIRED_SHARE,
+        low=memory_bytes * WIRED_LOW,
+        high=memory_bytes * WIRED_HIGH,
+        basis="estimate",
+        source="macOS' own share, as seen on other Macs; sudo sysctl iogpu.wired_limit_mb=N sets it",
+    )
+
+
+def apple_accelerator(
+    sysctl: Mapping[str, str], profile: MacProfile, available_bytes: int, gpu_cores: int | None = None
+) -> Accelerator | None:
+    """The GPU of an Apple chip; `None` on an Intel Mac."""
+    name = sysctl.get("machdep.cpu.brand_string") or profile.chip or ""
+    if not name.startswith("Apple "):
+        return None
+    memory = natural(sysctl.get("hw.memsize")) or profile.memory_bytes
+    limit = wired_limit(sysctl, memory)
+    free = [available_bytes, *([memory] if memory is not None else []), *([round(limit.value)] if limit else [])]
+    return Accelerator(
+        name=name,
+        vendor="apple",
+        architecture=profile.metal,
+        compute_units=gpu_cores or profile.gpu_cores,
+        memory_bytes=memory,
+        free_bytes=min(free),
+        unified_memory=True,
+        wired_limit_bytes=limit,
+    )
+
+
+def read_apple(available_bytes: int, ask: Ask = ask_program) -> Found:
+    """The GPU of this Mac; none on an Intel Mac."""
+    sysctl = read_sysctl()
+    cores = parse_gpu_cores(ask(REGISTRY))
+    profile = MacProfile()
+    # system_profiler takes its time, so it is asked only where the others left something open.
+    if cores is None or not sysctl.get("machdep.cpu.brand_string") or not sysctl.get("hw.memsize"):
+        profile = parse_profiler(ask(PROFILER))
+    found = apple_accelerator(sysctl, profile, available_bytes, cores)
+    notes = () if found or sysctl else ("the chip could not be read: neither sysctl nor system_profiler answered",)
+    return Found(accelerators=(found,) if found else (), notes=notes)
+
+
+def _first(said: Any, kind: str) -> dict[str, Any]:
+    listed = said.get(kind) if isinstance(said, dict) else None
+    return next((item for item in listed if isinstance(item, dict)), {}) if isinstance(listed, list) else {}
+
+
+def _apple_gpu(said: Any) -> dict[str, Any]:
+    listed = said.get("SPDisplaysDataType") if isinstance(said, dict) else None
+    gpus = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
+    return next((gpu for gpu in gpus if gpu.get("spdisplays_vendor") == "sppci_vendor_Apple"), {})

@@ -1,0 +1,283 @@
+"""What a bug report needs, without what is nobody's business: keys, passwords, prompts, other people's processes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from bedplate._version import __version__
+from bedplate.facts.cgroup import read_text
+from bedplate.values import Hardware, Record, replaced
+from bedplate.values.units import memory, size
+
+DEFAULT_PORT = 8080
+LEAST_DISK_BYTES = 5_000_000_000
+LEAST_DISK_SHARE = 0.05
+LEAST_MEMORY_BYTES = 1 << 30
+SWAP_IN_USE_BYTES = 1 << 30
+MOST_LOGS, LOG_LINES, LOG_WIDTH = 2, 12, 200
+LOG_TAIL_BYTES = 64 << 10
+
+SETTINGS = re.compile(
+    r"(UV|PIP|HF|HUGGINGFACE|HUGGING_FACE|BEDPLATE|OLLAMA|LLAMA|VLLM|SGLANG)_[A-Z0-9_]+"
+    r"|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|(HTTP|HTTPS|ALL|NO)_PROXY|SSL_CERT_(FILE|DIR)|NO_COLOR",
+    re.IGNORECASE,
+)
+SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|USER|COOKIE|NETRC", re.IGNORECASE)
+# What keys of well-known services look like, and anything after a name that announces one.
+SECRET_TEXT = re.compile(
+    r"\b(?:hf|sk|pk|ghp|gho|ghs|glpat|pypi|xox[abp]|AKIA)[-_]?[A-Za-z0-9_-]{12,}"
+    r"|(?i:(?<=bearer )|(?<=api-key )|(?<=api_key=)|(?<=token=)|(?<=password=))[^\s\"',;]+"
+)
+# Greedy up to the last @: passwords may hold whatever else divides an address.
+URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>\S*@)?(?P<host>[^\s/?#,;\"'@]*)(?P<rest>[^\s,;\"']*)")
+# Lines in which an engine repeats what it was sent. Timings speak of prompts too, but quote none.
+QUOTES_A_REQUEST = re.compile(r"\"(prompt|content|messages|input|text)\"|\bprompt\b\s*[:=]\s*['\"<]|<\|", re.IGNORECASE)
+
+
+class Setting(Record, frozen=True, kw_only=True):
+    name: str
+    value: str
+    """As it is set, or as much of it as can hold no secret."""
+
+
+class EngineCheck(Record, frozen=True, kw_only=True):
+    """An installed engine, tried."""
+
+    engine: str
+    version: str
+    python: str | None = None
+    disk_bytes: int | None = None
+    failure: str | None = None
+    """Why it does not run any more; `None` when it does."""
+
+
+class FoundModel(Record, frozen=True, kw_only=True):
+    name: str
+    origin: str
+    bytes: int
+
+
+class LogTail(Record, frozen=True, kw_only=True):
+    name: str
+    lines: tuple[str, ...]
+
+
+class Problem(Record, frozen=True, kw_only=True):
+    kind: Literal["problem", "remark"]
+    """A remark explains; a problem should be mended."""
+    what: str
+    hint: str | None = None
+
+
+class Report(Record, frozen=True, kw_only=True):
+    schema: Literal["doctor/1"] = "doctor/1"
+    bedplate: str
+    python: str
+    uv: str | None
+    system: str
+    hardware: Hardware
+    """Without the numbers that name single cards, and without other people's processes."""
+    home: str
+    home_writable: bool
+    swap_used_bytes: int | None = None
+    port_free: bool
+    engines: tuple[EngineCheck, ...] = ()
+    models: tuple[FoundModel, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    logs: tuple[LogTail, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        return not any(problem.kind == "problem" for problem in self.problems)
+
+
+def examine(
+    hardware: Hardware,
+    *,
+    home: Path,
+    uv: str | None,
+    engines: Sequence[EngineCheck] = (),
+    models: Sequence[FoundModel] = (),
+    environment: Mapping[str, str] | None = None,
+    root: Path = Path("/"),
+) -> Report:
+    """Puts the report together; what needs an engine or uv to be run was found out before."""
+    environment = os.environ if environment is None else environment
+    report = Report(
+        bedplate=__version__,
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        uv=uv,
+        system=f"{hardware.os_version or hardware.os}, {platform.release()}, {platform.machine()}",
+        hardware=anonymous(hardware),
+        home=short_path(str(home)),
+        home_writable=is_writable(home),
+        swap_used_bytes=swap_used(root),
+        port_free=port_is_free(DEFAULT_PORT),
+        engines=tuple(engines),
+        models=tuple(models),
+        settings=settings(environment),
+        logs=tuple(log_tails(home / "logs")),
+    )
+    return replaced(report, problems=tuple(problems(report)))
+
+
+def problems(report: Report) -> Iterable[Problem]:
+    """What commonly goes wrong, as far as it can be seen from here."""
+    hardware = report.hardware
+    if not report.home_writable:
+        yield _problem(f"{report.home} cannot be written to", "point BEDPLATE_HOME at a folder that you may write to")
+    disk = hardware.disk
+    if disk is not None and disk.free_bytes < max(LEAST_DISK_BYTES, LEAST_DISK_SHARE * disk.total_bytes):
+        what = f"the disk of {report.home} is nearly full: {size(disk.free_bytes)} free of {size(disk.total_bytes)}"
+        yield _problem(what, "free some space (bedplate engines remove ID), or point BEDPLATE_HOME at a larger disk")
+    if report.uv is None:
+        yield _problem("uv is not here, and engines are installed with it", "pip install uv")
+    for engine in report.engines:
+        if engine.failure is not None:
+            what = f"{engine.engine} {engine.version} does not run any more: {engine.failure}"
+            yield _problem(what, f"bedplate engines remove {engine.engine}; the next start installs it again")
+    ram = hardware.memory
+    if ram.available_bytes < LEAST_MEMORY_BYTES:
+        yield _problem(
+            f"only {memory(ram.available_bytes)} of memory are free", "end what else runs, or use a smaller model"
+        )
+    if report.swap_used_bytes is not None and report.swap_used_bytes >= SWAP_IN_USE_BYTES:
+        what = f"{memory(report.swap_used_bytes)} are swapped out to disk"
+        yield _problem(
+            what, "an engine that is swapped out is slower by orders of magnitude: free memory before serving"
+        )
+    if ram.limit_bytes is not None:
+        what = f"this container may use {memory(ram.limit_bytes)} of the machine's {memory(ram.total_bytes)} of memory"
+        yield _remark(what, "raise the container's memory limit to use more of it")
+    if hardware.cpu.allowed_cores < 1:
+        yield _problem(
+            f"only {hardware.cpu.allowed_cores:.2g} of a CPU core are allowed here", "raise the container's CPU limit"
+        )
+    for note in hardware.notes:
+        driver = re.search(r"NVIDIA.*(driver|library|not read)|ROCm cannot use", note)
+        yield _problem(note, None) if driver else _remark(note, None)
+    if not report.port_free:
+        what = f"port {DEFAULT_PORT}, where serve listens by default, is taken"
+        yield _remark(what, "fine if that is bedplate; otherwise bedplate serve --port N")
+
+
+def settings(environment: Mapping[str, str]) -> tuple[Setting, ...]:
+    """What is set for us and for the programs that we start, by name; values only as far as they can hold no secret."""
+    return tuple(
+        Setting(name=name, value=harmless(name, value))
+        for name, value in sorted(environment.items())
+        if SETTINGS.fullmatch(name)
+    )
+
+
+def harmless(name: str, value: str) -> str:
+    """A setting's value as it may be shown to anyone."""
+    if not value:
+        return "(empty)"
+    # A flag says nothing even where its name has a word like KEY in it.
+    if value.lower() in ("0", "1", "true", "false", "yes", "no", "on", "off"):
+        return value
+    if SECRET_NAME.search(name):
+        return "(set, hidden)"
+    return short_path(redacted(value))
+
+
+def redacted(text: str) -> str:
+    """Text without passwords and keys. Of an address only the host is left: tokens stand in paths and queries too."""
+
+    def host(match: re.Match[str]) -> str:
+        user, rest = "…@" if match["user"] else "", match["rest"]
+        return f"{match['scheme']}{user}{match['host']}{'/…' if len(rest) > 1 else rest}"
+
+    return SECRET_TEXT.sub("…", URL.sub(host, text))
+
+
+def short_path(text: str) -> str:
+    """The person's own folder as ~: bug reports need no names."""
+    try:
+        own = str(Path.home())
+    except (RuntimeError, OSError):
+        return text
+    return text.replace(own, "~") if len(own) > 1 else text
+
+
+def anonymous(hardware: Hardware) -> Hardware:
+    cards = tuple(replaced(card, uuid=None, pci_address=None, processes=()) for card in hardware.accelerators)
+    disk = replaced(hardware.disk, path=short_path(hardware.disk.path)) if hardware.disk is not None else None
+    return replaced(hardware, accelerators=cards, disk=disk)
+
+
+def log_tails(folder: Path) -> Iterable[LogTail]:
+    """The ends of the newest engine logs, less the lines that quote a request."""
+    try:
+        logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        return
+    for path in logs[:MOST_LOGS]:
+        lines = [line for line in _end(path).splitlines() if line.strip() and not QUOTES_A_REQUEST.search(line)]
+        shown = tuple(short_path(redacted(line))[:LOG_WIDTH] for line in lines[-LOG_LINES:])
+        yield LogTail(name=path.name, lines=shown)
+
+
+def swap_used(root: Path = Path("/")) -> int | None:
+    """`None` where the system does not say."""
+    text = read_text(root / "proc/meminfo")
+    if text is None:
+        return _psutil_swap()
+    values = dict(re.findall(r"^(SwapTotal|SwapFree):\s+([0-9]{1,15}) kB", text, re.MULTILINE))
+    if len(values) < 2:
+        return None
+    return max(0, int(values["SwapTotal"]) - int(values["SwapFree"])) * 1024
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        if sys.platform != "win32":  # as servers do it: what a dead one left behind is no obstacle
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether it can be written to, or made; nothing is."""
+    for path in (folder, *folder.parents):
+        if path.exists():
+            return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+    return False
+
+
+def _psutil_swap() -> int | None:
+    import psutil
+
+    try:
+        return int(psutil.swap_memory().used)
+    except (OSError, RuntimeError):
+        return None
+
+
+def _end(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+            return file.read(LOG_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _problem(what: str, hint: str | None) -> Problem:
+    return Problem(kind="problem", what=what, hint=hint)
+
+
+def _remark(what: str, hint: str | None) -> Problem:
+    return Problem(kind="remark", what=what, hint=hint)

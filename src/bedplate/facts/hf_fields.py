@@ -1,0 +1,129 @@
+"""The fields of a config.json, each checked when it is asked for: a configuration comes from a stranger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+# Each limit is well above what any published model has, and low enough that no product of them takes time or memory.
+MAX_LAYERS = 1 << 12
+MAX_WIDTH = 1 << 24
+MAX_EXPERTS = 1 << 16
+MAX_CONTEXT = 1 << 40
+MAX_FIGURE = 1 << 62
+
+
+class Unplannable(Exception):
+    """The configuration says something that cannot be true, or leaves out what must be known."""
+
+
+class Weight(NamedTuple):
+    """One matrix or vector, or as many alike as a layer has experts."""
+
+    name: str
+    """As the files call it, without the prefix that wrappers add."""
+    part: str
+    rows: int
+    cols: int = 1
+    copies: int = 1
+    used: int | None = None
+    """How many of the copies one token passes through; None: all."""
+    matrix: bool = True
+    """Whether it is a linear layer, which quantizers take; embeddings, norms and biases are not."""
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols * self.copies
+
+    @property
+    def active(self) -> int:
+        return self.rows * self.cols * (self.copies if self.used is None else min(self.used, self.copies))
+
+
+class Config:
+    """A JSON object whose fields are asked for by all the names that models give them."""
+
+    def __init__(self, fields: Mapping[str, Any], parent: Config | None = None) -> None:
+        self.fields = fields
+        self.parent = parent
+
+    def get(self, *names: str) -> Any:
+        for name in names:
+            value = self.fields.get(name)
+            if value is not None:
+                return value
+        return None
+
+    def has(self, name: str) -> bool:
+        return self.fields.get(name) is not None
+
+    def count(self, *names: str, most: int = MAX_WIDTH) -> int | None:
+        """A count; of a list, which some models write where all layers are alike, its first."""
+        for name in names:
+            value = self.fields.get(name)
+            if isinstance(value, list):
+                value = value[0] if value else None
+            if value is not None:
+                return checked(name, value, most)
+        return None
+
+    def need(self, *names: str, most: int = MAX_WIDTH) -> int:
+        value = self.count(*names, most=most)
+        if not value:
+            raise Unplannable(f"{names[0]} is not in the configuration")
+        return value
+
+    def number(self, *names: str) -> float | None:
+        value = self.get(*names)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_FIGURE:
+            raise Unplannable(f"{names[0]} is {shown(value)}")
+        return float(value)
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        value = self.get(*names)
+        return default if value is None else bool(value)
+
+    def text(self, *names: str) -> str | None:
+        value = self.get(*names)
+        return value if isinstance(value, str) else None
+
+    def sub(self, *names: str) -> Config | None:
+        value = self.get(*names)
+        return Config(value, self) if isinstance(value, dict) else None
+
+    def per_layer(self, name: str, num_layers: int) -> list[Any] | None:
+        """A list with an entry for each layer; heads that guess ahead may have entries of their own at its end."""
+        value = self.fields.get(name)
+        if not isinstance(value, list) or not value:
+            return None
+        if len(value) < num_layers:
+            raise Unplannable(f"{name} has {len(value):,} entries for {num_layers} layers")
+        return value[:num_layers]
+
+    def layer_count(self, name: str, layer: int, num_layers: int, most: int = MAX_WIDTH) -> int | None:
+        """A count that may be one for all layers or a list."""
+        values = self.per_layer(name, num_layers)
+        return checked(name, values[layer], most) if values is not None else self.count(name, most=most)
+
+
+def checked(name: str, value: object, most: int = MAX_WIDTH) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise Unplannable(f"{name} is {shown(value)}")
+    return value
+
+
+def shown(value: object, most: int = 60) -> str:
+    """A value out of a file, made fit for a terminal."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}" if abs(value) < 10**24 else "a number of more than 24 digits"
+    text = repr(value) if isinstance(value, str | float | bool) or value is None else f"a {type(value).__name__}"
+    return "".join(char if char.isprintable() else "·" for char in text[:most])
+
+
+def vectors(part: str, layer: str, sizes: Sequence[tuple[str, int]]) -> list[Weight]:
+    """Norms and biases: what no quantizer touches."""
+    return [Weight(f"{layer}.{name}", part, size, matrix=False) for name, size in sizes if size]

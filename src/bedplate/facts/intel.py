@@ -1,0 +1,84 @@
+"""Intel's graphics cards, from what the i915 and xe drivers put into sysfs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bedplate.facts.devices import Found, cards, host_link, numa_node, number, read_pcie, uevent, word
+from bedplate.values import Accelerator
+
+INTEL_PCI_VENDOR = "0x8086"
+# Cards with memory of their own, by PCI device number, as Mesa's list of Intel GPUs names them.
+NAMES = {
+    0x0BD5: "Intel Data Center GPU Max 1550",
+    0x0BDA: "Intel Data Center GPU Max 1100",
+    0x56A0: "Intel Arc A770",
+    0x56A1: "Intel Arc A750",
+    0x56A2: "Intel Arc A580",
+    0x56A5: "Intel Arc A380",
+    0x56A6: "Intel Arc A310",
+    0x56C0: "Intel Data Center GPU Flex 170",
+    0x56C1: "Intel Data Center GPU Flex 140",
+    0xE20B: "Intel Arc B580",
+    0xE20C: "Intel Arc B570",
+    0xE211: "Intel Arc Pro B60",
+    0xE212: "Intel Arc Pro B50",
+}
+
+
+def read_intel(root: Path = Path("/")) -> Found:
+    """Intel's cards. Graphics that is built into a processor is only noted: it has no memory of its own."""
+    found: list[Accelerator] = []
+    notes: list[str] = []
+    for device in cards(root, INTEL_PCI_VENDOR):
+        chip = device_number(word(device / "device"))
+        memory = own_memory(device)
+        if memory is None and chip not in NAMES:
+            notes.append(f"Intel graphics {word(device / 'device') or ''} is built into the CPU: not counted as a GPU")
+            continue
+        found.append(intel_accelerator(len(found), device, chip, memory))
+        if memory is None:
+            notes.append(f"{found[-1].name}: this version of its driver does not say how much memory it has")
+    to_host = (host_link(card.index, card.pcie) for card in found)
+    links = tuple(link for link in to_host if link is not None)
+    return Found(accelerators=tuple(found), links=links, notes=tuple(notes))
+
+
+def intel_accelerator(index: int, device: Path, chip: int | None, memory: int | None) -> Accelerator:
+    about = uevent(device)
+    clocks = sorted(device.glob("tile0/gt0/freq0")) or sorted(device.glob("drm/card*/gt/gt0"))
+    clock = clocks[0] if clocks else device
+    return Accelerator(
+        name=NAMES.get(chip or 0, f"Intel GPU {word(device / 'device') or ''}".strip()),
+        vendor="intel",
+        index=index,
+        pci_address=about.get("PCI_SLOT_NAME"),
+        memory_bytes=memory,
+        free_bytes=free_memory(device),
+        driver_version=about.get("DRIVER"),
+        sm_clock_mhz=number(clock / "act_freq") or number(clock / "rps_act_freq_mhz"),
+        max_sm_clock_mhz=number(clock / "max_freq") or number(clock / "rps_max_freq_mhz"),
+        pcie=read_pcie(device),
+        numa_node=numa_node(device),
+    )
+
+
+def own_memory(device: Path) -> int | None:
+    """The card's memory: xe has a file for each tile, the data-centre i915 one for the card."""
+    tiles = [number(file) for file in sorted(device.glob("tile*/physical_vram_size_bytes"))]
+    whole = [number(file) for file in sorted(device.glob("drm/card*/lmem_total_bytes"))]
+    return sum(tile or 0 for tile in tiles) or next((size for size in whole if size), None)
+
+
+def free_memory(device: Path) -> int | None:
+    """Only the data-centre i915 says so."""
+    files = sorted(device.glob("drm/card*/lmem_avail_bytes"))
+    return number(files[0]) if files else None
+
+
+def device_number(text: str | None) -> int | None:
+    """`0x56a0` as a number."""
+    try:
+        return int(text or "", 16)
+    except ValueError:
+        return None

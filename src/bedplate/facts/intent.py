@@ -1,0 +1,492 @@
+"""The intent file: read with care, and every complaint names the field, its line and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+import yaml
+
+from bedplate.errors import BadQuestion
+from bedplate.values.hardware import Hardware
+from bedplate.values.intent import Intent, Operations, Pool, Service, Tenant
+from bedplate.values.record import R, from_json
+from bedplate.values.workload import DEFAULT_THINK_TIME_S, LatencyTarget, Workload
+
+MAX_CHARACTERS = 256 * 1024
+MAX_NODES = 20_000
+"""Keys and values after aliases are followed: a file of a few lines can otherwise stand for billions."""
+MAX_DEPTH = 20
+MAX_NUMBER = 2**53
+OURS = {"schema", "origin", "notes"}
+"""Fields that programs write; never suggested to people."""
+SECTIONS: dict[str, type[msgspec.Struct]] = {"workload": Workload, "operations": Operations, "latency": LatencyTarget}
+LISTS: dict[str, type[msgspec.Struct]] = {"pools": Pool, "services": Service, "tenants": Tenant}
+ALIASES = {"context": "context_tokens"}
+
+
+def read_intent(source: Path | str) -> Intent:
+    """An intent out of a YAML or JSON file (a path), or out of its text (a string with a line end or a brace)."""
+    if isinstance(source, Path) or not re.search(r"[\n{]|: ", source):
+        path = Path(source)
+        return intent_of(*_parsed(_text_of(path), path.name))
+    return intent_of(*_parsed(source, "the intent"))
+
+
+def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str = "the intent") -> Intent:
+    """Checks and reads what a YAML or JSON parser made; `lines` says where each field stands."""
+    place = _Place(lines or {}, origin)
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise BadQuestion(f"{origin}: must be a mapping of fields, got {_kind(data)}", hint=_top_hint())
+    given = _without_nulls(data)
+    _check_keys(given, "", place)
+    intent = _converted(given, Intent, "", place)
+    _contradictions(intent, given, place)
+    workload = _completed(intent.workload, given.get("workload"), intent.model)
+    services = tuple(
+        msgspec.structs.replace(service, workload=_completed(service.workload, raw.get("workload"), service.model))
+        for service, raw in zip(intent.services, given.get("services", ()), strict=True)
+    )
+    notes = [*intent.notes]
+    notes += _odd("workload", workload, set(given.get("workload", ())))
+    for index, (service, raw) in enumerate(zip(services, given.get("services", ()), strict=True)):
+        notes += _odd(f"services[{index}].workload", service.workload, set(raw.get("workload", ())))
+    notes += [note for index, pool in enumerate(intent.pools) if (note := _odd_pool(index, pool))]
+    found = tuple(dict.fromkeys(notes))
+    return msgspec.structs.replace(intent, workload=workload, services=services, notes=found)
+
+
+def override(intent: Intent, **options: Any) -> Intent:
+    """The intent with what the command line says instead; an option that is `None` was not given."""
+    given = {ALIASES.get(name, name): value for name, value in options.items() if value is not None}
+    data: dict[str, Any] = msgspec.to_builtins(intent)
+    data.pop("notes")
+    if intent.workload.origin == "default":
+        data.pop("workload")
+    # What still has its default was not said, as far as checks for contradictions go.
+    for section, kind in (("workload", Workload), ("operations", Operations)):
+        if section in data:
+            data[section] = _said(data[section], kind)
+    for service in data["services"]:
+        service["workload"] = _said(service["workload"], Workload)
+    for name, value in given.items():
+        if name in ("model", "hardware"):
+            _refuse_plural(intent, name)
+            data[name] = value
+        elif name in Workload.__struct_fields__ and name not in OURS:
+            _refuse_plural(intent, name)
+            data.setdefault("workload", {})[name] = value
+            data["workload"].pop("origin", None)
+        elif name in LatencyTarget.__struct_fields__:
+            _refuse_plural(intent, name)
+            data.setdefault("workload", {}).setdefault("latency", {})[name] = value
+        elif name in Operations.__struct_fields__:
+            data.setdefault("operations", {})[name] = value
+        else:
+            raise BadQuestion(f"{name}: unknown; an intent has no such field", hint=_nearest(name, _all_fields()))
+    return intent_of({name: value for name, value in data.items() if value not in ((), [], {})}, origin="the options")
+
+
+def resolved_hardware(intent: Intent) -> Hardware:
+    """The machine that the intent speaks of: this one, a saved one, or one on paper."""
+    named = intent.hardware
+    if named is None:
+        from bedplate.facts.hardware import probe
+
+        return probe()
+    if isinstance(named, str):
+        path = Path(named).expanduser()
+        if path.suffix == ".json" or _is_file(path):
+            return from_json(Hardware, _text_of(path), origin=path.name)
+        named = {"accelerator": named}
+    from bedplate.facts.simulated import simulated
+
+    return simulated(named)
+
+
+# text to data
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's plain scalars only: `no` is text, 010 is not eight, 1:30 is not ninety, and 1e3 is a number."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), "-+0123456789")
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)$"),
+    "-+.0123456789",
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), "<")
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(4 * MAX_CHARACTERS + 1)
+    except OSError as error:
+        raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
+    if len(raw) > 4 * MAX_CHARACTERS:
+        raise BadQuestion(f"{path} is larger than {4 * MAX_CHARACTERS:,} bytes: that is no intent and no machine")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadQuestion(f"{path} is not text", cause=str(error)) from error
+
+
+def _parsed(text: str, origin: str) -> tuple[object, dict[str, int], str]:
+    """The data, on which line each field stands, and the name of it all."""
+    if len(text) > MAX_CHARACTERS:
+        raise BadQuestion(f"{origin} has {len(text):,} characters, and an intent has at most {MAX_CHARACTERS:,}")
+    if text.lstrip().startswith("{"):
+        # JSON may be indented with tabs, which YAML forbids; a string of JSON never holds a bare one.
+        text = text.replace("\t", " ")
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            lines = _survey(node, origin)
+            data = loader.construct_document(node) if node is not None else None
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise BadQuestion(f"{origin} is not YAML", cause=_first_words(error)) from error
+    except (RecursionError, ValueError, TypeError) as error:
+        cause = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise BadQuestion(f"{origin} cannot be read", cause=cause) from error
+    return data, lines, origin
+
+
+def _survey(root: yaml.Node | None, origin: str) -> dict[str, int]:
+    """Walks what the file stands for before anything is built of it; gives each field's line."""
+    lines: dict[str, int] = {}
+    if root is None:
+        return lines
+    visited = 0
+    pending = [(root, "", 0)]
+    while pending:
+        node, path, depth = pending.pop()
+        visited += 1
+        if visited > MAX_NODES:
+            raise BadQuestion(f"{origin} stands for more than {MAX_NODES:,} values: an alias repeats itself too often")
+        if depth > MAX_DEPTH:
+            raise BadQuestion(f"{path}: nested more than {MAX_DEPTH} deep")
+        lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.SequenceNode):
+            pending += [(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(node.value)]
+        elif isinstance(node, yaml.MappingNode):
+            seen: dict[str, int] = {}
+            for key, value in node.value:
+                line = key.start_mark.line + 1
+                if not isinstance(key, yaml.ScalarNode):
+                    raise BadQuestion(f"{path or 'a field'}: names of fields must be text", cause=f"line {line}")
+                name = f"{path}.{key.value}" if path else str(key.value)
+                if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                    raise BadQuestion(f"{name}: given twice, in lines {seen[key.value]} and {line} of {origin}")
+                seen[key.value] = line
+                lines.setdefault(name, line)
+                pending.append((value, name, depth + 1))
+    return lines
+
+
+def _first_words(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())[:200]
+
+
+# data to records
+
+
+class _Place:
+    """Where a field stands, for the second line of a complaint."""
+
+    def __init__(self, lines: Mapping[str, int], origin: str) -> None:
+        self._lines, self.origin = lines, origin
+
+    def complaint(self, path: str, what: str, hint: str | None = None) -> BadQuestion:
+        line = self._lines.get(path)
+        cause = f"line {line} of {self.origin}" if line is not None else None
+        return BadQuestion(f"{path}: {what}" if path else f"{self.origin}: {what}", cause=cause, hint=hint)
+
+
+def _without_nulls(data: Any) -> Any:
+    """Null is not said. Whole floats become whole numbers, since 1e3 users are a thousand users."""
+    if isinstance(data, dict):
+        return {key: _without_nulls(value) for key, value in data.items() if value is not None}
+    if isinstance(data, list | tuple):
+        return [_without_nulls(value) for value in data]
+    if isinstance(data, float) and data.is_integer() and abs(data) <= MAX_NUMBER:
+        return int(data)
+    return data
+
+
+def _check_keys(data: Any, path: str, place: _Place) -> None:
+    if isinstance(data, dict):
+        for key, value in data.items():
+            if not isinstance(key, str):
+                raise place.complaint(path, f"names of fields must be text, got {key!r}", hint="put it in quotes")
+            _check_keys(value, f"{path}.{key}" if path else key, place)
+    elif isinstance(data, list):
+        for index, value in enumerate(data):
+            _check_keys(value, f"{path}[{index}]", place)
+    elif isinstance(data, int | float) and not abs(data) <= MAX_NUMBER:
+        raise place.complaint(path, f"must be at most {MAX_NUMBER:,}, got {data:,}")
+    elif not isinstance(data, str | int | float | bool):
+        raise place.complaint(path, f"must be text, a number, true or false, got {_kind(data)}")
+
+
+def _converted(data: object, kind: type[R], path: str, place: _Place) -> R:
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), data, path, place) from error
+
+
+def _explained(message: str, data: object, prefix: str, place: _Place) -> BadQuestion:
+    """msgspec's complaint in words of the file: the path, what it must be, what it is."""
+    what, _, at = message.partition(" - at `$")
+    path = at.rstrip("`")
+    value = _at(data, path)
+    path = prefix + (path if prefix else path.lstrip("."))
+    if unknown := re.search(r"unknown field `(.*)`", what):
+        return _unknown_field(path, unknown[1], place)
+    if missing := re.search(r"missing required field `(.*)`", what):
+        return place.complaint(f"{path}.{missing[1]}" if path else missing[1], "is missing")
+    if bound := re.fullmatch(r"Expected `\w+` (>=|>|<=|<) (\S+)", what):
+        words = {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
+        return place.complaint(path, f"must be {words[bound[1]]} {float(bound[2]):g}, got {value:g}")
+    if what.startswith("Invalid enum value"):
+        choices = _choices(path)
+        near = difflib.get_close_matches(str(value), choices, 1)
+        told = f"must be {_or(choices)}, got {value}" if choices else f"cannot be {value}"
+        return place.complaint(path, told, hint=f"did you mean {near[0]}?" if near else None)
+    if re.search(r"of length >= 1", what):
+        return place.complaint(path, "must not be empty")
+    if wanted := re.match(r"Expected `([^`]*)`, got", what):
+        return place.complaint(path, f"must be {_wanted(wanted[1])}, got {_kind(value)}")
+    return place.complaint(path, what)
+
+
+def _at(data: Any, path: str) -> Any:
+    for name, index in re.findall(r"\.([^.\[]+)|\[(\d+)\]", path):
+        try:
+            data = data[name] if name else data[int(index)]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return data
+
+
+def _wanted(types: str) -> str:
+    words = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
+    words |= {"object": "a mapping of fields", "array": "a list"}
+    return _or([words.get(kind, kind) for kind in types.split(" | ") if kind != "null"])
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return f"{value:g}" if abs(value) < 1e15 else str(value)
+    if isinstance(value, str):
+        return f'the text "{value[:40]}"'
+    if isinstance(value, dict):
+        return "a mapping of fields"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return "nothing" if value is None else type(value).__name__
+
+
+def _or(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _record_at(path: str) -> type[msgspec.Struct]:
+    """The record whose fields stand under this path."""
+    last = re.sub(r"\[\d+\]", "", path).rpartition(".")[2]
+    return SECTIONS.get(last) or LISTS.get(last) or Intent
+
+
+def _choices(path: str) -> list[str]:
+    parent, _, field = path.rpartition(".")
+    kinds = {entry.name: entry.type for entry in msgspec.structs.fields(_record_at(parent))}
+    return _literals(kinds.get(field))
+
+
+def _literals(kind: Any) -> list[str]:
+    if get_origin(kind) is Literal:
+        return [str(value) for value in get_args(kind)]
+    return [value for part in get_args(kind) for value in _literals(part)]
+
+
+def _fields(kind: type[msgspec.Struct]) -> list[str]:
+    return [name for name in kind.__struct_fields__ if name not in OURS]
+
+
+def _all_fields() -> list[str]:
+    kinds = (Intent, Workload, Operations, LatencyTarget)
+    return [name for kind in kinds for name in _fields(kind)]
+
+
+def _nearest(name: str, known: list[str]) -> str | None:
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), known, 1, 0.6)
+    return f"did you mean {near[0]}?" if near else None
+
+
+def _unknown_field(path: str, name: str, place: _Place) -> BadQuestion:
+    full = f"{path}.{name}" if path else name
+    kind = _record_at(path)
+    for section, other in SECTIONS.items():
+        if other is not kind and name in _fields(other):
+            home = "workload.latency" if section == "latency" else section
+            return place.complaint(full, f"unknown here; it belongs under {home}")
+    if near := _nearest(name, _fields(kind)):
+        return place.complaint(full, f"unknown; {near}")
+    return place.complaint(full, "unknown", hint=f"known here: {', '.join(_fields(kind))}")
+
+
+def _top_hint() -> str:
+    return f"it may have {', '.join(_fields(Intent))}"
+
+
+# sense
+
+
+def _contradictions(intent: Intent, given: dict[str, Any], place: _Place) -> None:
+    if intent.hardware is not None and intent.pools:
+        what = "cannot stand beside pools: a platform lists its machines as pools, one machine is its hardware"
+        raise place.complaint("hardware", what)
+    if intent.services:
+        for field in ("model", "workload"):
+            if field in given:
+                raise place.complaint(field, f"cannot stand beside services: each service has its own {field}")
+    for field, kind in (("hardware", intent.hardware), ("model", intent.model)):
+        if kind is not None and not kind:
+            raise place.complaint(field, "must not be empty")
+    for index, service in enumerate(intent.services):
+        if not service.model:
+            raise place.complaint(f"services[{index}].model", "must not be empty")
+    _check_work("workload", intent.workload, given.get("workload", {}), intent.model, place)
+    for index, service in enumerate(intent.services):
+        path, raw = f"services[{index}]", given["services"][index]
+        _check_work(f"{path}.workload", service.workload, raw.get("workload", {}), service.model, place)
+        _check_reference(f"{path}.pool", service.pool, [pool.name for pool in intent.pools], place)
+        for at, tenant in enumerate(service.tenants):
+            _check_reference(f"{path}.tenants[{at}]", tenant, [tenant.name for tenant in intent.tenants], place)
+    for index, pool in enumerate(intent.pools):
+        _check_pool(f"pools[{index}]", pool, place)
+    for field in LISTS:
+        _check_names(field, [item.name for item in getattr(intent, field)], place)
+    if (shares := sum(tenant.share or 0 for tenant in intent.tenants)) > 1.0001:
+        raise place.complaint("tenants", f"their shares make {shares:.0%} together, and there is 100%")
+
+
+def _check_work(path: str, work: Workload, raw: dict[str, Any], model: object, place: _Place) -> None:
+    if "prompt_tokens" in raw and work.shared_prefix_tokens > work.prompt_tokens:
+        what = f"{work.shared_prefix_tokens:,} of {work.prompt_tokens:,} prompt tokens cannot be shared"
+        raise place.complaint(f"{path}.shared_prefix_tokens", what)
+    if isinstance(model, dict) and "task" in raw and model.get("task") not in (None, work.task):
+        raise place.complaint(f"{path}.task", f"is {work.task}, and the model's own task is {model['task']}")
+
+
+def _check_pool(path: str, pool: Pool, place: _Place) -> None:
+    if pool.accelerator is None and pool.cpu is None:
+        raise place.complaint(path, "needs an accelerator, or a cpu when it has none")
+    if pool.gpus_per_node is not None and pool.gpus_per_node > pool.count:
+        what = f"{pool.gpus_per_node} on each node, and the whole pool has {pool.count}"
+        raise place.complaint(f"{path}.gpus_per_node", what, hint="count is of accelerators in the whole pool")
+
+
+def _check_reference(path: str, name: str | None, known: list[str], place: _Place) -> None:
+    if name is not None and name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
+        raise place.complaint(path, f"nothing is called {name}", hint=hint)
+
+
+def _check_names(field: str, names: list[str | None], place: _Place) -> None:
+    said = [name for name in names if name is not None]
+    if twice := next((name for name in said if said.count(name) > 1), None):
+        raise place.complaint(f"{field}[{names.index(twice)}].name", f"{twice} is the name of another one too")
+
+
+def _completed(work: Workload, raw: dict[str, Any] | None, model: object) -> Workload:
+    """The model's own task, unless the work says one."""
+    task = model.get("task") if isinstance(model, dict) else None
+    if task in ("embed", "classify", "other") and "task" not in (raw or {}):
+        return msgspec.structs.replace(work, task=task)
+    return work
+
+
+def _odd(path: str, work: Workload, said: set[str]) -> list[str]:
+    """What is strange about the work, though it may be meant."""
+    notes = []
+    if {"users", "concurrency"} <= said and work.concurrency is not None and work.concurrency > work.users:
+        notes.append(
+            f"{path}.concurrency: {work.concurrency:,} in flight is more than {work.users:,} users make with one "
+            "request each; right if programs call on their behalf"
+        )
+    if {"users", "requests_per_s"} <= said and work.requests_per_s is not None:
+        think_s = work.think_time_s or DEFAULT_THINK_TIME_S
+        most = work.users / think_s
+        if work.requests_per_s > most * 1.001:
+            assumed = "" if work.think_time_s else " (assumed)"
+            notes.append(
+                f"{path}.requests_per_s: {work.requests_per_s:g} a second is more than {work.users:,} users send who "
+                f"think for {think_s:g} s{assumed}: at most {most:.3g}; the rate is taken"
+            )
+    if work.concurrency is not None and work.requests_per_s is not None:
+        request_s = work.concurrency / work.requests_per_s
+        if not 0.05 <= request_s <= 600:
+            notes.append(
+                f"{path}: {work.concurrency:,} in flight at {work.requests_per_s:g} requests a second means that each "
+                f"takes {request_s:.3g} s, by Little's law"
+            )
+    asked = work.prompt_tokens + work.output_tokens
+    if work.context_tokens is not None and {"prompt_tokens", "output_tokens"} <= said and work.context_tokens < asked:
+        notes.append(
+            f"{path}.context_tokens: {work.context_tokens:,} is less than prompt and output, {asked:,} together; "
+            "the longer of the two is planned for"
+        )
+    return notes
+
+
+def _odd_pool(index: int, pool: Pool) -> str | None:
+    if pool.gpus_per_node is not None and pool.count % pool.gpus_per_node:
+        rest = pool.count % pool.gpus_per_node
+        return f"pools[{index}]: {pool.count} accelerators at {pool.gpus_per_node} a node leave a node with {rest}"
+    return None
+
+
+def _said(data: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    defaults = msgspec.to_builtins(kind())
+    kept = {name: value for name, value in data.items() if value is not None and value != defaults[name]}
+    return kept | ({"origin": data["origin"]} if "origin" in data else {})
+
+
+def _refuse_plural(intent: Intent, option: str) -> None:
+    if option == "hardware" and intent.pools:
+        raise BadQuestion("hardware: the intent has pools; leave one of the two out")
+    if option != "hardware" and intent.services:
+        raise BadQuestion(
+            f"{option}: the intent has {len(intent.services)} services, each with its own",
+            hint="change it in the file, or give a file with one model",
+        )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False

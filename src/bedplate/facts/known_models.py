@@ -1,0 +1,453 @@
+"""Well-known models by the names that people give them, so that a plan needs neither files nor network.
+
+The data file holds what matters of each model's config.json, and for published quantizations how many bytes they have.
+Everything else is computed by the same code that reads a configuration.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import re
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from bedplate.errors import BadQuestion
+from bedplate.facts.hf_config import anatomy, read_config, summed
+from bedplate.facts.hf_fields import Config, Unplannable, Weight, shown
+from bedplate.facts.quantization import FP8, MXFP4, MXFP8, NVFP4, Scheme, Storage
+from bedplate.values import Model, replaced
+from bedplate.values.model import Part, Quantization, TensorGroup
+
+# Bits of a weight over a whole file, embedding and output included: sizes of Llama 3 8B's GGUF files over its 8.03 B
+# weights. The recipes give other types to a few tensors, so other models differ by a few percent.
+GGUF_BITS = {
+    "Q2_K": 3.17, "Q2_K_L": 3.4, "Q3_K_S": 3.65, "Q3_K_M": 4.0, "Q3_K_L": 4.3, "Q3_K_XL": 3.55, "Q3_K": 4.0,
+    "Q4_0": 4.64, "Q4_1": 5.11, "Q4_K_S": 4.67,
+    "Q4_K_M": 4.9, "Q4_K_L": 5.1, "Q4_K_XL": 4.85, "Q4_K": 4.9, "Q5_0": 5.54, "Q5_1": 6.0, "Q5_K_S": 5.58,
+    "Q5_K_M": 5.71, "Q5_K_XL": 5.75,
+    "Q5_K": 5.71, "Q6_K": 6.57, "Q6_K_XL": 7.0, "Q8_0": 8.5, "Q8_K_XL": 10.5, "IQ1_S": 2.0, "IQ1_M": 2.15,
+    "IQ2_XXS": 2.39, "IQ2_XS": 2.6,
+    "IQ2_S": 2.75, "IQ2_M": 2.94, "IQ3_XXS": 3.27, "IQ3_XS": 3.5, "IQ3_S": 3.66, "IQ3_M": 3.77, "IQ4_XS": 4.43,
+    "IQ4_NL": 4.66, "Q2_K_XL": 3.3,
+}  # fmt: skip
+
+_LABEL = re.compile(
+    r"(?<![a-z0-9])(?P<gguf>(?:ud[-_])?i?q\d(?:[-_](?:[0-9]|k|xxs|xs|nl|xl|s|m|l))*)(?![a-z0-9])"
+    r"|(?<![a-z0-9])(?P<word>nvfp4|mxfp4|mxfp8|fp8|fp4|bf16|fp16|f16|fp32|f32|"
+    r"(?:gptq|awq)(?:[-_ ]?int[348])?(?:[-_ ]?w4a16)?|"
+    r"int[48]|w4a16|w8a16|w8a8|w4a8|nf4|bnb[-_]?4bit|[2-8][-_ ]?bits?|(?:\d(?:\.\d+)?)[-_ ]?bpw)(?![a-z0-9.])"
+)
+_NOISE = {
+    "gguf", "instruct", "chat", "it", "hf", "base", "meta", "mlx", "exl2", "exl3", "onnx", "ud", "i1", "imatrix",
+    "edge", "99", "99.9", "inst", "moe",
+    "qat", "dyn", "dynamic", "pre", "trtllm", "quark", "medium", "small", "static", "pertensor", "block", "model",
+    "weights", "unsloth", "bnb", "uqff",
+    "nvidia", "kv",
+}  # fmt: skip
+# Words that name a model of another size or make, not a way to store it.
+_KEPT = {
+    ("mistral", "small"),
+    ("mistral", "medium"),
+    ("devstral", "small"),
+    ("phi", "medium"),
+    ("phi", "small"),
+    ("bge", "small"),
+    ("bge", "base"),
+    ("e5", "base"),
+    ("bert", "base"),
+}
+
+
+class Stored(msgspec.Struct):
+    label: str
+    bytes: int
+    parts: dict[str, int]
+    groups: list[tuple[str, int, int, int]]
+    method: str = ""
+    bits: float = 16
+    group: int | None = None
+    block: tuple[int, int] | None = None
+    kv: str | None = None
+    act: int | None = None
+
+
+class Variant(msgspec.Struct):
+    base: str
+    stored: Stored | None = None
+    scheme: str | None = None
+    kv: str | None = None
+
+
+class _Data(msgspec.Struct):
+    source: str
+    models: dict[str, msgspec.Raw]
+    variants: dict[str, Variant]
+    aliases: dict[str, str]
+
+
+class Asked(NamedTuple):
+    """What a person's words come down to."""
+
+    key: str
+    label: str | None
+
+
+@lru_cache(maxsize=1)
+def _data() -> _Data:
+    shipped = importlib.resources.files("bedplate.facts") / "data" / "models.json"
+    return msgspec.json.decode(shipped.read_bytes(), type=_Data)
+
+
+@lru_cache(maxsize=1)
+def _keys() -> dict[str, str]:
+    """Every spelling that is known, brought to one form; of two models with one form the first is the plain one."""
+    keys: dict[str, str] = {}
+    data = _data()
+    for name in sorted(data.variants, key=lambda name: (name != data.variants[name].base, len(name), name)):
+        asked = understood(name)
+        keys.setdefault(f"{asked.key} {asked.label}" if asked.label else asked.key, name)
+        if asked.label:
+            keys.setdefault(asked.key, name)
+    for alias, name in data.aliases.items():
+        keys[understood(alias).key] = name
+    return keys
+
+
+def known_names() -> tuple[str, ...]:
+    """The models whose facts come with bedplate, as the hub names them."""
+    return tuple(sorted(_data().variants))
+
+
+def understood(text: str) -> Asked:
+    """`meta-llama/Meta-Llama-3.1-8B-Instruct-FP8`, `LLaMA v3.1 8B FP8` and `llama3_1-8b-fp8` as the same thing."""
+    words = text.strip().lower().rstrip("/").rpartition("/")[2].removesuffix(".gguf").partition(":")
+    words_text = words[0] + (f" {words[2]}" if words[2] not in ("", "latest") else "")
+    label = _label([match[0] for match in _LABEL.finditer(words_text)])
+    medium = re.search(r"q(\d)_k\s*-\s*(medium|small|large)", words_text)
+    if medium:
+        label = f"Q{medium[1]}_K_{medium[2][0].upper()}"
+    rest = _LABEL.sub(" ", words_text)
+    rest = re.sub(r"(?<=\d)_(?=\d)", ".", rest)
+    rest = re.sub(r"(?<=[a-z])\.|\.(?=[a-z])|\.$", " ", rest)
+    tokens = [token.strip(".") for token in re.split(r"[^a-z0-9.]+", rest) if token.strip(".")]
+    kept: list[str] = []
+    for token in tokens:
+        token = re.sub(r"^v(?=\d)", "", token)
+        if token in _NOISE and (kept[0] if kept else "", token) not in _KEPT:
+            continue
+        kept.append(token)
+    return Asked("".join(kept), label)
+
+
+def _label(found: list[str]) -> str | None:
+    """The last of the words that say how weights are stored; `gptq` with its bits."""
+    label = None
+    for word in found:
+        plain = word.upper().replace(" ", "-")
+        if plain.startswith(("GPTQ", "AWQ")):
+            label = plain if "INT" in plain else f"{plain.partition('-')[0]}-INT4"
+        elif label and label.startswith(("GPTQ", "AWQ")) and plain.startswith(("INT", "W4")):
+            continue
+        elif re.fullmatch(r"(?:UD[-_])?I?Q\d.*", plain):
+            label = plain.removeprefix("UD-").removeprefix("UD_").replace("-", "_")
+        else:
+            label = {
+                "FP4": "NVFP4",
+                "FP16": "F16",
+                "FP32": "F32",
+                "W4A16": "INT4",
+                "W8A16": "INT8",
+                "W8A8": "INT8",
+                "W4A8": "INT4",
+            }.get(plain, plain)
+    return label
+
+
+def find_model(text: str) -> Model:
+    """The facts of a model that people know by this name; a quantization in the name is applied to it."""
+    found = lookup(text)
+    if found is None:
+        near = nearest(text)
+        meant = f"did you mean {' or '.join(near)}?" if near else "name a folder, a .gguf file, or owner/name"
+        raise BadQuestion(f"no model is known by the name {text[:100]!r}", hint=meant)
+    return found
+
+
+def lookup(text: str) -> Model | None:
+    """As `find_model`; None when there is none."""
+    asked = understood(text)
+    if not asked.key or len(text) > 300:
+        return None
+    keys, data = _keys(), _data()
+    name = keys.get(f"{asked.key} {asked.label}") if asked.label else None
+    exact = name is not None
+    name = name or keys.get(asked.key) or _within(asked.key, keys)
+    if name is None:
+        return None
+    variant = data.variants[name]
+    model = _built(name, variant)
+    own = understood(name).label
+    if exact or asked.label is None:
+        # A name without a quantization means the model as its makers published it.
+        if asked.label is None and own and not exact and variant.stored and own.startswith(("NVFP4", "INT")):
+            model = _plain(name, variant)
+        return replaced(model, name=_shown_name(text, name))
+    if variant.stored is not None and _keeps_native(asked.label, variant.stored):
+        return replaced(model, name=_shown_name(text, name))
+    return replaced(with_label(_plain(name, variant), asked.label, variant), name=_shown_name(text, name))
+
+
+def _within(key: str, keys: dict[str, str]) -> str | None:
+    """A fine-tune carries its base's name within its own: `hermes-3-llama-3.1-8b`."""
+    inside = [known for known in keys if len(known) >= 8 and " " not in known and known in key and _whole(known, key)]
+    return keys[max(inside, key=len)] if inside else None
+
+
+def _whole(known: str, key: str) -> bool:
+    """Whether a name within another is not cut off in the middle of a number."""
+    end = key.find(known) + len(known)
+    start = key.find(known)
+    return not (end < len(key) and key[end - 1].isdigit() and key[end].isdigit()) and not (
+        start and key[start].isdigit() and key[start - 1].isdigit()
+    )
+
+
+def _keeps_native(label: str, stored: Stored) -> bool:
+    """GGUF files of models that were trained in MXFP4 keep their experts so, and F16 names what is left."""
+    return stored.label == label or (stored.label == "MXFP4" and label in ("F16", "BF16", "FP4", "NVFP4"))
+
+
+def nearest(text: str) -> list[str]:
+    """Known names that look like what was typed."""
+    names = {name.rpartition("/")[2].lower(): name for name in known_names()}
+    near = difflib.get_close_matches(text[:200].lower().rpartition("/")[2], list(names), n=3, cutoff=0.6)
+    return [names[match] for match in near]
+
+
+def _shown_name(text: str, name: str) -> str:
+    return text.strip() if "/" in text else name
+
+
+def _expanded(value: Any) -> Any:
+    """Lists that repeat themselves are stored short."""
+    if isinstance(value, dict):
+        if set(value) == {"cycle", "n"}:
+            cycle = value["cycle"]
+            return [cycle[position % len(cycle)] for position in range(value["n"])]
+        if set(value) == {"runs"}:
+            return [_expanded(item) for item, count in value["runs"] for _ in range(count)]
+        return {key: _expanded(inner) for key, inner in value.items()}
+    return value
+
+
+def essentials(name: str) -> dict[str, Any]:
+    fields: dict[str, Any] = _expanded(msgspec.json.decode(_data().models[_data().variants[name].base]))
+    return fields
+
+
+def _plain(name: str, variant: Variant) -> Model:
+    """The model with its weights in 16 bits."""
+    model = read_config(essentials(name), name=name, origin="known facts")
+    return replaced(model, basis="spec", has_chat_template=_talks(name), sources=(f"config.json of {variant.base}",))
+
+
+def _talks(name: str) -> bool:
+    """Whether the name says that the model was trained to converse."""
+    return bool(re.search(r"instruct|chat|[-_]it\b|r1|gpt-oss|thinking|kimi-k|glm-[45]|minimax-m", name, re.IGNORECASE))
+
+
+def _built(name: str, variant: Variant) -> Model:
+    model = _plain(name, variant)
+    if variant.scheme:
+        model = with_label(model, variant.scheme, variant)
+    stored = variant.stored
+    if stored is None:
+        return model
+    parts = tuple(replaced(part, bytes=stored.parts[part.name]) for part in model.parts if part.name in stored.parts)
+    return replaced(
+        model,
+        parts=parts,
+        weight_bytes=stored.bytes,
+        quantization=stored.label,
+        tensor_groups=tuple(TensorGroup(type=t, tensors=n, parameters=p, bytes=b) for t, n, p, b in stored.groups),
+        vision_weight_bytes=stored.parts.get("vision", 0),
+        mtp_weight_bytes=stored.parts.get("mtp", 0),
+        quantization_details=Quantization(
+            method=stored.method,
+            bits=stored.bits,
+            group_size=stored.group,
+            block=stored.block,
+            kv_cache=stored.kv,
+            activation_bits=stored.act,
+        ),
+    )
+
+
+_FACTS = {
+    "name", "task", "params_b", "active_params_b", "format", "quantization", "weight_gb", "context", "layers",
+    "hidden_size", "heads", "kv_heads",
+    "head_dim", "kv_bytes_per_token", "experts", "experts_active",
+}  # fmt: skip
+_FORMAT_BITS = {"gguf": 4.9, "onnx": 32.0, "mlx": 4.5, "exl2": 4.0, "exl3": 4.0, "safetensors": 16.0, "facts": 16.0}
+
+
+def model_from_facts(fields: object) -> Model:
+    """A model that exists only as a few facts in an intent: {task: embed, params_b: 0.11, format: onnx}."""
+    if not isinstance(fields, dict):
+        raise BadQuestion(
+            "model facts are not an object", hint="write them as {task: embed, params_b: 0.11, format: onnx}"
+        )
+    if unknown := sorted(str(key) for key in fields if key not in _FACTS):
+        raise BadQuestion(
+            f"model: {unknown[0]} is not a field of a model's facts", hint=f"known are {', '.join(sorted(_FACTS))}"
+        )
+    given = Config(fields)
+    try:
+        return _from_facts(given)
+    except Unplannable as problem:
+        raise BadQuestion(
+            "the model's facts do not hold together", cause=str(problem), hint="params_b is in billions"
+        ) from None
+
+
+def _from_facts(given: Config) -> Model:
+    billions = given.number("params_b")
+    if billions is None or not 0 < billions <= 1e5:
+        raise Unplannable("params_b, the parameters in billions, is missing or out of range")
+    task, form = given.get("task") or "generate", given.get("format") or "facts"
+    if task not in ("generate", "embed", "classify", "other"):
+        raise Unplannable(f"task is {shown(task)}; it is generate, embed, classify or other")
+    if not isinstance(form, str) or form not in _FORMAT_BITS:
+        raise Unplannable(f"format is {shown(form)}; it is one of {', '.join(_FORMAT_BITS)}")
+    active = given.number("active_params_b")
+    layers = given.count("layers", most=4096)
+    kv = given.count("kv_bytes_per_token")
+    if kv is None and task == "generate":
+        kv = _cache_by_shape(given, billions if active is None else active)
+    parameters = round(billions * 1e9)
+    weight_gb = given.number("weight_gb")
+    label = given.text("quantization")
+    asked = understood(label).label if label else None
+    bits = GGUF_BITS.get(asked or "") or (_WORDS[asked][1].bits * 1.06 if asked in _WORDS else _FORMAT_BITS[form])
+    return Model(
+        name=given.text("name") or f"a model of {billions:g} B parameters",
+        format=cast(Any, form),
+        origin="facts of the intent",
+        architecture="unknown",
+        task=cast(Any, task),
+        parameters=parameters,
+        active_parameters=round((billions if active is None else active) * 1e9),
+        weight_bytes=round(weight_gb * 1e9) if weight_gb else round(parameters * bits / 8),
+        quantization=asked or label,
+        num_layers=layers or max(6, round(32 * (billions / 8) ** 0.4)),
+        hidden_size=given.count("hidden_size"),
+        num_heads=given.count("heads"),
+        num_kv_heads=given.count("kv_heads"),
+        head_dim=given.count("head_dim"),
+        num_experts=given.count("experts"),
+        num_experts_active=given.count("experts_active"),
+        max_context=given.count("context", most=1 << 40),
+        kv_bytes_per_token=kv or 0,
+        basis="estimate",
+    )
+
+
+def _cache_by_shape(given: Config, active_b: float) -> int:
+    """Keys and values of a token: from the shape where it is given, else as grouped-query models of that size have it.
+
+    Llama 3.2 1B keeps 32 KiB, Llama 3.1 8B 128 KiB, 70B 320 KiB and 405B 504 KiB.
+    """
+    layers, kv_heads, head = given.count("layers", most=4096), given.count("kv_heads"), given.count("head_dim")
+    if layers and kv_heads and head:
+        return 4 * layers * kv_heads * head
+    return int(131_072 * min(4.0, float(active_b / 8) ** 0.42))
+
+
+def quantized_by_name(model: Model) -> Model:
+    """A model whose name alone says how its weights are stored, such as GLM-5-NVFP4."""
+    label = understood(model.name).label
+    return with_label(model, label) if label and label not in ("BF16", "F16") else model
+
+
+_WORDS: dict[str, tuple[str, Scheme]] = {
+    "FP8": ("fp8", FP8), "NVFP4": ("nvfp4", NVFP4), "MXFP4": ("mxfp4", MXFP4), "MXFP8": ("mxfp8", MXFP8),
+    "INT8": ("int8", Scheme("INT8", 8)),
+    "INT4": ("compressed-tensors", Scheme("INT4", 4, 128, 16)), "NF4": ("bitsandbytes", Scheme("NF4", 4, 64, 32)),
+    "GPTQ-INT4": ("gptq", Scheme("GPTQ-Int4", 4, 128, 20)), "GPTQ-INT8": ("gptq", Scheme("GPTQ-Int8", 8, 128, 24)),
+    "GPTQ-INT3": ("gptq", Scheme("GPTQ-Int3", 3, 128, 19)), "AWQ-INT4": ("awq", Scheme("AWQ-Int4", 4, 128, 20)),
+    "AWQ-INT8": ("awq", Scheme("AWQ-Int8", 8, 128, 24)),
+}  # fmt: skip
+
+
+def with_label(model: Model, label: str, variant: Variant | None = None) -> Model:
+    """The same model with its weights stored as `label` says: FP8, AWQ-INT4, Q4_K_M, 4-BIT, 4.0BPW …"""
+    if label in ("BF16", "F16", "F32"):
+        factor = 2 if label == "F32" else 1
+        return _scaled(model, label, 16 * factor, None)
+    if label in _WORDS:
+        method, scheme = _WORDS[label]
+        return _stored_as(model, scheme, method, variant.kv if variant else None)
+    if bits := GGUF_BITS.get(label):
+        details = Quantization(method="gguf", bits=bits)
+        return replaced(_scaled(model, label, bits, details), basis="estimate")
+    if match := re.fullmatch(r"(?:BNB[-_]?)?(\d)[-_]?BITS?", label):
+        # MLX: a 16-bit scale and bias for each 64 weights.
+        details = Quantization(method="mlx", bits=float(match[1]), group_size=64)
+        return _scaled(model, f"{match[1]}-bit", int(match[1]) + 0.5, details)
+    if match := re.fullmatch(r"(\d(?:\.\d+)?)[-_]?BPW", label):
+        return _scaled(model, f"{match[1]} bpw", float(match[1]), Quantization(method="exl3", bits=float(match[1])))
+    if match := re.match(r"I?Q(\d)", label):
+        details = Quantization(method="gguf", bits=float(match[1]))
+        return replaced(_scaled(model, label, float(match[1]) + 0.6, details), basis="estimate")
+    return model
+
+
+def _scaled(model: Model, label: str, bits: float, details: Quantization | None) -> Model:
+    """Every weight in so many bits; towers that see stay in 16."""
+    parts = tuple(
+        part if part.name == "vision" else replaced(part, bytes=round(part.parameters * bits / 8))
+        for part in model.parts
+    )
+    return _summed(model, parts, label, details)
+
+
+def _stored_as(model: Model, scheme: Scheme, method: str, kv: str | None) -> Model:
+    """Linear layers by a scheme; embedding, output, norms and routers as they are."""
+    try:
+        found = anatomy(Config(essentials(model.name)))
+        quantizable = ("attention", "state space", "mlp", "experts", "shared experts", "mtp")
+
+        def choose(weight: Weight) -> Scheme | None:
+            return scheme if weight.matrix and weight.cols > 1 and weight.part in quantizable else None
+
+        parts, groups = summed(found.weights, Storage(None, 2, "BF16", choose))
+        ordered = tuple(parts.values())
+    except KeyError:
+        factor = (scheme.bits + (scheme.group_bits / scheme.group if scheme.group else 0)) / 16
+        kept = ("embedding", "output", "norms", "router", "vision")
+        ordered = tuple(
+            part if part.name in kept else replaced(part, bytes=round(part.parameters * 2 * factor))
+            for part in model.parts
+        )
+        groups = ()
+    details = Quantization(method=method, bits=scheme.bits, group_size=scheme.group, block=scheme.block, kv_cache=kv)
+    return replaced(_summed(model, ordered, scheme.label, details), tensor_groups=groups)
+
+
+def _summed(model: Model, parts: tuple[Part, ...], label: str, details: Quantization | None) -> Model:
+    by_name = {part.name: part.bytes for part in parts}
+    method = details.method if details else ""
+    return replaced(
+        model,
+        format=method if method in ("gguf", "mlx", "exl3") else model.format,
+        parts=parts,
+        weight_bytes=sum(size for name, size in by_name.items() if name != "mtp"),
+        vision_weight_bytes=by_name.get("vision", 0),
+        mtp_weight_bytes=by_name.get("mtp", 0),
+        quantization=label,
+        quantization_details=details,
+        tensor_groups=(),
+    )

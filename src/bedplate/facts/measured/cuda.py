@@ -1,0 +1,396 @@
+"""GPU memory and link bandwidth, through the CUDA driver alone.
+
+Decoding a token is reading weights, so a kernel that only reads is timed beside the copy that everyone quotes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from bedplate.facts.measured.driver import (
+    ALREADY_ENABLED,
+    MEMORY_BUS_BITS,
+    MEMORY_CLOCK_KHZ,
+    MULTIPROCESSORS,
+    CudaError,
+    Driver,
+    load,
+)
+from bedplate.facts.measured.statistics import measured, rates
+from bedplate.values import Accelerator, Figure, Record
+from bedplate.values.measurements import GpuBandwidth, PeerBandwidth
+from bedplate.values.units import memory
+
+MIB = 1 << 20
+MOST_BUFFER_BYTES = 2048 * MIB
+LEAST_BUFFER_BYTES = 64 * MIB
+SHARE_OF_FREE = 0.4
+HOST_BUFFER_BYTES = 256 * MIB
+SAMPLES = 9
+SAMPLE_S = 0.02
+"""Long beside the clock's grain and a launch's cost, short enough to take several."""
+WARM_UP_S = 0.1
+"""Cards lower their clocks when idle and take a while to come back."""
+PEER_SAMPLES, PEER_WARM_UP_S = 5, 0.03
+"""Eight cards have 56 pairs."""
+MOST_IN_A_SAMPLE = 200
+BLOCK_THREADS, BLOCKS_EACH, UNROLLED = 256, 8, 4
+VECTOR_BYTES = 16
+FILL = 3
+# Each thread adds up 16-byte vectors that are as far apart as there are threads, four loads in flight at a time, and
+# leaves its sum where the host can check that everything was read.
+READ_PTX = b"""
+.version 4.1
+.target sm_52
+.address_size 64
+.visible .entry read_all(.param .u64 data, .param .u64 rounds, .param .u64 sums)
+{
+    .reg .pred %more;
+    .reg .b32 %r<24>;
+    .reg .b64 %a, %left, %out, %step, %t, %u;
+    ld.param.u64 %a, [data];
+    ld.param.u64 %left, [rounds];
+    ld.param.u64 %out, [sums];
+    cvta.to.global.u64 %a, %a;
+    cvta.to.global.u64 %out, %out;
+    mov.u32 %r0, %ctaid.x;
+    mov.u32 %r1, %ntid.x;
+    mov.u32 %r2, %tid.x;
+    mad.lo.s32 %r3, %r0, %r1, %r2;
+    mov.u32 %r4, %nctaid.x;
+    mul.lo.s32 %r4, %r4, %r1;
+    mul.wide.u32 %step, %r4, 16;
+    mul.wide.u32 %t, %r3, 16;
+    add.s64 %a, %a, %t;
+    mul.wide.u32 %u, %r3, 4;
+    add.s64 %out, %out, %u;
+    mov.u32 %r5, 0;
+loop:
+    ld.global.v4.u32 {%r8, %r9, %r10, %r11}, [%a];
+    add.s64 %a, %a, %step;
+    ld.global.v4.u32 {%r12, %r13, %r14, %r15}, [%a];
+    add.s64 %a, %a, %step;
+    ld.global.v4.u32 {%r16, %r17, %r18, %r19}, [%a];
+    add.s64 %a, %a, %step;
+    ld.global.v4.u32 {%r20, %r21, %r22, %r23}, [%a];
+    add.s64 %a, %a, %step;
+    add.u32 %r8, %r8, %r9;
+    add.u32 %r10, %r10, %r11;
+    add.u32 %r12, %r12, %r13;
+    add.u32 %r14, %r14, %r15;
+    add.u32 %r16, %r16, %r17;
+    add.u32 %r18, %r18, %r19;
+    add.u32 %r20, %r20, %r21;
+    add.u32 %r22, %r22, %r23;
+    add.u32 %r8, %r8, %r10;
+    add.u32 %r12, %r12, %r14;
+    add.u32 %r16, %r16, %r18;
+    add.u32 %r20, %r20, %r22;
+    add.u32 %r8, %r8, %r12;
+    add.u32 %r16, %r16, %r20;
+    add.u32 %r5, %r5, %r8;
+    add.u32 %r5, %r5, %r16;
+    sub.s64 %left, %left, 1;
+    setp.ne.s64 %more, %left, 0;
+    @%more bra loop;
+    st.global.u32 [%out], %r5;
+    ret;
+}
+\0"""
+
+
+class Card(Record, frozen=True, kw_only=True):
+    """An accelerator as the probe knows it."""
+
+    index: int
+    name: str
+    uuid: str | None = None
+
+
+class Request(Record, frozen=True, kw_only=True):
+    cards: tuple[Card, ...]
+    host_available_bytes: int
+    when: str
+
+
+class Result(Record, frozen=True, kw_only=True):
+    gpus: tuple[GpuBandwidth, ...] = ()
+    peers: tuple[PeerBandwidth, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def request(accelerators: Sequence[Accelerator], host_available_bytes: int, when: str) -> Request:
+    cards = tuple(
+        Card(index=card.index, name=card.name, uuid=card.uuid) for card in accelerators if card.vendor == "nvidia"
+    )
+    return Request(cards=cards, host_available_bytes=host_available_bytes, when=when)
+
+
+def work(asked: Request, tell: Callable[[float], None]) -> Result:
+    try:
+        library = load()
+    except OSError as error:
+        return Result(notes=(f"GPU bandwidth is not measured: the driver's library cannot be loaded ({error})",))
+    return measure_cards(library, asked, tell)
+
+
+def measure_cards(library: Any, asked: Request, tell: Callable[[float], None]) -> Result:
+    """All cards one after the other, then the pairs; a card that refuses is a note."""
+    try:
+        driver = Driver(library)
+        pairs = matched(asked.cards, [(device, driver.uuid(device)) for device in driver.devices()])
+    except CudaError as error:
+        return Result(notes=(f"GPU bandwidth is not measured: {error}",))
+    gpus: list[GpuBandwidth] = []
+    notes = [f"GPU {card.index} is not measured: CUDA does not show it" for card, device in pairs if device is None]
+    there = [(card, device) for card, device in pairs if device is not None]
+    for done, (card, device) in enumerate(there):
+        bench = Bench(driver, card, device, asked, notes)
+        gpus.append(bench.run(lambda share, done=done: tell((done + share) / (len(there) + 1))))  # type: ignore[misc]
+    try:
+        with ExitStack() as stack:
+            if len(there) > 1:
+                # Contexts take long to make, and every card has many pairs.
+                for _, device in there:
+                    stack.enter_context(driver.context(device))
+            peers = measure_peers(driver, there, asked.when, notes)
+    except CudaError as error:
+        notes.append(f"links between GPUs are not measured: {error}")
+        peers = ()
+    tell(1.0)
+    return Result(gpus=tuple(gpus), peers=peers, notes=tuple(notes))
+
+
+def matched(cards: Sequence[Card], devices: Sequence[tuple[int, str | None]]) -> list[tuple[Card, int | None]]:
+    """Each card's number in CUDA, which may count in another order: by UUID, else by position where counts agree."""
+    by_uuid = {uuid: device for device, uuid in devices if uuid}
+    found = []
+    for position, card in enumerate(cards):
+        digits = re.sub(r"[^0-9a-f]", "", (card.uuid or "").lower().partition("-")[2])
+        device = by_uuid.get(digits)
+        if device is None and not digits and len(devices) == len(cards):
+            device = devices[position][0]
+        found.append((card, device))
+    return found
+
+
+def buffer_bytes(free_bytes: int, buffers: int) -> int | None:
+    """Of each of `buffers`: at most 40 % of what is free in all; `None` when that is too little to mean anything."""
+    size = min(MOST_BUFFER_BYTES, int(free_bytes * SHARE_OF_FREE) // buffers) // MIB * MIB
+    return size if size >= LEAST_BUFFER_BYTES else None
+
+
+def theoretical_bytes_s(clock_khz: int | None, bus_bits: int | None) -> int | None:
+    """Every memory of these cards moves data twice in a cycle of the clock that the driver states."""
+    return clock_khz * 1000 * 2 * bus_bits // 8 if clock_khz and bus_bits else None
+
+
+def durations(
+    elapsed: Callable[[Callable[[], None]], float],
+    ask: Callable[[], None],
+    *,
+    samples: int = SAMPLES,
+    warm_up_s: float = WARM_UP_S,
+) -> list[float]:
+    """Seconds for one `ask`, from samples that each repeat it, after a warm-up that does not count."""
+    once_s = warm_s = elapsed(ask)
+    for _ in range(MOST_IN_A_SAMPLE):
+        if warm_s >= warm_up_s:
+            break
+        once_s = elapsed(ask)
+        warm_s += once_s
+    count = max(1, min(MOST_IN_A_SAMPLE, round(SAMPLE_S / once_s))) if once_s > 0 else 1
+
+    def repeat() -> None:
+        for _ in range(count):
+            ask()
+
+    return [elapsed(repeat) / count for _ in range(samples)]
+
+
+class Bench:
+    """One card."""
+
+    def __init__(self, driver: Driver, card: Card, device: int, asked: Request, notes: list[str]) -> None:
+        self.driver, self.card, self.device, self.notes = driver, card, device, notes
+        self.host_bytes = min(HOST_BUFFER_BYTES, asked.host_available_bytes // 8) // MIB * MIB
+        self.source = f"CUDA driver {driver.version()}, {asked.when}"
+
+    def run(self, tell: Callable[[float], None]) -> GpuBandwidth:
+        clock = self.driver.attribute(MEMORY_CLOCK_KHZ, self.device)
+        bus = self.driver.attribute(MEMORY_BUS_BITS, self.device)
+        found: dict[str, Figure | None] = {}
+        try:
+            with self.driver.context(self.device):
+                steps = (self._copy, self._read, self._pinned, self._pageable)
+                for done, step in enumerate(steps):
+                    found |= self._tried(step)
+                    tell((done + 1) / len(steps))
+        except CudaError as error:
+            self.notes.append(f"GPU {self.card.index} is not measured: {error}")
+        return GpuBandwidth(
+            index=self.card.index, name=self.card.name, theoretical_bytes_s=theoretical_bytes_s(clock, bus), **found
+        )
+
+    def _tried(self, step: Callable[[], dict[str, Figure | None]]) -> dict[str, Figure | None]:
+        try:
+            return step()
+        except CudaError as error:
+            what = step.__doc__ or ""
+            self.notes.append(f"GPU {self.card.index}: {what.rstrip('.')} is not measured: {error}")
+            return {}
+
+    def _copy(self) -> dict[str, Figure | None]:
+        """copy bandwidth."""
+        size = self._size(2)
+        with ExitStack() as stack:
+            source, target = (stack.enter_context(self.driver.memory(size)) for _ in range(2))
+            elapsed = stack.enter_context(self.driver.stopwatch())
+            self.driver.call("cuMemsetD32_v2", source, FILL, size // 4)
+            took = durations(elapsed, lambda: self.driver.call("cuMemcpyDtoDAsync_v2", target, source, size, None))
+        what = f"device copy of {memory(size)}, read and write counted, {self.source}"
+        return {"copy_bytes_s": measured(rates(2 * size, took), what)}
+
+    def _read(self) -> dict[str, Figure | None]:
+        """read bandwidth."""
+        blocks = BLOCKS_EACH * (self.driver.attribute(MULTIPROCESSORS, self.device) or 1)
+        threads = blocks * BLOCK_THREADS
+        round_bytes = threads * VECTOR_BYTES * UNROLLED
+        rounds = (self._size(1) - 4 * threads) // round_bytes
+        if rounds == 0:
+            raise CudaError("cuMemGetInfo_v2", 2)
+        size = rounds * round_bytes
+        with ExitStack() as stack:
+            data, sums = (stack.enter_context(self.driver.memory(need)) for need in (size, 4 * threads))
+            kernel = stack.enter_context(self.driver.function(READ_PTX, b"read_all"))
+            elapsed = stack.enter_context(self.driver.stopwatch())
+            self.driver.call("cuMemsetD32_v2", data, FILL, size // 4)
+            arguments = tuple(ctypes.c_uint64(value) for value in (data, rounds, sums))
+            took = durations(elapsed, lambda: self.driver.launch(kernel, blocks, BLOCK_THREADS, *arguments))
+            self._check_sums(sums, threads, rounds)
+        return {"read_bytes_s": measured(rates(size, took), f"kernel that reads {memory(size)}, {self.source}")}
+
+    def _check_sums(self, sums: int, threads: int, rounds: int) -> None:
+        """Every thread must have added up all that it was given: bandwidth of what was not read is no bandwidth."""
+        answers = (ctypes.c_uint32 * threads)()
+        self.driver.call("cuMemcpyDtoHAsync_v2", ctypes.addressof(answers), sums, 4 * threads, None)
+        self.driver.call("cuCtxSynchronize")
+        if set(answers) != {FILL * UNROLLED * (VECTOR_BYTES // 4) * rounds & 0xFFFFFFFF}:
+            raise CudaError("cuLaunchKernel", 719, "wrong sums")
+
+    def _pinned(self) -> dict[str, Figure | None]:
+        """pinned transfer."""
+        size = self._transfer_size()
+        with ExitStack() as stack:
+            device = stack.enter_context(self.driver.memory(size))
+            host = stack.enter_context(self.driver.pinned(size))
+            elapsed = stack.enter_context(self.driver.stopwatch())
+            ctypes.memset(host, FILL, size)
+            to = durations(elapsed, lambda: self.driver.call("cuMemcpyHtoDAsync_v2", device, host, size, None))
+            back = durations(elapsed, lambda: self.driver.call("cuMemcpyDtoHAsync_v2", host, device, size, None))
+        return self._transfers("pinned", size, to, back)
+
+    def _pageable(self) -> dict[str, Figure | None]:
+        """pageable transfer."""
+        size = self._transfer_size()
+        with ExitStack() as stack, mmap.mmap(-1, size) as buffer:
+            view = (ctypes.c_char * size).from_buffer(buffer)
+            host = ctypes.addressof(view)
+            del view  # it would keep the buffer from being closed
+            device = stack.enter_context(self.driver.memory(size))
+            ctypes.memset(host, FILL, size)
+            # The host takes part in these copies, so it is the host's clock that counts.
+            to = durations(self._wall, lambda: self.driver.call("cuMemcpyHtoDAsync_v2", device, host, size, None))
+            back = durations(self._wall, lambda: self.driver.call("cuMemcpyDtoHAsync_v2", host, device, size, None))
+        return self._transfers("pageable", size, to, back)
+
+    def _wall(self, ask: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        ask()
+        self.driver.call("cuCtxSynchronize")
+        return time.perf_counter() - began
+
+    def _transfers(self, kind: str, size: int, to: Sequence[float], back: Sequence[float]) -> dict[str, Figure | None]:
+        source = f"{memory(size)} of {kind} host memory, {self.source}"
+        return {
+            f"to_device_{kind}_bytes_s": measured(rates(size, to), source),
+            f"from_device_{kind}_bytes_s": measured(rates(size, back), source),
+        }
+
+    def _size(self, buffers: int) -> int:
+        size = buffer_bytes(self.driver.free_bytes(), buffers)
+        if size is None:
+            raise CudaError("cuMemGetInfo_v2", 2)
+        return size
+
+    def _transfer_size(self) -> int:
+        size = min(self._size(1), self.host_bytes)
+        if size < 16 * MIB:
+            raise CudaError("cuMemGetInfo_v2", 2)
+        return size
+
+
+def measure_peers(
+    driver: Driver, cards: Sequence[tuple[Card, int]], when: str, notes: list[str]
+) -> tuple[PeerBandwidth, ...]:
+    """Copies between each pair that can reach each other's memory, in both directions, one at a time."""
+    found = []
+    apart = []
+    for source, source_device in cards:
+        for target, target_device in cards:
+            if source.index == target.index:
+                continue
+            pair = f"GPU {source.index} to GPU {target.index}"
+            try:
+                if not driver.number("cuDeviceCanAccessPeer", target_device, source_device):
+                    apart.append(f"{source.index}–{target.index}")
+                    continue
+                figure = peer_figure(driver, source_device, target_device, when)
+            except CudaError as error:
+                notes.append(f"{pair} is not measured: {error}")
+                continue
+            found.append(PeerBandwidth(source=source.index, target=target.index, bytes_s=figure))
+    if apart:
+        notes.append(
+            f"GPUs that cannot reach each other's memory, so their traffic goes through the host: {', '.join(apart)}"
+        )
+    return tuple(found)
+
+
+def peer_figure(driver: Driver, source: int, target: int, when: str) -> Figure:
+    with ExitStack() as stack:
+        target_context = stack.enter_context(driver.context(target))
+        sizes = [buffer_bytes(driver.free_bytes(), 1)]
+        source_context = stack.enter_context(driver.context(source))
+        sizes.append(buffer_bytes(driver.free_bytes(), 1))
+        size = min((found for found in sizes if found is not None), default=0)
+        if None in sizes:
+            raise CudaError("cuMemGetInfo_v2", 2)
+        size = min(size, HOST_BUFFER_BYTES)
+        buffers = []
+        for here, there in ((target_context, source_context), (source_context, target_context)):
+            driver.call("cuCtxSetCurrent", here)
+            try:
+                driver.call("cuCtxEnablePeerAccess", there, 0)
+            except CudaError as error:
+                if error.code != ALREADY_ENABLED:
+                    raise
+            buffers.append(stack.enter_context(driver.memory(size)))
+        elapsed = stack.enter_context(driver.stopwatch())
+        to, origin = buffers
+        took = durations(
+            elapsed,
+            lambda: driver.call("cuMemcpyPeerAsync", to, target_context, origin, source_context, size, None),
+            samples=PEER_SAMPLES,
+            warm_up_s=PEER_WARM_UP_S,
+        )
+        # Freed while their own contexts stand: the stack unwinds in the opposite order.
+        return measured(
+            rates(size, took), f"copy of {memory(size)} in one direction, CUDA driver {driver.version()}, {when}"
+        )

@@ -1,0 +1,189 @@
+"""How fast the disk of the model folder reads, past the operating system's cache.
+
+Several readers at once, as engines load weights; one alone leaves a fast disk idle between requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bedplate.facts.measured.statistics import measured, windows
+from bedplate.home import models_dir
+from bedplate.values import Record
+from bedplate.values.measurements import DiskRead
+from bedplate.values.units import size
+
+MIB = 1 << 20
+BLOCK_BYTES = 4 * MIB
+READERS = 4
+MOST_BYTES = 512 * MIB
+MOST_S = 2.0
+LEAST_FILE_BYTES = 64 * MIB
+OWN_FILE_BYTES = 256 * MIB
+WINDOWS = 8
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+
+
+class Request(Record, frozen=True, kw_only=True):
+    folder: str
+    when: str
+
+
+class Result(Record, frozen=True, kw_only=True):
+    disk: DiskRead | None = None
+    notes: tuple[str, ...] = ()
+
+
+def request(when: str) -> Request:
+    return Request(folder=str(models_dir()), when=when)
+
+
+def work(asked: Request, tell: Callable[[float], None]) -> Result:
+    folder = next(place for place in (Path(asked.folder), *Path(asked.folder).parents) if place.is_dir())
+    if sys.platform == "win32":
+        return Result(notes=("disk speed is not measured on this operating system",))
+    kind = file_system(folder)
+    if kind in MEMORY_FILE_SYSTEMS:
+        return Result(notes=(f"disk speed is not measured: {folder} is in memory ({kind})",))
+    try:
+        with opened(folder) as (descriptor, file_bytes, what):
+            how = uncached(descriptor)
+            if how is None:
+                return Result(notes=(f"disk speed is not measured: the cache cannot be passed by in {folder}",))
+            tell(0.3)
+            began = time.perf_counter()
+            ends = read_blocks(descriptor, file_bytes, lambda share: tell(0.3 + 0.7 * share))
+    except OSError as error:
+        return Result(notes=(f"disk speed is not measured: {folder}: {error.strerror or error}",))
+    found = windows(ends, began, WINDOWS)
+    found = found[1:] or found  # the first has the readers' start in it, and the disk's own cache
+    if not found:
+        return Result(notes=("disk speed is not measured: nothing could be read",))
+    source = f"{what}, {how}, {READERS} readers of {size(BLOCK_BYTES)}, {asked.when}"
+    read = DiskRead(path=asked.folder, read_bytes=sum(count for _, count in ends), read_bytes_s=measured(found, source))
+    return Result(disk=read)
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[tuple[int, int, str]]:
+    """A large file of the folder: a model, or else one of our own that has no name and so cannot be left behind."""
+    if model := largest(folder):
+        descriptor = os.open(model, os.O_RDONLY)
+        try:
+            yield descriptor, os.fstat(descriptor).st_size, "a model file"
+        finally:
+            os.close(descriptor)
+        return
+    free = shutil.disk_usage(folder).free
+    if free < 4 * OWN_FILE_BYTES:
+        raise OSError(f"only {size(free)} are free, too little to write a file to read")
+    with tempfile.TemporaryFile(dir=folder, prefix=".measure-") as file:
+        for _ in range(OWN_FILE_BYTES // BLOCK_BYTES):
+            file.write(os.urandom(BLOCK_BYTES))  # a disk that compresses or finds repeats must not look fast
+        file.flush()
+        os.fsync(file.fileno())
+        yield file.fileno(), OWN_FILE_BYTES, "a file of random bytes"
+
+
+def largest(folder: Path) -> Path | None:
+    """The largest file below `folder` that is worth reading."""
+    best: tuple[int, Path] | None = None
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place, name)
+            with contextlib.suppress(OSError):
+                found = path.stat().st_size
+                if found >= LEAST_FILE_BYTES and (best is None or found > best[0]) and os.access(path, os.R_OK):
+                    best = (found, path)
+    return best[1] if best else None
+
+
+def uncached(descriptor: int) -> str | None:
+    """Makes reads of `descriptor` go to the disk, and says how; `None` where they cannot be made to."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    if sys.platform == "darwin":
+        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+        return "F_NOCACHE"
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+        os.preadv(descriptor, [mmap.mmap(-1, mmap.PAGESIZE)], 0)
+        return "O_DIRECT"
+    except OSError:
+        # Some file systems take the flag and refuse the read.
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return "cache dropped by fadvise"
+    except OSError:
+        return None
+
+
+def read_blocks(descriptor: int, file_bytes: int, tell: Callable[[float], None]) -> list[tuple[float, int]]:
+    """When each block was read, and its size; whole blocks only, since direct reads must be aligned."""
+    offsets = iter(range(0, min(file_bytes, MOST_BYTES) // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES))
+    planned = max(1, min(file_bytes, MOST_BYTES) // BLOCK_BYTES)
+    ends: list[tuple[float, int]] = []
+    failures: list[OSError] = []
+    lock = threading.Lock()
+    deadline = time.perf_counter() + MOST_S
+
+    def read() -> None:
+        block = mmap.mmap(-1, BLOCK_BYTES)  # aligned to a page, as direct reads need it
+        while time.perf_counter() < deadline and not failures:
+            with lock:
+                offset = next(offsets, None)
+            if offset is None:
+                return
+            try:
+                count = os.preadv(descriptor, [block], offset)
+            except OSError as error:
+                failures.append(error)
+                return
+            with lock:
+                ends.append((time.perf_counter(), count))
+                tell(len(ends) / planned)
+
+    readers = [threading.Thread(target=read) for _ in range(READERS)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    if failures:
+        raise failures[0]
+    return ends
+
+
+def file_system(folder: Path) -> str | None:
+    """The kind of file system that holds `folder`, on Linux."""
+    try:
+        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+        return file_system_of(text, str(folder.resolve()))
+    except OSError:
+        return None
+
+
+def file_system_of(mountinfo: str, path: str) -> str | None:
+    """From Linux's mountinfo: the deepest mount above `path`, and of those at one place the last."""
+    best, kind = "", None
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, tail = before.split(), after.split()
+        if len(fields) < 5 or not tail:
+            continue
+        place = fields[4].replace("\\040", " ")
+        below = path == place or path.startswith(place.rstrip("/") + "/")
+        if below and len(place) >= len(best):
+            best, kind = place, tail[0]
+    return kind

@@ -1,0 +1,80 @@
+"""Runs one piece of machine code and prints what it returned. Needs nothing but the standard library.
+
+    python -I -S execute.py HEX [amx]
+
+A process of its own, since an instruction that is not there ends the process that tries it. Exit code 3: it was not
+tried, and the last line of stderr says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+
+NOT_TRIED = 3
+PROT_READ, PROT_WRITE, PROT_EXEC = 1, 2, 4
+MAP_PRIVATE = 2
+MAP_ANONYMOUS = 0x1000 if sys.platform == "darwin" else 0x20
+SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
+PR_SET_DUMPABLE = 4
+
+
+class NotTried(Exception):
+    pass
+
+
+def leave_no_core() -> None:
+    """A crash is an answer here, not something to report: no core file, and nothing in the system's crash log."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def ask_for_amx() -> None:
+    """Linux gives the tiles' large registers only to processes that ask."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0:
+        code = ctypes.get_errno()
+        raise PermissionError(code, os.strerror(code))
+
+
+def execute(code: bytes) -> int:
+    """The value that `code`, a function without arguments, returns."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    size = 1 << 16  # a whole number of pages, whatever their size
+    page = libc.mmap(None, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+    if page in (None, ctypes.c_void_p(-1).value):
+        raise NotTried(f"no memory for machine code ({errno.errorcode.get(ctypes.get_errno(), '?')})")
+    ctypes.memmove(page, code, len(code))
+    # Never writable and executable at once: that is what hardened systems forbid first.
+    if libc.mprotect(page, size, PROT_READ | PROT_EXEC) != 0:
+        raise NotTried(f"memory may not be made executable here ({errno.errorcode.get(ctypes.get_errno(), '?')})")
+    if sys.platform == "darwin":
+        libc.sys_icache_invalidate(ctypes.c_void_p(page), ctypes.c_size_t(len(code)))
+    return int(ctypes.CFUNCTYPE(ctypes.c_uint32)(page)())
+
+
+def main() -> int:
+    leave_no_core()
+    try:
+        if "amx" in sys.argv[2:]:
+            ask_for_amx()
+        sys.stdout.write(f"{execute(bytes.fromhex(sys.argv[1]))}\n")
+    except NotTried as reason:
+        sys.stderr.write(f"{reason}\n")
+        return NOT_TRIED
+    except PermissionError as refusal:
+        sys.stderr.write(f"the kernel does not give this process the tiles' registers ({refusal.strerror})\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

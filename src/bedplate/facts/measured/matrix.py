@@ -1,0 +1,271 @@
+"""Matrix products by data type, where a library for them is at hand: cuBLAS for NVIDIA's cards, numpy for the CPU.
+
+Nothing is installed for this: a figure that is absent stays absent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from ctypes import POINTER, byref, c_float, c_int, c_int32, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bedplate.facts.measured.cuda import Card, durations, matched
+from bedplate.facts.measured.driver import CudaError, Driver, load
+from bedplate.facts.measured.statistics import measured, rates
+from bedplate.home import engines_dir
+from bedplate.values import Accelerator, Record
+from bedplate.values.measurements import MatrixRate
+
+MIB = 1 << 20
+GPU_SIZE, GPU_SIZE_PLAIN, CPU_SIZE = 8192, 4096, 2048
+SHARE_OF_FREE = 0.4
+CPU_SAMPLES, CPU_BUDGET_S = 5, 1.0
+NOISE_BYTES = 8 * MIB
+# Numbers of cuBLAS's and CUDA's public headers.
+R_32F, R_16F, R_8I, R_32I, R_16BF = 0, 2, 3, 10, 14
+COMPUTE_32F, COMPUTE_32I, COMPUTE_32F_FAST_TF32 = 68, 72, 77
+OP_N, OP_T = 0, 1
+ANY_ALGORITHM = -1
+CUBLAS_ERRORS = {
+    1: "not initialized",
+    3: "out of memory",
+    7: "invalid value",
+    8: "not for this GPU",
+    13: "execution failed",
+    14: "internal error",
+    15: "not supported",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One product: what goes in, what comes out, and how it is added up."""
+
+    name: str
+    size: int
+    input: int
+    input_bytes: int
+    output: int
+    compute: int
+
+
+KINDS = (
+    Kind("fp32", GPU_SIZE_PLAIN, R_32F, 4, R_32F, COMPUTE_32F),
+    Kind("tf32", GPU_SIZE, R_32F, 4, R_32F, COMPUTE_32F_FAST_TF32),
+    Kind("fp16", GPU_SIZE, R_16F, 2, R_16F, COMPUTE_32F),
+    Kind("bf16", GPU_SIZE, R_16BF, 2, R_16BF, COMPUTE_32F),
+    Kind("int8", GPU_SIZE, R_8I, 1, R_32I, COMPUTE_32I),
+)
+OUTPUT_BYTES = {R_32F: 4, R_32I: 4, R_16F: 2, R_16BF: 2}
+
+
+class Request(Record, frozen=True, kw_only=True):
+    cards: tuple[Card, ...]
+    threads: int
+    when: str
+
+
+class Result(Record, frozen=True, kw_only=True):
+    rates: tuple[MatrixRate, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def request(accelerators: Sequence[Accelerator], threads: int, when: str) -> Request:
+    cards = (Card(index=card.index, name=card.name, uuid=card.uuid) for card in accelerators if card.vendor == "nvidia")
+    return Request(cards=tuple(cards), threads=threads, when=when)
+
+
+def work(asked: Request, tell: Callable[[float], None]) -> Result:
+    notes: list[str] = []
+    found = list(cpu_rates(asked, notes))
+    tell(0.3)
+    if asked.cards:
+        found += gpu_rates(asked, notes, lambda share: tell(0.3 + 0.7 * share))
+    return Result(rates=tuple(found), notes=tuple(notes))
+
+
+def operations(size: int) -> int:
+    """A multiplication and an addition for each of size³ terms."""
+    return 2 * size**3
+
+
+def noise(kind: Kind) -> bytes:
+    """Random values around one. Zeros would need less power, and so run faster than any real weights."""
+    raw = bytearray(os.urandom(NOISE_BYTES))
+    if kind.input_bytes > 1:
+        # The last byte of each holds sign and exponent: ± 0.5 to 2, whatever the others are.
+        tops = (0x38, 0x3C, 0xB8, 0xBC) if kind.input == R_16F else (0x3F, 0xBF)
+        table = bytes(tops[byte % len(tops)] for byte in range(256))
+        raw[kind.input_bytes - 1 :: kind.input_bytes] = raw[kind.input_bytes - 1 :: kind.input_bytes].translate(table)
+    return bytes(raw)
+
+
+# the CPU
+
+
+def cpu_rates(asked: Request, notes: list[str]) -> Iterator[MatrixRate]:
+    # As many threads as we may use at once: more only wait for each other.
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(variable, str(asked.threads))
+    try:
+        import numpy
+    except Exception as error:
+        reason = "no library at hand" if isinstance(error, ModuleNotFoundError) else f"numpy does not load ({error})"
+        notes.append(f"matrix products on the CPU are not measured: {reason}")
+        return
+    random = numpy.random.default_rng(0)
+    left, right = (random.random((CPU_SIZE, CPU_SIZE), dtype=numpy.float32) for _ in range(2))
+    out = numpy.matmul(left, right)
+    took: list[float] = []
+    began = time.perf_counter()
+    while len(took) < 2 or (len(took) < CPU_SAMPLES and time.perf_counter() - began < CPU_BUDGET_S):
+        start = time.perf_counter()
+        numpy.matmul(left, right, out=out)
+        took.append(time.perf_counter() - start)
+    library = f"numpy {numpy.__version__}"
+    yield MatrixRate(
+        device="cpu",
+        data_type="fp32",
+        library=library,
+        size=CPU_SIZE,
+        operations_s=measured(rates(operations(CPU_SIZE), took), f"{library}, {asked.threads} threads, {asked.when}"),
+    )
+
+
+# NVIDIA's cards
+
+
+class CublasError(Exception):
+    def __init__(self, call: str, code: int) -> None:
+        super().__init__(f"{CUBLAS_ERRORS.get(code, f'error {code}')} ({call})")
+
+
+def gpu_rates(asked: Request, notes: list[str], tell: Callable[[float], None]) -> list[MatrixRate]:
+    paths = list(libraries())
+    try:
+        driver = Driver(load())
+        cards = matched(asked.cards, [(device, driver.uuid(device)) for device in driver.devices()])
+        library, where = open_first(paths, driver.number("cuDriverGetVersion") // 1000)
+    except (OSError, CudaError) as error:
+        notes.append(f"matrix products on the GPU are not measured: {error}")
+        return []
+    found: list[MatrixRate] = []
+    for done, (card, device) in enumerate(cards):
+        if device is not None:
+            try:
+                found += card_rates(driver, library, where.name, card, device, asked.when, notes)
+            except (CudaError, CublasError) as error:
+                notes.append(f"matrix products on GPU {card.index} are not measured: {error}")
+        tell((done + 1) / len(cards))
+    return found
+
+
+def card_rates(
+    driver: Driver, library: Any, name: str, card: Card, device: int, when: str, notes: list[str]
+) -> Iterator[MatrixRate]:
+    with driver.context(device):
+        handle = c_void_p()
+        _check("cublasCreate", library.cublasCreate_v2(byref(handle)))
+        try:
+            version = c_int()
+            library.cublasGetVersion_v2(handle, byref(version))
+            said = f"cuBLAS {version.value // 10000}.{version.value // 100 % 100}"
+            for kind in KINDS:
+                try:
+                    took = product(driver, library, handle, kind)
+                except (CudaError, CublasError) as error:
+                    notes.append(f"GPU {card.index}: {kind.name} products are not measured: {error}")
+                    continue
+                source = f"{said} ({name}), {kind.size}³, random data, {when}"
+                figure = measured(rates(operations(kind.size), took), source)
+                yield MatrixRate(
+                    device=str(card.index), data_type=kind.name, library=said, size=kind.size, operations_s=figure
+                )
+        finally:
+            library.cublasDestroy_v2(handle)
+
+
+def product(driver: Driver, library: Any, handle: c_void_p, kind: Kind) -> list[float]:
+    """Seconds for one product, by repeats."""
+    size = kind.size
+    input_bytes, output_bytes = size * size * kind.input_bytes, size * size * OUTPUT_BYTES[kind.output]
+    if 2 * input_bytes + output_bytes > driver.free_bytes() * SHARE_OF_FREE:
+        raise CudaError("cuMemGetInfo_v2", 2)
+    one, zero = (c_int32(1), c_int32(0)) if kind.compute == COMPUTE_32I else (c_float(1), c_float(0))
+    with ExitStack() as stack:
+        left, right = (stack.enter_context(driver.memory(input_bytes)) for _ in range(2))
+        out = stack.enter_context(driver.memory(output_bytes))
+        elapsed = stack.enter_context(driver.stopwatch())
+        text = noise(kind)
+        for start in range(0, input_bytes, len(text)):
+            count = min(len(text), input_bytes - start)
+            for matrix in (left, right):
+                driver.call("cuMemcpyHtoDAsync_v2", matrix + start, text, count, None)
+        driver.call("cuCtxSynchronize")
+
+        def ask() -> None:
+            code = library.cublasGemmEx(
+                handle, OP_T, OP_N, size, size, size, byref(one), left, kind.input, size, right, kind.input, size,
+                byref(zero), out, kind.output, size, kind.compute, ANY_ALGORITHM,
+            )  # fmt: skip
+            _check("cublasGemmEx", code)
+
+        return durations(elapsed, ask)
+
+
+def libraries() -> Iterator[Path]:
+    """cuBLAS wherever it tends to be: this interpreter's packages, the engines' environments, the toolkit."""
+    names = ("cublas64_*.dll",) if sys.platform == "win32" else ("libcublas.so.*", "libcublas.so")
+    roots = [Path(place) for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+    roots += sorted(engines_dir().glob("*/*/lib/python*/site-packages"))
+    folders = [folder for root in roots for pattern in ("nvidia/*/lib", "nvidia/*/bin", "torch/lib")
+               for folder in sorted(root.glob(pattern))]  # fmt: skip
+    folders += [Path(place, "lib64") for place in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if place]
+    folders += [Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"), Path("/usr/lib64")]
+    for folder in folders:
+        for name in names:
+            yield from sorted(folder.glob(name), reverse=True)
+
+
+def major_version(path: Path) -> int | None:
+    """Of `libcublas.so.12` or `cublas64_12.dll`."""
+    found = re.search(r"(?:\.so\.|64_)([0-9]{1,3})", path.name)
+    return int(found[1]) if found else None
+
+
+def open_first(paths: Sequence[Path], cuda_major: int) -> tuple[Any, Path]:
+    """The newest that this driver can run; it needs cublasLt from its own folder, loaded before."""
+    usable = [path for path in paths if (major_version(path) or cuda_major) <= cuda_major]
+    for path in sorted(usable, key=lambda path: major_version(path) or 0, reverse=True):
+        beside = path.with_name(path.name.replace("cublas", "cublasLt"))
+        try:
+            if beside.exists():
+                ctypes.CDLL(str(beside), mode=getattr(ctypes, "RTLD_GLOBAL", 0))
+            return typed(ctypes.CDLL(str(path))), path
+        except (OSError, AttributeError):
+            continue
+    raise OSError("no library at hand")
+
+
+def typed(library: Any) -> Any:
+    library.cublasCreate_v2.argtypes = [POINTER(c_void_p)]
+    library.cublasDestroy_v2.argtypes = [c_void_p]
+    library.cublasGetVersion_v2.argtypes = [c_void_p, POINTER(c_int)]
+    library.cublasGemmEx.argtypes = [
+        c_void_p, c_int, c_int, c_int, c_int, c_int, c_void_p, c_uint64, c_int, c_int, c_uint64, c_int, c_int,
+        c_void_p, c_uint64, c_int, c_int, c_int, c_int,
+    ]  # fmt: skip
+    return library
+
+
+def _check(call: str, code: int) -> None:
+    if code != 0:
+        raise CublasError(call, code)

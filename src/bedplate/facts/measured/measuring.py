@@ -1,0 +1,116 @@
+"""All parts, one after the other: they would disturb each other side by side."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from bedplate.errors import BedplateError, OutsideFailed
+from bedplate.facts.measured import cuda, disk, matrix, ram
+from bedplate.facts.measured.cache import machine_of, remember
+from bedplate.facts.measured.instructions import check_instruction_sets
+from bedplate.facts.measured.part import run_part
+from bedplate.progress import Progress, Silent
+from bedplate.values import Hardware, Record, replaced
+from bedplate.values.measurements import GpuBandwidth, Measurements
+
+BUSY_SHARE = 0.15
+"""Of all CPUs. A desktop that nobody touches stays below this."""
+R = TypeVar("R", bound=Record)
+
+
+def measure(hardware: Hardware, progress: Progress | None = None) -> Measurements:
+    """Times this machine, which takes seconds, and writes the figures down; a part that fails is a note."""
+    progress = progress or Silent()
+    notes = list(disturbances(hardware, _busy_share()))
+    began = time.monotonic()
+    machine = machine_of(hardware)
+    now = dt.datetime.now().astimezone()
+    when = f"{now:%Y-%m-%d}, {hardware.os} {machine.kernel}"
+    cpu, free = hardware.cpu, hardware.memory.available_bytes
+
+    def part(label: str, name: str, request: Record, result: type[R], empty: R, limit_s: float = 60.0) -> R:
+        with progress.step(label, 100) as update:
+            return _tried(lambda: run_part(name, request, result, update, limit_s=limit_s), empty, label, notes)
+
+    with progress.step("trying instruction sets", max(1, len(cpu.instruction_sets))) as update:
+        checks = check_instruction_sets(cpu.instruction_sets, cpu.arch, update)
+    memory = part("measuring RAM bandwidth", "ram", ram.request(cpu, free, when), ram.Result, ram.Result())
+    gpus = cuda.Result()
+    if hardware.has("nvidia"):
+        asked = cuda.request(hardware.accelerators, free, when)
+        limit_s = 60.0 + 15 * len(asked.cards)
+        gpus = part("measuring GPU and link bandwidth", "cuda", asked, cuda.Result, gpus, limit_s)
+    products = part(
+        "measuring matrix products",
+        "matrix",
+        matrix.request(hardware.accelerators, cpu.allowed_physical_cores, when),
+        matrix.Result,
+        matrix.Result(),
+    )
+    reads = part("measuring disk reads", "disk", disk.request(when), disk.Result, disk.Result())
+    found = Measurements(
+        when=now.isoformat(timespec="seconds"),
+        took_s=round(time.monotonic() - began, 1),
+        machine=machine,
+        instruction_sets=checks,
+        ram_all_cores=memory.all_cores,
+        ram_one_core=memory.one_core,
+        gpus=_beside_specs(gpus.gpus, hardware),
+        peers=gpus.peers,
+        matrix=products.rates,
+        disk=reads.disk,
+        notes=(*notes, *memory.notes, *gpus.notes, *products.notes, *reads.notes, *_left_out(hardware)),
+    )
+    try:
+        remember(found)
+    except OutsideFailed as error:
+        unkept = (
+            f"the figures could not be written down, so they will not be remembered: {error.message} ({error.cause})"
+        )
+        return replaced(found, notes=(*found.notes, unkept))
+    return found
+
+
+def disturbances(hardware: Hardware, busy_share: float) -> tuple[str, ...]:
+    """Who else is at work here: what is measured beside others is less than what the machine can do."""
+    found = []
+    if busy_share >= BUSY_SHARE:
+        found.append(
+            f"other programs used {busy_share:.0%} of the CPU just before: figures may be lower than when idle"
+        )
+    for card in hardware.accelerators:
+        if card.processes:
+            count = len(card.processes)
+            others = "another process uses" if count == 1 else f"{count} other processes use"
+            found.append(f"{others} GPU {card.index}: its figures may be lower than when idle")
+    return tuple(found)
+
+
+def _busy_share() -> float:
+    import psutil
+
+    return float(psutil.cpu_percent(interval=0.25)) / 100
+
+
+def _tried(run: Callable[[], R], empty: R, label: str, notes: list[str]) -> R:
+    try:
+        return run()
+    except BedplateError as error:
+        cause = f" ({error.cause})" if error.cause else ""
+        notes.append(f"{label}: {error.message}{cause}")
+        return empty
+
+
+def _beside_specs(gpus: tuple[GpuBandwidth, ...], hardware: Hardware) -> tuple[GpuBandwidth, ...]:
+    figures = {card.index: card.bandwidth_bytes_s for card in hardware.accelerators if card.vendor == "nvidia"}
+    specs = {index: figure for index, figure in figures.items() if figure and figure.basis == "spec"}
+    return tuple(replaced(gpu, spec_bytes_s=specs.get(gpu.index)) for gpu in gpus)
+
+
+def _left_out(hardware: Hardware) -> tuple[str, ...]:
+    """What this machine has and nothing here can time yet."""
+    others = sorted({card.vendor for card in hardware.accelerators} - {"nvidia"})
+    return tuple(f"GPUs of {vendor} are not measured: only NVIDIA's driver can be asked today" for vendor in others)

@@ -1,0 +1,46 @@
+"""The other end of part.py: `python -m bedplate.facts.measured.worker PART`, a request on stdin, lines on stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from importlib import import_module
+from typing import Any
+
+from bedplate.facts.measured.part import PROGRESS, RESULT
+
+
+def main() -> None:
+    import msgspec
+
+    _end_with_parent()
+    _offer_to_the_oom_killer()
+    part: Any = import_module(f"bedplate.facts.measured.{sys.argv[1]}")
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=part.Request)
+    answer = part.work(request, lambda share: _say(f"{PROGRESS} {round(100 * share)}"))
+    _say(f"{RESULT} {msgspec.json.encode(answer).decode()}")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed outright cannot end us; Linux does it for us."""
+    if sys.platform.startswith("linux"):
+        import ctypes
+        import signal
+
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+
+
+def _offer_to_the_oom_killer() -> None:
+    """Should memory run out after all, it is the measurement that goes, and nothing that people need."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
+        file.write("1000")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""A folder as Hugging Face lays it out: configuration, safetensors or ONNX files, and what the quantizer noted.
+
+Nothing in it is executed: `auto_map` is ignored, Python files are not looked at, and pickles are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from bedplate.errors import BadQuestion
+from bedplate.facts.hf_config import read_config
+from bedplate.facts.onnx import read_onnx
+from bedplate.facts.safetensors import MAX_INDEX_BYTES, MAX_TENSORS, Tensor, parse_index, read_header
+from bedplate.values import Model, replaced
+from bedplate.values.model import Part, TensorGroup
+
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+MAX_CONFIG_BYTES = 4 << 20
+_MAX_TEMPLATE = 1 << 16
+_MAX_SHARDS = 4096
+Format = Literal["gguf", "safetensors", "mlx", "exl2", "exl3", "onnx", "facts"]
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder has what this reads, whatever its state."""
+    with suppress(OSError):
+        if any((folder / name).is_file() for name in ("config.json", "genai_config.json")):
+            return True
+        return any(path.suffix in (".safetensors", ".onnx") for path in folder.iterdir())
+    return False
+
+
+def read_folder(folder: Path, *, name: str | None = None, origin: str | None = None) -> Model:
+    """The model in a folder, from its configuration and the headers of its weights."""
+    folder = folder.expanduser().absolute()
+    name = name or _folder_name(folder)
+    fields = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
+    shards = weight_files(folder)
+    onnx = sorted(folder.glob("*.onnx")) or sorted((folder / "onnx").glob("*.onnx"))
+    if not shards and (onnx or (folder / "genai_config.json").is_file()):
+        return read_onnx(folder, fields, name=name, origin=origin or "a folder")
+    if fields is None:
+        raise BadQuestion(
+            f"{folder} has no config.json, so nobody can tell what its weights are",
+            hint="put the model's config.json beside its weights, or name a .gguf file",
+        )
+    quant_path = folder / "hf_quant_config.json"
+    model = read_config(
+        fields,
+        name=name,
+        quant_file=read_json(quant_path) if quant_path.is_file() else None,
+        origin=origin or "a folder",
+    )
+    model = replaced(model, **_template(folder))
+    if not shards:
+        refuse_pickles(folder)
+        size = _promised(folder)
+        return by_name(model) if size is None else replaced(model, weight_bytes=size)
+    headers = [read_header(path) for path in shards]
+    metadata = headers[0].metadata
+    return with_tensors(
+        model, [t for header in headers for t in header.tensors], metadata, fields, tuple(str(path) for path in shards)
+    )
+
+
+def read_config_file(path: Path, *, origin: str | None = None) -> Model:
+    """A configuration by itself: `config.json`, or a copy that is named after its model."""
+    path = path.expanduser().absolute()
+    fields = read_json(path)
+    stem = path.name.removesuffix(".json").removesuffix("config").rstrip("_-.")
+    name = stem.replace("--", "/", 1) if stem else _folder_name(path.parent)
+    beside = path.with_name(path.name.replace("config.json", "hf_quant_config.json"))
+    quant = read_json(beside) if beside != path and beside.is_file() else None
+    return by_name(
+        read_config(fields, name=name, quant_file=quant, origin=origin or "a configuration, without weights")
+    )
+
+
+def by_name(model: Model) -> Model:
+    """A configuration may leave out how its weights are stored, and only the model's name says so."""
+    from bedplate.facts.known_models import quantized_by_name
+
+    return model if model.quantization_details is not None else quantized_by_name(model)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, as its index lists them, or all that are there."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        listed = parse_index(_bytes(index, MAX_INDEX_BYTES), index.name).files
+        missing = [file for file in listed if not (folder / file).is_file()]
+        if missing and len(missing) < len(listed):
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise BadQuestion(
+                f"{len(missing)} of {len(listed)} files of the model are not in {folder}: {shown}",
+                hint="download the missing files into the same folder",
+            )
+        return [folder / file for file in listed] if not missing else []
+    found = sorted(path for path in folder.glob("*.safetensors") if path.is_file() and not path.name.startswith("."))
+    if len(found) > 1 and (folder / "consolidated.safetensors") in found:
+        # Mistral's folders hold the same weights twice.
+        found.remove(folder / "consolidated.safetensors")
+    if len(found) > _MAX_SHARDS:
+        raise BadQuestion(
+            f"{folder} has {len(found):,} safetensors files, more than any model has", hint="name one model's folder"
+        )
+    return found
+
+
+def _promised(folder: Path) -> int | None:
+    index = folder / "model.safetensors.index.json"
+    return parse_index(_bytes(index, MAX_INDEX_BYTES), index.name).total_bytes if index.is_file() else None
+
+
+def refuse_pickles(folder: Path) -> None:
+    found = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES and path.is_file())
+    found = [
+        name for name in found if name not in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+    ]
+    if found:
+        raise pickle_refused(found[0])
+
+
+def pickle_refused(name: str) -> BadQuestion:
+    return BadQuestion(
+        f"{name} is a Python pickle, which runs code when it is opened; bedplate never opens one",
+        hint="take a safetensors version of the model (most have one), or convert it on a machine you can lose",
+    )
+
+
+_VISION = re.compile(
+    r"(?:^|\.)(?:vision\w*|visual|image_newline|multi_modal_projector|mm_projector|patch_merger|audio\w*|embed_(?:vision|audio))(?:\.|$)"
+)
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+_MTP = re.compile(r"(?:^|\.)(?:mtp|mtp_layers|nextn|model_mtp)(?:\.|_|$)")
+_WORDS = (
+    ("shared experts", re.compile(r"shared_?(?:experts?|mlp)(?!_gate)")),
+    ("experts", re.compile(r"(?:^|\.)experts(?:\.|_|$)")),
+    ("router", re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)(?:\.|$)")),
+    ("state space", re.compile(r"(?:^|\.)(?:mamba|mixer\.(?:in_proj|out_proj|conv1d|A_log|D|dt_bias))")),
+    ("norms", re.compile(r"norm\w*\.(?:weight|bias)$|layernorm")),
+    ("attention", re.compile(r"attn|attention|(?:^|\.)conv\.|\.[qkvo]_proj|hc_")),
+    ("embedding", re.compile(r"embed_tokens|wte|word_embeddings|(?:^|\.)embeddings?\.|^embed\.|tok_embeddings|wpe")),
+    ("output", re.compile(r"lm_head|^head\.|^output\.|embed_out|pooler|classifier|^score\.")),
+)
+
+
+def part_of(name: str, num_layers: int) -> str:
+    """What a tensor is for, by its name."""
+    if _VISION.search(name):
+        return "vision"
+    layer = _LAYER.search(name)
+    if _MTP.search(name) or (layer and int(layer[1]) >= num_layers):
+        return "mtp"
+    for part, pattern in _WORDS:
+        if pattern.search(name):
+            return part
+    return "mlp"
+
+
+def with_tensors(
+    model: Model,
+    tensors: Sequence[Tensor],
+    metadata: dict[str, str],
+    fields: Any,
+    files: tuple[str, ...],
+    total_bytes: int | None = None,
+) -> Model:
+    """The facts of a configuration, corrected by what the files really hold."""
+    if len(tensors) > 4 * MAX_TENSORS:
+        raise BadQuestion(f"{model.name} lists {len(tensors):,} tensors, more than any model has")
+    held: dict[str, list[int]] = {}
+    types: dict[str, list[int]] = {}
+    for tensor in tensors:
+        part = part_of(tensor.name, model.num_layers)
+        if part == "embedding" and model.tied_embeddings:
+            part = "output"
+        sums = held.setdefault(part, [0, 0])
+        sums[0] += tensor.elements
+        sums[1] += tensor.bytes
+        if part != "mtp":
+            kind = types.setdefault(tensor.type, [0, 0, 0])
+            for position, figure in enumerate((1, tensor.elements, tensor.bytes)):
+                kind[position] += figure
+    ordered = sorted(types.items(), key=lambda item: (-item[1][2], item[0]))
+    groups = tuple(TensorGroup(type=kind, tensors=n, parameters=p, bytes=b) for kind, (n, p, b) in ordered)
+    ahead = held.get("mtp", [0, 0])
+    weight_bytes = sum(figures[1] for part, figures in held.items() if part != "mtp")
+    changes: dict[str, Any] = {
+        "files": files,
+        "format": _format(model, metadata),
+        "tensor_groups": groups,
+        "weight_bytes": weight_bytes if total_bytes is None else total_bytes,
+        "vision_weight_bytes": held.get("vision", [0, 0])[1],
+        "mtp_weight_bytes": ahead[1],
+        "parts": _parts(model, held),
+    }
+    if not ahead[0]:
+        # Many repositories keep these heads to themselves, whatever their configuration says.
+        changes["mtp_parameters"] = 0
+    if model.quantization_details is None:
+        counted = sum(figures[0] for part, figures in held.items() if part not in ("mtp", "vision"))
+        changes |= _counted(model, counted, held, groups)
+    return replaced(model, **changes)
+
+
+def _counted(model: Model, counted: int, held: dict[str, list[int]], groups: tuple[TensorGroup, ...]) -> dict[str, Any]:
+    """Of weights that are stored whole the files' own count is the truth, where the architecture was not understood."""
+    changes: dict[str, Any] = {
+        "vision_parameters": held.get("vision", [0, 0])[0],
+        "mtp_parameters": held.get("mtp", [0, 0])[0],
+    }
+    if groups:
+        changes["quantization"] = max(groups, key=lambda group: group.parameters).type
+    if counted and abs(counted - model.parameters) > 0.02 * counted:
+        active = model.parameters if model.active_parameters is None else model.active_parameters
+        changes["parameters"] = counted
+        changes["active_parameters"] = (
+            counted if active == model.parameters else round(counted * active / model.parameters)
+        )
+    return changes
+
+
+def _parts(model: Model, held: dict[str, list[int]]) -> tuple[Part, ...]:
+    """The parts that the architecture has, with the bytes that the files have for them."""
+    computed = {part.name: part for part in model.parts}
+    if set(held) - set(computed) or not computed:
+        return tuple(
+            Part(name=name, parameters=elements, active_parameters=elements, bytes=size)
+            for name, (elements, size) in sorted(held.items())
+        ) if model.num_experts is None else model.parts  # fmt: skip
+    return tuple(replaced(part, bytes=held[part.name][1]) for part in model.parts if part.name in held)
+
+
+def _format(model: Model, metadata: dict[str, str]) -> Format:
+    method = model.quantization_details.method if model.quantization_details else ""
+    if method == "exl2":
+        return "exl2"
+    if method == "exl3":
+        return "exl3"
+    return "mlx" if method == "mlx" or metadata.get("format") == "mlx" else "safetensors"
+
+
+def _template(folder: Path) -> dict[str, Any]:
+    """The chat template, which lies in a file of its own or in the tokenizer's configuration."""
+    with suppress(OSError, UnicodeDecodeError):
+        path = folder / "chat_template.jinja"
+        if path.is_file():
+            text = path.read_bytes()[: _MAX_TEMPLATE + 1].decode("utf-8")
+            return {"has_chat_template": bool(text), "chat_template": text if len(text) <= _MAX_TEMPLATE else None}
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    with suppress(BadQuestion):
+        fields = read_json(path)
+        template = fields.get("chat_template") if isinstance(fields, dict) else None
+        if isinstance(template, str) and template:
+            return {"has_chat_template": True, "chat_template": template if len(template) <= _MAX_TEMPLATE else None}
+        return {"has_chat_template": bool(template)}
+    return {}
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of a model's folder; what writers of Python add to the format (Infinity, NaN) is passed over."""
+    return parse_json(_bytes(path, MAX_CONFIG_BYTES), path.name)
+
+
+def parse_json(data: bytes, name: str) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        pass
+    import json
+
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadQuestion(f"{name} is not JSON", cause=str(error)[:200], hint="download it again") from None
+
+
+def _bytes(path: Path, most: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise BadQuestion(f"{path} cannot be read", cause=error.strerror or str(error), hint="check the path") from None
+    if len(data) > most:
+        raise BadQuestion(
+            f"{path.name} has more than {most >> 20} MiB, which no such file has", hint="check what it is"
+        )
+    return data
+
+
+def _folder_name(folder: Path) -> str:
+    """A folder's name; of a snapshot in the hub's cache, the repository's."""
+    parts: Iterable[str] = reversed(folder.parts)
+    for part in parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/", 1)
+    return folder.name or "model"

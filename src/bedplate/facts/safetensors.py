@@ -1,0 +1,204 @@
+"""safetensors: names, types and shapes of tensors, read from the header alone.
+
+The length, the JSON and every offset in it come from a stranger, so each is held against the file and against limits
+that no model comes near before anything is allocated. Weights are not read.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from bedplate.errors import BadQuestion
+from bedplate.values.units import size as human_size
+
+BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
+    "U16": 16,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I8": 8, "U8": 8, "BOOL": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+# The format's own limit is 100 MB. The longest header of a published file has about 15 MB.
+MAX_HEADER_BYTES = 32 << 20
+MAX_TENSORS = 1 << 18
+MAX_DIMS = 16
+_MAX_BYTES = 1 << 50
+
+
+class Tensor(NamedTuple):
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    elements: int
+    bytes: int
+
+
+class Header(NamedTuple):
+    tensors: list[Tensor]
+    metadata: dict[str, str]
+    promised_bytes: int
+    """How long the file must be."""
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def header_length(first: bytes, name: str) -> int:
+    """What the first eight bytes say: how long the JSON is that follows them."""
+    if len(first) < 8:
+        raise BadQuestion(f"{name} is cut short: it has {len(first)} bytes", hint="download it again")
+    length = int.from_bytes(first[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise BadQuestion(
+            f"{name} is not a safetensors file, or it is damaged",
+            cause=f"its header would take {human_size(length) if length < _MAX_BYTES else 'more than any disk has'}",
+            hint="download it again, and compare its checksum",
+        )
+    if length < 2:
+        raise BadQuestion(f"{name} is damaged: its header is empty", hint="download it again")
+    return length
+
+
+def parse_header(data: bytes, name: str) -> Header:
+    """The JSON of a header, checked: types, shapes and offsets must agree."""
+    try:
+        raw = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        metadata = _metadata(raw.pop("__metadata__", None))
+        if len(raw) > MAX_TENSORS:
+            raise _damaged(name, f"it lists {len(raw):,} tensors, more than any model has")
+        entries = {key: msgspec.json.decode(value, type=_Entry) for key, value in raw.items()}
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _damaged(name, f"its header is no safetensors header: {str(error)[:200]}") from None
+    tensors = []
+    spans = []
+    for key, entry in entries.items():
+        tensor = _tensor(name, key, entry)
+        tensors.append(tensor)
+        spans.append((entry.data_offsets[0], entry.data_offsets[1], key))
+    end = 0
+    for start, stop, key in sorted(spans):
+        if start < end:
+            raise _damaged(name, f"the tensor {_shown(key)} overlaps another")
+        if start > end:
+            raise _damaged(name, f"there is a hole before the tensor {_shown(key)}")
+        end = stop
+    return Header(tensors, metadata, 8 + len(data) + end)
+
+
+def _tensor(name: str, key: str, entry: _Entry) -> Tensor:
+    bits = BITS.get(entry.dtype)
+    if bits is None:
+        raise BadQuestion(
+            f"{name} stores {_shown(key)} as {_shown(entry.dtype)}, a type that this bedplate does not know",
+            hint="update bedplate",
+        )
+    if len(entry.shape) > MAX_DIMS:
+        raise _damaged(name, f"the tensor {_shown(key)} has {len(entry.shape):,} dimensions")
+    elements = 1
+    for size in entry.shape:
+        if not 0 <= size <= _MAX_BYTES:
+            raise _damaged(name, f"the tensor {_shown(key)} has a side of {size:,}")
+        elements *= size
+        if elements > _MAX_BYTES:
+            raise _damaged(name, f"the tensor {_shown(key)} has more weights than a file can hold")
+    start, stop = entry.data_offsets
+    needed = -(-elements * bits // 8)
+    if not 0 <= start <= stop <= _MAX_BYTES or stop - start != needed:
+        raise _damaged(
+            name, f"the tensor {_shown(key)} needs {needed:,} bytes, and its offsets are {start:,} to {stop:,}"
+        )
+    return Tensor(key, entry.dtype, tuple(entry.shape), elements, needed)
+
+
+def _metadata(raw: msgspec.Raw | None) -> dict[str, str]:
+    if raw is None:
+        return {}
+    with suppress(msgspec.DecodeError):
+        return msgspec.json.decode(raw, type=dict[str, str])
+    return {}
+
+
+def read_header(path: Path) -> Header:
+    """The header of one file, which must be as long as it promises."""
+    name = path.name
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise BadQuestion(f"{path} is not a regular file", hint="name a .safetensors file")
+        with path.open("rb") as file:
+            first = file.read(8)
+            if first.startswith(b"version "):
+                raise BadQuestion(
+                    f"{name} is a Git LFS pointer, a note of where the weights are", hint="run `git lfs pull`"
+                )
+            length = header_length(first, name)
+            if 8 + length > status.st_size:
+                raise _cut_short(name, f"its header alone needs {8 + length:,} bytes", status.st_size)
+            header = parse_header(file.read(length), name)
+    except FileNotFoundError:
+        raise BadQuestion(f"there is no file {path}", hint="check the path") from None
+    except PermissionError:
+        raise BadQuestion(f"{path} may not be read by this user", hint=f"chmod a+r {path}") from None
+    except OSError as error:
+        raise BadQuestion(f"{path} cannot be read", cause=error.strerror or str(error), hint="check the disk") from None
+    if header.promised_bytes > status.st_size:
+        raise _cut_short(name, f"the header promises {header.promised_bytes:,} bytes", status.st_size)
+    return header
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    metadata: dict[str, msgspec.Raw] | None = None
+
+
+class Index(NamedTuple):
+    files: tuple[str, ...]
+    total_bytes: int | None
+
+
+MAX_INDEX_BYTES = 64 << 20
+
+
+def parse_index(data: bytes, name: str) -> Index:
+    """model.safetensors.index.json: which files a model is split into."""
+    try:
+        index = msgspec.json.decode(data, type=_Index)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _damaged(name, f"it is no index of tensors: {str(error)[:200]}") from None
+    if len(index.weight_map) > 4 * MAX_TENSORS:
+        raise _damaged(name, "it lists more tensors than any model has")
+    files = tuple(sorted(set(index.weight_map.values())))
+    if any("/" in file or "\\" in file or file.startswith(".") or not file.endswith(".safetensors") for file in files):
+        raise _damaged(name, "it names files that are not beside it")
+    total = (index.metadata or {}).get("total_size")
+    size: int | None = None
+    if total is not None:
+        with suppress(msgspec.DecodeError):
+            size = round(msgspec.json.decode(total, type=float))
+    return Index(files, size if size is not None and 0 <= size <= _MAX_BYTES else None)
+
+
+def total(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.bytes for tensor in tensors)
+
+
+def _damaged(name: str, cause: str) -> BadQuestion:
+    return BadQuestion(f"{name} is damaged", cause=cause, hint="download it again, and compare its checksum")
+
+
+def _cut_short(name: str, promise: str, file_bytes: int) -> BadQuestion:
+    return BadQuestion(
+        f"{name} is cut short: {promise}, the file has {file_bytes:,}", hint="download it again, or check the disk"
+    )
+
+
+def _shown(text: str, most: int = 60) -> str:
+    return "".join(char if char.isprintable() else "·" for char in text[:most])

@@ -1,0 +1,473 @@
+"""Machines on paper: what an intent's `hardware` part describes, as a full Hardware."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from itertools import combinations, pairwise
+from typing import Any, cast, get_args
+
+import msgspec
+
+from bedplate.errors import BadQuestion
+from bedplate.facts.chips import GIB, Chip, ChipLink, Match, find_chip
+from bedplate.facts.devices import host_link
+from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link, Memory
+from bedplate.values.hardware import OperatingSystem, Pcie, Vendor
+from bedplate.values.record import Basis
+
+FIELDS = ("accelerator", "count", "gpus_per_node", "link", "network", "cpu", "cores", "ram_gb", "os", "arch")
+LINK_KINDS = ("nvlink", "xgmi", "pcie")
+ARCHES = ("x86_64", "arm64", "aarch64", "riscv64", "ppc64le", "s390x", "i686", "armv7l", "loongarch64")
+SAME_ARCH = {"amd64": "x86_64", "x64": "x86_64", "x86-64": "x86_64", "arm": "aarch64"}
+MOST_CARDS, MOST_NODE_CARDS, MOST_CORES, MOST_RAM_GB = 16_384, 144, 4_096, 65_536
+# Pairs grow with the square of a node's cards: in a larger fleet, all nodes are like those whose links are listed.
+MOST_LINKED = 1_024
+# In an idle machine: what the operating system holds of its RAM, at most an eighth of it.
+SYSTEM_BYTES = {"linux": 1 * GIB, "macos": 4 * GIB, "windows": 4 * GIB}
+# What a driver keeps of an idle card. NVIDIA's, as "Reserved" of `nvidia-smi -q`: 422 MiB of an RTX 3090, 556 of an L4,
+# 571 of an A100 40GB, 454 of an H100, 616 of an H200. AMD's shows about as much as used.
+DRIVER_BYTES, DRIVER_SHARE = 400 << 20, 0.0015
+# What macOS lets the GPU wire by default. Apple publishes no rule; Metal's recommendedMaxWorkingSetSize was seen at
+# 2/3 of 8 to 32 GB, at 3/4 from 36 GB on, and at 84 % of 128 GB on newer systems (logs of llama.cpp and MLX).
+APPLE_LARGE_BYTES = 36 * GIB
+APPLE_SMALL_SHARE, APPLE_LARGE_SHARE, APPLE_LOW_SHARE, APPLE_HIGH_SHARE = 2 / 3, 3 / 4, 2 / 3, 0.84
+# AMD lets firmware give up to 96 of 128 GB to the GPU (Variable Graphics Memory); Linux alone lends it half of the RAM.
+AMD_SHARE, AMD_LOW_SHARE = 3 / 4, 1 / 2
+CORES_PER_CARD = 8
+LEAST_RAM_BYTES = 16 * GIB
+SOCKETED = ("Xeon", "EPYC", "Altra", "NVIDIA Grace")
+NETWORK_GBIT_S = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
+NETWORK_PORTS = re.compile(r"\s*([0-9]{1,3})\s*[x×]\s*")
+NETWORK_RATE = re.compile(
+    r"([0-9]{1,5}(?:\.[0-9]{1,3})?)\s*-?(gbit/s|gbps|gb/s|gbit|gbe|gb|g)?(?![a-z0-9/])", re.IGNORECASE
+)
+
+
+def simulated(described: Mapping[str, Any]) -> Hardware:
+    """The machine that an intent's `hardware` describes, or that `probe --json` has saved."""
+    if "schema" in described:
+        return _saved(described)
+    asked = _Fields(described)
+    ram_bytes = asked.bytes_of("ram_gb")
+    system = asked.system()
+    card = asked.chip("accelerator", ram_bytes)
+    cpu = None if asked.text("cpu") is None else asked.cpu_chip(ram_bytes)
+    if card is None and cpu is None and asked.text("cpu") is None:
+        raise BadQuestion("hardware: neither an accelerator nor a cpu is named", hint="accelerator: H100 SXM, count: 8")
+    if card is not None and card.chip.kind == "cpu":
+        if cpu is not None:
+            raise BadQuestion(f"hardware.accelerator: {card.chip.name} is a CPU", hint="name it as cpu alone")
+        card, cpu = None, card
+    if card is None and cpu is not None and cpu.chip.kind != "cpu":
+        card, cpu = cpu, None
+    return _assembled(asked, card, cpu, ram_bytes, system)
+
+
+def idle_free_bytes(total_bytes: int) -> int:
+    """What a card with memory of its own has free when nothing runs on it."""
+    return max(0, total_bytes - DRIVER_BYTES - round(DRIVER_SHARE * total_bytes))
+
+
+def shared_limit(chip: Chip, ram_bytes: int) -> Figure | None:
+    """Of memory that CPU and GPU share, the most that the GPU may hold unless the owner has changed it."""
+    if chip.vendor == "apple":
+        share = APPLE_LARGE_SHARE if ram_bytes >= APPLE_LARGE_BYTES else APPLE_SMALL_SHARE
+        low, high = APPLE_LOW_SHARE, APPLE_HIGH_SHARE
+        source = "macOS' default: 2/3 of less than 36 GB, 3/4 of more; sudo sysctl iogpu.wired_limit_mb=N sets it"
+    elif chip.gfx == "gfx1151":
+        share, low, high = AMD_SHARE, AMD_LOW_SHARE, AMD_SHARE
+        source = "AMD Variable Graphics Memory: up to 3/4 by firmware; Linux alone lends half (ttm.pages_limit sets it)"
+    else:
+        return None
+    return Figure(value=ram_bytes * share, low=ram_bytes * low, high=ram_bytes * high, basis="estimate", source=source)
+
+
+class _Fields:
+    """The described fields, each checked when it is asked for; every complaint names its field."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = {name: value for name, value in given.items() if value is not None}
+        for name in self.given:
+            if name not in FIELDS:
+                raise BadQuestion(f"hardware.{name}: unknown field", hint=f"hardware has {', '.join(FIELDS)}")
+
+    def text(self, name: str) -> str | None:
+        value = self.given.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not value.strip():
+            raise BadQuestion(f"hardware.{name}: must be text, not {value!r}")
+        return value.strip()
+
+    def number(self, name: str, most: int) -> int | None:
+        value = self.given.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise BadQuestion(f"hardware.{name}: must be a whole number from 1 to {most:,}, not {value!r}")
+        return value
+
+    def bytes_of(self, name: str) -> int | None:
+        value = self.given.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_RAM_GB:
+            raise BadQuestion(f"hardware.{name}: must be more than 0 and at most {MOST_RAM_GB:,} GB, not {value!r}")
+        return round(value * GIB)
+
+    def one_of(self, name: str, values: Iterable[str], same: Mapping[str, str] = {}) -> str | None:
+        value = self.text(name)
+        if value is None:
+            return None
+        found = same.get(value.lower(), value.lower())
+        if found not in values:
+            raise BadQuestion(f"hardware.{name}: {value!r} is none of {', '.join(values)}")
+        return found
+
+    def system(self) -> OperatingSystem | None:
+        systems = get_args(OperatingSystem)
+        return cast("OperatingSystem | None", self.one_of("os", systems, {"darwin": "macos", "mac": "macos"}))
+
+    def chip(self, name: str, ram_bytes: int | None) -> Match | None:
+        text = self.text(name)
+        if text is None:
+            return None
+        try:
+            return find_chip(text, ram_bytes=ram_bytes)
+        except BadQuestion as error:
+            raise BadQuestion(f"hardware.{name}: {error.message}", hint=error.hint, cause=error.cause) from error
+
+    def cpu_chip(self, ram_bytes: int | None) -> Match | None:
+        """`None` for a CPU that is in no list: its own fields can say enough."""
+        try:
+            return self.chip("cpu", ram_bytes)
+        except BadQuestion as error:
+            if self.number("cores", MOST_CORES) is None:
+                hint = f"{error.hint}; or say hardware.cores"
+                raise BadQuestion(error.message, hint=hint, cause=error.cause) from error
+            return None
+
+
+def _saved(described: Mapping[str, Any]) -> Hardware:
+    try:
+        return msgspec.convert(dict(described), Hardware)
+    except msgspec.ValidationError as error:
+        raise BadQuestion(
+            "hardware is not a machine that this version of bedplate has saved",
+            cause=str(error),
+            hint="write it anew: bedplate probe --json",
+        ) from error
+
+
+def _assembled(
+    asked: _Fields, card: Match | None, cpu: Match | None, ram_bytes: int | None, system: OperatingSystem | None
+) -> Hardware:
+    notes = [match.note for match in (card, cpu) if match is not None and match.note]
+    chip = card.chip if card is not None else None
+    system = system or ("macos" if chip is not None and chip.vendor == "apple" else "linux")
+    _check_system(chip, system)
+    count = _count(asked, card)
+    per_node = _cards_per_node(asked, chip, count)
+    memory, memory_notes = _memory(card, cpu, ram_bytes, per_node, system)
+    processor, cpu_notes = _cpu(asked, chip, cpu, min(count, per_node))
+    accelerators = () if chip is None else tuple(_accelerator(chip, index, memory) for index in range(count))
+    links, link_notes = _links(asked, chip, count, per_node)
+    return Hardware(
+        os=system,
+        cpu=processor,
+        memory=_with_bandwidth(memory, chip, cpu.chip if cpu else None, processor),
+        accelerators=accelerators,
+        links=links,
+        notes=(*notes, *memory_notes, *cpu_notes, *link_notes),
+    )
+
+
+def _check_system(chip: Chip | None, system: OperatingSystem) -> None:
+    if chip is not None and system == "macos" and chip.vendor != "apple":
+        raise BadQuestion(f"hardware.os: macOS runs on no machine with {chip.name}", hint="os: linux, or windows")
+    if chip is not None and system == "windows" and chip.vendor == "apple":
+        raise BadQuestion(f"hardware.os: Windows has no driver for the GPU of {chip.name}", hint="os: macos")
+
+
+def _count(asked: _Fields, card: Match | None) -> int:
+    """How many devices the drivers of all nodes would show."""
+    said = asked.number("count", MOST_CARDS)
+    if card is None:
+        if said not in (None, 1):
+            raise BadQuestion("hardware.count: counts accelerators, and none is named", hint="name the accelerator")
+        return 0
+    if said is not None and card.counted and said != card.count:
+        raise BadQuestion(f"hardware.count: says {said}, but hardware.accelerator says {card.count}")
+    cards = said or card.count
+    if cards > MOST_CARDS:
+        raise BadQuestion(f"hardware.accelerator: more than {MOST_CARDS:,} of them")
+    if cards > 1 and card.chip.unified and card.chip.link is None and card.chip.network_gb_s is None:
+        raise BadQuestion(
+            f"hardware.count: a machine has one {card.chip.name}, whose memory is the machine's",
+            hint="count: 1; several such machines are several",
+        )
+    return cards * card.chip.devices_per_card
+
+
+def _cards_per_node(asked: _Fields, chip: Chip | None, count: int) -> int:
+    said = asked.number("gpus_per_node", MOST_NODE_CARDS)
+    if chip is None:
+        if said is not None:
+            raise BadQuestion("hardware.gpus_per_node: no accelerator is named", hint="name the accelerator")
+        return 1
+    if said is not None:
+        return said * chip.devices_per_card
+    if chip.unified and chip.link is None:
+        return 1
+    switched = chip.link is not None and not chip.link.optional and chip.link.topology != "bridge"
+    return max(1, min(count, max(8, chip.link.domain if switched and chip.link else 8)))
+
+
+def _memory(
+    card: Match | None, cpu: Match | None, ram_bytes: int | None, per_node: int, system: OperatingSystem
+) -> tuple[Memory, tuple[str, ...]]:
+    notes: list[str] = []
+    basis: Basis = "spec"
+    owner = next((match for match in (card, cpu) if match is not None and _shares(match.chip)), None)
+    if owner is not None:
+        ram_bytes, notes = _machine_memory(owner, ram_bytes)
+    if ram_bytes is None and card is not None and not card.chip.unified:
+        ram_bytes = max(LEAST_RAM_BYTES, (card.chip.memory_bytes or 0) * per_node)
+        basis = "estimate"
+        notes.append(f"hardware.ram_gb is not said: {ram_bytes / GIB:g} GiB is assumed, as much as a node's cards have")
+    if ram_bytes is None:
+        name = owner.chip.name if owner is not None else "machine"
+        sizes = _sizes(owner.chip) if owner is not None else ""
+        raise BadQuestion(
+            f"hardware.ram_gb: how much memory has the {name}?",
+            hint=f"it is sold with {sizes} GB" if sizes else "ram_gb: 64",
+        )
+    held = min(SYSTEM_BYTES[system], ram_bytes // 8)
+    return Memory(total_bytes=ram_bytes, available_bytes=ram_bytes - held, basis=basis), tuple(notes)
+
+
+def _shares(chip: Chip) -> bool:
+    """Whether the machine's memory is this chip's."""
+    return chip.unified or chip.kind == "cpu"
+
+
+def _sizes(chip: Chip) -> str:
+    return ", ".join(f"{size:g}" for size in chip.memory_options_gib)
+
+
+def _machine_memory(owner: Match, ram_bytes: int | None) -> tuple[int | None, list[str]]:
+    """RAM as the name or the field says it, or as there is only one size of it."""
+    chip, named = owner.chip, owner.memory_bytes
+    if ram_bytes is not None and named is not None and ram_bytes != named:
+        raise BadQuestion(f"hardware.ram_gb: {ram_bytes / GIB:g}, but the name says {named / GIB:g} GB")
+    ram_bytes = ram_bytes or named
+    if ram_bytes is None and len(chip.memory_options_gib) == 1:
+        return round(chip.memory_options_gib[0] * GIB), []
+    if ram_bytes is not None and chip.memory_options_gib and ram_bytes / GIB not in chip.memory_options_gib:
+        return ram_bytes, [f"{chip.name} is sold with {_sizes(chip)} GB; {ram_bytes / GIB:g} GB is taken as asked"]
+    return ram_bytes, []
+
+
+def _with_bandwidth(memory: Memory, chip: Chip | None, cpu: Chip | None, processor: Cpu) -> Memory:
+    if chip is not None and chip.unified:
+        return msgspec.structs.replace(memory, bandwidth_bytes_s=_spec(chip.bandwidth_bytes_s, chip.source))
+    if cpu is None:
+        return memory
+    return msgspec.structs.replace(
+        memory, bandwidth_bytes_s=_spec(cpu.bandwidth_bytes_s * (processor.sockets or 1), cpu.source)
+    )
+
+
+def _cpu(asked: _Fields, card: Chip | None, named: Match | None, cards: int) -> tuple[Cpu, tuple[str, ...]]:
+    arch = asked.one_of("arch", ARCHES, SAME_ARCH)
+    cores = asked.number("cores", MOST_CORES)
+    chip = named.chip if named is not None else _own_cpu(card)
+    said = asked.text("cpu")
+    if chip is None:
+        name = said or "unknown CPU"
+        notes = (
+            [f"hardware.cpu: {said} is in no list, so its bandwidth and instruction sets are unknown"] if said else []
+        )
+        default_arch = (card.arch if card is not None else None) or "x86_64"
+        if cores is None:
+            cores = CORES_PER_CARD * max(1, cards)
+            notes.append(f"hardware.cores is not said: {cores} are assumed, {CORES_PER_CARD} for each accelerator")
+        return Cpu(
+            name=name,
+            arch=arch or default_arch,
+            physical_cores=cores,
+            logical_cores=cores,
+            allowed_cores=float(cores),
+            allowed_physical_cores=cores,
+            basis="estimate",
+        ), tuple(notes)
+    if arch is not None and chip.arch is not None and {arch, chip.arch} != {"arm64", "aarch64"} and arch != chip.arch:
+        raise BadQuestion(f"hardware.arch: {chip.name} is {chip.arch}, not {arch}")
+    own = chip.cores or cores or 1
+    threads_each = max(1, (chip.threads or own) // own)
+    sockets, physical, logical = _cores(chip, cores, own, threads_each)
+    return Cpu(
+        name=chip.name,
+        vendor=chip.vendor,
+        arch=arch or chip.arch or "x86_64",
+        sockets=sockets,
+        physical_cores=physical,
+        logical_cores=logical,
+        allowed_cores=float(logical),
+        allowed_physical_cores=physical,
+        instruction_sets=chip.instruction_sets,
+        basis="spec",
+    ), ()
+
+
+def _own_cpu(card: Chip | None) -> Chip | None:
+    """The CPU that is on the same chip, or that always comes with it."""
+    if card is None:
+        return None
+    if card.cpu is not None:
+        return find_chip(card.cpu).chip
+    return card if card.unified and card.cores else None
+
+
+def _cores(chip: Chip, cores: int | None, own: int, threads_each: int) -> tuple[int, int, int]:
+    """Sockets, physical and logical cores. Fewer than the chip has are a part of it, as in a virtual machine."""
+    if cores is None or cores == own:
+        return 1, own, chip.threads or own
+    if cores < own:
+        return 1, cores, cores * threads_each
+    if any(word in chip.name for word in SOCKETED):
+        sockets = math.ceil(cores / own)
+        if sockets > 8:
+            raise BadQuestion(
+                f"hardware.cores: {cores} would be {sockets} sockets of {chip.name}, which has {own} cores"
+            )
+        return sockets, cores, cores * threads_each
+    if cores <= (chip.threads or own):
+        return 1, own, cores  # somebody has counted threads
+    raise BadQuestion(f"hardware.cores: {chip.name} has {own} cores, not {cores}")
+
+
+def _accelerator(chip: Chip, index: int, memory: Memory) -> Accelerator:
+    total = memory.total_bytes if chip.unified else chip.reported_bytes
+    limit = shared_limit(chip, memory.total_bytes) if chip.unified else None
+    if chip.unified:
+        free = min(memory.available_bytes, round(limit.value) if limit else memory.available_bytes)
+    else:
+        free = idle_free_bytes(total or 0)
+    return Accelerator(
+        name=chip.name,
+        vendor=cast("Vendor", chip.vendor if chip.vendor in get_args(Vendor) else "other"),
+        index=index,
+        architecture=chip.gfx or _cuda_architecture(chip.capability),
+        compute_units=chip.gpu_cores,
+        memory_bytes=total,
+        free_bytes=free,
+        bandwidth_bytes_s=_spec(chip.bandwidth_bytes_s, chip.source),
+        compute_capability=chip.capability,
+        power_limit_w=chip.watts,
+        pcie=_pcie(chip),
+        unified_memory=chip.unified,
+        wired_limit_bytes=limit,
+        basis="spec",
+    )
+
+
+def _cuda_architecture(capability: str | None) -> str | None:
+    if capability is None:
+        return None
+    names = {"6": "Pascal", "7.0": "Volta", "7.5": "Turing", "8": "Ampere", "8.9": "Ada Lovelace", "9": "Hopper"}
+    return names.get(capability) or names.get(capability.partition(".")[0]) or "Blackwell"
+
+
+def _pcie(chip: Chip) -> Pcie | None:
+    return None if chip.pcie is None else Pcie(max_generation=chip.pcie[0], max_width=chip.pcie[1])
+
+
+def _links(asked: _Fields, chip: Chip | None, count: int, per_node: int) -> tuple[tuple[Link, ...], tuple[str, ...]]:
+    """Every way between two devices, and from each to the host, one direction each."""
+    wanted = asked.one_of("link", LINK_KINDS)
+    network = asked.text("network") if isinstance(asked.given.get("network"), str) else asked.given.get("network")
+    if chip is None:
+        if wanted is not None:
+            raise BadQuestion("hardware.link: no accelerator is named", hint="name the accelerator")
+        return (), ()
+    fabric = _fabric(chip, wanted)
+    found: list[Link] = []
+    for index in range(min(count, MOST_LINKED)):
+        if chip.host_link_gb_s is not None:
+            rate = _spec(chip.host_link_gb_s * 1e9, chip.source)
+            found.append(Link(kind="nvlink", a=str(index), b="host", bandwidth_bytes_s=rate))
+        elif not chip.unified and (link := host_link(index, _pcie(chip))):
+            found.append(link)
+    nodes = [range(first, min(first + per_node, count)) for first in range(0, count, per_node)]
+    listed = nodes[: max(1, MOST_LINKED // per_node)]
+    for node in listed:
+        found += (_pair(chip, fabric, one, other, node.start) for one, other in combinations(node, 2))
+    notes: tuple[str, ...] = ()
+    if len(nodes) > 1:
+        across = _network(network, chip)
+        # A network is a switch: a link from each node to the next stands for all.
+        pairs = pairwise(listed)
+        found += (Link(kind="network", a=str(a.start), b=str(b.start), bandwidth_bytes_s=across) for a, b in pairs)
+        notes = (f"{count} accelerators in {len(nodes)} nodes of {per_node}; RAM and cores are those of one node",)
+    elif network is not None:
+        _network(network, chip)
+    return tuple(found), notes
+
+
+def _fabric(chip: Chip, wanted: str | None) -> ChipLink | None:
+    """What connects the cards besides PCIe, if anything does."""
+    if wanted == "pcie":
+        return None
+    if wanted is not None and (chip.link is None or chip.link.kind != wanted):
+        has = f"only {chip.link.kind} and pcie" if chip.link else "only pcie"
+        raise BadQuestion(f"hardware.link: {chip.name} has {has}, not {wanted}")
+    return None if chip.link is None or (chip.link.optional and wanted is None) else chip.link
+
+
+def _pair(chip: Chip, fabric: ChipLink | None, one: int, other: int, first: int) -> Link:
+    bridged = fabric is not None and (one - first) // fabric.domain == (other - first) // fabric.domain
+    if fabric is not None and bridged:
+        peers = fabric.domain - 1 if fabric.topology == "mesh" else 1
+        rate = _spec(fabric.gb_s * 1e9 / max(1, peers), chip.source)
+        return Link(kind=fabric.kind, a=str(one), b=str(other), bandwidth_bytes_s=rate)
+    slot = chip.pcie_bytes_s
+    return Link(
+        kind="pcie",
+        a=str(one),
+        b=str(other),
+        bandwidth_bytes_s=None if slot is None else _spec(slot, "the cards' PCIe slots; the way between them unknown"),
+    )
+
+
+def _network(said: object, chip: Chip) -> Figure | None:
+    """What one node sends to others, one direction."""
+    if said is None:
+        return None if chip.network_gb_s is None else _spec(chip.network_gb_s * 1e9, chip.source)
+    if isinstance(said, bool) or not isinstance(said, int | float | str):
+        raise BadQuestion(f"hardware.network: must be text such as “8x 400 Gbit/s”, not {said!r}")
+    text = str(said).strip()
+    lowered = text.lower()
+    if lowered in ("none", "ethernet", "infiniband", "roce"):
+        return None
+    several = NETWORK_PORTS.match(text)
+    ports = int(several[1]) if several else 1
+    found = NETWORK_RATE.search(text, several.end() if several else 0)
+    generation = next((rate for name, rate in NETWORK_GBIT_S.items() if re.search(rf"\b{name}\b", lowered)), None)
+    if found is None and generation is None:
+        raise BadQuestion(
+            f"hardware.network: {text!r} names no rate", hint="say it as in: 400 Gbit/s, 8x 400 Gbit/s, NDR, 50 GB/s"
+        )
+    rate_gbit_s = float(found[1]) if found else float(generation or 0)
+    # A capital B is bytes, as network people write it.
+    if found and (found[2] or "") in ("GB", "GB/s", "GBps"):
+        rate_gbit_s *= 8
+    if not 0 < rate_gbit_s * ports <= 1_000_000:
+        raise BadQuestion(f"hardware.network: {text!r} is out of range")
+    return _spec(rate_gbit_s * ports * 1e9 / 8, f"hardware.network: {text}")
+
+
+def _spec(value: float, source: str) -> Figure:
+    return Figure(value=value, low=value, high=value, basis="spec", source=source)

@@ -1,0 +1,100 @@
+"""Tenstorrent's cards, from their driver's files in sysfs, or else from `tt-smi`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from bedplate.facts.cgroup import is_there
+from bedplate.facts.devices import (
+    Ask,
+    Found,
+    ask_program,
+    host_link,
+    lanes,
+    natural,
+    parse_json,
+    read_pcie,
+    uevent,
+    word,
+)
+from bedplate.values import Accelerator, Pcie
+
+SYSFS = "sys/class/tenstorrent"
+# By the letter that a board's name begins with.
+ARCHITECTURES = {"e": "Grayskull", "n": "Wormhole", "p": "Blackhole"}
+
+
+def read_tenstorrent(root: Path = Path("/"), ask: Ask = ask_program) -> Found:
+    """All Tenstorrent cards; their drivers do not say how much memory they have, so that is left open."""
+    driver = word(root / "sys/module/tenstorrent/version")
+    folders = sorted(
+        (root / SYSFS).glob("tenstorrent!*"), key=lambda folder: natural(folder.name.partition("!")[2]) or 0
+    )
+    found = [card for folder in folders if (card := sysfs_card(folder, driver))]
+    if not found and is_there(root / "dev/tenstorrent"):
+        found = list(parse_tt_smi(ask(["tt-smi", "-s"])))
+    to_host = (host_link(card.index, card.pcie) for card in found)
+    return Found(accelerators=tuple(found), links=tuple(link for link in to_host if link is not None))
+
+
+def sysfs_card(folder: Path, driver: str | None) -> Accelerator | None:
+    index = natural(folder.name.partition("!")[2])
+    if index is None:
+        return None
+    board = word(folder / "tt_card_type")
+    return Accelerator(
+        name=board_name(board),
+        vendor="tenstorrent",
+        index=index,
+        pci_address=uevent(folder / "device").get("PCI_SLOT_NAME"),
+        architecture=architecture(board),
+        driver_version=driver,
+        sm_clock_mhz=natural(word(folder / "tt_aiclk")),
+        pcie=read_pcie(folder / "device"),
+    )
+
+
+def parse_tt_smi(text: str | None) -> tuple[Accelerator, ...]:
+    """`tt-smi -s`: one for each chip; the second of an n300 is reached through its first."""
+    said = parse_json(text)
+    entries = said.get("device_info") if isinstance(said, dict) else None
+    host = said.get("host_info") if isinstance(said, dict) else None
+    driver = host.get("Driver") if isinstance(host, dict) else None
+    version = re.search(r"([0-9]+(?:\.[0-9]+)+)", driver) if isinstance(driver, str) else None
+    found: list[Accelerator] = []
+    for entry in entries if isinstance(entries, list) else ():
+        board, telemetry = _part(entry, "board_info"), _part(entry, "telemetry")
+        kind = board.get("board_type")
+        if not isinstance(kind, str):
+            continue
+        address = board.get("bus_id")
+        slot = Pcie(generation=natural(board.get("pcie_speed")), width=lanes(natural(board.get("pcie_width"))))
+        found.append(
+            Accelerator(
+                name=board_name(kind),
+                vendor="tenstorrent",
+                index=len(found),
+                pci_address=address if isinstance(address, str) and ":" in address else None,
+                architecture=architecture(kind),
+                driver_version=version[1] if version else None,
+                sm_clock_mhz=natural(telemetry.get("aiclk")),
+                pcie=None if slot == Pcie() else slot,
+            )
+        )
+    return tuple(found)
+
+
+def board_name(board: str | None) -> str:
+    """`n300 L` is one of the two chips of an n300."""
+    return f"Tenstorrent {board.strip()}" if board and board.strip() else "Tenstorrent card"
+
+
+def architecture(board: str | None) -> str | None:
+    return ARCHITECTURES.get((board or "").strip().lower()[:1])
+
+
+def _part(whole: Any, name: str) -> dict[str, Any]:
+    part = whole.get(name) if isinstance(whole, dict) else None
+    return part if isinstance(part, dict) else {}

@@ -1,0 +1,394 @@
+"""Readers of request traces: each a generator of shapes in bounded memory, whatever the size of the file."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, cast
+
+import msgspec
+
+from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.values.workload import RequestShape, TraceFormat
+
+MAX_TOKENS = 10**9
+"""More than this in one request is a damaged row."""
+MAX_SECONDS = 1e12
+MAX_LINE_BYTES = 4 * 2**20
+MAX_CONVERSATION_CHARACTERS = 64 * 2**20
+HEAD_BYTES = 64 * 1024
+MOONCAKE_BLOCK_TOKENS = 512
+BYTES_PER_TOKEN = 4
+TOKEN_RULE = f"one token for every {BYTES_PER_TOKEN} bytes of UTF-8"
+TOKEN_ERROR = 0.25
+EXAMPLES_KEPT = 5
+ROWS_BEFORE_GIVING_UP = 1000
+ANSWERERS = {"gpt", "assistant", "chatgpt", "bing", "bard", "model", "claude"}
+FORMATS_HINT = (
+    "known: Azure's LLM inference trace (CSV), Mooncake's trace (JSONL), ShareGPT (JSON), "
+    "bedplate's request log (JSONL)"
+)
+
+
+class BadRows:
+    """Counts rows that cannot be read and keeps the first few; gives up when there is little else."""
+
+    def __init__(self, source: str) -> None:
+        self.count = 0
+        self.good = 0
+        self.examples: list[str] = []
+        self._source = source
+
+    def add(self, line: int, why: str, unit: str = "line") -> None:
+        self.count += 1
+        if len(self.examples) < EXAMPLES_KEPT:
+            self.examples.append(f"{unit} {line:,}: {why}")
+        if self.count >= ROWS_BEFORE_GIVING_UP and self.good < self.count // 10:
+            self.give_up("rows so far")
+
+    def check(self) -> None:
+        """At the end: a trace that is mostly bad is not what it was taken for."""
+        if not self.good and not self.count:
+            raise BadQuestion(f"{self._source} holds no requests")
+        if self.count > self.good:
+            self.give_up("rows")
+
+    def give_up(self, rows: str) -> NoReturn:
+        whole = self.count + self.good
+        raise BadQuestion(
+            f"{self._source}: {self.count:,} of {whole:,} {rows} cannot be read",
+            cause="; ".join(self.examples[:3]),
+            hint=f"say what it is with --format; {FORMATS_HINT}",
+        )
+
+
+@contextmanager
+def opened(path: Path | str) -> Iterator[io.BufferedReader]:
+    """The bytes of a trace, decompressed as they are read; `-` is standard input."""
+    if str(path) == "-":
+        yield _decompressed(cast("io.BufferedReader", sys.stdin.buffer), "standard input")
+        return
+    try:
+        file = Path(path).open("rb")  # noqa: SIM115
+    except (OSError, ValueError) as error:
+        raise BadQuestion(f"cannot read {path}", cause=getattr(error, "strerror", None) or str(error)) from error
+    with file:
+        yield _decompressed(file, Path(path).name)
+
+
+def _decompressed(file: io.BufferedReader, name: str) -> io.BufferedReader:
+    try:
+        magic = file.peek(4)[:4]
+    except OSError as error:
+        raise BadQuestion(f"cannot read {name}", cause=error.strerror or str(error)) from error
+    if magic.startswith(b"\x1f\x8b"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=file), 2**18)
+    if magic == b"\x28\xb5\x2f\xfd":
+        return _unpacked_zstd(file, name)
+    return file
+
+
+def _unpacked_zstd(file: BinaryIO, name: str) -> io.BufferedReader:
+    try:  # part of Python from 3.14 on; before, a package that we do not insist on
+        from compression import zstd  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        try:
+            import zstandard  # type: ignore[import-not-found,unused-ignore]
+        except ImportError:
+            hint = f"unpack it first: zstd -d {name}"
+            raise BadQuestion(f"{name} is compressed with zstd, which this Python cannot read", hint=hint) from None
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file), 2**18)
+    return io.BufferedReader(zstd.ZstdFile(file), 2**18)
+
+
+def detected(stream: io.BufferedReader, source: str) -> TraceFormat:
+    """What a trace is, from its beginning."""
+    head = _head(stream, source)
+    if b"\0" in head:
+        raise BadQuestion(f"{source} is not text", hint=FORMATS_HINT)
+    text = head.decode("utf-8-sig", "replace").lstrip()
+    if not text:
+        raise BadQuestion(f"{source} is empty")
+    if text.startswith(("[", "{")):
+        for mark, kind in _JSON_MARKS:
+            if f'"{mark}"' in text:
+                return kind
+    else:
+        first = text.splitlines()[0].lower()
+        if "contexttokens" in first and "generatedtokens" in first:
+            return "azure"
+        if first.count(",") >= 2 and _moment(first.partition(",")[0].encode()) is not None:
+            return "azure"
+    raise BadQuestion(
+        f"{source} is no trace that bedplate knows", cause=f"it begins with {text[:60]!r}", hint=FORMATS_HINT
+    )
+
+
+_JSON_MARKS: tuple[tuple[str, TraceFormat], ...] = (
+    ("request/1", "bedplate"),
+    ("started_s", "bedplate"),
+    ("hash_ids", "mooncake"),
+    ("input_length", "mooncake"),
+    ("conversations", "sharegpt"),
+    ("conversation", "sharegpt"),
+    ("messages", "sharegpt"),
+)
+
+
+def _head(stream: io.BufferedReader, source: str) -> bytes:
+    try:
+        return stream.peek(HEAD_BYTES)[:HEAD_BYTES]
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadQuestion(f"{source} cannot be unpacked", cause=str(error)) from error
+
+
+def shapes_of(stream: io.BufferedReader, kind: TraceFormat, bad: BadRows) -> Iterator[RequestShape]:
+    """Every request of a trace; what cannot be read goes to `bad`."""
+    readers: dict[TraceFormat, Callable[[io.BufferedReader, BadRows], Iterator[RequestShape]]] = {
+        "azure": read_azure,
+        "mooncake": read_mooncake,
+        "sharegpt": read_sharegpt,
+        "bedplate": read_requests,
+    }
+    try:
+        for shape in readers[kind](stream, bad):
+            bad.good += 1
+            yield shape
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        # What was read up to here is still true; the damage is told.
+        bad.add(bad.good + bad.count + 1, f"the compressed file is damaged or cut short here: {error}", unit="row")
+    except OSError as error:
+        raise OutsideFailed("the trace cannot be read any further", cause=error.strerror or str(error)) from error
+
+
+def lines_of(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers; one that is too long to be a row is passed over in pieces."""
+    number = 0
+    readline = stream.readline
+    while line := readline(MAX_LINE_BYTES):
+        number += 1
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            bad.add(number, f"longer than {MAX_LINE_BYTES:,} bytes")
+            while (rest := readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            continue
+        yield number, line
+
+
+# Azure
+
+
+def read_azure(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
+    """Azure's LLM inference traces of 2023, 2024 and 2025: CSV with the columns in any order."""
+    columns = (0, 1, 2)
+    clock = _Clock()
+    for number, line in lines_of(stream, bad):
+        fields = line.split(b",")
+        if number == 1 and (found := _azure_columns(fields)) is not None:
+            columns = found
+            continue
+        try:
+            started_s = clock.read(fields[columns[0]])
+            prompt, output = int(fields[columns[1]]), int(fields[columns[2]])
+        except (ValueError, IndexError):
+            if line.strip():
+                bad.add(number, _shown(line))
+            continue
+        if not (0 <= prompt <= MAX_TOKENS and 0 <= output <= MAX_TOKENS):
+            bad.add(number, f"out of range: {_shown(line)}")
+            continue
+        yield RequestShape(started_s=started_s, prompt_tokens=prompt, output_tokens=output)
+
+
+def _azure_columns(fields: list[bytes]) -> tuple[int, int, int] | None:
+    names = [field.decode("utf-8-sig", "replace").strip().strip('"').lower() for field in fields]
+    try:
+        return names.index("timestamp"), names.index("contexttokens"), names.index("generatedtokens")
+    except ValueError:
+        return None
+
+
+class _Clock:
+    """Reads timestamps; those of one minute share all but their seconds, which is all that is parsed anew."""
+
+    def __init__(self) -> None:
+        self._minute = b""
+        self._base_s = 0.0
+
+    def read(self, text: bytes) -> float:
+        """Seconds since 1970; raises ValueError when it is no time."""
+        minute, rest = text[:17], text[17:].removesuffix(b"+00:00").removesuffix(b"Z")
+        if minute == self._minute:
+            try:
+                seconds = float(rest)
+            except ValueError:  # another zone, perhaps, which changes what the minute means
+                return self._whole(text)
+            if 0 <= seconds < 61:
+                return self._base_s + seconds
+            raise ValueError(text)
+        began = self._whole(text)
+        if minute.endswith(b":") and rest[:2].isdigit() and rest.replace(b".", b"", 1).isdigit():
+            self._minute, self._base_s = minute, began - began % 60
+        return began
+
+    def _whole(self, text: bytes) -> float:
+        moment = _moment(text)
+        if moment is None:
+            raise ValueError(text)
+        return moment
+
+
+def _moment(text: bytes) -> float | None:
+    """Seconds since 1970 of a timestamp in ISO form, which without a zone is taken for UTC."""
+    try:
+        moment = datetime.fromisoformat(text.decode("utf-8-sig").strip().strip('"'))
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+
+
+# JSON lines
+
+
+class _MooncakeRow(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int | str, ...] = ()
+
+
+def read_mooncake(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
+    """Mooncake's traces: milliseconds, lengths, and ids of 512-token blocks, equal where whole prefixes are."""
+    decode = msgspec.json.Decoder(_MooncakeRow).decode
+    for number, line in lines_of(stream, bad):
+        try:
+            row = decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if line.strip():
+                bad.add(number, f"{error}: {_shown(line)}")
+            continue
+        started_s = row.timestamp / 1000
+        counts = (row.input_length, row.output_length)
+        if min(counts) < 0 or max(counts) > MAX_TOKENS or abs(started_s) > MAX_SECONDS:
+            bad.add(number, f"out of range: {_shown(line)}")
+            continue
+        yield RequestShape(
+            started_s=started_s,
+            prompt_tokens=row.input_length,
+            output_tokens=row.output_length,
+            prefix_hashes=row.hash_ids,
+            prefix_block_tokens=MOONCAKE_BLOCK_TOKENS if row.hash_ids else None,
+        )
+
+
+def read_requests(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
+    """bedplate's own request log."""
+    decode = msgspec.json.Decoder(RequestShape).decode
+    for number, line in lines_of(stream, bad):
+        try:
+            shape = decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if line.strip():
+                bad.add(number, f"{error}: {_shown(line)}")
+            continue
+        most_tokens = max(shape.prompt_tokens or 0, shape.output_tokens or 0, shape.prefix_block_tokens or 0)
+        most_s = max(abs(shape.started_s or 0), (shape.duration_ms or 0) / 1000)
+        if most_tokens > MAX_TOKENS or most_s > MAX_SECONDS:
+            bad.add(number, f"out of range: {_shown(line)}")
+            continue
+        yield shape
+
+
+# ShareGPT
+
+
+def read_sharegpt(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
+    """Each answer in a conversation was a request: what came before it is its prompt.
+
+    Conversations hold text and no token counts, so tokens are estimated. What an earlier request of the same
+    conversation held, its answer included, is what a prefix cache would have kept.
+    """
+    for number, conversation in json_values(stream, bad):
+        turns = _turns(conversation)
+        if turns is None:
+            bad.add(number, "no conversations or messages with a speaker and text", unit="conversation")
+            continue
+        before = held = 0
+        for answers, tokens in turns:
+            if answers and before:
+                yield RequestShape(prompt_tokens=before, output_tokens=tokens, cached_tokens=held)
+                held = before + tokens
+            before += tokens
+
+
+def _turns(conversation: object) -> list[tuple[bool, int]] | None:
+    """Whether the model speaks, and about how many tokens."""
+    if not isinstance(conversation, dict):
+        return None
+    turns = next(
+        (conversation[key] for key in ("conversations", "conversation", "messages") if key in conversation), None
+    )
+    if not isinstance(turns, list):
+        return None
+    found = []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            return None
+        speaker = turn.get("from", turn.get("role", turn.get("user")))
+        text = turn.get("value", turn.get("content", turn.get("text")))
+        if not isinstance(speaker, str) or not isinstance(text, str):
+            return None
+        found.append((speaker.lower() in ANSWERERS, estimated_tokens(text)))
+    return found
+
+
+def estimated_tokens(text: str) -> int:
+    """About four bytes of UTF-8 make a token: four letters of English, a little over one sign of Chinese."""
+    return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
+
+
+def json_values(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, Any]]:
+    """The elements of one JSON array, or values one after the other, without ever holding all of them."""
+    decoder = json.JSONDecoder()
+    text = codecs.getincrementaldecoder("utf-8-sig")("replace")
+    buffer, at, number, ended, ask = "", 0, 0, False, 2**18
+    while True:
+        at = _past_separators(buffer, at, first=number == 0)
+        if at < len(buffer):
+            try:
+                value, at = decoder.raw_decode(buffer, at)
+            except (ValueError, RecursionError) as error:
+                if ended or len(buffer) - at > MAX_CONVERSATION_CHARACTERS or isinstance(error, RecursionError):
+                    bad.add(number + 1, f"{error}; nothing after it could be read", unit="conversation")
+                    return
+            else:
+                number += 1
+                ask = 2**18
+                yield number, value
+                continue
+        elif ended:
+            return
+        chunk = stream.read(ask)
+        ended = not chunk
+        buffer, at = buffer[at:] + text.decode(chunk, ended), 0
+        ask = min(2 * ask, 2**24)  # so that one long conversation is not tried again for every little piece of it
+
+
+def _past_separators(buffer: str, at: int, *, first: bool) -> int:
+    skipped = " \t\r\n,[" if first else " \t\r\n,]"
+    while at < len(buffer) and buffer[at] in skipped:
+        at += 1
+    return at
+
+
+def _shown(line: bytes) -> str:
+    text = line.decode("utf-8", "replace").strip()
+    return repr(text if len(text) <= 60 else text[:57] + "…")

@@ -1,0 +1,68 @@
+"""Towers that see, and what joins them to the language model: counted apart from it."""
+
+from __future__ import annotations
+
+from bedplate.facts.hf_fields import Config, Weight, vectors
+
+
+def vision_weights(config: Config, text: Config, hidden: int) -> list[Weight]:
+    """Weights of the vision tower; none where the configuration does not give its sizes."""
+    vision = config.sub("vision_config", "visual", "vit_config")
+    if vision is None:
+        return []
+    width = vision.count("hidden_size", "vt_hidden_size", "embed_dim", "width")
+    layers = vision.count("num_hidden_layers", "depth", "vt_num_hidden_layers", "layers", "num_layers", most=4096)
+    if not width or not layers:
+        return []
+    kind = vision.text("model_type") or ""
+    if kind.startswith(("qwen2_5_vl", "qwen2_vl")) and vision.has("embed_dim"):
+        width = vision.need("embed_dim")
+    inner = vision.count("intermediate_size", "vt_intermediate_size")
+    if not inner:
+        inner = int(width * (vision.number("mlp_ratio") or 4.0))
+    gated = kind.startswith(("gemma4", "qwen2_5_vl", "pixtral"))
+    attention = vision.count("qkv_hidden_size") or width
+    out = vision.count("out_hidden_size", "text_hidden_size", "vision_output_dim") or hidden
+    patch = vision.count("patch_size", "spatial_patch_size") or 14
+    channels = 3 * patch * patch * (vision.count("temporal_patch_size") or 1)
+    merged = width * _merge(vision)
+    base = "vision_tower"
+    found = [
+        Weight(f"{base}.qkv", "vision", 3 * attention, width, layers),
+        Weight(f"{base}.proj", "vision", width, attention, layers),
+        Weight(f"{base}.mlp", "vision", (3 if gated else 2) * inner, width, layers),
+        Weight(f"{base}.patch_embed", "vision", width, channels),
+        Weight(f"{base}.positions", "vision", _positions(vision, patch), width, matrix=False),
+        *vectors("vision", base, [("vectors", layers * (9 * width + inner))]),
+    ]
+    if kind.startswith(("gemma", "siglip")):
+        found.append(Weight(f"{base}.projector", "vision", hidden, width))
+    else:
+        mergers = 1 + len(vision.get("deepstack_visual_indexes") or ())
+        found.append(Weight(f"{base}.merger_in", "vision", merged, merged, mergers))
+        found.append(Weight(f"{base}.merger_out", "vision", out, merged, mergers))
+    return found
+
+
+def _merge(vision: Config) -> int:
+    """Patches that become one token."""
+    kernel = vision.get("merge_kernel_size")
+    if (
+        isinstance(kernel, list)
+        and len(kernel) == 2
+        and all(isinstance(size, int) and 0 < size < 64 for size in kernel)
+    ):
+        return int(kernel[0]) * int(kernel[1])
+    side = vision.count("spatial_merge_size", most=64) or 1
+    return side * side
+
+
+def _positions(vision: Config, patch: int) -> int:
+    if rows := vision.count("num_position_embeddings"):
+        return rows
+    if rows := vision.count("position_embedding_size"):
+        return 2 * rows
+    if height := vision.count("init_pos_emb_height"):
+        return height * (vision.count("init_pos_emb_width") or height)
+    side = (vision.count("image_size") or 0) // patch
+    return side * side + 1 if side else 0

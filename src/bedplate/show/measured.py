@@ -1,0 +1,114 @@
+"""What was measured on a machine, as people read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bedplate.facts.cpu import INSTRUCTION_SETS
+from bedplate.values import Figure
+from bedplate.values.measurements import GpuBandwidth, MatrixRate, Measurements, RamBandwidth
+from bedplate.values.units import memory, seconds, size
+
+Row = tuple[str, str, str]
+
+
+def render_measured(found: Measurements) -> RenderableType:
+    """A page of its own, below the machine's: each figure with its spread."""
+    table = Table.grid(padding=(0, 2, 0, 1))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(style="dim", no_wrap=True)
+    last = ""
+    for label, value, basis in _rows(found):
+        table.add_row("" if label == last else label, Text(value), Text(basis))
+        last = label
+    return table
+
+
+def rate(figure: Figure) -> str:
+    """Such as "21.3 GB/s ± 2 %"; the band is that of the repeats."""
+    return f"{size(figure.value)}/s{_spread(figure)}"
+
+
+def operations(figure: Figure, data_type: str) -> str:
+    """Such as "788 TFLOP/s", or "1500 TOP/s" for whole numbers."""
+    value, prefix = (figure.value / 1e12, "T") if figure.value >= 999.5e9 else (figure.value / 1e9, "G")
+    digits = f"{value:.3g}" if value < 99.5 else f"{value:.0f}"
+    return f"{digits} {prefix}{'OP' if data_type.startswith('int') else 'FLOP'}/s{_spread(figure)}"
+
+
+def _rows(found: Measurements) -> Iterator[Row]:
+    date = found.when[:16].replace("T", " ")
+    yield "Measured", f"{date}, in {seconds(found.took_s)} · {found.machine.os} {found.machine.kernel}", ""
+    yield from _instructions(found)
+    for ram in (found.ram_all_cores, found.ram_one_core):
+        if ram is not None:
+            yield "Memory", _ram(ram), "measured"
+    for gpu in found.gpus:
+        yield from _gpu(gpu)
+    for peer in found.peers:
+        yield "Links", f"GPU {peer.source} to GPU {peer.target} {rate(peer.bytes_s)}", "measured"
+    for product in found.matrix:
+        yield "Matrix", _matrix(product), "measured"
+    if found.disk is not None:
+        how = f"read {rate(found.disk.read_bytes_s)} over {size(found.disk.read_bytes)} · {found.disk.path}"
+        yield "Disk", how, "measured"
+    for note in found.notes:
+        yield "Left out", note, ""
+
+
+def _instructions(found: Measurements) -> Iterator[Row]:
+    by_result = {
+        result: [check for check in found.instruction_sets if check.result == result]
+        for result in ("runs", "does not run", "not tried")
+    }
+    if found.instruction_sets:
+        count, total = len(by_result["runs"]), len(found.instruction_sets)
+        every = f"all {total}" if count == total else f"{count} of {total}"
+        yield "CPU", f"{every} advertised instruction sets run", "measured"
+    for result in ("does not run", "not tried"):
+        for check in by_result[result]:
+            yield "CPU", f"{INSTRUCTION_SETS.get(check.name, check.name)} {result}: {check.why}", ""
+
+
+def _ram(ram: RamBandwidth) -> str:
+    threads = "1 core" if ram.threads == 1 else f"{ram.threads} cores"
+    read, copy = rate(ram.read_bytes_s), rate(ram.copy_bytes_s)
+    return f"{threads}: read {read} · copy {copy} · over {memory(ram.buffer_bytes)}"
+
+
+def _gpu(gpu: GpuBandwidth) -> Iterator[Row]:
+    label = f"GPU {gpu.index}"
+    own = [
+        f"{what} {rate(figure)}" for what, figure in (("read", gpu.read_bytes_s), ("copy", gpu.copy_bytes_s)) if figure
+    ]
+    if own:
+        if gpu.theoretical_bytes_s:
+            own.append(f"by its clock and bus {size(gpu.theoretical_bytes_s)}/s")
+        if gpu.spec_bytes_s:
+            own.append(f"spec {size(gpu.spec_bytes_s.value)}/s")
+        yield label, " · ".join(own), "measured"
+    ways = (
+        ("from host", gpu.to_device_pinned_bytes_s, gpu.to_device_pageable_bytes_s),
+        ("to host", gpu.from_device_pinned_bytes_s, gpu.from_device_pageable_bytes_s),
+    )
+    for way, pinned, pageable in ways:
+        kinds = [f"{rate(figure)} {kind}" for kind, figure in (("pinned", pinned), ("pageable", pageable)) if figure]
+        if kinds:
+            yield label, f"{way} {' · '.join(kinds)}", "measured"
+
+
+def _matrix(product: MatrixRate) -> str:
+    device = "CPU" if product.device == "cpu" else f"GPU {product.device}"
+    speed = operations(product.operations_s, product.data_type)
+    return f"{device} {product.data_type} {speed} · {product.size}³ · {product.library}"
+
+
+def _spread(figure: Figure) -> str:
+    """Half of the band, in percent of the value; left out where it is too small to matter."""
+    share = max(figure.high - figure.value, figure.value - figure.low) / figure.value if figure.value else 0.0
+    return f" ± {share:.0%}" if share >= 0.005 else ""

@@ -1,0 +1,98 @@
+"""Measurements: what was timed on one machine, when and with what. What is absent was not measured."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bedplate.values.record import Figure, Record
+
+
+class Machine(Record, frozen=True, kw_only=True):
+    """What must be the same for an old measurement to still be true."""
+
+    os: str
+    kernel: str
+    arch: str
+    cpu: str
+    logical_cores: int
+    allowed_cores: float
+    gpus: tuple[str, ...] = ()
+    """Each GPU's name, memory and driver, in the machine's order."""
+
+
+class InstructionSetCheck(Record, frozen=True, kw_only=True):
+    """Whether an advertised instruction set computes here; a virtual machine may advertise what it does not let run."""
+
+    name: str
+    result: Literal["runs", "does not run", "not tried"]
+    why: str | None = None
+
+
+class RamBandwidth(Record, frozen=True, kw_only=True):
+    threads: int
+    buffer_bytes: int
+    """What all threads together walk through."""
+    cache_bytes: int | None = None
+    """The last-level cache that the buffer should dwarf; `None` when the machine does not say."""
+    read_bytes_s: Figure
+    copy_bytes_s: Figure
+    """Bytes read and bytes written; what a cache reads before it is written to is not counted."""
+
+
+class GpuBandwidth(Record, frozen=True, kw_only=True):
+    index: int
+    name: str
+    theoretical_bytes_s: int | None = None
+    """Memory clock times bus width, as the driver states both."""
+    spec_bytes_s: Figure | None = None
+    """The vendor's figure, where the chip is known: not measured, but what the measured ones are read against."""
+    read_bytes_s: Figure | None = None
+    copy_bytes_s: Figure | None = None
+    """Bytes read and bytes written."""
+    to_device_pinned_bytes_s: Figure | None = None
+    to_device_pageable_bytes_s: Figure | None = None
+    from_device_pinned_bytes_s: Figure | None = None
+    from_device_pageable_bytes_s: Figure | None = None
+
+
+class PeerBandwidth(Record, frozen=True, kw_only=True):
+    """One GPU's memory copied to another's, one direction at a time; the numbers are accelerator indexes."""
+
+    source: int
+    target: int
+    bytes_s: Figure
+
+
+class MatrixRate(Record, frozen=True, kw_only=True):
+    """Multiplications and additions of one large matrix product, on random data."""
+
+    device: str
+    """An accelerator's index, or "cpu"."""
+    data_type: str
+    library: str
+    size: int
+    operations_s: Figure
+
+
+class DiskRead(Record, frozen=True, kw_only=True):
+    path: str
+    """The folder whose disk was read."""
+    read_bytes: int
+    read_bytes_s: Figure
+
+
+class Measurements(Record, frozen=True, kw_only=True):
+    schema: Literal["measurements/1"] = "measurements/1"
+    when: str
+    """Local time with its offset, ISO 8601."""
+    took_s: float
+    machine: Machine
+    instruction_sets: tuple[InstructionSetCheck, ...] = ()
+    ram_all_cores: RamBandwidth | None = None
+    ram_one_core: RamBandwidth | None = None
+    gpus: tuple[GpuBandwidth, ...] = ()
+    peers: tuple[PeerBandwidth, ...] = ()
+    matrix: tuple[MatrixRate, ...] = ()
+    disk: DiskRead | None = None
+    notes: tuple[str, ...] = ()
+    """What was not measured, and why; what makes a figure weaker than it looks."""

@@ -1,0 +1,91 @@
+"""Measured figures in a probed machine, and on the page."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from bedplate.facts.measured import apply
+from bedplate.show.measured import operations, rate, render_measured
+from bedplate.values import Accelerator, Figure, Hardware, Measurements, estimate, from_json, replaced, to_json
+
+from .samples import HARDWARE, MEASURED, figure
+
+
+def test_reads_are_what_decoding_needs() -> None:
+    found = apply(HARDWARE, MEASURED)
+    assert found.memory.bandwidth_bytes_s == figure(20e9)
+    assert [card.bandwidth_bytes_s for card in found.accelerators] == [figure(4.4e12), figure(4.1e12)]
+
+
+def test_measured_wins_over_a_sheet() -> None:
+    cards = tuple(replaced(card, bandwidth_bytes_s=estimate(4.8e12, 0.0)) for card in HARDWARE.accelerators)
+    found = apply(replaced(HARDWARE, accelerators=cards), MEASURED)
+    assert all(card.bandwidth_bytes_s and card.bandwidth_bytes_s.basis == "measured" for card in found.accelerators)
+
+
+def test_what_was_not_measured_stays_as_it_was() -> None:
+    nothing = Measurements(when="2026-11-15T04:20:00+00:00", took_s=1.0, machine=MEASURED.machine)
+    assert replaced(apply(HARDWARE, nothing), measured=None) == HARDWARE
+
+
+def test_what_does_not_run_is_not_offered_to_engines() -> None:
+    found = apply(HARDWARE, MEASURED)
+    assert found.cpu.instruction_sets == ("avx2", "avx512f"), "what was not tried is left as advertised"
+    assert found.notes == ("amx_tile is advertised but does not run here: SIGILL at tileloadd",)
+
+
+def test_the_slower_direction_goes_to_the_link_that_copies_take() -> None:
+    pcie, nvlink, host = apply(HARDWARE, MEASURED).links
+    assert (pcie.kind, pcie.bandwidth_bytes_s) == ("pcie", None)
+    assert (nvlink.kind, nvlink.count, nvlink.bandwidth_bytes_s) == ("nvlink", 18, figure(380e9))
+    assert (host.kind, host.a, host.b, host.bandwidth_bytes_s) == ("pcie", "0", "host", figure(55e9))
+
+
+def test_another_vendors_card_of_the_same_number_is_left_alone() -> None:
+    cards = (Accelerator(name="Radeon", vendor="amd", index=0),)
+    (card,) = apply(replaced(HARDWARE, accelerators=cards), MEASURED).accelerators
+    assert card.bandwidth_bytes_s is None
+
+
+def test_a_machine_with_measurements_survives_json() -> None:
+    found = apply(HARDWARE, MEASURED)
+    assert from_json(Hardware, to_json(found)) == found
+
+
+def page(found: Measurements) -> str:
+    console = Console(width=140, record=True, file=None)
+    with console.capture() as captured:
+        console.print(render_measured(found))
+    return captured.get()
+
+
+def test_the_page_has_every_figure_with_its_spread() -> None:
+    text = page(MEASURED)
+    for words in (
+        "2026-11-15 04:20, in 4.2 s",
+        "1 of 3 advertised instruction sets run",
+        "AMX does not run: SIGILL",
+        "AVX-512 not tried: no executable memory",
+        "2 cores: read 20 GB/s ± 10% · copy 30 GB/s",
+        "1 core: read 12 GB/s",
+        "read 4.4 TB/s ± 10% · copy 4.2 TB/s ± 10% · by its clock and bus 4.92 TB/s · spec 4.8 TB/s",
+        "from host 55 GB/s ± 10% pinned · 9 GB/s ± 10% pageable",
+        "to host 54 GB/s",
+        "GPU 0 to GPU 1 400 GB/s",
+        "bf16 788 TFLOP/s",
+        "int8 1500 TOP/s",
+        "CPU fp32 210 GFLOP/s",
+        "read 2.1 GB/s",
+        "why not",
+    ):
+        assert words in text, words
+
+
+def test_an_empty_measurement_is_a_page_too() -> None:
+    assert "Measured" in page(Measurements(when="", took_s=0.1, machine=MEASURED.machine))
+
+
+def test_a_narrow_band_is_not_shown() -> None:
+    sure = Figure(value=20e9, low=19.95e9, high=20.05e9, basis="measured")
+    assert rate(sure) == "20 GB/s" and operations(sure, "fp32") == "20 GFLOP/s"
+    assert rate(Figure(value=0, low=0, high=0, basis="measured")) == "0 B/s"

@@ -1,0 +1,140 @@
+"""What was measured is remembered for this machine and driver, and for no other."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from bedplate.errors import OutsideFailed
+from bedplate.facts.measured import remembered
+from bedplate.facts.measured.cache import MOST_ENTRIES, cache_path, machine_of, recall, remember
+from bedplate.values import Hardware, from_json, replaced, to_json
+from bedplate.values.measurements import Machine, Measurements
+
+from .samples import HARDWARE, MEASURED
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def other_card(driver: str) -> Hardware:
+    cards = tuple(replaced(card, driver_version=driver) for card in HARDWARE.accelerators)
+    return replaced(HARDWARE, accelerators=cards)
+
+
+def test_measurements_survive_json() -> None:
+    assert from_json(Measurements, to_json(MEASURED)) == MEASURED
+
+
+def test_what_is_remembered_fills_a_probed_machine(own_home: Path) -> None:
+    assert remembered(HARDWARE) == HARDWARE, "nothing was measured yet"
+    assert not own_home.exists(), "looking leaves no trace"
+    assert remember(MEASURED) == own_home / "measured.json"
+    found = remembered(HARDWARE)
+    assert found.measured == MEASURED
+    assert found.memory.bandwidth_bytes_s is not None and found.memory.bandwidth_bytes_s.value == 20e9
+    assert sorted(path.name for path in own_home.iterdir()) in (
+        ["measured.json"],
+        ["measured.json", "measured.json.lock"],
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        other_card("581.0"),
+        replaced(HARDWARE, accelerators=HARDWARE.accelerators[:1]),
+        replaced(HARDWARE, cpu=replaced(HARDWARE.cpu, name="EPYC")),
+        replaced(HARDWARE, cpu=replaced(HARDWARE.cpu, allowed_cores=1.5)),
+        replaced(HARDWARE, os="macos"),
+    ],
+    ids=["driver", "a card less", "cpu", "quota", "os"],
+)
+def test_another_machine_or_driver_remembers_nothing(other: Hardware) -> None:
+    remember(MEASURED)
+    assert remembered(other) == other
+
+
+def test_another_kernel_remembers_nothing() -> None:
+    remember(MEASURED)
+    assert recall(machine_of(HARDWARE, kernel="0.1")) is None
+    assert recall(machine_of(HARDWARE)) == MEASURED
+
+
+def test_free_memory_is_no_part_of_a_machine() -> None:
+    busy = replaced(HARDWARE, memory=replaced(HARDWARE.memory, available_bytes=1))
+    assert machine_of(busy) == machine_of(HARDWARE)
+
+
+def test_machines_that_share_a_folder_keep_their_own_figures() -> None:
+    other = replaced(MEASURED, machine=machine_of(other_card("581.0")), took_s=9.0)
+    remember(MEASURED)
+    remember(other)
+    newer = replaced(MEASURED, took_s=1.0)
+    remember(newer)
+    assert recall(MEASURED.machine) == newer and recall(other.machine) == other
+
+
+def test_the_oldest_machines_are_forgotten() -> None:
+    def machine(number: int) -> Machine:
+        return replaced(MEASURED.machine, kernel=str(number))
+
+    for number in range(MOST_ENTRIES + 2):
+        remember(replaced(MEASURED, machine=machine(number)))
+    assert recall(machine(1)) is None and recall(machine(2)) is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"entries": [{"when": 3}]}', '{"entries": 1}', "\x00\xff" * 100]
+)
+def test_a_garbled_file_is_as_good_as_none_and_is_replaced(text: str) -> None:
+    cache_path().parent.mkdir(parents=True)
+    cache_path().write_text(text, encoding="latin-1")
+    assert remembered(HARDWARE) == HARDWARE
+    remember(MEASURED)
+    assert recall(MEASURED.machine) == MEASURED
+
+
+def test_readers_see_a_whole_file_while_it_is_written() -> None:
+    remember(MEASURED)
+    stop = threading.Event()
+    missing: list[int] = []
+
+    def read() -> None:
+        while not stop.is_set():
+            if recall(MEASURED.machine) is None:
+                missing.append(1)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(30):
+        remember(replaced(MEASURED, took_s=float(number)))
+    stop.set()
+    reader.join()
+    assert not missing
+
+
+def test_a_folder_that_cannot_be_written_is_said(own_home: Path) -> None:
+    own_home.parent.mkdir(exist_ok=True)
+    own_home.write_text("a file, not a folder")
+    with pytest.raises(OutsideFailed, match="cannot write"):
+        remember(MEASURED)
+
+
+def test_a_failed_write_leaves_the_old_file(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(MEASURED)
+    before = sorted(own_home.iterdir())
+
+    def fails(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OutsideFailed):
+        remember(replaced(MEASURED, took_s=1.0))
+    assert sorted(own_home.iterdir()) == before and recall(MEASURED.machine) == MEASURED

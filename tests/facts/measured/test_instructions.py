@@ -1,0 +1,106 @@
+"""Instructions that really run: real ones on this CPU, and ones that cannot run."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bedplate.facts.cpu import INSTRUCTION_SETS
+from bedplate.facts.hardware import probe
+from bedplate.facts.measured import execute
+from bedplate.facts.measured.instructions import ARM, X86, Snippet, check, check_instruction_sets, conclude, snippets
+
+on_x86_linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or platform.machine() != "x86_64", reason="runs x86 machine code on Linux"
+)
+SIX = Snippet("b806000000c3", 6, "mov eax, 6")
+
+
+def test_every_advertised_set_is_tried_in_order() -> None:
+    cpu = probe().cpu
+    seen: list[int] = []
+    checks = check_instruction_sets(cpu.instruction_sets, cpu.arch, seen.append)
+    assert [one.name for one in checks] == list(cpu.instruction_sets)
+    assert seen == list(range(1, len(checks) + 1))
+    assert all(one.why for one in checks if one.result != "runs")
+
+
+@on_x86_linux
+def test_code_that_computes_what_it_should_runs() -> None:
+    assert check("six", SIX).result == "runs"
+
+
+@on_x86_linux
+def test_an_illegal_instruction_ends_only_the_process_that_tried_it() -> None:
+    found = check("ud2", Snippet("0f0bc3", 6, "ud2"))
+    assert (found.result, found.why) == ("does not run", "SIGILL at ud2")
+
+
+@on_x86_linux
+def test_a_fault_is_no_success() -> None:
+    assert check("null", Snippet("31c08b00c3", 6, "a load from 0")).why == "SIGSEGV at a load from 0"
+
+
+@on_x86_linux
+def test_a_wrong_result_does_not_count_as_running() -> None:
+    found = check("five", Snippet("b805000000c3", 6, "six"))
+    assert (found.result, found.why) == ("does not run", "six gave 5 instead of 6")
+
+
+@on_x86_linux
+def test_tiles_need_the_kernels_permission() -> None:
+    """Without asking for it the same code is killed: the question to the kernel is what makes it run."""
+    if "amx_tile" not in probe().cpu.instruction_sets or check("amx_tile", X86["amx_tile"]).result != "runs":
+        pytest.skip("this CPU has no AMX, or does not let it run")
+    assert check("amx_tile", replace(X86["amx_tile"], needs=None)).result == "does not run"
+
+
+@on_x86_linux
+def test_the_process_leaves_no_core_file(tmp_path: Path) -> None:
+    script = Path(execute.__file__)
+    done = subprocess.run([sys.executable, "-I", "-S", script, "0f0bc3"], cwd=tmp_path, capture_output=True)
+    assert done.returncode < 0 and not list(tmp_path.iterdir())
+
+
+def test_what_bedplate_has_no_instruction_for_is_not_tried() -> None:
+    assert check("sse9", None).result == "not tried"
+    (found,) = check_instruction_sets(["rvv"], "riscv64")
+    assert found.result == "not tried" and found.why
+
+
+def test_every_set_that_the_probe_knows_has_code() -> None:
+    assert set(X86) | set(ARM) == set(INSTRUCTION_SETS)
+    assert snippets("aarch64") is ARM and snippets("x86_64") is X86
+
+
+@pytest.mark.parametrize(("name", "snippet"), [*X86.items(), *ARM.items()])
+def test_code_is_whole(name: str, snippet: Snippet) -> None:
+    code = bytes.fromhex(snippet.code)
+    assert b"\xc3" in code if name in X86 else code.endswith(bytes.fromhex("c0035fd6"))
+
+
+def test_memory_that_may_not_be_executed_is_not_tried() -> None:
+    found = conclude("avx2", SIX, execute.NOT_TRIED, b"", b"memory may not be made executable here (EACCES)\n")
+    assert (found.result, found.why) == ("not tried", "memory may not be made executable here (EACCES)")
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "errors", "result"),
+    [
+        (0, b"6\n", b"", "runs"),
+        (0, b"", b"", "does not run"),
+        (0, b"\xff\xfe", b"", "does not run"),
+        (1, b"", b"the kernel does not give this process the tiles' registers", "does not run"),
+        (1, b"", b"", "does not run"),
+        (-4, b"", b"", "does not run"),
+        (-64, b"6\n", b"", "does not run"),
+    ],
+)
+def test_how_a_process_ended_is_what_is_said(code: int, printed: bytes, errors: bytes, result: str) -> None:
+    found = conclude("six", SIX, code, printed, errors)
+    assert found.result == result and (found.why or result == "runs")

@@ -1,0 +1,187 @@
+"""Parts run in processes of their own: answers, crashes, hangs and Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.conftest import wait_for
+
+from bedplate.errors import OutsideFailed
+from bedplate.facts.measured import cuda, disk
+from bedplate.facts.measured.measuring import disturbances, measure
+from bedplate.facts.measured.part import run_part
+from bedplate.values import Accelerator, Figure, GpuProcess, Hardware, Record, from_json, replaced
+from bedplate.values.measurements import GpuBandwidth
+
+from .samples import HARDWARE, figure
+
+ASKED = disk.Request(folder="/nowhere", when="2026-11-15")
+NOTHING = "import sys; sys.stdin.read(); "
+
+
+def run(code: str, limit_s: float = 60.0, seen: list[int] | None = None) -> disk.Result:
+    command = (sys.executable, "-c", NOTHING + code)
+    return run_part(
+        "disk", ASKED, disk.Result, seen.append if seen is not None else None, limit_s=limit_s, command=command
+    )
+
+
+def test_progress_and_the_answer_come_back() -> None:
+    seen: list[int] = []
+    answer = run("""print('progress 10\\nnoise\\nprogress x\\nprogress 80\\nresult {"notes": ["hello"]}')""", seen=seen)
+    assert answer.notes == ("hello",) and seen == [10, 80]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise SystemExit(7)", "exit code 7"),
+        ("print('first', file=sys.stderr); sys.exit('the last line')", "the last line"),
+        ("import os; os.kill(os.getpid(), 9)", "signal 9"),
+        ("print('progress 5')", "exit code 0"),
+    ],
+)
+def test_a_part_that_ends_without_an_answer_says_why(code: str, said: str) -> None:
+    with pytest.raises(OutsideFailed, match=said):
+        run(code)
+
+
+def test_a_part_that_hangs_is_stopped() -> None:
+    with pytest.raises(OutsideFailed, match=r"stopped after 0\.5 s"):
+        run("import time; time.sleep(600)", limit_s=0.5)
+
+
+def test_an_interrupt_right_after_the_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def spy(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*arguments, **options))
+        return started[-1]
+
+    def interrupted(timer: threading.Timer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", spy)
+    monkeypatch.setattr(threading.Timer, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("import time; time.sleep(600)")
+    assert started[0].returncode == -signal.SIGKILL
+
+
+def test_an_answer_that_is_none_is_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def garbled(name: str, request: object, result: type[Record], *_: object, **__: object) -> Record:
+        return from_json(result, b'{"no": "such field"}')
+
+    monkeypatch.setattr("bedplate.facts.measured.measuring.run_part", garbled)
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
+    assert sum("is not a Result" in note for note in measure(HARDWARE).notes) == 4
+
+
+def test_a_part_that_never_reads_its_request_is_no_trouble() -> None:
+    with pytest.raises(OutsideFailed, match="exit code 3"):
+        run_part("disk", ASKED, disk.Result, command=(sys.executable, "-c", "raise SystemExit(3)"))
+
+
+def test_an_interpreter_that_is_not_there() -> None:
+    with pytest.raises(OutsideFailed, match="could not be started"):
+        run_part("disk", ASKED, disk.Result, command=("/nowhere/python",))
+
+
+def test_every_part_may_fail_and_the_rest_is_still_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(name: str, *_: object, **__: object) -> None:
+        raise OutsideFailed(f"{name} failed: signal 9")
+
+    monkeypatch.setattr("bedplate.facts.measured.measuring.run_part", fails)
+    (tmp_path / "home").write_text("a file where the folder should be")
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+    found = measure(HARDWARE)
+    for words in ("ram failed", "cuda failed", "matrix failed", "disk failed", "could not be written down"):
+        assert any(words in note for note in found.notes), words
+    assert [check.name for check in found.instruction_sets] == list(HARDWARE.cpu.instruction_sets)
+
+
+def test_who_else_is_at_work_is_said() -> None:
+    assert disturbances(HARDWARE, 0.05) == ()
+    assert "other programs used 60% of the CPU" in disturbances(HARDWARE, 0.6)[0]
+    first, second = HARDWARE.accelerators
+    busy = replaced(HARDWARE, accelerators=(first, replaced(second, processes=(GpuProcess(pid=1), GpuProcess(pid=2)))))
+    assert disturbances(busy, 0.0) == ("2 other processes use GPU 1: its figures may be lower than when idle",)
+
+
+def test_the_vendors_figure_is_kept_beside_the_measured_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def answers(name: str, request: object, result: type[Record], update: object, **_: object) -> Record:
+        gpus = (GpuBandwidth(index=0, name="a"), GpuBandwidth(index=1, name="b"))
+        return cuda.Result(gpus=gpus) if name == "cuda" else result()
+
+    monkeypatch.setattr("bedplate.facts.measured.measuring.run_part", answers)
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
+    sheet = Figure(value=4.8e12, low=4.8e12, high=4.8e12, basis="spec", source="a sheet")
+    first, second = HARDWARE.accelerators
+    cards = (replaced(first, bandwidth_bytes_s=sheet), replaced(second, bandwidth_bytes_s=figure(4e12)))
+    found = measure(replaced(HARDWARE, accelerators=cards))
+    assert [gpu.spec_bytes_s for gpu in found.gpus] == [sheet, None]
+    amd = replaced(HARDWARE, accelerators=(Accelerator(name="Radeon", vendor="amd"),))
+    assert "GPUs of amd are not measured: only NVIDIA's driver can be asked today" in measure(amd).notes
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    # The first children try instructions, then come the workers: one of these is what must not stay.
+    wait_for(lambda: _worker(process) or process.poll() is not None, "a worker")
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not [one for one in psutil.process_iter(["environ"]) if _is_ours(one, tmp_path)]
+    assert not tmp_path.exists() or not list(tmp_path.rglob("*"))
+
+
+def start(home: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "bedplate", "probe", "--measure", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "BEDPLATE_HOME": str(home)},
+    )
+
+
+def _worker(process: subprocess.Popen[str]) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any("bedplate.facts.measured.worker" in one.cmdline() for one in psutil.Process(process.pid).children())
+    return False
+
+
+def _is_ours(process: psutil.Process, home: Path) -> bool:
+    return (process.info["environ"] or {}).get("BEDPLATE_HOME") == str(home)
+
+
+def test_the_whole_measurement_on_this_machine(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    out, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    hardware = from_json(Hardware, out)
+    found = hardware.measured
+    assert found is not None and found.took_s < 120
+    assert found.ram_all_cores is not None or found.notes
+    if found.ram_all_cores is not None:
+        assert hardware.memory.bandwidth_bytes_s == found.ram_all_cores.read_bytes_s
+    assert {path.name for path in tmp_path.iterdir()} <= {"measured.json", "measured.json.lock"}
+    again = subprocess.run(
+        [sys.executable, "-m", "bedplate", "probe", "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "BEDPLATE_HOME": str(tmp_path)},
+    )
+    assert from_json(Hardware, again.stdout).measured == found, "it is remembered without measuring"

@@ -1,0 +1,165 @@
+"""Apple chips, from the text of real Macs (tests/captures says whose)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bedplate.facts import apple
+from bedplate.facts.apple import (
+    MacProfile,
+    apple_accelerator,
+    parse_core_kinds,
+    parse_gpu_cores,
+    parse_profiler,
+    read_apple,
+    wired_limit,
+)
+from bedplate.facts.cpu import parse_sysctl
+from bedplate.facts.devices import Found
+
+CAPTURES = Path(__file__).parent.parent / "captures"
+GIB = 1 << 30
+
+
+def capture(name: str) -> str:
+    return (CAPTURES / name).read_text()
+
+
+class TestProfiler:
+    def test_chip_and_gpu_together(self) -> None:
+        assert parse_profiler(capture("apple/profiler-hardware-displays-m2-pro.json")) == MacProfile(
+            chip="Apple M2 Pro",
+            memory_bytes=16 * GIB,
+            performance_cores=8,
+            efficiency_cores=4,
+            gpu_cores=19,
+        )
+
+    def test_either_half_alone(self) -> None:
+        ultra = parse_profiler(capture("apple/profiler-hardware-m2-ultra.json"))
+        assert (ultra.chip, ultra.memory_bytes, ultra.performance_cores) == ("Apple M2 Ultra", 64 * GIB, 16)
+        screen = parse_profiler(capture("apple/profiler-displays-m2-max.json"))
+        assert (screen.chip, screen.gpu_cores, screen.metal) == ("Apple M2 Max", 30, "Metal 4")
+        assert parse_profiler(None) == parse_profiler("") == parse_profiler("{}") == MacProfile()
+
+    def test_a_card_of_another_make_is_not_apples(self) -> None:
+        """A Mac Pro's or an Intel Mac's; constructed."""
+        other = {"SPDisplaysDataType": [{"_name": "AMD Radeon Pro 5500M", "spdisplays_vendor": "sppci_vendor_amd"}]}
+        assert parse_profiler(json.dumps(other)) == MacProfile()
+
+    @pytest.mark.parametrize(
+        ("text", "kinds"),
+        [
+            ("proc 8:4:4", (4, 4)),
+            ("proc 16:12:4", (12, 4)),
+            ("proc 24:16:8:0", (16, 8)),
+            ("proc 12:0:8:4", (8, 4)),
+            ("proc 10:10:0", (10, 0)),
+            ("proc 8:4:9", (None, None)),
+            (8, (None, None)),
+            (None, (None, None)),
+        ],
+    )
+    def test_kinds_of_cores(self, text: object, kinds: tuple[int | None, int | None]) -> None:
+        assert parse_core_kinds(text) == kinds
+
+    def test_gpu_cores_from_the_registry(self) -> None:
+        assert parse_gpu_cores(capture("apple/ioreg-m4.txt")) == 10
+        assert parse_gpu_cores("") is None
+        assert parse_gpu_cores(None) is None
+
+    @given(
+        st.recursive(
+            st.none() | st.integers() | st.text(max_size=8),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(["SPHardwareDataType", "SPDisplaysDataType", "chip_type", "sppci_cores"]),
+                    inner,
+                )
+            ),
+        )
+    )
+    def test_json_of_any_shape_is_read(self, said: Any) -> None:
+        parse_profiler(json.dumps(said))
+
+    @given(st.text())
+    def test_no_text_makes_the_parsers_raise(self, text: str) -> None:
+        parse_profiler(text)
+        parse_gpu_cores(text)
+        parse_core_kinds(text)
+        apple_accelerator(parse_sysctl(text), MacProfile(), GIB)
+
+
+class TestWiredLimit:
+    def test_the_owners_setting_is_taken_as_it_is(self) -> None:
+        limit = wired_limit({"iogpu.wired_limit_mb": "26000"}, 32 * GIB)
+        assert limit is not None
+        assert (limit.value, limit.basis) == (26000 << 20, "reported")
+        more = wired_limit({"iogpu.wired_limit_mb": "999999"}, 32 * GIB)
+        assert more is not None and more.value == 32 * GIB
+
+    @pytest.mark.parametrize(
+        ("memory_gib", "seen_gib"),
+        # What Metal was seen to allow: github.com/AlexsJones/llmfit pull request 754, gpustack/gpustack issue 1375
+        # (75 % of all memory), antirez/ds4 pull request 893.
+        [(16, 11.84), (64, 48.0), (128, 107.52)],
+    )
+    def test_macos_own_limit_is_an_estimate_that_holds_what_was_seen(self, memory_gib: int, seen_gib: float) -> None:
+        limit = wired_limit({"iogpu.wired_limit_mb": "0"}, memory_gib * GIB)
+        assert limit is not None
+        assert limit.basis == "estimate"
+        assert limit.low <= seen_gib * GIB <= limit.high
+
+    def test_nothing_is_made_up_without_a_memory_size(self) -> None:
+        assert wired_limit({}, None) is None
+
+
+class TestAccelerator:
+    def test_an_m2_shares_its_memory(self) -> None:
+        sysctl = parse_sysctl(capture("sysctl/apple-m2.txt"))
+        found = apple_accelerator(sysctl, MacProfile(), 12 * GIB, gpu_cores=10)
+        assert found is not None
+        assert (found.name, found.vendor, found.compute_units) == ("Apple M2", "apple", 10)
+        assert (found.memory_bytes, found.free_bytes, found.unified_memory) == (24 * GIB, 12 * GIB, True)
+
+    def test_what_is_free_never_exceeds_what_the_gpu_may_hold(self) -> None:
+        sysctl = parse_sysctl(capture("sysctl/apple-m2.txt")) | {"iogpu.wired_limit_mb": "8192"}
+        found = apple_accelerator(sysctl, MacProfile(), 20 * GIB)
+        assert found is not None and found.free_bytes == 8 * GIB
+
+    def test_system_profiler_stands_in_for_sysctl(self) -> None:
+        profile = parse_profiler(capture("apple/profiler-hardware-m2.json"))
+        found = apple_accelerator({}, profile, 10 * GIB)
+        assert found is not None
+        assert (found.name, found.memory_bytes) == ("Apple M2", 16 * GIB)
+
+    def test_an_intel_mac_has_none(self) -> None:
+        assert apple_accelerator(parse_sysctl(capture("sysctl/intel-mac.txt")), MacProfile(), GIB) is None
+
+
+class TestReading:
+    def test_the_slow_program_is_asked_only_where_the_quick_ones_left_something_open(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(apple, "read_sysctl", lambda: parse_sysctl(capture("sysctl/apple-m2.txt")))
+        asked = []
+
+        def ask(argv: Sequence[str]) -> str | None:
+            asked.append(argv[0])
+            return capture("apple/ioreg-m4.txt")
+
+        assert read_apple(GIB, ask).accelerators[0].compute_units == 10
+        assert asked == ["ioreg"]
+
+    def test_a_mac_that_says_nothing_is_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(apple, "read_sysctl", dict)
+        found = read_apple(GIB, lambda argv: None)
+        assert found == Found(notes=("the chip could not be read: neither sysctl nor system_profiler answered",))

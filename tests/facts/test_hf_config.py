@@ -1,0 +1,335 @@
+"""Sizes computed from a configuration, against what the makers publish."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bedplate.errors import BadQuestion
+from bedplate.facts.hf_config import read_config
+from bedplate.facts.model_folder import read_config_file
+from bedplate.values import Model, from_json, to_json
+
+CONFIGS = Path(__file__).parents[2].parent / "shared" / "model_configs"
+needs_configs = pytest.mark.skipif(not CONFIGS.is_dir(), reason="shared/model_configs is not beside the repository")
+
+
+class Published(NamedTuple):
+    total: str
+    source: str
+    active: str | None = None
+    holds: str = ""
+    """What the published total counts beside the language model: vision, mtp."""
+
+
+CARD = "model card"
+PUBLISHED = {
+    "meta-llama/Meta-Llama-3.1-8B": Published("8.03B", "hub: safetensors parameters 8,030,261,248"),
+    "meta-llama/Meta-Llama-3.1-70B": Published("70.6B", "hub: safetensors parameters 70,553,706,496"),
+    "meta-llama/Meta-Llama-3.1-405B": Published("406B", "hub: safetensors parameters 405,853,388,800"),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": Published("108B", "llama-bench prints 107,769,861,184 for its GGUF", "17B"),
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": Published("400B", CARD, "17B"),
+    "mistralai/Mixtral-8x7B-v0.1": Published("46.7B", "mistral.ai/news/mixtral-of-experts", "12.9B"),
+    "mistralai/Mixtral-8x22B-v0.1": Published("141B", "mistral.ai/news/mixtral-8x22b", "39B"),
+    "Qwen/Qwen3-0.6B": Published("0.6B", CARD),
+    "Qwen/Qwen3-1.7B": Published("1.7B", CARD),
+    "Qwen/Qwen3-8B": Published("8.2B", CARD),
+    "Qwen/Qwen3-32B": Published("32.8B", CARD),
+    "Qwen/Qwen3-32B-FP8": Published("32.8B", CARD),
+    "Qwen/Qwen3-32B-FP8-Static-PerTensor": Published("32.8B", CARD),
+    "Qwen/Qwen3-30B-A3B": Published("30.5B", CARD, "3.3B"),
+    "Qwen/Qwen3-30B-A3B-FP8": Published("30.5B", CARD, "3.3B"),
+    "Qwen/Qwen3-235B-A22B": Published("235B", CARD, "22B"),
+    "Qwen/Qwen3-235B-A22B-FP8": Published("235B", CARD, "22B"),
+    "nvidia/Qwen3-235B-A22B-NVFP4": Published("235B", CARD, "22B"),
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": Published("480B", CARD, "35B"),
+    "Qwen/Qwen3-VL-2B-Instruct": Published("2.13B", "hub: count of the safetensors files, rounded", holds="vision"),
+    "Qwen/Qwen3-VL-4B-Instruct": Published("4.44B", "hub: count of the safetensors files, rounded", holds="vision"),
+    "Qwen/Qwen3-VL-8B-Instruct": Published("8.77B", "hub: count of the safetensors files, rounded", holds="vision"),
+    "Qwen/Qwen3-VL-32B-Instruct": Published("33.4B", "hub: 33B", holds="vision"),
+    "Qwen/Qwen3-VL-32B-Thinking": Published("33.4B", "hub: 33B", holds="vision"),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": Published("31.1B", "hub: 31B", "3.3B", holds="vision"),
+    "Qwen/Qwen3-VL-235B-A22B-Instruct": Published("236B", "hub: 236B", "22B", holds="vision"),
+    "Qwen/Qwen3.5-27B": Published("27B", CARD),
+    "Qwen/Qwen3.5-35B-A3B": Published("35B", CARD),
+    "Qwen/Qwen3.5-122B-A10B": Published("122B", CARD, "10B"),
+    "Qwen/Qwen3.5-397B-A17B": Published("397B", CARD, "17B"),
+    "nvidia/Qwen3.5-122B-A10B-NVFP4": Published("122B", CARD, "10B"),
+    "nvidia/Qwen3.5-397B-A17B-NVFP4": Published("397B", CARD, "17B"),
+    "nvidia/Qwen3.6-35B-A3B-NVFP4": Published("35B", CARD),
+    "XiaomiMiMo/MiMo-7B-Base": Published("7.83B", "hub: count of the safetensors files, rounded", holds="mtp"),
+    "XiaomiMiMo/MiMo-V2-Flash": Published("309B", CARD, "15B"),
+    "deepseek-ai/DeepSeek-R1": Published("671B", CARD, "37B"),
+    "deepseek-ai/DeepSeek-V3": Published("671B", "arXiv:2412.19437", "37B"),
+    "deepseek-ai/DeepSeek-V3.2": Published("671B", "arXiv:2512.02556", "37B"),
+    "nvidia/DeepSeek-V3.1-NVFP4": Published("671B", CARD, "37B"),
+    "nvidia/DeepSeek-V3.2-NVFP4": Published("671B", CARD, "37B"),
+    "deepseek-ai/DeepSeek-V4-Flash": Published("284B", "arXiv:2606.19348", "13B"),
+    "nvidia/DeepSeek-V4-Flash-NVFP4": Published("284B", "arXiv:2606.19348", "13B"),
+    "sgl-project/DeepSeek-V4-Flash-FP8": Published("284B", "arXiv:2606.19348", "13B"),
+    "deepseek-ai/DeepSeek-V4-Pro": Published("1.6T", "arXiv:2606.19348", "49B"),
+    "nvidia/DeepSeek-V4-Pro-NVFP4": Published("1.6T", "arXiv:2606.19348", "49B"),
+    "sgl-project/DeepSeek-V4-Pro-FP8": Published("1.6T", "arXiv:2606.19348", "49B"),
+    "google/gemma-4-26B-A4B": Published("25.2B", CARD, "3.8B"),
+    "nvidia/Gemma-4-26B-A4B-NVFP4": Published("25.2B", CARD, "3.8B"),
+    "nvidia/Gemma-4-31B-IT-NVFP4": Published("30.7B", CARD),
+    "moonshotai/Kimi-K2-Instruct": Published("1.03T", "hub: 1.03 TB of FP8; the report, arXiv:2507.20534, says 1.04T", "32B"),
+    "moonshotai/Kimi-K2.5": Published("1T", CARD, "32B"),
+    "nvidia/Kimi-K2.5-NVFP4": Published("1T", CARD, "32B"),
+    "nvidia/Kimi-K2.6-NVFP4": Published("1T", CARD, "32B"),
+    "nvidia/Kimi-K2.7-Code-NVFP4": Published("1T", CARD, "32B"),
+    "MiniMaxAI/MiniMax-M2.5": Published("229B", "hub: count of the safetensors files, rounded", "10B"),
+    "MiniMaxAI/MiniMax-M2.7": Published("229B", "hub: as M2.5", "10B"),
+    "nvidia/MiniMax-M2.5-NVFP4": Published("229B", "hub: as M2.5", "10B"),
+    "nvidia/MiniMax-M2.7-NVFP4": Published("229B", "hub: as M2.5", "10B"),
+    "MiniMaxAI/MiniMax-M3": Published("428B", "model card, with the vision tower that this configuration leaves out", "23B"),
+    "zai-org/GLM-5": Published("744B", "arXiv:2602.15763", "40B"),
+    "zai-org/GLM-5-FP8": Published("744B", "arXiv:2602.15763", "40B"),
+    "zai-org/GLM-5.1": Published("744B", CARD, "40B"),
+    "zai-org/GLM-5.1-FP8": Published("744B", CARD, "40B"),
+    "zai-org/GLM-5.2": Published("753B", "hub: 753B with its MTP layer", "40B", holds="mtp"),
+    "zai-org/GLM-5.2-FP8": Published("753B", "hub: 753B with its MTP layer", "40B", holds="mtp"),
+    "nvidia/GLM-5-NVFP4": Published("744B", "arXiv:2602.15763", "40B"),
+    "nvidia/GLM-5.1-NVFP4": Published("744B", CARD, "40B"),
+    "nvidia/GLM-5.2-NVFP4": Published("744B", CARD, "40B"),
+    "nvidia/Llama-3.1-70B-Instruct-FP8": Published("70.6B", "as Meta-Llama-3.1-70B"),
+    "nvidia/Llama-3_3-Nemotron-Super-49B-v1": Published("49.9B", "hub: count of the safetensors files, rounded"),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": Published("31.6B", "arXiv:2512.20848", "3.6B"),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": Published("31.6B", "arXiv:2512.20848", "3.6B"),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8": Published("120.6B", "technical report of Nemotron 3 Super", "12.7B"),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": Published("120.6B", "technical report of Nemotron 3 Super", "12.7B"),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": Published("550B", CARD, "55B"),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": Published("550B", CARD, "55B"),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": Published("550B", CARD, "55B"),
+    "nvidia/Nemotron-H-56B-Base-8K": Published("56B", "arXiv:2504.03624"),
+    "openai/gpt-oss-120b": Published("116.83B", "arXiv:2508.10925, table 1"),
+    "openai/gpt-oss-20b": Published("20.91B", "arXiv:2508.10925, table 1"),
+    "stepfun-ai/Step-3.7-Flash": Published("196B", "model card: language backbone", "11B"),
+    "stepfun-ai/Step-3.7-Flash-FP8": Published("196B", "model card: language backbone", "11B"),
+}
+# No figure of the maker was found for these, or only the name; GLM-5.3 has the configuration of GLM-5.2.
+NOT_FOUND = {
+    "moonshotai/Kimi-K3", "zai-org/GLM-5.3", "zai-org/GLM-5.3-FP8", "nvidia/GLM-5.3-NVFP4",
+    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4",
+}  # fmt: skip
+
+
+def figure(text: str) -> tuple[float, float]:
+    """A published figure and what its rounding hides."""
+    value, unit = float(text[:-1]), {"B": 1e9, "T": 1e12}[text[-1]]
+    digits = len(text[:-1].partition(".")[2])
+    return value * unit, 0.5 * 10**-digits * unit
+
+
+def configs() -> list[Path]:
+    return sorted(path for path in CONFIGS.glob("*_config.json") if "hf_quant" not in path.name) if CONFIGS.is_dir() else []
+
+
+def name_of(path: Path) -> str:
+    return path.name.removesuffix("_config.json").replace("--", "/", 1)
+
+
+@needs_configs
+@pytest.mark.parametrize("path", configs(), ids=name_of)
+def test_parameters_match_what_is_published(path: Path) -> None:
+    """Within 1 %, or within the rounding of the published figure where that is coarser."""
+    model = read_config_file(path)
+    assert model.name == name_of(path)
+    if model.name in NOT_FOUND:
+        assert model.parameters > 0
+        return
+    published = PUBLISHED[model.name]
+    counted = model.parameters
+    counted += model.vision_parameters if "vision" in published.holds else 0
+    counted += model.mtp_parameters if "mtp" in published.holds else 0
+    total, rounding = figure(published.total)
+    assert abs(counted - total) <= max(0.01 * total, rounding), f"{counted:,} against {published.total}, {published.source}"
+    if published.active:
+        active, rounding = figure(published.active)
+        assert model.active_parameters is not None
+        # Makers differ in whether the two ends of the vocabulary count as active.
+        ends = sum(part.active_parameters for part in model.parts if part.name in ("embedding", "output"))
+        nearest = min(abs(model.active_parameters - less - active) for less in (0, ends // 2, ends))
+        assert nearest <= max(0.03 * active, rounding), f"{model.active_parameters:,} against {published.active}"
+
+
+@needs_configs
+@pytest.mark.parametrize("path", configs(), ids=name_of)
+def test_every_configuration_gives_a_whole_model(path: Path) -> None:
+    model = read_config_file(path)
+    assert from_json(Model, to_json(model)) == model
+    assert sum(part.parameters for part in model.parts if part.name not in ("vision", "mtp")) == model.parameters
+    assert sum(part.bytes for part in model.parts if part.name != "mtp") == model.weight_bytes
+    assert sum(group.count for group in model.layers) == model.num_layers
+    assert model.max_context and model.vocab_size and model.quantization
+    quantized = any(word in model.name for word in ("FP8", "NVFP4"))
+    assert model.bits_per_weight is not None
+    assert (model.bits_per_weight < 12) == (quantized or model.quantization_details is not None)
+
+
+@needs_configs
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "source"),
+    [
+        ("deepseek-ai/DeepSeek-R1", 673, "index.json: 688.6 GB, of which the MTP layer and its copies take about 15"),
+        ("openai/gpt-oss-120b", 65.2, "hub: 65.3 GB of safetensors"),
+        ("openai/gpt-oss-20b", 13.8, "hub: 13.8 GB of safetensors"),
+        ("moonshotai/Kimi-K2.5", 595, "hub: 595 GB"),
+        ("moonshotai/Kimi-K2-Instruct", 1029, "hub: 1.03 TB"),
+        ("Qwen/Qwen3-32B-FP8", 34.3, "hub: 34.3 GB"),
+        ("deepseek-ai/DeepSeek-V4-Flash", 156, "hub: about 160 GB with its MTP layer"),
+    ],
+)
+def test_bytes_under_a_quantization(name: str, gigabytes: float, source: str) -> None:
+    model = read_config_file(CONFIGS / f"{name.replace('/', '--', 1)}_config.json")
+    assert model.weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.01), source
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 8192, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def read(**changes: Any) -> Model:
+    return read_config({**LLAMA, **changes}, name="made-up")
+
+
+class TestByHand:
+    def test_llama_3_8b_to_the_last_weight(self) -> None:
+        attention = 4096 * (4096 + 1024 + 1024 + 4096)
+        layer = attention + 3 * 4096 * 14336 + 2 * 4096
+        assert read().parameters == 32 * layer + 2 * 128256 * 4096 + 4096 == 8_030_261_248
+
+    def test_tied_embeddings_count_once(self) -> None:
+        assert read().parameters - read(tie_word_embeddings=True).parameters == 128256 * 4096
+        assert read(tie_word_embeddings=True).tied_embeddings
+
+    def test_experts_and_those_that_work(self) -> None:
+        model = read(num_local_experts=8, num_experts_per_tok=2)
+        expert = 3 * 4096 * 14336 * 32
+        assert model.parameters - read().parameters == 7 * expert + 32 * 8 * 4096
+        assert model.active_parameters == model.parameters - 6 * expert
+        assert (model.num_experts, model.num_experts_active, model.num_moe_layers) == (8, 2, 32)
+
+    def test_what_is_read_for_a_token_leaves_out_the_embedding_and_idle_experts(self) -> None:
+        model = read(num_local_experts=8, num_experts_per_tok=2)
+        assert model.active_parameters is not None
+        assert model.read_bytes_per_token == 2 * (model.active_parameters - 128256 * 4096)
+
+    @pytest.mark.parametrize(
+        ("settings", "label", "bits"),
+        [
+            ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8", 8 + 32 / 128**2),
+            ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "GPTQ-Int4", 4 + 20 / 128),
+            ({"quant_method": "awq", "bits": 4, "group_size": 128}, "AWQ-Int4", 4 + 20 / 128),
+            ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4", 4.5),
+            ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "NF4", 4.5),
+            ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "INT8", 8),
+            (
+                {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 128}}}},
+                "INT4",
+                4 + 16 / 128,
+            ),
+        ],
+    )  # fmt: skip
+    def test_linear_layers_shrink_and_the_ends_do_not(self, settings: dict[str, Any], label: str, bits: float) -> None:
+        model = read(quantization_config=settings)
+        layers = 32 * (4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336)
+        rest = 2 * (model.parameters - layers)
+        assert model.quantization == label
+        assert model.weight_bytes == pytest.approx(layers * bits / 8 + rest, rel=1e-6)
+
+    def test_mlx_shrinks_everything(self) -> None:
+        model = read(quantization={"group_size": 64, "bits": 4}, quantization_config={"group_size": 64, "bits": 4})
+        assert model.quantization_details is not None and model.quantization_details.method == "mlx"
+        assert model.weight_bytes == pytest.approx(model.parameters * 4.5 / 8, rel=1e-3)
+
+    def test_modules_that_are_named_stay_as_they_are(self) -> None:
+        plain = {"quant_method": "modelopt", "quant_algo": "FP8"}
+        one = read(quantization_config={**plain, "ignore": ["lm_head", "model.layers.0.self_attn*"]})
+        assert one.weight_bytes - read(quantization_config=plain).weight_bytes == 4096 * (4096 + 1024 + 1024 + 4096)
+
+    def test_a_pattern_that_would_never_end_is_not_run(self) -> None:
+        began = time.monotonic()
+        read(quantization_config={"quant_method": "fp8", "ignore": ["re:(a+)+$", "re:(.*.*)*x", "*" * 400, "re:["]})
+        assert time.monotonic() - began < 2
+
+    @pytest.mark.parametrize(
+        ("architecture", "task"),
+        [("LlamaForCausalLM", "generate"), ("LlamaModel", "embed"), ("LlamaForSequenceClassification", "classify"), ("GPT2LMHeadModel", "generate")],
+    )
+    def test_the_task(self, architecture: str, task: str) -> None:
+        assert read(architectures=[architecture]).task == task
+
+    def test_code_is_not_looked_at(self) -> None:
+        assert read(auto_map={"AutoModel": "modeling_evil.Evil"}) == read()
+
+
+BAD = [
+    {}, [], None, 7, "x", {"model_type": "llama"}, {**LLAMA, "hidden_size": None}, {**LLAMA, "hidden_size": "4096"},
+    {**LLAMA, "hidden_size": -1}, {**LLAMA, "hidden_size": 1e300}, {**LLAMA, "hidden_size": 10**400},
+    {**LLAMA, "num_hidden_layers": 10**9}, {**LLAMA, "num_hidden_layers": [[]]}, {**LLAMA, "vocab_size": 2**63},
+    {**LLAMA, "vocab_size": 0}, {**LLAMA, "layer_types": ["full_attention"]}, {**LLAMA, "layer_types": [{}] * 32},
+    {**LLAMA, "layer_types": ["quantum_attention"] * 32}, {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 9},
+    {**LLAMA, "num_local_experts": 2**40}, {**LLAMA, "hybrid_override_pattern": "MMXX"}, {**LLAMA, "block_configs": [1]},
+    {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 10**9}},
+    {**LLAMA, "quantization_config": {"quant_method": "secret"}},
+    {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 0]}},
+    {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": "big"}},
+    {**LLAMA, "kv_lora_rank": 512}, {**LLAMA, "linear_attn_config": {"full_attn_layers": "all"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", BAD, ids=range(len(BAD)))
+def test_what_cannot_be_is_a_bad_question(fields: object) -> None:
+    with pytest.raises(BadQuestion) as caught:
+        read_config(fields, name="made-up")
+    assert "made-up" in caught.value.message
+
+
+KEYS = sorted({
+    *LLAMA, "text_config", "vision_config", "quantization_config", "layer_types", "sliding_window", "num_local_experts", "num_experts_per_tok",
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim", "index_n_heads", "compress_ratios",
+    "hybrid_override_pattern", "full_attention_interval", "linear_num_key_heads", "mamba_d_state", "attn_layer_period", "num_kv_shared_layers",
+    "moe_layer_freq", "first_k_dense_replace", "num_nextn_predict_layers", "block_configs", "linear_attn_config", "hidden_size_per_layer_input",
+    "sparse_attention_config", "moe_intermediate_size", "n_shared_experts", "head_dim", "attn_type_list", "cross_attention_layers",
+})  # fmt: skip
+TYPES = ["llama", "gemma4_text", "gemma3n_text", "nemotron_h", "deepseek_v4", "lfm2", "qwen3_5_text", "bert", "jamba", "mamba2", "falcon_h1", "gpt_oss"]
+scalars = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=8), st.sampled_from(TYPES))
+values = st.recursive(scalars, lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(st.sampled_from(KEYS), inner, max_size=5)), max_leaves=12)
+small = st.one_of(st.integers(0, 300), st.lists(st.integers(0, 200), max_size=40), st.lists(st.sampled_from(["full_attention", "mamba"]), min_size=32, max_size=40))
+
+
+@settings(max_examples=600, deadline=2000)
+@given(changes=st.dictionaries(st.sampled_from(KEYS), st.one_of(values, small), max_size=8), kind=st.sampled_from(TYPES))
+def test_any_configuration_is_read_or_refused(changes: dict[str, Any], kind: str) -> None:
+    try:
+        model = read_config({**LLAMA, "model_type": kind, **changes}, name="fuzzed")
+    except BadQuestion:
+        return
+    assert model.parameters >= 0 and model.weight_bytes >= 0 and model.kv_bytes(1000) >= 0
+    assert from_json(Model, to_json(model)) == model
+
+
+def test_a_configuration_nested_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(BadQuestion):
+        read_config_file(path)
+    path.write_bytes(b" " * (5 << 20))
+    with pytest.raises(BadQuestion):
+        read_config_file(path)
+
+
+def test_a_file_that_python_wrote_with_infinity_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "someone--model_config.json"
+    path.write_text(json.dumps({**LLAMA, "time_step_limit": [0.0, float("inf")]}))
+    assert read_config_file(path).name == "someone/model"

@@ -1,0 +1,91 @@
+"""Intel's cards: files as the xe and i915 drivers name them (constructed; github.com/AlexsJones/llmfit pull request 733
+and github.com/ValveSoftware/steam-for-linux issue 12636 have the names and the B580's size)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bedplate.facts.devices import Found
+from bedplate.facts.intel import device_number, read_intel
+from bedplate.values import Accelerator, Pcie
+
+
+def card(root: Path, number: int, files: dict[str, str]) -> None:
+    for name, text in {"vendor": "0x8086", **files}.items():
+        path = root / f"sys/class/drm/card{number}/device/{name}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+
+def test_an_arc_card_under_xe(tmp_path: Path) -> None:
+    card(
+        tmp_path,
+        1,
+        {
+            "device": "0xe20b",
+            "uevent": "DRIVER=xe\nPCI_SLOT_NAME=0000:03:00.0",
+            "tile0/physical_vram_size_bytes": str(0x300000000),
+            "tile0/gt0/freq0/act_freq": "400",
+            "tile0/gt0/freq0/max_freq": "2850",
+            "max_link_speed": "16.0 GT/s PCIe",
+            "max_link_width": "8",
+        },
+    )
+    found = read_intel(tmp_path)
+    assert found.accelerators == (
+        Accelerator(
+            name="Intel Arc B580",
+            vendor="intel",
+            index=0,
+            pci_address="0000:03:00.0",
+            memory_bytes=12 << 30,
+            driver_version="xe",
+            sm_clock_mhz=400,
+            max_sm_clock_mhz=2850,
+            pcie=Pcie(max_generation=4, max_width=8),
+        ),
+    )
+    assert [(link.a, link.b, link.kind) for link in found.links] == [("0", "host", "pcie")]
+
+
+def test_the_tiles_of_a_data_centre_card_are_one_memory(tmp_path: Path) -> None:
+    tiles = {f"tile{tile}/physical_vram_size_bytes": str(64 << 30) for tile in range(2)}
+    card(tmp_path, 0, {"device": "0x0bd5", **tiles})
+    assert read_intel(tmp_path).accelerators[0].memory_bytes == 128 << 30
+
+
+def test_the_data_centre_i915_also_says_what_is_free(tmp_path: Path) -> None:
+    card(
+        tmp_path,
+        0,
+        {"device": "0x56c0", "drm/card0/lmem_total_bytes": "100", "drm/card0/lmem_avail_bytes": "40"},
+    )
+    found = read_intel(tmp_path).accelerators[0]
+    assert (found.name, found.memory_bytes, found.free_bytes) == ("Intel Data Center GPU Flex 170", 100, 40)
+
+
+def test_a_card_whose_driver_keeps_its_memory_quiet_is_still_there(tmp_path: Path) -> None:
+    card(tmp_path, 0, {"device": "0x56a0", "uevent": "DRIVER=i915"})
+    found = read_intel(tmp_path)
+    assert (found.accelerators[0].name, found.accelerators[0].memory_bytes) == ("Intel Arc A770", None)
+    assert "does not say how much memory" in found.notes[0]
+
+
+def test_graphics_inside_a_processor_is_only_noted(tmp_path: Path) -> None:
+    card(tmp_path, 0, {"device": "0x9a49"})
+    found = read_intel(tmp_path)
+    assert found.accelerators == ()
+    assert found.notes == ("Intel graphics 0x9a49 is built into the CPU: not counted as a GPU",)
+
+
+def test_none_is_none(tmp_path: Path) -> None:
+    assert read_intel(tmp_path) == Found()
+    assert all(found.vendor == "intel" for found in read_intel().accelerators)
+
+
+@given(st.text())
+def test_no_device_number_makes_it_raise(text: str) -> None:
+    device_number(text)

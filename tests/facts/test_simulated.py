@@ -1,0 +1,325 @@
+"""Machines on paper are full machines, and what is wrong with a description is said with the field's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bedplate.errors import BadQuestion
+from bedplate.facts.chips import GIB, chips
+from bedplate.facts.simulated import FIELDS, idle_free_bytes, simulated
+from bedplate.values import Hardware
+from bedplate.values.record import from_json, to_json
+
+SHARED = Path(__file__).parents[2].parent / "shared"
+
+
+def links(machine: Hardware, kind: str) -> dict[tuple[str, str], float | None]:
+    """One direction in GB/s."""
+    return {
+        (link.a, link.b): None if link.bandwidth_bytes_s is None else link.bandwidth_bytes_s.value / 1e9
+        for link in machine.links
+        if link.kind == kind
+    }
+
+
+def test_eight_h100s_are_a_whole_machine() -> None:
+    machine = simulated({"accelerator": "NVIDIA H100 SXM 80GB", "count": 8, "ram_gb": 2048, "os": "linux"})
+    assert [card.index for card in machine.accelerators] == list(range(8))
+    card = machine.accelerators[0]
+    assert card.vendor == "nvidia"
+    assert card.compute_capability == "9.0"
+    assert card.memory_bytes == 81559 << 20
+    assert card.free_bytes is not None and 79e9 < card.free_bytes < card.memory_bytes
+    assert card.bandwidth_bytes_s is not None
+    assert (card.bandwidth_bytes_s.value, card.bandwidth_bytes_s.basis) == (3350e9, "spec")
+    assert card.bandwidth_bytes_s.source
+    assert card.basis == "spec"
+    assert machine.memory.total_bytes == 2048 * GIB
+    assert machine.memory.available_bytes < machine.memory.total_bytes
+    nvlink = links(machine, "nvlink")
+    assert len(nvlink) == 28
+    assert set(nvlink.values()) == {450.0}
+    to_host = links(machine, "pcie")
+    assert set(to_host) == {(str(index), "host") for index in range(8)}
+    assert to_host["0", "host"] == pytest.approx(63, rel=0.01)
+
+
+def test_a_machine_on_paper_survives_json_both_ways_and_may_be_given_back() -> None:
+    machine = simulated({"accelerator": "2x RTX 4090", "cpu": "Ryzen 9 7950X", "ram_gb": 64})
+    assert from_json(Hardware, to_json(machine)) == machine
+    assert simulated(msgspec.to_builtins(machine)) == machine
+
+
+def test_a_saved_machine_of_another_kind_is_refused() -> None:
+    for saved in ({"schema": "hardware/9"}, {"schema": "hardware/1", "os": "linux"}, {"schema": 3}):
+        with pytest.raises(BadQuestion, match="hardware is not a machine") as caught:
+            simulated(saved)
+        assert caught.value.cause
+
+
+def test_cards_with_a_bridge_that_is_sold_apart_have_it_only_when_said() -> None:
+    described = {"accelerator": "RTX 3090", "count": 4, "ram_gb": 128}
+    assert not links(simulated(described), "nvlink")
+    assert len(links(simulated(described), "pcie")) == 4 + 6
+    bridged = links(simulated({**described, "link": "nvlink"}), "nvlink")
+    assert bridged == {("0", "1"): 56.25, ("2", "3"): 56.25}
+
+
+def test_a_mesh_shares_its_links_out_over_all_peers() -> None:
+    xgmi = links(simulated({"accelerator": "MI300X", "count": 8, "ram_gb": 2048}), "xgmi")
+    assert len(xgmi) == 28
+    assert set(xgmi.values()) == {64.0}
+
+
+def test_cards_may_be_told_to_use_pcie_alone() -> None:
+    machine = simulated({"accelerator": "H100 SXM", "count": 2, "ram_gb": 512, "link": "pcie"})
+    assert not links(machine, "nvlink")
+    assert ("0", "1") in links(machine, "pcie")
+
+
+def test_a_fleet_is_nodes_with_a_network_between_them() -> None:
+    machine = simulated({"accelerator": "H100 SXM", "count": 128, "ram_gb": 2048, "network": "8x 400 Gbit/s"})
+    assert len(machine.accelerators) == 128
+    nvlink = links(machine, "nvlink")
+    assert len(nvlink) == 16 * 28
+    assert ("7", "8") not in nvlink
+    network = links(machine, "network")
+    assert len(network) == 15
+    assert network["0", "8"] == 400
+    assert any("16 nodes of 8" in note for note in machine.notes)
+
+
+def test_a_rack_is_one_domain() -> None:
+    machine = simulated({"accelerator": "GB200", "count": 72, "ram_gb": 480})
+    assert len(links(machine, "nvlink")) == 72 * 71 // 2 + 72
+    assert links(machine, "nvlink")["0", "host"] == 450
+    assert machine.cpu.name == "NVIDIA Grace"
+    assert machine.cpu.arch == "aarch64"
+
+
+def test_nodes_are_as_large_as_said() -> None:
+    machine = simulated({"accelerator": "L40S", "count": 8, "gpus_per_node": 4, "ram_gb": 512, "network": "100 GbE"})
+    assert links(machine, "network") == {("0", "4"): 12.5}
+    assert ("3", "4") not in links(machine, "pcie")
+
+
+def test_a_large_fleet_is_described_in_bounded_size() -> None:
+    machine = simulated({"accelerator": "GB200", "count": 16_384, "ram_gb": 480})
+    assert len(machine.accelerators) == 16_384
+    assert len(machine.links) < 50_000
+
+
+@pytest.mark.parametrize(
+    ("said", "gb_s"),
+    [
+        ("400 Gbit/s", 50),
+        ("InfiniBand NDR", 50),
+        ("InfiniBand NDR 400", 50),
+        ("8x400Gb/s", 400),
+        ("8 x NDR 400", 400),
+        ("100 GbE", 12.5),
+        ("50 GB/s", 50),
+        (200, 25),
+        ("none", None),
+        ("InfiniBand", None),
+    ],
+)
+def test_networks_as_people_write_them(said: object, gb_s: float | None) -> None:
+    machine = simulated({"accelerator": "H100 SXM", "count": 16, "ram_gb": 2048, "network": said})
+    assert links(machine, "network") == {("0", "8"): gb_s}
+
+
+@pytest.mark.parametrize(
+    ("name", "ram_gb", "wired_gib", "gb_s"),
+    [
+        ("Apple M1", 8, 8 * 2 / 3, 68.25),
+        ("Apple M4", 16, 16 * 2 / 3, 120),
+        ("Apple M3 Max", 36, 27, 300),
+        ("Apple M3 Max 40-core", 64, 48, 400),
+        ("Apple M4 Max", 128, 96, 546),
+        ("M3 Ultra", 512, 384, 819),
+    ],
+)
+def test_a_mac_shares_its_memory_and_lends_the_gpu_its_part(
+    name: str, ram_gb: int, wired_gib: float, gb_s: float
+) -> None:
+    machine = simulated({"accelerator": name, "ram_gb": ram_gb, "os": "macos"})
+    card = machine.accelerators[0]
+    assert machine.os == "macos"
+    assert machine.cpu.arch == "arm64"
+    assert card.unified_memory
+    assert card.memory_bytes == ram_gb * GIB
+    assert card.wired_limit_bytes is not None
+    assert card.wired_limit_bytes.value / GIB == pytest.approx(wired_gib)
+    assert card.wired_limit_bytes.basis == "estimate"
+    assert card.free_bytes == round(min(wired_gib * GIB, machine.memory.available_bytes))
+    assert machine.memory.bandwidth_bytes_s is not None
+    assert machine.memory.bandwidth_bytes_s.value == gb_s * 1e9
+
+
+def test_memory_may_stand_in_the_name_or_have_only_one_size() -> None:
+    assert simulated({"accelerator": "M4 Max 64GB"}).memory.total_bytes == 64 * GIB
+    assert simulated({"accelerator": "DGX Spark"}).memory.total_bytes == 128 * GIB
+    with pytest.raises(BadQuestion, match=r"hardware.ram_gb: how much memory"):
+        simulated({"accelerator": "M4 Pro"})
+    with pytest.raises(BadQuestion, match=r"hardware.ram_gb: 32, but the name says 64"):
+        simulated({"accelerator": "M4 Max 64GB", "ram_gb": 32})
+
+
+def test_strix_halo_is_cpu_and_gpu_of_one_memory() -> None:
+    machine = simulated({"accelerator": "Ryzen AI Max+ 395", "ram_gb": 128})
+    assert machine.cpu.physical_cores == 16
+    assert "avx512f" in machine.cpu.instruction_sets
+    assert machine.accelerators[0].architecture == "gfx1151"
+    assert machine.accelerators[0].free_bytes == 96 * GIB
+
+
+def test_a_cpu_alone() -> None:
+    machine = simulated({"cpu": "Intel Xeon Gold 6430", "cores": 32, "ram_gb": 128, "os": "linux"})
+    assert machine.accelerators == ()
+    assert machine.links == ()
+    assert (machine.cpu.sockets, machine.cpu.physical_cores, machine.cpu.logical_cores) == (1, 32, 64)
+    assert "amx_bf16" in machine.cpu.instruction_sets
+    assert machine.memory.bandwidth_bytes_s is not None
+    assert machine.memory.bandwidth_bytes_s.value == pytest.approx(281.6e9)
+
+
+def test_two_sockets_have_twice_the_bandwidth_and_a_part_of_one_is_a_part() -> None:
+    both = simulated({"cpu": "EPYC 9654", "cores": 192, "ram_gb": 1536})
+    assert both.cpu.sockets == 2
+    assert both.memory.bandwidth_bytes_s is not None
+    assert both.memory.bandwidth_bytes_s.value == pytest.approx(2 * 460.8e9)
+    part = simulated({"cpu": "EPYC 9654", "cores": 8, "ram_gb": 64})
+    assert (part.cpu.sockets, part.cpu.allowed_physical_cores) == (1, 8)
+
+
+def test_threads_that_were_taken_for_cores_are_threads() -> None:
+    machine = simulated({"cpu": "Ryzen 7 7840U", "cores": 16, "ram_gb": 16})
+    assert (machine.cpu.physical_cores, machine.cpu.logical_cores) == (8, 16)
+    with pytest.raises(BadQuestion, match=r"hardware.cores: .* has 8 cores, not 17"):
+        simulated({"cpu": "Ryzen 7 7840U", "cores": 17, "ram_gb": 16})
+
+
+def test_a_cpu_that_is_in_no_list_is_taken_with_its_cores_and_nothing_is_made_up() -> None:
+    machine = simulated({"cpu": "Loongson 3A6000", "cores": 4, "ram_gb": 16, "arch": "loongarch64"})
+    assert machine.cpu.name == "Loongson 3A6000"
+    assert machine.cpu.instruction_sets == ()
+    assert machine.memory.bandwidth_bytes_s is None
+    assert any("in no list" in note for note in machine.notes)
+    with pytest.raises(BadQuestion, match=r"hardware.cpu: no chip is known") as caught:
+        simulated({"cpu": "Loongson 3A6000", "ram_gb": 16})
+    assert "hardware.cores" in (caught.value.hint or "")
+
+
+def test_a_cpu_may_be_named_where_an_accelerator_is_expected_and_the_other_way_round() -> None:
+    assert simulated({"accelerator": "Raspberry Pi 5", "ram_gb": 8}).accelerators == ()
+    assert simulated({"cpu": "Apple M2", "ram_gb": 16}).accelerators[0].vendor == "apple"
+
+
+def test_what_was_not_said_is_assumed_aloud() -> None:
+    machine = simulated({"accelerator": "8x H100 SXM"})
+    assert machine.memory.basis == "estimate"
+    assert machine.cpu.basis == "estimate"
+    assert any("hardware.ram_gb is not said" in note for note in machine.notes)
+    assert any("hardware.cores is not said" in note for note in machine.notes)
+
+
+def test_cards_with_several_devices_show_all_of_them() -> None:
+    assert len(simulated({"accelerator": "A16", "count": 2, "ram_gb": 256}).accelerators) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "free_mib"),
+    # Idle cards in tests/captures/nvidia, and an H200 without what a process held.
+    [("RTX 3090", 24154), ("L4", 22479), ("A100 SXM 40GB", 40387), ("H100 SXM", 81106), ("H200 SXM", 143157)],
+)
+def test_an_idle_card_has_as_much_free_as_real_ones_had(name: str, free_mib: int) -> None:
+    free = simulated({"accelerator": name, "ram_gb": 64}).accelerators[0].free_bytes
+    assert free == pytest.approx(free_mib << 20, rel=0.006)
+
+
+def test_no_card_is_full_when_idle() -> None:
+    for chip in chips().values():
+        if chip.reported_bytes is not None and not chip.unified:
+            assert 0.89 * chip.reported_bytes < idle_free_bytes(chip.reported_bytes) < chip.reported_bytes, chip.name
+
+
+@pytest.mark.parametrize(
+    ("described", "field"),
+    [
+        ({}, "hardware"),
+        ({"ram_gb": 16}, "hardware"),
+        ({"accelerator": "H100 SXM", "gpu": 3}, "hardware.gpu"),
+        ({"accelerator": "H999"}, "hardware.accelerator"),
+        ({"accelerator": "h100"}, "hardware.accelerator"),
+        ({"accelerator": 5090}, "hardware.accelerator"),
+        ({"accelerator": " "}, "hardware.accelerator"),
+        ({"accelerator": "99999x H100 SXM"}, "hardware.accelerator"),
+        ({"accelerator": "Ryzen 9 7950X", "cpu": "Ryzen 9 7950X", "ram_gb": 8}, "hardware.accelerator"),
+        ({"accelerator": "H100 SXM", "count": 0}, "hardware.count"),
+        ({"accelerator": "H100 SXM", "count": True}, "hardware.count"),
+        ({"accelerator": "H100 SXM", "count": 2.5}, "hardware.count"),
+        ({"accelerator": "H100 SXM", "count": 10**9}, "hardware.count"),
+        ({"accelerator": "8x H100 SXM", "count": 4}, "hardware.count"),
+        ({"accelerator": "Apple M3 Max", "count": 2, "ram_gb": 64}, "hardware.count"),
+        ({"cpu": "Ryzen 9 7950X", "count": 2, "ram_gb": 8}, "hardware.count"),
+        ({"accelerator": "H100 SXM", "ram_gb": 0}, "hardware.ram_gb"),
+        ({"accelerator": "H100 SXM", "ram_gb": -1}, "hardware.ram_gb"),
+        ({"accelerator": "H100 SXM", "ram_gb": "64"}, "hardware.ram_gb"),
+        ({"accelerator": "H100 SXM", "ram_gb": float("nan")}, "hardware.ram_gb"),
+        ({"cpu": "Ryzen 9 7950X"}, "hardware.ram_gb"),
+        ({"accelerator": "H100 SXM", "os": "plan9"}, "hardware.os"),
+        ({"accelerator": "H100 SXM", "os": "macos"}, "hardware.os"),
+        ({"accelerator": "M2", "ram_gb": 16, "os": "windows"}, "hardware.os"),
+        ({"accelerator": "H100 SXM", "arch": "vax"}, "hardware.arch"),
+        ({"accelerator": "M2", "ram_gb": 16, "arch": "x86_64"}, "hardware.arch"),
+        ({"accelerator": "H100 SXM", "cores": 0}, "hardware.cores"),
+        ({"accelerator": "H100 SXM", "gpus_per_node": 0}, "hardware.gpus_per_node"),
+        ({"cpu": "Ryzen 9 7950X", "ram_gb": 8, "gpus_per_node": 8}, "hardware.gpus_per_node"),
+        ({"accelerator": "H100 SXM", "link": "thunderbolt"}, "hardware.link"),
+        ({"accelerator": "RTX 4090", "link": "nvlink"}, "hardware.link"),
+        ({"cpu": "Ryzen 9 7950X", "ram_gb": 8, "link": "pcie"}, "hardware.link"),
+        ({"accelerator": "H100 SXM", "count": 16, "network": "fast"}, "hardware.network"),
+        ({"accelerator": "H100 SXM", "count": 1, "network": []}, "hardware.network"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_field(described: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadQuestion) as caught:
+        simulated(described)
+    assert caught.value.message.startswith(f"{field}:")
+    assert caught.value.exit_code == 2
+
+
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.lists(st.integers()))
+sensible = st.sampled_from(["h100 sxm", "m3 max", "8x mi300x", "linux", "nvlink", "arm64", "NDR", "EPYC 9654", 64, 8])
+
+
+@given(st.dictionaries(st.sampled_from([*FIELDS, "schema", "other"]), st.one_of(scalars, sensible), max_size=6))
+def test_any_description_ends_in_a_machine_or_a_bad_question(described: dict[str, Any]) -> None:
+    try:
+        machine = simulated(described)
+    except BadQuestion as error:
+        assert "hardware" in error.message
+    else:
+        assert machine.memory.available_bytes <= machine.memory.total_bytes
+
+
+def test_every_machine_of_the_scenarios_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    if not (SHARED / "scenarios").is_dir():
+        pytest.skip("shared/scenarios is not here: no scenarios to try")
+    machines = {}
+    for path in sorted((SHARED / "scenarios").glob("*.yaml")):
+        hardware = yaml.safe_load(path.read_text(encoding="utf-8"))["intent"].get("hardware")
+        if hardware is not None:
+            machines[path.stem] = simulated(hardware)
+            assert len(machines[path.stem].accelerators) == hardware.get("count", 0)
+    with capsys.disabled():
+        print(f"\n{len(machines)} machines of scenarios: all understood")
+    assert machines

@@ -1,0 +1,291 @@
+"""bedplate doctor: what it gathers, what it finds wrong, and above all what it leaves out."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from bedplate.facts import doctor
+from bedplate.facts.doctor import (
+    EngineCheck,
+    FoundModel,
+    Problem,
+    Report,
+    anonymous,
+    examine,
+    harmless,
+    is_writable,
+    log_tails,
+    port_is_free,
+    problems,
+    redacted,
+    settings,
+    swap_used,
+)
+from bedplate.show.doctor import render_report
+from bedplate.values import Accelerator, Cpu, Disk, GpuProcess, Hardware, Memory, from_json, replaced, to_json
+
+GIB = 1 << 30
+MACHINE = Hardware(
+    os="linux",
+    os_version="Debian GNU/Linux 12 (bookworm)",
+    cpu=Cpu(
+        name="Intel(R) Xeon(R) Processor", arch="x86_64", logical_cores=2, allowed_cores=2.0, allowed_physical_cores=2
+    ),
+    memory=Memory(total_bytes=24 * GIB, available_bytes=20 * GIB),
+    disk=Disk(path="/home/ann/.cache/bedplate", total_bytes=10**12, free_bytes=5 * 10**11),
+)
+HEALTHY = Report(
+    bedplate="0.1.0",
+    python="CPython 3.12.1",
+    uv="0.9.0",
+    system="Debian",
+    hardware=MACHINE,
+    home="~/.cache/bedplate",
+    home_writable=True,
+    port_free=True,
+)
+
+
+def found(**changes: Any) -> list[Problem]:
+    return list(problems(replaced(HEALTHY, **changes)))
+
+
+def hardware(**changes: Any) -> dict[str, Any]:
+    return {"hardware": replaced(MACHINE, **changes)}
+
+
+class TestProblems:
+    def test_a_healthy_machine_has_none(self) -> None:
+        assert found() == []
+        assert HEALTHY.healthy
+
+    @pytest.mark.parametrize(
+        ("changes", "says", "hint"),
+        [
+            (hardware(disk=Disk(path="/", total_bytes=10**12, free_bytes=10**9)), "nearly full: 1 GB", "larger disk"),
+            (
+                hardware(disk=Disk(path="/", total_bytes=10**12, free_bytes=4 * 10**10)),
+                "nearly full: 40 GB",
+                "BEDPLATE_HOME",
+            ),
+            ({"swap_used_bytes": 3 * GIB}, "3 GiB are swapped out", "free memory"),
+            ({"uv": None}, "uv is not here", "pip install uv"),
+            ({"home_writable": False}, "cannot be written to", "BEDPLATE_HOME"),
+            (hardware(memory=Memory(total_bytes=24 * GIB, available_bytes=GIB // 2)), "only 512 MiB", "smaller model"),
+            (hardware(cpu=replaced(MACHINE.cpu, allowed_cores=0.5)), "only 0.5 of a CPU core", "CPU limit"),
+            (
+                hardware(notes=("an NVIDIA driver is loaded but its library is not here: …",)),
+                "library is not here",
+                None,
+            ),
+            (
+                {"engines": (EngineCheck(engine="llama.cpp", version="1", failure="no module"),)},
+                "llama.cpp 1 does not run any more: no module",
+                "bedplate engines remove llama.cpp",
+            ),
+        ],
+    )
+    def test_each_is_named_with_what_to_do(self, changes: dict[str, Any], says: str, hint: str | None) -> None:
+        (problem,) = found(**changes)
+        assert problem.kind == "problem"
+        assert says in problem.what
+        assert problem.hint is None if hint is None else hint in (problem.hint or "")
+        assert not replaced(HEALTHY, problems=(problem,)).healthy
+
+    @pytest.mark.parametrize(
+        ("changes", "says"),
+        [
+            (
+                hardware(memory=Memory(total_bytes=24 * GIB, available_bytes=3 * GIB, limit_bytes=4 * GIB)),
+                "4 GiB of the",
+            ),
+            (hardware(notes=("CUDA_VISIBLE_DEVICES=0 hides 1 of 2 NVIDIA GPUs",)), "hides 1 of 2"),
+            ({"port_free": False}, "port 8080"),
+        ],
+    )
+    def test_what_may_be_meant_so_is_only_remarked(self, changes: dict[str, Any], says: str) -> None:
+        (remark,) = found(**changes)
+        assert (remark.kind, says in remark.what) == ("remark", True)
+        assert replaced(HEALTHY, problems=(remark,)).healthy
+
+
+class TestSecrets:
+    @pytest.mark.parametrize(
+        ("name", "value", "shown"),
+        [
+            ("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz", "(set, hidden)"),
+            ("BEDPLATE_API_KEY", "hunter2", "(set, hidden)"),
+            ("UV_INDEX_PRIVATE_PASSWORD", "hunter2", "(set, hidden)"),
+            ("UV_PUBLISH_USERNAME", "ann", "(set, hidden)"),
+            ("UV_KEYRING_PROVIDER_ENABLED", "1", "1"),
+            (
+                "UV_DEFAULT_INDEX",
+                "https://ann:hunter2@index.example:8443/t0ken/simple",
+                "https://…@index.example:8443/…",
+            ),
+            (
+                "PIP_EXTRA_INDEX_URL",
+                "https://a.example/ https://b:c@d.example/x",
+                "https://a.example/ https://…@d.example/…",
+            ),
+            ("HTTPS_PROXY", "http://us@er:p@ss@proxy.example:3128", "http://…@proxy.example:3128"),
+            ("UV_FIND_LINKS", "/opt/wheels", "/opt/wheels"),
+            ("UV_OFFLINE", "1", "1"),
+            ("HF_ENDPOINT", "https://mirror.example?token=abc", "https://mirror.example/…"),
+            ("BEDPLATE_NOTE", "my key is sk-abcdefghijklmnop1234", "my key is …"),
+            ("HF_HOME", "", "(empty)"),
+        ],
+    )
+    def test_values_are_shown_only_as_far_as_they_hold_none(self, name: str, value: str, shown: str) -> None:
+        assert harmless(name, value) == shown
+
+    def test_only_settings_that_matter_are_named(self) -> None:
+        environment = {
+            "UV_OFFLINE": "1",
+            "PATH": "/bin",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "https_proxy": "http://p.example",
+        }
+        assert [one.name for one in settings(environment)] == ["UV_OFFLINE", "https_proxy"]
+
+    @given(st.sampled_from(["user", "u", ""]), st.from_regex(r"[A-Za-z0-9_@:!/,?#-]{3,30}", fullmatch=True))
+    def test_no_password_in_an_address_survives(self, user: str, password: str) -> None:
+        shown = harmless("UV_DEFAULT_INDEX", f"https://{user}:{password}@host.example/simple/")
+        assert shown == "https://…@host.example/…"
+
+    @given(st.text())
+    def test_no_text_makes_it_raise(self, text: str) -> None:
+        redacted(text)
+        harmless("HF_HOME", text)
+
+    def test_a_persons_name_is_not_in_their_paths(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
+        assert harmless("HF_HOME", "/home/ann/models") == "~/models"
+        assert anonymous(MACHINE).disk == replaced(MACHINE.disk, path="~/.cache/bedplate")  # type: ignore[type-var]
+
+    def test_cards_lose_what_names_them_and_who_uses_them(self) -> None:
+        card = Accelerator(
+            name="NVIDIA H200",
+            vendor="nvidia",
+            uuid="GPU-1234",
+            pci_address="0000:00:06.0",
+            processes=(GpuProcess(pid=1, name="secret-project"),),
+        )
+        (shown,) = anonymous(replaced(MACHINE, accelerators=(card,))).accelerators
+        assert (shown.name, shown.uuid, shown.pci_address, shown.processes) == ("NVIDIA H200", None, None, ())
+
+
+class TestLogs:
+    def test_the_newest_ends_without_what_was_asked(self, tmp_path: Path) -> None:
+        for age, name in enumerate(("new.log", "old.log", "oldest.log")):
+            (tmp_path / name).write_text(
+                f"{name} begins\n"
+                "slot print_timing: prompt eval time = 469.63 ms\n"
+                'srv request: {"messages":[{"role":"user","content":"my diary"}]}\n'
+                "srv prompt: 'my diary'\n"
+                "<|im_start|>user my diary\n"
+                "fetching https://ann:hunter2@hub.example/model\n"
+                "authorization: bearer abcdef\n"
+            )
+            os.utime(tmp_path / name, (1000 - age, 1000 - age))
+        first, second = log_tails(tmp_path)
+        assert (first.name, second.name) == ("new.log", "old.log")
+        assert first.lines == (
+            "new.log begins",
+            "slot print_timing: prompt eval time = 469.63 ms",
+            "fetching https://…@hub.example/…",
+            "authorization: bearer …",
+        )
+
+    def test_only_the_end_of_a_large_log_is_read(self, tmp_path: Path) -> None:
+        (tmp_path / "a.log").write_text("x" * 300 + "\n" + "\n".join(f"line {number}" for number in range(100_000)))
+        (tail,) = log_tails(tmp_path)
+        assert tail.lines[-1] == "line 99999"
+        assert len(tail.lines) == doctor.LOG_LINES
+
+    def test_no_folder_no_logs(self, tmp_path: Path) -> None:
+        assert list(log_tails(tmp_path / "nowhere")) == []
+
+
+class TestReading:
+    def test_swap(self, tmp_path: Path) -> None:
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc/meminfo").write_text("SwapTotal:       8388604 kB\nSwapFree:        5242876 kB\n")
+        assert swap_used(tmp_path) == 3145728 * 1024
+        (tmp_path / "proc/meminfo").write_text("SwapTotal:       8388604 kB\n")
+        assert swap_used(tmp_path) is None
+
+    def test_a_port_that_somebody_listens_on_is_taken(self) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            port = listener.getsockname()[1]
+            assert not port_is_free(port)
+        assert port_is_free(port)
+
+    def test_a_home_that_is_not_made_yet_can_be_made(self, tmp_path: Path) -> None:
+        assert is_writable(tmp_path / "not/yet")
+        assert not (tmp_path / "not").exists()
+        (tmp_path / "file").write_text("")
+        assert not is_writable(tmp_path / "file/below")
+
+    def test_the_report_round_trips_and_can_be_shown(self, tmp_path: Path) -> None:
+        report = examine(
+            replaced(MACHINE, accelerators=(Accelerator(name="NVIDIA H200", vendor="nvidia", driver_version="580"),)),
+            home=tmp_path,
+            uv="0.9.0",
+            engines=[EngineCheck(engine="llama.cpp", version="1", python="3.12", disk_bytes=10**8)],
+            models=[FoundModel(name=f"model-{number}", origin="a file", bytes=10**9) for number in range(20)],
+            environment={"HF_TOKEN": "hf_secretsecretsecret"},
+        )
+        assert from_json(Report, to_json(report)) == report
+        assert "secretsecret" not in to_json(report)
+        console = Console(width=120, color_system=None)
+        with console.capture() as captured:
+            console.print(render_report(report))
+        page = captured.get()
+        for expected in ("uv 0.9.0", "llama.cpp 1 · Python 3.12 · 100 MB · runs", "driver 580", "and 8 more"):
+            assert expected in page
+        assert "HF_TOKEN=(set, hidden)" in page
+
+
+class TestCommand:
+    def run(self, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        env = {
+            **os.environ,
+            "BEDPLATE_HOME": str(home),
+            "HF_TOKEN": "hf_secretsecretsecret",
+            "BEDPLATE_API_KEY": "hunter2",
+        }
+        command = [sys.executable, "-m", "bedplate", "doctor", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+
+    def test_prints_a_report_as_json(self, tmp_path: Path) -> None:
+        done = self.run(tmp_path, "--json")
+        report = from_json(Report, done.stdout)
+        assert done.returncode == (0 if report.healthy else 1)
+        assert report.uv is not None and report.bedplate
+        assert report.engines == ()
+        assert "hunter2" not in done.stdout and "secretsecret" not in done.stdout
+        assert {"BEDPLATE_API_KEY", "BEDPLATE_HOME", "HF_TOKEN"} <= {setting.name for setting in report.settings}
+
+    def test_an_environment_whose_python_is_gone_is_a_problem(self, tmp_path: Path) -> None:
+        folder = tmp_path / "engines/llama.cpp/2026.1-0123456789"
+        folder.mkdir(parents=True)
+        (folder / "bedplate.json").write_text(json.dumps({"engine": "llama.cpp"}))
+        done = self.run(tmp_path)
+        assert done.returncode == 1
+        assert "llama.cpp 2026.1 does not run any more" in " ".join(done.stdout.split())
+        assert "bedplate engines remove llama.cpp" in done.stdout
+        assert "\x1b" not in done.stdout

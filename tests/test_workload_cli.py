@@ -1,0 +1,135 @@
+"""bedplate workload: the page, the JSON, the file that it writes, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bedplate.facts.intent import read_intent
+from bedplate.facts.workload import summarise, to_workload
+from bedplate.show.workload import bars, burst_words, prefix_words, sparkline
+from bedplate.values import from_json
+from bedplate.values.workload import Arrivals, CacheSize, LengthBin, Lengths, PrefixReuse, Spread, TraceSummary
+
+CAPTURES = Path(__file__).parent / "captures" / "traces"
+
+
+def run(*arguments: str | Path, stdin: bytes | None = None) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "bedplate", "workload", *map(str, arguments)], capture_output=True, input=stdin
+    )
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def test_the_page_says_what_matters() -> None:
+    page = run(CAPTURES / "mooncake-synthetic.jsonl").stdout
+    for words in (
+        "66 requests in", "Mooncake trace", "p99", "In flight", "estimate, assuming 500 ms", "requests a second",
+        "a prefix cache would save about 5% of prompt tokens", "of requests begin as an earlier one did", "Plan for",
+    ):  # fmt: skip
+        assert words in page
+    assert "█" in page and "\x1b[" not in page
+
+
+def test_json_is_a_summary() -> None:
+    summary = from_json(TraceSummary, run(CAPTURES / "azure-2023-conv.csv", "--json").stdout)
+    assert summary == summarise(CAPTURES / "azure-2023-conv.csv")
+
+
+def test_assumed_times_can_be_said() -> None:
+    done = run(CAPTURES / "azure-2023-conv.csv", "--json", "--ttft-ms", "0", "--tpot-ms", "10")
+    flight = from_json(TraceSummary, done.stdout).in_flight
+    assert flight is not None and flight.assumption == "0 ms to the first token and 10 ms for each one"
+
+
+def test_it_writes_the_intents_part_and_never_over_another(tmp_path: Path) -> None:
+    path = tmp_path / "bedplate.yaml"
+    done = run(CAPTURES / "azure-2023-conv.csv", "-o", path)
+    assert done.returncode == 0 and f"written: {path}" in done.stdout
+    assert read_intent(path).workload == to_workload(summarise(CAPTURES / "azure-2023-conv.csv"))
+    again = run(CAPTURES / "azure-2023-conv.csv", "-o", path)
+    assert again.returncode == 2 and "is there already" in again.stderr
+    assert run(CAPTURES / "azure-2023-conv.csv", "-o", tmp_path / "no" / "x.yaml").returncode == 3
+
+
+def test_standard_input_and_gzip() -> None:
+    packed = gzip.compress((CAPTURES / "azure-2024.csv").read_bytes())
+    assert "10 requests in 7.0 days" in run("-", stdin=packed).stdout
+
+
+def test_bad_rows_are_shown_with_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes((CAPTURES / "azure-2024.csv").read_bytes() + b"[red]oops\n")
+    page = run(path).stdout
+    assert "1 cannot be read and is left out" in page and "line 12: '[red]oops'" in page
+
+
+@pytest.mark.parametrize("arguments", [("absent.csv",), (__file__,), (__file__, "--format", "azure"), ()])
+def test_a_wrong_question_is_exit_code_2(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stderr and not done.stdout
+
+
+def test_help_has_examples() -> None:
+    assert "bedplate workload conversation_trace.jsonl.gz" in run("--help").stdout
+
+
+def test_thin_ends_of_a_histogram_are_folded_and_none_is_lost() -> None:
+    bins = [(1, 1), (2, 0), (4, 500), (8, 400), (16, 99), (32, 1)]
+    lengths = Lengths(
+        spread=Spread(mean=1, p50=1, p90=1, p99=1, max=1), total_tokens=1, basis="reported",
+        bins=tuple(LengthBin(from_tokens=low, to_tokens=2 * low - 1, requests=count) for low, count in bins),
+    )  # fmt: skip
+    assert [(label, share) for label, _, share in bars(lengths)] == [
+        ("1–7", "50.0%"),
+        ("8–15", "40.0%"),
+        ("16–63", "10.0%"),
+    ]
+    assert bars(lengths)[0][1] == "█" * 18
+
+
+def test_sparklines_show_nothing_as_nothing() -> None:
+    assert sparkline((0.0, 1.0, 8.0)) == " ▂█" and sparkline((0.0, 0.0)) == "▁▁" and sparkline(()) == ""
+
+
+@pytest.mark.parametrize(
+    ("gap_cv", "words"),
+    [
+        (0.1, "steady, as a program with a clock sends them"),
+        (0.7, "steadier than chance"),
+        (1.0, "as independent people send them"),
+        (2.0, "bursty"),
+        (6.0, "in clumps with pauses between"),
+        (None, "too few arrivals to tell"),
+    ],
+)
+def test_bursts_in_words(gap_cv: float | None, words: str) -> None:
+    arrivals = Arrivals(
+        span_s=100, requests_per_s=1, gap_cv=gap_cv, peak_to_mean_1s=3, peak_to_mean_10s=2, peak_to_mean_60s=None,
+        same_moment=0, series=(),
+    )  # fmt: skip
+    told = burst_words(arrivals)
+    assert told.startswith(words) and "3 × in the busiest second, 2 × in the busiest 10 seconds" in told
+
+
+@pytest.mark.parametrize(
+    ("ever", "near", "words"),
+    [
+        (0.9, 0.6, "keep prefix caching on"),
+        (0.3, 0.2, "worth having prefix caching on"),
+        (0.6, 0.2, "saves much more"),
+        (0.4, 0.05, "far apart in time"),
+        (0.05, 0.05, "matters little"),
+    ],
+)
+def test_what_sharing_means_in_words(ever: float, near: float, words: str) -> None:
+    reuse = PrefixReuse(
+        saved_share=ever, by_cache=(CacheSize(tokens=10**6, saved_share=near),), sharing_requests=0.5,
+        typical_tokens=512, saved_tokens_per_request=9, basis="measured", how="hashes",
+    )  # fmt: skip
+    lines = prefix_words(reuse)
+    assert lines[0].startswith(f"a prefix cache would save about {ever:.0%}") and words in lines[-1]
