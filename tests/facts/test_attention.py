@@ -1,4 +1,4 @@
-"""What each kind of layer keeps of what it has read, held against arithmetic done by hand and against published figures."""
+"""What each kind of layer keeps of what it has read, against arithmetic done by hand and published figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from bedplate.values import Model
 from bedplate.values.model import LayerGroup
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False,
 }  # fmt: skip
 
@@ -182,9 +183,16 @@ class TestOthers:
         assert model.kv_bytes_per_token == 49 * 8 * 256 * 2
 
     def test_cross_attention_keeps_the_keys_of_a_picture_once(self) -> None:
-        text = {**LLAMA, "model_type": "mllama_text_model", "num_hidden_layers": 40, "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]}
+        text = {
+            **LLAMA,
+            "model_type": "mllama_text_model",
+            "num_hidden_layers": 40,
+            "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+        }
         vision = {"image_size": 560, "patch_size": 14, "max_num_tiles": 4}
-        model = read_config({"model_type": "mllama", "text_config": text, "vision_config": vision}, name="Llama 3.2 Vision")
+        model = read_config(
+            {"model_type": "mllama", "text_config": text, "vision_config": vision}, name="Llama 3.2 Vision"
+        )
         assert kinds(model) == {"full attention": 32, "cross attention": 8}
         assert model.kv_bytes_per_token == 32 * 8 * 256 * 2
         assert model.kv_bytes_window == 8 * 8 * 256 * 2 * (40 * 40 + 1) * 4
@@ -193,7 +201,9 @@ class TestOthers:
         model = find_model("BAAI/bge-base-en-v1.5")
         assert (model.task, model.kv_bytes(512)) == ("embed", 0)
 
-    @pytest.mark.parametrize("name", ["DeepSeek-V4-Flash", "Qwen3.5-27B", "gemma-4-E4B-it", "Kimi-K3", "Nemotron-3-Nano-4B", "gpt-oss-20b"])
+    @pytest.mark.parametrize(
+        "name", ["DeepSeek-V4-Flash", "Qwen3.5-27B", "gemma-4-E4B-it", "Kimi-K3", "Nemotron-3-Nano-4B", "gpt-oss-20b"]
+    )
     def test_groups_add_up_to_the_sums(self, name: str) -> None:
         model = find_model(name)
         assert sum(group.count for group in model.layers) == model.num_layers

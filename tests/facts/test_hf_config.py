@@ -33,7 +33,9 @@ PUBLISHED = {
     "meta-llama/Meta-Llama-3.1-8B": Published("8.03B", "hub: safetensors parameters 8,030,261,248"),
     "meta-llama/Meta-Llama-3.1-70B": Published("70.6B", "hub: safetensors parameters 70,553,706,496"),
     "meta-llama/Meta-Llama-3.1-405B": Published("406B", "hub: safetensors parameters 405,853,388,800"),
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": Published("108B", "llama-bench prints 107,769,861,184 for its GGUF", "17B"),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": Published(
+        "108B", "llama-bench prints 107,769,861,184 for its GGUF", "17B"
+    ),
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct": Published("400B", CARD, "17B"),
     "mistralai/Mixtral-8x7B-v0.1": Published("46.7B", "mistral.ai/news/mixtral-of-experts", "12.9B"),
     "mistralai/Mixtral-8x22B-v0.1": Published("141B", "mistral.ai/news/mixtral-8x22b", "39B"),
@@ -79,7 +81,9 @@ PUBLISHED = {
     "google/gemma-4-26B-A4B": Published("25.2B", CARD, "3.8B"),
     "nvidia/Gemma-4-26B-A4B-NVFP4": Published("25.2B", CARD, "3.8B"),
     "nvidia/Gemma-4-31B-IT-NVFP4": Published("30.7B", CARD),
-    "moonshotai/Kimi-K2-Instruct": Published("1.03T", "hub: 1.03 TB of FP8; the report, arXiv:2507.20534, says 1.04T", "32B"),
+    "moonshotai/Kimi-K2-Instruct": Published(
+        "1.03T", "hub: 1.03 TB of FP8; the report, arXiv:2507.20534, says 1.04T", "32B"
+    ),
     "moonshotai/Kimi-K2.5": Published("1T", CARD, "32B"),
     "nvidia/Kimi-K2.5-NVFP4": Published("1T", CARD, "32B"),
     "nvidia/Kimi-K2.6-NVFP4": Published("1T", CARD, "32B"),
@@ -88,7 +92,9 @@ PUBLISHED = {
     "MiniMaxAI/MiniMax-M2.7": Published("229B", "hub: as M2.5", "10B"),
     "nvidia/MiniMax-M2.5-NVFP4": Published("229B", "hub: as M2.5", "10B"),
     "nvidia/MiniMax-M2.7-NVFP4": Published("229B", "hub: as M2.5", "10B"),
-    "MiniMaxAI/MiniMax-M3": Published("428B", "model card, with the vision tower that this configuration leaves out", "23B"),
+    "MiniMaxAI/MiniMax-M3": Published(
+        "428B", "model card, with the vision tower that this configuration leaves out", "23B"
+    ),
     "zai-org/GLM-5": Published("744B", "arXiv:2602.15763", "40B"),
     "zai-org/GLM-5-FP8": Published("744B", "arXiv:2602.15763", "40B"),
     "zai-org/GLM-5.1": Published("744B", CARD, "40B"),
@@ -102,8 +108,12 @@ PUBLISHED = {
     "nvidia/Llama-3_3-Nemotron-Super-49B-v1": Published("49.9B", "hub: count of the safetensors files, rounded"),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": Published("31.6B", "arXiv:2512.20848", "3.6B"),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4": Published("31.6B", "arXiv:2512.20848", "3.6B"),
-    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8": Published("120.6B", "technical report of Nemotron 3 Super", "12.7B"),
-    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": Published("120.6B", "technical report of Nemotron 3 Super", "12.7B"),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8": Published(
+        "120.6B", "technical report of Nemotron 3 Super", "12.7B"
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4": Published(
+        "120.6B", "technical report of Nemotron 3 Super", "12.7B"
+    ),
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": Published("550B", CARD, "55B"),
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": Published("550B", CARD, "55B"),
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": Published("550B", CARD, "55B"),
@@ -128,7 +138,11 @@ def figure(text: str) -> tuple[float, float]:
 
 
 def configs() -> list[Path]:
-    return sorted(path for path in CONFIGS.glob("*_config.json") if "hf_quant" not in path.name) if CONFIGS.is_dir() else []
+    return (
+        sorted(path for path in CONFIGS.glob("*_config.json") if "hf_quant" not in path.name)
+        if CONFIGS.is_dir()
+        else []
+    )
 
 
 def name_of(path: Path) -> str:
@@ -149,7 +163,9 @@ def test_parameters_match_what_is_published(path: Path) -> None:
     counted += model.vision_parameters if "vision" in published.holds else 0
     counted += model.mtp_parameters if "mtp" in published.holds else 0
     total, rounding = figure(published.total)
-    assert abs(counted - total) <= max(0.01 * total, rounding), f"{counted:,} against {published.total}, {published.source}"
+    assert abs(counted - total) <= max(0.01 * total, rounding), (
+        f"{counted:,} against {published.total}, {published.source}"
+    )
     if published.active:
         active, rounding = figure(published.active)
         assert model.active_parameters is not None
@@ -234,7 +250,8 @@ class TestByHand:
             ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "NF4", 4.5),
             ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "INT8", 8),
             (
-                {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 128}}}},
+                {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "group_size": 128}}}},
                 "INT4",
                 4 + 16 / 128,
             ),
@@ -264,7 +281,12 @@ class TestByHand:
 
     @pytest.mark.parametrize(
         ("architecture", "task"),
-        [("LlamaForCausalLM", "generate"), ("LlamaModel", "embed"), ("LlamaForSequenceClassification", "classify"), ("GPT2LMHeadModel", "generate")],
+        [
+            ("LlamaForCausalLM", "generate"),
+            ("LlamaModel", "embed"),
+            ("LlamaForSequenceClassification", "classify"),
+            ("GPT2LMHeadModel", "generate"),
+        ],
     )
     def test_the_task(self, architecture: str, task: str) -> None:
         assert read(architectures=[architecture]).task == task
@@ -273,13 +295,14 @@ class TestByHand:
         assert read(auto_map={"AutoModel": "modeling_evil.Evil"}) == read()
 
 
-BAD = [
+BAD: list[object] = [
     {}, [], None, 7, "x", {"model_type": "llama"}, {**LLAMA, "hidden_size": None}, {**LLAMA, "hidden_size": "4096"},
     {**LLAMA, "hidden_size": -1}, {**LLAMA, "hidden_size": 1e300}, {**LLAMA, "hidden_size": 10**400},
     {**LLAMA, "num_hidden_layers": 10**9}, {**LLAMA, "num_hidden_layers": [[]]}, {**LLAMA, "vocab_size": 2**63},
     {**LLAMA, "vocab_size": 0}, {**LLAMA, "layer_types": ["full_attention"]}, {**LLAMA, "layer_types": [{}] * 32},
     {**LLAMA, "layer_types": ["quantum_attention"] * 32}, {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 9},
-    {**LLAMA, "num_local_experts": 2**40}, {**LLAMA, "hybrid_override_pattern": "MMXX"}, {**LLAMA, "block_configs": [1]},
+    {**LLAMA, "num_local_experts": 2**40}, {**LLAMA, "hybrid_override_pattern": "MMXX"}, {**LLAMA,
+    "block_configs": [1]},
     {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 10**9}},
     {**LLAMA, "quantization_config": {"quant_method": "secret"}},
     {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 0]}},
@@ -296,20 +319,50 @@ def test_what_cannot_be_is_a_bad_question(fields: object) -> None:
 
 
 KEYS = sorted({
-    *LLAMA, "text_config", "vision_config", "quantization_config", "layer_types", "sliding_window", "num_local_experts", "num_experts_per_tok",
-    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim", "index_n_heads", "compress_ratios",
-    "hybrid_override_pattern", "full_attention_interval", "linear_num_key_heads", "mamba_d_state", "attn_layer_period", "num_kv_shared_layers",
-    "moe_layer_freq", "first_k_dense_replace", "num_nextn_predict_layers", "block_configs", "linear_attn_config", "hidden_size_per_layer_input",
-    "sparse_attention_config", "moe_intermediate_size", "n_shared_experts", "head_dim", "attn_type_list", "cross_attention_layers",
+    *LLAMA, "text_config", "vision_config", "quantization_config", "layer_types", "sliding_window",
+    "num_local_experts", "num_experts_per_tok",
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim",
+    "index_n_heads", "compress_ratios",
+    "hybrid_override_pattern", "full_attention_interval", "linear_num_key_heads", "mamba_d_state",
+    "attn_layer_period", "num_kv_shared_layers",
+    "moe_layer_freq", "first_k_dense_replace", "num_nextn_predict_layers", "block_configs", "linear_attn_config",
+    "hidden_size_per_layer_input",
+    "sparse_attention_config", "moe_intermediate_size", "n_shared_experts", "head_dim", "attn_type_list",
+    "cross_attention_layers",
 })  # fmt: skip
-TYPES = ["llama", "gemma4_text", "gemma3n_text", "nemotron_h", "deepseek_v4", "lfm2", "qwen3_5_text", "bert", "jamba", "mamba2", "falcon_h1", "gpt_oss"]
-scalars = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=8), st.sampled_from(TYPES))
-values = st.recursive(scalars, lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(st.sampled_from(KEYS), inner, max_size=5)), max_leaves=12)
-small = st.one_of(st.integers(0, 300), st.lists(st.integers(0, 200), max_size=40), st.lists(st.sampled_from(["full_attention", "mamba"]), min_size=32, max_size=40))
+TYPES = [
+    "llama",
+    "gemma4_text",
+    "gemma3n_text",
+    "nemotron_h",
+    "deepseek_v4",
+    "lfm2",
+    "qwen3_5_text",
+    "bert",
+    "jamba",
+    "mamba2",
+    "falcon_h1",
+    "gpt_oss",
+]
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=8), st.sampled_from(TYPES)
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(st.sampled_from(KEYS), inner, max_size=5)),
+    max_leaves=12,
+)
+small = st.one_of(
+    st.integers(0, 300),
+    st.lists(st.integers(0, 200), max_size=40),
+    st.lists(st.sampled_from(["full_attention", "mamba"]), min_size=32, max_size=40),
+)
 
 
 @settings(max_examples=600, deadline=2000)
-@given(changes=st.dictionaries(st.sampled_from(KEYS), st.one_of(values, small), max_size=8), kind=st.sampled_from(TYPES))
+@given(
+    changes=st.dictionaries(st.sampled_from(KEYS), st.one_of(values, small), max_size=8), kind=st.sampled_from(TYPES)
+)
 def test_any_configuration_is_read_or_refused(changes: dict[str, Any], kind: str) -> None:
     try:
         model = read_config({**LLAMA, "model_type": kind, **changes}, name="fuzzed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -14,15 +14,21 @@ from bedplate.facts.model_folder import part_of, read_folder
 from bedplate.facts.onnx import read_onnx
 
 SMALL: dict[str, Any] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 SHAPES = {"q_proj": (8, 8), "k_proj": (4, 8), "v_proj": (4, 8), "o_proj": (8, 8)}
 FEED = {"gate_proj": (16, 8), "up_proj": (16, 8), "down_proj": (8, 16)}
 
 
 def tensors(layers: int = 2) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (32, 8), "lm_head.weight": (32, 8), "model.norm.weight": (8,)}
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (32, 8),
+        "lm_head.weight": (32, 8),
+        "model.norm.weight": (8,),
+    }
     for layer in range(layers):
         base = f"model.layers.{layer}"
         found |= {f"{base}.self_attn.{name}.weight": shape for name, shape in SHAPES.items()}
@@ -31,7 +37,9 @@ def tensors(layers: int = 2) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def write(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "BF16", metadata: dict[str, str] | None = None) -> int:
+def write(
+    path: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "BF16", metadata: dict[str, str] | None = None
+) -> int:
     width = {"BF16": 2, "F32": 4, "U32": 4, "F16": 2, "I32": 4}[dtype]
     entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -91,7 +99,10 @@ class TestWhole:
 
     def test_files_know_better_than_an_architecture_that_was_not_understood(self, folder: Path) -> None:
         write(folder / "model.safetensors", {**tensors(), "model.layers.0.novelty.weight": (64, 64)})
-        assert read_folder(folder).parameters == sum(a * b for a, b in [(32, 8), (32, 8)]) + 8 + 2 * (192 + 384 + 16) + 4096
+        assert (
+            read_folder(folder).parameters
+            == sum(a * b for a, b in [(32, 8), (32, 8)]) + 8 + 2 * (192 + 384 + 16) + 4096
+        )
 
     def test_the_chat_template(self, folder: Path) -> None:
         write(folder / "model.safetensors", tensors())
@@ -111,7 +122,9 @@ class TestWhole:
 class TestQuantized:
     def test_mlx(self, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps({**SMALL, "quantization": {"group_size": 64, "bits": 4}}))
-        size = write(folder / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": (16, 1)}, "U32", {"format": "mlx"})
+        size = write(
+            folder / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": (16, 1)}, "U32", {"format": "mlx"}
+        )
         model = read_folder(folder)
         assert (model.format, model.quantization, model.weight_bytes) == ("mlx", "4-bit", size)
 
@@ -121,7 +134,9 @@ class TestQuantized:
 
     @pytest.mark.parametrize("method", ["exl2", "exl3"])
     def test_exllama(self, folder: Path, method: str) -> None:
-        (folder / "config.json").write_text(json.dumps({**SMALL, "quantization_config": {"quant_method": method, "bits": 4.25}}))
+        (folder / "config.json").write_text(
+            json.dumps({**SMALL, "quantization_config": {"quant_method": method, "bits": 4.25}})
+        )
         write(folder / "output.safetensors", {"model.layers.0.mlp.up_proj.q_weight": (16, 2)}, "I32")
         model = read_folder(folder)
         assert (model.format, model.quantization) == (method, "4.25 bpw")
@@ -129,7 +144,9 @@ class TestQuantized:
 
     def test_modelopt_notes_it_beside(self, folder: Path) -> None:
         (folder / "hf_quant_config.json").write_text(
-            json.dumps({"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}})
+            json.dumps(
+                {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+            )
         )
         details = read_folder(folder).quantization_details
         assert details is not None
@@ -203,14 +220,21 @@ def message(field: int, content: bytes) -> bytes:
 
 
 def onnx_tensor(name: str, kind: int, dims: list[int], raw: int) -> bytes:
-    return b"".join(varint(8) + varint(dim) for dim in dims) + varint(16) + varint(kind) + message(8, name.encode()) + message(9, b"\0" * raw)
+    return (
+        b"".join(varint(8) + varint(dim) for dim in dims)
+        + varint(16)
+        + varint(kind)
+        + message(8, name.encode())
+        + message(9, b"\0" * raw)
+    )
 
 
 class TestOnnx:
-    GENAI = {
+    GENAI: ClassVar[dict[str, Any]] = {
         "model": {
             "type": "phi3", "context_length": 4096, "vocab_size": 32064,
-            "decoder": {"filename": "model.onnx", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_size": 96, "hidden_size": 3072},
+            "decoder": {"filename": "model.onnx", "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_size": 96, "hidden_size": 3072},
         }
     }  # fmt: skip
 
@@ -236,7 +260,9 @@ class TestOnnx:
         model = read_folder(folder)
         assert (model.format, model.num_layers) == ("onnx", 2)
 
-    @pytest.mark.parametrize("content", [b"\xff" * 50, varint(7 << 3 | 2) + varint(2**60), varint(7 << 3 | 3), message(7, b"\x2a\x7f")])
+    @pytest.mark.parametrize(
+        "content", [b"\xff" * 50, varint(7 << 3 | 2) + varint(2**60), varint(7 << 3 | 3), message(7, b"\x2a\x7f")]
+    )
     def test_damaged(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "model.onnx").write_bytes(content)
         with pytest.raises(BadQuestion, match="damaged"):

@@ -32,14 +32,25 @@ def write(path: Path, tensors: dict[str, Any], size: int) -> Path:
 
 
 def test_names_types_and_sizes(tmp_path: Path) -> None:
-    tensors = {"__metadata__": {"format": "pt"}, "a": entry("BF16", [2, 3], 0, 12), "b": entry("F8_E4M3", [5], 12, 17), "c": entry("F4", [4], 17, 19)}
+    tensors = {
+        "__metadata__": {"format": "pt"},
+        "a": entry("BF16", [2, 3], 0, 12),
+        "b": entry("F8_E4M3", [5], 12, 17),
+        "c": entry("F4", [4], 17, 19),
+    }
     found = read_header(write(tmp_path / "m.safetensors", tensors, 19))
-    assert [(t.name, t.type, t.elements, t.bytes) for t in found.tensors] == [("a", "BF16", 6, 12), ("b", "F8_E4M3", 5, 5), ("c", "F4", 4, 2)]
+    assert [(t.name, t.type, t.elements, t.bytes) for t in found.tensors] == [
+        ("a", "BF16", 6, 12),
+        ("b", "F8_E4M3", 5, 5),
+        ("c", "F4", 4, 2),
+    ]
     assert found.metadata == {"format": "pt"}
 
 
 def test_a_scalar_and_an_empty_tensor(tmp_path: Path) -> None:
-    found = read_header(write(tmp_path / "m.safetensors", {"a": entry("F32", [], 0, 4), "b": entry("F32", [0, 7], 4, 4)}, 4))
+    found = read_header(
+        write(tmp_path / "m.safetensors", {"a": entry("F32", [], 0, 4), "b": entry("F32", [0, 7], 4, 4)}, 4)
+    )
     assert sum(tensor.elements for tensor in found.tensors) == 1
 
 
@@ -69,7 +80,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("tensors", "words"), [(tensors, words) for _, tensors, words in BAD], ids=[case[0] for case in BAD])
+@pytest.mark.parametrize(
+    ("tensors", "words"), [(tensors, words) for _, tensors, words in BAD], ids=[case[0] for case in BAD]
+)
 def test_what_cannot_be(tensors: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(BadQuestion) as caught:
         read_header(write(tmp_path / "m.safetensors", tensors, 64))
@@ -107,7 +120,9 @@ def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
         read_header(tmp_path / "m.safetensors")
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, '{"a":' + "[" * 100_000 + "]" * 100_000 + "}", "{", "nul", '{"a":1}' * 3])
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"a":' * 200_000, '{"a":' + "[" * 100_000 + "]" * 100_000 + "}", "{", "nul", '{"a":1}' * 3]
+)
 def test_json_that_is_none_or_without_bottom(text: str) -> None:
     began = time.monotonic()
     with pytest.raises(BadQuestion, match="damaged"):
@@ -154,11 +169,16 @@ def test_any_header_is_read_or_refused(tensors: dict[str, Any]) -> None:
 
 
 def test_an_index() -> None:
-    index = {"metadata": {"total_size": 1e3}, "weight_map": {"a": "m-2.safetensors", "b": "m-1.safetensors", "c": "m-1.safetensors"}}
+    index = {
+        "metadata": {"total_size": 1e3},
+        "weight_map": {"a": "m-2.safetensors", "b": "m-1.safetensors", "c": "m-1.safetensors"},
+    }
     assert parse_index(json.dumps(index).encode(), "index") == (("m-1.safetensors", "m-2.safetensors"), 1000)
 
 
-@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "a\\b.safetensors", ".hidden.safetensors", "weights.bin"])
+@pytest.mark.parametrize(
+    "file", ["../secret.safetensors", "/etc/passwd", "a\\b.safetensors", ".hidden.safetensors", "weights.bin"]
+)
 def test_an_index_that_points_elsewhere(file: str) -> None:
     with pytest.raises(BadQuestion, match="damaged"):
         parse_index(json.dumps({"weight_map": {"a": file}}).encode(), "index")

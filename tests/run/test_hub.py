@@ -45,6 +45,8 @@ class Hub:
     etag: str | None = None
     cdn: str | None = None
     asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    sent: int = 0
+    """Bytes of files that were sent whole."""
 
     def downloads(self) -> list[str]:
         """The Range of each GET of a file."""
@@ -99,11 +101,15 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET" and hub.statuses:
             return self.reply(hub.statuses.pop(0), {})
         headers, status, start = self.linked(name), 200, 0
-        if (match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))) and not hub.ignore_ranges:
+        end = len(data)
+        if (match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))) and not hub.ignore_ranges:
             start, status = int(match[1]), 206
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            end = min(end, int(match[2]) + 1) if match[2] else end
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         limit = hub.break_after.pop(0) if self.command == "GET" and hub.break_after else None
-        self.reply(status, headers, data[start:], limit)
+        if self.command == "GET" and limit is None:
+            hub.sent += end - start
+        self.reply(status, headers, data[start:end], limit)
 
     def reply(self, status: int, headers: dict[str, str], body: bytes = b"", limit: int | None = None) -> None:
         self.send_response(status)
@@ -395,3 +401,109 @@ class TestDownload:
         server.files, server.break_after = {"m-Q4_K_M.gguf": content("m", 3_000_000)}, [1_000_000]
         hub.fetch_gguf("me/model", fits=anything)
         assert capfd.readouterr() == ("", "")
+
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def shard(names: dict[str, int], pad: int = 0) -> bytes:
+    """A safetensors file of 16-bit vectors, with a header made longer by `pad` bytes."""
+    entries: dict[str, object] = {"__metadata__": {"note": "x" * pad}}
+    end = 0
+    for name, length in names.items():
+        entries[name] = {"dtype": "BF16", "shape": [length], "data_offsets": [end, end + 2 * length]}
+        end += 2 * length
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(end)
+
+
+class TestHeadersAlone:
+    def test_a_model_is_known_without_its_weights(self, server: Hub) -> None:
+        server.files = {
+            "config.json": json.dumps(CONFIG).encode(),
+            "model.safetensors": shard(
+                {"model.embed_tokens.weight": 5_000_000, "model.layers.0.mlp.up_proj.weight": 128}
+            ),
+        }
+        model = hub.remote_model("me/model")
+        assert (model.name, model.origin) == ("me/model", "the hub: me/model, headers alone")
+        assert model.weight_bytes == 2 * 5_000_128
+        assert model.files == ()
+        assert server.sent < 400_000
+
+    def test_a_header_longer_than_the_first_request(self, server: Hub) -> None:
+        server.files = {
+            "config.json": json.dumps(CONFIG).encode(),
+            "model.safetensors": shard({"lm_head.weight": 9}, pad=600_000),
+        }
+        assert hub.remote_model("me/model").weight_bytes == 18
+
+    def test_a_server_that_knows_no_ranges(self, server: Hub) -> None:
+        server.ignore_ranges = True
+        server.files = {
+            "config.json": json.dumps(CONFIG).encode(),
+            "model.safetensors": shard({"lm_head.weight": 9}, pad=600_000),
+        }
+        assert hub.remote_model("me/model").weight_bytes == 18
+
+    def test_shards_by_the_index(self, server: Hub) -> None:
+        names = {f"model-0000{n}-of-00003.safetensors": f"model.layers.0.mlp.w{n}.weight" for n in (1, 2, 3)}
+        server.files = {file: shard({name: 100}) for file, name in names.items()}
+        server.files["config.json"] = json.dumps(CONFIG).encode()
+        index = {"weight_map": {name: file for file, name in names.items()}}
+        server.files["model.safetensors.index.json"] = json.dumps(index).encode()
+        server.files["other.safetensors"] = shard({"unrelated": 7})
+        assert hub.remote_model("me/model").weight_bytes == 600
+
+    def test_what_a_quantizer_noted_beside(self, server: Hub) -> None:
+        quant = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+        server.files = {"config.json": json.dumps(CONFIG).encode(), "hf_quant_config.json": json.dumps(quant).encode()}
+        details = hub.remote_model("me/model").quantization_details
+        assert details is not None
+        assert details.kv_cache == "FP8"
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"",
+            b"1234",
+            (2**63).to_bytes(8, "little") + b"{}",
+            (500).to_bytes(8, "little") + b"{}",
+            b"\x02" + bytes(7) + b"[]",
+        ],
+    )
+    def test_hostile_headers(self, server: Hub, content: bytes) -> None:
+        server.files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": content}
+        with pytest.raises(BadQuestion):
+            hub.remote_model("me/model")
+
+    def test_a_configuration_that_is_none(self, server: Hub) -> None:
+        server.files = {"config.json": b"<html>", "model.safetensors": shard({"a": 1})}
+        with pytest.raises(BadQuestion, match="not JSON"):
+            hub.remote_model("me/model")
+
+    def test_a_repository_of_gguf_files_says_what_to_do(self, server: Hub) -> None:
+        server.files = {"m-Q4_K_M.gguf": content("m")}
+        with pytest.raises(BadQuestion, match="holds GGUF files"):
+            hub.remote_model("me/model")
+
+    def test_a_gated_repository(self, server: Hub) -> None:
+        server.files = {"config.json": json.dumps(CONFIG).encode()}
+        server.gated, server.need_token = True, "hf_good"
+        with pytest.raises(BadQuestion, match="gated"):
+            hub.remote_model("me/model")
+
+    def test_inspecting_asks_the_hub_only_for_what_is_not_known(
+        self, server: Hub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from bedplate.run.models import inspected_model
+
+        server.files = {"config.json": json.dumps(CONFIG).encode()}
+        assert inspected_model("meta-llama/Meta-Llama-3.1-8B").origin == "known facts"
+        assert server.asked == []
+        assert inspected_model("me/model").name == "me/model"

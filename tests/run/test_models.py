@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,55 @@ def test_a_path_that_is_not_there_says_so(typed: str, empty_machine: None) -> No
     with pytest.raises(BadQuestion) as caught:
         known_model(typed)
     assert "gone.gguf" in caught.value.message and caught.value.hint
+
+
+@pytest.mark.parametrize("typed", ["meta-llama/Meta-Llama-3.1-8B-Instruct", "Llama 3.1 8B FP8", "gpt-oss-120b"])
+def test_well_known_models_need_neither_files_nor_network(typed: str, empty_machine: None) -> None:
+    assert local_model(typed) is None
+    model = known_model(typed)
+    assert (model.origin, model.files, model.basis) == ("known facts", (), "spec")
+
+
+def test_a_folder_beats_the_facts_of_the_same_name(empty_machine: None, tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen3-8B"
+    folder.mkdir()
+    small = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+        "intermediate_size": 16,
+    }
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **small}))
+    assert known_model("./Qwen3-8B").num_layers == 2
+    assert known_model("Qwen3-8B").num_layers == 2
+    assert known_model("Qwen/Qwen3-8B").num_layers == 36
+    assert known_model(str(folder / "config.json")).num_layers == 2
+
+
+def test_a_snapshot_in_the_hubs_cache(empty_machine: None, tmp_path: Path) -> None:
+    snapshot = tmp_path / "HF_HUB_CACHE" / "models--me--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    small = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+        "intermediate_size": 16,
+    }
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "llama", **small}))
+    assert local_model("me/tiny") is None
+    header = b'{"model.embed_tokens.weight":{"dtype":"BF16","shape":[32,8],"data_offsets":[0,512]}}'
+    (snapshot / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(512))
+    model = known_model("me/tiny")
+    assert (model.name, model.origin, model.weight_bytes) == ("me/tiny", "the Hugging Face cache", 512)
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.pt", "model.pth"])
+def test_pickles_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"\x80\x02")
+    with pytest.raises(BadQuestion, match="never opens one"):
+        known_model(str(tmp_path / name))
 
 
 def test_nothing_typed_is_a_bad_question(empty_machine: None) -> None:

@@ -74,7 +74,7 @@ def _need(
     # Each rank of attention data parallelism keeps its own requests; otherwise all ranks keep a share of each.
     resident = -(-requests // max(1, layout.attention_data)) if model.kv_lora_rank is not None else requests
     use = engine.uses
-    activations = engine.activation_bytes(model, workload.prompt_tokens) / layout.tensor
+    activations = engine.activation_bytes(model, workload.prompt_tokens * requests) / layout.tensor
     free = card.free_bytes if card.free_bytes is not None else card.memory_bytes
     return DeviceNeed(
         device=card.name,

@@ -54,7 +54,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: int = 0
     """Of each device's memory: the driver's context, workspaces, captured graphs."""
     prefill_tokens: int | None = None
-    """Prompt tokens that are computed at once; `None`: the whole prompt."""
+    """Prompt tokens that are computed at once; `None`: the whole prompts of all requests."""
     mlp_copies: float = 3.0
     """Rows of the MLP's width that are alive at once for each of those tokens: gate, up and their product."""
     hidden_copies: float = 2.0

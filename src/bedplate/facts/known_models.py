@@ -43,7 +43,7 @@ _LABEL = re.compile(
 _NOISE = {
     "gguf", "instruct", "chat", "it", "hf", "base", "meta", "mlx", "exl2", "exl3", "onnx", "ud", "i1", "imatrix",
     "edge", "99", "99.9", "inst", "moe",
-    "qat", "dyn", "dynamic", "pre", "trtllm", "quark", "medium", "small", "static", "pertensor", "block", "model",
+    "qat", "dyn", "dynamic", "pre", "trtllm", "quark", "medium", "small", "block", "model",
     "weights", "unsloth", "bnb", "uqff",
     "nvidia", "kv",
 }  # fmt: skip
@@ -190,6 +190,9 @@ def lookup(text: str) -> Model | None:
     variant = data.variants[name]
     model = _built(name, variant)
     own = understood(name).label
+    if exact and variant.stored is None and variant.scheme is None and asked.label not in ("BF16", "F16"):
+        # Its configuration leaves out how the weights are stored; only the name says so.
+        return replaced(with_label(model, str(asked.label), variant), name=_shown_name(text, name))
     if exact or asked.label is None:
         # A name without a quantization means the model as its makers published it.
         if asked.label is None and own and not exact and variant.stored and own.startswith(("NVFP4", "INT")):
@@ -317,7 +320,7 @@ def _from_facts(given: Config) -> Model:
     billions = given.number("params_b")
     if billions is None or not 0 < billions <= 1e5:
         raise Unplannable("params_b, the parameters in billions, is missing or out of range")
-    task, form = given.get("task") or "generate", given.get("format") or "facts"
+    task, form = _or_default(given, "task", "generate"), _or_default(given, "format", "facts")
     if task not in ("generate", "embed", "classify", "other"):
         raise Unplannable(f"task is {shown(task)}; it is generate, embed, classify or other")
     if not isinstance(form, str) or form not in _FORMAT_BITS:
@@ -353,6 +356,11 @@ def _from_facts(given: Config) -> Model:
         kv_bytes_per_token=kv or 0,
         basis="estimate",
     )
+
+
+def _or_default(given: Config, name: str, default: str) -> Any:
+    value = given.get(name)
+    return default if value is None else value
 
 
 def _cache_by_shape(given: Config, active_b: float) -> int:

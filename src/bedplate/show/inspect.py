@@ -126,7 +126,8 @@ def _meaning(model: Model, hardware: Hardware | None) -> list[tuple[str, str]]:
     if model.task != "generate" or not model.weight_bytes:
         return []
     read = model.read_bytes_per_token
-    text = f"{size(read)} are read for every token"
+    text = f"{read / 1e9:,.1f} GB" if read >= 1e9 else size(read)
+    text += " are read for every token"
     figure = hardware.memory.bandwidth_bytes_s if hardware is not None else None
     if figure is None or figure.value <= 0:
         return [(text, "one stream, short context")]

@@ -27,14 +27,13 @@ from bedplate.values.hardware import (
     Pcie,
 )
 from bedplate.values.measurements import Measurements
-from bedplate.values.model import Model, TensorGroup
+from bedplate.values.model import LayerGroup, Model, Part, Quantization, TensorGroup
 from bedplate.values.record import Basis, Figure, Record, estimate, from_json, replaced, to_json
 from bedplate.values.workload import LatencyTarget, Workload
 
 __all__ = [
     "Accelerator", "Basis", "Cache", "Challenger", "Cpu", "Decision", "Disk", "Endpoint", "Estimate", "Figure",
-    "GpuProcess", "Hardware", "LatencyTarget", "Launch", "Link", "Measurements", "Memory", "MemoryNeed", "Model",
-    "NumaNode",
-    "Parallelism", "Pcie", "Plan", "Preparation", "Reason", "Record", "Refusal", "Settings", "TensorGroup", "Workload",
-    "estimate", "from_json", "replaced", "to_json",
+    "GpuProcess", "Hardware", "LatencyTarget", "Launch", "LayerGroup", "Link", "Measurements", "Memory", "MemoryNeed",
+    "Model", "NumaNode", "Parallelism", "Part", "Pcie", "Plan", "Preparation", "Quantization", "Reason", "Record",
+    "Refusal", "Settings", "TensorGroup", "Workload", "estimate", "from_json", "replaced", "to_json",
 ]  # fmt: skip

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,3 +106,21 @@ def test_memory_that_may_not_be_executed_is_not_tried() -> None:
 def test_how_a_process_ended_is_what_is_said(code: int, printed: bytes, errors: bytes, result: str) -> None:
     found = conclude("six", SIX, code, printed, errors)
     assert found.result == result and (found.why or result == "runs")
+
+
+@on_x86_linux
+def test_a_system_that_denies_executable_memory_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own ban (PR_SET_MDWE, since Linux 6.3), which children inherit: as SELinux does it by policy."""
+    pr_set_mdwe, refuse_exec_gain = 65, 1
+
+    def ban() -> None:
+        ctypes.CDLL(None).prctl(pr_set_mdwe, refuse_exec_gain, 0, 0, 0)
+
+    asked = "import ctypes; print(ctypes.CDLL(None).prctl(66, 0, 0, 0, 0))"
+    banned = subprocess.run([sys.executable, "-c", asked], preexec_fn=ban, capture_output=True, text=True)
+    if banned.stdout.strip() != "1":
+        pytest.skip(f"this kernel has no such ban: {banned.stdout}{banned.stderr}")
+    real: Any = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *given, **options: real(*given, preexec_fn=ban, **options))
+    found = check("six", SIX)
+    assert found.result == "not tried" and "may not be made executable" in (found.why or "")

@@ -1,0 +1,145 @@
+"""What a layout needs on each device, held against published and measured peaks and against arithmetic by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bedplate.decide.memory import fit, kv_bytes_on_device, weight_bytes_on_device
+from bedplate.errors import BadQuestion
+from bedplate.facts.known_models import find_model
+from bedplate.facts.simulated import simulated
+from bedplate.values import Hardware, Parallelism, Workload, from_json, to_json
+from bedplate.values.fit import Fit
+
+ROOT = Path(__file__).parents[2]
+TRUTH = ROOT.parent / "shared" / "truth"
+H200_PEAKS = [
+    # batch, prompt, torch.cuda.max_memory_allocated(): benchmarks/memory/pytorch.py --measure, H200, torch 2.11
+    (1, 128, 16_127_704_064), (1, 2048, 16_606_899_200), (1, 8192, 18_145_356_800), (4, 512, 16_606_899_200),
+    (4, 2048, 18_145_356_800), (16, 512, 18_145_356_800), (16, 2048, 24_299_187_200), (64, 512, 24_299_187_200),
+]  # fmt: skip
+
+
+def cards(name: str, count: int = 1, ram_gb: float = 512) -> Hardware:
+    return simulated({"accelerator": name, "count": count, "ram_gb": ram_gb, "os": "linux"})
+
+
+def score_program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("score_memory", ROOT / "benchmarks" / "score" / "memory.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("batch", "prompt", "peak"), H200_PEAKS)
+def test_pytorch_as_measured_on_an_h200(batch: int, prompt: int, peak: int) -> None:
+    work = Workload(concurrency=batch, prompt_tokens=prompt, output_tokens=32)
+    (need,) = fit(cards("H200 SXM"), find_model("meta-llama/Meta-Llama-3.1-8B"), work, "pytorch").devices
+    assert need.total_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_published_peaks_are_met() -> None:
+    if not TRUTH.is_dir():
+        pytest.skip("the published measurements (../shared/truth) are not here")
+    score = score_program()
+    tables: dict[str, list[dict[str, str]]] = {}
+    for source, row in score.rows(TRUTH):
+        tables.setdefault(source, []).append(row)
+    errors = []
+    for table in tables.values():
+        unit = score.UNITS[score.unit_of(table)]
+        stated = [row for row in table if row["prompt_tokens"]]
+        errors += [abs(score.predicted_bytes(row) / (float(row["value"]) * unit) - 1) for row in stated]
+    assert len(errors) > 100
+    assert statistics.median(errors) < 0.07
+
+
+def test_heads_are_divided_among_tensor_ranks_but_never_below_one() -> None:
+    model = find_model("meta-llama/Meta-Llama-3.1-70B")
+    whole = model.kv_bytes(1000)
+    assert kv_bytes_on_device(model, 1000, Parallelism(tensor=4)) == whole // 4
+    assert kv_bytes_on_device(model, 1000, Parallelism(tensor=16)) == whole // 8
+    assert kv_bytes_on_device(model, 1000, Parallelism(tensor=4, pipeline=2)) == whole // 8
+
+
+def test_a_latent_cache_is_kept_whole_by_every_tensor_rank() -> None:
+    model = find_model("DeepSeek-R1")
+    assert kv_bytes_on_device(model, 1000, Parallelism(tensor=8)) == model.kv_bytes(1000)
+
+
+def test_experts_are_divided_among_expert_ranks() -> None:
+    model = find_model("Qwen3-30B-A3B")
+    experts = next(part.bytes for part in model.parts if part.name == "experts")
+    each = weight_bytes_on_device(model, Parallelism(tensor=2, expert=8))
+    assert each == round(experts / 8 + (model.weight_bytes - experts) / 2)
+
+
+def test_attention_data_parallelism_holds_more_latent_requests() -> None:
+    work = Workload(concurrency=1, prompt_tokens=4000, output_tokens=1000)
+    model, machine = find_model("DeepSeek-R1"), cards("H200 SXM", 8, 2048)
+    plain = fit(machine, model, work, "sglang", parallelism=Parallelism(tensor=8, expert=8))
+    spread = fit(machine, model, work, "sglang", parallelism=Parallelism(tensor=8, expert=8, attention_data=8))
+    assert plain.fits and spread.fits and spread.max_concurrency > 4 * plain.max_concurrency
+
+
+def test_what_does_not_fit_a_card_is_offloaded_by_layers() -> None:
+    model = find_model("Llama 3.1 70B Q4_K_M")
+    found = fit(cards("RTX 4090", 1, 128), model, Workload(prompt_tokens=512, output_tokens=256), "llama.cpp")
+    assert found.fits and found.offload is not None and found.offload.kind == "layers"
+    card, host = found.devices
+    assert card.fits and card.weights_bytes + host.weights_bytes == model.weight_bytes
+    # One layer more would not have fitted on the card.
+    layer = (model.weight_bytes + model.kv_bytes(768)) / model.num_layers
+    assert card.high_bytes + layer > (card.usable_bytes or 0)
+
+
+def test_experts_go_to_the_host_before_layers_do() -> None:
+    found = fit(cards("RTX 4090", 1, 128), find_model("gpt-oss-120b"), Workload(), "llama.cpp")
+    assert found.fits and found.offload is not None and found.offload.kind == "experts"
+    assert found.offload.device_layers + found.offload.host_layers == 36
+
+
+def test_an_engine_that_does_not_offload_says_no() -> None:
+    found = fit(cards("RTX 4090"), find_model("meta-llama/Meta-Llama-3.1-70B"), Workload(), "vllm")
+    assert not found.fits and found.max_concurrency == 0 and found.offload is None
+
+
+def test_a_quantization_makes_it_smaller() -> None:
+    model, machine = find_model("meta-llama/Meta-Llama-3.1-70B"), cards("H200 SXM")
+    plain = fit(machine, model, Workload(), "vllm")
+    smaller = fit(machine, model, Workload(), "vllm", quantization="FP8")
+    assert not plain.fits and smaller.fits
+    assert smaller.devices[0].weights_bytes < 0.55 * plain.devices[0].weights_bytes
+
+
+def test_a_layout_larger_than_the_machine_is_a_wrong_question() -> None:
+    with pytest.raises(BadQuestion, match="8 devices"):
+        fit(cards("H100 SXM", 4), find_model("Qwen3-8B"), Workload(), "vllm", parallelism=Parallelism(tensor=8))
+
+
+def test_replicas_multiply_the_requests() -> None:
+    model, work = find_model("Qwen3-8B"), Workload(prompt_tokens=2000, output_tokens=500)
+    one = fit(cards("L4", 1), model, work, "vllm").max_concurrency
+    assert one > 0
+    assert fit(cards("L4", 4), model, work, "vllm", parallelism=Parallelism(data=4)).max_concurrency == 4 * one
+
+
+@given(st.integers(1, 64), st.integers(1, 20_000), st.sampled_from(["RTX 4090", "L4", "H100 SXM", "H200 SXM"]))
+def test_the_most_requests_are_the_most(users: int, prompt: int, name: str) -> None:
+    model = find_model("Qwen3-8B")
+    work = Workload(users=users, prompt_tokens=prompt, output_tokens=200)
+    found = fit(cards(name), model, work, "vllm")
+    assert from_json(Fit, to_json(found)) == found
+    if found.fits:
+        full = Workload(concurrency=found.max_concurrency, prompt_tokens=prompt, output_tokens=200)
+        more = Workload(concurrency=found.max_concurrency + 1, prompt_tokens=prompt, output_tokens=200)
+        assert fit(cards(name), model, full, "vllm").concurrency == found.max_concurrency
+        assert fit(cards(name), model, more, "vllm").concurrency == found.max_concurrency

@@ -1,0 +1,72 @@
+"""The page of `bedplate inspect`."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from bedplate.facts.hardware import probe
+from bedplate.facts.known_models import find_model, known_names
+from bedplate.show.inspect import render_model
+from bedplate.values import Figure, Hardware, replaced
+
+
+def page(name: str, hardware: Hardware | None = None) -> str:
+    out = io.StringIO()
+    Console(file=out, width=130, highlight=False).print(render_model(find_model(name), hardware))
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def machine() -> Hardware:
+    """This machine, with a memory of 51 GB/s."""
+    real = probe()
+    speed = Figure(value=51e9, low=50e9, high=52e9, basis="measured")
+    return replaced(real, memory=replaced(real.memory, bandwidth_bytes_s=speed))
+
+
+def test_what_the_bytes_mean_at_this_machines_speed(machine: Hardware) -> None:
+    text = page("Llama 3.1 8B", machine)
+    assert "15.0 GB are read for every token; at 51 GB/s at most 3.4 tokens/s for one stream" in text
+    assert "measured" in text
+
+
+def test_without_a_speed_the_bytes_alone() -> None:
+    text = page("Llama 3.1 8B", None)
+    assert "15.0 GB are read for every token" in text
+    assert "tokens/s" not in text
+
+
+def test_layers_by_kind() -> None:
+    text = page("gemma-4-E4B-it")
+    for words in (
+        "20 windowed attention",
+        "at most 20 MiB (window 512)",
+        "4 full attention",
+        "18 shares another layer's cache",
+        "nothing of their own",
+    ):
+        assert words in text, words
+
+
+def test_experts_towers_and_heads_are_apart() -> None:
+    text = page("Qwen/Qwen3.5-397B-A17B")
+    assert "396 B, of which 17.3 B work on each token" in text
+    assert "in a tower that sees" in text and "in heads that guess ahead" in text
+    assert "512 experts, 10 at a time" in text
+    assert "routed experts" in text
+
+
+def test_the_cache_of_conversations() -> None:
+    assert "1 GiB at 8k · 4 GiB at 32k · 16 GiB at 128k" in page("Llama 3.1 8B")
+
+
+def test_an_estimate_says_so() -> None:
+    assert "sizes estimated" in page("Llama 3.1 8B Q4_K_M")
+
+
+def test_every_known_model_has_a_page() -> None:
+    for name in known_names():
+        assert "Parameters" in page(name)
