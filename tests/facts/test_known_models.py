@@ -58,7 +58,10 @@ def test_spellings(typed: str, base: str, label: str) -> None:
     assert model.sources
 
 
-@pytest.mark.parametrize("typed", ["", " ", "gpt-7", "no such thing", "???", "/", "llama", "x" * 5000])
+@pytest.mark.parametrize(
+    "typed",
+    ["", " ", "gpt-7", "no such thing", "???", "/", "llama", "deepseek-v3-tiny-16b", "deepseek-r1:8b", "x" * 5000],
+)
 def test_what_nobody_knows(typed: str) -> None:
     assert lookup(typed) is None
     with pytest.raises(BadQuestion):
@@ -201,6 +204,19 @@ def test_any_text_is_understood_somehow(text: str) -> None:
     began = time.monotonic()
     lookup(text)
     assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "task"),
+    [
+        ("Qwen3-Embedding-0.6B", "embed"),
+        ("bge-reranker-v2-m3", "classify"),
+        ("bge-m3", "embed"),
+        ("Qwen3-0.6B", "generate"),
+    ],
+)
+def test_the_task(typed: str, task: str) -> None:
+    assert find_model(typed).task == task
 
 
 class TestInline:

@@ -83,13 +83,16 @@ def _checked() -> Iterator[EngineCheck]:
     for environment in whole:
         engine = engines.get(environment.engine)
         recipe = engine.recipe if engine is not None else None
-        known = why_not(Path(environment.path), recipe, CHECK_LIMIT_S) if recipe is not None else UNKNOWN
+        try:
+            why = UNKNOWN if recipe is None else why_not(Path(environment.path), recipe, CHECK_LIMIT_S)
+        except OSError as error:
+            why = str(error)
         yield EngineCheck(
             engine=environment.engine,
             version=environment.version,
             python=environment.python,
             disk_bytes=environment.disk_bytes,
-            failure=known,
+            failure=why,
         )
     for manifest in sorted(engines_dir().glob("*/*/bedplate.json")):
         folder = manifest.parent

@@ -24,16 +24,14 @@ def probe(
 ) -> None:
     """Show this machine, as far as we may use it, with what was measured on it."""
     from bedplate.facts.hardware import probe as probe_hardware
-    from bedplate.facts.measured import apply, remembered
-    from bedplate.facts.measured import measure as measure_hardware
 
-    hardware = probe_hardware()
+    hardware = probe_hardware(recall=not measure)
     if measure:
+        from bedplate.facts.measured import apply
+        from bedplate.facts.measured import measure as measure_hardware
         from bedplate.show.terminal import TerminalProgress
 
         hardware = apply(hardware, measure_hardware(hardware, TerminalProgress()))
-    else:
-        hardware = remembered(hardware)
     if json:
         from bedplate.values import to_json
 

@@ -43,7 +43,7 @@ VIRTUAL_MACHINES = (
 )
 
 
-def probe() -> Hardware:
+def probe(*, recall: bool = True) -> Hardware:
     """Everything about this machine that matters to inference; what could not be read is in its notes."""
     system = operating_system()
     root = Path("/")
@@ -63,7 +63,8 @@ def probe() -> Hardware:
         disk=disk,
         notes=(*cpu_notes, *numa_notes(cpu, memory), *found.notes, *disk_notes),
     )
-    return with_measurements(with_spec(hardware))
+    hardware = with_spec(hardware)
+    return with_measurements(hardware) if recall else hardware
 
 
 def numa_notes(cpu: Cpu, memory: Memory) -> tuple[str, ...]:

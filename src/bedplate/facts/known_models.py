@@ -19,7 +19,7 @@ from bedplate.facts.hf_config import anatomy, read_config, summed
 from bedplate.facts.hf_fields import Config, Unplannable, Weight, shown
 from bedplate.facts.quantization import FP8, MXFP4, MXFP8, NVFP4, Scheme, Storage
 from bedplate.values import Model, replaced
-from bedplate.values.model import Part, Quantization, TensorGroup
+from bedplate.values.model import Part, Quantization, Task, TensorGroup
 
 # Bits of a weight over a whole file, embedding and output included: sizes of Llama 3 8B's GGUF files over its 8.03 B
 # weights. The recipes give other types to a few tensors, so other models differ by a few percent.
@@ -206,7 +206,12 @@ def lookup(text: str) -> Model | None:
 def _within(key: str, keys: dict[str, str]) -> str | None:
     """A fine-tune carries its base's name within its own: `hermes-3-llama-3.1-8b`."""
     inside = [known for known in keys if len(known) >= 8 and " " not in known and known in key and _whole(known, key)]
-    return keys[max(inside, key=len)] if inside else None
+    if not inside:
+        return None
+    longest = max(inside, key=len)
+    # What is left must not name another size: a 16B of a family is not its 671B.
+    rest = key.replace(longest, " ", 1)
+    return None if re.search(r"\d[bm](?![a-z])", rest) else keys[longest]
 
 
 def _whole(known: str, key: str) -> bool:
@@ -254,7 +259,19 @@ def essentials(name: str) -> dict[str, Any]:
 def _plain(name: str, variant: Variant) -> Model:
     """The model with its weights in 16 bits."""
     model = read_config(essentials(name), name=name, origin="known facts")
-    return replaced(model, basis="spec", has_chat_template=_talks(name), sources=(f"config.json of {variant.base}",))
+    return replaced(
+        model,
+        basis="spec",
+        task=_task(name, model),
+        has_chat_template=_talks(name),
+        sources=(f"config.json of {variant.base}",),
+    )
+
+
+def _task(name: str, model: Model) -> Task:
+    if "rerank" in name.lower():
+        return "classify"
+    return "embed" if re.search(r"embed|[-/]e5-", name, re.IGNORECASE) else model.task
 
 
 def _talks(name: str) -> bool:

@@ -194,15 +194,15 @@ def _check(engine: Engine, recipe: Recipe, staging: Path) -> None:
         )
 
 
-def why_not(environment: Path, recipe: Recipe, limit_s: float = CHECK_LIMIT_S) -> str | None:
+def why_not(environment: Path, recipe: Recipe, limit_s: float | None = None) -> str | None:
     """Why an environment does not run, by a few lines of Python in it; `None` when it does."""
     try:
         ended = run_child(
             [str(_interpreter(environment)), "-I", "-c", recipe.check],
             env=variables(environment, os.environ),
-            limit_s=limit_s,
+            limit_s=CHECK_LIMIT_S if limit_s is None else limit_s,
         )
-    except (TimeoutError, OSError) as error:
+    except TimeoutError as error:
         return str(error)
     return (ended.output.strip().splitlines() or [_status(ended.code)])[-1] if ended.code else None
 
