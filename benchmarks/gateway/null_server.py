@@ -144,6 +144,7 @@ class Stream:
         self.engine = engine
         self.usage = usage
         self.index = 0
+        self.received_ns = now_ns
         self.head = engine.head(next(engine.requests))
         if engine.timing.headers == "early":
             connection.write(STREAM_HEAD)
@@ -154,7 +155,12 @@ class Stream:
         engine, index = self.engine, self.index
         if self.connection.stream is not self:
             return
-        chunk = engine.sizes[index] + self.head + engine.tails[index]
+        head = self.head
+        if not index:
+            # How long the request was really held, where nothing changes the size: the load takes it off again, so
+            # that a late timer of this engine is not booked on a gateway.
+            head = engine.head(time.monotonic_ns() - self.received_ns)
+        chunk = engine.sizes[index] + head + engine.tails[index]
         if not index:
             chunk = self.with_headers(chunk)
         self.index = index + 1
