@@ -135,7 +135,7 @@ def huge_gguf(path: Path) -> Path:
 def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     model = huge_gguf(tmp_path / "huge.gguf")
     done = bedplate("serve", "--port", "0", str(model))
-    assert_clear(done, 1, "needs 466 GiB", "more free memory")
+    assert_clear(done, 1, "weights 466 GiB", "more free memory")
     done = bedplate("plan", "--json", str(model))
     assert done.returncode == 1 and json.loads(done.stdout)["fits"] is False
 
