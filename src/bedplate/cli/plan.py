@@ -49,5 +49,5 @@ def plan(
         from bedplate.show.decision import render_decision
         from bedplate.show.terminal import console
 
-        console().print(render_decision(hardware, facts, workload, decision))
+        console().print(render_decision(hardware, facts, workload, decision, engine))
     sys.exit(0 if decision.engine is not None else 1)

@@ -62,12 +62,16 @@ def serve(
         engine=engine,
         listen=Listen(host=host, port=port, api_key=api_key or None, max_body_bytes=max_body_mb * 1_000_000),
         progress=TerminalProgress(),
-        on_decision=lambda hardware, facts, decision: _show_head(hardware, facts, workload, decision, json=json),
+        on_decision=lambda hardware, facts, decision: _show_head(
+            hardware, facts, workload, decision, engine, json=json
+        ),
         on_ready=lambda endpoint: _show_ready(endpoint, json=json),
     )
 
 
-def _show_head(hardware: Hardware, facts: Model, workload: Workload, decision: Decision, *, json: bool) -> None:
+def _show_head(
+    hardware: Hardware, facts: Model, workload: Workload, decision: Decision, asked: str | None, *, json: bool
+) -> None:
     import sys
 
     from bedplate._version import __version__
@@ -76,7 +80,7 @@ def _show_head(hardware: Hardware, facts: Model, workload: Workload, decision: D
 
     out = console(sys.stderr if json else sys.stdout)
     out.print(f"\n [bold]bedplate {__version__}[/bold]\n")
-    out.print(render_serving(hardware, facts, workload, decision))
+    out.print(render_serving(hardware, facts, workload, decision, asked))
     out.print()
 
 

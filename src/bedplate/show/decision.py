@@ -22,7 +22,9 @@ def page() -> Table:
     return table
 
 
-def render_serving(hardware: Hardware, model: Model, workload: Workload, decision: Decision) -> RenderableType:
+def render_serving(
+    hardware: Hardware, model: Model, workload: Workload, decision: Decision, asked: str | None = None
+) -> RenderableType:
     """The head of `serve`: what was found, what was chosen and why."""
     table = page()
     table.add_row("Hardware", Text(one_line(hardware)), "")
@@ -33,7 +35,7 @@ def render_serving(hardware: Hardware, model: Model, workload: Workload, decisio
         table.add_row("Engine", Text(f"{decision.engine} {decision.engine_version}", style="bold green"), "")
         table.add_row("", Text(f"why: {first.text}"), Text(f"{first.rule}, {source_file(first.source)}"))
     else:
-        table.add_row("Engine", Text(headline(decision, model), style="bold red"), "")
+        table.add_row("Engine", Text(headline(decision, model, asked), style="bold red"), "")
     if decision.refused:
         table.add_row("", Text.assemble(("refused  ", "bold"), refusals_line(decision), style="dim"), "bedplate plan")
     if decision.memory is not None:
@@ -42,9 +44,11 @@ def render_serving(hardware: Hardware, model: Model, workload: Workload, decisio
     return table
 
 
-def render_decision(hardware: Hardware, model: Model, workload: Workload, decision: Decision) -> RenderableType:
+def render_decision(
+    hardware: Hardware, model: Model, workload: Workload, decision: Decision, asked: str | None = None
+) -> RenderableType:
     """The page of `plan`."""
-    head = Text(f" {headline(decision, model)}", style="bold green" if decision.fits else "bold red")
+    head = Text(f" {headline(decision, model, asked)}", style="bold green" if decision.fits else "bold red")
     table = page()
     table.add_row("For", Text(model_line(model)), Text(model.origin or ""))
     table.add_row("On", Text(one_line(hardware)), "")
@@ -69,14 +73,17 @@ def render_decision(hardware: Hardware, model: Model, workload: Workload, decisi
     return Group(*parts)
 
 
-def headline(decision: Decision, model: Model) -> str:
+def headline(decision: Decision, model: Model, asked: str | None = None) -> str:
+    """The answer in a line; of an engine that was asked for, why not."""
     if decision.engine is not None:
         return f"{decision.engine} {decision.engine_version}, {decision.quantization or model.format}"
     reasons = {refusal.why for refusal in decision.refused}
     if len(reasons) == 1:
         return f"No: {reasons.pop()}"
     first = decision.refused[0] if decision.refused else None
-    return f"No: {first.engine} {first.why}" if first is not None else f"Nothing runs {model.name} here"
+    if first is not None and (decision.settings is not None or first.engine == asked):
+        return f"No: {first.engine} {first.why}"
+    return f"Nothing runs {model.name} here"
 
 
 def model_line(model: Model) -> str:
