@@ -42,7 +42,7 @@ def test_real_failures_become_one_readable_line(kind: str, starts: str, ends: st
 
 def test_the_address_that_was_not_reached_is_named() -> None:
     for output in captures("refused"):
-        assert "https://pypi.org/simple/xllamacpp/" in str(failure("x", output).cause)
+        assert "https://index.example/simple/xllamacpp/" in str(failure("x", output).cause)
 
 
 def test_a_cause_over_several_lines_is_put_together() -> None:
