@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from bedplate.facts.cpu import INSTRUCTION_SETS
+from bedplate.show.page import page_of
 from bedplate.values import Figure
 from bedplate.values.measurements import GpuBandwidth, MatrixRate, Measurements, RamBandwidth
 from bedplate.values.units import memory, seconds, size
@@ -18,15 +17,7 @@ Row = tuple[str, str, str]
 
 def render_measured(found: Measurements) -> RenderableType:
     """A page of its own, below the machine's: each figure with its spread."""
-    table = Table.grid(padding=(0, 2, 0, 1))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(style="dim", no_wrap=True)
-    last = ""
-    for label, value, basis in _rows(found):
-        table.add_row("" if label == last else label, Text(value), Text(basis))
-        last = label
-    return table
+    return page_of(_rows(found))
 
 
 def rate(figure: Figure) -> str:

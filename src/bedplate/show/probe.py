@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from bedplate.facts.cpu import summarise
+from bedplate.show.page import page_of
 from bedplate.values import Accelerator, Cache, Cpu, Figure, Hardware, Link, Memory
 from bedplate.values.hardware import PciePath
 from bedplate.values.units import memory, size
@@ -44,16 +43,7 @@ def one_line(hardware: Hardware) -> str:
 
 def render_hardware(hardware: Hardware) -> RenderableType:
     """A compact page: what it is, how much of it, on whose word, and what that means for a model."""
-    table = Table.grid(padding=(0, 2, 0, 1))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(style="dim", no_wrap=True)
-    last = ""
-    for label, value, basis in _rows(hardware):
-        # As Text, since names may hold brackets that would be taken for markup.
-        table.add_row("" if label == last else label, Text(value), Text(basis))
-        last = label
-    return table
+    return page_of(_rows(hardware))
 
 
 def _rows(hardware: Hardware) -> Iterator[Row]:

@@ -1,0 +1,22 @@
+"""The page that facts are shown on: a label, what it says, and on whose word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+from rich.text import Text
+
+
+def page_of(rows: Iterable[tuple[str, str, str]]) -> Table:
+    """One row each; a label that repeats is shown once."""
+    table = Table.grid(padding=(0, 2, 0, 1))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(style="dim", no_wrap=True)
+    last = ""
+    for label, value, basis in rows:
+        # As Text, since names may hold brackets that would be taken for markup.
+        table.add_row("" if label == last else label, Text(value), Text(basis))
+        last = label
+    return table
