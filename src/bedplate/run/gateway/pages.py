@@ -79,11 +79,11 @@ def pages(gateway: Gateway) -> web.Application:
 
 
 def curl(url: str, needs_key: bool) -> str:
-    """A command that works as it stands."""
+    """A command that works as it stands; short, since a small model on a slow machine may ramble to its last token."""
     key = "-H 'authorization: Bearer YOUR-KEY' " if needs_key else ""
     return (
         f"curl {url}/v1/chat/completions {key}-H 'content-type: application/json' \\\n"
-        """     -d '{"messages":[{"role":"user","content":"Why is the sky blue?"}]}'"""
+        """     -d '{"messages":[{"role":"user","content":"Why is the sky blue?"}],"max_tokens":100}'"""
     )
 
 
