@@ -108,15 +108,25 @@ class TestWiredLimit:
 
     @pytest.mark.parametrize(
         ("memory_gib", "seen_gib"),
-        # What Metal was seen to allow: github.com/AlexsJones/llmfit pull request 754, gpustack/gpustack issue 1375
-        # (75 % of all memory), antirez/ds4 pull request 893.
-        [(16, 11.84), (64, 48.0), (128, 107.52)],
+        [
+            (16, 10922.67 / 1024),  # M1 Pro: github.com/abetlen/llama-cpp-python issue 687
+            (16, 11.84),  # M3: AlexsJones/llmfit pull request 754
+            (32, 21845.34 / 1024),  # M1 Max: ggml-org/llama.cpp pull request 2011; M2 Max: ollama/ollama issue 434
+            (64, 48.0),  # M1 Max: ggml-org/llama.cpp issue 1870
+            (64, 55.7e9 / GIB),  # M4 Max: carloslfu/slotstream issue 22
+            (128, 107.52),  # M5 Max, macOS 26: antirez/ds4 pull request 893
+        ],
     )
     def test_macos_own_limit_is_an_estimate_that_holds_what_was_seen(self, memory_gib: int, seen_gib: float) -> None:
         limit = wired_limit({"iogpu.wired_limit_mb": "0"}, memory_gib * GIB)
         assert limit is not None
         assert limit.basis == "estimate"
-        assert limit.low <= seen_gib * GIB <= limit.high
+        assert limit.low * 0.9999 <= seen_gib * GIB <= limit.high
+
+    def test_a_mac_on_paper_has_the_same_rule(self) -> None:
+        for memory_gib in (8, 24, 36, 64, 512):
+            chip = find_chip("Apple M3 Ultra 80-core").chip
+            assert shared_limit(chip, memory_gib * GIB) == wired_limit({}, memory_gib * GIB)
 
     def test_nothing_is_made_up_without_a_memory_size(self) -> None:
         assert wired_limit({}, None) is None

@@ -255,9 +255,54 @@ class TestSpec:
         hardware = with_spec(self.machine(Accelerator(name="Voodoo 2", vendor="other", bandwidth_bytes_s=figure)))
         assert (hardware.accelerators[0].bandwidth_bytes_s, hardware.notes) == (figure, ())
 
-    def test_a_slice_does_not_get_its_cards_bandwidth(self) -> None:
+    def test_a_slice_gets_its_part_of_its_cards_bandwidth(self) -> None:
         part = replaced(TestShow.H200, parent=0, name="NVIDIA H200 MIG 1g.18gb")
-        assert with_spec(self.machine(part)).accelerators[0].bandwidth_bytes_s is None
+        figure = with_spec(self.machine(part)).accelerators[0].bandwidth_bytes_s
+        assert figure is not None and (figure.value, figure.basis) == (4.8e12 / 8, "estimate")
+
+    def test_a_part_of_unknown_size_gets_nothing(self) -> None:
+        part = Accelerator(name="AMD Instinct MI300X", vendor="amd", index=1, parent=0, memory_bytes=24 * GIB)
+        hardware = with_spec(self.machine(part))
+        assert (hardware.accelerators[0].bandwidth_bytes_s, hardware.notes) == (None, ())
+
+    def cpu(self, name: str, cores: int, sockets: int | None = 1) -> Hardware:
+        processor = replaced(TestShow.XEON.cpu, name=name, physical_cores=cores, sockets=sockets)
+        return replaced(TestShow.XEON, cpu=processor)
+
+    @pytest.mark.parametrize(
+        ("name", "cores", "sockets", "gb_s"),
+        [
+            ("AMD EPYC 7763 64-Core Processor", 64, 1, 204.8),
+            ("AMD EPYC 7763 64-Core Processor", 128, 2, 409.6),
+            ("Intel(R) Xeon(R) Platinum 8480+", 56, None, 307.2),
+            ("12th Gen Intel(R) Core(TM) i7-12700", 12, 1, 76.8),
+        ],
+    )
+    def test_the_sheets_bandwidth_of_a_cpu_doubts_that_every_channel_is_filled(
+        self, name: str, cores: int, sockets: int | None, gb_s: float
+    ) -> None:
+        figure = with_spec(self.cpu(name, cores, sockets)).memory.bandwidth_bytes_s
+        assert figure is not None
+        assert (figure.value, figure.high, figure.basis) == (gb_s * 1e9, gb_s * 1e9, "spec")
+        assert figure.low == figure.value / 2
+        assert "channels may be empty" in (figure.source or "")
+
+    def test_soldered_memory_leaves_no_doubt(self) -> None:
+        figure = with_spec(self.cpu("Cortex-A76 (Raspberry Pi 5 Model B Rev 1.0)", 4)).memory.bandwidth_bytes_s
+        assert figure is not None and figure.low == figure.value == figure.high == 17.1e9
+
+    def test_a_virtual_machine_gets_no_more_than_its_part_of_the_socket(self) -> None:
+        figure = with_spec(self.cpu("AMD EPYC 7763 64-Core Processor", 2)).memory.bandwidth_bytes_s
+        assert figure is not None
+        assert (figure.value, figure.basis) == (pytest.approx(204.8e9 / 32), "estimate")
+        assert figure.low < figure.value < figure.high < 60e9
+
+    def test_an_unnamed_cpu_has_no_bandwidth_and_a_measured_one_stands(self) -> None:
+        assert with_spec(TestShow.XEON).memory.bandwidth_bytes_s is None
+        measured = Figure(value=1e10, low=9e9, high=1.1e10, basis="measured")
+        machine = self.cpu("AMD EPYC 7763 64-Core Processor", 64)
+        machine = replaced(machine, memory=replaced(machine.memory, bandwidth_bytes_s=measured))
+        assert with_spec(machine).memory.bandwidth_bytes_s == measured
 
     def test_memory_that_a_driver_keeps_quiet(self) -> None:
         hardware = with_spec(self.machine(Accelerator(name="Tenstorrent n300", vendor="tenstorrent")))

@@ -7,10 +7,22 @@ import importlib
 import pkgutil
 from importlib.metadata import entry_points
 
-from bedplate.engines.base import BorrowedLibrary, Engine, EngineState, Failure, MemoryUse, Recipe
+from bedplate.engines.base import (
+    BorrowedLibrary,
+    Engine,
+    EngineState,
+    Failure,
+    Features,
+    MemoryUse,
+    Recipe,
+    Target,
+)
 from bedplate.errors import BadQuestion, OutsideFailed
 
-__all__ = ["BorrowedLibrary", "Engine", "EngineState", "Failure", "MemoryUse", "Recipe", "all_engines", "engine"]
+__all__ = [
+    "BorrowedLibrary", "Engine", "EngineState", "Failure", "Features", "MemoryUse", "Recipe", "Target", "all_engines",
+    "engine",
+]  # fmt: skip
 
 
 @functools.cache

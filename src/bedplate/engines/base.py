@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
-from bedplate.values import (
-    Hardware,
-    Launch,
-    MemoryNeed,
-    Model,
-    Plan,
-    Preparation,
-    Refusal,
-    Settings,
-    Workload,
-    estimate,
-)
+from bedplate.facts.chips import Chip, chip_of
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload
+from bedplate.values.decision import Device
 
 RESERVED_SHARE = 0.05
 """Of the free memory, what is left to the system: a machine that swaps is slower than any other setting."""
+Way = Literal["tensor", "pipeline", "data", "expert", "attention_data"]
+DEVICES: dict[str, Device] = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "xpu"}
+VENDOR_NAMES = {"nvidia": "NVIDIA", "amd": "AMD", "apple": "Apple", "intel": "Intel", "tenstorrent": "Tenstorrent"}
+SIXTEEN_BIT = ("BF16", "F16", "F32")
 
 
 class BorrowedLibrary(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +62,23 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
+class Features(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's row in the map: a few words for each column. "Feature checklists are maps, not proof." """
+
+    batching: str
+    kv_cache: str
+    quantization: str
+    hardware: str
+    structured_output: str
+    multi_node: str
+    server: str
+    """The server that it brings along, or whose it is."""
+    maintained: str
+    """active, or since when not."""
+    source: str
+    """Where all this was read, with version or date."""
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A failure that a log line explains."""
 
@@ -85,32 +97,111 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: float | None = None
 
 
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a machine an engine computes on: its accelerators, which are taken to be alike, or its CPU."""
+
+    device: Device
+    count: int
+    chip: Chip | None = None
+    """What the vendor says of it, where it is known."""
+    features: frozenset[str] = frozenset()
+    """fp8, fp4, bf16: what its matrix units take."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability."""
+
+
 class Engine:
-    """The interface, with answers that are right for an engine that bedplate knows of and cannot run yet."""
+    """The interface. Adding an engine is one file with a class that fills in these answers."""
 
     id: ClassVar[str]
     name: ClassVar[str]
-    formats: ClassVar[tuple[str, ...]] = ()
-    """Weight formats that it loads."""
     version: ClassVar[str | None] = None
+    """The pinned version that plans are made for."""
     recipe: ClassVar[Recipe | None] = None
     """`None`: planned for, but not installed by this version of bedplate."""
+    formats: ClassVar[tuple[str, ...]] = ()
+    """Weight formats that it loads as they are."""
+    converts: ClassVar[tuple[str, ...]] = ()
+    """Formats that it, or a tool of its own, makes one of `formats` of."""
+    vendors: ClassVar[tuple[str, ...]] = ()
+    """Whose accelerators it computes on."""
+    cpu: ClassVar[bool] = False
+    """Whether it computes on a CPU alone."""
+    systems: ClassVar[tuple[str, ...]] = ("linux",)
+    capability: ClassVar[tuple[int, int]] = (0, 0)
+    """The least CUDA compute capability that this version's kernels are built for."""
+    tasks: ClassVar[tuple[str, ...]] = ("generate",)
+    ways: ClassVar[tuple[Way, ...]] = ()
+    """How it divides a model among devices; without any it takes one device."""
+    paged: ClassVar[bool] = False
+    """Whether cache is taken as requests grow, so that room for more of them costs nothing until they come."""
+    offloads: ClassVar[bool] = False
+    """Whether it keeps a part of the weights on the host."""
+    effort: ClassVar[int] = 1
+    """How much machinery it brings, from 1 (one program) to 5: of engines that answer the need alike, the least wins."""
+    features: ClassVar[Features | None] = None
     supervised_env: ClassVar[dict[str, str]] = {}
     """Beside the launch's own environment, what helps the supervisor and would only confuse a person."""
     uses: ClassVar[MemoryUse] = MemoryUse(spread=1.0, source="not known for this engine")
     max_slots: ClassVar[int | None] = None
     """Requests that it computes at once at the most, whatever the memory."""
+    default_slots: ClassVar[int] = 1
+    """Requests that it is ready for when nobody says how many come."""
     key_variable: ClassVar[str | None] = None
     """The environment variable from which it takes the key that it then asks of its clients."""
     strength: ClassVar[str] = ""
     """When it is the right choice, in the words of the hint behind a refusal."""
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        raise NotImplementedError
+        """Why it cannot run here, not this model or not this task; `None`: it can. Whether it should is for the rules."""
+        if hardware.os not in self.systems:
+            return self.refusal("impossible", f"does not run on {hardware.os}", f"{_either(self.systems)}")
+        if self.target(hardware) is None:
+            return self._no_hardware(hardware)
+        if workload.task not in self.tasks:
+            return self.refusal("impossible", f"does not serve models that {workload.task}", self.strength)
+        if model.format not in (*self.formats, *self.converts, "facts"):
+            loads = _either(tuple(name.upper() if len(name) < 5 else name for name in self.formats))
+            return self.refusal("impossible", f"loads {loads}, not {model.format}", "the same model in such a format")
+        return None
+
+    def target(self, hardware: Hardware) -> Target | None:
+        """What it would compute on here: accelerators before the CPU; `None` where there is neither."""
+        cards = [card for card in hardware.accelerators if card.vendor in self.vendors]
+        first = cards[0] if cards else None
+        chip = chip_of(first) if first is not None else None
+        capability = _version(first.compute_capability or (chip.capability if chip else None)) if first else None
+        if first is not None and (capability is None or capability >= self.capability):
+            return Target(
+                device=DEVICES.get(first.vendor, "cpu"),
+                count=len(cards),
+                chip=chip,
+                features=chip.features if chip is not None else frozenset(),
+                capability=capability,
+            )
+        return Target(device="cpu", count=1) if self.cpu else None
+
+    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        """The forms in which it can be given the model on this target, the most faithful first.
+
+        Files that are quantized already are taken as they are.
+        """
+        if model.format in self.formats:
+            return (Weights(label=model.quantization or "BF16", made="as it is", format=model.format),)
+        return ()
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         """The largest settings that serve this work here, whether or not they fit."""
-        raise NotImplementedError
+        target = self.target(hardware)
+        asked = workload.in_flight()
+        stated = workload.concurrency is not None or workload.users > 1
+        slots = asked if stated else max(asked, self.default_slots)
+        return Settings(
+            slots=min(slots, self.max_slots) if self.max_slots else slots,
+            context_tokens=min(workload.request_tokens, model.max_context or workload.request_tokens),
+            device=target.device if target is not None else "cpu",
+            memory_share=self.uses.share if self.uses.share < 1 else None,
+        )
 
     def overhead_bytes(self, model: Model, settings: Settings) -> float:
         """What it takes on its host beside weights and cache."""
@@ -126,18 +217,8 @@ class Engine:
         logits = (model.vocab_size or 0) * (tokens if self.uses.logits_for_all else 1)
         return 2.0 * (tokens * rows + logits)
 
-    def memory(self, hardware: Hardware, model: Model, settings: Settings) -> MemoryNeed:
-        """The need on one machine's RAM."""
-        available_bytes = hardware.memory.available_bytes
-        return MemoryNeed(
-            weights_bytes=model.weight_bytes,
-            kv_bytes=model.kv_bytes(settings.context_tokens) * settings.slots,
-            overhead_bytes=estimate(self.overhead_bytes(model, settings), self.uses.spread, self.uses.source),
-            available_bytes=available_bytes,
-            reserved_bytes=round(available_bytes * RESERVED_SHARE),
-        )
-
     def launch(self, plan: Plan, port: int) -> Launch:
+        """The exact command on a machine that has it installed, what to do before, and how to tell that it is ready."""
         raise NotImplementedError
 
     def connections(self, settings: Settings) -> int | None:
@@ -163,10 +244,27 @@ class Engine:
         """The engine's state from its own Prometheus text."""
         return EngineState()
 
-    def not_run_yet(self) -> Refusal:
-        return self.refusal(
-            "outranked", "fits this hardware, but this version of bedplate does not run it yet", self.strength
-        )
-
     def refusal(self, kind: str, why: str, hint: str | None = None) -> Refusal:
         return msgspec.convert({"engine": self.id, "kind": kind, "why": why, "hint": hint}, Refusal)
+
+    def _no_hardware(self, hardware: Hardware) -> Refusal:
+        whose = _either(tuple(VENDOR_NAMES.get(vendor, vendor) for vendor in self.vendors))
+        if any(card.vendor in self.vendors for card in hardware.accelerators):
+            least = ".".join(map(str, self.capability))
+            return self.refusal(
+                "impossible", f"its kernels need compute capability {least} or newer", "a newer NVIDIA GPU"
+            )
+        return self.refusal("impossible", f"needs {_article(whose)} {whose} GPU", self.strength)
+
+
+def _version(text: str | None) -> tuple[int, int] | None:
+    major, _, minor = (text or "").partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def _either(words: tuple[str, ...]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _article(word: str) -> str:
+    return "an" if word[:1] in "AEIONaeio" else "a"

@@ -13,10 +13,11 @@ from bedplate.values import Accelerator, Figure
 
 PROFILER = ("system_profiler", "SPHardwareDataType", "SPDisplaysDataType", "-json")
 REGISTRY = ("ioreg", "-r", "-d", "1", "-c", "AGXAccelerator")
-# What macOS lets the GPU wire when nobody has said otherwise. Apple publishes no rule; shares of the whole memory that
-# Metal's recommendedMaxWorkingSetSize was seen at: 67 % on small Macs of older systems, 74 to 75 % on most, 84 % with
-# 128 GB (docs/probe.md lists them).
-WIRED_SHARE, WIRED_LOW, WIRED_HIGH = 0.75, 0.66, 0.84
+# What macOS lets the GPU wire when nobody has said otherwise. Apple publishes no rule; docs/probe.md lists the shares of
+# all memory that Metal's recommendedMaxWorkingSetSize was seen at.
+LARGE_BYTES = 36 << 30
+SMALL_SHARE, SMALL_HIGH = 2 / 3, 0.75
+LARGE_SHARE, LARGE_HIGH = 3 / 4, 0.84
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +79,19 @@ def wired_limit(sysctl: Mapping[str, str], memory_bytes: int | None) -> Figure |
         return Figure(value=limit, low=limit, high=limit, basis="reported", source="sysctl iogpu.wired_limit_mb")
     if memory_bytes is None:
         return None
+    return default_wired_limit(memory_bytes)
+
+
+def default_wired_limit(memory_bytes: int) -> Figure:
+    """What macOS allows by itself: the least that was seen, and up to the most."""
+    share, high = (LARGE_SHARE, LARGE_HIGH) if memory_bytes >= LARGE_BYTES else (SMALL_SHARE, SMALL_HIGH)
     return Figure(
-        value=memory_bytes * WIRED_SHARE,
-        low=memory_bytes * WIRED_LOW,
-        high=memory_bytes * WIRED_HIGH,
+        value=memory_bytes * share,
+        low=memory_bytes * share,
+        high=memory_bytes * high,
         basis="estimate",
-        source="macOS' own share, as seen on other Macs; sudo sysctl iogpu.wired_limit_mb=N sets it",
+        source="macOS' own share, as seen on other Macs: 2/3 of less than 36 GB, 3/4 of more, newer systems allow more; "
+        "sudo sysctl iogpu.wired_limit_mb=N sets it",
     )
 
 

@@ -13,13 +13,16 @@ from typing import Literal
 import msgspec
 
 from bedplate.errors import BadQuestion
-from bedplate.values.record import Record
+from bedplate.values.hardware import Accelerator, Cpu
+from bedplate.values.record import Figure, Record, replaced
 
 ChipKind = Literal["datacenter", "workstation", "consumer", "apple", "edge", "cpu", "accelerator"]
 DataType = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4"]
 Topology = Literal["switch", "mesh", "bridge"]
 
 GIB = 1 << 30
+# For the upper end of a band only: more than any one core of a server is likely to read from memory by itself.
+CORE_GB_S = 25.0
 DATA = Path(__file__).parent / "data" / "chips.json"
 # A lane's rate in GB/s for one direction, encoding taken off (PCI-SIG base specifications).
 PCIE_LANE_GB_S = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
@@ -27,6 +30,10 @@ PCIE_LANE_GB_S = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 # (AMD's matrix instruction calculator).
 CUDA_FEATURES = (("bf16", (8, 0)), ("fp8", (8, 9)), ("fp4", (10, 0)))
 MIG_CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
+# How MIG divides a card: sevenths of its multiprocessors, on the smaller ones fourths; eighths of its memory, on the
+# smaller ones fourths (NVIDIA Multi-Instance GPU User Guide, supported profiles).
+MIG_PROFILE = re.compile(r"\s+MIG ([1-7])g\.([0-9]{1,3})gb", re.IGNORECASE)
+MIG_SMALL = re.compile(r"A30|RTX PRO")
 GFX_FEATURES = {
     "gfx908": ("bf16",),
     "gfx90a": ("bf16",),
@@ -195,6 +202,73 @@ def find_chip(
     if not candidates:
         raise _unknown(text, index)
     return _settle(candidates, asked, text, guess)
+
+
+def chip_of(accelerator: Accelerator) -> Chip | None:
+    """The chip that a driver or an intent has named: its dense rates, features and kind. `None` if nobody listed it.
+
+    Of a MIG slice, that part of its card. Where several chips go by the name, the one with this memory, else the most
+    common of them.
+    """
+    cores = accelerator.compute_units if accelerator.vendor == "apple" else None
+    if accelerator.parent is not None and MIG_PROFILE.search(accelerator.name) is None:
+        return None  # a part of unknown size
+    return _chip_named(accelerator.name, accelerator.memory_bytes, cores)
+
+
+def cpu_chip_of(cpu: Cpu) -> Chip | None:
+    """The listed chip that has this CPU, which on a Mac or a Grace Hopper is more than a CPU."""
+    return _chip_named(cpu.name, None, cpu.physical_cores if cpu.vendor == "apple" else None)
+
+
+def memory_bandwidth(chip: Chip, cpu: Cpu) -> Figure:
+    """What a machine with this CPU may read from its memory: the sheet's figure for each socket, with its doubts.
+
+    A sheet speaks of the fastest memory in every channel. Nobody but the owner knows whether there is a module in each.
+    """
+    sockets = cpu.sockets or 1
+    whole = chip.bandwidth_bytes_s * sockets
+    soldered = chip.unified or (chip.vendor not in ("intel", "amd") and (chip.memory_type or "").startswith("LPDDR"))
+    if soldered:
+        return Figure(value=whole, low=whole, high=whole, basis="spec", source=chip.source)
+    doubt = "low: half, as channels may be empty or their modules slower"
+    shown = cpu.physical_cores
+    if shown is not None and chip.cores is not None and shown < chip.cores * sockets * 0.9:
+        # A virtual machine shares the sockets with others.
+        part = whole * shown / (chip.cores * sockets)
+        most = min(whole, max(part, shown * CORE_GB_S * 1e9))
+        source = f"{shown} of {chip.cores * sockets} cores: their part of {whole / 1e9:.0f} GB/s; {doubt}; {chip.source}"
+        return Figure(value=part, low=part / 2, high=most, basis="estimate", source=source)
+    each = f"{sockets} sockets; " if sockets > 1 else ""
+    return Figure(value=whole, low=whole / 2, high=whole, basis="spec", source=f"{each}{doubt}; {chip.source}")
+
+
+@lru_cache(maxsize=256)
+def _chip_named(name: str, memory_bytes: int | None, cores: int | None) -> Chip | None:
+    profile = MIG_PROFILE.search(name)
+    card = name[: profile.start()] if profile else name
+    counted = f"{card} {cores}-core GPU" if cores else card
+    try:
+        chip = find_chip(counted, guess=True, memory_bytes=None if profile else memory_bytes).chip
+    except BadQuestion:
+        return None
+    return chip if profile is None else _slice(chip, int(profile[1]), float(profile[2]))
+
+
+def _slice(chip: Chip, parts: int, memory_gib: float) -> Chip:
+    small = MIG_SMALL.search(chip.name) is not None
+    # Profiles are named by the memory that is left, so that 1g.18gb is an eighth of 141 GB.
+    steps = 4 if small else 8
+    memory = min(1.0, max(1, round(memory_gib / (chip.memory_gib or memory_gib) * steps)) / steps)
+    computing = min(1.0, parts / (4 if small else 7))
+    return replaced(
+        chip,
+        memory_gib=memory_gib,
+        reported_mib=None,
+        bandwidth_gb_s=chip.bandwidth_gb_s * memory,
+        dense_tera_ops={kind: rate * computing for kind, rate in chip.dense_tera_ops.items()},
+        link=None,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from bedplate.errors import BadQuestion
 from bedplate.facts.amd import read_amd
 from bedplate.facts.apple import read_apple
 from bedplate.facts.cgroup import CgroupLimits, is_there, read_limits, read_text
@@ -21,6 +20,7 @@ from bedplate.facts.tenstorrent import read_tenstorrent
 from bedplate.home import home
 from bedplate.values import Accelerator, Cpu, Disk, Figure, Hardware, Link, Memory, replaced, units
 from bedplate.values.hardware import OperatingSystem
+from bedplate.values.record import Basis
 
 DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "f2fs", "btrfs", "squashfs", "erofs")
 # What firmware and clocks call the machine inside of which we run.
@@ -111,28 +111,38 @@ def shared_memory(card: Accelerator, memory: Memory) -> Accelerator:
 
 def with_spec(hardware: Hardware) -> Hardware:
     """Adds what the makers' data sheets say: memory bandwidth, and the memory of cards whose drivers keep it quiet."""
-    from bedplate.facts.chips import find_chip
+    from bedplate.facts.chips import chip_of
 
     cards, notes = [], []
     for card in hardware.accelerators:
-        cores = f" {card.compute_units}-core GPU" if card.vendor == "apple" and card.compute_units else ""
-        try:
-            # A slice has a part of its card's bandwidth, and no sheet says which.
-            chip = (
-                None if card.parent is not None else find_chip(card.name + cores, memory_bytes=card.memory_bytes).chip
-            )
-        except BadQuestion:
-            chip = None
+        chip = chip_of(card)
         if chip is not None:
             rate = chip.bandwidth_bytes_s
-            figure = Figure(value=rate, low=rate, high=rate, basis="spec", source=chip.source)
+            # Of a slice the sheet says which part of the card's it has, and nobody has measured that it gets it.
+            basis: Basis = "spec" if card.parent is None else "estimate"
+            figure = Figure(value=rate, low=rate, high=rate, basis=basis, source=chip.source)
             if card.memory_bytes is None and chip.memory_bytes is not None:
                 notes.append(f"{card.name}: its driver does not say how much memory it has, its data sheet does")
             card = replaced(card, bandwidth_bytes_s=figure, memory_bytes=card.memory_bytes or chip.memory_bytes)
         elif card.bandwidth_bytes_s is None and card.parent is None:
             notes.append(f"{card.name} is not in the list of chips: its memory bandwidth is not known")
         cards.append(card)
-    return replaced(hardware, accelerators=tuple(cards), notes=(*hardware.notes, *dict.fromkeys(notes)))
+    return replaced(
+        hardware,
+        memory=memory_with_spec(hardware.memory, hardware.cpu),
+        accelerators=tuple(cards),
+        notes=(*hardware.notes, *dict.fromkeys(notes)),
+    )
+
+
+def memory_with_spec(memory: Memory, cpu: Cpu) -> Memory:
+    """RAM with the bandwidth of the CPU's data sheet, where nobody has said better and the CPU is a known one."""
+    from bedplate.facts.chips import cpu_chip_of, memory_bandwidth
+
+    chip = cpu_chip_of(cpu)
+    if memory.bandwidth_bytes_s is not None or chip is None:
+        return memory
+    return replaced(memory, bandwidth_bytes_s=memory_bandwidth(chip, cpu))
 
 
 def with_measurements(hardware: Hardware) -> Hardware:

@@ -11,7 +11,8 @@ from typing import Any, cast, get_args
 import msgspec
 
 from bedplate.errors import BadQuestion
-from bedplate.facts.chips import GIB, Chip, ChipLink, Match, find_chip
+from bedplate.facts.apple import default_wired_limit
+from bedplate.facts.chips import GIB, Chip, ChipLink, Match, find_chip, memory_bandwidth
 from bedplate.facts.devices import host_link
 from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link, Memory
 from bedplate.values.hardware import OperatingSystem, Pcie, Vendor
@@ -29,10 +30,6 @@ SYSTEM_BYTES = {"linux": 1 * GIB, "macos": 4 * GIB, "windows": 4 * GIB}
 # What a driver keeps of an idle card. NVIDIA's, as "Reserved" of `nvidia-smi -q`: 422 MiB of an RTX 3090, 556 of an L4,
 # 571 of an A100 40GB, 454 of an H100, 616 of an H200. AMD's shows about as much as used.
 DRIVER_BYTES, DRIVER_SHARE = 400 << 20, 0.0015
-# What macOS lets the GPU wire by default. Apple publishes no rule; Metal's recommendedMaxWorkingSetSize was seen at
-# 2/3 of 8 to 32 GB, at 3/4 from 36 GB on, and at 84 % of 128 GB on newer systems (logs of llama.cpp and MLX).
-APPLE_LARGE_BYTES = 36 * GIB
-APPLE_SMALL_SHARE, APPLE_LARGE_SHARE, APPLE_LOW_SHARE, APPLE_HIGH_SHARE = 2 / 3, 3 / 4, 2 / 3, 0.84
 # AMD lets firmware give up to 96 of 128 GB to the GPU (Variable Graphics Memory); Linux alone lends it half of the RAM.
 AMD_SHARE, AMD_LOW_SHARE = 3 / 4, 1 / 2
 CORES_PER_CARD = 8
@@ -73,15 +70,12 @@ def idle_free_bytes(total_bytes: int) -> int:
 def shared_limit(chip: Chip, ram_bytes: int) -> Figure | None:
     """Of memory that CPU and GPU share, the most that the GPU may hold unless the owner has changed it."""
     if chip.vendor == "apple":
-        share = APPLE_LARGE_SHARE if ram_bytes >= APPLE_LARGE_BYTES else APPLE_SMALL_SHARE
-        low, high = APPLE_LOW_SHARE, APPLE_HIGH_SHARE
-        source = "macOS' default: 2/3 of less than 36 GB, 3/4 of more; sudo sysctl iogpu.wired_limit_mb=N sets it"
-    elif chip.gfx == "gfx1151":
-        share, low, high = AMD_SHARE, AMD_LOW_SHARE, AMD_SHARE
-        source = "AMD Variable Graphics Memory: up to 3/4 by firmware; Linux alone lends half (ttm.pages_limit sets it)"
-    else:
+        return default_wired_limit(ram_bytes)
+    if chip.gfx != "gfx1151":
         return None
-    return Figure(value=ram_bytes * share, low=ram_bytes * low, high=ram_bytes * high, basis="estimate", source=source)
+    source = "AMD Variable Graphics Memory: up to 3/4 by firmware; Linux alone lends half (ttm.pages_limit sets it)"
+    share = ram_bytes * AMD_SHARE
+    return Figure(value=share, low=ram_bytes * AMD_LOW_SHARE, high=share, basis="estimate", source=source)
 
 
 class _Fields:
@@ -273,11 +267,10 @@ def _machine_memory(owner: Match, ram_bytes: int | None) -> tuple[int | None, li
 def _with_bandwidth(memory: Memory, chip: Chip | None, cpu: Chip | None, processor: Cpu) -> Memory:
     if chip is not None and chip.unified:
         return msgspec.structs.replace(memory, bandwidth_bytes_s=_spec(chip.bandwidth_bytes_s, chip.source))
-    if cpu is None:
+    known = cpu or _own_cpu(chip)
+    if known is None:
         return memory
-    return msgspec.structs.replace(
-        memory, bandwidth_bytes_s=_spec(cpu.bandwidth_bytes_s * (processor.sockets or 1), cpu.source)
-    )
+    return msgspec.structs.replace(memory, bandwidth_bytes_s=memory_bandwidth(known, processor))
 
 
 def _cpu(asked: _Fields, card: Chip | None, named: Match | None, cards: int) -> tuple[Cpu, tuple[str, ...]]:

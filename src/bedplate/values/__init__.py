@@ -12,6 +12,7 @@ from bedplate.values.decision import (
     Reason,
     Refusal,
     Settings,
+    Weights,
 )
 from bedplate.values.endpoint import Endpoint
 from bedplate.values.hardware import (
@@ -35,5 +36,5 @@ __all__ = [
     "Accelerator", "Basis", "Cache", "Challenger", "Cpu", "Decision", "Disk", "Endpoint", "Estimate", "Figure",
     "GpuProcess", "Hardware", "LatencyTarget", "Launch", "LayerGroup", "Link", "Measurements", "Memory", "MemoryNeed",
     "Model", "NumaNode", "Parallelism", "Part", "Pcie", "Plan", "Preparation", "Quantization", "Reason", "Record",
-    "Refusal", "Settings", "TensorGroup", "Workload", "estimate", "from_json", "replaced", "to_json",
+    "Refusal", "Settings", "TensorGroup", "Weights", "Workload", "estimate", "from_json", "replaced", "to_json",
 ]  # fmt: skip

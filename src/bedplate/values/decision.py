@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal
 
 import msgspec
@@ -9,6 +10,9 @@ import msgspec
 from bedplate.values.model import Model
 from bedplate.values.record import Figure, Record
 from bedplate.values.workload import Workload
+
+
+Device = Literal["cpu", "cuda", "rocm", "metal", "xpu", "vulkan"]
 
 
 class Reason(Record, frozen=True, kw_only=True):
@@ -76,21 +80,44 @@ class Settings(Record, frozen=True, kw_only=True):
     """What the plan fixes about the engine, in terms that all engines share."""
 
     slots: int
-    """Requests that are computed at once; more than that wait in the engine."""
+    """Requests that are computed at once by one replica; more than that wait in the engine."""
     context_tokens: int
     """The longest request, prompt and answer together."""
+    device: Device = "cpu"
+    """What it computes on; `cpu` where accelerators stay idle."""
     threads: int | None = None
     gpu_layers: int | None = None
+    """Layers on the accelerators, where the rest stays on the host; `None`: all, or there are none."""
+    host_expert_layers: int | None = None
+    """Layers whose routed experts stay on the host, while all else is on the accelerators."""
+    kv_type: Literal["16-bit", "fp8"] = "16-bit"
+    batch_tokens: int | None = None
+    """Prompt tokens that are computed at once at the most; `None`: the engine's own default."""
+    memory_share: float | None = None
+    """Of each accelerator's memory, what the engine may take; `None`: it takes what it needs."""
+
+
+class Weights(Record, frozen=True, kw_only=True):
+    """In what form an engine is given a model, and how that form comes about."""
+
+    label: str
+    """BF16, FP8, NVFP4, MXFP4, AWQ-INT4, Q4_K_M, 4-BIT (MLX), 4.0BPW (EXL3) …; what the files hold already, as they say it."""
+    made: Literal["as it is", "while loading", "converted"]
+    format: str
+    """gguf, safetensors, mlx, exl2, exl3, onnx"""
 
 
 class Preparation(Record, frozen=True, kw_only=True):
     """A step before the launch: an install, a download, a conversion."""
 
-    kind: Literal["install", "download", "convert"]
+    kind: Literal["install", "download", "convert", "build"]
     what: str
     where: str
     download_bytes: int | None = None
     disk_bytes: int | None = None
+    seconds: Figure | None = None
+    argv: tuple[str, ...] = ()
+    """The command that does it, where it is one command."""
 
 
 class Launch(Record, frozen=True, kw_only=True):
@@ -129,5 +156,15 @@ class Plan(Record, frozen=True, kw_only=True):
     engine_version: str
     model: Model
     workload: Workload
+    weights: Weights
     parallelism: Parallelism = Parallelism()
     settings: Settings
+    orchestrator: str | None = None
+
+    @property
+    def model_path(self) -> str:
+        """What the engine is given: the file or the folder where there is one, else the hub id."""
+        if not self.model.files:
+            return self.model.name
+        path = self.model.files[0]
+        return path if path.endswith(".gguf") else str(PurePath(path).parent)
