@@ -21,8 +21,10 @@ from bedplate.facts.apple import (
     read_apple,
     wired_limit,
 )
+from bedplate.facts.chips import find_chip
 from bedplate.facts.cpu import parse_sysctl
 from bedplate.facts.devices import Found
+from bedplate.facts.simulated import shared_limit
 
 CAPTURES = Path(__file__).parent.parent / "captures"
 GIB = 1 << 30

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.errors import BadQuestion
-from bedplate.facts.chips import GIB, Chip, DataType, chips, find_chip
+from bedplate.facts.chips import GIB, Chip, DataType, chip_of, chips, find_chip
+from bedplate.facts.simulated import simulated
+from bedplate.values import Accelerator
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
@@ -400,6 +402,50 @@ def test_case_and_punctuation_make_no_difference(chip: Chip, gap: str, upper: bo
 
 
 # against what others have written down
+
+
+# the chip of an accelerator
+
+
+@pytest.mark.parametrize(
+    ("card", "name", "kind"),
+    [
+        (Accelerator(name="NVIDIA H200", vendor="nvidia"), "NVIDIA H200 SXM 141GB", "datacenter"),
+        (Accelerator(name="NVIDIA A100-PCIE-40GB", vendor="nvidia"), "NVIDIA A100 PCIe 40GB", "datacenter"),
+        (Accelerator(name="NVIDIA GeForce RTX 4090", vendor="nvidia"), "NVIDIA GeForce RTX 4090", "consumer"),
+        (Accelerator(name="AMD Instinct MI300X", vendor="amd"), "AMD Instinct MI300X", "datacenter"),
+        (Accelerator(name="Apple M4 Max", vendor="apple", compute_units=32), "Apple M4 Max (32-core GPU)", "apple"),
+        (Accelerator(name="Apple M4 Max", vendor="apple", compute_units=40), "Apple M4 Max (40-core GPU)", "apple"),
+        (Accelerator(name="H100", vendor="nvidia"), "NVIDIA H100 SXM 80GB", "datacenter"),
+    ],
+)  # fmt: skip
+def test_an_accelerator_leads_to_its_chip(card: Accelerator, name: str, kind: str) -> None:
+    chip = chip_of(card)
+    assert chip is not None
+    assert (chip.name, chip.kind) == (name, kind)
+
+
+def test_a_machine_on_paper_leads_to_its_chips() -> None:
+    chip = chip_of(simulated({"accelerator": "B200", "count": 8}).accelerators[7])
+    assert chip is not None
+    assert chip.ops_s("fp4") and chip.features >= {"fp8", "fp4", "bf16"}
+
+
+def test_a_slice_has_its_part_of_the_card() -> None:
+    """3g.40gb of an A100: three of seven parts of the multiprocessors, four of eight of the memory (MIG User Guide)."""
+    card = find_chip("NVIDIA A100-SXM4-80GB").chip
+    part = chip_of(Accelerator(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb", vendor="nvidia", index=8, parent=0))
+    assert part is not None
+    assert part.bandwidth_gb_s == card.bandwidth_gb_s / 2
+    assert part.dense_tera_ops["bf16"] == pytest.approx(card.dense_tera_ops["bf16"] * 3 / 7)
+    assert (part.memory_gib, part.features, part.link) == (40, card.features, None)
+
+
+@given(st.text(max_size=400), st.integers(0, 1 << 60) | st.none())
+def test_the_chip_of_anything_is_a_chip_or_none(name: str, memory_bytes: int | None) -> None:
+    card = Accelerator(name=name, vendor="other", memory_bytes=memory_bytes)
+    assert isinstance(chip_of(card), Chip | None)
+    assert chip_of(Accelerator(name="Voodoo 2", vendor="other")) is None
 
 
 def spellings() -> Iterator[tuple[str, str]]:

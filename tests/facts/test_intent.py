@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -301,6 +302,38 @@ class TestHostileText:
             assert error.exit_code == 2 and error.message
         else:
             assert from_json(Intent, to_json(intent)) == intent
+
+
+class TestIncumbent:
+    @pytest.mark.parametrize(
+        ("said", "engine"),
+        [
+            ("TensorRT-LLM", "tensorrt-llm"),
+            ("Ollama", "llama.cpp"),
+            ("HF Transformers", "pytorch"),
+            ("K8s", "kubernetes"),
+        ],
+    )
+    def test_the_usual_spellings_become_ids(self, said: str, engine: str) -> None:
+        assert intent_of({"operations": {"incumbent": said}}).operations.incumbent == engine
+        service = {"model": "m", "operations": {"incumbent": said}}
+        found = intent_of({"services": [service]}).services[0].operations
+        assert found is not None and found.incumbent == engine
+        assert override(Intent(), incumbent=said).operations.incumbent == engine
+
+    def test_an_unknown_one_is_named_with_its_field_line_and_the_nearest(self) -> None:
+        with pytest.raises(BadQuestion) as bad:
+            read_intent("operations:\n  incumbent: vlm\n")
+        assert bad.value.message == "operations.incumbent: no engine is known as 'vlm'"
+        assert (bad.value.cause, bad.value.hint) == ("line 2 of the intent", "did you mean vllm or mlx?")
+        with pytest.raises(BadQuestion, match=r"services\[1\].operations.incumbent") as bad:
+            intent_of({"services": [{"model": "m"}, {"model": "n", "operations": {"incumbent": "zzz"}}]})
+        assert "known: llama.cpp, mlx" in (bad.value.hint or "")
+
+    def test_an_engine_of_another_package_is_taken_by_its_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        theirs = EntryPoint(name="warp", value="warp:ENGINE", group="bedplate.engines")
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [theirs])
+        assert intent_of({"operations": {"incumbent": "warp"}}).operations.incumbent == "warp"
 
 
 class TestOverride:

@@ -104,6 +104,33 @@ class TestWhole:
             == sum(a * b for a, b in [(32, 8), (32, 8)]) + 8 + 2 * (192 + 384 + 16) + 4096
         )
 
+    def test_two_sides(self, folder: Path) -> None:
+        """A whole T5 of two layers on each side, named as its files name it."""
+        config = {
+            "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True,
+            "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 32, "n_positions": 64,
+        }  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(config))
+        shapes: dict[str, tuple[int, ...]] = {"shared.weight": (32, 8)}
+        for side, blocks in (("encoder", ("SelfAttention",)), ("decoder", ("SelfAttention", "EncDecAttention"))):
+            shapes[f"{side}.final_layer_norm.weight"] = (8,)
+            shapes[f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] = (32, 2)
+            for layer in range(2):
+                base = f"{side}.block.{layer}.layer"
+                for place, block in enumerate(blocks):
+                    shapes |= {f"{base}.{place}.{block}.{name}.weight": (8, 8) for name in "qkvo"}
+                    shapes[f"{base}.{place}.layer_norm.weight"] = (8,)
+                last = f"{base}.{len(blocks)}"
+                shapes |= {f"{last}.DenseReluDense.wi.weight": (16, 8), f"{last}.DenseReluDense.wo.weight": (8, 16)}
+                shapes[f"{last}.layer_norm.weight"] = (8,)
+        size = write(folder / "model.safetensors", shapes)
+        model = read_folder(folder)
+        assert model.weight_bytes == size == 2 * model.parameters
+        assert sum(part.bytes for part in model.parts) == size
+        encoder = next(part for part in model.parts if part.name == "encoder")
+        assert encoder.bytes == 2 * encoder.parameters
+        assert encoder.active_parameters == 0
+
     def test_the_chat_template(self, folder: Path) -> None:
         write(folder / "model.safetensors", tensors())
         assert not read_folder(folder).has_chat_template

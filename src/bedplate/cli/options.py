@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from bedplate.values import Workload
+    from bedplate.values.intent import Intent
 
 Json = Annotated[bool, typer.Option("--json", help="Print the value as JSON.")]
 ModelName = Annotated[
@@ -16,6 +18,28 @@ ModelName = Annotated[
         metavar="MODEL",
         help="A .gguf file, a folder, a name in the Hugging Face, Ollama or LM Studio cache, or owner/name[:QUANT] "
         "on the hub. Default: the built-in SmolLM2-135M-Instruct.",
+        show_default=False,
+    ),
+]
+IntentFile = Annotated[
+    Path | None,
+    typer.Option("--file", "-f", metavar="FILE", help="An intent file (bedplate.yaml).", show_default=False),
+]
+HardwareName = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        metavar="NAME",
+        help='A machine on paper ("8x H100 SXM", "RTX 4090") or a file from `probe --json`. Default: this machine.',
+        show_default=False,
+    ),
+]
+Fields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Any field of the intent: volume=extreme, ram_gb=128. May be repeated.",
         show_default=False,
     ),
 ]
@@ -48,4 +72,15 @@ def workload_of(
         "output_tokens": output_tokens,
     }
     given = {name: value for name, value in asked.items() if value is not None}
-    return Workload(**given, origin="asked" if given else "default")  # type: ignore[arg-type]
+    return Workload(**given, origin="asked" if given else "default")
+
+
+def intent_from(file: Path | None, fields: list[str] | None, **options: Any) -> Intent:
+    """The file's intent, or an empty one, with what the command line says instead."""
+    from bedplate.facts.intent import override, parsed_fields, read_intent
+    from bedplate.values.intent import Intent
+
+    intent = read_intent(file) if file is not None else Intent()
+    given = {name: value for name, value in options.items() if value is not None}
+    given |= parsed_fields(fields or [])
+    return override(intent, **given) if given else intent

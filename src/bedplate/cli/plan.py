@@ -2,52 +2,233 @@
 
 from __future__ import annotations
 
-from bedplate.cli.options import Concurrency, Context, EngineId, Json, ModelName, OutputTokens, PromptTokens, Users
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bedplate.cli.options import (
+    Concurrency,
+    Context,
+    EngineId,
+    Fields,
+    HardwareName,
+    IntentFile,
+    Json,
+    ModelName,
+    OutputTokens,
+    PromptTokens,
+    Users,
+)
+
+if TYPE_CHECKING:
+    from bedplate.values import Decision
+    from bedplate.values.intent import Intent
 
 EXAMPLES = """Examples:
 
 \b
   bedplate plan
   bedplate plan model.gguf --users 8 --context 16384
-  bedplate plan model.gguf --json | jq .launch.argv
+  bedplate plan meta-llama/Meta-Llama-3.1-70B --hardware "8x H100 SXM" --users 200
+  bedplate plan -f bedplate.yaml --json
+  bedplate plan Qwen/Qwen3-32B --hardware "RTX 4090" --why-not vllm
+  bedplate plan Qwen/Qwen3-32B --hardware "RTX 4090" --what-if users=50,count=2
+  bedplate plan Qwen/Qwen3-32B --users 50 --procure
+  bedplate plan model.gguf --emit command > serve.sh
 
 Exit code 1: it does not fit, or nothing runs it here."""
 
 
 def plan(
     model: ModelName = None,
+    file: IntentFile = None,
+    hardware: HardwareName = None,
     users: Users = None,
     concurrency: Concurrency = None,
     context: Context = None,
     prompt_tokens: PromptTokens = None,
     output_tokens: OutputTokens = None,
+    fields: Fields = None,
     engine: EngineId = None,
+    why_not: Annotated[
+        str | None, typer.Option(metavar="ENGINE", help="Explain why one engine was not chosen.", show_default=False)
+    ] = None,
+    what_if: Annotated[
+        str | None,
+        typer.Option(metavar="FIELD=VALUE,…", help="Show what would change: users=50,count=2.", show_default=False),
+    ] = None,
+    procure: Annotated[
+        bool, typer.Option("--procure", help="Turn it round: which known machines would serve this work.")
+    ] = False,
+    emit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET", help="Print the plan for a target: command (a shell script).", show_default=False
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write there instead.", show_default=False)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Say which engine fits, why, and how to launch it.
 
-    Also what was refused and why, what it will need, and whether it fits. Runs nothing.
+    Also what was refused and why, what it will need, how fast it should be, and whether it fits. Runs nothing.
     """
+    from bedplate.cli.options import intent_from
+
+    intent = intent_from(
+        file, fields, model=model, hardware=hardware, users=users, concurrency=concurrency, context=context,
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens,
+    )  # fmt: skip
+    if intent.services:
+        _portfolio(intent, json=json)
+    elif procure:
+        _procure(intent, json=json)
+    elif what_if is not None:
+        _what_if(intent, what_if, engine, json=json)
+    else:
+        _decision(intent, engine, why_not, emit, output, json=json)
+
+
+def _decided(intent: Intent, engine: str | None) -> tuple[object, object, Decision]:
+    from bedplate.decide import decide
+    from bedplate.facts.intent import resolved_hardware
+    from bedplate.run.models import intended_model
+    from bedplate.store import fingerprint, results
+    from bedplate.values import replaced
+
+    machine = resolved_hardware(intent)
+    facts = intended_model(intent.model)
+    decision = decide(
+        machine, facts, intent.workload, engine, operations=intent.operations, results=results(fingerprint(machine))
+    )
+    notes = (
+        (*machine.notes, *intent.notes, *decision.notes)
+        if intent.hardware is not None
+        else (*intent.notes, *decision.notes)
+    )
+    return machine, facts, replaced(decision, notes=notes)
+
+
+def _decision(
+    intent: Intent, engine: str | None, why_not: str | None, emit: str | None, output: Path | None, *, json: bool
+) -> None:
     import sys
 
-    from bedplate.cli.options import workload_of
-    from bedplate.decide import decide
-    from bedplate.facts.hardware import probe
-    from bedplate.run.models import known_model
+    from bedplate.errors import BadQuestion
+    from bedplate.values import Hardware, Model, to_json
 
-    hardware = probe()
-    facts = known_model(model)
-    workload = workload_of(
-        users=users, concurrency=concurrency, context=context, prompt_tokens=prompt_tokens, output_tokens=output_tokens
-    )
-    decision = decide(hardware, facts, workload, engine)
+    if emit not in (None, "command"):
+        raise BadQuestion(f"nothing is emitted for {emit!r}", hint="--emit command writes a shell script")
+    machine, facts, decision = _decided(intent, engine)
+    if emit is not None:
+        _written(_emitted(intent, facts, decision), output)
+        sys.exit(0)
+    if why_not is not None:
+        from bedplate.engines import engine as engine_by_id
+        from bedplate.show.decision import render_why_not
+
+        engine_by_id(why_not)
+        shown = render_why_not(decision, why_not)
+        _out(to_json(shown[1]) if json else shown[0], plain=json)
+        sys.exit(0)
     if json:
-        from bedplate.values import to_json
-
-        print(to_json(decision))  # noqa: T201
+        _written(to_json(decision), output)
     else:
         from bedplate.show.decision import render_decision
-        from bedplate.show.terminal import console
 
-        console().print(render_decision(hardware, facts, workload, decision, engine))
+        assert isinstance(machine, Hardware) and isinstance(facts, Model)
+        _out(render_decision(machine, facts, intent.workload, decision, engine))
     sys.exit(0 if decision.engine is not None else 1)
+
+
+def _emitted(intent: Intent, facts: object, decision: Decision) -> str:
+    from bedplate.decide import plan as planned
+    from bedplate.deploy.shell import script
+    from bedplate.values import Model
+
+    assert isinstance(facts, Model)
+    return script(planned(decision, facts, intent.workload), decision)
+
+
+def _what_if(intent: Intent, changed: str, engine: str | None, *, json: bool) -> None:
+    import sys
+
+    from bedplate.decide.questions import changes
+    from bedplate.facts.intent import override, parsed_fields
+    from bedplate.show.decision import render_changes
+    from bedplate.values import to_json
+
+    _, _, before = _decided(intent, engine)
+    _, _, after = _decided(override(intent, **parsed_fields([changed])), engine)
+    found = changes(before, after)
+    if json:
+        _written(to_json({"what_if": changed, "changes": found, "before": before, "after": after}), None)
+    else:
+        _out(render_changes(changed, before, after, found))
+    sys.exit(0 if after.fits else 1)
+
+
+def _procure(intent: Intent, *, json: bool) -> None:
+    import sys
+
+    from bedplate.decide.questions import procure, purchasable
+    from bedplate.run.models import intended_model
+    from bedplate.show.procure import render_offers
+    from bedplate.show.terminal import TerminalProgress
+    from bedplate.values import to_json
+
+    facts = intended_model(intent.model)
+    known = purchasable()
+    offers = []
+    with TerminalProgress().step(f"asking {len(known)} chips", len(known)) as done:
+        for number, (_, offer) in enumerate(procure(facts, intent.workload, intent.operations, known), 1):
+            done(number)
+            if offer is not None:
+                offers.append(offer)
+    if json:
+        _written(to_json(offers), None)
+    else:
+        _out(render_offers(facts, intent.workload, tuple(offers), len(known)))
+    sys.exit(0 if offers else 1)
+
+
+def _portfolio(intent: Intent, *, json: bool) -> None:
+    import sys
+
+    from bedplate.decide.portfolio import portfolio
+    from bedplate.run.models import intended_model
+    from bedplate.show.portfolio import render_portfolio
+    from bedplate.values import to_json
+
+    found = portfolio(intent, [intended_model(service.model) for service in intent.services])
+    if json:
+        _written(to_json(found), None)
+    else:
+        _out(render_portfolio(found))
+    sys.exit(0 if found.fits else 1)
+
+
+def _out(what: object, *, plain: bool = False) -> None:
+    if plain:
+        print(what)  # noqa: T201
+        return
+    from bedplate.show.terminal import console
+
+    console().print(what)
+
+
+def _written(text: str, path: Path | None) -> None:
+    if path is None:
+        print(text)  # noqa: T201
+        return
+    from bedplate.errors import OutsideFailed
+
+    try:
+        path.write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
+        if text.startswith("#!"):
+            path.chmod(path.stat().st_mode | 0o111)
+    except OSError as error:
+        raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error

@@ -1,144 +1,228 @@
-"""Hardware, model and workload in; a Decision out, with every refusal and its reason."""
+"""Hardware, model, work and operations in; a Decision out, with every refusal and its reason."""
 
 from __future__ import annotations
 
-from bedplate.decide.fit import fitted, most_requests, what_would_fit
+from bedplate.decide.candidates import Candidate, best
+from bedplate.decide.case import Case, with_tasks_agreed
+from bedplate.decide.evidence import Evidence, gathered
+from bedplate.decide.explain import expectations, reasons_for
 from bedplate.decide.planning import plan
+from bedplate.decide.rules import CHALLENGES, DOUBTS, ORCHESTRATION, PICKS, Doubt, Pick
 from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
-from bedplate.values import (
-    Challenger,
-    Decision,
-    Estimate,
-    Figure,
-    Hardware,
-    MemoryNeed,
-    Model,
-    Reason,
-    Refusal,
-    Settings,
-    Workload,
-    replaced,
-)
-from bedplate.values.units import memory as as_memory
+from bedplate.values import Challenger, Decision, Hardware, Model, Reason, Refusal, Workload, replaced
+from bedplate.values.intent import Operations
+from bedplate.values.result import Result
 
 SHOWN_PORT = 8080
 """The port in a Decision's launch, which is there to be read and tried by hand; `serve` takes a free one."""
+FIRST_GUESS_S = 0.5
+GUESSED_TPOT_S = 0.03
+ROUNDS = 4
+"""Little's law needs the time of a request, which depends on how many are in flight: a few rounds settle it."""
 
 
-def decide(hardware: Hardware, model: Model, workload: Workload, wanted: str | None = None) -> Decision:
-    """Which engine, why, and what to expect. `wanted` asks for one engine by its id."""
-    if model.max_context is not None and workload.request_tokens > model.max_context:
-        return _too_long(model, workload)
-    refused: list[Refusal] = []
-    able: list[Engine] = []
-    for engine in all_engines().values():
-        refusal = engine.refuse(hardware, model, workload)
-        if refusal is None and engine.recipe is None:
-            refusal = engine.not_run_yet()
-        if refusal is None:
-            able.append(engine)
-        else:
-            refused.append(refusal)
-    chosen: Engine | None = able[0] if able else None
-    if wanted is not None:
-        asked_for = engine_by_id(wanted)
-        chosen = asked_for if asked_for in able else None
-        refused.sort(key=lambda refusal: refusal.engine != asked_for.id)
-        refused += [e.refusal("outranked", f"{asked_for.name} was asked for") for e in able if e is not chosen]
-    elif chosen is not None:
-        refused += [e.refusal("outranked", f"{chosen.name} is simpler and does the same here") for e in able[1:]]
-    if chosen is None:
-        return Decision(
-            engine=None, model=model.name, quantization=model.quantization, fits=False, max_concurrency=0,
-            refused=tuple(refused),
-        )  # fmt: skip
-    return _decision_for(chosen, hardware, model, workload, tuple(refused), asked_for=wanted is not None)
-
-
-def _decision_for(
-    engine: Engine,
+def decide(
     hardware: Hardware,
     model: Model,
     workload: Workload,
-    refused: tuple[Refusal, ...],
+    wanted: str | None = None,
     *,
-    asked_for: bool,
+    operations: Operations | None = None,
+    results: tuple[Result, ...] = (),
+    installable: bool = False,
 ) -> Decision:
-    settings, need = fitted(engine, hardware, model, workload)
-    decision = Decision(
-        engine=engine.id if need.fits else None,
-        engine_version=engine.version,
-        model=model.name,
-        quantization=model.quantization,
-        fits=need.fits,
-        max_concurrency=most_requests(engine, hardware, model, min(workload.request_tokens, settings.context_tokens)),
-        settings=settings,
-        memory=need,
-        estimate=Estimate(memory_gb=_memory_gb(need)),
-        refused=refused,
-        challengers=_challengers(),
-    )
-    if not need.fits:
-        too_large = engine.refusal("impossible", _too_large(need), "; or ".join(what_would_fit(need, model)))
-        return replaced(decision, refused=(too_large, *refused), hints=what_would_fit(need, model))
-    reasons = _reasons(engine, hardware, workload, settings, need, asked_for=asked_for)
-    launch = engine.launch(plan(decision, model, workload), SHOWN_PORT)
-    return replaced(decision, reasons=reasons, launch=launch)
+    """Which engine, why, and what to expect. `wanted` asks for one engine by its id.
+
+    `results` is what was measured on this very machine. `installable` keeps to what this version of bedplate installs
+    and starts by itself.
+    """
+    asked = engine_by_id(wanted) if wanted is not None else None
+    workload = with_tasks_agreed(model, workload)
+    case = Case(hardware, model, workload, operations or Operations())
+    if model.max_context is not None and workload.request_tokens > model.max_context:
+        return _too_long(case)
+    evidence = gathered(hardware, model, results)
+    if workload.concurrency is not None or not (workload.requests_per_s or workload.think_time_s):
+        return Search(case, evidence, installable).decision(asked)
+    return _settled(case, evidence, asked, installable)
 
 
-def _reasons(
-    engine: Engine, hardware: Hardware, workload: Workload, settings: Settings, need: MemoryNeed, *, asked_for: bool
-) -> tuple[Reason, ...]:
-    if asked_for:
-        first = Reason(rule="operations.asked", text=f"{engine.name} was asked for", source="--engine")
-    elif not hardware.accelerators:
-        first = Reason(
-            rule="hardware.cpu",
-            text=f"no GPU here: {engine.name} runs anywhere",
-            source='seeds/002 "CPU-only or consumer hardware points to llama.cpp"',
+def _settled(case: Case, evidence: Evidence, asked: Engine | None, installable: bool) -> Decision:
+    """By Little's law: how many are in flight follows from how long a request takes, and the other way round."""
+    workload = case.workload
+    request_s = FIRST_GUESS_S + GUESSED_TPOT_S * workload.output_tokens
+    seen: set[int] = set()
+    while True:
+        in_flight = workload.in_flight(request_s)
+        decision = Search(case.with_work(replaced(workload, concurrency=in_flight)), evidence, installable).decision(
+            asked
         )
-    else:
-        first = Reason(
-            rule="hardware.anywhere",
-            text=f"a GGUF model: {engine.name} runs it on any hardware",
-            source='seeds/001 "hybrid offload, GGUF, ultimate portability"',
-        )
-    reasons = [
-        first,
-        Reason(
-            rule="fit.memory",
-            text=f"{as_memory(need.total_bytes)} of {as_memory(need.available_bytes)} that are free",
-            source="file header, and the engine's measured overhead",
-        ),
-        Reason(
-            rule="cpu.threads",
-            text=f"{settings.threads} threads: one for each physical core that we may use",
-            source="measurement: docs/threads.md",
-        ),
-    ]
-    if hardware.accelerators and not settings.gpu_layers:
-        reasons.append(
-            Reason(
-                rule="build.cpu",
-                text=f"the GPU stays idle: this build of {engine.name} computes on the CPU",
-                source="the engine's package",
-            )
-        )
-    in_flight = workload.in_flight()
-    if settings.slots < in_flight:
-        reasons.append(
-            Reason(
-                rule="fit.queue",
-                text=f"{settings.slots} of {in_flight} requests at once; the others wait",
-                source="physics: the cache of one request times the requests",
-            )
-        )
-    return tuple(reasons)
+        expected = decision.estimate
+        if in_flight in seen or len(seen) >= ROUNDS or expected.ttft_ms is None or expected.tpot_ms is None:
+            break
+        seen.add(in_flight)
+        request_s = (expected.ttft_ms.value + expected.tpot_ms.value * workload.output_tokens) / 1000
+    rate = f"{workload.requests_per_s:g} requests a second" if workload.requests_per_s else f"{workload.users:,} users"
+    note = f"{decision.in_flight:,} requests in flight: {rate}, about {request_s:.1f} s each (Little's law)"
+    return replaced(decision, notes=(note, *decision.notes))
 
 
-def _too_long(model: Model, workload: Workload) -> Decision:
+class Search:
+    """One case; what each engine could be given is found when it is asked for, and once."""
+
+    def __init__(self, case: Case, evidence: Evidence, installable: bool) -> None:
+        self.case, self.evidence, self.installable = case, evidence, installable
+        self._found: dict[str, Candidate | Refusal] = {}
+
+    def candidate(self, engine: Engine) -> Candidate | Refusal:
+        if engine.id not in self._found:
+            if self.installable and engine.recipe is None:
+                found: Candidate | Refusal = engine.refusal(
+                    "outranked", "this version of bedplate plans it, but does not install and start it", engine.strength
+                )
+            else:
+                found = best(engine, self.case, self.evidence, installable=self.installable)
+            self._found[engine.id] = found
+        return self._found[engine.id]
+
+    def decision(self, asked: Engine | None) -> Decision:
+        chosen, reason = self._asked(asked) if asked is not None else self._picked()
+        refused, challengers = self._others(chosen, asked)
+        case = self.case
+        if chosen is None or reason is None:
+            return Decision(
+                engine=None, model=case.model.name, quantization=case.model.quantization, fits=False,
+                max_concurrency=0, in_flight=case.in_flight, refused=refused, hints=self._hints(asked),
+            )  # fmt: skip
+        nodes = -(-chosen.cards // max(1, chosen.hardware.cards_per_node)) if chosen.hardware.accelerators else 1
+        orchestrator, above = self._orchestrated(nodes)
+        estimate = expectations(chosen, case)
+        decision = Decision(
+            engine=chosen.engine.id,
+            engine_version=chosen.engine.version,
+            orchestrator=orchestrator,
+            model=case.model.name,
+            quantization=chosen.model.quantization or chosen.weights.label,
+            parallelism=chosen.layout,
+            fits=True,
+            max_concurrency=chosen.max_concurrency,
+            in_flight=case.in_flight,
+            weights=chosen.weights,
+            settings=chosen.settings,
+            memory=chosen.fit,
+            estimate=estimate,
+            limit=chosen.expected.limit if chosen.expected is not None else None,
+            reasons=(reason, *reasons_for(chosen, case, self.evidence), *above),
+            refused=refused,
+            challengers=challengers,
+        )
+        launch = chosen.engine.launch(plan(decision, case.model, case.workload), SHOWN_PORT)
+        return replaced(decision, launch=launch)
+
+    def _asked(self, engine: Engine) -> tuple[Candidate | None, Reason | None]:
+        found = self.candidate(engine)
+        if isinstance(found, Refusal):
+            return None, None
+        return found, Reason(rule="operations.asked", text=f"{engine.name} was asked for", source="--engine")
+
+    def _picked(self) -> tuple[Candidate | None, Reason | None]:
+        for rule in PICKS:
+            picked = rule.says(self.case)
+            found = self._first_able(picked) if picked is not None else None
+            if picked is not None and found is not None:
+                return self._overturned(found) or (found, Reason(rule=rule.id, text=picked.text, source=rule.source))
+        return None, None
+
+    def _first_able(self, picked: Pick) -> Candidate | None:
+        engines, idle = all_engines(), bool(self.case.hardware.accelerators) and not self.installable
+        for engine_id in picked.engines:
+            engine = engines.get(engine_id)
+            found = self.candidate(engine) if engine is not None else None
+            if not isinstance(found, Candidate) or (idle and found.target.device == "cpu" and self._others_use_them()):
+                continue
+            holds = found.max_concurrency >= self.case.in_flight
+            if holds or not picked.holding or engine_id == picked.engines[-1]:
+                return found
+        return None
+
+    def _others_use_them(self) -> bool:
+        """Whether any engine computes on the accelerators of this machine."""
+        return any(
+            (target := engine.target(self.case.hardware)) is not None and target.device != "cpu"
+            for engine in all_engines().values()
+        )
+
+    def _overturned(self, chosen: Candidate) -> tuple[Candidate, Reason] | None:
+        """Measured here and better: that outweighs any rule."""
+        pair = self.evidence.beats(chosen.engine.id)
+        other = all_engines().get(pair[0].engine) if pair is not None else None
+        found = self.candidate(other) if other is not None else None
+        if pair is None or not isinstance(found, Candidate):
+            return None
+        gain = (pair[0].output_tok_s or 0) / (pair[1].output_tok_s or 1) - 1
+        text = f"measured here: {gain:.0%} more tokens per second than {chosen.engine.name} on the same work"
+        source = f"store: {pair[0].at} and {pair[1].at}, {pair[0].concurrency} in flight"
+        return found, Reason(rule="evidence.measured", text=text, source=source)
+
+    def _others(
+        self, chosen: Candidate | None, asked: Engine | None
+    ) -> tuple[tuple[Refusal, ...], tuple[Challenger, ...]]:
+        refused: list[Refusal] = []
+        challengers: list[Challenger] = []
+        for engine in all_engines().values():
+            if chosen is not None and engine is chosen.engine:
+                continue
+            said = self._said_of(engine, chosen)
+            (refused if isinstance(said, Refusal) else challengers).append(said)  # type: ignore[arg-type]
+        # The engine that was asked for is what the person wants to read about.
+        refused.sort(key=lambda refusal: asked is None or refusal.engine != asked.id)
+        return tuple(refused), tuple(challengers)
+
+    def _said_of(self, engine: Engine, chosen: Candidate | None) -> Refusal | Challenger:
+        case = self.case
+        if refusal := engine.refuse(case.hardware, case.model, case.workload):
+            return refusal
+        doubt = doubt_of(engine, case)
+        if doubt is not None and chosen is not None:
+            return engine.refusal(doubt.kind, doubt.why, doubt.hint)
+        found = self.candidate(engine)
+        if isinstance(found, Refusal):
+            return found
+        if doubt is not None:
+            return engine.refusal(doubt.kind, doubt.why, doubt.hint)
+        if chosen is None:
+            return engine.refusal("outranked", "another engine was asked for", engine.strength)
+        for rule in CHALLENGES:
+            if rule.engine == engine.id and (evidence := rule.says(case, chosen.engine.name)):
+                return Challenger(engine=engine.id, evidence_needed=evidence)
+        return engine.refusal("outranked", f"{chosen.engine.name} is the nearer choice here", engine.strength)
+
+    def _orchestrated(self, nodes: int) -> tuple[str | None, tuple[Reason, ...]]:
+        for rule in ORCHESTRATION:
+            if picked := rule.says(self.case, nodes):
+                return picked.engines[0], (Reason(rule=rule.id, text=picked.text, source=rule.source),)
+        return None, ()
+
+    def _hints(self, asked: Engine | None) -> tuple[str, ...]:
+        """The nearest things that would fit: those of the engine that comes nearest."""
+        engines = [asked] if asked is not None else list(all_engines().values())
+        tried = [refusal for engine in engines if isinstance(refusal := self._found.get(engine.id), Refusal)]
+        hints = [
+            refusal.hint
+            for refusal in tried
+            if refusal.hint and refusal.why.startswith("needs ") and "(weights" in refusal.why
+        ]
+        return tuple(hints[0].split("; or ")) if hints else ()
+
+
+def doubt_of(engine: Engine, case: Case) -> Doubt | None:
+    return next((said for rule in DOUBTS if rule.engine == engine.id and (said := rule.says(case))), None)
+
+
+def _too_long(case: Case) -> Decision:
     """No engine makes a model read more than it was made for."""
+    model, workload = case.model, case.workload
     why = f"requests of {workload.request_tokens:,} tokens, and {model.name} reads at most {model.max_context:,}"
     return Decision(
         engine=None,
@@ -146,25 +230,7 @@ def _too_long(model: Model, workload: Workload) -> Decision:
         quantization=model.quantization,
         fits=False,
         max_concurrency=0,
+        in_flight=case.in_flight,
         refused=tuple(engine.refusal("impossible", why) for engine in all_engines().values()),
         hints=(f"a context of at most {model.max_context:,} tokens (--context)", "a model with a longer context"),
     )
-
-
-def _challengers() -> tuple[Challenger, ...]:
-    """None yet: an engine is worth measuring only when bedplate can run it."""
-    return ()
-
-
-def _memory_gb(need: MemoryNeed) -> Figure:
-    fixed = need.weights_bytes + need.kv_bytes
-    overhead = need.overhead_bytes
-    value, low, high = ((fixed + part) / 1e9 for part in (overhead.value, overhead.low, overhead.high))
-    return Figure(value=value, low=low, high=high, basis="estimate", source=overhead.source)
-
-
-def _too_large(need: MemoryNeed) -> str:
-    parts = (need.weights_bytes, need.kv_bytes, need.overhead_bytes.high)
-    weights, cache, own = (as_memory(part) for part in parts)
-    needed, free = as_memory(need.high_bytes), as_memory(need.available_bytes)
-    return f"needs {needed} (weights {weights}, cache {cache}, its own {own}) and {free} are free"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from bedplate.decide.fit import MOST_SLOTS, most_that
 from bedplate.engines import Engine
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import RESERVED_SHARE
 from bedplate.errors import BadQuestion
 from bedplate.facts.known_models import with_label
-from bedplate.values import Accelerator, Hardware, Model, Parallelism, Settings, Workload, estimate, replaced
+from bedplate.values import Accelerator, Hardware, Model, Parallelism, Settings, Workload, estimate
 from bedplate.values.fit import DeviceNeed, Fit, Offload
 
-OFFLOADING = frozenset(["llama.cpp"])
-"""Engines that keep a part of the weights on the host."""
+MOST_SLOTS = 65536
+"""Where counting stops for an engine that sets no limit of its own."""
+EXPERTS = "experts"
 
 
 def fit(
@@ -24,24 +25,56 @@ def fit(
     engine: str | Engine,
     quantization: str | None = None,
     parallelism: Parallelism | None = None,
+    settings: Settings | None = None,
 ) -> Fit:
-    """What this layout needs on each device. `quantization` asks for other weights than the model's own."""
+    """What this layout needs on each device. `quantization` asks for other weights than the model's own.
+
+    With `settings`, its slots and context are what is counted; without, the requests of the workload.
+    """
     chosen = engine_by_id(engine) if isinstance(engine, str) else engine
     layout = parallelism or Parallelism()
     weights = with_label(model, quantization) if quantization is not None else model
-    cards = _cards(hardware, layout)
+    cards = cards_for(hardware, chosen, layout) if settings is None or settings.device != "cpu" else ()
+    asked = Asked.of(chosen, workload, settings)
     if not cards:
-        return _on_host(hardware, weights, workload, chosen, layout)
-    found = _on_cards(cards, weights, workload, chosen, layout)
-    if not found.fits and chosen.id in OFFLOADING and layout == Parallelism():
-        return _offloaded(hardware, cards, weights, workload, chosen) or found
+        if layout != Parallelism():
+            raise BadQuestion("a machine without accelerators has nothing to divide a model among")
+        return _on_host(hardware, weights, chosen, asked)
+    found = _on_cards(cards, weights, chosen, layout, asked)
+    if not found.fits and chosen.offloads and layout.tensor == layout.data == 1:
+        return _offloaded(hardware, cards, weights, chosen, asked) or found
     return found
 
 
-def _cards(hardware: Hardware, layout: Parallelism) -> tuple[Accelerator, ...]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The requests that memory is counted for."""
+
+    tokens: int
+    """Of one request when it ends; of an engine that is not paged, what is set aside for it."""
+    prompt_tokens: int
+    in_flight: int
+    ceiling: int
+
+    @classmethod
+    def of(cls, engine: Engine, workload: Workload, settings: Settings | None) -> Asked:
+        ceiling = engine.max_slots or MOST_SLOTS
+        if settings is None:
+            return cls(workload.request_tokens, workload.prompt_tokens, workload.in_flight(), ceiling)
+        # Paged engines take cache as requests grow; the others set the whole context aside for each slot.
+        tokens = workload.request_tokens if engine.paged else settings.context_tokens
+        slots = min(settings.slots, workload.in_flight()) if engine.paged else settings.slots
+        return cls(tokens, min(workload.prompt_tokens, tokens), slots, ceiling)
+
+
+def cards_for(hardware: Hardware, engine: Engine, layout: Parallelism) -> tuple[Accelerator, ...]:
+    """The accelerators that a layout takes, of those that the engine computes on."""
+    target = engine.target(hardware)
+    if target is None or target.device == "cpu":
+        return ()
+    cards = tuple(card for card in hardware.accelerators if card.vendor in engine.vendors)
     wanted = layout.tensor * layout.pipeline * layout.data
-    cards = hardware.accelerators
-    if cards and wanted > len(cards):
+    if wanted > len(cards):
         raise BadQuestion(
             f"the layout needs {wanted} devices, and there are {len(cards)}",
             hint="ask for a smaller tensor, pipeline or data parallelism",
@@ -49,141 +82,170 @@ def _cards(hardware: Hardware, layout: Parallelism) -> tuple[Accelerator, ...]:
     return cards[:wanted]
 
 
-def kv_bytes_on_device(model: Model, tokens: int, layout: Parallelism) -> int:
-    """One request's cache on one device: heads are divided among tensor ranks, a latent is kept by each of them."""
-    whole = model.kv_bytes(tokens) / layout.pipeline
-    if model.kv_lora_rank is not None:
-        return round(whole / layout.attention_data) if layout.attention_data > 1 else round(whole)
-    heads = model.num_kv_heads or layout.tensor
-    return round(whole / max(1, min(layout.tensor, heads)))
+def kv_bytes_on_device(model: Model, tokens: int, layout: Parallelism) -> float:
+    """One resident request's cache on one device: heads are divided among tensor ranks, a latent is kept by each.
+
+    With attention data parallelism a request is resident on its own rank alone.
+    """
+    ranks = max(1, layout.tensor // max(1, layout.attention_data))
+    if model.kv_lora_rank is None:
+        ranks = min(ranks, model.num_kv_heads or ranks)
+    else:
+        ranks = 1
+    return model.kv_bytes(tokens) / layout.pipeline / max(1, ranks)
 
 
 def weight_bytes_on_device(model: Model, layout: Parallelism) -> int:
     """The share of the weights that one device has: experts over all ranks that divide them, the rest by tensor."""
-    experts = sum(part.bytes for part in model.parts if part.name == "experts")
-    spread = max(layout.tensor, layout.expert)
-    attention = layout.tensor // max(1, layout.attention_data)
-    rest = (model.weight_bytes - experts) / max(1, attention)
-    return round((experts / spread + rest) / layout.pipeline)
+    experts = _experts(model)
+    attention = max(1, layout.tensor // max(1, layout.attention_data))
+    rest = (model.weight_bytes - experts) / attention
+    return round((experts / max(layout.tensor, layout.expert) + rest) / layout.pipeline)
 
 
-def _need(
-    model: Model, workload: Workload, engine: Engine, layout: Parallelism, requests: int, card: Accelerator, count: int
-) -> DeviceNeed:
-    tokens = workload.request_tokens
-    # Each rank of attention data parallelism keeps its own requests; otherwise all ranks keep a share of each.
-    resident = -(-requests // max(1, layout.attention_data)) if model.kv_lora_rank is not None else requests
-    use = engine.uses
-    activations = engine.activation_bytes(model, workload.prompt_tokens * requests) / layout.tensor
-    free = card.free_bytes if card.free_bytes is not None else card.memory_bytes
-    return DeviceNeed(
-        device=card.name,
-        count=count,
-        weights_bytes=weight_bytes_on_device(model, layout),
-        kv_bytes=kv_bytes_on_device(model, tokens, replaced(layout, attention_data=1)) * resident,
-        activation_bytes=estimate(activations, use.spread, use.source),
+def free_of(card: Accelerator) -> int | None:
+    return card.free_bytes if card.free_bytes is not None else card.memory_bytes
+
+
+def _experts(model: Model) -> int:
+    return sum(part.bytes for part in model.parts if part.name == EXPERTS)
+
+
+def most_that(fits: Callable[[int], bool], ceiling: int) -> int:
+    """The largest count up to `ceiling` that fits, where fewer always fit if more do; 0 when not even one does."""
+    if not fits(1):
+        return 0
+    if fits(ceiling):
+        return ceiling
+    low, high = 1, ceiling
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _on_cards(cards: Sequence[Accelerator], model: Model, engine: Engine, layout: Parallelism, asked: Asked) -> Fit:
+    """Every card carries the same, so the one with the least room decides."""
+    smallest = min(cards, key=lambda card: free_of(card) or 0)
+    free, use = free_of(smallest), engine.uses
+    usable = round(free * use.share) if free is not None else None
+    weights = weight_bytes_on_device(model, layout)
+    cache_each = kv_bytes_on_device(model, asked.tokens, layout)
+    groups = max(1, layout.attention_data)
+
+    def activations(requests: int) -> float:
+        return engine.activation_bytes(model, asked.prompt_tokens * requests) / layout.tensor
+
+    def high(requests: int) -> float:
+        cache = cache_each * -(-requests // groups)
+        return weights + cache + (activations(requests) + use.device_bytes) * (1 + use.spread)
+
+    most = most_that(lambda requests: usable is not None and high(requests) <= usable, asked.ceiling)
+    counted = max(1, min(-(-asked.in_flight // layout.data), most))
+    need = DeviceNeed(
+        device=smallest.name,
+        count=len(cards),
+        weights_bytes=weights,
+        kv_bytes=round(cache_each * -(-counted // groups)),
+        activation_bytes=estimate(activations(counted), use.spread, use.source),
         overhead_bytes=estimate(use.device_bytes, use.spread, use.source),
-        usable_bytes=round(free * use.share) if free is not None else None,
+        usable_bytes=usable,
+    )
+    return Fit(fits=most >= 1, devices=(need,), concurrency=counted * layout.data, max_concurrency=most * layout.data)
+
+
+def _on_host(hardware: Hardware, model: Model, engine: Engine, asked: Asked) -> Fit:
+    usable = round(hardware.memory.available_bytes * (1 - RESERVED_SHARE))
+    cache_each = model.kv_bytes(asked.tokens)
+    use = engine.uses
+
+    def overhead(requests: int) -> float:
+        return engine.overhead_bytes(model, Settings(slots=requests, context_tokens=asked.tokens))
+
+    def fits(requests: int) -> bool:
+        return model.weight_bytes + cache_each * requests + overhead(requests) * (1 + use.spread) <= usable
+
+    most = most_that(fits, asked.ceiling)
+    counted = max(1, min(asked.in_flight, most))
+    need = _host_need(model.weight_bytes, cache_each * counted, overhead(counted), engine, usable)
+    return Fit(fits=most >= 1, devices=(need,), concurrency=counted, max_concurrency=most)
+
+
+def _host_need(weights: int, cache: int, overhead: float, engine: Engine, usable: int) -> DeviceNeed:
+    return DeviceNeed(
+        device="host",
+        weights_bytes=weights,
+        kv_bytes=cache,
+        activation_bytes=estimate(0, 0),
+        overhead_bytes=estimate(overhead, engine.uses.spread, engine.uses.source),
+        usable_bytes=usable,
     )
 
 
-def _on_cards(
-    cards: Sequence[Accelerator], model: Model, workload: Workload, engine: Engine, layout: Parallelism
-) -> Fit:
-    smallest = min(cards, key=lambda card: card.free_bytes or card.memory_bytes or 0)
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """What stays on the cards and what goes to the host, for so many requests."""
 
-    def need(requests: int) -> DeviceNeed:
-        return _need(model, workload, engine, layout, requests, smallest, len(cards))
-
-    most = most_that(lambda requests: need(requests).fits, engine.max_slots or MOST_SLOTS)
-    asked = -(-workload.in_flight() // layout.data)
-    counted = max(1, min(asked, most))
-    return Fit(
-        fits=most >= 1,
-        devices=(need(counted),),
-        concurrency=counted * layout.data,
-        max_concurrency=most * layout.data,
-    )
-
-
-def _on_host(hardware: Hardware, model: Model, workload: Workload, engine: Engine, layout: Parallelism) -> Fit:
-    if layout != Parallelism():
-        raise BadQuestion("a machine without accelerators has nothing to divide a model among")
-    use, memory = engine.uses, hardware.memory
-
-    def need(requests: int) -> DeviceNeed:
-        settings = Settings(slots=requests, context_tokens=workload.request_tokens)
-        return DeviceNeed(
-            device="host",
-            weights_bytes=model.weight_bytes,
-            kv_bytes=model.kv_bytes(workload.request_tokens) * requests,
-            activation_bytes=estimate(0, 0),
-            overhead_bytes=estimate(engine.overhead_bytes(model, settings), use.spread, use.source),
-            usable_bytes=round(memory.available_bytes * (1 - RESERVED_SHARE)),
-        )
-
-    most = most_that(lambda requests: need(requests).fits, engine.max_slots or MOST_SLOTS)
-    counted = max(1, min(workload.in_flight(), most))
-    return Fit(fits=most >= 1, devices=(need(counted),), concurrency=counted, max_concurrency=most)
+    kind: str
+    layers: int
+    """Wholly on the cards."""
+    card_weights: int
+    card_cache: int
 
 
 def _offloaded(
-    hardware: Hardware, cards: Sequence[Accelerator], model: Model, workload: Workload, engine: Engine
+    hardware: Hardware, cards: Sequence[Accelerator], model: Model, engine: Engine, asked: Asked
 ) -> Fit | None:
     """As much on the cards as they hold, the rest on the host: routed experts first, since they are read least."""
-    card = cards[0]
-    free = card.free_bytes if card.free_bytes is not None else card.memory_bytes
-    if free is None or not model.num_layers:
-        return None
-    use = engine.uses
-    overhead = estimate(
-        use.device_bytes + engine.activation_bytes(model, workload.prompt_tokens), use.spread, use.source
-    )
-    cache = model.kv_bytes(workload.request_tokens)
-    experts = sum(part.bytes for part in model.parts if part.name == "experts")
-    layers = model.num_layers
-    room = free * use.share - overhead.high
+    rooms = [free_of(card) for card in cards]
+    if not model.num_layers or any(room is None for room in rooms) or any(card.unified_memory for card in cards):
+        return None  # with unified memory there is no other place to put it
+    use, count, layers = engine.uses, len(cards), model.num_layers
+    usable = round(min(room or 0 for room in rooms) * use.share)
+    host_usable = round(hardware.memory.available_bytes * (1 - RESERVED_SHARE))
+    cache_each = model.kv_bytes(asked.tokens)
+    experts = _experts(model)
     dense = model.weight_bytes - experts
-    if experts and room >= dense + cache:
-        kind, each, kept_bytes, kept_cache = "experts", experts / layers, dense, cache
-        on_card = min(layers, int((room - dense - cache) // each))
-    else:
-        kind, each = "layers", (model.weight_bytes + cache) / layers
-        on_card = max(0, min(layers, int(room // each)))
-        kept_bytes, kept_cache = 0, round(cache * on_card / layers)
-        each = model.weight_bytes / layers
-    device_weights = round(kept_bytes + on_card * each)
-    host_weights = model.weight_bytes - device_weights
-    host_use = hardware.memory.available_bytes * (1 - RESERVED_SHARE)
-    settings = Settings(slots=1, context_tokens=workload.request_tokens)
-    needs = (
-        DeviceNeed(
-            device=card.name,
-            weights_bytes=device_weights,
-            kv_bytes=kept_cache,
-            activation_bytes=estimate(0, 0),
-            overhead_bytes=overhead,
-            usable_bytes=round(free * use.share),
-        ),
-        DeviceNeed(
-            device="host",
-            weights_bytes=host_weights,
-            kv_bytes=cache - kept_cache,
-            activation_bytes=estimate(0, 0),
-            overhead_bytes=estimate(engine.overhead_bytes(model, settings), use.spread, use.source),
-            usable_bytes=round(host_use),
-        ),
+
+    def overhead(requests: int) -> float:
+        return use.device_bytes + engine.activation_bytes(model, asked.prompt_tokens * requests)
+
+    def split(requests: int) -> _Split:
+        room = count * (usable - overhead(requests) * (1 + use.spread))
+        cache = cache_each * requests
+        if experts and room >= dense + cache:
+            kept = min(layers, int((room - dense - cache) // (experts / layers)))
+            return _Split("experts", kept, round(dense + kept * experts / layers), cache)
+        kept = max(0, min(layers, int(room // ((model.weight_bytes + cache) / layers))))
+        return _Split("layers", kept, round(model.weight_bytes * kept / layers), round(cache * kept / layers))
+
+    def host(requests: int, part: _Split) -> DeviceNeed:
+        cache = cache_each * requests - part.card_cache
+        own = engine.overhead_bytes(model, Settings(slots=requests, context_tokens=asked.tokens))
+        return _host_need(model.weight_bytes - part.card_weights, cache, own, engine, host_usable)
+
+    most = most_that(lambda requests: host(requests, split(requests)).fits, asked.ceiling)
+    counted = max(1, min(asked.in_flight, most))
+    part = split(counted)
+    on_card = DeviceNeed(
+        device=cards[0].name,
+        count=count,
+        weights_bytes=part.card_weights // count,
+        kv_bytes=part.card_cache // count,
+        activation_bytes=estimate(0, 0),
+        overhead_bytes=estimate(overhead(counted), use.spread, use.source),
+        usable_bytes=usable,
     )
-    fits = all(need.fits for need in needs)
+    on_host = host(counted, part)
     return Fit(
-        fits=fits,
-        devices=needs,
-        concurrency=1,
-        max_concurrency=1 if fits else 0,
+        fits=most >= 1,
+        devices=(on_card, on_host),
+        concurrency=counted,
+        max_concurrency=most,
         offload=Offload(
-            kind="experts" if kind == "experts" else "layers",
-            device_layers=on_card,
-            host_layers=layers - on_card,
-            host_bytes=host_weights,
+            kind="experts" if part.kind == "experts" else "layers",
+            device_layers=part.layers,
+            host_layers=layers - part.layers,
+            host_bytes=on_host.weights_bytes,
         ),
     )

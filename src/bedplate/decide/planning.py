@@ -7,7 +7,7 @@ from bedplate.values import Decision, Model, Plan, Workload
 
 
 def plan(decision: Decision, model: Model, workload: Workload) -> Plan:
-    if decision.engine is None or decision.settings is None or decision.engine_version is None:
+    if decision.engine is None or decision.settings is None or decision.weights is None:
         first = decision.refused[0] if decision.refused else None
         raise AnswerIsNo(
             f"{model.name} cannot be served here as asked",
@@ -16,9 +16,11 @@ def plan(decision: Decision, model: Model, workload: Workload) -> Plan:
         )
     return Plan(
         engine=decision.engine,
-        engine_version=decision.engine_version,
+        engine_version=decision.engine_version or "unpinned",
         model=model,
         workload=workload,
+        weights=decision.weights,
         parallelism=decision.parallelism,
         settings=decision.settings,
+        orchestrator=decision.orchestrator,
     )

@@ -25,11 +25,15 @@ __all__ = [
 ]  # fmt: skip
 
 
+NO_ENGINES = ("base", "parsers", "shared", "shipped")
+"""What several engines share; every other module of this folder is one."""
+
+
 @functools.cache
 def all_engines() -> dict[str, Engine]:
     found: dict[str, Engine] = {}
     for module in pkgutil.iter_modules(__path__):
-        if module.name not in ("base", "shipped"):
+        if module.name not in NO_ENGINES:
             one: Engine = importlib.import_module(f"{__name__}.{module.name}").ENGINE
             found[one.id] = one
     for point in entry_points(group="bedplate.engines"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from pathlib import PurePath
 from typing import ClassVar, Literal
 
 import msgspec
@@ -137,6 +140,8 @@ class Engine:
     """Whether cache is taken as requests grow, so that room for more of them costs nothing until they come."""
     offloads: ClassVar[bool] = False
     """Whether it keeps a part of the weights on the host."""
+    built_for: ClassVar[tuple[Device, ...]] = ("cpu",)
+    """What the packages of its recipe compute on; other devices need a build of their own."""
     effort: ClassVar[int] = 1
     """How much machinery it brings, from 1 (one program) to 5: of engines that answer the need alike, the least wins."""
     features: ClassVar[Features | None] = None
@@ -255,6 +260,46 @@ class Engine:
                 "impossible", f"its kernels need compute capability {least} or newer", "a newer NVIDIA GPU"
             )
         return self.refusal("impossible", f"needs {_article(whose)} {whose} GPU", self.strength)
+
+
+def known_failure(log: str, known: Iterable[tuple[str, Failure]]) -> Failure | None:
+    """The first of these patterns that the log shows; what its groups found is put into the words."""
+    for pattern, failure in known:
+        if found := re.search(pattern, log):
+            words = found.groupdict()
+            return Failure(
+                message=failure.message.format(**words), hint=failure.hint.format(**words), lasting=failure.lasting
+            )
+    return None
+
+
+def made_path(plan: Plan) -> str:
+    """Where a conversion puts the model: beside whoever runs the command."""
+    name = f"{short_name(plan.model)}-{plan.weights.label}"
+    return f"{name}.gguf" if plan.weights.format == "gguf" else name
+
+
+def source_folder(plan: Plan) -> str:
+    """The folder with the original weights that a conversion reads."""
+    return plan.model_path if plan.model.files else short_name(plan.model)
+
+
+def fetching(plan: Plan) -> tuple[Preparation, ...]:
+    """The download of original weights that are not here, for tools that take a folder and no hub id."""
+    if plan.model.files:
+        return ()
+    folder, size = source_folder(plan), plan.model.weight_bytes
+    argv = ("hf", "download", plan.model.name, "--local-dir", folder)
+    return (
+        Preparation(
+            kind="download", what=plan.model.name, where=folder, download_bytes=size, disk_bytes=size, argv=argv
+        ),
+    )
+
+
+def short_name(model: Model) -> str:
+    """A model's name as part of a file's: without its owner, and without spaces."""
+    return "-".join(PurePath(model.name).name.split()) or "model"
 
 
 def _version(text: str | None) -> tuple[int, int] | None:

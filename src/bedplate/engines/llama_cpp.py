@@ -7,8 +7,25 @@ import json
 import re
 from typing import ClassVar
 
-from bedplate.engines.base import BorrowedLibrary, Engine, EngineState, Failure, MemoryUse, Recipe
-from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Workload
+from bedplate.engines.base import (
+    SIXTEEN_BIT,
+    BorrowedLibrary,
+    Engine,
+    EngineState,
+    Failure,
+    Features,
+    MemoryUse,
+    Recipe,
+    Target,
+    fetching,
+    known_failure,
+    made_path,
+    source_folder,
+)
+from bedplate.facts.known_models import GGUF_BITS
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload
+from bedplate.values.decision import Device
+from bedplate.values.record import estimate
 
 MIN_HTTP_THREADS = 96
 SPARE_HTTP_THREADS = 8
@@ -25,6 +42,28 @@ EVERYDAY_CONTEXT = 8192
 MAX_SLOTS = 256
 EVERYDAY_SLOTS = 4
 """Clients send a second request (a title, a retry) beside the first; an idle slot costs memory but no time."""
+K_QUANTS = ("Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M")
+"""What llama-quantize makes of 16-bit weights, below Q8_0."""
+SOURCE = "llama_cpp_python-0.3.36"
+SOURCE_PACKAGE = "llama-cpp-python==0.3.36"
+"""The only package on the index with all of llama.cpp's source: server, converter and quantizer."""
+TREE = f"{SOURCE}/vendor/llama.cpp"
+BUILD = "llama.cpp-build"
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "cpu": (),
+    # `native` builds for the cards that are there, instead of for a dozen generations.
+    "cuda": ("-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=native"),
+    "rocm": ("-DGGML_HIP=ON",),
+    "xpu": ("-DGGML_VULKAN=ON",),
+    "vulkan": ("-DGGML_VULKAN=ON",),
+    "metal": (),
+}
+DEVICE_NAMES = {"cuda": "CUDA", "rocm": "ROCm", "xpu": "Vulkan", "vulkan": "Vulkan"}
+BUILD_CORE_SECONDS = {"cpu": 1200.0, "metal": 1200.0}
+GPU_BUILD_CORE_SECONDS = 5040.0
+"""Seven minutes on twelve cores for one CUDA architecture; the CPU alone took ten minutes on two."""
+CONVERT_BYTES_S = 150e6
+QUANTIZE_WEIGHTS_S_PER_CORE = 8e6
 
 _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
@@ -106,6 +145,18 @@ class LlamaCpp(Engine):
     id = "llama.cpp"
     name = "llama.cpp"
     formats = ("gguf",)
+    converts = ("safetensors",)
+    vendors = ("nvidia", "amd", "apple", "intel")
+    cpu = True
+    systems = ("linux", "macos", "windows")
+    # Maxwell, "lowest CUDA 12 standard": ggml/src/ggml-cuda/CMakeLists.txt.
+    capability = (5, 0)
+    tasks = ("generate", "embed")
+    # Whole layers, one card after the other. Its modes `row` (all cache on one card) and `tensor` ("EXPERIMENTAL" in
+    # its own help) do not divide what a tensor-parallel fit would count on.
+    ways = ("pipeline",)
+    offloads = True
+    effort = 1
     version = "2026.10.11549"
     recipe = Recipe(
         packages=("xllamacpp==2026.10.11549",),
@@ -127,16 +178,43 @@ class LlamaCpp(Engine):
         spread=0.4,
         source="measured: docs/memory.md",
     )
+    built_for: ClassVar[tuple[Device, ...]] = ("cpu", "metal")
+    """What the installed wheel computes on; for any other device a plan begins with a build."""
+    features = Features(
+        batching="continuous, fixed slots",
+        kv_cache="one region per slot, prefix reuse within a slot",
+        quantization="GGUF: 1.5 to 8 bits, MXFP4, NVFP4; cache in 8 or 4 bits",
+        hardware="CPU, NVIDIA, AMD, Apple, Intel, Vulkan; parts of a model may stay on the host",
+        structured_output="JSON schema and GBNF grammars",
+        multi_node="by RPC, experimental",
+        server="its own",
+        maintained="active",
+        source="llama.cpp b11549 (October 2026): tools/server/README.md, docs/build.md, common/arg.cpp",
+    )
     max_slots = MAX_SLOTS
+    default_slots = EVERYDAY_SLOTS
     key_variable = "LLAMA_API_KEY"
     strength = "laptops, edge boxes and unusual hardware; little VRAM and much RAM"
 
-    def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        if model.format not in self.formats:
-            return self.refusal("impossible", f"loads GGUF files, not {model.format}", "give a GGUF of the same model")
-        if workload.task in ("classify", "other"):
-            return self.refusal("unsuitable", "serves text generation and embeddings only", "onnxruntime fits")
-        return None
+    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label = model.quantization or ("BF16" if model.format != "gguf" else "Q4_K_M")
+        if model.format == "gguf" or (model.format == "facts" and label in GGUF_BITS):
+            return (Weights(label=label, made="as it is", format="gguf"),)
+        # The converter keeps these types as they are: gpt-oss was trained in one, and the other has its own kernels.
+        if label in ("MXFP4", "NVFP4"):
+            return (Weights(label=label, made="converted", format="gguf"),)
+        if label in SIXTEEN_BIT:
+            plain = "BF16" if "bf16" in target.features and label != "F16" else "F16"
+            labels: tuple[str, ...] = (plain, "Q8_0", *K_QUANTS)
+        elif label == "FP8":
+            labels = ("Q8_0", *K_QUANTS)
+        elif label in ("INT4", "GPTQ-INT4"):
+            # Unpacked to 16 bits first, so that more bits than it had would bring nothing back.
+            labels = ("Q4_K_M", "Q3_K_M")
+        else:
+            return ()
+        kept = [one for one in labels if not workload.precision_sensitive or one in ("BF16", "F16", "Q8_0")]
+        return tuple(Weights(label=one, made="converted", format="gguf") for one in kept)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         longest = model.max_context or EVERYDAY_CONTEXT
@@ -144,11 +222,15 @@ class LlamaCpp(Engine):
         everyday = max(workload.request_tokens, EVERYDAY_CONTEXT)
         in_flight = workload.in_flight()
         stated = workload.concurrency is not None or workload.users > 1
+        target = self.target(hardware)
+        device = target.device if target is not None else "cpu"
         return Settings(
             slots=min(in_flight if stated else max(in_flight, EVERYDAY_SLOTS), MAX_SLOTS),
             context_tokens=min(asked if asked is not None else everyday, longest),
             threads=hardware.cpu.allowed_physical_cores,
-            gpu_layers=model.num_layers + 1 if hardware.has("apple") else 0,
+            device=device,
+            # The output counts as a layer of its own.
+            gpu_layers=0 if device == "cpu" else model.num_layers + 1,
         )
 
     def overhead_bytes(self, model: Model, settings: Settings) -> float:
@@ -157,21 +239,40 @@ class LlamaCpp(Engine):
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings = plan.settings
-        # A model that is known by its facts alone has no file yet.
-        path = plan.model.files[0] if plan.model.files else f"{plan.model.name}.gguf"
-        argv = ["llama-server", "--model", path, "--alias", plan.model.served_name]
+        built = settings.device not in self.built_for
+        argv = [f"{BUILD}/bin/llama-server" if built else "llama-server"]
+        argv += ["--model", _gguf(plan), "--alias", plan.model.served_name]
         argv += ["--host", "127.0.0.1", "--port", str(port), "--threads-http", str(_http_threads(settings))]
         # The server divides its context among the slots, so ask for all of it at once.
         argv += ["--ctx-size", str(settings.context_tokens * settings.slots), "--parallel", str(settings.slots)]
-        argv += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads)]
-        argv += ["--n-gpu-layers", str(settings.gpu_layers or 0)]
+        if settings.threads is not None:
+            argv += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads)]
+        argv += _placed(plan)
         # Its cache of old prompts may take 8 GiB by default, which no plan would have counted.
         argv += ["--cache-ram", "0", "--fit", "off", "--metrics", "--slots", "--no-webui"]
-        if plan.model.task == "embed":
+        if settings.batch_tokens is not None:
+            argv += ["--batch-size", str(settings.batch_tokens)]
+        if settings.kv_type == "fp8":
+            # It has no 8-bit floats for its cache, but 8-bit integers; values are stored so under flash attention only.
+            argv += ["--flash-attn", "on", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0"]
+        if "embed" in (plan.model.task, plan.workload.task):
             argv += ["--embeddings"]
         if template := with_tools(plan.model.chat_template):
             argv += ["--chat-template", template]
-        return Launch(argv=tuple(argv), prepare=self.installation())
+        return Launch(argv=tuple(argv), prepare=self._preparation(plan, built))
+
+    def _preparation(self, plan: Plan, built: bool) -> tuple[Preparation, ...]:
+        converted = plan.weights.made == "converted"
+        quantized = converted and plan.weights.label in K_QUANTS
+        steps = [] if built else list(self.installation())
+        if built or converted:
+            steps += _source()
+        if built or quantized:
+            wanted = [name for name, needed in (("llama-server", built), ("llama-quantize", quantized)) if needed]
+            steps += _build(plan.settings, wanted)
+        if converted:
+            steps += [*fetching(plan), *_conversion(plan, quantized)]
+        return tuple(steps)
 
     def connections(self, settings: Settings) -> int | None:
         return _http_threads(settings) - SPARE_HTTP_THREADS
@@ -190,13 +291,7 @@ class LlamaCpp(Engine):
             return None
 
     def explain(self, log: str) -> Failure | None:
-        for pattern, known in _KNOWN_FAILURES:
-            if found := re.search(pattern, log):
-                words = found.groupdict()
-                return Failure(
-                    message=known.message.format(**words), hint=known.hint.format(**words), lasting=known.lasting
-                )
-        return None
+        return known_failure(log, _KNOWN_FAILURES)
 
     def read(self, metrics: str) -> EngineState:
         figures = dict(re.findall(r"^llamacpp:(\w+) ([\d.eE+-]+)$", metrics, re.MULTILINE))
@@ -205,6 +300,107 @@ class LlamaCpp(Engine):
             running=float(running) if running is not None else None,
             waiting=float(waiting) if waiting is not None else None,
         )
+
+
+def _gguf(plan: Plan) -> str:
+    if plan.weights.made == "converted":
+        return made_path(plan)
+    # A model that is known by its facts alone has no file yet.
+    return plan.model.files[0] if plan.model.files else f"{plan.model.name}.gguf"
+
+
+def _placed(plan: Plan) -> list[str]:
+    """What is computed where: by default it would spread over all cards that it sees."""
+    settings, cards = plan.settings, plan.parallelism.pipeline
+    layers = settings.gpu_layers
+    if layers is None:
+        layers = 0 if settings.device == "cpu" else plan.model.num_layers + 1
+    argv = ["--n-gpu-layers", str(layers)]
+    if name := DEVICE_NAMES.get(settings.device):
+        if cards > 1:
+            argv += ["--device", ",".join(f"{name}{number}" for number in range(cards))]
+        argv += ["--split-mode", "layer" if cards > 1 else "none"]
+    if settings.host_expert_layers:
+        argv += ["--n-cpu-moe", str(_first_layers(plan.model, settings.host_expert_layers))]
+    return argv
+
+
+def _first_layers(model: Model, with_experts: int) -> int:
+    """How many layers from the first on hold so many that have experts; it counts those without as well."""
+    total, experts = model.num_layers, model.num_moe_layers or model.num_layers
+    if 2 * experts <= total:
+        # Every second or third layer has them.
+        return min(total, -(-with_experts * total // experts))
+    return min(total, with_experts + total - experts)
+
+
+def _source() -> list[Preparation]:
+    take = ("python3", "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", SOURCE_PACKAGE, "--dest", ".")
+    unpack = ("tar", "-xzf", f"{SOURCE}.tar.gz")
+    return [
+        Preparation(
+            kind="download", what=SOURCE_PACKAGE, where=f"{SOURCE}.tar.gz", download_bytes=77_000_000,
+            disk_bytes=77_000_000, argv=take,
+        ),
+        Preparation(kind="build", what="unpack llama.cpp's source", where=TREE, disk_bytes=225_000_000, argv=unpack),
+    ]  # fmt: skip
+
+
+def _build(settings: Settings, programs: list[str]) -> list[Preparation]:
+    backend = BACKENDS[settings.device]
+    configure = (
+        "cmake",
+        "-S",
+        TREE,
+        "-B",
+        BUILD,
+        "-DCMAKE_BUILD_TYPE=Release",
+        "-DLLAMA_USE_PREBUILT_UI=OFF",
+        *backend,
+    )
+    compile_all = ("cmake", "--build", BUILD, "--config", "Release", "--parallel", "--target", *programs)
+    work = BUILD_CORE_SECONDS.get(settings.device, GPU_BUILD_CORE_SECONDS)
+    took = estimate(work / (settings.threads or 4), 0.5, "built for an H200 on 12 cores in 7 min, for a CPU on 2 in 10")
+    on = f"llama.cpp for {settings.device}"
+    return [
+        Preparation(kind="build", what=f"configure {on}", where=BUILD, argv=configure),
+        Preparation(
+            kind="build", what=f"{' and '.join(programs)} of {on}", where=f"{BUILD}/bin", disk_bytes=1_500_000_000,
+            seconds=took, argv=compile_all,
+        ),
+    ]  # fmt: skip
+
+
+def _conversion(plan: Plan, quantized: bool) -> list[Preparation]:
+    """Hugging Face weights as GGUF, in 16 bits first where they become smaller than Q8_0."""
+    label, result, folder = plan.weights.label, made_path(plan), source_folder(plan)
+    first = f"{result.removesuffix('.gguf')}-from.gguf" if quantized else result
+    outtype = {"Q8_0": "q8_0", "F16": "f16", "BF16": "bf16"}.get(label, "auto")
+    weights = plan.model.parameters + plan.model.vision_parameters
+    first_bytes = round(weights * (16 if quantized else GGUF_BITS.get(label, 4.5 if "FP4" in label else 16)) / 8)
+    needs = ("python3", "-m", "pip", "install", "-r", f"{TREE}/requirements/requirements-convert_hf_to_gguf.txt")
+    convert = ("python3", f"{TREE}/convert_hf_to_gguf.py", folder, "--outfile", first, "--outtype", outtype)
+    steps = [
+        Preparation(kind="install", what="what llama.cpp's converter needs", where="this Python", argv=needs),
+        Preparation(
+            kind="convert", what=f"{plan.model.name} to GGUF", where=first, disk_bytes=first_bytes,
+            seconds=estimate(first_bytes / CONVERT_BYTES_S, 0.6, "one pass over the weights at a disk's speed"),
+            argv=convert,
+        ),
+    ]  # fmt: skip
+    if quantized:
+        cores = plan.settings.threads or 4
+        took = estimate(
+            weights / (QUANTIZE_WEIGHTS_S_PER_CORE * cores), 0.7, "assumed: 8 million weights a second and core"
+        )
+        steps.append(
+            Preparation(
+                kind="convert", what=f"{plan.model.name} in {label}", where=result, seconds=took,
+                disk_bytes=round(weights * GGUF_BITS[label] / 8),
+                argv=(f"{BUILD}/bin/llama-quantize", first, result, label, str(cores)),
+            )
+        )  # fmt: skip
+    return steps
 
 
 def _http_threads(settings: Settings) -> int:

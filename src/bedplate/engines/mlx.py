@@ -2,14 +2,120 @@
 
 from __future__ import annotations
 
-from bedplate.engines.base import Engine, MemoryUse
-from bedplate.values import Hardware, Model, Refusal, Workload
+from bedplate.engines.base import (
+    SIXTEEN_BIT,
+    Engine,
+    Failure,
+    Features,
+    MemoryUse,
+    Recipe,
+    Target,
+    known_failure,
+    made_path,
+)
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Weights, Workload
+from bedplate.values.record import estimate
+
+BITS = {"8-BIT": 8, "6-BIT": 6, "4-BIT": 4}
+CONVERT_BYTES_S = 200e6
+PROMPT_CONCURRENCY = 8
+"""mlx_lm.server's own default: prompts that are read at once."""
+# The files of mlx_lm/models in mlx-lm 0.32.2, each the `model_type` of a configuration, and what its MODEL_REMAPPING
+# takes for one of them.
+_MODEL_TYPES = """
+Klear afm7 afmoe apertus baichuan_m1 bailing_hybrid bailing_moe bailing_moe_linear bailing_moe_v3 bitnet cohere
+cohere2 dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v41 dots1 ernie4_5 ernie4_5_moe exaone exaone4
+exaone_moe falcon_h1 gear gemma gemma2 gemma3 gemma3_text gemma3n gemma4 gemma4_text glm glm4 glm4_moe
+glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid helium hunyuan
+hunyuan_v1_dense internlm2 internlm3 iquestloopcoder jamba kimi_k25 kimi_k3 kimi_linear kimi_vl laguna lfm2
+lfm2-vl lfm2_moe lille-130m llama llama4 llama4_text longcat_flash longcat_flash_ngram mamba mamba2 mellum mimo
+mimo_v2_flash minicpm minicpm3 minimax minimax_m3_vl ministral3 mistral3 mistral4 mixtral muse_glimmer muse_spark
+nanbeige nanochat nemotron nemotron-nas nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe openelm phi phi3 phi3small
+phimoe phixtral pixtral plamo plamo2 plamo3 prism_hadamard_qwen35 qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_5
+qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe recurrent_gemma rwkv7 seed_oss smollm3 solar_open spark2_5
+stablelm starcoder2 step3p5 talkie telechat3 youtu_llm
+mistral llava phi-msft falcon_mamba joyai_llm_flash kimi_k2 qwen2_5_vl minimax_m2 iquestcoder xverse gemma4_unified
+deepseek_v41_text
+"""
+ARCHITECTURES = frozenset(_MODEL_TYPES.split())
+# Those whose loader unpacks FP8 weights (`weight_scale_inv` in their files); others would read them as numbers.
+_FP8_TYPES = """
+deepseek_v3 deepseek_v32 glm_moe_dsa kimi_k2 joyai_llm_flash mimo_v2_flash minimax minimax_m2 minimax_m3_vl ministral3
+mistral3 mistral4
+"""
+FP8_ARCHITECTURES = frozenset(_FP8_TYPES.split())
+# Quantized by others, and repacked while loading: utils.load_model of mlx-lm 0.32.2.
+REPACKED = ("MXFP4", "NVFP4", "INT4", "AWQ-INT4", "GPTQ-INT4")
+
+_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+    (
+        r"Model type (?P<what>[\w.-]+) not supported",
+        Failure(
+            message="this version of MLX does not know the architecture {what}",
+            hint="a newer one may: see whether bedplate has an update, or choose another engine with --engine",
+        ),
+    ),
+    (
+        r"kIOGPUCommandBufferCallbackErrorOutOfMemory|\[metal::malloc\]|\[malloc_or_wait\] Unable to allocate",
+        Failure(
+            message="there was not enough memory for the model and its cache",
+            hint="ask for less: --context 4096, --concurrency 1, or fewer bits; close other programs",
+        ),
+    ),
+    (
+        r"No safetensors found in (?P<what>\S+)",
+        Failure(
+            message="{what} holds no weights",
+            hint="name the folder with config.json and the .safetensors files",
+        ),
+    ),
+    (
+        r"unsupported compressed-tensors format '(?P<what>[^']+)'",
+        Failure(
+            message="MLX does not read weights that are stored as {what}",
+            hint="give the model in BF16, or one that was made for MLX",
+        ),
+    ),
+    (
+        r"Address already in use",
+        Failure(
+            message="the private port was taken by another program in the same moment",
+            hint="start again; another port is chosen then",
+            lasting=False,
+        ),
+    ),
+)
 
 
 class Mlx(Engine):
     id = "mlx"
     name = "MLX"
-    formats = ("mlx",)
+    version = "0.32.2"
+    recipe = Recipe(
+        # `cpu` is for Linux alone; on a Mac the same line brings the Metal kernels.
+        packages=("mlx-lm[cpu]==0.32.2", "mlx==0.32.2", "transformers==5.22.2"),
+        programs=(("mlx-server", "mlx_server.py"),),
+        download_bytes=80_000_000,
+        disk_bytes=347_000_000,
+        check="import mlx.core as mx, mlx_lm.server; assert mx.sum(mx.ones(3)).item() == 3",
+    )
+    formats = ("mlx", "safetensors")
+    vendors = ("apple",)
+    cpu = True
+    systems = ("macos", "linux")
+    paged = True
+    effort = 1
+    features = Features(
+        batching="continuous",
+        kv_cache="one for each request, prefixes of earlier ones kept; 8 or 4 bits without batching",
+        quantization="2 to 8 bits in groups, MXFP4, NVFP4, MXFP8; AWQ and GPTQ repacked",
+        hardware="Apple Silicon; Linux CPU slowly; NVIDIA by another wheel, not planned here",
+        structured_output="none",
+        multi_node="several Macs with mlx.launch",
+        server="mlx_lm.server; its makers call it not for production",
+        maintained="active",
+        source="mlx-lm 0.32.2 (October 2026): mlx_lm/server.py, mlx_lm/utils.py, models/",
+    )
     uses = MemoryUse(
         process_bytes=150_000_000,
         prefill_tokens=2048,
@@ -19,12 +125,74 @@ class Mlx(Engine):
         spread=0.5,
         source="published peaks of mlx-lm on M4 Max: the logits of one prefill step explain what is left",
     )
+    default_slots = 4
     strength = "work that is centred on a Mac"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        if not hardware.has("apple"):
-            return self.refusal("impossible", "needs Apple Silicon", "a Mac with an M-series chip")
-        return self.not_run_yet()
+        if refused := super().refuse(hardware, model, workload):
+            return refused
+        if model.architecture not in (*ARCHITECTURES, "unknown") and model.format != "facts":
+            return self.refusal("impossible", f"does not know the architecture {model.architecture}", self.strength)
+        target = self.target(hardware)
+        if target is not None and not self.weights(target, model, workload):
+            stored = model.quantization or "this form"
+            return self.refusal(
+                "impossible", f"does not load weights in {stored}", "the same model in BF16, or for MLX"
+            )
+        return None
+
+    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label = model.quantization or "BF16"
+        if model.format == "mlx":
+            return (Weights(label=label, made="as it is", format="mlx"),)
+        if label in REPACKED:
+            return (Weights(label=label, made="as it is", format="safetensors"),)
+        labels = ["8-BIT"] if workload.precision_sensitive else list(BITS)
+        made = tuple(Weights(label=one, made="converted", format="mlx") for one in labels)
+        if label in SIXTEEN_BIT or model.format == "facts":
+            return (Weights(label=label, made="as it is", format="safetensors"), *made)
+        return made if label == "FP8" and model.architecture in FP8_ARCHITECTURES else ()
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        settings, converted = plan.settings, plan.weights.made == "converted"
+        argv = ["mlx-server", "--model", made_path(plan) if converted else plan.model_path]
+        argv += ["--host", "127.0.0.1", "--port", str(port)]
+        argv += ["--decode-concurrency", str(settings.slots)]
+        argv += ["--prompt-concurrency", str(min(settings.slots, PROMPT_CONCURRENCY))]
+        # It would keep the last ten conversations, however long; the plan has counted what all slots can hold.
+        bits = 8 if settings.kv_type == "fp8" else 16
+        kept = plan.model.kv_bytes(settings.context_tokens, bits) * settings.slots
+        argv += ["--prompt-cache-bytes", str(kept)]
+        # What a request without a limit may take; it knows no limit of the context.
+        argv += ["--max-tokens", str(settings.context_tokens)]
+        if settings.batch_tokens is not None:
+            argv += ["--prefill-step-size", str(settings.batch_tokens)]
+        if settings.kv_type == "fp8":
+            argv += ["--kv-bits", "8"]
+        env = {"HF_HUB_OFFLINE": "1"} if plan.model.files or converted else {}
+        steps = (*self.installation(), *([_conversion(plan)] if converted else []))
+        return Launch(argv=tuple(argv), env=env, prepare=steps)
+
+    def explain(self, log: str) -> Failure | None:
+        return known_failure(log, _KNOWN_FAILURES)
+
+
+def _conversion(plan: Plan) -> Preparation:
+    bits, result = BITS[plan.weights.label], made_path(plan)
+    argv = ["mlx_lm.convert", "--hf-path", plan.model_path, "--mlx-path", result, "--quantize", "--q-bits", str(bits)]
+    if plan.settings.device == "cpu":
+        # In bfloat16 its CPU kernels were slow and wrote bad text; in float32 they were right.
+        argv += ["--dtype", "float32", "--q-group-size", "32"]
+    weights = plan.model.parameters + plan.model.vision_parameters
+    return Preparation(
+        kind="convert",
+        what=f"{plan.model.name} to {bits} bits",
+        where=result,
+        # A 16-bit scale and a bias for each group of 64 weights.
+        disk_bytes=round(weights * (bits + 0.5) / 8),
+        seconds=estimate(2 * weights / CONVERT_BYTES_S, 0.6, "one pass over the 16-bit weights at a disk's speed"),
+        argv=tuple(argv),
+    )
 
 
 ENGINE = Mlx()

@@ -2,14 +2,101 @@
 
 from __future__ import annotations
 
-from bedplate.engines.base import Engine, MemoryUse
-from bedplate.values import Hardware, Model, Refusal, Workload
+from bedplate.engines.base import (
+    SIXTEEN_BIT,
+    Engine,
+    Failure,
+    Features,
+    MemoryUse,
+    Recipe,
+    Target,
+    known_failure,
+)
+from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values.decision import Device
+
+DEVICES: dict[Device, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "metal": "mps", "xpu": "xpu"}
+"""PyTorch's names; AMD's cards answer to NVIDIA's."""
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+QUANTIZATIONS = {"INT8": "bnb-8bit", "NF4": "bnb-4bit"}
+PAGE_TOKENS = 256
+"""ContinuousBatchingConfig.page_size: tokens of one sequence that a block of the cache holds."""
+
+_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+    (
+        r"OutOfMemoryError: .*out of memory|CUDA out of memory|MPS backend out of memory|can't allocate memory",
+        Failure(
+            message="there was not enough memory for the model and its cache",
+            hint="ask for less: --context 4096, --concurrency 1, or a smaller model",
+        ),
+    ),
+    (
+        r"model type `(?P<what>[\w.-]+)` but Transformers does not recognize this architecture",
+        Failure(
+            message="this version of Transformers does not know the architecture {what}",
+            hint="a newer one may: see whether bedplate has an update, or choose another engine with --engine",
+        ),
+    ),
+    (
+        r"is not the path to a directory containing a file named|does not appear to have (?:a file named|files named)",
+        Failure(
+            message="the model's folder lacks files that Transformers needs",
+            hint="it holds config.json, the tokenizer's files and .safetensors; download it again",
+        ),
+    ),
+    (
+        r"requires the latest version of bitsandbytes|bitsandbytes.*(?:not installed|is required)",
+        Failure(
+            message="quantizing while loading needs bitsandbytes, which does not run on this device",
+            hint="give the model in BF16, or one that is quantized already",
+        ),
+    ),
+    (
+        r"error while attempting to bind on address .*address already in use",
+        Failure(
+            message="the private port was taken by another program in the same moment",
+            hint="start again; another port is chosen then",
+            lasting=False,
+        ),
+    ),
+)
 
 
 class PyTorch(Engine):
     id = "pytorch"
     name = "PyTorch"
+    version = "5.22.2"
+    recipe = Recipe(
+        packages=(
+            "transformers[serving]==5.22.2",
+            "torch==2.13.0",
+            "bitsandbytes==0.50.2; sys_platform == 'linux' and platform_machine == 'x86_64'",
+        ),
+        programs=(("transformers-server", "transformers_server.py"),),
+        download_bytes=330_000_000,
+        disk_bytes=1_200_000_000,
+        check="import torch, transformers.cli.serve; assert torch.ones(3).sum() == 3",
+    )
     formats = ("safetensors",)
+    vendors = ("nvidia", "amd", "apple", "intel")
+    cpu = True
+    systems = ("linux", "macos", "windows")
+    # Turing: what CUDA 13 still compiles for, and with it PyTorch's wheels since 2.11.
+    capability = (7, 5)
+    # Whole layers on one card after the other, one at work at a time (accelerate's device_map).
+    ways = ("pipeline",)
+    effort = 1
+    features = Features(
+        batching="none, or continuous when asked",
+        kv_cache="grows with a request; paged with batching",
+        quantization="bitsandbytes while loading; FP8; others by further packages",
+        hardware="whatever PyTorch runs on",
+        structured_output="none",
+        multi_node="none",
+        server="transformers serve",
+        maintained="active",
+        source="transformers 5.22.2 (November 2026): cli/serve.py, cli/serving/model_manager.py",
+    )
     uses = MemoryUse(
         process_bytes=1_500_000_000,
         device_bytes=40_000_000,
@@ -19,13 +106,63 @@ class PyTorch(Engine):
     strength = "prototypes, and jobs that take one item at a time"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        if not hardware.accelerators:
-            return self.refusal(
-                "unsuitable",
-                "no batching and no memory management: for prototypes, not for serving",
-                "a prototype, or a job that takes one item at a time",
+        if refused := super().refuse(hardware, model, workload):
+            return refused
+        target = self.target(hardware)
+        if target is not None and not self.weights(target, model, workload):
+            why = f"does not load weights in {model.quantization} here"
+            return self.refusal("impossible", why, "the same model in BF16")
+        return None
+
+    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label = model.quantization or "BF16"
+        if label in SIXTEEN_BIT:
+            sizes = ("INT8",) if workload.precision_sensitive else ("INT8", "NF4")
+            smaller = sizes if target.device == "cuda" else ()
+            return (
+                Weights(label=label, made="as it is", format="safetensors"),
+                *(Weights(label=one, made="while loading", format="safetensors") for one in smaller),
             )
-        return self.not_run_yet()
+        if label == "MXFP4":
+            # Its kernels are fetched from the hub at run time; without them it unpacks the weights.
+            return (Weights(label="BF16", made="while loading", format="safetensors"),)
+        fits = {"FP8": "fp8" in target.features, "NF4": target.device == "cuda", "INT8": target.device == "cuda"}
+        method = model.quantization_details.method if model.quantization_details else ""
+        if fits.get(label) and method in ("fp8", "bitsandbytes", ""):
+            return (Weights(label=label, made="as it is", format="safetensors"),)
+        return ()
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        chosen = super().settle(hardware, model, workload)
+        return replaced(chosen, threads=hardware.cpu.allowed_physical_cores) if chosen.device == "cpu" else chosen
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        settings, cards = plan.settings, plan.parallelism.pipeline
+        argv = ["transformers-server", "serve", plan.model_path, "--host", "127.0.0.1", "--port", str(port)]
+        argv += ["--device", "auto" if cards > 1 else DEVICES.get(settings.device, "auto"), "--dtype", "auto"]
+        if plan.weights.made == "while loading" and (method := QUANTIZATIONS.get(plan.weights.label)):
+            argv += ["--quantization", method]
+        if settings.slots > 1:
+            # Its cache is one pool: as many pages as all requests at their longest.
+            pages = -(-settings.context_tokens // PAGE_TOKENS) * settings.slots
+            argv += ["--continuous-batching", "--cb-num-blocks", str(pages)]
+            if settings.batch_tokens is not None:
+                argv += ["--cb-max-batch-tokens", str(settings.batch_tokens)]
+        return Launch(argv=tuple(argv), env=_environment(plan), prepare=self.installation())
+
+    def explain(self, log: str) -> Failure | None:
+        return known_failure(log, _KNOWN_FAILURES)
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    settings, cards = plan.settings, plan.parallelism.pipeline
+    env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
+    if settings.device == "cpu" and settings.threads is not None:
+        env["OMP_NUM_THREADS"] = str(settings.threads)
+    if cards > 1 and (name := VISIBLE.get(settings.device)):
+        # It would spread over all cards that it sees.
+        env[name] = ",".join(str(number) for number in range(cards))
+    return env
 
 
 ENGINE = PyTorch()

@@ -13,8 +13,8 @@ from bedplate.values import Accelerator, Figure
 
 PROFILER = ("system_profiler", "SPHardwareDataType", "SPDisplaysDataType", "-json")
 REGISTRY = ("ioreg", "-r", "-d", "1", "-c", "AGXAccelerator")
-# What macOS lets the GPU wire when nobody has said otherwise. Apple publishes no rule; docs/probe.md lists the shares of
-# all memory that Metal's recommendedMaxWorkingSetSize was seen at.
+# What macOS lets the GPU wire when nobody has said otherwise. Apple publishes no rule; docs/probe.md lists the shares
+# of all memory that Metal's recommendedMaxWorkingSetSize was seen at.
 LARGE_BYTES = 36 << 30
 SMALL_SHARE, SMALL_HIGH = 2 / 3, 0.75
 LARGE_SHARE, LARGE_HIGH = 3 / 4, 0.84
@@ -90,7 +90,7 @@ def default_wired_limit(memory_bytes: int) -> Figure:
         low=memory_bytes * share,
         high=memory_bytes * high,
         basis="estimate",
-        source="macOS' own share, as seen on other Macs: 2/3 of less than 36 GB, 3/4 of more, newer systems allow more; "
+        source="macOS' own share, as seen on other Macs: 2/3 of less than 36 GB, 3/4 of more, more on newer systems; "
         "sudo sysctl iogpu.wired_limit_mb=N sets it",
     )
 

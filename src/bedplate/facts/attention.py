@@ -16,7 +16,7 @@ ENCODERS = {
     "deberta-v2", "albert", "camembert", "xlm-roberta-xl", "eurobert", "jina_bert", "neobert",
 }  # fmt: skip
 _QKV_BIAS = {"qwen", "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen2_vl_text", "qwen2_5_vl_text", "mimo"}
-_BIASED = {"gpt2", "gpt_neox", "opt", "phi", "gpt_bigcode", "starcoder2", "bloom", "whisper", "bart"} | ENCODERS
+_BIASED = {"gpt2", "gpt_neox", "opt", "phi", "gpt_bigcode", "starcoder2", "bloom"} | ENCODERS
 _HEAD_NORMS = {
     "qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
     "gemma3",

@@ -115,7 +115,7 @@ class Chip(Record, frozen=True, kw_only=True):
     source: str
     note: str | None = None
     verify: bool = False
-    """Some figure could not be confirmed with the vendor."""
+    """Some figure could not be confirmed with the vendor, nor in several publications that agree."""
 
     @property
     def memory_bytes(self) -> int | None:
@@ -233,11 +233,12 @@ def memory_bandwidth(chip: Chip, cpu: Cpu) -> Figure:
         return Figure(value=whole, low=whole, high=whole, basis="spec", source=chip.source)
     doubt = "low: half, as channels may be empty or their modules slower"
     shown = cpu.physical_cores
-    if shown is not None and chip.cores is not None and shown < chip.cores * sockets * 0.9:
+    cores = (chip.cores or 0) * sockets
+    if shown is not None and shown < cores * 0.9:
         # A virtual machine shares the sockets with others.
-        part = whole * shown / (chip.cores * sockets)
+        part = whole * shown / cores
         most = min(whole, max(part, shown * CORE_GB_S * 1e9))
-        source = f"{shown} of {chip.cores * sockets} cores: their part of {whole / 1e9:.0f} GB/s; {doubt}; {chip.source}"
+        source = f"{shown} of {cores} cores: their part of {whole / 1e9:.0f} GB/s; {doubt}; {chip.source}"
         return Figure(value=part, low=part / 2, high=most, basis="estimate", source=source)
     each = f"{sockets} sockets; " if sockets > 1 else ""
     return Figure(value=whole, low=whole / 2, high=whole, basis="spec", source=f"{each}{doubt}; {chip.source}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from bedplate.errors import BadQuestion
 from bedplate.facts.attention import ENCODERS, Dims, Mixer, dims, kinds, mixers, nas_block
+from bedplate.facts.encoder_decoder import has_two_sides, sides
 from bedplate.facts.hf_fields import MAX_CONTEXT, MAX_EXPERTS, MAX_FIGURE, Config, Unplannable, Weight, shown, vectors
 from bedplate.facts.quantization import Storage, storage
 from bedplate.facts.vision import vision_weights
@@ -20,12 +21,12 @@ _TEXT = ("text_config", "llm_config", "language_config", "language_model", "thin
 _NOT_GATED = {
     "gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "starcoder2", "mpt", "nemotron",
     "nemotron_h",
-    "arcee", "whisper", "bart",
+    "arcee",
 } | (ENCODERS - {"modernbert", "new", "nomic_bert", "eurobert", "jina_bert", "neobert"})  # fmt: skip
 _TIED_BY_DEFAULT = {
     "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "cohere", "cohere2", "gpt2", "opt",
     "bloom", "falcon",
-    "gpt_bigcode", "starcoder2", "lfm2", "lfm2_moe", "smollm3", "t5", "whisper", "bart", "mamba", "mamba2",
+    "gpt_bigcode", "starcoder2", "lfm2", "lfm2_moe", "smollm3", "mamba", "mamba2",
     "falcon_mamba",
 } | ENCODERS  # fmt: skip
 _FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4"}
@@ -73,6 +74,9 @@ def text_config(config: Config) -> Config:
 def anatomy(config: Config) -> Anatomy:
     """The language model's weights, layer by layer; what sees or guesses ahead is marked as a part of its own."""
     text = text_config(config)
+    if has_two_sides(text):
+        both = sides(text)
+        return Anatomy(both.dims, both.weights, both.mixers, None, both.tied, both.intermediate)
     d = dims(text)
     found = mixers(text, d)
     words = kinds(text, d) if d.type not in ENCODERS else ["full"] * d.layers
@@ -369,7 +373,7 @@ def _model(config: Config, name: str, quant_file: Config | None, origin: str | N
 
 
 PARTS = (
-    "embedding", "attention", "state space", "mlp", "experts", "shared experts", "router", "norms", "output",
+    "embedding", "encoder", "attention", "state space", "mlp", "experts", "shared experts", "router", "norms", "output",
     "vision", "mtp",
 )  # fmt: skip
 
@@ -512,7 +516,7 @@ def task_of(architecture: str | None, model_type: str) -> Task:
         return "classify"
     if model_type == "whisper" or name.endswith("ForSpeechSeq2Seq"):
         return "other"
-    if model_type in ENCODERS:
+    if model_type in ENCODERS or name.endswith("EncoderModel"):
         return "embed"
     return "embed" if name.endswith("Model") and not name.endswith("LMHeadModel") else "generate"
 

@@ -14,6 +14,7 @@ import yaml
 from bedplate.errors import BadQuestion
 from bedplate.values.hardware import Hardware
 from bedplate.values.intent import Intent, Operations, Pool, Service, Tenant
+from bedplate.values.names import ENGINE_IDS, ORCHESTRATOR_IDS, engine_id, nearest_names, orchestrator_id
 from bedplate.values.record import R, from_json
 from bedplate.values.workload import DEFAULT_THINK_TIME_S, LatencyTarget, Workload
 
@@ -27,6 +28,7 @@ OURS = {"schema", "origin", "notes"}
 SECTIONS: dict[str, type[msgspec.Struct]] = {"workload": Workload, "operations": Operations, "latency": LatencyTarget}
 LISTS: dict[str, type[msgspec.Struct]] = {"pools": Pool, "services": Service, "tenants": Tenant}
 ALIASES = {"context": "context_tokens"}
+HARDWARE_FIELDS = ("accelerator", "count", "gpus_per_node", "link", "network", "cpu", "cores", "ram_gb", "os", "arch")
 
 
 def read_intent(source: Path | str) -> Intent:
@@ -44,14 +46,22 @@ def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str 
         data = {}
     if not isinstance(data, dict):
         raise BadQuestion(f"{origin}: must be a mapping of fields, got {_kind(data)}", hint=_top_hint())
+    if "intent" in data and set(data) <= {"intent", "expect"}:
+        # A test case: an intent, and what is expected of the answer.
+        inner = {path.removeprefix("intent."): line for path, line in (lines or {}).items()}
+        return intent_of(data["intent"], inner, origin)
     given = _without_nulls(data)
     _check_keys(given, "", place)
     intent = _converted(given, Intent, "", place)
     _contradictions(intent, given, place)
     workload = _completed(intent.workload, given.get("workload"), intent.model)
     services = tuple(
-        msgspec.structs.replace(service, workload=_completed(service.workload, raw.get("workload"), service.model))
-        for service, raw in zip(intent.services, given.get("services", ()), strict=True)
+        msgspec.structs.replace(
+            service,
+            workload=_completed(service.workload, raw.get("workload"), service.model),
+            operations=service.operations and _named(service.operations, f"services[{index}].operations", place),
+        )
+        for index, (service, raw) in enumerate(zip(intent.services, given.get("services", ()), strict=True))
     )
     notes = [*intent.notes]
     notes += _odd("workload", workload, set(given.get("workload", ())))
@@ -59,7 +69,13 @@ def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str 
         notes += _odd(f"services[{index}].workload", service.workload, set(raw.get("workload", ())))
     notes += [note for index, pool in enumerate(intent.pools) if (note := _odd_pool(index, pool))]
     found = tuple(dict.fromkeys(notes))
-    return msgspec.structs.replace(intent, workload=workload, services=services, notes=found)
+    return msgspec.structs.replace(
+        intent,
+        workload=workload,
+        operations=_named(intent.operations, "operations", place),
+        services=services,
+        notes=found,
+    )
 
 
 def override(intent: Intent, **options: Any) -> Intent:
@@ -79,6 +95,9 @@ def override(intent: Intent, **options: Any) -> Intent:
         if name in ("model", "hardware"):
             _refuse_plural(intent, name)
             data[name] = value
+        elif name in HARDWARE_FIELDS and name not in Operations.__struct_fields__:
+            _refuse_plural(intent, name)
+            data["hardware"] = {**_machine_fields(data.get("hardware"), name), name: value}
         elif name in Workload.__struct_fields__ and name not in OURS:
             _refuse_plural(intent, name)
             data.setdefault("workload", {})[name] = value
@@ -91,6 +110,33 @@ def override(intent: Intent, **options: Any) -> Intent:
         else:
             raise BadQuestion(f"{name}: unknown; an intent has no such field", hint=_nearest(name, _all_fields()))
     return intent_of({name: value for name, value in data.items() if value not in ((), [], {})}, origin="the options")
+
+
+def _machine_fields(hardware: object, changed: str) -> dict[str, Any]:
+    """The machine as a mapping of which one field can be changed."""
+    if isinstance(hardware, dict) and "schema" not in hardware:
+        return hardware
+    if isinstance(hardware, str) and not hardware.endswith(".json") and not _is_file(Path(hardware)):
+        return {"accelerator": hardware}
+    if changed in ("accelerator", "cpu"):
+        return {}
+    raise BadQuestion(
+        f"{changed}: can be changed of a machine on paper only",
+        hint='name the machine first: --hardware "8x H100 SXM", or accelerator=…',
+    )
+
+
+def parsed_fields(texts: Iterable[str]) -> dict[str, Any]:
+    """`users=50,count=2` as fields and values; values are read as an intent file would read them."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        for piece in re.split(r",(?=\s*\w+\s*=)", text):
+            name, equals, value = piece.partition("=")
+            if not equals or not name.strip():
+                raise BadQuestion(f"{piece.strip() or text!r} is not FIELD=VALUE", hint="for example users=50,count=2")
+            data, _, _ = _parsed(f"value: {value.strip()}", name.strip())
+            found[name.strip()] = data["value"] if isinstance(data, dict) else None
+    return found
 
 
 def resolved_hardware(intent: Intent) -> Hardware:
@@ -427,6 +473,26 @@ def _completed(work: Workload, raw: dict[str, Any] | None, model: object) -> Wor
     if task in ("embed", "classify", "other") and "task" not in (raw or {}):
         return msgspec.structs.replace(work, task=task)
     return work
+
+
+def _named(operations: Operations, path: str, place: _Place) -> Operations:
+    """With the incumbent's id instead of whatever people call it."""
+    said = operations.incumbent
+    if said is None:
+        return operations
+    found = engine_id(said) or orchestrator_id(said) or _third_party(said)
+    if found is None:
+        near = nearest_names(said)
+        hint = f"did you mean {_or(near)}?" if near else f"known: {', '.join((*ENGINE_IDS, *ORCHESTRATOR_IDS))}"
+        raise place.complaint(f"{path}.incumbent", f"no engine is known as {said!r}", hint=hint)
+    return msgspec.structs.replace(operations, incumbent=found)
+
+
+def _third_party(name: str) -> str | None:
+    """An engine that another package brings, by its name alone: loading it is for those who use it."""
+    from importlib.metadata import entry_points
+
+    return next((point.name for point in entry_points(group="bedplate.engines") if point.name == name), None)
 
 
 def _odd(path: str, work: Workload, said: set[str]) -> list[str]:

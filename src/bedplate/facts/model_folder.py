@@ -138,6 +138,7 @@ _VISION = re.compile(
     r"(?:^|\.)(?:vision\w*|visual|image_newline|multi_modal_projector|mm_projector|patch_merger|audio\w*|embed_(?:vision|audio))(?:\.|$)"
 )
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+_ENCODER = re.compile(r"(?:^|\.)encoder\.")
 _MTP = re.compile(r"(?:^|\.)(?:mtp|mtp_layers|nextn|model_mtp)(?:\.|_|$)")
 _WORDS = (
     ("shared experts", re.compile(r"shared_?(?:experts?|mlp)(?!_gate)")),
@@ -146,7 +147,12 @@ _WORDS = (
     ("state space", re.compile(r"(?:^|\.)(?:mamba|mixer\.(?:in_proj|out_proj|conv1d|A_log|D|dt_bias))")),
     ("norms", re.compile(r"norm\w*\.(?:weight|bias)$|layernorm")),
     ("attention", re.compile(r"attn|attention|(?:^|\.)conv\.|\.[qkvo]_proj|hc_")),
-    ("embedding", re.compile(r"embed_tokens|wte|word_embeddings|(?:^|\.)embeddings?\.|^embed\.|tok_embeddings|wpe")),
+    (
+        "embedding",
+        re.compile(
+            r"embed_tokens|wte|word_embeddings|(?:^|\.)embeddings?\.|^embed\.|tok_embeddings|wpe|embed_positions|^shared\."
+        ),
+    ),
     ("output", re.compile(r"lm_head|^head\.|^output\.|embed_out|pooler|classifier|^score\.")),
 )
 
@@ -175,11 +181,14 @@ def with_tensors(
     """The facts of a configuration, corrected by what the files really hold."""
     if len(tensors) > 4 * MAX_TENSORS:
         raise BadQuestion(f"{model.name} lists {len(tensors):,} tensors, more than any model has")
+    two_sided = any(part.name == "encoder" for part in model.parts)
     held: dict[str, list[int]] = {}
     types: dict[str, list[int]] = {}
     for tensor in tensors:
         part = part_of(tensor.name, model.num_layers)
-        if part == "embedding" and model.tied_embeddings:
+        if two_sided and _ENCODER.search(tensor.name):
+            part = "encoder"
+        elif part == "embedding" and model.tied_embeddings:
             part = "output"
         sums = held.setdefault(part, [0, 0])
         sums[0] += tensor.elements

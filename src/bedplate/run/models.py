@@ -12,6 +12,7 @@ from bedplate.facts.model_folder import PICKLES, pickle_refused, read_config_fil
 from bedplate.run import builtin
 from bedplate.run.progress import Progress
 from bedplate.values import Model
+from bedplate.values.intent import ModelNamed
 
 BUILTIN_NAMES = frozenset(["builtin", "built-in", builtin.NAME.lower()])
 
@@ -52,6 +53,15 @@ def known_model(text: str | None = None) -> Model:
             f"{text} is not on this machine, and not among the models that bedplate knows", hint=_way_out(str(text))
         )
     return model
+
+
+def intended_model(named: ModelNamed | None) -> Model:
+    """The model that an intent speaks of: by name, or by the facts that it states."""
+    if isinstance(named, dict):
+        from bedplate.facts.known_models import model_from_facts
+
+        return model_from_facts(named)
+    return known_model(named)
 
 
 def inspected_model(text: str | None = None) -> Model:

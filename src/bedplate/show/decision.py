@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bedplate.decide.questions import Change, layout_words
 from bedplate.show.probe import one_line
-from bedplate.values import Decision, Figure, Hardware, MemoryNeed, Model, Settings, Workload
+from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, Refusal, Settings, Workload
 from bedplate.values.units import memory, size
 
 
@@ -40,7 +42,8 @@ def render_serving(
         table.add_row("", Text.assemble(("refused  ", "bold"), refusals_line(decision), style="dim"), "bedplate plan")
     if decision.memory is not None:
         table.add_row("Fit", Text(fit_line(decision.memory)), Text(band(decision.estimate.memory_gb)))
-    table.add_row("Speed", Text("TBD: not measured on this machine yet", style="dim"), "")
+    if decision.fits:
+        table.add_row("Speed", *_speed_row(decision))
     return table
 
 
@@ -58,32 +61,147 @@ def render_decision(
     if decision.memory is not None:
         table.add_row("Memory", Text(fit_line(decision.memory)), Text(band(decision.estimate.memory_gb)))
     if decision.fits:
-        most = f"{decision.max_concurrency:,} requests of {workload.request_tokens:,} tokens fit at once"
+        most = f"{decision.max_concurrency:,} requests of {workload.request_tokens:,} tokens are resident at once"
         table.add_row("Room", Text(most), "estimate")
-        table.add_row("Expect", Text("TTFT TBD   TPOT TBD   tok/s TBD"), "not measured on this machine yet")
+        for label, value, basis in expect_rows(decision):
+            table.add_row(label, Text(value), Text(basis))
     for position, refusal in enumerate(decision.refused):
         why = Text.assemble((f"{refusal.engine:<13}", "bold"), refusal.why)
         hint = f"would win if: {refusal.hint}" if refusal.hint and refusal.kind != "impossible" else refusal.hint or ""
         table.add_row("Not" if position == 0 else "", why, Text(hint))
+    for position, challenger in enumerate(decision.challengers):
+        needs = Text.assemble((f"{challenger.engine:<13}", "bold"), f"justified by {challenger.evidence_needed}")
+        table.add_row("Measure" if position == 0 else "", needs, "worth measuring on your own work")
     for position, hint in enumerate(decision.hints):
         table.add_row("Would fit" if position == 0 else "", Text(hint), "")
+    for position, note in enumerate(decision.notes):
+        table.add_row("Note" if position == 0 else "", Text(note), "")
     parts: list[RenderableType] = [Text(""), head, Text(""), table]
     if decision.launch is not None:
-        parts += [Text(""), Text(" Launch", style="bold"), Text("  " + launch_text(decision))]
+        parts += [Text(""), *_preparations(decision), Text(" Launch", style="bold"), Text("  " + launch_text(decision))]
     return Group(*parts)
+
+
+def render_why_not(decision: Decision, engine: str) -> tuple[RenderableType, Refusal | Challenger | Decision]:
+    """What the decision says of one engine, and the value that says it."""
+    if decision.engine == engine:
+        reason = decision.reasons[0]
+        return Text(f" {engine} is the choice: {reason.text}  ({reason.rule} · {reason.source})"), decision
+    for challenger in decision.challengers:
+        if challenger.engine == engine:
+            text = f" {engine} is worth measuring. It would be justified by {challenger.evidence_needed}"
+            return Text(text), challenger
+    refusal = next(refusal for refusal in decision.refused if refusal.engine == engine)
+    words = {"impossible": "cannot run this here", "unsuitable": "could, but was not built for this"}
+    lines = [Text(f" {engine} {words.get(refusal.kind, 'can, but is not the first choice')}: {refusal.why}")]
+    if refusal.hint:
+        told = "What would help" if refusal.kind == "impossible" else "It would win if"
+        lines.append(Text(f" {told}: {refusal.hint}"))
+    if decision.reasons:
+        first = decision.reasons[0]
+        lines.append(Text(f" Chosen instead: {decision.engine}, since {first.text}  ({first.rule})"))
+    return Group(*lines), refusal
+
+
+def render_changes(asked: str, before: Decision, after: Decision, found: Sequence[Change]) -> RenderableType:
+    """The page of `plan --what-if`."""
+    if not found:
+        return Text(f" With {asked} nothing changes: {before.engine or 'nothing fits'}, {before.quantization or ''}")
+    table = Table.grid(padding=(0, 3, 0, 1))
+    table.add_row("", Text("now", style="bold"), Text(asked, style="bold"))
+    for change in found:
+        table.add_row(Text(change.what, style="bold"), Text(change.before), Text(change.after))
+    lines: list[RenderableType] = [Text(""), table]
+    if after.reasons and (not before.reasons or before.reasons[0] != after.reasons[0]):
+        first = after.reasons[0]
+        lines += [Text(""), Text(f" Why  {first.text}  ({first.rule} · {first.source})")]
+    lines += [Text(f" Would fit  {hint}") for hint in after.hints]
+    return Group(*lines)
+
+
+def expect_rows(decision: Decision) -> list[tuple[str, str, str]]:
+    """What to expect, with bands, what limits it, and what it costs."""
+    expected = decision.estimate
+    if expected.output_tok_s is None:
+        return [("Expect", "TTFT TBD   TPOT TBD   tok/s TBD", "not predicted for this engine and hardware")]
+    speeds = (
+        ("TTFT", expected.ttft_ms, " ms"),
+        ("TPOT", expected.tpot_ms, " ms"),
+        ("", expected.output_tok_s, " tok/s in all"),
+    )
+    text = "   ".join(f"{name} {ranged(figure, unit)}".strip() for name, figure, unit in speeds if figure is not None)
+    rows = [
+        ("Expect", text, f"estimate: {expected.output_tok_s.source}" if expected.output_tok_s.source else "estimate")
+    ]
+    if decision.limit:
+        rows.append(("Limit", decision.limit, "the largest part of making a token"))
+    if expected.cost_per_million_tokens is not None:
+        rows.append(("Cost", f"{ranged(expected.cost_per_million_tokens, '')} for a million output tokens", "estimate"))
+    if expected.kwh_per_million_tokens is not None:
+        rows.append(
+            ("Energy", f"{ranged(expected.kwh_per_million_tokens, ' kWh')} for a million output tokens", "estimate")
+        )
+    return rows
+
+
+def ranged(figure: Figure, unit: str) -> str:
+    return f"{short(figure.value)}{unit} ({short(figure.low)} to {short(figure.high)})"
+
+
+def short(value: float) -> str:
+    """Three figures that matter; nobody reads more of an estimate."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _speed_row(decision: Decision) -> tuple[Text, Text]:
+    expected = decision.estimate
+    if expected.tpot_ms is None:
+        return Text("TBD: not measured on this machine yet", style="dim"), Text("")
+    one = Figure(
+        value=1000 / expected.tpot_ms.value,
+        low=1000 / expected.tpot_ms.high,
+        high=1000 / max(expected.tpot_ms.low, 1e-9),
+        basis="estimate",
+    )
+    return Text(f"about {ranged(one, ' tok/s')} for one stream"), Text("estimate, not measured here yet")
+
+
+def _preparations(decision: Decision) -> list[RenderableType]:
+    steps = decision.launch.prepare if decision.launch is not None else ()
+    if not steps:
+        return []
+    lines: list[RenderableType] = [Text(" Before", style="bold")]
+    for step in steps:
+        parts = [f"{step.kind} {step.what}"]
+        if step.download_bytes:
+            parts.append(f"download {size(step.download_bytes)}")
+        if step.disk_bytes:
+            parts.append(f"{size(step.disk_bytes)} on disk")
+        if step.seconds is not None:
+            parts.append(f"about {short(step.seconds.value / 60)} min")
+        lines.append(Text(f"  {' · '.join(parts)}"))
+        if step.argv:
+            lines.append(Text(f"    {shlex.join(step.argv)}", style="dim"))
+    return lines
 
 
 def headline(decision: Decision, model: Model, asked: str | None = None) -> str:
     """The answer in a line; of an engine that was asked for, why not."""
     if decision.engine is not None:
-        return f"{decision.engine} {decision.engine_version}, {decision.quantization or model.format}"
+        version = f" {decision.engine_version}" if decision.engine_version else ""
+        parts = [f"{decision.engine}{version}", decision.quantization or model.format]
+        if layout_words(decision) != "one device":
+            parts.append(layout_words(decision))
+        if decision.orchestrator is not None:
+            parts.append(f"under {decision.orchestrator}")
+        return ", ".join(parts)
     reasons = {refusal.why for refusal in decision.refused}
     if len(reasons) == 1:
         return f"No: {reasons.pop()}"
     first = decision.refused[0] if decision.refused else None
-    if first is not None and (decision.settings is not None or first.engine == asked):
+    if first is not None and first.engine == asked:
         return f"No: {first.engine} {first.why}"
-    return f"Nothing runs {model.name} here"
+    return f"Nothing runs {model.name} here as asked"
 
 
 def model_line(model: Model) -> str:
@@ -101,11 +219,17 @@ def work_line(workload: Workload, settings: Settings | None) -> str:
     return line
 
 
-def fit_line(need: MemoryNeed) -> str:
-    return (
-        f"{memory(need.total_bytes)} of {memory(need.available_bytes)} free: weights {memory(need.weights_bytes)} · "
-        f"cache {memory(need.kv_bytes)} · overhead {memory(need.overhead_bytes.value)}"
-    )
+def fit_line(found: Fit) -> str:
+    """The need on each kind of device."""
+    lines = []
+    for need in found.devices:
+        own = need.overhead_bytes.value + need.activation_bytes.value
+        where = "RAM" if need.device == "host" else f"{need.count} × {need.device}" if need.count > 1 else need.device
+        lines.append(
+            f"{memory(need.total_bytes)} of {memory(need.usable_bytes or 0)} on {where}: "
+            f"weights {memory(need.weights_bytes)} · cache {memory(need.kv_bytes)} · overhead {memory(own)}"
+        )
+    return "\n".join(lines)
 
 
 def refusals_line(decision: Decision) -> str:

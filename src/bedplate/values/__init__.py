@@ -5,7 +5,6 @@ from bedplate.values.decision import (
     Decision,
     Estimate,
     Launch,
-    MemoryNeed,
     Parallelism,
     Plan,
     Preparation,
@@ -15,6 +14,7 @@ from bedplate.values.decision import (
     Weights,
 )
 from bedplate.values.endpoint import Endpoint
+from bedplate.values.fit import DeviceNeed, Fit, Offload
 from bedplate.values.hardware import (
     Accelerator,
     Cache,
@@ -33,8 +33,8 @@ from bedplate.values.record import Basis, Figure, Record, estimate, from_json, r
 from bedplate.values.workload import LatencyTarget, Workload
 
 __all__ = [
-    "Accelerator", "Basis", "Cache", "Challenger", "Cpu", "Decision", "Disk", "Endpoint", "Estimate", "Figure",
-    "GpuProcess", "Hardware", "LatencyTarget", "Launch", "LayerGroup", "Link", "Measurements", "Memory", "MemoryNeed",
-    "Model", "NumaNode", "Parallelism", "Part", "Pcie", "Plan", "Preparation", "Quantization", "Reason", "Record",
+    "Accelerator", "Basis", "Cache", "Challenger", "Cpu", "Decision", "DeviceNeed", "Disk", "Endpoint", "Estimate", "Figure", "Fit",
+    "GpuProcess", "Hardware", "LatencyTarget", "Launch", "LayerGroup", "Link", "Measurements", "Memory",
+    "Model", "NumaNode", "Offload", "Parallelism", "Part", "Pcie", "Plan", "Preparation", "Quantization", "Reason", "Record",
     "Refusal", "Settings", "TensorGroup", "Weights", "Workload", "estimate", "from_json", "replaced", "to_json",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from bedplate.values.fit import Fit
 from bedplate.values.model import Model
 from bedplate.values.record import Figure, Record
 from bedplate.values.workload import Workload
@@ -43,37 +44,18 @@ class Parallelism(Record, frozen=True, kw_only=True):
     attention_data: int = 1
 
 
-class MemoryNeed(Record, frozen=True, kw_only=True):
-    """What a plan takes, by what takes it. Weights and cache follow from headers; the rest is the engine's own."""
-
-    weights_bytes: int
-    kv_bytes: int
-    overhead_bytes: Figure
-    available_bytes: int
-    reserved_bytes: int = 0
-    """Of what is available, what is left to the system and to whatever else runs."""
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + round(self.overhead_bytes.value)
-
-    @property
-    def high_bytes(self) -> int:
-        """The upper end of the band: what must fit."""
-        return self.weights_bytes + self.kv_bytes + round(self.overhead_bytes.high)
-
-    @property
-    def fits(self) -> bool:
-        return self.high_bytes + self.reserved_bytes <= self.available_bytes
-
-
 class Estimate(Record, frozen=True, kw_only=True):
     """What to expect. `None` is not known yet, and is shown as TBD."""
 
     ttft_ms: Figure | None = None
     tpot_ms: Figure | None = None
     output_tok_s: Figure | None = None
+    """Of all requests in flight together."""
     memory_gb: Figure | None = None
+    """On the fullest device."""
+    cost_per_million_tokens: Figure | None = None
+    """Of output, in the currency of the price that was given."""
+    kwh_per_million_tokens: Figure | None = None
 
 
 class Settings(Record, frozen=True, kw_only=True):
@@ -137,14 +119,21 @@ class Decision(Record, frozen=True, kw_only=True):
     parallelism: Parallelism = Parallelism()
     fits: bool
     max_concurrency: int
+    weights: Weights | None = None
+    in_flight: int = 1
+    """Requests at once that this was decided for."""
     settings: Settings | None = None
-    memory: MemoryNeed | None = None
+    memory: Fit | None = None
     estimate: Estimate = Estimate()
+    limit: str | None = None
+    """What most of the time of making a token would be spent on."""
     reasons: tuple[Reason, ...] = ()
     refused: tuple[Refusal, ...] = ()
     challengers: tuple[Challenger, ...] = ()
     hints: tuple[str, ...] = ()
     """When nothing fits: the nearest things that would."""
+    notes: tuple[str, ...] = ()
+    """What was assumed, and what is odd about the question."""
     launch: Launch | None = None
 
 

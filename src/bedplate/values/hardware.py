@@ -163,3 +163,13 @@ class Hardware(Record, frozen=True, kw_only=True):
 
     def has(self, vendor: str) -> bool:
         return any(accelerator.vendor == vendor for accelerator in self.accelerators)
+
+    @property
+    def cards_per_node(self) -> int:
+        """Accelerators that share a node; all of them, unless a network lies between some."""
+        network = next((link for link in self.links if link.kind == "network"), None)
+        return int(network.b) - int(network.a) if network is not None else len(self.accelerators)
+
+    @property
+    def nodes(self) -> int:
+        return -(-len(self.accelerators) // self.cards_per_node) if self.accelerators else 1

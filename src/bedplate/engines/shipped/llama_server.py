@@ -30,6 +30,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-tb", "--threads-batch", type=int, help="threads that read prompts; default: as --threads")
     p.add_argument("--poll", type=int, choices=range(101), metavar="0..100", help="how eagerly idle threads wait")
     p.add_argument("-ngl", "--n-gpu-layers", type=int, default=0)
+    p.add_argument("-ncmoe", "--n-cpu-moe", type=int, help="layers from the first on whose experts stay on the host")
+    p.add_argument("-sm", "--split-mode", choices=("none", "layer", "row", "tensor"), help="over several GPUs")
     p.add_argument("-fa", "--flash-attn", choices=("on", "off", "auto"))
     p.add_argument("-ctk", "--cache-type-k", help="f16, q8_0, q4_0 …")
     p.add_argument("-ctv", "--cache-type-v", help="f16, q8_0, q4_0 …")
@@ -97,6 +99,12 @@ def params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
         p.flash_attn_type = getattr(
             xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{kinds[options.flash_attn]}"
         )
+    if options.n_cpu_moe:
+        # What llama-server makes of this option itself: one pattern for each layer.
+        experts = (rf"blk\.{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU" for layer in range(options.n_cpu_moe))
+        p.tensor_buft_overrides = ",".join(experts)
+    if options.split_mode is not None:
+        p.split_mode = getattr(xllamacpp.llama_split_mode, f"LLAMA_SPLIT_MODE_{options.split_mode.upper()}")
     if options.pooling is not None:
         p.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{options.pooling.upper()}")
     for name in ("cache_type_k", "cache_type_v"):

@@ -1,0 +1,293 @@
+"""For one engine, the best that it can be given here: weights, layout and settings that fit, and what to expect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from bedplate.decide.case import MANY, Case
+from bedplate.decide.estimate import expectation_for
+from bedplate.decide.estimate.calibration import Expectation
+from bedplate.decide.evidence import Evidence
+from bedplate.decide.layouts import layouts
+from bedplate.decide.memory import Asked, fit
+from bedplate.engines import Engine
+from bedplate.engines.base import SIXTEEN_BIT, Target
+from bedplate.facts.known_models import with_label
+from bedplate.values import Fit, Hardware, Model, Parallelism, Refusal, Settings, Weights, replaced
+from bedplate.values.units import memory as as_memory
+
+LEAST_BITS = 3.0
+"""Below this, weights lose more than another engine or a smaller model would."""
+EVERYDAY_BITS = 4.0
+"""seeds/002 "for text generation, 4-bit quantization is often acceptable"."""
+PRECISE_BITS = 8.0
+READING_TOK_S = 20.0
+"""Twice as fast as people read: what one person notices no difference above."""
+COMFORT_TPOT_S = 1 / READING_TOK_S
+SAME = 0.97
+"""Layouts within three percent are equal as far as an estimate can tell; then the simpler one wins."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    engine: Engine
+    weights: Weights
+    model: Model
+    """In that form."""
+    hardware: Hardware
+    """Without accelerators, where the engine computes on the CPU."""
+    target: Target
+    layout: Parallelism
+    settings: Settings
+    fit: Fit
+    """Of these settings."""
+    max_concurrency: int
+    expected: Expectation | None
+
+    @property
+    def cards(self) -> int:
+        return self.layout.tensor * self.layout.pipeline * self.layout.data
+
+    @property
+    def bits(self) -> float:
+        """Of a weight on average, scales and wider tensors included."""
+        return self.model.bits_per_weight or 16.0
+
+    @property
+    def nominal_bits(self) -> float:
+        """As its name says it: Q3_K_M is a 3-bit quantization although it takes four."""
+        named = re.match(r"I?Q(\d)", self.weights.label)
+        details = self.model.quantization_details
+        return float(named[1]) if named else details.bits if details is not None else self.bits
+
+
+def best(engine: Engine, case: Case, evidence: Evidence, *, installable: bool = False) -> Candidate | Refusal:
+    """The form, layout and settings that this engine would be given; or why there are none."""
+    if refusal := engine.refuse(case.hardware, case.model, case.workload):
+        return refusal
+    hardware, target = _computes_on(engine, case.hardware, installable)
+    if target is None:
+        return engine.refusal("impossible", "what bedplate installs of it does not compute on this hardware")
+    case = replace(case, hardware=hardware)
+    forms = [form for form in _forms(engine, target, case) if form is not None]
+    if not forms:
+        return engine.refusal(
+            "impossible",
+            f"does not take {case.model.quantization or case.model.format} weights on this hardware",
+            "the same model in another format",
+        )
+    found = [candidate for form in forms if (candidate := _laid_out(engine, target, form, case, evidence))]
+    fitting = [candidate for candidate in found if candidate.fit.fits]
+    if not fitting:
+        return too_large(engine, min(found, key=lambda candidate: candidate.model.weight_bytes))
+    return _preferred(fitting, case)
+
+
+def too_large(engine: Engine, nearest: Candidate) -> Refusal:
+    """Why not even the smallest form fits, with figures."""
+    fullest = max(nearest.fit.devices, key=lambda need: need.high_bytes - (need.usable_bytes or 0))
+    own = fullest.overhead_bytes.high + fullest.activation_bytes.high
+    free = as_memory(fullest.usable_bytes) if fullest.usable_bytes is not None else "an unknown part"
+    where = (
+        ""
+        if fullest.device == "host"
+        else f" on each of {fullest.count} cards"
+        if fullest.count > 1
+        else " on the card"
+    )
+    why = (
+        f"needs {as_memory(fullest.high_bytes)}{where} in {nearest.model.quantization or nearest.weights.label} "
+        f"(weights {as_memory(fullest.weights_bytes)}, cache {as_memory(fullest.kv_bytes)}, its own {as_memory(own)}), "
+        f"and may take {free}"
+    )
+    return engine.refusal("impossible", why, "; or ".join(what_would_fit(nearest)))
+
+
+def what_would_fit(nearest: Candidate) -> tuple[str, ...]:
+    """The nearest things that would fit, nearest first."""
+    hints: list[str] = []
+    needs = nearest.fit.devices
+    room = sum(
+        (need.usable_bytes or 0) - need.kv_bytes - need.overhead_bytes.high - need.activation_bytes.high
+        for need in needs
+        for _ in range(need.count)
+    )
+    model = nearest.model
+    if room > 0 and model.parameters and (bits := room * 8 / model.parameters) >= 2:
+        hints.append(f"a quantization of at most {bits:.1f} bits per weight (this one has {nearest.bits:.1f})")
+    short = sum(max(0, need.high_bytes - (need.usable_bytes or 0)) * need.count for need in needs)
+    on_cards = needs[0].device != "host"
+    hints.append(f"{as_memory(short)} more free memory{' on the cards' if on_cards else ''}")
+    if on_cards and needs[0].usable_bytes:
+        cards = -(-sum(need.high_bytes * need.count for need in needs) // needs[0].usable_bytes)
+        if cards > needs[0].count:
+            hints.append(f"about {cards} cards like these")
+    return tuple(hints)
+
+
+def _computes_on(engine: Engine, hardware: Hardware, installable: bool) -> tuple[Hardware, Target | None]:
+    """The part of the machine that it uses; a build for the CPU alone leaves the accelerators idle."""
+    target = engine.target(hardware)
+    if target is None or target.device == "cpu":
+        return _without_cards(hardware), target
+    if installable and target.device not in engine.built_for:
+        return _without_cards(hardware), engine.target(_without_cards(hardware))
+    return hardware, target
+
+
+def _without_cards(hardware: Hardware) -> Hardware:
+    if not hardware.accelerators:
+        return hardware
+    return replaced(hardware, accelerators=(), links=())
+
+
+def _forms(engine: Engine, target: Target, case: Case) -> Iterator[tuple[Weights, Model] | None]:
+    """The forms in the order in which they are tried, each with the model as it is then."""
+    offered = engine.weights(target, case.model, case.workload)
+    if target.device in ("cuda", "rocm") and "fp8" in target.features and not case.workload.precision_sensitive:
+        # Half the bytes to read for hardly any loss, on units that compute in it: before 16 bits, where many are served.
+        eights = [form for form in offered if form.label == "FP8"]
+        if engine.paged and eights and offered[0].label in SIXTEEN_BIT:
+            offered = (*eights, *(form for form in offered if form.label != "FP8"))
+    for form in offered:
+        model = _in_form(case.model, form)
+        bits = model.bits_per_weight or 16.0
+        if form.made != "as it is" and (bits < LEAST_BITS or (case.workload.precision_sensitive and bits < 7.9)):
+            continue
+        yield form, model
+
+
+def _in_form(model: Model, form: Weights) -> Model:
+    if form.made == "as it is" or model.format == "facts" and not model.parameters:
+        return model
+    changed = with_label(model, form.label)
+    return changed if changed.format == form.format else replaced(changed, format=form.format)  # type: ignore[arg-type]
+
+
+def _laid_out(
+    engine: Engine, target: Target, form: tuple[Weights, Model], case: Case, evidence: Evidence
+) -> Candidate | None:
+    """The best layout for one form; when none fits, the one that comes nearest."""
+    weights, model = form
+    found = [
+        _candidate(engine, target, weights, model, layout, case, evidence)
+        for layout in layouts(case.hardware, engine, model)
+    ]
+    fitting = [candidate for candidate in found if candidate.fit.fits]
+    if not fitting:
+        return min(found, key=lambda one: sum(need.high_bytes - (need.usable_bytes or 0) for need in one.fit.devices))
+    return _best_layout(fitting, case)
+
+
+def _candidate(
+    engine: Engine,
+    target: Target,
+    weights: Weights,
+    model: Model,
+    layout: Parallelism,
+    case: Case,
+    evidence: Evidence,
+) -> Candidate:
+    hardware, workload = case.hardware, case.workload
+    room = fit(hardware, model, workload, engine, parallelism=layout)
+    settings, need = room_for(engine, hardware, model, layout, case, room)
+    expected = None
+    if need.fits:
+        factor = evidence.factor(engine.id)
+        expected = expectation_for(
+            hardware, model, engine.id, layout, workload, slots=settings.slots, offload=need.offload, factor=factor
+        )
+    most = room.max_concurrency
+    if engine.max_slots:
+        most = min(most, engine.max_slots * layout.data)
+    return Candidate(engine, weights, model, hardware, target, layout, settings, need, most, expected)
+
+
+def room_for(
+    engine: Engine, hardware: Hardware, model: Model, layout: Parallelism, case: Case, room: Fit
+) -> tuple[Settings, Fit]:
+    """The largest settings that fit: slots beyond the asked work go first, then context, then slots below it."""
+    wanted = engine.settle(hardware, model, case.workload)
+    each = -(-wanted.slots // layout.data)
+    wanted = replaced(wanted, slots=max(1, each))
+    if engine.paged:
+        slots = max(1, min(wanted.slots, room.max_concurrency // layout.data or 1))
+        return replaced(wanted, slots=slots), room
+    asked = Asked.of(engine, case.workload, None)
+    for settings in _smaller_and_smaller(wanted, min(-(-asked.in_flight // layout.data), each), asked.tokens):
+        need = fit(hardware, model, case.workload, engine, parallelism=layout, settings=settings)
+        if need.fits and need.max_concurrency >= settings.slots * layout.data:
+            return _offload_settings(settings, model, need), need
+    return settings, room
+
+
+def _offload_settings(settings: Settings, model: Model, need: Fit) -> Settings:
+    if need.offload is None:
+        return settings
+    if need.offload.kind == "experts":
+        return replaced(settings, gpu_layers=model.num_layers + 1, host_expert_layers=need.offload.host_layers)
+    return replaced(settings, gpu_layers=need.offload.device_layers)
+
+
+def _smaller_and_smaller(settings: Settings, asked_slots: int, asked_context: int) -> Iterator[Settings]:
+    """Settings from the largest to the smallest that would serve one request."""
+    slots, context = settings.slots, settings.context_tokens
+    asked_slots, asked_context = min(asked_slots, slots), min(asked_context, context)
+    yield settings
+    while slots > asked_slots:
+        slots = max(slots // 2, asked_slots)
+        yield replaced(settings, slots=slots)
+    while context > asked_context:
+        context = max(context // 2, asked_context)
+        yield replaced(settings, slots=slots, context_tokens=context)
+    while slots > 1:
+        slots //= 2
+        yield replaced(settings, slots=slots, context_tokens=context)
+
+
+def _best_layout(fitting: list[Candidate], case: Case) -> Candidate:
+    """For many, the most tokens per second over all cards; for a few, the fewest cards that feel quick."""
+    in_flight = case.in_flight
+    useful = [one for one in fitting if one.layout.data <= max(1, in_flight)] or fitting
+    most = max(one.max_concurrency for one in useful)
+    holding = [one for one in useful if one.max_concurrency >= min(in_flight, most)]
+    pool = [one for one in holding if _meets(one, case)] or holding
+    if in_flight < MANY:
+        quick = [one for one in pool if one.expected is not None and one.expected.tpot_s <= COMFORT_TPOT_S]
+        return min(quick or pool, key=lambda one: (one.cards if quick else 0, -_speed(one), *_complexity(one)))
+    fastest = max(_speed(one) for one in pool)
+    return min((one for one in pool if _speed(one) >= fastest * SAME), key=_complexity)
+
+
+def _meets(candidate: Candidate, case: Case) -> bool:
+    target, expected = case.workload.latency, candidate.expected
+    if target is None or expected is None:
+        return False
+    in_time = target.ttft_ms is None or expected.ttft_s * 1000 <= target.ttft_ms
+    return in_time and (target.tpot_ms is None or expected.tpot_s * 1000 <= target.tpot_ms)
+
+
+def _speed(candidate: Candidate) -> float:
+    """Tokens per second in all; where nothing can be predicted, more requests at once are taken to be faster."""
+    return candidate.expected.output_tok_s if candidate.expected is not None else float(candidate.max_concurrency)
+
+
+def _complexity(candidate: Candidate) -> tuple[int, ...]:
+    layout = candidate.layout
+    return (layout.pipeline, layout.tensor, layout.expert, layout.attention_data, layout.data)
+
+
+def _preferred(fitting: list[Candidate], case: Case) -> Candidate:
+    """Of the forms that fit: the first that holds everyone, and for a few, that is as quick as they read."""
+    in_flight = case.in_flight
+    holding = [one for one in fitting if one.max_concurrency >= in_flight]
+    if not holding:
+        return max(fitting, key=lambda one: min(one.max_concurrency, in_flight))
+    if in_flight >= MANY or case.workload.precision_sensitive or fitting[0].engine.paged:
+        return holding[0]
+    everyday = [one for one in holding if one.nominal_bits >= EVERYDAY_BITS] or holding
+    whole = [one for one in everyday if one.fit.offload is None] or everyday
+    quick = [one for one in whole if one.expected is not None and one.expected.tpot_s <= COMFORT_TPOT_S]
+    return quick[0] if quick else min(whole, key=lambda one: one.bits)

@@ -1,0 +1,122 @@
+"""The case that rules look at: hardware, model, work and operations, and what follows from them in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from bedplate.facts.chips import Chip, chip_of
+from bedplate.values import Hardware, Model, Workload, replaced
+from bedplate.values.intent import Operations
+
+MANY = 10
+"""Requests in flight from which on a scheduler decides: seeds/002 "High concurrency (10+ simultaneous)"."""
+FEW = 4
+"""Requests in flight that a local engine still serves well: its clients and a retry or two."""
+RTX_CARDS = 4
+"""seeds/001 "perfect for 1/2/3/4 GPU(s) setups"."""
+LONG_TOKENS = 8192
+"""From here on a mixture of experts with long requests asks for more than batching."""
+VERY_LONG_TOKENS = 32768
+"""From here on even a dense model's cache outweighs its weights at a few requests in flight."""
+SHARED_TOKENS = 1024
+SHARED_SHARE = 0.5
+"""A prefix worth a radix tree: most of the prompt, and more than a short system prompt."""
+SMALL_PARAMETERS = 1_500_000_000
+"""Below it, encoders and other models that are no LLMs."""
+MACHINERY = ("none", "container", "kubernetes", "cluster")
+
+
+@dataclass(frozen=True)
+class Case:
+    hardware: Hardware
+    model: Model
+    workload: Workload
+    operations: Operations = Operations()
+
+    def with_work(self, workload: Workload) -> Case:
+        return replace(self, workload=workload)
+
+    @property
+    def in_flight(self) -> int:
+        return self.workload.in_flight()
+
+    @property
+    def many(self) -> bool:
+        return self.in_flight >= MANY or self.workload.volume == "extreme"
+
+    @property
+    def few(self) -> bool:
+        return self.in_flight <= FEW and not self.many
+
+    @cached_property
+    def chip(self) -> Chip | None:
+        return chip_of(self.hardware.accelerators[0]) if self.hardware.accelerators else None
+
+    @property
+    def cards(self) -> int:
+        return len(self.hardware.accelerators)
+
+    @property
+    def vendor(self) -> str | None:
+        return self.hardware.accelerators[0].vendor if self.hardware.accelerators else None
+
+    @cached_property
+    def unified(self) -> bool:
+        return any(card.unified_memory for card in self.hardware.accelerators) or bool(self.chip and self.chip.unified)
+
+    @cached_property
+    def kind(self) -> str:
+        """datacenter, workstation, consumer, apple, edge, cpu or accelerator; of an unlisted card, by its memory."""
+        if not self.hardware.accelerators:
+            return "cpu"
+        if self.chip is not None:
+            return self.chip.kind
+        large = (self.hardware.accelerators[0].memory_bytes or 0) >= 40 << 30
+        return "datacenter" if self.vendor in ("nvidia", "amd") and large else "consumer"
+
+    @property
+    def rtx(self) -> bool:
+        """One to four NVIDIA cards of the kind that people have at home or under the desk."""
+        return (
+            self.vendor == "nvidia"
+            and self.kind in ("consumer", "workstation")
+            and self.cards <= RTX_CARDS
+            and not self.unified
+        )
+
+    @property
+    def moe(self) -> bool:
+        return bool(self.model.num_experts and self.model.num_experts > 1)
+
+    @property
+    def long(self) -> bool:
+        return self.workload.request_tokens >= LONG_TOKENS
+
+    @property
+    def very_long(self) -> bool:
+        return self.workload.request_tokens >= VERY_LONG_TOKENS
+
+    @property
+    def shares_prefix(self) -> bool:
+        shared = self.workload.shared_prefix_tokens
+        return shared >= SHARED_TOKENS and shared >= SHARED_SHARE * self.workload.prompt_tokens
+
+    @property
+    def is_llm(self) -> bool:
+        """Whether it writes text, or is as large as those that do."""
+        task = self.workload.task if self.workload.task != "generate" else self.model.task
+        if task == "generate":
+            return True
+        return task == "embed" and self.model.format != "onnx" and self.model.parameters >= SMALL_PARAMETERS
+
+    def allows(self, machinery: str) -> bool:
+        """Whether the team runs at least so much machinery; not said is taken as containers."""
+        return MACHINERY.index(self.operations.machinery or "container") >= MACHINERY.index(machinery)
+
+
+def with_tasks_agreed(model: Model, workload: Workload) -> Workload:
+    """A model that only embeds or classifies says what the work is, where the work itself does not."""
+    if workload.task == "generate" and model.task != "generate":
+        return replaced(workload, task=model.task)
+    return workload

@@ -1,0 +1,338 @@
+"""What an estimate needs to know of a machine: rates and links, by what the chip is and not by what it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
+
+from bedplate.errors import BadQuestion
+from bedplate.facts.chips import Chip, find_chip
+from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link
+
+# A streaming kernel reaches about this share of the sheet's bandwidth. Fitted efficiencies refer to the sheet, so a
+# measured figure is turned back into what the sheet would have said.
+MEASURED_SHARE = 0.92
+# Below this share of the sheet, a measurement says that the machine is not the sheet's: fewer channels, a power cap.
+TRUSTED_SHARE = 0.8
+# What one core does in a cycle with 8-bit weights (multiply and add count as two): the widest dot product that its
+# instruction sets have, two issued in a cycle. Vendors' optimisation guides; clocks are typical all-core ones.
+CORE_OPS_PER_CYCLE = (
+    ("amx_int8", 2048.0), ("avx512_vnni", 256.0), ("avx_vnni", 128.0), ("avx512f", 128.0), ("avx2", 64.0),
+    ("i8mm", 256.0), ("dotprod", 128.0), ("neon", 32.0), ("avx", 32.0), ("rvv", 64.0),
+)  # fmt: skip
+PLAIN_OPS_PER_CYCLE = 16.0
+# 32-bit lanes of one multiprocessor or compute unit, by architecture; 128 where none is listed (vendors' whitepapers).
+LANES = {"volta": 64, "turing": 64, "ampere-dc": 64, "rdna2": 64}
+# Operations that one of them does in a cycle with warp-wide 16-bit matrix instructions, 16-bit accumulation.
+PLAIN_OPS_PER_CYCLE_16 = {
+    "volta": 1024, "turing": 1024, "ampere-dc": 2048, "ampere": 1024, "ada": 1024, "hopper": 2048,
+    "blackwell-dc": 2048, "blackwell": 1024,
+}  # fmt: skip
+# 16-bit operations that portable matrix kernels sustain for each joule. Cards run below their highest clock when they
+# multiply matrices: published prompt speeds of cards of one generation follow their power limits, not their peaks.
+OPS_PER_JOULE = {
+    "pascal": 0.1e12, "volta": 0.4e12, "turing": 0.3e12, "ampere-dc": 0.75e12, "ampere": 0.4e12, "ada": 0.65e12,
+    "hopper": 1.0e12, "blackwell-dc": 1.2e12, "blackwell": 0.75e12,
+}  # fmt: skip
+CORE_HZ = {"server": 2.6e9, "desktop": 3.6e9, "small": 2.0e9}
+NVIDIA_FAMILIES = (
+    ((6, 1), "pascal"), ((7, 0), "volta"), ((7, 5), "turing"), ((8, 0), "ampere-dc"), ((8, 6), "ampere"),
+    ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 0), "blackwell-dc"), ((11, 0), "blackwell"), ((12, 0), "blackwell"),
+)  # fmt: skip
+GFX_FAMILIES = (
+    ("gfx95", "cdna"), ("gfx94", "cdna"), ("gfx90", "cdna"), ("gfx12", "rdna4"), ("gfx115", "rdna3"),
+    ("gfx11", "rdna3"), ("gfx10", "rdna2"),
+)  # fmt: skip
+
+
+class Machine(NamedTuple):
+    """One kind of device, how many of it, and what lies between them."""
+
+    name: str
+    vendor: str
+    family: str
+    """The architecture: ampere, hopper, rdna3, apple, x86, arm …"""
+    kind: str
+    """gpu or cpu."""
+    devices: int
+    bandwidth_bytes_s: float
+    """Of one device's memory, as its sheet has it."""
+    ops_s: Mapping[str, float]
+    """Dense operations per second of one device by data type; a type that is missing has no units of its own."""
+    memory_bytes: int | None
+    unified: bool
+    consumer: bool
+    peer_bytes_s: float | None
+    """Between two devices of one node, one direction; `None` where nobody says."""
+    peer_kind: str
+    """nvlink, xgmi, pcie or none."""
+    per_node: int
+    network_bytes_s: float | None
+    """What one node sends to others, one direction."""
+    host_bytes_s: float | None
+    """Bandwidth of the host's RAM."""
+    host_link_bytes_s: float | None
+    """Between host and device, one direction."""
+    cores: int | None
+    """Of the CPU, that compute at once."""
+    core_hz: float = 0.0
+    """Cycles per second of all its multiprocessors, compute units or cores together."""
+    plain_ops_s: float = 0.0
+    """16-bit matrix rate with instructions of the generation before, which portable kernels use; no sheet has it."""
+
+    def rate(self, *types: str) -> float | None:
+        """The rate of the first of `types` that the device has units for."""
+        return next((self.ops_s[name] for name in types if name in self.ops_s), None)
+
+
+class _Memo:
+    """The last few results by the identity of what they are of: hashing a machine of many links takes longer."""
+
+    def __init__(self, most: int = 64) -> None:
+        self.most = most
+        self.held: dict[int, tuple[object, Machine]] = {}
+
+    def get(self, owner: object) -> Machine | None:
+        found = self.held.get(id(owner))
+        return found[1] if found is not None and found[0] is owner else None
+
+    def put(self, owner: object, value: Machine) -> Machine:
+        if len(self.held) >= self.most:
+            self.held.clear()
+        self.held[id(owner)] = (owner, value)
+        return value
+
+
+_machines = _Memo()
+
+
+def machine_of(hardware: Hardware) -> Machine:
+    """The accelerators of a machine; its CPU where it has none."""
+    return _machines.get(hardware) or _machines.put(hardware, _machine(hardware))
+
+
+def _machine(hardware: Hardware) -> Machine:
+    if not hardware.accelerators:
+        return cpu_machine(hardware.cpu, hardware.memory.bandwidth_bytes_s)
+    cards = hardware.accelerators
+    card = cards[0]
+    chip = _chip_of(card)
+    between = [link for link in hardware.links if "host" not in (link.a, link.b)]
+    near = [link for link in between if link.kind != "network"]
+    fastest = max(near, key=lambda link: _value(link.bandwidth_bytes_s) or 0.0, default=None)
+    across = next((link for link in between if link.kind == "network"), None)
+    to_host = next((link for link in hardware.links if "host" in (link.a, link.b)), None)
+    ops = _measured_ops(hardware, dict(_ops(chip)) if chip else {})
+    return Machine(
+        name=card.name,
+        vendor=card.vendor,
+        family=family(chip) if chip else _family_by_driver(card),
+        kind="gpu",
+        devices=len(cards),
+        bandwidth_bytes_s=_bandwidth(card.bandwidth_bytes_s, chip),
+        ops_s=MappingProxyType(ops),
+        memory_bytes=card.memory_bytes,
+        unified=card.unified_memory,
+        consumer=chip is None or chip.kind not in ("datacenter", "accelerator"),
+        peer_bytes_s=_value(fastest.bandwidth_bytes_s) if fastest else None,
+        peer_kind=fastest.kind if fastest else "none",
+        per_node=_per_node(len(cards), across is not None, near),
+        network_bytes_s=_value(across.bandwidth_bytes_s) if across else None,
+        host_bytes_s=_host_bandwidth(hardware),
+        host_link_bytes_s=_value(to_host.bandwidth_bytes_s) if to_host else None,
+        cores=hardware.cpu.allowed_physical_cores,
+        core_hz=_core_hz(family(chip), chip) if chip else 0.0,
+        plain_ops_s=_plain_ops(family(chip), chip) if chip else ops.get("fp16", 0.0),
+    )
+
+
+def machine_from_chip(chip: Chip, devices: int = 1, *, threads: int | None = None) -> Machine:
+    """A machine of `devices` such chips, as their makers connect them."""
+    if chip.kind == "cpu":
+        cores = threads or chip.cores or 1
+        return _of_cpu(chip.name, chip.arch or "x86_64", chip.instruction_sets, cores, chip.bandwidth_bytes_s, chip)
+    link = chip.link if chip.link is not None and not chip.link.optional else None
+    peers = max(1, link.domain - 1) if link is not None and link.topology == "mesh" else 1
+    peer = link.gb_s * 1e9 / peers if link is not None else chip.pcie_bytes_s
+    switched = link is not None and link.topology != "bridge"
+    return Machine(
+        name=chip.name,
+        vendor=chip.vendor,
+        family=family(chip),
+        kind="gpu",
+        devices=devices,
+        bandwidth_bytes_s=chip.bandwidth_bytes_s,
+        ops_s=_ops(chip),
+        memory_bytes=chip.memory_bytes,
+        unified=chip.unified,
+        consumer=chip.kind not in ("datacenter", "accelerator"),
+        peer_bytes_s=peer if devices > 1 else None,
+        peer_kind=(link.kind if link is not None else "pcie") if devices > 1 else "none",
+        per_node=min(devices, max(8, link.domain if link is not None and switched else 8)),
+        network_bytes_s=chip.network_gb_s * 1e9 if chip.network_gb_s else None,
+        host_bytes_s=chip.bandwidth_bytes_s if chip.unified else None,
+        host_link_bytes_s=chip.host_link_gb_s * 1e9 if chip.host_link_gb_s else chip.pcie_bytes_s,
+        cores=chip.cores,
+        core_hz=_core_hz(family(chip), chip),
+        plain_ops_s=_plain_ops(family(chip), chip),
+    )
+
+
+def cpu_machine(cpu: Cpu, bandwidth: Figure | None) -> Machine:
+    """A CPU that computes by itself."""
+    chip = _named_chip(cpu.name, None)
+    if chip is not None and chip.kind != "cpu":
+        chip = None
+    sockets = cpu.sockets or 1
+    sheet = chip.bandwidth_bytes_s * sockets if chip else None
+    rate = _bandwidth_of(bandwidth, sheet)
+    sets = cpu.instruction_sets or (chip.instruction_sets if chip else ())
+    return _of_cpu(cpu.name, cpu.arch, sets, cpu.allowed_physical_cores, rate, chip)
+
+
+def host_machine(hardware: Hardware) -> Machine:
+    """The CPU of a machine, whether or not it has accelerators: what computes layers that stay on the host."""
+    return cpu_machine(hardware.cpu, hardware.memory.bandwidth_bytes_s)
+
+
+def family(chip: Chip) -> str:
+    if chip.kind == "cpu":
+        return _arch_family(chip.arch or "")
+    if chip.vendor == "apple":
+        return "apple"
+    if chip.capability is not None:
+        major, _, minor = chip.capability.partition(".")
+        return _nvidia_family((int(major), int(minor)))
+    if chip.gfx is not None:
+        return next((name for prefix, name in GFX_FAMILIES if chip.gfx.startswith(prefix)), "rdna2")
+    return {"intel": "xe", "amd": "rdna3"}.get(chip.vendor, "other")
+
+
+def _nvidia_family(capability: tuple[int, int]) -> str:
+    return next((name for least, name in reversed(NVIDIA_FAMILIES) if capability >= least), "pascal")
+
+
+def _family_by_driver(card: Accelerator) -> str:
+    """For a card that is in no list, what its driver says of its architecture."""
+    if card.vendor == "apple":
+        return "apple"
+    if card.compute_capability:
+        major, _, minor = card.compute_capability.partition(".")
+        if major.isdigit() and minor.isdigit():
+            return _nvidia_family((int(major), int(minor)))
+    gfx = card.architecture or ""
+    return next((name for prefix, name in GFX_FAMILIES if gfx.startswith(prefix)), "other")
+
+
+def _arch_family(arch: str) -> str:
+    if arch.startswith(("arm", "aarch")):
+        return "arm"
+    return "riscv" if arch.startswith("riscv") else "x86"
+
+
+def _of_cpu(
+    name: str, arch: str, sets: tuple[str, ...], cores: int, bandwidth_bytes_s: float, chip: Chip | None
+) -> Machine:
+    found = {word.replace(".", "_") for word in sets}
+    per_cycle = next((ops for word, ops in CORE_OPS_PER_CYCLE if word in found), PLAIN_OPS_PER_CYCLE)
+    server = any(word in name for word in ("Xeon", "EPYC", "Graviton", "Altra", "Ampere", "Grace"))
+    kind = "server" if server else "small" if arch.startswith("riscv") else "desktop"
+    clock = CORE_HZ[kind]
+    ops = {"int8": cores * per_cycle * clock, "fp32": cores * min(per_cycle, 64.0) / 2 * clock}
+    return Machine(
+        name=name, vendor=chip.vendor if chip else "other", family=_arch_family(arch), kind="cpu", devices=1,
+        bandwidth_bytes_s=bandwidth_bytes_s, ops_s=MappingProxyType(ops), memory_bytes=None, unified=True,
+        consumer=not server, peer_bytes_s=None, peer_kind="none", per_node=1, network_bytes_s=None,
+        host_bytes_s=bandwidth_bytes_s, host_link_bytes_s=None, cores=cores, core_hz=cores * clock,
+        plain_ops_s=ops["int8"],
+    )  # fmt: skip
+
+
+def _ops(chip: Chip) -> Mapping[str, float]:
+    """The sheet's rates; a rate that a sheet leaves out follows from the others where the units are the same."""
+    rates = {str(name): tera * 1e12 for name, tera in chip.dense_tera_ops.items()}
+    if "fp16" not in rates:
+        known = next((rates[name] / ratio for name, ratio in (("bf16", 1), ("fp8", 2), ("fp4", 4)) if name in rates), 0)
+        if known or "fp32" in rates:
+            rates["fp16"] = known or rates["fp32"]
+    if "bf16" not in rates and "fp16" in rates and "bf16" in chip.features:
+        rates["bf16"] = rates["fp16"]
+    return MappingProxyType(rates)
+
+
+def _core_hz(kind: str, chip: Chip) -> float:
+    """From the 32-bit rate, which is lanes times clock; where a sheet has none, from the 16-bit one."""
+    rates = _ops(chip)
+    rate = rates.get("fp32") or rates.get("fp16", 0.0) / 4
+    return rate / (2 * LANES.get(kind, 128))
+
+
+def _plain_ops(kind: str, chip: Chip) -> float:
+    rates = _ops(chip)
+    sheet = rates.get("fp16") or rates.get("fp32", 0.0)
+    per_cycle = PLAIN_OPS_PER_CYCLE_16.get(kind)
+    if per_cycle is None:
+        return sheet
+    # GeForce cards do 16-bit accumulation at twice the rate of the sheet's 32-bit one; the others do not.
+    peak = min(per_cycle * _core_hz(kind, chip), sheet * (2 if chip.kind == "consumer" else 1))
+    powered = OPS_PER_JOULE[kind] * chip.watts if chip.watts and not chip.unified else None
+    return peak if powered is None or not peak else (peak**-2 + powered**-2) ** -0.5
+
+
+def _measured_ops(hardware: Hardware, sheet: dict[str, float]) -> dict[str, float]:
+    """Rates that were timed here stand in where a sheet has none."""
+    if hardware.measured is not None:
+        for found in hardware.measured.matrix:
+            if found.device == "0":
+                sheet.setdefault(found.data_type, found.operations_s.value)
+    return sheet
+
+
+def _chip_of(card: Accelerator) -> Chip | None:
+    return _named_chip(card.name, card.memory_bytes)
+
+
+@lru_cache(maxsize=256)
+def _named_chip(name: str, memory_bytes: int | None) -> Chip | None:
+    try:
+        return find_chip(name, guess=True, memory_bytes=memory_bytes).chip
+    except BadQuestion:
+        return None
+
+
+def _bandwidth(figure: Figure | None, chip: Chip | None) -> float:
+    return _bandwidth_of(figure, chip.bandwidth_bytes_s if chip else None)
+
+
+def _bandwidth_of(figure: Figure | None, sheet: float | None) -> float:
+    """The sheet's figure, unless what was measured here says that this machine is another."""
+    if figure is not None and figure.basis == "measured":
+        as_sheet = figure.value / MEASURED_SHARE
+        return as_sheet if sheet is None or as_sheet < TRUSTED_SHARE * sheet else sheet
+    if figure is not None:
+        return figure.value
+    return sheet or 0.0
+
+
+def _host_bandwidth(hardware: Hardware) -> float | None:
+    figure = hardware.memory.bandwidth_bytes_s
+    if figure is not None:
+        return figure.value
+    chip = _named_chip(hardware.cpu.name, None)
+    return chip.bandwidth_bytes_s * (hardware.cpu.sockets or 1) if chip is not None and chip.kind == "cpu" else None
+
+
+def _per_node(cards: int, several_nodes: bool, near: list[Link]) -> int:
+    if not several_nodes:
+        return cards
+    # Each node lists every pair of its own: n nodes of k cards are k·(k-1)/2 pairs each.
+    for size in range(min(cards, 256), 1, -1):
+        if cards % size == 0 and len(near) == (cards // size) * size * (size - 1) // 2:
+            return size
+    return min(8, cards)
+
+
+def _value(figure: Figure | None) -> float | None:
+    return None if figure is None else figure.value

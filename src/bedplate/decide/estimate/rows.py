@@ -1,0 +1,397 @@
+"""Rows of a table as questions: hardware, model, engine and layout as people write them, and a prediction or a reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from bedplate.decide.estimate.machine import Machine, machine_from_chip
+from bedplate.decide.estimate.physics import Shape, shape_of
+from bedplate.errors import BadQuestion, BedplateError
+from bedplate.facts.chips import Chip, find_chip
+from bedplate.facts.known_models import lookup, model_from_facts, understood
+from bedplate.values import Model, Parallelism, replaced
+
+COLUMNS = (
+    "row_id", "hardware", "count", "engine", "model", "quantization", "tensor_parallel", "parallelism", "concurrency",
+    "prompt_tokens", "output_tokens", "context_depth", "metric", "backend", "engine_version", "scenario", "notes",
+)  # fmt: skip
+OUTPUT_COLUMNS = ("row_id", "predicted", "low", "high", "refused")
+SERVING_ENGINES = frozenset({"vllm", "sglang", "tensorrt-llm", "tgi", "lmdeploy"})
+SERVING_METRICS = frozenset({"ttft_ms", "tpot_ms", "output_tok_s_total", "output_tok_s_per_gpu", "samples_s",
+                             "latency_ms"})  # fmt: skip
+LOCAL_METRICS = frozenset({"decode_tok_s_single", "prefill_tok_s", "total_tok_s_incl_prompt", "peak_memory_gb"})
+METRICS = LOCAL_METRICS | SERVING_METRICS
+# What stands in an engine's name, and the engine that it is; the first that is found decides.
+ENGINE_WORDS = (
+    ("tensorrt", "tensorrt-llm"), ("trtllm", "tensorrt-llm"), ("trt-llm", "tensorrt-llm"), ("trt", "tensorrt-llm"),
+    ("sglang", "sglang"), ("vllm", "vllm"), ("lmdeploy", "lmdeploy"), ("turbomind", "lmdeploy"),
+    ("mistral.rs", "mistral.rs"), ("mistralrs", "mistral.rs"), ("exllamav3", "exllamav3"), ("exl3", "exllamav3"),
+    ("exllama", "exllamav2"), ("exl2", "exllamav2"), ("tabbyapi", "exllamav2"), ("mlx", "mlx"),
+    ("text-generation-inference", "tgi"), ("text generation inference", "tgi"), ("tgi", "tgi"),
+    ("onnx", "onnxruntime"), ("transformers", "pytorch"), ("pytorch", "pytorch"), ("torch", "pytorch"),
+    ("hugging", "pytorch"), ("llama.cpp", "llama.cpp"), ("llamacpp", "llama.cpp"), ("llama-cpp", "llama.cpp"),
+    ("ggml", "llama.cpp"), ("ollama", "llama.cpp"), ("lm studio", "llama.cpp"), ("koboldcpp", "llama.cpp"),
+    ("llamafile", "llama.cpp"), ("llama-bench", "llama.cpp"),
+)  # fmt: skip
+GGUF_ENGINES = frozenset({"llama.cpp", "mistral.rs"})
+PLAIN_GGUF_PARAMS = 50e9
+"""Up to this size a GGUF repository that names no quantization is mostly Q8_0, above it mostly Q4_K_M."""
+
+
+class Refused(NamedTuple):
+    why: str
+
+
+class Case(NamedTuple):
+    """A row, understood."""
+
+    row_id: str
+    metric: str
+    engine: str
+    """An engine id of bedplate, `lmdeploy`, or `other`."""
+    backend: str
+    """cuda, rocm, vulkan, metal, cpu or sycl; of llama.cpp's builds also vulkan-amdvlk, rocm-wmma, and with hipBLASLt
+    rocm-lt and rocm-wmma-lt."""
+    machine: Machine
+    chip: Chip
+    shape: Shape
+    model: Model
+    devices: int | None
+    """Accelerators in all; `None` where the row does not say."""
+    layout: Parallelism
+    concurrency: int | None
+    """Requests in flight; `None` where the row says only that it is saturated."""
+    saturated: bool
+    prompt_tokens: int | None
+    output_tokens: int | None
+    depth: int | None
+    """Tokens that were in the cache before; `None` where the row does not say."""
+    parallelism: str
+    scenario: str
+    version: str
+    notes: Mapping[str, str]
+    texts: Mapping[str, str]
+    """The row as it was written."""
+
+
+class Prediction(NamedTuple):
+    value: float
+    low: float
+    high: float
+
+
+def resolve(row: Mapping[str, str | None]) -> Case | Refused:
+    """A row as a question that can be computed, or why it cannot."""
+    texts = {name: (row.get(name) or "").strip() for name in COLUMNS}
+    metric = texts["metric"].lower()
+    if metric not in METRICS:
+        return Refused(f"the metric {metric!r} is none of {', '.join(sorted(METRICS))}" if metric else "no metric")
+    engine = engine_of(texts["engine"])
+    if engine is None:
+        return Refused("no engine is named")
+    notes = parsed_notes(texts["notes"])
+    try:
+        chip = _chip(texts["hardware"])
+        model = _model(texts["model"], texts["quantization"], engine, _hints(texts, notes))
+        count = _whole(texts["count"])
+        tensor = _whole(texts["tensor_parallel"])
+        layout = layout_of(texts["parallelism"], tensor)
+    except BedplateError as error:
+        return Refused(error.message + (f" ({error.hint})" if error.hint else ""))
+    devices = count or (layout.tensor * layout.pipeline * layout.data if layout != Parallelism() or tensor else None)
+    backend = _backend(texts["backend"], chip, texts["engine"])
+    if backend.startswith("rocm") and notes.get("hipblaslt") == "1":
+        backend += "-lt"
+    if backend == "cpu" and chip.kind != "cpu":
+        chip = _cpu_of(chip)
+    threads = _whole(notes.get("threads", ""))
+    concurrency, saturated = _concurrency(texts["concurrency"])
+    return Case(
+        row_id=texts["row_id"],
+        metric=metric,
+        engine=engine,
+        backend=backend,
+        machine=_machine(chip.name, (devices or 1) * chip.devices_per_card, threads),
+        chip=chip,
+        shape=shape_of(model),
+        model=model,
+        devices=devices,
+        layout=layout,
+        concurrency=concurrency,
+        saturated=saturated,
+        prompt_tokens=_whole(texts["prompt_tokens"], zero=True),
+        output_tokens=_whole(texts["output_tokens"], zero=True),
+        depth=_whole(texts["context_depth"], zero=True),
+        parallelism=texts["parallelism"],
+        scenario=texts["scenario"],
+        version=texts["engine_version"],
+        notes=notes,
+        texts=texts,
+    )
+
+
+def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
+    """The row's metric with its band, or why there is none. Nothing in a row makes it raise."""
+    try:
+        case = resolve(row)
+        return case if isinstance(case, Refused) else predicted(case)
+    except (BedplateError, ArithmeticError, ValueError, LookupError) as error:
+        return Refused(f"cannot be computed: {error}")
+
+
+def predicted(case: Case) -> Prediction | Refused:
+    from bedplate.decide.estimate import local
+
+    if case.metric in SERVING_METRICS and (case.engine in SERVING_ENGINES or not local.predicts(case)):
+        from bedplate.decide.estimate import serving
+
+        return serving.predict(case)
+    return local.predict(case)
+
+
+def engine_of(text: str) -> str | None:
+    lowered = text.strip().lower()
+    if not lowered:
+        return None
+    return next((engine for word, engine in ENGINE_WORDS if word in lowered), "other")
+
+
+def parsed_notes(text: str) -> dict[str, str]:
+    """`a=1; b=2` as pairs; what has no `=` is left out."""
+    found = {}
+    for piece in text.split(";"):
+        name, separator, value = piece.partition("=")
+        if separator:
+            found[name.strip().lower()] = value.strip()
+    return found
+
+
+@lru_cache(maxsize=4096)
+def layout_of(text: str, tensor: int | None = None) -> Parallelism:
+    """`tp8 pp1 attn_dp4 moe_ep8`, `TP4,PP2`, `TEP8`, `DEP16`; anything else is one replica of `tensor` devices.
+
+    Of a disaggregated layout the decode side counts.
+    """
+    lowered = text.lower()
+    decode = lowered.rpartition("decode")[2]
+
+    def said(pattern: str) -> int | None:
+        found = re.search(pattern, decode)
+        return max(1, int(found[1])) if found else None
+
+    if (ranks := said(r"\bdep\s*-?(\d{1,4})\b")) is not None:
+        return Parallelism(tensor=1, data=ranks, expert=ranks, attention_data=ranks)
+    if (ranks := said(r"\btep\s*-?(\d{1,4})\b")) is not None:
+        return Parallelism(tensor=ranks, expert=ranks)
+    return Parallelism(
+        tensor=said(r"(?<![a-z_])tp\s*[-=]?(\d{1,4})") or tensor or 1,
+        pipeline=said(r"(?<![a-z_])pp\s*[-=]?(\d{1,4})") or 1,
+        data=said(r"(?<![a-z_])dp\s*[-=]?(\d{1,4})") or 1,
+        expert=said(r"(?<![a-z])(?:moe_)?ep\s*[-=]?(\d{1,4})") or 1,
+        attention_data=said(r"attn_dp\s*[-=]?(\d{1,4})") or 1,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _machine(chip_name: str, devices: int, threads: int | None) -> Machine:
+    return machine_from_chip(_chip_by_name(chip_name), devices, threads=threads)
+
+
+def _chip_by_name(name: str) -> Chip:
+    from bedplate.facts.chips import chips
+
+    return chips()[name]
+
+
+@lru_cache(maxsize=4096)
+def _chip(text: str) -> Chip:
+    if " / " in text:
+        raise BadQuestion(f"{text!r} names more than one machine")
+    plain = re.sub(r"^\s*virtualized\s+|^\s*\[[^\]]*\]\s*", "", text, flags=re.IGNORECASE)
+    # Not 7900 of something that begins with an x.
+    plain = re.sub(r"^\s*(?=\d{4}\s*xtx?\b)", "RX ", plain, flags=re.IGNORECASE)
+    try:
+        return find_chip(plain, guess=True).chip
+    except BadQuestion:
+        # What stands in parentheses says more of the same chip, or of the machine around it.
+        outer = re.sub(r"\([^)]*\)|\[[^\]]*\]", " ", plain).strip()
+        # A board maker's own name may stand before the chip's.
+        outer = re.sub(r"^.*?(?=\b(?:nvidia|amd|intel|apple|geforce|radeon)\b)", "", outer, flags=re.IGNORECASE)
+        if not outer or outer == plain:
+            raise
+        return find_chip(outer, guess=True).chip
+
+
+def _cpu_of(chip: Chip) -> Chip:
+    """The CPU beside an accelerator, for rows that were computed on it."""
+    if chip.cpu is not None:
+        return find_chip(chip.cpu, guess=True).chip
+    if chip.unified and chip.cores:
+        return replaced(chip, kind="cpu")
+    raise BadQuestion(f"computed on a CPU, and which one is in a machine with {chip.name} is not said")
+
+
+def _backend(text: str, chip: Chip, engine_text: str) -> str:
+    lowered = f"{text} {engine_text}".lower()
+    if chip.kind == "cpu":
+        return "cpu"
+    if "vulkan" in lowered:
+        return "vulkan-amdvlk" if "amdvlk" in lowered else "vulkan"
+    if "rocwmma" in lowered:
+        return "rocm-wmma"
+    for word, backend in (("hip", "rocm"), ("rocm", "rocm"), ("metal", "metal"), ("sycl", "sycl"), ("cuda", "cuda")):
+        if word in lowered:
+            return backend
+    if re.search(r"\bcpu\b", lowered):
+        return "cpu"
+    return {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "sycl"}.get(chip.vendor, "other")
+
+
+def _concurrency(text: str) -> tuple[int | None, bool]:
+    """Requests in flight, and whether the row says that it is as many as go."""
+    found = re.match(r"\s*(\d{1,7})(?:\.0+)?\s*$", text)
+    if found:
+        return max(1, int(found[1])), False
+    saturated = bool(re.search(r"max|infinite|saturat|offline|inf\b", text, re.IGNORECASE))
+    return None, saturated
+
+
+def _whole(text: str, *, zero: bool = False) -> int | None:
+    """A count as tables have it: `8`, `8.0`; nothing where there is none."""
+    found = re.match(r"\s*(\d{1,12})(?:\.\d*)?\s*$", text)
+    if found is None:
+        return None
+    value = int(found[1])
+    return value if value or zero else None
+
+
+class _Hints(NamedTuple):
+    """What a row's notes say of the file itself."""
+
+    file_bytes: float | None
+    parameters: float | None
+    gemm: str
+    group: int | None
+
+
+def _hints(texts: Mapping[str, str], notes: Mapping[str, str]) -> _Hints:
+    group = re.search(r"\bg(\d{2,3})\b", texts["quantization"].lower())
+    size = _bytes(notes.get("file_bytes", "")) or _bytes(notes.get("file_size", ""))
+    return _Hints(size, _params(notes.get("params", "")), notes.get("gemm", ""), int(group[1]) if group else None)
+
+
+def _bytes(text: str) -> float | None:
+    found = re.match(r"\s*([\d.]{1,20})\s*(B|[KMGT]i?B)?\s*$", text)
+    if found is None or found[1].count(".") > 1 or not found[1].strip("."):
+        return None
+    units = {"": 1.0, "B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+    units |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+    value = float(found[1]) * units.get(found[2] or "", 1.0)
+    return value if value > 0 else None
+
+
+def _params(text: str) -> float | None:
+    found = re.match(r"\s*([\d.]{1,20})\s*([MBT])?\s*$", text)
+    if found is None or found[1].count(".") > 1 or not found[1].strip("."):
+        return None
+    value = float(found[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}.get(found[2] or "", 1.0)
+    return value if value > 0 else None
+
+
+@lru_cache(maxsize=4096)
+def _model(name: str, quantization: str, engine: str, hints: _Hints) -> Model:
+    if not name:
+        raise BadQuestion("no model is named")
+    label = _label(name, quantization, engine, hints)
+    words = re.sub(r"\s*-\s*(medium|small|large)\b", "", name, flags=re.IGNORECASE) if label else name
+    found = lookup(f"{words} {label}".strip()) or (lookup(words) if label else None)
+    if found is None:
+        found = _unknown_model(name, label, hints)
+    elif label is None and engine in GGUF_ENGINES and found.format != "gguf" and _unlabelled_gguf(name):
+        found = lookup(f"{name} {_usual_gguf(name, found)}") or found
+    if engine in GGUF_ENGINES and found.quantization == "MXFP4" and label not in ("F16", "BF16"):
+        found = _with_q8_rest(found)
+    if engine == "mlx" and hints.group and found.quantization_details is not None:
+        # MLX keeps a 16-bit scale and a 16-bit bias for each group; the label counts groups of 64.
+        found = _rescaled(found, found.weight_bytes + found.parameters * (32 / hints.group - 0.5) / 8)
+    if hints.file_bytes and hints.parameters and 0.5 < hints.parameters / max(found.parameters, 1) < 2:
+        found = _rescaled(found, hints.file_bytes + found.vision_weight_bytes)
+    return found
+
+
+def _label(name: str, quantization: str, engine: str, hints: _Hints) -> str | None:
+    """The quantization as `known_models` writes it."""
+    text = re.sub(r"\bg\d{2,3}\b", " ", quantization.strip().lower())
+    text = re.sub(r"\b(unset|none|uqff|gguf|exl2|exl3|default|auto)\b", " ", text).strip()
+    text = re.sub(r"\bq(\d)k\b", r"q\1_k", text)
+    text = text.replace("uint4", "int4").replace("uint8", "int8")
+    if engine == "mlx" and (bits := re.fullmatch(r"q(\d)", text)):
+        text = f"{bits[1]}-bit"
+    if not text and hints.gemm:
+        text = {"nvfp4": "nvfp4", "bf16": "bf16", "float16": "bf16", "fp16": "fp16"}.get(
+            hints.gemm.lower(), "fp8" if "fp8" in hints.gemm.lower() else ""
+        )
+    if not text:
+        return None
+    label = understood(f"x {text}").label
+    if label is None and (bits := re.search(r"(\d(?:\.\d+)?)\s*-?bit", text)):
+        return f"{bits[1]}-bit"
+    return label
+
+
+def _unlabelled_gguf(name: str) -> bool:
+    return "gguf" in name.lower() and understood(name).label is None
+
+
+def _usual_gguf(name: str, model: Model) -> str:
+    if "qat" in name.lower():
+        return "Q4_0"
+    return "Q8_0" if model.parameters < PLAIN_GGUF_PARAMS else "Q4_K_M"
+
+
+def _unknown_model(name: str, label: str | None, hints: _Hints) -> Model:
+    """A model that is in no list, from the sizes in its name and what the notes say of its file."""
+    lowered = name.lower()
+    several = re.search(r"(\d{1,3})x(\d{1,4}(?:\.\d+)?)b", lowered)
+    size = re.search(r"(?<![a-z0-9.])(\d{1,4}(?:\.\d+)?)b(?![a-z0-9]*bit)", re.sub(r"a\d+(\.\d+)?b", "", lowered))
+    active = re.search(r"(?:^|[-_. ])a(\d{1,3}(?:\.\d+)?)b", lowered)
+    billions = hints.parameters / 1e9 if hints.parameters else None
+    if billions is None and several:
+        billions = float(several[1]) * float(several[2]) * 0.83
+    if billions is None and size:
+        billions = float(size[1])
+    if billions is None:
+        raise BadQuestion(f"no model is known by the name {name[:100]!r}, and its size is not in it")
+    facts: dict[str, object] = {"params_b": billions, "name": name[:200]}
+    if active or several:
+        facts["active_params_b"] = float(active[1]) if active else float(several[2]) * 1.8 if several else billions
+    if label:
+        facts["quantization"] = label
+    if hints.file_bytes:
+        facts["weight_gb"] = hints.file_bytes / 1e9
+    return model_from_facts(facts)
+
+
+def _with_q8_rest(model: Model) -> Model:
+    """GGUF files of models that were trained in MXFP4 keep their experts so and store the rest as Q8_0."""
+    factor = 8.5 / 16
+    parts = tuple(
+        part if part.name in ("experts", "vision", "mtp") else replaced(part, bytes=round(part.bytes * factor))
+        for part in model.parts
+    )
+    saved = sum(part.bytes for part in model.parts) - sum(part.bytes for part in parts)
+    return replaced(model, parts=parts, weight_bytes=model.weight_bytes - saved)
+
+
+def _rescaled(model: Model, weight_bytes: float) -> Model:
+    """The same model with so many bytes in all: towers that see keep theirs."""
+    fixed = model.vision_weight_bytes
+    factor = (weight_bytes - fixed) / max(1, model.weight_bytes - fixed)
+    parts = tuple(
+        part if part.name in ("vision", "mtp") else replaced(part, bytes=round(part.bytes * factor))
+        for part in model.parts
+    )
+    return replaced(model, parts=parts, weight_bytes=round(weight_bytes))

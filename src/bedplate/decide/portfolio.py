@@ -1,0 +1,123 @@
+"""Several pools and services: each service where it fits, and one engine for as many of them as it serves well."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bedplate.decide.choose import decide
+from bedplate.engines import engine as engine_by_id
+from bedplate.facts.simulated import simulated
+from bedplate.values import Decision, Hardware, Model
+from bedplate.values.intent import Intent, Operations, Pool, Service
+from bedplate.values.portfolio import Placement, Portfolio
+from bedplate.values.record import replaced
+
+STANDARD = "vllm"
+"""Of engines that serve as many services, the default of the seeds."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    service: Service
+    model: Model
+    operations: Operations
+
+    @property
+    def name(self) -> str:
+        return self.service.name or self.model.name
+
+
+def portfolio(intent: Intent, models: Sequence[Model]) -> Portfolio:
+    """The platform's answer; `models` are those of the services, in their order."""
+    asked = [
+        Asked(service, model, service.operations or intent.operations)
+        for service, model in zip(intent.services, models, strict=True)
+    ]
+    alone = [_anywhere(one, intent.pools) for one in asked]
+    standard, why = _standard(alone)
+    free = {pool.name: pool.count for pool in intent.pools}
+    placements: dict[int, Placement] = {}
+    # The largest first: what is small finds room in what is left.
+    for index in sorted(range(len(asked)), key=lambda position: -asked[position].model.weight_bytes):
+        placements[index] = _placed(asked[index], alone[index], standard, intent.pools, free)
+    return Portfolio(
+        engine=standard,
+        text=why,
+        placements=tuple(placements[index] for index in range(len(asked))),
+        free=free,
+        notes=intent.notes,
+    )
+
+
+def _standard(alone: Sequence[Decision]) -> tuple[str | None, str]:
+    wins = Counter(decision.engine for decision in alone if decision.engine is not None)
+    if not wins:
+        return None, "no service fits any pool"
+    most = max(wins.values())
+    standard = STANDARD if wins.get(STANDARD, 0) == most else min(name for name, count in wins.items() if count == most)
+    count, name = wins[standard], engine_by_id(standard).name
+    whom = "the only service" if len(alone) == 1 else f"{count} of {len(alone)} services"
+    return standard, f"{name} is what {whom} would choose; keeping one standard engine is cheaper than one for each"
+
+
+def _anywhere(asked: Asked, pools: Sequence[Pool]) -> Decision:
+    """The decision in the first pool that may hold it, before anybody has taken anything."""
+    decisions = [
+        decide(machine_of(pool, pool.count), asked.model, asked.service.workload, operations=asked.operations)
+        for pool in pools
+        if asked.service.pool in (None, pool.name)
+    ]
+    return next((decision for decision in decisions if decision.fits), decisions[0])
+
+
+def machine_of(pool: Pool, count: int) -> Hardware:
+    """So many of a pool's devices as one machine."""
+    described = {
+        "accelerator": pool.accelerator,
+        "count": count if pool.accelerator else None,
+        "gpus_per_node": min(pool.gpus_per_node, count) if pool.accelerator and pool.gpus_per_node else None,
+        "network": pool.network if pool.network not in (None, "none") else None,
+        "cpu": pool.cpu,
+        "cores": pool.cores,
+        "ram_gb": pool.ram_gb,
+        "os": pool.os,
+        "arch": pool.arch,
+    }
+    return simulated({name: value for name, value in described.items() if value is not None})
+
+
+def _placed(
+    asked: Asked, alone: Decision, standard: str | None, pools: Sequence[Pool], free: dict[str, int]
+) -> Placement:
+    """The fewest devices that hold everyone, with the standard engine unless the rules chose another for a reason."""
+    own = alone.engine if alone.engine is not None else standard
+    reason = alone.reasons[0] if alone.reasons and own != standard else None
+    exception = f"{own}: {reason.text} ({reason.rule})" if reason is not None else None
+    best: tuple[int, Pool, Decision] | None = None
+    for pool in pools:
+        if asked.service.pool not in (None, pool.name):
+            continue
+        for count in _counts(free[pool.name]):
+            decision = decide(machine_of(pool, count), asked.model, asked.service.workload, operations=asked.operations)
+            if decision.fits and decision.max_concurrency >= decision.in_flight:
+                if best is None or count < best[0]:
+                    best = (count, pool, decision)
+                break
+    if best is None:
+        lost = replaced(alone, engine=None, fits=False, launch=None) if alone.fits else alone
+        return Placement(service=asked.name, pool=None, accelerators=0, exception=exception, decision=lost)
+    count, pool, decision = best
+    free[pool.name] -= count
+    if decision.engine == standard:
+        exception = None
+    elif exception is None and decision.reasons:
+        exception = f"{decision.engine}: {decision.reasons[0].text} ({decision.reasons[0].rule})"
+    return Placement(service=asked.name, pool=pool.name, accelerators=count, exception=exception, decision=decision)
+
+
+def _counts(free: int) -> list[int]:
+    """Sizes that are tried, from small to large."""
+    sizes = [size for size in (1, 2, 4, 8) if size <= free]
+    return sizes + [size for size in range(16, free + 1, 8)]

@@ -1,0 +1,119 @@
+"""The same decision asked from other sides: what if, and on which machine?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from bedplate.decide.choose import decide
+from bedplate.errors import BadQuestion
+from bedplate.facts.chips import Chip, chips
+from bedplate.facts.simulated import simulated
+from bedplate.values import Decision, Hardware, Model, Workload
+from bedplate.values.intent import Operations
+from bedplate.values.record import Record
+
+OLDEST_YEAR = 2020
+COUNTS = (1, 2, 4, 8)
+KINDS = ("datacenter", "workstation", "consumer", "apple", "edge")
+
+
+class Change(Record, frozen=True, kw_only=True):
+    """One thing that differs between two decisions."""
+
+    what: str
+    before: str
+    after: str
+
+
+def changes(before: Decision, after: Decision) -> tuple[Change, ...]:
+    """What differs, in the order in which a person would ask."""
+    rows = [
+        ("engine", before.engine or "nothing fits", after.engine or "nothing fits"),
+        ("orchestrator", before.orchestrator or "none", after.orchestrator or "none"),
+        ("weights", before.quantization or "", after.quantization or ""),
+        ("layout", layout_words(before), layout_words(after)),
+        ("requests at once", f"{before.max_concurrency:,}", f"{after.max_concurrency:,}"),
+        ("rule", before.reasons[0].rule if before.reasons else "", after.reasons[0].rule if after.reasons else ""),
+    ]
+    for name, unit in (("ttft_ms", "ms"), ("tpot_ms", "ms"), ("output_tok_s", "tok/s"), ("memory_gb", "GB")):
+        one, other = getattr(before.estimate, name), getattr(after.estimate, name)
+        rows.append((name, _figure(one, unit), _figure(other, unit)))
+    return tuple(Change(what=what, before=one, after=other) for what, one, other in rows if one != other)
+
+
+def _figure(figure: object, unit: str) -> str:
+    value = getattr(figure, "value", None)
+    return "TBD" if value is None else f"{value:,.3g} {unit}"
+
+
+def layout_words(decision: Decision) -> str:
+    layout = decision.parallelism
+    names = (
+        ("tensor", layout.tensor),
+        ("pipeline", layout.pipeline),
+        ("data", layout.data),
+        ("expert", layout.expert),
+        ("attention data", layout.attention_data),
+    )
+    return " × ".join(f"{name} {size}" for name, size in names if size > 1) or "one device"
+
+
+class Offer(Record, frozen=True, kw_only=True):
+    """A machine that would serve the work, and how."""
+
+    accelerator: str
+    count: int
+    watts: float | None
+    decision: Decision
+
+
+def procure(
+    model: Model, workload: Workload, operations: Operations, only: Iterable[Chip] | None = None
+) -> Iterator[tuple[Chip, Offer | None]]:
+    """For each known chip, the fewest that serve everyone within the targets; `None` where eight do not."""
+    for chip in only if only is not None else purchasable():
+        yield chip, _offer(chip, model, workload, operations)
+
+
+def purchasable() -> tuple[Chip, ...]:
+    """Chips that one would still buy, or finds in a cloud."""
+    return tuple(
+        chip
+        for chip in chips().values()
+        if chip.kind in KINDS and chip.year >= OLDEST_YEAR and chip.vendor in ("nvidia", "amd", "apple", "intel")
+    )
+
+
+def _offer(chip: Chip, model: Model, workload: Workload, operations: Operations) -> Offer | None:
+    for count in COUNTS if not chip.unified else (1,):
+        try:
+            machine = _machine(chip, count)
+        except BadQuestion:
+            return None
+        decision = decide(machine, model, workload, operations=operations)
+        if serves(decision, workload):
+            watts = chip.watts * count if chip.watts is not None else None
+            return Offer(accelerator=chip.name, count=count, watts=watts, decision=decision)
+    return None
+
+
+def serves(decision: Decision, workload: Workload) -> bool:
+    """It fits, everyone is resident, and the targets, if there are any, are met by the estimate."""
+    if not decision.fits or decision.max_concurrency < decision.in_flight:
+        return False
+    if decision.memory is not None and decision.memory.offload is not None:
+        return False
+    target, expected = workload.latency, decision.estimate
+    if target is None:
+        return True
+    pairs = ((target.ttft_ms, expected.ttft_ms), (target.tpot_ms, expected.tpot_ms))
+    return all(limit is None or (figure is not None and figure.value <= limit) for limit, figure in pairs)
+
+
+def _machine(chip: Chip, count: int) -> Hardware:
+    described: dict[str, object] = {"accelerator": chip.name, "count": count}
+    if chip.unified:
+        described["ram_gb"] = max(chip.memory_options_gib) if chip.memory_options_gib else chip.memory_gib
+    if chip.vendor == "apple":
+        described["os"] = "macos"
+    return simulated(described)

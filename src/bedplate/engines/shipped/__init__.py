@@ -1,0 +1,65 @@
+"""Engines without an HTTP server of their own, behind the one that bedplate ships into their environment."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from bedplate.engines.base import Engine, EngineState, Failure
+from bedplate.values import Plan
+
+CORE = ("openai_server.py", "openai_server.py")
+"""The part that all such servers share, as a recipe's program: it lies beside the backend that imports it."""
+_FAILURES: tuple[tuple[str, Failure], ...] = (
+    (
+        r"bedplate-engine: cannot listen on \S+: port is in use",
+        Failure(
+            message="the private port was taken by another program in the same moment",
+            hint="start again; another port is chosen then",
+            lasting=False,
+        ),
+    ),
+    (
+        r"\bMemoryError\b|std::bad_alloc|[Ff]ailed to allocate|[Cc]annot allocate memory|CUDA out of memory",
+        Failure(
+            message="there was not enough memory for the model and its cache",
+            hint="ask for less: --context 4096, --concurrency 1, or a smaller quantization",
+        ),
+    ),
+)
+
+
+class ServedByBedplate(Engine):
+    """What engine files of such engines share."""
+
+    key_variable = "BEDPLATE_ENGINE_KEY"
+    # The server then ends when its stdin closes.
+    supervised_env: ClassVar[dict[str, str]] = {"BEDPLATE_ENGINE_SUPERVISED": "1"}
+
+    def server_argv(self, program: str, plan: Plan, port: int) -> list[str]:
+        """The options that all such servers have."""
+        argv = [program, "--model", plan.model_path, "--served-name", plan.model.served_name]
+        argv += ["--host", "127.0.0.1", "--port", str(port)]
+        return [*argv, "--slots", str(plan.settings.slots), "--context", str(plan.settings.context_tokens)]
+
+    def progress(self, line: str) -> float | None:
+        found = re.match(r"bedplate-engine: loading ([01](?:\.\d+)?)$", line.strip())
+        return float(found[1]) if found else None
+
+    def read(self, metrics: str) -> EngineState:
+        figures = dict(re.findall(r"^bedplate_engine_(\w+) ([\d.eE+-]+)$", metrics, re.MULTILINE))
+        return EngineState(
+            running=_number(figures.get("requests_running")),
+            waiting=_number(figures.get("requests_waiting")),
+            kv_use=_number(figures.get("kv_use_ratio")),
+        )
+
+    def explain(self, log: str) -> Failure | None:
+        return next((failure for pattern, failure in _FAILURES if re.search(pattern, log)), None)
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text is not None else None
+    except ValueError:
+        return None

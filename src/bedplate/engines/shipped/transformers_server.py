@@ -1,0 +1,32 @@
+#!/usr/bin/env python3
+"""`transformers` with its own options; as a server it answers to any name with the one model that it was given.
+
+As it comes, it refuses requests that do not carry the model's path. Runs inside of the engine's environment, so it
+depends on nothing but transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from transformers.cli.serving.utils import BaseHandler
+    from transformers.cli.transformers import app
+
+    resolve = BaseHandler._resolve_model
+
+    def one_model(self: Any, body: dict[str, Any]) -> Any:
+        body["model"] = self.model_manager.force_model or body.get("model")
+        return resolve(self, body)
+
+    BaseHandler._resolve_model = one_model
+    # Its list of models fails where nothing was ever downloaded.
+    Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
+    app()
+
+
+if __name__ == "__main__":
+    main()

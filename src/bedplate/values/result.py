@@ -1,0 +1,39 @@
+"""Result: what one engine did on one machine for one kind of work; the evidence that later decisions rest on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bedplate.values.record import Record
+
+
+class Result(Record, frozen=True, kw_only=True):
+    schema: Literal["result/1"] = "result/1"
+    at: str
+    """When it was measured: ISO 8601, UTC."""
+    machine: str
+    """`fingerprint` of the hardware."""
+    engine: str
+    engine_version: str | None = None
+    model: str
+    quantization: str | None = None
+    concurrency: int
+    prompt_tokens: int
+    output_tokens: int
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    output_tok_s: float | None = None
+    peak_memory_bytes: int | None = None
+    quality: float | None = None
+    """Agreement with the reference, 1 is all; `None`: not checked."""
+
+    def comparable(self, other: Result) -> bool:
+        """The same machine, model, weights and work: what differs is the engine."""
+        return (
+            self.machine == other.machine
+            and self.model == other.model
+            and self.quantization == other.quantization
+            and self.concurrency == other.concurrency
+            and self.prompt_tokens == other.prompt_tokens
+            and self.output_tokens == other.output_tokens
+        )
