@@ -15,6 +15,7 @@ from bedplate.values.record import from_json, to_json
 from bedplate.values.result import Result
 
 VERSION = 1
+MOST_READ = 10_000
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS results (
     id INTEGER PRIMARY KEY,
@@ -53,7 +54,7 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version > VERSION:
                 raise OutsideFailed(
-                    f"{path} was written by a newer bedplate (version {version} of its tables, this one knows {VERSION})",
+                    f"{path} was written by a newer bedplate: version {version} of its tables, not {VERSION}",
                     hint="update bedplate, or point BEDPLATE_HOME elsewhere",
                 )
             connection.executescript(SCHEMA)
@@ -89,7 +90,8 @@ def results(machine: str, model: str | None = None, path: Path | None = None) ->
     if not where.is_file():
         return ()
     with _opened(where) as connection:
-        query = "SELECT body FROM results WHERE machine = ?" + (" AND model = ?" if model is not None else "")
-        values = (machine, model) if model is not None else (machine,)
-        rows = connection.execute(query + " ORDER BY at DESC, id DESC LIMIT 10000", values).fetchall()
+        rows = connection.execute(
+            "SELECT body FROM results WHERE machine = ? AND (? IS NULL OR model = ?) ORDER BY at DESC, id DESC LIMIT ?",
+            (machine, model, model, MOST_READ),
+        ).fetchall()
     return tuple(from_json(Result, body, origin=str(where)) for (body,) in rows)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from bedplate.values import Workload
     from bedplate.values.intent import Intent
 
 Json = Annotated[bool, typer.Option("--json", help="Print the value as JSON.")]
@@ -51,28 +50,6 @@ Context = Annotated[
 ]
 PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a usual prompt.", show_default=False)]
 OutputTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a usual answer.", show_default=False)]
-
-
-def workload_of(
-    *,
-    users: int | None,
-    concurrency: int | None,
-    context: int | None,
-    prompt_tokens: int | None,
-    output_tokens: int | None,
-) -> Workload:
-    """What was asked for; what was not keeps its default."""
-    from bedplate.values import Workload
-
-    asked = {
-        "users": users,
-        "concurrency": concurrency,
-        "context_tokens": context,
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
-    }
-    given = {name: value for name, value in asked.items() if value is not None}
-    return Workload(**given, origin="asked" if given else "default")
 
 
 def intent_from(file: Path | None, fields: list[str] | None, **options: Any) -> Intent:

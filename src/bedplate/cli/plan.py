@@ -22,7 +22,9 @@ from bedplate.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from bedplate.values import Decision
+    from rich.console import RenderableType
+
+    from bedplate.values import Decision, Hardware, Model
     from bedplate.values.intent import Intent
 
 EXAMPLES = """Examples:
@@ -92,7 +94,7 @@ def plan(
         _decision(intent, engine, why_not, emit, output, json=json)
 
 
-def _decided(intent: Intent, engine: str | None) -> tuple[object, object, Decision]:
+def _decided(intent: Intent, engine: str | None) -> tuple[Hardware, Model, Decision]:
     from bedplate.decide import decide
     from bedplate.facts.intent import resolved_hardware
     from bedplate.run.models import intended_model
@@ -118,7 +120,7 @@ def _decision(
     import sys
 
     from bedplate.errors import BadQuestion
-    from bedplate.values import Hardware, Model, to_json
+    from bedplate.values import to_json
 
     if emit not in (None, "command"):
         raise BadQuestion(f"nothing is emitted for {emit!r}", hint="--emit command writes a shell script")
@@ -132,24 +134,24 @@ def _decision(
 
         engine_by_id(why_not)
         shown = render_why_not(decision, why_not)
-        _out(to_json(shown[1]) if json else shown[0], plain=json)
+        if json:
+            _written(to_json(shown[1]), output)
+        else:
+            _out(shown[0])
         sys.exit(0)
     if json:
         _written(to_json(decision), output)
     else:
         from bedplate.show.decision import render_decision
 
-        assert isinstance(machine, Hardware) and isinstance(facts, Model)
         _out(render_decision(machine, facts, intent.workload, decision, engine))
     sys.exit(0 if decision.engine is not None else 1)
 
 
-def _emitted(intent: Intent, facts: object, decision: Decision) -> str:
+def _emitted(intent: Intent, facts: Model, decision: Decision) -> str:
     from bedplate.decide import plan as planned
     from bedplate.deploy.shell import script
-    from bedplate.values import Model
 
-    assert isinstance(facts, Model)
     return script(planned(decision, facts, intent.workload), decision)
 
 
@@ -211,10 +213,7 @@ def _portfolio(intent: Intent, *, json: bool) -> None:
     sys.exit(0 if found.fits else 1)
 
 
-def _out(what: object, *, plain: bool = False) -> None:
-    if plain:
-        print(what)  # noqa: T201
-        return
+def _out(what: RenderableType) -> None:
     from bedplate.show.terminal import console
 
     console().print(what)

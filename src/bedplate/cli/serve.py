@@ -6,10 +6,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import Concurrency, Context, EngineId, ModelName, OutputTokens, PromptTokens, Users
+from bedplate.cli.options import (
+    Concurrency,
+    Context,
+    EngineId,
+    Fields,
+    IntentFile,
+    ModelName,
+    OutputTokens,
+    PromptTokens,
+    Users,
+)
 
 if TYPE_CHECKING:
     from bedplate.values import Decision, Endpoint, Hardware, Model, Workload
+    from bedplate.values.intent import Intent
 
 EXAMPLES = """Examples:
 
@@ -24,6 +35,7 @@ Ctrl-C stops everything; answers under way get a few seconds to finish."""
 
 def serve(
     model: ModelName = None,
+    file: IntentFile = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The endpoint's port; 0 takes any free one.")] = 8080,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     api_key: Annotated[
@@ -40,6 +52,7 @@ def serve(
     context: Context = None,
     prompt_tokens: PromptTokens = None,
     output_tokens: OutputTokens = None,
+    fields: Fields = None,
     engine: EngineId = None,
     max_body_mb: Annotated[int, typer.Option(min=1, help="The largest request that is taken, in MB.")] = 32,
     json: Annotated[bool, typer.Option("--json", help="When ready, print the endpoint as JSON, on one line.")] = False,
@@ -48,17 +61,20 @@ def serve(
 
     Looks at this machine, decides which engine fits, installs it, launches it and keeps it running.
     """
-    from bedplate.cli.options import workload_of
+    from bedplate.cli.options import intent_from
     from bedplate.run.serving import Listen
     from bedplate.run.serving import serve as serve_model
     from bedplate.show.terminal import TerminalProgress
 
-    workload = workload_of(
-        users=users, concurrency=concurrency, context=context, prompt_tokens=prompt_tokens, output_tokens=output_tokens
-    )
+    intent = intent_from(
+        file, fields, model=model, users=users, concurrency=concurrency, context=context,
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens,
+    )  # fmt: skip
+    workload = intent.workload
     serve_model(
-        model,
+        named(intent),
         workload=workload,
+        operations=intent.operations,
         engine=engine,
         listen=Listen(host=host, port=port, api_key=api_key or None, max_body_bytes=max_body_mb * 1_000_000),
         progress=TerminalProgress(),
@@ -67,6 +83,17 @@ def serve(
         ),
         on_ready=lambda endpoint: _show_ready(endpoint, json=json),
     )
+
+
+def named(intent: Intent) -> str | None:
+    """The model that an intent names; what it states as facts, or for several services, cannot be served from here."""
+    from bedplate.errors import BadQuestion
+
+    if intent.services:
+        raise BadQuestion("several services are not served by one command", hint="bedplate plan -f FILE plans them")
+    if isinstance(intent.model, dict):
+        raise BadQuestion("model: facts can be planned, not served", hint="name a file, a folder or owner/name")
+    return intent.model
 
 
 def _show_head(

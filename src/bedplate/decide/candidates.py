@@ -147,7 +147,7 @@ def _forms(engine: Engine, target: Target, case: Case) -> Iterator[tuple[Weights
     """The forms in the order in which they are tried, each with the model as it is then."""
     offered = engine.weights(target, case.model, case.workload)
     if target.device in ("cuda", "rocm") and "fp8" in target.features and not case.workload.precision_sensitive:
-        # Half the bytes to read for hardly any loss, on units that compute in it: before 16 bits, where many are served.
+        # Half the bytes to read for hardly any loss, on units that compute in it: before 16 bits, to serve many.
         eights = [form for form in offered if form.label == "FP8"]
         if engine.paged and eights and offered[0].label in SIXTEEN_BIT:
             offered = (*eights, *(form for form in offered if form.label != "FP8"))
@@ -160,10 +160,10 @@ def _forms(engine: Engine, target: Target, case: Case) -> Iterator[tuple[Weights
 
 
 def _in_form(model: Model, form: Weights) -> Model:
-    if form.made == "as it is" or model.format == "facts" and not model.parameters:
+    if form.made == "as it is" or (model.format == "facts" and not model.parameters):
         return model
     changed = with_label(model, form.label)
-    return changed if changed.format == form.format else replaced(changed, format=form.format)  # type: ignore[arg-type]
+    return changed if changed.format == form.format else replaced(changed, format=form.format)
 
 
 def _laid_out(

@@ -32,7 +32,7 @@ class Case:
     hardware: Hardware
     model: Model
     workload: Workload
-    operations: Operations = Operations()
+    operations: Operations
 
     def with_work(self, workload: Workload) -> Case:
         return replace(self, workload=workload)

@@ -194,7 +194,7 @@ class Search:
         if chosen is None:
             return engine.refusal("outranked", "another engine was asked for", engine.strength)
         for rule in CHALLENGES:
-            if rule.engine == engine.id and (evidence := rule.says(case, chosen.engine.name)):
+            if rule.engine == engine.id and (evidence := rule.says(case, chosen.engine.id)):
                 return Challenger(engine=engine.id, evidence_needed=evidence)
         return engine.refusal("outranked", f"{chosen.engine.name} is the nearer choice here", engine.strength)
 

@@ -122,11 +122,12 @@ def _layout(candidate: Candidate, case: Case) -> list[Reason]:
     layout, found = candidate.layout, []
     if candidate.fit.offload is not None:
         offload = candidate.fit.offload
-        what = "experts of" if offload.kind == "experts" else ""
+        what = "experts of " if offload.kind == "experts" else ""
+        layers = offload.host_layers + offload.device_layers
         found.append(
             Reason(
                 rule="fit.split",
-                text=f"{what} {offload.host_layers} of {offload.host_layers + offload.device_layers} layers stay in RAM".strip(),
+                text=f"{what}{offload.host_layers} of {layers} layers stay in RAM",
                 source='seeds/001 "hybrid offload"',
             )
         )

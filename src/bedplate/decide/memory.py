@@ -88,10 +88,7 @@ def kv_bytes_on_device(model: Model, tokens: int, layout: Parallelism) -> float:
     With attention data parallelism a request is resident on its own rank alone.
     """
     ranks = max(1, layout.tensor // max(1, layout.attention_data))
-    if model.kv_lora_rank is None:
-        ranks = min(ranks, model.num_kv_heads or ranks)
-    else:
-        ranks = 1
+    ranks = min(ranks, model.num_kv_heads or ranks) if model.kv_lora_rank is None else 1
     return model.kv_bytes(tokens) / layout.pipeline / max(1, ranks)
 
 

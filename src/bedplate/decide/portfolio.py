@@ -120,4 +120,4 @@ def _placed(
 def _counts(free: int) -> list[int]:
     """Sizes that are tried, from small to large."""
     sizes = [size for size in (1, 2, 4, 8) if size <= free]
-    return sizes + [size for size in range(16, free + 1, 8)]
+    return [*sizes, *range(16, free + 1, 8)]

@@ -123,6 +123,12 @@ def portable(case: Case) -> Pick | None:
     return Pick(("onnxruntime", *others), "it must run unchanged on other vendors' hardware", holding=True)
 
 
+@pick("hardware.cpu", 'seeds/002 "CPU-only or consumer hardware points to llama.cpp"')
+def no_accelerator(case: Case) -> Pick | None:
+    """Without a GPU, llama.cpp: its kernels and formats are made for CPUs."""
+    return None if case.hardware.accelerators else Pick(("llama.cpp",), "no GPU here: llama.cpp runs anywhere")
+
+
 @pick("format.given", 'seeds/001 "GGUF, ultimate portability", "EXL2 quant", "EXL3 quant"; seeds/004 "MLX quant"')
 def format_given(case: Case) -> Pick | None:
     """Weights that are made for one engine are served by it: converting them back would cost time or quality."""
@@ -144,12 +150,6 @@ def apple(case: Case) -> Pick | None:
     if case.many:
         return Pick(("llama.cpp", "mlx"), f"{case.in_flight} requests at once on a Mac: one slot for each")
     return Pick(("mlx", "llama.cpp"), "Apple Silicon: unified memory, and the engine that is made for it")
-
-
-@pick("hardware.cpu", 'seeds/002 "CPU-only or consumer hardware points to llama.cpp"')
-def no_accelerator(case: Case) -> Pick | None:
-    """Without a GPU, llama.cpp: its kernels and formats are made for CPUs."""
-    return None if case.hardware.accelerators else Pick(("llama.cpp",), "no GPU here: llama.cpp runs anywhere")
 
 
 @pick("hardware.unusual", 'seeds/001 "laptop / edge / weird hardware → llama.cpp"')
@@ -200,7 +200,7 @@ def prototype(case: Case) -> Pick | None:
 
 @pick(
     "serve.compiled",
-    'seeds/002 "a stable model that rarely changes, … committed to NVIDIA GPUs, and … absolute maximum tokens-per-second"',
+    'seeds/002 "a stable model that rarely changes", "committed to NVIDIA GPUs", "absolute maximum tokens-per-second"',
 )
 def compiled(case: Case) -> Pick | None:
     """Extreme volume on data-centre NVIDIA with a model that rarely changes is what TensorRT-LLM is for."""
@@ -402,7 +402,7 @@ def tgi_for_something_new(case: Case) -> Doubt | None:
 def measure_vllm(case: Case, chosen: str) -> str | None:
     """The default is worth measuring against whatever was chosen instead of it on GPUs."""
     if case.vendor in ("nvidia", "amd") and (case.in_flight > 1 or chosen in ("tgi", "pytorch")):
-        return f"the same or better tokens per second and latency than {chosen} on your traffic: it is the simpler standard"
+        return f"tokens per second and latency no worse than {chosen}'s on your traffic: it is the standard"
     if case.vendor is None and case.many and "avx512f" in {name.lower() for name in case.hardware.cpu.instruction_sets}:
         return f"more tokens per second than {chosen} at {case.in_flight} requests at once on this CPU"
     return None

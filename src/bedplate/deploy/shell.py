@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 
 from bedplate._version import __version__
@@ -27,7 +28,7 @@ def script(plan: Plan, decision: Decision) -> str:
     if engine.recipe is not None and not engine.recipe.programs:
         packages = shlex.join(engine.recipe.packages)
         lines += [
-            f"# {engine.name}: about {size(engine.recipe.download_bytes)} to download, {size(engine.recipe.disk_bytes)} on disk",
+            f"# {engine.name}: {size(engine.recipe.download_bytes)} to download, {size(engine.recipe.disk_bytes)} on disk",
             f'env="${{ENGINE_ENV:-$HOME/.cache/bedplate-{engine.id}-{plan.engine_version}}}"',
             f'[ -d "$env" ] || {{ python3 -m venv "$env" && "$env/bin/pip" install {packages}; }}',
             'PATH="$env/bin:$PATH"',
@@ -44,7 +45,7 @@ def script(plan: Plan, decision: Decision) -> str:
 
 
 def _port(argv: tuple[str, ...]) -> str:
-    for option, value in zip(argv, argv[1:], strict=False):
+    for option, value in itertools.pairwise(argv):
         if option in ("--port", "-p"):
             return value
     return "8080"

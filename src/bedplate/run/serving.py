@@ -28,6 +28,7 @@ from bedplate.run.models import fetched_model, is_builtin, local_model
 from bedplate.run.progress import Progress, Silent
 from bedplate.run.supervisor import Supervisor
 from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
+from bedplate.values.intent import Operations
 from bedplate.values.units import seconds
 
 
@@ -57,6 +58,7 @@ def serve(
     model: str | None = None,
     *,
     workload: Workload | None = None,
+    operations: Operations | None = None,
     engine: str | None = None,
     listen: Listen | None = None,
     progress: Progress | None = None,
@@ -74,7 +76,7 @@ def serve(
     facts = local_model(model)
     if facts is None:
         facts = fetched_model(str(model), hardware.memory.available_bytes, progress)
-    decision = decide(hardware, facts, workload, engine)
+    decision = decide(hardware, facts, workload, engine, operations=operations, installable=True)
     on_decision(hardware, facts, decision)
     chosen = plan(decision, facts, workload)
     environment = make_environment(engine_by_id(chosen.engine), progress)

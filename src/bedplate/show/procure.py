@@ -30,7 +30,8 @@ def render_offers(model: Model, workload: Workload, offers: tuple[Offer, ...], a
             f"{decision.max_concurrency:,}",
             f"{offer.watts:,.0f}" if offer.watts is not None else "",
         )
-    head = f" {len(offers)} of {asked} known chips serve {model.name}, {workload.in_flight():,} requests at once; estimates"
+    work = f"{workload.in_flight():,} requests at once"
+    head = f" {len(offers)} of {asked} known chips serve {model.name}, {work}; all figures are estimates"
     return Group(Text(""), Text(head, style="bold"), Text(""), table)
 
 

@@ -33,8 +33,9 @@ from bedplate.values.record import Basis, Figure, Record, estimate, from_json, r
 from bedplate.values.workload import LatencyTarget, Workload
 
 __all__ = [
-    "Accelerator", "Basis", "Cache", "Challenger", "Cpu", "Decision", "DeviceNeed", "Disk", "Endpoint", "Estimate", "Figure", "Fit",
-    "GpuProcess", "Hardware", "LatencyTarget", "Launch", "LayerGroup", "Link", "Measurements", "Memory",
-    "Model", "NumaNode", "Offload", "Parallelism", "Part", "Pcie", "Plan", "Preparation", "Quantization", "Reason", "Record",
-    "Refusal", "Settings", "TensorGroup", "Weights", "Workload", "estimate", "from_json", "replaced", "to_json",
+    "Accelerator", "Basis", "Cache", "Challenger", "Cpu", "Decision", "DeviceNeed", "Disk", "Endpoint",
+    "Estimate", "Figure", "Fit", "GpuProcess", "Hardware", "LatencyTarget", "Launch", "LayerGroup", "Link",
+    "Measurements", "Memory", "Model", "NumaNode", "Offload", "Parallelism", "Part", "Pcie", "Plan",
+    "Preparation", "Quantization", "Reason", "Record", "Refusal", "Settings", "TensorGroup", "Weights",
+    "Workload", "estimate", "from_json", "replaced", "to_json",
 ]  # fmt: skip

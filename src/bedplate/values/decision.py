@@ -12,7 +12,6 @@ from bedplate.values.model import Model
 from bedplate.values.record import Figure, Record
 from bedplate.values.workload import Workload
 
-
 Device = Literal["cpu", "cuda", "rocm", "metal", "xpu", "vulkan"]
 
 
@@ -83,7 +82,7 @@ class Weights(Record, frozen=True, kw_only=True):
     """In what form an engine is given a model, and how that form comes about."""
 
     label: str
-    """BF16, FP8, NVFP4, MXFP4, AWQ-INT4, Q4_K_M, 4-BIT (MLX), 4.0BPW (EXL3) …; what the files hold already, as they say it."""
+    """BF16, FP8, NVFP4, AWQ-INT4, Q4_K_M, 4-BIT (MLX), 4.0BPW (EXL3) …; of files as they are, in their own words."""
     made: Literal["as it is", "while loading", "converted"]
     format: str
     """gguf, safetensors, mlx, exl2, exl3, onnx"""

@@ -1,4 +1,4 @@
-"""Portfolio: a platform's answer; one standard engine for as many services as it serves well, exceptions with reasons."""
+"""Portfolio: a platform's answer; one standard engine for as many services as it serves well, and the exceptions."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bedplate.decide.estimate import calibration
-from bedplate.decide.estimate.calibration import Band, Expectation, Limit
+from bedplate.decide.estimate.calibration import Limit
 from bedplate.decide.estimate.machine import Machine
 from bedplate.decide.estimate.physics import (
     Shape,
@@ -23,7 +23,7 @@ from bedplate.decide.estimate.physics import (
     link_bytes_s,
     prefill_floor_s,
 )
-from bedplate.decide.estimate.rows import Case, Prediction, Refused
+from bedplate.decide.estimate.rows import Case, Refused
 
 TYPICAL_CONTEXT = 256
 """Where a table says nothing of lengths: short prompts and answers, as speed tables are made."""
