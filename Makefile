@@ -10,7 +10,7 @@ export UV_COMPILE_BYTECODE := 1
 export UV_PYTHON_DOWNLOADS ?= never
 ARGS ?=
 
-.PHONY: help serve test lint format score clean
+.PHONY: help serve test lint format score docs clean
 
 help:
 	@echo "make serve [ARGS=...]  run the built-in model behind an OpenAI-compatible endpoint"
@@ -18,6 +18,7 @@ help:
 	@echo "make lint              ruff and mypy --strict"
 	@echo "make format            let ruff rewrite the code"
 	@echo "make score             predicted memory against published peaks"
+	@echo "make docs              write docs/rules.md out of the rules"
 	@echo "make clean             remove what the above made here"
 
 serve: $(READY)
@@ -33,6 +34,9 @@ lint: $(READY_DEV)
 
 score: $(READY)
 	$(BIN)/python benchmarks/score/memory.py $(ARGS)
+
+docs: $(READY)
+	$(BIN)/python -m bedplate.show.rules > docs/rules.md
 
 format: $(READY_DEV)
 	$(BIN)/ruff format .

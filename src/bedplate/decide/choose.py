@@ -7,7 +7,7 @@ from bedplate.decide.case import Case, with_tasks_agreed
 from bedplate.decide.evidence import Evidence, gathered
 from bedplate.decide.explain import expectations, reasons_for
 from bedplate.decide.planning import plan
-from bedplate.decide.rules import CHALLENGES, DOUBTS, ORCHESTRATION, PICKS, Doubt, Pick
+from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, Doubt, Pick
 from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
 from bedplate.values import Challenger, Decision, Hardware, Model, Reason, Refusal, Workload, replaced
@@ -124,7 +124,7 @@ class Search:
         found = self.candidate(engine)
         if isinstance(found, Refusal):
             return None, None
-        return found, Reason(rule="operations.asked", text=f"{engine.name} was asked for", source="--engine")
+        return found, Reason(rule=ASKED[0], text=f"{engine.name} was asked for", source=ASKED[1])
 
     def _picked(self) -> tuple[Candidate | None, Reason | None]:
         for rule in PICKS:
@@ -163,7 +163,7 @@ class Search:
         gain = (pair[0].output_tok_s or 0) / (pair[1].output_tok_s or 1) - 1
         text = f"measured here: {gain:.0%} more tokens per second than {chosen.engine.name} on the same work"
         source = f"store: {pair[0].at} and {pair[1].at}, {pair[0].concurrency} in flight"
-        return found, Reason(rule="evidence.measured", text=text, source=source)
+        return found, Reason(rule=MEASURED[0], text=text, source=source)
 
     def _others(
         self, chosen: Candidate | None, asked: Engine | None

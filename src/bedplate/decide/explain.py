@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from bedplate.decide.candidates import Candidate
 from bedplate.decide.case import Case
 from bedplate.decide.estimate import estimate_of
 from bedplate.decide.evidence import Evidence
+from bedplate.decide.rules import Rule
 from bedplate.engines.base import SIXTEEN_BIT
 from bedplate.values import Estimate, Figure, Reason, replaced
 from bedplate.values.units import memory as as_memory
@@ -46,129 +49,141 @@ def _memory_gb(candidate: Candidate) -> Figure:
     return Figure(value=value, low=low, high=high, basis="estimate", source=fullest.overhead_bytes.source)
 
 
+Says = Callable[[Candidate, Case, Evidence], str | None]
+REASONS: list[Rule[[Candidate, Case, Evidence], str]] = []
+"""What a decision says beside the rule that chose its engine, in this order."""
+
+
+def reason(rule_id: str, source: str) -> Callable[[Says], Says]:
+    def keep(says: Says) -> Says:
+        REASONS.append(Rule(rule_id, source, says))
+        return says
+
+    return keep
+
+
 def reasons_for(candidate: Candidate, case: Case, evidence: Evidence) -> tuple[Reason, ...]:
-    found = [_fits(candidate, case)]
-    found += [reason for reason in (_weights(candidate, case), *_layout(candidate, case)) if reason is not None]
-    if candidate.settings.threads is not None and candidate.settings.device == "cpu":
-        found.append(
-            Reason(
-                rule="cpu.threads",
-                text=f"{candidate.settings.threads} threads: one for each physical core that we may use",
-                source="measurement: docs/threads.md",
-            )
-        )
-    if case.hardware.accelerators and candidate.settings.device == "cpu":
-        found.append(
-            Reason(
-                rule="build.cpu",
-                text=f"the GPU stays idle: this build of {candidate.engine.name} computes on the CPU",
-                source="the engine's package",
-            )
-        )
-    if candidate.max_concurrency < case.in_flight or candidate.settings.slots * candidate.layout.data < case.in_flight:
-        at_once = min(candidate.max_concurrency, candidate.settings.slots * candidate.layout.data)
-        found.append(
-            Reason(
-                rule="fit.queue",
-                text=f"{at_once:,} of {case.in_flight:,} requests at once; the others wait",
-                source="physics: the cache of one request times the requests",
-            )
-        )
-    if measured := evidence.measured(candidate.engine.id):
-        factor = evidence.factor(candidate.engine.id)
-        found.append(
-            Reason(
-                rule="evidence.calibrated",
-                text=f"estimates are scaled by {factor:.2f}, as {measured} measurements of it here were",
-                source="store",
-            )
-        )
-    return tuple(found)
+    said = ((rule, rule.says(candidate, case, evidence)) for rule in REASONS)
+    return tuple(Reason(rule=rule.id, text=text, source=rule.source) for rule, text in said if text)
 
 
-def _fits(candidate: Candidate, case: Case) -> Reason:
+@reason("fit.memory", "file header or facts, and the engine's overhead")
+def fits(candidate: Candidate, case: Case, evidence: Evidence) -> str:
+    """How much memory the fullest device needs, of how much it may take."""
     need = max(candidate.fit.devices, key=lambda one: one.total_bytes)
-    where = f"each of {need.count} cards" if need.count > 1 else "the card" if need.device != "host" else "RAM"
-    free = as_memory(need.usable_bytes or 0)
-    text = f"{as_memory(need.total_bytes)} of {free} that may be used on {where}"
+    used, free = as_memory(need.total_bytes), as_memory(need.usable_bytes or 0)
     if need.device == "host":
-        text = f"{as_memory(need.total_bytes)} of {free} RAM that may be used"
-    return Reason(rule="fit.memory", text=text, source="file header or facts, and the engine's overhead")
+        return f"{used} of {free} RAM that may be used"
+    return f"{used} of {free} that may be used on {f'each of {need.count} cards' if need.count > 1 else 'the card'}"
 
 
-def _weights(candidate: Candidate, case: Case) -> Reason | None:
-    label, made = candidate.weights.label, candidate.weights.made
-    if made == "as it is":
+@reason("fit.split", 'seeds/001 "hybrid offload"')
+def split(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """What the cards cannot hold stays in RAM: routed experts first, since each token reads only a few of them."""
+    offload = candidate.fit.offload
+    if offload is None:
         return None
-    if label == "FP8":
-        return Reason(
-            rule="quant.fp8",
-            text="FP8 units on this chip: half the bytes to read",
-            source="physics; the chip's data sheet",
-        )
-    if label in SIXTEEN_BIT:
-        precise = "work that shows small errors" if case.workload.precision_sensitive else "they fit"
-        return Reason(rule="quant.none", text=f"16-bit weights: {precise}", source='seeds/002 "Quality note"')
-    if label in ("NVFP4", "MXFP4"):
-        return Reason(rule="quant.fp4", text="FP4 units on this chip", source="physics; the chip's data sheet")
-    return Reason(
-        rule="quant.fit",
-        text=f"{label} ({candidate.bits:.1f} bits per weight): the most faithful that fits and keeps up with a reader",
-        source='seeds/002 "for text generation, 4-bit quantization is often acceptable"',
-    )
+    what = "experts of " if offload.kind == "experts" else ""
+    return f"{what}{offload.host_layers} of {offload.host_layers + offload.device_layers} layers stay in RAM"
 
 
-def _layout(candidate: Candidate, case: Case) -> list[Reason]:
-    layout, found = candidate.layout, []
-    if candidate.fit.offload is not None:
-        offload = candidate.fit.offload
-        what = "experts of " if offload.kind == "experts" else ""
-        layers = offload.host_layers + offload.device_layers
-        found.append(
-            Reason(
-                rule="fit.split",
-                text=f"{what}{offload.host_layers} of {layers} layers stay in RAM",
-                source='seeds/001 "hybrid offload"',
-            )
-        )
-    if layout.tensor > 1:
-        found.append(
-            Reason(
-                rule="layout.tensor",
-                text=f"each layer over {layout.tensor} cards that share fast links or a board",
-                source='seeds/001 "interconnect (PCIe vs NVLink vs RDMA)"',
-            )
-        )
-    if layout.attention_data > 1:
-        found.append(
-            Reason(
-                rule="layout.attention",
-                text="attention as replicas: every tensor rank would otherwise keep the whole latent cache",
-                source="physics: a latent has no heads to divide",
-            )
-        )
-    if layout.expert > 1:
-        found.append(
-            Reason(
-                rule="layout.expert",
-                text=f"experts whole, spread over {layout.expert} cards",
-                source='seeds/001 "expert parallel for MoE"',
-            )
-        )
-    if layout.pipeline > 1:
-        found.append(
-            Reason(
-                rule="layout.pipeline",
-                text=f"{layout.pipeline} stages of layers: slow links carry one exchange a stage",
-                source='seeds/001 "interconnect (PCIe vs NVLink vs RDMA)"',
-            )
-        )
-    if layout.data > 1:
-        found.append(
-            Reason(
-                rule="layout.data",
-                text=f"{layout.data} replicas for {case.in_flight:,} requests at once",
-                source='seeds/001 "tensor / pipeline / data parallel"',
-            )
-        )
-    return found
+@reason("quant.fp8", "physics: half the bytes to read; the chip's data sheet")
+def fp8(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """On a chip that computes in FP8, weights are served in it."""
+    if candidate.weights.label != "FP8" or candidate.weights.made == "as it is":
+        return None
+    return "FP8 units on this chip: half the bytes to read"
+
+
+@reason("quant.fp4", "physics: a quarter of the bytes to read; the chip's data sheet")
+def fp4(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """On a chip that computes in FP4, weights that do not fit otherwise are served in it."""
+    if candidate.weights.label not in ("NVFP4", "MXFP4") or candidate.weights.made == "as it is":
+        return None
+    return "FP4 units on this chip, and eight bits do not hold everyone"
+
+
+@reason("quant.none", 'seeds/002 "anything where precision matters at the decimal level"')
+def unquantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """Work that shows small errors keeps 16 bits where they fit; so does what nothing is gained by shrinking."""
+    if candidate.weights.label not in SIXTEEN_BIT:
+        return None
+    return "16-bit weights: this work shows small errors" if case.workload.precision_sensitive else "16-bit weights fit"
+
+
+@reason("quant.fit", 'seeds/002 "for text generation, 4-bit quantization is often acceptable"')
+def quantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """The most faithful weights that fit and keep up with a reader; below four bits only where nothing else fits."""
+    label = candidate.weights.label
+    if candidate.weights.made == "as it is" or label in (*SIXTEEN_BIT, "FP8", "NVFP4", "MXFP4"):
+        return None
+    return f"{label}, {candidate.bits:.1f} bits per weight: the most faithful that fits and keeps up with a reader"
+
+
+@reason("layout.tensor", 'seeds/001 "interconnect (PCIe vs NVLink vs RDMA)"')
+def tensor(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """Layers are divided among cards only where links are fast, or over a few cards of one board."""
+    size = candidate.layout.tensor
+    return f"each layer over {size} cards that share fast links or a board" if size > 1 else None
+
+
+@reason("layout.attention", "physics: a latent has no heads to divide")
+def attention(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """Where attention keeps a latent, its ranks are replicas: each would otherwise keep all of every cache."""
+    if candidate.layout.attention_data <= 1:
+        return None
+    return f"attention as {candidate.layout.attention_data} replicas: a latent cache cannot be divided among ranks"
+
+
+@reason("layout.expert", 'seeds/001 "expert parallel for MoE"')
+def expert(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """Experts are spread whole, so that each token's few are read where they are."""
+    return f"experts whole, spread over {candidate.layout.expert} cards" if candidate.layout.expert > 1 else None
+
+
+@reason("layout.pipeline", 'seeds/001 "interconnect (PCIe vs NVLink vs RDMA)"')
+def pipeline(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """Across slow links go stages of layers: they exchange once a stage and not twice a layer."""
+    size = candidate.layout.pipeline
+    return f"{size} stages of layers: slow links carry one exchange a stage" if size > 1 else None
+
+
+@reason("layout.data", 'seeds/001 "tensor / pipeline / data parallel"')
+def replicas(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """Cards that the model does not need hold further copies of it."""
+    size = candidate.layout.data
+    return f"{size} replicas for {case.in_flight:,} requests at once" if size > 1 else None
+
+
+@reason("cpu.threads", "measurement: docs/threads.md")
+def threads(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """One thread for each physical core that we may use."""
+    if candidate.settings.threads is None or candidate.settings.device != "cpu":
+        return None
+    return f"{candidate.settings.threads} threads: one for each physical core that we may use"
+
+
+@reason("build.cpu", "the engine's package")
+def idle_gpu(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """A build that computes on the CPU leaves the GPU idle, and says so."""
+    if not case.hardware.accelerators or candidate.settings.device != "cpu":
+        return None
+    return f"the GPU stays idle: this build of {candidate.engine.name} computes on the CPU"
+
+
+@reason("fit.queue", "physics: the cache of one request times the requests")
+def queue(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """More requests than are resident at once wait, and that is said."""
+    at_once = min(candidate.max_concurrency, candidate.settings.slots * candidate.layout.data)
+    if at_once >= case.in_flight:
+        return None
+    return f"{at_once:,} of {case.in_flight:,} requests at once; the others wait"
+
+
+@reason("evidence.calibrated", "store: what was measured on this machine")
+def calibrated(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """Measurements of an engine on this machine correct what is estimated for it here."""
+    if candidate.engine.id not in evidence.factors:
+        return None
+    factor = evidence.factor(candidate.engine.id)
+    return f"estimates are scaled by {factor:.2f}: so far off were they in what was measured here"

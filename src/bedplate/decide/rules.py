@@ -90,6 +90,13 @@ def orchestration(
     return keep
 
 
+# above the rules
+
+
+ASKED = ("operations.asked", "the person who asked (--engine)")
+MEASURED = ("evidence.measured", "store: what was measured on this machine")
+
+
 # picks, in the order in which they are asked
 
 
@@ -286,7 +293,7 @@ def _server_grade(case: Case) -> bool:
 
 @doubt("doubt.mlx", "mlx", 'seeds/004 "Apple-only"')
 def mlx_elsewhere(case: Case) -> Doubt | None:
-    """MLX off a Mac."""
+    """Off a Mac, MLX only shows that it runs."""
     if case.vendor == "apple":
         return None
     return Doubt("made for Apple's unified memory; elsewhere it only shows that it runs", "a Mac with an M-series chip")
@@ -294,19 +301,19 @@ def mlx_elsewhere(case: Case) -> Doubt | None:
 
 @doubt("doubt.mlx-many", "mlx", 'seeds/001 "great for Mac-first workflows, not prod serving"')
 def mlx_for_many(case: Case) -> Doubt | None:
-    """MLX for many."""
+    """MLX is for one person's Mac, not for serving many."""
     return Doubt("for one person's Mac, not for serving many", "fewer requests at once") if case.many else None
 
 
 @doubt("doubt.exllama", "exllamav3", 'seeds/001 "consumer rigs pretending to be datacenters"')
 def exllama_at_scale(case: Case) -> Doubt | None:
-    """ExLlamaV3 beyond a few cards or a few requests."""
+    """ExLlamaV3 is for one to four RTX cards and a few requests at once."""
     return _beyond_exllama(case)
 
 
 @doubt("doubt.exllamav2", "exllamav2", 'seeds/001 "not meant for clusters or non-CUDA"')
 def exllamav2_at_scale(case: Case) -> Doubt | None:
-    """ExLlamaV2 beyond a few cards or a few requests."""
+    """ExLlamaV2 likewise."""
     return _beyond_exllama(case)
 
 
@@ -325,7 +332,7 @@ def _beyond_exllama(case: Case) -> Doubt | None:
 
 @doubt("doubt.llama.cpp", "llama.cpp", 'seeds/004 "Not the high-concurrency GPU throughput king"')
 def llama_cpp_for_many(case: Case) -> Doubt | None:
-    """llama.cpp for many on GPUs."""
+    """On GPUs, llama.cpp is not built for many requests at once."""
     if not case.many or case.vendor not in ("nvidia", "amd"):
         return None
     return Doubt("not built for many requests at once on GPUs", f"fewer than {MANY} requests at once, or little VRAM")
@@ -333,7 +340,7 @@ def llama_cpp_for_many(case: Case) -> Doubt | None:
 
 @doubt("doubt.mistral.rs", "mistral.rs", 'seeds/003 "Mistral.rs and similar projects: Built for maximum portability"')
 def mistralrs_for_many(case: Case) -> Doubt | None:
-    """mistral.rs for more than one."""
+    """mistral.rs' package answers one request after another."""
     if case.in_flight <= FEW:
         return None
     return Doubt("a portable program for one person; its package answers one request after another", "one user")
@@ -341,7 +348,7 @@ def mistralrs_for_many(case: Case) -> Doubt | None:
 
 @doubt("doubt.pytorch", "pytorch", 'seeds/002 "there is no memory management or batching infrastructure"')
 def pytorch_for_serving(case: Case) -> Doubt | None:
-    """PyTorch alone for serving."""
+    """PyTorch alone is for prototypes and for one item at a time."""
     if case.in_flight == 1 and case.operations.machinery == "none":
         return None
     return Doubt("no memory management and hardly any batching: for prototypes", "one item at a time, no machinery")
@@ -349,7 +356,7 @@ def pytorch_for_serving(case: Case) -> Doubt | None:
 
 @doubt("doubt.onnxruntime", "onnxruntime", 'seeds/002 "not specialized for LLMs or autoregressive generation"')
 def onnxruntime_for_text(case: Case) -> Doubt | None:
-    """ONNX Runtime for writing text."""
+    """ONNX Runtime is not made for writing text, unless portability asks for it."""
     if not case.is_llm or case.operations.portable:
         return None
     return Doubt("general, not made for writing text", "it must run on several vendors' hardware, or is no LLM")
@@ -357,7 +364,7 @@ def onnxruntime_for_text(case: Case) -> Doubt | None:
 
 @doubt("doubt.vllm", "vllm", 'seeds/003 "Deployed on a few powerful machines (e.g., A100s or H100s)"')
 def vllm_without_gpu(case: Case) -> Doubt | None:
-    """vLLM without a GPU, for a few."""
+    """Without a GPU and for a few, vLLM's machinery is for nothing."""
     if case.vendor is not None or case.many:
         return None
     return Doubt("built to serve many users from GPUs", "a GPU, or many requests at once on a server's CPU")
@@ -365,7 +372,7 @@ def vllm_without_gpu(case: Case) -> Doubt | None:
 
 @doubt("doubt.sglang", "sglang", 'seeds/001 "this is infra nerd territory"')
 def sglang_for_few(case: Case) -> Doubt | None:
-    """SGLang for a few, or without a data centre's GPUs."""
+    """SGLang's machinery is for many requests at once on GPUs."""
     hint = "many requests that share prefixes, are structured, or are long on a mixture of experts"
     if case.vendor is None:
         return Doubt("built for clusters of GPUs", hint)
@@ -378,7 +385,7 @@ def sglang_for_few(case: Case) -> Doubt | None:
     'seeds/000 "If the workload does not justify that complexity, it is a net loss"',
 )
 def tensorrt_unjustified(case: Case) -> Doubt | None:
-    """TensorRT-LLM without the volume, or with a model that changes."""
+    """TensorRT-LLM's upkeep pays only at high volume and with a model that does not change."""
     hint = "extreme volume, and a model that rarely changes"
     if case.operations.model_changes == "often":
         return Doubt("tied to its versions and to fewer models, and the model changes often", hint)
@@ -389,7 +396,7 @@ def tensorrt_unjustified(case: Case) -> Doubt | None:
 
 @doubt("doubt.tgi", "tgi", "huggingface/text-generation-inference: archived in March 2026")
 def tgi_for_something_new(case: Case) -> Doubt | None:
-    """TGI for something new."""
+    """Nothing new starts on TGI, which is no longer developed."""
     if case.operations.incumbent == "tgi":
         return None
     return Doubt("no longer developed: nothing new should start on it", "it is in service already", "outranked")

@@ -20,6 +20,10 @@ class Band(NamedTuple):
     def around(self, value: float) -> tuple[float, float]:
         return value * self.low, value * self.high
 
+    def inverse(self) -> Band:
+        """The band of a time, where this is that of a rate."""
+        return Band(1 / self.high, 1 / self.low)
+
 
 class Expectation(NamedTuple):
     """One way to run, as times: what an Estimate is made from, with what each part of a step costs."""
@@ -38,6 +42,10 @@ class Expectation(NamedTuple):
     output_band: Band
     source: str
     """In a few words, what the figures rest on."""
+
+
+WIDE = Band(0.5, 2.0)
+"""Where nothing was left over to learn from."""
 
 
 def limit_of_parts(parts: dict[Limit, float]) -> Limit:

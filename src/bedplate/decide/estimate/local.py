@@ -32,6 +32,7 @@ CHUNK_TOKENS = {"llama.cpp": 512}
 MOST_CHUNK = 8192
 VECTOR_TOKENS = 8
 """Up to so many tokens, engines multiply vectors instead of matrices where that is faster; not so Vulkan's experts."""
+HOST_COPY_TOKENS = 32
 ACTIVATION_COPIES = 24.0
 """Rows of the hidden width that a layer reads and writes for each token around its matrix products."""
 
@@ -208,6 +209,10 @@ def forward(
     host_s = 0.0
     if host is not None and host.bytes:
         host_s = max(host.bytes / host.bandwidth_bytes_s, 2 * host.params * tokens / max(host.cores_ops_s, 1.0))
+        if tokens > HOST_COPY_TOKENS and machine.host_link_bytes_s:
+            # For many tokens it is quicker to bring the weights to the card.
+            spread = touched / shape.expert_share if shape.experts and shape.expert_share else 1.0
+            host_s = min(host_s, host.bytes * spread / machine.host_link_bytes_s)
     device = weights + kv_s + compute + links + fixed
     launched = shape.layers * profile.launch_s * {4: profile.launch_4, 8: profile.launch_8, 16: 1.0}[kind]
     idle = max(0.0, _both(device, launched) - device) if launched else 0.0
@@ -391,7 +396,7 @@ ONE_STREAM_ENGINES = frozenset({"llama.cpp", "mistral.rs", "exllamav2", "exllama
                                 "other"})  # fmt: skip
 
 
-SERVED = frozenset({"vllm", "sglang", "tensorrt-llm", "tgi", "lmdeploy"})
+SERVED = SERVING_ENGINES
 
 
 def _chunk(case: Case) -> int | None:
@@ -411,6 +416,60 @@ def _fused(case: Case, dated: bool) -> bool:
         return True
     said = case.notes.get("fa", "").lower()
     return said in ("1", "true", "on") if said else dated
+
+
+def predict(case: Case) -> Prediction | Refused:
+    """The case's metric with its band."""
+    if case.metric == "peak_memory_gb":
+        return _peak_memory(case)
+    if case.machine.bandwidth_bytes_s <= 0:
+        return Refused(f"the memory bandwidth of {case.machine.name} is not known")
+    question = question_of(case)
+    value = computed(question, case)
+    if isinstance(value, Refused):
+        return value
+    if not math.isfinite(value) or value <= 0:
+        return Refused("nothing finite follows from what is stated")
+    metric = "decode_tok_s_single" if case.metric in SERVING_METRICS else case.metric
+    band = band_of(metric, question.key)
+    return Prediction(value, *(band.inverse() if case.metric.endswith("_ms") else band).around(value))
+
+
+def band_of(metric: str, key: str) -> Band:
+    """Eight of ten residuals lie inside; those of the engine here, or of all where it has too few."""
+    bands = calibration.table("local").get("bands", {})
+    found = bands.get(f"{metric}/{key}") or bands.get(metric)
+    return Band(*found) if found else WIDE
+
+
+def _peak_memory(case: Case) -> Prediction | Refused:
+    from bedplate.decide.memory import fit
+    from bedplate.facts.simulated import simulated
+    from bedplate.values import Workload
+
+    if case.prompt_tokens is None or case.output_tokens is None:
+        return Refused("prompt and output lengths are not stated")
+    if case.engine in ("other", "lmdeploy"):
+        return Refused(f"what {case.texts['engine']} takes beside weights and cache is not known")
+    devices = case.devices or 1
+    described: dict[str, object] = {"accelerator": case.chip.name, "count": devices, "ram_gb": 1024}
+    if case.chip.unified:
+        sizes = case.chip.memory_options_gib
+        described = {"accelerator": case.chip.name, "ram_gb": max(sizes, default=case.chip.memory_gib or 128)}
+    if case.chip.kind == "cpu":
+        described = {"cpu": case.chip.name, "ram_gb": 1024}
+    layout = Parallelism(pipeline=devices) if case.engine in ONE_STREAM_ENGINES else Parallelism(tensor=devices)
+    workload = Workload(
+        concurrency=case.concurrency or 1,
+        prompt_tokens=max(1, case.prompt_tokens),
+        output_tokens=max(1, case.output_tokens),
+    )
+    found = fit(simulated(described), case.model, workload, case.engine, parallelism=layout)
+    total = sum(need.count * need.total_bytes for need in found.devices)
+    high = sum(need.count * need.high_bytes for need in found.devices)
+    band = band_of("peak_memory_gb", case.engine)
+    value = total / 1e9
+    return Prediction(value, value * band.low, max(value * band.high, high / 1e9))
 
 
 def predicts(case: Case) -> bool:

@@ -1,0 +1,151 @@
+"""A plan's own estimate: times for this machine, model, engine, layout and workload."""
+
+from __future__ import annotations
+
+from bedplate.decide.estimate import local
+from bedplate.decide.estimate.calibration import Band, Expectation, Limit, limit_of_parts
+from bedplate.decide.estimate.local import Host, Question
+from bedplate.decide.estimate.machine import Machine, host_machine, machine_of
+from bedplate.decide.estimate.physics import Shape, shape_of
+from bedplate.values import Estimate, Figure, Hardware, Model, Parallelism, Workload
+from bedplate.values.fit import Offload
+
+HOST_READ_SHARE = 0.7
+"""Of the host's bandwidth, what reading weights reaches (fitted on CPUs)."""
+HOST_COMPUTE_SHARE = 0.05
+"""Of the cores' peak, what multiplying a prompt's tokens reaches."""
+BACKENDS = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "sycl"}
+
+
+def estimate_for(
+    hardware: Hardware,
+    model: Model,
+    engine: str,
+    layout: Parallelism,
+    workload: Workload,
+    *,
+    slots: int,
+    offload: Offload | None = None,
+    factor: float = 1.0,
+) -> Estimate:
+    """What to expect of one plan; figures that cannot be computed are absent."""
+    found = expectation_for(hardware, model, engine, layout, workload, slots=slots, offload=offload, factor=factor)
+    return Estimate() if found is None else estimate_of(found)
+
+
+def estimate_of(expectation: Expectation) -> Estimate:
+    def figure(value: float, band: Band) -> Figure:
+        low, high = band.around(value)
+        return Figure(value=value, low=low, high=high, basis="estimate", source=expectation.source)
+
+    return Estimate(
+        ttft_ms=figure(expectation.ttft_s * 1000, expectation.ttft_band),
+        tpot_ms=figure(expectation.tpot_s * 1000, expectation.tpot_band),
+        output_tok_s=figure(expectation.output_tok_s, expectation.output_band),
+    )
+
+
+def limit_of(expectation: Expectation) -> Limit:
+    """What binds: the largest part of the time between two tokens."""
+    return expectation.limit
+
+
+def expectation_for(
+    hardware: Hardware,
+    model: Model,
+    engine: str,
+    layout: Parallelism,
+    workload: Workload,
+    *,
+    slots: int,
+    offload: Offload | None = None,
+    factor: float = 1.0,
+) -> Expectation | None:
+    """Times for requests of the workload's length; `None` where the machine's rates are not known.
+
+    `factor` is what a measurement on this machine said: 1.1 is a tenth faster than the fitted efficiencies.
+    """
+    machine = machine_of(hardware)
+    if machine.bandwidth_bytes_s <= 0 or model.task != "generate":
+        return None
+    shape = shape_of(model)
+    replicas = max(1, layout.data)
+    in_flight = max(1, -(-workload.in_flight() // replicas))
+    if in_flight > 1 and engine in local.SERVED and machine.kind != "cpu":
+        from bedplate.decide.estimate import serving
+
+        return serving.expect(
+            machine, shape, engine, layout, concurrency=workload.in_flight(), prompt_tokens=workload.prompt_tokens,
+            output_tokens=workload.output_tokens, slots=slots, cached_tokens=workload.shared_prefix_tokens,
+            factor=factor,
+        )  # fmt: skip
+    question = local.ask(
+        engine, _backend(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline,
+        host=_host(hardware, shape, offload) if offload is not None and offload.host_bytes else None,
+    )  # fmt: skip
+    return _locally(question, workload, in_flight, max(1, slots), replicas, factor)
+
+
+def _locally(
+    question: Question, workload: Workload, in_flight: int, slots: int, replicas: int, factor: float
+) -> Expectation:
+    resident = min(in_flight, slots)
+    prompt, output = workload.prompt_tokens, workload.output_tokens
+    cached = min(workload.shared_prefix_tokens, prompt - 1)
+    step = question.step(resident, prompt + output / 2)
+    step_s = question.step_s(resident, prompt + output / 2)
+    prefill_s = question.prefill_s(prompt - cached, 1, cached)
+    # While one request's prompt is computed the others wait: in the long run every request's prompt delays every token.
+    tpot_s = step_s + prefill_s * (resident - 1) / output
+    request_s = prefill_s + output * tpot_s
+    waiting_s = max(0.0, in_flight / resident - 1) * request_s
+    speed = 1 / factor
+    parts = step.by_limit()
+    parts["compute"] += prefill_s * (resident - 1) / output
+    return Expectation(
+        ttft_s=(prefill_s + step_s + waiting_s) * speed,
+        tpot_s=tpot_s * speed,
+        output_tok_s=replicas * resident * output / request_s * factor,
+        limit=limit_of_parts(parts),
+        parts_s={name: part * speed for name, part in parts.items()},
+        ttft_band=local.band_of("prefill_tok_s", question.key).inverse(),
+        tpot_band=local.band_of("decode_tok_s_single", question.key).inverse(),
+        output_band=local.band_of("decode_tok_s_single", question.key),
+        source=_source(question.key, factor),
+    )
+
+
+def _source(key: str, factor: float) -> str:
+    fitted = f"bytes and operations at the efficiencies of {key}, fitted on published rows"
+    return fitted if factor == 1.0 else f"{fitted}, times {factor:.2f} as measured on this machine"
+
+
+def _backend(engine: str, machine: Machine) -> str:
+    if machine.kind == "cpu":
+        return "cpu"
+    if engine == "llama.cpp" and machine.family.startswith("rdna"):
+        return "vulkan"
+    return BACKENDS.get(machine.vendor, "other")
+
+
+def _host(hardware: Hardware, shape: Shape, offload: Offload) -> Host | None:
+    cpu = host_machine(hardware)
+    bandwidth = cpu.bandwidth_bytes_s or 0.0
+    if bandwidth <= 0:
+        # Two channels of DDR5-4800, the least that a machine of today has.
+        bandwidth = 76.8e9
+    share = shape.expert_share if shape.experts and offload.kind == "experts" else _read_share(shape)
+    read = offload.host_bytes * share
+    return Host(
+        bytes=read,
+        bandwidth_bytes_s=bandwidth * HOST_READ_SHARE,
+        cores_ops_s=cpu.ops_s.get("int8", 0.0) * HOST_COMPUTE_SHARE,
+        params=read * 8 / max(shape.bits, 1.0),
+    )
+
+
+def _read_share(shape: Shape) -> float:
+    """Of all weights, what one token reads."""
+    if not shape.total_bytes:
+        return 1.0
+    return min(1.0, (shape.dense_bytes + shape.expert_bytes * shape.expert_share) / shape.total_bytes)
