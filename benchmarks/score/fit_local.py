@@ -113,24 +113,26 @@ def predicted(row: Row, profile: Profile) -> float:
     return float("nan") if isinstance(value, Refused) else value
 
 
-def fit(key: str, rows: list[Row], start: dict[str, float] | None = None) -> Profile:
+def fit(key: str, rows: list[Row], start: Profile | None = None, steps: int = 25) -> Profile:
+    """The efficiencies that are likeliest, given the rows and what was to be expected before."""
     prior = prior_of(key)
     names = Profile._fields
     centre = np.array([math.log(prior[name][0]) for name in names])
     spread = np.array([math.log(prior[name][1]) for name in names])
     low = np.array([math.log(BOUNDS[name][0]) if name in BOUNDS else centre[i] - 5 for i, name in enumerate(names)])
     high = np.array([math.log(BOUNDS[name][1]) if name in BOUNDS else centre[i] + 5 for i, name in enumerate(names)])
-    weights = np.array([row.weight for row in rows])
+    weights = np.sqrt(np.array([row.weight for row in rows]))
 
     def residuals(x: Any) -> Any:
         profile = Profile(*(math.exp(value) for value in x))
-        errors = [math.log(predicted(row, profile) / row.truth) for row in rows]
+        errors = np.array([math.log(predicted(row, profile) / row.truth) for row in rows])
         # Soft: a row that is far off, such as a throttled card, must not bend the others.
-        soft = [math.copysign(SCALE * math.log1p(abs(e) / SCALE) if abs(e) > SCALE else abs(e), e) for e in errors]
-        return np.concatenate([np.array(soft) / SCALE * np.sqrt(weights), (x - centre) / spread])
+        soft = np.sign(errors) * np.where(abs(errors) > SCALE, 1 + np.log(np.maximum(abs(errors) / SCALE, 1)), abs(errors) / SCALE)
+        return np.concatenate([soft * weights, (x - centre) / spread])
 
-    first = np.clip(centre, low + 1e-6, high - 1e-6)
-    found = least_squares(residuals, first, bounds=(low, high), max_nfev=25, x_scale=spread)
+    first = centre if start is None else np.log(np.array(start))
+    first = np.clip(first, low + 1e-6, high - 1e-6)
+    found = least_squares(residuals, first, bounds=(low, high), max_nfev=steps, x_scale=spread)
     return Profile(*(float(math.exp(value)) for value in found.x))
 
 
@@ -149,22 +151,160 @@ def report(found: list[tuple[Row, float]], title: str) -> None:
               f"bias {statistics.mean(errors):+6.1%}")  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--truth", type=Path, default=Path(__file__).parents[3] / "shared" / "truth")
-    parser.add_argument("--only", default="")
-    options = parser.parse_args()
-    rows = load(options.truth)
+def pooled_key(key: str) -> str:
+    """Where rows of all engines of a backend are taken together, for an engine that nobody has measured."""
+    return f"other/{key.split('/')[1]}"
+
+
+def fit_all(rows: list[Row], starts: dict[str, Profile] | None = None, only: set[str] | None = None) -> dict[str, Profile]:
+    """A profile for each engine and backend, and one for each backend over all engines."""
     by_key: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_key[key_of(row)].append(row)
-    profiles = {}
+    for key in [key for key in by_key if not key.startswith("pytorch")]:
+        by_key[pooled_key(key)] += thinned(by_key[key])
+    found = {}
     for key, members in by_key.items():
-        if options.only and options.only not in key:
-            continue
-        profiles[key] = fit(key, members)
-        print(key, len(members), {k: float(f"{v:.3g}") for k, v in profiles[key]._asdict().items()}, file=sys.stderr, flush=True)
-        report(errors_by(members, lambda row: profiles[key_of(row)]), key)
+        if only is None or key in only:
+            start = (starts or {}).get(key)
+            found[key] = fit(key, members, start, 25 if start is None else 6)
+    return found
+
+
+def thinned(rows: list[Row], most: int = 120) -> list[Row]:
+    """Every so manieth row: enough for a pool of several engines."""
+    return rows[:: max(1, len(rows) // most)]
+
+
+def profile_without(case: Case, dated: bool, profiles: dict[str, Profile]) -> Profile:
+    for key in local.kin(case.engine, case.backend, dated):
+        if key in profiles:
+            return profiles[key]
+    return Profile(*(prior_of("other/cpu" if case.backend == "cpu" else "other")[name][0] for name in Profile._fields))
+
+
+def dated(case: Case) -> bool:
+    return bool(case.version) or case.engine != "llama.cpp" or case.backend == "cpu"
+
+
+SPLITS: dict[str, Callable[[Row], str]] = {
+    "chip": lambda row: row.case.chip.name,
+    "model": lambda row: row.case.model.name,
+    "engine": lambda row: row.case.engine,
+}
+
+
+def cross_validated(rows: list[Row], full: dict[str, Profile], split: str) -> list[tuple[Row, float]]:
+    """Each group predicted by what was fitted on all the others."""
+    group_of = SPLITS[split]
+    found = []
+    for group in sorted({group_of(row) for row in rows}):
+        left_out = [row for row in rows if group_of(row) == group]
+        kept = [row for row in rows if group_of(row) != group]
+        touched = {key_of(row) for row in left_out}
+        touched |= {pooled_key(key) for key in touched}
+        refitted = fit_all(kept, full, only=touched)
+        # What the left-out rows had no part in stays as it is.
+        usable = {key: profile for key, profile in full.items() if key not in touched} | refitted
+        for row in left_out:
+            profile = profile_without(row.case, dated(row.case), usable)
+            found.append((row, predicted(row, profile) / row.truth - 1))
+        print(f"  {split} {group}: {statistics.median(abs(e) for _, e in found[-len(left_out):]):.1%} of {len(left_out)}",
+              file=sys.stderr, flush=True)  # fmt: skip
+    return found
+
+
+def summary(found: list[tuple[Row, float]], split: str) -> list[dict[str, Any]]:
+    """By metric and source, and over the groups that were left out, so that one box with many rows counts once."""
+    lines = []
+    for metric in sorted({row.case.metric for row, _ in found}):
+        errors = [abs(error) for row, error in found if row.case.metric == metric]
+        groups: dict[str, list[float]] = defaultdict(list)
+        for row, error in found:
+            if row.case.metric == metric:
+                groups[f"{row.source} {SPLITS[split](row)}"].append(abs(error))
+        lines.append(
+            {
+                "split": split, "metric": metric, "rows": len(errors), "median": round(statistics.median(errors), 4),
+                "groups": len(groups), "group_median": round(statistics.median(map(statistics.median, groups.values())), 4),
+            }
+        )  # fmt: skip
+    return lines
+
+
+def bands(found: list[tuple[Row, float]]) -> dict[str, tuple[float, float]]:
+    """Factors between which eight of ten truths lie, from predictions of rows that had no part in the fit."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for row, error in found:
+        ratios[row.case.metric].append(1 / (1 + error))
+        ratios[f"{row.case.metric}/{key_of(row)}"].append(1 / (1 + error))
+    return {
+        name: (round(float(np.quantile(values, 0.1)), 3), round(float(np.quantile(values, 0.9)), 3))
+        for name, values in sorted(ratios.items())
+        if len(values) >= 10
+    }
+
+
+def rounded(profile: Profile) -> dict[str, float]:
+    return {name: float(f"{value:.3g}") for name, value in profile._asdict().items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--truth", type=Path, default=Path(__file__).parents[3] / "shared" / "truth")
+    parser.add_argument("--only", default="", help="fit only engines and backends with this in their name; writes nothing")
+    parser.add_argument("--write", action="store_true", help="put the result into the package's data file")
+    parser.add_argument("--no-validation", action="store_true", help="leave out the cross-validation, which takes minutes")
+    options = parser.parse_args()
+    rows = [row for row in load(options.truth) if options.only in key_of(row)]
+    full = fit_all(rows)
+    report(errors_by(rows, lambda row: full[key_of(row)]), "fitted on all rows")
+    validation: list[dict[str, Any]] = []
+    left_out: list[tuple[Row, float]] = []
+    if not options.no_validation:
+        for split in SPLITS:
+            found = cross_validated(rows, full, split)
+            report(found, f"left out by {split}")
+            validation += summary(found, split)
+            if split != "engine":
+                left_out += found
+        for line in validation:
+            print(line)
+    if options.write and not options.only:
+        write(rows, full, validation, bands(left_out or errors_by(rows, lambda row: full[key_of(row)])))
+
+
+def write(
+    rows: list[Row], full: dict[str, Profile], validation: list[dict[str, Any]], found_bands: dict[str, tuple[float, float]]
+) -> None:
+    counts = Counter(key_of(row) for row in rows)
+    sources: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        sources[key_of(row)].add(row.source)
+    profiles = {
+        key: {
+            "rows": counts.get(key, 0),
+            "sources": sorted(sources.get(key, ())) or ["all engines of this backend"],
+            "values": rounded(profile),
+        }
+        for key, profile in sorted(full.items())
+    }
+    for key in ("other", "other/cpu"):
+        if key not in profiles:
+            values = {name: prior_of(key)[name][0] for name in Profile._fields}
+            profiles[key] = {"rows": 0, "sources": ["before any measurement"], "values": values}
+    DATA.write_text(
+        json.dumps(
+            {
+                "about": "Efficiencies by engine and backend; written by benchmarks/score/fit_local.py, explained in docs/estimates.md",
+                "profiles": profiles,
+                "bands": found_bands,
+                "cross_validation": validation,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -516,3 +516,9 @@ def test_the_page_lists_every_chip_with_its_figures() -> None:
     listed = set((ROOT / "docs/chips.md").read_text(encoding="utf-8").splitlines())
     missing = [line for line in page_rows() if line not in listed]
     assert not missing, "docs/chips.md lacks these lines:\n" + "\n".join(missing)
+
+
+def test_the_page_says_how_many_chips_could_not_be_verified() -> None:
+    text = (ROOT / "docs/chips.md").read_text(encoding="utf-8")
+    assert f"({sum(chip.verify for chip in ALL)} chips)" in text
+    assert f"what vendors say of {len(ALL)} chips" in text

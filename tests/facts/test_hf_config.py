@@ -32,13 +32,16 @@ class Published(NamedTuple):
     hub_holds: str = ""
 
 
-# Where each figure was read. Some cards are those of the model that another one was made from.
+# Where each figure was read. “Not read” is a figure that is commonly given for the page named, which was not at hand;
+# a model that was made from another one has that one's figure. `hub` counts are as public repositories quote them.
 LLAMA_CARD = "github:meta-llama/llama-models MODEL_CARD.md"
-QWEN_CARD = "model card on the hub: Number of Parameters"
+QWEN_CARD = (
+    "model card, quoted in public repositories (32.8B, 480B, 8.2B) and github:vllm-project/recipes; 0.6B: its name"
+)
 QWEN35 = "github:vllm-project/recipes models/Qwen; model card of nvidia/Qwen3.5-397B-A17B-NVFP4 for the largest"
 V3_README = "github:deepseek-ai/DeepSeek-V3 README.md"
-V4_REPORT = "arXiv:2606.19348, abstract"
-GEMMA_CARD = "ai.google.dev/gemma/docs: model card of Gemma 4"
+V4_REPORT = "arXiv:2606.19348, abstract, on researchtracker.win"
+GEMMA_CARD = "andysmith.ai/wiki/gemma-4-model-card, a summary of Google's card"
 K2_README = "github:MoonshotAI/Kimi-K2 README.md"
 K25 = "github:vllm-project/recipes models/moonshotai: K2.5 to K2.7 have K2's language model"
 M2 = "github:vllm-project/recipes models/MiniMaxAI: 230B, 10B active; the hub counts 228.7B"
@@ -46,7 +49,7 @@ GLM_README = "github:zai-org/GLM-5 README.md"
 GLM52 = "github:vllm-project/recipes models/zai-org/GLM-5.2.yaml: 743B, 39B active"
 NEMOTRON = "github:NVIDIA-NeMo/Nemotron README.md and docs/index.md"
 STEP = "github:stepfun-ai/Step-3.7-Flash README.md: language backbone of 196B beside 1.8B of vision"
-OSS = "arXiv:2508.10925, table 1; github:openai/gpt-oss README.md: 117B with 5.1B active, 21B with 3.6B"
+OSS = "github:openai/gpt-oss README.md: 117B with 5.1B active, 21B with 3.6B"
 
 PUBLISHED = {
     "meta-llama/Meta-Llama-3.1-8B": Published("8B", LLAMA_CARD, hub=8_030_261_248),
@@ -58,9 +61,11 @@ PUBLISHED = {
     ),
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct": Published("400B", LLAMA_CARD, "17B"),
     "mistralai/Mixtral-8x7B-v0.1": Published(
-        "46.7B", "mistral.ai/news/mixtral-of-experts", "12.9B", hub=46_702_792_704
+        "46.7B", "mistral.ai/news/mixtral-of-experts, not read", "12.9B", hub=46_702_792_704
     ),
-    "mistralai/Mixtral-8x22B-v0.1": Published("141B", "mistral.ai/news/mixtral-8x22b", "39B", hub=140_620_634_112),
+    "mistralai/Mixtral-8x22B-v0.1": Published(
+        "141B", "mistral.ai/news/mixtral-8x22b, not read", "39B", hub=140_620_634_112
+    ),
     "Qwen/Qwen3-0.6B": Published("0.6B", QWEN_CARD),
     "Qwen/Qwen3-1.7B": Published("1.7B", QWEN_CARD),
     "Qwen/Qwen3-8B": Published("8.2B", QWEN_CARD),
@@ -148,9 +153,9 @@ PUBLISHED = {
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": Published("550B", NEMOTRON, "55B"),
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": Published("550B", NEMOTRON, "55B"),
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": Published("550B", NEMOTRON, "55B"),
-    "nvidia/Nemotron-H-56B-Base-8K": Published("56B", "arXiv:2504.03624"),
-    "openai/gpt-oss-120b": Published("116.83B", OSS, "5.13B", hub=116_829_156_672),
-    "openai/gpt-oss-20b": Published("20.91B", OSS, "3.61B", hub=20_914_757_184),
+    "nvidia/Nemotron-H-56B-Base-8K": Published("56B", "arXiv:2504.03624, not read; its name"),
+    "openai/gpt-oss-120b": Published("117B", OSS, "5.1B", hub=116_829_156_672),
+    "openai/gpt-oss-20b": Published("21B", OSS, "3.6B", hub=20_914_757_184),
     "stepfun-ai/Step-3.7-Flash": Published("196B", STEP, "11B"),
     "stepfun-ai/Step-3.7-Flash-FP8": Published("196B", STEP, "11B"),
 }

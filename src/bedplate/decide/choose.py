@@ -87,7 +87,7 @@ class Search:
         return self._found[engine.id]
 
     def decision(self, asked: Engine | None) -> Decision:
-        chosen, reason = self._asked(asked) if asked is not None else self._picked()
+        chosen, reason = self._asked(asked) if asked is not None else self.picked()
         refused, challengers = self._others(chosen, asked)
         case = self.case
         if chosen is None or reason is None:
@@ -126,7 +126,8 @@ class Search:
             return None, None
         return found, Reason(rule=ASKED[0], text=f"{engine.name} was asked for", source=ASKED[1])
 
-    def _picked(self) -> tuple[Candidate | None, Reason | None]:
+    def picked(self) -> tuple[Candidate | None, Reason | None]:
+        """The choice alone, without what is to be said of the others."""
         for rule in PICKS:
             picked = rule.says(self.case)
             found = self._first_able(picked) if picked is not None else None

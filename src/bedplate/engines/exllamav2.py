@@ -2,14 +2,96 @@
 
 from __future__ import annotations
 
-from bedplate.engines.base import Engine, MemoryUse
-from bedplate.values import Hardware, Model, Refusal, Workload
+from bedplate.engines.base import (
+    SIXTEEN_BIT,
+    Failure,
+    Features,
+    MemoryUse,
+    Recipe,
+    Target,
+    fetching,
+    known_failure,
+    made_path,
+    source_folder,
+)
+from bedplate.engines.exllamav3 import COMPILE_JOBS, compilation
+from bedplate.engines.shipped import CORE, ServedByBedplate
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Weights, Workload
+from bedplate.values.record import estimate
+
+BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
+CONVERT_WEIGHTS_S = 2.5e6
+# Of exllamav2/architecture.py in 0.3.2, as the `model_type` that configurations of these classes carry. It takes any
+# other class for a Llama, and computes nonsense where it is none.
+_MODEL_TYPES = """
+cohere cohere2 dbrx gemma gemma2 gemma3 glm4 gpt2 gpt_bigcode granite index internlm2 llama minicpm mistral mistral3
+mixtral orion phi3 qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_moe starcoder2
+"""
+ARCHITECTURES = frozenset(_MODEL_TYPES.split())
+
+_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+    (
+        r"Insufficient VRAM for model and cache|torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory",
+        Failure(
+            message="there was not enough memory on the cards for the model and its cache",
+            hint="ask for less: --context 4096, or fewer bits per weight",
+        ),
+    ),
+    (
+        r"CUDA_HOME environment variable is not set|nvcc: not found|No such file or directory: '[^']*nvcc'",
+        Failure(
+            message="its kernels are compiled here, and CUDA's compiler nvcc is missing",
+            hint="install the CUDA toolkit that matches the driver, and a C++ compiler",
+        ),
+    ),
+    (
+        r"Error building extension 'exllamav2_ext'",
+        Failure(
+            message="its kernels did not compile",
+            hint="the log names the first error; memory may have run out: set MAX_JOBS to a smaller number",
+        ),
+    ),
+    (
+        r"## Could not find (?P<what>\S+)\.\* in model|Missing any of the following keys",
+        Failure(
+            message="ExLlamaV2 does not find in this folder what a model of its architecture has",
+            hint="it may be newer than ExLlamaV2, whose last release is of July 2025: choose ExLlamaV3",
+        ),
+    ),
+)
 
 
-class ExLlamaV2(Engine):
+class ExLlamaV2(ServedByBedplate):
     id = "exllamav2"
     name = "ExLlamaV2"
+    version = "0.3.2"
+    recipe = Recipe(
+        packages=("exllamav2==0.3.2", "torch==2.11.0", "tokenizers==0.22.2", "jinja2==3.1.6"),
+        programs=(("exllamav2-server", "exllamav2_server.py"), CORE),
+        download_bytes=3_000_000_000,
+        disk_bytes=7_000_000_000,
+        # Importing it compiles its kernels, which is a step of its own.
+        check="import importlib.util, torch; assert torch.cuda.is_available() and importlib.util.find_spec('exllamav2')",
+    )
     formats = ("exl2",)
+    converts = ("safetensors",)
+    vendors = ("nvidia",)
+    systems = ("linux", "windows")
+    # What PyTorch 2.11's wheels are built for.
+    capability = (7, 5)
+    ways = ("pipeline",)
+    effort = 2
+    features = Features(
+        batching="none without flash-attn, which has no wheel",
+        kv_cache="one sequence; 4, 6 or 8 bits",
+        quantization="EXL2: 2 to 8 bits per weight; GPTQ in 4 bits",
+        hardware="NVIDIA",
+        structured_output="none",
+        multi_node="none",
+        server="bedplate's",
+        maintained="no release since July 2025; ExLlamaV3 took its place",
+        source="exllamav2 0.3.2 (July 2025): architecture.py, generator/dynamic.py, conversion/convert_exl2.py",
+    )
     uses = MemoryUse(
         process_bytes=1_500_000_000,
         device_bytes=600_000_000,
@@ -17,12 +99,70 @@ class ExLlamaV2(Engine):
         spread=0.6,
         source="ExLlamaV2: max_input_len default; context and kernels assumed as for PyTorch",
     )
+    max_slots = 1
     strength = "one to four RTX cards, one user"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        if not hardware.has("nvidia"):
-            return self.refusal("impossible", "needs an NVIDIA GPU", "one to four RTX cards")
-        return self.not_run_yet()
+        if refused := super().refuse(hardware, model, workload):
+            return refused
+        if model.architecture not in (*ARCHITECTURES, "unknown") and model.format != "facts":
+            return self.refusal("impossible", f"does not know the architecture {model.architecture}", "exllamav3 may")
+        target = self.target(hardware)
+        if target is not None and not self.weights(target, model, workload):
+            why = f"takes 16-bit weights or GPTQ, not {model.quantization}"
+            return self.refusal("impossible", why, "the same model in BF16, or as EXL2")
+        return None
+
+    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label = model.quantization or "BF16"
+        if model.format == "exl2":
+            return (Weights(label=label, made="as it is", format="exl2"),)
+        if label == "GPTQ-INT4" or (label == "INT4" and _method(model) == "gptq"):
+            return (Weights(label=label, made="as it is", format="safetensors"),)
+        if label not in SIXTEEN_BIT:
+            return ()
+        labels = BPW[:1] if workload.precision_sensitive else BPW
+        return tuple(Weights(label=one, made="converted", format="exl2") for one in labels)
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        converted, cards = plan.weights.made == "converted", plan.parallelism.pipeline
+        argv = self.server_argv("exllamav2-server", plan, port)
+        if converted:
+            argv[argv.index("--model") + 1] = made_path(plan)
+        if plan.settings.kv_type == "fp8":
+            argv += ["--cache-bits", "8"]
+        env = {"MAX_JOBS": str(COMPILE_JOBS)}
+        if cards > 1:
+            # It fills one card after the other, of all that it sees.
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) for number in range(cards))
+        steps = [*self.installation(), compilation("exllamav2", plan.settings)]
+        if converted:
+            steps += [*fetching(plan), _conversion(plan)]
+        return Launch(argv=tuple(argv), env=env, prepare=tuple(steps))
+
+    def explain(self, log: str) -> Failure | None:
+        return known_failure(log, _KNOWN_FAILURES) or super().explain(log)
+
+
+def _method(model: Model) -> str:
+    return model.quantization_details.method if model.quantization_details else ""
+
+
+def _conversion(plan: Plan) -> Preparation:
+    bits, result = plan.weights.label.removesuffix("BPW"), made_path(plan)
+    weights = plan.model.parameters + plan.model.vision_parameters
+    kept = 2 * (plan.model.vocab_size or 0) * (plan.model.hidden_size or 0)
+    argv = ["python", "-m", "exllamav2.conversion.convert_exl2", "--in_dir", source_folder(plan)]
+    argv += ["--out_dir", f"{result}-work", "--compile_full", result, "--bits", bits]
+    return Preparation(
+        kind="convert",
+        what=f"{plan.model.name} to {bits} bits per weight",
+        where=result,
+        # Twice: what it has done so far lies in the working folder until all is done.
+        disk_bytes=round(2 * (weights * float(bits) / 8 + kept)),
+        seconds=estimate(weights / CONVERT_WEIGHTS_S, 0.7, "assumed: it measures every layer first, then quantizes"),
+        argv=tuple(argv),
+    )
 
 
 ENGINE = ExLlamaV2()

@@ -2,14 +2,104 @@
 
 from __future__ import annotations
 
-from bedplate.engines.base import Engine, MemoryUse
-from bedplate.values import Hardware, Model, Refusal, Workload
+import re
+
+from bedplate.engines.base import (
+    SIXTEEN_BIT,
+    Failure,
+    Features,
+    MemoryUse,
+    Recipe,
+    Target,
+    fetching,
+    known_failure,
+    made_path,
+    source_folder,
+)
+from bedplate.engines.shipped import CORE, ServedByBedplate
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload
+from bedplate.values.record import estimate
+
+BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
+PAGE_TOKENS = 256
+COMPILE_JOBS = 6
+CONVERT_WEIGHTS_S = 7e6
+# Of exllamav3/architecture/architectures.py in 1.6.5, as the `model_type` that configurations of these classes carry.
+# Drafting models are left out.
+_MODEL_TYPES = """
+afmoe apertus arcee bailing_hybrid cohere cohere2 deepseek_v3 deepseek_v4 dots1 ernie4_5 ernie4_5_moe exaone4 gemma2
+gemma3 gemma3_text gemma4 gemma4_text gemma4_unified glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm5_next glm_moe_dsa
+gpt_oss hy_v3 hyperclovax iquestcoder kimi_k2 kimi_linear laguna lfm2 lfm2_moe lfm2_vl llama mimo mimo_v2 minimax_m2
+ministral3 mistral mistral3 mistral4 mixtral muse_glimmer nemotron-nas nemotron_h olmo3 olmo_hybrid phi3 qwen2
+qwen2_5_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen4_exp
+seed_oss smollm3 solar_open spark2_5 step3p5 step3p7
+"""
+ARCHITECTURES = frozenset(_MODEL_TYPES.split())
+
+_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+    (
+        r"Insufficient VRAM in split for model and cache|torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory",
+        Failure(
+            message="there was not enough memory on the cards for the model and its cache",
+            hint="ask for less: --context 4096, --concurrency 1, or fewer bits per weight",
+        ),
+    ),
+    (
+        r"Unknown architecture (?P<what>\w+)",
+        Failure(
+            message="this version of ExLlamaV3 does not know the architecture {what}",
+            hint="a newer one may: see whether bedplate has an update, or choose another engine with --engine",
+        ),
+    ),
+    (
+        r"CUDA_HOME environment variable is not set|nvcc: not found|No such file or directory: '[^']*nvcc'",
+        Failure(
+            message="its kernels are compiled here, and CUDA's compiler nvcc is missing",
+            hint="install the CUDA toolkit that matches the driver, and a C++ compiler",
+        ),
+    ),
+    (
+        r"Error building extension 'exllamav3_ext'",
+        Failure(
+            message="its kernels did not compile",
+            hint="the log names the first error; memory may have run out: set MAX_JOBS to a smaller number",
+        ),
+    ),
+)
 
 
-class ExLlamaV3(Engine):
+class ExLlamaV3(ServedByBedplate):
     id = "exllamav3"
     name = "ExLlamaV3"
+    version = "1.6.5"
+    recipe = Recipe(
+        packages=("exllamav3==1.6.5", "torch==2.11.0", "jinja2==3.1.6"),
+        programs=(("exllamav3-server", "exllamav3_server.py"), CORE),
+        download_bytes=2_900_000_000,
+        disk_bytes=6_800_000_000,
+        # Importing it compiles its kernels, which is a step of its own.
+        check="import importlib.util, torch; assert torch.cuda.is_available() and importlib.util.find_spec('exllamav3')",
+    )
     formats = ("exl3",)
+    converts = ("safetensors",)
+    vendors = ("nvidia",)
+    systems = ("linux", "windows")
+    # Turing has paths of its own in 1.6.5 (util/backend.py); PyTorch 2.11's wheels leave out what is older.
+    capability = (7, 5)
+    ways = ("pipeline", "tensor")
+    paged = True
+    effort = 2
+    features = Features(
+        batching="continuous",
+        kv_cache="paged, prefixes shared; 2 to 8 bits",
+        quantization="EXL3: 1 to 8 bits per weight",
+        hardware="NVIDIA from Turing on; AMD in its source, untried here",
+        structured_output="JSON schema (llguidance)",
+        multi_node="none",
+        server="bedplate's; its makers point to TabbyAPI",
+        maintained="active",
+        source="exllamav3 1.6.5 (October 2026): README, model_init.py, generator/, architecture/architectures.py",
+    )
     uses = MemoryUse(
         process_bytes=1_500_000_000,
         device_bytes=600_000_000,
@@ -17,12 +107,90 @@ class ExLlamaV3(Engine):
         spread=0.6,
         source="ExLlamaV3: max_chunk_size default; context and kernels assumed as for PyTorch",
     )
+    max_slots = 256
     strength = "one to four RTX cards, one user"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        if not hardware.has("nvidia"):
-            return self.refusal("impossible", "needs an NVIDIA GPU", "one to four RTX cards")
-        return self.not_run_yet()
+        if refused := super().refuse(hardware, model, workload):
+            return refused
+        if model.architecture not in (*ARCHITECTURES, "unknown") and model.format != "facts":
+            return self.refusal("impossible", f"does not know the architecture {model.architecture}", self.strength)
+        if model.architecture.startswith("gemma4") and re.search(r"\bE\dB\b", model.name, re.IGNORECASE):
+            return self.refusal("impossible", "does not run Gemma 4's small E models", "a larger Gemma 4")
+        target = self.target(hardware)
+        if target is not None and not self.weights(target, model, workload):
+            why = f"converts 16-bit weights, not {model.quantization}"
+            return self.refusal("impossible", why, "the same model in BF16, or as EXL3")
+        return None
+
+    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label = model.quantization or "BF16"
+        if model.format == "exl3":
+            return (Weights(label=label, made="as it is", format="exl3"),)
+        # Its converter unpacks FP8 and MXFP4; other packed weights it does not read.
+        if label not in (*SIXTEEN_BIT, "FP8", "MXFP4"):
+            return ()
+        labels = BPW[:1] if workload.precision_sensitive else BPW
+        if label == "MXFP4":
+            labels = tuple(one for one in labels if float(one.removesuffix("BPW")) <= 5)
+        return tuple(Weights(label=one, made="converted", format="exl3") for one in labels)
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        settings, layout = plan.settings, plan.parallelism
+        converted = plan.weights.made == "converted"
+        argv = self.server_argv("exllamav3-server", plan, port)
+        if converted:
+            argv[argv.index("--model") + 1] = made_path(plan)
+        argv += ["--cache-tokens", str(-(-settings.context_tokens // PAGE_TOKENS) * PAGE_TOKENS * settings.slots)]
+        if (cards := layout.tensor * layout.pipeline) > 1:
+            argv += ["--cards", str(cards)]
+        if layout.tensor > 1:
+            argv += ["--tensor-parallel"]
+        if settings.kv_type == "fp8":
+            argv += ["--cache-bits", "8"]
+        if settings.batch_tokens is not None:
+            argv += ["--chunk-tokens", str(settings.batch_tokens)]
+        steps = [*self.installation(), compilation("exllamav3", settings)]
+        if converted:
+            steps += [*fetching(plan), _conversion(plan)]
+        return Launch(argv=tuple(argv), env={"MAX_JOBS": str(COMPILE_JOBS)}, prepare=tuple(steps))
+
+    def explain(self, log: str) -> Failure | None:
+        return known_failure(log, _KNOWN_FAILURES) or super().explain(log)
+
+
+def compilation(package: str, settings: Settings) -> Preparation:
+    """The first import compiles the package's kernels; better here than while somebody waits for the first answer."""
+    jobs = min(settings.threads or COMPILE_JOBS, COMPILE_JOBS)
+    return Preparation(
+        kind="build",
+        what=f"{package}'s CUDA kernels; wants nvcc and a C++ compiler",
+        where="PyTorch's folder for extensions",
+        seconds=estimate(780.0 * COMPILE_JOBS / jobs, 0.5, "13 min with 6 jobs beside an H200"),
+        disk_bytes=500_000_000,
+        argv=("env", f"MAX_JOBS={jobs}", "python", "-c", f"import {package}"),
+    )
+
+
+def _conversion(plan: Plan) -> Preparation:
+    bits, result = plan.weights.label.removesuffix("BPW"), made_path(plan)
+    model = plan.model
+    weights = model.parameters + model.vision_parameters
+    # The embedding stays in 16 bits.
+    kept = 2 * (model.vocab_size or 0) * (model.hidden_size or 0)
+    argv = ["python", "-m", "exllamav3.conversion.convert_model", "--in_dir", source_folder(plan)]
+    argv += ["--work_dir", f"{result}-work", "--out_dir", result, "--bits", bits]
+    return Preparation(
+        kind="convert",
+        what=f"{model.name} to {bits} bits per weight",
+        where=result,
+        # Twice: what it has done so far lies in the working folder until all is done.
+        disk_bytes=round(2 * (weights * float(bits) / 8 + kept)),
+        seconds=estimate(
+            weights / CONVERT_WEIGHTS_S, 0.7, "its README: minutes for small models, a few hours for 70 B on one card"
+        ),
+        argv=tuple(argv),
+    )
 
 
 ENGINE = ExLlamaV3()

@@ -30,6 +30,7 @@ class _Family(NamedTuple):
 
 # The first that matches counts, so what is special stands before what is general.
 _FAMILIES = (
+    _Family("gpt-oss", ("gpt_oss",)),
     _Family("none", named=r"embed|rerank|guard\b|[-_]base\b|reward"),
     _Family("hermes", named=r"hermes-(?:2-pro|2-theta|3|4)"),
     _Family("deepseek-r1-distill", ("llama", "qwen2"), r"r1-distill|deepseek-r1-0528-qwen3"),
@@ -44,7 +45,6 @@ _FAMILIES = (
     _Family("deepseek-v3", ("deepseek_v3",)),
     _Family("deepseek-v3.2", ("deepseek_v32",)),
     _Family("deepseek-v4", ("deepseek_v4",)),
-    _Family("gpt-oss", ("gpt_oss",)),
     _Family("glm-4.7", ("glm4_moe", "glm4_moe_lite"), r"glm-4[._]7"),
     _Family("glm-4.5", ("glm4_moe",)),
     _Family("glm-4.7", ("glm4_moe_lite", "glm_moe_dsa")),

@@ -208,7 +208,8 @@ def compressing(plan: Plan, scheme: str) -> tuple[Preparation, ...]:
     size = round(plan.model.parameters * 0.6)
     return (
         Preparation(
-            kind="install", what=COMPRESSOR, where="an environment of its own", argv=("uv", "pip", "install", COMPRESSOR)
+            kind="install", what=COMPRESSOR, where="an environment of its own",
+            argv=("uv", "pip", "install", COMPRESSOR),
         ),
         Preparation(
             kind="convert", what=f"{plan.model.name} to {plan.weights.label}", where=made_path(plan), disk_bytes=size,

@@ -2,14 +2,141 @@
 
 from __future__ import annotations
 
-from bedplate.engines.base import Engine, MemoryUse
-from bedplate.values import Hardware, Model, Refusal, Workload
+import json
+from collections.abc import Mapping
+
+from bedplate.engines.base import (
+    Engine,
+    EngineState,
+    Failure,
+    Features,
+    MemoryUse,
+    Target,
+    fetching,
+    made_path,
+    source_folder,
+)
+from bedplate.engines.parsers import Parsers, parsers_for
+from bedplate.engines.shared import (
+    HUB,
+    PORT_IN_USE,
+    TORCH,
+    Known,
+    everyday_settings,
+    explained,
+    hub_variables,
+    joined,
+    progress_of_shards,
+    refuse_architecture,
+    refuse_stored,
+    stored_as,
+)
+from bedplate.values import (
+    Hardware,
+    Launch,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+    estimate,
+    replaced,
+)
+
+IMAGE = "nvcr.io/nvidia/tensorrt-llm/release:1.2.1"
+OPTIONS_FILE = "trtllm-options.yaml"
+# Model types whose classes the release notes up to 1.2 and the table of supported models name for the PyTorch backend;
+# what the table has from AutoDeploy alone, or came with 1.3, is left out.
+ARCHITECTURES = frozenset([
+    "llama", "llama4", "mllama", "mistral", "mistral3", "mixtral", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3",
+    "qwen3_moe", "qwen3_next", "qwen3_vl", "deepseek_v3", "deepseek_v32", "kimi_k2", "gpt_oss", "gemma3", "gemma3_text",
+    "glm4_moe", "nemotron", "nemotron-nas", "nemotron_h", "phi3", "phi4mm", "exaone4", "exaone_moe", "hunyuan_v1_moe",
+    "hunyuan_v1_dense", "seed_oss", "starcoder2", "cohere2",
+])  # fmt: skip
+# "Hardware Support Matrix" of docs/source/features/quantization.md (2026): methods by generation.
+_AMPERE, _ADA, _HOPPER, _BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
+CONVERSIONS = {"FP8": "fp8", "NVFP4": "nvfp4", "AWQ-INT4": "int4_awq"}
+"""ModelOpt's names for what its script makes."""
+PARSERS: Mapping[str, Parsers] = {
+    "deepseek-r1": Parsers(None, "deepseek-r1"),
+    "deepseek-r1-distill": Parsers(None, "deepseek-r1"),
+    "qwen-3": Parsers("qwen3", "qwen3"),
+    "qwen-3-instruct": Parsers("qwen3"),
+    "qwen-3-thinking": Parsers("qwen3", "deepseek-r1"),
+    "qwen-3-coder": Parsers("qwen3_coder"),
+}
+"""Only those whose names are the same in every source from the pinned version's time; DeepSeek's were renamed then."""
+_KNOWN_FAILURES: Known = (
+    (
+        r"Executor creation failed due to insufficient GPU memory\."
+        r"[\s\S]{0,200}?could not be created: (?P<what>[^\n]+)",
+        Failure(
+            message="the GPU has no memory left for: {what}",
+            hint="ask for a shorter --context or a lower --concurrency, a smaller quantization, or more cards",
+        ),
+    ),
+    (
+        r"Executor creation failed due to insufficient GPU memory",
+        Failure(
+            message="the GPU has no memory left for the model's cache",
+            hint="ask for a shorter --context or a lower --concurrency, a smaller quantization, or more cards",
+        ),
+    ),
+    (
+        r"Unknown architecture for AutoModelForCausalLM: (?P<what>\S+)",
+        Failure(
+            message="this version of TensorRT-LLM does not know the architecture {what}",
+            hint="choose another engine with --engine",
+        ),
+    ),
+    (
+        r"(?i)unsupported quant[_ ]mode: (?P<what>[^\n]{1,80})",
+        Failure(
+            message="it has no kernels for this quantization on this GPU ({what})",
+            hint="another quantization of the same model",
+        ),
+    ),
+    (
+        r"No GPU devices found on the node",
+        Failure(message="it sees no NVIDIA GPU", hint="in a container, start it with --gpus all"),
+    ),
+    (
+        r"Failed to bind socket to \S+:\d+",
+        Failure(
+            message="the private port was taken by another program in the same moment",
+            hint="start again; another port is chosen then",
+            lasting=False,
+        ),
+    ),
+)
 
 
 class TensorRtLlm(Engine):
     id = "tensorrt-llm"
     name = "TensorRT-LLM"
+    version = "1.2.1"
     formats = ("safetensors",)
+    vendors = ("nvidia",)
+    # docs/source/supported-hardware.md: Ampere (A100), Ada Lovelace, Hopper, Blackwell.
+    capability = _AMPERE
+    # Replicas are processes of their own: its server has no option for them.
+    ways = ("tensor", "pipeline", "expert", "attention_data")
+    paged = True
+    built_for = ("cuda",)
+    effort = 5
+    features = Features(
+        batching="in flight, prompts in chunks, scheduling overlapped with the GPU",
+        kv_cache="paged, reused by blocks, tier in host memory; FP8",
+        quantization="FP8, NVFP4, MXFP4, AWQ, GPTQ as stored; made before by ModelOpt, never while loading",
+        hardware="NVIDIA only: Ampere, Ada, Hopper, Blackwell",
+        structured_output="JSON schema, grammars (xgrammar), when switched on",
+        multi_node="yes, by MPI",
+        server="its own (trtllm-serve); Hugging Face checkpoints, no engine build since 1.0",
+        maintained="active",
+        source="TensorRT-LLM 1.2 release notes; trtllm-serve's source of January 2026 and its reference of spring 2026",
+    )
     uses = MemoryUse(
         process_bytes=3_600_000_000,
         device_bytes=3_000_000_000,
@@ -18,16 +145,131 @@ class TensorRtLlm(Engine):
         spread=0.5,
         source="TensorRT-LLM: free_gpu_memory_fraction and max_num_tokens defaults",
     )
+    default_slots = 256
     strength = "extreme volume on NVIDIA, a model that rarely changes"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        if not hardware.has("nvidia"):
-            return self.refusal(
-                "impossible",
-                "needs an NVIDIA GPU",
-                "data-centre NVIDIA, extreme volume, and a model that rarely changes",
+        return (
+            super().refuse(hardware, model, workload)
+            or refuse_architecture(self, model, ARCHITECTURES)
+            or refuse_stored(self, hardware, model, workload)
+        )
+
+    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label, method = stored_as(model)
+        capability = target.capability or _HOPPER
+        if method != "16-bit":
+            as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
+            return (as_it_is,) if _runs(method, capability, model) else ()
+        found = [Weights(label=label, made="as it is", format="safetensors")]
+        labels = ["FP8"] if capability >= _ADA else []
+        if not workload.precision_sensitive:
+            labels += ["NVFP4"] if capability >= _BLACKWELL else ["AWQ-INT4"]
+        return (*found, *(Weights(label=one, made="converted", format="safetensors") for one in labels))
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        settings = everyday_settings(super().settle(hardware, model, workload), model, workload)
+        return replaced(settings, batch_tokens=8192)
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        settings, layout = plan.settings, plan.parallelism
+        path = made_path(plan) if plan.weights.made == "converted" else plan.model_path
+        # It has no option for the name that clients send, and takes any.
+        argv = ["trtllm-serve", "serve", path, "--host", "127.0.0.1", "--port", str(port)]
+        argv += ["--max_seq_len", str(settings.context_tokens)]
+        argv += ["--max_batch_size", str(-(-settings.slots // layout.attention_data))]
+        argv += joined([("--max_num_tokens", settings.batch_tokens)])
+        argv += joined([("--kv_cache_free_gpu_memory_fraction", settings.memory_share)])
+        for name, size in (("--tp_size", layout.tensor), ("--pp_size", layout.pipeline), ("--ep_size", layout.expert)):
+            argv += [name, str(size)] if size > 1 else []
+        parsers = parsers_for(plan.model, PARSERS)
+        argv += joined([("--reasoning_parser", parsers.reasoning), ("--tool_parser", parsers.tools)])
+        argv += ["--extra_llm_api_options", OPTIONS_FILE]
+        return Launch(argv=tuple(argv), env=hub_variables(plan), prepare=self._prepare(plan))
+
+    def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch:
+        """One command for all nodes, given to Slurm on the first: MPI starts every rank."""
+        launch = self.launch(plan, port)
+        ranks = plan.parallelism.tensor * plan.parallelism.pipeline
+        srun = ["srun", "--nodes", str(nodes), "--ntasks", str(ranks), "--ntasks-per-node", str(-(-ranks // nodes))]
+        return replaced(launch, argv=(*srun, "--mpi=pmix", "trtllm-llmapi-launch", *launch.argv))
+
+    def progress(self, line: str) -> float | None:
+        return progress_of_shards(line)
+
+    def explain(self, log: str) -> Failure | None:
+        return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
+
+    def read(self, metrics: str) -> EngineState:
+        """From its `/metrics`, which is a JSON list of iterations since the last time that somebody asked."""
+        try:
+            newest = json.loads(metrics)[-1]
+            cache = newest.get("kvCacheStats") or {}
+            used, most = cache.get("usedNumBlocks"), cache.get("maxNumBlocks")
+            return EngineState(
+                running=_figure(newest.get("numActiveRequests")),
+                waiting=_figure(newest.get("numQueuedRequests")),
+                kv_use=used / most if used is not None and most else None,
             )
-        return self.not_run_yet()
+        except (ValueError, TypeError, LookupError, AttributeError):
+            return EngineState()
+
+    def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
+        steps = [Preparation(kind="download", what=IMAGE, where="the container store", argv=("docker", "pull", IMAGE))]
+        if plan.weights.made == "converted":
+            steps += fetching(plan)
+            steps.append(_converting(plan))
+        text = options(plan)
+        steps.append(
+            Preparation(
+                kind="build", what=f"its options: {', '.join(text.splitlines())}", where=OPTIONS_FILE,
+                disk_bytes=len(text), argv=("sh", "-c", f"printf '%s' '{text}' > {OPTIONS_FILE}"),
+            )
+        )  # fmt: skip
+        return tuple(steps)
+
+
+def options(plan: Plan) -> str:
+    """The YAML file for what its command line has no options for."""
+    # Without chunks a prompt longer than a batch is refused; without statistics its metrics are empty.
+    lines = ["enable_chunked_prefill: true", "enable_iter_perf_stats: true"]
+    if plan.parallelism.attention_data > 1:
+        lines.append("enable_attention_dp: true")
+    if plan.settings.kv_type == "fp8":
+        lines += ["kv_cache_config:", "  dtype: fp8"]
+    if plan.workload.structured_output:
+        lines.append("guided_decoding_backend: xgrammar")
+    return "\n".join([*lines, ""])
+
+
+def _runs(method: str, capability: tuple[int, int], model: Model) -> bool:
+    if method == "fp8":
+        blocks = model.quantization_details is not None and model.quantization_details.block is not None
+        # Scales by block: Hopper and the data-centre Blackwells (sm_100, sm_103) alone.
+        return _HOPPER <= capability < (12, 0) if blocks else capability >= _ADA
+    if method in ("nvfp4", "mixed"):
+        return capability >= _BLACKWELL
+    if method == "mxfp4":
+        # The matrix has Blackwell alone; GPT-OSS runs on Hopper with Triton kernels (its deployment guide).
+        return capability >= _HOPPER
+    return method in ("awq", "gptq") and _AMPERE <= capability < _BLACKWELL
+
+
+def _converting(plan: Plan) -> Preparation:
+    seconds = estimate(600 + 60 * plan.model.parameters / 1e9, 0.7, "not measured: calibration on the GPUs that serve")
+    argv = ("python", "hf_ptq.py", "--pyt_ckpt_path", source_folder(plan), "--qformat")
+    return Preparation(
+        kind="convert",
+        what=f"{plan.model.name} to {plan.weights.label}, with examples/llm_ptq of NVIDIA's Model Optimizer",
+        where=made_path(plan),
+        disk_bytes=round(plan.model.parameters * (1.1 if plan.weights.label == "FP8" else 0.65)),
+        seconds=seconds,
+        argv=(*argv, CONVERSIONS[plan.weights.label], "--export_path", made_path(plan)),
+    )
+
+
+def _figure(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 ENGINE = TensorRtLlm()

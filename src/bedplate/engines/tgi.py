@@ -2,22 +2,187 @@
 
 from __future__ import annotations
 
-from bedplate.engines.base import Engine
-from bedplate.values import Hardware, Model, Refusal, Workload
+from pathlib import PurePath
+from typing import Literal
+
+from bedplate.engines.base import Engine, EngineState, Failure, Features, MemoryUse, Target
+from bedplate.engines.shared import (
+    HUB,
+    PORT_IN_USE,
+    TORCH,
+    Known,
+    everyday_settings,
+    explained,
+    joined,
+    refuse_architecture,
+    refuse_gfx,
+    refuse_stored,
+    stored_as,
+    total,
+)
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+
+# All of this by the source of v3.3.7 (2025-12-18), its last release.
+IMAGE = "ghcr.io/huggingface/text-generation-inference:3.3.7"
+MOUNT = "/models"
+GFX = ("gfx90a", "gfx942")
+"""PYTORCH_ROCM_ARCH in Dockerfile_amd."""
+PREFILL_TOKENS = 4096
+# ModelType in server/text_generation_server/models/__init__.py, and a few that its transformers 4.51.3 brings.
+ARCHITECTURES = frozenset([
+    "deepseek_v2", "deepseek_v3", "idefics2", "idefics3", "llava_next", "llama", "llama4", "phi3", "granite", "gemma",
+    "paligemma", "gemma2", "gemma3", "gemma3_text", "cohere", "dbrx", "mamba", "mistral", "mixtral", "gpt_bigcode",
+    "phi", "phimoe", "baichuan", "falcon", "starcoder2", "qwen2", "qwen2_vl", "qwen2_5_vl", "opt", "t5", "galactica",
+    "santacoder", "bloom", "mpt", "gpt2", "gpt_neox", "gptj", "idefics", "mllama",
+    "qwen3", "qwen3_moe", "olmo2", "glm4", "cohere2", "stablelm",
+])  # fmt: skip
+RUNS = {"awq": "awq", "gptq": "gptq", "fp8": "fp8", "compressed-tensors": "compressed-tensors"}
+"""How its option is called for weights that are quantized already."""
+_KNOWN_FAILURES: Known = (
+    (
+        r"Not enough memory to handle `?max_total_tokens=(?P<tokens>\d+)`?",
+        Failure(
+            message="beside the weights there is no room for the cache of one request of {tokens} tokens",
+            hint="ask for a shorter --context, or a smaller quantization",
+        ),
+    ),
+    (
+        r"Not enough memory to handle (?P<tokens>\d+) prefill tokens",
+        Failure(
+            message="there is no memory for computing {tokens} prompt tokens at once",
+            hint="ask for a shorter --context, or a smaller quantization",
+        ),
+    ),
+    (
+        r"Unsupported model type (?P<what>\S+)|has model type `(?P<type>[^`]+)` but Transformers does not recognize",
+        Failure(
+            message="this version of TGI does not know the architecture {what}{type}",
+            hint="vllm serves more architectures and is maintained",
+        ),
+    ),
+    (
+        r"`num_heads` must be divisible by `num_shards` "
+        r"\(got `num_heads`: (?P<heads>\d+) and `num_shards`: (?P<shards>\d+)",
+        Failure(
+            message="the model's {heads} attention heads cannot be divided among {shards} GPUs",
+            hint="fewer cards, or another engine with --engine",
+        ),
+    ),
+)  # fmt: skip
 
 
 class Tgi(Engine):
     id = "tgi"
     name = "TGI"
+    version = "3.3.7"
     formats = ("safetensors",)
+    vendors = ("nvidia", "amd")
+    # docs/source/installation_nvidia.md names the T4 as the oldest.
+    capability = (7, 5)
+    ways = ("tensor",)
+    paged = True
+    built_for = ("cuda", "rocm")
+    effort = 2
+    features = Features(
+        batching="continuous",
+        kv_cache="paged, prefix cache; FP8 on NVIDIA",
+        quantization="FP8 and 8 bits (EETQ) while loading; AWQ, GPTQ, FP8, compressed-tensors as stored",
+        hardware="NVIDIA from Turing on, AMD Instinct MI200 and MI300",
+        structured_output="JSON schema, regular expressions",
+        multi_node="no",
+        server="its own, in a container",
+        maintained="not since December 2025: fixes only, and it recommends vLLM and SGLang",
+        source="TGI v3.3.7 (2025-12-18): launcher/src/main.rs, README.md",
+    )
+    uses = MemoryUse(
+        process_bytes=3_000_000_000,
+        device_bytes=2_500_000_000,
+        prefill_tokens=PREFILL_TOKENS,
+        share=0.95,
+        spread=0.5,
+        source="TGI: five percent of the memory are left free by its warm-up (flash_causal_lm.py)",
+    )
+    default_slots = 128
+    key_variable = "API_KEY"
     strength = "a team that runs it already"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        if not (hardware.has("nvidia") or hardware.has("amd")):
-            return self.refusal(
-                "impossible", "needs a GPU, and comes as a container", "vllm serves the same models and is maintained"
+        return (
+            super().refuse(hardware, model, workload)
+            or refuse_gfx(self, hardware, GFX)
+            or refuse_architecture(self, model, ARCHITECTURES)
+            or refuse_stored(self, hardware, model, workload)
+        )
+
+    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label, method = stored_as(model)
+        old = target.capability is not None and target.capability < (8, 0)
+        if method != "16-bit":
+            runs = method in RUNS and (
+                method != "fp8" or "fp8" in target.features or (target.device == "cuda" and not old)
             )
-        return self.not_run_yet()
+            return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),) if runs else ()
+        cast = old and label == "BF16"
+        made: Literal["as it is", "while loading"] = "while loading" if cast else "as it is"
+        found = [Weights(label="F16" if cast else label, made=made, format="safetensors")]
+        if "fp8" in target.features:
+            found.append(Weights(label="FP8", made="while loading", format="safetensors"))
+        elif target.device == "cuda" and not model.num_experts:
+            found.append(Weights(label="INT8", made="while loading", format="safetensors"))
+        if target.device == "cuda" and not workload.precision_sensitive and not model.num_experts:
+            found.append(Weights(label="NF4", made="while loading", format="safetensors"))
+        return tuple(found)
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        settings = everyday_settings(super().settle(hardware, model, workload), model, workload)
+        # An answer must have room after the longest prompt.
+        return replaced(settings, context_tokens=max(2, settings.context_tokens), batch_tokens=PREFILL_TOKENS)
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        settings = plan.settings
+        image = f"{IMAGE}-rocm" if settings.device == "rocm" else IMAGE
+        argv = ["docker", "run", "--rm", "--network", "host", "--shm-size", "16g", *_devices(settings.device)]
+        # Named alone, a variable is handed on when it is set, and nothing of it shows.
+        argv += ["--env", "HF_TOKEN", "--env", "API_KEY"]
+        path = plan.model_path
+        if plan.model.files:
+            argv += ["--volume", f"{path}:{MOUNT}/{PurePath(path).name}:ro"]
+            path = f"{MOUNT}/{PurePath(path).name}"
+        argv += [image, "--model-id", path, "--hostname", "127.0.0.1", "--port", str(port)]
+        most = settings.context_tokens
+        answer = min(plan.workload.output_tokens, most - 1)
+        argv += ["--max-total-tokens", str(most), "--max-input-tokens", str(max(1, most - answer))]
+        argv += ["--max-batch-prefill-tokens", str(max(settings.batch_tokens or 0, most - answer))]
+        # Beyond what it computes, as many may wait.
+        argv += ["--max-concurrent-requests", str(2 * settings.slots)]
+        argv += joined([("--cuda-memory-fraction", settings.memory_share), ("--quantize", _quantize(plan))])
+        if plan.weights.label == "F16" and plan.weights.made == "while loading":
+            argv += ["--dtype", "float16"]
+        if settings.kv_type == "fp8":
+            argv += ["--kv-cache-dtype", "fp8_e4m3fn"]
+        if plan.parallelism.tensor > 1:
+            argv += ["--sharded", "true", "--num-shard", str(plan.parallelism.tensor)]
+        argv += ["--usage-stats", "off"]
+        pull = Preparation(kind="download", what=image, where="the container store", argv=("docker", "pull", image))
+        return Launch(argv=tuple(argv), prepare=(pull,))
+
+    def explain(self, log: str) -> Failure | None:
+        return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
+
+    def read(self, metrics: str) -> EngineState:
+        return EngineState(running=total(metrics, "tgi_batch_current_size"), waiting=total(metrics, "tgi_queue_size"))
+
+
+def _devices(device: str) -> list[str]:
+    if device == "rocm":
+        return ["--device", "/dev/kfd", "--device", "/dev/dri", "--group-add", "video", "--ipc", "host"]
+    return ["--gpus", "all"]
+
+
+def _quantize(plan: Plan) -> str | None:
+    if plan.weights.made == "while loading":
+        return {"FP8": "fp8", "INT8": "eetq", "NF4": "bitsandbytes-nf4"}.get(plan.weights.label)
+    return RUNS.get(stored_as(plan.model)[1])
 
 
 ENGINE = Tgi()

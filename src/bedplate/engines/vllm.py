@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from bedplate.engines.base import (
     Engine,
@@ -209,8 +210,8 @@ class Vllm(Engine):
     def _of_plain(self, target: Target, model: Model, workload: Workload, label: str) -> tuple[Weights, ...]:
         # Chips without BF16 units are given F16, which the loader makes of it.
         cast = label == "BF16" and target.capability is not None and target.capability < (8, 0)
-        found = [Weights(label="F16" if cast else label, made="while loading" if cast else "as it is",
-                         format="safetensors")]  # fmt: skip
+        made: Literal["as it is", "while loading"] = "while loading" if cast else "as it is"
+        found = [Weights(label="F16" if cast else label, made=made, format="safetensors")]
         if workload.task == "generate" and _quantizes_while_loading(target, model):
             found.append(Weights(label="FP8", made="while loading", format="safetensors"))
         if workload.task == "generate" and not workload.precision_sensitive and target.device in ("cuda", "rocm"):
@@ -250,7 +251,8 @@ class Vllm(Engine):
         if settings.kv_type == "fp8":
             argv += ["--kv-cache-dtype", "fp8"]
         if on_cpu:
-            argv += ["--enforce-eager"]
+            # Compiling needs a C++ compiler, and without a size it takes nearly all of the machine's memory.
+            argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(_cache_bytes(plan))]
         if plan.workload.task != "generate":
             argv += ["--runner", "pooling"]
         argv += ["--disable-uvicorn-access-log"]
@@ -337,11 +339,14 @@ def _layout(plan: Plan) -> list[str]:
 
 
 def _environment(plan: Plan) -> dict[str, str]:
-    env = {"VLLM_NO_USAGE_STATS": "1", **hub_variables(plan)}
-    if plan.settings.device == "cpu":
-        cache = plan.settings.slots * plan.model.kv_bytes(plan.settings.context_tokens)
-        env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-cache // GIB)))
-    return env
+    return {"VLLM_NO_USAGE_STATS": "1", **hub_variables(plan)}
+
+
+def _cache_bytes(plan: Plan) -> int:
+    """Cache for one request of the longest kind, or for those that are expected at once; whole blocks of it."""
+    model, workload = plan.model, plan.workload
+    at_once = min(plan.settings.slots, workload.in_flight()) * model.kv_bytes(workload.request_tokens)
+    return round(1.1 * max(model.kv_bytes(plan.settings.context_tokens), at_once, GIB // 16))
 
 
 def _install(device: str) -> Preparation:

@@ -115,7 +115,7 @@ class Chip(Record, frozen=True, kw_only=True):
     source: str
     note: str | None = None
     verify: bool = False
-    """Some figure could not be confirmed with the vendor, nor in several publications that agree."""
+    """Some figure could not be confirmed with the vendor, nor in a press report of what the vendor said."""
 
     @property
     def memory_bytes(self) -> int | None:

@@ -1,4 +1,4 @@
-"""One machine, one or a few streams: the time of a forward pass from its bytes and operations, and what follows from it.
+"""One machine, one or a few streams: the time of a forward pass from its bytes and operations, and what follows.
 
 A forward pass of a few tokens reads its weights once and multiplies vectors; one of many tokens multiplies matrices in
 tiles. Both are the same sum of named parts, each at an efficiency that was fitted for the engine and its backend.
@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bedplate.decide.estimate import calibration
-from bedplate.decide.estimate.calibration import Limit
+from bedplate.decide.estimate.calibration import WIDE, Band, Limit
 from bedplate.decide.estimate.machine import Machine
 from bedplate.decide.estimate.physics import (
     Shape,
@@ -23,7 +23,8 @@ from bedplate.decide.estimate.physics import (
     link_bytes_s,
     prefill_floor_s,
 )
-from bedplate.decide.estimate.rows import Case, Refused
+from bedplate.decide.estimate.rows import SERVING_ENGINES, SERVING_METRICS, Case, Prediction, Refused
+from bedplate.values import Parallelism
 
 TYPICAL_CONTEXT = 256
 """Where a table says nothing of lengths: short prompts and answers, as speed tables are made."""
@@ -221,7 +222,7 @@ def forward(
 
 def _both(one: float, other: float) -> float:
     """Two things that overlap in part: more than the longer, less than the sum."""
-    return (one**4 + other**4) ** 0.25
+    return math.sqrt(math.hypot(one * one, other * other))
 
 
 def _weight_class(shape: Shape) -> int:
@@ -253,7 +254,7 @@ def profile_for(engine: str, backend: str, dated: bool = True) -> tuple[Profile,
     """The fitted efficiencies, and under which name they stand: those of the engine here, or of its next of kin."""
     found = calibration.table("local")
     profiles = found["profiles"]
-    for key in _kin(engine, backend, dated):
+    for key in kin(engine, backend, dated):
         if key in profiles:
             return Profile(**{name: float(profiles[key]["values"][name]) for name in Profile._fields}), key
     key = "other/cpu" if backend == "cpu" else "other"
@@ -269,7 +270,7 @@ NEAR_BACKENDS = {
 }  # fmt: skip
 
 
-def _kin(engine: str, backend: str, dated: bool) -> list[str]:
+def kin(engine: str, backend: str, dated: bool) -> list[str]:
     keys = []
     for name in (engine, KIN.get(engine, "")):
         if not name:

@@ -190,7 +190,7 @@ def experts_touched(experts: int, active: int, tokens: float) -> float:
     """How many different experts so many tokens choose, where each chooses evenly and for itself."""
     if not experts or tokens <= 0:
         return 0.0
-    return experts * (1.0 - (1.0 - active / experts) ** tokens)
+    return experts * float(1.0 - (1.0 - active / experts) ** tokens)
 
 
 def expert_read_bytes(shape: Shape, tokens: float) -> float:

@@ -1,4 +1,4 @@
-"""Rows of a table as questions: hardware, model, engine and layout as people write them, and a prediction or a reason."""
+"""Rows of a table as questions: hardware, model, engine and layout as people write them; a prediction or a reason."""
 
 from __future__ import annotations
 

@@ -1,0 +1,400 @@
+"""Continuous batching: requests that come and go share passes through the model, prompts between the tokens of others.
+
+Work is what one rank has to do, counted by `physics`; efficiencies say how near an engine comes to a chip's rates.
+The functions that turn both into times use nothing but arithmetic, so that a fit can give them whole columns of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from bedplate.decide.estimate.calibration import table
+from bedplate.decide.estimate.machine import Machine
+from bedplate.decide.estimate.physics import Shape, attention_ops, link_bytes_s
+
+WeightType = Literal["16-bit", "fp8", "nvfp4", "mxfp4", "int4"]
+
+MEMORY_SHARE = 0.9
+"""Of a device's memory, what engines take unless told otherwise: vLLM, SGLang and TensorRT-LLM agree within 0.05."""
+OVERHEAD_BYTES = 3e9
+"""Context, workspaces and graphs on each device."""
+WAVES = 10
+"""Requests of a benchmark for each stream, as public harnesses send them: the first of them all arrive at once."""
+SLOW_LINK_BYTES_S = 25e9
+"""Between devices of which nothing is said: PCIe 4."""
+BUSIEST = 0.95
+"""Share of prompts in the time beyond which a queue never drains in a closed loop: streams wait for themselves."""
+OVERLAP = 3
+"""Reading and computing overlap: the larger of the two, a little more where they are alike (a norm of this order)."""
+
+
+class Layout(NamedTuple):
+    """How one replica is divided among devices."""
+
+    tensor: int = 1
+    """Ranks that share the attention of one sequence."""
+    attention_data: int = 1
+    """Groups of such ranks, each with sequences of its own."""
+    expert: int = 1
+    """Ranks among which whole experts are divided; the rest of the ranks cut each expert."""
+    pipeline: int = 1
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Devices of one stage of one replica."""
+        return self.tensor * self.attention_data
+
+    @property
+    def devices(self) -> int:
+        return self.ranks * self.pipeline * self.replicas
+
+
+class Work(NamedTuple):
+    """What one rank has to do; seconds are at the sheet's rates."""
+
+    dense_s: float
+    """Reading the weights that every pass reads."""
+    experts_s: float
+    """Reading all routed experts."""
+    idle_share: float
+    """Of the experts, what one token leaves alone."""
+    cache_s: float
+    """Reading the cache of one sequence, half of its answer written."""
+    dense_ops_s: float
+    """Matrix products of one token, but for experts and logits."""
+    expert_ops_s: float
+    logits_s: float
+    attending_s: float
+    """Attention of one new token."""
+    prompt_attending_s: float
+    reduce_s: float
+    """All-reduces of one token, all layers."""
+    reduces: float
+    """How many a pass has."""
+    exchange_s: float
+    """Sending one token to its experts and back, all layers."""
+    exchanges: float
+    layers: float
+    expert_layers: float
+    latent_layers: float
+    state_layers: float
+    sparse_layers: float
+    groups: float
+    """Of ranks with sequences of their own."""
+    uneven: float
+    """1 where sequences are dealt to several groups, of which the fullest sets the pace."""
+    pipeline: float
+    prompt: float
+    output: float
+    held_bytes: float
+    """Cache of one sequence on one device, half of its answer written."""
+    most_bytes: float
+    """Cache of one sequence when it is complete."""
+    room_bytes: float
+    """What a device has for caches."""
+
+
+class Efficiencies(NamedTuple):
+    """Shares of a sheet's rates that are reached, and fixed costs in seconds."""
+
+    dense_read: float
+    expert_read: float
+    cache_read: float
+    matrix: float
+    expert_matrix: float
+    attention: float
+    routing_spread: float
+    """Of the tokens of a pass, how many choose experts independently of the others."""
+    layer_s: float
+    expert_layer_s: float
+    latent_layer_s: float
+    state_layer_s: float
+    sparse_layer_s: float
+    pass_s: float
+    sequence_s: float
+    """Sampling, detokenizing and scheduling of one sequence."""
+    reduce_latency_s: float
+    reduce_rate: float
+    reduce_rate_prompt: float
+    exchange_latency_s: float
+    exchange_rate: float
+    prompt_share: float
+    """Of a prompt's time, how much the tokens of others wait for: passes that both share cost less than two."""
+    request_s: float
+    """Accepting a request and sending its first token."""
+    steps_waited: float
+    """Passes that go by before a new request is taken in and its token is sent."""
+    queue: float
+    burst: float
+    """Share of all requests in the first wave, halved: each of them waits for half of the others on average."""
+    launch_layer_s: float
+    """Launching a layer's kernels for a prompt, without graphs: what bounds short prompts."""
+    launch_expert_layer_s: float
+    launch_latent_layer_s: float
+    cache_held: float
+    """Of a half-written sequence's cache, what is held on average: lengths vary, and requests leave."""
+    saturation: float
+    """Throughput under endless load against that of the steady state."""
+    unevenness: float
+    """Of the fullest group over the mean, in roots of the mean."""
+    wave_slower: float
+    """Prompts that all arrive at once on an engine that is cold, against those of the steady state."""
+    apart_token: float
+    """Time per token of decode workers that compute no prompts, against the same work by itself."""
+    apart_streams: float
+    """Streams for each rank of one decode worker beyond which people add workers."""
+    apart_growth: float
+    """How fast workers are added then: with what power of the streams."""
+    apart_first_s: float
+    """Handing a request and its cache from one worker to the other."""
+    apart_queue: float
+    """Prompts that wait at the prefill workers for each stream in flight, to the power that follows."""
+    apart_queue_growth: float
+    tuned: float
+    """Throughput of a tuned submission with all requests at hand, against a server's under endless load."""
+    tuned_server: float
+    """What meeting a latency target leaves of that."""
+    tuned_interactive: float
+
+
+def least(a: Any, b: Any) -> Any:
+    """The smaller of two numbers, or of each pair of two columns."""
+    return (a + b - abs(a - b)) / 2
+
+
+def most(a: Any, b: Any) -> Any:
+    return (a + b + abs(a - b)) / 2
+
+
+def weight_type(shape: Shape) -> WeightType:
+    label = shape.quantization.upper()
+    if label.startswith("MXFP4"):
+        return "mxfp4"
+    if label.startswith(("NVFP4", "FP4")):
+        return "nvfp4"
+    if shape.bits >= 12:
+        return "16-bit"
+    return "fp8" if shape.bits >= 6.5 else "int4"
+
+
+def layout_on(layout: Layout, shape: Shape) -> Layout:
+    """Experts can be divided among no more ranks than there are."""
+    return (
+        layout._replace(expert=max(1, min(layout.expert, layout.ranks))) if shape.experts else layout._replace(expert=1)
+    )
+
+
+def usual_kv_bits(shape: Shape) -> float:
+    """Engines and their recipes keep an 8-bit cache where weights and activations are 8 bits or fewer."""
+    return 8.0 if weight_type(shape) in ("fp8", "nvfp4", "mxfp4") else 16.0
+
+
+def work_of(
+    machine: Machine, shape: Shape, layout: Layout, prompt: float, output: float, kv_bits: float, cached: float = 0.0
+) -> Work:
+    """What a request of this shape asks of each rank. `cached` tokens of the prompt are in the cache already."""
+    tensor, groups, ranks, stages = layout.tensor, layout.attention_data, layout.ranks, layout.pipeline
+    bandwidth = machine.bandwidth_bytes_s
+    context = prompt + output / 2
+    wide = machine.rate("bf16", "fp16", "fp32") or 1e12
+    dense_rate = _matrix_rate(machine, shape, shape.dense_bytes, shape.dense_params)
+    expert_rate = _matrix_rate(machine, shape, shape.expert_bytes, shape.expert_params)
+    cache = held = complete = pair_ops = 0.0
+    for group in shape.attention:
+        split = 1 if group.latent else min(tensor, group.kv_heads)
+        per_token = group.bytes_per_token * kv_bits / 16 / split
+        state = group.state_bytes / tensor
+        seen = context if group.window is None else min(context, group.window)
+        kept = group.window if group.window is not None and not group.latent else math.inf
+        cache += per_token * seen + 2 * state
+        held += per_token * min(context, kept) + state
+        complete += per_token * min(prompt + output, kept) + state
+        pair_ops += group.pair_ops * seen / tensor
+    new = max(1.0, prompt - cached)
+    unabsorbed = attention_ops(shape, new, min(cached, prompt), absorbed=False) / tensor
+    link = link_bytes_s(machine, ranks) or SLOW_LINK_BYTES_S
+    sent = 2.0 * shape.hidden * 1.5 * min(shape.experts_active, layout.expert) * (layout.expert - 1) / layout.expert
+    exchanging = groups > 1 and shape.experts > 0
+    weights = (shape.total_bytes - shape.expert_bytes) / tensor + shape.expert_bytes / ranks
+    return Work(
+        dense_s=shape.dense_bytes / tensor / bandwidth,
+        experts_s=shape.expert_bytes / ranks / bandwidth,
+        idle_share=1.0 - shape.expert_share,
+        cache_s=cache / bandwidth,
+        dense_ops_s=2.0 * (shape.dense_params - shape.output_params) / tensor / dense_rate,
+        expert_ops_s=2.0 * shape.expert_params * shape.expert_share / ranks / expert_rate,
+        logits_s=2.0 * shape.output_params / tensor / wide,
+        attending_s=pair_ops / wide,
+        prompt_attending_s=unabsorbed / wide,
+        reduce_s=8.0 * (tensor - 1) / tensor * shape.hidden * shape.layers / link,
+        reduces=2.0 * shape.layers if tensor > 1 else 0.0,
+        exchange_s=sent * shape.moe_layers / link if exchanging else 0.0,
+        exchanges=2.0 * shape.moe_layers if exchanging else 0.0,
+        layers=float(shape.layers),
+        expert_layers=float(shape.moe_layers),
+        latent_layers=float(sum(group.layers for group in shape.attention if group.latent)),
+        state_layers=float(sum(group.layers for group in shape.attention if group.state_bytes)),
+        sparse_layers=float(sum(group.layers for group in shape.attention if group.latent and group.window)),
+        groups=float(groups),
+        uneven=1.0 if groups > 1 else 0.0,
+        pipeline=float(stages),
+        prompt=new,
+        output=max(1.0, output),
+        held_bytes=max(1.0, held / stages),
+        most_bytes=max(1.0, complete / stages),
+        room_bytes=(machine.memory_bytes or 0) * MEMORY_SHARE - weights / stages - OVERHEAD_BYTES,
+    )
+
+
+def _matrix_rate(machine: Machine, shape: Shape, size: float, params: float) -> float:
+    """Of the units that multiply such weights: 4-bit ones only where activations are that short too."""
+    bits = size * 8 / params if params else 16.0
+    kind = weight_type(shape)
+    types = ["bf16", "fp16", "fp32"]
+    if bits < 12 and kind != "int4" and not (kind == "mxfp4" and bits < 6 and "fp4" not in machine.ops_s):
+        types = ["fp8", "int8", *types]
+    if bits < 6 and kind == "nvfp4":
+        types = ["fp4", *types]
+    return machine.rate(*types) or 1e12
+
+
+@lru_cache(maxsize=512)
+def efficiencies(engine: str, family: str, weights: WeightType) -> Efficiencies:
+    """As fitted for this engine on chips of this family; what nobody has measured stands at what all have in common."""
+    fitted = table("serving")["efficiencies"]
+    return Efficiencies(*(efficiency(fitted[name], engine, family, weights) for name in Efficiencies._fields))
+
+
+def efficiency(entry: dict[str, Any], engine: str, family: str, weights: str) -> float:
+    """A share moves on a logistic scale, so that it stays below 1; a time or a count on a logarithmic one."""
+    moved = sum(
+        entry.get(axis, {}).get(key, 0.0)
+        for axis, key in (("engine", engine), ("family", family), ("weights", weights))
+    )
+    base = float(entry["base"])
+    if entry["scale"] == "share":
+        return 1.0 / (1.0 + (1.0 / base - 1.0) * math.exp(-moved))
+    return base * math.exp(moved)
+
+
+def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequences: Any, reduce_rate: Any) -> Any:
+    """Seconds of one pass of so many tokens through each group of ranks: reading, computing, links and fixed costs."""
+    everywhere = tokens * w.groups
+    touched = 1.0 - w.idle_share ** (everywhere * e.routing_spread)
+    reading = w.dense_s / e.dense_read + w.experts_s * touched / e.expert_read + cache_s / e.cache_read
+    computing = (
+        (tokens * w.dense_ops_s + sequences * w.logits_s) / e.matrix
+        + attending_s / e.attention
+        + everywhere * w.expert_ops_s / e.expert_matrix
+    )
+    links = (
+        w.reduces * e.reduce_latency_s
+        + tokens * w.reduce_s / reduce_rate
+        + w.exchanges * e.exchange_latency_s
+        + tokens * w.exchange_s / e.exchange_rate
+    )
+    fixed = (
+        w.layers * e.layer_s
+        + w.expert_layers * e.expert_layer_s
+        + w.latent_layers * e.latent_layer_s
+        + w.state_layers * e.state_layer_s
+        + w.sparse_layers * e.sparse_layer_s
+        + e.pass_s
+        + sequences * e.sequence_s
+    )
+    return reading, computing, links, fixed
+
+
+def pass_s(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequences: Any, reduce_rate: Any) -> Any:
+    reading, computing, links, fixed = pass_parts(w, e, tokens, cache_s, attending_s, sequences, reduce_rate)
+    return (reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP) + links + fixed
+
+
+def decode_parts(w: Any, e: Any, batch: Any) -> Any:
+    each = batch / w.pipeline
+    return pass_parts(w, e, each, each * w.cache_s, each * w.attending_s, each, e.reduce_rate)
+
+
+def decode_s(w: Any, e: Any, batch: Any) -> Any:
+    """One token for each of `batch` sequences of a group; the stages of a pipeline each work on a part of them."""
+    each = batch / w.pipeline
+    return pass_s(w, e, each, each * w.cache_s, each * w.attending_s, each, e.reduce_rate)
+
+
+def prefill_s(w: Any, e: Any) -> Any:
+    """One prompt by itself: its pass, or launching its kernels where that takes longer."""
+    passing = pass_s(w, e, w.prompt, 0.0, w.prompt_attending_s, 1.0, e.reduce_rate_prompt)
+    launching = (
+        w.layers * e.launch_layer_s
+        + w.expert_layers * e.launch_expert_layer_s
+        + w.latent_layers * e.launch_latent_layer_s
+    )
+    return (passing**OVERLAP + launching**OVERLAP) ** (1 / OVERLAP)
+
+
+def resident(w: Any, e: Any, complete: Any) -> Any:
+    """Requests whose caches a group holds at once; `complete` (1 or 0): room for the whole answer is set aside."""
+    held = complete * w.most_bytes + (1.0 - complete) * w.held_bytes * e.cache_held
+    return most(w.room_bytes / held, 1.0)
+
+
+def steady(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
+    """Time to first token, time per token and batch of a group, `streams` requests being always in flight.
+
+    Each token waits for its own pass and for its share of the prompts of others; what does not fit in memory queues.
+    """
+    own = streams / w.groups
+    own = most(own + w.uneven * e.unevenness * own**0.5, 1.0)
+    held = least(own, most_resident)
+    prompt_s = prefill_s(w, e)
+    batch = held
+    token_s = decode_s(w, e, batch)
+    for _ in range(4):
+        token_s = decode_s(w, e, batch) + batch / w.pipeline / w.output * prompt_s * e.prompt_share
+        batch = held * w.output * token_s / (w.output * token_s + prompt_s)
+    busy = least(batch / w.output * prompt_s / token_s, BUSIEST)
+    first_s = (
+        e.request_s
+        + e.steps_waited * decode_s(w, e, batch)
+        + prompt_s * (1.0 + e.queue * busy / (1.0 - busy) + e.burst * held)
+    )
+    queued_s = most(own / held - 1.0, 0.0) * (w.output * token_s + prompt_s)
+    return first_s + queued_s, token_s, batch
+
+
+def saturated_tok_s(w: Any, e: Any, batch: Any) -> Any:
+    """Tokens per second of one replica whose every group always has `batch` requests."""
+    token_s = decode_s(w, e, batch) + batch / w.pipeline / w.output * prefill_s(w, e) * e.prompt_share
+    return batch * w.groups / token_s * e.saturation
+
+
+def streamed_tok_s(w: Any, first_s: Any, token_s: Any, streams: Any) -> Any:
+    """Tokens per second of one replica in a closed loop of `streams`."""
+    return streams * w.output / (first_s + (w.output - 1.0) * token_s)
+
+
+def one_wave(w: Any, e: Any, streams: Any, most_resident: Any, slower: Any) -> Any:
+    """As `steady`, for a benchmark that sends each stream's only request at once: prompts queue, then all decode."""
+    own = most(streams / w.groups, 1.0)
+    held = least(own, most_resident)
+    prompt_s = prefill_s(w, e) * slower
+    token_s = decode_s(w, e, held)
+    first_s = e.request_s + e.steps_waited * token_s + prompt_s * (1.0 + held) / 2.0
+    queued_s = most(own / held - 1.0, 0.0) / 2.0 * (w.output * token_s + prompt_s * held)
+    return first_s + queued_s, token_s, prompt_s * held
+
+
+def apart(w: Any, spread: Any, e: Any, streams: Any, ranks: Any, prompt_s: Any) -> Any:
+    """Times to first token and per token where prompts are computed by other workers than answers.
+
+    How many workers there are is mostly not published, nor how each is divided: people add them as load grows, and take
+    the faster of dividing a sequence's attention (`w`) and dealing out sequences (`spread`).
+    """
+    workers = (1.0 + streams / (e.apart_streams * ranks)) ** e.apart_growth
+    share = most(streams / workers, 1.0)
+    token_s = least(decode_s(w, e, share), decode_s(spread, e, most(share / ranks, 1.0))) * e.apart_token
+    first_s = e.apart_first_s + prompt_s * (1.0 + e.apart_queue * streams**e.apart_queue_growth)
+    return first_s, token_s

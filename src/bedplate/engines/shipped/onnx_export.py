@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""A Hugging Face encoder as an ONNX folder: what GenAI's builder is to models that write, this is to those that read.
+
+Runs inside of the engine's environment: torch, transformers and onnx. The result is checked against PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TEXTS = ("A cat sits on the mat.", "Inference engines differ, but the numbers should not: 3.14159, naïve, 猫.")
+MOST_OFF = 1e-3
+"""The largest difference to PyTorch in any output that is still taken for rounding."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="onnx-export", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="folder with config.json, tokenizer and .safetensors")
+    parser.add_argument("--output", required=True, help="folder to make")
+    options = parser.parse_args(arguments)
+    source, output = Path(options.model), Path(options.output)
+    if output.exists():
+        sys.exit(f"onnx-export: {output} is there already")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".making-") as holder:
+        staging = Path(holder) / "model"
+        shutil.copytree(source, staging, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "onnx", "openvino"))
+        off = export(source, staging)
+        if off > MOST_OFF:
+            sys.exit(f"onnx-export: the result is {off:g} off what PyTorch computes; nothing was kept")
+        staging.rename(output)
+    print(f"onnx-export: {output}, at most {off:.1e} off what PyTorch computes")  # noqa: T201
+
+
+def export(source: Path, output: Path) -> float:
+    """Writes model.onnx, and says by how much it is off."""
+    import numpy as np
+    import onnxruntime
+    import torch
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+    names = AutoConfig.from_pretrained(source).architectures or []
+    classifies = any(name.endswith("ForSequenceClassification") for name in names)
+    loader = AutoModelForSequenceClassification if classifies else AutoModel
+    model = loader.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
+    sample = dict(AutoTokenizer.from_pretrained(source)(list(TEXTS), padding=True, return_tensors="pt"))
+    made = "logits" if classifies else "last_hidden_state"
+
+    class Plain(torch.nn.Module):  # type: ignore[misc]
+        """One tensor out instead of a record, inputs by position."""
+
+        def forward(self, *values: Any) -> Any:
+            return model(**dict(zip(sample, values, strict=True)))[made]
+
+    axes = {name: {0: "texts", 1: "tokens"} for name in sample}
+    axes[made] = {0: "texts"} if classifies else {0: "texts", 1: "tokens"}
+    with torch.no_grad():
+        torch.onnx.export(
+            Plain(),
+            tuple(sample.values()),
+            str(output / "model.onnx"),
+            input_names=list(sample),
+            output_names=[made],
+            dynamic_axes=axes,
+            opset_version=18,
+            dynamo=False,
+        )
+        expected = model(**sample)[made].numpy()
+        session = onnxruntime.InferenceSession(str(output / "model.onnx"), providers=["CPUExecutionProvider"])
+        (found,) = session.run([made], {name: value.numpy() for name, value in sample.items()})
+    return float(np.abs(found - expected).max())
+
+
+if __name__ == "__main__":
+    main()

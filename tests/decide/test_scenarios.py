@@ -1,0 +1,83 @@
+"""Every scenario through the real command line: the engine, the refusals, the fit and the exit code that it expects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bedplate.engines import all_engines
+from bedplate.facts.known_models import with_label
+from bedplate.run.models import intended_model
+from bedplate.values import Decision, from_json
+from tests.commands import Answer, invoke, run
+from tests.decide.scenario_files import EXPECTATIONS, content, own_files, shared_parameters
+
+AS_A_PROCESS = ("minimal-h100", "mac-too-small", "unknown-chip", "prompt-of-nothing")
+"""One for each exit code goes through a process of its own; the others would only repeat Python's start."""
+
+
+def name_of(path: Path | None) -> str:
+    return path.stem if path is not None else "absent"
+
+
+@pytest.mark.parametrize("path", own_files(), ids=name_of)
+def test_own_scenarios(path: Path) -> None:
+    check(path, run if path.stem in AS_A_PROCESS else invoke)
+
+
+@pytest.mark.parametrize("path", shared_parameters(), ids=name_of)
+def test_shared_scenarios(path: Path) -> None:
+    check(path, run if path.stem == "h100x8-general-serving" else invoke)
+
+
+def test_there_are_enough_of_them_and_each_expects_something_that_is_checked() -> None:
+    assert len(own_files()) >= 30
+    for path in own_files():
+        loaded = content(path)
+        assert set(loaded) == {"intent", "expect"} and loaded["expect"], path.name
+        assert set(loaded["expect"]) <= EXPECTATIONS, path.name
+
+
+def check(path: Path, ask: Any) -> None:
+    loaded = content(path)
+    expect = loaded["expect"]
+    answer: Answer = ask("plan", "-f", str(path), "--json")
+    if "error" in expect:
+        assert answer.code == 2, answer
+        assert expect["error"].lower() in answer.err.lower() and not answer.out
+        return
+    decision = from_json(Decision, answer.out)
+    shown = (decision.engine, decision.quantization, decision.reasons, decision.refused)
+    assert answer.code == (0 if decision.engine is not None else 1)
+    check_engines(decision, expect, shown)
+    if "fits" in expect:
+        assert decision.fits is expect["fits"], shown
+    if "orchestrator" in expect:
+        assert decision.orchestrator == expect["orchestrator"], shown
+    if "quantization" in expect:
+        assert decision.quantization in expect["quantization"], shown
+    if "never_quantized_below_bits" in expect:
+        assert bits_of(decision, loaded["intent"]) >= expect["never_quantized_below_bits"], shown
+    if "queues" in expect:
+        waits = [reason for reason in decision.reasons if reason.rule == "fit.queue"]
+        assert bool(waits) is expect["queues"], shown
+
+
+def check_engines(decision: Decision, expect: dict[str, Any], shown: object) -> None:
+    refused = {refusal.engine for refusal in decision.refused}
+    named = [name for name in (decision.engine, *(one.engine for one in decision.challengers)) if name] + sorted(refused)
+    assert sorted(named) == sorted(all_engines()), shown
+    if "engine" in expect:
+        assert decision.engine in (expect["engine"] or [None]), shown
+    assert refused >= set(expect.get("refused", ())), shown
+    assert decision.engine not in expect.get("never", ()), shown
+
+
+def bits_of(decision: Decision, intent: dict[str, Any]) -> float:
+    """Of a weight, scales not counted: what the format's name promises."""
+    label = json.loads(json.dumps(decision.quantization))
+    stored = with_label(intended_model(intent["model"]), label)
+    return stored.quantization_details.bits if stored.quantization_details is not None else stored.bits_per_weight or 0
