@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import functools
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bedplate.decide import choose, decide, plan
-from bedplate.decide.fit import fitted, more_memory, most_requests
-from bedplate.engines import Engine, Recipe, all_engines, engine
+from bedplate.decide import decide, plan
+from bedplate.decide.memory import fit
+from bedplate.engines import all_engines, engine
 from bedplate.engines.llama_cpp import EVERYDAY_CONTEXT, EVERYDAY_SLOTS, MAX_SLOTS
 from bedplate.errors import AnswerIsNo, BadQuestion
+from bedplate.facts.known_models import find_model
+from bedplate.facts.simulated import simulated
 from bedplate.run.builtin import builtin_facts
-from bedplate.values import (
-    Accelerator,
-    Cpu,
-    Decision,
-    Hardware,
-    Launch,
-    Memory,
-    MemoryNeed,
-    Model,
-    Plan,
-    Refusal,
-    Settings,
-    Workload,
-    from_json,
-    replaced,
-    to_json,
-)
+from bedplate.values import Cpu, Decision, Hardware, Memory, Model, Plan, Settings, Workload, from_json, replaced, to_json
+from bedplate.values.intent import Operations
 
 MIB, GIB = 1 << 20, 1 << 30
 LLAMA = engine("llama.cpp")
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40}
+GPU_MACHINES = (
+    ("RTX 4090", 1), ("RTX 3070", 1), ("RTX 3090", 2), ("RTX 4090", 6), ("L4", 4), ("H100 SXM", 1), ("H100 SXM", 8),
+    ("H200 SXM", 8), ("MI300X", 4), ("Radeon RX 7900 XTX", 1), ("Intel Arc B580", 1), ("Apple M3 Max 40-core", 1),
+)  # fmt: skip
+KNOWN = (
+    "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Meta-Llama-3.1-70B", "deepseek-ai/DeepSeek-V3", "gpt-oss-120b",
+    "Qwen/Qwen3-30B-A3B",
+)  # fmt: skip
 
 
-def box(available_bytes: int = 16 * GIB, *accelerators: Accelerator) -> Hardware:
+def box(available_bytes: int = 16 * GIB) -> Hardware:
     cpu = Cpu(name="a CPU", arch="x86_64", logical_cores=8, allowed_cores=8.0, allowed_physical_cores=4)
-    memory = Memory(total_bytes=available_bytes, available_bytes=available_bytes)
-    return Hardware(os="linux", cpu=cpu, memory=memory, accelerators=accelerators)
+    return Hardware(os="linux", cpu=cpu, memory=Memory(total_bytes=available_bytes, available_bytes=available_bytes))
+
+
+@functools.cache
+def machine(name: str, count: int = 1, ram_gb: int = 128) -> Hardware:
+    described = {"accelerator": name, "count": count, "ram_gb": ram_gb}
+    return simulated(described | ({"os": "macos"} if name.startswith("Apple") else {}))
+
+
+def with_free(hardware: Hardware, share: float) -> Hardware:
+    """The same machine with only a part of its memory free, of cards as of RAM."""
+    cards = tuple(
+        replaced(card, free_bytes=round((card.free_bytes or card.memory_bytes or 0) * share))
+        for card in hardware.accelerators
+    )
+    memory = replaced(hardware.memory, available_bytes=round(hardware.memory.available_bytes * share))
+    return replaced(hardware, accelerators=cards, memory=memory)
 
 
 MODEL = builtin_facts()
@@ -53,11 +65,11 @@ EIGHT_B = replaced(
     max_context=131072,
     kv_bytes_per_token=131072,
 )
-H100 = Accelerator(name="NVIDIA H100", vendor="nvidia", memory_bytes=80 * GIB)
-M2 = Accelerator(name="Apple M2", vendor="apple", unified_memory=True)
 
-hardware = st.builds(box, st.integers(64 * MIB, 64 * GIB))
-models = st.builds(
+boxes = st.builds(box, st.integers(64 * MIB, 64 * GIB))
+gpu_machines = st.sampled_from(GPU_MACHINES).map(lambda named: machine(*named))
+shares = st.floats(0.02, 1)
+gguf_models = st.builds(
     lambda weights, kv, window, state, context: replaced(
         MODEL,
         weight_bytes=weights,
@@ -73,6 +85,7 @@ models = st.builds(
     state=st.integers(0, 64 * MIB),
     context=st.sampled_from([None, 2048, 8192, 131072]),
 )
+known_models = st.sampled_from(KNOWN).map(find_model)
 workloads = st.builds(
     Workload,
     users=st.integers(1, 500),
@@ -80,9 +93,20 @@ workloads = st.builds(
     prompt_tokens=st.integers(1, 50_000),
     output_tokens=st.integers(1, 4000),
     context_tokens=st.none() | st.integers(1, 200_000),
+    shared_prefix_tokens=st.sampled_from([0, 100, 5000]),
+    structured_output=st.booleans(),
+    precision_sensitive=st.booleans(),
     task=st.sampled_from(["generate", "embed", "classify", "other"]),
+    volume=st.sampled_from(["normal", "extreme"]),
 )
-accelerated = st.builds(lambda cards: box(16 * GIB, *cards), st.lists(st.sampled_from([H100, M2]), max_size=2))
+operations = st.builds(
+    Operations,
+    model_changes=st.sampled_from([None, "often", "rarely"]),
+    machinery=st.sampled_from([None, "none", "container", "kubernetes", "cluster"]),
+    portable=st.booleans(),
+    ecosystem=st.sampled_from([None, "huggingface"]),
+    incumbent=st.none() | st.sampled_from(list(all_engines())),
+)
 
 
 def entries(decision: Decision) -> list[str]:
@@ -90,195 +114,293 @@ def entries(decision: Decision) -> list[str]:
     return [*chosen, *(r.engine for r in decision.refused), *(c.engine for c in decision.challengers)]
 
 
-class TestShape:
-    @given(hardware | accelerated, models, workloads, st.sampled_from([None, *all_engines()]))
-    def test_every_engine_is_named_exactly_once(
-        self, machine: Hardware, model: Model, workload: Workload, wanted: str | None
-    ) -> None:
-        decision = decide(machine, model, workload, wanted)
-        assert sorted(entries(decision)) == sorted(all_engines())
-        assert all(refusal.why for refusal in decision.refused)
-        assert decision.fits == (decision.engine is not None) == (decision.launch is not None)
-        assert bool(decision.reasons) == decision.fits
-        if decision.fits:
-            assert decision.max_concurrency >= 1 and decision.memory is not None and decision.memory.fits
+def check_shape(decision: Decision) -> None:
+    assert sorted(entries(decision)) == sorted(all_engines())
+    assert all(refusal.why for refusal in decision.refused)
+    assert all(challenger.evidence_needed for challenger in decision.challengers)
+    assert decision.fits == (decision.engine is not None) == (decision.launch is not None)
+    assert bool(decision.reasons) == decision.fits
+    if decision.fits:
+        assert decision.max_concurrency >= 1 and decision.memory is not None and decision.memory.fits
+        assert all(need.fits for need in decision.memory.devices)
+        assert decision.settings is not None and decision.settings.slots >= 1
+    else:
+        assert decision.max_concurrency == 0 and not decision.challengers
+    assert from_json(Decision, to_json(decision)) == decision
 
-    @given(hardware, models, workloads)
-    def test_a_decision_survives_json(self, machine: Hardware, model: Model, workload: Workload) -> None:
-        decision = decide(machine, model, workload)
-        assert from_json(Decision, to_json(decision)) == decision
+
+class TestShape:
+    @settings(deadline=None, max_examples=60)
+    @given(boxes, gguf_models | known_models, workloads, operations, st.sampled_from([None, *all_engines()]))
+    def test_of_cpu_boxes(
+        self, hardware: Hardware, model: Model, workload: Workload, kept: Operations, wanted: str | None
+    ) -> None:
+        check_shape(decide(hardware, model, workload, wanted, operations=kept))
+
+    @settings(deadline=None, max_examples=60)
+    @given(
+        gpu_machines, shares, gguf_models | known_models, workloads, operations, st.sampled_from([None, *all_engines()])
+    )
+    def test_of_machines_with_accelerators(
+        self,
+        hardware: Hardware,
+        share: float,
+        model: Model,
+        workload: Workload,
+        kept: Operations,
+        wanted: str | None,
+    ) -> None:
+        decision = decide(with_free(hardware, share), model, workload, wanted, operations=kept)
+        check_shape(decision)
         if decision.fits:
             made = plan(decision, model, workload)
             assert from_json(Plan, to_json(made)) == made
+            layout = decision.parallelism
+            assert layout.tensor * layout.pipeline * layout.data <= len(hardware.accelerators)
 
     def test_a_small_model_on_an_ordinary_machine(self) -> None:
         decision = decide(box(), MODEL, Workload())
         assert decision.engine == "llama.cpp" and decision.engine_version == LLAMA.version and decision.fits
         assert [reason.rule for reason in decision.reasons] == ["hardware.cpu", "fit.memory", "cpu.threads"]
-        assert decision.settings == Settings(
-            slots=EVERYDAY_SLOTS, context_tokens=EVERYDAY_CONTEXT, threads=4, gpu_layers=0
-        )
+        everyday = Settings(slots=EVERYDAY_SLOTS, context_tokens=EVERYDAY_CONTEXT, threads=4, gpu_layers=0)
+        assert decision.settings == everyday
         assert decision.launch is not None and decision.launch.argv[0] == "llama-server"
         memory = decision.estimate.memory_gb
         assert memory is not None and memory.basis == "estimate"
         assert memory.low < memory.value < memory.high < 2
         assert decision.quantization == "Q4_1"
 
-    def test_the_hardware_is_among_the_reasons(self) -> None:
-        assert decide(box(16 * GIB, H100), MODEL, Workload()).reasons[0].rule == "hardware.anywhere"
-        assert decide(box(16 * GIB, M2), MODEL, Workload()).reasons[0].rule == "hardware.anywhere"
-
     def test_what_cannot_run_here_is_told_from_what_was_not_built_for_this(self) -> None:
-        kinds = {refusal.engine: refusal.kind for refusal in decide(box(), MODEL, Workload()).refused}
-        assert kinds["mlx"] == "impossible" and kinds["tgi"] == "impossible" and kinds["vllm"] == "unsuitable"
-        on_gpu = {refusal.engine: refusal.kind for refusal in decide(box(GIB, H100), MODEL, Workload()).refused}
-        assert on_gpu["vllm"] == "outranked"
+        model = find_model("Qwen/Qwen3-8B")
+        on_cpu = {refusal.engine: refusal for refusal in decide(box(64 * GIB), model, Workload()).refused}
+        assert on_cpu["tgi"].kind == "impossible" and on_cpu["vllm"].kind == "unsuitable"
+        assert "GPU" in (on_cpu["vllm"].hint or "")
+        on_gpu = decide(machine("H100 SXM"), model, Workload(concurrency=64))
+        kinds = {refusal.engine: refusal.kind for refusal in on_gpu.refused}
+        assert kinds["mlx"] != "outranked" and kinds["llama.cpp"] == "unsuitable" and kinds["tgi"] == "outranked"
+
+    def test_what_was_decided_is_what_is_counted(self) -> None:
+        """The settings' own need is within what each device may be asked for, and the launch says as much."""
+        decision = decide(machine("RTX 4090", 1, 64), find_model("Qwen/Qwen3-32B"), Workload(prompt_tokens=4000))
+        assert decision.memory is not None and decision.settings is not None
+        for need in decision.memory.devices:
+            assert need.high_bytes <= (need.usable_bytes or 0) <= 24 * GIB
+
+    def test_price_and_watts_become_cost_and_energy(self) -> None:
+        work = Workload(concurrency=16, prompt_tokens=500, output_tokens=200)
+        kept = Operations(price_per_hour=3.0, watts=700)
+        decision = decide(machine("H100 SXM"), find_model("Qwen/Qwen3-8B"), work, operations=kept)
+        rate, cost, energy = (
+            decision.estimate.output_tok_s,
+            decision.estimate.cost_per_million_tokens,
+            decision.estimate.kwh_per_million_tokens,
+        )
+        assert rate is not None and cost is not None and energy is not None
+        layout = decision.parallelism
+        cards = layout.tensor * layout.pipeline * layout.data
+        assert cost.value == pytest.approx(3.0 * cards / 3600 / rate.value * 1e6)
+        assert energy.value == pytest.approx(0.7 * cards / 3600 / rate.value * 1e6)
+        assert cost.low < cost.value < cost.high and cost.basis == "estimate"
+        plain = decide(machine("H100 SXM"), find_model("Qwen/Qwen3-8B"), work).estimate
+        assert plain.cost_per_million_tokens is None and plain.kwh_per_million_tokens is None
 
 
 class TestAskedFor:
-    def test_by_name(self) -> None:
-        decision = decide(box(), MODEL, Workload(), "llama.cpp")
-        assert decision.engine == "llama.cpp" and decision.reasons[0].rule == "operations.asked"
-
-    @pytest.mark.parametrize("wanted", [one for one in all_engines() if one != "llama.cpp"])
-    def test_what_is_not_possible_is_not_replaced_by_something_else(self, wanted: str) -> None:
-        decision = decide(box(), MODEL, Workload(), wanted)
-        assert decision.engine is None and not decision.fits and decision.max_concurrency == 0
-        reasons = {refusal.engine: refusal for refusal in decision.refused}
-        assert reasons["llama.cpp"].kind == "outranked" and "was asked for" in reasons["llama.cpp"].why
-        assert "was asked for" not in reasons[wanted].why
-        with pytest.raises(AnswerIsNo):
-            plan(decision, MODEL, Workload())
+    @pytest.mark.parametrize("wanted", list(all_engines()))
+    def test_it_or_a_no_and_never_another(self, wanted: str) -> None:
+        for hardware in (box(64 * GIB), machine("H100 SXM", 8), machine("Apple M3 Max 40-core")):
+            decision = decide(hardware, find_model("Qwen/Qwen3-8B"), Workload(), wanted)
+            if decision.engine is not None:
+                assert decision.engine == wanted and decision.reasons[0].rule == "operations.asked"
+                continue
+            assert decision.refused[0].engine == wanted and decision.refused[0].kind == "impossible"
+            others = [refusal for refusal in decision.refused if "was asked for" in refusal.why]
+            assert others and wanted not in {refusal.engine for refusal in others}
+            with pytest.raises(AnswerIsNo) as no:
+                plan(decision, MODEL, Workload())
+            assert wanted in (no.value.cause or "")
 
     def test_a_name_that_no_engine_has(self) -> None:
         with pytest.raises(BadQuestion, match="no engine is called 'lama'"):
             decide(box(), MODEL, Workload(), "lama")
 
-    def test_of_two_that_could_the_other_one_is_refused_with_a_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Second(Engine):
-            id = "second"
-            name = "Second"
-            version = "1"
-            recipe: ClassVar[Recipe | None] = Recipe(packages=(), download_bytes=0, disk_bytes=0, check="")
 
-            def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-                return None
+class TestInstallable:
+    def test_only_what_bedplate_installs_and_starts_is_chosen(self) -> None:
+        for hardware in (box(), machine("RTX 4090"), machine("Apple M3 Max 40-core")):
+            decision = decide(hardware, MODEL, Workload(), installable=True)
+            assert decision.engine is not None and engine(decision.engine).recipe is not None
+            check_shape(decision)
 
-            def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-                return LLAMA.settle(hardware, model, workload)
-
-            def memory(self, hardware: Hardware, model: Model, settings: Settings) -> MemoryNeed:
-                return LLAMA.memory(hardware, model, settings)
-
-            def launch(self, plan: Plan, port: int) -> Launch:
-                return Launch(argv=("second",))
-
-        known = {**all_engines(), "second": Second()}
-        monkeypatch.setattr(choose, "all_engines", lambda: known)
-        monkeypatch.setattr(choose, "engine_by_id", known.__getitem__)
-        for wanted in (None, "second", "llama.cpp", "vllm"):
-            assert sorted(entries(decide(box(), MODEL, Workload(), wanted))) == sorted(known)
+    def test_a_build_for_the_cpu_leaves_the_card_idle_and_says_so(self) -> None:
+        decision = decide(machine("RTX 4090"), MODEL, Workload(), "llama.cpp", installable=True)
+        assert decision.settings is not None and decision.settings.device == "cpu"
+        assert "build.cpu" in [reason.rule for reason in decision.reasons]
+        on_paper = decide(machine("RTX 4090"), MODEL, Workload(), "llama.cpp")
+        assert on_paper.settings is not None and on_paper.settings.device == "cuda"
 
 
 class TestFit:
-    @settings(max_examples=200)
-    @given(hardware, models, workloads, st.integers(0, 64 * GIB))
-    def test_more_memory_never_hurts(self, machine: Hardware, model: Model, workload: Workload, more: int) -> None:
-        larger = box(machine.memory.available_bytes + more)
-        before, after = decide(machine, model, workload), decide(larger, model, workload)
-        assert after.fits >= before.fits
-        assert after.max_concurrency >= before.max_concurrency
-        if before.settings is not None and after.settings is not None:
-            assert after.settings.slots >= before.settings.slots or (
-                after.settings.context_tokens > before.settings.context_tokens
-            )
-
-    @settings(max_examples=200)
-    @given(hardware, models, workloads, st.integers(0, 500), st.integers(0, 100_000))
-    def test_asking_for_more_never_helps(
-        self, machine: Hardware, model: Model, workload: Workload, users: int, tokens: int
+    @settings(deadline=None, max_examples=60)
+    @given(boxes, gguf_models, workloads, st.integers(0, 64 * GIB))
+    def test_more_memory_never_hurts_a_cpu_box(
+        self, hardware: Hardware, model: Model, workload: Workload, more: int
     ) -> None:
-        more = replaced(
-            workload,
-            users=workload.users + users,
-            concurrency=workload.concurrency + users if workload.concurrency is not None else None,
-            prompt_tokens=workload.prompt_tokens + tokens,
-            context_tokens=workload.context_tokens + tokens if workload.context_tokens is not None else None,
-        )
-        before, after = decide(machine, model, workload), decide(machine, model, more)
-        assert after.fits <= before.fits
-        assert after.max_concurrency <= before.max_concurrency
+        larger = box(hardware.memory.available_bytes + more)
+        before, after = (decide(one, model, workload, "llama.cpp") for one in (hardware, larger))
+        assert after.fits >= before.fits and after.max_concurrency >= before.max_concurrency
 
-    @given(hardware, models, st.integers(1, 100_000))
-    def test_the_most_requests_are_the_most(self, machine: Hardware, model: Model, context: int) -> None:
-        def fits(slots: int) -> bool:
-            return LLAMA.memory(machine, model, Settings(slots=slots, context_tokens=context)).fits
+    @settings(deadline=None, max_examples=60)
+    @given(gpu_machines, shares, shares, known_models | gguf_models, workloads)
+    def test_more_memory_never_makes_a_fit_fail(
+        self, hardware: Hardware, one: float, other: float, model: Model, workload: Workload
+    ) -> None:
+        less, more = (with_free(hardware, share) for share in sorted((one, other)))
+        assert decide(more, model, workload).fits >= decide(less, model, workload).fits
 
-        most = most_requests(LLAMA, machine, model, context)
-        assert most == 0 or fits(most)
-        assert not fits(most + 1) or most == MAX_SLOTS
+    @settings(deadline=None, max_examples=60)
+    @given(boxes | gpu_machines, known_models | gguf_models, workloads, st.integers(0, 500), st.integers(0, 4000))
+    def test_more_users_or_tokens_never_make_it_succeed(
+        self, hardware: Hardware, model: Model, workload: Workload, users: int, tokens: int
+    ) -> None:
+        fewer = decide(hardware, model, workload).fits
+        asked = {"users": workload.users + users, "concurrency": workload.concurrency and workload.concurrency + users}
+        assert decide(hardware, model, replaced(workload, **asked)).fits <= fewer
+        assert decide(hardware, model, replaced(workload, prompt_tokens=workload.prompt_tokens + tokens)).fits <= fewer
+        assert decide(hardware, model, replaced(workload, output_tokens=workload.output_tokens + tokens)).fits <= fewer
+
+    @settings(deadline=None, max_examples=100)
+    @given(
+        st.sampled_from(["vllm", "sglang", "tensorrt-llm", "llama.cpp", "exllamav3", "pytorch"]),
+        st.sampled_from(["RTX 4090", "L4", "H100 SXM"]),
+        shares,
+        shares,
+        known_models,
+        workloads,
+        st.integers(0, 10_000),
+    )
+    def test_of_each_engine(
+        self, name: str, card: str, one: float, other: float, model: Model, work: Workload, tokens: int
+    ) -> None:
+        small, large = (with_free(machine(card), share) for share in sorted((one, other)))
+        longer = replaced(work, prompt_tokens=work.prompt_tokens + tokens)
+        base = fit(small, model, work, name).max_concurrency
+        assert fit(large, model, work, name).max_concurrency >= base >= fit(small, model, longer, name).max_concurrency
 
     def test_max_concurrency_is_the_most_that_fit(self) -> None:
-        machine, workload = box(16 * GIB), Workload(prompt_tokens=3000, output_tokens=1000)
-        most = decide(machine, EIGHT_B, workload).max_concurrency
+        hardware, workload = box(16 * GIB), Workload(prompt_tokens=3000, output_tokens=1000)
+        most = decide(hardware, EIGHT_B, workload).max_concurrency
         assert 1 < most < MAX_SLOTS
         for slots, fits in ((most, True), (most + 1, False)):
-            assert LLAMA.memory(machine, EIGHT_B, Settings(slots=slots, context_tokens=4000)).fits is fits
+            need = fit(hardware, EIGHT_B, workload, LLAMA, settings=Settings(slots=slots, context_tokens=4000))
+            assert (need.max_concurrency >= slots) is fits
 
     def test_settings_shrink_in_the_order_that_costs_least(self) -> None:
         workload = Workload(prompt_tokens=500, output_tokens=500, users=1)
         wanted = LLAMA.settle(box(), EIGHT_B, workload)
         assert (wanted.slots, wanted.context_tokens) == (4, 8192)
-        path: list[tuple[int, int]] = []
-        for available in range(10 * GIB, 4 * GIB, -2 * MIB):
-            chosen, need = fitted(LLAMA, box(available), EIGHT_B, workload)
-            if need.fits and (chosen.slots, chosen.context_tokens) not in path:
-                path.append((chosen.slots, chosen.context_tokens))
-        assert path == [(4, 8192), (2, 8192), (1, 8192), (1, 4096), (1, 2048), (1, 1024), (1, 1000)]
+        expected = [(4, 8192), (2, 8192), (1, 8192), (1, 4096), (1, 2048), (1, 1024), (1, 1000)]
+        assert self.shrinking(workload, 10) == expected
 
     def test_slots_that_were_asked_for_go_last(self) -> None:
         workload = Workload(prompt_tokens=1000, output_tokens=1000, concurrency=8)
+        expected = [(8, 8192), (8, 4096), (8, 2048), (8, 2000), (4, 2000), (2, 2000), (1, 2000)]
+        assert self.shrinking(workload, 20) == expected
+
+    def shrinking(self, workload: Workload, from_gib: int) -> list[tuple[int, int]]:
+        """The settings that a box is given while its memory becomes less."""
         path: list[tuple[int, int]] = []
-        for available in range(20 * GIB, 4 * GIB, -8 * MIB):
-            chosen, need = fitted(LLAMA, box(available), EIGHT_B, workload)
-            if need.fits and (chosen.slots, chosen.context_tokens) not in path:
+        for available in range(from_gib * GIB, 4 * GIB, -4 * MIB):
+            chosen = decide(box(available), EIGHT_B, workload, "llama.cpp").settings
+            if chosen is not None and (chosen.slots, chosen.context_tokens) not in path:
                 path.append((chosen.slots, chosen.context_tokens))
-        assert path == [(8, 8192), (8, 4096), (8, 2048), (8, 2000), (4, 2000), (2, 2000), (1, 2000)]
+        return path
 
     def test_requests_that_must_wait_are_told(self) -> None:
-        decision = decide(box(7 * GIB), EIGHT_B, Workload(prompt_tokens=2000, output_tokens=2000, concurrency=64))
-        assert decision.settings is not None and decision.settings.slots < 64
-        assert decision.reasons[-1].rule == "fit.queue" and "of 64 requests" in decision.reasons[-1].text
+        work = Workload(prompt_tokens=2000, output_tokens=2000, concurrency=64)
+        decision = decide(box(7 * GIB), EIGHT_B, work)
+        assert decision.settings is not None and decision.settings.slots < 64 and decision.max_concurrency < 64
+        (queue,) = [reason for reason in decision.reasons if reason.rule == "fit.queue"]
+        assert "of 64 requests" in queue.text
+        roomy = decide(box(64 * GIB), EIGHT_B, work)
+        assert "fit.queue" not in [reason.rule for reason in roomy.reasons] and roomy.max_concurrency >= 64
 
-    @given(hardware, models, workloads)
-    def test_what_does_not_fit_says_what_would(self, machine: Hardware, model: Model, workload: Workload) -> None:
-        decision = decide(machine, model, workload, "llama.cpp")
-        if decision.fits or decision.memory is None:
+
+class TestWhatWouldFit:
+    @settings(deadline=None, max_examples=60)
+    @given(boxes, gguf_models, workloads)
+    def test_so_much_more_memory_indeed_fits(self, hardware: Hardware, model: Model, workload: Workload) -> None:
+        decision = decide(hardware, model, workload, "llama.cpp")
+        if decision.fits or not decision.refused[0].why.startswith("needs "):
             return
-        need = decision.memory
-        assert decision.max_concurrency == 0
-        assert decision.refused[0].engine == "llama.cpp" and decision.refused[0].kind == "impossible"
-        assert decision.refused[0].hint and "more free memory" in decision.hints[-1]
-        enough = box(need.available_bytes + more_memory(need) + 4096)  # shares are rounded to bytes
-        assert decide(enough, model, workload).fits
+        assert decision.refused[0].kind == "impossible" and "weights" in decision.refused[0].why
+        more = memory_in(next(hint for hint in decision.hints if "more free memory" in hint))
+        assert decide(box(hardware.memory.available_bytes + more), model, workload, "llama.cpp").fits
         with pytest.raises(AnswerIsNo) as caught:
             plan(decision, model, workload)
         assert caught.value.exit_code == 1 and "more free memory" in str(caught.value.hint)
 
+    @pytest.mark.parametrize(
+        ("card", "count", "model", "wanted"),
+        [
+            ("RTX 3070", 1, "Qwen/Qwen3-32B", "exllamav3"),
+            ("L4", 1, "meta-llama/Meta-Llama-3.1-70B", "vllm"),
+            ("H100 SXM", 4, "deepseek-ai/DeepSeek-V3", "sglang"),
+        ],
+    )
+    def test_so_much_more_on_the_cards_indeed_fits(self, card: str, count: int, model: str, wanted: str) -> None:
+        hardware, work = machine(card, count), Workload(prompt_tokens=1000)
+        decision = decide(hardware, find_model(model), work, wanted)
+        assert decision.engine is None
+        more = memory_in(next(hint for hint in decision.hints if "more free memory on the cards" in hint))
+        larger = tuple(
+            replaced(one, free_bytes=(one.free_bytes or 0) + -(-more // count)) for one in hardware.accelerators
+        )
+        assert decide(replaced(hardware, accelerators=larger), find_model(model), work, wanted).fits
+
+    def test_so_many_cards_indeed_fit(self) -> None:
+        work, model = Workload(prompt_tokens=1000), find_model("meta-llama/Meta-Llama-3.1-70B")
+        decision = decide(machine("L4"), model, work, "vllm")
+        cards = int(re.findall(r"about (\d+) cards like these", " ".join(decision.hints))[0])
+        assert cards > 1
+        powers = next(power for power in (2, 4, 8, 16) if power >= cards)
+        assert decide(machine("L4", powers), model, work, "vllm").fits
+
     def test_a_smaller_quantization_is_named_first_when_one_would_do(self) -> None:
         decision = decide(box(4 * GIB), EIGHT_B, Workload())
         assert not decision.fits
-        assert (
-            decision.hints[0].startswith("a quantization of at most 3.") and "(this one has 4.9)" in decision.hints[0]
-        )
-        assert "GiB are free" in decision.refused[0].why and "weights 4.56 GiB" in decision.refused[0].why
+        named = re.fullmatch(r"a quantization of at most (\S+) bits per weight \(this one has 4.9\)", decision.hints[0])
+        assert named is not None
+        smaller = replaced(EIGHT_B, weight_bytes=int(EIGHT_B.parameters * float(named[1]) / 8))
+        assert decide(box(4 * GIB), smaller, Workload()).fits
+        why = next(refusal.why for refusal in decision.refused if refusal.engine == "llama.cpp")
+        assert "weights 4.56 GiB" in why and "may take 3.8 GiB" in why
 
     def test_no_quantization_is_named_when_none_would_do(self) -> None:
-        decision = decide(box(GIB), EIGHT_B, Workload())
-        assert len(decision.hints) == 1
+        assert len(decide(box(GIB), EIGHT_B, Workload()).hints) == 1
 
-    def test_facts_of_another_format_are_refused(self) -> None:
-        decision = decide(box(), replaced(MODEL, format="safetensors"), Workload())
+    def test_a_mac_is_not_told_to_buy_cards(self) -> None:
+        decision = decide(machine("Apple M2", 1, 8), find_model("meta-llama/Meta-Llama-3.1-70B"), Workload())
+        assert decision.hints and not [hint for hint in decision.hints if "cards like these" in hint]
+
+    def test_ram_is_named_where_offload_would_use_it(self) -> None:
+        """Nothing holds it; the engine that needs least of all is the one that keeps a part on the host."""
+        hardware, model = machine("RTX 3070", 1, 16), find_model("meta-llama/Meta-Llama-3.1-405B")
+        decision = decide(hardware, model, Workload())
+        assert decision.engine is None
+        more = memory_in(next(hint for hint in decision.hints if hint.endswith("more free memory")))
+        memory = replaced(hardware.memory, available_bytes=hardware.memory.available_bytes + more)
+        assert decide(replaced(hardware, memory=memory), model, Workload()).engine == "llama.cpp"
+
+    def test_requests_longer_than_the_model_reads(self) -> None:
+        model = find_model("Qwen/Qwen3-8B")
+        decision = decide(machine("H100 SXM"), model, Workload(prompt_tokens=100_000, output_tokens=1000))
         assert decision.engine is None and sorted(entries(decision)) == sorted(all_engines())
-        reasons = {refusal.engine: refusal.why for refusal in decision.refused}
-        assert "GGUF" in reasons["llama.cpp"]
+        assert {refusal.kind for refusal in decision.refused} == {"impossible"}
+        assert "40,960" in decision.hints[0]
+        assert decide(machine("H100 SXM"), model, Workload(prompt_tokens=40_000, output_tokens=960)).fits
+
+
+def memory_in(hint: str) -> int:
+    figure, unit = re.findall(r"([\d.]+) ([KMGT]?i?B) more free memory", hint)[0]
+    return round(float(figure) * UNITS[unit])

@@ -12,13 +12,18 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given, settings
 from tests.conftest import wait_for
+from tests.engines.argv import parsed, published
+from tests.engines.plans import machine, model, plans
+from tests.engines.plans import plan as engine_plan
 
 import bedplate.engines
-from bedplate.decide import decide, plan
+from bedplate.decide.memory import fit
 from bedplate.engines import engine
 from bedplate.engines.llama_cpp import EVERYDAY_CONTEXT, EVERYDAY_SLOTS, MAX_SLOTS, LlamaCpp
 from bedplate.errors import BadQuestion
@@ -26,7 +31,8 @@ from bedplate.facts.hardware import probe
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment, command
 from bedplate.run.supervisor import free_port
-from bedplate.values import Accelerator, Hardware, Launch, Plan, Settings, Workload, replaced
+from bedplate.values import Accelerator, Hardware, Launch, Model, Parallelism, Plan, Settings, Workload, replaced
+from bedplate.values.fit import DeviceNeed
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "llama.cpp"
 LAUNCHER = Path(bedplate.engines.__file__).parent / "shipped" / "llama_server.py"
@@ -37,9 +43,17 @@ def capture(name: str) -> str:
     return (CAPTURES / f"{name}.txt").read_text(encoding="utf-8")
 
 
-def planned(workload: Workload | None = None, hardware: Hardware | None = None) -> Plan:
-    model, work = builtin_facts(), workload or Workload(concurrency=2, context_tokens=1024)
-    return plan(decide(hardware or probe(), model, work), model, work)
+def planned(workload: Workload | None = None) -> Plan:
+    work = workload or Workload(concurrency=2, context_tokens=1024)
+    return engine_plan(LLAMA, without_cards(probe()), builtin_facts(), workload=work)
+
+
+def host_need(model: Model, settings: Settings) -> DeviceNeed:
+    return fit(without_cards(probe()), model, Workload(), LLAMA, settings=settings).devices[0]
+
+
+def without_cards(machine: Hardware) -> Hardware:
+    return replaced(machine, accelerators=(), links=())
 
 
 class TestExplain:
@@ -147,7 +161,7 @@ class TestFigures:
 
     def test_memory_follows_the_header(self) -> None:
         model = builtin_facts()
-        need = LLAMA.memory(probe(), model, Settings(slots=3, context_tokens=1000))
+        need = host_need(model, Settings(slots=3, context_tokens=1000))
         assert need.weights_bytes == model.weight_bytes
         # 30 layers, 3 heads of 64, key and value, two bytes each.
         assert need.kv_bytes == 3 * 1000 * 30 * 3 * 64 * 2 * 2
@@ -155,7 +169,7 @@ class TestFigures:
 
     def test_memory_is_what_the_real_engine_takes(self, builtin_gguf: Path, llama_environment: Environment) -> None:
         chosen = planned(Workload(concurrency=4, context_tokens=8192))
-        need = LLAMA.memory(probe(), chosen.model, chosen.settings)
+        need = host_need(chosen.model, chosen.settings)
         with running(llama_environment, LLAMA.launch(chosen, free_port())) as (process, _):
             # It clears its cache at the start, so that all of it counts; of the weights only what was read so far.
             assert need.kv_bytes < process.memory_info().rss <= need.high_bytes
@@ -254,6 +268,7 @@ class TestLauncher:
                 "--chat-template",
                 "chatml",
             ),
+            *("--n-cpu-moe", "2", "--split-mode", "none"),
             *("--fit", "off", "--metrics", "--no-slots", "--no-webui", "--no-warmup", "--no-mmap", "--embeddings"),
             "--kv-unified",
         ]
@@ -270,6 +285,7 @@ print(json.dumps({
     "timeouts": [p.timeout_read, p.timeout_write], "keys": list(p.api_keys), "verbosity": p.verbosity,
     "template": p.chat_template, "fit": p.fit_params, "metrics": p.endpoint_metrics, "slots_page": p.endpoint_slots,
     "ui": p.ui, "warmup": p.warmup, "load": p.load_mode.name, "embedding": p.embedding, "unified": p.kv_unified,
+    "split": int(p.split_mode), "experts": p.tensor_buft_overrides,
 }))
 """
         argv = [str(llama_environment.interpreter), "-I", "-c", show, str(LAUNCHER), *given]
@@ -284,6 +300,9 @@ print(json.dumps({
             "timeouts": [77, 77], "keys": ["k"], "verbosity": 2,
             "template": "chatml", "fit": False, "metrics": True, "slots_page": False,
             "ui": False, "warmup": False, "load": "LLAMA_LOAD_MODE_NONE", "embedding": True, "unified": True,
+            "split": 0,
+            "experts": r"blk\.0\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU,"
+            r"blk\.1\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU",
         }  # fmt: skip
 
     def test_an_unknown_cache_type_names_the_known_ones(self, llama_environment: Environment) -> None:
@@ -314,6 +333,132 @@ print(json.dumps({
             with pytest.raises(urllib.error.HTTPError):
                 get("/")  # no page of its own
             assert process.num_threads() > 50  # --threads-http
+
+
+def on_a_gpu(name: str = "Qwen/Qwen3-30B-A3B", label: str | None = None, **given: Any) -> Launch:
+    settled = {"slots": 4, "context_tokens": 8192, "device": "cuda", "threads": 12, **given.pop("settings", {})}
+    return LLAMA.launch(
+        engine_plan(LLAMA, machine("RTX 4090"), model(name), label=label, settings=Settings(**settled), **given), 8123
+    )
+
+
+class TestCommandLines:
+    @given(chosen=plans(LLAMA))
+    @settings(max_examples=150, deadline=None)
+    def test_every_option_and_value_is_one_of_llama_servers(self, launcher: ModuleType, chosen: Plan) -> None:
+        launch = LLAMA.launch(chosen, 8123)
+        said = parsed("llama_cpp", launch.argv[1:])
+        assert said["--port"] == 8123 and said["-c"] == chosen.settings.context_tokens * chosen.settings.slots
+        if chosen.settings.device in LLAMA.built_for:
+            assert launch.argv[0] == "llama-server" and launcher.parser().parse_args(launch.argv[1:])
+        else:
+            assert launch.argv[0] == "llama.cpp-build/bin/llama-server"
+        self.preparation_holds(chosen, launch, said)
+
+    def preparation_holds(self, chosen: Plan, launch: Launch, said: dict[str, Any]) -> None:
+        facts = published("llama_cpp")
+        for step in launch.prepare:
+            if step.argv[:1] == ("python3",) and step.kind == "convert":
+                options = parsed("llama_cpp_convert", step.argv[2:])
+                assert options["--outfile"] == step.where
+            if step.argv[:1] == ("llama.cpp-build/bin/llama-quantize",):
+                assert step.argv[2] == step.where == said["-m"]
+                assert step.argv[3] == chosen.weights.label and step.argv[3] in facts["quantize_types"]
+            if step.argv[:2] == ("cmake", "-S"):
+                set_here = {word[2:].partition("=")[0] for word in step.argv if word.startswith("-D")}
+                assert set_here <= {*facts["cmake_options"], "CMAKE_BUILD_TYPE", "CMAKE_CUDA_ARCHITECTURES"}
+        converted = [step for step in launch.prepare if step.kind == "convert"]
+        assert bool(converted) == (chosen.weights.made == "converted")
+        assert not converted or converted[-1].where == said["-m"]
+
+    def test_one_card_is_one_card_and_more_are_named(self) -> None:
+        one, two = on_a_gpu(), on_a_gpu(layout=Parallelism(pipeline=2))
+        assert words_after(one, "--split-mode") == "none" and "--device" not in one.argv
+        assert words_after(two, "--split-mode") == "layer" and words_after(two, "--device") == "CUDA0,CUDA1"
+
+    def test_layers_on_the_card(self) -> None:
+        assert words_after(on_a_gpu(), "--n-gpu-layers") == "49"
+        assert words_after(on_a_gpu(settings={"gpu_layers": 20}), "--n-gpu-layers") == "20"
+        assert words_after(on_a_gpu(settings={"device": "cpu"}), "--n-gpu-layers") == "0"
+
+    @pytest.mark.parametrize(
+        ("name", "host_layers", "first"),
+        [
+            ("Qwen/Qwen3-30B-A3B", 10, "10"),
+            ("deepseek-ai/DeepSeek-R1", 10, "13"),  # three layers before have none
+            ("deepseek-ai/DeepSeek-R1", 58, "61"),
+            ("meta-llama/Llama-4-Maverick-17B-128E-Instruct", 12, "24"),  # every second has them
+        ],
+    )
+    def test_experts_on_the_host_are_counted_from_the_first_layer(
+        self, name: str, host_layers: int, first: str
+    ) -> None:
+        launch = on_a_gpu(name, settings={"host_expert_layers": host_layers})
+        assert words_after(launch, "--n-cpu-moe") == first
+
+    def test_a_cache_of_8_bits(self) -> None:
+        launch = on_a_gpu(settings={"kv_type": "fp8"})
+        assert words_after(launch, "--cache-type-k") == words_after(launch, "--cache-type-v") == "q8_0"
+        assert words_after(launch, "--flash-attn") == "on"
+
+    def test_a_gpu_begins_with_a_build_and_a_cpu_with_the_wheel(self) -> None:
+        steps = on_a_gpu(label="BF16").prepare
+        assert [step.kind for step in steps] == [
+            "download",
+            "build",
+            "build",
+            "build",
+            "download",
+            "install",
+            "convert",
+        ]
+        assert "-DGGML_CUDA=ON" in steps[2].argv and steps[3].argv[-1] == "llama-server"
+        cpu = on_a_gpu(label="BF16", settings={"device": "cpu"}).prepare
+        assert [step.kind for step in cpu] == ["install", "download", "build", "download", "install", "convert"]
+        assert "xllamacpp" in cpu[0].what
+
+    def test_what_is_below_8_bits_takes_a_second_step(self) -> None:
+        steps = [step for step in on_a_gpu(label="Q4_K_M").prepare if step.kind == "convert"]
+        assert len(steps) == 2 and steps[0].where == steps[1].argv[1]
+        assert steps[0].disk_bytes and steps[1].disk_bytes and steps[1].disk_bytes < steps[0].disk_bytes / 3
+        assert len([step for step in on_a_gpu(label="Q8_0").prepare if step.kind == "convert"]) == 1
+
+
+class TestForms:
+    @pytest.mark.parametrize(
+        ("card", "name", "labels"),
+        [
+            ("H100 SXM", "Qwen/Qwen3-32B", ["BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M"]),
+            ("cpu", "Qwen/Qwen3-32B", ["F16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M"]),
+            ("H100 SXM", "deepseek-ai/DeepSeek-R1", ["Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M"]),
+            ("H100 SXM", "openai/gpt-oss-120b", ["MXFP4"]),
+        ],
+    )
+    def test_the_most_faithful_first(self, card: str, name: str, labels: list[str]) -> None:
+        target = LLAMA.target(machine(card))
+        assert target is not None
+        assert [form.label for form in LLAMA.weights(target, model(name), Workload())] == labels
+        exact = LLAMA.weights(target, model(name), Workload(precision_sensitive=True))
+        assert {form.label for form in exact} <= {"BF16", "F16", "Q8_0", "MXFP4"}
+
+    def test_a_gguf_is_taken_as_it_is(self) -> None:
+        target = LLAMA.target(machine("cpu"))
+        assert target is not None
+        forms = LLAMA.weights(target, builtin_facts(), Workload(precision_sensitive=True))
+        assert [(form.label, form.made) for form in forms] == [(builtin_facts().quantization, "as it is")]
+
+    def test_a_card_too_old_for_its_kernels_leaves_the_cpu(self) -> None:
+        old = replaced(machine("RTX 4090", 1).accelerators[0], compute_capability="3.5")
+        target = LLAMA.target(replaced(machine("RTX 4090", 1), accelerators=(old,)))
+        assert target is not None and target.device == "cpu"
+
+    def test_it_does_not_classify(self) -> None:
+        refused = LLAMA.refuse(machine("cpu"), builtin_facts(), Workload(task="classify"))
+        assert refused is not None and refused.kind == "impossible"
+
+
+def words_after(launch: Launch, option: str) -> str:
+    return launch.argv[launch.argv.index(option) + 1]
 
 
 def test_every_engine_is_found_by_its_id() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bedplate._version import __version__
-from bedplate.cli import doctor, engines, inspect, plan, probe, serve, workload
+from bedplate.cli import doctor, engines, estimate, inspect, models, plan, probe, serve, workload
 
 app = typer.Typer(
     name="bedplate",
@@ -19,6 +19,7 @@ app = typer.Typer(
   bedplate serve                     the built-in model behind an OpenAI-compatible endpoint
   bedplate serve model.gguf          any GGUF file, or one in the Hugging Face, Ollama or LM Studio cache
   bedplate plan model.gguf           which engine and why, without running anything
+  bedplate models                    what can I run here?
   bedplate probe --json              this machine, for other programs
 
 Exit codes: 0 done; 1 the answer is no; 2 the question was wrong; 3 something outside failed.""",
@@ -31,9 +32,11 @@ Exit codes: 0 done; 1 the answer is no; 2 the question was wrong; 3 something ou
 )
 app.command(epilog=serve.EXAMPLES)(serve.serve)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
+app.command(epilog=models.EXAMPLES)(models.models)
 app.command(epilog=inspect.EXAMPLES)(inspect.inspect)
 app.command(epilog=probe.EXAMPLES)(probe.probe)
 app.command(epilog=workload.EXAMPLES)(workload.workload)
+app.command(epilog=estimate.EXAMPLES)(estimate.estimate)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
 app.add_typer(engines.app, name="engines")
 

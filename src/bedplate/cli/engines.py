@@ -1,48 +1,79 @@
-"""bedplate engines: what is known, what is installed, and how to remove it."""
+"""bedplate engines: the map, one engine's page, and how to remove what is installed."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bedplate.cli.options import Json
+from bedplate.cli.options import HardwareName, Json
+
+if TYPE_CHECKING:
+    from bedplate.decide.engine_map import Row
+    from bedplate.run.environments import Environment
+    from bedplate.values import Hardware
+
+EngineName = Annotated[str, typer.Argument(metavar="ID", help="The engine, as `bedplate engines` names it.")]
 
 app = typer.Typer(
-    help="List the engines; remove what is installed.",
+    help="Show the map: which engine for which hardware, what each can do, what is installed and measured here.",
     invoke_without_command=True,
     rich_markup_mode=None,
     epilog="""Examples:
 
 \b
   bedplate engines
+  bedplate engines --hardware "4x RTX 3090"
+  bedplate engines show vllm
+  bedplate engines --json
   bedplate engines remove llama.cpp""",
 )
 
 
 @app.callback()
-def engines(context: typer.Context, json: Json = False) -> None:
+def engines(context: typer.Context, hardware: HardwareName = None, json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
-    from bedplate.run.environments import installed
-
-    there = installed()
-    if json:
-        from bedplate.values import to_json
-
-        print(to_json(there))  # noqa: T201
-        return
+    from bedplate.decide.engine_map import cheat_sheet, rows
     from bedplate.engines import all_engines
-    from bedplate.show.engines import render_engines
+    from bedplate.run.environments import installed
+    from bedplate.store import fingerprint, results
+
+    machine = _machine(hardware)
+    found = rows(all_engines(), machine, results(fingerprint(machine)))
+    sheet, there = cheat_sheet(machine), installed()
+    if json:
+        engines_there = [_with_environments(row, there) for row in found]
+        _print_json({"schema": "engines/1", "cheat_sheet": sheet, "engines": engines_there})
+        return
+    from bedplate.show.engines import render_map
     from bedplate.show.terminal import console
 
-    console().print(render_engines(all_engines(), there))
+    console().print(render_map(machine, sheet, found, there))
 
 
 @app.command()
-def remove(
-    engine: Annotated[str, typer.Argument(metavar="ID", help="The engine, as `bedplate engines` names it.")],
-) -> None:
+def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) -> None:
+    """Show one engine: what it is for, what it can do, and what it says of this machine."""
+    from bedplate.decide.engine_map import measured_alike, row
+    from bedplate.engines import engine as engine_by_id
+    from bedplate.run.environments import installed
+    from bedplate.store import fingerprint, results
+
+    machine, one = _machine(hardware), engine_by_id(engine)
+    own = [result for result in results(fingerprint(machine)) if result.engine == one.id]
+    found, there = row(one, machine, measured_alike(own).get(one.id)), installed()
+    if json:
+        _print_json({"schema": "engine/1", **_with_environments(found, there)})
+        return
+    from bedplate.show.engines import render_engine
+    from bedplate.show.terminal import console
+
+    console().print(render_engine(machine, found, there))
+
+
+@app.command()
+def remove(engine: EngineName) -> None:
     """Remove an engine's environments; the next `serve` installs it again."""
     from bedplate.engines import engine as engine_by_id
     from bedplate.run.environments import remove as remove_environments
@@ -51,3 +82,23 @@ def remove(
     gone = remove_environments(engine_by_id(engine).id)
     freed = sum(environment.disk_bytes for environment in gone)
     typer.echo(f"removed {engine}: {size(freed)} freed")
+
+
+def _machine(name: str | None) -> Hardware:
+    from bedplate.cli.options import intent_from
+    from bedplate.facts.intent import resolved_hardware
+
+    return resolved_hardware(intent_from(None, None, hardware=name))
+
+
+def _with_environments(row: Row, installed: list[Environment]) -> dict[str, Any]:
+    import msgspec
+
+    there = [environment for environment in installed if environment.engine == row.engine]
+    return {**msgspec.structs.asdict(row), "installed": there}
+
+
+def _print_json(value: object) -> None:
+    from bedplate.values import to_json
+
+    print(to_json(value))  # noqa: T201

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,9 +14,10 @@ from bedplate.decide.evidence import Evidence
 from bedplate.decide.layouts import layouts
 from bedplate.decide.memory import Asked, fit
 from bedplate.engines import Engine
-from bedplate.engines.base import SIXTEEN_BIT, Target
+from bedplate.engines.base import RESERVED_SHARE, SIXTEEN_BIT, Target
 from bedplate.facts.known_models import with_label
 from bedplate.values import Fit, Hardware, Model, Parallelism, Refusal, Settings, Weights, replaced
+from bedplate.values.fit import DeviceNeed
 from bedplate.values.units import memory as as_memory
 
 LEAST_BITS = 3.0
@@ -26,6 +28,12 @@ PRECISE_BITS = 8.0
 READING_TOK_S = 20.0
 """Twice as fast as people read: what one person notices no difference above."""
 COMFORT_TPOT_S = 1 / READING_TOK_S
+ROUNDING = 1.005
+"""Three figures are shown; with this, what they say is never too little."""
+NEARLY = 0.8
+"""A few more residents are no reason for coarser weights."""
+SERVER_EFFORT = 3
+"""From this effort on an engine is a server: it batches, so that weights are read once for many."""
 SAME = 0.97
 """Layouts within three percent are equal as far as an estimate can tell; then the simpler one wins."""
 
@@ -106,7 +114,7 @@ def too_large(engine: Engine, nearest: Candidate) -> Refusal:
 
 
 def what_would_fit(nearest: Candidate) -> tuple[str, ...]:
-    """The nearest things that would fit, nearest first."""
+    """The nearest things that would fit, nearest first; figures are rounded so that they still do."""
     hints: list[str] = []
     needs = nearest.fit.devices
     room = sum(
@@ -115,16 +123,23 @@ def what_would_fit(nearest: Candidate) -> tuple[str, ...]:
         for _ in range(need.count)
     )
     model = nearest.model
-    if room > 0 and model.parameters and (bits := room * 8 / model.parameters) >= 2:
+    if room > 0 and model.parameters and (bits := math.floor(room * 80 / model.parameters) / 10) >= 2:
         hints.append(f"a quantization of at most {bits:.1f} bits per weight (this one has {nearest.bits:.1f})")
-    short = sum(max(0, need.high_bytes - (need.usable_bytes or 0)) * need.count for need in needs)
-    on_cards = needs[0].device != "host"
-    hints.append(f"{as_memory(short)} more free memory{' on the cards' if on_cards else ''}")
-    if on_cards and needs[0].usable_bytes:
+    lacking = {need.device: _shortage(need, nearest.engine) * need.count for need in needs}
+    where = " on the cards" if not lacking.get("host") else ""
+    hints.append(f"{as_memory(sum(lacking.values()) * ROUNDING)} more free memory{where}")
+    unified = any(card.unified_memory for card in nearest.hardware.accelerators)
+    if needs[0].device != "host" and needs[0].usable_bytes and not unified:
         cards = -(-sum(need.high_bytes * need.count for need in needs) // needs[0].usable_bytes)
         if cards > needs[0].count:
             hints.append(f"about {cards} cards like these")
     return tuple(hints)
+
+
+def _shortage(need: DeviceNeed, engine: Engine) -> float:
+    """Free memory that is lacking on one device: more than what the engine lacks, since it may not take all of it."""
+    share = 1 - RESERVED_SHARE if need.device == "host" else engine.uses.share
+    return max(0, need.high_bytes - (need.usable_bytes or 0)) / share
 
 
 def _computes_on(engine: Engine, hardware: Hardware, installable: bool) -> tuple[Hardware, Target | None]:
@@ -149,7 +164,7 @@ def _forms(engine: Engine, target: Target, case: Case) -> Iterator[tuple[Weights
     if target.device in ("cuda", "rocm") and "fp8" in target.features and not case.workload.precision_sensitive:
         # Half the bytes to read for hardly any loss, on units that compute in it: before 16 bits, to serve many.
         eights = [form for form in offered if form.label == "FP8"]
-        if engine.paged and eights and offered[0].label in SIXTEEN_BIT:
+        if engine.effort >= SERVER_EFFORT and eights and offered[0].label in SIXTEEN_BIT:
             offered = (*eights, *(form for form in offered if form.label != "FP8"))
     for form in offered:
         model = _in_form(case.model, form)
@@ -284,8 +299,11 @@ def _preferred(fitting: list[Candidate], case: Case) -> Candidate:
     in_flight = case.in_flight
     holding = [one for one in fitting if one.max_concurrency >= in_flight]
     if not holding:
-        return max(fitting, key=lambda one: min(one.max_concurrency, in_flight))
-    if in_flight >= MANY or case.workload.precision_sensitive or fitting[0].engine.paged:
+        # Some wait in any case; that is no reason to answer them all worse.
+        everyday = [one for one in fitting if one.nominal_bits >= EVERYDAY_BITS] or fitting
+        most = max(one.max_concurrency for one in everyday)
+        return next(one for one in everyday if one.max_concurrency >= NEARLY * most)
+    if case.workload.precision_sensitive or fitting[0].engine.effort >= SERVER_EFFORT:
         return holding[0]
     everyday = [one for one in holding if one.nominal_bits >= EVERYDAY_BITS] or holding
     whole = [one for one in everyday if one.fit.offload is None] or everyday

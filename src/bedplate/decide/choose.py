@@ -206,8 +206,8 @@ class Search:
         return None, ()
 
     def _hints(self, asked: Engine | None) -> tuple[str, ...]:
-        """The nearest things that would fit: those of the engine that comes nearest."""
-        engines = [asked] if asked is not None else list(all_engines().values())
+        """The nearest things that would fit: those of an engine that offloads, which needs least, before others."""
+        engines = [asked] if asked is not None else sorted(all_engines().values(), key=lambda one: not one.offloads)
         tried = [refusal for engine in engines if isinstance(refusal := self._found.get(engine.id), Refusal)]
         hints = [
             refusal.hint

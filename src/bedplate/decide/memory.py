@@ -221,7 +221,11 @@ def _offloaded(
         own = engine.overhead_bytes(model, Settings(slots=requests, context_tokens=asked.tokens))
         return _host_need(model.weight_bytes - part.card_weights, cache, own, engine, host_usable)
 
-    most = most_that(lambda requests: host(requests, split(requests)).fits, asked.ceiling)
+    def fits(requests: int) -> bool:
+        # Even with all layers on the host, the card computes prompts and needs room for that.
+        return overhead(requests) * (1 + use.spread) <= usable and host(requests, split(requests)).fits
+
+    most = most_that(fits, asked.ceiling)
     counted = max(1, min(asked.in_flight, most))
     part = split(counted)
     on_card = DeviceNeed(

@@ -172,7 +172,7 @@ def unusual(case: Case) -> Pick | None:
 
 
 @pick(
-    "fit.offload", 'seeds/001 "best when VRAM is tight and RAM is plenty"; seeds/000 "low VRAM + plenty of system RAM"'
+    "fit.offload", 'seeds/001 "best when VRAM is tight and RAM is plenty"; seeds/000 "low VRAM … plenty of system RAM"'
 )
 def tight_memory(case: Case) -> Pick | None:
     """A model whose 4-bit weights are larger than the cards' memory is split between cards and RAM."""

@@ -71,11 +71,12 @@ class ExLlamaV2(ServedByBedplate):
         download_bytes=3_000_000_000,
         disk_bytes=7_000_000_000,
         # Importing it compiles its kernels, which is a step of its own.
-        check="import importlib.util, torch; assert torch.cuda.is_available() and importlib.util.find_spec('exllamav2')",
+        check="import importlib.util as u, torch; assert torch.cuda.is_available() and u.find_spec('exllamav2')",
     )
     formats = ("exl2",)
     converts = ("safetensors",)
     vendors = ("nvidia",)
+    built_for = ("cuda",)
     systems = ("linux", "windows")
     # What PyTorch 2.11's wheels are built for.
     capability = (7, 5)

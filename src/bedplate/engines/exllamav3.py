@@ -78,11 +78,12 @@ class ExLlamaV3(ServedByBedplate):
         download_bytes=2_900_000_000,
         disk_bytes=6_800_000_000,
         # Importing it compiles its kernels, which is a step of its own.
-        check="import importlib.util, torch; assert torch.cuda.is_available() and importlib.util.find_spec('exllamav3')",
+        check="import importlib.util as u, torch; assert torch.cuda.is_available() and u.find_spec('exllamav3')",
     )
     formats = ("exl3",)
     converts = ("safetensors",)
     vendors = ("nvidia",)
+    built_for = ("cuda",)
     systems = ("linux", "windows")
     # Turing has paths of its own in 1.6.5 (util/backend.py); PyTorch 2.11's wheels leave out what is older.
     capability = (7, 5)
@@ -119,7 +120,7 @@ class ExLlamaV3(ServedByBedplate):
             return self.refusal("impossible", "does not run Gemma 4's small E models", "a larger Gemma 4")
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
-            why = f"converts 16-bit weights, not {model.quantization}"
+            why = f"makes nothing of weights in {model.quantization} that serves this work"
             return self.refusal("impossible", why, "the same model in BF16, or as EXL3")
         return None
 
@@ -130,7 +131,7 @@ class ExLlamaV3(ServedByBedplate):
         # Its converter unpacks FP8 and MXFP4; other packed weights it does not read.
         if label not in (*SIXTEEN_BIT, "FP8", "MXFP4"):
             return ()
-        labels = BPW[:1] if workload.precision_sensitive else BPW
+        labels: tuple[str, ...] = BPW[:1] if workload.precision_sensitive else BPW
         if label == "MXFP4":
             labels = tuple(one for one in labels if float(one.removesuffix("BPW")) <= 5)
         return tuple(Weights(label=one, made="converted", format="exl3") for one in labels)

@@ -24,7 +24,6 @@ from bedplate.engines.base import (
 )
 from bedplate.facts.known_models import GGUF_BITS
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload
-from bedplate.values.decision import Device
 from bedplate.values.record import estimate
 
 MIN_HTTP_THREADS = 96
@@ -178,8 +177,8 @@ class LlamaCpp(Engine):
         spread=0.4,
         source="measured: docs/memory.md",
     )
-    built_for: ClassVar[tuple[Device, ...]] = ("cpu", "metal")
-    """What the installed wheel computes on; for any other device a plan begins with a build."""
+    # What the installed wheel computes on; for any other device a plan begins with a build.
+    built_for = ("cpu", "metal")
     features = Features(
         batching="continuous, fixed slots",
         kv_cache="one region per slot, prefix reuse within a slot",

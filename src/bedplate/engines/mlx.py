@@ -103,6 +103,7 @@ class Mlx(Engine):
     vendors = ("apple",)
     cpu = True
     systems = ("macos", "linux")
+    built_for = ("cpu", "metal")
     paged = True
     effort = 1
     features = Features(

@@ -81,6 +81,7 @@ class PyTorch(Engine):
     vendors = ("nvidia", "amd", "apple", "intel")
     cpu = True
     systems = ("linux", "macos", "windows")
+    built_for = ("cpu", "cuda", "rocm", "metal", "xpu")
     # Turing: what CUDA 13 still compiles for, and with it PyTorch's wheels since 2.11.
     capability = (7, 5)
     # Whole layers on one card after the other, one at work at a time (accelerate's device_map).

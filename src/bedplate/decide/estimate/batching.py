@@ -142,6 +142,8 @@ class Efficiencies(NamedTuple):
     """Of the fullest group over the mean, in roots of the mean."""
     wave_slower: float
     """Prompts that all arrive at once on an engine that is cold, against those of the steady state."""
+    wave_token: float
+    """Likewise the tokens of such a wave."""
     apart_token: float
     """Time per token of decode workers that compute no prompts, against the same work by itself."""
     apart_streams: float
@@ -376,19 +378,19 @@ def streamed_tok_s(w: Any, first_s: Any, token_s: Any, streams: Any) -> Any:
     return streams * w.output / (first_s + (w.output - 1.0) * token_s)
 
 
-def one_wave(w: Any, e: Any, streams: Any, most_resident: Any, slower: Any) -> Any:
+def one_wave(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
     """As `steady`, for a benchmark that sends each stream's only request at once: prompts queue, then all decode."""
     own = most(streams / w.groups, 1.0)
     held = least(own, most_resident)
-    prompt_s = prefill_s(w, e) * slower
-    token_s = decode_s(w, e, held)
+    prompt_s = prefill_s(w, e) * e.wave_slower
+    token_s = decode_s(w, e, held) * e.wave_token
     first_s = e.request_s + e.steps_waited * token_s + prompt_s * (1.0 + held) / 2.0
     queued_s = most(own / held - 1.0, 0.0) / 2.0 * (w.output * token_s + prompt_s * held)
     return first_s + queued_s, token_s, prompt_s * held
 
 
 def apart(w: Any, spread: Any, e: Any, streams: Any, ranks: Any, prompt_s: Any) -> Any:
-    """Times to first token and per token where prompts are computed by other workers than answers.
+    """Times to first token and per token, and a worker's batch, where other workers compute the prompts.
 
     How many workers there are is mostly not published, nor how each is divided: people add them as load grows, and take
     the faster of dividing a sequence's attention (`w`) and dealing out sequences (`spread`).
@@ -397,4 +399,4 @@ def apart(w: Any, spread: Any, e: Any, streams: Any, ranks: Any, prompt_s: Any) 
     share = most(streams / workers, 1.0)
     token_s = least(decode_s(w, e, share), decode_s(spread, e, most(share / ranks, 1.0))) * e.apart_token
     first_s = e.apart_first_s + prompt_s * (1.0 + e.apart_queue * streams**e.apart_queue_growth)
-    return first_s, token_s
+    return first_s, token_s, share

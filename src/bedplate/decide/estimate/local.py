@@ -7,6 +7,7 @@ tiles. Both are the same sum of named parts, each at an efficiency that was fitt
 from __future__ import annotations
 
 import math
+import re
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ MOST_CHUNK = 8192
 VECTOR_TOKENS = 8
 """Up to so many tokens, engines multiply vectors instead of matrices where that is faster; not so Vulkan's experts."""
 HOST_COPY_TOKENS = 32
+PACKED = frozenset({"gptq", "awq", "compressed-tensors"})
 ACTIVATION_COPIES = 24.0
 """Rows of the hidden width that a layer reads and writes for each token around its matrix products."""
 
@@ -51,6 +53,8 @@ class Profile(NamedTuple):
     unpack_4: float
     layer_s: float
     """A layer's fixed cost: starting its kernels."""
+    packed_s: float
+    """What a layer costs more whose weights are packed for several engines (GPTQ, AWQ): their kernels start slower."""
     moe_s: float
     """What a layer with experts costs more: routing, and a kernel for each of its matrices."""
     state_s: float
@@ -165,7 +169,8 @@ def forward(
     reading = read_bytes / (bandwidth * profile.read)
     kind = _weight_class(shape)
     # Only formats that are packed for general engines: GGUF files carry their experts as their kernels want them.
-    packed = profile.moe_4 if kind == 4 and shape.method in ("gptq", "awq", "compressed-tensors") else 1.0
+    packs = shape.method in PACKED
+    packed = profile.moe_4 if kind == 4 and packs else 1.0
     reading += expert_bytes * (packed - 1) / (bandwidth * profile.read)
     each_cycles = {4: profile.unpack_4, 8: profile.unpack_8, 16: profile.unpack_16}[kind]
     vector = reading + (dense_params + expert_params * packed) * each_cycles / hz if hz else reading
@@ -199,7 +204,13 @@ def forward(
         kv_s += attention_ops(shape, 1, depth) * sequences * profile.pair * 1e-6 / hz if hz else 0.0
         kv_s *= 1.0 if fused else profile.plain_kv
     recurrent = sum(group.layers for group in shape.attention if group.state_bytes)
-    fixed = profile.step_s + eager + shape.layers * profile.layer_s + shape.moe_layers * profile.moe_s
+    fixed = (
+        profile.step_s
+        + eager
+        + (shape.layers * profile.packed_s if packs else 0.0)
+        + shape.layers * profile.layer_s
+        + shape.moe_layers * profile.moe_s
+    )
     # States are updated sequence by sequence.
     fixed += recurrent * profile.state_s * sequences + (pipeline - 1) * profile.device_s
     links = 0.0
@@ -262,7 +273,7 @@ def profile_for(engine: str, backend: str, dated: bool = True) -> tuple[Profile,
 
 
 KIN = {
-    "exllamav3": "exllamav2", "tgi": "vllm", "tensorrt-llm": "vllm", "lmdeploy": "vllm", "onnxruntime": "pytorch",
+    "vllm": "sglang", "sglang": "vllm", "exllamav3": "exllamav2", "tgi": "vllm", "tensorrt-llm": "vllm", "lmdeploy": "vllm", "onnxruntime": "pytorch",
 }  # fmt: skip
 NEAR_BACKENDS = {
     "rocm-wmma": ("rocm",), "vulkan-amdvlk": ("vulkan",), "sycl": ("vulkan", "rocm"), "other": ("vulkan", "cuda"),
@@ -276,8 +287,9 @@ def kin(engine: str, backend: str, dated: bool) -> list[str]:
         if not name:
             continue
         if not dated:
-            keys.append(f"{name}/{backend}/undated")
+            keys.append(f"{name}/{backend}/older")
         keys += [f"{name}/{near}" for near in (backend, *NEAR_BACKENDS.get(backend, ()))]
+        keys.append(f"{name}/{backend}/older")
         if backend not in ("cpu", "metal"):
             keys.append(f"{name}/cuda")
     keys.append(f"other/{backend}")
@@ -385,8 +397,7 @@ def question_of(case: Case) -> Question:
         tensor, pipeline = 1, devices
     else:
         tensor, pipeline = max(case.layout.tensor, devices // max(1, case.layout.pipeline * case.layout.data)), 1
-    # Builds of llama.cpp are numbered; tables that name none are mostly older than those that do.
-    dated = bool(case.version) or case.engine != "llama.cpp" or case.backend == "cpu"
+    dated = is_current(case)
     return ask(
         case.engine, case.backend, case.machine, case.shape, tensor=tensor, pipeline=pipeline,
         chunk=_chunk(case), fused=_fused(case, dated), dated=dated,
@@ -398,6 +409,19 @@ ONE_STREAM_ENGINES = frozenset({"llama.cpp", "mistral.rs", "exllamav2", "exllama
 
 
 SERVED = SERVING_ENGINES
+
+
+def is_current(case: Case) -> bool:
+    """Whether the engine's version is one of those that make up its main profile, and not an older one.
+
+    Builds of llama.cpp are numbered, and tables that name none are mostly of 2023 and 2024. Transformers starts fewer
+    kernels for each layer since its attention was rewritten in 4.48.
+    """
+    if case.engine == "llama.cpp":
+        return bool(case.version) or case.backend == "cpu"
+    if case.engine == "pytorch" and (found := re.match(r"4\.(\d+)", case.version)):
+        return int(found[1]) >= 48
+    return True
 
 
 def _chunk(case: Case) -> int | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bedplate.decide.estimate.machine import Machine, machine_from_chip
 from bedplate.decide.estimate.physics import Shape, shape_of
 from bedplate.errors import BadQuestion, BedplateError
-from bedplate.facts.chips import Chip, find_chip
+from bedplate.facts.chips import Chip, chips, find_chip
 from bedplate.facts.known_models import lookup, model_from_facts, understood
 from bedplate.values import Model, Parallelism, replaced
 
@@ -114,7 +114,7 @@ def resolve(row: Mapping[str, str | None]) -> Case | Refused:
         metric=metric,
         engine=engine,
         backend=backend,
-        machine=_machine(chip.name, (devices or 1) * chip.devices_per_card, threads),
+        machine=_machine(chip.name, (devices or 1) * chip.devices_per_card, threads, chip.kind == "cpu"),
         chip=chip,
         shape=shape_of(model),
         model=model,
@@ -138,7 +138,7 @@ def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
     try:
         case = resolve(row)
         return case if isinstance(case, Refused) else predicted(case)
-    except (BedplateError, ArithmeticError, ValueError, LookupError) as error:
+    except (BedplateError, ArithmeticError, ValueError, LookupError, OSError) as error:
         return Refused(f"cannot be computed: {error}")
 
 
@@ -196,14 +196,9 @@ def layout_of(text: str, tensor: int | None = None) -> Parallelism:
 
 
 @lru_cache(maxsize=4096)
-def _machine(chip_name: str, devices: int, threads: int | None) -> Machine:
-    return machine_from_chip(_chip_by_name(chip_name), devices, threads=threads)
-
-
-def _chip_by_name(name: str) -> Chip:
-    from bedplate.facts.chips import chips
-
-    return chips()[name]
+def _machine(chip_name: str, devices: int, threads: int | None, on_cpu: bool) -> Machine:
+    chip = chips()[chip_name]
+    return machine_from_chip(replaced(chip, kind="cpu") if on_cpu else chip, devices, threads=threads)
 
 
 @lru_cache(maxsize=4096)
@@ -309,7 +304,7 @@ def _model(name: str, quantization: str, engine: str, hints: _Hints) -> Model:
     words = re.sub(r"\s*-\s*(medium|small|large)\b", "", name, flags=re.IGNORECASE) if label else name
     found = lookup(f"{words} {label}".strip()) or (lookup(words) if label else None)
     if found is None:
-        found = _unknown_model(name, label, hints)
+        found = _unknown_model(name, label or understood(name).label, hints)
     elif label is None and engine in GGUF_ENGINES and found.format != "gguf" and _unlabelled_gguf(name):
         found = lookup(f"{name} {_usual_gguf(name, found)}") or found
     if engine in GGUF_ENGINES and found.quantization == "MXFP4" and label not in ("F16", "BF16"):

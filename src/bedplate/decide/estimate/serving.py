@@ -12,8 +12,8 @@ from bedplate.decide.estimate.batching import (
     Work,
     apart,
     decode_parts,
-    decode_s,
     efficiencies,
+    layout_on,
     least,
     one_wave,
     prefill_s,
@@ -29,42 +29,56 @@ from bedplate.decide.estimate.calibration import Band, Expectation, Limit, limit
 from bedplate.decide.estimate.machine import Machine, machine_from_chip
 from bedplate.decide.estimate.physics import Shape, decode_floor_s, prefill_floor_s
 from bedplate.decide.estimate.rows import Case, Prediction, Refused
+from bedplate.facts.chips import Chip
 from bedplate.values import Parallelism
 
-Way = Literal["steady", "wave", "apart", "saturated", "offline", "server", "interactive", "single"]
+Way = Literal["steady", "wave", "apart", "saturated", "offline", "server", "interactive"]
 
-MOST_SEQUENCES = 2048
+MOST_SEQUENCES = 2048.0
 """Where engines stop adding sequences under endless load (trtllm-bench's default)."""
+NO_LIMIT = 1e6
 SETS_ASIDE = frozenset({"tensorrt-llm", "lmdeploy"})
 """Engines that admit a request only with room for its whole answer."""
 RESIDENT_AT_LEAST = 24
 """Requests that a tuned submission holds on a replica at the least; otherwise it takes more devices for one."""
-# Mean tokens of the prompts and answers of MLPerf's datasets (MLCommons inference rules v5.1 and reference reports:
-# OpenOrca, LongBench and others for 405B, CNN/DailyMail, five reasoning sets, and OpenOrca/GSM8K/MBXP).
+NODE = 8
+"""Accelerators of a server, where a table does not say how many there are."""
+MOST_TENSOR = 16
+"""Ranks beyond which nobody divides the attention of one sequence: such a count is that of all workers together."""
+# Mean tokens of prompts and answers in MLPerf's datasets, by MLCommons' inference rules v5.1 and reference reports.
 MLPERF_TOKENS = (
     ("405b", 9428, 684), ("llama2", 294, 294), ("llama-2", 294, 294), ("70b", 294, 294), ("8b", 778, 73),
-    ("deepseek", 800, 3880), ("mixtral", 430, 145), ("gpt-j", 778, 73),
+    ("deepseek", 800, 3880), ("mixtral", 430, 145), ("gpt-j", 778, 73), ("gptj", 778, 73),
 )  # fmt: skip
 SHAREGPT_TOKENS = (225, 195)
-"""Mean lengths of ShareGPT conversations as serving benchmarks filter them."""
+"""Mean lengths of ShareGPT's conversations as serving benchmarks filter them."""
+
+
+class Workers(NamedTuple):
+    """Disaggregated: some workers compute prompts, others answers."""
+
+    prefill: Layout
+    decode: Layout
+    streams: int | None
+    """All of the decode workers' batches together, where that is said."""
 
 
 class Question(NamedTuple):
-    """A row's load as the model of it takes it."""
+    """A load as the model of it takes it; in a fit, each field is a column."""
 
     way: Way
-    machine: Machine
-    shape: Shape
-    layout: Layout
-    work: Work
-    spread: Work
-    """The same with sequences dealt out to ranks instead of divided; of prefill workers in `apart`."""
-    streams: float
+    work: Any
+    spread: Any
+    """The decode worker's work if sequences are dealt out to its ranks; only where workers are apart."""
+    prompts: Any
+    """The prefill worker's work, likewise."""
+    streams: Any
     """Requests in flight on one replica."""
-    slots: float
-    """The most that an engine runs at once."""
-    complete: float
-    kv_bits: float
+    slots: Any
+    """The most that an engine runs at once on a replica."""
+    complete: Any
+    """1 where an engine sets room aside for whole answers."""
+    ranks: Any
 
 
 class Answer(NamedTuple):
@@ -72,31 +86,33 @@ class Answer(NamedTuple):
     token_s: Any
     tok_s: Any
     """Of one replica."""
+    batch: Any
+    """Sequences of one step of a replica, or of a decode worker."""
 
 
-class Loaded(NamedTuple):
-    """A service under load, each figure with its band."""
+class Asked(NamedTuple):
+    """A row as a question, with what turns its answer into the row's metric."""
 
-    ttft_ms: Prediction
-    tpot_ms: Prediction
-    output_tok_s: Prediction
-    limit: Limit
+    question: Question
+    machine: Machine
+    layout: Layout
+    context: float
+    kv_bits: float
 
 
-def answer(question: Any, e: Any, *, steadily: bool = True) -> Answer:
-    """Times of a question, or of columns of questions of one way."""
-    way, w = question.way, question.work
-    streams = question.streams
+def answer(question: Question, e: Any) -> Answer:
+    """Times and throughput of a load, or of columns of loads of one way."""
+    way, w, streams = question.way, question.work, question.streams
     if way == "apart":
-        first, token = apart(w, question.spread, e, streams, question.layout.tensor, prefill_s(question.prompts, e))
-        return Answer(first, token, streamed_tok_s(w, first, token, streams))
-    room = least(resident(w, e, question.complete), question.slots * w.pipeline)
-    if way == "steady" or way == "single":
-        first, token, _ = steady(w, e, streams, room)
-        return Answer(first, token, streamed_tok_s(w, first, token, streams))
+        first, token, batch = apart(w, question.spread, e, streams, question.ranks, prefill_s(question.prompts, e))
+        return Answer(first, token, streamed_tok_s(w, first, token, streams), batch)
+    room = least(resident(w, e, question.complete), question.slots * w.pipeline / w.groups)
+    if way == "steady":
+        first, token, batch = steady(w, e, streams, room)
+        return Answer(first, token, streamed_tok_s(w, first, token, streams), least(batch * w.groups, streams))
     if way == "wave":
-        first, token, prompts = one_wave(w, e, streams, room, e.wave_slower)
-        return Answer(first, token, streams * w.output / (prompts + w.output * token))
+        first, token, prompts = one_wave(w, e, streams, room)
+        return Answer(first, token, streams * w.output / (prompts + w.output * token), least(streams, room * w.groups))
     tok_s = saturated_tok_s(w, e, room)
     if way != "saturated":
         tok_s = tok_s * e.tuned
@@ -104,5 +120,299 @@ def answer(question: Any, e: Any, *, steadily: bool = True) -> Answer:
         tok_s = tok_s * e.tuned_server
     if way == "interactive":
         tok_s = tok_s * e.tuned_interactive
-    first, token, _ = steady(w, e, room * w.groups, room)
-    return Answer(first, token, tok_s)
+    first, token, batch = steady(w, e, room * w.groups, room)
+    return Answer(first, token, tok_s, batch * w.groups)
+
+
+def under_load(
+    machine: Machine,
+    shape: Shape,
+    engine: str,
+    layout: Layout,
+    *,
+    concurrency: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    slots: float = NO_LIMIT,
+    cached_tokens: int = 0,
+    kv_bits: float | None = None,
+) -> tuple[Answer, Work, Efficiencies]:
+    """`concurrency` requests always in flight on all replicas together; above what fits, requests queue."""
+    bits = usual_kv_bits(shape) if kv_bits is None else kv_bits
+    layout = layout_on(layout, shape)
+    work = work_of(machine, shape, layout, prompt_tokens, output_tokens, bits, cached_tokens)
+    e = efficiencies(engine, machine.family, weight_type(shape))
+    streams = max(1.0, concurrency / layout.replicas)
+    found = answer(Question("steady", work, work, work, streams, slots, float(engine in SETS_ASIDE), layout.tensor), e)
+    token_s = max(
+        found.token_s, _token_floor_s(machine, shape, layout, found.batch, prompt_tokens + output_tokens / 2, bits)
+    )
+    first_s = max(found.first_s, prefill_floor_s(shape, machine, work.prompt, layout.ranks * layout.pipeline))
+    tok_s = streamed_tok_s(work, first_s, token_s, streams) * layout.replicas
+    return Answer(first_s, token_s, tok_s, found.batch), work, e
+
+
+def expect(
+    machine: Machine,
+    shape: Shape,
+    engine: str,
+    layout: Parallelism,
+    *,
+    concurrency: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    slots: int,
+    cached_tokens: int = 0,
+    kv_bits: float = 16.0,
+    factor: float = 1.0,
+) -> Expectation:
+    """A plan's figures. `factor` is what measurements here say of this machine's speed against the fitted one."""
+    divided = divided_as(layout)
+    found, work, e = under_load(
+        machine, shape, engine, divided, concurrency=concurrency, prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens, slots=max(1, slots // divided.replicas), cached_tokens=cached_tokens,
+        kv_bits=kv_bits,
+    )  # fmt: skip
+    batch = max(1.0, min(concurrency, slots) / divided.replicas / work.groups)
+    reading, computing, links, fixed = decode_parts(work, e, batch)
+    cache = batch / work.pipeline * work.cache_s / e.cache_read
+    prompts = batch / work.pipeline / work.output * prefill_s(work, e) * e.prompt_share
+    parts: dict[Limit, float] = {
+        "memory bandwidth": (reading - cache) / factor,
+        "KV cache": cache / factor,
+        "compute": (computing + prompts) / factor,
+        "interconnect": links / factor,
+        "runtime overhead": fixed / factor,
+    }
+    return Expectation(
+        ttft_s=found.first_s / factor,
+        tpot_s=found.token_s / factor,
+        output_tok_s=found.tok_s * factor,
+        limit=limit_of_parts(parts),
+        parts_s=parts,
+        ttft_band=band("steady", "ttft_ms"),
+        tpot_band=band("steady", "tpot_ms"),
+        output_band=band("steady", "output_tok_s_total"),
+        source="a model of continuous batching, fitted on published measurements",
+    )
+
+
+def divided_as(layout: Parallelism) -> Layout:
+    """A plan's layout: its attention groups are part of the tensor ranks, or stand for them where there are none."""
+    groups = max(1, layout.attention_data)
+    if groups > 1 and layout.tensor % groups == 0:
+        return Layout(layout.tensor // groups, groups, max(1, layout.expert), layout.pipeline, max(1, layout.data))
+    replicas = max(1, layout.data // groups) if layout.data % groups == 0 else max(1, layout.data)
+    return Layout(max(1, layout.tensor), groups, max(1, layout.expert), max(1, layout.pipeline), replicas)
+
+
+def band(way: Way, metric: str) -> Band:
+    """Factors between which eight of ten rows lay that the fit had not seen."""
+    bands = table("serving")["bands"]
+    metric = "output_tok_s_total" if metric not in ("ttft_ms", "tpot_ms") else metric
+    found = bands.get(f"{way} {metric}") or bands[f"steady {metric}"]
+    return Band(found[0], found[1])
+
+
+def predict(case: Case) -> Prediction | Refused:
+    """A row's metric with its band, or why none is given."""
+    found = asked(case)
+    if isinstance(found, Refused):
+        return found
+    question, layout = found.question, found.layout
+    e = efficiencies(case.engine, found.machine.family, weight_type(case.shape))
+    got = answer(question, e)
+    floor = _token_floor_s(found.machine, case.shape, layout, got.batch, found.context, found.kv_bits)
+    value = _metric(case, found, got, floor)
+    if isinstance(value, Refused):
+        return value
+    low, high = band(question.way, case.metric).around(value)
+    return Prediction(value, low, high)
+
+
+def _metric(case: Case, found: Asked, got: Answer, floor_s: float) -> float | Refused:
+    question, layout = found.question, found.layout
+    work: Work = question.work
+    token_s = max(got.token_s, floor_s)
+    tok_s = got.tok_s * layout.replicas * min(1.0, got.token_s / token_s)
+    if case.metric == "tpot_ms":
+        return token_s * 1e3
+    if case.metric == "ttft_ms":
+        ranks = layout.ranks * layout.pipeline
+        return max(got.first_s, prefill_floor_s(case.shape, found.machine, question.prompts.prompt, ranks)) * 1e3
+    if case.metric == "latency_ms":
+        return (got.first_s + (work.output - 1) * token_s) * 1e3
+    if case.metric == "samples_s":
+        return tok_s / work.output
+    if case.metric == "output_tok_s_per_gpu":
+        return tok_s / (case.devices or layout.devices)
+    return tok_s
+
+
+def asked(case: Case) -> Asked | Refused:
+    """The row as a load; what a table leaves out is what its kind of benchmark does."""
+    lengths = _lengths(case)
+    if lengths is None:
+        return Refused("neither lengths of prompts and answers nor a known dataset are given")
+    if not case.machine.bandwidth_bytes_s or case.machine.kind != "gpu":
+        return Refused("serving many requests is estimated for accelerators only")
+    if "mlperf" in case.scenario.lower():
+        return _submission(case, *lengths)
+    divided = arranged(case)
+    if isinstance(divided, Workers):
+        return _workers(case, divided, *lengths)
+    divided = layout_on(divided, case.shape)
+    if case.saturated:
+        return _asked(case, "saturated", divided, lengths, NO_LIMIT, MOST_SEQUENCES)
+    if case.concurrency is None:
+        return Refused("the row does not say how many requests were in flight")
+    lowered = case.scenario.lower()
+    way: Way = "wave" if "static" in lowered or "serving bench" in lowered else "steady"
+    return _asked(case, way, divided, lengths, max(1.0, case.concurrency / divided.replicas), NO_LIMIT)
+
+
+def _asked(case: Case, way: Way, layout: Layout, lengths: tuple[int, int], streams: float, slots: float) -> Asked:
+    machine = _machine(case.chip, layout.ranks * layout.pipeline)
+    bits = usual_kv_bits(case.shape)
+    work = work_of(machine, case.shape, layout, *lengths, bits)
+    complete = float(case.engine in SETS_ASIDE)
+    question = Question(way, work, work, work, streams, slots, complete, layout.tensor)
+    return Asked(question, machine, layout, lengths[0] + lengths[1] / 2, bits)
+
+
+def _submission(case: Case, prompt: int, output: int) -> Asked | Refused:
+    """MLPerf: all accelerators of all nodes, in replicas of as few as hold enough requests."""
+    nodes = int(case.notes["nodes"]) if case.notes.get("nodes", "").isdigit() else 1
+    devices = (case.devices or 1) * max(1, nodes)
+    kind = case.scenario.lower().rsplit(None, 1)[-1]
+    if kind == "singlestream":
+        layout = Layout(tensor=case.devices or 1)
+        return _asked(case, "steady", layout, (prompt, output), 1.0, NO_LIMIT)
+    ways: dict[str, Way] = {"offline": "offline", "server": "server", "interactive": "interactive"}
+    if kind not in ways:
+        return Refused(f"what the scenario {kind!r} asks for is not known")
+    tensor = 1
+    while True:
+        layout = Layout(tensor=tensor, expert=1, replicas=max(1, devices // tensor))
+        found = _asked(case, ways[kind], layout, (prompt, output), NO_LIMIT, MOST_SEQUENCES)
+        enough = found.question.work.room_bytes > RESIDENT_AT_LEAST * found.question.work.held_bytes
+        if enough or tensor * 2 > (case.devices or 1):
+            return found
+        tensor *= 2
+
+
+def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | Refused:
+    streams = case.concurrency or workers.streams
+    if streams is None:
+        return Refused("the row does not say how many requests were in flight")
+    shape, bits = case.shape, usual_kv_bits(case.shape)
+    decode = _at_least_holding(case, workers.decode)
+    prefill = _at_least_holding(case, workers.prefill)
+    spread = layout_on(Layout(1, decode.ranks, decode.ranks), shape)
+    machine = _machine(case.chip, decode.ranks)
+    question = Question(
+        way="apart",
+        work=work_of(machine, shape, layout_on(decode, shape), prompt, output, bits),
+        spread=work_of(machine, shape, spread, prompt, output, bits),
+        prompts=work_of(_machine(case.chip, prefill.ranks), shape, layout_on(prefill, shape), prompt, output, bits),
+        streams=float(streams),
+        slots=NO_LIMIT,
+        complete=0.0,
+        ranks=float(decode.ranks),
+    )
+    return Asked(question, machine, decode, prompt + output / 2, bits)
+
+
+def _at_least_holding(case: Case, layout: Layout) -> Layout:
+    """As many ranks as the weights need, where a table counts fewer."""
+    memory = (case.machine.memory_bytes or 0) * 0.85
+    ranks = layout.ranks
+    while memory and ranks < 64 and case.shape.total_bytes / ranks > memory:
+        ranks *= 2
+    return Layout(ranks, 1, ranks if case.shape.experts else 1)
+
+
+@lru_cache(maxsize=4096)
+def _machine_named(name: str, devices: int) -> Machine:
+    from bedplate.facts.chips import chips
+
+    return machine_from_chip(chips()[name], devices)
+
+
+def _machine(chip: Chip, devices: int) -> Machine:
+    return _machine_named(chip.name, devices)
+
+
+def _lengths(case: Case) -> tuple[int, int] | None:
+    if case.prompt_tokens is not None and case.output_tokens:
+        return max(1, case.prompt_tokens), case.output_tokens
+    if "mlperf" in case.scenario.lower():
+        name = case.texts["model"].lower()
+        return next(((prompt, output) for word, prompt, output in MLPERF_TOKENS if word in name), None)
+    if re.search(r"sharegpt|dataset|prompts", case.scenario, re.IGNORECASE):
+        return SHAREGPT_TOKENS
+    return None
+
+
+def arranged(case: Case) -> Layout | Workers:
+    """How a row's accelerators are divided, from what tables write in `parallelism`."""
+    text = case.parallelism.lower()
+    if text.startswith("disagg") or (case.scenario.lower() == "disagg" and "decode" in text):
+        return _disaggregated(text)
+    said = {
+        name: int(count) for name, count in re.findall(r"(attn_dp|moe_tp|moe_ep|tp|pp|dp|ep)\s*[-=]?(\d{1,4})", text)
+    }
+    if found := re.search(r"\b(tep|dep)\s*-?(\d{1,4})\b", text):
+        ranks = int(found[2])
+        return Layout(ranks, 1, ranks) if found[1] == "tep" else Layout(1, ranks, ranks)
+    tensor = max(1, said.get("tp") or case.layout.tensor)
+    stages = max(1, said.get("pp") or 1)
+    if not text and case.devices is None and case.layout.tensor == 1:
+        tensor = NODE if case.chip.kind == "datacenter" else 1
+    groups = said.get("attn_dp") or 0
+    cut, expert = max(1, said.get("moe_tp") or 1), max(1, said.get("moe_ep") or said.get("ep") or 1)
+    if "attn_dp" in text and not groups:
+        tensor, groups = _unsaid_groups(case, tensor, cut * expert)
+    groups = max(1, groups)
+    if cut == expert > 1 and tensor * groups == cut * expert:
+        # Written by tools that multiply the two ways to divide experts, when both are over the same ranks.
+        tensor, groups = (1, expert) if groups > 1 else (expert, 1)
+    elif tensor == groups > 1 and expert == tensor * groups:
+        tensor, expert = 1, groups
+    elif tensor > MOST_TENSOR or tensor & (tensor - 1):
+        whole = Layout(tensor, 1, tensor)
+        return Workers(Layout(NODE, 1, NODE), whole, None)
+    devices = case.devices or 0
+    replicas = max(1, said.get("dp") or 1)
+    if devices % (tensor * groups * stages) == 0 and not case.scenario.lower().startswith("agg"):
+        replicas = max(replicas, devices // (tensor * groups * stages))
+    return Layout(tensor, groups, expert, stages, replicas)
+
+
+def _unsaid_groups(case: Case, tensor: int, expert_ranks: int) -> tuple[int, int]:
+    """Attention groups that a table leaves blank: from the ranks of the experts, or from the batch of one rank."""
+    groups = max(1, expert_ranks // tensor)
+    batch = case.notes.get("batch_size", "")
+    if groups == 1 and tensor > 1 and batch.isdigit() and case.concurrency and case.concurrency >= 2 * int(batch) > 0:
+        groups = max(1, min(tensor, round(case.concurrency / int(batch))))
+        return max(1, tensor // groups), groups
+    return tensor, groups
+
+
+def _disaggregated(text: str) -> Workers:
+    sides = []
+    streams = 0
+    for count, inside in re.findall(r"(\d*)\s*x?\s*\(([^)]*)\)", text)[:2]:
+        said = {name: int(number) for name, number in re.findall(r"(tp|dp|ep|bs)(\d{1,5})", inside)}
+        ranks = max(1, said.get("tp", 1)) * max(1, said.get("dp", 1))
+        sides.append(Layout(ranks, 1, max(1, said.get("ep", 1))))
+        streams = (int(count) if count else 1) * said.get("bs", 0) * max(1, said.get("dp", 1))
+    sides = sides or [Layout(NODE, 1, 1)]
+    return Workers(sides[0], sides[-1], streams or None)
+
+
+def _token_floor_s(
+    machine: Machine, shape: Shape, layout: Layout, batch: float, context: float, kv_bits: float
+) -> float:
+    """What no step of such a batch is faster than, at the sheet's rates; each stage of a pipeline has a part of it."""
+    return decode_floor_s(shape, machine, batch / layout.pipeline, context, layout.ranks, kv_bits)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from bedplate.engines.shipped.openai_server import (
         Backend,
+        Finish,
         HuggingFaceText,
         Piece,
         Refused,
@@ -44,7 +45,7 @@ class OnnxRuntime(Backend):
             "--batching",
             choices=("auto", "engine", "interleaved"),
             default="auto",
-            help="whether GenAI's engine batches, or requests take turns; auto: the engine where it can batch as they come",
+            help="by GenAI's engine, or by turns; auto: by the engine where it lets requests join as they come",
         )
 
     def load(self, options: argparse.Namespace, progress: Callable[[float], None]) -> None:
@@ -143,7 +144,7 @@ class Interleaved(Writer):
             ended = token in self.ends and not request.ignore_eos
             said = {} if logits is None else _logprobs(logits, token, request.logprobs or 0)
             # Its own limit is the request's, which the server counts; then it must not be asked for another token.
-            finish = "stop" if ended else "length" if generator.is_done() else None
+            finish: Finish | None = "stop" if ended else "length" if generator.is_done() else None
             if finish:
                 del self._active[request]
             pieces.append(Piece(request, token=token, text="" if ended else None, finish=finish, **said))
@@ -330,8 +331,6 @@ class Reader:
                 mask[row, : len(inputs[place])] = 1
             feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
             (found,) = self._session.run([name], {key: value for key, value in feeds.items() if key in self._inputs})
-            for row, place in enumerate(batch):
-                rows[place] = []
             for place, vector in zip(batch, finish(found.astype(np.float32), mask), strict=True):
                 rows[place] = [float(value) for value in vector]
         return rows
@@ -348,7 +347,7 @@ def _onnx_file(folder: Path) -> Path:
 
 
 def _pooling(folder: Path) -> tuple[str, bool]:
-    """How a vector is made of those of all tokens, and whether its length is then 1, as Sentence Transformers says it."""
+    """How one vector is made of all tokens', and whether it is then normalized, as Sentence Transformers says it."""
     try:
         modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

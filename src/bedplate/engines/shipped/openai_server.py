@@ -468,6 +468,10 @@ class Worker:
     def cancel(self, answer: Answer) -> None:
         with self._changed:
             answer.cancelled = True
+            if answer in self._queue:
+                self._queue.remove(answer)
+                self.waiting = len(self._queue)
+                self.outcomes["cancelled"] += 1
             self._changed.notify()
 
     def call(self, what: Callable[[], Any]) -> asyncio.Future[Any]:
@@ -485,9 +489,12 @@ class Worker:
             self.ready = True
             while True:
                 self._once()
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
+        except BaseException as error:
+            if isinstance(error, Refused):  # a model that it cannot load: the reason is in plain words
+                print(f"bedplate-engine: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
+            else:
+                traceback.print_exc()
+                sys.stderr.flush()
             self.failed = True
             # The engine is in no known state. Clients are told; then whoever supervises us starts it anew.
             self._later(self._give_up)

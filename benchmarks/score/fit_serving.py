@@ -1,0 +1,419 @@
+"""Fit the efficiencies of `bedplate.decide.estimate.batching` on published measurements, and cross-validate them.
+
+    python benchmarks/score/fit_serving.py [--write] [--cross-validate [chip] [model] [engine]]
+
+Reads the tables of ../shared/truth. Needs numpy and scipy, which bedplate itself does not. Rows of one configuration
+that differ only in the metric share one computation. Cross-validation leaves out whole groups: every chip, every
+model and every engine in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from bedplate.decide.estimate.batching import Efficiencies, Work, weight_type
+from bedplate.decide.estimate.rows import Refused, resolve
+from bedplate.decide.estimate.serving import Question, answer, asked
+
+ROOT = Path(__file__).resolve().parents[2]
+TRUTH = ROOT.parent / "shared" / "truth"
+DATA = ROOT / "src" / "bedplate" / "decide" / "estimate" / "data" / "serving.json"
+SOURCES = (
+    "aiconfigurator_silicon_e2e", "inferencex_repo_results", "trtllm_perf_overview", "mlperf_v5_1_llm", "lmdeploy_a100",
+)  # fmt: skip
+METRICS = ("ttft_ms", "tpot_ms", "output_tok_s_total")
+AXES = ("engine", "family", "weights")
+
+
+class Parameter(NamedTuple):
+    scale: str
+    """share: between 0 and 1, moves on a logistic scale; positive: on a logarithmic one."""
+    start: float
+    axes: str = ""
+    """What it may differ by: e(ngine), f(amily of chips), w(eight type)."""
+    tight: float = 1.0
+    """How firmly its deviations are held at none."""
+
+
+PARAMETERS = {
+    "dense_read": Parameter("share", 0.86, "ef"),
+    "expert_read": Parameter("share", 0.8, "fw"),
+    "cache_read": Parameter("share", 0.7, "ef"),
+    "matrix": Parameter("share", 0.5, "efw"),
+    "expert_matrix": Parameter("share", 0.2, "efw"),
+    "attention": Parameter("share", 0.43, "e"),
+    "routing_spread": Parameter("share", 0.8),
+    "layer_s": Parameter("positive", 48e-6, "ef"),
+    "expert_layer_s": Parameter("positive", 21e-6, "efw"),
+    "latent_layer_s": Parameter("positive", 12e-6, "ef"),
+    "state_layer_s": Parameter("positive", 40e-6),
+    "sparse_layer_s": Parameter("positive", 75e-6),
+    "pass_s": Parameter("positive", 1e-4, "e"),
+    "sequence_s": Parameter("positive", 6e-6, "e"),
+    "reduce_latency_s": Parameter("positive", 7e-6, "ef"),
+    "reduce_rate": Parameter("share", 0.3, "ef"),
+    "reduce_rate_prompt": Parameter("share", 0.4, "ef"),
+    "exchange_latency_s": Parameter("positive", 4e-6),
+    "exchange_rate": Parameter("share", 0.15, "e"),
+    "prompt_share": Parameter("positive", 0.75, "e"),
+    "request_s": Parameter("positive", 16e-3, "ef"),
+    "steps_waited": Parameter("positive", 5.0, "e"),
+    "queue": Parameter("positive", 0.05),
+    "burst": Parameter("positive", 0.05, "e"),
+    "launch_layer_s": Parameter("positive", 5e-5, "e"),
+    "launch_expert_layer_s": Parameter("positive", 3e-4, "ef"),
+    "launch_latent_layer_s": Parameter("positive", 6e-4, "e"),
+    "cache_held": Parameter("positive", 1.0, "e"),
+    "saturation": Parameter("positive", 0.9, "e"),
+    "unevenness": Parameter("positive", 0.15),
+    "wave_slower": Parameter("positive", 2.0, "e"),
+    "wave_token": Parameter("positive", 1.3, "e"),
+    "apart_token": Parameter("positive", 0.8, "ef"),
+    "apart_streams": Parameter("positive", 8.0),
+    "apart_growth": Parameter("positive", 0.6, "e"),
+    "apart_first_s": Parameter("positive", 0.2, "ef"),
+    "apart_queue": Parameter("positive", 1.0, "e"),
+    "apart_queue_growth": Parameter("positive", 0.5, "e"),
+    "tuned": Parameter("positive", 1.2, "e"),
+    "tuned_server": Parameter("positive", 0.92),
+    "tuned_interactive": Parameter("positive", 0.6),
+}
+NAMES = list(Efficiencies._fields)
+APART = [name for name in NAMES if name.startswith("apart_")]
+# Rows of a kind that many say little of chips and models count less; spreads are those of a good fit.
+SPREAD = {"ttft_ms": 0.2, "tpot_ms": 0.12, "output_tok_s_total": 0.15}
+WEIGHT = {"ttft_ms": 0.6, "tpot_ms": 1.0, "output_tok_s_total": 0.8}
+WAY_WEIGHT = {"offline": 0.6, "server": 0.6, "interactive": 0.4, "wave": 0.5, "apart": 0.7}
+BASE_TIGHT, MOVE_TIGHT = 0.15, 0.6
+SMALL = 40
+
+
+class Row(NamedTuple):
+    source: str
+    metric: str
+    value: float
+    engine: str
+    family: str
+    weights: str
+    chip: str
+    model: str
+    way: str
+    replicas: float
+    question: Question
+
+
+def read(sources: tuple[str, ...] = SOURCES) -> tuple[list[Row], list[tuple[str, str, str]]]:
+    rows: list[Row] = []
+    refused: list[tuple[str, str, str]] = []
+    for source in sources:
+        with (TRUTH / f"{source}.csv").open(newline="") as file:
+            for record in csv.DictReader(file):
+                if record["metric"] not in METRICS:
+                    continue
+                case = resolve(record)
+                found = case if isinstance(case, Refused) else asked(case)
+                if isinstance(found, Refused):
+                    refused.append((source, record["metric"], found.why))
+                    continue
+                assert not isinstance(case, Refused)
+                rows.append(
+                    Row(
+                        source,
+                        record["metric"],
+                        float(record["value"]),
+                        case.engine,
+                        found.machine.family,
+                        weight_type(case.shape),
+                        case.chip.name,
+                        architecture(case.texts["model"]),
+                        found.question.way,
+                        found.layout.replicas,
+                        found.question,
+                    )  # fmt: skip
+                )
+    return rows, refused
+
+
+def architecture(name: str) -> str:
+    """A model's family and size, whatever it is called and however it is stored."""
+    lowered = name.lower().replace("_", ".").replace(" ", "-")
+    for word in ("deepseek", "gpt-oss", "minimax", "qwen3.5", "qwen3-235b", "qwen3-30b", "kimi", "glm", "405b",
+                 "mixtral-8x22b", "mixtral", "mistral", "scout", "maverick", "70b", "20b", "13b", "8b", "7b"):  # fmt: skip
+        if word in lowered:
+            return word
+    return lowered
+
+
+class Columns:
+    """Rows of one way as columns."""
+
+    def __init__(self, rows: list[Row], index: np.ndarray) -> None:
+        self.index = index
+        chosen = [rows[i] for i in index]
+        # Metrics of one configuration, and rows that tables repeat, are computed once.
+        places: dict[Any, int] = {}
+        self.place = np.array(
+            [places.setdefault((row.engine, row.family, row.weights, row.question), len(places)) for row in chosen]
+        )
+        self.unique = np.array([index[np.argmax(self.place == place)] for place in range(len(places))])
+        self.metric = np.array([METRICS.index(row.metric) for row in chosen])
+        self.value = np.array([row.value for row in chosen])
+        self.replicas = np.array([row.replicas for row in chosen])
+        first = chosen[0].question
+        questions = [rows[i].question for i in self.unique]
+        plain = {
+            name: np.array([float(getattr(q, name)) for q in questions])
+            for name in ("streams", "slots", "complete", "ranks")
+        }
+        self.question = Question(
+            way=first.way,
+            work=_columns([q.work for q in questions]),
+            spread=_columns([q.spread for q in questions]),
+            prompts=_columns([q.prompts for q in questions]),
+            **plain,
+        )
+        scale = np.array([SPREAD[METRICS[m]] for m in self.metric])
+        weight = np.array([WEIGHT[METRICS[m]] for m in self.metric]) * WAY_WEIGHT.get(first.way, 1.0)
+        self.scale, self.weight = scale, weight
+
+    def logs(self, e: Any) -> np.ndarray:
+        """Logarithm of predicted over true."""
+        got = answer(self.question, e)
+        one = np.ones(len(self.unique))
+        figures = np.stack([got.first_s * 1e3 * one, got.token_s * 1e3 * one, got.tok_s * one])
+        found = figures[self.metric, self.place]
+        return np.log(
+            np.where(self.metric == METRICS.index("output_tok_s_total"), found * self.replicas, found) / self.value
+        )
+
+
+def _columns(works: list[Work]) -> Work:
+    return Work(*(np.array(column, dtype=float) for column in zip(*works, strict=True)))
+
+
+class Fit:
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+        self.keys = {axis: sorted({getattr(row, axis) for row in rows}) for axis in AXES}
+        self.level = {axis: np.array([self.keys[axis].index(getattr(row, axis)) for row in rows]) for axis in AXES}
+        self.slots: dict[tuple[str, str], slice] = {}
+        at = len(NAMES)
+        for name in NAMES:
+            for axis in AXES:
+                if axis[0] in PARAMETERS[name].axes:
+                    self.slots[name, axis] = slice(at, at + len(self.keys[axis]))
+                    at += len(self.keys[axis])
+        self.size = at
+        self.tight = np.full(at, BASE_TIGHT)
+        for (name, _), place in self.slots.items():
+            self.tight[place] = MOVE_TIGHT * PARAMETERS[name].tight
+
+    def columns(self, index: np.ndarray) -> list[Columns]:
+        ways = np.array([self.rows[i].way for i in index])
+        return [Columns(self.rows, index[ways == way]) for way in sorted(set(ways))]
+
+    def moved(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Of each parameter (down) for each row (across), where it stands on its scale."""
+        moved = np.repeat(x[: len(NAMES), None], len(index), axis=1)
+        for (name, axis), place in self.slots.items():
+            moved[NAMES.index(name)] += x[place][self.level[axis][index]]
+        return moved
+
+    @staticmethod
+    def efficiencies(moved: np.ndarray) -> Efficiencies:
+        values = []
+        for name, z in zip(NAMES, moved, strict=True):
+            scale, start, *_ = PARAMETERS[name]
+            values.append(1 / (1 + (1 / start - 1) * np.exp(-z)) if scale == "share" else start * np.exp(z))
+        return Efficiencies(*values)
+
+    def run(
+        self, index: np.ndarray, free: list[str] | None = None, start: np.ndarray | None = None, steps: int = 25
+    ) -> np.ndarray:
+        blocks = self.columns(index)
+        x0 = np.zeros(self.size) if start is None else start.copy()
+        names = NAMES if free is None else free
+        active = np.zeros(self.size, dtype=bool)
+        for name in names:
+            active[NAMES.index(name)] = True
+            for axis in AXES:
+                if (name, axis) in self.slots:
+                    active[self.slots[name, axis]] = True
+
+        def full(part: np.ndarray) -> np.ndarray:
+            x = x0.copy()
+            x[active] = part
+            return x
+
+        def robust(residual: np.ndarray, block: Columns) -> np.ndarray:
+            s = block.scale
+            return np.sign(residual) * s * np.sqrt(np.log1p((residual / s) ** 2)) * block.weight
+
+        def residuals(part: np.ndarray) -> np.ndarray:
+            x = full(part)
+            parts = [robust(block.logs(self.efficiencies(self.moved(x, block.unique))), block) for block in blocks]
+            return np.concatenate([*parts, part * self.tight[active]])
+
+        def jacobian(part: np.ndarray) -> np.ndarray:
+            # A parameter's base and deviations add up, so one difference gives the derivatives by all of them.
+            x = full(part)
+            lines = []
+            for block in blocks:
+                moved = self.moved(x, block.unique)
+                base = robust(block.logs(self.efficiencies(moved)), block)
+                line = np.zeros((len(base), self.size))
+                across = np.arange(len(base))
+                for name in names:
+                    place = NAMES.index(name)
+                    nudged = moved.copy()
+                    nudged[place] += 1e-5
+                    slope = (robust(block.logs(self.efficiencies(nudged)), block) - base) / 1e-5
+                    line[:, place] = slope
+                    for axis in AXES:
+                        if (name, axis) in self.slots:
+                            line[across, self.slots[name, axis].start + self.level[axis][block.index]] = slope
+                lines.append(line[:, active])
+            return np.concatenate([*lines, np.diag(self.tight[active])])
+
+        found = least_squares(residuals, x0[active], jac=jacobian, max_nfev=steps, ftol=1e-4, xtol=1e-5)
+        return full(found.x)
+
+    def fitted(self, index: np.ndarray, steps: int = 25) -> np.ndarray:
+        """First all that is served by workers that do both, then what is left to say of workers apart."""
+        ways = np.array([self.rows[i].way for i in index])
+        x = self.run(index[ways != "apart"], [name for name in NAMES if name not in APART], steps=steps)
+        return self.run(index[ways == "apart"], APART, x, steps=steps) if (ways == "apart").any() else x
+
+    def logs(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
+        out = np.zeros(len(self.rows))
+        for block in self.columns(index):
+            out[block.index] = block.logs(self.efficiencies(self.moved(x, block.unique)))
+        return out[index]
+
+    def table(self, x: np.ndarray) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        for i, name in enumerate(NAMES):
+            scale, start, *_ = PARAMETERS[name]
+            base = float(1 / (1 + (1 / start - 1) * np.exp(-x[i])) if scale == "share" else start * np.exp(x[i]))
+            entry: dict[str, Any] = {"scale": scale, "base": _short(base)}
+            for axis in AXES:
+                if (name, axis) in self.slots:
+                    moves = {
+                        key: round(float(move), 3)
+                        for key, move in zip(self.keys[axis], x[self.slots[name, axis]], strict=True)
+                    }
+                    entry[axis] = {key: move for key, move in moves.items() if abs(move) >= 0.005}
+            entries[name] = entry
+        return entries
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def summary(rows: list[Row], logs: np.ndarray, index: np.ndarray, by: str) -> list[tuple[str, str, int, float, float]]:
+    found = []
+    names = np.array([getattr(rows[i], by) for i in index])
+    metrics = np.array([rows[i].metric for i in index])
+    for name in sorted(set(names)):
+        for metric in METRICS:
+            chosen = logs[(names == name) & (metrics == metric)]
+            if len(chosen):
+                found.append(
+                    (name, metric, len(chosen), float(np.median(np.abs(np.expm1(chosen)))), float(np.median(chosen)))
+                )
+    return found
+
+
+def show(title: str, lines: list[tuple[str, str, int, float, float]]) -> None:
+    sys.stdout.write(f"{title}\n")
+    for name, metric, count, median, bias in lines:
+        sys.stdout.write(f"  {name:34s} {metric:20s} {count:5d}  median {median:6.1%}  bias {bias:+.2f}\n")
+    sys.stdout.flush()
+
+
+def cross_validated(
+    fit: Fit, splits: tuple[str, ...] = ("chip", "model", "engine"), steps: int = 15
+) -> dict[str, np.ndarray]:
+    """For each split, the logarithm of predicted over true of every row, fitted without the row's group."""
+    everything = np.arange(len(fit.rows))
+    found = {}
+    for split in splits:
+        names = np.array([getattr(row, split) for row in fit.rows])
+        logs = np.zeros(len(fit.rows))
+        counts = {name: int((names == name).sum()) for name in set(names)}
+        groups = [{name} for name, count in sorted(counts.items()) if count >= SMALL]
+        # Groups of a few rows are left out together: a fit for each would take long and say as much.
+        groups.append({name for name, count in counts.items() if count < SMALL})
+        for group in groups:
+            inside = np.isin(names, list(group))
+            if not inside.any():
+                continue
+            out = everything[inside]
+            x = fit.fitted(everything[~inside], steps)
+            logs[out] = fit.logs(x, out)
+        found[split] = logs
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the package's data file")
+    parser.add_argument("--cross-validate", nargs="*", choices=["chip", "model", "engine"])
+    options = parser.parse_args()
+    began = time.time()
+    rows, refused = read()
+    sys.stdout.write(f"{len(rows)} rows, {len(refused)} refused, read in {time.time() - began:.0f} s\n")
+    for line in sorted(set(refused))[:20]:
+        sys.stdout.write(f"  refused: {line}\n")
+    fit = Fit(rows)
+    everything = np.arange(len(rows))
+    began = time.time()
+    x = fit.fitted(everything)
+    sys.stdout.write(f"fitted {fit.size} numbers in {time.time() - began:.0f} s\n")
+    logs = fit.logs(x, everything)
+    for by in ("source", "way", "engine", "chip", "model"):
+        show(f"as fitted, by {by}", summary(rows, logs, everything, by))
+    data: dict[str, Any] = {"efficiencies": fit.table(x)}
+    if options.cross_validate is not None:
+        left_out = cross_validated(fit, tuple(options.cross_validate) or ("chip", "model", "engine"))
+        figures = []
+        for split, found in left_out.items():
+            show(f"left out: every {split} in turn", summary(rows, found, everything, split))
+            show(f"left out: every {split}, by source", summary(rows, found, everything, "source"))
+            for metric in METRICS:
+                chosen = found[[row.metric == metric for row in rows]]
+                median = float(np.median(np.abs(np.expm1(chosen))))
+                figures.append({"split": split, "metric": metric, "rows": len(chosen), "median": round(median, 4)})
+                sys.stdout.write(f"cross-validated by {split}: {metric} {len(chosen)} rows, median {median:.1%}\n")
+        data["cross_validation"] = figures
+        data["bands"] = bands(rows, left_out)
+    if options.write:
+        old = json.loads(DATA.read_text()) if DATA.exists() else {}
+        DATA.parent.mkdir(exist_ok=True)
+        DATA.write_text(json.dumps({**old, **data}, indent=1) + "\n")
+
+
+def bands(rows: list[Row], left_out: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    """Factors on a prediction between which eight of ten unseen rows lie, by way and metric: chips and models unseen."""
+    found = {}
+    splits = [logs for split, logs in left_out.items() if split != "engine"]
+    spread = np.concatenate(splits)
+    keys = np.array([f"{row.way} {row.metric}" for row in rows] * len(splits))
+    for key in sorted(set(keys)):
+        low, high = np.quantile(-spread[keys == key], [0.1, 0.9])
+        found[key] = [round(float(min(np.exp(low), 0.97)), 3), round(float(max(np.exp(high), 1.03)), 3)]
+    return found
+
+
+if __name__ == "__main__":
+    main()

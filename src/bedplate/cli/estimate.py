@@ -1,0 +1,73 @@
+"""bedplate estimate: predicts the rows of a table."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
+    from typing import TextIO
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate estimate --rows measured.csv --out predicted.csv
+  bedplate estimate --rows - < measured.csv | head
+
+Columns: hardware, count, engine, model, quantization, tensor_parallel, parallelism, concurrency, prompt_tokens,
+output_tokens, context_depth, metric; as hints backend, engine_version, scenario, notes. Only hardware, engine, model
+and metric must be there. A row that cannot be predicted honestly gets a reason instead of a number."""
+
+
+def estimate(
+    rows: Annotated[str, typer.Option("--rows", metavar="FILE", help="A CSV table; - reads standard input.")],
+    out: Annotated[
+        str, typer.Option("--out", metavar="FILE", help="Where the predictions go; - is standard output.")
+    ] = "-",
+) -> None:
+    """Predict each row of a table of measurements.
+
+    Writes row_id, predicted, low, high and refused, one line for each row, in the table's order.
+    """
+    from bedplate.decide.estimate.table import predictions, read_table
+    from bedplate.errors import BadQuestion
+    from bedplate.show.terminal import TerminalProgress, console
+
+    try:
+        with _reading(rows) as source:
+            table = read_table(source, rows)
+    except OSError as error:
+        raise BadQuestion(f"cannot read {rows}", cause=error.strerror or str(error)) from error
+    with TerminalProgress().step("predicting", len(table)) as done:
+        found = list(predictions(table, done))
+    _written(out, found)
+    refused = sum(1 for line in found if line[-1])
+    if out != "-":
+        told = f" {len(found):,} rows: {len(found) - refused:,} predicted, {refused:,} refused; written: {out}"
+        console(sys.stderr).print(told, soft_wrap=True, markup=False)
+
+
+def _reading(name: str) -> AbstractContextManager[TextIO]:
+    if name == "-":
+        return nullcontext(sys.stdin)
+    return Path(name).open(encoding="utf-8-sig", newline="")
+
+
+def _written(name: str, lines: Iterable[tuple[str, ...]]) -> None:
+    from bedplate.decide.estimate.table import write_table
+    from bedplate.errors import OutsideFailed
+
+    if name == "-":
+        write_table(lines, sys.stdout)
+        return
+    try:
+        with Path(name).open("w", encoding="utf-8", newline="") as file:
+            write_table(lines, file)
+    except OSError as error:
+        raise OutsideFailed(f"cannot write {name}", cause=error.strerror or str(error)) from error

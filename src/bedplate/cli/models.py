@@ -1,0 +1,133 @@
+"""bedplate models: what can I run?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bedplate.cli.options import Concurrency, Context, Fields, HardwareName, IntentFile, Json, Users
+
+if TYPE_CHECKING:
+    from bedplate.decide.catalogue import Catalogue, Entry
+    from bedplate.values import Hardware
+    from bedplate.values.intent import Intent
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate models
+  bedplate models --context 32768 --min-tok-s 15
+  bedplate models --hardware "2x RTX 3090" --search coder
+  bedplate models --hardware "8x H100 SXM" --users 100
+  bedplate models --task embed
+  bedplate models --all --json
+
+Exit code 1: nothing fits."""
+SHOWN = 20
+"""Rows that a person reads; --limit has more, and JSON has all."""
+
+
+def models(
+    file: IntentFile = None,
+    hardware: HardwareName = None,
+    users: Users = None,
+    concurrency: Concurrency = None,
+    context: Context = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="TASK", help="generate, embed or classify. Default: generate.", show_default=False),
+    ] = None,
+    least: Annotated[
+        float | None,
+        typer.Option("--min-tok-s", min=0.0, help="Tokens per second that one stream must reach.", show_default=False),
+    ] = None,
+    search: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Only models whose name holds these words.", show_default=False)
+    ] = None,
+    fields: Fields = None,
+    everything: Annotated[bool, typer.Option("--all", help="Also what does not fit, and why.")] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Rows to show. Default: {SHOWN}; with --json all.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the known models that fit, with engine, format, speed, memory and context.
+
+    Each is decided as `bedplate plan` would. The most capable that runs comfortably comes first.
+    """
+    import sys
+
+    from bedplate.cli.options import intent_from
+    from bedplate.facts.intent import resolved_hardware
+
+    intent = intent_from(
+        file, fields, hardware=hardware, users=users, concurrency=concurrency, context=context, task=task
+    )
+    machine = resolved_hardware(intent)
+    found = _found(intent, machine, search, least, everything)
+    if json:
+        _print_json(found, limit)
+    else:
+        _print_page(found, intent, machine, limit or SHOWN, least, _next(found, hardware, file, users, context))
+    sys.exit(0 if found.fitting else 1)
+
+
+def _found(intent: Intent, machine: Hardware, search: str | None, least: float | None, everything: bool) -> Catalogue:
+    from bedplate.decide.catalogue import Catalogue, catalogue, copies_here, distinct_models, matching, ranked
+    from bedplate.facts.library import local_models
+    from bedplate.show.terminal import TerminalProgress
+    from bedplate.store import fingerprint, results
+
+    wanted = matching(distinct_models(), search)
+    asked = catalogue(
+        machine,
+        intent.workload,
+        intent.operations,
+        models=wanted,
+        results=results(fingerprint(machine)),
+        here=copies_here(local_models()) if intent.hardware is None else {},
+        least_tok_s=least,
+    )
+    entries: list[Entry] = []
+    with TerminalProgress().step(f"asking about {len(wanted)} models", len(wanted)) as done:
+        for entry in asked:
+            entries.append(entry)
+            done(len(entries))
+    kept = ranked(entry for entry in entries if everything or entry.fits)
+    fitting = sum(entry.fits for entry in entries)
+    return Catalogue(known=len(entries), fitting=fitting, in_flight=intent.workload.in_flight(), models=kept)
+
+
+def _next(found: Catalogue, hardware: str | None, file: Path | None, users: int | None, context: int | None) -> str:
+    """How to look at the first of them closely, with the same machine and work."""
+    import shlex
+
+    from bedplate.decide.case import FEW
+    from bedplate.decide.catalogue import EVERYDAY_TOKENS
+
+    given: list[tuple[str, Any]] = [("-f", file), ("--hardware", hardware), ("--users", users), ("--context", context)]
+    if context is None and file is None and (users or 1) <= FEW:
+        given[-1] = ("--context", EVERYDAY_TOKENS)
+    first = found.models[0].name if found.models else "MODEL"
+    words = [part for option, value in given if value is not None for part in (option, str(value))]
+    return shlex.join(["bedplate", "plan", first, *words])
+
+
+def _print_json(found: Catalogue, limit: int | None) -> None:
+    from bedplate.values import replaced, to_json
+
+    print(to_json(replaced(found, models=found.models[:limit])))  # noqa: T201
+
+
+def _print_page(
+    found: Catalogue, intent: Intent, machine: Hardware, limit: int, least: float | None, plan: str
+) -> None:
+    from bedplate.decide.catalogue import everyday
+    from bedplate.show.models import render_models
+    from bedplate.show.terminal import console
+
+    work = everyday(intent.workload)
+    console().print(render_models(machine, work, found, limit=limit, least_tok_s=least, plan=plan))

@@ -1,0 +1,410 @@
+"""What can this machine run? The known models, each decided as `plan` would, and put into an order worth reading."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from bedplate.decide.candidates import LEAST_BITS, PRECISE_BITS, READING_TOK_S, Candidate
+from bedplate.decide.case import FEW, Case, with_tasks_agreed
+from bedplate.decide.choose import FIRST_GUESS_S, GUESSED_TPOT_S, ROUNDS, Search
+from bedplate.decide.evidence import Evidence, gathered
+from bedplate.decide.explain import expectations
+from bedplate.decide.memory import fit, free_of, most_that
+from bedplate.engines import all_engines
+from bedplate.facts.known_models import known_names, lookup, understood
+from bedplate.facts.library import Located
+from bedplate.facts.released import released
+from bedplate.values import (
+    Estimate,
+    Figure,
+    Hardware,
+    Model,
+    Offload,
+    Parallelism,
+    Refusal,
+    Workload,
+    replaced,
+    to_json,
+)
+from bedplate.values.intent import Operations
+from bedplate.values.model import Task
+from bedplate.values.record import Record
+from bedplate.values.result import Result
+from bedplate.values.units import memory as as_memory
+from bedplate.values.units import size as as_size
+
+EVERYDAY_TOKENS = 8192
+"""What a person wants to hold a conversation in: weights that leave no room for it are no use."""
+STEP_TOKENS = 1024
+"""Longest contexts are found to this many tokens; nobody plans finer."""
+FIRST_YEAR = 2023
+YEARLY_GAIN = 2.0
+"""How much larger a model of the year before must be to count as much: an assumption, for the order alone.
+
+Published estimates of how quickly small models catch up are higher ("Densing law of LLMs", Xiao et al. 2025).
+"""
+Pace = Literal["comfortable", "not predicted", "slow", "some wait"]
+PACES: tuple[Pace, ...] = ("comfortable", "not predicted", "slow", "some wait")
+"""In the order in which they are listed. Comfortable is twice as fast as people read, or what was asked for."""
+
+
+class Entry(Record, frozen=True, kw_only=True):
+    """One known model on one machine: how it would run, or in a few words why not."""
+
+    name: str
+    task: Task
+    parameters: int
+    active_parameters: int | None = None
+    released: int | None = None
+    """The year."""
+    max_context: int | None = None
+    """What the model itself reads at the most."""
+    here: tuple[str, ...] = ()
+    """What to type for the copies that are on this machine already."""
+    fits: bool
+    why: str | None = None
+    """Why it does not fit, or is too slow for what was asked."""
+    engine: str | None = None
+    rule: str | None = None
+    """The rule that chose the engine."""
+    format: str | None = None
+    quantization: str | None = None
+    parallelism: Parallelism = Parallelism()
+    offload: Offload | None = None
+    tok_s: Figure | None = None
+    """Of one stream while the asked number of requests is in flight; `None`: not predicted."""
+    estimate: Estimate = Estimate()
+    memory_bytes: int | None = None
+    """On the fullest device."""
+    usable_bytes: int | None = None
+    devices: int = 1
+    """Devices that carry so much each."""
+    longest_context: int | None = None
+    """The longest request that fits for everyone in flight, in these weights and on these devices."""
+    max_concurrency: int = 0
+    pace: Pace | None = None
+
+
+class Catalogue(Record, frozen=True, kw_only=True):
+    """What `bedplate models` prints as JSON."""
+
+    schema: Literal["models/1"] = "models/1"
+    known: int
+    """Models that were asked about."""
+    fitting: int
+    in_flight: int
+    models: tuple[Entry, ...]
+
+
+class Known(Record, frozen=True, kw_only=True):
+    """One real model, whatever it is called and however its weights were published."""
+
+    key: str
+    name: str
+    """The one of its names that a person would type."""
+    names: tuple[str, ...]
+
+
+@lru_cache(maxsize=1)
+def distinct_models() -> tuple[Known, ...]:
+    """The known names, one entry for each model: a quantization or a chat version of it is no other model."""
+    groups: dict[str, list[str]] = {}
+    for name in known_names():
+        groups.setdefault(understood(name).key, []).append(name)
+    for key in [key for key, names in groups.items() if all(understood(name).label for name in names)]:
+        # Known in one quantization alone, by a name that goes on behind it: Qwen3-32B-FP8-Static-PerTensor.
+        plain = {understood(name.partition(f"-{understood(name).label}")[0]).key for name in groups[key]}
+        for other in plain & (groups.keys() - {key}):
+            groups[other] += groups.pop(key, [])
+    return tuple(Known(key=key, name=min(names, key=_preference), names=tuple(names)) for key, names in groups.items())
+
+
+def _preference(name: str) -> tuple[bool, bool, bool, int, str]:
+    """As its makers published it, trained to converse, and short."""
+    talks = re.search(r"instruct|chat|-it\b", name, re.IGNORECASE)
+    published = understood(name).label in (None, "BF16")
+    return not published, "-Base" in name, not talks, len(name), name
+
+
+def matching(models: Iterable[Known], search: str | None) -> tuple[Known, ...]:
+    """Those one of whose names holds every word that was searched for, however it is spelled."""
+    words = (search or "").lower().split()
+
+    def found(name: str) -> bool:
+        plain = re.sub(r"[-_. ]", "", name.lower())
+        return all(word in name.lower() or re.sub(r"[-_. ]", "", word) in plain for word in words)
+
+    return tuple(model for model in models if any(found(name) for name in model.names))
+
+
+def copies_here(located: Iterable[Located]) -> dict[str, tuple[str, ...]]:
+    """For the key of each known model, what to type for its copies on this machine."""
+    found: dict[str, list[str]] = {}
+    for one in located:
+        found.setdefault(understood(one.name).key, []).append(one.name)
+    return {key: tuple(names) for key, names in found.items()}
+
+
+def everyday(workload: Workload) -> Workload:
+    """With room for a conversation where a few ask, and nobody said how long requests are."""
+    if workload.context_tokens is not None or workload.in_flight() > FEW or workload.task != "generate":
+        return workload
+    return replaced(workload, context_tokens=max(EVERYDAY_TOKENS, workload.request_tokens))
+
+
+def catalogue(
+    hardware: Hardware,
+    workload: Workload,
+    operations: Operations | None = None,
+    *,
+    models: Sequence[Known] | None = None,
+    results: tuple[Result, ...] = (),
+    here: Mapping[str, tuple[str, ...]] | None = None,
+    least_tok_s: float | None = None,
+) -> Iterator[Entry]:
+    """One entry for each model, in the order of `models`; those of another task than the workload's are left out."""
+    asker = _Asker(hardware, workload, operations or Operations(), results, least_tok_s)
+    for known in distinct_models() if models is None else models:
+        facts = lookup(known.name)
+        if facts is not None and facts.task == workload.task:
+            yield replaced(asker.entry(facts), here=(here or {}).get(known.key, ()))
+
+
+def ranked(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """What runs comfortably first, the most capable of it on top; last what does not fit, the smallest first."""
+    return tuple(sorted(entries, key=_rank))
+
+
+def _rank(entry: Entry) -> tuple[int, float, list[int], str]:
+    if not entry.fits or entry.pace is None:
+        return len(PACES), float(entry.parameters), [], entry.name
+    worth = capability(entry)
+    if entry.pace == "slow" and entry.tok_s is not None:
+        # Of what is slow, nobody wants the largest: half as fast counts as a quarter.
+        worth *= (entry.tok_s.value / READING_TOK_S) ** 2
+    # Of two versions the newer first: 1.5 before 1, and 3.6 before 3.5.
+    versions = [*(-int(number) for number in re.findall(r"\d+", entry.name)), 0]
+    return PACES.index(entry.pace), -worth, versions, entry.name
+
+
+def capability(entry: Entry) -> float:
+    """A rough worth for the order alone: of experts the mean of all and active weights, and newer counts for more."""
+    active = entry.active_parameters or entry.parameters
+    years = max(0, (entry.released or FIRST_YEAR) - FIRST_YEAR)
+    return math.sqrt(float(entry.parameters) * active) * YEARLY_GAIN**years
+
+
+@dataclass(frozen=True)
+class _Found:
+    candidate: Candidate
+    rule: str
+    case: Case
+
+
+class _Asker:
+    """Asks for one model after the other; models of the same shape are decided once."""
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        workload: Workload,
+        operations: Operations,
+        results: tuple[Result, ...],
+        least_tok_s: float | None,
+    ) -> None:
+        self.hardware, self.workload, self.operations = hardware, workload, operations
+        self.everyday = everyday(workload)
+        self.results, self.least_tok_s = results, least_tok_s
+        self._factors: Mapping[str, float] | None = None
+        self._decided: dict[str, Entry] = {}
+
+    def entry(self, model: Model) -> Entry:
+        own = tuple(result for result in self.results if result.model == model.name)
+        shape = to_json(replaced(model, name="", sources=(), has_chat_template=False), indent=0)
+        if own or shape not in self._decided:
+            made = self._decide(model, own)
+            if own:
+                return made
+            self._decided[shape] = made
+        return replaced(self._decided[shape], name=model.name, released=released(model.name))
+
+    def _decide(self, model: Model, own: tuple[Result, ...]) -> Entry:
+        plain = Entry(
+            name=model.name,
+            task=model.task,
+            parameters=model.parameters,
+            active_parameters=model.active_parameters,
+            released=released(model.name),
+            max_context=model.max_context,
+            fits=False,
+        )
+        if why := self._hopeless(model):
+            return replaced(plain, why=why)
+        workload = with_tasks_agreed(model, self._work(model))
+        case = Case(self.hardware, model, workload, self.operations)
+        found = self._settled(case, Evidence(own, self._corrections(model)))
+        if isinstance(found, str):
+            return replaced(plain, why=found)
+        return self._judged(_described(plain, found))
+
+    def _work(self, model: Model) -> Workload:
+        if self.everyday.request_tokens <= (model.max_context or EVERYDAY_TOKENS):
+            return self.everyday
+        return replaced(self.workload, context_tokens=model.max_context)
+
+    def _hopeless(self, model: Model) -> str | None:
+        """What no search would change, and so needs none."""
+        tokens = self.workload.request_tokens
+        if model.max_context is not None and tokens > model.max_context:
+            return f"reads at most {model.max_context:,} tokens"
+        bits = PRECISE_BITS if self.workload.precision_sensitive else LEAST_BITS
+        smallest = min(model.weight_bytes, model.parameters * bits / 8)
+        room = _room(self.hardware)
+        if smallest > room:
+            return f"its weights take {as_size(smallest)} in {bits:g} bits, and there is {as_size(room)} in all"
+        return None
+
+    def _corrections(self, model: Model) -> Mapping[str, float]:
+        """What was measured here corrects the estimates of every model; asked once, since it is the same for all."""
+        if self._factors is None:
+            self._factors = gathered(self.hardware, model, self.results).factors
+        return self._factors
+
+    def _settled(self, case: Case, evidence: Evidence) -> _Found | str:
+        """By Little's law where the work says how often requests come, and not how many there are at once."""
+        workload = case.workload
+        if workload.concurrency is not None or not (workload.requests_per_s or workload.think_time_s):
+            return _choice(case, evidence)
+        request_s = FIRST_GUESS_S + GUESSED_TPOT_S * workload.output_tokens
+        seen: set[int] = set()
+        while True:
+            in_flight = workload.in_flight(request_s)
+            found = _choice(case.with_work(replaced(workload, concurrency=in_flight)), evidence)
+            if isinstance(found, str) or in_flight in seen or len(seen) >= ROUNDS:
+                return found
+            expected = found.candidate.expected
+            if expected is None:
+                return found
+            seen.add(in_flight)
+            request_s = expected.ttft_s + expected.tpot_s * workload.output_tokens
+
+    def _judged(self, entry: Entry) -> Entry:
+        """With how comfortable it is, and refused when it is slower than what was asked for."""
+        speed, least = entry.tok_s, self.least_tok_s
+        if least is not None and speed is None:
+            return replaced(entry, fits=False, why="its speed is not predicted here")
+        if least is not None and speed is not None and speed.value < least:
+            return replaced(entry, fits=False, why=f"about {speed.value:.2g} tok/s for one stream")
+        if entry.max_concurrency < self.workload.in_flight() and self.workload.think_time_s is None:
+            return replaced(entry, pace="some wait")
+        if speed is None:
+            return replaced(entry, pace="not predicted")
+        return replaced(entry, pace="comfortable" if speed.value >= (least or READING_TOK_S) else "slow")
+
+
+def _choice(case: Case, evidence: Evidence) -> _Found | str:
+    """What `plan` would choose; or why nothing runs it here."""
+    search = Search(case, evidence, installable=False)
+    candidate, reason = search.picked()
+    if candidate is not None and reason is not None:
+        return _Found(candidate, reason.rule, case)
+    return _shortly(
+        [said for engine in all_engines().values() if isinstance(said := search.candidate(engine), Refusal)]
+    )
+
+
+def _shortly(refusals: Sequence[Refusal]) -> str:
+    """Of all refusals, the one that says the most about this machine: how much memory is missing."""
+    sizes = [refusal for refusal in refusals if "(weights" in refusal.why]
+    sizes.sort(key=lambda refusal: refusal.engine != "llama.cpp")
+    if sizes:
+        return re.sub(r" \([^)]*\)", "", sizes[0].why)
+    return refusals[0].why if refusals else "no engine runs it here"
+
+
+def _room(hardware: Hardware) -> float:
+    """All memory that weights could possibly be in: that of the cards, and the host's unless they share it."""
+    cards = hardware.accelerators
+    shared = any(card.unified_memory for card in cards)
+    on_cards = sum(free_of(card) or 0 for card in cards)
+    return float(
+        max(on_cards, hardware.memory.available_bytes) if shared else on_cards + hardware.memory.available_bytes
+    )
+
+
+def _described(plain: Entry, found: _Found) -> Entry:
+    candidate, case = found.candidate, found.case
+    estimate = expectations(candidate, case)
+    fullest = max(candidate.fit.devices, key=lambda need: need.total_bytes)
+    return replaced(
+        plain,
+        fits=True,
+        engine=candidate.engine.id,
+        rule=found.rule,
+        format=candidate.weights.format,
+        quantization=candidate.model.quantization or candidate.weights.label,
+        parallelism=candidate.layout,
+        offload=candidate.fit.offload,
+        tok_s=one_stream(estimate),
+        estimate=estimate,
+        memory_bytes=fullest.total_bytes,
+        usable_bytes=fullest.usable_bytes,
+        devices=fullest.count,
+        longest_context=longest_context(candidate, case),
+        max_concurrency=candidate.max_concurrency,
+    )
+
+
+def one_stream(estimate: Estimate) -> Figure | None:
+    """Tokens per second of one stream: the time between its tokens turned round, band and all."""
+    each = estimate.tpot_ms
+    if each is None or each.value <= 0:
+        return None
+    return Figure(
+        value=1000 / each.value,
+        low=1000 / each.high,
+        high=1000 / max(each.low, 1e-9),
+        basis=each.basis,
+        source=each.source,
+    )
+
+
+def longest_context(candidate: Candidate, case: Case) -> int | None:
+    """The longest request that still fits for everyone in flight, in these weights and on these devices."""
+    most = candidate.model.max_context
+    if most is None:
+        return None
+    holds = _holds(candidate, case)
+    if holds(most):
+        return most
+    asked = min(case.workload.request_tokens, most)
+    return max(asked, STEP_TOKENS * most_that(lambda steps: holds(steps * STEP_TOKENS), max(1, most // STEP_TOKENS)))
+
+
+def _holds(candidate: Candidate, case: Case) -> Callable[[int], bool]:
+    workload = case.workload
+    everyone = min(case.in_flight, candidate.max_concurrency)
+
+    def holds(tokens: int) -> bool:
+        prompt = max(1, tokens - workload.output_tokens)
+        longer = replaced(workload, context_tokens=tokens, prompt_tokens=prompt, output_tokens=max(1, tokens - prompt))
+        room = fit(candidate.hardware, candidate.model, longer, candidate.engine, parallelism=candidate.layout)
+        # More in RAM than was planned would be slower than what is said beside it.
+        same_place = room.offload is None or candidate.fit.offload is not None
+        return room.fits and room.max_concurrency >= everyone and same_place
+
+    return holds
+
+
+def in_memory(entry: Entry) -> str:
+    """What it takes of what may be taken, in a few words."""
+    if entry.memory_bytes is None:
+        return "TBD"
+    of = f" of {as_memory(entry.usable_bytes)}" if entry.usable_bytes is not None else ""
+    each = f" × {entry.devices}" if entry.devices > 1 else ""
+    return f"{as_memory(entry.memory_bytes)}{of}{each}"

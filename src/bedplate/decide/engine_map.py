@@ -1,0 +1,246 @@
+"""The map: which engine for which hardware, what each can do, what it says of this machine, and what was measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any, Literal
+
+from bedplate.decide.case import Case
+from bedplate.decide.choose import Search, doubt_of
+from bedplate.decide.evidence import Evidence
+from bedplate.decide.rules import CHALLENGES, DOUBTS, PICKS, Rule
+from bedplate.engines import Engine, Features
+from bedplate.facts.known_models import model_from_facts
+from bedplate.values import Hardware, Model, Workload, replaced
+from bedplate.values.decision import Device
+from bedplate.values.intent import Operations
+from bedplate.values.record import Record
+from bedplate.values.result import Result
+
+ONE, MANY_USERS = Workload(), Workload(concurrency=64)
+
+
+class Situation(Record, frozen=True, kw_only=True):
+    """A line of the cheat sheet."""
+
+    when: str
+    engines: tuple[str, ...]
+    rules: tuple[str, ...]
+    """The rules that act on it."""
+    source: str
+    here: tuple[Literal["one user", "many users"], ...] = ()
+    """For whom this machine is that situation."""
+
+
+CHEAT_SHEET: tuple[Situation, ...] = (
+    Situation(
+        when="laptop, edge box, CPU, unusual hardware",
+        engines=("llama.cpp",),
+        rules=("hardware.cpu", "hardware.unusual", "anywhere"),
+        source="seeds/001",
+    ),
+    Situation(when="little VRAM and plenty of RAM", engines=("llama.cpp",), rules=("fit.offload",), source="seeds/000"),
+    Situation(when="a Mac", engines=("mlx",), rules=("hardware.apple",), source="seeds/001"),
+    Situation(
+        when="1 to 4 RTX cards, one or a few people",
+        engines=("exllamav3", "exllamav2"),
+        rules=("hardware.rtx",),
+        source="seeds/001",
+    ),
+    Situation(
+        when="general serving from GPUs",
+        engines=("vllm",),
+        rules=("serve.default", "operations.huggingface"),
+        source="seeds/000",
+    ),
+    Situation(
+        when="complex infrastructure, long context, MoE; shared prefixes, structured output",
+        engines=("sglang",),
+        rules=("serve.moe-long", "serve.long", "serve.shared-prefix", "serve.structured"),
+        source="seeds/000",
+    ),
+    Situation(
+        when="the most of NVIDIA: extreme volume, a model that rarely changes",
+        engines=("tensorrt-llm",),
+        rules=("serve.compiled",),
+        source="seeds/000",
+    ),
+    Situation(
+        when="no LLM, or the same on several vendors' hardware",
+        engines=("onnxruntime",),
+        rules=("task.not-llm", "operations.portable"),
+        source="seeds/002",
+    ),
+    Situation(
+        when="prototypes, one item at a time",
+        engines=("pytorch",),
+        rules=("operations.prototype",),
+        source="seeds/002",
+    ),
+    Situation(when="a small portable program", engines=("mistral.rs",), rules=("anywhere",), source="seeds/003"),
+    Situation(
+        when="in service already; nothing new", engines=("tgi",), rules=("operations.incumbent",), source="seeds/002"
+    ),
+    Situation(
+        when="several nodes, above the engine",
+        engines=("dynamo", "kubernetes", "ray"),
+        rules=("orchestrate.dynamo", "orchestrate.kubernetes", "orchestrate.ray"),
+        source="seeds/003",
+    ),
+)
+
+
+class Here(Record, frozen=True, kw_only=True):
+    """What an engine, and the rules, say of this machine; of any LLM that fits."""
+
+    runs: bool
+    device: Device | None = None
+    why: str | None = None
+    """Why it cannot run here."""
+    doubt: str | None = None
+    """For one user: that it was not built for this."""
+    doubt_for_many: str | None = None
+
+
+class RuleLine(Record, frozen=True, kw_only=True):
+    rule: str
+    kind: Literal["picks", "doubts", "would measure"]
+    text: str
+    source: str
+
+
+class Row(Record, frozen=True, kw_only=True):
+    """One engine on the map."""
+
+    engine: str
+    name: str
+    version: str | None
+    strength: str
+    effort: int
+    formats: tuple[str, ...]
+    converts: tuple[str, ...]
+    vendors: tuple[str, ...]
+    cpu: bool
+    systems: tuple[str, ...]
+    tasks: tuple[str, ...]
+    ways: tuple[str, ...]
+    features: Features | None
+    """`None`: not described yet."""
+    packages: tuple[str, ...]
+    """Empty: planned for, and not installed by this version of bedplate."""
+    download_bytes: int | None
+    disk_bytes: int | None
+    here: Here
+    measured: Result | None
+    """On work that all measured engines share, where there is such; `None`: TBD, not measured on this machine."""
+    rules: tuple[RuleLine, ...]
+
+
+def an_llm() -> Model:
+    """Stands for any LLM that fits: what is asked about is the machine."""
+    return model_from_facts({"params_b": 1, "name": "a model that fits"})
+
+
+def rows(engines: Mapping[str, Engine], hardware: Hardware, results: Sequence[Result]) -> tuple[Row, ...]:
+    measured = measured_alike(results)
+    return tuple(row(engine, hardware, measured.get(engine.id)) for engine in engines.values())
+
+
+def row(engine: Engine, hardware: Hardware, measured: Result | None) -> Row:
+    recipe = engine.recipe
+    return Row(
+        engine=engine.id,
+        name=engine.name,
+        version=engine.version,
+        strength=engine.strength,
+        effort=engine.effort,
+        formats=engine.formats,
+        converts=engine.converts,
+        vendors=engine.vendors,
+        cpu=engine.cpu,
+        systems=engine.systems,
+        tasks=engine.tasks,
+        ways=engine.ways,
+        features=engine.features,
+        packages=recipe.packages if recipe is not None else (),
+        download_bytes=recipe.download_bytes if recipe is not None else None,
+        disk_bytes=recipe.disk_bytes if recipe is not None else None,
+        here=here(engine, hardware),
+        measured=measured,
+        rules=tuple(rules_of(engine.id)),
+    )
+
+
+def here(engine: Engine, hardware: Hardware) -> Here:
+    model = an_llm()
+    if refusal := engine.refuse(hardware, model, ONE):
+        return Here(runs=False, why=refusal.why)
+    target = engine.target(hardware)
+    one, many = (doubt_of(engine, Case(hardware, model, work, Operations())) for work in (ONE, MANY_USERS))
+    return Here(
+        runs=True,
+        device=target.device if target is not None else None,
+        doubt=one.why if one is not None else None,
+        doubt_for_many=many.why if many is not None else None,
+    )
+
+
+def cheat_sheet(hardware: Hardware) -> tuple[Situation, ...]:
+    """The lines, with those marked that this machine is."""
+    marks: dict[int, list[Literal["one user", "many users"]]] = defaultdict(list)
+    asked: tuple[tuple[Literal["one user", "many users"], Workload], ...] = (
+        ("one user", ONE),
+        ("many users", MANY_USERS),
+    )
+    for who, work in asked:
+        candidate, reason = Search(Case(hardware, an_llm(), work, Operations()), Evidence(), False).picked()
+        if candidate is not None and reason is not None:
+            marks[_line_of(reason.rule, candidate.engine.id)].append(who)
+    return tuple(replaced(line, here=tuple(marks[number])) for number, line in enumerate(CHEAT_SHEET))
+
+
+def _line_of(rule: str, engine: str) -> int:
+    """The line that rule and engine share; where a rule chose something beside its line, the engine's own."""
+    own = [number for number, line in enumerate(CHEAT_SHEET) if engine in line.engines]
+    return next((number for number in own if rule in CHEAT_SHEET[number].rules), own[0] if own else -1)
+
+
+def rules_of(engine: str) -> Iterator[RuleLine]:
+    """Every rule that speaks of this engine."""
+    for pick in PICKS:
+        if engine in engines_named(pick):
+            yield RuleLine(rule=pick.id, kind="picks", text=pick.sentence, source=pick.source)
+    for doubt in DOUBTS:
+        if doubt.engine == engine:
+            yield RuleLine(rule=doubt.id, kind="doubts", text=doubt.sentence, source=doubt.source)
+    for challenge in CHALLENGES:
+        if challenge.engine == engine:
+            yield RuleLine(rule=challenge.id, kind="would measure", text=challenge.sentence, source=challenge.source)
+
+
+def engines_named(rule: Rule[..., Any]) -> frozenset[str]:
+    """The words that a rule's function may answer with: engines among them are those that it can pick."""
+    return frozenset(_words(rule.says.__code__))
+
+
+def _words(constant: object) -> Iterator[str]:
+    if isinstance(constant, str):
+        yield constant
+    elif isinstance(constant, CodeType):
+        for inner in constant.co_consts:
+            yield from _words(inner)
+    elif isinstance(constant, tuple | frozenset):
+        for inner in constant:
+            yield from _words(inner)
+
+
+def measured_alike(results: Sequence[Result]) -> dict[str, Result]:
+    """For each engine its newest result on the work that most engines were measured on; `results` come newest first."""
+    groups: dict[tuple[object, ...], dict[str, Result]] = {}
+    for result in results:
+        work = (result.model, result.quantization, result.concurrency, result.prompt_tokens, result.output_tokens)
+        groups.setdefault(work, {}).setdefault(result.engine, result)
+    # Of groups with as many engines, the one that was measured last, which comes first.
+    return max(groups.values(), key=len, default={})

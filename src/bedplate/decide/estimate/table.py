@@ -1,0 +1,55 @@
+"""Tables in and out: CSV as people export it, one prediction or one reason for each row."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TextIO
+
+from bedplate.decide.estimate.rows import OUTPUT_COLUMNS, Refused, predict
+from bedplate.errors import BadQuestion
+
+NEEDED = ("hardware", "engine", "model", "metric")
+LONGEST_CELL = 1 << 20
+TOLD_EVERY = 50
+
+
+def read_table(source: TextIO, name: str = "the table") -> list[dict[str, str | None]]:
+    """All rows by column; columns may be in any order, and those that nobody knows are left alone."""
+    csv.field_size_limit(LONGEST_CELL)
+    try:
+        reader = csv.DictReader(source)
+        columns = [(column or "").strip().lower() for column in reader.fieldnames or ()]
+        if not columns:
+            raise BadQuestion(f"{name} is empty", hint=f"its first line names the columns: {', '.join(NEEDED)} …")
+        if missing := [column for column in NEEDED if column not in columns]:
+            raise BadQuestion(
+                f"{name} has no column {missing[0]!r}",
+                cause=f"it has {', '.join(columns[:20])}"[:300],
+                hint=f"needed are {', '.join(NEEDED)}",
+            )
+        reader.fieldnames = columns
+        return list(reader)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise BadQuestion(f"{name} is not a CSV table in UTF-8", cause=str(error)) from error
+
+
+def predictions(
+    table: Iterable[Mapping[str, str | None]], done: Callable[[int], None] = lambda count: None
+) -> Iterator[tuple[str, ...]]:
+    """The lines of the answer, in the table's order; rows without an id get their number."""
+    for number, row in enumerate(table, 1):
+        found = predict(row)
+        row_id = (row.get("row_id") or "").strip() or str(number)
+        if isinstance(found, Refused):
+            yield row_id, "", "", "", found.why
+        else:
+            yield row_id, *(f"{value:.6g}" for value in found), ""
+        if number % TOLD_EVERY == 0:
+            done(number)
+
+
+def write_table(lines: Iterable[tuple[str, ...]], target: TextIO) -> None:
+    writer = csv.writer(target, lineterminator="\n")
+    writer.writerow(OUTPUT_COLUMNS)
+    writer.writerows(lines)

@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""mistral.rs behind bedplate's server: its wheel carries the engine alone.
+
+Runs inside of the engine's environment: mistralrs and jinja2.
+"""
+
+from __future__ import annotations
+
+import atexit
+import codecs
+import json
+import os
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    import argparse
+
+    from bedplate.engines.shipped.openai_server import (
+        ChatTemplate,
+        Finish,
+        OneByOne,
+        Piece,
+        Refused,
+        Request,
+        Text,
+        read_json,
+        serve,
+        special_tokens,
+        template_of,
+    )
+else:
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # an isolated Python leaves the script's folder out
+    from openai_server import (
+        ChatTemplate,
+        OneByOne,
+        Piece,
+        Refused,
+        Request,
+        Text,
+        read_json,
+        serve,
+        special_tokens,
+        template_of,
+    )
+
+AS_IT_IS = "{{ messages[0]['content'] }}"
+"""Prompts come here with the model's own template applied; the engine is to add nothing to them."""
+
+
+class MistralRs(OneByOne):
+    engine = "mistral.rs"
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--isq", help="quantize while loading: Q8_0, Q6K, Q5K, Q4K, Q3K, Q2K …")
+        parser.add_argument("--threads", type=int, help="threads that compute")
+
+    def load(self, options: argparse.Namespace, progress: Callable[[float], None]) -> None:
+        if options.threads:
+            os.environ["RAYON_NUM_THREADS"] = str(options.threads)
+        import mistralrs
+
+        self._rs: Any = mistralrs
+        path = Path(options.model)
+        progress(0.05)
+        if path.suffix == ".gguf":
+            tokens = gguf_strings(path)
+            names = tokens.get("tokenizer.chat_template"), gguf_special_tokens(tokens)
+            which = mistralrs.Which.GGUF(quantized_model_id=str(path.parent), quantized_filename=path.name)
+        else:
+            config = read_json(path / "tokenizer_config.json")
+            names = template_of(path, config), special_tokens(config)
+            which = mistralrs.Which.Plain(model_id=str(readable(path)))
+        holder = tempfile.mkdtemp(prefix="bedplate-")
+        template = Path(holder) / "as-it-is.jinja"
+        template.write_text(AS_IT_IS, encoding="utf-8")
+        atexit.register(template.unlink, missing_ok=True)
+        try:
+            self._runner: Any = mistralrs.Runner(
+                which=which,
+                max_seqs=1,
+                in_situ_quant=options.isq,
+                jinja_explicit=str(template),
+                token_source="none",  # noqa: S106
+            )
+        except ValueError as error:
+            # A backtrace of the engine's own follows the first line.
+            raise Refused(f"mistral.rs cannot load the model: {_first_line(error)}") from error
+        self.text = RunnerText(self._runner, ChatTemplate(*names))
+        own = self._runner.max_sequence_length()
+        self.context_tokens = min(filter(None, (options.context, own)), default=None)
+        self.slots = 1
+        self.logprobs = True
+        self.structured = frozenset(["json_schema", "json_object"])
+
+    def admit(self, request: Request) -> None:
+        if request.seed is not None and request.temperature > 0:
+            raise Refused("mistral.rs takes no seed with a request", "seed")
+        super().admit(request)
+
+    def stream(self, request: Request) -> Iterator[Piece]:
+        try:
+            chunks = self._runner.send_chat_completion_request(self._asked(request))
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            yield from (self._piece(request, chunk, decoder) for chunk in chunks)
+        except ValueError as error:
+            yield Piece(request, tokens=0, error=f"mistral.rs gave the request up: {_first_line(error)}")
+
+    def _asked(self, request: Request) -> Any:
+        greedy = request.temperature == 0
+        return self._rs.ChatCompletionRequest(
+            messages=[{"role": "user", "content": request.text}],
+            model="default",
+            stream=True,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=None if greedy else request.top_p,
+            top_k=1 if greedy else request.top_k if (request.top_k or 0) > 0 else None,
+            min_p=request.min_p,
+            presence_penalty=request.presence_penalty or None,
+            frequency_penalty=request.frequency_penalty or None,
+            repetition_penalty=request.repetition_penalty,
+            # A token's own bytes come with its logprob alone; its text as it is streamed lacks the first space.
+            logprobs=True,
+            top_logprobs=max(request.logprobs or 0, 1),
+            grammar=request.schema,
+            grammar_type="json_schema" if request.schema is not None else None,
+            ignore_eos=request.ignore_eos,
+        )
+
+    def _piece(self, request: Request, chunk: Any, decoder: codecs.IncrementalDecoder) -> Piece:
+        choice = chunk.choices[0]
+        said = choice.logprobs
+        usage = chunk.usage
+        reason: Finish | None = None
+        if choice.finish_reason is not None:
+            reason = "length" if choice.finish_reason == "length" else "stop"
+        top: tuple[tuple[int | str, float], ...] = ()
+        text = choice.delta.content or ""
+        if said is not None:
+            # The token that ended the answer is none of its text.
+            text = decoder.decode(b"" if reason == "stop" else bytes(said.bytes or b""), final=reason is not None)
+            top = tuple((one.bytes or str(one.token), float(one.logprob)) for one in said.top_logprobs)
+        return Piece(
+            request,
+            text=text,
+            finish=reason,
+            logprob=float(said.logprob) if said is not None else None,
+            top=top,
+            prompt_tokens=int(usage.prompt_tokens) if usage is not None else None,
+        )
+
+
+def _first_line(error: ValueError) -> str:
+    return (str(error).splitlines() or ["it gave no reason"])[0]
+
+
+class RunnerText(Text):
+    """The runner's own tokenizer. Its calls fail while another one is under way, which only sending a request is."""
+
+    def __init__(self, runner: Any, template: ChatTemplate) -> None:
+        self._runner = runner
+        self._template = template
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        return [int(one) for one in self._runner.tokenize_text(text, special, None)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._runner.detokenize_text(list(tokens), True))
+
+    def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]) -> str:
+        return self._template.render(messages, tools, more)
+
+
+def readable(folder: Path) -> Path:
+    """The folder, or one that links to all of it with a configuration as mistral.rs reads it.
+
+    Transformers 5 writes what turns positions into angles into an object of its own; mistral.rs looks beside it.
+    """
+    config = read_json(folder / "config.json")
+    angles = config.get("rope_parameters")
+    if not isinstance(angles, dict) or "rope_theta" in config or "rope_theta" not in angles:
+        return folder
+    scaling = None if angles.get("rope_type") in (None, "default") else angles
+    twin = Path(tempfile.mkdtemp(prefix="bedplate-"))
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            (twin / file.name).symlink_to(file.resolve())
+    config |= {"rope_theta": angles["rope_theta"], "rope_scaling": scaling}
+    (twin / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return twin
+
+
+def gguf_strings(path: Path) -> dict[str, Any]:
+    """A GGUF file's metadata, its long lists left out but for the tokens themselves."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise Refused(f"{path} is no GGUF file")
+        version, _, count = struct.unpack("<IQQ", _exactly(file, 20))
+        if version < 2:
+            raise Refused(f"{path} is GGUF version {version}, which is too old")
+        return {_string(file): _value(file, struct.unpack("<I", _exactly(file, 4))[0]) for _ in range(count)}
+
+
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+
+
+def _exactly(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) != size:
+        raise Refused("the model file is damaged: it ends within its header")
+    return data
+
+
+def _string(file: BinaryIO) -> str:
+    (size,) = struct.unpack("<Q", _exactly(file, 8))
+    return _exactly(file, size).decode("utf-8", "replace")
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind == 8:
+        return _string(file)
+    if kind == 9:
+        inner, count = struct.unpack("<IQ", _exactly(file, 12))
+        if inner in _NUMBERS:
+            file.seek(count * struct.calcsize(_NUMBERS[inner]), os.SEEK_CUR)
+            return None
+        return [_value(file, inner) for _ in range(count)]
+    if kind not in _NUMBERS:
+        raise Refused(f"the model file is damaged: its header holds a value of type {kind}")
+    return struct.unpack(_NUMBERS[kind], _exactly(file, struct.calcsize(_NUMBERS[kind])))[0]
+
+
+def gguf_special_tokens(metadata: dict[str, Any]) -> dict[str, str]:
+    words = metadata.get("tokenizer.ggml.tokens") or []
+    found = {}
+    for name in ("bos", "eos", "padding", "unknown"):
+        number = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if isinstance(number, int) and 0 <= number < len(words):
+            found[{"padding": "pad_token", "unknown": "unk_token"}.get(name, f"{name}_token")] = str(words[number])
+    return found
+
+
+if __name__ == "__main__":
+    serve(MistralRs())

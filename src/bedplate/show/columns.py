@@ -1,0 +1,71 @@
+"""Tables that stay readable: when a terminal is too narrow for all columns, they go on in a further table below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+GAP = 2
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    cells: tuple[Text, ...]
+    right: bool = False
+    comfortable: int = 34
+    """Columns of the terminal that longer cells are folded to, unless there is room for more."""
+
+    @classmethod
+    def of(cls, name: str, cells: Sequence[str | Text], *, right: bool = False, comfortable: int = 34) -> Column:
+        return cls(name, tuple(Text(cell) if isinstance(cell, str) else cell for cell in cells), right, comfortable)
+
+    @property
+    def width(self) -> int:
+        longest = max((cell.cell_len for cell in self.cells), default=0)
+        return max(len(self.name), min(longest, self.comfortable))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A table whose first column is repeated in each part that it has to be divided into."""
+
+    first: Column
+    rest: tuple[Column, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for number, columns in enumerate(self.parts(options.max_width)):
+            if number:
+                yield Text("")
+            yield _table((self.first, *columns))
+
+    def parts(self, width: int) -> Iterator[tuple[Column, ...]]:
+        part: list[Column] = []
+        left = width - 1 - self.first.width
+        for column in self.rest:
+            if part and column.width + GAP > left:
+                yield tuple(part)
+                part, left = [], width - 1 - self.first.width
+            part.append(column)
+            left -= column.width + GAP
+        yield tuple(part)
+
+
+def _table(columns: Sequence[Column]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    for number, column in enumerate(columns):
+        whole = number == 0 or column.right
+        table.add_column(
+            (" " if number == 0 else "") + column.name,
+            justify="right" if column.right else "left",
+            no_wrap=whole,
+            overflow="fold",
+            min_width=column.width if whole else min(column.width, 12),
+        )
+    for row in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(Text.assemble(" ", row[0]), *row[1:])
+    return table

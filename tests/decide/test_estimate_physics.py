@@ -1,0 +1,151 @@
+"""What a step moves and computes, against counting by hand, and floors that no estimate beats."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bedplate.decide.estimate import local
+from bedplate.decide.estimate.machine import cpu_machine, family, machine_from_chip, machine_of
+from bedplate.decide.estimate.physics import (
+    all_reduce_bytes,
+    attention_ops,
+    decode_floor_s,
+    experts_touched,
+    kv_read_bytes,
+    linear_ops,
+    prefill_floor_s,
+    shape_of,
+    weights_read_bytes,
+)
+from bedplate.facts.chips import chips, find_chip
+from bedplate.facts.known_models import find_model, model_from_facts
+from bedplate.facts.simulated import simulated
+from bedplate.values import Figure, replaced
+
+MODELS = (
+    "Meta-Llama-3-8B Q4_K_M", "Qwen3-30B-A3B", "deepseek-ai/DeepSeek-R1", "gpt-oss-20b", "gemma-4-E4B-it",
+    "Qwen3.5-397B-A17B FP8", "Qwen2.5-0.5B-Instruct",
+)  # fmt: skip
+
+
+def test_one_token_reads_what_the_model_says_it_reads() -> None:
+    for name in MODELS:
+        model = find_model(name)
+        assert weights_read_bytes(shape_of(model), 1) == pytest.approx(model.read_bytes_per_token, rel=0.001), name
+
+
+def test_a_batch_touches_more_experts_and_never_more_than_there_are() -> None:
+    assert experts_touched(128, 8, 1) == pytest.approx(8)
+    assert experts_touched(128, 8, 16) == pytest.approx(128 * (1 - (120 / 128) ** 16))
+    assert experts_touched(128, 8, 10_000) == pytest.approx(128)
+    assert experts_touched(0, 0, 5) == 0
+
+
+@given(st.sampled_from(MODELS), st.integers(1, 512), st.integers(1, 512))
+def test_more_tokens_never_read_less(name: str, some: int, more: int) -> None:
+    shape = shape_of(find_model(name))
+    few, many = sorted((some, more))
+    assert weights_read_bytes(shape, few) <= weights_read_bytes(shape, many) * (1 + 1e-9)
+
+
+def test_windows_stop_growing() -> None:
+    shape = shape_of(find_model("gpt-oss-20b"))
+    windowed = next(group for group in shape.attention if group.window)
+    whole = next(group for group in shape.attention if not group.window)
+    assert windowed.window is not None
+    grown = kv_read_bytes(shape, 8192) - kv_read_bytes(shape, 4096)
+    assert grown == pytest.approx(4096 * whole.bytes_per_token)
+
+
+@given(st.integers(1, 60), st.integers(0, 60), st.sampled_from([None, 7, 16]))
+def test_attention_counts_each_pair_once(tokens: int, depth: int, window: int | None) -> None:
+    shape = shape_of(find_model("Meta-Llama-3-8B"))
+    group = shape.attention[0]._replace(window=window)
+    seen = [depth + place + 1 for place in range(tokens)]
+    pairs = sum(count if window is None else min(count, window) for count in seen)
+    assert attention_ops(shape._replace(attention=(group,)), tokens, depth) == pytest.approx(
+        group.pair_ops * pairs, rel=0.02 if window is None else 0.1
+    )
+
+
+def test_a_dense_token_costs_two_operations_for_each_weight() -> None:
+    model = find_model("Meta-Llama-3-8B")
+    embedding = next(part.parameters for part in model.parts if part.name == "embedding")
+    assert linear_ops(shape_of(model), 1) == pytest.approx(2 * (model.parameters - embedding))
+
+
+def test_a_ring_sends_nearly_twice_the_hidden_states() -> None:
+    shape = shape_of(find_model("Meta-Llama-3-8B"))
+    assert all_reduce_bytes(10, shape, 1) == 0
+    assert all_reduce_bytes(10, shape, 4) == pytest.approx(2 * 3 / 4 * 10 * 4096 * 2)
+
+
+def test_facts_alone_make_a_shape() -> None:
+    shape = shape_of(model_from_facts({"params_b": 30, "active_params_b": 3, "quantization": "Q4_K_M"}))
+    assert shape.active_params == pytest.approx(3e9, rel=0.01)
+    assert weights_read_bytes(shape, 1) < weights_read_bytes(shape, 64) < shape.total_bytes * 1.001
+
+
+@pytest.mark.parametrize("name", ["RTX 4090", "H100 SXM", "MI300X", "RX 7900 XTX", "B200", "A100 SXM 80GB"])
+def test_a_machine_on_paper_is_the_chips(name: str) -> None:
+    chip = find_chip(name, guess=True).chip
+    described = machine_of(simulated({"accelerator": chip.name, "count": 1, "ram_gb": 256}))
+    direct = machine_from_chip(chip, 1)
+    assert described.family == direct.family == family(chip)
+    assert described.bandwidth_bytes_s == direct.bandwidth_bytes_s
+    assert dict(described.ops_s) == dict(direct.ops_s)
+    assert described.plain_ops_s == direct.plain_ops_s
+
+
+def test_links_and_nodes_are_read_off_the_machine() -> None:
+    machine = machine_of(simulated({"accelerator": "H100 SXM", "count": 16, "network": "8x 400 Gbit/s"}))
+    assert (machine.devices, machine.per_node, machine.peer_kind) == (16, 8, "nvlink")
+    assert machine.peer_bytes_s == pytest.approx(450e9) and machine.network_bytes_s == pytest.approx(400e9)
+
+
+def test_a_measured_bandwidth_far_below_the_sheet_wins() -> None:
+    hardware = simulated({"accelerator": "RTX 4090", "count": 1, "ram_gb": 64})
+    card = hardware.accelerators[0]
+
+    def measured(value: float) -> float:
+        figure = Figure(value=value, low=value, high=value, basis="measured")
+        return machine_of(
+            replaced(hardware, accelerators=(replaced(card, bandwidth_bytes_s=figure),))
+        ).bandwidth_bytes_s
+
+    assert measured(930e9) == pytest.approx(1008e9)
+    assert measured(400e9) == pytest.approx(400e9 / 0.92)
+
+
+def test_every_chip_makes_a_machine() -> None:
+    for chip in chips().values():
+        machine = machine_from_chip(chip)
+        assert machine.bandwidth_bytes_s > 0
+        assert machine.core_hz > 0 or not machine.ops_s, chip.name
+
+
+def test_a_cpu_that_nobody_knows_still_has_cores() -> None:
+    hardware = simulated({"cpu": "Some CPU 3000", "cores": 12, "ram_gb": 32})
+    machine = cpu_machine(hardware.cpu, hardware.memory.bandwidth_bytes_s)
+    assert (machine.kind, machine.cores, machine.bandwidth_bytes_s) == ("cpu", 12, 0.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["RTX 4090", "H100 SXM", "Apple M2 Ultra (76-core GPU)", "GB10", "MI300X", "RTX 3060 12GB"]),
+    st.sampled_from(MODELS),
+    st.sampled_from(["llama.cpp", "vllm", "mlx", "exllamav2", "pytorch", "mistral.rs", "other"]),
+    st.integers(1, 256),
+    st.integers(1, 100_000),
+)
+def test_no_estimate_beats_the_floor(chip: str, name: str, engine: str, batch: int, context: int) -> None:
+    machine = machine_from_chip(find_chip(chip, guess=True).chip)
+    shape = shape_of(find_model(name))
+    question = local.ask(engine, "cuda", machine, shape)
+    assert question.step_s(batch, context) >= decode_floor_s(shape, machine, batch, context, 1, 16.0)
+    assert question.prefill_s(context) >= prefill_floor_s(shape, machine, context, 1)
+    assert math.isfinite(question.step_s(batch, context))

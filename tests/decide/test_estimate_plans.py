@@ -1,0 +1,147 @@
+"""A plan's estimate: what makes it slower or faster, what limits it, and what it says of itself."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bedplate.decide.estimate import Expectation, estimate_for, expectation_for, limit_of
+from bedplate.facts.known_models import find_model
+from bedplate.facts.simulated import simulated
+from bedplate.values import Hardware, Parallelism, Workload
+from bedplate.values.fit import Offload
+
+ONE = Workload(concurrency=1, prompt_tokens=512, output_tokens=256)
+
+
+def machine(name: str = "RTX 4090", count: int = 1, ram_gb: float = 96, cpu: str | None = None) -> Hardware:
+    return simulated({"accelerator": name, "count": count, "ram_gb": ram_gb, "cpu": cpu})
+
+
+def expected(
+    hardware: Hardware,
+    model: str = "Meta-Llama-3-8B Q4_K_M",
+    engine: str = "llama.cpp",
+    layout: Parallelism | None = None,
+    workload: Workload = ONE,
+    slots: int = 1,
+    offload: Offload | None = None,
+    factor: float = 1.0,
+) -> Expectation:
+    found = expectation_for(
+        hardware, find_model(model), engine, layout or Parallelism(), workload, slots=slots, offload=offload,
+        factor=factor,
+    )  # fmt: skip
+    assert found is not None
+    return found
+
+
+def test_figures_have_a_band_and_say_what_they_are() -> None:
+    found = estimate_for(machine(), find_model("Meta-Llama-3-8B Q4_K_M"), "llama.cpp", Parallelism(), ONE, slots=1)
+    for figure in (found.ttft_ms, found.tpot_ms, found.output_tok_s):
+        assert figure is not None
+        assert figure.low < figure.value < figure.high and figure.basis == "estimate"
+        assert "fitted on published rows" in (figure.source or "")
+
+
+def test_a_4090_makes_about_as_many_tokens_as_people_measure() -> None:
+    """Between 100 and 190 tokens a second is what is published of Llama 3 8B Q4_K_M, from 2024 to today."""
+    assert 100 < 1 / expected(machine()).tpot_s < 190
+
+
+def test_parts_add_up_to_the_step() -> None:
+    found = expected(machine())
+    assert sum(found.parts_s.values()) == pytest.approx(found.tpot_s, rel=1e-6)
+    assert limit_of(found) == max(found.parts_s, key=lambda name: found.parts_s[name])
+
+
+def test_the_limit_is_named() -> None:
+    assert limit_of(expected(machine(), "Meta-Llama-3-8B")) == "memory bandwidth"
+    assert limit_of(expected(machine("H100 SXM"), "Qwen2.5-0.5B-Instruct", "pytorch")) == "runtime overhead"
+    long = Workload(concurrency=1, prompt_tokens=120_000, output_tokens=256)
+    assert limit_of(expected(machine("GB10", ram_gb=128), "Qwen3-30B-A3B Q4_K_M", workload=long)) == "KV cache"
+
+
+def test_experts_on_the_host_cost_their_reading() -> None:
+    offload = Offload(kind="experts", device_layers=6, host_layers=30, host_bytes=50_000_000_000)
+    kept = expected(machine(cpu="AMD Ryzen 9 7950X"), "gpt-oss-120b")
+    found = expected(machine(cpu="AMD Ryzen 9 7950X"), "gpt-oss-120b", offload=offload)
+    assert found.tpot_s > kept.tpot_s
+    assert limit_of(found) == "host memory"
+    # 4 of 128 experts of what is there, at no more than the host's 83.2 GB/s.
+    assert found.parts_s["host memory"] >= 50e9 * 4 / 128 / 83.2e9
+
+
+def test_a_measurement_scales_the_efficiencies_and_is_named() -> None:
+    plain, measured = expected(machine()), expected(machine(), factor=1.25)
+    assert measured.tpot_s == pytest.approx(plain.tpot_s / 1.25)
+    assert measured.output_tok_s == pytest.approx(plain.output_tok_s * 1.25)
+    assert "1.25 as measured on this machine" in measured.source
+
+
+def test_two_cards_read_faster_than_one() -> None:
+    one = expected(machine("H100 SXM", 1), "Meta-Llama-3-8B", "vllm")
+    two = expected(machine("H100 SXM", 2), "Meta-Llama-3-8B", "vllm", Parallelism(tensor=2))
+    assert two.tpot_s < one.tpot_s
+    assert two.parts_s["interconnect"] > 0 == one.parts_s["interconnect"]
+
+
+def test_more_requests_share_the_reading() -> None:
+    many = Workload(concurrency=8, prompt_tokens=512, output_tokens=256)
+    alone, together = expected(machine()), expected(machine(), workload=many, slots=8)
+    assert alone.output_tok_s < together.output_tok_s < 8 * alone.output_tok_s
+    assert together.tpot_s > alone.tpot_s
+
+
+def test_requests_beyond_the_slots_wait() -> None:
+    many = Workload(concurrency=16, prompt_tokens=512, output_tokens=256)
+    assert expected(machine(), workload=many, slots=4).ttft_s > expected(machine(), workload=many, slots=16).ttft_s
+
+
+def test_a_cached_prefix_is_not_computed_again() -> None:
+    shared = Workload(concurrency=1, prompt_tokens=4096, output_tokens=256, shared_prefix_tokens=4000)
+    whole = Workload(concurrency=1, prompt_tokens=4096, output_tokens=256)
+    assert expected(machine(), workload=shared).ttft_s < expected(machine(), workload=whole).ttft_s / 4
+
+
+def test_what_is_not_generated_has_no_estimate() -> None:
+    model = find_model("BAAI/bge-m3")
+    assert expectation_for(machine(), model, "pytorch", Parallelism(), ONE, slots=1) is None
+    unknown = simulated({"cpu": "Some CPU 3000", "cores": 12, "ram_gb": 32})
+    small = find_model("Qwen2.5-0.5B-Instruct")
+    assert estimate_for(unknown, small, "llama.cpp", Parallelism(), ONE, slots=1).tpot_ms is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["RTX 4090", "H100 SXM", "MI300X", "GB10"]),
+    st.sampled_from(["Meta-Llama-3-8B Q4_K_M", "Qwen3-30B-A3B", "gpt-oss-20b"]),
+    st.sampled_from(["llama.cpp", "vllm", "pytorch", "tensorrt-llm", "onnxruntime", "exllamav3"]),
+    st.integers(1, 30_000),
+    st.integers(1, 4_000),
+)
+def test_longer_prompts_never_come_sooner(chip: str, model: str, engine: str, prompt: int, more: int) -> None:
+    shorter = Workload(concurrency=1, prompt_tokens=prompt, output_tokens=64)
+    longer = Workload(concurrency=1, prompt_tokens=prompt + more, output_tokens=64)
+    hardware = machine(chip, ram_gb=128)
+    first = expected(hardware, model, engine, workload=shorter)
+    second = expected(hardware, model, engine, workload=longer)
+    # Where vectors give way to matrices, a few more tokens may cost a little less.
+    assert second.ttft_s >= first.ttft_s * (0.9 if prompt > 64 else 0.3)
+    assert second.tpot_s >= first.tpot_s * (1 - 1e-9)
+
+
+def test_an_estimate_costs_little() -> None:
+    hardware, model = machine("H100 SXM", 8), find_model("Qwen3-30B-A3B")
+
+    def took_s() -> float:
+        began = time.perf_counter()
+        for tensor in (1, 2, 4, 8) * 5:
+            estimate_for(hardware, model, "vllm", Parallelism(tensor=tensor), ONE, slots=4)
+        return (time.perf_counter() - began) / 20
+
+    took_s()
+    assert min(took_s() for _ in range(5)) < 0.001

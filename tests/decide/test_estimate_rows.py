@@ -1,0 +1,259 @@
+"""Rows as people write them: what is understood, what is refused and why, and what the published ones say of us."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import statistics
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bedplate.decide.estimate.calibration import table
+from bedplate.decide.estimate.rows import Case, Prediction, Refused, engine_of, layout_of, predict, resolve
+from bedplate.decide.estimate.table import predictions, read_table, write_table
+from bedplate.errors import BadQuestion
+from bedplate.values import Parallelism
+
+ROOT = Path(__file__).parents[2]
+TRUTH = ROOT.parent / "shared" / "truth"
+ROW = {
+    "row_id": "a", "hardware": "4090 24GB", "count": "1", "engine": "llama.cpp", "model": "Meta-Llama-3-8B",
+    "quantization": "Q4_K_M", "concurrency": "1", "prompt_tokens": "0", "output_tokens": "512",
+    "metric": "decode_tok_s_single", "backend": "CUDA",
+}  # fmt: skip
+
+
+def case(**changes: str) -> Case:
+    found = resolve({**ROW, **changes})
+    assert isinstance(found, Case), found
+    return found
+
+
+def value(**changes: str) -> float:
+    found = predict({**ROW, **changes})
+    assert isinstance(found, Prediction), found
+    assert 0 < found.low <= found.value <= found.high
+    return found.value
+
+
+def why(**changes: str) -> str:
+    found = predict({**ROW, **changes})
+    assert isinstance(found, Refused), found
+    return found.why
+
+
+@pytest.mark.parametrize(
+    ("written", "chip"),
+    [
+        ("4090 24GB", "NVIDIA GeForce RTX 4090"), ("Virtualized NVIDIA H200-SXM-141GB", "NVIDIA H200 SXM 141GB"),
+        ("7900 XTX", "AMD Radeon RX 7900 XTX"), ("Apple M2 Ultra 76-Core GPU 192GB", "Apple M2 Ultra (76-core GPU)"),
+        ("[MAXSUN] MS-Intel Arc Pro B60 Dual 48G Turbo", "Intel Arc Pro B60 Dual 48GB"),
+        ("NVIDIA GB10 CPU (10x Cortex-X925 + 10x Cortex-A725, LPDDR5X)", "NVIDIA GB10 CPU"),
+        ("AMD Ryzen AI Max+ 395 (Radeon 8060S, 128GB LPDDR5X)", "AMD Ryzen AI Max+ 395"),
+    ],
+)  # fmt: skip
+def test_chips_as_people_write_them(written: str, chip: str) -> None:
+    assert case(hardware=written, backend="").chip.name == chip
+
+
+@pytest.mark.parametrize(
+    ("written", "engine"),
+    [
+        ("HF Transformers", "pytorch"), ("TensorRT", "tensorrt-llm"), ("LMDeploy TurboMind", "lmdeploy"),
+        ("MLX (mlx-lm)", "mlx"), ("Ollama", "llama.cpp"), ("ExLlamaV2", "exllamav2"), ("mistral.rs", "mistral.rs"),
+        ("TRT-LLM", "tensorrt-llm"), ("something new", "other"), ("", None),
+    ],
+)  # fmt: skip
+def test_engines_as_people_write_them(written: str, engine: str | None) -> None:
+    assert engine_of(written) == engine
+
+
+@pytest.mark.parametrize(
+    ("model", "quantization", "engine", "bits"),
+    [
+        ("Meta-Llama-3-8B", "Q4_K_M", "llama.cpp", 4.9), ("8B Q4_K_M", "", "llama.cpp", 4.9),
+        ("Llama 3.1 8B FP8", "", "vllm", 8.6), ("qwen3-4b", "q4k", "mistral.rs", 4.9),
+        ("Llama 7B", "GPTQ g128", "ExLlamaV2", 4.4), ("Llama2 7B", "EXL2 3.0 bpw", "ExLlamaV2", 3.0),
+        ("Qwen/Qwen3-4B-Instruct-2507", "q4", "mlx", 4.5), ("Qwen/Qwen3-4B-Instruct-2507", "q4 g32", "mlx", 5.0),
+        ("gemma4 E4B Q4_K - Medium", "Q4_K - Medium", "llama.cpp", 4.9), ("Qwen3-32B", "BF16", "SGLang", 16.0),
+        ("somebody/unheard-of-13b", "Q8_0", "llama.cpp", 8.5),
+    ],
+)  # fmt: skip
+def test_weights_as_people_write_them(model: str, quantization: str, engine: str, bits: float) -> None:
+    found = case(model=model, quantization=quantization, engine=engine)
+    assert found.shape.bits == pytest.approx(bits, rel=0.06)
+
+
+def test_a_files_own_size_is_believed() -> None:
+    notes = "file_bytes=5200000000; params=8030261248; fa=True"
+    assert case(notes=notes).model.weight_bytes == 5_200_000_000
+    sized = case(notes="file_size=4.58 GiB; params=8.03 B")
+    assert sized.model.weight_bytes == pytest.approx(4.58 * 2**30)
+
+
+def test_experts_trained_in_four_bits_keep_the_rest_in_eight() -> None:
+    plain, rest = case(model="gpt-oss-20b", quantization="F16"), case(model="gpt-oss-20b", quantization="MXFP4")
+    assert rest.shape.expert_bytes == plain.shape.expert_bytes
+    assert rest.shape.dense_bytes == pytest.approx(plain.shape.dense_bytes * 8.5 / 16, rel=0.01)
+    # The published file has 11.27 GiB.
+    assert rest.model.weight_bytes == pytest.approx(11.27 * 2**30, rel=0.01)
+
+
+def test_layouts_as_people_write_them() -> None:
+    assert layout_of("tp8 pp1 attn_dp4 moe_tp1 moe_ep8") == Parallelism(tensor=8, expert=8, attention_data=4)
+    assert layout_of("TP4,PP2") == Parallelism(tensor=4, pipeline=2)
+    assert layout_of("TEP8") == Parallelism(tensor=8, expert=8)
+    assert layout_of("DEP8") == Parallelism(data=8, expert=8, attention_data=8)
+    assert layout_of("", 4) == Parallelism(tensor=4)
+    assert layout_of("disagg prefill x(tp4 dp1 ep4 bs) decode x(tp8 dp2 ep1 bs)") == Parallelism(tensor=8, data=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"metric": "loss"}, "the metric 'loss' is none of"), ({"metric": ""}, "no metric"),
+        ({"engine": ""}, "no engine"), ({"model": ""}, "no model"), ({"hardware": ""}, "no chip is named"),
+        ({"hardware": "Quantum 9000"}, "no chip is known"), ({"model": "mystery"}, "its size is not in it"),
+        ({"hardware": "SpacemiT (K1 first table / K3 second table)"}, "more than one machine"),
+        ({"backend": "CPU"}, "computed on a CPU, and which one"),
+        ({"metric": "total_tok_s_incl_prompt", "prompt_tokens": ""}, "lengths are not stated"),
+        ({"metric": "peak_memory_gb", "output_tokens": ""}, "lengths are not stated"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_predicted_gets_a_reason(changes: dict[str, str], words: str) -> None:
+    assert words in why(**changes)
+
+
+def test_only_four_columns_are_needed() -> None:
+    row = {name: ROW[name] for name in ("hardware", "engine", "model", "metric")}
+    assert isinstance(predict(row), Prediction)
+
+
+def test_depth_slows_and_smaller_weights_speed_up() -> None:
+    assert value(context_depth="32768") < value(context_depth="4096") < value(context_depth="0")
+    assert value(quantization="F16") < value(quantization="Q8_0") < value(quantization="Q4_K_M")
+
+
+def test_speed_over_a_whole_request_counts_its_prompt() -> None:
+    whole = {"prompt_tokens": "30720", "output_tokens": "2048", "engine": "vLLM", "quantization": "BF16"}
+    alone = value(**whole, context_depth="30720")
+    assert value(**whole) < alone
+    assert value(**whole, scenario="decode phase only") == pytest.approx(alone)
+
+
+def test_prompt_and_answer_over_time() -> None:
+    whole = {"prompt_tokens": "6144", "output_tokens": "2048", "engine": "SGLang", "quantization": "BF16"}
+    decode = value(**whole)
+    assert value(**whole, metric="total_tok_s_incl_prompt") == pytest.approx(decode * (6144 + 2048) / 2048)
+
+
+def test_a_split_by_layers_reads_no_faster_but_computes_prompts_in_turn() -> None:
+    split = {"parallelism": "layer-split (llama.cpp default)", "count": "4"}
+    assert value(**split) < value()
+    prompt = {"metric": "prefill_tok_s", "prompt_tokens": "8192", "output_tokens": "0"}
+    assert value(**prompt, **split) > 1.5 * value(**prompt)
+
+
+def test_streams_together_make_more_than_one() -> None:
+    both = {"prompt_tokens": "512", "output_tokens": "32", "concurrency": "8"}
+    total = value(**both, metric="output_tok_s_total")
+    assert value() < total < 8 * value()
+    assert value(**both, metric="output_tok_s_per_gpu") == pytest.approx(total)
+
+
+def test_memory_is_what_the_fit_counts() -> None:
+    row = {"metric": "peak_memory_gb", "engine": "HF Transformers", "quantization": "BF16", "hardware": "A100 80GB",
+           "prompt_tokens": "1", "output_tokens": "2048"}  # fmt: skip
+    assert 16 < value(**row) < 19
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            name: st.one_of(
+                st.text(max_size=40),
+                st.sampled_from(["", "1", "0", "-3", "1e9", "99999999999", "nan", "max load", "8.0", "H100", "7B", "tp0"]),
+            )
+            for name in (*ROW, "notes", "parallelism", "tensor_parallel", "context_depth", "scenario", "engine_version")
+        },
+    ),
+    st.sampled_from(["decode_tok_s_single", "prefill_tok_s", "total_tok_s_incl_prompt", "peak_memory_gb", "tpot_ms",
+                     "ttft_ms", "output_tok_s_total", "output_tok_s_per_gpu", "samples_s", "latency_ms"]),
+    st.sampled_from(["llama.cpp", "vLLM", "HF Transformers", "TensorRT", "MLX", "?"]),
+)  # fmt: skip
+def test_any_row_gives_a_number_or_a_reason(changes: dict[str, str], metric: str, engine: str) -> None:
+    found = predict({**ROW, "metric": metric, "engine": engine, **changes})
+    if isinstance(found, Refused):
+        assert found.why
+    else:
+        assert 0 < found.low <= found.value <= found.high < float("inf")
+
+
+def test_tables_in_any_order_and_with_odd_cells() -> None:
+    text = "metric,Model,hardware,extra,engine\r\ndecode_tok_s_single,Meta-Llama-3-8B Q4_K_M,RTX 4090,x,llama.cpp\r\nx\r\n"
+    lines = list(predictions(read_table(io.StringIO(text))))
+    assert [line[0] for line in lines] == ["1", "2"]
+    assert float(lines[0][1]) > 0 and lines[0][4] == ""
+    assert lines[1][1:4] == ("", "", "") and lines[1][4]
+    out = io.StringIO()
+    write_table(lines, out)
+    assert next(csv.DictReader(io.StringIO(out.getvalue())))["row_id"] == "1"
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\x00\n"])
+def test_what_is_no_table_is_a_question(text: str) -> None:
+    with pytest.raises(BadQuestion):
+        read_table(io.StringIO(text))
+
+
+def test_every_fitted_figure_says_where_it_is_from() -> None:
+    for key, profile in table("local")["profiles"].items():
+        assert profile["sources"], key
+        assert 0 < profile["values"]["read"] <= 0.97, key
+
+
+def score_program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("score_speed", ROOT / "benchmarks" / "score" / "speed.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(not TRUTH.is_dir(), reason="the published measurements are not beside this checkout")
+def test_published_rows_are_met() -> None:
+    scored, refused = score_program().score(TRUTH)
+    for (source, metric), found in scored.items():
+        if metric == "decode_tok_s_single":
+            assert statistics.median(abs(one.error) for one in found) <= 0.10, source
+        if metric == "prefill_tok_s":
+            assert statistics.median(abs(one.error) for one in found) <= 0.20, source
+        if metric in ("decode_tok_s_single", "prefill_tok_s"):
+            assert sum(one.inside for one in found) / len(found) >= 0.6, source
+    for group, reasons in refused.items():
+        assert reasons.total() <= 0.1 * (reasons.total() + len(scored.get(group, ()))), (group, reasons)
+
+
+@pytest.mark.skipif(not TRUTH.is_dir(), reason="the published measurements are not beside this checkout")
+def test_no_prediction_of_a_published_row_breaks_the_floor() -> None:
+    """Rows that beat bytes over bandwidth themselves would show that a spec or a size is wrong."""
+    from bedplate.decide.estimate.local import _context  # what the row's answer was made at
+    from bedplate.decide.estimate.physics import decode_floor_s
+
+    beaten = []
+    for path in sorted(TRUTH.glob("llamacpp_*.csv")):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                found = resolve(row) if row["metric"] == "decode_tok_s_single" else Refused("")
+                if isinstance(found, Case):
+                    floor = decode_floor_s(found.shape, found.machine, 1, _context(found), 1, 16.0)
+                    if 1 / float(row["value"]) < floor * 0.99:
+                        beaten.append(row["row_id"])
+    assert not beaten

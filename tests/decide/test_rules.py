@@ -1,0 +1,437 @@
+"""The rules: where each comes from, that each is reached, and that the field that decides is the one that decides."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bedplate.decide import candidates, case, explain, rules
+from bedplate.decide.case import Case
+from bedplate.decide.rules import CHALLENGES, DOUBTS, ORCHESTRATION, PICKS, Rule
+from bedplate.engines import all_engines
+from bedplate.facts.intent import intent_of, resolved_hardware
+from bedplate.run.models import intended_model
+from bedplate.values import Decision
+from bedplate.values.names import ORCHESTRATOR_IDS
+from tests.decide.scenario_files import content, decided, own_files, shared_files
+
+SEEDS = Path(__file__).parents[2].parent / "shared" / "seeds"
+ALL: list[Rule[..., Any]] = [*PICKS, *DOUBTS, *CHALLENGES, *ORCHESTRATION]
+
+
+def normal(text: str) -> str:
+    """Words alone: how a seed breaks its lines, and how its typography was stored, is no part of what it says."""
+    return " ".join(re.sub(r"[^\x20-\x7e]+", " ", text.replace("’", "'")).split()).lower()
+
+
+def quotes(source: str) -> Iterator[tuple[str, str]]:
+    """(seed's number, quoted words) of a source: seeds/001 "these", "and these"; seeds/002 "those"."""
+    for seed, quoted in re.findall(r'seeds/(\d{3})((?:,? "[^"]+")+)', source):
+        for words in re.findall(r'"([^"]+)"', quoted):
+            yield seed, words
+
+
+def all_sources() -> set[str]:
+    """Of rules, and of the reasons that explain weights, layout and fit."""
+    written = re.findall(r"""seeds/\d{3}(?:,? "[^"]+")+""", "".join(map(inspect.getsource, (explain, case, candidates))))
+    return {rule.source for rule in ALL} | set(written)
+
+
+class TestSources:
+    def test_every_rule_has_an_id_of_its_own_a_sentence_and_a_source(self) -> None:
+        ids = [rule.id for rule in ALL]
+        assert len(ids) == len(set(ids))
+        for rule in ALL:
+            assert re.fullmatch(r"[a-z0-9.-]+", rule.id)
+            assert rule.sentence.endswith(".") and 10 < len(rule.sentence) < 140, rule.id
+            assert re.match(r"seeds/\d{3} \"|physics|measurement|[\w.-]+/[\w.-]+: ", rule.source), rule.source
+
+    def test_rules_speak_of_engines_that_are_there(self) -> None:
+        assert {rule.engine for rule in (*DOUBTS, *CHALLENGES)} <= set(all_engines())
+        assert {rule.engine for rule in DOUBTS} | {"vllm"} == set(all_engines())
+        named = {
+            node.value
+            for node in ast.walk(ast.parse(inspect.getsource(rules)))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in all_engines()
+        }
+        assert named == set(all_engines())
+
+    def test_what_is_quoted_from_a_seed_stands_there(self) -> None:
+        if not SEEDS.is_dir():
+            pytest.skip("the source documents (../shared/seeds) are not here")
+        texts = {path.name[:3]: normal(path.read_text(errors="replace")) for path in SEEDS.glob("*.txt")}
+        checked = 0
+        for source in all_sources():
+            for seed, words in quotes(source):
+                for part in words.split("…"):
+                    assert normal(part) in texts[seed], f"seeds/{seed} does not say {words!r}"
+                    checked += 1
+        assert checked > 30
+
+    def test_the_reasons_of_decisions_have_sources_too(self) -> None:
+        for decision in decisions().values():
+            for reason in decision.reasons:
+                assert reason.text and reason.source, reason
+
+
+_DECIDED: dict[str, Decision] = {}
+
+
+def decisions() -> dict[str, Decision]:
+    """Of every scenario that is not an error, once."""
+    if not _DECIDED:
+        for path in (*own_files(), *shared_files()):
+            loaded = content(path)
+            if "error" not in loaded["expect"]:
+                _DECIDED[path.stem] = decided(loaded["intent"])
+    return _DECIDED
+
+
+def cases() -> Iterator[Case]:
+    for path in (*own_files(), *shared_files()):
+        loaded = content(path)
+        if "error" not in loaded["expect"]:
+            intent = intent_of(loaded["intent"])
+            yield Case(resolved_hardware(intent), intended_model(intent.model), intent.workload, intent.operations)
+
+
+class TestReached:
+    """By our own scenarios, so that it holds where ../shared is not."""
+
+    @pytest.mark.parametrize("rule", PICKS, ids=lambda rule: rule.id)
+    def test_each_pick_decides_a_scenario(self, rule: Rule[[Case], Any]) -> None:
+        own = {path.stem for path in own_files()}
+        first = {name: decision.reasons[0].rule for name, decision in decisions().items() if decision.reasons}
+        assert [name for name, found in first.items() if found == rule.id and name in own]
+
+    @pytest.mark.parametrize("rule", ORCHESTRATION, ids=lambda rule: rule.id)
+    def test_each_orchestrator_stands_above_a_scenario(self, rule: Rule[[Case, int], Any]) -> None:
+        own = {path.stem for path in own_files()}
+        assert [
+            name
+            for name, decision in decisions().items()
+            if name in own and rule.id in [reason.rule for reason in decision.reasons]
+        ]
+
+    @pytest.mark.parametrize("rule", DOUBTS, ids=lambda rule: rule.id)
+    def test_each_doubt_speaks_and_is_silent(self, rule: Rule[[Case], Any]) -> None:
+        said = [bool(rule.says(one)) for one in cases()]
+        assert any(said)
+        # Of an engine that is archived everything new is doubted; no scenario need be silent on it.
+        assert not all(said)
+
+    @pytest.mark.parametrize("rule", CHALLENGES, ids=lambda rule: rule.id)
+    def test_each_challenge_is_made(self, rule: Rule[[Case, str], Any]) -> None:
+        assert [
+            name
+            for name, decision in decisions().items()
+            if rule.engine in [challenger.engine for challenger in decision.challengers]
+        ]
+
+    def test_orchestrators_are_those_of_the_design(self) -> None:
+        found = {decision.orchestrator for decision in decisions().values()} - {None}
+        assert found == set(ORCHESTRATOR_IDS)
+
+
+H100 = {"accelerator": "H100 SXM", "count": 8, "ram_gb": 2048}
+RTX = {"accelerator": "RTX 4090", "ram_gb": 64}
+SERVING = {"users": 200, "concurrency": 64, "prompt_tokens": 1024, "output_tokens": 256}
+AGENTS = {"concurrency": 64, "prompt_tokens": 8000, "output_tokens": 300, "shared_prefix_tokens": 6000}
+EXTREME = {"concurrency": 512, "prompt_tokens": 1024, "output_tokens": 512, "volume": "extreme"}
+ONE = {"users": 1, "prompt_tokens": 1024, "output_tokens": 512}
+L70, Q8, MOE = "meta-llama/Meta-Llama-3.1-70B", "Qwen/Qwen3-8B", "deepseek-ai/DeepSeek-V3"
+
+FLIPS: list[tuple[str, dict[str, Any], dict[str, Any], str | None, str | None]] = [
+    (
+        "a model that changes often is not worth compiling",
+        {"hardware": H100, "model": L70, "workload": EXTREME, "operations": {"model_changes": "rarely"}},
+        {"operations.model_changes": "often"},
+        "tensorrt-llm",
+        "vllm",
+    ),
+    (
+        "volume that is not extreme is not either",
+        {"hardware": H100, "model": L70, "workload": EXTREME, "operations": {"model_changes": "rarely"}},
+        {"workload.volume": "normal"},
+        "tensorrt-llm",
+        "vllm",
+    ),
+    (
+        "nor is it for a team without machinery",
+        {
+            "hardware": H100,
+            "model": L70,
+            "workload": EXTREME,
+            "operations": {"model_changes": "rarely", "machinery": "container"},
+        },
+        {"operations.machinery": "none"},
+        "tensorrt-llm",
+        "vllm",
+    ),
+    (
+        "it runs on NVIDIA alone",
+        {"hardware": H100, "model": L70, "workload": EXTREME, "operations": {"model_changes": "rarely"}},
+        {"hardware.accelerator": "MI300X"},
+        "tensorrt-llm",
+        "vllm",
+    ),
+    (
+        "a short prefix needs no tree",
+        {"hardware": H100, "model": L70, "workload": AGENTS},
+        {"workload.shared_prefix_tokens": 200},
+        "sglang",
+        "vllm",
+    ),
+    (
+        "structured output of many",
+        {"hardware": H100, "model": L70, "workload": {**SERVING, "structured_output": True}},
+        {"workload.structured_output": False},
+        "sglang",
+        "vllm",
+    ),
+    (
+        "a mixture of experts with long requests",
+        {
+            "hardware": {"accelerator": "H200 SXM", "count": 8, "ram_gb": 2048},
+            "model": MOE,
+            "workload": {"concurrency": 64, "prompt_tokens": 16000, "output_tokens": 1000},
+        },
+        {"workload.prompt_tokens": 1000},
+        "sglang",
+        "vllm",
+    ),
+    (
+        "very long requests where a cluster is run anyway",
+        {
+            "hardware": H100,
+            "model": L70,
+            "workload": {"concurrency": 16, "prompt_tokens": 60000, "output_tokens": 1000},
+            "operations": {"machinery": "kubernetes"},
+        },
+        {"operations.machinery": "container"},
+        "sglang",
+        "vllm",
+    ),
+    ("many on one RTX card", {"hardware": RTX, "model": Q8, "workload": ONE}, {"workload.users": 50}, "exllamav3", "vllm"),
+    (
+        "a Radeon instead of an RTX card",
+        {"hardware": RTX, "model": Q8, "workload": ONE},
+        {"hardware.accelerator": "Radeon RX 7900 XTX"},
+        "exllamav3",
+        "llama.cpp",
+    ),
+    (
+        "no 4-bit engine where small errors show",
+        {"hardware": RTX, "model": Q8, "workload": ONE},
+        {"workload.precision_sensitive": True},
+        "exllamav3",
+        "vllm",
+    ),
+    (
+        "no card at all",
+        {"hardware": RTX, "model": Q8, "workload": ONE},
+        {"hardware": {"cpu": "AMD Ryzen 7 7840U", "cores": 8, "ram_gb": 64}},
+        "exllamav3",
+        "llama.cpp",
+    ),
+    (
+        "a data centre's card is served from",
+        {"hardware": RTX, "model": Q8, "workload": ONE},
+        {"hardware.accelerator": "A100 SXM 80GB"},
+        "exllamav3",
+        "vllm",
+    ),
+    (
+        "too little VRAM, and RAM enough",
+        {"hardware": {"accelerator": "RTX 4090", "ram_gb": 128}, "model": "Qwen/Qwen3-32B", "workload": ONE},
+        {"model": "gpt-oss-120b"},
+        "exllamav3",
+        "llama.cpp",
+    ),
+    (
+        "and RAM not enough",
+        {"hardware": {"accelerator": "RTX 4090", "ram_gb": 128}, "model": "gpt-oss-120b", "workload": ONE},
+        {"hardware.ram_gb": 16},
+        "llama.cpp",
+        None,
+    ),
+    (
+        "what must run anywhere",
+        {"hardware": {"cpu": "Intel Xeon Gold 6430", "cores": 32, "ram_gb": 256}, "model": Q8, "workload": ONE},
+        {"operations.portable": True},
+        "llama.cpp",
+        "onnxruntime",
+    ),
+    (
+        "a Mac is not Linux",
+        {"hardware": {"accelerator": "Apple M3 Max 40-core", "ram_gb": 64, "os": "macos"}, "model": Q8, "workload": ONE},
+        {"hardware": {"accelerator": "Radeon RX 7900 XTX", "ram_gb": 64, "os": "linux"}},
+        "mlx",
+        "llama.cpp",
+    ),
+    (
+        "many who share a Mac",
+        {"hardware": {"accelerator": "Apple M3 Max 40-core", "ram_gb": 64, "os": "macos"}, "model": Q8, "workload": ONE},
+        {"workload.users": 20},
+        "mlx",
+        "llama.cpp",
+    ),
+    (
+        "vLLM is not there on Windows",
+        {"hardware": RTX, "model": Q8, "workload": {**ONE, "users": 50}},
+        {"hardware.os": "windows"},
+        "vllm",
+        "llama.cpp",
+    ),
+    (
+        "the engine in service stays",
+        {"hardware": H100, "model": L70, "workload": SERVING},
+        {"operations.incumbent": "sglang"},
+        "vllm",
+        "sglang",
+    ),
+    (
+        "unless it cannot run here",
+        {
+            "hardware": {"accelerator": "MI300X", "count": 8, "ram_gb": 2048},
+            "model": L70,
+            "workload": SERVING,
+            "operations": {"incumbent": "sglang"},
+        },
+        {"operations.incumbent": "tensorrt-llm"},
+        "sglang",
+        "vllm",
+    ),
+    (
+        "a model that writes no text",
+        {"hardware": {"accelerator": "L4", "ram_gb": 64}, "model": Q8, "workload": {"concurrency": 16}},
+        {"model": {"task": "embed", "params_b": 0.11, "format": "onnx"}},
+        "vllm",
+        "onnxruntime",
+    ),
+    (
+        "prototypes on a bare card",
+        {
+            "hardware": {"accelerator": "A10G", "ram_gb": 64},
+            "model": Q8,
+            "workload": {**ONE, "concurrency": 1},
+            "operations": {"model_changes": "often", "machinery": "none"},
+        },
+        {"operations.machinery": "container"},
+        "pytorch",
+        "vllm",
+    ),
+    (
+        "more than the model reads",
+        {"hardware": H100, "model": Q8, "workload": SERVING},
+        {"workload.prompt_tokens": 100_000},
+        "vllm",
+        None,
+    ),
+]
+
+
+def changed(intent: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    made = {name: dict(part) if isinstance(part, dict) else part for name, part in intent.items()}
+    for path, value in fields.items():
+        section, _, name = path.partition(".")
+        if name:
+            made.setdefault(section, {})[name] = value
+        else:
+            made[section] = value
+    return made
+
+
+@pytest.mark.parametrize(("intent", "fields", "before", "after"), [row[1:] for row in FLIPS], ids=[r[0] for r in FLIPS])
+def test_the_field_that_decides_flips_the_answer(
+    intent: dict[str, Any], fields: dict[str, Any], before: str | None, after: str | None
+) -> None:
+    first, second = decided(intent), decided(changed(intent, fields))
+    assert first.engine == before, (first.reasons[:1], first.refused)
+    assert second.engine == after, (second.reasons[:1], second.refused)
+
+
+@pytest.mark.parametrize(
+    ("fields", "before", "after"),
+    [
+        ({"operations.machinery": "kubernetes"}, "ray", "kubernetes"),
+        ({"workload.volume": "extreme"}, "ray", "dynamo"),
+        ({"hardware.count": 8}, "ray", None),
+    ],
+)
+def test_the_field_that_decides_flips_the_orchestrator(fields: dict[str, Any], before: str, after: str | None) -> None:
+    intent = {
+        "hardware": {"accelerator": "H100 SXM", "count": 16, "gpus_per_node": 8, "ram_gb": 2048},
+        "model": "meta-llama/Meta-Llama-3.1-405B",
+        "workload": {"concurrency": 200, "prompt_tokens": 1024, "output_tokens": 256},
+        "operations": {"machinery": "cluster"},
+    }
+    assert decided(intent).orchestrator == before
+    assert decided(changed(intent, fields)).orchestrator == after
+
+
+BASES = [row[1] for row in FLIPS]
+SPELLINGS = [
+    ("H100 SXM", "NVIDIA H100 80GB HBM3"),
+    ("RTX 4090", "NVIDIA GeForce RTX 4090"),
+    ("MI300X", "AMD Instinct MI300X"),
+    ("A10G", "NVIDIA A10G"),
+]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from(BASES), st.floats(0.01, 100), st.floats(1, 5000))
+def test_price_and_power_change_no_choice(intent: dict[str, Any], price: float, watts: float) -> None:
+    dearer = changed(intent, {"operations.price_per_hour": price, "operations.watts": watts})
+    assert choice(decided(dearer)) == choice(decided(intent))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from(BASES), st.randoms(use_true_random=False))
+def test_the_order_of_fields_changes_nothing(intent: dict[str, Any], chance: Any) -> None:
+    def shuffled(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        keys = list(part)
+        chance.shuffle(keys)
+        return {key: shuffled(part[key]) for key in keys}
+
+    assert decided(shuffled(intent)) == decided(intent)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from([base for base in BASES if "concurrency" in base["workload"]]), st.floats(0.1, 3600))
+def test_think_time_is_nothing_where_concurrency_is_stated(intent: dict[str, Any], think_s: float) -> None:
+    thinking = changed(intent, {"workload.think_time_s": think_s})
+    assert choice(decided(thinking)) == choice(decided(intent))
+
+
+@pytest.mark.parametrize(("usual", "other"), SPELLINGS)
+def test_the_spelling_of_a_chip_changes_nothing(usual: str, other: str) -> None:
+    bases = [base for base in BASES if base["hardware"].get("accelerator") == usual]
+    assert bases
+    for base in bases:
+        assert decided(changed(base, {"hardware.accelerator": other})) == decided(base)
+
+
+def test_the_spelling_of_a_model_changes_no_choice() -> None:
+    base = {"hardware": H100, "model": L70, "workload": SERVING}
+    for name in ("Llama 3.1 70B", "llama-3.1-70b"):
+        assert choice(decided(changed(base, {"model": name}))) == choice(decided(base))
+
+
+def choice(decision: Decision) -> tuple[object, ...]:
+    """All that is decided, without what it costs."""
+    return (
+        decision.engine, decision.orchestrator, decision.quantization, decision.parallelism, decision.max_concurrency,
+        decision.settings, decision.reasons, decision.refused, decision.challengers, decision.launch,
+        decision.estimate.output_tok_s,
+    )  # fmt: skip

@@ -1,0 +1,124 @@
+"""ExLlamaV2: its converter's options, our server's options, and what its logs mean."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from tests.engines.argv import parsed
+from tests.engines.plans import machine, model, plan, plans
+
+from bedplate.engines.exllamav2 import BPW, ExLlamaV2
+from bedplate.values import Parallelism, Plan, Workload, replaced
+
+EXL = ExLlamaV2()
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+RTX = machine("RTX 4090", 2)
+
+
+@pytest.fixture(autouse=True)
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its environment the shared part lies beside it."""
+    core = importlib.import_module("bedplate.engines.shipped.openai_server")
+    monkeypatch.setitem(sys.modules, "openai_server", core)
+
+
+def served(argv: tuple[str, ...]) -> Any:
+    core = importlib.import_module("bedplate.engines.shipped.openai_server")
+    program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
+    assert argv[0] == "exllamav2-server"
+    return core.parser_for(program.ExLlamaV2).parse_args(argv[1:])
+
+
+@given(chosen=plans(EXL))
+@settings(max_examples=60, deadline=None)
+def test_every_option_and_value_is_known(chosen: Plan) -> None:
+    launch = EXL.launch(chosen, 8123)
+    said = served(launch.argv)
+    assert said.port == 8123 and said.slots == 1 == chosen.settings.slots
+    assert said.cache_bits == (8 if chosen.settings.kv_type == "fp8" else None)
+    for step in launch.prepare:
+        if step.kind == "convert":
+            assert step.argv[:3] == ("python", "-m", "exllamav2.conversion.convert_exl2")
+            options = parsed("exllamav2", step.argv[3:])
+            assert options["-cf"] == said.model == step.where and f"{options['-b']}BPW" == chosen.weights.label
+    assert (chosen.weights.made == "converted") == any(step.kind == "convert" for step in launch.prepare)
+
+
+def test_more_cards_than_one_are_the_first_ones() -> None:
+    chosen = plan(EXL, RTX, model(LLAMA), layout=Parallelism(pipeline=2))
+    assert EXL.launch(chosen, 1).env["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_what_it_can_be_given() -> None:
+    target = EXL.target(RTX)
+    assert target is not None
+
+    def labels(which: Any, **asked: bool) -> list[tuple[str, str]]:
+        return [(form.label, form.made) for form in EXL.weights(target, which, Workload(**asked))]  # type: ignore[arg-type]
+
+    assert labels(model(LLAMA)) == [(one, "converted") for one in BPW]
+    assert labels(model(LLAMA), precision_sensitive=True) == [("8.0BPW", "converted")]
+    assert labels(replaced(model(LLAMA), quantization="GPTQ-INT4")) == [("GPTQ-INT4", "as it is")]
+    assert labels(replaced(model(LLAMA), format="exl2", quantization="4.0BPW")) == [("4.0BPW", "as it is")]
+    assert labels(model("Qwen/Qwen3-32B-FP8")) == []
+
+
+@pytest.mark.parametrize(
+    ("card", "name", "why"),
+    [
+        ("cpu", LLAMA, "needs an NVIDIA GPU"),
+        ("RTX 4090", "openai/gpt-oss-20b", "does not know the architecture gpt_oss"),
+        ("RTX 4090", "Qwen/Qwen3-32B-FP8", "not FP8"),
+    ],
+)
+def test_what_cannot_be_is_refused(card: str, name: str, why: str) -> None:
+    refused = EXL.refuse(machine(card), model(name), Workload())
+    assert refused is not None and refused.kind == "impossible" and why in refused.why
+
+
+class Tokens:
+    """As much of a tensor as the server looks at."""
+
+    def __init__(self, *ids: int) -> None:
+        self.ids = list(ids)
+
+    def flatten(self) -> Tokens:
+        return self
+
+    def tolist(self) -> list[int]:
+        return self.ids
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ({"eos": False, "token_ids": Tokens(5, 6)}, [(5, None), (6, None)]),
+        ({"eos": True, "eos_reason": "max_new_tokens", "token_ids": Tokens(5, 6)}, [(5, None), (6, "length")]),
+        ({"eos": True, "eos_reason": "stop_token", "eos_triggering_token_id": 2}, [(2, "stop")]),
+    ],
+)
+def test_results_of_its_generator_become_pieces(result: dict[str, Any], expected: list[tuple[int, str | None]]) -> None:
+    """In the form that generator/dynamic.py of 0.3.2 gives them (constructed)."""
+    core = importlib.import_module("bedplate.engines.shipped.openai_server")
+    program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
+    assert [(one.token, one.finish) for one in program._pieces(core.Request(), result)] == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        # turboderp-org/exllamav2, issue 383.
+        ("RuntimeError: Insufficient VRAM for model and cache", "not enough memory on the cards"),
+        # exllamav2/config.py of 0.3.2.
+        ("ValueError:  ## Could not find model.layers.0.mlp.* in model", "does not find in this folder"),
+        ("RuntimeError: Error building extension 'exllamav2_ext'", "did not compile"),
+    ],
+)
+def test_known_failures(line: str, says: str) -> None:
+    failure = EXL.explain(f"something before\n{line}\nand after")
+    assert failure is not None and says in failure.message and failure.lasting
+    assert EXL.explain("all is well") is None

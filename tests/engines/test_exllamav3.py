@@ -1,0 +1,172 @@
+"""ExLlamaV3: its converter's options, our server's options and its pieces, and what its logs mean."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from tests.engines.argv import parsed
+from tests.engines.plans import machine, model, plan, plans
+
+from bedplate.engines.exllamav3 import BPW, ExLlamaV3
+from bedplate.values import Parallelism, Plan, Settings, Workload, replaced
+
+EXL = ExLlamaV3()
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+RTX = machine("RTX 4090", 2)
+
+
+def server() -> Any:
+    return importlib.import_module("bedplate.engines.shipped.exllamav3_server")
+
+
+def served(argv: tuple[str, ...]) -> Any:
+    core = importlib.import_module("bedplate.engines.shipped.openai_server")
+    assert argv[0] == "exllamav3-server"
+    return core.parser_for(server().ExLlamaV3).parse_args(argv[1:])
+
+
+@pytest.fixture(autouse=True)
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its environment the shared part lies beside it."""
+    core = importlib.import_module("bedplate.engines.shipped.openai_server")
+    monkeypatch.setitem(importlib.import_module("sys").modules, "openai_server", core)
+
+
+class TestLaunch:
+    @given(chosen=plans(EXL))
+    @settings(max_examples=60, deadline=None)
+    def test_every_option_and_value_is_known(self, chosen: Plan) -> None:
+        launch = EXL.launch(chosen, 8123)
+        said = served(launch.argv)
+        layout = chosen.parallelism
+        assert (
+            said.port == 8123 and said.slots == chosen.settings.slots and said.context == chosen.settings.context_tokens
+        )
+        assert said.cards == layout.tensor * layout.pipeline and said.tensor_parallel == (layout.tensor > 1)
+        assert said.cache_tokens >= said.slots * said.context and said.cache_tokens % 256 == 0
+        assert said.cache_bits == (8 if chosen.settings.kv_type == "fp8" else None)
+        convert = [step for step in launch.prepare if step.kind == "convert"]
+        assert bool(convert) == (chosen.weights.made == "converted")
+        for step in convert:
+            assert step.argv[:3] == ("python", "-m", "exllamav3.conversion.convert_model")
+            options = parsed("exllamav3", step.argv[3:])
+            assert options["-o"] == said.model == step.where and f"{options['-b']}BPW" == chosen.weights.label
+            assert step.disk_bytes and step.seconds and step.seconds.low < step.seconds.value < step.seconds.high
+
+    def test_its_kernels_are_compiled_before_anybody_waits(self) -> None:
+        steps = EXL.launch(plan(EXL, RTX, model(LLAMA)), 1).prepare
+        assert [step.kind for step in steps] == ["install", "build", "download", "convert"]
+        assert steps[1].argv[-1] == "import exllamav3" and steps[1].seconds is not None
+
+
+class TestWhatItTakes:
+    def test_bits_per_weight(self) -> None:
+        target = EXL.target(RTX)
+        assert target is not None
+        forms = EXL.weights(target, model(LLAMA), Workload())
+        assert tuple(form.label for form in forms) == BPW and {form.made for form in forms} == {"converted"}
+        exact = EXL.weights(target, model(LLAMA), Workload(precision_sensitive=True))
+        assert [form.label for form in exact] == ["8.0BPW"]
+        ready = replaced(model(LLAMA), format="exl3", quantization="4.0BPW")
+        assert [form.made for form in EXL.weights(target, ready, Workload())] == ["as it is"]
+        oss = EXL.weights(target, model("openai/gpt-oss-20b"), Workload())
+        assert oss[0].label == "5.0BPW"
+
+    @pytest.mark.parametrize(
+        ("card", "name", "why"),
+        [
+            ("cpu", LLAMA, "needs an NVIDIA GPU"),
+            ("MI300X", LLAMA, "needs an NVIDIA GPU"),
+            ("RTX 4090", "deepseek-ai/DeepSeek-V3.2", "does not know the architecture deepseek_v32"),
+            ("RTX 4090", "google/gemma-4-E4B-it", "small E models"),
+            ("RTX 4090", "nvidia/DeepSeek-V3-0324-NVFP4", "weights in NVFP4"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, card: str, name: str, why: str) -> None:
+        refused = EXL.refuse(machine(card), model(name), Workload())
+        assert refused is not None and refused.kind == "impossible" and why in refused.why
+
+    def test_turing_is_the_oldest(self) -> None:
+        assert EXL.refuse(machine("NVIDIA T4", 1), model(LLAMA), Workload()) is None
+        refused = EXL.refuse(machine("V100 SXM2 32GB", 1), model(LLAMA), Workload())
+        assert refused is not None and "compute capability 7.5" in refused.why
+
+
+class Tokens:
+    """As much of a tensor as the server looks at."""
+
+    def __init__(self, *ids: int) -> None:
+        self.ids = list(ids)
+
+    def flatten(self) -> Tokens:
+        return self
+
+    def tolist(self) -> list[int]:
+        return self.ids
+
+
+class TestPieces:
+    """Results in the form that generator/job.py of 1.6.5 gives them (constructed)."""
+
+    def pieces(self, **result: Any) -> list[tuple[int | None, str | None, int, str | None, int | None]]:
+        core = importlib.import_module("bedplate.engines.shipped.openai_server")
+        found = server()._pieces(core.Request(), {"stage": "streaming", "eos": False, **result})
+        return [(one.token, one.text, one.tokens, one.finish, one.cached_tokens) for one in found]
+
+    def test_tokens_on_the_way(self) -> None:
+        assert self.pieces(token_ids=Tokens(5, 6)) == [(5, None, 1, None, None), (6, None, 1, None, None)]
+        assert self.pieces() == []
+
+    def test_the_end_by_a_token_is_counted_and_not_shown(self) -> None:
+        end = {"eos": True, "eos_reason": "stop_token", "eos_triggering_token_id": 2, "cached_tokens": 256}
+        assert self.pieces(**end) == [(2, "", 1, "stop", 256)]
+        assert self.pieces(token_ids=Tokens(5), **end) == [(5, None, 1, None, None), (2, "", 1, "stop", 256)]
+
+    def test_the_end_by_length_is_the_last_token(self) -> None:
+        end = {"eos": True, "eos_reason": "max_new_tokens", "cached_tokens": 0}
+        assert self.pieces(token_ids=Tokens(5, 6), **end) == [(5, None, 1, None, None), (6, None, 1, "length", 0)]
+
+    def test_the_end_by_a_grammar(self) -> None:
+        assert self.pieces(token_ids=Tokens(5), eos=True, eos_reason="end_filter")[-1] == (None, "", 0, "stop", None)
+
+
+class TestPlacement:
+    def test_one_card_or_the_first_of_many(self) -> None:
+        place = server()._placement
+        assert place(1, False, 8) == {"device": "cuda:0"}
+        assert place(2, False, 4) == {"reserve_per_device": [0.5, 0.5, -1.0, -1.0], "tensor_p": False}
+        assert place(2, True, 2) == {"reserve_per_device": [0.5, 0.5], "tensor_p": True}
+
+    def test_ends_are_of_the_configuration_and_of_the_generation_configuration(self, tmp_path: Any) -> None:
+        assert server()._ends(str(tmp_path), [7, None]) == [7]
+        (tmp_path / "generation_config.json").write_text('{"eos_token_id": [8, 7]}')
+        assert server()._ends(str(tmp_path), [7]) == [7, 8]
+        (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+        assert server()._ends(str(tmp_path), [7]) == [7, 9]
+
+
+@pytest.mark.parametrize(
+    ("line", "says", "lasting"),
+    [
+        # turboderp-org/exllamav3, issue 50, and model/model_ls.py of 1.6.5.
+        ("RuntimeError: Insufficient VRAM in split for model and cache", "not enough memory on the cards", True),
+        # model/config.py of 1.6.5.
+        ("AssertionError: Unknown architecture LlumaForCausalLM in /m/config.json", "LlumaForCausalLM", True),
+        ("RuntimeError: Error building extension 'exllamav3_ext'", "did not compile", True),
+        # torch/utils/cpp_extension.py.
+        ("OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.", "nvcc", True),
+        ("bedplate-engine: cannot listen on 127.0.0.1:8000: port is in use", "the private port was taken", False),
+    ],
+)
+def test_known_failures(line: str, says: str, lasting: bool) -> None:
+    failure = EXL.explain(f"something before\n{line}\nand after")
+    assert failure is not None and says in failure.message and failure.lasting is lasting
+    assert EXL.explain("bedplate-engine: loading 0.5") is None
+
+
+def test_layouts_settle_on_the_card() -> None:
+    chosen = plan(EXL, RTX, model(LLAMA), layout=Parallelism(tensor=2), workload=Workload(users=4))
+    assert chosen.settings == Settings(slots=4, context_tokens=768, device="cuda")

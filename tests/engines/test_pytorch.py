@@ -1,0 +1,158 @@
+"""PyTorch native: every word of its command line, what it can be given, and what its logs mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from tests.engines.argv import parsed
+from tests.engines.plans import machine, model, plan, plans
+
+from bedplate.engines.pytorch import PyTorch
+from bedplate.facts.simulated import simulated
+from bedplate.values import Hardware, Parallelism, Plan, Settings, Workload
+
+TORCH = PyTorch()
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+MAC = simulated({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
+
+
+def labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
+    target = TORCH.target(on)
+    assert target is not None
+    return [(form.label, form.made) for form in TORCH.weights(target, model(name), Workload(**asked))]  # type: ignore[arg-type]
+
+
+class TestLaunch:
+    @given(chosen=plans(TORCH))
+    @settings(max_examples=100, deadline=None)
+    def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
+        launch = TORCH.launch(chosen, 8123)
+        assert launch.argv[:2] == ("transformers-server", "serve")
+        said = parsed("pytorch", launch.argv[2:])
+        assert said[""] == [chosen.model_path] and said["--port"] == 8123
+        assert ("--continuous-batching" in said) == (chosen.settings.slots > 1) == ("--cb-num-blocks" in said)
+        assert ("--quantization" in said) == (chosen.weights.label in ("INT8", "NF4"))
+        assert said["--device"] == ("auto" if chosen.parallelism.pipeline > 1 else said["--device"])
+
+    @pytest.mark.parametrize(
+        ("on", "device"),
+        [
+            (machine("cpu"), "cpu"),
+            (machine("H100 SXM"), "cuda"),
+            (machine("MI300X"), "cuda"),
+            (MAC, "mps"),
+        ],
+    )
+    def test_devices_have_pytorchs_names(self, on: Hardware, device: str) -> None:
+        assert parsed("pytorch", TORCH.launch(plan(TORCH, on, model(LLAMA)), 1).argv[2:])["--device"] == device
+
+    def test_several_cards_are_the_first_ones(self) -> None:
+        for card, name in (("H100 SXM", "CUDA_VISIBLE_DEVICES"), ("MI300X", "HIP_VISIBLE_DEVICES")):
+            chosen = plan(TORCH, machine(card), model(LLAMA), layout=Parallelism(pipeline=2))
+            assert TORCH.launch(chosen, 1).env[name] == "0,1"
+
+    def test_its_pool_of_pages_holds_all_requests_at_their_longest(self) -> None:
+        settled = Settings(slots=3, context_tokens=1000, device="cuda")
+        said = parsed(
+            "pytorch", TORCH.launch(plan(TORCH, machine("H100 SXM"), model(LLAMA), settings=settled), 1).argv[2:]
+        )
+        assert said["--cb-num-blocks"] == 3 * 4
+
+    def test_on_a_cpu_it_takes_as_many_threads_as_there_are_cores(self) -> None:
+        on = machine("cpu")
+        assert TORCH.launch(plan(TORCH, on, model(LLAMA)), 1).env["OMP_NUM_THREADS"] == str(
+            on.cpu.allowed_physical_cores
+        )
+
+
+class TestWhatItTakes:
+    def test_16_bits_and_bitsandbytes_on_nvidia(self) -> None:
+        assert labels(machine("cpu"), LLAMA) == [("BF16", "as it is")]
+        on = machine("H100 SXM")
+        assert labels(on, LLAMA) == [("BF16", "as it is"), ("INT8", "while loading"), ("NF4", "while loading")]
+        assert labels(on, LLAMA, precision_sensitive=True) == [("BF16", "as it is"), ("INT8", "while loading")]
+
+    def test_fp8_where_the_card_computes_in_it(self) -> None:
+        assert labels(machine("H100 SXM"), "deepseek-ai/DeepSeek-R1") == [("FP8", "as it is")]
+        assert labels(machine("A100 80GB SXM"), "deepseek-ai/DeepSeek-R1") == []
+
+    def test_mxfp4_is_unpacked(self) -> None:
+        assert labels(machine("H100 SXM"), "openai/gpt-oss-20b") == [("BF16", "while loading")]
+
+    @pytest.mark.parametrize("name", ["nvidia/DeepSeek-V3.2-NVFP4", "moonshotai/Kimi-K2-Thinking"])
+    def test_what_it_cannot_load_is_refused(self, name: str) -> None:
+        refused = TORCH.refuse(machine("B200"), model(name), Workload())
+        assert refused is not None and refused.kind == "impossible" and "does not load weights" in refused.why
+
+    def test_it_does_not_embed(self) -> None:
+        refused = TORCH.refuse(machine("cpu"), model(LLAMA), Workload(task="embed"))
+        assert refused is not None and "embed" in refused.why
+
+
+@pytest.mark.parametrize(
+    ("line", "says", "lasting"),
+    [
+        # transformers 5.22.2 with a second server on the same port, as it was printed.
+        (
+            "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 8124): "
+            "address already in use",
+            "the private port was taken",
+            False,
+        ),
+        # The words of configuration_auto.py in 5.22.2.
+        (
+            "ValueError: The checkpoint you are trying to load has model type `deepseek_v9` but Transformers does not "
+            "recognize this architecture. This could be because of an issue with the checkpoint",
+            "the architecture deepseek_v9",
+            True,
+        ),
+        # sp-uhh/sgmse, issue 36; the class has since moved to torch.OutOfMemoryError.
+        (
+            "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 27.47 GiB. GPU 0 has a total capacty "
+            "of 16.00 GiB of which 9.66 GiB is free.",
+            "not enough memory",
+            True,
+        ),
+    ],
+)
+def test_known_failures(line: str, says: str, lasting: bool) -> None:
+    failure = TORCH.explain(f"something before\n{line}\nand after")
+    assert failure is not None and says in failure.message and failure.lasting is lasting
+    assert TORCH.explain("INFO:     Uvicorn running on http://127.0.0.1:8124 (Press CTRL+C to quit)") is None
+
+
+@pytest.mark.skipif(
+    "BEDPLATE_TRANSFORMERS_PYTHON" not in os.environ,
+    reason="BEDPLATE_TRANSFORMERS_PYTHON does not name the Python of an environment with transformers[serving]",
+)
+def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
+    launches = [
+        TORCH.launch(plan(TORCH, on, model(LLAMA), label=label, layout=layout, settings=settled), 8000)
+        for on, label, layout in (
+            (machine("cpu"), "BF16", None),
+            (MAC, "BF16", None),
+            (machine("H100 SXM"), "NF4", None),
+            (machine("H100 SXM"), "INT8", Parallelism(pipeline=4)),
+        )
+        for settled in (None, Settings(slots=7, context_tokens=999, device="cuda", batch_tokens=512))
+    ]
+    lines = tmp_path / "lines.json"
+    lines.write_text(json.dumps([list(one.argv[1:]) for one in launches]))
+    script = (
+        "import json, sys, typer\n"
+        "from transformers.cli.transformers import app\n"
+        "command = app if hasattr(app, 'resolve_command') else typer.main.get_command(app)\n"
+        "for line in json.load(open(sys.argv[1])):\n"
+        "    name, serve, rest = command.resolve_command(command.make_context('t', [], resilient_parsing=True), line)\n"
+        "    said = serve.make_context(name, rest)\n"
+        "    assert said.params['force_model'] == line[1], said.params\n"
+        "print('parsed all')\n"
+    )
+    argv = [os.environ["BEDPLATE_TRANSFORMERS_PYTHON"], "-c", script, str(lines)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=280)
+    assert "parsed all" in done.stdout, done.stderr[-2000:]

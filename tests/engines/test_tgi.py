@@ -1,0 +1,94 @@
+"""TGI: every word of its command line, its metrics, and what its logs mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from tests.engines.argv import parsed, published
+from tests.engines.plans import machine, model, plan, plans
+
+from bedplate.engines.tgi import IMAGE, Tgi
+from bedplate.values import Accelerator, Parallelism, Plan, Workload, replaced
+
+CAPTURES = Path(__file__).parent.parent / "captures" / "tgi"
+TGI = Tgi()
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+def options(argv: tuple[str, ...]) -> dict[str, object]:
+    """The launcher's options, behind those of the container."""
+    assert argv[:2] == ("docker", "run")
+    image = next(at for at, word in enumerate(argv) if word.startswith(IMAGE))
+    return parsed("tgi", argv[image + 1 :])
+
+
+class TestLaunch:
+    @given(chosen=plans(TGI))
+    @settings(max_examples=150, deadline=None)
+    def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
+        said = options(TGI.launch(chosen, 8123).argv)
+        assert said["--hostname"] == "127.0.0.1" and said["--port"] == 8123
+        assert "--trust-remote-code" not in said and "--api-key" not in said
+        # Its own check: `max_input_tokens` must be < `max_total_tokens`.
+        assert 0 < int(str(said["--max-input-tokens"])) < int(str(said["--max-total-tokens"]))
+        assert int(str(said["--max-batch-prefill-tokens"])) >= int(str(said["--max-input-tokens"]))
+
+    def test_the_options_are_those_of_the_pinned_version(self) -> None:
+        assert published("tgi")["version"] == TGI.version and IMAGE.endswith(f":{TGI.version}")
+
+    def test_a_plain_plan(self) -> None:
+        launch = TGI.launch(plan(TGI, machine("H100 SXM", 1), model(LLAMA)), 8000)
+        said = options(launch.argv)
+        assert said["--model-id"] == LLAMA and said["--max-total-tokens"] == 8192
+        assert said["--max-input-tokens"] == 8192 - 256 and "--num-shard" not in said
+        assert "--gpus" in launch.argv and launch.prepare[0].argv == ("docker", "pull", IMAGE)
+
+    def test_a_folder_is_mounted(self) -> None:
+        argv = TGI.launch(plan(TGI, machine("H100 SXM", 1), model(LLAMA, folder=True)), 8000).argv
+        assert argv[argv.index("--volume") + 1] == "/models/it is here:/models/it is here:ro"
+        assert options(argv)["--model-id"] == "/models/it is here"
+
+    def test_shards_quantization_and_amd(self) -> None:
+        chosen = plan(TGI, machine("MI300X"), model(LLAMA), label="FP8", layout=Parallelism(tensor=4))
+        argv = TGI.launch(chosen, 8000).argv
+        said = options(argv)
+        assert said["--num-shard"] == 4 and said["--quantize"] == "fp8"
+        assert f"{IMAGE}-rocm" in argv and "/dev/kfd" in argv and "--gpus" not in argv
+
+    @pytest.mark.parametrize(("label", "word"), [("INT8", "eetq"), ("NF4", "bitsandbytes-nf4")])
+    def test_quantized_while_loading(self, label: str, word: str) -> None:
+        chosen = plan(TGI, machine("A100 80GB SXM", 1), model(LLAMA), label=label)
+        assert options(TGI.launch(chosen, 8000).argv)["--quantize"] == word
+
+    def test_no_key_is_on_the_command_line(self) -> None:
+        argv = TGI.launch(plan(TGI, machine("H100 SXM", 1), model(LLAMA)), 8000).argv
+        assert TGI.key_variable == "API_KEY" and argv[argv.index("API_KEY") - 1] == "--env"
+
+
+def test_it_refuses_what_came_after_it() -> None:
+    work = Workload()
+    assert TGI.refuse(machine("H100 SXM"), model(LLAMA), work) is None
+    newer = TGI.refuse(machine("H100 SXM"), model("openai/gpt-oss-20b"), work)
+    assert newer is not None and "gpt_oss" in newer.why
+    assert TGI.refuse(machine("cpu"), model(LLAMA), work) is not None
+    card = Accelerator(name="AMD Radeon RX 7900 XTX", vendor="amd", architecture="gfx1100", memory_bytes=24 << 30)
+    radeon = TGI.refuse(replaced(machine("MI300X"), accelerators=(card,)), model(LLAMA), work)
+    assert radeon is not None and "gfx1100" in radeon.why
+
+
+def test_metrics() -> None:
+    state = TGI.read((CAPTURES / "metrics.txt").read_text())
+    assert (state.running, state.waiting) == (12, 5) and TGI.read("").running is None
+
+
+@pytest.mark.parametrize("case", json.loads((CAPTURES / "failures.json").read_text()), ids=lambda case: case["says"])
+def test_known_failures(case: dict[str, str]) -> None:
+    failure = TGI.explain(case["log"])
+    assert failure is not None and case["says"] in failure.message
+
+
+def test_it_says_that_it_is_not_maintained() -> None:
+    assert TGI.features is not None and "December 2025" in TGI.features.maintained

@@ -1,0 +1,295 @@
+"""vLLM: every word of its command line, its real metrics, and what its logs mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from tests.engines.argv import parsed, published
+from tests.engines.plans import machine, model, plan, plans
+
+from bedplate.engines import engine
+from bedplate.engines.vllm import PARSERS, Vllm
+from bedplate.values import Accelerator, Parallelism, Settings, Workload, replaced
+
+CAPTURES = Path(__file__).parent.parent / "captures" / "vllm"
+VLLM = Vllm()
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+DEEPSEEK = "deepseek-ai/DeepSeek-R1"
+
+
+def options(argv: tuple[str, ...]) -> dict[str, object]:
+    """The command line without its program, as a whole."""
+    if argv[:2] == ("vllm", "serve"):
+        return parsed("vllm", argv[2:])
+    assert argv[:3] == ("python", "-m", "vllm.entrypoints.openai.api_server")
+    words = list(argv[3:])
+    assert words[0] == "--model"
+    return parsed("vllm", words[1:])
+
+
+class TestLaunch:
+    @given(chosen=plans(VLLM))
+    @settings(max_examples=150, deadline=None)
+    def test_every_option_and_value_is_one_of_its_version(self, chosen: object) -> None:
+        launch = VLLM.launch(chosen, 8123)  # type: ignore[arg-type]
+        said = options(launch.argv)
+        assert said["--host"] == "127.0.0.1" and said["--port"] == 8123
+        assert "--trust-remote-code" not in said and "--api-key" not in said
+        assert said["--max-num-batched-tokens"] >= said["--max-num-seqs"]  # type: ignore[operator]
+
+    def test_the_options_are_those_of_the_pinned_version(self) -> None:
+        assert published("vllm")["version"] == VLLM.version
+
+    def test_a_plain_plan(self) -> None:
+        launch = VLLM.launch(plan(VLLM, machine("H100 SXM", 1), model(LLAMA)), 8000)
+        said = options(launch.argv)
+        assert said[""] == [LLAMA] and said["--served-model-name"] == "meta-llama/llama-3.1-8b-instruct"
+        assert said["--max-model-len"] == 8192 and said["--max-num-seqs"] == 16
+        assert said["--gpu-memory-utilization"] == 0.92
+        assert said["--tool-call-parser"] == "llama3_json" and said["--enable-auto-tool-choice"]
+        assert "--quantization" not in said and "--tensor-parallel-size" not in said
+        assert launch.health_path == "/health" and "HF_HUB_OFFLINE" not in launch.env
+
+    def test_a_folder_is_given_as_it_is_and_needs_no_network(self) -> None:
+        launch = VLLM.launch(plan(VLLM, machine("H100 SXM", 1), model(LLAMA, folder=True)), 8000)
+        assert options(launch.argv)[""] == ["/models/it is here"] and launch.env["HF_HUB_OFFLINE"] == "1"
+
+    def test_quantized_while_loading(self) -> None:
+        said = options(VLLM.launch(plan(VLLM, machine("H100 SXM", 1), model(LLAMA), label="FP8"), 8000).argv)
+        assert said["--quantization"] == "fp8_per_channel"
+
+    def test_a_card_without_bf16_is_given_f16(self) -> None:
+        said = options(VLLM.launch(plan(VLLM, machine("NVIDIA T4", 1), model(LLAMA)), 8000).argv)
+        assert said["--dtype"] == "half"
+
+    def test_replicated_attention_becomes_data_parallel_ranks_that_share_experts(self) -> None:
+        layout = Parallelism(tensor=8, expert=8, attention_data=8)
+        chosen = plan(VLLM, machine("H200 SXM"), model(DEEPSEEK), layout=layout, workload=Workload(concurrency=100))
+        said = options(VLLM.launch(chosen, 8000).argv)
+        assert said["--data-parallel-size"] == 8 and said["--enable-expert-parallel"]
+        assert "--tensor-parallel-size" not in said
+        # Each rank has an eighth of the requests.
+        assert said["--max-num-seqs"] == 13
+        assert said["--reasoning-parser"] == "deepseek_r1" and said["--tool-call-parser"] == "deepseek_v3"
+
+    def test_tensor_pipeline_and_replicas(self) -> None:
+        layout = Parallelism(tensor=4, pipeline=2, data=2)
+        said = options(VLLM.launch(plan(VLLM, machine("H100 SXM", 16), model(LLAMA), layout=layout), 8000).argv)
+        assert (said["--tensor-parallel-size"], said["--pipeline-parallel-size"]) == (4, 2)
+        assert said["--data-parallel-size"] == 2 and "--enable-expert-parallel" not in said
+
+    def test_nodes(self) -> None:
+        layout = Parallelism(tensor=8, pipeline=2)
+        chosen = plan(VLLM, machine("H100 SXM", 16), model(LLAMA), layout=layout)
+        first, second = (VLLM.launch_on_node(chosen, 8000, nodes=2, rank=rank, leader="10.0.0.1") for rank in (0, 1))
+        assert options(first.argv)["--node-rank"] == 0 and "--headless" not in first.argv
+        said = options(second.argv)
+        assert said["--nnodes"] == 2 and said["--node-rank"] == 1 and said["--headless"]
+        assert said["--master-addr"] == "10.0.0.1"
+
+    def test_on_a_cpu_by_the_module_with_a_cache_of_known_size(self) -> None:
+        chosen = plan(VLLM, machine("cpu"), model(LLAMA), workload=Workload(concurrency=2, context_tokens=4096))
+        launch = VLLM.launch(chosen, 8000)
+        said = options(launch.argv)
+        assert said["--enforce-eager"] and "--gpu-memory-utilization" not in said
+        # Two requests of 4096 tokens of 128 KiB each, and a tenth.
+        assert int(str(said["--kv-cache-memory-bytes"])) == round(1.1 * 2 * 4096 * 131072)
+
+    def test_embeddings(self) -> None:
+        work = Workload(task="embed", concurrency=4)
+        chosen = plan(VLLM, machine("H100 SXM", 1), model("BAAI/bge-m3"), workload=work)
+        said = options(VLLM.launch(chosen, 8000).argv)
+        assert said["--runner"] == "pooling" and "--tool-call-parser" not in said
+
+    def test_a_conversion_comes_before_the_launch(self) -> None:
+        launch = VLLM.launch(plan(VLLM, machine("RTX 4090", 1), model("Qwen/Qwen3-32B"), label="AWQ-INT4"), 8000)
+        assert [step.kind for step in launch.prepare] == ["install", "download", "install", "convert"]
+        convert = launch.prepare[-1]
+        compile(convert.argv[-1], "recipe", "exec")
+        assert convert.where == "Qwen3-32B-AWQ-INT4" and options(launch.argv)[""] == [convert.where]
+        assert convert.seconds is not None and convert.seconds.low < convert.seconds.value < convert.seconds.high
+
+
+class TestParsers:
+    def test_every_name_is_in_its_registry(self) -> None:
+        known = {option["names"][0]: option.get("choices") for option in published("vllm")["options"]}
+        for parsers in PARSERS.values():
+            assert parsers.tools is None or parsers.tools in known["--tool-call-parser"]
+            assert parsers.reasoning is None or parsers.reasoning in known["--reasoning-parser"]
+
+    @pytest.mark.parametrize(
+        ("name", "tools", "reasoning"),
+        [
+            (LLAMA, "llama3_json", None),
+            ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4_pythonic", None),
+            ("Qwen/Qwen2.5-7B-Instruct", "hermes", None),
+            ("Qwen/QwQ-32B", "hermes", "deepseek_r1"),
+            ("Qwen/Qwen3-8B", "hermes", "qwen3"),
+            ("Qwen/Qwen3-235B-A22B-Instruct-2507", "hermes", None),
+            ("Qwen/Qwen3-Coder-Next", "qwen3_coder", None),
+            ("Qwen/Qwen3.5-27B", "qwen3_coder", "qwen3"),
+            (DEEPSEEK, "deepseek_v3", "deepseek_r1"),
+            ("deepseek-ai/DeepSeek-V3", "deepseek_v3", None),
+            ("deepseek-ai/DeepSeek-V3.1", "deepseek_v31", "deepseek_v3"),
+            ("deepseek-ai/DeepSeek-V3.2", "deepseek_v32", "deepseek_v3"),
+            ("openai/gpt-oss-20b", "openai", "openai_gptoss"),
+            ("openai/gpt-oss-safeguard-20b", "openai", "openai_gptoss"),
+            ("mistralai/Mistral-7B-Instruct-v0.3", "mistral", None),
+            ("mistralai/Mistral-7B-v0.3", None, None),
+            ("zai-org/GLM-4.5", "glm45", "glm45"),
+            ("zai-org/GLM-4.7-Flash", "glm47", "glm47"),
+            ("moonshotai/Kimi-K2-Instruct", "kimi_k2", None),
+            ("moonshotai/Kimi-K2-Base", None, None),
+            ("moonshotai/Kimi-K2-Thinking", "kimi_k2", "kimi_k2"),
+            ("MiniMaxAI/MiniMax-M2", "minimax_m2", "minimax_m2"),
+            ("HuggingFaceTB/SmolLM2-135M", None, None),
+        ],
+    )
+    def test_by_model(self, name: str, tools: str | None, reasoning: str | None) -> None:
+        said = options(VLLM.launch(plan(VLLM, machine("B200"), model(name)), 8000).argv)
+        assert (said.get("--tool-call-parser"), said.get("--reasoning-parser")) == (tools, reasoning)
+        assert ("--enable-auto-tool-choice" in said) == (tools is not None)
+
+
+class TestWeights:
+    @pytest.mark.parametrize(
+        ("card", "name", "offered"),
+        [
+            ("H100 SXM", LLAMA, ["BF16", "FP8", "AWQ-INT4"]),
+            ("B200", LLAMA, ["BF16", "FP8", "NVFP4", "AWQ-INT4"]),
+            ("A100 80GB SXM", LLAMA, ["BF16", "FP8", "AWQ-INT4"]),
+            ("A100 80GB SXM", "zai-org/GLM-4.6", ["BF16", "AWQ-INT4"]),
+            ("MI300X", LLAMA, ["BF16", "FP8", "AWQ-INT4"]),
+            ("NVIDIA T4", LLAMA, ["F16", "AWQ-INT4"]),
+            ("cpu", LLAMA, ["BF16"]),
+            ("H100 SXM", DEEPSEEK, ["FP8"]),
+            ("H100 SXM", "openai/gpt-oss-120b", ["MXFP4"]),
+            ("NVIDIA T4", "openai/gpt-oss-120b", []),
+            ("B200", "nvidia/DeepSeek-V3.2-NVFP4", ["NVFP4"]),
+            ("MI300X", "nvidia/DeepSeek-V3.2-NVFP4", []),
+            ("cpu", DEEPSEEK, []),
+        ],
+    )
+    def test_by_hardware(self, card: str, name: str, offered: list[str]) -> None:
+        target = VLLM.target(machine(card))
+        assert target is not None
+        assert [form.label for form in VLLM.weights(target, model(name), Workload())] == offered
+
+    def test_work_that_needs_precision_gets_eight_bits_or_more(self) -> None:
+        target = VLLM.target(machine("B200"))
+        assert target is not None
+        offered = VLLM.weights(target, model(LLAMA), Workload(precision_sensitive=True))
+        assert [form.label for form in offered] == ["BF16", "FP8"]
+
+
+class TestRefuse:
+    def test_old_cards_windows_and_files_of_others(self) -> None:
+        work = Workload()
+        assert VLLM.refuse(machine("H100 SXM"), model(LLAMA), work) is None
+        windows = replaced(machine("H100 SXM"), os="windows")
+        assert "windows" in VLLM.refuse(windows, model(LLAMA), work).why  # type: ignore[union-attr]
+        gguf = replaced(model(LLAMA), format="gguf")
+        assert "gguf" in VLLM.refuse(machine("H100 SXM"), gguf, work).why  # type: ignore[union-attr]
+        bits = VLLM.refuse(machine("NVIDIA T4"), model("openai/gpt-oss-120b"), work)
+        assert bits is not None and bits.kind == "impossible" and "MXFP4" in bits.why
+
+    def test_an_amd_card_without_kernels(self) -> None:
+        card = Accelerator(name="AMD Radeon VII", vendor="amd", architecture="gfx900", memory_bytes=16 << 30)
+        refused = VLLM.refuse(replaced(machine("MI300X"), accelerators=(card,)), model(LLAMA), Workload())
+        assert refused is not None and "gfx900" in refused.why
+
+    def test_a_card_that_is_too_old_leaves_the_cpu(self) -> None:
+        old = VLLM.target(machine("NVIDIA V100 32GB SXM2"))
+        assert old is not None and old.device == "cpu"
+
+
+class TestSettle:
+    def test_a_conversation_has_room_where_nobody_said_how_long(self) -> None:
+        settled = VLLM.settle(machine("H100 SXM"), model(LLAMA), Workload())
+        assert settled.context_tokens == 8192 and settled.slots == 256 and settled.batch_tokens == 8192
+        assert VLLM.settle(machine("RTX 4090"), model(LLAMA), Workload()).batch_tokens == 2048
+
+    def test_what_was_asked_for_is_kept(self) -> None:
+        asked = Workload(concurrency=3, context_tokens=2000, prompt_tokens=100, output_tokens=100)
+        settled = VLLM.settle(machine("H100 SXM"), model(LLAMA), asked)
+        assert (settled.slots, settled.context_tokens) == (3, 2000)
+        longest = VLLM.settle(machine("H100 SXM"), model(LLAMA), Workload(context_tokens=10**9))
+        assert longest.context_tokens == model(LLAMA).max_context
+
+
+def test_metrics_of_a_real_server() -> None:
+    idle, busy = (VLLM.read((CAPTURES / f"metrics-{name}.txt").read_text()) for name in ("idle", "busy"))
+    assert (idle.running, idle.waiting, idle.kv_use, idle.preemptions) == (0, 0, 0, 0)
+    assert (busy.running, busy.waiting, busy.preemptions) == (2, 2, 0)
+    assert busy.kv_use is not None and 0 < busy.kv_use < 0.1
+    assert VLLM.read("").running is None and VLLM.read("vllm:num_requests_running NaN\n").running is None
+
+
+def test_metrics_of_several_ranks_are_added() -> None:
+    text = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\n'
+    text += 'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:kv_cache_usage_perc{engine="1"} 0.5\n'
+    assert VLLM.read(text).running == 7 and VLLM.read(text).kv_use == 0.5
+
+
+FAILURES = json.loads((CAPTURES / "failures.json").read_text())
+
+
+@pytest.mark.parametrize("case", FAILURES, ids=lambda case: case["says"])
+def test_known_failures(case: dict[str, str]) -> None:
+    failure = VLLM.explain(case["log"])
+    assert failure is not None and case["says"] in failure.message
+    assert failure.lasting is (case["says"] != "the private port was taken")
+
+
+def test_nothing_is_made_up() -> None:
+    assert VLLM.explain("") is None and VLLM.explain((CAPTURES / "started.txt").read_text()) is None
+
+
+def test_progress() -> None:
+    line = "Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:10<00:10,  5.1s/it]"
+    assert VLLM.progress(line) == 0.5 and VLLM.progress("INFO 11-15 06:04:12 ready") is None
+
+
+@pytest.mark.skipif(
+    "BEDPLATE_VLLM_PYTHON" not in os.environ,
+    reason="BEDPLATE_VLLM_PYTHON does not name the Python of an environment with vLLM",
+)
+def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
+    chosen = []
+    for card in ("H100 SXM", "B200", "MI300X", "NVIDIA T4", "cpu"):
+        for name in (LLAMA, DEEPSEEK, "openai/gpt-oss-120b", "Qwen/Qwen3-32B", "zai-org/GLM-4.6"):
+            on, which = machine(card), model(name)
+            target = VLLM.target(on)
+            assert target is not None
+            for form in VLLM.weights(target, which, Workload()):
+                layout = (
+                    Parallelism(tensor=8, expert=8, attention_data=8) if which.num_experts else Parallelism(tensor=2)
+                )
+                for settled in (None, Settings(slots=7, context_tokens=999, device=target.device, kv_type="fp8")):
+                    one = plan(VLLM, on, which, label=form.label, layout=layout, settings=settled)
+                    chosen += [VLLM.launch(one, 8000), VLLM.launch_on_node(one, 8000, nodes=2, rank=1, leader="h")]
+    lines = tmp_path / "lines.json"
+    lines.write_text(json.dumps([list(launch.argv[2 if launch.argv[0] == "vllm" else 3 :]) for launch in chosen]))
+    script = (
+        "import json, sys\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
+        "parser = make_arg_parser(FlexibleArgumentParser())\n"
+        "for line in json.load(open(sys.argv[1])):\n"
+        "    said = parser.parse_args(line)\n"
+        "    assert (said.model_tag or said.model) and said.served_model_name and said.max_model_len, line\n"
+        "print('parsed all')\n"
+    )
+    done = subprocess.run(
+        [os.environ["BEDPLATE_VLLM_PYTHON"], "-c", script, str(lines)], capture_output=True, text=True, timeout=280
+    )
+    assert "parsed all" in done.stdout, done.stderr[-2000:]
+
+
+def test_it_is_listed() -> None:
+    assert engine("vllm").version == "0.32.0"
