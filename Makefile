@@ -17,7 +17,7 @@ help:
 	@echo "make test [ARGS=...]   lint, type-check and run the tests"
 	@echo "make lint              ruff and mypy --strict"
 	@echo "make format            let ruff rewrite the code"
-	@echo "make score             predicted memory against published peaks"
+	@echo "make score             predicted speed and memory against published rows"
 	@echo "make docs              write docs/rules.md out of the rules"
 	@echo "make clean             remove what the above made here"
 
@@ -34,6 +34,7 @@ lint: $(READY_DEV)
 
 score: $(READY)
 	$(BIN)/python benchmarks/score/memory.py $(ARGS)
+	$(BIN)/python benchmarks/score/speed.py $(ARGS)
 
 docs: $(READY)
 	$(BIN)/python -m bedplate.show.rules > docs/rules.md

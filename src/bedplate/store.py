@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from bedplate.errors import OutsideFailed
+from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.home import disk_failure, home
 from bedplate.values.hardware import Hardware
 from bedplate.values.record import from_json, to_json
@@ -71,7 +71,7 @@ def _failure(error: Exception, path: Path) -> OutsideFailed:
         return disk_failure(error, path)
     return OutsideFailed(
         f"cannot use the store {path}",
-        cause=str(error),
+        cause=getattr(error, "cause", None) or str(error),
         hint="move the file away; it is made anew, without what was measured",
     )
 
@@ -94,4 +94,7 @@ def results(machine: str, model: str | None = None, path: Path | None = None) ->
             "SELECT body FROM results WHERE machine = ? AND (? IS NULL OR model = ?) ORDER BY at DESC, id DESC LIMIT ?",
             (machine, model, model, MOST_READ),
         ).fetchall()
-    return tuple(from_json(Result, body, origin=str(where)) for (body,) in rows)
+    try:
+        return tuple(from_json(Result, body, origin=str(where)) for (body,) in rows)
+    except BadQuestion as error:
+        raise _failure(error, where) from error

@@ -17,7 +17,19 @@ from bedplate.errors import AnswerIsNo, BadQuestion
 from bedplate.facts.known_models import find_model
 from bedplate.facts.simulated import simulated
 from bedplate.run.builtin import builtin_facts
-from bedplate.values import Cpu, Decision, Hardware, Memory, Model, Plan, Settings, Workload, from_json, replaced, to_json
+from bedplate.values import (
+    Cpu,
+    Decision,
+    Hardware,
+    Memory,
+    Model,
+    Plan,
+    Settings,
+    Workload,
+    from_json,
+    replaced,
+    to_json,
+)
 from bedplate.values.intent import Operations
 
 MIB, GIB = 1 << 20, 1 << 30

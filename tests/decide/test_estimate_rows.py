@@ -179,7 +179,7 @@ def test_memory_is_what_the_fit_counts() -> None:
         optional={
             name: st.one_of(
                 st.text(max_size=40),
-                st.sampled_from(["", "1", "0", "-3", "1e9", "99999999999", "nan", "max load", "8.0", "H100", "7B", "tp0"]),
+                st.sampled_from(["", "1", "0", "-3", "1e9", "99999999999", "nan", "max load", "8.0", "H100", "tp0"]),
             )
             for name in (*ROW, "notes", "parallelism", "tensor_parallel", "context_depth", "scenario", "engine_version")
         },
@@ -197,7 +197,9 @@ def test_any_row_gives_a_number_or_a_reason(changes: dict[str, str], metric: str
 
 
 def test_tables_in_any_order_and_with_odd_cells() -> None:
-    text = "metric,Model,hardware,extra,engine\r\ndecode_tok_s_single,Meta-Llama-3-8B Q4_K_M,RTX 4090,x,llama.cpp\r\nx\r\n"
+    text = (
+        "metric,Model,hardware,extra,engine\r\ndecode_tok_s_single,Meta-Llama-3-8B Q4_K_M,RTX 4090,x,llama.cpp\r\nx\r\n"
+    )
     lines = list(predictions(read_table(io.StringIO(text))))
     assert [line[0] for line in lines] == ["1", "2"]
     assert float(lines[0][1]) > 0 and lines[0][4] == ""

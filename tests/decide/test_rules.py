@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.decide.scenario_files import content, decided, own_files, shared_files
 
 from bedplate.decide import candidates, case, explain, rules
 from bedplate.decide.case import Case
@@ -21,7 +22,6 @@ from bedplate.facts.intent import intent_of, resolved_hardware
 from bedplate.run.models import intended_model
 from bedplate.values import Decision
 from bedplate.values.names import ORCHESTRATOR_IDS
-from tests.decide.scenario_files import content, decided, own_files, shared_files
 
 SEEDS = Path(__file__).parents[2].parent / "shared" / "seeds"
 ALL: list[Rule[..., Any]] = [*PICKS, *DOUBTS, *CHALLENGES, *ORCHESTRATION]
@@ -41,7 +41,9 @@ def quotes(source: str) -> Iterator[tuple[str, str]]:
 
 def all_sources() -> set[str]:
     """Of rules, and of the reasons that explain weights, layout and fit."""
-    written = re.findall(r"""seeds/\d{3}(?:,? "[^"]+")+""", "".join(map(inspect.getsource, (explain, case, candidates))))
+    written = re.findall(
+        r"""seeds/\d{3}(?:,? "[^"]+")+""", "".join(map(inspect.getsource, (explain, case, candidates)))
+    )
     return {rule.source for rule in ALL} | set(written)
 
 
@@ -55,7 +57,7 @@ class TestSources:
             assert re.match(r"seeds/\d{3} \"|physics|measurement|[\w.-]+/[\w.-]+: ", rule.source), rule.source
 
     def test_rules_speak_of_engines_that_are_there(self) -> None:
-        assert {rule.engine for rule in (*DOUBTS, *CHALLENGES)} <= set(all_engines())
+        assert {rule.engine for rule in ALL if rule.engine} <= set(all_engines())
         assert {rule.engine for rule in DOUBTS} | {"vllm"} == set(all_engines())
         named = {
             node.value
@@ -220,7 +222,13 @@ FLIPS: list[tuple[str, dict[str, Any], dict[str, Any], str | None, str | None]] 
         "sglang",
         "vllm",
     ),
-    ("many on one RTX card", {"hardware": RTX, "model": Q8, "workload": ONE}, {"workload.users": 50}, "exllamav3", "vllm"),
+    (
+        "many on one RTX card",
+        {"hardware": RTX, "model": Q8, "workload": ONE},
+        {"workload.users": 50},
+        "exllamav3",
+        "vllm",
+    ),
     (
         "a Radeon instead of an RTX card",
         {"hardware": RTX, "model": Q8, "workload": ONE},
@@ -272,14 +280,22 @@ FLIPS: list[tuple[str, dict[str, Any], dict[str, Any], str | None, str | None]] 
     ),
     (
         "a Mac is not Linux",
-        {"hardware": {"accelerator": "Apple M3 Max 40-core", "ram_gb": 64, "os": "macos"}, "model": Q8, "workload": ONE},
+        {
+            "hardware": {"accelerator": "Apple M3 Max 40-core", "ram_gb": 64, "os": "macos"},
+            "model": Q8,
+            "workload": ONE,
+        },
         {"hardware": {"accelerator": "Radeon RX 7900 XTX", "ram_gb": 64, "os": "linux"}},
         "mlx",
         "llama.cpp",
     ),
     (
         "many who share a Mac",
-        {"hardware": {"accelerator": "Apple M3 Max 40-core", "ram_gb": 64, "os": "macos"}, "model": Q8, "workload": ONE},
+        {
+            "hardware": {"accelerator": "Apple M3 Max 40-core", "ram_gb": 64, "os": "macos"},
+            "model": Q8,
+            "workload": ONE,
+        },
         {"workload.users": 20},
         "mlx",
         "llama.cpp",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.commands import Answer, invoke, run
+from tests.decide.scenario_files import EXPECTATIONS, content, own_files, shared_parameters
 
 from bedplate.engines import all_engines
 from bedplate.facts.known_models import with_label
 from bedplate.run.models import intended_model
 from bedplate.values import Decision, from_json
-from tests.commands import Answer, invoke, run
-from tests.decide.scenario_files import EXPECTATIONS, content, own_files, shared_parameters
 
 AS_A_PROCESS = ("minimal-h100", "mac-too-small", "unknown-chip", "prompt-of-nothing")
 """One for each exit code goes through a process of its own; the others would only repeat Python's start."""
@@ -68,7 +67,9 @@ def check(path: Path, ask: Any) -> None:
 
 def check_engines(decision: Decision, expect: dict[str, Any], shown: object) -> None:
     refused = {refusal.engine for refusal in decision.refused}
-    named = [name for name in (decision.engine, *(one.engine for one in decision.challengers)) if name] + sorted(refused)
+    named = [name for name in (decision.engine, *(one.engine for one in decision.challengers)) if name] + sorted(
+        refused
+    )
     assert sorted(named) == sorted(all_engines()), shown
     if "engine" in expect:
         assert decision.engine in (expect["engine"] or [None]), shown
@@ -78,6 +79,6 @@ def check_engines(decision: Decision, expect: dict[str, Any], shown: object) -> 
 
 def bits_of(decision: Decision, intent: dict[str, Any]) -> float:
     """Of a weight, scales not counted: what the format's name promises."""
-    label = json.loads(json.dumps(decision.quantization))
+    label = (decision.quantization or "").upper().replace(" ", "")
     stored = with_label(intended_model(intent["model"]), label)
     return stored.quantization_details.bits if stored.quantization_details is not None else stored.bits_per_weight or 0

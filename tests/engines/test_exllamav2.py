@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,3 +123,56 @@ def test_known_failures(line: str, says: str) -> None:
     failure = EXL.explain(f"something before\n{line}\nand after")
     assert failure is not None and says in failure.message and failure.lasting
     assert EXL.explain("all is well") is None
+
+
+def test_one_request_at_a_time_against_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the names that 0.3.2 has; the package itself computes on a GPU only."""
+    core = importlib.import_module("bedplate.engines.shipped.openai_server")
+    program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
+    jobs: list[Any] = []
+    cancelled: list[Any] = []
+    kept: dict[str, Any] = {}
+    results = [
+        [{"stage": "prefill", "eos": False}],
+        [{"stage": "streaming", "eos": False, "token_ids": Tokens(5)}],
+        [{"stage": "streaming", "eos": True, "eos_reason": "stop_token", "eos_triggering_token_id": 2}],
+        [{"stage": "streaming", "eos": False, "token_ids": Tokens(6)}],
+    ]
+
+    def generator(**given: Any) -> Any:
+        kept.update(given)
+        answer = lambda: [{**one, "job": jobs[-1]} for one in results.pop(0)]  # noqa: E731
+        return SimpleNamespace(enqueue=jobs.append, iterate=answer, cancel=cancelled.append)
+
+    config = SimpleNamespace(eos_token_id=2, arch_compat_overrides=lambda: None, max_seq_len=None)
+    package = SimpleNamespace(
+        ExLlamaV2Config=lambda folder: config,
+        ExLlamaV2=lambda config: SimpleNamespace(load_autosplit=lambda cache, callback: callback(1, 2)),
+        ExLlamaV2Cache_Q8=lambda model, max_seq_len, lazy: ("q8", max_seq_len, lazy),
+        ExLlamaV2Tokenizer=lambda config: SimpleNamespace(eos_token_id=2),
+    )
+    inside = SimpleNamespace(
+        ExLlamaV2DynamicGenerator=generator,
+        ExLlamaV2DynamicJob=lambda **given: SimpleNamespace(**given),
+        ExLlamaV2Sampler=SimpleNamespace(Settings=SimpleNamespace(greedy=lambda **given: ("greedy", given))),
+    )
+    monkeypatch.setitem(sys.modules, "exllamav2", package)
+    monkeypatch.setitem(sys.modules, "exllamav2.generator", inside)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(tensor=lambda rows, dtype: rows, long="long"))
+    monkeypatch.setattr(program, "HuggingFaceText", lambda folder: None)
+    backend = program.ExLlamaV2()
+    done: list[float] = []
+    argv = ("exllamav2-server", "--model", "m", "--context", "1000", "--cache-bits", "8")
+    backend.load(served(argv), done.append)
+    assert kept["cache"] == ("q8", 1024, True) and kept["paged"] is False and config.max_seq_len == 1024
+    assert done == [0.45, 1.0]
+
+    one = core.Request(prompt=[1, 2], max_tokens=9, temperature=0)
+    backend.admit(one)
+    assert [(piece.token, piece.finish) for piece in (*backend.step(), *backend.step())] == [(5, None), (2, "stop")]
+    assert jobs[0].input_ids == [[1, 2]] and jobs[0].stop_conditions == [2] and cancelled == []
+    two = core.Request(prompt=[3], max_tokens=9, temperature=0)
+    backend.admit(two)
+    assert [piece.token for piece in backend.step()] == [6]
+    backend.cancel(two)
+    assert cancelled == [jobs[1]]

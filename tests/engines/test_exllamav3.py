@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from tests.engines.argv import parsed
 from tests.engines.plans import machine, model, plan, plans
 
+from bedplate.engines.base import EVERYDAY_CONTEXT
 from bedplate.engines.exllamav3 import BPW, ExLlamaV3
 from bedplate.values import Parallelism, Plan, Settings, Workload, replaced
 
@@ -32,7 +35,7 @@ def served(argv: tuple[str, ...]) -> Any:
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """In its environment the shared part lies beside it."""
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
-    monkeypatch.setitem(importlib.import_module("sys").modules, "openai_server", core)
+    monkeypatch.setitem(sys.modules, "openai_server", core)
 
 
 class TestLaunch:
@@ -169,4 +172,99 @@ def test_known_failures(line: str, says: str, lasting: bool) -> None:
 
 def test_layouts_settle_on_the_card() -> None:
     chosen = plan(EXL, RTX, model(LLAMA), layout=Parallelism(tensor=2), workload=Workload(users=4))
-    assert chosen.settings == Settings(slots=4, context_tokens=768, device="cuda")
+    assert chosen.settings == Settings(slots=4, context_tokens=EVERYDAY_CONTEXT, device="cuda")
+
+
+class Told:
+    """Stands in for the package: keeps what it was called with, and answers as its generator would."""
+
+    def __init__(self, results: list[list[dict[str, Any]]]) -> None:
+        self.calls: dict[str, Any] = {}
+        self.results = results
+        self.jobs: list[Any] = []
+        self.cancelled: list[Any] = []
+        self.CacheLayer_fp16, self.CacheLayer_quant = "fp16", "quant"
+        self.Config = SimpleNamespace(from_directory=lambda folder: SimpleNamespace(eos_token_id_list=[2]))
+        self.Model = SimpleNamespace(from_config=lambda config: SimpleNamespace(load=self._kept("load")))
+        self.Tokenizer = SimpleNamespace(from_config=lambda config: SimpleNamespace(eos_token_id=None))
+        self.Cache = self._kept("cache")
+        self.ComboSampler = self._kept("sampler")
+        self.Job = lambda **given: SimpleNamespace(**given)
+
+    def _kept(self, name: str) -> Any:
+        def keep(*_: Any, **given: Any) -> Any:
+            self.calls[name] = given
+            return SimpleNamespace(**given)
+
+        return keep
+
+    def Generator(self, **given: Any) -> Any:
+        self.calls["generator"] = given
+        stats = {"used_tokens": 512, "max_tokens": 2048}
+        return SimpleNamespace(
+            enqueue=self._enqueue, iterate=self._iterate, cancel=self.cancelled.append, get_cache_stats=lambda: stats
+        )
+
+    def _enqueue(self, job: Any) -> None:
+        assert job.max_new_tokens < 5000, "the job is larger than the cache"
+        self.jobs.append(job)
+
+    def _iterate(self) -> list[dict[str, Any]]:
+        return [{**result, "job": self.jobs[result["job"]]} for result in self.results.pop(0)]
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch, results: list[list[dict[str, Any]]], *more: str) -> tuple[Any, Told]:
+    told = Told(results)
+    torch = SimpleNamespace(tensor=lambda rows, dtype: rows, long="long", cuda=SimpleNamespace(device_count=lambda: 4))
+    monkeypatch.setitem(sys.modules, "exllamav3", told)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(server(), "HuggingFaceText", lambda folder: None)
+    backend = server().ExLlamaV3()
+    argv = ("exllamav3-server", "--model", "m", "--slots", "2", "--context", "1000", *more)
+    backend.load(served(argv), lambda done: None)
+    return backend, told
+
+
+class TestBackend:
+    """Against a stand-in with the names that 1.6.5 has; the package itself computes on a GPU only."""
+
+    def test_two_requests_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        core = importlib.import_module("bedplate.engines.shipped.openai_server")
+        started = [{"job": 0, "stage": "started", "eos": False}]
+        both = [{"job": n, "stage": "streaming", "eos": False, "token_ids": Tokens(10 + n)} for n in (0, 1)]
+        end = [{"job": 0, "stage": "streaming", "eos": True, "eos_reason": "stop_token", "eos_triggering_token_id": 2}]
+        late = [{"job": 1, "stage": "streaming", "eos": False, "token_ids": Tokens(12)}]
+        backend, told = loaded(monkeypatch, [started, both, end, late])
+        one = core.Request(prompt=[1, 2], max_tokens=9, temperature=0, seed=3)
+        two = core.Request(prompt=[4], max_tokens=9, ignore_eos=True, top_k=5)
+        backend.admit(one)
+        backend.admit(two)
+        assert (told.jobs[0].input_ids, told.jobs[0].stop_conditions, told.jobs[0].seed) == ([[1, 2]], [2], 3)
+        assert told.jobs[1].stop_conditions == [] and told.calls["sampler"]["top_k"] == 5
+        assert backend.step() == []
+        assert [(piece.request, piece.token) for piece in backend.step()] == [(one, 10), (two, 11)]
+        assert [(piece.request, piece.finish) for piece in backend.step()] == [(one, "stop")]
+        backend.cancel(two)
+        backend.cancel(one)
+        assert told.cancelled == [told.jobs[1]]
+        # What comes after for somebody who has gone is dropped.
+        assert backend.step() == [] and backend.kv_use() == 0.25
+
+    def test_what_does_not_fit_the_cache_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        core = importlib.import_module("bedplate.engines.shipped.openai_server")
+        backend, _ = loaded(monkeypatch, [])
+        with pytest.raises(core.Refused, match="larger than the cache"):
+            backend.admit(core.Request(prompt=[1], max_tokens=5000))
+
+    def test_options_reach_the_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, told = loaded(
+            monkeypatch, [], "--cards", "2", "--tensor-parallel", "--cache-bits", "6", "--cache-tokens", "700"
+        )
+        assert told.calls["cache"] == {
+            "max_num_tokens": 768, "layer_type": "quant", "max_batch_size": 2, "k_bits": 6, "v_bits": 6,
+        }  # fmt: skip
+        assert told.calls["load"]["tensor_p"] and told.calls["load"]["reserve_per_device"] == [0.5, 0.5, -1.0, -1.0]
+        assert told.calls["generator"]["max_batch_size"] == 2
+        _, told = loaded(monkeypatch, [])
+        assert told.calls["cache"]["max_num_tokens"] == 2048 and told.calls["cache"]["layer_type"] == "fp16"
+        assert told.calls["load"]["device"] == "cuda:0"

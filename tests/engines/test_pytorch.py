@@ -126,6 +126,15 @@ def test_known_failures(line: str, says: str, lasting: bool) -> None:
     assert TORCH.explain("INFO:     Uvicorn running on http://127.0.0.1:8124 (Press CTRL+C to quit)") is None
 
 
+def test_progress_is_what_it_prints_while_loading() -> None:
+    printed = (
+        "Loading weights:   0%|          | 0/272 [00:00<?, ?it/s]\r"
+        "Loading weights:  97%|█████████▋| 263/272 [00:00<00:00, 2547.30it/s]"
+    )
+    assert TORCH.progress(printed) == 0.97
+    assert TORCH.progress("INFO:     Application startup complete.") is None
+
+
 @pytest.mark.skipif(
     "BEDPLATE_TRANSFORMERS_PYTHON" not in os.environ,
     reason="BEDPLATE_TRANSFORMERS_PYTHON does not name the Python of an environment with transformers[serving]",

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from tests.engines.argv import parsed, published
 from tests.engines.plans import machine, model, plan, plans
 
-from bedplate.engines.tensorrt_llm import OPTIONS_FILE, TensorRtLlm
+from bedplate.engines.tensorrt_llm import IMAGE, OPTIONS_FILE, PACKAGE, TensorRtLlm
 from bedplate.engines.tensorrt_llm import options as options_file
 from bedplate.values import Parallelism, Plan, Workload, replaced
 
@@ -39,13 +39,14 @@ class TestLaunch:
 
     def test_the_options_are_those_of_the_pinned_version(self) -> None:
         assert published("tensorrt_llm")["version"] == TRT.version
+        assert PACKAGE.endswith(f"=={TRT.version}") and IMAGE.endswith(f":{TRT.version}")
 
     def test_a_checkpoint_is_served_as_it_is_without_a_build(self) -> None:
         launch = TRT.launch(plan(TRT, machine("H100 SXM", 1), model(LLAMA)), 8000)
         said = options(launch.argv)
         assert said[""] == [LLAMA] and said["--max_seq_len"] == 8192 and said["--max_batch_size"] == 16
         assert said["--free_gpu_memory_fraction"] == 0.9 and said["--config"] == OPTIONS_FILE
-        assert [step.kind for step in launch.prepare] == ["download", "build"]
+        assert [step.kind for step in launch.prepare] == ["install", "build"]
         assert not any(word.startswith("trtllm-build") for step in launch.prepare for word in step.argv)
 
     def test_the_options_file_is_written_by_its_step(self, tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ class TestLaunch:
 
     def test_a_conversion_comes_before_the_launch(self) -> None:
         launch = TRT.launch(plan(TRT, machine("B200", 1), model("Qwen/Qwen3-32B"), label="NVFP4"), 8000)
-        assert [step.kind for step in launch.prepare] == ["download", "download", "convert", "build"]
+        assert [step.kind for step in launch.prepare] == ["install", "download", "convert", "build"]
         convert = launch.prepare[2]
         assert "nvfp4" in convert.argv and options(launch.argv)[""] == [convert.where]
 

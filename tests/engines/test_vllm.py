@@ -67,6 +67,12 @@ class TestLaunch:
         said = options(VLLM.launch(plan(VLLM, machine("NVIDIA T4", 1), model(LLAMA)), 8000).argv)
         assert said["--dtype"] == "half"
 
+    def test_weights_of_32_bits_are_halved(self) -> None:
+        wide = replaced(model(LLAMA), quantization="F32")
+        chosen = plan(VLLM, machine("H100 SXM", 1), wide)
+        assert (chosen.weights.label, chosen.weights.made) == ("BF16", "while loading")
+        assert options(VLLM.launch(chosen, 8000).argv)["--dtype"] == "bfloat16"
+
     def test_replicated_attention_becomes_data_parallel_ranks_that_share_experts(self) -> None:
         layout = Parallelism(tensor=8, expert=8, attention_data=8)
         chosen = plan(VLLM, machine("H200 SXM"), model(DEEPSEEK), layout=layout, workload=Workload(concurrency=100))

@@ -12,27 +12,33 @@ from bedplate.values import (
     Accelerator,
     Cpu,
     Decision,
+    DeviceNeed,
     Disk,
     Endpoint,
     Estimate,
     Figure,
+    Fit,
     Hardware,
     Launch,
     Link,
     Memory,
-    MemoryNeed,
     Model,
+    Offload,
+    Parallelism,
     Plan,
     Reason,
     Record,
     Refusal,
     Settings,
     TensorGroup,
+    Weights,
     Workload,
     estimate,
     from_json,
     to_json,
 )
+from bedplate.values.portfolio import Placement, Portfolio
+from bedplate.values.result import Result
 from bedplate.values.units import memory, seconds, size
 
 text = st.text(max_size=20)
@@ -77,26 +83,53 @@ workloads = st.builds(
     Workload, users=positive, concurrency=st.none() | positive, prompt_tokens=positive, output_tokens=positive
 )
 settings = st.builds(Settings, slots=positive, context_tokens=positive, threads=st.none() | positive)
-needs = st.builds(MemoryNeed, weights_bytes=count, kv_bytes=count, overhead_bytes=figures, available_bytes=count)
+sizes = st.integers(1, 64)
+layouts = st.builds(Parallelism, tensor=sizes, pipeline=sizes, data=sizes, expert=sizes, attention_data=sizes)
+weights = st.builds(
+    Weights, label=text, made=st.sampled_from(["as it is", "while loading", "converted"]), format=st.just("gguf")
+)
+needs = st.builds(
+    DeviceNeed, device=text, count=positive, weights_bytes=count, kv_bytes=count, activation_bytes=figures,
+    overhead_bytes=figures, usable_bytes=st.none() | count,
+)  # fmt: skip
+fits = st.builds(
+    Fit, fits=st.booleans(), devices=st.lists(needs, max_size=2).map(tuple), concurrency=count, max_concurrency=count,
+    offload=st.none() | st.builds(
+        Offload, kind=st.sampled_from(["layers", "experts"]), device_layers=count, host_layers=count, host_bytes=count
+    ),
+)  # fmt: skip
 decisions = st.builds(
     Decision, engine=st.none() | text, model=text, fits=st.booleans(), max_concurrency=count,
-    settings=st.none() | settings, memory=st.none() | needs,
+    settings=st.none() | settings, memory=st.none() | fits, weights=st.none() | weights, parallelism=layouts,
     estimate=st.builds(Estimate, ttft_ms=st.none() | figures, memory_gb=st.none() | figures),
     reasons=st.lists(st.builds(Reason, rule=text, text=text, source=text), max_size=2).map(tuple),
     refused=st.lists(st.builds(Refusal, engine=text, kind=st.just("impossible"), why=text), max_size=2).map(tuple),
     launch=st.none() | st.builds(Launch, argv=st.lists(text).map(tuple), env=st.dictionaries(text, text, max_size=2)),
 )  # fmt: skip
-plans = st.builds(Plan, engine=text, engine_version=text, model=models, workload=workloads, settings=settings)
+plans = st.builds(
+    Plan, engine=text, engine_version=text, model=models, workload=workloads, weights=weights, parallelism=layouts,
+    settings=settings, orchestrator=st.none() | text,
+)  # fmt: skip
+results = st.builds(
+    Result, at=text, machine=text, engine=text, model=text, concurrency=positive, prompt_tokens=positive,
+    output_tokens=positive, parallelism=layouts, output_tok_s=st.none() | st.floats(0, 1e9),
+)  # fmt: skip
+portfolios = st.builds(
+    Portfolio, engine=st.none() | text, text=text, free=st.dictionaries(text, count, max_size=2),
+    placements=st.lists(
+        st.builds(Placement, service=text, pool=st.none() | text, accelerators=count, decision=decisions), max_size=2
+    ).map(tuple),
+)  # fmt: skip
 endpoints = st.builds(Endpoint, url=text, model=text, engine=text, engine_version=text, pid=count, log=text)
 
 
-@given(st.one_of(hardware, models, workloads, decisions, plans, endpoints))
+@given(st.one_of(hardware, models, workloads, fits, decisions, plans, endpoints, results, portfolios))
 def test_every_box_is_the_same_after_a_trip_through_json(record: Record) -> None:
     assert from_json(type(record), to_json(record)) == record
     assert msgspec.to_builtins(record)["schema"].endswith("/1")
 
 
-@pytest.mark.parametrize("kind", [Hardware, Model, Workload, Decision, Plan, Endpoint, Figure])
+@pytest.mark.parametrize("kind", [Hardware, Model, Workload, Fit, Decision, Plan, Endpoint, Figure, Result, Portfolio])
 def test_records_cannot_be_changed(kind: type[Record]) -> None:
     assert kind.__struct_config__.frozen
 
@@ -131,12 +164,15 @@ def test_the_longest_request_is_what_was_asked_for_or_prompt_and_answer() -> Non
 
 
 def test_a_need_fits_only_when_its_upper_end_does() -> None:
-    def need(available_bytes: int) -> MemoryNeed:
-        overhead = estimate(100, 0.5)
-        return MemoryNeed(weights_bytes=1000, kv_bytes=200, overhead_bytes=overhead, available_bytes=available_bytes)
+    def need(usable_bytes: int | None) -> DeviceNeed:
+        return DeviceNeed(
+            device="host", weights_bytes=1000, kv_bytes=200, activation_bytes=estimate(10, 1.0),
+            overhead_bytes=estimate(100, 0.5), usable_bytes=usable_bytes,
+        )  # fmt: skip
 
-    assert need(1350).fits and not need(1349).fits
-    assert need(0).total_bytes == 1300
+    assert need(1370).fits and not need(1369).fits
+    assert need(0).total_bytes == 1310 and need(0).high_bytes == 1370
+    assert not need(None).fits
 
 
 @pytest.mark.parametrize(

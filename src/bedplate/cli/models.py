@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -71,7 +70,9 @@ def models(
     if json:
         _print_json(found, limit)
     else:
-        _print_page(found, intent, machine, limit or SHOWN, least, _next(found, hardware, file, users, context))
+        said = {"-f": file, "--hardware": hardware, "--users": users, "--concurrency": concurrency}
+        plan = _next(found, intent, {**said, "--context": context}, fields or [])
+        _print_page(found, intent, machine, limit or SHOWN, least, plan)
     sys.exit(0 if found.fitting else 1)
 
 
@@ -93,27 +94,29 @@ def _found(intent: Intent, machine: Hardware, search: str | None, least: float |
     )
     entries: list[Entry] = []
     with TerminalProgress().step(f"asking about {len(wanted)} models", len(wanted)) as done:
-        for entry in asked:
-            entries.append(entry)
-            done(len(entries))
+        for number, (_, entry) in enumerate(asked, 1):
+            done(number)
+            if entry is not None:
+                entries.append(entry)
     kept = ranked(entry for entry in entries if everything or entry.fits)
     fitting = sum(entry.fits for entry in entries)
-    return Catalogue(known=len(entries), fitting=fitting, in_flight=intent.workload.in_flight(), models=kept)
+    return Catalogue(known=len(entries), fitting=fitting, models=kept)
 
 
-def _next(found: Catalogue, hardware: str | None, file: Path | None, users: int | None, context: int | None) -> str:
+def _next(found: Catalogue, intent: Intent, said: dict[str, object], fields: list[str]) -> str:
     """How to look at the first of them closely, with the same machine and work."""
     import shlex
 
-    from bedplate.decide.case import FEW
-    from bedplate.decide.catalogue import EVERYDAY_TOKENS
+    from bedplate.decide.catalogue import everyday
 
-    given: list[tuple[str, Any]] = [("-f", file), ("--hardware", hardware), ("--users", users), ("--context", context)]
-    if context is None and file is None and (users or 1) <= FEW:
-        given[-1] = ("--context", EVERYDAY_TOKENS)
-    first = found.models[0].name if found.models else "MODEL"
-    words = [part for option, value in given if value is not None for part in (option, str(value))]
-    return shlex.join(["bedplate", "plan", first, *words])
+    if said["--context"] is None and intent.workload.context_tokens is None:
+        said["--context"] = everyday(intent.workload).context_tokens
+    first = found.models[0] if found.models else None
+    if first is not None and first.max_context is not None and isinstance(said["--context"], int):
+        said["--context"] = min(said["--context"], first.max_context)
+    words = [part for option, value in said.items() if value is not None for part in (option, str(value))]
+    words += [part for field in fields for part in ("--set", field)]
+    return shlex.join(["bedplate", "plan", first.name if first is not None else "MODEL", *words])
 
 
 def _print_json(found: Catalogue, limit: int | None) -> None:

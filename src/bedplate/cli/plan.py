@@ -221,7 +221,7 @@ def _out(what: RenderableType) -> None:
 
 def _written(text: str, path: Path | None) -> None:
     if path is None:
-        print(text)  # noqa: T201
+        print(text, end="" if text.endswith("\n") else "\n")  # noqa: T201
         return
     from bedplate.errors import OutsideFailed
 

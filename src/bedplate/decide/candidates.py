@@ -210,7 +210,7 @@ def _candidate(
     settings, need = room_for(engine, hardware, model, layout, case, room)
     expected = None
     if need.fits:
-        factor = evidence.factor(engine.id)
+        factor = evidence.factor(engine.id, target.device)
         expected = expectation_for(
             hardware, model, engine.id, layout, workload, slots=settings.slots, offload=need.offload, factor=factor
         )

@@ -11,8 +11,8 @@ from typing import Literal
 
 from bedplate.decide.candidates import LEAST_BITS, PRECISE_BITS, READING_TOK_S, Candidate
 from bedplate.decide.case import FEW, Case, with_tasks_agreed
-from bedplate.decide.choose import FIRST_GUESS_S, GUESSED_TPOT_S, ROUNDS, Search
-from bedplate.decide.evidence import Evidence, gathered
+from bedplate.decide.choose import FIRST_GUESS_S, GUESSED_TPOT_S, Search
+from bedplate.decide.evidence import Evidence, Measured, gathered
 from bedplate.decide.explain import expectations
 from bedplate.decide.memory import fit, free_of, most_that
 from bedplate.engines import all_engines
@@ -35,13 +35,14 @@ from bedplate.values.intent import Operations
 from bedplate.values.model import Task
 from bedplate.values.record import Record
 from bedplate.values.result import Result
-from bedplate.values.units import memory as as_memory
 from bedplate.values.units import size as as_size
 
 EVERYDAY_TOKENS = 8192
 """What a person wants to hold a conversation in: weights that leave no room for it are no use."""
 STEP_TOKENS = 1024
 """Longest contexts are found to this many tokens; nobody plans finer."""
+CORRECTIONS = 1
+"""Of a first guess at how many requests are in flight; `plan` takes more care with its one model."""
 FIRST_YEAR = 2023
 YEARLY_GAIN = 2.0
 """How much larger a model of the year before must be to count as much: an assumption, for the order alone.
@@ -67,8 +68,9 @@ class Entry(Record, frozen=True, kw_only=True):
     here: tuple[str, ...] = ()
     """What to type for the copies that are on this machine already."""
     fits: bool
+    """It fits, and is as fast as was asked."""
     why: str | None = None
-    """Why it does not fit, or is too slow for what was asked."""
+    """Why not."""
     engine: str | None = None
     rule: str | None = None
     """The rule that chose the engine."""
@@ -86,6 +88,8 @@ class Entry(Record, frozen=True, kw_only=True):
     """Devices that carry so much each."""
     longest_context: int | None = None
     """The longest request that fits for everyone in flight, in these weights and on these devices."""
+    in_flight: int = 1
+    """Requests at once that this was decided for."""
     max_concurrency: int = 0
     pace: Pace | None = None
 
@@ -97,7 +101,6 @@ class Catalogue(Record, frozen=True, kw_only=True):
     known: int
     """Models that were asked about."""
     fitting: int
-    in_flight: int
     models: tuple[Entry, ...]
 
 
@@ -151,10 +154,16 @@ def copies_here(located: Iterable[Located]) -> dict[str, tuple[str, ...]]:
 
 
 def everyday(workload: Workload) -> Workload:
-    """With room for a conversation where a few ask, and nobody said how long requests are."""
-    if workload.context_tokens is not None or workload.in_flight() > FEW or workload.task != "generate":
+    """With room for a conversation where a few ask, and nobody says how long requests are."""
+    if not lengths_unsaid(workload) or workload.in_flight() > FEW or workload.task != "generate":
         return workload
     return replaced(workload, context_tokens=max(EVERYDAY_TOKENS, workload.request_tokens))
+
+
+def lengths_unsaid(workload: Workload) -> bool:
+    usual = Workload()
+    said = (workload.context_tokens, workload.prompt_tokens, workload.output_tokens)
+    return said == (None, usual.prompt_tokens, usual.output_tokens)
 
 
 def catalogue(
@@ -166,13 +175,13 @@ def catalogue(
     results: tuple[Result, ...] = (),
     here: Mapping[str, tuple[str, ...]] | None = None,
     least_tok_s: float | None = None,
-) -> Iterator[Entry]:
-    """One entry for each model, in the order of `models`; those of another task than the workload's are left out."""
+) -> Iterator[tuple[Known, Entry | None]]:
+    """An entry for each model, in the order of `models`; none for those of another task than the workload's."""
     asker = _Asker(hardware, workload, operations or Operations(), results, least_tok_s)
     for known in distinct_models() if models is None else models:
         facts = lookup(known.name)
-        if facts is not None and facts.task == workload.task:
-            yield replaced(asker.entry(facts), here=(here or {}).get(known.key, ()))
+        entry = asker.entry(facts) if facts is not None and facts.task == workload.task else None
+        yield known, replaced(entry, here=(here or {}).get(known.key, ())) if entry is not None else None
 
 
 def ranked(entries: Iterable[Entry]) -> tuple[Entry, ...]:
@@ -219,8 +228,9 @@ class _Asker:
     ) -> None:
         self.hardware, self.workload, self.operations = hardware, workload, operations
         self.everyday = everyday(workload)
+        self.unsaid = lengths_unsaid(workload)
         self.results, self.least_tok_s = results, least_tok_s
-        self._factors: Mapping[str, float] | None = None
+        self._factors: Mapping[Measured, float] | None = None
         self._decided: dict[str, Entry] = {}
 
     def entry(self, model: Model) -> Entry:
@@ -253,13 +263,22 @@ class _Asker:
         return self._judged(_described(plain, found))
 
     def _work(self, model: Model) -> Workload:
-        if self.everyday.request_tokens <= (model.max_context or EVERYDAY_TOKENS):
+        """The asked work; lengths that nobody asked for are no longer than what the model reads."""
+        most = model.max_context
+        if most is None or self.everyday.request_tokens <= most or not self.unsaid:
             return self.everyday
-        return replaced(self.workload, context_tokens=model.max_context)
+        output = self.workload.output_tokens if model.task == "generate" else 1
+        output = max(1, min(output, most // 2))
+        return replaced(
+            self.workload,
+            context_tokens=most,
+            prompt_tokens=max(1, min(self.workload.prompt_tokens, most - output)),
+            output_tokens=output,
+        )
 
     def _hopeless(self, model: Model) -> str | None:
         """What no search would change, and so needs none."""
-        tokens = self.workload.request_tokens
+        tokens = self._work(model).request_tokens
         if model.max_context is not None and tokens > model.max_context:
             return f"reads at most {model.max_context:,} tokens"
         bits = PRECISE_BITS if self.workload.precision_sensitive else LEAST_BITS
@@ -269,7 +288,7 @@ class _Asker:
             return f"its weights take {as_size(smallest)} in {bits:g} bits, and there is {as_size(room)} in all"
         return None
 
-    def _corrections(self, model: Model) -> Mapping[str, float]:
+    def _corrections(self, model: Model) -> Mapping[Measured, float]:
         """What was measured here corrects the estimates of every model; asked once, since it is the same for all."""
         if self._factors is None:
             self._factors = gathered(self.hardware, model, self.results).factors
@@ -285,7 +304,7 @@ class _Asker:
         while True:
             in_flight = workload.in_flight(request_s)
             found = _choice(case.with_work(replaced(workload, concurrency=in_flight)), evidence)
-            if isinstance(found, str) or in_flight in seen or len(seen) >= ROUNDS:
+            if isinstance(found, str) or in_flight in seen or len(seen) >= CORRECTIONS:
                 return found
             expected = found.candidate.expected
             if expected is None:
@@ -299,8 +318,10 @@ class _Asker:
         if least is not None and speed is None:
             return replaced(entry, fits=False, why="its speed is not predicted here")
         if least is not None and speed is not None and speed.value < least:
-            return replaced(entry, fits=False, why=f"about {speed.value:.2g} tok/s for one stream")
-        if entry.max_concurrency < self.workload.in_flight() and self.workload.think_time_s is None:
+            return replaced(
+                entry, fits=False, why=f"about {speed.value:.2g} tok/s for one stream, below what was asked"
+            )
+        if entry.max_concurrency < entry.in_flight:
             return replaced(entry, pace="some wait")
         if speed is None:
             return replaced(entry, pace="not predicted")
@@ -356,6 +377,7 @@ def _described(plain: Entry, found: _Found) -> Entry:
         usable_bytes=fullest.usable_bytes,
         devices=fullest.count,
         longest_context=longest_context(candidate, case),
+        in_flight=case.in_flight,
         max_concurrency=candidate.max_concurrency,
     )
 
@@ -399,12 +421,3 @@ def _holds(candidate: Candidate, case: Case) -> Callable[[int], bool]:
         return room.fits and room.max_concurrency >= everyone and same_place
 
     return holds
-
-
-def in_memory(entry: Entry) -> str:
-    """What it takes of what may be taken, in a few words."""
-    if entry.memory_bytes is None:
-        return "TBD"
-    of = f" of {as_memory(entry.usable_bytes)}" if entry.usable_bytes is not None else ""
-    each = f" × {entry.devices}" if entry.devices > 1 else ""
-    return f"{as_memory(entry.memory_bytes)}{of}{each}"

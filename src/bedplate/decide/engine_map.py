@@ -106,7 +106,7 @@ class Here(Record, frozen=True, kw_only=True):
 
 class RuleLine(Record, frozen=True, kw_only=True):
     rule: str
-    kind: Literal["picks", "doubts", "would measure"]
+    kind: Literal["may pick", "doubts", "would measure"]
     text: str
     source: str
 
@@ -211,7 +211,7 @@ def rules_of(engine: str) -> Iterator[RuleLine]:
     """Every rule that speaks of this engine."""
     for pick in PICKS:
         if engine in engines_named(pick):
-            yield RuleLine(rule=pick.id, kind="picks", text=pick.sentence, source=pick.source)
+            yield RuleLine(rule=pick.id, kind="may pick", text=pick.sentence, source=pick.source)
     for doubt in DOUBTS:
         if doubt.engine == engine:
             yield RuleLine(rule=doubt.id, kind="doubts", text=doubt.sentence, source=doubt.source)

@@ -6,24 +6,28 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bedplate.engines.base import DEVICES
 from bedplate.facts.known_models import lookup, with_label
-from bedplate.values import Hardware, Model, Parallelism, Workload
+from bedplate.values import Hardware, Model, Workload, replaced
+from bedplate.values.decision import Device
 from bedplate.values.result import Result
 
 MOST_RESULTS = 200
 PROVEN_GAIN = 1.10
 """Tenths of a gain are within what a machine varies by from day to day; a move costs more than they bring."""
 LEAST_QUALITY = 0.95
+Measured = tuple[str, Device]
+"""An engine, and what it computes on: a build for the CPU says nothing of the same engine's speed on a card."""
 
 
 @dataclass(frozen=True)
 class Evidence:
     results: tuple[Result, ...] = ()
-    factors: Mapping[str, float] = field(default_factory=dict)
-    """For each engine that was measured here, how its measured speed compares with what was estimated for it."""
+    factors: Mapping[Measured, float] = field(default_factory=dict)
+    """How the measured speed compares with what was estimated for the same."""
 
-    def factor(self, engine: str) -> float:
-        return self.factors.get(engine, 1.0)
+    def factor(self, engine: str, device: Device) -> float:
+        return self.factors.get((engine, device), 1.0)
 
     def measured(self, engine: str) -> int:
         return sum(result.engine == engine for result in self.results)
@@ -55,7 +59,7 @@ def gathered(hardware: Hardware, model: Model, results: Sequence[Result]) -> Evi
     """The results as evidence: for this model they may overturn a rule, and all of them correct the estimates."""
     from bedplate.decide.estimate import expectation_for
 
-    pairs: dict[str, list[tuple[float, float]]] = {}
+    pairs: dict[Measured, list[tuple[float, float]]] = {}
     for result in results[:MOST_RESULTS]:
         measured_model = _model_of(result, model)
         if measured_model is None or not result.output_tok_s:
@@ -63,13 +67,18 @@ def gathered(hardware: Hardware, model: Model, results: Sequence[Result]) -> Evi
         work = Workload(
             concurrency=result.concurrency, prompt_tokens=result.prompt_tokens, output_tokens=result.output_tokens
         )
-        expected = expectation_for(
-            hardware, measured_model, result.engine, Parallelism(), work, slots=result.concurrency
-        )
+        device = result.device or _usual_device(hardware)
+        machine = hardware if device != "cpu" else replaced(hardware, accelerators=(), links=())
+        slots = -(-result.concurrency // result.parallelism.data)
+        expected = expectation_for(machine, measured_model, result.engine, result.parallelism, work, slots=slots)
         if expected is not None:
-            pairs.setdefault(result.engine, []).append((result.output_tok_s, expected.output_tok_s))
-    factors = {engine: factor for engine, found in pairs.items() if (factor := factor_of(found)) is not None}
+            pairs.setdefault((result.engine, device), []).append((result.output_tok_s, expected.output_tok_s))
+    factors = {measured: factor for measured, found in pairs.items() if (factor := factor_of(found)) is not None}
     return Evidence(tuple(result for result in results if result.model == model.name), factors)
+
+
+def _usual_device(hardware: Hardware) -> Device:
+    return DEVICES.get(hardware.accelerators[0].vendor, "cpu") if hardware.accelerators else "cpu"
 
 
 def _model_of(result: Result, model: Model) -> Model | None:
@@ -77,4 +86,7 @@ def _model_of(result: Result, model: Model) -> Model | None:
     found = model if result.model == model.name else lookup(result.model)
     if found is None or not result.quantization or result.quantization == found.quantization:
         return found
-    return with_label(found, result.quantization.upper())
+    label = result.quantization.upper().replace(" ", "")
+    stored = with_label(found, label)
+    # Weights of a kind that nobody knows are no ground to correct anything on.
+    return stored if (stored.quantization or "").upper().replace(" ", "") == label else None

@@ -183,7 +183,7 @@ def queue(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
 @reason("evidence.calibrated", "store: what was measured on this machine")
 def calibrated(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """Measurements of an engine on this machine correct what is estimated for it here."""
-    if candidate.engine.id not in evidence.factors:
+    factor = evidence.factors.get((candidate.engine.id, candidate.target.device))
+    if factor is None:
         return None
-    factor = evidence.factor(candidate.engine.id)
     return f"estimates are scaled by {factor:.2f}: so far off were they in what was measured here"

@@ -19,6 +19,8 @@ Way = Literal["tensor", "pipeline", "data", "expert", "attention_data"]
 DEVICES: dict[str, Device] = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "xpu"}
 VENDOR_NAMES = {"nvidia": "NVIDIA", "amd": "AMD", "apple": "Apple", "intel": "Intel", "tenstorrent": "Tenstorrent"}
 SIXTEEN_BIT = ("BF16", "F16", "F32")
+EVERYDAY_CONTEXT = 8192
+"""Context that a chat is given when nobody asked for a length: most conversations stay below it."""
 
 
 class BorrowedLibrary(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +145,7 @@ class Engine:
     built_for: ClassVar[tuple[Device, ...]] = ("cpu",)
     """What the packages of its recipe compute on; other devices need a build of their own."""
     effort: ClassVar[int] = 1
-    """How much machinery it brings, from 1 (one program) to 5: of engines that answer the need alike, the least wins."""
+    """How much machinery it brings, from 1 (one program) to 5: of engines that serve alike, the least wins."""
     features: ClassVar[Features | None] = None
     supervised_env: ClassVar[dict[str, str]] = {}
     """Beside the launch's own environment, what helps the supervisor and would only confuse a person."""
@@ -158,7 +160,7 @@ class Engine:
     """When it is the right choice, in the words of the hint behind a refusal."""
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        """Why it cannot run here, not this model or not this task; `None`: it can. Whether it should is for the rules."""
+        """Why it cannot run here, or not this model or task; `None`: it can. Whether it should is for the rules."""
         if hardware.os not in self.systems:
             return self.refusal("impossible", f"does not run on {hardware.os}", f"{_either(self.systems)}")
         if self.target(hardware) is None:
@@ -234,8 +236,8 @@ class Engine:
         if self.recipe is None:
             return ()
         what, where = " ".join(self.recipe.packages), "an environment of its own"
-        sizes = {"download_bytes": self.recipe.download_bytes, "disk_bytes": self.recipe.disk_bytes}
-        return (Preparation(kind="install", what=what, where=where, **sizes),)
+        download, disk = self.recipe.download_bytes, self.recipe.disk_bytes
+        return (Preparation(kind="install", what=what, where=where, download_bytes=download, disk_bytes=disk),)
 
     def progress(self, line: str) -> float | None:
         """How much of the model is loaded, when this log line says so."""
@@ -260,6 +262,13 @@ class Engine:
                 "impossible", f"its kernels need compute capability {least} or newer", "a newer NVIDIA GPU"
             )
         return self.refusal("impossible", f"needs {_article(whose)} {whose} GPU", self.strength)
+
+
+def everyday_context(model: Model, workload: Workload) -> int:
+    """The longest request where cache is set aside for it: as asked, else what most conversations stay below."""
+    asked = workload.context_tokens
+    wanted = asked if asked is not None else max(workload.request_tokens, EVERYDAY_CONTEXT)
+    return min(wanted, model.max_context or EVERYDAY_CONTEXT)
 
 
 def known_failure(log: str, known: Iterable[tuple[str, Failure]]) -> Failure | None:

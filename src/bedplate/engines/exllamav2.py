@@ -9,6 +9,7 @@ from bedplate.engines.base import (
     MemoryUse,
     Recipe,
     Target,
+    everyday_context,
     fetching,
     known_failure,
     made_path,
@@ -16,7 +17,7 @@ from bedplate.engines.base import (
 )
 from bedplate.engines.exllamav3 import COMPILE_JOBS, compilation
 from bedplate.engines.shipped import CORE, ServedByBedplate
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Weights, Workload
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.record import estimate
 
 BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
@@ -124,6 +125,10 @@ class ExLlamaV2(ServedByBedplate):
             return ()
         labels = BPW[:1] if workload.precision_sensitive else BPW
         return tuple(Weights(label=one, made="converted", format="exl2") for one in labels)
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        # Its cache is set aside at the start, so that it must hold more than a usual request.
+        return replaced(super().settle(hardware, model, workload), context_tokens=everyday_context(model, workload))
 
     def launch(self, plan: Plan, port: int) -> Launch:
         converted, cards = plan.weights.made == "converted", plan.parallelism.pipeline

@@ -11,13 +11,14 @@ from bedplate.engines.base import (
     MemoryUse,
     Recipe,
     Target,
+    everyday_context,
     fetching,
     known_failure,
     made_path,
     source_folder,
 )
 from bedplate.engines.shipped import CORE, ServedByBedplate
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.record import estimate
 
 BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
@@ -88,7 +89,6 @@ class ExLlamaV3(ServedByBedplate):
     # Turing has paths of its own in 1.6.5 (util/backend.py); PyTorch 2.11's wheels leave out what is older.
     capability = (7, 5)
     ways = ("pipeline", "tensor")
-    paged = True
     effort = 2
     features = Features(
         batching="continuous",
@@ -135,6 +135,10 @@ class ExLlamaV3(ServedByBedplate):
         if label == "MXFP4":
             labels = tuple(one for one in labels if float(one.removesuffix("BPW")) <= 5)
         return tuple(Weights(label=one, made="converted", format="exl3") for one in labels)
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        # Its cache is set aside at the start, so that it must hold more than a usual request.
+        return replaced(super().settle(hardware, model, workload), context_tokens=everyday_context(model, workload))
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, layout = plan.settings, plan.parallelism

@@ -2,18 +2,150 @@
 
 from __future__ import annotations
 
-from bedplate.engines.base import Engine
-from bedplate.values import Hardware, Model, Refusal, Workload
+from bedplate.engines.base import (
+    SIXTEEN_BIT,
+    Failure,
+    Features,
+    MemoryUse,
+    Recipe,
+    Target,
+    known_failure,
+)
+from bedplate.engines.shipped import CORE, ServedByBedplate
+from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
+
+ISQ = {"Q8_0": "Q8_0", "Q6_K": "Q6K", "Q5_K_M": "Q5K", "Q4_K_M": "Q4K"}
+"""In-situ quantization, by the names of GGUF's types that come nearest."""
+# Runner's Architecture in the wheel's own stubs, as configurations call them.
+_FOLDERS = """
+mistral gemma mixtral llama phi phi3 qwen2 gemma2 starcoder2 phimoe deepseek_v2 deepseek_v3 qwen3 glm4 glm4_moe
+glm4_moe_lite qwen3_moe smollm3 granitemoehybrid gpt_oss qwen3_next lfm2 lfm2_moe
+"""
+FOLDERS = frozenset(_FOLDERS.split())
+# mistralrs-core/src/gguf/normal_registry.rs, as GGUF files call them.
+_FILES = """
+llama mistral3 gemma gemma2 phi2 phi3 phimoe qwen2 qwen3 qwen3moe qwen3next qwen35moe starcoder2 deepseek2 glm4 glm4moe
+smollm3 granite granitemoe granitehybrid gpt-oss hunyuan-dense hunyuan-moe lfm2 lfm2moe
+"""
+FILES = frozenset(_FILES.split())
+
+_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+    (
+        r"Unknown (?:normal-model )?GGUF architecture `(?P<what>[^`]+)`",
+        Failure(
+            message="this version of mistral.rs does not know the architecture {what}",
+            hint="llama.cpp may: --engine llama.cpp",
+        ),
+    ),
+    (
+        r"appears to be a Mistral model, but the file does not encode",
+        Failure(
+            message="mistral.rs does not load GGUF files of Mistral's models without the original's configuration",
+            hint="give the original folder, or serve the file with --engine llama.cpp",
+        ),
+    ),
+    (
+        r"bedplate-engine: (?P<what>.+ is no GGUF file)",
+        Failure(message="{what}", hint="`bedplate inspect FILE` says what a file is"),
+    ),
+    (
+        r"bedplate-engine: the model file is damaged|GGUF tensor .+ outside file length",
+        Failure(
+            message="the model file is damaged: it ends before its header says so",
+            hint="download it again, and check that the disk is not full",
+        ),
+    ),
+    (
+        r"bedplate-engine: mistral\.rs cannot load the model: (?P<what>.+)",
+        Failure(
+            message="it cannot load this model: {what}", hint="another engine may: bedplate plan --engine llama.cpp"
+        ),
+    ),
+)
 
 
-class MistralRs(Engine):
+class MistralRs(ServedByBedplate):
     id = "mistral.rs"
     name = "mistral.rs"
+    version = "0.9.5"
+    recipe = Recipe(
+        packages=("mistralrs==0.9.5", "jinja2==3.1.6"),
+        programs=(("mistralrs-server", "mistralrs_server.py"), CORE),
+        download_bytes=26_000_000,
+        disk_bytes=104_000_000,
+        check="import mistralrs, jinja2; mistralrs.Runner",
+    )
     formats = ("gguf", "safetensors")
+    vendors = ("nvidia", "apple")
+    cpu = True
+    systems = ("linux", "macos", "windows")
+    # One package: Metal on Apple Silicon, elsewhere the CPU. CUDA's are release assets by toolkit and card.
+    built_for = ("cpu", "metal")
+    capability = (7, 0)
+    effort = 1
+    # Its package's runner refuses to be asked twice at once, and on CPUs prompts that it reads together fail.
+    max_slots = 1
+    features = Features(
+        batching="none through its package; continuous in its own program",
+        kv_cache="prefixes of earlier requests kept; paged on CUDA and Metal",
+        quantization="GGUF; while loading: 2 to 8 bits",
+        hardware="CPU, NVIDIA, Apple Silicon",
+        structured_output="JSON schema (llguidance)",
+        multi_node="none through its package",
+        server="bedplate's; its own is a program to build",
+        maintained="active",
+        source="mistralrs 0.9.5 (November 2026): the wheel's stubs and its README; tried on a CPU",
+    )
+    uses = MemoryUse(
+        process_bytes=220_000_000,
+        device_bytes=500_000_000,
+        spread=0.8,
+        source="its size with SmolLM2 on a CPU, less weights; the device's share is assumed",
+    )
     strength = "a small portable binary for one user"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        return self.not_run_yet()
+        if refused := super().refuse(hardware, model, workload):
+            return refused
+        known = FILES if model.format == "gguf" else FOLDERS
+        if model.format != "facts" and model.architecture not in (*known, "unknown"):
+            return self.refusal("impossible", f"does not know the architecture {model.architecture}", self.strength)
+        target = self.target(hardware)
+        if target is not None and not self.weights(target, model, workload):
+            stored = model.quantization or "this form"
+            return self.refusal(
+                "impossible", f"does not load weights in {stored} here", "the same model in BF16, or as GGUF"
+            )
+        return None
+
+    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label = model.quantization or "BF16"
+        if model.format == "gguf":
+            # Its kernels know the whole and the K types, not the I types.
+            return () if label.startswith("IQ") else (Weights(label=label, made="as it is", format="gguf"),)
+        if label not in SIXTEEN_BIT:
+            return ()
+        labels = ("Q8_0",) if workload.precision_sensitive else tuple(ISQ)
+        return (
+            Weights(label=label, made="as it is", format="safetensors"),
+            *(Weights(label=one, made="while loading", format="safetensors") for one in labels),
+        )
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        chosen = super().settle(hardware, model, workload)
+        return replaced(chosen, threads=hardware.cpu.allowed_physical_cores) if chosen.device == "cpu" else chosen
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        argv = self.server_argv("mistralrs-server", plan, port)
+        if plan.weights.made == "while loading":
+            argv += ["--isq", ISQ[plan.weights.label]]
+        if plan.settings.threads is not None:
+            argv += ["--threads", str(plan.settings.threads)]
+        env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
+        return Launch(argv=tuple(argv), env=env, prepare=self.installation())
+
+    def explain(self, log: str) -> Failure | None:
+        return known_failure(log, _KNOWN_FAILURES) or super().explain(log)
 
 
 ENGINE = MistralRs()

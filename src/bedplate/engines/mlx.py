@@ -17,7 +17,9 @@ from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal,
 from bedplate.values.record import estimate
 
 BITS = {"8-BIT": 8, "6-BIT": 6, "4-BIT": 4}
+CONVERT_START_S = 6.0
 CONVERT_BYTES_S = 200e6
+LONG_ANSWER = 4096
 PROMPT_CONCURRENCY = 8
 """mlx_lm.server's own default: prompts that are read at once."""
 # The files of mlx_lm/models in mlx-lm 0.32.2, each the `model_type` of a configuration, and what its MODEL_REMAPPING
@@ -96,7 +98,7 @@ class Mlx(Engine):
         packages=("mlx-lm[cpu]==0.32.2", "mlx==0.32.2", "transformers==5.22.2"),
         programs=(("mlx-server", "mlx_server.py"),),
         download_bytes=80_000_000,
-        disk_bytes=347_000_000,
+        disk_bytes=220_000_000,
         check="import mlx.core as mx, mlx_lm.server; assert mx.sum(mx.ones(3)).item() == 3",
     )
     formats = ("mlx", "safetensors")
@@ -164,8 +166,8 @@ class Mlx(Engine):
         bits = 8 if settings.kv_type == "fp8" else 16
         kept = plan.model.kv_bytes(settings.context_tokens, bits) * settings.slots
         argv += ["--prompt-cache-bytes", str(kept)]
-        # What a request without a limit may take; it knows no limit of the context.
-        argv += ["--max-tokens", str(settings.context_tokens)]
+        # For requests that set no limit of their own; it knows none of the context.
+        argv += ["--max-tokens", str(max(settings.context_tokens, LONG_ANSWER))]
         if settings.batch_tokens is not None:
             argv += ["--prefill-step-size", str(settings.batch_tokens)]
         if settings.kv_type == "fp8":
@@ -191,7 +193,11 @@ def _conversion(plan: Plan) -> Preparation:
         where=result,
         # A 16-bit scale and a bias for each group of 64 weights.
         disk_bytes=round(weights * (bits + 0.5) / 8),
-        seconds=estimate(2 * weights / CONVERT_BYTES_S, 0.6, "one pass over the 16-bit weights at a disk's speed"),
+        seconds=estimate(
+            CONVERT_START_S + 2 * weights / CONVERT_BYTES_S,
+            0.6,
+            "135 million weights took 8 s on two busy cores; more at a disk's speed",
+        ),
         argv=tuple(argv),
     )
 

@@ -2,24 +2,227 @@
 
 from __future__ import annotations
 
-from bedplate.engines.base import Engine
-from bedplate.values import Hardware, Model, Refusal, Workload
+from typing import ClassVar
+
+from bedplate.engines.base import (
+    SIXTEEN_BIT,
+    Failure,
+    Features,
+    MemoryUse,
+    Recipe,
+    Target,
+    known_failure,
+    made_path,
+    source_folder,
+)
+from bedplate.engines.shipped import CORE, ServedByBedplate
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values.record import estimate
+
+PRECISIONS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "INT8": "int8", "INT4": "int4"}
+"""As GenAI's builder calls them."""
+BYTES_PER_WEIGHT = {"F32": 4.0, "BF16": 2.0, "F16": 2.0, "INT8": 1.13, "INT4": 0.64}
+"""Whole weights are shared in blocks of 32 by a 32-bit scale: what SmolLM2's files came to."""
+BUILD_WEIGHTS_S = 30e6
+BUILD_START_S = 20.0
+# The builder's own list (models/builder.py of 0.18.0, by architecture), as configurations call them.
+_WRITERS = """
+chatglm ernie4_5 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_unified gpt_oss granite granitemoehybrid
+hunyuan_v1_dense internlm2 lfm2 lfm2_moe lfm2_vl llama mistral mistral3 nemotron olmo phi phi3 phimoe phi3small phi3_v
+phi4mm qwen2 qwen2_5_vl qwen3 qwen3_vl qwen3_5 qwen3_5_moe smollm3
+"""
+WRITERS = frozenset(_WRITERS.split())
+# Encoders that Transformers knows without code from elsewhere; the exporter checks what it made of each.
+_READERS = "albert bert camembert deberta-v2 distilbert electra modernbert mpnet roberta xlm-roberta"
+READERS = frozenset(_READERS.split())
+CUDA_PACKAGES = {"onnxruntime-genai": "onnxruntime-genai-cuda", "onnxruntime": "onnxruntime-gpu"}
+
+_KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
+    (
+        r"bedplate-engine: there is no \.onnx file in (?P<what>.+)",
+        Failure(message="{what} holds no .onnx file", hint="name the folder with the model's .onnx files"),
+    ),
+    (
+        r"bedplate-engine: this model does not read text alone: it wants (?P<what>.+)",
+        Failure(
+            message="the model wants more than text: {what}",
+            hint="bedplate serves ONNX models that write, embed or classify text",
+        ),
+    ),
+    (
+        r"bedplate-engine: (?P<what>.+) has no tokenizer\.json",
+        Failure(
+            message="{what} has no tokenizer.json",
+            hint="put the tokenizer's files of the original model beside the .onnx file",
+        ),
+    ),
+    (
+        r"Protobuf parsing failed|External data path does not exist|External data path validation failed",
+        Failure(
+            message="the model file is damaged, or its external data is missing",
+            hint="download it again, .onnx.data files included",
+        ),
+    ),
+    (
+        r"(?:[Uu]nsupported model IR version|is not a registered function/op|opset \d+ is under development)",
+        Failure(
+            message="the model was made for another version of ONNX Runtime",
+            hint="build it again with `onnxruntime_genai.models.builder`, or see whether bedplate has an update",
+        ),
+    ),
+)
 
 
-class OnnxRuntime(Engine):
+class OnnxRuntime(ServedByBedplate):
     id = "onnxruntime"
     name = "ONNX Runtime"
+    version = "0.18.0"
+    recipe = Recipe(
+        # From torch on: what makes ONNX models of others.
+        packages=(
+            "onnxruntime-genai==0.18.0",
+            "onnxruntime==1.31.1",
+            "tokenizers==0.23.3",
+            "jinja2==3.1.6",
+            "torch==2.13.0",
+            "transformers==5.22.2",
+            "onnx==1.23.2",
+            "onnx-ir==1.1.0",
+            "onnxscript==0.7.2",
+        ),
+        programs=(("onnxruntime-server", "onnxruntime_server.py"), ("onnx-export", "onnx_export.py"), CORE),
+        download_bytes=320_000_000,
+        disk_bytes=1_250_000_000,
+        check="import onnxruntime, onnxruntime_genai, tokenizers, jinja2, onnx_ir, torch, transformers",
+    )
     formats = ("onnx",)
+    converts = ("safetensors",)
+    vendors = ("nvidia",)
+    cpu = True
+    systems = ("linux", "macos", "windows")
+    # What CUDA 13 still compiles for.
+    capability = (7, 5)
+    tasks = ("generate", "embed", "classify", "other")
+    effort = 2
+    features = Features(
+        batching="continuous with a paged cache (CUDA, WebGPU); on CPUs requests take turns",
+        kv_cache="as long as a request may get; paged on CUDA",
+        quantization="INT4 and INT8 by its builder",
+        hardware="CPU, NVIDIA; other vendors by further packages",
+        structured_output="JSON schema (llguidance)",
+        multi_node="none",
+        server="bedplate's",
+        maintained="active",
+        source="onnxruntime-genai 0.18.0 (November 2026): its Python API, models/builder.py; tried on a CPU",
+    )
+    uses = MemoryUse(
+        process_bytes=190_000_000,
+        device_bytes=500_000_000,
+        mlp_copies=3.0,
+        spread=0.5,
+        source="its size with SmolLM2 in INT4 and F32 on a CPU, less weights; the device's share is assumed",
+    )
+    default_slots = 4
     strength = "hardware of several vendors, or models that are no LLMs"
+    readers: ClassVar[frozenset[str]] = READERS
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        if workload.task == "generate" and model.format == "gguf":
+        if refused := super().refuse(hardware, model, workload):
+            return refused
+        reads = _reads(model, workload)
+        known = self.readers if reads else WRITERS
+        if model.format == "safetensors" and model.architecture not in (*known, "unknown"):
+            why = f"its {'exporter' if reads else 'builder'} does not know the architecture {model.architecture}"
+            return self.refusal("impossible", why, "the same model as ONNX")
+        target = self.target(hardware)
+        if target is not None and not self.weights(target, model, workload):
             return self.refusal(
-                "unsuitable",
-                "built for portability and for models that are no LLMs",
-                "the same model must run on several vendors' hardware",
+                "impossible", f"makes nothing of weights in {model.quantization}", "the same model in BF16, or as ONNX"
             )
-        return self.not_run_yet()
+        return None
+
+    def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
+        label = model.quantization or "F32"
+        if model.format == "onnx":
+            return (Weights(label=label, made="as it is", format="onnx"),)
+        if model.quantization is not None and label not in SIXTEEN_BIT:
+            return ()
+        if _reads(model, workload):
+            return (Weights(label="F32", made="converted", format="onnx"),)
+        # On CPUs it computes in 32 bits alone: 16-bit weights would be widened.
+        widest = ("F32",) if target.device == "cpu" else (label if label in ("BF16", "F16") else "BF16",)
+        labels = (*widest, "INT8") if workload.precision_sensitive else (*widest, "INT8", "INT4")
+        return tuple(Weights(label=one, made="converted", format="onnx") for one in labels)
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        chosen = super().settle(hardware, model, workload)
+        if _reads(model, workload):
+            # It reads one batch after another.
+            chosen = replaced(chosen, slots=1)
+        return replaced(chosen, threads=hardware.cpu.allowed_physical_cores) if chosen.device == "cpu" else chosen
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        settings, converted = plan.settings, plan.weights.made == "converted"
+        argv = self.server_argv("onnxruntime-server", plan, port)
+        if converted:
+            argv[argv.index("--model") + 1] = made_path(plan)
+        argv += ["--device", "cuda" if settings.device == "cuda" else "cpu"]
+        if settings.threads is not None:
+            argv += ["--threads", str(settings.threads)]
+        steps = [self._installed(plan)]
+        if converted:
+            reads = _reads(plan.model, plan.workload)
+            steps.append(_export(plan) if reads else _build(plan))
+        return Launch(argv=tuple(argv), prepare=tuple(steps))
+
+    def _installed(self, plan: Plan) -> Preparation:
+        (step,) = self.installation()
+        if plan.settings.device in self.built_for:
+            return step
+        named = [package.partition("==") for package in step.what.split()]
+        what = " ".join(f"{CUDA_PACKAGES.get(name, name)}=={version}" for name, _, version in named)
+        return replaced(step, what=what, download_bytes=3_000_000_000, disk_bytes=7_500_000_000)
+
+    def explain(self, log: str) -> Failure | None:
+        return known_failure(log, _KNOWN_FAILURES) or super().explain(log)
+
+
+def _reads(model: Model, workload: Workload) -> bool:
+    """Whether it reads text and writes none: an encoder."""
+    return "generate" not in (model.task, workload.task) or model.architecture in READERS
+
+
+def _build(plan: Plan) -> Preparation:
+    """GenAI's own builder, for models that write."""
+    cuda = plan.settings.device == "cuda"
+    result = made_path(plan)
+    argv = ["python", "-m", "onnxruntime_genai.models.builder"]
+    argv += ["--input", plan.model_path] if plan.model.files else ["--model_name", plan.model.name]
+    argv += ["--output", result, "--precision", PRECISIONS[plan.weights.label]]
+    argv += ["--execution_provider", "cuda" if cuda else "cpu"]
+    if cuda:
+        # Without it, no request joins a batch before the last of those in it has ended.
+        argv += ["--extra_options", "use_paged_attention=true"]
+    return _converted(plan, f"{plan.model.name} to ONNX in {plan.weights.label}", result, argv)
+
+
+def _export(plan: Plan) -> Preparation:
+    result = made_path(plan)
+    argv = ["onnx-export", "--model", source_folder(plan), "--output", result]
+    return _converted(plan, f"{plan.model.name} to ONNX", result, argv)
+
+
+def _converted(plan: Plan, what: str, where: str, argv: list[str]) -> Preparation:
+    weights = plan.model.parameters + plan.model.vision_parameters
+    seconds = BUILD_START_S + weights / BUILD_WEIGHTS_S
+    return Preparation(
+        kind="convert",
+        what=what,
+        where=where,
+        disk_bytes=round(weights * BYTES_PER_WEIGHT[plan.weights.label]),
+        seconds=estimate(seconds, 0.7, "SmolLM2 took 20 to 40 s on two cores, and a small encoder as long"),
+        argv=tuple(argv),
+    )
 
 
 ENGINE = OnnxRuntime()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from bedplate.engines.base import (
     SIXTEEN_BIT,
     Engine,
@@ -10,6 +12,7 @@ from bedplate.engines.base import (
     MemoryUse,
     Recipe,
     Target,
+    everyday_context,
     known_failure,
 )
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
@@ -134,8 +137,9 @@ class PyTorch(Engine):
         return ()
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        chosen = super().settle(hardware, model, workload)
-        return replaced(chosen, threads=hardware.cpu.allowed_physical_cores) if chosen.device == "cpu" else chosen
+        threads = hardware.cpu.allowed_physical_cores
+        settled = replaced(super().settle(hardware, model, workload), context_tokens=everyday_context(model, workload))
+        return replaced(settled, threads=threads) if settled.device == "cpu" else settled
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, cards = plan.settings, plan.parallelism.pipeline
@@ -150,6 +154,11 @@ class PyTorch(Engine):
             if settings.batch_tokens is not None:
                 argv += ["--cb-max-batch-tokens", str(settings.batch_tokens)]
         return Launch(argv=tuple(argv), env=_environment(plan), prepare=self.installation())
+
+    def progress(self, line: str) -> float | None:
+        # The line grows: the last figure is the newest.
+        found = re.findall(r"Loading weights: +(\d{1,3})%", line)
+        return int(found[-1]) / 100 if found else None
 
     def explain(self, log: str) -> Failure | None:
         return known_failure(log, _KNOWN_FAILURES)

@@ -17,6 +17,7 @@ from bedplate.engines.shared import (
     highest,
     hub_variables,
     joined,
+    plain_form,
     progress_of_shards,
     refuse_gfx,
     refuse_stored,
@@ -154,7 +155,7 @@ class Sglang(Engine):
             runs = RUNS if target.device == "cuda" else RUNS_ON_ROCM
             as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
             return (as_it_is,) if method in runs else ()
-        found = [Weights(label=label, made="as it is", format="safetensors")]
+        found = [plain_form(label, target)]
         if workload.task == "generate" and ("fp8" in target.features or _unpacks_fp8(target, model)):
             found.append(Weights(label="FP8", made="while loading", format="safetensors"))
         if workload.task == "generate" and not workload.precision_sensitive:
@@ -179,7 +180,7 @@ class Sglang(Engine):
         argv += joined([("--mem-fraction-static", settings.memory_share)])
         argv += joined([("--chunked-prefill-size", settings.batch_tokens)])
         if plan.weights.made == "while loading":
-            argv += ["--quantization", "fp8"]
+            argv += ["--quantization", "fp8"] if plan.weights.label == "FP8" else ["--dtype", "bfloat16"]
         if settings.kv_type == "fp8":
             argv += ["--kv-cache-dtype", "fp8_e4m3"]
         argv += _layout(layout)

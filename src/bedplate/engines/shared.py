@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from bedplate.engines.base import SIXTEEN_BIT, Engine, Failure, made_path, source_folder
-from bedplate.values import Hardware, Model, Plan, Preparation, Refusal, Settings, Workload, estimate, replaced
+from bedplate.engines.base import SIXTEEN_BIT, Engine, Failure, Target, made_path, source_folder
+from bedplate.values import Hardware, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, estimate, replaced
 
 EVERYDAY_CONTEXT = 8192
 """Context that a chat is given when nobody asked for a length; paged caches take it only when it is used."""
@@ -32,6 +32,13 @@ HUB: Known = (
         Failure(
             message="the model's owner gives it only to those who have asked for it",
             hint="ask for access on the model's page, then give a token of your account as HF_TOKEN",
+        ),
+    ),
+    (
+        r"Repo id must be in the form[^\n]*?: '(?P<what>/[^'\n]*)'",
+        Failure(
+            message="{what} is not there",
+            hint="was it moved, or is its disk not mounted? name the folder where it is now",
         ),
     ),
     (
@@ -152,6 +159,13 @@ def stored_as(model: Model) -> tuple[str, str]:
     if method.startswith("mixed:"):
         return label, "mixed"
     return label, _SAME_METHODS.get(method, method)
+
+
+def plain_form(label: str, target: Target) -> Weights:
+    """Weights that are not quantized: in BF16 or F16, whatever the chip has units for; loaders make it of 32 bits."""
+    has_bf16 = target.capability is None or target.capability >= (8, 0)
+    wanted = "BF16" if has_bf16 and label != "F16" else "F16"
+    return Weights(label=wanted, made="as it is" if wanted == label else "while loading", format="safetensors")
 
 
 def everyday_settings(settings: Settings, model: Model, workload: Workload) -> Settings:

@@ -26,6 +26,7 @@ from bedplate.engines.shared import (
     explained,
     hub_variables,
     joined,
+    plain_form,
     progress_of_shards,
     refuse_architecture,
     refuse_stored,
@@ -45,6 +46,8 @@ from bedplate.values import (
     replaced,
 )
 
+PACKAGE = "tensorrt-llm==1.2.1"
+"""On the public index it is a stub that fetches the wheel from NVIDIA's."""
 IMAGE = "nvcr.io/nvidia/tensorrt-llm/release:1.2.1"
 OPTIONS_FILE = "trtllm-options.yaml"
 # Model types whose classes the release notes up to 1.2 and the table of supported models name for the PyTorch backend;
@@ -161,7 +164,7 @@ class TensorRtLlm(Engine):
         if method != "16-bit":
             as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
             return (as_it_is,) if _runs(method, capability, model) else ()
-        found = [Weights(label=label, made="as it is", format="safetensors")]
+        found = [plain_form(label, target)]
         labels = ["FP8"] if capability >= _ADA else []
         if not workload.precision_sensitive:
             labels += ["NVFP4"] if capability >= _BLACKWELL else ["AWQ-INT4"]
@@ -215,7 +218,14 @@ class TensorRtLlm(Engine):
             return EngineState()
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
-        steps = [Preparation(kind="download", what=IMAGE, where="the container store", argv=("docker", "pull", IMAGE))]
+        steps = [
+            Preparation(
+                kind="install",
+                what=f"{PACKAGE}, or inside of the container {IMAGE}",
+                where="an environment of its own",
+                argv=("uv", "pip", "install", "--extra-index-url", "https://pypi.nvidia.com", PACKAGE),
+            )
+        ]
         if plan.weights.made == "converted":
             steps += fetching(plan)
             steps.append(_converting(plan))
@@ -233,6 +243,8 @@ def options(plan: Plan) -> str:
     """The YAML file for what its command line has no options for."""
     # Without chunks a prompt longer than a batch is refused; without statistics its metrics are empty.
     lines = ["enable_chunked_prefill: true", "enable_iter_perf_stats: true"]
+    if plan.weights.made == "while loading":
+        lines.append("dtype: bfloat16")
     if plan.parallelism.attention_data > 1:
         lines.append("enable_attention_dp: true")
     if plan.settings.kv_type == "fp8":

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Literal
 
-from bedplate.engines.base import Engine, EngineState, Failure, Features, MemoryUse, Target
+from bedplate.engines.base import SIXTEEN_BIT, Engine, EngineState, Failure, Features, MemoryUse, Target
 from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
@@ -14,6 +13,7 @@ from bedplate.engines.shared import (
     everyday_settings,
     explained,
     joined,
+    plain_form,
     refuse_architecture,
     refuse_gfx,
     refuse_stored,
@@ -82,7 +82,7 @@ class Tgi(Engine):
     ways = ("tensor",)
     paged = True
     built_for = ("cuda", "rocm")
-    effort = 2
+    effort = 3
     features = Features(
         batching="continuous",
         kv_cache="paged, prefix cache; FP8 on NVIDIA",
@@ -122,9 +122,7 @@ class Tgi(Engine):
                 method != "fp8" or "fp8" in target.features or (target.device == "cuda" and not old)
             )
             return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),) if runs else ()
-        cast = old and label == "BF16"
-        made: Literal["as it is", "while loading"] = "while loading" if cast else "as it is"
-        found = [Weights(label="F16" if cast else label, made=made, format="safetensors")]
+        found = [plain_form(label, target)]
         if "fp8" in target.features:
             found.append(Weights(label="FP8", made="while loading", format="safetensors"))
         elif target.device == "cuda" and not model.num_experts:
@@ -156,8 +154,8 @@ class Tgi(Engine):
         # Beyond what it computes, as many may wait.
         argv += ["--max-concurrent-requests", str(2 * settings.slots)]
         argv += joined([("--cuda-memory-fraction", settings.memory_share), ("--quantize", _quantize(plan))])
-        if plan.weights.label == "F16" and plan.weights.made == "while loading":
-            argv += ["--dtype", "float16"]
+        if plan.weights.made == "while loading" and plan.weights.label in SIXTEEN_BIT:
+            argv += ["--dtype", "float16" if plan.weights.label == "F16" else "bfloat16"]
         if settings.kv_type == "fp8":
             argv += ["--kv-cache-dtype", "fp8_e4m3fn"]
         if plan.parallelism.tensor > 1:

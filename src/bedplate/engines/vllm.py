@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from bedplate.engines.base import (
     Engine,
@@ -28,6 +27,7 @@ from bedplate.engines.shared import (
     highest,
     hub_variables,
     joined,
+    plain_form,
     progress_of_shards,
     refuse_gfx,
     refuse_stored,
@@ -104,10 +104,17 @@ PARSERS: Mapping[str, Parsers] = {
 _KNOWN_FAILURES: Known = (
     (
         r"To serve at least one request with the models?'s max seq len \((?P<length>\d+)\)"
-        r"(?:[\s\S]{0,400}?estimated maximum model length is (?P<most>\d+))?",
+        r"[\s\S]{0,400}?estimated maximum model length is (?P<most>\d+)",
+        Failure(
+            message="beside the weights there is room for {most} tokens of cache, not for one request of {length}",
+            hint="ask for a shorter --context, such as {most}, or a smaller quantization",
+        ),
+    ),
+    (
+        r"To serve at least one request with the models?'s max seq len \((?P<length>\d+)\)",
         Failure(
             message="beside the weights there is no room for the cache of one request of {length} tokens",
-            hint="ask for a shorter --context (it says what would fit: {most}), or a smaller quantization",
+            hint="ask for a shorter --context, a smaller quantization, or more cards",
         ),
     ),
     (
@@ -208,10 +215,7 @@ class Vllm(Engine):
         return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),)
 
     def _of_plain(self, target: Target, model: Model, workload: Workload, label: str) -> tuple[Weights, ...]:
-        # Chips without BF16 units are given F16, which the loader makes of it.
-        cast = label == "BF16" and target.capability is not None and target.capability < (8, 0)
-        made: Literal["as it is", "while loading"] = "while loading" if cast else "as it is"
-        found = [Weights(label="F16" if cast else label, made=made, format="safetensors")]
+        found = [plain_form(label, target)]
         if workload.task == "generate" and _quantizes_while_loading(target, model):
             found.append(Weights(label="FP8", made="while loading", format="safetensors"))
         if workload.task == "generate" and not workload.precision_sensitive and target.device in ("cuda", "rocm"):
@@ -320,7 +324,9 @@ def _stored(plan: Plan) -> list[str]:
     """What must be said of the weights; of those that are quantized already, their configuration says it."""
     if plan.weights.made != "while loading":
         return []
-    return ["--quantization", "fp8_per_channel"] if plan.weights.label == "FP8" else ["--dtype", "half"]
+    if plan.weights.label == "FP8":
+        return ["--quantization", "fp8_per_channel"]
+    return ["--dtype", "half" if plan.weights.label == "F16" else "bfloat16"]
 
 
 def _layout(plan: Plan) -> list[str]:

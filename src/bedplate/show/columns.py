@@ -17,11 +17,11 @@ class Column:
     name: str
     cells: tuple[Text, ...]
     right: bool = False
-    comfortable: int = 34
+    comfortable: int = 30
     """Columns of the terminal that longer cells are folded to, unless there is room for more."""
 
     @classmethod
-    def of(cls, name: str, cells: Sequence[str | Text], *, right: bool = False, comfortable: int = 34) -> Column:
+    def of(cls, name: str, cells: Sequence[str | Text], *, right: bool = False, comfortable: int = 30) -> Column:
         return cls(name, tuple(Text(cell) if isinstance(cell, str) else cell for cell in cells), right, comfortable)
 
     @property
@@ -45,27 +45,27 @@ class Columns:
 
     def parts(self, width: int) -> Iterator[tuple[Column, ...]]:
         part: list[Column] = []
-        left = width - 1 - self.first.width
+        left = width - GAP - self.first.width
         for column in self.rest:
             if part and column.width + GAP > left:
                 yield tuple(part)
-                part, left = [], width - 1 - self.first.width
+                part, left = [], width - GAP - self.first.width
             part.append(column)
             left -= column.width + GAP
         yield tuple(part)
 
 
 def _table(columns: Sequence[Column]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    table = Table(box=None, padding=(0, GAP - 1, 0, 1), header_style="dim")
     for number, column in enumerate(columns):
         whole = number == 0 or column.right
         table.add_column(
-            (" " if number == 0 else "") + column.name,
+            column.name,
             justify="right" if column.right else "left",
             no_wrap=whole,
             overflow="fold",
             min_width=column.width if whole else min(column.width, 12),
         )
     for row in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(Text.assemble(" ", row[0]), *row[1:])
+        table.add_row(*row)
     return table

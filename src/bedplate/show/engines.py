@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from bedplate.decide.engine_map import Here, Row, Situation
@@ -66,17 +67,16 @@ def render_map(
     )
 
 
-def _cheat_sheet(sheet: Sequence[Situation]) -> Columns:
+def _cheat_sheet(sheet: Sequence[Situation]) -> Table:
     """The situation, its engine, and whether this machine is one."""
-    here = [Text(f"← this machine, {' and '.join(line.here)}" if line.here else "", style="green") for line in sheet]
-    return Columns(
-        Column.of("", [Text(line.when) for line in sheet], comfortable=44),
-        (
-            Column.of("engine", [Text(", ".join(line.engines), style="bold") for line in sheet]),
-            Column.of("", here, comfortable=0),
-            Column.of("from", [Text(line.source, style="dim") for line in sheet]),
-        ),
-    )
+    table = Table.grid(padding=(0, 1), pad_edge=True, collapse_padding=False)
+    table.add_column(overflow="fold")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    for line in sheet:
+        mark = (f"  ← this machine, {' and '.join(line.here)}", "green") if line.here else ""
+        table.add_row(Text.assemble(line.when, mark), ", ".join(line.engines), line.source)
+    return table
 
 
 def _feature(rows: Sequence[Row], field: str, title: str) -> Column:

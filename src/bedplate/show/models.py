@@ -9,13 +9,16 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.decide.candidates import READING_TOK_S
-from bedplate.decide.catalogue import PACES, Catalogue, Entry, Pace, in_memory
+from bedplate.decide.catalogue import PACES, Catalogue, Entry, Pace
 from bedplate.show.decision import short
 from bedplate.show.probe import one_line
 from bedplate.values import Figure, Hardware, Workload
+from bedplate.values.units import memory
 
 WIDE = 110
-"""Columns from which on owners' names and bands have a place of their own."""
+"""Columns of a terminal from which on bands have a place of their own."""
+WITH_OWNERS = 140
+"""And from here on the owners' names."""
 
 
 def render_models(
@@ -33,7 +36,7 @@ def render_models(
         parts.append(Text(f" … and {len(fitting) - len(shown)} more: --limit {len(fitting)}, or --search", style="dim"))
     refused = [entry for entry in found.models if not entry.fits]
     if refused:
-        parts += [Text("\n Not here", style="bold"), *(_refused(entry) for entry in refused[:limit])]
+        parts += [Text("\n Not here", style="bold"), Refused(tuple(refused[:limit]))]
         if limit is not None and len(refused) > limit:
             parts.append(Text(f" … and {len(refused) - limit} more: --limit {len(refused)}", style="dim"))
     if fitting:
@@ -43,17 +46,24 @@ def render_models(
 
 def _head(hardware: Hardware, workload: Workload, found: Catalogue) -> list[RenderableType]:
     style = "bold green" if found.fitting else "bold red"
-    work = f"{_requests(found.in_flight)}, {workload.request_tokens:,} tokens each"
-    answer = f" {found.fitting} of {found.known} known models run here" if found.fitting else " None of"
+    work = f"{_requests(workload)}, {workload.request_tokens:,} tokens each"
+    return [Text(f" {_answer(found)}", style=style), Text(f" {one_line(hardware)}"), Text(f" {work}", style="dim")]
+
+
+def _answer(found: Catalogue) -> str:
+    if not found.known:
+        return "No known model of this task is called so"
     if not found.fitting:
-        answer = (
-            f" None of {found.known} known models runs here as asked" if found.known else " No known model is called so"
-        )
-    return [Text(answer, style=style), Text(f" {one_line(hardware)}"), Text(f" {work}", style="dim")]
+        return f"None of {found.known} known models runs here as asked; --all says why"
+    return f"{found.fitting} of {found.known} known models run here"
 
 
-def _requests(in_flight: int) -> str:
-    return "one request at a time" if in_flight == 1 else f"{in_flight:,} requests at once"
+def _requests(workload: Workload) -> str:
+    if workload.concurrency is None and workload.requests_per_s is not None:
+        return f"{workload.requests_per_s:g} requests a second"
+    if workload.concurrency is None and workload.think_time_s is not None:
+        return f"{workload.users:,} users who think for {workload.think_time_s:g} s"
+    return "one request at a time" if workload.in_flight() == 1 else f"{workload.in_flight():,} requests at once"
 
 
 def _title(pace: Pace, least_tok_s: float | None) -> str:
@@ -73,33 +83,34 @@ class Listing:
         self.entries = entries
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide = options.max_width >= WIDE
-        table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0), header_style="dim")
-        table.add_column(" model", overflow="fold", ratio=None)
-        for name in ("size", "weights", "engine", "tok/s"):
-            table.add_column(name, no_wrap=True, justify="right" if name in ("size", "tok/s") else "left")
-        if wide:
-            table.add_column("band", no_wrap=True, style="dim")
-        table.add_column("memory", no_wrap=True, justify="right")
-        table.add_column("context", no_wrap=True, justify="right")
+        width = options.max_width
+        table = Table(box=None, padding=(0, 1, 0, 1) if width >= WIDE else (0, 0, 0, 1), header_style="dim")
+        table.add_column("model", overflow="fold", min_width=24)
+        for name in ("size", "weights", "engine", "tok/s", *(["band"] if width >= WIDE else []), "memory", "context"):
+            right = name not in ("weights", "engine", "band")
+            table.add_column(name, no_wrap=True, justify="right" if right else "left")
         for entry in self.entries:
-            table.add_row(*_cells(entry, wide))
+            table.add_row(*_cells(entry, width))
         yield table
 
 
-def _cells(entry: Entry, wide: bool) -> list[Text]:
-    name = entry.name if wide else entry.name.rpartition("/")[2]
-    cells = [
-        Text.assemble(" ", name, (" here", "bold green") if entry.here else ""),
+def _cells(entry: Entry, width: int) -> list[Text]:
+    name = entry.name if width >= WITH_OWNERS else entry.name.rpartition("/")[2]
+    return [
+        Text.assemble(name, (" here", "bold green") if entry.here else ""),
         Text(parameters(entry)),
         Text(_weights(entry)),
         Text(entry.engine or ""),
         Text(short(entry.tok_s.value) if entry.tok_s is not None else "TBD"),
+        *([Text(band(entry.tok_s), style="dim")] if width >= WIDE else []),
+        Text(_memory(entry)),
+        Text(context(entry, whole=width >= WIDE)),
     ]
-    if wide:
-        cells.append(Text(band(entry.tok_s)))
-    where = in_memory(entry) if wide else in_memory(entry).partition(" of ")[0]
-    return [*cells, Text(where), Text(context(entry, wide))]
+
+
+def _memory(entry: Entry) -> str:
+    each = f"{entry.devices} × " if entry.devices > 1 else ""
+    return f"{each}{memory(entry.memory_bytes)}" if entry.memory_bytes is not None else "TBD"
 
 
 def _weights(entry: Entry) -> str:
@@ -118,31 +129,47 @@ def _billions(count: float) -> str:
 
 
 def band(figure: Figure | None) -> str:
-    return f"{short(figure.low)} to {short(figure.high)}" if figure is not None else ""
+    return f"{short(figure.low)}–{short(figure.high)}" if figure is not None else ""
 
 
-def context(entry: Entry, wide: bool = True) -> str:
+def context(entry: Entry, *, whole: bool = True) -> str:
     """What fits of what the model reads, in units of 1,024 tokens."""
     if entry.longest_context is None:
         return "TBD"
-    if not wide or entry.longest_context == entry.max_context or entry.max_context is None:
+    if not whole or entry.longest_context == entry.max_context or entry.max_context is None:
         return _thousands(entry.longest_context)
     return f"{_thousands(entry.longest_context)} of {_thousands(entry.max_context)}"
 
 
 def _thousands(tokens: int) -> str:
+    if tokens < 1024:
+        return str(tokens)
     return f"{tokens / 1024:.3g}k" if tokens < 1 << 20 else f"{tokens / (1 << 20):.3g}M"
 
 
-def _refused(entry: Entry) -> Text:
-    return Text.assemble(f" {entry.name}", (f"  {parameters(entry)}  ", "dim"), entry.why or "")
+class Refused:
+    """What does not fit, and why in a few words."""
+
+    def __init__(self, entries: tuple[Entry, ...]) -> None:
+        self.entries = entries
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table.grid(padding=(0, 0, 0, 1), pad_edge=True)
+        table.add_column(overflow="fold", min_width=24)
+        table.add_column(no_wrap=True, justify="right")
+        table.add_column(overflow="fold", style="dim")
+        for entry in self.entries:
+            name = entry.name if options.max_width >= WIDE else entry.name.rpartition("/")[2]
+            table.add_row(Text(name), Text(parameters(entry)), Text(entry.why or ""))
+        yield table
 
 
 def _foot(hardware: Hardware, shown: Sequence[Entry], plan: str) -> list[RenderableType]:
     lines = ["speeds are estimates; order: by size, active experts and year, not by measured quality"]
     if any(entry.offload is not None for entry in shown):
         lines.append("+RAM: a part of the weights stays in the host's memory")
-    if any(entry.pace == "not predicted" for entry in shown) and not hardware.accelerators:
+    unknown = any(entry.pace == "not predicted" and entry.task == "generate" for entry in shown)
+    if unknown and not hardware.accelerators and hardware.memory.bandwidth_bytes_s is None:
         lines.append("speeds need this machine's memory bandwidth: bedplate probe --measure")
     if any(entry.here for entry in shown):
         first = next(entry for entry in shown if entry.here)

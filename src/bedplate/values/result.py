@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from bedplate.values.decision import Device, Parallelism
 from bedplate.values.record import Record
 
 
@@ -17,6 +18,9 @@ class Result(Record, frozen=True, kw_only=True):
     engine_version: str | None = None
     model: str
     quantization: str | None = None
+    device: Device | None = None
+    """What it computed on; `None`: the accelerators, where there are any."""
+    parallelism: Parallelism = Parallelism()
     concurrency: int
     prompt_tokens: int
     output_tokens: int
@@ -28,7 +32,7 @@ class Result(Record, frozen=True, kw_only=True):
     """Agreement with the reference, 1 is all; `None`: not checked."""
 
     def comparable(self, other: Result) -> bool:
-        """The same machine, model, weights and work: what differs is the engine."""
+        """The same machine, model, weights and work: what differs is the engine, and how it is best laid out."""
         return (
             self.machine == other.machine
             and self.model == other.model

@@ -237,8 +237,8 @@ def _both(one: float, other: float) -> float:
 
 
 def _weight_class(shape: Shape) -> int:
-    """4, 8 or 16: by the mean bits of a weight, scales included."""
-    return 16 if shape.bits > 12 else 8 if shape.bits > 6.8 else 4
+    """4, 8 or 16: how the matrices are stored."""
+    return 16 if shape.stored_bits > 12 else 8 if shape.stored_bits > 6.8 else 4
 
 
 def _tuned(profile: Profile, shape: Shape, machine: Machine, kind: int) -> float:
@@ -273,7 +273,8 @@ def profile_for(engine: str, backend: str, dated: bool = True) -> tuple[Profile,
 
 
 KIN = {
-    "vllm": "sglang", "sglang": "vllm", "exllamav3": "exllamav2", "tgi": "vllm", "tensorrt-llm": "vllm", "lmdeploy": "vllm", "onnxruntime": "pytorch",
+    "vllm": "sglang", "sglang": "vllm", "exllamav3": "exllamav2", "tgi": "vllm", "tensorrt-llm": "vllm",
+    "lmdeploy": "vllm", "onnxruntime": "pytorch",
 }  # fmt: skip
 NEAR_BACKENDS = {
     "rocm-wmma": ("rocm",), "vulkan-amdvlk": ("vulkan",), "sycl": ("vulkan", "rocm"), "other": ("vulkan", "cuda"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
@@ -30,6 +31,9 @@ PLAIN_OPS_PER_CYCLE_16 = {
     "volta": 1024, "turing": 1024, "ampere-dc": 2048, "ampere": 1024, "ada": 1024, "hopper": 2048,
     "blackwell-dc": 2048, "blackwell": 1024,
 }  # fmt: skip
+# Apple's GPUs since M3 issue floating-point and integer operations side by side (Apple, "Explore GPU advancements in M3
+# and A17 Pro", 2023), which unpacking weights is half and half of, and multiplying matrices in part.
+APPLE_SIDE_BY_SIDE, APPLE_SIDE_BY_SIDE_MATRIX = 1.5, 1.2
 # 16-bit operations that portable matrix kernels sustain for each joule. Cards run below their highest clock when they
 # multiply matrices: published prompt speeds of cards of one generation follow their power limits, not their peaks.
 OPS_PER_JOULE = {
@@ -266,13 +270,22 @@ def _core_hz(kind: str, chip: Chip) -> float:
     """From the 32-bit rate, which is lanes times clock; where a sheet has none, from the 16-bit one."""
     rates = _ops(chip)
     rate = rates.get("fp32") or rates.get("fp16", 0.0) / 4
+    if kind == "apple" and _apple_generation(chip) >= 3:
+        rate *= APPLE_SIDE_BY_SIDE
     return rate / (2 * LANES.get(kind, 128))
+
+
+def _apple_generation(chip: Chip) -> int:
+    found = re.search(r"\bM(\d)", chip.name)
+    return int(found[1]) if found else 1
 
 
 def _plain_ops(kind: str, chip: Chip) -> float:
     rates = _ops(chip)
     sheet = rates.get("fp16") or rates.get("fp32", 0.0)
     per_cycle = PLAIN_OPS_PER_CYCLE_16.get(kind)
+    if kind == "apple" and _apple_generation(chip) >= 3:
+        return sheet * APPLE_SIDE_BY_SIDE_MATRIX
     if per_cycle is None:
         return sheet
     # GeForce cards do 16-bit accumulation at twice the rate of the sheet's 32-bit one; the others do not.

@@ -66,6 +66,8 @@ class Shape(NamedTuple):
     """Mean bits of a weight that is read."""
     total_bytes: float
     total_params: float
+    stored_bits: float = 16.0
+    """Of a weight in the matrices that were quantised, scales left out: 4 in AWQ, whatever else stayed 16-bit."""
 
     @property
     def expert_share(self) -> float:
@@ -137,7 +139,16 @@ def _shape(model: Model) -> Shape:
         bits=(dense_bytes + expert_bytes) * 8 / read if read else 16.0,
         total_bytes=float(model.weight_bytes),
         total_params=float(model.parameters),
+        stored_bits=_stored_bits(model, (dense_bytes + expert_bytes) * 8 / read if read else 16.0),
     )
+
+
+def _stored_bits(model: Model, mean_bits: float) -> float:
+    details = model.quantization_details
+    if details is None or details.method == "gguf":
+        # A GGUF label stands for a mixture, whose mean says more than its name.
+        return mean_bits
+    return min(details.bits, mean_bits)
 
 
 def _attention(model: Model) -> tuple[Attention, ...]:

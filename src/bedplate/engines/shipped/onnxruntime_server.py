@@ -52,6 +52,8 @@ class OnnxRuntime(Backend):
         folder = Path(options.model)
         if not folder.is_dir():
             raise Refused(f"{folder} is no folder")
+        if folder.name == "onnx" and not (folder / "config.json").exists():
+            folder = folder.parent  # where hubs put graphs that were made of a folder's own weights
         progress(0.05)
         if (folder / "genai_config.json").exists():
             writer = _writer(folder, options)

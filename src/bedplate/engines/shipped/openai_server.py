@@ -204,6 +204,8 @@ class HuggingFaceText(Text):
         from tokenizers import Tokenizer
 
         self.folder = Path(folder)
+        if not (self.folder / "tokenizer.json").exists():
+            raise Refused(f"{self.folder} has no tokenizer.json")
         self.tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         # Some folders ask for every text to be cut or filled up, which is for training.
         self.tokenizer.no_padding()

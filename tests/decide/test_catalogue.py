@@ -1,0 +1,294 @@
+"""What can this machine run: one entry for each real model, figures that hold, and an order worth reading."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bedplate.decide import decide
+from bedplate.decide.candidates import READING_TOK_S
+from bedplate.decide.catalogue import (
+    EVERYDAY_TOKENS,
+    PACES,
+    Entry,
+    capability,
+    catalogue,
+    copies_here,
+    distinct_models,
+    everyday,
+    matching,
+    ranked,
+)
+from bedplate.facts.known_models import find_model, known_names, lookup
+from bedplate.facts.library import Located
+from bedplate.facts.released import released
+from bedplate.facts.simulated import simulated
+from bedplate.values import Figure, Hardware, Workload, replaced
+from bedplate.values.result import Result
+
+RTX = simulated({"accelerator": "RTX 4090", "ram_gb": 64})
+H100 = simulated({"accelerator": "H100 SXM", "count": 8})
+KNOWN = distinct_models()
+
+
+def asked(hardware: Hardware, *names: str, workload: Workload | None = None, **options: object) -> dict[str, Entry]:
+    models = [known for known in KNOWN if not names or known.name in names]
+    found = catalogue(hardware, workload or Workload(), models=models, **options)  # type: ignore[arg-type]
+    return {entry.name: entry for _, entry in found if entry is not None}
+
+
+@pytest.fixture(scope="module")
+def on_rtx() -> dict[str, Entry]:
+    return asked(RTX)
+
+
+# which models there are
+
+
+def test_every_known_name_is_in_one_model_and_no_model_is_there_twice() -> None:
+    names = [name for known in KNOWN for name in known.names]
+    assert sorted(names) == sorted(known_names())
+    assert len({known.key for known in KNOWN}) == len(KNOWN)
+    assert all(known.name in known.names for known in KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("Qwen/Qwen3-32B", ["Qwen/Qwen3-32B-FP8", "Qwen/Qwen3-32B-FP8-Static-PerTensor"]),
+        ("meta-llama/Llama-3.1-8B-Instruct", ["meta-llama/Meta-Llama-3.1-8B", "nvidia/Llama-3.1-8B-Instruct-FP8"]),
+        ("deepseek-ai/DeepSeek-R1", ["nvidia/DeepSeek-R1-NVFP4"]),
+        ("google/gemma-3-27b-it", ["google/gemma-3-27b"]),
+        ("moonshotai/Kimi-K2-Instruct", ["moonshotai/Kimi-K2-Base"]),
+    ],
+)
+def test_quantizations_and_bases_are_no_other_models(name: str, others: list[str]) -> None:
+    known = next(known for known in KNOWN if name in known.names)
+    assert known.name == name and set(others) <= set(known.names)
+
+
+def test_other_versions_are_other_models() -> None:
+    for one, other in (
+        ("deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-R1-0528"),
+        ("Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B"),
+        ("zai-org/GLM-5", "zai-org/GLM-5.1"),
+    ):
+        assert not any(one in known.names and other in known.names for known in KNOWN)
+
+
+def test_every_known_model_has_a_year() -> None:
+    assert not [name for name in known_names() if not 2018 <= (released(name) or 0) <= 2026]
+    assert released("nobody/knows-this") is None
+    assert (released("llama-2-7b"), released("Llama 3 8B"), released("Qwen3.5-27B")) == (2023, 2024, 2026)
+
+
+def test_a_search_takes_words_in_any_spelling() -> None:
+    assert {known.name for known in matching(KNOWN, "QWEN3 coder")} == {
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        "Qwen/Qwen3-Coder-480B-A35B-Instruct",
+        "Qwen/Qwen3-Coder-Next",
+    }
+    assert matching(KNOWN, "llama3.1 405b") and not matching(KNOWN, "no such model")
+    assert matching(KNOWN, None) == matching(KNOWN, "  ") == KNOWN
+
+
+def test_copies_on_this_machine_are_found_under_other_programs_names() -> None:
+    files = [
+        Located(name=name, path=Path(name), origin="Ollama", size_bytes=1)
+        for name in ("qwen3:8b", "unsloth/Qwen3-8B-GGUF:Q4_K_M", "mine:latest")
+    ]
+    found = asked(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", here=copies_here(files))
+    assert found["Qwen/Qwen3-8B"].here == ("qwen3:8b", "unsloth/Qwen3-8B-GGUF:Q4_K_M")
+    assert found["Qwen/Qwen3-14B"].here == ()
+
+
+# each entry
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "openai/gpt-oss-20b", "google/gemma-3-27b-it"])
+def test_an_entry_says_what_plan_says(on_rtx: dict[str, Entry], name: str) -> None:
+    entry = on_rtx[name]
+    decision = decide(RTX, find_model(name), everyday(Workload()))
+    assert decision.memory is not None
+    assert (entry.engine, entry.quantization, entry.rule) == (
+        decision.engine,
+        decision.quantization,
+        decision.reasons[0].rule,
+    )
+    assert entry.memory_bytes == max(need.total_bytes for need in decision.memory.devices)
+    assert entry.estimate.tpot_ms == decision.estimate.tpot_ms
+
+
+def test_the_speed_is_that_of_one_stream_with_its_band(on_rtx: dict[str, Entry]) -> None:
+    entry = on_rtx["Qwen/Qwen3-8B"]
+    assert entry.tok_s is not None and entry.estimate.tpot_ms is not None and entry.tok_s.basis == "estimate"
+    assert entry.tok_s.low < entry.tok_s.value < entry.tok_s.high
+    assert entry.tok_s.value == pytest.approx(1000 / entry.estimate.tpot_ms.value)
+
+
+def test_the_longest_context_fits_and_a_longer_one_does_not(on_rtx: dict[str, Entry]) -> None:
+    entry = on_rtx["Qwen/Qwen3-32B"]
+    longest = entry.longest_context
+    assert longest is not None and entry.max_context is not None
+    assert EVERYDAY_TOKENS <= longest < entry.max_context
+    at, beyond = (
+        asked(RTX, entry.name, workload=Workload(context_tokens=tokens))[entry.name]
+        for tokens in (longest, longest + 2048)
+    )
+    assert at.fits and at.quantization == entry.quantization and at.longest_context == longest
+    assert not beyond.fits or beyond.quantization != entry.quantization
+
+
+def test_a_conversation_fits_unless_the_model_reads_less(on_rtx: dict[str, Entry]) -> None:
+    for entry in on_rtx.values():
+        if entry.fits and entry.max_context is not None:
+            assert (entry.longest_context or 0) >= min(EVERYDAY_TOKENS, entry.max_context), entry.name
+    assert on_rtx["huggyllama/llama-7b"].longest_context == 2048
+
+
+def test_lengths_that_were_asked_for_are_not_cut() -> None:
+    found = asked(RTX, "huggyllama/llama-7b", workload=Workload(context_tokens=4096))["huggyllama/llama-7b"]
+    assert not found.fits and found.why == "reads at most 2,048 tokens"
+
+
+def test_what_cannot_fit_says_why_in_a_few_words(on_rtx: dict[str, Entry]) -> None:
+    refused = [entry for entry in on_rtx.values() if not entry.fits]
+    assert refused
+    for entry in refused:
+        assert entry.why and len(entry.why) < 100 and entry.engine is None and entry.pace is None
+    assert "in 3 bits" in (on_rtx["moonshotai/Kimi-K3"].why or "")
+
+
+def test_the_quick_refusal_never_refuses_what_a_plan_would_run() -> None:
+    small = simulated({"accelerator": "RTX 4090", "ram_gb": 16})
+    quick = [entry for entry in asked(small).values() if "in 3 bits" in (entry.why or "")]
+    assert quick
+    for entry in sorted(quick, key=lambda entry: entry.parameters)[:3]:
+        assert not decide(small, find_model(entry.name), Workload()).fits
+
+
+def test_the_least_speed_refuses_what_is_slower() -> None:
+    free, bound = (asked(RTX, "Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B", least_tok_s=least) for least in (None, 100.0))
+    speed = free["Qwen/Qwen3-32B"].tok_s
+    assert speed is not None and speed.value < 100 and free["Qwen/Qwen3-32B"].fits
+    assert not bound["Qwen/Qwen3-32B"].fits and "tok/s" in (bound["Qwen/Qwen3-32B"].why or "")
+    assert bound["Qwen/Qwen3-0.6B"].fits
+
+
+def test_only_models_of_the_asked_task_are_listed() -> None:
+    embedding = asked(RTX, workload=Workload(task="embed"))
+    assert "BAAI/bge-m3" in embedding and "Qwen/Qwen3-8B" not in embedding
+    assert embedding["BAAI/bge-small-en-v1.5"].fits, "512 tokens are what it reads; nobody asked for more"
+    assert all(entry.task == "embed" for entry in embedding.values())
+
+
+def test_more_users_than_fit_make_some_wait() -> None:
+    crowd = asked(RTX, "Qwen/Qwen3-8B", workload=Workload(users=4000))["Qwen/Qwen3-8B"]
+    assert crowd.fits and crowd.in_flight == 4000 > crowd.max_concurrency and crowd.pace == "some wait"
+
+
+def test_users_who_think_are_fewer_at_once() -> None:
+    thinking = Workload(users=200, think_time_s=60.0)
+    entry = asked(H100, "Qwen/Qwen3-8B", workload=thinking)["Qwen/Qwen3-8B"]
+    assert entry.fits and 1 <= entry.in_flight < 100
+
+
+def test_what_was_measured_here_corrects_every_model_of_that_engine() -> None:
+    plain = asked(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B")
+    engine = plain["Qwen/Qwen3-8B"].engine
+    assert engine is not None and engine == plain["Qwen/Qwen3-14B"].engine
+    expected = plain["Qwen/Qwen3-8B"].estimate.output_tok_s
+    assert expected is not None
+    result = Result(
+        at="2026-11-15T00:00:00Z",
+        machine="here",
+        engine=engine,
+        model="Qwen/Qwen3-8B",
+        quantization=plain["Qwen/Qwen3-8B"].quantization,
+        concurrency=1,
+        prompt_tokens=512,
+        output_tokens=256,
+        output_tok_s=expected.value / 2,
+    )
+    measured = asked(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", results=(result,))
+    for name in plain:
+        before, after = plain[name].tok_s, measured[name].tok_s
+        assert before is not None and after is not None and after.value < before.value * 0.8
+
+
+# their order
+
+
+def entry(name: str = "a", **fields: object) -> Entry:
+    plain = Entry(name=name, task="generate", parameters=10**9, fits=True, pace="comfortable", released=2025)
+    return replaced(plain, **fields)
+
+
+def speed(value: float) -> Figure:
+    return Figure(value=value, low=value, high=value, basis="estimate")
+
+
+def test_the_most_capable_that_is_comfortable_comes_first(on_rtx: dict[str, Entry]) -> None:
+    listed = ranked(on_rtx.values())
+    paces = [PACES.index(one.pace) for one in listed if one.pace is not None]
+    assert paces == sorted(paces) and [one.fits for one in listed] == sorted((one.fits for one in listed), reverse=True)
+    comfortable = [one for one in listed if one.pace == "comfortable"]
+    worth = [capability(one) for one in comfortable]
+    assert worth == sorted(worth, reverse=True)
+    assert all(one.tok_s is not None and one.tok_s.value >= READING_TOK_S for one in comfortable)
+    names = [one.name for one in listed]
+    assert names.index("Qwen/Qwen3-32B") < names.index("codellama/CodeLlama-34b") < names.index("Qwen/Qwen3-0.6B")
+
+
+def test_newer_counts_for_more_and_experts_for_less_than_their_sum() -> None:
+    assert capability(entry(released=2026)) > capability(entry(released=2025)) > capability(entry(released=None))
+    assert capability(entry(active_parameters=10**8)) < capability(entry())
+
+
+def test_of_slow_ones_nobody_wants_the_largest() -> None:
+    huge = entry("huge", parameters=10**12, pace="slow", tok_s=speed(0.2))
+    usable = entry("usable", parameters=10**11, pace="slow", tok_s=speed(12))
+    assert [one.name for one in ranked([huge, usable])] == ["usable", "huge"]
+
+
+def test_of_two_versions_the_newer_comes_first() -> None:
+    names = ["Qwen/Qwen3.5-27B", "x/Super-49B-v1", "Qwen/Qwen3.6-27B", "x/Super-49B-v1_5"]
+    listed = [one.name for one in ranked(entry(name) for name in names)]
+    assert listed.index("Qwen/Qwen3.6-27B") < listed.index("Qwen/Qwen3.5-27B")
+    assert listed.index("x/Super-49B-v1_5") < listed.index("x/Super-49B-v1")
+
+
+# what may never happen
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    name=st.sampled_from([known.name for known in KNOWN]),
+    ram=st.integers(2, 256),
+    more=st.integers(0, 256),
+    users=st.integers(1, 64),
+)
+def test_more_memory_never_makes_a_fit_fail_and_more_users_never_make_one(
+    name: str, ram: int, more: int, users: int
+) -> None:
+    facts = lookup(name)
+    assert facts is not None
+
+    def fits(gigabytes: int, at_once: int) -> bool:
+        machine = simulated({"cpu": "Xeon", "cores": 8, "ram_gb": gigabytes, "os": "linux"})
+        work = Workload(users=at_once, prompt_tokens=128, output_tokens=64, task=facts.task)
+        return asked(machine, name, workload=work)[name].fits
+
+    assert fits(ram + more, users) or not fits(ram, users)
+    assert fits(ram, 1) or not fits(ram, users)
+
+
+def test_all_models_take_seconds() -> None:
+    """Of this process's own time: the machine may be busy."""
+    began = time.process_time()
+    asked(RTX)
+    assert time.process_time() - began < 3

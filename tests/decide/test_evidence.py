@@ -1,0 +1,150 @@
+"""What was measured here: it corrects estimates, overturns rules when it is clear, and never when it is wrong."""
+
+from __future__ import annotations
+
+import pytest
+from tests.commands import invoke
+
+from bedplate import store
+from bedplate.decide import decide
+from bedplate.decide.evidence import factor_of, gathered
+from bedplate.facts.known_models import find_model
+from bedplate.facts.simulated import simulated
+from bedplate.values import Decision, Parallelism, Workload, replaced
+from bedplate.values.intent import Operations
+from bedplate.values.result import Result
+
+MACHINE = simulated({"accelerator": "H100 SXM", "count": 8, "ram_gb": 2048})
+MODEL = find_model("meta-llama/Meta-Llama-3.1-8B")
+WORK = Workload(concurrency=64, prompt_tokens=1024, output_tokens=256)
+
+
+def measured(engine: str, tok_s: float, **other: object) -> Result:
+    base = Result(
+        at="2026-11-01T10:00:00Z", machine=store.fingerprint(MACHINE), engine=engine, model=MODEL.name,
+        quantization="FP8", concurrency=64, prompt_tokens=1024, output_tokens=256, ttft_ms=100, output_tok_s=tok_s,
+        quality=1.0,
+    )  # fmt: skip
+    return replaced(base, **other)
+
+
+def decided(*results: Result, operations: Operations | None = None) -> Decision:
+    return decide(MACHINE, MODEL, WORK, operations=operations, results=results)
+
+
+class TestOverturning:
+    def test_a_clear_gain_overturns_the_rule_and_says_why(self) -> None:
+        assert decided().engine == "vllm"
+        found = decided(measured("vllm", 4000), measured("sglang", 5200))
+        assert found.engine == "sglang" and found.reasons[0].rule == "evidence.measured"
+        assert "30%" in found.reasons[0].text and "vLLM" in found.reasons[0].text
+        assert found.reasons[0].source.startswith("store")
+
+    def test_and_the_incumbent(self) -> None:
+        kept = Operations(incumbent="vllm")
+        assert decided(operations=kept).reasons[0].rule == "operations.incumbent"
+        found = decided(measured("vllm", 4000), measured("sglang", 5200), operations=kept)
+        assert found.engine == "sglang"
+
+    def test_of_several_the_best(self) -> None:
+        found = decided(measured("vllm", 4000), measured("sglang", 5200), measured("tensorrt-llm", 5900))
+        assert found.engine == "tensorrt-llm"
+
+    @pytest.mark.parametrize(
+        "challenger",
+        [
+            measured("sglang", 4200),
+            measured("sglang", 8000, quality=0.8),
+            measured("sglang", 8000, ttft_ms=400),
+            measured("sglang", 8000, concurrency=32),
+            measured("sglang", 8000, quantization="AWQ-INT4"),
+            measured("sglang", 8000, prompt_tokens=100),
+            measured("sglang", 8000, model="another model"),
+            measured("sglang", 8000, machine="another machine"),
+            measured("sglang", 8000, output_tok_s=None),
+        ],
+        ids=["5 %", "wrong answers", "slower to begin", "other load", "other weights", "other prompts", "other model",
+             "other machine", "no figure"],
+    )  # fmt: skip
+    def test_what_proves_nothing_moves_nothing(self, challenger: Result) -> None:
+        found = decided(measured("vllm", 4000), challenger)
+        assert found.engine == "vllm" and found.reasons[0].rule == "serve.default"
+
+    def test_a_challenger_alone_proves_nothing(self) -> None:
+        assert decided(measured("sglang", 9000)).engine == "vllm"
+
+    def test_what_cannot_run_here_is_not_chosen_whatever_was_measured(self) -> None:
+        found = decided(measured("vllm", 4000), measured("exllamav2", 9000), measured("mlx", 9000))
+        assert found.engine != "mlx"
+
+    def test_an_engine_that_bedplate_does_not_know_is_passed_over(self) -> None:
+        assert decided(measured("vllm", 4000), measured("lmdeploy", 9000)).engine == "vllm"
+
+
+class TestCalibration:
+    def test_a_measurement_corrects_the_estimate_and_says_so(self) -> None:
+        plain = decided()
+        assert plain.estimate.output_tok_s is not None and plain.settings is not None
+        one_card = decide(
+            simulated({"accelerator": "H100 SXM", "ram_gb": 2048}), MODEL, WORK, "vllm"
+        ).estimate.output_tok_s
+        assert one_card is not None
+        slower = decided(measured("vllm", one_card.value / 2))
+        assert slower.estimate.output_tok_s is not None and slower.estimate.tpot_ms is not None
+        assert slower.estimate.output_tok_s.value < 0.75 * plain.estimate.output_tok_s.value
+        (said,) = [reason for reason in slower.reasons if reason.rule == "evidence.calibrated"]
+        assert "scaled by 0.50" in said.text and said.source.startswith("store")
+        assert "evidence.calibrated" not in [reason.rule for reason in plain.reasons]
+
+    def test_without_measurements_nothing_is_corrected(self) -> None:
+        assert gathered(MACHINE, MODEL, []).factor("vllm", "cuda") == 1.0
+
+    def test_another_engines_measurement_corrects_nothing(self) -> None:
+        plain, other = decided(), decided(measured("llama.cpp", 10))
+        assert plain.estimate == other.estimate
+
+    def test_another_models_measurement_corrects_but_does_not_overturn(self) -> None:
+        small = measured("vllm", 50, model="Qwen/Qwen3-0.6B", quantization="BF16")
+        evidence = gathered(MACHINE, MODEL, [small])
+        assert evidence.factor("vllm", "cuda") < 1 and evidence.results == ()
+
+    def test_the_layout_that_was_measured_is_the_one_that_is_estimated(self) -> None:
+        plain = decided()
+        rate, layout = plain.estimate.output_tok_s, plain.parallelism
+        assert rate is not None and layout != Parallelism()
+        same = measured("vllm", rate.value, quantization=plain.quantization, parallelism=layout)
+        assert gathered(MACHINE, MODEL, [same]).factor("vllm", "cuda") == pytest.approx(1.0, rel=0.05)
+
+    def test_a_build_for_the_cpu_says_nothing_of_the_card(self) -> None:
+        slow = measured("llama.cpp", 10, concurrency=1, quantization="Q4_K_M", device="cpu")
+        evidence = gathered(MACHINE, MODEL, [slow])
+        assert evidence.factor("llama.cpp", "cuda") == 1.0
+
+    @pytest.mark.parametrize(("label", "known"), [("6.0 bpw", True), ("AWQ-Int4", True), ("made up", False)])
+    def test_weights_as_a_decision_names_them(self, label: str, known: bool) -> None:
+        evidence = gathered(MACHINE, MODEL, [measured("vllm", 50, quantization=label)])
+        assert bool(evidence.factors) is known
+
+    def test_the_middle_of_all_pairs(self) -> None:
+        assert factor_of([(100, 50), (100, 100), (10, 100)]) == 1.0
+        assert factor_of([(0, 50), (10, 0)]) is None and factor_of([]) is None
+
+
+def test_plan_reads_the_store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path_factory.mktemp("home")))
+    arguments = (
+        "plan",
+        MODEL.name,
+        "--hardware",
+        "8x H100 SXM",
+        "--concurrency",
+        "64",
+        "--set",
+        "ram_gb=2048",
+        "--json",
+    )
+    assert '"engine": "vllm"' in invoke(*arguments).out
+    for one in (measured("vllm", 4000), measured("sglang", 5200)):
+        store.add(one)
+    answer = invoke(*arguments)
+    assert answer.code == 0 and '"evidence.measured"' in answer.out

@@ -1,0 +1,158 @@
+"""A platform's answer: one standard engine, exceptions with their reason, and no card promised twice."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.commands import invoke
+
+from bedplate.decide.portfolio import machine_of, portfolio
+from bedplate.facts.intent import intent_of
+from bedplate.run.models import intended_model
+from bedplate.values import from_json, to_json
+from bedplate.values.intent import Pool
+from bedplate.values.portfolio import Portfolio
+
+POOLS = [
+    {"name": "big", "accelerator": "H100 SXM", "count": 16, "gpus_per_node": 8, "network": "InfiniBand NDR 400"},
+    {"name": "small", "accelerator": "L4", "count": 8, "gpus_per_node": 4},
+    {"name": "cpus", "cpu": "Intel Xeon Gold 6430", "cores": 32, "count": 4, "ram_gb": 128},
+]
+CHAT = {
+    "name": "chat",
+    "model": "meta-llama/Meta-Llama-3.1-70B",
+    "workload": {"concurrency": 32, "prompt_tokens": 1024, "output_tokens": 256},
+}
+SMALL = {
+    "name": "drafts",
+    "model": "Qwen/Qwen3-8B",
+    "workload": {"concurrency": 16, "prompt_tokens": 512, "output_tokens": 128},
+}
+AGENTS = {
+    "name": "agents",
+    "model": "meta-llama/Meta-Llama-3.1-70B",
+    "pool": "big",
+    "workload": {"concurrency": 32, "prompt_tokens": 6000, "output_tokens": 200, "shared_prefix_tokens": 5000},
+}
+EMBED = {
+    "name": "search",
+    "model": {"task": "embed", "params_b": 0.11, "format": "onnx"},
+    "workload": {"users": 20, "task": "embed"},
+}
+TENANTS = [{"name": "research", "share": 0.5}, {"name": "sales", "share": 0.5}]
+
+
+def platform(*services: dict[str, Any], pools: list[dict[str, Any]] | None = None, **more: Any) -> Portfolio:
+    intent = intent_of({"pools": pools or POOLS, "services": list(services), **more})
+    return portfolio(intent, [intended_model(service.model) for service in intent.services])
+
+
+@functools.cache
+def usual() -> Portfolio:
+    return platform(CHAT, SMALL, AGENTS, EMBED, tenants=TENANTS)
+
+
+def check_cards(found: Portfolio, pools: list[dict[str, Any]]) -> None:
+    counts = {pool["name"]: pool["count"] for pool in pools}
+    for name, free in found.free.items():
+        taken = sum(placement.accelerators for placement in found.placements if placement.pool == name)
+        assert taken + free == counts[name] and free >= 0
+    for placement in found.placements:
+        layout = placement.decision.parallelism
+        assert layout.tensor * layout.pipeline * layout.data <= max(1, placement.accelerators)
+        assert (placement.pool is None) == (placement.accelerators == 0)
+
+
+def test_one_standard_and_exceptions_with_their_reason() -> None:
+    found = usual()
+    assert found.engine == "vllm" and found.fits and "2 of 4 services" in found.text
+    placed = {placement.service: placement for placement in found.placements}
+    assert list(placed) == ["chat", "drafts", "agents", "search"]
+    assert placed["chat"].decision.engine == placed["drafts"].decision.engine == "vllm"
+    assert placed["chat"].exception is None and placed["drafts"].exception is None
+    assert placed["agents"].decision.engine == "sglang"
+    assert "shared" in (placed["agents"].exception or "") and "serve.shared-prefix" in (
+        placed["agents"].exception or ""
+    )
+    assert placed["search"].decision.engine == "onnxruntime" and "task.not-llm" in (placed["search"].exception or "")
+    check_cards(found, POOLS)
+
+
+def test_everyone_is_resident_where_they_are_placed() -> None:
+    for placement in usual().placements:
+        assert placement.decision.fits and placement.decision.max_concurrency >= placement.decision.in_flight
+
+
+def test_a_service_stays_in_the_pool_that_it_names() -> None:
+    assert next(one.pool for one in usual().placements if one.service == "agents") == "big"
+    cramped = platform({**CHAT, "pool": "cpus"})
+    assert cramped.placements[0].pool in (None, "cpus")
+
+
+def test_the_last_one_finds_nothing_left_and_is_told() -> None:
+    pools = [{"name": "one", "accelerator": "H100 SXM", "count": 1}]
+    found = platform({**SMALL, "name": "first"}, {**SMALL, "name": "second"}, pools=pools)
+    assert not found.fits and sorted(placement.accelerators for placement in found.placements) == [0, 1]
+    lost = next(placement for placement in found.placements if placement.pool is None)
+    assert lost.decision.engine is None and lost.decision.launch is None
+    check_cards(found, pools)
+
+
+def test_nothing_fits_anywhere() -> None:
+    pools = [{"name": "tiny", "accelerator": "RTX 3070", "count": 1, "ram_gb": 16}]
+    found = platform({"model": "meta-llama/Meta-Llama-3.1-405B"}, pools=pools)
+    assert found.engine is None and not found.fits and found.placements[0].decision.hints
+
+
+def test_tenants_change_no_placement() -> None:
+    assert platform(CHAT, SMALL, AGENTS, EMBED) == usual()
+    renamed = [{"name": "anyone", "share": 1.0}]
+    assert platform(CHAT, SMALL, AGENTS, EMBED, tenants=renamed) == usual()
+
+
+def test_the_incumbent_of_one_service_is_its_own() -> None:
+    found = platform(CHAT, SMALL, {**CHAT, "name": "old", "operations": {"incumbent": "sglang"}})
+    engines = {placement.service: placement.decision.engine for placement in found.placements}
+    assert engines == {"chat": "vllm", "drafts": "vllm", "old": "sglang"}
+
+
+def test_a_part_of_a_pool_is_a_machine() -> None:
+    pool = Pool(name="big", accelerator="H100 SXM", count=16, gpus_per_node=8, network="InfiniBand NDR 400")
+    assert len(machine_of(pool, 4).accelerators) == 4 and machine_of(pool, 4).nodes == 1
+    assert machine_of(pool, 16).nodes == 2
+
+
+def test_a_portfolio_survives_json() -> None:
+    assert from_json(Portfolio, to_json(usual())) == usual()
+
+
+def test_through_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "platform.yaml"
+    path.write_text(json.dumps({"pools": POOLS, "services": [CHAT, AGENTS], "tenants": TENANTS}))
+    answer = invoke("plan", "-f", str(path), "--json")
+    found = from_json(Portfolio, answer.out)
+    assert answer.code == 0 and found.engine in ("vllm", "sglang") and len(found.placements) == 2
+    page = invoke("plan", "-f", str(path)).out
+    assert "Standard" in page and "chat" in page and "agents" in page and "exception" in page
+    path.write_text(json.dumps({"pools": [{"name": "one", "accelerator": "L4", "count": 1}], "services": [CHAT]}))
+    assert invoke("plan", "-f", str(path), "--json").code == 1
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    st.lists(st.sampled_from([CHAT, SMALL, EMBED]), min_size=1, max_size=4),
+    st.integers(1, 16),
+    st.integers(1, 8),
+)
+def test_cards_are_never_promised_twice(services: list[dict[str, Any]], big: int, small: int) -> None:
+    pools = [
+        {"name": "big", "accelerator": "H100 SXM", "count": big},
+        {"name": "small", "accelerator": "L4", "count": small},
+    ]
+    named = [{**service, "name": f"service {index}"} for index, service in enumerate(services)]
+    check_cards(platform(*named, pools=pools), pools)

@@ -1,0 +1,103 @@
+"""The same decision asked from other sides: what would change, and which machine would do."""
+
+from __future__ import annotations
+
+import pytest
+
+from bedplate.decide import decide
+from bedplate.decide.questions import COUNTS, changes, layout_words, procure, purchasable, serves
+from bedplate.facts.chips import find_chip
+from bedplate.facts.intent import intent_of, override, parsed_fields, resolved_hardware
+from bedplate.facts.known_models import find_model
+from bedplate.facts.simulated import simulated
+from bedplate.run.models import intended_model
+from bedplate.values import Decision, LatencyTarget, Workload, replaced
+from bedplate.values.intent import Intent, Operations
+
+CARD = {"accelerator": "RTX 4090", "count": 1, "ram_gb": 64}
+SERVING = Workload(concurrency=32, prompt_tokens=1024, output_tokens=256)
+
+
+def decision_for(intent: Intent) -> Decision:
+    return decide(
+        resolved_hardware(intent), intended_model(intent.model), intent.workload, operations=intent.operations
+    )
+
+
+class TestWhatIf:
+    def test_nothing_changes_between_a_decision_and_itself(self) -> None:
+        decision = decision_for(intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))
+        assert changes(decision, decision) == ()
+
+    def test_more_users_and_cards(self) -> None:
+        intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B", "workload": {"users": 1}})
+        asked = override(intent, **parsed_fields(["users=50,count=2"]))
+        found = {change.what: change for change in changes(decision_for(intent), decision_for(asked))}
+        assert (found["engine"].before, found["engine"].after) == ("exllamav3", "vllm")
+        assert (found["rule"].before, found["rule"].after) == ("hardware.rtx", "serve.default")
+        assert found["output_tok_s"].before != found["output_tok_s"].after
+
+    def test_what_no_longer_fits(self) -> None:
+        intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"})
+        asked = override(intent, model="meta-llama/Meta-Llama-3.1-405B")
+        found = {change.what: change for change in changes(decision_for(intent), decision_for(asked))}
+        assert found["engine"].after == "nothing fits" and found["tpot_ms"].after == "TBD"
+        assert found["requests at once"].after == "0"
+
+    def test_fields_that_only_look_different_change_nothing(self) -> None:
+        intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B", "workload": {"concurrency": 4}})
+        asked = override(intent, accelerator="NVIDIA GeForce RTX 4090", think_time_s=5)
+        assert changes(decision_for(intent), decision_for(asked)) == ()
+
+    def test_layouts_in_words(self) -> None:
+        machine = simulated({"accelerator": "H200 SXM", "count": 8, "ram_gb": 2048})
+        work = replaced(SERVING, prompt_tokens=16000)
+        words = layout_words(decide(machine, find_model("deepseek-ai/DeepSeek-V3"), work))
+        assert "tensor 8" in words or "expert 8" in words
+        assert layout_words(decision_for(intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))) == "one device"
+
+
+class TestProcure:
+    def test_the_fewest_cards_that_serve_everyone(self) -> None:
+        chips = [find_chip(name).chip for name in ("L4", "RTX 4090", "H100 SXM", "H200 SXM")]
+        model = find_model("meta-llama/Meta-Llama-3.1-70B")
+        offers = {chip.name: offer for chip, offer in procure(model, SERVING, Operations(), chips)}
+        assert len(offers) == 4
+        for chip in chips:
+            offer = offers[chip.name]
+            if offer is None:
+                continue
+            assert serves(offer.decision, SERVING) and offer.count in COUNTS
+            assert offer.watts is None or chip.watts is None or offer.watts == chip.watts * offer.count
+            for fewer in COUNTS[: COUNTS.index(offer.count)]:
+                machine = simulated({"accelerator": chip.name, "count": fewer})
+                assert not serves(decide(machine, model, SERVING), SERVING)
+        large, huge = offers[chips[2].name], offers[chips[3].name]
+        assert large is not None and huge is not None and huge.count <= large.count
+
+    def test_a_latency_target_asks_for_more(self) -> None:
+        chips, model = [find_chip("L4").chip], find_model("Qwen/Qwen3-8B")
+        ((_, relaxed),) = procure(model, SERVING, Operations(), chips)
+        assert relaxed is not None and relaxed.decision.estimate.tpot_ms is not None
+        strict = replaced(SERVING, latency=LatencyTarget(tpot_ms=relaxed.decision.estimate.tpot_ms.value * 0.9))
+        ((_, quicker),) = procure(model, strict, Operations(), chips)
+        assert quicker is None or quicker.count > relaxed.count
+        impossible = replaced(SERVING, latency=LatencyTarget(tpot_ms=0.001))
+        ((_, none),) = procure(model, impossible, Operations(), chips)
+        assert none is None
+
+    def test_what_is_partly_on_the_host_is_no_offer(self) -> None:
+        machine = simulated({"accelerator": "RTX 3070", "ram_gb": 128})
+        decision = decide(machine, find_model("Qwen/Qwen3-30B-A3B"), Workload())
+        assert decision.fits and decision.memory is not None and decision.memory.offload is not None
+        assert not serves(decision, Workload())
+
+    @pytest.mark.parametrize("chip", ["Apple M3 Max 40-core", "NVIDIA GB10"])
+    def test_a_chip_with_memory_of_its_own_machine_is_one_machine(self, chip: str) -> None:
+        ((_, offer),) = procure(find_model("Qwen/Qwen3-8B"), Workload(), Operations(), [find_chip(chip).chip])
+        assert offer is not None and offer.count == 1
+
+    def test_only_what_one_can_buy_is_asked(self) -> None:
+        chips = purchasable()
+        assert len(chips) > 30 and all(chip.year >= 2020 for chip in chips)
+        assert {chip.vendor for chip in chips} == {"nvidia", "amd", "apple", "intel"}

@@ -1,0 +1,604 @@
+"""The server that bedplate ships: its protocol, around a backend that does what it is told."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conftest import wait_for
+
+from bedplate.engines.shipped import ServedByBedplate
+from bedplate.engines.shipped.openai_server import (
+    Answer,
+    BadHttp,
+    ChatTemplate,
+    Detokenizer,
+    Piece,
+    Refused,
+    Request,
+    StopWatch,
+    parse_head,
+    special_tokens,
+    template_of,
+)
+from bedplate.run.supervisor import free_port
+
+SCRIPT = Path(__file__).parent / "scripted_server.py"
+KEY = "a key of our own"
+CONTEXT = 200
+
+
+class Shipped(ServedByBedplate):
+    id = "shipped"
+    name = "Shipped"
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    port: int
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+
+    def ask(
+        self, path: str, body: Any = None, method: str | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        connection = self.connect()
+        with contextlib.closing(connection):
+            data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+            given = {"Authorization": f"Bearer {KEY}", **(headers or {})}
+            connection.request(method or ("GET" if body is None else "POST"), path, data, given)
+            answer = connection.getresponse()
+            text = answer.read()
+        kind = answer.getheader("Content-Type", "")
+        return answer.status, json.loads(text) if text and "json" in kind else text.decode()
+
+    def metrics(self) -> dict[str, float]:
+        _, text = self.ask("/metrics")
+        rows = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+        return {name.removeprefix("bedplate_engine_"): float(value) for name, _, value in rows}
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=KEY, max_retries=0, timeout=20)
+
+    def complete(self, prompt: str, **more: Any) -> tuple[int, Any]:
+        return self.ask("/v1/completions", {"prompt": prompt, **more})
+
+
+def start(*arguments: str, env: dict[str, str] | None = None, wait: bool = True) -> Server:
+    port = free_port()
+    argv = [sys.executable, "-I", str(SCRIPT), "--model", "m", "--served-name", "scripted", "--port", str(port)]
+    process = subprocess.Popen(
+        [*argv, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "BEDPLATE_ENGINE_KEY": KEY, **(env or {})},
+    )
+    server = Server(process, port)
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            return server.ask("/health")[0] == 200 or not wait
+        return False
+
+    wait_for(lambda: answers() or process.poll() is not None, "the server")
+    return server
+
+
+def stop(server: Server) -> None:
+    server.process.kill()
+    server.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    one = start("--slots", "2", "--context", str(CONTEXT))
+    yield one
+    stop(one)
+
+
+class TestAnswers:
+    def test_a_chat(self, server: Server) -> None:
+        answer = server.client().chat.completions.create(
+            model="scripted", messages=[{"role": "user", "content": "say:Grüße, 猫!"}]
+        )
+        assert answer.choices[0].message.content == "Grüße, 猫!" and answer.choices[0].finish_reason == "stop"
+        assert answer.object == "chat.completion" and answer.model == "scripted"
+        assert answer.usage is not None
+        written = len("Grüße, 猫!".encode())
+        # The template writes the special tokens of a chat; and the token that ends an answer is computed, so it counts.
+        assert answer.usage.prompt_tokens == written + len("say:") and answer.usage.completion_tokens == written + 1
+
+    def test_a_stream_of_whole_characters(self, server: Server) -> None:
+        text = "Grüße, 猫 🙂!"
+        chunks = list(
+            server.client().chat.completions.create(
+                model="scripted",
+                messages=[{"role": "user", "content": f"say:{text}"}],
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        pieces = [
+            chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content
+        ]
+        assert pieces == list(text)
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == len(text.encode()) + 1
+        assert len({chunk.id for chunk in chunks}) == 1
+
+    def test_no_usage_unless_asked(self, server: Server) -> None:
+        chunks = server.client().completions.create(model="scripted", prompt="say:hi", stream=True)
+        assert [chunk.choices[0].text for chunk in chunks] == ["h", "i", ""]
+
+    def test_a_completion_begins_with_the_special_token(self, server: Server) -> None:
+        answer = server.client().completions.create(model="scripted", prompt="say:hi")
+        assert answer.choices[0].text == "hi" and answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len("say:hi") + 1, 3)
+
+    def test_tokens_for_a_prompt(self, server: Server) -> None:
+        status, answer = server.ask("/v1/completions", {"prompt": [256, *b"say:ok"]})
+        assert status == 200 and answer["choices"][0]["text"] == "ok" and answer["usage"]["prompt_tokens"] == 7
+
+    def test_max_tokens(self, server: Server) -> None:
+        answer = server.client().completions.create(model="scripted", prompt="forever:", max_tokens=7)
+        assert answer.choices[0].text == "aaaaaaa" and answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None and answer.usage.completion_tokens == 7
+        wait_for(lambda: server.metrics()["requests_running"] == 0, "the engine to be idle")
+
+    def test_the_context_is_a_limit_too(self, server: Server) -> None:
+        _, answer = server.complete("forever:")
+        assert answer["usage"]["total_tokens"] == CONTEXT and answer["choices"][0]["finish_reason"] == "length"
+
+    def test_stop(self, server: Server) -> None:
+        status, answer = server.complete("say:one two three", stop=["wo t", "zzz"])
+        assert status == 200 and answer["choices"][0]["text"] == "one t"
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert server.complete("say:one two", stop="wo!")[1]["choices"][0]["text"] == "one two"
+
+    def test_logprobs(self, server: Server) -> None:
+        answer = server.client().chat.completions.create(
+            model="scripted", messages=[{"role": "user", "content": "say:ab"}], logprobs=True, top_logprobs=2
+        )
+        said = answer.choices[0].logprobs
+        assert said is not None and said.content is not None
+        assert [(one.token, one.logprob) for one in said.content] == [("a", -0.5), ("b", -0.5)]
+        assert [one.token for one in said.content[0].top_logprobs] == ["a", "?"]
+        _, old = server.complete("say:ab", logprobs=1)
+        assert old["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5}, {"b": -0.5}]
+
+    def test_a_schema_reaches_the_engine(self, server: Server) -> None:
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        status, answer = server.complete("schema:", response_format=form)
+        assert status == 200 and json.loads(answer["choices"][0]["text"]) == schema
+
+    def test_vectors(self, server: Server) -> None:
+        # The client asks for base64 by itself.
+        answer = server.client().embeddings.create(model="scripted", input=["one", "three"])
+        assert [one.embedding for one in answer.data] == [[4.0, 0.5], [6.0, 0.5]]
+        assert answer.usage.prompt_tokens == 10
+        _, packed = server.ask("/v1/embeddings", {"input": "one", "encoding_format": "base64"})
+        assert struct.unpack("<2f", base64.b64decode(packed["data"][0]["embedding"])) == (4.0, 0.5)
+
+    def test_labels(self, server: Server) -> None:
+        _, answer = server.ask("/classify", {"input": ["one", "a long sentence"]})
+        assert [row["label"] for row in answer["data"]] == ["short", "long"] and answer["data"][0]["probs"] == [
+            0.9,
+            0.1,
+        ]
+
+    def test_tokens(self, server: Server) -> None:
+        assert server.ask("/tokenize", {"content": "hé"})[1]["tokens"] == [104, 195, 169]
+        assert server.ask("/tokenize", {"prompt": "h", "add_special_tokens": True})[1]["count"] == 2
+        chat = {"messages": [{"role": "user", "content": "ab"}]}
+        assert server.ask("/tokenize", chat)[1]["tokens"] == [97, 98]
+        assert server.ask("/detokenize", {"tokens": [104, 195, 169]})[1]["content"] == "hé"
+
+    def test_models(self, server: Server) -> None:
+        (model,) = server.client().models.list().data
+        assert model.id == "scripted" and server.ask("/v1/models/scripted")[1]["max_model_len"] == CONTEXT
+
+    def test_eight_at_once(self, server: Server) -> None:
+        texts = [f"number {n} " * (n + 1) for n in range(8)]
+        found: dict[int, Any] = {}
+
+        def ask(number: int) -> None:
+            found[number] = server.complete(f"say:{texts[number]}")[1]
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [found[n]["choices"][0]["text"] for n in range(8)] == texts
+        assert [found[n]["usage"]["completion_tokens"] for n in range(8)] == [len(text) + 1 for text in texts]
+        assert int(server.complete("most:")[1]["choices"][0]["text"]) == 2  # slots, and never more
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("path", "body", "status", "says", "param"),
+        [
+            ("/v1/completions", b"{not json", 400, "not JSON", None),
+            ("/v1/completions", b"\xff\xfe", 400, "not JSON", None),
+            ("/v1/completions", [1], 400, "a JSON object", None),
+            ("/v1/completions", {}, 400, "prompt must be", "prompt"),
+            ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt must be one text", "prompt"),
+            ("/v1/completions", {"prompt": "say:x", "max_tokens": 0}, 400, "1 or more", "max_tokens"),
+            ("/v1/completions", {"prompt": "say:x", "max_tokens": "9"}, 400, "a whole number", "max_tokens"),
+            ("/v1/completions", {"prompt": "say:x", "temperature": "hot"}, 400, "a number", "temperature"),
+            ("/v1/completions", {"prompt": "say:x", "top_p": 1.5}, 400, "from 0 to 1", "top_p"),
+            ("/v1/completions", {"prompt": "say:x", "n": 2}, 400, "one answer", "n"),
+            ("/v1/completions", {"prompt": "say:x", "stop": [1]}, 400, "a list of strings", "stop"),
+            ("/v1/completions", {"prompt": "say:x", "stream": "yes"}, 400, "true or false", "stream"),
+            ("/v1/completions", {"prompt": "say:x", "logit_bias": {"5": 1}}, 400, "logit_bias", "logit_bias"),
+            ("/v1/completions", {"prompt": "say:x", "echo": True}, 400, "does not take echo", "echo"),
+            ("/v1/completions", {"prompt": "x" * CONTEXT}, 400, "context is 200 tokens", "prompt"),
+            ("/v1/completions", {"prompt": "refuse:"}, 400, "not this one", "prompt"),
+            ("/v1/completions", {"prompt": "fail:"}, 500, "no memory for this one", None),
+            (
+                "/v1/completions",
+                {"prompt": "x", "response_format": {"type": "xml"}},
+                400,
+                "json_schema",
+                "response_format",
+            ),
+            (
+                "/v1/completions",
+                {"prompt": "x", "response_format": {"type": "json_object"}},
+                400,
+                "cannot be held",
+                None,
+            ),
+            ("/v1/chat/completions", {"messages": []}, 400, "not empty", "messages"),
+            ("/v1/chat/completions", {"messages": ["hi"]}, 400, "an object with a role", "messages[0]"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "text", "messages[0]"),
+            ("/v1/chat/completions", {"messages": [{"role": "nobody", "content": "x"}]}, 400, "nobody", "messages"),
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+                400,
+                "image_url: this server takes text only",
+                "messages[0]",
+            ),
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
+                400,
+                "does not call tools",
+                "tools",
+            ),
+            ("/v1/embeddings", {"input": []}, 400, "not empty", "input"),
+            ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, 400, "float or base64", "encoding_format"),
+            ("/v1/embeddings", {"input": "x" * 300}, 400, "301 tokens", "input"),
+            ("/v1/nothing", {}, 404, "no /v1/nothing", None),
+            ("/v1/models", {}, 405, "takes GET", None),
+            ("/tokenize", {"content": 5}, 400, "a text", "content"),
+            ("/detokenize", {"tokens": ["x"]}, 400, "token ids", "tokens"),
+        ],
+    )
+    def test_in_openais_words(
+        self, server: Server, path: str, body: Any, status: int, says: str, param: str | None
+    ) -> None:
+        got, answer = server.ask(path, body)
+        assert got == status, answer
+        error = answer["error"]
+        assert says in error["message"] and set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+        assert param is None or error["param"] == param
+
+    def test_a_refused_stream_is_an_error_and_no_stream(self, server: Server) -> None:
+        with pytest.raises(openai.BadRequestError, match="not this one"):
+            server.client().completions.create(model="scripted", prompt="refuse:", stream=True)
+
+    def test_the_key(self, server: Server) -> None:
+        for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": ""}, {"Authorization": KEY}):
+            assert server.ask("/v1/models", headers=headers)[0] == 401
+            assert server.ask("/v1/completions", {"prompt": "say:x"}, headers=headers)[0] == 401
+        assert server.ask("/v1/models", headers={"Authorization": "", "X-Api-Key": KEY})[0] == 200
+        assert server.ask("/health", headers={"Authorization": ""})[0] == 200
+
+    def test_an_engine_without_logprobs_says_so(self) -> None:
+        plain = start("--plain")
+        try:
+            chat = {"messages": [{"role": "user", "content": "say:x"}], "logprobs": True}
+            status, answer = plain.ask("/v1/chat/completions", chat)
+            assert status == 400 and answer["error"]["message"] == "scripted does not give logprobs"
+            assert plain.complete("say:x", response_format={"type": "json_schema"})[0] == 400
+        finally:
+            stop(plain)
+
+
+class TestConnections:
+    def test_one_after_another_on_one_connection(self, server: Server) -> None:
+        connection = server.connect()
+        with contextlib.closing(connection):
+            for stream in (False, True, True, False):
+                body = json.dumps({"prompt": "say:hello", "stream": stream})
+                connection.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {KEY}"})
+                answer = connection.getresponse()
+                text = answer.read().decode()
+                assert answer.status == 200 and text.endswith("data: [DONE]\n\n") == stream
+            before = connection.sock
+            connection.request("GET", "/nothing")
+            assert connection.getresponse().read() and connection.sock is before
+
+    def raw(self, server: Server, data: bytes) -> bytes:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as line:
+            line.sendall(data)
+            line.shutdown(socket.SHUT_WR)
+            found = b""
+            while more := line.recv(65536):
+                found += more
+        return found
+
+    def test_requests_that_come_at_once_are_answered_in_order(self, server: Server) -> None:
+        got = self.raw(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert got.index(b"200 OK") < got.index(b"404 Not Found")
+
+    def test_http_1_0_is_closed_after_one(self, server: Server) -> None:
+        got = self.raw(server, b"GET /health HTTP/1.0\r\n\r\nGET /health HTTP/1.0\r\n\r\n")
+        assert got.count(b"200 OK") == 1 and b"Connection: close" in got
+
+    def test_head_has_no_body(self, server: Server) -> None:
+        got = self.raw(server, b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"Content-Length: 16" in got and got.endswith(b"\r\n\r\n")
+
+    def test_a_body_in_chunks(self, server: Server) -> None:
+        body = b'{"content": "hey"}'
+        head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\r\nTransfer-Encoding: chunked\r\n".encode()
+        chunks = b"5\r\n" + body[:5] + b"\r\n" + b"%x;note=1\r\n" % len(body[5:]) + body[5:] + b"\r\n0\r\nT: x\r\n\r\n"
+        got = self.raw(server, head + b"Expect: 100-continue\r\n\r\n" + chunks)
+        assert got.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK") and b"[104, 101, 121]" in got
+
+    @pytest.mark.parametrize(
+        ("data", "status"),
+        [
+            (b"HELO mail\r\n\r\n", b"400"),
+            (b"GET / HTTP/2\r\n\r\n", b"400"),
+            (b"GET / HTTP/1.1\r\nbad header\r\n\r\n", b"400"),
+            (b"GET / HTTP/1.1\r\nName : x\r\n\r\n", b"400"),
+            (b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"400"),
+            (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", b"400"),
+            (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
+            (b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip\r\n\r\n", b"501"),
+            (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b"400"),
+            (b"POST / HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", b"413"),
+            (b"GET / HTTP/1.1\r\nX: " + b"x" * 70000 + b"\r\n\r\n", b"431"),
+        ],
+    )
+    def test_what_is_not_http(self, server: Server, data: bytes, status: bytes) -> None:
+        with contextlib.suppress(ConnectionError):
+            assert self.raw(server, data).startswith(b"HTTP/1.1 " + status)
+        assert server.ask("/health")[0] == 200
+
+    @given(head=st.binary(max_size=200))
+    def test_any_head_is_read_or_refused(self, head: bytes) -> None:
+        with contextlib.suppress(BadHttp):
+            method, path, version, headers = parse_head(head + b"\r\n\r\n")
+            assert method is not None and path and version.startswith("HTTP/1") and isinstance(headers, dict)
+
+
+class TestCancelling:
+    def open(self, server: Server, stream: bool) -> socket.socket:
+        body = json.dumps({"prompt": "forever:", "stream": stream}).encode()
+        line = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        head = f"POST /v1/completions HTTP/1.1\r\nX-Api-Key: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+        line.sendall(head.encode() + body)
+        return line
+
+    @pytest.fixture
+    def endless(self) -> Iterator[Server]:
+        one = start("--slots", "2")  # without a context: nothing but its client ends a request
+        yield one
+        stop(one)
+
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_a_client_that_goes_stops_its_request(self, endless: Server, stream: bool) -> None:
+        line = self.open(endless, stream)
+        wait_for(lambda: endless.metrics()["generation_tokens_total"] > 5, "some tokens")
+        if stream:
+            assert line.recv(100).startswith(b"HTTP/1.1 200 OK")
+        line.close()
+        wait_for(lambda: endless.metrics()["requests_running"] == 0, "the request to be cancelled")
+        metrics = endless.metrics()
+        assert metrics['requests_total{outcome="cancelled"}'] == 1 and metrics["kv_use_ratio"] <= 0.5
+
+    def test_a_queue_in_front(self, endless: Server) -> None:
+        lines = [self.open(endless, stream=True) for _ in range(4)]
+        wait_for(lambda: endless.metrics()["requests_waiting"] == 2, "two to wait")
+        state = Shipped().read(endless.ask("/metrics")[1])
+        assert (state.running, state.waiting, state.kv_use) == (2, 2, 1.0)
+        # One that waits goes, without ever having been computed; then one that runs, and the last takes its place.
+        lines[3].close()
+        wait_for(lambda: endless.metrics()["requests_waiting"] == 1, "the one that left to be forgotten")
+        lines[0].close()
+        wait_for(lambda: endless.metrics()["requests_waiting"] == 0, "the last to be computed")
+        assert lines[2].recv(100).startswith(b"HTTP/1.1 200 OK")
+        assert endless.metrics()["requests_running"] == 2
+        for line in lines:
+            line.close()
+        wait_for(lambda: endless.metrics()["requests_running"] == 0, "all to be cancelled")
+
+
+class TestLife:
+    def test_loading(self, tmp_path: Path) -> None:
+        gate = tmp_path / "gate"
+        server = start("--gate", str(gate), wait=False)
+        try:
+            wait_for(lambda: server.ask("/health")[1]["progress"] == 0.25, "the first progress")
+            assert server.ask("/health")[0] == 503
+            status, answer = server.complete("say:x")
+            assert status == 503 and answer["error"]["code"] == "model_loading" and "25 %" in answer["error"]["message"]
+            gate.touch()
+            wait_for(lambda: server.ask("/health")[0] == 200, "it to be loaded")
+            assert server.complete("say:x")[0] == 200
+        finally:
+            server.process.kill()
+        lines = server.process.communicate()[0].decode().splitlines()
+        assert [Shipped().progress(line) for line in lines] == [0.25, 1.0]
+
+    def test_it_ends_when_its_stdin_closes(self) -> None:
+        server = start(env={"BEDPLATE_ENGINE_SUPERVISED": "1"})
+        assert server.process.stdin is not None
+        server.process.stdin.close()
+        assert server.process.wait(10) == 0
+        server.process.stdin = None
+        server.process.communicate()
+
+    def test_a_person_may_close_it(self) -> None:
+        server = start()
+        assert server.process.stdin is not None
+        server.process.stdin.close()
+        server.process.stdin = None
+        assert server.complete("say:still here")[0] == 200
+        server.process.terminate()
+        assert server.process.wait(10) == 0
+        server.process.communicate()
+
+    def test_an_engine_that_breaks_ends_it(self) -> None:
+        server = start("--slots", "2")
+        with contextlib.suppress(ConnectionError, http.client.HTTPException):
+            status, answer = server.complete("crash:")
+            assert status == 500 and "the engine failed" in answer["error"]["message"]
+        assert server.process.wait(10) == 1
+        assert b"RuntimeError: the engine broke" in server.process.communicate()[1]
+
+    def test_a_model_that_cannot_be_loaded(self) -> None:
+        server = start("--model", "broken")
+        assert server.process.wait(10) == 1
+        assert server.process.communicate()[1].decode().splitlines()[-1] == "bedplate-engine: the model is broken"
+
+    def test_a_port_in_use(self) -> None:
+        server = start()
+        try:
+            argv = [sys.executable, "-I", str(SCRIPT), "--model", "m", "--port", str(server.port)]
+            second = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+        finally:
+            stop(server)
+        assert second.returncode == 1
+        failure = Shipped().explain(second.stderr)
+        assert failure is not None and "private port" in failure.message and not failure.lasting
+
+
+class TestText:
+    @given(text=st.text(), stop=st.text(min_size=1, max_size=4), sizes=st.lists(st.integers(1, 5)))
+    def test_one_stop_string_cuts_where_it_stands(self, text: str, stop: str, sizes: list[int]) -> None:
+        watch = StopWatch([stop])
+        out, at = "", 0
+        for size in [*sizes, len(text) + 1]:
+            out += watch.feed(text[at : at + size])
+            at += size
+            if watch.found:
+                break
+        assert out + ("" if watch.found else watch.rest()) == text.partition(stop)[0]
+        assert watch.found == (stop in text)
+
+    @given(
+        text=st.text(alphabet="abc", max_size=30), stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=4)
+    )
+    def test_of_several_none_is_ever_shown(self, text: str, stops: list[str]) -> None:
+        watch = StopWatch(stops)
+        out = ""
+        for letter in text:
+            out += watch.feed(letter)
+            if watch.found:
+                break
+        out += "" if watch.found else watch.rest()
+        assert text.startswith(out) and not any(stop in out for stop in stops)
+        assert watch.found == any(stop in text for stop in stops)
+
+    @given(text=st.text())
+    def test_tokens_that_are_parts_of_characters(self, text: str) -> None:
+        tokens = list(text.encode())
+        words = Detokenizer(lambda some: bytes(some).decode("utf-8", "replace"))
+        out = "".join(words.feed(token) for token in tokens) + words.rest()
+        assert out == text
+
+    def test_what_is_cut_off_within_a_character_is_shown_as_such(self) -> None:
+        words = Detokenizer(lambda some: bytes(some).decode("utf-8", "replace"))
+        assert [words.feed(token) for token in b"a\xe7\x8c"] == ["a", "", ""] and words.rest() == "\ufffd"
+
+    def test_an_engine_that_makes_the_text_itself(self) -> None:
+        answer = Answer(Request(prompt=[1, 2], max_tokens=10), None, lambda delta: None)
+        first = answer.feed(Piece(answer.request, text="two words", tokens=2, prompt_tokens=5, cached_tokens=3))
+        assert first.text == "two words" and not answer.done
+        answer.feed(Piece(answer.request, text="", tokens=1, finish="stop"))
+        assert answer.done
+        assert answer.usage() == {
+            "prompt_tokens": 5,
+            "completion_tokens": 3,
+            "total_tokens": 8,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+
+
+class TestTemplates:
+    CHAT = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'x' %}{{ raise_exception('no x') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content | tojson }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+
+    def test_as_hugging_face_renders_it(self) -> None:
+        template = ChatTemplate(self.CHAT, {"bos_token": "<s>"})
+        assert template.render([{"role": "user", "content": "<é>"}], None, {}) == '<s><user>"<é>"<assistant>'
+
+    def test_what_a_template_refuses(self) -> None:
+        template = ChatTemplate(self.CHAT, {})
+        with pytest.raises(Refused, match="no x"):
+            template.render([{"role": "x", "content": ""}], None, {})
+        with pytest.raises(Refused, match="cannot render"):
+            ChatTemplate("{{ messages[0].content + 1 }}", {}).render([{"role": "user", "content": "x"}], None, {})
+        with pytest.raises(Refused, match="refused"):
+            ChatTemplate("{% for %}", {}).render([], None, {})
+        with pytest.raises(Refused, match="no chat template"):
+            ChatTemplate(None, {}).render([], None, {})
+
+    def test_a_template_reaches_nothing_of_ours(self) -> None:
+        with pytest.raises(Refused):
+            ChatTemplate("{{ messages.__class__.__mro__ }}", {}).render([], None, {})
+
+    def test_where_folders_keep_it(self, tmp_path: Path) -> None:
+        assert template_of(tmp_path, {}) is None
+        assert template_of(tmp_path, {"chat_template": "in the configuration"}) == "in the configuration"
+        several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}, "odd"]
+        assert template_of(tmp_path, {"chat_template": several}) == "d"
+        (tmp_path / "chat_template.json").write_text('{"chat_template": "in a file"}')
+        assert template_of(tmp_path, {}) == "in a file"
+        (tmp_path / "chat_template.jinja").write_text("in its own")
+        assert template_of(tmp_path, {"chat_template": "other"}) == "in its own"
+
+    def test_special_tokens(self) -> None:
+        config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None, "unk_token": 5}
+        assert special_tokens(config) == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_progress_lines_are_read_and_others_are_not() -> None:
+    read = Shipped().progress
+    assert read("bedplate-engine: loading 0.250") == 0.25 and read("bedplate-engine: loading 1.000\n") == 1.0
+    assert read("loading 0.5") is None and read("bedplate-engine: loading x") is None
+
+
+def test_nothing_is_told_where_nothing_is_said() -> None:
+    state = Shipped().read("")
+    assert (state.running, state.waiting, state.kv_use) == (None, None, None)

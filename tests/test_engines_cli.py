@@ -1,0 +1,275 @@
+"""`bedplate engines`: the map, one engine's page, and columns that say TBD until this machine has measured them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+from syrupy.assertion import SnapshotAssertion
+from tests.commands import invoke
+
+from bedplate import store
+from bedplate.decide.case import Case
+from bedplate.decide.engine_map import (
+    CHEAT_SHEET,
+    Here,
+    Row,
+    RuleLine,
+    cheat_sheet,
+    engines_named,
+    measured_alike,
+    row,
+    rules_of,
+)
+from bedplate.decide.rules import CHALLENGES, DOUBTS, ORCHESTRATION, PICKS
+from bedplate.engines import Features, all_engines
+from bedplate.facts.hardware import probe
+from bedplate.facts.intent import read_intent, resolved_hardware
+from bedplate.facts.simulated import simulated
+from bedplate.run.environments import Environment
+from bedplate.run.models import intended_model
+from bedplate.show.columns import Column, Columns
+from bedplate.show.engines import PROVERB, render_engine, render_map
+from bedplate.values import Hardware
+from bedplate.values.names import ORCHESTRATOR_IDS
+from bedplate.values.result import Result
+
+SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.yaml"))
+EVERYWHERE: dict[str, dict[str, Any]] = {
+    "cpu": {"cpu": "AMD EPYC 9654", "cores": 8, "ram_gb": 32, "os": "linux"},
+    "mac": {"accelerator": "Apple M2 Ultra (76-core GPU)", "ram_gb": 192, "os": "macos"},
+    "rtx": {"accelerator": "RTX 4090"},
+    "datacenter": {"accelerator": "H100 SXM", "count": 8},
+    "amd": {"accelerator": "MI300X"},
+}
+
+
+def machine(name: str) -> Hardware:
+    return simulated(EVERYWHERE[name])
+
+
+def result(engine: str, **fields: Any) -> Result:
+    given: dict[str, Any] = {
+        "at": "2026-11-15T10:00:00Z", "machine": "m", "engine": engine, "model": "SmolLM2-135M-Instruct",
+        "quantization": "Q4_1", "concurrency": 1, "prompt_tokens": 512, "output_tokens": 128, "ttft_ms": 210.5,
+        "output_tok_s": 61.25, "peak_memory_bytes": 700 << 20, "quality": 0.98,
+    }  # fmt: skip
+    return Result(**{**given, **fields})
+
+
+# the cheat sheet
+
+
+def test_the_cheat_sheet_names_every_engine_and_rules_that_are_there() -> None:
+    named = {engine for line in CHEAT_SHEET for engine in line.engines}
+    assert named == {*all_engines(), *ORCHESTRATOR_IDS}
+    there = {rule.id for rules in (PICKS, ORCHESTRATION) for rule in rules}
+    assert {rule for line in CHEAT_SHEET for rule in line.rules} <= there
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "many"),
+    [
+        ("cpu", "llama.cpp", "llama.cpp"),
+        ("mac", "mlx", "llama.cpp"),
+        ("rtx", "exllamav3", "vllm"),
+        ("datacenter", "vllm", "vllm"),
+        ("amd", "vllm", "vllm"),
+    ],
+)
+def test_the_line_that_this_machine_is_is_marked(name: str, one: str, many: str) -> None:
+    marked = {who: line.engines for line in cheat_sheet(machine(name)) for who in line.here}
+    assert one in marked["one user"] and many in marked["many users"]
+
+
+# what each says of a machine
+
+
+def test_every_engine_says_whether_it_runs_here() -> None:
+    for name in EVERYWHERE:
+        for engine in all_engines().values():
+            said = row(engine, machine(name), None).here
+            assert said.runs == (said.device is not None) == (said.why is None)
+
+
+def test_an_engine_that_cannot_run_says_why_and_doubts_are_told_apart() -> None:
+    said = row(all_engines()["exllamav3"], machine("amd"), None).here
+    assert not said.runs and said.why == "needs an NVIDIA GPU"
+    few = row(all_engines()["vllm"], machine("cpu"), None).here
+    assert few.doubt and few.doubt_for_many is None
+    crowd = row(all_engines()["llama.cpp"], machine("rtx"), None).here
+    assert crowd.doubt is None and crowd.doubt_for_many
+
+
+def test_every_engine_is_described_with_a_source() -> None:
+    for engine in all_engines().values():
+        assert engine.features is not None, engine.id
+        assert all(len(getattr(engine.features, name)) > 1 for name in Features.__struct_fields__), engine.id
+
+
+# rules
+
+
+def test_every_rule_about_one_engine_is_on_its_page() -> None:
+    about = [(rule.engine, rule.id) for rule in DOUBTS] + [(rule.engine, rule.id) for rule in CHALLENGES]
+    for engine, rule in about:
+        assert rule in {line.rule for line in rules_of(engine)}
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_a_pick_names_only_engines_whose_page_has_the_rule(path: Path) -> None:
+    try:
+        intent = read_intent(path)
+        case = Case(resolved_hardware(intent), intended_model(intent.model), intent.workload, intent.operations)
+    except Exception as error:  # wrong questions have no picks
+        assert type(error).__name__ == "BadQuestion"
+        return
+    for rule in PICKS:
+        picked = rule.says(case)
+        if picked is not None and rule.id != "operations.incumbent":
+            assert set(picked.engines) <= engines_named(rule), rule.id
+
+
+# measurements
+
+
+def test_engines_are_shown_on_work_that_most_of_them_share() -> None:
+    alone = result("llama.cpp", concurrency=16, at="2026-11-15T12:00:00Z")
+    shared = [result("llama.cpp"), result("vllm"), result("llama.cpp", output_tok_s=1.0, at="2026-11-14T10:00:00Z")]
+    found = measured_alike([alone, *shared])
+    assert found == {"llama.cpp": shared[0], "vllm": shared[1]}
+    assert measured_alike([]) == {}
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_columns_are_tbd_until_this_machine_has_measured_them(own_home: Path) -> None:
+    before = invoke("engines")
+    assert before.code == 0 and before.out.count("TBD") >= 4 * len(all_engines()) and PROVERB in before.out
+    store.add(result("llama.cpp", machine=store.fingerprint(probe())))
+    store.add(result("vllm", machine="another machine", output_tok_s=99999.0))
+    after = invoke("engines").out
+    for figure in ("61.2", "700 MiB", "0.98", "SmolLM2-135M-Instruct Q4_1, 1 at once, 512 + 128 tokens"):
+        assert figure in after
+    assert "99,999" not in after
+    printed = json.loads(invoke("engines", "--json").out)
+    measured = {one["engine"]: one["measured"] for one in printed["engines"]}
+    assert measured["llama.cpp"]["output_tok_s"] == 61.25 and measured["vllm"] is None
+
+
+# the command line
+
+
+def test_json_has_the_whole_map(own_home: Path) -> None:
+    printed = json.loads(invoke("engines", "--json", "--hardware", "2x RTX 3090").out)
+    assert printed["schema"] == "engines/1" and [one["engine"] for one in printed["engines"]] == list(all_engines())
+    assert any(line["here"] for line in printed["cheat_sheet"])
+    mlx = next(one for one in printed["engines"] if one["engine"] == "mlx")
+    assert mlx["installed"] == [] and set(mlx["features"]) == set(Features.__struct_fields__)
+
+
+@pytest.mark.parametrize("engine", sorted(all_engines()))
+def test_one_engine_has_a_page(engine: str) -> None:
+    page = invoke("engines", "show", engine, "--hardware", "RTX 4090")
+    one = all_engines()[engine]
+    assert page.code == 0 and one.name in page.out and "Rules that speak of it" in page.out and PROVERB in page.out
+    printed = json.loads(invoke("engines", "show", engine, "--hardware", "RTX 4090", "--json").out)
+    assert printed["schema"] == "engine/1" and printed["engine"] == engine
+    assert printed["features"]["source"] == (one.features.source if one.features else None)
+
+
+def test_an_unknown_engine_is_a_wrong_question() -> None:
+    assert invoke("engines", "show", "frobnicate").code == 2
+    assert invoke("engines", "--hardware", "RTX 99999").code == 2
+
+
+# pages, from values that are made here so that they stay as they are
+
+
+FEATURES = Features(
+    batching="continuous, prompts in chunks, scheduling overlapped with the GPU",
+    kv_cache="paged, prefix tree, tiers in host memory",
+    quantization="FP8 while loading; FP8, NVFP4, MXFP4, AWQ, GPTQ as stored",
+    hardware="NVIDIA from Ampere on, AMD Instinct from MI300 on",
+    structured_output="JSON schema, regular expressions, grammars",
+    multi_node="yes: tensor, pipeline, expert and data parallel",
+    server="its own",
+    maintained="active",
+    source="its source, version 1.2.3",
+)
+
+
+RULES = (
+    RuleLine(rule="hardware.some", kind="may pick", text="A machine of this kind runs it.", source="seeds/001"),
+    RuleLine(rule="doubt.alpha", kind="doubts", text="For many it was not built, " * 4, source="seeds/004"),
+    RuleLine(rule="challenge.alpha", kind="would measure", text="It is worth measuring.", source="seeds/000"),
+)
+
+
+def made(engine: str, **fields: Any) -> Row:
+    given: dict[str, Any] = {
+        "engine": engine, "name": engine.title(), "version": "1.2.3", "strength": "many users over an API", "effort": 3,
+        "formats": ("safetensors",), "converts": ("gguf",), "vendors": ("nvidia",), "cpu": False, "systems": ("linux",),
+        "tasks": ("generate",), "ways": ("tensor",), "features": FEATURES, "packages": ("one==1.2.3",),
+        "download_bytes": 34_000_000, "disk_bytes": 127_000_000, "here": Here(runs=False, why="needs an NVIDIA GPU"),
+        "measured": None, "rules": RULES,
+    }  # fmt: skip
+    return Row(**{**given, **fields})
+
+
+ROWS = (
+    made("alpha", here=Here(runs=True, device="cpu"), measured=result("alpha")),
+    made("tensor-beta", features=None, packages=(), download_bytes=None, disk_bytes=None),
+    made("gamma", here=Here(runs=True, device="cuda", doubt="not built for one", doubt_for_many=None)),
+)
+THERE = [
+    Environment(
+        engine="alpha", version="1.2.3", path="engines/alpha/1.2.3", packages=(), python="3.11", made_at="2026-11-15",
+        disk_bytes=106_000_000,
+    ),
+    Environment(
+        engine="gamma", version="1.0", path="engines/gamma/1.0", packages=(), python="3.11", made_at="2026-11-15",
+        disk_bytes=1_000_000,
+    ),
+]  # fmt: skip
+
+
+def drawn(shown: RenderableType, width: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(shown)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+@pytest.mark.parametrize("width", [80, 120, 250])
+def test_the_map(width: int, snapshot: SnapshotAssertion) -> None:
+    page = drawn(render_map(machine("cpu"), cheat_sheet(machine("cpu")), ROWS, THERE), width)
+    assert max(map(len, page.splitlines())) <= width
+    assert page == snapshot
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_page_of_one(width: int, snapshot: SnapshotAssertion) -> None:
+    page = drawn(render_engine(machine("cpu"), ROWS[0], THERE), width)
+    assert max(map(len, page.splitlines())) <= width
+    assert page == snapshot
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
+def test_columns_go_on_below_and_none_is_lost(width: int) -> None:
+    columns = Columns(
+        Column.of("id", ["a", "b"]), tuple(Column.of(f"column {n}", ["word " * n, "x"]) for n in range(1, 8))
+    )
+    parts = list(columns.parts(width))
+    assert [column.name for part in parts for column in part] == [f"column {n}" for n in range(1, 8)]
+    if width >= 200:
+        assert len(parts) == 1
+    page = drawn(columns, width)
+    assert page.count(" a ") >= len(parts) and max(map(len, page.splitlines())) <= width

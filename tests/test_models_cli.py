@@ -1,0 +1,169 @@
+"""`bedplate models` through the command line: filters, exit codes, JSON, and pages that fit the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from syrupy.assertion import SnapshotAssertion
+from tests.commands import invoke, run
+
+from bedplate.decide.catalogue import Catalogue, Entry
+from bedplate.facts.simulated import simulated
+from bedplate.show.models import context, parameters, render_models
+from bedplate.values import Figure, Offload, Workload, from_json, replaced
+
+
+def listed(*options: str) -> dict[str, Any]:
+    """The JSON of a few models on one card."""
+    answer = invoke("models", "--hardware", "RTX 4090", "--search", "qwen3", "--json", *options)
+    found: dict[str, Any] = json.loads(answer.out)
+    assert answer.code == (0 if found["fitting"] else 1)
+    return found
+
+
+def test_json_is_a_catalogue_in_order_and_only_what_fits() -> None:
+    printed = invoke("models", "--hardware", "RTX 4090", "--search", "qwen3", "--json").out
+    found = from_json(Catalogue, printed)
+    assert found.fitting == len(found.models) < found.known
+    first = found.models[0]
+    assert first.fits and first.pace == "comfortable" and first.tok_s is not None and first.tok_s.basis == "estimate"
+
+
+def test_all_also_lists_what_does_not_fit_and_why() -> None:
+    found = listed("--all")
+    refused = [model for model in found["models"] if not model["fits"]]
+    assert len(found["models"]) == found["known"] and refused and all(model["why"] for model in refused)
+
+
+def test_options_change_the_question() -> None:
+    plain, long = listed(), listed("--context", "200000")
+    assert 0 < long["fitting"] < plain["fitting"]
+    quick = listed("--min-tok-s", "150")
+    assert 0 < quick["fitting"] < plain["fitting"]
+    assert all(model["tok_s"]["value"] >= 150 for model in quick["models"])
+    assert len(listed("--limit", "3")["models"]) == 3
+    many = listed("--users", "30")
+    assert {model["engine"] for model in many["models"]} != {model["engine"] for model in plain["models"]}
+    assert all(model["task"] == "embed" for model in listed("--task", "embed")["models"])
+
+
+def test_an_intent_file_says_hardware_and_work(tmp_path: Path) -> None:
+    file = tmp_path / "bedplate.yaml"
+    file.write_text("hardware: {accelerator: H100 SXM, count: 2}\nworkload: {users: 40, prompt_tokens: 2000}\n")
+    answer = invoke("models", "-f", str(file), "--search", "llama-3.3-70b", "--json")
+    (model,) = json.loads(answer.out)["models"]
+    assert answer.code == 0 and model["engine"] == "vllm" and model["in_flight"] == 40
+
+
+def test_nothing_that_fits_is_a_no() -> None:
+    page = invoke("models", "--hardware", "RTX 4090", "--search", "kimi-k2", "--set", "ram_gb=16")
+    assert page.code == 1 and "None of" in page.out and "--all says why" in page.out
+    nothing = invoke("models", "--search", "no such model")
+    assert nothing.code == 1 and "No known model" in nothing.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--hardware", "RTX 99999"], ["--task", "dance"], ["--limit", "0"], ["--users", "0"], ["--min-tok-s", "-1"]],
+)
+def test_wrong_questions(arguments: list[str]) -> None:
+    assert invoke("models", *arguments).code == 2
+
+
+def test_the_page_says_how_to_go_on() -> None:
+    page = invoke("models", "--hardware", "RTX 4090", "--search", "qwen3-8b").out
+    assert "bedplate plan Qwen/Qwen3-8B --hardware 'RTX 4090' --context 8192" in page
+    again = invoke("plan", "Qwen/Qwen3-8B", "--hardware", "RTX 4090", "--context", "8192", "--json")
+    entry = listed()["models"]
+    (same,) = [model for model in entry if model["name"] == "Qwen/Qwen3-8B"]
+    assert json.loads(again.out)["quantization"] == same["quantization"]
+
+
+def test_this_machine_is_asked_without_a_name(tmp_path: Path) -> None:
+    nowhere = {"BEDPLATE_HOME": str(tmp_path), "HF_HOME": str(tmp_path), "UV_OFFLINE": "1"}
+    answer = run("models", "--search", "smollm2", env=nowhere)
+    assert answer.code == 0 and "SmolLM2-135M" in answer.out and "\x1b[" not in answer.out
+    assert not list(tmp_path.iterdir())
+
+
+# pages, from values that are made here so that they stay as they are
+
+
+def model(name: str, **fields: object) -> Entry:
+    plain = Entry(
+        name=name,
+        task="generate",
+        parameters=8_000_000_000,
+        released=2025,
+        max_context=131072,
+        fits=True,
+        engine="llama.cpp",
+        rule="hardware.cpu",
+        format="gguf",
+        quantization="Q4_K_M",
+        tok_s=Figure(value=41.6, low=33.2, high=50.7, basis="estimate"),
+        memory_bytes=6 << 30,
+        usable_bytes=20 << 30,
+        longest_context=131072,
+        max_concurrency=4,
+        pace="comfortable",
+    )
+    return replaced(plain, **fields)
+
+
+ENTRIES = (
+    model("maker/Large-MoE-30B-A3B", parameters=30_500_000_000, active_parameters=3_300_000_000, longest_context=31744),
+    model("maker/A-Model-With-A-Name-That-Is-Much-Longer-Than-Most-8B-Instruct", here=("long:8b",)),
+    model("maker/Unpredicted-8B", tok_s=None, pace="not predicted"),
+    model(
+        "maker/Split-70B",
+        pace="slow",
+        tok_s=Figure(value=2.4, low=2, high=3, basis="estimate"),
+        offload=Offload(kind="layers", device_layers=20, host_layers=60, host_bytes=30 << 30),
+    ),
+    model("maker/Crowded-8B", pace="some wait", devices=4),
+    model(
+        "maker/Giant-671B", fits=False, pace=None, parameters=671_000_000_000, why="needs 300 GiB, and may take 20 GiB"
+    ),
+)
+MACHINE = simulated({"cpu": "AMD EPYC 9654", "cores": 8, "ram_gb": 32, "os": "linux"})
+
+
+def page(width: int, entries: Sequence[Entry] = ENTRIES, limit: int | None = None) -> str:
+    out = io.StringIO()
+    found = Catalogue(known=9, fitting=sum(entry.fits for entry in entries), models=tuple(entries))
+    shown = render_models(MACHINE, Workload(), found, limit=limit, least_tok_s=None, plan="bedplate plan maker/Large")
+    Console(file=out, width=width, highlight=False).print(shown)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_the_page(width: int, snapshot: SnapshotAssertion) -> None:
+    shown = page(width)
+    assert max(map(len, shown.splitlines())) <= width
+    assert shown == snapshot
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_figure_is_cut(width: int) -> None:
+    for word in ("30.5B-A3.3B", "Q4_K_M", "llama.cpp", "41.6", "6 GiB", "31k", "TBD", "+RAM", "here", "4 × 6 GiB"):
+        assert word in page(width), word
+    assert "33.2–50.7" in page(120)
+
+
+def test_a_limit_says_how_many_are_left_out() -> None:
+    assert "… and 3 more: --limit 5" in page(80, limit=2)
+
+
+def test_words_for_figures() -> None:
+    assert parameters(model("a", parameters=135_000_000)) == "135M"
+    assert parameters(model("a", active_parameters=7_900_000_000)) == "8B"
+    assert context(model("a", longest_context=1 << 20, max_context=1 << 20)) == "1M"
+    assert context(model("a", longest_context=None)) == "TBD"
+    assert context(model("a", longest_context=512, max_context=512)) == "512"

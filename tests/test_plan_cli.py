@@ -1,0 +1,208 @@
+"""`bedplate plan`: why not, what if, procure, scripts, and questions that are wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.commands import invoke, run
+
+from bedplate.decide import questions
+from bedplate.engines import all_engines
+from bedplate.facts.chips import find_chip
+from bedplate.values import Decision, from_json
+
+CARD = ("plan", "Qwen/Qwen3-8B", "--hardware", "RTX 4090")
+SERVERS = ("plan", "meta-llama/Meta-Llama-3.1-70B", "--hardware", "8x H100 SXM", "--concurrency", "64")
+
+
+def bash_reads(path: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+class TestEngine:
+    def test_one_that_can(self) -> None:
+        answer = invoke(*CARD, "--engine", "llama.cpp", "--json")
+        decision = from_json(Decision, answer.out)
+        assert answer.code == 0 and decision.engine == "llama.cpp"
+        assert decision.reasons[0].rule == "operations.asked"
+
+    def test_one_that_cannot_says_why_and_exits_with_one(self) -> None:
+        asked = ("plan", "Qwen/Qwen3-8B", "--hardware", "Radeon RX 7900 XTX", "--engine", "exllamav3")
+        answer = invoke(*asked)
+        assert answer.code == 1 and "No: exllamav3 needs an NVIDIA GPU" in answer.out
+        decision = from_json(Decision, invoke(*asked, "--json").out)
+        assert decision.engine is None and decision.refused[0].engine == "exllamav3" and decision.launch is None
+
+    def test_one_that_nobody_knows(self) -> None:
+        answer = invoke(*CARD, "--engine", "vlm")
+        assert answer.code == 2 and "vllm" in answer.err
+
+
+class TestWhyNot:
+    def test_every_engine_has_an_answer(self) -> None:
+        for name in all_engines():
+            answer = invoke(*SERVERS, "--why-not", name)
+            assert answer.code == 0 and name in answer.out and len(answer.out.strip()) > 30
+
+    def test_a_refusal_names_what_was_chosen_instead(self) -> None:
+        page = " ".join(invoke(*SERVERS, "--why-not", "llama.cpp").out.split())
+        assert "not built for" in page and "Chosen instead: vllm" in page
+        value = json.loads(invoke(*SERVERS, "--why-not", "llama.cpp", "--json").out)
+        assert value["engine"] == "llama.cpp" and value["kind"] == "unsuitable" and value["hint"]
+
+    def test_a_challenger_and_the_choice_itself(self) -> None:
+        assert "worth measuring" in invoke(*SERVERS, "--why-not", "sglang").out
+        assert "is the choice" in invoke(*SERVERS, "--why-not", "vllm").out
+
+    def test_a_name_that_no_engine_has(self) -> None:
+        assert invoke(*SERVERS, "--why-not", "cuda").code == 2
+
+
+class TestWhatIf:
+    def test_what_changes(self) -> None:
+        answer = invoke(*CARD, "--what-if", "users=50,count=2", "--json")
+        value = json.loads(answer.out)
+        assert answer.code == 0
+        assert (value["before"]["engine"], value["after"]["engine"]) == ("exllamav3", "vllm")
+        assert {"engine", "rule"} <= {change["what"] for change in value["changes"]}
+        page = invoke(*CARD, "--what-if", "users=50,count=2").out
+        assert "exllamav3" in page and "vllm" in page and "serve.default" in page
+
+    def test_nothing_changes(self) -> None:
+        assert "nothing changes" in invoke(*CARD, "--what-if", "price_per_hour=2").out
+
+    def test_what_would_no_longer_fit_exits_with_one(self) -> None:
+        answer = invoke(*CARD, "--what-if", "model=meta-llama/Meta-Llama-3.1-405B,ram_gb=16")
+        assert answer.code == 1 and "nothing fits" in answer.out and "more free memory" in answer.out
+
+    @pytest.mark.parametrize("asked", ["user=50", "users=none", "users", "=3", "accelerator=H900", "users=-1"])
+    def test_wrong_fields(self, asked: str) -> None:
+        answer = invoke(*CARD, "--what-if", asked)
+        assert answer.code == 2 and not answer.out
+
+
+class TestProcure:
+    CHIPS = ("L4", "RTX 4090", "H100 SXM", "Apple M3 Max 40-core")
+
+    @pytest.fixture(autouse=True)
+    def few_chips(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        chips = tuple(find_chip(name).chip for name in self.CHIPS)
+        monkeypatch.setattr(questions, "purchasable", lambda: chips)
+
+    def test_machines_that_would_serve(self) -> None:
+        asked = ("plan", "Qwen/Qwen3-32B", "--concurrency", "8", "--procure")
+        offers = json.loads(invoke(*asked, "--json").out)
+        assert offers and all(offer["count"] in questions.COUNTS for offer in offers)
+        assert all(offer["decision"]["max_concurrency"] >= 8 for offer in offers)
+        answer = invoke(*asked)
+        assert answer.code == 0 and f"{len(offers)} of 4 known chips" in answer.out and "H100" in answer.out
+
+    def test_none_would(self) -> None:
+        answer = invoke("plan", "meta-llama/Meta-Llama-3.1-405B", "--procure", "--set", "tpot_ms=0.01")
+        assert answer.code == 1 and "None of 4" in answer.out
+
+
+class TestEmit:
+    @pytest.mark.parametrize("name", sorted(all_engines()))
+    def test_a_script_that_bash_reads_for_every_engine(self, name: str, tmp_path: Path) -> None:
+        hardware = "Apple M3 Max 40-core" if name == "mlx" else "RTX 4090"
+        arguments = ["plan", "Qwen/Qwen3-4B", "--hardware", hardware, "--set", "ram_gb=64", "--engine", name]
+        arguments += ["--set", "os=macos"] if name == "mlx" else []
+        path = tmp_path / "serve.sh"
+        decision = from_json(Decision, invoke(*arguments, "--json").out)
+        assert decision.launch is not None, decision.refused[0]
+        answer = invoke(*arguments, "--emit", "command", "-o", str(path))
+        assert answer.code == 0 and not answer.out
+        bash_reads(path)
+        text = path.read_text()
+        assert text.startswith("#!/") and os.access(path, os.X_OK)
+        launched = shlex.split(text[text.rindex("\nexec ") :].replace("\\\n", " "))
+        assert launched[1:] == list(decision.launch.argv)
+        for variable, value in decision.launch.env.items():
+            assert f"export {variable}={shlex.quote(value)}" in text
+
+    def test_the_built_in_model_as_a_process(self, tmp_path: Path, builtin_gguf: Path) -> None:
+        printed = run("plan", "--emit", "command")
+        assert printed.code == 0 and printed.out.startswith("#!/usr/bin/env bash\n")
+        path = tmp_path / "serve.sh"
+        assert run("plan", "--emit", "command", "-o", str(path)).code == 0
+        assert path.read_text() == printed.out and path.stat().st_mode & stat.S_IXUSR
+        bash_reads(path)
+        assert "exec llama-server" in printed.out and "--ctx-size" in printed.out and "--port 8080" in printed.out
+
+    def test_what_is_not_decided_is_not_emitted(self, tmp_path: Path) -> None:
+        path = tmp_path / "serve.sh"
+        answer = invoke("plan", "meta-llama/Meta-Llama-3.1-405B", "--hardware", "RTX 3070", "--set", "ram_gb=16",
+                        "--emit", "command", "-o", str(path))  # fmt: skip
+        assert answer.code == 1 and "more free memory" in answer.err and not path.exists()
+
+    def test_a_target_that_nothing_is_written_for(self) -> None:
+        answer = invoke(*CARD, "--emit", "terraform")
+        assert answer.code == 2 and "--emit command" in answer.err
+
+    def test_a_place_that_cannot_be_written(self, tmp_path: Path) -> None:
+        answer = invoke(*CARD, "--emit", "command", "-o", str(tmp_path / "nowhere" / "serve.sh"))
+        assert answer.code == 3 and "serve.sh" in answer.err
+
+
+class TestFields:
+    def test_fields_override_the_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "bedplate.yaml"
+        path.write_text("hardware: {accelerator: RTX 4090, ram_gb: 64}\nmodel: Qwen/Qwen3-8B\nworkload: {users: 1}\n")
+        assert from_json(Decision, invoke("plan", "-f", str(path), "--json").out).engine == "exllamav3"
+        fewer = invoke("plan", "-f", str(path), "--set", "volume=extreme", "--users", "50", "--json")
+        assert from_json(Decision, fewer.out).engine == "vllm"
+        several = invoke("plan", "-f", str(path), "--set", "users=50,count=2", "--set", "os=windows", "--json")
+        assert from_json(Decision, several.out).engine == "llama.cpp"
+
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ("workload: {user: 3}", "workload.user"),
+            ("workload: {users: 0}", "workload.users"),
+            ("workload: {users: many}", "workload.users"),
+            ("operations: {incumbent: vlm}", "operations.incumbent"),
+            ("operations: {machinery: docker}", "operations.machinery"),
+            ("hardware: {accelerator: H900}", "H900"),
+            ("hardware: {accelerator: RTX 4090, count: 0}", "hardware.count"),
+            ("modle: Qwen/Qwen3-8B", "modle"),
+            ("model: {params_b: -1}", "params_b"),
+            ("model: no/such-model-at-all", "no/such-model-at-all"),
+            ("- a\n- list", "mapping"),
+            ("hardware: {accelerator: RTX 4090", "not YAML"),
+        ],
+    )
+    def test_a_wrong_file_is_told_by_its_field(self, text: str, named: str, tmp_path: Path) -> None:
+        path = tmp_path / "bedplate.yaml"
+        path.write_text(text)
+        answer = invoke("plan", "-f", str(path), "--json")
+        assert answer.code == 2 and named in answer.err and not answer.out
+
+    def test_no_such_file(self, tmp_path: Path) -> None:
+        answer = run("plan", "-f", str(tmp_path / "none.yaml"))
+        assert answer.code == 2 and "none.yaml" in answer.err and "Traceback" not in answer.err
+
+    @pytest.mark.parametrize("field", ["volume", "volume=huge", "nothing=3", "users=1.5"])
+    def test_wrong_options(self, field: str) -> None:
+        assert invoke(*CARD, "--set", field).code == 2
+
+
+def test_the_page_says_all_of_it() -> None:
+    page = " ".join(invoke(*SERVERS, "--set", "price_per_hour=2.5").out.split())
+    for words in ("vllm", "serve.default", "seeds/000", "FP8", "sglang", "worth measuring", "resident at once", "Cost",
+                  "Launch", "--tensor-parallel-size"):  # fmt: skip
+        assert words in page, words
+
+
+def test_a_machine_file_from_probe(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(run("probe", "--json").out)
+    decision = from_json(Decision, invoke("plan", "--hardware", str(path), "--json").out)
+    assert decision.engine == "llama.cpp" and decision.model.startswith("SmolLM2")

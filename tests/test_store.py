@@ -1,0 +1,150 @@
+"""The store: what was measured comes back, and a file that is not ours is refused without harm."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bedplate import store
+from bedplate.errors import OutsideFailed
+from bedplate.facts.simulated import simulated
+from bedplate.values import replaced
+from bedplate.values.result import Result
+
+
+def result(
+    engine: str = "vllm", at: str = "2026-11-01T10:00:00Z", machine: str = "m1", model: str = "a model"
+) -> Result:
+    return Result(
+        at=at, machine=machine, engine=engine, model=model, quantization="FP8", concurrency=8, prompt_tokens=512,
+        output_tokens=256, ttft_ms=90.5, tpot_ms=11.25, output_tok_s=700.0, quality=1.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "store.sqlite"
+
+
+def test_what_is_added_comes_back_newest_first(path: Path) -> None:
+    older, newer = result(at="2026-11-01T10:00:00Z"), result("sglang", at="2026-11-02T10:00:00Z")
+    store.add(newer, path)
+    store.add(older, path)
+    assert store.results("m1", path=path) == (newer, older)
+
+
+def test_only_this_machine_and_this_model(path: Path) -> None:
+    mine, other = result(), result(machine="m2")
+    third = result(model="another model")
+    for one in (mine, other, third):
+        store.add(one, path)
+    assert store.results("m2", path=path) == (other,)
+    assert store.results("m1", "a model", path) == (mine,)
+    assert store.results("m1", "nobody's", path) == ()
+
+
+def test_reading_makes_no_file(path: Path) -> None:
+    assert store.results("m1", path=path) == ()
+    assert not path.parent.exists()
+
+
+def test_its_place_is_under_the_home(bedplate_home: Path) -> None:
+    assert store.store_path().parent == bedplate_home
+
+
+def test_a_newer_bedplates_file_is_left_alone(path: Path) -> None:
+    store.add(result(), path)
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA user_version={store.VERSION + 1}")
+    connection.close()
+    for use in (lambda: store.results("m1", path=path), lambda: store.add(result(), path)):
+        with pytest.raises(OutsideFailed, match="newer bedplate") as refused:
+            use()
+        assert refused.value.hint and refused.value.exit_code == 3
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT count(*) FROM results").fetchone() == (1,)
+    connection.close()
+
+
+@pytest.mark.parametrize("content", [b"not a database at all" * 100, b"SQLite format 3\x00" + b"\xff" * 500])
+def test_a_corrupt_file_is_said_to_be_one(path: Path, content: bytes) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content)
+    for use in (lambda: store.results("m1", path=path), lambda: store.add(result(), path)):
+        with pytest.raises(OutsideFailed) as failed:
+            use()
+        assert str(path) in failed.value.message and failed.value.cause and failed.value.hint
+    assert path.read_bytes() == content
+
+
+def test_a_truncated_file_is_said_to_be_one(path: Path) -> None:
+    for number in range(200):
+        store.add(result(at=f"2026-11-01T10:{number // 60:02}:{number % 60:02}Z"), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(OutsideFailed):
+        store.results("m1", path=path)
+
+
+def test_a_row_that_this_version_cannot_read_is_a_failure_and_not_a_crash(path: Path) -> None:
+    store.add(result(), path)
+    with sqlite3.connect(path) as connection:
+        connection.execute('UPDATE results SET body = \'{"schema": "result/99"}\'')
+    connection.close()
+    with pytest.raises(OutsideFailed) as failed:
+        store.results("m1", path=path)
+    assert failed.value.hint
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(OutsideFailed):
+        store.add(result(), blocker / "store.sqlite")
+
+
+def test_several_threads_write_at_once(path: Path) -> None:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: store.add(result(model=f"model {number}"), path), range(40)))
+    assert {one.model for one in store.results("m1", path=path)} == {f"model {number}" for number in range(40)}
+
+
+def test_several_processes_write_at_once(path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from bedplate import store; from bedplate.values.result import Result\n"
+        "for n in range(10):\n"
+        "    store.add(Result(at=f'2026-11-0{sys.argv[2]}T10:00:{n:02}Z', machine='m1', engine='vllm', model='x',\n"
+        "                     concurrency=1, prompt_tokens=1, output_tokens=1), Path(sys.argv[1]))\n"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", program, str(path), str(number)]) for number in range(1, 5)]
+    assert [child.wait(60) for child in children] == [0] * 4
+    assert len(store.results("m1", path=path)) == 40
+
+
+class TestFingerprint:
+    def test_what_matters_changes_it(self) -> None:
+        machines = [
+            {"accelerator": "H100 SXM", "count": 8, "ram_gb": 2048},
+            {"accelerator": "H100 SXM", "count": 4, "ram_gb": 2048},
+            {"accelerator": "H200 SXM", "count": 8, "ram_gb": 2048},
+            {"accelerator": "H100 SXM", "count": 8, "ram_gb": 1024},
+            {"accelerator": "H100 SXM", "count": 8, "ram_gb": 2048, "cores": 17},
+            {"cpu": "AMD Ryzen 7 7840U", "cores": 8, "ram_gb": 16},
+            {"cpu": "AMD Ryzen 7 7840U", "cores": 8, "ram_gb": 16, "os": "windows"},
+        ]
+        assert len({store.fingerprint(simulated(described)) for described in machines}) == len(machines)
+
+    def test_what_comes_and_goes_does_not(self) -> None:
+        machine = simulated({"accelerator": "H100 SXM", "count": 2, "ram_gb": 512})
+        busy = replaced(
+            machine,
+            memory=replaced(machine.memory, available_bytes=machine.memory.available_bytes // 3),
+            accelerators=tuple(replaced(card, free_bytes=1, driver_version="999") for card in machine.accelerators),
+            notes=("a note",),
+        )
+        assert store.fingerprint(busy) == store.fingerprint(machine)
