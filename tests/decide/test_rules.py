@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.decide.scenario_files import content, decided, own_files, shared_files
 
-from bedplate.decide import candidates, case, explain, rules
+from bedplate.decide import candidates, case, rules
 from bedplate.decide.case import Case
+from bedplate.decide.explain import REASONS
 from bedplate.decide.rules import CHALLENGES, DOUBTS, ORCHESTRATION, PICKS, Rule
 from bedplate.engines import all_engines
 from bedplate.facts.intent import intent_of, resolved_hardware
@@ -24,7 +25,15 @@ from bedplate.values import Decision
 from bedplate.values.names import ORCHESTRATOR_IDS
 
 SEEDS = Path(__file__).parents[2].parent / "shared" / "seeds"
-ALL: list[Rule[..., Any]] = [*PICKS, *DOUBTS, *CHALLENGES, *ORCHESTRATION]
+ALL: list[Rule[..., Any]] = [*PICKS, *DOUBTS, *CHALLENGES, *ORCHESTRATION, *REASONS]
+ELSEWHERE = {"evidence.calibrated", "build.cpu"}
+"""Reasons that no intent on paper has: of what was measured, and of what this version of bedplate installs."""
+
+
+SOURCE = re.compile(
+    r"seeds/\d{3} \"|physics: |measurement: |store: |[\w.-]+/[\w.-]+: |file header|the engine's package"
+)
+"""A seed and its words, a physical law, what was measured, a vendor's repository, or what the files themselves say."""
 
 
 def normal(text: str) -> str:
@@ -40,10 +49,8 @@ def quotes(source: str) -> Iterator[tuple[str, str]]:
 
 
 def all_sources() -> set[str]:
-    """Of rules, and of the reasons that explain weights, layout and fit."""
-    written = re.findall(
-        r"""seeds/\d{3}(?:,? "[^"]+")+""", "".join(map(inspect.getsource, (explain, case, candidates)))
-    )
+    """Of rules, and of what thresholds say of themselves."""
+    written = re.findall(r"""seeds/\d{3}(?:,? "[^"]+")+""", "".join(map(inspect.getsource, (case, candidates))))
     return {rule.source for rule in ALL} | set(written)
 
 
@@ -54,7 +61,7 @@ class TestSources:
         for rule in ALL:
             assert re.fullmatch(r"[a-z0-9.-]+", rule.id)
             assert rule.sentence.endswith(".") and 10 < len(rule.sentence) < 140, rule.id
-            assert re.match(r"seeds/\d{3} \"|physics|measurement|[\w.-]+/[\w.-]+: ", rule.source), rule.source
+            assert SOURCE.match(rule.source), rule.source
 
     def test_rules_speak_of_engines_that_are_there(self) -> None:
         assert {rule.engine for rule in ALL if rule.engine} <= set(all_engines())
@@ -122,6 +129,11 @@ class TestReached:
             for name, decision in decisions().items()
             if name in own and rule.id in [reason.rule for reason in decision.reasons]
         ]
+
+    @pytest.mark.parametrize("rule", REASONS, ids=lambda rule: rule.id)
+    def test_each_other_reason_is_given(self, rule: Rule[..., Any]) -> None:
+        given = {reason.rule for decision in decisions().values() for reason in decision.reasons}
+        assert rule.id in given or rule.id in ELSEWHERE
 
     @pytest.mark.parametrize("rule", DOUBTS, ids=lambda rule: rule.id)
     def test_each_doubt_speaks_and_is_silent(self, rule: Rule[[Case], Any]) -> None:

@@ -1,54 +1,85 @@
-"""A plan as one shell script that runs as it stands: install, prepare, launch."""
+"""A plan as one shell script that runs as it stands: an environment, the preparation, the launch."""
 
 from __future__ import annotations
 
+import importlib.resources
 import itertools
 import shlex
+from collections.abc import Iterator
 
 from bedplate._version import __version__
+from bedplate.engines import Engine
 from bedplate.engines import engine as engine_by_id
 from bedplate.errors import AnswerIsNo
-from bedplate.values import Decision, Plan
-from bedplate.values.units import size
+from bedplate.values import Decision, Plan, Preparation
+from bedplate.values.units import seconds, size
 
-HEAD = """#!/usr/bin/env bash
+HEAD = """\
+#!/usr/bin/env bash
 # {title}
-# Made by bedplate {version}. Run it where the model is to be served; the endpoint is http://127.0.0.1:{port}.
+# Made by bedplate {version}. Needs python3 with venv and a package index. What it makes is kept and used again.
+# The endpoint: http://127.0.0.1:{port}
 set -euo pipefail
 """
+ENVIRONMENT = """\
+env="${{ENGINE_ENV:-$HOME/.cache/bedplate-scripts/{folder}}}"
+export VIRTUAL_ENV="$env" PATH="$env/bin:$PATH"
+[ -x "$env/bin/uv" ] || {{ python3 -m venv "$env" && "$env/bin/pip" install --quiet uv; }}
+"""
+END_OF_PROGRAM = "END_OF_PROGRAM"
 
 
 def script(plan: Plan, decision: Decision) -> str:
+    """The whole script. Steps whose result is there already are left out when it runs again."""
     engine = engine_by_id(plan.engine)
     launch = decision.launch
     if launch is None:
         raise AnswerIsNo(f"there is nothing to launch: {plan.engine} was not decided for")
     title = f"{plan.model.name} ({decision.quantization}) with {engine.name} {plan.engine_version}"
-    lines = [HEAD.format(title=title, version=__version__, port=_port(launch.argv))]
-    if engine.recipe is not None and not engine.recipe.programs:
-        packages = shlex.join(engine.recipe.packages)
-        lines += [
-            f"# {engine.name}: {size(engine.recipe.download_bytes)} to download, {size(engine.recipe.disk_bytes)} on disk",
-            f'env="${{ENGINE_ENV:-$HOME/.cache/bedplate-{engine.id}-{plan.engine_version}}}"',
-            f'[ -d "$env" ] || {{ python3 -m venv "$env" && "$env/bin/pip" install {packages}; }}',
-            'PATH="$env/bin:$PATH"',
-            "",
-        ]
-    for step in launch.prepare:
-        if step.argv:
-            lines += [f"# {step.kind}: {step.what}", shlex.join(step.argv), ""]
-        elif step.kind != "install" or engine.recipe is None:
-            lines += [f"# {step.kind} {step.what} to {step.where}", ""]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
-    lines.append(f"exec {_wrapped(launch.argv)}")
-    return "\n".join(lines) + "\n"
+    parts = [HEAD.format(title=title, version=__version__, port=_port(launch.argv))]
+    if not launch.argv[0].startswith("docker"):
+        parts += [ENVIRONMENT.format(folder=f"{engine.id}-{plan.engine_version}"), *_programs(engine)]
+    parts += [_step(number, step, engine) for number, step in enumerate(launch.prepare)]
+    parts += [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
+    parts.append(f"exec {_wrapped(launch.argv)}")
+    return "\n".join(parts) + "\n"
+
+
+def _programs(engine: Engine) -> Iterator[str]:
+    """Bedplate's own programs for an engine that has no server, or whose own has faults."""
+    for name, file in engine.recipe.programs if engine.recipe is not None else ():
+        text = (importlib.resources.files("bedplate.engines") / "shipped" / file).read_text(encoding="utf-8")
+        lines = [f"{{ echo \"#!$env/bin/python\"; cat <<'{END_OF_PROGRAM}'", text.rstrip(), END_OF_PROGRAM]
+        lines += [f'}} > "$env/bin/{name}"', f'chmod +x "$env/bin/{name}"', ""]
+        yield "\n".join(lines)
+
+
+def _step(number: int, step: Preparation, engine: Engine) -> str:
+    what = f"# {step.kind}: {step.what}{f' ({_sizes(step)})' if _sizes(step) else ''}"
+    argv = step.argv
+    if step.kind == "install" and not argv and engine.recipe is not None:
+        argv = ("uv", "pip", "install", *engine.recipe.packages)
+    if not argv:
+        return f"{what}, to {step.where}\n"
+    if step.kind == "install":
+        done = f'"$env/.installed-{number}"'
+        return f"{what}\n[ -e {done} ] || {{ {shlex.join(argv)} && touch {done}; }}\n"
+    return f"{what}\n[ -e {shlex.quote(step.where)} ] || {shlex.join(argv)}\n"
+
+
+def _sizes(step: Preparation) -> str:
+    parts = []
+    if step.download_bytes:
+        parts.append(f"{size(step.download_bytes)} to download")
+    if step.disk_bytes:
+        parts.append(f"{size(step.disk_bytes)} on disk")
+    if step.seconds is not None:
+        parts.append(f"about {seconds(step.seconds.value)}")
+    return ", ".join(parts)
 
 
 def _port(argv: tuple[str, ...]) -> str:
-    for option, value in itertools.pairwise(argv):
-        if option in ("--port", "-p"):
-            return value
-    return "8080"
+    return next((value for option, value in itertools.pairwise(argv) if option in ("--port", "-p")), "8080")
 
 
 def _wrapped(argv: tuple[str, ...]) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 from bedplate.decide.questions import Change, layout_words
 from bedplate.show.probe import one_line
 from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, Refusal, Settings, Workload
-from bedplate.values.units import memory, size
+from bedplate.values.units import memory, seconds, size
 
 
 def page() -> Table:
@@ -178,7 +178,7 @@ def _preparations(decision: Decision) -> list[RenderableType]:
         if step.disk_bytes:
             parts.append(f"{size(step.disk_bytes)} on disk")
         if step.seconds is not None:
-            parts.append(f"about {short(step.seconds.value / 60)} min")
+            parts.append(f"about {seconds(step.seconds.value)}")
         lines.append(Text(f"  {' · '.join(parts)}"))
         if step.argv:
             lines.append(Text(f"    {shlex.join(step.argv)}", style="dim"))
