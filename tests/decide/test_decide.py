@@ -416,3 +416,28 @@ class TestWhatWouldFit:
 def memory_in(hint: str) -> int:
     figure, unit = re.findall(r"([\d.]+) ([KMGT]?i?B) more free memory", hint)[0]
     return round(float(figure) * UNITS[unit])
+
+
+class TestArrivals:
+    """Little's law: what is in flight follows from how long a request takes, and the other way round."""
+
+    def test_what_is_in_flight_agrees_with_what_is_estimated(self) -> None:
+        work = Workload(requests_per_s=4, prompt_tokens=1000, output_tokens=200)
+        decision = decide(machine("H100 SXM"), find_model("Qwen/Qwen3-8B"), work)
+        ttft, tpot = decision.estimate.ttft_ms, decision.estimate.tpot_ms
+        assert ttft is not None and tpot is not None
+        request_s = (ttft.value + tpot.value * 200) / 1000
+        assert decision.in_flight == pytest.approx(4 * request_s, rel=0.3, abs=2)
+        assert "Little's law" in decision.notes[0] and "4 requests a second" in decision.notes[0]
+
+    def test_users_who_think_are_fewer_in_flight_than_there_are(self) -> None:
+        work = Workload(users=200, think_time_s=30, prompt_tokens=1000, output_tokens=200)
+        decision = decide(machine("H100 SXM", 8), find_model("Qwen/Qwen3-8B"), work)
+        assert 1 <= decision.in_flight < 200
+
+    def test_more_than_can_be_answered_is_said(self) -> None:
+        work = Workload(requests_per_s=1000, prompt_tokens=1000, output_tokens=200)
+        decision = decide(machine("L4"), find_model("Qwen/Qwen3-8B"), work)
+        assert "the queue grows without end" in decision.notes[0]
+        slow = replaced(work, requests_per_s=0.05)
+        assert "without end" not in decide(machine("L4"), find_model("Qwen/Qwen3-8B"), slow).notes[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -91,25 +92,26 @@ class TestSources:
                 assert reason.text and reason.source, reason
 
 
-_DECIDED: dict[str, Decision] = {}
-
-
+@functools.cache
 def decisions() -> dict[str, Decision]:
     """Of every scenario that is not an error, once."""
-    if not _DECIDED:
-        for path in (*own_files(), *shared_files()):
-            loaded = content(path)
-            if "error" not in loaded["expect"]:
-                _DECIDED[path.stem] = decided(loaded["intent"])
-    return _DECIDED
+    return {
+        path.stem: decided(loaded["intent"])
+        for path in (*own_files(), *shared_files())
+        if "error" not in (loaded := content(path))["expect"]
+    }
 
 
-def cases() -> Iterator[Case]:
-    for path in (*own_files(), *shared_files()):
-        loaded = content(path)
-        if "error" not in loaded["expect"]:
-            intent = intent_of(loaded["intent"])
-            yield Case(resolved_hardware(intent), intended_model(intent.model), intent.workload, intent.operations)
+@functools.cache
+def cases() -> tuple[Case, ...]:
+    intents = (
+        intent_of(loaded["intent"])
+        for path in (*own_files(), *shared_files())
+        if "error" not in (loaded := content(path))["expect"]
+    )
+    return tuple(
+        Case(resolved_hardware(one), intended_model(one.model), one.workload, one.operations) for one in intents
+    )
 
 
 class TestReached:

@@ -10,7 +10,9 @@ from bedplate.decide.planning import plan
 from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, Doubt, Pick
 from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
-from bedplate.values import Challenger, Decision, Hardware, Model, Reason, Refusal, Workload, replaced
+from bedplate.engines.base import short_name
+from bedplate.facts.unpack import unpacked
+from bedplate.values import Challenger, Decision, Hardware, Model, Preparation, Reason, Refusal, Workload, replaced
 from bedplate.values.intent import Operations
 from bedplate.values.result import Result
 
@@ -18,6 +20,8 @@ SHOWN_PORT = 8080
 """The port in a Decision's launch, which is there to be read and tried by hand; `serve` takes a free one."""
 FIRST_GUESS_S = 0.5
 GUESSED_TPOT_S = 0.03
+KEEPS_UP = 0.9
+"""Of the requests that come, what must be answered; less is more than the rounding of a few rounds."""
 ROUNDS = 4
 """Little's law needs the time of a request, which depends on how many are in flight: a few rounds settle it."""
 
@@ -39,13 +43,32 @@ def decide(
     """
     asked = engine_by_id(wanted) if wanted is not None else None
     workload = with_tasks_agreed(model, workload)
-    case = Case(hardware, model, workload, operations or Operations())
+    folder = unpacked(model) if asked is not None and "gguf" not in (*asked.formats, *asked.converts) else None
+    case = Case(hardware, folder or model, workload, operations or Operations())
     if model.max_context is not None and workload.request_tokens > model.max_context:
         return _too_long(case)
-    evidence = gathered(hardware, model, results)
+    evidence = gathered(hardware, case.model, results)
     if workload.concurrency is not None or not (workload.requests_per_s or workload.think_time_s):
-        return Search(case, evidence, installable).decision(asked)
-    return _settled(case, evidence, asked, installable)
+        decision = Search(case, evidence, installable).decision(asked)
+    else:
+        decision = _settled(case, evidence, asked, installable)
+    return _unpacking(decision, model, case.model) if folder is not None else decision
+
+
+def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
+    """The decision for unpacked weights, with the step that unpacks them first of all."""
+    if decision.launch is None:
+        return decision
+    where = short_name(folder)
+    step = Preparation(
+        kind="convert",
+        what=f"{source.name} from {source.quantization} GGUF to a folder of 16-bit weights",
+        where=where,
+        disk_bytes=folder.weight_bytes,
+        argv=("gguf-to-folder", source.files[0] if source.files else f"{source.name}.gguf", where),
+    )
+    launch = replaced(decision.launch, prepare=(step, *decision.launch.prepare))
+    return replaced(decision, unpacks=True, launch=launch)
 
 
 def _settled(case: Case, evidence: Evidence, asked: Engine | None, installable: bool) -> Decision:
@@ -65,7 +88,16 @@ def _settled(case: Case, evidence: Evidence, asked: Engine | None, installable: 
         request_s = (expected.ttft_ms.value + expected.tpot_ms.value * workload.output_tokens) / 1000
     rate = f"{workload.requests_per_s:g} requests a second" if workload.requests_per_s else f"{workload.users:,} users"
     note = f"{decision.in_flight:,} requests in flight: {rate}, about {request_s:.1f} s each (Little's law)"
-    return replaced(decision, notes=(note, *decision.notes))
+    return replaced(decision, notes=(_too_slow(decision, workload) or note, *decision.notes))
+
+
+def _too_slow(decision: Decision, workload: Workload) -> str | None:
+    """More requests come than are answered: then no number in flight holds, since it grows as long as they come."""
+    made, asked = decision.estimate.output_tok_s, workload.requests_per_s
+    answered = made.value / workload.output_tokens if made is not None else None
+    if answered is None or asked is None or answered >= asked * KEEPS_UP:
+        return None
+    return f"{asked:g} requests a second come, and about {answered:.2g} are answered: the queue grows without end"
 
 
 class Search:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bedplate.errors import AnswerIsNo
+from bedplate.facts.unpack import unpacked
 from bedplate.values import Decision, Model, Plan, Workload
 
 
@@ -14,10 +15,12 @@ def plan(decision: Decision, model: Model, workload: Workload) -> Plan:
             cause=f"{first.engine}: {first.why}" if first else None,
             hint="; or ".join(decision.hints) or (first.hint if first else None),
         )
+    source = model if decision.unpacks else None
     return Plan(
         engine=decision.engine,
         engine_version=decision.engine_version or "unpinned",
-        model=model,
+        model=(unpacked(model) or model) if decision.unpacks else model,
+        source=source,
         workload=workload,
         weights=decision.weights,
         parallelism=decision.parallelism,

@@ -124,6 +124,8 @@ class Decision(Record, frozen=True, kw_only=True):
     settings: Settings | None = None
     memory: Fit | None = None
     estimate: Estimate = Estimate()
+    unpacks: bool = False
+    """Whether the GGUF that was named is first unpacked to a folder of 16-bit weights, which this engine loads."""
     limit: str | None = None
     """What most of the time of making a token would be spent on."""
     reasons: tuple[Reason, ...] = ()
@@ -143,6 +145,9 @@ class Plan(Record, frozen=True, kw_only=True):
     engine: str
     engine_version: str
     model: Model
+    """What the engine is given, before any conversion of its own."""
+    source: Model | None = None
+    """The GGUF that `model` is unpacked from, where it is."""
     workload: Workload
     weights: Weights
     parallelism: Parallelism = Parallelism()
