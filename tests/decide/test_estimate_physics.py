@@ -45,6 +45,7 @@ def test_a_batch_touches_more_experts_and_never_more_than_there_are() -> None:
     assert experts_touched(0, 0, 5) == 0
 
 
+@settings(deadline=None)
 @given(st.sampled_from(MODELS), st.integers(1, 512), st.integers(1, 512))
 def test_more_tokens_never_read_less(name: str, some: int, more: int) -> None:
     shape = shape_of(find_model(name))
@@ -61,6 +62,7 @@ def test_windows_stop_growing() -> None:
     assert grown == pytest.approx(4096 * whole.bytes_per_token)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(0, 60), st.sampled_from([None, 7, 16]))
 def test_attention_counts_each_pair_once(tokens: int, depth: int, window: int | None) -> None:
     shape = shape_of(find_model("Meta-Llama-3-8B"))

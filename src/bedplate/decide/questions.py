@@ -55,7 +55,7 @@ def layout_words(decision: Decision) -> str:
         ("expert", layout.expert),
         ("attention data", layout.attention_data),
     )
-    return " × ".join(f"{name} {size}" for name, size in names if size > 1) or "one device"
+    return " × ".join(f"{name} parallel {size}" for name, size in names if size > 1) or "one device"
 
 
 class Offer(Record, frozen=True, kw_only=True):

@@ -123,7 +123,10 @@ def expect_rows(decision: Decision) -> list[tuple[str, str, str]]:
     """What to expect, with bands, what limits it, and what it costs."""
     expected = decision.estimate
     if expected.output_tok_s is None:
-        return [("Expect", "TTFT TBD   TPOT TBD   tok/s TBD", "not predicted for this engine and hardware")]
+        why = "not predicted for this engine and hardware"
+        if decision.settings is not None and decision.settings.device == "cpu":
+            why = "memory bandwidth not known: bedplate probe --measure"
+        return [("Expect", "TTFT TBD   TPOT TBD   tok/s TBD", why)]
     speeds = (
         ("TTFT", expected.ttft_ms, " ms"),
         ("TPOT", expected.tpot_ms, " ms"),

@@ -74,14 +74,11 @@ def expectation_for(
     if in_flight > 1 and engine in local.SERVED and machine.kind != "cpu":
         from bedplate.decide.estimate import serving
 
-        try:
-            return serving.expect(
-                machine, shape, engine, layout, concurrency=workload.in_flight(), prompt_tokens=workload.prompt_tokens,
-                output_tokens=workload.output_tokens, slots=slots, cached_tokens=workload.shared_prefix_tokens,
-                factor=factor,
-            )  # fmt: skip
-        except OSError:
-            pass
+        return serving.expect(
+            machine, shape, engine, layout, concurrency=workload.in_flight(), prompt_tokens=workload.prompt_tokens,
+            output_tokens=workload.output_tokens, slots=slots, cached_tokens=workload.shared_prefix_tokens,
+            factor=factor,
+        )  # fmt: skip
     question = local.ask(
         engine, _backend(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline,
         host=_host(hardware, shape, offload) if offload is not None and offload.host_bytes else None,

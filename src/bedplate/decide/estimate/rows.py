@@ -138,7 +138,7 @@ def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
     try:
         case = resolve(row)
         return case if isinstance(case, Refused) else predicted(case)
-    except (BedplateError, ArithmeticError, ValueError, LookupError, OSError) as error:
+    except (BedplateError, ArithmeticError, ValueError, LookupError) as error:
         return Refused(f"cannot be computed: {error}")
 
 
