@@ -16,7 +16,7 @@ from tests.commands import invoke, run
 from bedplate.decide.catalogue import Catalogue, Entry
 from bedplate.facts.simulated import simulated
 from bedplate.show.models import context, parameters, render_models
-from bedplate.values import Figure, Offload, Workload, from_json, replaced
+from bedplate.values import Figure, Hardware, Offload, Workload, from_json, replaced
 
 
 def listed(*options: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def test_options_change_the_question() -> None:
 def test_an_intent_file_says_hardware_and_work(tmp_path: Path) -> None:
     file = tmp_path / "bedplate.yaml"
     file.write_text("hardware: {accelerator: H100 SXM, count: 2}\nworkload: {users: 40, prompt_tokens: 2000}\n")
-    answer = invoke("models", "-f", str(file), "--search", "llama-3.3-70b", "--json")
+    answer = invoke("models", "-f", str(file), "--search", "llama-3.3-70b-instruct", "--json")
     (model,) = json.loads(answer.out)["models"]
     assert answer.code == 0 and model["engine"] == "vllm" and model["in_flight"] == 40
 
@@ -76,13 +76,12 @@ def test_wrong_questions(arguments: list[str]) -> None:
     assert invoke("models", *arguments).code == 2
 
 
-def test_the_page_says_how_to_go_on() -> None:
-    page = invoke("models", "--hardware", "RTX 4090", "--search", "qwen3-8b").out
-    assert "bedplate plan Qwen/Qwen3-8B --hardware 'RTX 4090' --context 8192" in page
-    again = invoke("plan", "Qwen/Qwen3-8B", "--hardware", "RTX 4090", "--context", "8192", "--json")
-    entry = listed()["models"]
-    (same,) = [model for model in entry if model["name"] == "Qwen/Qwen3-8B"]
-    assert json.loads(again.out)["quantization"] == same["quantization"]
+def test_the_page_says_how_to_go_on_and_the_plan_then_agrees() -> None:
+    page = invoke("models", "--hardware", "RTX 4090", "--search", "qwen3-14b").out
+    assert "bedplate plan Qwen/Qwen3-14B --hardware 'RTX 4090' --context 8192" in page
+    planned = json.loads(invoke("plan", "Qwen/Qwen3-14B", "--hardware", "RTX 4090", "--context", "8192", "--json").out)
+    same = next(model for model in listed()["models"] if model["name"] == "Qwen/Qwen3-14B")
+    assert (planned["engine"], planned["quantization"]) == (same["engine"], same["quantization"])
 
 
 def test_this_machine_is_asked_without_a_name(tmp_path: Path) -> None:
@@ -135,10 +134,10 @@ ENTRIES = (
 MACHINE = simulated({"cpu": "AMD EPYC 9654", "cores": 8, "ram_gb": 32, "os": "linux"})
 
 
-def page(width: int, entries: Sequence[Entry] = ENTRIES, limit: int | None = None) -> str:
+def page(width: int, entries: Sequence[Entry] = ENTRIES, limit: int | None = None, hardware: Hardware = MACHINE) -> str:
     out = io.StringIO()
     found = Catalogue(known=9, fitting=sum(entry.fits for entry in entries), models=tuple(entries))
-    shown = render_models(MACHINE, Workload(), found, limit=limit, least_tok_s=None, plan="bedplate plan maker/Large")
+    shown = render_models(hardware, Workload(), found, limit=limit, least_tok_s=None, plan="bedplate plan maker/Large")
     Console(file=out, width=width, highlight=False).print(shown)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
@@ -155,6 +154,15 @@ def test_no_figure_is_cut(width: int) -> None:
     for word in ("30.5B-A3.3B", "Q4_K_M", "llama.cpp", "41.6", "6 GiB", "31k", "TBD", "+RAM", "here", "4 × 6 GiB"):
         assert word in page(width), word
     assert "33.2–50.7" in page(120)
+
+
+def test_without_a_bandwidth_the_page_says_how_to_get_one() -> None:
+    bare = replaced(MACHINE, memory=replaced(MACHINE.memory, bandwidth_bytes_s=None))
+    assert "bedplate probe --measure" in page(80, ENTRIES[2:3], hardware=bare)
+    assert "bedplate probe --measure" not in page(80, ENTRIES[:2], hardware=bare)
+    timed = Figure(value=1e11, low=1e11, high=1e11, basis="measured")
+    known = replaced(MACHINE, memory=replaced(MACHINE.memory, bandwidth_bytes_s=timed))
+    assert "bedplate probe --measure" not in page(80, ENTRIES[2:3], hardware=known)
 
 
 def test_a_limit_says_how_many_are_left_out() -> None:

@@ -64,13 +64,13 @@ PARAMETERS = {
     "exchange_latency_s": Parameter("positive", 4e-6),
     "exchange_rate": Parameter("share", 0.15, "e"),
     "prompt_share": Parameter("positive", 0.75, "e"),
-    "request_s": Parameter("positive", 16e-3, "ef"),
-    "steps_waited": Parameter("positive", 5.0, "e"),
+    "request_s": Parameter("positive", 16e-3, "e", 0.3),
+    "steps_waited": Parameter("positive", 6.0, "e", 0.2),
+    "steps_growth": Parameter("positive", 0.1, "e", 0.5),
     "queue": Parameter("positive", 0.05),
     "burst": Parameter("positive", 0.05, "e"),
     "launch_layer_s": Parameter("positive", 5e-5, "e"),
-    "launch_expert_layer_s": Parameter("positive", 3e-4, "ef"),
-    "launch_latent_layer_s": Parameter("positive", 6e-4, "e"),
+    "launch_expert_layer_s": Parameter("positive", 2e-4, "e"),
     "cache_held": Parameter("positive", 1.0, "e"),
     "saturation": Parameter("positive", 0.9, "e"),
     "unevenness": Parameter("positive", 0.15),
@@ -92,7 +92,7 @@ APART = [name for name in NAMES if name.startswith("apart_")]
 SPREAD = {"ttft_ms": 0.2, "tpot_ms": 0.12, "output_tok_s_total": 0.15}
 WEIGHT = {"ttft_ms": 0.6, "tpot_ms": 1.0, "output_tok_s_total": 0.8}
 WAY_WEIGHT = {"offline": 0.6, "server": 0.6, "interactive": 0.4, "wave": 0.5, "apart": 0.7}
-BASE_TIGHT, MOVE_TIGHT = 0.15, 0.6
+BASE_TIGHT, MOVE_TIGHT = 0.15, 1.5
 SMALL = 40
 
 

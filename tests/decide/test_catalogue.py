@@ -260,6 +260,7 @@ def test_of_two_versions_the_newer_comes_first() -> None:
     listed = [one.name for one in ranked(entry(name) for name in names)]
     assert listed.index("Qwen/Qwen3.6-27B") < listed.index("Qwen/Qwen3.5-27B")
     assert listed.index("x/Super-49B-v1_5") < listed.index("x/Super-49B-v1")
+    assert [one.name for one in ranked([entry("z/beta-9"), entry("a/alpha-1")])] == ["a/alpha-1", "z/beta-9"]
 
 
 # what may never happen

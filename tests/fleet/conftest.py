@@ -107,7 +107,7 @@ def onnx_environment(bedplate_home: Path) -> Environment:
 def made(bedplate_home: Path) -> Path:
     """Where models that are made of others are kept between runs, as BEDPLATE_TEST_HOME is."""
     folder = bedplate_home / "fleet"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

@@ -189,16 +189,17 @@ def ranked(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(sorted(entries, key=_rank))
 
 
-def _rank(entry: Entry) -> tuple[int, float, list[int], str]:
+def _rank(entry: Entry) -> tuple[int, float, str, list[int], str]:
     if not entry.fits or entry.pace is None:
-        return len(PACES), float(entry.parameters), [], entry.name
+        return len(PACES), float(entry.parameters), "", [], entry.name
     worth = capability(entry)
     if entry.pace == "slow" and entry.tok_s is not None:
         # Of what is slow, nobody wants the largest: half as fast counts as a quarter.
         worth *= (entry.tok_s.value / READING_TOK_S) ** 2
-    # Of two versions the newer first: 1.5 before 1, and 3.6 before 3.5.
-    versions = [*(-int(number) for number in re.findall(r"\d+", entry.name)), 0]
-    return PACES.index(entry.pace), -worth, versions, entry.name
+    # Of two versions in one family the newer first: 1.5 before 1, and 3.6 before 3.5.
+    plain = entry.name.rpartition("/")[2].lower()
+    versions = [*(-int(number) for number in re.findall(r"\d+", plain)), 0]
+    return PACES.index(entry.pace), -worth, re.split(r"\d", plain)[0], versions, entry.name
 
 
 def capability(entry: Entry) -> float:

@@ -31,7 +31,11 @@ def render_models(
     for pace in PACES:
         group = [entry for entry in shown if entry.pace == pace]
         if group:
-            parts += [Text(f"\n {_title(pace, least_tok_s)}", style="bold"), Listing(tuple(group))]
+            parts += [
+                Text(f"\n {_title(pace, least_tok_s)}", style="bold"),
+                *_advice(hardware, group),
+                Listing(tuple(group)),
+            ]
     if len(fitting) > len(shown):
         parts.append(Text(f" … and {len(fitting) - len(shown)} more: --limit {len(fitting)}, or --search", style="dim"))
     refused = [entry for entry in found.models if not entry.fits]
@@ -40,7 +44,7 @@ def render_models(
         if limit is not None and len(refused) > limit:
             parts.append(Text(f" … and {len(refused) - limit} more: --limit {len(refused)}", style="dim"))
     if fitting:
-        parts += _foot(hardware, shown, plan)
+        parts += _foot(shown, plan)
     return Group(*parts)
 
 
@@ -74,6 +78,14 @@ def _title(pace: Pace, least_tok_s: float | None) -> str:
         "slow": f"Fits, but slower than {comfort} tok/s",
         "some wait": "Fits, but not for everyone at once: some wait",
     }[pace]
+
+
+def _advice(hardware: Hardware, group: Sequence[Entry]) -> list[RenderableType]:
+    """What would let speeds be predicted, and the order follow them."""
+    unknown = any(entry.pace == "not predicted" and entry.task == "generate" for entry in group)
+    if not unknown or hardware.accelerators or hardware.memory.bandwidth_bytes_s is not None:
+        return []
+    return [Text(" speeds follow from the memory bandwidth, which bedplate probe --measure finds once", style="yellow")]
 
 
 class Listing:
@@ -164,13 +176,10 @@ class Refused:
         yield table
 
 
-def _foot(hardware: Hardware, shown: Sequence[Entry], plan: str) -> list[RenderableType]:
+def _foot(shown: Sequence[Entry], plan: str) -> list[RenderableType]:
     lines = ["speeds are estimates; order: by size, active experts and year, not by measured quality"]
     if any(entry.offload is not None for entry in shown):
         lines.append("+RAM: a part of the weights stays in the host's memory")
-    unknown = any(entry.pace == "not predicted" and entry.task == "generate" for entry in shown)
-    if unknown and not hardware.accelerators and hardware.memory.bandwidth_bytes_s is None:
-        lines.append("speeds need this machine's memory bandwidth: bedplate probe --measure")
     if any(entry.here for entry in shown):
         first = next(entry for entry in shown if entry.here)
         lines.append(f"here: on this machine already, as {first.here[0]}")

@@ -126,14 +126,15 @@ class Efficiencies(NamedTuple):
     request_s: float
     """Accepting a request and sending its first token."""
     steps_waited: float
-    """Passes that go by before a new request is taken in and its token is sent."""
+    """Passes that go by before a lone request is taken in and its token is sent: polling and streaming intervals."""
+    steps_growth: float
+    """How that grows with the batch: as a power of it."""
     queue: float
     burst: float
     """Share of all requests in the first wave, halved: each of them waits for half of the others on average."""
     launch_layer_s: float
     """Launching a layer's kernels for a prompt, without graphs: what bounds short prompts."""
     launch_expert_layer_s: float
-    launch_latent_layer_s: float
     cache_held: float
     """Of a half-written sequence's cache, what is held on average: lengths vary, and requests leave."""
     saturation: float
@@ -329,11 +330,7 @@ def decode_s(w: Any, e: Any, batch: Any) -> Any:
 def prefill_s(w: Any, e: Any) -> Any:
     """One prompt by itself: its pass, or launching its kernels where that takes longer."""
     passing = pass_s(w, e, w.prompt, 0.0, w.prompt_attending_s, 1.0, e.reduce_rate_prompt)
-    launching = (
-        w.layers * e.launch_layer_s
-        + w.expert_layers * e.launch_expert_layer_s
-        + w.latent_layers * e.launch_latent_layer_s
-    )
+    launching = w.layers * e.launch_layer_s + w.expert_layers * e.launch_expert_layer_s
     return (passing**OVERLAP + launching**OVERLAP) ** (1 / OVERLAP)
 
 
@@ -360,7 +357,7 @@ def steady(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
     busy = least(batch / w.output * prompt_s / token_s, BUSIEST)
     first_s = (
         e.request_s
-        + e.steps_waited * decode_s(w, e, batch)
+        + e.steps_waited * most(batch, 1.0) ** e.steps_growth * decode_s(w, e, batch)
         + prompt_s * (1.0 + e.queue * busy / (1.0 - busy) + e.burst * held)
     )
     queued_s = most(own / held - 1.0, 0.0) * (w.output * token_s + prompt_s)

@@ -100,6 +100,7 @@ def _locally(
     request_s = prefill_s + output * tpot_s
     waiting_s = max(0.0, in_flight / resident - 1) * request_s
     speed = 1 / factor
+    made = "decode_tok_s_single" if resident == 1 else "output_tok_s_total"
     parts = step.by_limit()
     parts["compute"] += prefill_s * (resident - 1) / output
     return Expectation(
@@ -109,8 +110,8 @@ def _locally(
         limit=limit_of_parts(parts),
         parts_s={name: part * speed for name, part in parts.items()},
         ttft_band=local.band_of("prefill_tok_s", question.key).inverse(),
-        tpot_band=local.band_of("decode_tok_s_single", question.key).inverse(),
-        output_band=local.band_of("decode_tok_s_single", question.key),
+        tpot_band=local.band_of(made, question.key).inverse(),
+        output_band=local.band_of(made, question.key),
         source=_source(question.key, factor),
     )
 

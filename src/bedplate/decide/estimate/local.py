@@ -24,7 +24,7 @@ from bedplate.decide.estimate.physics import (
     link_bytes_s,
     prefill_floor_s,
 )
-from bedplate.decide.estimate.rows import SERVING_ENGINES, SERVING_METRICS, Case, Prediction, Refused
+from bedplate.decide.estimate.rows import SERVING_ENGINES, Case, Prediction, Refused
 from bedplate.values import Parallelism
 
 TYPICAL_CONTEXT = 256
@@ -456,9 +456,14 @@ def predict(case: Case) -> Prediction | Refused:
         return value
     if not math.isfinite(value) or value <= 0:
         return Refused("nothing finite follows from what is stated")
-    metric = "decode_tok_s_single" if case.metric in SERVING_METRICS else case.metric
-    band = band_of(metric, question.key)
+    band = band_of(RESIDUALS_OF.get(case.metric, case.metric), question.key)
     return Prediction(value, *(band.inverse() if case.metric.endswith("_ms") else band).around(value))
+
+
+RESIDUALS_OF = {
+    "tpot_ms": "decode_tok_s_single", "ttft_ms": "prefill_tok_s", "output_tok_s_per_gpu": "output_tok_s_total",
+}  # fmt: skip
+"""Metrics without residuals of their own, and whose they share."""
 
 
 def band_of(metric: str, key: str) -> Band:

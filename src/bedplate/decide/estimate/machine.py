@@ -110,6 +110,7 @@ class _Memo:
 
 
 _machines = _Memo()
+_hosts = _Memo()
 
 
 def machine_of(hardware: Hardware) -> Machine:
@@ -198,7 +199,7 @@ def cpu_machine(cpu: Cpu, bandwidth: Figure | None) -> Machine:
 
 def host_machine(hardware: Hardware) -> Machine:
     """The CPU of a machine, whether or not it has accelerators: what computes layers that stay on the host."""
-    return cpu_machine(hardware.cpu, hardware.memory.bandwidth_bytes_s)
+    return _hosts.get(hardware) or _hosts.put(hardware, cpu_machine(hardware.cpu, hardware.memory.bandwidth_bytes_s))
 
 
 def family(chip: Chip) -> str:

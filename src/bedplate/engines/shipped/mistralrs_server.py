@@ -62,7 +62,8 @@ class MistralRs(OneByOne):
 
     def load(self, options: argparse.Namespace, progress: Callable[[float], None]) -> None:
         if options.threads:
-            os.environ["RAYON_NUM_THREADS"] = str(options.threads)
+            # Its kernels have a pool of threads beside rayon's, which wait for one another in a loop.
+            os.environ["RAYON_NUM_THREADS"] = os.environ["CANDLE_NUM_THREADS"] = str(options.threads)
         import mistralrs
 
         self._rs: Any = mistralrs
