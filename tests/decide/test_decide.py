@@ -14,7 +14,7 @@ from bedplate.decide.memory import fit
 from bedplate.engines import all_engines, engine
 from bedplate.engines.llama_cpp import EVERYDAY_CONTEXT, EVERYDAY_SLOTS, MAX_SLOTS
 from bedplate.errors import AnswerIsNo, BadQuestion
-from bedplate.facts.known_models import find_model
+from bedplate.facts.known_models import find_model, model_from_facts
 from bedplate.facts.simulated import simulated
 from bedplate.run.builtin import builtin_facts
 from bedplate.values import (
@@ -98,6 +98,12 @@ gguf_models = st.builds(
     context=st.sampled_from([None, 2048, 8192, 131072]),
 )
 known_models = st.sampled_from(KNOWN).map(find_model)
+fact_models = st.builds(
+    lambda billions, form: model_from_facts({"params_b": billions, "format": form, "context": 32768}),
+    st.floats(0.05, 500),
+    st.sampled_from(["facts", "safetensors", "gguf", "mlx", "exl3"]),
+)
+any_models = gguf_models | known_models | fact_models
 workloads = st.builds(
     Workload,
     users=st.integers(1, 500),
@@ -126,7 +132,7 @@ def entries(decision: Decision) -> list[str]:
     return [*chosen, *(r.engine for r in decision.refused), *(c.engine for c in decision.challengers)]
 
 
-def check_shape(decision: Decision) -> None:
+def check_shape(decision: Decision, model: Model) -> None:
     assert sorted(entries(decision)) == sorted(all_engines())
     assert all(refusal.why for refusal in decision.refused)
     assert all(challenger.evidence_needed for challenger in decision.challengers)
@@ -135,6 +141,9 @@ def check_shape(decision: Decision) -> None:
     if decision.fits:
         assert decision.max_concurrency >= 1 and decision.memory is not None and decision.memory.fits
         assert all(need.fits for need in decision.memory.devices)
+        # Whatever the form, no weight takes less than two bits; the GGUF models here are made up with four.
+        weights = sum(need.weights_bytes * need.count for need in decision.memory.devices)
+        assert weights >= min(model.weight_bytes, model.parameters / 4) * 0.99
         assert decision.settings is not None and decision.settings.slots >= 1
     else:
         assert decision.max_concurrency == 0 and not decision.challengers
@@ -143,16 +152,14 @@ def check_shape(decision: Decision) -> None:
 
 class TestShape:
     @settings(deadline=None, max_examples=60)
-    @given(boxes, gguf_models | known_models, workloads, operations, st.sampled_from([None, *all_engines()]))
+    @given(boxes, any_models, workloads, operations, st.sampled_from([None, *all_engines()]))
     def test_of_cpu_boxes(
         self, hardware: Hardware, model: Model, workload: Workload, kept: Operations, wanted: str | None
     ) -> None:
-        check_shape(decide(hardware, model, workload, wanted, operations=kept))
+        check_shape(decide(hardware, model, workload, wanted, operations=kept), model)
 
     @settings(deadline=None, max_examples=60)
-    @given(
-        gpu_machines, shares, gguf_models | known_models, workloads, operations, st.sampled_from([None, *all_engines()])
-    )
+    @given(gpu_machines, shares, any_models, workloads, operations, st.sampled_from([None, *all_engines()]))
     def test_of_machines_with_accelerators(
         self,
         hardware: Hardware,
@@ -163,7 +170,7 @@ class TestShape:
         wanted: str | None,
     ) -> None:
         decision = decide(with_free(hardware, share), model, workload, wanted, operations=kept)
-        check_shape(decision)
+        check_shape(decision, model)
         if decision.fits:
             made = plan(decision, model, workload)
             assert from_json(Plan, to_json(made)) == made
@@ -242,7 +249,7 @@ class TestInstallable:
         for hardware in (box(), machine("RTX 4090"), machine("Apple M3 Max 40-core")):
             decision = decide(hardware, MODEL, Workload(), installable=True)
             assert decision.engine is not None and engine(decision.engine).recipe is not None
-            check_shape(decision)
+            check_shape(decision, MODEL)
 
     def test_a_build_for_the_cpu_leaves_the_card_idle_and_says_so(self) -> None:
         decision = decide(machine("RTX 4090"), MODEL, Workload(), "llama.cpp", installable=True)
@@ -263,7 +270,7 @@ class TestFit:
         assert after.fits >= before.fits and after.max_concurrency >= before.max_concurrency
 
     @settings(deadline=None, max_examples=60)
-    @given(gpu_machines, shares, shares, known_models | gguf_models, workloads)
+    @given(gpu_machines, shares, shares, any_models, workloads)
     def test_more_memory_never_makes_a_fit_fail(
         self, hardware: Hardware, one: float, other: float, model: Model, workload: Workload
     ) -> None:
@@ -271,7 +278,7 @@ class TestFit:
         assert decide(more, model, workload).fits >= decide(less, model, workload).fits
 
     @settings(deadline=None, max_examples=60)
-    @given(boxes | gpu_machines, known_models | gguf_models, workloads, st.integers(0, 500), st.integers(0, 4000))
+    @given(boxes | gpu_machines, any_models, workloads, st.integers(0, 500), st.integers(0, 4000))
     def test_more_users_or_tokens_never_make_it_succeed(
         self, hardware: Hardware, model: Model, workload: Workload, users: int, tokens: int
     ) -> None:

@@ -99,6 +99,8 @@ def test_heads_and_kv_heads() -> None:
     model = stored("meta-llama/Meta-Llama-3.1-70B", None)
     assert (model.num_heads, model.num_kv_heads) == (64, 8)
     assert [tensor for tensor in (1, 2, 3, 4, 6, 8, 16, 32, 64) if divides(model, tensor)] == [1, 2, 4, 8, 16, 32, 64]
+    twenty = replaced(model, num_heads=20, num_kv_heads=4, intermediate_size=5 * 1024)
+    assert [tensor for tensor in (2, 4, 8, 16) if divides(twenty, tensor)] == [2, 4]
     six = replaced(model, num_kv_heads=6, num_heads=96, intermediate_size=96 * 1024)
     assert [tensor for tensor in (2, 3, 4, 6, 8, 12) if divides(six, tensor)] == [2, 3, 6, 12]
 

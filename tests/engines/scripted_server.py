@@ -70,7 +70,12 @@ class Scripted(Backend):
 
     def step(self) -> list[Piece]:
         time.sleep(STEP_S)
-        return [self.next_piece(request) for request in list(self.answers)]
+        pieces = []
+        for request in list(self.answers):
+            pieces.append(self.next_piece(request))
+            if request.text.startswith("twice") and request in self.answers:  # two pieces in one step
+                pieces.append(self.next_piece(request))
+        return pieces
 
     def next_piece(self, request: Request) -> Piece:
         word, answer = request.text.partition(":")[0], self.answers[request]

@@ -165,6 +165,12 @@ class TestAnswers:
         assert answer.usage is not None and answer.usage.completion_tokens == 7
         wait_for(lambda: server.metrics()["requests_running"] == 0, "the engine to be idle")
 
+    def test_a_limit_in_the_very_step_in_which_the_engine_ends(self, server: Server) -> None:
+        # Two pieces a step: "ab", "c" and the end. The limit is met by "c", when the engine has forgotten the request.
+        _, answer = server.complete("twice:abc", max_tokens=3)
+        assert answer["choices"][0]["text"] == "abc" and answer["usage"]["completion_tokens"] == 3
+        assert server.complete("twice:abc")[1]["usage"]["completion_tokens"] == 4
+
     def test_the_context_is_a_limit_too(self, server: Server) -> None:
         _, answer = server.complete("forever:")
         assert answer["usage"]["total_tokens"] == CONTEXT and answer["choices"][0]["finish_reason"] == "length"

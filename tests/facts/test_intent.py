@@ -309,7 +309,8 @@ class TestIncumbent:
         ("said", "engine"),
         [
             ("TensorRT-LLM", "tensorrt-llm"),
-            ("Ollama", "llama.cpp"),
+            ("LM Studio", "llama.cpp"),
+            ("Ollama", "ollama"),
             ("HF Transformers", "pytorch"),
             ("K8s", "kubernetes"),
         ],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 PREFIXES = 500
 LONGEST = 32
+BATCH = 25
 TEXT = """
 Once upon a time there was a king who had three daughters, and the youngest of them was so beautiful that the sun, which
 had seen so much, was astonished whenever it shone in her face. The capital of France is Paris, and the capital of
@@ -38,15 +39,22 @@ def main(source: Path, folder: Path) -> None:
     model.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
     tokens = tokenizer(" ".join(TEXT.split()))["input_ids"]
+    texts = [
+        tokenizer.decode(tokens[max(0, end - length) : end])
+        for end in range(4, len(tokens))
+        for length in (LONGEST, LONGEST // 2)
+    ]
+    texts = texts[:: max(1, len(texts) // PREFIXES)][:PREFIXES]
     found: list[tuple[str, int, str]] = []
-    for end in range(4, len(tokens)):
-        for length in (LONGEST, LONGEST // 2):
-            text = tokenizer.decode(tokens[max(0, end - length) : end])
-            prompt = tokenizer(text)["input_ids"]
-            with torch.no_grad():
-                best = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
-            found.append((text, len(prompt), tokenizer.decode([best], skip_special_tokens=True)))
-    (staging / "next-tokens.json").write_text(json.dumps(found[:: max(1, len(found) // PREFIXES)][:PREFIXES]))
+    for at in range(0, len(texts), BATCH):
+        given = tokenizer(texts[at : at + BATCH], padding=True, padding_side="right", return_tensors="pt")
+        with torch.no_grad():
+            logits = model(**given).logits
+        for row, mask in enumerate(given["attention_mask"]):
+            length = int(mask.sum())
+            best = int(logits[row, length - 1].argmax())
+            found.append((texts[at + row], length, tokenizer.decode([best], skip_special_tokens=True)))
+    (staging / "next-tokens.json").write_text(json.dumps(found))
     staging.rename(folder)
 
 

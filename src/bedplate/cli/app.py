@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bedplate._version import __version__
-from bedplate.cli import doctor, engines, estimate, inspect, models, plan, probe, serve, workload
+from bedplate.cli import doctor, engines, engines_use, estimate, inspect, models, plan, probe, serve, workload
 
 app = typer.Typer(
     name="bedplate",
@@ -38,6 +38,7 @@ app.command(epilog=probe.EXAMPLES)(probe.probe)
 app.command(epilog=workload.EXAMPLES)(workload.workload)
 app.command(epilog=estimate.EXAMPLES)(estimate.estimate)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+engines_use.register(engines.app)
 app.add_typer(engines.app, name="engines")
 
 

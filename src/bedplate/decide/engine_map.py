@@ -84,6 +84,12 @@ CHEAT_SHEET: tuple[Situation, ...] = (
         when="in service already; nothing new", engines=("tgi",), rules=("operations.incumbent",), source="seeds/002"
     ),
     Situation(
+        when="in service already, or asked for by name",
+        engines=("ollama", "lmdeploy"),
+        rules=("operations.incumbent",),
+        source="seeds/000",
+    ),
+    Situation(
         when="several nodes, above the engine",
         engines=("dynamo", "kubernetes", "ray"),
         rules=("orchestrate.dynamo", "orchestrate.kubernetes", "orchestrate.ray"),

@@ -402,6 +402,32 @@ def tgi_for_something_new(case: Case) -> Doubt | None:
     return Doubt("no longer developed: nothing new should start on it", "it is in service already", "outranked")
 
 
+@doubt("doubt.ollama", "ollama", "ollama/ollama: v0.32.15, llm/llama_server.go starts llama.cpp's server (b10488)")
+def ollama_instead_of_llama_cpp(case: Case) -> Doubt | None:
+    """Ollama runs llama.cpp; bedplate runs that itself, and keeps the models itself."""
+    if case.operations.incumbent == "ollama":
+        return None
+    return Doubt(
+        "llama.cpp inside, with a store of its own; bedplate runs llama.cpp itself",
+        "it is in service already",
+        "outranked",
+    )
+
+
+@doubt("doubt.lmdeploy", "lmdeploy", 'seeds/000 "Keeping one standard engine"; no seed speaks of LMDeploy')
+def lmdeploy_without_evidence(case: Case) -> Doubt | None:
+    """LMDeploy serves what vLLM serves, and is worth a second server only for 4-bit weights and many."""
+    if case.operations.incumbent == "lmdeploy" or _four_bits_for_many(case):
+        return None
+    hint = "weights in AWQ, GPTQ or MXFP4 and many requests at once on NVIDIA; or it is in service already"
+    return Doubt("serves what vLLM serves, and is no standard", hint, "outranked")
+
+
+def _four_bits_for_many(case: Case) -> bool:
+    stored = (case.model.quantization or "").upper()
+    return case.many and case.vendor == "nvidia" and stored in ("AWQ-INT4", "GPTQ-INT4", "MXFP4")
+
+
 # challenges: worth measuring, and the evidence that would justify each
 
 
@@ -446,7 +472,8 @@ def measure_exllama(case: Case, chosen: str) -> str | None:
 @challenge("challenge.llama.cpp", "llama.cpp", 'seeds/001 "runs anywhere"')
 def measure_llama_cpp(case: Case, chosen: str) -> str | None:
     """llama.cpp beside whatever serves a few: it is the simplest."""
-    if case.many or not case.is_llm or chosen not in ("mlx", "exllamav3", "exllamav2", "pytorch", "vllm"):
+    others = ("mlx", "exllamav3", "exllamav2", "pytorch", "vllm", "ollama")
+    if case.many or not case.is_llm or chosen not in others:
         return None
     return f"as many tokens per second as {chosen}: it is the simpler one to keep"
 
@@ -455,6 +482,18 @@ def measure_llama_cpp(case: Case, chosen: str) -> str | None:
 def measure_mlx(case: Case, chosen: str) -> str | None:
     """MLX on a Mac that runs something else."""
     return f"more tokens per second than {chosen} on this Mac" if case.vendor == "apple" and not case.many else None
+
+
+@challenge(
+    "challenge.lmdeploy",
+    "lmdeploy",
+    "InternLM/lmdeploy: README of 0.18.0, its own figures: gpt-oss at 1.5 times vLLM's speed on H800",
+)
+def measure_lmdeploy(case: Case, chosen: str) -> str | None:
+    """LMDeploy for weights in 4 bits and many on NVIDIA: its own figures are above vLLM's."""
+    if not _four_bits_for_many(case) or chosen not in ("vllm", "sglang", "tgi", "tensorrt-llm"):
+        return None
+    return f"more tokens per second than {chosen} on the same {case.model.quantization} weights and your traffic"
 
 
 # above the engine

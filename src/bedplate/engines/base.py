@@ -40,6 +40,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """(command name, file in engines/shipped): put into the environment's bin folder."""
     libraries: tuple[BorrowedLibrary, ...] = ()
     """Taken only on systems that lack them."""
+    removes: tuple[str, ...] = ()
+    """Packages that the others ask for and that break the engine: taken out again."""
     download_bytes: int
     disk_bytes: int
     check: str
@@ -227,6 +229,10 @@ class Engine:
     def launch(self, plan: Plan, port: int) -> Launch:
         """The exact command on a machine that has it installed, what to do before, and how to tell that it is ready."""
         raise NotImplementedError
+
+    def recipe_for(self, device: Device) -> Recipe | None:
+        """The recipe for what the plan computes on, where packages differ."""
+        return self.recipe
 
     def connections(self, settings: Settings) -> int | None:
         """How many connections its HTTP server answers at once; `None`: as many as come."""

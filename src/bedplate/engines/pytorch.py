@@ -73,9 +73,11 @@ class PyTorch(Engine):
         packages=(
             "transformers[serving]==5.22.2",
             "torch==2.13.0",
+            # With it, GGUF files are read, and unpacked for engines that do not read them.
+            "gguf==0.19.0",
             "bitsandbytes==0.50.2; sys_platform == 'linux' and platform_machine == 'x86_64'",
         ),
-        programs=(("transformers-server", "transformers_server.py"),),
+        programs=(("transformers-server", "transformers_server.py"), ("gguf-to-folder", "gguf_to_folder.py")),
         download_bytes=330_000_000,
         disk_bytes=1_200_000_000,
         check="import torch, transformers.cli.serve; assert torch.ones(3).sum() == 3",

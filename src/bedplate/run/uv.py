@@ -7,11 +7,12 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bedplate.errors import OutsideFailed
 from bedplate.run.child import run_child
+from bedplate.values.decision import Device
 
 _NO_NETWORK = re.compile(
     r"dns error|failed to lookup address|Connection refused|Could not connect|Network is unreachable|timed out"
@@ -55,6 +56,46 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 def python_for_engines() -> str:
     """The interpreter that engine environments are built on: `UV_PYTHON` if the user says so, else our own."""
     return os.environ.get("UV_PYTHON") or getattr(sys, "_base_executable", None) or sys.executable
+
+
+def torch_backend(packages: Sequence[str], device: Device) -> str | None:
+    """Which build of PyTorch belongs to a device; `None` where there is but one, or none is asked for.
+
+    The package index has the build for CUDA, gigabytes of it, which a machine without such a card has no use for.
+    """
+    if sys.platform == "darwin" or _torch_pin(packages) is None:
+        return None
+    return os.environ.get("UV_TORCH_BACKEND") or ("cpu" if device == "cpu" else "auto")
+
+
+def torch_arguments(packages: Sequence[str], backend: str | None, python: str) -> list[str]:
+    """What to give `uv pip install` so that it takes that build: a wheel that is here, else PyTorch's own index."""
+    if backend is None:
+        return list(packages)
+    pin = _torch_pin(packages)
+    if backend == "cpu" and pin is not None and (found := _cpu_wheel(pin, python)):
+        return [f"torch=={found}" if _torch_pin([package]) else package for package in packages]
+    return ["--torch-backend", backend, *packages]
+
+
+def _torch_pin(packages: Sequence[str]) -> str | None:
+    found = (re.match(r"torch==([\w.]+)", package) for package in packages)
+    return next((match[1] for match in found if match), None)
+
+
+def _cpu_wheel(pin: str, python: str) -> str | None:
+    """The version of a wheel for this Python and machine in the user's own folders."""
+    major, minor = python.split(".")[:2]
+    pattern = re.compile(
+        rf"torch-(?P<version>{re.escape(pin)}\+cpu)-cp{major}{minor}-\w+-\w*{platform.system().lower()[:5]}\w*"
+        rf"{re.escape(platform.machine().lower())}\.whl"
+    )
+    for folder in environment(os.environ).get("UV_FIND_LINKS", "").split(","):
+        path = Path(folder.strip().removeprefix("file://")).expanduser()
+        for file in sorted(path.glob("torch-*.whl")) if folder.strip() and path.is_dir() else ():
+            if found := pattern.fullmatch(file.name.replace("%2B", "+")):
+                return found["version"]
+    return None
 
 
 def run_uv(arguments: list[str], what: str, folder: Path, written: Callable[[int], None] | None = None) -> None:

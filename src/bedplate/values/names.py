@@ -6,15 +6,15 @@ import re
 
 ENGINE_IDS = (
     "llama.cpp", "mlx", "exllamav2", "exllamav3", "vllm", "sglang", "tensorrt-llm", "tgi", "onnxruntime", "pytorch",
-    "mistral.rs",
+    "mistral.rs", "ollama", "lmdeploy",
 )  # fmt: skip
 ORCHESTRATOR_IDS = ("dynamo", "ray", "kubernetes")
 
 # Without what is not a letter or digit. Programs that are another one's shell count as what runs inside of them.
 SPELLINGS = {
     "llama.cpp": (
-        "ggml", "llamaserver", "llamacppserver", "llamacpppython", "xllamacpp", "ollama", "llamafile", "koboldcpp",
-        "lmstudio", "gpt4all",
+        "ggml", "llamaserver", "llamacppserver", "llamacpppython", "xllamacpp", "llamafile", "koboldcpp", "lmstudio",
+        "gpt4all",
     ),
     "mlx": ("mlxlm", "mlxlmserver", "mlxvlm", "applemlx"),
     "exllamav2": ("exllama2", "exl2"),
@@ -26,6 +26,8 @@ SPELLINGS = {
     "onnxruntime": ("onnx", "ort", "onnxruntimegenai", "microsoftonnxruntime"),
     "pytorch": ("torch", "transformers", "hftransformers", "huggingfacetransformers", "pytorcheager", "torchserve"),
     "mistral.rs": ("mistralrsserver",),
+    "ollama": ("ollamaserve", "ollamaserver"),
+    "lmdeploy": ("turbomind", "lmdeployturbomind", "internlmlmdeploy"),
     "dynamo": ("nvidiadynamo", "aidynamo"),
     "ray": ("rayserve", "rayserv", "rayllm", "rayservellm", "kuberay"),
     "kubernetes": ("k8s", "kserve", "openshift", "eks", "gke", "aks"),

@@ -14,6 +14,8 @@ HOST_READ_SHARE = 0.7
 """Of the host's bandwidth, what reading weights reaches (fitted on CPUs)."""
 HOST_COMPUTE_SHARE = 0.05
 """Of the cores' peak, what multiplying a prompt's tokens reaches."""
+RUNS_INSIDE = {"ollama": "llama.cpp"}
+"""Engines that start another one for the work: tables of the one are tables of the other."""
 BACKENDS = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "sycl"}
 
 
@@ -65,6 +67,7 @@ def expectation_for(
 
     `factor` is what a measurement on this machine said: 1.1 is a tenth faster than the fitted efficiencies.
     """
+    engine = RUNS_INSIDE.get(engine, engine)
     machine = machine_of(hardware)
     if machine.bandwidth_bytes_s <= 0 or model.task != "generate":
         return None

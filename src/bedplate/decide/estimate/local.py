@@ -43,8 +43,8 @@ ACTIVATION_COPIES = 24.0
 class Profile(NamedTuple):
     """The efficiencies of one engine on one kind of device. Shares are of the sheet's rates."""
 
-    read: float
-    """Of the memory bandwidth, when weights are read."""
+    slack: float
+    """What reading weights takes longer than at the sheet's bandwidth: 0.15 is 15 % more."""
     kv_read: float
     """Of the memory bandwidth, when the cache is read."""
     unpack_16: float
@@ -138,8 +138,93 @@ class Host(NamedTuple):
     params: float
 
 
-def forward(
-    profile: Profile,
+class Work(NamedTuple):
+    """What one forward pass does, counted: nothing in it is fitted. Fitting makes columns of many such passes."""
+
+    tokens: float
+    vectors: float
+    """Up to so many tokens it may multiply vectors instead of matrices."""
+    half: float
+    """1 where weights are stored in 16 bits, else 0; likewise the two below."""
+    eight: float
+    four: float
+    native: float
+    """1 where the device has units for these 4-bit weights."""
+    packed: float
+    """1 where they are packed for several engines (GPTQ, AWQ)."""
+    read_s: float
+    """Reading the weights at the sheet's bandwidth."""
+    expert_read_s: float
+    """Of that, the experts."""
+    weights_hz: float
+    """Weights that are multiplied, over the cycles per second of all multiprocessors."""
+    experts_hz: float
+    body_s: float
+    """One token through all that are not experts, at the matrix rate."""
+    logits_s: float
+    """The output projection of those rows that need it, likewise."""
+    expert_s: float
+    """One token through each of the experts that are touched, likewise."""
+    each: float
+    """Tokens that each of them gets."""
+    moved_s: float
+    """Activations through memory, at the sheet's bandwidth."""
+    kv_s: float
+    """Reading the cache, likewise."""
+    prompt: float
+    """1 where several tokens of one sequence are computed."""
+    pairs_s: float
+    """Attention between the tokens of prompts, at the matrix rate."""
+    pairs_hz: float
+    """Millions of operations between new tokens and the cache, over the multiprocessors' cycles."""
+    unfused: float
+    """1 where attention is not fused."""
+    layers: float
+    moe_layers: float
+    recurrent: float
+    """Recurrent layers, for each sequence."""
+    handovers: float
+    reduces: float
+    links_s: float
+    launched: float
+    """Layers whose kernels the host starts one by one."""
+    host_s: float
+
+
+def forward(profile: Profile, work: Work) -> Pass:
+    """How long it takes. All arithmetic here works on columns as well as on numbers."""
+    reading = (work.read_s + work.packed * work.four * work.expert_read_s * (profile.moe_4 - 1)) * (1 + profile.slack)
+    packed = 1 + work.packed * work.four * (profile.moe_4 - 1)
+    each_cycles = work.half * profile.unpack_16 + work.eight * profile.unpack_8 + work.four * profile.unpack_4
+    vector = reading + (work.weights_hz + work.experts_hz * packed) * each_cycles
+    vector = vector * (1 + profile.column * (work.tokens - 1))
+    tuned = work.half * profile.gemm_16 + work.eight * profile.gemm_8
+    tuned = tuned + work.four * (work.native * profile.gemm_fp4 + (1 - work.native))
+    matrix = (work.body_s * _hypot(work.tokens, profile.tile) + work.logits_s) / profile.gemm
+    share = profile.gemm_moe * (work.half * profile.moe_16 + (1 - work.half))
+    matrix = (matrix + work.expert_s * packed * _hypot(work.each, profile.tile) / share) / tuned
+    # A product of few rows is bound by reading, of many by computing; in between it is both.
+    whole = _both(reading, matrix + work.moved_s * profile.activation)
+    tiled = (work.tokens > 1) & ((work.tokens > work.vectors) | (whole < vector))
+    weights = (1 - tiled) * vector + tiled * _least(reading, whole)
+    compute = tiled * (whole - _least(reading, whole))
+    kv_s = work.kv_s / profile.kv_read + (1 - work.prompt) * work.pairs_hz * profile.pair
+    kv_s = kv_s * (1 + (1 - work.prompt) * work.unfused * (profile.plain_kv - 1))
+    compute = compute + work.prompt * work.pairs_s / profile.attend * (1 + work.unfused * (profile.plain - 1))
+    fixed = profile.step_s + work.layers * (profile.layer_s + work.prompt * profile.eager_s)
+    fixed = fixed + work.packed * work.layers * profile.packed_s + work.moe_layers * profile.moe_s
+    # States are updated sequence by sequence.
+    fixed = fixed + work.recurrent * profile.state_s + work.handovers * profile.device_s
+    links = work.links_s + work.reduces * profile.reduce_s
+    device = weights + kv_s + compute + links + fixed
+    each_launch = work.half + work.eight * profile.launch_8 + work.four * profile.launch_4
+    launched = work.launched * profile.launch_s * each_launch
+    # The device waits for the host where that is slower; where nothing is launched so, this is nothing.
+    idle = _both(device, launched) - device
+    return Pass(weights, kv_s, compute, links, fixed + idle, work.host_s)
+
+
+def counted(
     machine: Machine,
     shape: Shape,
     *,
@@ -153,98 +238,89 @@ def forward(
     expand_kv: bool = False,
     absorbed: bool = True,
     fused: bool = True,
+    launched: bool = False,
     vectors: int = 1,
     host: Host | None = None,
-) -> Pass:
+) -> Work:
     """`tokens` new tokens over `sequences`, each of which has `depth` tokens in its cache."""
     bandwidth = machine.bandwidth_bytes_s * tensor
-    hz = machine.core_hz * tensor
+    per_hz = 1 / (machine.core_hz * tensor) if machine.core_hz else 0.0
+    per_op = 1 / (matrix_ops_s * tensor)
     touched = experts_touched(shape.experts, shape.experts_active, tokens) / shape.experts if shape.experts else 0.0
     rows = sequences if output_rows is None else output_rows
-    dense_bytes, dense_params = shape.dense_bytes, shape.dense_params
     expert_bytes, expert_params = shape.expert_bytes * touched, shape.expert_params * touched
-    read_bytes = dense_bytes + expert_bytes
+    read_bytes = shape.dense_bytes + expert_bytes
     if host is not None:
         read_bytes -= min(read_bytes, host.bytes)
-    reading = read_bytes / (bandwidth * profile.read)
     kind = _weight_class(shape)
-    # Only formats that are packed for general engines: GGUF files carry their experts as their kernels want them.
-    packs = shape.method in PACKED
-    packed = profile.moe_4 if kind == 4 and packs else 1.0
-    reading += expert_bytes * (packed - 1) / (bandwidth * profile.read)
-    each_cycles = {4: profile.unpack_4, 8: profile.unpack_8, 16: profile.unpack_16}[kind]
-    vector = reading + (dense_params + expert_params * packed) * each_cycles / hz if hz else reading
-    vector *= 1 + profile.column * (tokens - 1)
-    weights, compute = vector, 0.0
-    if tokens > 1:
-        body = dense_params - shape.output_params
-        each = tokens * shape.experts_active / (shape.experts * touched) if shape.experts else 0.0
-        tuned = _tuned(profile, shape, machine, kind)
-        matrix = 2 * (body * math.hypot(tokens, profile.tile) + shape.output_params * rows) / profile.gemm
-        share = profile.gemm_moe * (profile.moe_16 if kind == 16 else 1.0)
-        matrix += 2 * expert_params * packed * math.hypot(each, profile.tile) / share
-        matrix /= matrix_ops_s * tensor * tuned
-        moved = ACTIVATION_COPIES * profile.activation * tokens * shape.layers * shape.hidden * 2 / bandwidth
-        # A product of few rows is bound by reading, of many by computing; in between it is both.
-        whole = _both(reading, matrix + moved)
-        if tokens > vectors or whole < vector:
-            weights = min(reading, whole)
-            compute = whole - weights
-    kv = kv_read_bytes(shape, depth + 1) * sequences
-    if expand_kv:
-        kv *= _expansion(shape)
-    kv_s = kv / (machine.bandwidth_bytes_s * _kv_devices(shape, tensor) * profile.kv_read)
     new_each = tokens / sequences
-    eager = 0.0
-    if new_each > 1:
-        eager = shape.layers * profile.eager_s
-        pairs = attention_ops(shape, new_each, depth, absorbed=absorbed) * sequences
-        compute += pairs / (matrix_ops_s * tensor * profile.attend) * (1.0 if fused else profile.plain)
-    else:
-        kv_s += attention_ops(shape, 1, depth) * sequences * profile.pair * 1e-6 / hz if hz else 0.0
-        kv_s *= 1.0 if fused else profile.plain_kv
-    recurrent = sum(group.layers for group in shape.attention if group.state_bytes)
-    fixed = (
-        profile.step_s
-        + eager
-        + (shape.layers * profile.packed_s if packs else 0.0)
-        + shape.layers * profile.layer_s
-        + shape.moe_layers * profile.moe_s
-    )
-    # States are updated sequence by sequence.
-    fixed += recurrent * profile.state_s * sequences + (pipeline - 1) * profile.device_s
-    links = 0.0
+    kv = kv_read_bytes(shape, depth + 1) * sequences * (_expansion(shape) if expand_kv else 1.0)
+    links_s = 0.0
     if tensor > 1:
         rate_link = link_bytes_s(machine, tensor)
-        sent = all_reduce_bytes(tokens, shape, tensor)
-        links = 2 * shape.layers * (profile.reduce_s + (sent / rate_link if rate_link else 0.0))
-    host_s = 0.0
-    if host is not None and host.bytes:
-        host_s = max(host.bytes / host.bandwidth_bytes_s, 2 * host.params * tokens / max(host.cores_ops_s, 1.0))
-        if tokens > HOST_COPY_TOKENS and machine.host_link_bytes_s:
-            # For many tokens it is quicker to bring the weights to the card.
-            spread = touched / shape.expert_share if shape.experts and shape.expert_share else 1.0
-            host_s = min(host_s, host.bytes * spread / machine.host_link_bytes_s)
-    device = weights + kv_s + compute + links + fixed
-    launched = shape.layers * profile.launch_s * {4: profile.launch_4, 8: profile.launch_8, 16: 1.0}[kind]
-    idle = max(0.0, _both(device, launched) - device) if launched else 0.0
-    return Pass(weights, kv_s, compute, links, fixed + idle, host_s)
+        links_s = 2 * shape.layers * all_reduce_bytes(tokens, shape, tensor) / rate_link if rate_link else 0.0
+    prompt = new_each > 1
+    return Work(
+        tokens=tokens,
+        vectors=vectors,
+        half=float(kind == 16),
+        eight=float(kind == 8),
+        four=float(kind == 4),
+        native=float(shape.method in ("mxfp4", "nvfp4") and "fp4" in machine.ops_s),
+        # Only formats that are packed for general engines: GGUF files carry their experts as their kernels want them.
+        packed=float(shape.method in PACKED),
+        read_s=read_bytes / bandwidth,
+        expert_read_s=expert_bytes / bandwidth,
+        weights_hz=shape.dense_params * per_hz,
+        experts_hz=expert_params * per_hz,
+        body_s=2 * (shape.dense_params - shape.output_params) * per_op,
+        logits_s=2 * shape.output_params * rows * per_op,
+        expert_s=2 * expert_params * per_op,
+        each=tokens * shape.experts_active / (shape.experts * touched) if shape.experts else 0.0,
+        moved_s=ACTIVATION_COPIES * tokens * shape.layers * shape.hidden * 2 / bandwidth,
+        kv_s=kv / (machine.bandwidth_bytes_s * _kv_devices(shape, tensor)),
+        prompt=float(prompt),
+        pairs_s=attention_ops(shape, new_each, depth, absorbed=absorbed) * sequences * per_op if prompt else 0.0,
+        pairs_hz=0.0 if prompt else attention_ops(shape, 1, depth) * sequences * 1e-6 * per_hz,
+        unfused=float(not fused),
+        layers=shape.layers,
+        moe_layers=shape.moe_layers,
+        recurrent=sum(group.layers for group in shape.attention if group.state_bytes) * sequences,
+        handovers=pipeline - 1,
+        reduces=2 * shape.layers if tensor > 1 else 0,
+        links_s=links_s,
+        launched=shape.layers if launched else 0,
+        host_s=_host_s(host, machine, shape, tokens, touched),
+    )
+
+
+def _host_s(host: Host | None, machine: Machine, shape: Shape, tokens: float, touched: float) -> float:
+    if host is None or not host.bytes:
+        return 0.0
+    computed_s = max(host.bytes / host.bandwidth_bytes_s, 2 * host.params * tokens / max(host.cores_ops_s, 1.0))
+    if tokens > HOST_COPY_TOKENS and machine.host_link_bytes_s:
+        # For many tokens it is quicker to bring the weights to the card.
+        spread = touched / shape.expert_share if shape.experts and shape.expert_share else 1.0
+        return min(computed_s, host.bytes * spread / machine.host_link_bytes_s)
+    return computed_s
+
+
+def _hypot(one: float, other: float) -> float:
+    return (one * one + other * other) ** 0.5
+
+
+def _least(one: float, other: float) -> float:
+    return (one + other - abs(one - other)) / 2
 
 
 def _both(one: float, other: float) -> float:
     """Two things that overlap in part: more than the longer, less than the sum."""
-    return math.sqrt(math.hypot(one * one, other * other))
+    return (one**4 + other**4) ** 0.25
 
 
 def _weight_class(shape: Shape) -> int:
     """4, 8 or 16: how the matrices are stored."""
     return 16 if shape.stored_bits > 12 else 8 if shape.stored_bits > 6.8 else 4
-
-
-def _tuned(profile: Profile, shape: Shape, machine: Machine, kind: int) -> float:
-    if kind == 4 and shape.method in ("mxfp4", "nvfp4") and "fp4" in machine.ops_s:
-        return profile.gemm_fp4
-    return {4: 1.0, 8: profile.gemm_8, 16: profile.gemm_16}[kind]
 
 
 def _expansion(shape: Shape) -> float:
@@ -260,41 +336,55 @@ def _kv_devices(shape: Shape, tensor: int) -> int:
     return max(1, min(tensor, heads))
 
 
+ENGINE_CLASSES = {
+    "vllm": "serving", "sglang": "serving", "tgi": "serving", "tensorrt-llm": "serving", "lmdeploy": "serving",
+    "llama.cpp": "gguf", "mistral.rs": "gguf", "exllamav2": "exllama", "exllamav3": "exllama", "mlx": "mlx",
+    "pytorch": "eager", "onnxruntime": "eager",
+}  # fmt: skip
+"""Engines with the same kernels, or nearly: what is known of one is expected of the others."""
+STACKED = frozenset({"hopper", "blackwell-dc", "ampere-dc", "volta", "cdna"})
+"""Architectures whose chips come with stacked memory (HBM)."""
+
+
+def effects_of(engine: str, backend: str, machine: Machine, current: bool = True) -> tuple[str, ...]:
+    """The names under which effects on an efficiency are kept, from the most general to the most particular.
+
+    Each is a factor on what those before it say; a name without an effect changes nothing.
+    """
+    driver, *builds = backend.split("-")
+    kind = ENGINE_CLASSES.get(engine)
+    names = [machine.kind, driver if machine.kind == "gpu" else machine.family]
+    if machine.kind == "gpu":
+        names += [memory_of(machine), f"chip {machine.family}"]
+    if kind is not None:
+        names += [f"like {kind}", f"like {kind}/{driver}"]
+    names += [f"{engine}", f"{engine}/{driver}"]
+    names += [f"{engine}/{driver}-{build}" for build in builds]
+    if not current:
+        names += [f"{engine} older", f"{engine}/{driver} older"]
+    return tuple(names)
+
+
+def memory_of(machine: Machine) -> str:
+    """What kind of memory a device has: stacked, beside the chip, or the machine's own."""
+    return "memory shared" if machine.unified else "memory stacked" if machine.family in STACKED else "memory graphics"
+
+
 @lru_cache(maxsize=512)
-def profile_for(engine: str, backend: str, dated: bool = True) -> tuple[Profile, str]:
-    """The fitted efficiencies, and under which name they stand: those of the engine here, or of its next of kin."""
-    found = calibration.table("local")
-    profiles = found["profiles"]
-    for key in kin(engine, backend, dated):
-        if key in profiles:
-            return Profile(**{name: float(profiles[key]["values"][name]) for name in Profile._fields}), key
-    key = "other/cpu" if backend == "cpu" else "other"
-    return Profile(**{name: float(profiles[key]["values"][name]) for name in Profile._fields}), key
+def _profile(names: tuple[str, ...]) -> Profile:
+    effects = calibration.table("local")["effects"]
+    values = dict(effects[names[0]]["values"])
+    for name in names[1:]:
+        for parameter, factor in effects.get(name, {}).get("values", {}).items():
+            values[parameter] *= factor
+    return Profile(**{name: float(values[name]) for name in Profile._fields})
 
 
-KIN = {
-    "vllm": "sglang", "sglang": "vllm", "exllamav3": "exllamav2", "tgi": "vllm", "tensorrt-llm": "vllm",
-    "lmdeploy": "vllm", "onnxruntime": "pytorch",
-}  # fmt: skip
-NEAR_BACKENDS = {
-    "rocm-wmma": ("rocm",), "vulkan-amdvlk": ("vulkan",), "sycl": ("vulkan", "rocm"), "other": ("vulkan", "cuda"),
-    "rocm": ("vulkan",), "vulkan": ("rocm",), "metal": (), "cuda": (), "cpu": (),
-}  # fmt: skip
-
-
-def kin(engine: str, backend: str, dated: bool) -> list[str]:
-    keys = []
-    for name in (engine, KIN.get(engine, "")):
-        if not name:
-            continue
-        if not dated:
-            keys.append(f"{name}/{backend}/older")
-        keys += [f"{name}/{near}" for near in (backend, *NEAR_BACKENDS.get(backend, ()))]
-        keys.append(f"{name}/{backend}/older")
-        if backend not in ("cpu", "metal"):
-            keys.append(f"{name}/cuda")
-    keys.append(f"other/{backend}")
-    return keys
+def profile_for(engine: str, backend: str, machine: Machine, current: bool = True) -> tuple[Profile, str]:
+    """The fitted efficiencies, and for what they were fitted in particular: the engine here, or its like."""
+    names = effects_of(engine, backend, machine, current)
+    effects = calibration.table("local")["effects"]
+    return _profile(names), next(name for name in reversed(names) if name in effects)
 
 
 def matrix_ops_s(engine: str, machine: Machine, shape: Shape) -> float:
@@ -310,6 +400,14 @@ def matrix_ops_s(engine: str, machine: Machine, shape: Shape) -> float:
     if shape.method in ("fp8", "mxfp8", "int8") and "fp8" in rates and engine != "mlx":
         return rates["fp8"]
     return half
+
+
+class Part(NamedTuple):
+    """A pass, how often it runs, and what all of that takes at the very least."""
+
+    work: Work
+    times: float
+    floor_s: float
 
 
 class Question(NamedTuple):
@@ -331,17 +429,23 @@ class Question(NamedTuple):
 
     def step(self, batch: float, context: float) -> Pass:
         """One token for each of `batch` sequences that have `context` tokens."""
-        return forward(
-            self.profile, self.machine, self.shape, tokens=batch, sequences=batch, depth=context, tensor=self.tensor,
-            pipeline=self.pipeline, matrix_ops_s=self.ops_s, expand_kv=self.engine == "pytorch", fused=self.fused,
-            vectors=self.vectors, host=self.host,
-        )  # fmt: skip
+        return forward(self.profile, self.step_part(batch, context).work)
 
     def step_s(self, batch: float, context: float) -> float:
-        floor = decode_floor_s(self.shape, self.machine, batch, context, self.tensor, 16.0)
-        return max(self.step(batch, context).total_s, floor)
+        return self.seconds(self.step_part(batch, context))
 
-    def prefill(self, tokens: int, sequences: int = 1, depth: float = 0.0) -> Pass:
+    def step_part(self, batch: float, context: float) -> Part:
+        work = counted(
+            self.machine, self.shape, tokens=batch, sequences=batch, depth=context, tensor=self.tensor,
+            pipeline=self.pipeline, matrix_ops_s=self.ops_s, expand_kv=self.engine == "pytorch", fused=self.fused,
+            launched=ENGINE_CLASSES.get(self.engine) == "eager", vectors=self.vectors, host=self.host,
+        )  # fmt: skip
+        return Part(work, 1.0, decode_floor_s(self.shape, self.machine, batch, context, self.tensor, 16.0))
+
+    def seconds(self, part: Part) -> float:
+        return max(forward(self.profile, part.work).total_s * part.times, part.floor_s)
+
+    def prefill_part(self, tokens: int, sequences: int = 1, depth: float = 0.0) -> Part:
         """`sequences` prompts of `tokens` each, a chunk at a time."""
         total = tokens * sequences
         chunk = max(1, min(total, self.chunk))
@@ -349,12 +453,15 @@ class Question(NamedTuple):
         # Each chunk sees all of its own prompt that came before; a chunk of several prompts has nothing before it.
         together = max(1.0, chunk / tokens)
         before = depth + max(0.0, (tokens - chunk) / 2)
-        one = forward(
-            self.profile, self.machine, self.shape, tokens=chunk, sequences=together, depth=before, tensor=self.tensor,
+        work = counted(
+            self.machine, self.shape, tokens=chunk, sequences=together, depth=before, tensor=self.tensor,
             pipeline=self.pipeline, output_rows=1.0, matrix_ops_s=self.ops_s, fused=self.fused,
-            absorbed=self.engine in ("llama.cpp", "mistral.rs"), vectors=self.vectors, host=self.host,
+            absorbed=self.engine in ("llama.cpp", "mistral.rs"),
+            launched=ENGINE_CLASSES.get(self.engine) == "eager", vectors=self.vectors, host=self.host,
         )  # fmt: skip
-        return Pass(*(part * chunks * self._overlap(chunks) for part in one))
+        devices = self.tensor * (self.pipeline if self.engine == "llama.cpp" else 1)
+        floor = prefill_floor_s(self.shape, self.machine, total, devices)
+        return Part(work, chunks * self._overlap(chunks), floor)
 
     def _overlap(self, chunks: float) -> float:
         """Chunks follow each other through the devices of a pipeline."""
@@ -363,12 +470,11 @@ class Question(NamedTuple):
         return (chunks + self.pipeline - 1) / (chunks * self.pipeline)
 
     def prefill_s(self, tokens: int, sequences: int = 1, depth: float = 0.0) -> float:
-        devices = self.tensor * (self.pipeline if self.engine == "llama.cpp" else 1)
-        floor = prefill_floor_s(self.shape, self.machine, tokens * sequences, devices)
-        return max(self.prefill(tokens, sequences, depth).total_s, floor)
+        return self.seconds(self.prefill_part(tokens, sequences, depth))
 
-    def request_s(self, prompt: int, output: int) -> float:
-        return self.prefill_s(max(1, prompt)) + output * self.step_s(1, prompt + output / 2)
+    def request_parts(self, prompt: int, output: int) -> tuple[Part, Part]:
+        step = self.step_part(1, prompt + output / 2)
+        return self.prefill_part(max(1, prompt)), step._replace(times=float(output), floor_s=step.floor_s * output)
 
 
 def ask(
@@ -381,10 +487,10 @@ def ask(
     pipeline: int = 1,
     chunk: int | None = None,
     fused: bool = True,
-    dated: bool = True,
+    current: bool = True,
     host: Host | None = None,
 ) -> Question:
-    profile, key = profile_for(engine, backend, dated)
+    profile, key = profile_for(engine, backend, machine, current)
     return Question(
         engine=engine, profile=profile, key=key, machine=machine, shape=shape, tensor=tensor, pipeline=pipeline,
         chunk=chunk or CHUNK_TOKENS.get(engine, MOST_CHUNK), fused=fused, ops_s=matrix_ops_s(engine, machine, shape),
@@ -398,10 +504,10 @@ def question_of(case: Case) -> Question:
         tensor, pipeline = 1, devices
     else:
         tensor, pipeline = max(case.layout.tensor, devices // max(1, case.layout.pipeline * case.layout.data)), 1
-    dated = is_current(case)
+    current = is_current(case)
     return ask(
         case.engine, case.backend, case.machine, case.shape, tensor=tensor, pipeline=pipeline,
-        chunk=_chunk(case), fused=_fused(case, dated), dated=dated,
+        chunk=_chunk(case), fused=_fused(case, current), current=current,
     )  # fmt: skip
 
 
@@ -437,11 +543,11 @@ def _chunk(case: Case) -> int | None:
     return 2048 if "batched-bench" in case.scenario else None
 
 
-def _fused(case: Case, dated: bool) -> bool:
+def _fused(case: Case, current: bool) -> bool:
     if case.engine != "llama.cpp":
         return True
     said = case.notes.get("fa", "").lower()
-    return said in ("1", "true", "on") if said else dated
+    return said in ("1", "true", "on") if said else current
 
 
 def predict(case: Case) -> Prediction | Refused:
@@ -508,28 +614,44 @@ def predicts(case: Case) -> bool:
     return case.metric != "ttft_ms" or case.concurrency in (None, 1)
 
 
+class Asked(NamedTuple):
+    """A case's metric as time spent: `tokens` over the sum of the parts, or in milliseconds their sum."""
+
+    tokens: float
+    parts: tuple[Part, ...]
+    is_time: bool = False
+
+    def value(self, seconds: float) -> float:
+        return seconds * 1000 if self.is_time else self.tokens / seconds
+
+
 def computed(question: Question, case: Case) -> float | Refused:
     """The case's metric, without a band."""
+    found = asked(question, case)
+    return found if isinstance(found, Refused) else found.value(sum(question.seconds(part) for part in found.parts))
+
+
+def asked(question: Question, case: Case) -> Asked | Refused:
     prompt, output = case.prompt_tokens, case.output_tokens
     batch = case.concurrency or 1
     if case.metric == "prefill_tok_s":
         tokens = prompt or 512
-        return tokens * batch / question.prefill_s(tokens, batch, case.depth or 0)
+        return Asked(tokens * batch, (question.prefill_part(tokens, batch, case.depth or 0),))
     if case.metric == "total_tok_s_incl_prompt":
         if prompt is None or output is None:
             return Refused("prompt and output lengths are not stated")
-        return (prompt + output) / question.request_s(prompt, output)
+        return Asked(prompt + output, question.request_parts(prompt, output))
     if case.metric == "decode_tok_s_single":
         if _whole_request(case) and prompt is not None and output:
-            return output / question.request_s(prompt, output)
-        return 1 / question.step_s(1, _context(case))
-    step = question.step_s(batch, _context(case))
+            return Asked(output, question.request_parts(prompt, output))
+        return Asked(1, (question.step_part(1, _context(case)),))
+    step = question.step_part(batch, _context(case))
     if case.metric in ("output_tok_s_total", "output_tok_s_per_gpu"):
-        return batch / step / ((case.devices or 1) if case.metric == "output_tok_s_per_gpu" else 1)
+        return Asked(batch / ((case.devices or 1) if case.metric == "output_tok_s_per_gpu" else 1), (step,))
     if case.metric == "tpot_ms":
-        return step * 1000
+        return Asked(1, (step,), is_time=True)
     if case.metric == "ttft_ms":
-        return question.prefill_s(prompt or 512) * 1000 + step * 1000
+        return Asked(1, (question.prefill_part(prompt or 512), step), is_time=True)
     return Refused(f"{case.metric} is not predicted for {case.engine}")
 
 

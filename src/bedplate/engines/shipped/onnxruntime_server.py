@@ -215,21 +215,23 @@ class Batched(Writer):
                 self._forget(request)
                 pieces.append(Piece(request, error=f"onnxruntime gave the request up: {event.error_code}"))
                 continue
-            if flag & flags.TOKEN.value:
-                pieces.append(Piece(request, token=int(event.token)))
-            if finished:
-                self._forget(request)
-                usage = event.usage
-                ended = event.finish_reason == reasons.EOS
-                # It does not hand over the token that ended the answer, which it did compute.
-                last = Piece(
-                    request,
-                    text="" if ended else None,
-                    tokens=1 if ended else 0,
-                    finish="stop" if ended else "length",
-                    cached_tokens=int(usage.cached_prompt_tokens) if usage is not None else None,
-                )
-                pieces.append(last)
+            token = int(event.token) if flag & flags.TOKEN.value else None
+            if not finished:
+                if token is not None:
+                    pieces.append(Piece(request, token=token))
+                continue
+            self._forget(request)
+            ended = event.finish_reason == reasons.EOS
+            # It does not hand over the token that ended the answer, which it did compute.
+            last = Piece(
+                request,
+                token=token,
+                text="" if ended and token is None else None,
+                tokens=1 if ended or token is not None else 0,
+                finish="stop" if ended else "length",
+                cached_tokens=int(event.usage.cached_prompt_tokens) if event.usage is not None else None,
+            )
+            pieces.append(last)
         return pieces
 
     def cancel(self, request: Request) -> None:

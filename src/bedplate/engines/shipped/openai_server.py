@@ -517,8 +517,10 @@ class Worker:
             self._end(answer, "cancelled")
         self._admit()
         if self._active:
-            for piece in self.backend.step():
-                self._deliver(piece)
+            pieces = self.backend.step()
+            ended = {piece.request for piece in pieces if piece.finish or piece.error}
+            for piece in pieces:
+                self._deliver(piece, piece.request in ended)
             self.kv_use = self.backend.kv_use()
 
     def _admit(self) -> None:
@@ -540,15 +542,16 @@ class Worker:
             self._active[answer.request] = answer
             self.running = len(self._active)
 
-    def _deliver(self, piece: Piece) -> None:
+    def _deliver(self, piece: Piece, ended: bool) -> None:
+        """`ended`: the engine itself has ended this request with this step."""
         answer = self._active.get(piece.request)
-        if answer is None:  # cancelled within this very step
+        if answer is None:  # a limit or a stop string has ended it within this very step
             return
         before = answer.completion_tokens
         delta = answer.feed(piece)
         self.completion_tokens += answer.completion_tokens - before
         if answer.done:
-            if piece.finish is None and piece.error is None:
+            if not ended:
                 self.backend.cancel(answer.request)
             self._end(answer, "error" if delta.error else "ok")
         if delta.text or delta.logprobs or answer.done:

@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""The next token after each of many prefixes, as PyTorch in float32 finds it: what every engine is held against.
+
+Reads a JSON list of texts, from a file or stdin, and prints JSON. Runs inside of an environment with torch and
+transformers, and depends on nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BATCH_TOKENS = 2048
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bedplate-reference", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="folder with config.json, tokenizer and .safetensors")
+    parser.add_argument("--prefixes", default="-", help="file with a JSON list of texts; -: stdin")
+    parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="prompt tokens computed at once")
+    parser.add_argument("--threads", type=int, help="default: as PyTorch chooses")
+    options = parser.parse_args(arguments)
+    prefixes = read_prefixes(options.prefixes)
+    import torch
+    import transformers
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    answers = next_tokens(model, tokenizer, prefixes, options.batch_tokens)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps({"schema": "reference/1", **versions, "answers": answers}, ensure_ascii=False))  # noqa: T201
+
+
+def read_prefixes(where: str) -> list[str]:
+    try:
+        text = sys.stdin.read() if where == "-" else Path(where).read_text(encoding="utf-8")
+        found = json.loads(text)
+    except (OSError, ValueError) as error:
+        sys.exit(f"bedplate-reference: cannot read the prefixes: {error}")
+    if not isinstance(found, list) or not found or not all(isinstance(one, str) and one for one in found):
+        sys.exit("bedplate-reference: the prefixes are not a JSON list of texts")
+    return found
+
+
+def batches(prompts: list[list[int]], most_tokens: int) -> Iterator[list[int]]:
+    """Numbers of prompts to compute at once: only of one length, so that padding is never a part of the reference."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for number, prompt in enumerate(prompts):
+        by_length[len(prompt)].append(number)
+    for length, numbers in sorted(by_length.items()):
+        size = max(1, most_tokens // length)
+        yield from (numbers[first : first + size] for first in range(0, len(numbers), size))
+
+
+def next_tokens(model: Any, tokenizer: Any, prefixes: list[str], most_tokens: int) -> list[dict[str, Any]]:
+    import torch
+
+    # As a completions API reads a prompt: with whatever the tokenizer itself puts before a text, such as BOS.
+    prompts = [list(tokenizer(prefix)["input_ids"]) for prefix in prefixes]
+    answers: list[dict[str, Any]] = [{} for _ in prefixes]
+    for numbers in batches(prompts, most_tokens):
+        given = torch.tensor([prompts[number] for number in numbers])
+        with torch.no_grad():
+            logits = model(input_ids=given, logits_to_keep=1).logits[:, -1].float()
+        best = logits.topk(2)
+        probabilities = logits.softmax(-1)
+        for row, number in enumerate(numbers):
+            token, second = (int(one) for one in best.indices[row])
+            text, kind = spelled(tokenizer, prompts[number], token)
+            answers[number] = {
+                "prefix": hashlib.sha256(prefixes[number].encode()).hexdigest()[:12],
+                "tokens": len(prompts[number]),
+                "token": token,
+                "text": text,
+                "kind": kind,
+                "gap": round(float(best.values[row, 0] - best.values[row, 1]), 3),
+                "probability": round(float(probabilities[row, token]), 4),
+                "second": spelled(tokenizer, prompts[number], second)[0],
+            }
+    return answers
+
+
+def spelled(tokenizer: Any, prompt: list[int], token: int) -> tuple[str, str]:
+    """What a token adds to the text before it; a token by itself loses its space in some tokenizers."""
+    if token in set(tokenizer.all_special_ids):
+        return str(tokenizer.decode([token])), "special"
+    before = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+    after = tokenizer.decode([*prompt, token], clean_up_tokenization_spaces=False)
+    text = str(after[len(before) :])
+    return text, "part" if "\ufffd" in text or not text else "text"
+
+
+if __name__ == "__main__":
+    main()

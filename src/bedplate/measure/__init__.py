@@ -1,0 +1,1 @@
+"""What an endpoint really does: whether it answers rightly, and how fast."""

@@ -1,0 +1,54 @@
+"""The fixed prefixes whose next token engines are asked for: cut out of a text of our own, always the same ones."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+PREFIXES = 560
+LENGTHS = (24, 40, 64, 110, 160, 240, 400, 800)
+"""Characters at the most, in turn: from a few words to about 200 tokens, short ones more often since they cost less."""
+LEAST_CHARACTERS = 12
+
+T = TypeVar("T")
+
+
+def reference_text() -> str:
+    return (importlib.resources.files("bedplate.measure") / "data" / "reference_text.txt").read_text(encoding="utf-8")
+
+
+def fixed_prefixes() -> tuple[str, ...]:
+    return cut(reference_text(), PREFIXES)
+
+
+def cut(text: str, count: int) -> tuple[str, ...]:
+    """At most `count` different pieces that begin and end with whole words, spread over all of the text.
+
+    They are cut by characters and not by tokens, so that they are the same for every tokenizer; each starts elsewhere,
+    so that no cache of an engine answers for another.
+    """
+    words = [(found.start(), found.end()) for found in re.finditer(r"\S+", text)]
+    starts = [start for start, _ in words]
+    usable = [end for _, end in words if end >= LEAST_CHARACTERS]
+    found: dict[str, None] = {}
+    for number, end in enumerate(spread(usable, count)):
+        length = LENGTHS[number % len(LENGTHS)]
+        start = next((start for start in starts if start >= end - length), end)
+        if end - start < LEAST_CHARACTERS:  # the last word alone fills it
+            start = max(start for start in starts if end - start >= LEAST_CHARACTERS)
+        found.setdefault(text[start:end])
+    return tuple(found)
+
+
+def spread(items: Sequence[T], count: int) -> tuple[T, ...]:
+    """`count` of them at even distances, or all when there are fewer."""
+    if len(items) <= count:
+        return tuple(items)
+    return tuple(items[number * len(items) // count] for number in range(count))
+
+
+def prefix_hash(prefix: str) -> str:
+    return hashlib.sha256(prefix.encode()).hexdigest()[:12]

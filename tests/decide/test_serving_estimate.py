@@ -1,0 +1,298 @@
+"""Estimates under load: what grows with what, what never happens, and layouts as tables write them."""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bedplate.decide.estimate import batching, serving
+from bedplate.decide.estimate.batching import Efficiencies, Layout, efficiencies, efficiency, weight_type, work_of
+from bedplate.decide.estimate.calibration import table
+from bedplate.decide.estimate.machine import Machine, machine_from_chip
+from bedplate.decide.estimate.physics import Shape, decode_floor_s, prefill_floor_s, shape_of
+from bedplate.decide.estimate.rows import Case, Prediction, Refused, predict, resolve
+from bedplate.decide.estimate.serving import Answer, Workers, arranged, expect, under_load
+from bedplate.facts.chips import find_chip
+from bedplate.facts.known_models import find_model
+from bedplate.values import Parallelism
+
+TRUTH = Path(__file__).parents[2].parent / "shared" / "truth"
+ROW = {
+    "row_id": "a", "hardware": "NVIDIA H200 SXM 141GB", "count": "8", "engine": "vLLM", "quantization": "fp8",
+    "model": "meta-llama/Llama-3.1-70B", "tensor_parallel": "8", "parallelism": "tp8 pp1 attn_dp1 moe_tp8 moe_ep1",
+    "concurrency": "32", "prompt_tokens": "1024", "output_tokens": "1024", "metric": "tpot_ms", "scenario": "agg",
+}  # fmt: skip
+CHIPS = ("NVIDIA H100 SXM 80GB", "NVIDIA B200 SXM 180GB", "AMD Instinct MI300X", "NVIDIA L40S", "NVIDIA A100 SXM 80GB")
+MODELS = (
+    "meta-llama/Llama-3.1-8B-Instruct", "nvidia/Llama-3.1-70B-Instruct-FP8", "deepseek-ai/DeepSeek-R1",
+    "openai/gpt-oss-120b", "Qwen/Qwen3.5-397B-A17B", "zhipuai/GLM-5",
+)  # fmt: skip
+
+
+def machine(chip: str = "NVIDIA H200 SXM 141GB", devices: int = 8) -> Machine:
+    return machine_from_chip(find_chip(chip, guess=True).chip, devices)
+
+
+def shape(model: str = "nvidia/Llama-3.1-70B-Instruct-FP8") -> Shape:
+    return shape_of(find_model(model))
+
+
+def loaded(
+    concurrency: int = 32,
+    prompt: int = 1024,
+    output: int = 512,
+    layout: Layout | None = None,
+    engine: str = "vllm",
+    slots: float = 1e6,
+    cached: int = 0,
+    chip: str = "NVIDIA H200 SXM 141GB",
+    model: str = "nvidia/Llama-3.1-70B-Instruct-FP8",
+) -> Answer:
+    divided = layout or Layout(tensor=8)
+    found, _, _ = under_load(
+        machine(chip, divided.devices), shape(model), engine, divided, concurrency=concurrency, prompt_tokens=prompt,
+        output_tokens=output, slots=slots, cached_tokens=cached,
+    )  # fmt: skip
+    return found
+
+
+def case(**changes: str) -> Case:
+    found = resolve({**ROW, **changes})
+    assert isinstance(found, Case), found
+    return found
+
+
+def value(**changes: str) -> float:
+    found = predict({**ROW, **changes})
+    assert isinstance(found, Prediction), found
+    assert 0 < found.low < found.value < found.high
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("written", "layout"),
+    [
+        ("tp8 pp1 attn_dp1 moe_tp8 moe_ep1", Layout(8, 1, 1)), ("tp8 pp1 attn_dp1 moe_tp1 moe_ep8", Layout(8, 1, 8)),
+        ("tp1 pp1 attn_dp8 moe_tp1 moe_ep8", Layout(1, 8, 8)), ("TEP8", Layout(8, 1, 8)), ("DEP8", Layout(1, 8, 8)),
+        ("tp64 pp1 attn_dp1 moe_tp8 moe_ep8", Layout(8, 1, 8)), ("tp1 pp1 attn_dp64 moe_tp8 moe_ep8", Layout(1, 8, 8)),
+        ("tp4 pp1 attn_dp4 moe_tp1 moe_ep16", Layout(1, 4, 4)), ("tp1 pp1 attn_dp moe_tp4 moe_ep1", Layout(1, 4, 1)),
+    ],
+)  # fmt: skip
+def test_layouts_as_tables_write_them(written: str, layout: Layout) -> None:
+    assert arranged(case(parallelism=written, model="deepseek-ai/DeepSeek-R1")) == layout
+
+
+def test_a_pipeline_and_replicas_are_read() -> None:
+    found = arranged(case(parallelism="TP2,PP2", scenario="trtllm-bench throughput", count="8"))
+    assert found == Layout(2, 1, 1, 2, 2)
+
+
+def test_groups_that_are_left_blank_follow_from_the_batch_of_a_rank() -> None:
+    blank = {"parallelism": "tp8 pp1 attn_dp moe_tp1 moe_ep8", "model": "deepseek-ai/DeepSeek-R1", "concurrency": "80"}
+    assert arranged(case(**blank, notes="batch_size=10")) == Layout(1, 8, 8)
+    assert arranged(case(**blank, notes="batch_size=80")) == Layout(8, 1, 8)
+
+
+def test_workers_apart_are_read_with_their_batches() -> None:
+    text = "disagg prefill 1x(tp1 dp4 ep0 bs1) decode 3x(tp4 dp1 ep0 bs24)"
+    found = arranged(case(parallelism=text, scenario="disagg", concurrency=""))
+    assert isinstance(found, Workers)
+    assert (found.prefill.ranks, found.decode.ranks, found.streams) == (4, 4, 72)
+    assert value(parallelism=text, scenario="disagg", concurrency="", count="16") > 0
+
+
+def test_more_ranks_than_attention_is_ever_divided_by_are_those_of_all_workers() -> None:
+    written = "tp72 pp1 attn_dp1 moe_tp72 moe_ep1"
+    assert isinstance(arranged(case(parallelism=written, model="deepseek-ai/DeepSeek-R1", count="72")), Workers)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm", "tgi", "lmdeploy"])
+@pytest.mark.parametrize("model", MODELS)
+def test_more_streams_slow_each_and_raise_the_sum(engine: str, model: str) -> None:
+    counts = [1, 4, 16, 64, 256]
+    layout = Layout(8, 1, 8)
+    found = [loaded(count, engine=engine, model=model, layout=layout, chip="NVIDIA B200 SXM 180GB") for count in counts]
+    tokens = [answer.token_s for answer in found]
+    assert tokens == sorted(tokens)
+    sums = [answer.tok_s for answer in found]
+    assert sums == sorted(sums)
+
+
+def test_longer_prompts_and_answers_cost_more() -> None:
+    assert loaded(prompt=8192).first_s > 3 * loaded(prompt=1024).first_s
+    assert loaded(prompt=8192).token_s > loaded(prompt=1024).token_s
+    assert loaded(output=4096, concurrency=8).token_s < loaded(output=64, concurrency=8).token_s
+
+
+def test_prompts_in_the_cache_are_not_computed_again() -> None:
+    assert loaded(prompt=8192, cached=8000).first_s < loaded(prompt=8192).first_s / 3
+    assert loaded(prompt=8192, cached=8000).token_s < loaded(prompt=8192).token_s
+
+
+def test_what_does_not_fit_queues() -> None:
+    one = Layout(tensor=1)
+    few, many = loaded(16, 8192, 1024, one), loaded(512, 8192, 1024, one)
+    assert many.first_s > 100 * few.first_s
+    assert many.batch < 100
+    assert many.tok_s < 1.3 * loaded(64, 8192, 1024, one).tok_s
+
+
+def test_slots_bound_the_batch_and_the_rest_wait() -> None:
+    bounded = loaded(64, slots=8)
+    assert bounded.batch <= 8
+    assert bounded.first_s > 5 * loaded(64).first_s
+    assert bounded.token_s < loaded(64).token_s
+
+
+def test_replicas_share_the_streams() -> None:
+    assert loaded(64, layout=Layout(tensor=4, replicas=2)).token_s == pytest.approx(
+        loaded(32, layout=Layout(tensor=4)).token_s
+    )
+    assert loaded(64, layout=Layout(tensor=4, replicas=2)).tok_s == pytest.approx(
+        2 * loaded(32, layout=Layout(tensor=4)).tok_s
+    )
+
+
+def test_a_latent_is_kept_by_each_tensor_rank_but_dealt_out_to_groups() -> None:
+    deepseek = shape("deepseek-ai/DeepSeek-R1")
+    divided = work_of(machine(), deepseek, Layout(8, 1, 8), 4096, 1024, 8)
+    dealt = work_of(machine(), deepseek, Layout(1, 8, 8), 4096, 1024, 8)
+    assert divided.held_bytes == dealt.held_bytes
+    plain = shape()
+    assert work_of(machine(), plain, Layout(8), 4096, 1024, 8).held_bytes * 8 == pytest.approx(
+        work_of(machine(), plain, Layout(1, 8), 4096, 1024, 8).held_bytes
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    chip=st.sampled_from(CHIPS),
+    model=st.sampled_from(MODELS),
+    engine=st.sampled_from(["vllm", "sglang", "tensorrt-llm", "nobody's"]),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    groups=st.sampled_from([1, 2, 8]),
+    stages=st.sampled_from([1, 2]),
+    concurrency=st.integers(1, 4096),
+    prompt=st.integers(1, 100_000),
+    output=st.integers(1, 20_000),
+    cached=st.integers(0, 100_000),
+)
+def test_no_estimate_beats_the_floor(
+    chip: str, model: str, engine: str, tensor: int, groups: int, stages: int, concurrency: int, prompt: int,
+    output: int, cached: int,
+) -> None:  # fmt: skip
+    layout = Layout(tensor, groups, tensor * groups, stages)
+    one, what = machine(chip, layout.devices), shape(model)
+    found, work, _ = under_load(
+        one, what, engine, layout, concurrency=concurrency, prompt_tokens=prompt, output_tokens=output,
+        cached_tokens=cached,
+    )  # fmt: skip
+    assert all(math.isfinite(number) and number > 0 for number in found)
+    bits = batching.usual_kv_bits(what)
+    floor = decode_floor_s(what, one, found.batch / stages, prompt + output / 2, layout.ranks, bits)
+    assert found.token_s >= floor * 0.999
+    assert found.first_s >= prefill_floor_s(what, one, work.prompt, layout.ranks * stages) * 0.999
+    assert found.tok_s <= concurrency / found.token_s * 1.001 + 1 / found.first_s
+
+
+def test_efficiencies_are_shares_and_what_nobody_measured_has_the_common_ones() -> None:
+    fitted = table("serving")["efficiencies"]
+    assert set(fitted) == set(Efficiencies._fields)
+    for engine in ("vllm", "sglang", "tensorrt-llm", "tgi"):
+        found = efficiencies(engine, "hopper", "fp8")
+        for name, number in found._asdict().items():
+            assert number > 0
+            assert fitted[name]["scale"] != "share" or number < 1
+    common = efficiencies("nobody's", "no family", "fp8")
+    entry = {name: one for name, one in fitted["layer_s"].items() if name in ("scale", "base")}
+    assert common.layer_s == pytest.approx(efficiency(entry, "", "", ""))
+
+
+def test_the_same_functions_take_columns() -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed: columns are only used for fitting")
+    what = shape("deepseek-ai/DeepSeek-R1")
+    works = [work_of(machine(), what, Layout(8, 1, 8), prompt, 512, 8) for prompt in (128, 2048, 8192)]
+    e = efficiencies("sglang", "hopper", weight_type(what))
+    columns = batching.Work(*(numpy.array(column) for column in zip(*works, strict=True)))
+    together = batching.steady(columns, e, numpy.array([1.0, 64.0, 9000.0]), batching.resident(columns, e, 0.0))
+    for place, (work, streams) in enumerate(zip(works, (1.0, 64.0, 9000.0), strict=True)):
+        alone = batching.steady(work, e, streams, batching.resident(work, e, 0.0))
+        assert [figure[place] for figure in together] == pytest.approx(list(alone))
+
+
+def test_a_plan_gets_times_bands_and_what_binds() -> None:
+    def plan(factor: float = 1.0, **changes: int) -> serving.Expectation:
+        load = {"concurrency": 64, "prompt_tokens": 512, "output_tokens": 512, "slots": 256} | changes
+        return expect(machine(), shape(), "vllm", Parallelism(tensor=8), factor=factor, **load)
+
+    found = plan()
+    assert found.parts_s[found.limit] == max(found.parts_s.values())
+    assert plan(concurrency=256, prompt_tokens=8192, output_tokens=64).limit == "compute"
+    assert found.tpot_band.low < 1 < found.tpot_band.high
+    assert plan(factor=2.0).tpot_s == pytest.approx(found.tpot_s / 2)
+    assert plan(factor=2.0).output_tok_s == pytest.approx(found.output_tok_s * 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "divided"),
+    [
+        (Parallelism(tensor=8), Layout(8, 1, 1)), (Parallelism(tensor=8, expert=8, attention_data=8), Layout(1, 8, 8)),
+        (Parallelism(tensor=1, data=8, expert=8, attention_data=8), Layout(1, 8, 8)),
+        (Parallelism(tensor=2, pipeline=2, data=2), Layout(2, 1, 1, 2, 2)),
+    ],
+)  # fmt: skip
+def test_a_plans_layout(layout: Parallelism, divided: Layout) -> None:
+    assert serving.divided_as(layout) == divided
+
+
+def test_rows_of_each_kind_are_answered() -> None:
+    assert 5 < value() < 20
+    total = value(metric="output_tok_s_total")
+    assert value(metric="output_tok_s_per_gpu") == pytest.approx(total / 8)
+    bench = {"parallelism": "TP1", "count": "1", "tensor_parallel": "1", "engine": "TensorRT-LLM",
+             "concurrency": "max load (infinite request rate)", "metric": "output_tok_s_total",
+             "scenario": "trtllm-bench throughput"}  # fmt: skip
+    assert value(**bench) > total / 8
+    assert value(**bench, hardware="NVIDIA B200 SXM 180GB") > 1.3 * value(**bench)
+    mlperf = {"parallelism": "", "concurrency": "", "prompt_tokens": "", "output_tokens": "", "tensor_parallel": "",
+              "metric": "output_tok_s_total", "model": "llama2-70b-99", "engine": "TensorRT"}  # fmt: skip
+    offline = value(**mlperf, scenario="MLPerf datacenter closed Offline")
+    assert offline > value(**mlperf, scenario="MLPerf datacenter closed Server")
+    assert value(**mlperf, scenario="MLPerf datacenter closed Offline", notes="nodes=2") == pytest.approx(2 * offline)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"concurrency": ""}, "in flight"), ({"prompt_tokens": "", "output_tokens": ""}, "lengths"),
+        ({"hardware": "AMD EPYC 9654", "engine": "vLLM"}, "accelerators"),
+        ({"scenario": "MLPerf datacenter closed MultiStream"}, "multistream"),
+    ],
+)  # fmt: skip
+def test_what_a_row_does_not_say_is_refused(changes: dict[str, str], words: str) -> None:
+    found = predict({**ROW, **changes})
+    assert isinstance(found, Refused)
+    assert words in found.why
+
+
+@pytest.mark.skipif(not TRUTH.is_dir(), reason="the published measurements are not beside this checkout")
+@pytest.mark.parametrize(
+    ("source", "metric", "most"),
+    [
+        ("aiconfigurator_silicon_e2e", "tpot_ms", 0.15), ("aiconfigurator_silicon_e2e", "ttft_ms", 0.30),
+        ("trtllm_perf_overview", "output_tok_s_total", 0.15), ("mlperf_v5_1_llm", "output_tok_s_total", 0.15),
+    ],
+)  # fmt: skip
+def test_published_rows_are_near(source: str, metric: str, most: float) -> None:
+    with (TRUTH / f"{source}.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"] == metric][::3]
+    found = [(predict(row), float(row["value"])) for row in rows]
+    errors = [abs(one.value / truth - 1) for one, truth in found if isinstance(one, Prediction)]
+    assert len(errors) >= 0.9 * len(rows)
+    assert statistics.median(errors) <= most
