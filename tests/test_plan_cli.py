@@ -113,7 +113,16 @@ class TestEmit:
     @pytest.mark.parametrize("name", sorted(all_engines()))
     def test_a_script_that_bash_reads_for_every_engine(self, name: str, tmp_path: Path) -> None:
         hardware = "Apple M3 Max 40-core" if name == "mlx" else "RTX 4090"
-        arguments = ["plan", "Qwen/Qwen3-4B", "--hardware", hardware, "--set", "ram_gb=64", "--engine", name]
+        arguments = [
+            "plan",
+            "meta-llama/Llama-3.2-3B-Instruct",
+            "--hardware",
+            hardware,
+            "--set",
+            "ram_gb=64",
+            "--engine",
+            name,
+        ]
         arguments += ["--set", "os=macos"] if name == "mlx" else []
         path = tmp_path / "serve.sh"
         decision = from_json(Decision, invoke(*arguments, "--json").out)

@@ -1,7 +1,11 @@
 """Fits the efficiencies of `decide/estimate/data/local.json` on a folder of published measurements.
 
-Needs numpy and scipy, which bedplate itself does not: `pip install numpy scipy`. Prints the error that is left, and
-with `--write` puts the fitted figures, their bands and the cross-validated errors into the data file.
+All are fitted together. An efficiency is a base times factors: of the backend, of the kind of memory and the
+architecture, of the kind of engine, of the engine, of its build. Each factor is expected to be 1 and moves from it only
+as far as rows say, so that an engine or a chip that nobody has measured takes what its like have in common.
+
+Needs numpy, which bedplate itself does not: `pip install numpy`. Prints the error that is left, and with `--write` puts
+the fitted figures, their bands and the cross-validated errors into the data file.
 """
 
 from __future__ import annotations
@@ -12,47 +16,48 @@ import json
 import math
 import statistics
 import sys
-import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from bedplate.decide.estimate import local
-from bedplate.decide.estimate.local import Profile, Question
+from bedplate.decide.estimate.local import Asked, Profile, Question, Work
 from bedplate.decide.estimate.rows import Case, Refused, resolve
 
 DATA = Path(local.__file__).parent / "data" / "local.json"
 METRICS = {"decode_tok_s_single", "prefill_tok_s", "total_tok_s_incl_prompt", "output_tok_s_total"}
 # What an efficiency is before anything is measured, and by what factor it may well differ: physics and common sense.
 PRIOR = {
-    "read": (0.82, 1.12), "kv_read": (0.6, 1.5), "unpack_16": (0.05, 2.5), "unpack_8": (0.06, 2.5),
-    "unpack_4": (0.08, 2.5), "layer_s": (20e-6, 2.0), "packed_s": (20e-6, 2.0), "moe_s": (30e-6, 2.0),
-    "state_s": (30e-6, 2.0), "step_s": (300e-6, 2.0), "launch_s": (1e-6, 1.1), "launch_8": (1.5, 1.5),
-    "launch_4": (1.0, 1.3), "eager_s": (40e-6, 2.0), "pair": (10.0, 3.0), "gemm": (0.4, 1.6), "gemm_8": (0.9, 1.25),
-    "gemm_16": (1.2, 1.3), "gemm_fp4": (1.3, 1.4), "gemm_moe": (0.2, 1.8), "moe_16": (1.0, 1.5), "moe_4": (1.5, 2.0),
+    "slack": (0.18, 1.5), "kv_read": (0.6, 1.5), "unpack_16": (0.03, 2.0), "unpack_8": (0.04, 2.0),
+    "unpack_4": (0.04, 2.0), "layer_s": (25e-6, 2.0), "packed_s": (15e-6, 2.0), "moe_s": (30e-6, 2.0),
+    "state_s": (30e-6, 2.0), "step_s": (300e-6, 2.0), "launch_s": (750e-6, 1.3), "launch_8": (1.5, 1.5),
+    "launch_4": (1.0, 1.3), "eager_s": (60e-6, 2.0), "pair": (10.0, 3.0), "gemm": (0.4, 1.6), "gemm_8": (0.9, 1.25),
+    "gemm_16": (1.2, 1.3), "gemm_fp4": (1.3, 1.4), "gemm_moe": (0.15, 1.8), "moe_16": (1.0, 1.5), "moe_4": (1.5, 2.0),
     "tile": (24.0, 2.0), "attend": (0.3, 1.7), "activation": (1.0, 1.7), "column": (0.05, 2.0), "plain": (1.5, 1.5),
     "plain_kv": (1.3, 1.3), "device_s": (250e-6, 1.6), "reduce_s": (12e-6, 1.6),
 }  # fmt: skip
-# Where a kind of device or engine is known to be another matter.
-PRIORS: dict[str, dict[str, tuple[float, float]]] = {
-    "cpu": {
-        "read": (0.6, 1.3), "kv_read": (0.3, 1.5), "unpack_16": (0.35, 2.0), "unpack_8": (0.35, 2.0),
-        "unpack_4": (0.35, 2.0), "layer_s": (30e-6, 2.0), "tile": (4.0, 2.0), "gemm": (0.06, 2.0),
-        "gemm_moe": (0.05, 2.0), "attend": (0.02, 2.0), "pair": (3000.0, 3.0), "column": (0.5, 2.0),
-    },
-    "pytorch": {"launch_s": (800e-6, 1.3), "moe_s": (1e-3, 3.0)},
-    # Marlin's kernels keep up with reading (Frantar et al., 2024).
-    "vllm": {"unpack_8": (0.02, 1.5), "unpack_4": (0.03, 1.5)},
-    "mistral.rs": {"moe_16": (0.4, 2.5)},
+CPU_PRIOR = PRIOR | {
+    "slack": (0.5, 1.6), "kv_read": (0.3, 1.5), "unpack_16": (0.35, 2.0), "unpack_8": (0.3, 2.0),
+    "unpack_4": (0.3, 2.0), "layer_s": (20e-6, 2.0), "tile": (4.0, 2.0), "gemm": (0.06, 2.0),
+    "gemm_moe": (0.05, 2.0), "attend": (0.02, 2.0), "pair": (3000.0, 3.0), "column": (0.5, 2.0),
 }  # fmt: skip
-BOUNDS = {"read": (0.2, 0.97), "kv_read": (0.02, 0.95), "gemm": (0.01, 0.95), "gemm_moe": (0.005, 0.95),
-          "attend": (0.005, 0.95)}  # fmt: skip
-SCALE = 0.08
+# What is known of some before anything is measured, as a factor on the base.
+EXPECTED = {
+    "like eager": {"moe_s": 30.0},
+    # Marlin's kernels keep up with reading (Frantar et al., 2024).
+    "like serving": {"unpack_8": 0.5, "unpack_4": 0.6},
+}  # fmt: skip
+OF_CHIPS = (
+    "slack", "kv_read", "unpack_16", "unpack_8", "unpack_4", "layer_s", "moe_s", "step_s", "gemm", "gemm_8", "gemm_16",
+    "gemm_moe", "attend", "tile", "eager_s",
+)  # fmt: skip
+"""Efficiencies that may differ between architectures and kinds of memory, whatever the engine."""
+SCALE = 0.06
 """Residuals of this size, in logarithms, weigh as much as one standard deviation of a prior."""
+ROUNDS = 30
 
 
 class Row(NamedTuple):
@@ -60,26 +65,49 @@ class Row(NamedTuple):
     case: Case
     truth: float
     question: Question
+    asked: Asked
     weight: float
+    scored: bool
+    """Whether it is in the tables that errors are counted on, and not only in the fit."""
 
 
-def load(folder: Path) -> list[Row]:
+def spread_of(name: str) -> float:
+    """How far an effect may well go, as a share of how far its efficiency may go before anything is known."""
+    if name in ("gpu", "cpu"):
+        return 1.0
+    if name.startswith("chip "):
+        return 0.35
+    if name.startswith("memory "):
+        return 0.5
+    if "older" in name:
+        return 0.5
+    if name.startswith("like "):
+        return 0.5 if "/" in name else 0.7
+    return 0.7
+
+
+def load(folders: Sequence[Path], scored: int = 1) -> list[Row]:
     """The rows that this path predicts, those of one group sharing the weight of one."""
-    found: list[tuple[str, Case, float]] = []
-    for path in sorted(folder.glob("*.csv")):
-        with path.open(newline="") as file:
-            for raw in csv.DictReader(file):
-                if raw.get("metric") not in METRICS:
-                    continue
-                case = resolve(raw)
-                if isinstance(case, Refused) or _left_out(path.stem, case):
-                    continue
-                found.append((path.stem, case, float(raw["value"])))
-    sizes = Counter(_group(source, case) for source, case, _ in found)
-    return [
-        Row(source, case, truth, local.question_of(case), sizes[_group(source, case)] ** -0.6)
-        for source, case, truth in found
-    ]
+    found: list[tuple[str, Case, float, bool]] = []
+    for number, folder in enumerate(folders):
+        for path in sorted(folder.glob("*.csv")) if folder.is_dir() else [folder]:
+            with path.open(newline="") as file:
+                for raw in csv.DictReader(file):
+                    if raw.get("metric") not in METRICS:
+                        continue
+                    case = resolve(raw)
+                    if isinstance(case, Refused) or _left_out(path.stem, case):
+                        continue
+                    found.append((path.stem, case, float(raw["value"]), number < scored))
+    sizes = Counter(_group(source, case) for source, case, _, _ in found)
+    rows = []
+    for source, case, truth, is_scored in found:
+        question = local.question_of(case)
+        asked = local.asked(question, case)
+        if not isinstance(asked, Refused):
+            weight = sizes[_group(source, case)] ** -0.6
+            rows.append(Row(source, case, truth, question, asked, weight, is_scored))
+    return rows
 
 
 def _left_out(source: str, case: Case) -> bool:
@@ -98,113 +126,173 @@ def _group(source: str, case: Case) -> tuple[object, ...]:
     return (source, case.chip.name, case.texts["model"], case.texts["quantization"], case.engine, case.backend, metric)
 
 
+def effects_of(row: Row) -> tuple[str, ...]:
+    case = row.case
+    return local.effects_of(case.engine, case.backend, case.machine, local.is_current(case))
+
+
 def key_of(row: Row) -> str:
-    return f"{row.case.engine}/{row.case.backend}" + ("" if local.is_current(row.case) else "/older")
+    case = row.case
+    return f"{case.engine}/{case.backend}" + ("" if local.is_current(case) else " older")
 
 
-# Whose fitted figures are what is expected of another before it is measured: the same kernels, or nearly.
-PARENTS = {
-    "llama.cpp/cuda/older": "llama.cpp/cuda", "lmdeploy/cuda": "vllm/cuda", "llama.cpp/rocm-lt": "llama.cpp/rocm",
-    "llama.cpp/rocm-wmma": "llama.cpp/rocm", "llama.cpp/rocm-wmma-lt": "llama.cpp/rocm-lt",
-    "llama.cpp/vulkan-amdvlk": "llama.cpp/vulkan", "mistral.rs/cpu": "llama.cpp/cpu",
-}  # fmt: skip
-MOST_ROWS = 600
+class Columns(NamedTuple):
+    """Rows as columns: their passes under each other, and which row each belongs to."""
+
+    rows: list[Row]
+    work: Work
+    owner: Any
+    times: Any
+    floor: Any
+    tokens: Any
+    truth: Any
+    weight: Any
+    names: list[str]
+    """All effects."""
+    groups: list[tuple[list[int], Any]]
+    """Rows with the same effects: which effects, and which rows."""
 
 
-def prior_of(key: str) -> dict[str, tuple[float, float]]:
-    prior = dict(PRIOR)
-    for word in key.split("/"):
-        prior |= PRIORS.get(word, {})
-    return prior
+def columns(rows: list[Row]) -> Columns:
+    parts = [(i, part) for i, row in enumerate(rows) for part in row.asked.parts]
+    work = Work(*(np.array([getattr(part.work, name) for _, part in parts], dtype=float) for name in Work._fields))
+    names = sorted({name for row in rows for name in effects_of(row)}, key=lambda name: (name not in ("gpu", "cpu"), name))
+    by_effects: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        by_effects[effects_of(row)].append(i)
+    return Columns(
+        rows=rows,
+        work=work,
+        owner=np.array([i for i, _ in parts]),
+        times=np.array([part.times for _, part in parts]),
+        floor=np.array([part.floor_s for _, part in parts]),
+        tokens=np.array([row.asked.tokens for row in rows]),
+        truth=np.array([row.truth for row in rows]),
+        weight=np.array([row.weight for row in rows]),
+        names=names,
+        groups=[([names.index(name) for name in key], np.array(members)) for key, members in by_effects.items()],
+    )
 
 
-def predicted(row: Row, profile: Profile) -> float:
-    value = local.computed(row.question._replace(profile=profile), row.case)
-    return float("nan") if isinstance(value, Refused) else value
+def log_predicted(table: Columns, logs: Any) -> Any:
+    """Logarithms of the predictions, from those of each row's efficiencies."""
+    each = np.exp(logs)[table.owner]
+    profile = Profile(*(each[:, i] for i in range(each.shape[1])))
+    seconds = np.maximum(local.forward(profile, table.work).total_s * table.times, table.floor)
+    return np.log(table.tokens) - np.log(np.bincount(table.owner, seconds, minlength=len(table.rows)))
 
 
-def fit(
-    key: str, rows: list[Row], parent: Profile | None = None, start: Profile | None = None, steps: int = 25
-) -> Profile:
-    """The efficiencies that are likeliest, given the rows and what was to be expected before."""
-    prior = prior_of(key)
-    names = Profile._fields
-    centre = np.array([math.log(prior[name][0]) for name in names])
-    spread = np.array([math.log(prior[name][1]) for name in names])
-    low = np.array([math.log(BOUNDS[name][0]) if name in BOUNDS else centre[i] - 5 for i, name in enumerate(names)])
-    high = np.array([math.log(BOUNDS[name][1]) if name in BOUNDS else centre[i] + 5 for i, name in enumerate(names)])
-    if parent is not None:
-        centre = np.log(np.array(parent))
-    weights = np.sqrt(np.array([row.weight for row in rows]))
-
-    def residuals(x: Any) -> Any:
-        profile = Profile(*(math.exp(value) for value in x))
-        errors = np.array([math.log(predicted(row, profile) / row.truth) for row in rows])
-        # Soft: a row that is far off, such as a throttled card, must not bend the others.
-        soft = np.sign(errors) * np.where(
-            abs(errors) > SCALE, 1 + np.log(np.maximum(abs(errors) / SCALE, 1)), abs(errors) / SCALE
-        )
-        return np.concatenate([soft * weights, (x - centre) / spread])
-
-    first = centre if start is None else np.log(np.array(start))
-    first = np.clip(first, low + 1e-6, high - 1e-6)
-    found = least_squares(residuals, first, bounds=(low, high), max_nfev=steps, x_scale=spread)
-    return Profile(*(float(math.exp(value)) for value in found.x))
+def prior(names: list[str]) -> tuple[Any, Any]:
+    """Of each effect on each efficiency, what is expected and how far it may differ; never where it has no say."""
+    fields = Profile._fields
+    centre = np.zeros((len(names), len(fields)))
+    spread = np.zeros((len(names), len(fields)))
+    for i, name in enumerate(names):
+        table = CPU_PRIOR if name == "cpu" else PRIOR
+        for j, field in enumerate(fields):
+            if name in ("gpu", "cpu"):
+                centre[i, j] = math.log(table[field][0])
+            elif field in EXPECTED.get(name, {}):
+                centre[i, j] = math.log(EXPECTED[name][field])
+            if not name.startswith(("chip ", "memory ")) or field in OF_CHIPS:
+                spread[i, j] = spread_of(name) * math.log(table[field][1])
+    return centre, spread
 
 
-def errors_by(rows: Iterable[Row], profile_of: Callable[[Row], Profile]) -> list[tuple[Row, float]]:
-    return [(row, predicted(row, profile_of(row)) / row.truth - 1) for row in rows]
+def spread_out(table: Columns, effects: Any) -> Any:
+    logs = np.zeros((len(table.rows), effects.shape[1]))
+    for members, rows in table.groups:
+        logs[rows] = effects[members].sum(axis=0)
+    return logs
 
 
-def report(found: list[tuple[Row, float]], title: str) -> None:
+def softened(errors: Any) -> Any:
+    """Residuals in standard deviations: one that is far off, such as a throttled card, must not bend the others."""
+    sizes = abs(errors) / SCALE
+    return np.sign(errors) * np.where(sizes > 1, 1 + np.log(np.maximum(sizes, 1)), sizes)
+
+
+def fit(table: Columns, start: Any = None, rounds: int = ROUNDS) -> Any:
+    """The effects that are likeliest, given the rows and what was to be expected before: damped Gauss-Newton."""
+    centre, spread = prior(table.names)
+    has_say = spread > 0
+    inverse = np.where(has_say, 1 / np.where(has_say, spread, 1) ** 2, 0)
+    effects = centre.copy() if start is None else start.copy()
+    fields = effects.shape[1]
+
+    def cost(candidate: Any) -> tuple[float, Any]:
+        errors = log_predicted(table, spread_out(table, candidate)) - np.log(table.truth)
+        return float((table.weight * softened(errors) ** 2).sum() + ((candidate - centre) ** 2 * inverse).sum()), errors
+
+    now, errors = cost(effects)
+    damping = 1e-3
+    for _ in range(rounds):
+        logs = spread_out(table, effects)
+        base = log_predicted(table, logs)
+        slopes = np.empty((len(table.rows), fields))
+        for j in range(fields):
+            moved = logs.copy()
+            moved[:, j] += 1e-4
+            slopes[:, j] = (log_predicted(table, moved) - base) / 1e-4
+        # Weights that make squares of the softened residuals.
+        sizes = np.maximum(abs(errors), 1e-9)
+        weight = table.weight * (softened(sizes) / sizes) ** 2
+        size = len(table.names) * fields
+        normal = np.zeros((size, size))
+        slope = np.zeros(size)
+        for members, rows in table.groups:
+            each = slopes[rows]
+            gram = (each * weight[rows, None]).T @ each
+            pull = each.T @ (weight[rows] * errors[rows])
+            for one in members:
+                slope[one * fields : (one + 1) * fields] += pull
+                for other in members:
+                    normal[one * fields : (one + 1) * fields, other * fields : (other + 1) * fields] += gram
+        slope += ((effects - centre) * inverse).ravel()
+        used = has_say.ravel() & (np.diag(normal) > 1e-12)
+        normal[np.diag_indices(size)] += inverse.ravel()
+        kept = np.flatnonzero(used)
+        system = normal[np.ix_(kept, kept)]
+        for _ in range(6):
+            step = np.zeros(size)
+            step[kept] = np.linalg.solve(system + damping * np.diag(np.diag(system)), -slope[kept])
+            candidate = effects + np.clip(step, -1.5, 1.5).reshape(effects.shape)
+            then, errors_then = cost(candidate)
+            if then < now:
+                break
+            damping *= 8
+        else:
+            return effects
+        damping = max(1e-6, damping / 4)
+        gained, now, errors, effects = now - then, then, errors_then, candidate
+        if gained < 1e-4 * now:
+            break
+    return effects
+
+
+def predicted(rows: list[Row], names: list[str], effects: Any) -> Any:
+    """What effects say of rows, those among them that are not known changing nothing."""
+    table = columns(rows)
+    known = {name: effects[i] for i, name in enumerate(names)}
+    here, _ = prior(table.names)
+    own = np.array([known.get(name, here[i]) for i, name in enumerate(table.names)])
+    return np.exp(log_predicted(table, spread_out(table, own)))
+
+
+def errors_of(rows: list[Row], names: list[str], effects: Any) -> list[tuple[Row, float]]:
+    values = predicted(rows, names, effects)
+    return [(row, float(value) / row.truth - 1) for row, value in zip(rows, values, strict=True)]
+
+
+def report(found: Iterable[tuple[Row, float]], title: str) -> None:
     groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for row, error in found:
         groups[(row.source[:24], key_of(row), row.case.metric)].append(error)
     print(f"\n{title}")
     for name, errors in sorted(groups.items()):
         sizes = [abs(error) for error in errors]
-        middle, mean, bias = statistics.median(sizes), statistics.mean(sizes), statistics.mean(errors)
+        middle, mean, bias = statistics.median(sizes), statistics.mean(sizes), statistics.median(errors)
         print(f"  {name!s:90} n={len(errors):4d} median {middle:6.1%} mean {mean:6.1%} bias {bias:+6.1%}")
-
-
-def pooled_key(key: str) -> str:
-    """Where rows of all engines of a backend are taken together, for an engine that nobody has measured."""
-    return f"other/{key.split('/')[1]}"
-
-
-def fit_all(
-    rows: list[Row], starts: dict[str, Profile] | None = None, only: set[str] | None = None, most: int = MOST_ROWS
-) -> dict[str, Profile]:
-    """A profile for each engine and backend, and one for each backend over all engines."""
-    by_key: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_key[key_of(row)].append(row)
-    for key in [key for key in by_key if not key.startswith("pytorch")]:
-        by_key[pooled_key(key)] += thinned(by_key[key], 100)
-    found: dict[str, Profile] = {}
-    for key in sorted(by_key, key=generation):
-        if only is None or key in only:
-            start = (starts or {}).get(key)
-            parent = found.get(PARENTS.get(key, "")) or (starts or {}).get(PARENTS.get(key, ""))
-            found[key] = fit(key, thinned(by_key[key], most), parent, start, 25 if start is None else 5)
-    return found
-
-
-def generation(key: str) -> int:
-    """Parents come first."""
-    return 1 + generation(PARENTS[key]) if key in PARENTS else 0
-
-
-def thinned(rows: list[Row], most: int) -> list[Row]:
-    """At most so many rows, by chance that is the same every time: tables alternate between their metrics."""
-    return sorted(rows, key=lambda row: zlib.crc32(row.case.row_id.encode()))[:most]
-
-
-def profile_without(case: Case, dated: bool, profiles: dict[str, Profile]) -> Profile:
-    for key in local.kin(case.engine, case.backend, dated):
-        if key in profiles:
-            return profiles[key]
-    return Profile(*(prior_of("other/cpu" if case.backend == "cpu" else "other")[name][0] for name in Profile._fields))
 
 
 SPLITS: dict[str, Callable[[Row], str]] = {
@@ -214,22 +302,20 @@ SPLITS: dict[str, Callable[[Row], str]] = {
 }
 
 
-def cross_validated(rows: list[Row], full: dict[str, Profile], split: str) -> list[tuple[Row, float]]:
+def cross_validated(rows: list[Row], names: list[str], full: Any, split: str) -> list[tuple[Row, float]]:
     """Each group predicted by what was fitted on all the others."""
     group_of = SPLITS[split]
     found = []
-    for group in sorted({group_of(row) for row in rows}):
-        left_out = [row for row in rows if group_of(row) == group]
-        kept = [row for row in rows if group_of(row) != group]
-        touched = {key_of(row) for row in left_out}
-        touched |= {pooled_key(key) for key in touched}
-        touched |= {key for key, parent in PARENTS.items() if parent in touched and key in full}
-        refitted = fit_all(kept, full, only=touched, most=120)
-        # What the left-out rows had no part in stays as it is.
-        usable = {key: profile for key, profile in full.items() if key not in touched} | refitted
-        for row in left_out:
-            profile = profile_without(row.case, local.is_current(row.case), usable)
-            found.append((row, predicted(row, profile) / row.truth - 1))
+    for group in sorted({group_of(row) for row in rows if row.scored}):
+        left_out = [row for row in rows if group_of(row) == group and row.scored]
+        table = columns([row for row in rows if group_of(row) != group])
+        # From the fit on all, which is near; effects that now have no rows of their own are back at what is expected.
+        start, _ = prior(table.names)
+        for i, name in enumerate(table.names):
+            if name in ("gpu", "cpu"):
+                start[i] = full[names.index(name)]
+        effects = fit(table, start, 12)
+        found += errors_of(left_out, table.names, effects)
         middle = statistics.median(abs(error) for _, error in found[-len(left_out) :])
         print(f"  {split} {group}: {middle:.1%} of {len(left_out)}", file=sys.stderr, flush=True)
     return found
@@ -265,7 +351,7 @@ def bands(found: list[tuple[Row, float]]) -> dict[str, tuple[float, float]]:
     ratios: dict[str, list[float]] = defaultdict(list)
     for row, error in found:
         ratios[row.case.metric].append(1 / (1 + error))
-        ratios[f"{row.case.metric}/{key_of(row)}"].append(1 / (1 + error))
+        ratios[f"{row.case.metric}/{effects_of(row)[-1]}"].append(1 / (1 + error))
     return {
         name: (round(float(np.quantile(values, 0.1)), 3), round(float(np.quantile(values, 0.9)), 3))
         for name, values in sorted(ratios.items())
@@ -273,29 +359,27 @@ def bands(found: list[tuple[Row, float]]) -> dict[str, tuple[float, float]]:
     }
 
 
-def rounded(profile: Profile) -> dict[str, float]:
-    return {name: float(f"{value:.3g}") for name, value in profile._asdict().items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--truth", type=Path, default=Path(__file__).parents[3] / "shared" / "truth")
     parser.add_argument(
-        "--only", default="", help="fit only engines and backends with this in their name; writes nothing"
+        "--more", type=Path, nargs="*", default=[], help="further tables of the same form, to fit on but not to score"
     )
     parser.add_argument("--write", action="store_true", help="put the result into the package's data file")
     parser.add_argument(
         "--no-validation", action="store_true", help="leave out the cross-validation, which takes minutes"
     )
+    parser.add_argument("--splits", nargs="*", default=list(SPLITS))
     options = parser.parse_args()
-    rows = [row for row in load(options.truth) if options.only in key_of(row)]
-    full = fit_all(rows)
-    report(errors_by(rows, lambda row: full[key_of(row)]), "fitted on all rows")
+    rows = load([options.truth, *options.more])
+    table = columns(rows)
+    full = fit(table)
+    report(errors_of(rows, table.names, full), "fitted on all rows")
     validation: list[dict[str, Any]] = []
     left_out: list[tuple[Row, float]] = []
     if not options.no_validation:
-        for split in SPLITS:
-            found = cross_validated(rows, full, split)
+        for split in options.splits:
+            found = cross_validated(rows, table.names, full, split)
             report(found, f"left out by {split}")
             validation += summary(found, split)
             # How far an engine is off that nobody measured says nothing of one that was.
@@ -304,37 +388,37 @@ def main() -> None:
             ]
         for line in validation:
             print(line)
-    if options.write and not options.only:
-        write(rows, full, validation, bands(left_out or errors_by(rows, lambda row: full[key_of(row)])))
+    if options.write:
+        write(rows, table.names, full, validation, bands(left_out or errors_of(rows, table.names, full)))
 
 
 def write(
     rows: list[Row],
-    full: dict[str, Profile],
+    names: list[str],
+    effects: Any,
     validation: list[dict[str, Any]],
     found_bands: dict[str, tuple[float, float]],
 ) -> None:
-    counts = Counter(key_of(row) for row in rows)
+    counts = Counter(name for row in rows for name in effects_of(row))
     sources: dict[str, set[str]] = defaultdict(set)
     for row in rows:
-        sources[key_of(row)].add(row.source)
-    profiles = {
-        key: {
-            "rows": counts.get(key, 0),
-            "sources": sorted(sources.get(key, ())) or ["all engines of this backend"],
-            "values": rounded(profile),
+        for name in effects_of(row):
+            sources[name].add(row.source)
+    kept: dict[str, Any] = {}
+    for i, name in enumerate(names):
+        whole = name in ("gpu", "cpu")
+        values = {
+            field: float(f"{math.exp(effects[i, j]):.3g}")
+            for j, field in enumerate(Profile._fields)
+            if whole or abs(effects[i, j]) > 0.004
         }
-        for key, profile in sorted(full.items())
-    }
-    for key in ("other", "other/cpu"):
-        if key not in profiles:
-            values = {name: prior_of(key)[name][0] for name in Profile._fields}
-            profiles[key] = {"rows": 0, "sources": ["before any measurement"], "values": values}
+        kept[name] = {"rows": counts[name], "sources": sorted(sources[name]), "values": values}
     DATA.write_text(
         json.dumps(
             {
-                "about": "Efficiencies by engine and backend, by benchmarks/score/fit_local.py; see docs/estimates.md",
-                "profiles": profiles,
+                "about": "Efficiencies, and factors on them by backend, chip and engine, by "
+                "benchmarks/score/fit_local.py; see docs/estimates.md",
+                "effects": kept,
                 "bands": found_bands,
                 "cross_validation": validation,
             },

@@ -36,6 +36,8 @@ ARCHITECTURES = (
     "mixtral", "mistral", "scout", "maverick", "70b", "20b", "13b", "8b", "7b",
 )  # fmt: skip
 AXES = ("engine", "family", "weights")
+Array = Any
+"""Of numpy, whose types need not be there."""
 
 
 class Parameter(NamedTuple):
@@ -167,7 +169,7 @@ def architecture(name: str) -> str:
 class Columns:
     """Rows of one way as columns."""
 
-    def __init__(self, rows: list[Row], index: np.ndarray) -> None:
+    def __init__(self, rows: list[Row], index: Array) -> None:
         self.index = index
         chosen = [rows[i] for i in index]
         # Metrics of one configuration, and rows that tables repeat, are computed once.
@@ -196,7 +198,7 @@ class Columns:
         weight = np.array([WEIGHT[METRICS[m]] for m in self.metric]) * WAY_WEIGHT.get(first.way, 1.0)
         self.scale, self.weight = scale, weight * np.array([row.trust for row in chosen])
 
-    def logs(self, e: Any) -> np.ndarray:
+    def logs(self, e: Any) -> Array:
         """Logarithm of predicted over true."""
         got = answer(self.question, e)
         one = np.ones(len(self.unique))
@@ -208,10 +210,11 @@ class Columns:
 
 
 def _columns(works: list[Work]) -> Work:
-    return Work(*(np.array(column, dtype=float) for column in zip(*works, strict=True)))
+    columns: list[Array] = [np.array(column, dtype=float) for column in zip(*works, strict=True)]
+    return Work(*columns)
 
 
-def descended(residuals: Any, jacobian: Any, x: np.ndarray, steps: int) -> np.ndarray:
+def descended(residuals: Any, jacobian: Any, x: Array, steps: int) -> Array:
     """Levenberg and Marquardt's way to least squares, by normal equations: thousands of rows, hundreds of numbers."""
     damping, r = 1e-2, residuals(x)
     for _ in range(steps):
@@ -249,11 +252,11 @@ class Fit:
         for (name, _), place in self.slots.items():
             self.tight[place] = MOVE_TIGHT * PARAMETERS[name].tight
 
-    def columns(self, index: np.ndarray) -> list[Columns]:
+    def columns(self, index: Array) -> list[Columns]:
         ways = np.array([self.rows[i].way for i in index])
         return [Columns(self.rows, index[ways == way]) for way in sorted(set(ways))]
 
-    def moved(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
+    def moved(self, x: Array, index: Array) -> Array:
         """Of each parameter (down) for each row (across), where it stands on its scale."""
         moved = np.repeat(x[: len(NAMES), None], len(index), axis=1)
         for (name, axis), place in self.slots.items():
@@ -261,16 +264,14 @@ class Fit:
         return moved
 
     @staticmethod
-    def efficiencies(moved: np.ndarray) -> Efficiencies:
+    def efficiencies(moved: Array) -> Efficiencies:
         values = []
         for name, z in zip(NAMES, moved, strict=True):
             scale, start, *_ = PARAMETERS[name]
             values.append(1 / (1 + (1 / start - 1) * np.exp(-z)) if scale == "share" else start * np.exp(z))
         return Efficiencies(*values)
 
-    def run(
-        self, index: np.ndarray, free: list[str] | None = None, start: np.ndarray | None = None, steps: int = 20
-    ) -> np.ndarray:
+    def run(self, index: Array, free: list[str] | None = None, start: Array | None = None, steps: int = 20) -> Array:
         blocks = self.columns(index)
         x0 = np.zeros(self.size) if start is None else start.copy()
         names = NAMES if free is None else free
@@ -281,21 +282,21 @@ class Fit:
                 if (name, axis) in self.slots:
                     active[self.slots[name, axis]] = True
 
-        def full(part: np.ndarray) -> np.ndarray:
+        def full(part: Array) -> Array:
             x = x0.copy()
             x[active] = part
             return x
 
-        def robust(residual: np.ndarray, block: Columns) -> np.ndarray:
+        def robust(residual: Array, block: Columns) -> Array:
             s = block.scale
             return np.sign(residual) * s * np.sqrt(np.log1p((residual / s) ** 2)) * block.weight
 
-        def residuals(part: np.ndarray) -> np.ndarray:
+        def residuals(part: Array) -> Array:
             x = full(part)
             parts = [robust(block.logs(self.efficiencies(self.moved(x, block.unique))), block) for block in blocks]
             return np.concatenate([*parts, part * self.tight[active]])
 
-        def jacobian(part: np.ndarray) -> np.ndarray:
+        def jacobian(part: Array) -> Array:
             # A parameter's base and deviations add up, so one difference gives the derivatives by all of them.
             x = full(part)
             lines = []
@@ -318,19 +319,19 @@ class Fit:
 
         return full(descended(residuals, jacobian, x0[active], steps))
 
-    def fitted(self, index: np.ndarray, steps: int = 20) -> np.ndarray:
+    def fitted(self, index: Array, steps: int = 20) -> Array:
         """First all that is served by workers that do both, then what is left to say of workers apart."""
         ways = np.array([self.rows[i].way for i in index])
         x = self.run(index[ways != "apart"], [name for name in NAMES if name not in APART], steps=steps)
         return self.run(index[ways == "apart"], APART, x, steps=steps) if (ways == "apart").any() else x
 
-    def logs(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
+    def logs(self, x: Array, index: Array) -> Array:
         out = np.zeros(len(self.rows))
         for block in self.columns(index):
             out[block.index] = block.logs(self.efficiencies(self.moved(x, block.unique)))
         return out[index]
 
-    def table(self, x: np.ndarray) -> dict[str, Any]:
+    def table(self, x: Array) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         for i, name in enumerate(NAMES):
             scale, start, *_ = PARAMETERS[name]
@@ -351,7 +352,7 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def summary(rows: list[Row], logs: np.ndarray, index: np.ndarray, by: str) -> list[tuple[str, str, int, float, float]]:
+def summary(rows: list[Row], logs: Array, index: Array, by: str) -> list[tuple[str, str, int, float, float]]:
     found = []
     names = np.array([getattr(rows[i], by) for i in index])
     metrics = np.array([rows[i].metric for i in index])
@@ -374,7 +375,7 @@ def show(title: str, lines: list[tuple[str, str, int, float, float]]) -> None:
 
 def cross_validated(
     fit: Fit, splits: tuple[str, ...] = ("chip", "model", "engine"), steps: int = 15
-) -> dict[str, np.ndarray]:
+) -> dict[str, Array]:
     """For each split, the logarithm of predicted over true of every row, fitted without the row's group."""
     everything = np.arange(len(fit.rows))
     found = {}
@@ -435,7 +436,7 @@ def main() -> None:
         DATA.write_text(json.dumps({**old, **data}, indent=1) + "\n")
 
 
-def bands(rows: list[Row], left_out: dict[str, np.ndarray]) -> dict[str, list[float]]:
+def bands(rows: list[Row], left_out: dict[str, Array]) -> dict[str, list[float]]:
     """Factors on a prediction between which eight of ten rows of unseen chips and models lie, by way and metric."""
     found = {}
     splits = [logs for split, logs in left_out.items() if split != "engine"]

@@ -78,7 +78,7 @@ class TestOverturning:
         assert found.engine != "mlx"
 
     def test_an_engine_that_bedplate_does_not_know_is_passed_over(self) -> None:
-        assert decided(measured("vllm", 4000), measured("lmdeploy", 9000)).engine == "vllm"
+        assert decided(measured("vllm", 4000), measured("nobody's engine", 9000)).engine == "vllm"
 
 
 class TestCalibration:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from bedplate.decide.estimate import batching, serving
 from bedplate.decide.estimate.batching import Efficiencies, Layout, efficiencies, efficiency, weight_type, work_of
-from bedplate.decide.estimate.calibration import table
+from bedplate.decide.estimate.calibration import Expectation, table
 from bedplate.decide.estimate.machine import Machine, machine_from_chip
-from bedplate.decide.estimate.physics import Shape, decode_floor_s, prefill_floor_s, shape_of
+from bedplate.decide.estimate.physics import Shape, decode_floor_s, linear_ops, prefill_floor_s, shape_of
 from bedplate.decide.estimate.rows import Case, Prediction, Refused, predict, resolve
 from bedplate.decide.estimate.serving import Answer, Workers, arranged, expect, under_load
 from bedplate.facts.chips import find_chip
@@ -197,8 +197,10 @@ def test_no_estimate_beats_the_floor(
     bits = batching.usual_kv_bits(what)
     floor = decode_floor_s(what, one, found.batch / stages, prompt + output / 2, layout.ranks, bits)
     assert found.token_s >= floor * 0.999
-    assert found.first_s >= prefill_floor_s(what, one, work.prompt, layout.ranks * stages) * 0.999
-    assert found.tok_s <= concurrency / found.token_s * 1.001 + 1 / found.first_s
+    prompt_floor = prefill_floor_s(what, one, work.prompt, layout.ranks * stages)
+    assert found.first_s >= prompt_floor * 0.999
+    assert found.tok_s <= concurrency / found.token_s
+    assert found.tok_s / output * linear_ops(what, work.prompt, 1) <= max(one.ops_s.values()) * layout.devices
 
 
 def test_efficiencies_are_shares_and_what_nobody_measured_has_the_common_ones() -> None:
@@ -227,7 +229,7 @@ def test_the_same_functions_take_columns() -> None:
 
 
 def test_a_plan_gets_times_bands_and_what_binds() -> None:
-    def plan(factor: float = 1.0, **changes: int) -> serving.Expectation:
+    def plan(factor: float = 1.0, **changes: int) -> Expectation:
         load = {"concurrency": 64, "prompt_tokens": 512, "output_tokens": 512, "slots": 256} | changes
         return expect(machine(), shape(), "vllm", Parallelism(tensor=8), factor=factor, **load)
 

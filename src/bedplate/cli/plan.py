@@ -98,14 +98,16 @@ def _decided(intent: Intent, engine: str | None) -> tuple[Hardware, Model, Decis
     from bedplate.decide import decide
     from bedplate.facts.intent import resolved_hardware
     from bedplate.run.models import intended_model
-    from bedplate.store import fingerprint, results
+    from bedplate.store import agreements, fingerprint, results
     from bedplate.values import replaced
 
     machine = resolved_hardware(intent)
     facts = intended_model(intent.model)
+    store_key = fingerprint(machine)
     decision = decide(
-        machine, facts, intent.workload, engine, operations=intent.operations, results=results(fingerprint(machine))
-    )
+        machine, facts, intent.workload, engine, operations=intent.operations, results=results(store_key),
+        agreements=agreements(store_key, facts.name),
+    )  # fmt: skip
     notes = (
         (*machine.notes, *intent.notes, *decision.notes)
         if intent.hardware is not None

@@ -19,7 +19,8 @@ from bedplate.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from bedplate.values import Decision, Endpoint, Hardware, Model, Workload
+    from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
+    from bedplate.values.agreement import Agreement
     from bedplate.values.intent import Intent
 
 EXAMPLES = """Examples:
@@ -55,6 +56,9 @@ def serve(
     fields: Fields = None,
     engine: EngineId = None,
     max_body_mb: Annotated[int, typer.Option(min=1, help="The largest request that is taken, in MB.")] = 32,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Compare a few answers with a reference, the first time.")
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="When ready, print the endpoint as JSON, on one line.")] = False,
 ) -> None:
     """Serve a model behind one OpenAI-compatible endpoint.
@@ -82,6 +86,7 @@ def serve(
             hardware, facts, workload, decision, engine, json=json
         ),
         on_ready=lambda endpoint: _show_ready(endpoint, json=json),
+        check=_check if check else None,
     )
 
 
@@ -109,6 +114,21 @@ def _show_head(
     out.print(f"\n [bold]bedplate {__version__}[/bold]\n")
     out.print(render_serving(hardware, facts, workload, decision, asked))
     out.print()
+
+
+async def _check(hardware: Hardware, plan: Plan, url: str, key: str | None) -> None:
+    from bedplate.measure.agreement import check_served
+
+    await check_served(hardware, plan, url, key, _show_agreement)
+
+
+def _show_agreement(agreement: Agreement) -> None:
+    import sys
+
+    from bedplate.show.serving import render_agreement
+    from bedplate.show.terminal import console
+
+    console(sys.stderr).print(render_agreement(agreement), soft_wrap=True)
 
 
 def _show_ready(endpoint: Endpoint, *, json: bool) -> None:

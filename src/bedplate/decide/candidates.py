@@ -17,6 +17,7 @@ from bedplate.engines import Engine
 from bedplate.engines.base import RESERVED_SHARE, SIXTEEN_BIT, Target
 from bedplate.facts.known_models import with_label
 from bedplate.values import Fit, Hardware, Model, Parallelism, Refusal, Settings, Weights, replaced
+from bedplate.values.agreement import Agreement
 from bedplate.values.fit import DeviceNeed
 from bedplate.values.units import memory as as_memory
 
@@ -71,8 +72,13 @@ class Candidate:
         return float(named[1]) if named else details.bits if details is not None else self.bits
 
 
-def best(engine: Engine, case: Case, evidence: Evidence, *, installable: bool = False) -> Candidate | Refusal:
-    """The form, layout and settings that this engine would be given; or why there are none."""
+def best(
+    engine: Engine, case: Case, evidence: Evidence, *, installable: bool = False, asked: bool = False
+) -> Candidate | Refusal:
+    """The form, layout and settings that this engine would be given; or why there are none.
+
+    What gave wrong answers here is left out, unless nothing else is left of an engine that was `asked` for.
+    """
     if refusal := engine.refuse(case.hardware, case.model, case.workload):
         return refusal
     hardware, target = _computes_on(engine, case.hardware, installable)
@@ -90,7 +96,18 @@ def best(engine: Engine, case: Case, evidence: Evidence, *, installable: bool = 
     fitting = [candidate for candidate in found if candidate.fit.fits]
     if not fitting:
         return too_large(engine, min(found, key=lambda candidate: candidate.model.weight_bytes))
-    return _preferred(fitting, case)
+    sound = [candidate for candidate in fitting if wrong_here(candidate, evidence) is None]
+    if not sound and not asked and (wrong := wrong_here(fitting[0], evidence)) is not None:
+        return engine.refusal(
+            "unsuitable", f"gave wrong answers here: {wrong.why}", f"--engine {engine.id} takes it anyway"
+        )
+    return _preferred(sound or fitting, case)
+
+
+def wrong_here(candidate: Candidate, evidence: Evidence) -> Agreement | None:
+    """The check that found its answers wrong on this machine, if there is one."""
+    version = candidate.engine.version or "unpinned"
+    return evidence.broken(candidate.engine.id, version, candidate.weights.label, candidate.settings)
 
 
 def too_large(engine: Engine, nearest: Candidate) -> Refusal:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bedplate.decide.candidates import Candidate, best
+from bedplate.decide.candidates import Candidate, best, wrong_here
 from bedplate.decide.case import Case, with_tasks_agreed
 from bedplate.decide.evidence import Evidence, gathered
 from bedplate.decide.explain import expectations, reasons_for
@@ -13,6 +13,7 @@ from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import short_name
 from bedplate.facts.unpack import unpacked
 from bedplate.values import Challenger, Decision, Hardware, Model, Preparation, Reason, Refusal, Workload, replaced
+from bedplate.values.agreement import Agreement
 from bedplate.values.intent import Operations
 from bedplate.values.result import Result
 
@@ -34,12 +35,13 @@ def decide(
     *,
     operations: Operations | None = None,
     results: tuple[Result, ...] = (),
+    agreements: tuple[Agreement, ...] = (),
     installable: bool = False,
 ) -> Decision:
     """Which engine, why, and what to expect. `wanted` asks for one engine by its id.
 
-    `results` is what was measured on this very machine. `installable` keeps to what this version of bedplate installs
-    and starts by itself.
+    `results` is what was measured on this very machine, `agreements` whose answers were checked on it. `installable`
+    keeps to what this version of bedplate installs and starts by itself.
     """
     asked = engine_by_id(wanted) if wanted is not None else None
     workload = with_tasks_agreed(model, workload)
@@ -47,7 +49,7 @@ def decide(
     case = Case(hardware, folder or model, workload, operations or Operations())
     if model.max_context is not None and workload.request_tokens > model.max_context:
         return _too_long(case)
-    evidence = gathered(hardware, case.model, results)
+    evidence = gathered(hardware, case.model, results, agreements)
     if workload.concurrency is not None or not (workload.requests_per_s or workload.think_time_s):
         decision = Search(case, evidence, installable).decision(asked)
     else:
@@ -106,6 +108,7 @@ class Search:
     def __init__(self, case: Case, evidence: Evidence, installable: bool) -> None:
         self.case, self.evidence, self.installable = case, evidence, installable
         self._found: dict[str, Candidate | Refusal] = {}
+        self._wanted: Engine | None = None
 
     def candidate(self, engine: Engine) -> Candidate | Refusal:
         if engine.id not in self._found:
@@ -114,11 +117,14 @@ class Search:
                     "outranked", "this version of bedplate plans it, but does not install and start it", engine.strength
                 )
             else:
-                found = best(engine, self.case, self.evidence, installable=self.installable)
+                found = best(
+                    engine, self.case, self.evidence, installable=self.installable, asked=engine is self._wanted
+                )
             self._found[engine.id] = found
         return self._found[engine.id]
 
     def decision(self, asked: Engine | None) -> Decision:
+        self._wanted = asked
         chosen, reason = self._asked(asked) if asked is not None else self.picked()
         refused, challengers = self._others(chosen, asked)
         case = self.case
@@ -156,7 +162,10 @@ class Search:
         found = self.candidate(engine)
         if isinstance(found, Refusal):
             return None, None
-        return found, Reason(rule=ASKED[0], text=f"{engine.name} was asked for", source=ASKED[1])
+        text = f"{engine.name} was asked for"
+        if (wrong := wrong_here(found, self.evidence)) is not None:
+            text += f", ALTHOUGH IT GAVE WRONG ANSWERS HERE: {wrong.why}"
+        return found, Reason(rule=ASKED[0], text=text, source=ASKED[1])
 
     def picked(self) -> tuple[Candidate | None, Reason | None]:
         """The choice alone, without what is to be said of the others."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from bedplate.engines.base import DEVICES
 from bedplate.facts.known_models import lookup, with_label
-from bedplate.values import Hardware, Model, Workload, replaced
+from bedplate.values import Hardware, Model, Settings, Workload, replaced
+from bedplate.values.agreement import Agreement
 from bedplate.values.decision import Device
 from bedplate.values.result import Result
 
@@ -25,12 +26,24 @@ class Evidence:
     results: tuple[Result, ...] = ()
     factors: Mapping[Measured, float] = field(default_factory=dict)
     """How the measured speed compares with what was estimated for the same."""
+    agreements: tuple[Agreement, ...] = ()
+    """Whose answers with this model were checked here, the newest first."""
 
     def factor(self, engine: str, device: Device) -> float:
         return self.factors.get((engine, device), 1.0)
 
     def measured(self, engine: str) -> int:
         return sum(result.engine == engine for result in self.results)
+
+    def broken(self, engine: str, version: str, weights: str, settings: Settings) -> Agreement | None:
+        """The check that found wrong answers in this very setting; a later one that found none clears it."""
+        checked = (
+            one
+            for one in self.agreements
+            if one.verdict != "unchecked" and one.same_setting(engine, version, weights, settings)
+        )
+        newest = next(checked, None)
+        return newest if newest is not None and newest.verdict == "broken" else None
 
     def beats(self, engine: str) -> tuple[Result, Result] | None:
         """The measured pair in which another engine is clearly better than this one, if there is one."""
@@ -55,7 +68,9 @@ def factor_of(pairs: Sequence[tuple[float, float]]) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
-def gathered(hardware: Hardware, model: Model, results: Sequence[Result]) -> Evidence:
+def gathered(
+    hardware: Hardware, model: Model, results: Sequence[Result], agreements: Sequence[Agreement] = ()
+) -> Evidence:
     """The results as evidence: for this model they may overturn a rule, and all of them correct the estimates."""
     from bedplate.decide.estimate import expectation_for
 
@@ -74,7 +89,11 @@ def gathered(hardware: Hardware, model: Model, results: Sequence[Result]) -> Evi
         if expected is not None:
             pairs.setdefault((result.engine, device), []).append((result.output_tok_s, expected.output_tok_s))
     factors = {measured: factor for measured, found in pairs.items() if (factor := factor_of(found)) is not None}
-    return Evidence(tuple(result for result in results if result.model == model.name), factors)
+    return Evidence(
+        tuple(result for result in results if result.model == model.name),
+        factors,
+        tuple(one for one in agreements if one.model == model.name),
+    )
 
 
 def _usual_device(hardware: Hardware) -> Device:

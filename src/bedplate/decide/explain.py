@@ -98,7 +98,9 @@ def fp8(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
 @reason("quant.fp4", "physics: a quarter of the bytes to read; the chip's data sheet")
 def fp4(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """On a chip that computes in FP4, weights that do not fit otherwise are served in it."""
-    if candidate.weights.label not in ("NVFP4", "MXFP4") or candidate.weights.made == "as it is":
+    label = candidate.weights.label
+    # Weights that were stored so keep their type, also in another format and on chips without such units.
+    if label not in ("NVFP4", "MXFP4") or candidate.weights.made == "as it is" or label == case.model.quantization:
         return None
     return "FP4 units on this chip, and eight bits do not hold everyone"
 

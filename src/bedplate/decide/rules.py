@@ -416,11 +416,11 @@ def ollama_instead_of_llama_cpp(case: Case) -> Doubt | None:
 
 @doubt("doubt.lmdeploy", "lmdeploy", 'seeds/000 "Keeping one standard engine"; no seed speaks of LMDeploy')
 def lmdeploy_without_evidence(case: Case) -> Doubt | None:
-    """LMDeploy serves what vLLM serves, and is worth a second server only for 4-bit weights and many."""
+    """LMDeploy serves what vLLM serves: a second server wants evidence, and is asked for it with 4-bit weights only."""
     if case.operations.incumbent == "lmdeploy" or _four_bits_for_many(case):
         return None
-    hint = "weights in AWQ, GPTQ or MXFP4 and many requests at once on NVIDIA; or it is in service already"
-    return Doubt("serves what vLLM serves, and is no standard", hint, "outranked")
+    hint = "it is in service already, or measured here to be faster"
+    return Doubt("serves what vLLM serves: a second server of that kind wants evidence", hint, "outranked")
 
 
 def _four_bits_for_many(case: Case) -> bool:

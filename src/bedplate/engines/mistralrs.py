@@ -72,7 +72,7 @@ class MistralRs(ServedByBedplate):
         packages=("mistralrs==0.9.5", "jinja2==3.1.6"),
         programs=(("mistralrs-server", "mistralrs_server.py"), CORE),
         download_bytes=26_000_000,
-        disk_bytes=104_000_000,
+        disk_bytes=84_000_000,
         check="import mistralrs, jinja2; mistralrs.Runner",
     )
     formats = ("gguf", "safetensors")

@@ -206,30 +206,29 @@ def _environment(plan: Plan, port: int) -> dict[str, str]:
 
 
 def _import(plan: Plan, port: int) -> tuple[Preparation, ...]:
-    """A Modelfile, and a server for as long as it takes to put the model into the store."""
+    """A Modelfile, and a server for as long as it takes to put the model into the store; may be done again."""
     converted = plan.weights.made == "converted"
-    path, text = _modelfile_path(plan), modelfile(plan)
     size = round(plan.model.parameters * GGUF_BITS.get(plan.weights.label, 4.5) / 8) if converted else None
     stored = size or plan.model.weight_bytes
     # The 16-bit file that a quantization is made of lies beside it for a while.
     disk = stored + (2 * plan.model.parameters if converted and MADE.get(plan.weights.label) else 0)
-    write = f"open({path!r}, 'w').write({text!r})"
     took = estimate(STARTS_S + 2 * disk / COPY_BYTES_S, 0.7, "not measured: read and written at a disk's speed")
     return (
         *(fetching(plan) if converted else ()),
-        Preparation(kind="build", what="a Modelfile", where=path, argv=("python", "-c", write)),
         Preparation(
             kind="convert" if converted else "build",
-            what=f"{plan.model.name} as {model_name(plan.model)}", where="Ollama's store of models", disk_bytes=disk,
-            seconds=took, argv=("python", "-c", _with_server(creating(plan), port)),
+            what=f"{plan.model.name} as {model_name(plan.model)}, by a Modelfile", where="Ollama's store of models",
+            disk_bytes=disk, seconds=took, argv=("python", "-c", _created(plan, port)),
         ),
     )  # fmt: skip
 
 
-def _with_server(command: tuple[str, ...], port: int) -> str:
-    """Python that runs a command beside a server of its own, and ends that."""
+def _created(plan: Plan, port: int) -> str:
+    """Python that writes the Modelfile, and asks a server of its own to take it."""
     return f"""\
 import os, subprocess, time, urllib.request
+with open({_modelfile_path(plan)!r}, "w") as file:
+    file.write({modelfile(plan)!r})
 os.environ["OLLAMA_HOST"] = "127.0.0.1:{port}"
 server = subprocess.Popen(["ollama", "serve"])
 try:
@@ -240,7 +239,7 @@ try:
         except OSError:
             assert server.poll() is None, "ollama serve has ended"
             time.sleep(0.1)
-    subprocess.run({list(command)!r}, check=True)
+    subprocess.run({list(creating(plan))!r}, check=True)
 finally:
     server.terminate()
     server.wait()

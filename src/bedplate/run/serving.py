@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import os
 import signal
@@ -29,10 +30,15 @@ from bedplate.run.models import fetched_model, is_builtin, local_model
 from bedplate.run.prepare import prepare
 from bedplate.run.progress import Progress, Silent
 from bedplate.run.supervisor import Supervisor
+from bedplate.store import agreements, fingerprint
 from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
+from bedplate.values.agreement import Agreement
 from bedplate.values.intent import Operations
 from bedplate.values.units import seconds
 
+CheckAt = Callable[[str, str | None], Coroutine[Any, Any, None]]
+"""Looks at the answers of an engine: its private URL, and the key that it asks for."""
+Check = Callable[[Hardware, Plan, str, str | None], Coroutine[Any, Any, None]]
 TELL_EVERY_S = 15.0
 """Some engines take a minute to start, and more where other work has the processors."""
 
@@ -69,8 +75,12 @@ def serve(
     progress: Progress | None = None,
     on_decision: Callable[[Hardware, Model, Decision], None] = lambda hardware, model, decision: None,
     on_ready: Callable[[Endpoint], None] = lambda endpoint: None,
+    check: Check | None = None,
 ) -> None:
-    """The main job, from a name to an endpoint: probe, decide, fetch, install, launch, and serve until told to stop."""
+    """The main job, from a name to an endpoint: probe, decide, fetch, install, launch, and serve until told to stop.
+
+    `check` looks at the answers beside all this, once the engine is ready; whatever it finds, serving goes on.
+    """
     if os.name != "posix":
         raise OutsideFailed("serving needs Linux or macOS", hint="on Windows, run bedplate inside of WSL")
     workload = workload or Workload(origin="default")
@@ -83,7 +93,15 @@ def serve(
         facts = fetched_model(str(model), hardware.memory.available_bytes, progress)
     # Of an environment that somebody else made, bedplate does not know what it was built for.
     adopted = engine is not None and find_adopted(engine_by_id(engine)) is not None
-    decision = decide(hardware, facts, workload, engine, operations=operations, installable=not adopted)
+    decision = decide(
+        hardware,
+        facts,
+        workload,
+        engine,
+        operations=operations,
+        agreements=_checked_here(hardware, progress),
+        installable=not adopted,
+    )
     on_decision(hardware, facts, decision)
     chosen = plan(decision, facts, workload)
     environment = make_environment(engine_by_id(chosen.engine), progress, chosen.settings.device)
@@ -91,7 +109,17 @@ def serve(
         fetch_builtin(progress)
     steps = decision.launch.prepare if decision.launch is not None else ()
     folder = prepare(chosen, steps, environment, progress)
-    serve_plan(chosen, environment, listen, progress, on_ready, folder)
+    checks = functools.partial(check, hardware, chosen) if check is not None else None
+    serve_plan(chosen, environment, listen, progress, on_ready, folder, checks)
+
+
+def _checked_here(hardware: Hardware, progress: Progress) -> tuple[Agreement, ...]:
+    """What earlier checks found on this machine; a store that cannot be read is no reason not to serve."""
+    try:
+        return agreements(fingerprint(hardware))
+    except OutsideFailed as error:
+        progress.note(f"{error.message}: what earlier checks of answers found is not known")
+        return ()
 
 
 def serve_plan(
@@ -101,9 +129,10 @@ def serve_plan(
     progress: Progress,
     on_ready: Callable[[Endpoint], None],
     folder: Path | None = None,
+    check: CheckAt | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM, with the engine started in `folder`. Raises when it cannot be kept running."""
-    _run(_serve(plan, environment, listen, progress, on_ready, folder))
+    _run(_serve(plan, environment, listen, progress, on_ready, folder, check))
 
 
 async def _serve(
@@ -113,6 +142,7 @@ async def _serve(
     progress: Progress,
     on_ready: Callable[[Endpoint], None],
     folder: Path | None,
+    check: CheckAt | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     engine = engine_by_id(plan.engine)
@@ -131,6 +161,7 @@ async def _serve(
             loop.add_signal_handler(number, _stop_or_insist, stop)
     supervisor.start()
     stopping = asyncio.create_task(stop.wait())
+    checking: asyncio.Task[None] | None = None
     try:
         with progress.step(f"starting {engine.name}", 100) as done:
             ready = asyncio.create_task(supervisor.ready())
@@ -158,6 +189,8 @@ async def _serve(
             log=str(log_path),
         )
         on_ready(endpoint)
+        if check is not None and backend.address is not None:
+            checking = asyncio.create_task(_checked(check, backend.address, backend.engine_key, progress))
         failed = asyncio.create_task(supervisor.ended())
         await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
@@ -167,11 +200,21 @@ async def _serve(
             )
     finally:
         stopping.cancel()
+        if checking is not None:
+            checking.cancel()
         began = loop.time()
         await gateway.stop(listen.grace_s if stop.is_set() else 0)
         await supervisor.stop()
         if stop.is_set():
             progress.note(f"stopped in {seconds(loop.time() - began)}")
+
+
+async def _checked(check: CheckAt, address: tuple[str, int], key: str | None, progress: Progress) -> None:
+    """Asks the engine itself and not the gateway, whose figures are of the clients' requests alone."""
+    try:
+        await check(f"http://{address[0]}:{address[1]}", key)
+    except Exception as error:  # a mistake in a check must not end what it checks
+        progress.note(f"the answers could not be checked: {error}")
 
 
 def _stop_or_insist(stop: asyncio.Event) -> None:

@@ -7,6 +7,9 @@ from rich.text import Text
 
 from bedplate.run.gateway.pages import curl
 from bedplate.values import Endpoint
+from bedplate.values.agreement import Agreement
+
+SHOWN_DISAGREEMENTS = 3
 
 
 def render_ready(endpoint: Endpoint) -> RenderableType:
@@ -18,3 +21,22 @@ def render_ready(endpoint: Endpoint) -> RenderableType:
         f"        {command}\n",
         ("        Ctrl-C stops everything\n", "dim"),
     )
+
+
+def render_agreement(agreement: Agreement) -> Text:
+    """One line when the answers are right; when they are wrong, with the evidence, and what to do."""
+    if agreement.verdict == "unchecked":
+        return Text(f" answers could not be checked: {agreement.why}", style="dim")
+    if agreement.verdict == "ok":
+        return Text(f" answers agree with the reference: {agreement.agreed} of {agreement.answered}", style="dim")
+    said = Text.assemble(
+        (f" {agreement.engine} {agreement.engine_version} gives wrong answers here: ", "bold red"),
+        (f"{agreement.why}\n", "red"),
+    )
+    for one in agreement.evidence[:SHOWN_DISAGREEMENTS]:
+        got = "the end" if one.got is None else repr(one.got)
+        said.append(f"   after …{one.prefix[-40:]!r} it says {got}, and not {one.expected!r}\n", "red")
+    said.append(
+        "   `bedplate plan` avoids this setting on this machine from now on; another engine: --engine ID", "red"
+    )
+    return said

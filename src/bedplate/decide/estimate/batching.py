@@ -16,12 +16,12 @@ from bedplate.decide.estimate.physics import Shape, attention_ops, link_bytes_s
 
 WeightType = Literal["16-bit", "fp8", "nvfp4", "mxfp4", "int4"]
 
-MEMORY_SHARE = 0.9
-"""Of a device's memory, what engines take unless told otherwise: vLLM, SGLang and TensorRT-LLM agree within 0.05."""
-OVERHEAD_BYTES = 3e9
+MEMORY_SHARE = 0.92
+"""Of what weights leave free on a device, what engines take for caches: vLLM 0.9 of all, TensorRT-LLM 0.95."""
+RESERVED_SHARE = 0.03
+"""Of a device's memory, what its driver and its error correction keep."""
+OVERHEAD_BYTES = 1.5e9
 """Context, workspaces and graphs on each device."""
-WAVES = 10
-"""Requests of a benchmark for each stream, as public harnesses send them: the first of them all arrive at once."""
 SLOW_LINK_BYTES_S = 25e9
 """Between devices of which nothing is said: PCIe 4."""
 BUSIEST = 0.95
@@ -222,6 +222,7 @@ def work_of(
     sent = 2.0 * shape.hidden * 1.5 * min(shape.experts_active, layout.expert) * (layout.expert - 1) / layout.expert
     exchanging = groups > 1 and shape.experts > 0
     weights = (shape.total_bytes - shape.expert_bytes) / tensor + shape.expert_bytes / ranks
+    memory = float(machine.memory_bytes or 0)
     return Work(
         dense_s=shape.dense_bytes / tensor / bandwidth,
         experts_s=shape.expert_bytes / ranks / bandwidth,
@@ -248,7 +249,7 @@ def work_of(
         output=max(1.0, output),
         held_bytes=max(1.0, held / stages),
         most_bytes=max(1.0, complete / stages),
-        room_bytes=(machine.memory_bytes or 0) * MEMORY_SHARE - weights / stages - OVERHEAD_BYTES,
+        room_bytes=MEMORY_SHARE * (memory * (1 - RESERVED_SHARE) - weights / stages - OVERHEAD_BYTES),
     )
 
 
@@ -372,7 +373,7 @@ def saturated_tok_s(w: Any, e: Any, batch: Any) -> Any:
 
 def streamed_tok_s(w: Any, first_s: Any, token_s: Any, streams: Any) -> Any:
     """Tokens per second of one replica in a closed loop of `streams`."""
-    return streams * w.output / (first_s + (w.output - 1.0) * token_s)
+    return streams * w.output / (first_s + w.output * token_s)
 
 
 def one_wave(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:

@@ -268,6 +268,9 @@ def link_bytes_s(machine: Machine, ranks: int) -> float | None:
     """What one device sends to its group: over the links of a node, or over the network when a group spans nodes."""
     if ranks > machine.per_node:
         return machine.network_bytes_s or machine.peer_bytes_s
+    if machine.peer_kind == "xgmi" and machine.peer_bytes_s:
+        # A mesh: one link to each peer, and all of them at once.
+        return machine.peer_bytes_s * max(1, ranks - 1)
     return machine.peer_bytes_s
 
 

@@ -41,6 +41,8 @@ SETS_ASIDE = frozenset({"tensorrt-llm", "lmdeploy"})
 """Engines that admit a request only with room for its whole answer."""
 RESIDENT_AT_LEAST = 24
 """Requests that a tuned submission holds on a replica at the least; otherwise it takes more devices for one."""
+UNSURE_SHARE = 0.02
+"""Of a device's memory: weights that exceed it by less may be stored a little smaller than we think."""
 NODE = 8
 """Accelerators of a server, where a table does not say how many there are."""
 MOST_TENSOR = 16
@@ -227,6 +229,8 @@ def predict(case: Case) -> Prediction | Refused:
     if isinstance(found, Refused):
         return found
     question, layout = found.question, found.layout
+    if question.way != "apart" and question.work.room_bytes < -UNSURE_SHARE * (case.machine.memory_bytes or 0):
+        return Refused(f"the weights do not fit in {layout.ranks * layout.pipeline} × {case.chip.name}")
     e = efficiencies(case.engine, found.machine.family, weight_type(case.shape))
     got = answer(question, e)
     floor = _token_floor_s(found.machine, case.shape, layout, got.batch, found.context, found.kv_bits)

@@ -1,0 +1,139 @@
+"""What PyTorch in float32 answers after the fixed prefixes, for weights that are known by their file's hash.
+
+`python -m bedplate.measure.reference GGUF FOLDER PYTHON` makes the file that is shipped: FOLDER has the unpacked
+weights in float32, PYTHON is an interpreter with torch and transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.resources
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from bedplate.errors import OutsideFailed
+from bedplate.measure.prefixes import fixed_prefixes, prefix_hash
+from bedplate.values import Model
+
+DATA = "bedplate.measure"
+QUIETLY = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+class Known(msgspec.Struct, frozen=True, array_like=True):
+    """One answer of the reference."""
+
+    text: str
+    """What the token adds to the text."""
+    kind: Literal["text", "special", "part"]
+    """A special token, which engines hide or spell out; a part of a character, which they hold back or replace."""
+    tokens: int
+    """Of the prompt."""
+    gap: float
+    """To the second best token, in logits."""
+
+
+class Reference(msgspec.Struct, frozen=True, kw_only=True):
+    schema: Literal["reference/1"] = "reference/1"
+    file: str
+    sha256: str
+    file_bytes: int
+    made_with: str
+    answers: dict[str, Known]
+    """By the hash of the prefix."""
+
+    @property
+    def id(self) -> str:
+        return self.sha256[:12]
+
+    def known(self) -> tuple[tuple[str, Known], ...]:
+        """The fixed prefixes that it has an answer for, in the order of the text."""
+        return tuple(
+            (prefix, self.answers[found])
+            for prefix in fixed_prefixes()
+            if (found := prefix_hash(prefix)) in self.answers
+        )
+
+
+@functools.cache
+def shipped_references() -> tuple[Reference, ...]:
+    folder = importlib.resources.files(DATA) / "data"
+    files = sorted(
+        (file for file in folder.iterdir() if file.name.startswith("reference_")), key=lambda file: file.name
+    )
+    return tuple(
+        msgspec.json.decode(file.read_bytes(), type=Reference) for file in files if file.name.endswith(".json")
+    )
+
+
+def reference_for(model: Model, references: Iterable[Reference] | None = None) -> Reference | None:
+    """The reference whose weights this file has. Only a file of the right size is read to be sure."""
+    path = Path(model.files[0]) if model.files else None
+    if path is None or not path.is_file():
+        return None
+    size_bytes = path.stat().st_size
+    close = [one for one in references or shipped_references() if one.file_bytes == size_bytes]
+    found = sha256_of(path) if close else None
+    return next((one for one in close if one.sha256 == found), None)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_answers(output: str | bytes) -> tuple[str, dict[str, Known]]:
+    """What the shipped program prints: the versions that it computed with, and its answers."""
+    try:
+        said = json.loads(output)
+        answers = {
+            one["prefix"]: msgspec.convert([one["text"], one["kind"], one["tokens"], one["gap"]], Known)
+            for one in said["answers"]
+        }
+        return f"torch {said['torch']}, transformers {said['transformers']}, float32", answers
+    except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+        raise OutsideFailed(
+            "the reference program printed something else than a reference", cause=str(error)
+        ) from error
+
+
+def compute(source: Path, folder: Path, python: Path) -> Reference:
+    """The reference of a GGUF file from the folder that it was unpacked to; minutes for a small model on a CPU."""
+    program = importlib.resources.files("bedplate.engines.shipped") / "reference.py"
+    done = subprocess.run(
+        [str(python), str(program), "--model", str(folder)],
+        input=json.dumps(fixed_prefixes()).encode(),
+        capture_output=True,
+        env={**os.environ, **QUIETLY},
+    )
+    if done.returncode:
+        last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+        raise OutsideFailed("the reference could not be computed", cause=last[0] if last else None)
+    made_with, answers = read_answers(done.stdout)
+    return Reference(
+        file=source.name,
+        sha256=sha256_of(source),
+        file_bytes=source.stat().st_size,
+        made_with=made_with,
+        answers=answers,
+    )
+
+
+def written(reference: Reference) -> str:
+    """As it is shipped: an answer to a line, so that a change can be read."""
+    head = json.loads(msgspec.json.encode(reference))
+    lines = [f'    "{key}": {json.dumps(value, ensure_ascii=False)}' for key, value in head.pop("answers").items()]
+    whole = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
+    return whole + ',\n  "answers": {\n' + ",\n".join(lines) + "\n  }\n}\n"
+
+
+if __name__ == "__main__":
+    made = compute(*(Path(argument) for argument in sys.argv[1:4]))
+    (Path(__file__).parent / "data" / f"reference_{made.id}.json").write_text(written(made), encoding="utf-8")

@@ -1,0 +1,237 @@
+"""Ollama: its variables, its Modelfile and the import, against what its source reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from tests.engines.argv import parsed, published
+from tests.engines.plans import machine, model, plan, plans
+
+from bedplate.engines import EngineState, engine
+from bedplate.engines.llama_cpp import LlamaCpp
+from bedplate.engines.ollama import Ollama, creating, model_name, modelfile
+from bedplate.values import Model, Parallelism, Plan, Workload, replaced
+
+CAPTURES = Path(__file__).parent.parent / "captures" / "ollama"
+OLLAMA = Ollama()
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+KINDS: dict[str, Callable[[str], bool]] = {
+    "int": lambda text: int(text) >= 0,
+    "bool": lambda text: text in ("0", "1", "true", "false"),
+    "duration": lambda text: bool(int(text)),
+    "host": lambda text: text.startswith("127.0.0.1:") and text.removeprefix("127.0.0.1:").isdigit(),
+    "str": lambda text: bool(text),
+}
+
+
+def check_variables(env: dict[str, str]) -> None:
+    known = {variable["name"]: variable for variable in published("ollama")["variables"]}
+    for name, value in env.items():
+        assert name in known, f"{name} is not read by this version"
+        assert KINDS[known[name]["type"]](value) and value in known[name].get("choices", [value]), (name, value)
+
+
+def gguf(*files: str) -> Model:
+    return replaced(model(LLAMA), format="gguf", quantization="Q4_K_M", files=files)
+
+
+class TestLaunch:
+    @given(chosen=plans(OLLAMA))
+    @settings(max_examples=120, deadline=None)
+    def test_every_word_variable_and_parameter_is_one_of_its_version(self, chosen: Plan) -> None:
+        launch, facts = OLLAMA.launch(chosen, 8123), published("ollama")
+        assert launch.argv == ("ollama", "serve") and "serve" in facts["commands"]
+        check_variables(launch.env)
+        assert launch.env["OLLAMA_HOST"] == "127.0.0.1:8123"
+        program, command, *words = creating(chosen)
+        said = parsed("ollama", words)
+        assert program == "ollama" and command in facts["commands"] and said[""] == [model_name(chosen.model)]
+        for line in modelfile(chosen).splitlines():
+            keyword, _, rest = line.partition(" ")
+            assert keyword in ("FROM", "PARAMETER")
+            assert keyword == "FROM" or rest.split()[0] in facts["parameters"]
+
+    def test_the_facts_are_those_of_the_pinned_version(self) -> None:
+        assert published("ollama")["version"] == OLLAMA.version
+
+    def test_a_file_on_a_cpu(self) -> None:
+        work = Workload(concurrency=2, context_tokens=4096)
+        chosen = plan(OLLAMA, machine("cpu"), gguf("/models/it is here/x.gguf"), workload=work)
+        launch = OLLAMA.launch(chosen, 8000)
+        assert (launch.env["OLLAMA_NUM_PARALLEL"], launch.env["OLLAMA_CONTEXT_LENGTH"]) == ("2", "4096")
+        assert launch.env["OLLAMA_KEEP_ALIVE"] == "-1" and launch.env["OLLAMA_MAX_LOADED_MODELS"] == "1"
+        assert "OLLAMA_KV_CACHE_TYPE" not in launch.env and "OLLAMA_SCHED_SPREAD" not in launch.env
+        assert modelfile(chosen) == "FROM /models/it is here/x.gguf\nPARAMETER num_thread 96\n"
+        assert [step.kind for step in launch.prepare] == ["install", "build"]
+        assert launch.health_path == "/api/version"
+
+    def test_all_parts_of_a_file(self) -> None:
+        parts = ("/m/x-00001-of-00002.gguf", "/m/x-00002-of-00002.gguf")
+        lines = modelfile(plan(OLLAMA, machine("RTX 4090", 1), gguf(*parts))).splitlines()
+        assert lines == [f"FROM {part}" for part in parts]
+
+    def test_an_eight_bit_cache_needs_flash_attention(self) -> None:
+        chosen = plan(OLLAMA, machine("RTX 4090", 1), gguf("/m/x.gguf"))
+        env = OLLAMA.launch(replaced(chosen, settings=replaced(chosen.settings, kv_type="fp8")), 8000).env
+        assert (env["OLLAMA_KV_CACHE_TYPE"], env["OLLAMA_FLASH_ATTENTION"]) == ("q8_0", "1")
+
+    def test_several_cards(self) -> None:
+        chosen = plan(OLLAMA, machine("RTX 4090"), gguf("/m/x.gguf"), layout=Parallelism(pipeline=2))
+        assert OLLAMA.launch(chosen, 8000).env["OLLAMA_SCHED_SPREAD"] == "1"
+
+    def test_a_part_of_the_layers_on_the_card(self) -> None:
+        chosen = plan(OLLAMA, machine("RTX 4090", 1), gguf("/m/x.gguf"))
+        part = replaced(chosen, settings=replaced(chosen.settings, gpu_layers=10))
+        assert "PARAMETER num_gpu 10" in modelfile(part)
+        # All of them is what it does by itself, and of experts its own fit knows better.
+        experts = replaced(chosen, settings=replaced(chosen.settings, gpu_layers=10, host_expert_layers=5))
+        assert "num_gpu" not in modelfile(chosen) and "num_gpu" not in modelfile(experts)
+
+    def test_original_weights_are_imported_and_quantized(self) -> None:
+        chosen = plan(OLLAMA, machine("cpu"), model(LLAMA), label="Q4_K_M")
+        assert creating(chosen)[-2:] == ("--quantize", "q4_K_M") and "--file" in creating(chosen)
+        assert modelfile(chosen).startswith("FROM ./Llama-3.1-8B-Instruct\n")
+        steps = OLLAMA.launch(chosen, 8000).prepare
+        assert [step.kind for step in steps] == ["install", "download", "convert"]
+        assert steps[1].where == "Llama-3.1-8B-Instruct" and steps[-1].seconds is not None
+        whole = plan(OLLAMA, machine("cpu"), model(LLAMA), label="F16")
+        assert "--quantize" not in creating(whole)
+
+    @pytest.mark.parametrize(
+        ("name", "taken"),
+        [
+            ("SmolLM2 135M Instruct", "smollm2-135m-instruct"),
+            ("meta-llama/Llama-3.1-8B", "meta-llama/llama-3.1-8b"),
+            ("01.ai/Yi (34B)", "01-ai/yi--34b-"),
+            ("llama3.2:1b", "llama3.2:1b"),
+            ("hf.co/bartowski/x:Q4_K_M", "bartowski/x:q4_k_m"),
+            ("-", "model"),
+        ],
+    )
+    def test_names_that_it_takes(self, name: str, taken: str) -> None:
+        assert model_name(replaced(model(LLAMA), name=name)) == taken
+
+
+FAKE = """\
+import http.server, json, os, sys, urllib.request
+host, port = os.environ["OLLAMA_HOST"].split(":")
+log = open(os.environ["FAKE_LOG"], "a")
+if sys.argv[1] == "serve":
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/api/version" else 404)
+            self.end_headers()
+    http.server.HTTPServer((host, int(port)), Answer).serve_forever()
+with urllib.request.urlopen(f"http://{host}:{port}/api/version") as answer:
+    said = [sys.argv[1:], answer.status, open(sys.argv[sys.argv.index("--file") + 1]).read()]
+log.write(json.dumps(said))
+sys.exit(int(os.environ.get("FAKE_CODE", "0")))
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the stand-in is a script with a first line that names its interpreter")
+class TestImport:
+    """The steps as they stand, with a stand-in for the program: it answers and records."""
+
+    def run(self, folder: Path, port: int, **env: str) -> tuple[list[int], Path]:
+        program = folder / "bin" / "ollama"
+        program.parent.mkdir()
+        program.write_text(f"#!{sys.executable}\n{FAKE}")
+        program.chmod(0o755)
+        log = folder / "log.json"
+        path = f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        steps = OLLAMA.launch(plan(OLLAMA, machine("cpu"), gguf("/m/x.gguf")), port).prepare
+        surroundings = {**os.environ, "PATH": path, "FAKE_LOG": str(log), **env}
+        codes = [
+            subprocess.run([sys.executable, *step.argv[1:]], cwd=folder, env=surroundings, timeout=60).returncode
+            for step in steps
+            if step.argv
+        ]
+        return codes, log
+
+    def test_a_server_runs_while_the_model_is_created_and_not_after(self, tmp_path: Path, free_port: int) -> None:
+        codes, log = self.run(tmp_path, free_port)
+        assert codes == [0]
+        words, status, text = json.loads(log.read_text())
+        assert words[:2] == ["create", "meta-llama/llama-3.1-8b-instruct"] and status == 200
+        assert text.startswith("FROM /m/x.gguf\n")
+        with pytest.raises(OSError):
+            import urllib.request
+
+            urllib.request.urlopen(f"http://127.0.0.1:{free_port}/api/version", timeout=5)
+
+    def test_a_failed_import_is_a_failed_step(self, tmp_path: Path, free_port: int) -> None:
+        codes, _ = self.run(tmp_path, free_port, FAKE_CODE="1")
+        assert codes == [1]
+
+
+@pytest.fixture
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class TestWeightsAndRefusals:
+    def test_forms(self) -> None:
+        target = OLLAMA.target(machine("cpu"))
+        assert target is not None
+        made = [form.label for form in OLLAMA.weights(target, model(LLAMA), Workload())]
+        assert made == ["F16", "Q8_0", "Q4_K_M"]
+        exact = OLLAMA.weights(target, model(LLAMA), Workload(precision_sensitive=True))
+        assert [form.label for form in exact] == ["F16", "Q8_0"]
+        kept = OLLAMA.weights(target, model("openai/gpt-oss-120b"), Workload())
+        assert [(form.label, form.made) for form in kept] == [("MXFP4", "converted")]
+        assert [form.made for form in OLLAMA.weights(target, gguf("/m/x.gguf"), Workload())] == ["as it is"]
+
+    @pytest.mark.parametrize("name", ["Qwen/Qwen3-32B", "Qwen/Qwen2.5-72B-Instruct-AWQ"])
+    def test_what_it_does_not_import(self, name: str) -> None:
+        refused = OLLAMA.refuse(machine("cpu"), model(name), Workload())
+        assert refused is not None and refused.kind == "impossible" and model(name).architecture in refused.why
+        assert refused.hint == "a GGUF file of the same model"
+
+    def test_every_system_and_no_classifier(self) -> None:
+        for system in ("linux", "macos", "windows"):
+            assert OLLAMA.refuse(replaced(machine("cpu"), os=system), gguf("/m/x.gguf"), Workload()) is None
+        assert OLLAMA.refuse(machine("cpu"), gguf("/m/x.gguf"), Workload(task="classify")) is not None
+
+
+class TestSettle:
+    def test_as_llama_cpp(self) -> None:
+        on, which, work = machine("RTX 4090", 1), gguf("/m/x.gguf"), Workload(concurrency=8)
+        assert OLLAMA.settle(on, which, work) == LlamaCpp().settle(on, which, work)
+
+    @pytest.mark.parametrize("architecture", ["qwen3_5", "qwen35moe", "lfm2", "nemotron_h", "qwen3_next"])
+    def test_one_at_a_time_where_it_takes_no_more(self, architecture: str) -> None:
+        which = replaced(gguf("/m/x.gguf"), architecture=architecture)
+        assert OLLAMA.settle(machine("cpu"), which, Workload(concurrency=8)).slots == 1
+
+    def test_one_embedding_at_a_time(self) -> None:
+        assert OLLAMA.settle(machine("cpu"), gguf("/m/x.gguf"), Workload(task="embed", concurrency=8)).slots == 1
+
+
+@pytest.mark.parametrize(
+    "case", json.loads((CAPTURES / "failures.json").read_text()), ids=lambda case: case["log"][:40]
+)
+def test_known_failures(case: dict[str, str]) -> None:
+    failure = OLLAMA.explain(case["log"])
+    assert failure is not None and case["says"] in failure.message
+    assert failure.lasting is (case["says"] != "the private port was taken")
+
+
+def test_nothing_is_made_up() -> None:
+    assert OLLAMA.explain('level=INFO msg="Listening on 127.0.0.1:11434 (version 0.32.15)"') is None
+    assert OLLAMA.read("llamacpp:requests_processing 3\n") == EngineState()
+
+
+def test_it_is_listed() -> None:
+    assert engine("ollama").version == "0.32.15" and engine("ollama").recipe is None

@@ -1,0 +1,159 @@
+"""A Python of somebody else's, which has an engine's packages already."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.run.test_environments import Tiny, own_home
+
+from bedplate.engines import Recipe
+from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.run import environments
+from bedplate.run.environments import (
+    adopt,
+    command,
+    find_environment,
+    forget,
+    installed,
+    make_environment,
+    remove,
+    shipped,
+    why_not,
+)
+from bedplate.values import Launch
+
+__all__ = ["own_home"]
+pytestmark = pytest.mark.usefixtures("own_home")
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A virtual environment with Tiny's package in it, and a program of its own."""
+    folder = tmp_path / "their env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (packages,) = folder.glob("lib/*/site-packages")
+    (packages / "bedplate_tiny_engine.py").write_text("answer = 42\n")
+    info = packages / "bedplate_tiny_engine-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bedplate-tiny-engine\nVersion: 1.5\n")
+    (folder / "bin" / "their-program").write_text("import bedplate_tiny_engine as e; print(e.answer)")
+    return folder
+
+
+def everything(folder: Path) -> set[str]:
+    return {str(path) for path in folder.rglob("*") if "__pycache__" not in str(path)}
+
+
+class TestAdopting:
+    @pytest.mark.parametrize("below", ["bin/python", "."])
+    def test_it_is_used_and_left_as_it_is(self, theirs: Path, below: str, own_home: Path) -> None:
+        before = everything(theirs)
+        found = adopt(Tiny(), theirs / below)
+        assert found.version == "1.5" and "bedplate-tiny-engine==1.5" in found.packages
+        assert found.python == ".".join(map(str, sys.version_info[:3]))
+        assert found.interpreter == theirs / "bin" / "python" and found.disk_bytes == 0
+        assert make_environment(Tiny()) == found == find_environment(Tiny())
+        assert installed() == [found]
+        assert Path(found.path).is_relative_to(own_home)
+        assert everything(theirs) == before
+
+    def test_bedplates_programs_and_theirs_run_in_it(self, theirs: Path) -> None:
+        found = adopt(Tiny(), theirs)
+        assert command(found, Launch(argv=("tiny", "--port", "1"))) == [
+            str(theirs / "bin" / "python"), str(found.programs / "tiny"), "--port", "1",
+        ]  # fmt: skip
+        own = command(found, Launch(argv=("their-program",)))
+        assert subprocess.run(own, capture_output=True, text=True, check=True).stdout == "42\n"
+        assert (found.programs / "tiny").read_bytes() == shipped("llama_server.py")
+
+    def test_programs_are_those_of_this_version(self, theirs: Path) -> None:
+        found = adopt(Tiny(), theirs)
+        (found.programs / "tiny").write_text("of an older bedplate")
+        assert make_environment(Tiny()) == found
+        assert (found.programs / "tiny").read_bytes() == shipped("llama_server.py")
+
+    def test_relative_to_where_the_user_stands(self, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(theirs.parent)
+        assert adopt(Tiny(), Path("their env/bin/python")).interpreter == theirs / "bin" / "python"
+
+    def test_it_is_checked_as_it_will_run(self, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Their PYTHONPATH counts, since their engine may be there."""
+        (package,) = theirs.glob("lib/*/site-packages/bedplate_tiny_engine.py")
+        (tmp_path / "elsewhere").mkdir()
+        package.rename(tmp_path / "elsewhere" / package.name)
+        with pytest.raises(OutsideFailed, match="Tiny does not run in"):
+            adopt(Tiny(), theirs)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+        assert adopt(Tiny(), theirs).adopted
+
+    def test_an_engine_that_bedplate_cannot_install(self, theirs: Path) -> None:
+        class Planned(Tiny):
+            id = "bedplate-tiny-engine"
+            recipe = None
+
+        with pytest.raises(OutsideFailed, match="cannot install Tiny") as caught:
+            make_environment(Planned())
+        assert "bedplate engines use" in str(caught.value.hint)
+        assert adopt(Planned(), theirs).version == "1.5"
+        assert make_environment(Planned()).adopted == str(theirs / "bin" / "python")
+
+    def test_doctor_tries_it_too(self, theirs: Path) -> None:
+        found = adopt(Tiny(), theirs)
+        recipe = Recipe(packages=(), download_bytes=1, disk_bytes=1, check="import bedplate_tiny_engine")
+        assert why_not(Path(found.path), recipe) is None
+        (package,) = theirs.glob("lib/*/site-packages/bedplate_tiny_engine.py")
+        package.unlink()
+        assert "No module named" in str(why_not(Path(found.path), recipe))
+
+
+class TestRefusing:
+    def test_what_is_no_python(self, tmp_path: Path) -> None:
+        with pytest.raises(BadQuestion, match="is no Python"):
+            adopt(Tiny(), tmp_path / "nothing")
+        (tmp_path / "file").write_text("#!/bin/false\n")
+        os.chmod(tmp_path / "file", 0o755)  # noqa: PTH101
+        with pytest.raises(OutsideFailed, match="does not run in"):
+            adopt(Tiny(), tmp_path / "file")
+        assert installed() == []
+
+    def test_one_without_the_packages(self) -> None:
+        with pytest.raises(OutsideFailed) as caught:
+            adopt(Tiny(), Path(sys.executable))
+        assert "bedplate_tiny_engine" in str(caught.value.cause)
+        assert installed() == []
+
+    def test_one_that_is_gone_is_not_replaced_in_silence(self, theirs: Path) -> None:
+        adopt(Tiny(), theirs)
+        theirs.rename(theirs.with_name("moved"))
+        with pytest.raises(OutsideFailed, match="is gone") as caught:
+            make_environment(Tiny())
+        assert "bedplate engines forget tiny" in str(caught.value.hint)
+        forget(Tiny())
+
+
+class TestForgetting:
+    def test_only_the_record_goes(self, theirs: Path) -> None:
+        adopt(Tiny(), theirs)
+        before = everything(theirs)
+        assert forget(Tiny()).adopted == str(theirs / "bin" / "python")
+        assert everything(theirs) == before and installed() == []
+        with pytest.raises(BadQuestion, match="no Python was adopted for Tiny"):
+            forget(Tiny())
+
+    def test_removing_the_engine_forgets_it_too(self, theirs: Path) -> None:
+        adopt(Tiny(), theirs)
+        before = everything(theirs)
+        remove("tiny")
+        assert everything(theirs) == before and installed() == []
+        with pytest.raises(BadQuestion):
+            forget(Tiny())
+
+    def test_bedplates_own_is_there_again(self, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        adopt(Tiny(), theirs)
+        forget(Tiny())
+        monkeypatch.setattr(environments, "_install", lambda *_: "installed")
+        assert make_environment(Tiny()) == "installed"

@@ -1,0 +1,334 @@
+"""Preparation: each step once, kept by content, whole or not there, whoever is killed when."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+import pytest
+from tests.conftest import gone, wait_for
+
+from bedplate.engines import Engine, Recipe
+from bedplate.errors import OutsideFailed
+from bedplate.run import prepare as module
+from bedplate.run.builtin import builtin_facts
+from bedplate.run.environments import Environment
+from bedplate.run.prepare import Prepared, offline, prepare, prepared_dir
+from bedplate.run.progress import Silent
+from bedplate.values import Plan, Preparation, Settings, Weights, Workload, replaced
+
+ROOT = Path(__file__).parents[2]
+MAKE = """
+import os, pathlib, sys
+source, where, *rest = sys.argv[1:]
+made = pathlib.Path(where)
+made.mkdir()
+(made / "weights").write_text(f"{pathlib.Path(source, 'weights' if os.path.isdir(source) else '').read_text()}+")
+print("made", where)
+"""
+BREAK = "import pathlib, sys; pathlib.Path(sys.argv[2]).mkdir(); print('what it did'); sys.exit('no such thing')"
+HANG = """
+import pathlib, subprocess, sys
+pathlib.Path(sys.argv[2]).mkdir()
+subprocess.run([sys.executable, "-c", "import time; time.sleep(600)"])
+"""
+TELL = """
+import json, os, pathlib, sys
+pathlib.Path(sys.argv[2]).write_text(json.dumps(dict(os.environ)))
+"""
+
+
+class Fake(Engine):
+    """An engine whose programs are those of a folder."""
+
+    id = "fake"
+    name = "Fake"
+    version = "1"
+    recipe: ClassVar[Recipe | None] = Recipe(
+        packages=("fake==1",), download_bytes=1, disk_bytes=1, check="", programs=(("own", "transformers_server.py"),)
+    )
+
+
+class Other(Fake):
+    id = "other"
+    name = "Other"
+    recipe = Recipe(
+        packages=("other==1",), download_bytes=1, disk_bytes=1, check="", programs=(("unpack", "mlx_server.py"),)
+    )
+
+
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def environment(folder: Path, engine: str = "fake") -> Environment:
+    """As an engine's environment looks: an interpreter and programs beside it."""
+    if not folder.exists():
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "python").symlink_to(sys.executable)
+        for name, script in {"make": MAKE, "break": BREAK, "hang": HANG, "tell": TELL, "unpack": MAKE}.items():
+            (folder / "bin" / name).write_text(script)
+    return Environment(
+        engine=engine, version="1", path=str(folder), packages=(), python="3", made_at="now", disk_bytes=0
+    )
+
+
+def plan_for(source: Path) -> Plan:
+    return Plan(
+        engine="fake",
+        engine_version="1",
+        model=replaced(builtin_facts(), files=(str(source),)),
+        workload=Workload(),
+        weights=Weights(label="BF16", made="converted", format="safetensors"),
+        settings=Settings(slots=1, context_tokens=512),
+    )
+
+
+def step(program: str, source: str | Path, where: str, **more: int) -> Preparation:
+    return Preparation(kind="convert", what=where, where=where, argv=(program, str(source), where), **more)  # type: ignore[arg-type]
+
+
+def leftovers() -> list[str]:
+    return [path.name for path in prepared_dir().glob(".*")] if prepared_dir().is_dir() else []
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home of tests"))
+    return tmp_path / "home of tests"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "models" / "model.gguf"
+    path.parent.mkdir()
+    path.write_text("bits")
+    return path
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path) -> Environment:
+    engines = {"fake": Fake(), "other": Other()}
+    monkeypatch.setattr(module, "all_engines", lambda: engines)
+    monkeypatch.setattr(module, "engine_by_id", engines.__getitem__)
+    return environment(tmp_path / "env")
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(module, "run_child", fail)
+
+
+class TestOnce:
+    def test_steps_see_what_came_before_and_the_launch_sees_all(self, own: Environment, source: Path) -> None:
+        steps = [step("make", source, "folder"), step("make", "folder", "folder-8-BIT")]
+        folder = prepare(plan_for(source), steps, own)
+        assert folder is not None and folder.parent == prepared_dir()
+        assert (folder / "folder" / "weights").read_text() == "bits+"
+        assert (folder / "folder-8-BIT" / "weights").read_text() == "bits++"
+        assert leftovers() == []
+
+    def test_without_steps_it_may_start_anywhere(self, own: Environment, source: Path, own_home: Path) -> None:
+        install = Preparation(kind="install", what="fake==1", where="an environment of its own")
+        assert prepare(plan_for(source), [install], own) is None
+        assert not own_home.exists()
+
+    def test_a_second_call_runs_nothing(self, own: Environment, source: Path, request: pytest.FixtureRequest) -> None:
+        steps = [step("make", source, "folder"), step("make", "folder", "result")]
+        first = prepare(plan_for(source), steps, own)
+        request.getfixturevalue("nothing_runs")
+        assert prepare(plan_for(source), steps, own) == first
+
+    def test_what_it_took_is_kept_beside_it(self, own: Environment, source: Path) -> None:
+        import msgspec
+
+        folder = prepare(plan_for(source), [step("make", source, "folder")], own)
+        assert folder is not None
+        found = msgspec.json.decode((folder / "bedplate.json").read_bytes(), type=Prepared)
+        assert (found.what, found.engine, found.version, found.disk_bytes) == ("folder", "fake", "1", 5)
+
+    def test_plans_share_what_they_have_in_common(self, own: Environment, source: Path) -> None:
+        first = step("make", source, "folder")
+        one = prepare(plan_for(source), [first], own)
+        two = prepare(plan_for(source), [first, step("make", "folder", "result")], own)
+        assert one is not None and two is not None and one != two
+        assert (two / "folder").resolve() == one / "folder"
+        assert len(list(prepared_dir().glob("*/bedplate.json"))) == 2
+
+    def test_by_content_and_not_by_place(
+        self, own: Environment, source: Path, tmp_path: Path, request: pytest.FixtureRequest
+    ) -> None:
+        first = prepare(plan_for(source), [step("make", source, "folder")], own)
+        moved = source.rename(tmp_path / "moved.gguf")
+        source.write_text("other bits")
+        assert prepare(plan_for(source), [step("make", source, "folder")], own) != first
+        request.getfixturevalue("nothing_runs")
+        assert prepare(plan_for(moved), [step("make", moved, "folder")], own) == first
+
+    def test_a_folder_counts_with_all_of_its_files(self, own: Environment, tmp_path: Path) -> None:
+        (tmp_path / "model").mkdir()
+        for name in ("weights", "config.json"):
+            (tmp_path / "model" / name).write_text(name)
+        weights = tmp_path / "model" / "weights"
+        model = replaced(builtin_facts(), files=(str(weights),), format="safetensors")
+        plan = replaced(plan_for(weights), model=model)
+        steps = [step("make", weights.parent, "result")]
+        first = prepare(plan, steps, own)
+        (tmp_path / "model" / "config.json").write_text("another")
+        assert prepare(plan, steps, own) != first
+
+    def test_works_in_a_home_that_was_moved(
+        self, own: Environment, source: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        steps = [step("make", source, "folder"), step("make", "folder", "result")]
+        prepare(plan_for(source), steps, own)
+        moved = own_home.rename(own_home.with_name("moved"))
+        monkeypatch.setenv("BEDPLATE_HOME", str(moved))
+        folder = prepare(plan_for(source), steps, own)
+        assert folder is not None and folder.is_relative_to(moved)
+        assert (folder / "folder" / "weights").read_text() == "bits+"
+
+    def test_another_program_of_bedplate_makes_it_anew(
+        self, own: Environment, source: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own_program = Path(own.path) / "bin" / "own"
+        own_program.write_text(MAKE)
+        first = prepare(plan_for(source), [step("own", source, "folder")], own)
+        monkeypatch.setattr(module, "shipped", lambda file: b"another")
+        assert prepare(plan_for(source), [step("own", source, "folder")], own) != first
+
+
+class TestWhere:
+    def test_a_program_of_another_engine_runs_in_its_environment(
+        self, own: Environment, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (Path(own.path) / "bin" / "unpack").unlink()
+        notes = Notes()
+        monkeypatch.setattr(module, "find_environment", lambda engine: None)
+        monkeypatch.setattr(
+            module, "make_environment", lambda engine, progress: environment(tmp_path / "other env", engine.id)
+        )
+        folder = prepare(plan_for(source), [step("unpack", source, "folder")], own, notes)
+        assert folder is not None and (folder / "folder" / "weights").read_text() == "bits+"
+        assert any("Other is installed too" in note for note in notes.notes)
+
+    def test_nothing_is_looked_for_on_the_hub_and_no_secret_is_handed_on(
+        self, own: Environment, source: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HF_TOKEN", "secret")
+        folder = prepare(plan_for(source), [step("tell", source, "told")], own)
+        assert folder is not None
+        told = json.loads((folder / "told").read_text())
+        assert told["HF_HUB_OFFLINE"] == "1" and "HF_TOKEN" not in told
+        assert Path(told["HF_HUB_CACHE"]).is_dir() and Path(told["HF_HUB_CACHE"]).is_relative_to(module.home())
+
+    def test_the_cache_of_the_hub_is_there(self, own_home: Path) -> None:
+        assert Path(offline({})["HF_HOME"]).is_dir()
+
+
+class TestFailing:
+    def test_says_why_and_leaves_nothing(self, own: Environment, source: Path, own_home: Path) -> None:
+        with pytest.raises(OutsideFailed) as caught:
+            prepare(plan_for(source), [step("break", source, "folder")], own)
+        assert (caught.value.message, caught.value.cause) == ("converting folder failed", "no such thing")
+        log = Path(str(caught.value.hint).rpartition(": ")[2])
+        assert log.is_relative_to(own_home) and "what it did" in log.read_text()
+        assert leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
+
+    def test_a_step_that_makes_nothing_has_failed(self, own: Environment, source: Path) -> None:
+        idle = Preparation(kind="convert", what="it", where="it", argv=("python", "-c", "print('done')"))
+        with pytest.raises(OutsideFailed) as caught:
+            prepare(plan_for(source), [idle], own)
+        assert caught.value.cause == "it ended without making it"
+        assert leftovers() == []
+
+    def test_a_step_without_a_command_is_for_people(self, own: Environment, source: Path) -> None:
+        with pytest.raises(OutsideFailed, match="does not prepare it by itself"):
+            prepare(plan_for(source), [Preparation(kind="build", what="it", where="there")], own)
+
+    @pytest.mark.usefixtures("nothing_runs")
+    def test_a_full_disk_is_known_before_it_starts(self, own: Environment, source: Path) -> None:
+        with pytest.raises(OutsideFailed, match="not enough disk space for the converted weights"):
+            prepare(plan_for(source), [step("make", source, "folder", disk_bytes=10**18)], own)
+
+    def test_a_source_that_is_gone_says_so(self, own: Environment, tmp_path: Path) -> None:
+        missing = tmp_path / "gone.gguf"
+        with pytest.raises(OutsideFailed, match=r"cannot read .*gone\.gguf"):
+            prepare(plan_for(missing), [step("make", missing, "folder")], own)
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from tests.run.test_prepare import Fake, environment, module, plan_for, prepare, step
+env, source, program = map(Path, sys.argv[1:])
+module.all_engines = lambda: {"fake": Fake()}
+module.engine_by_id = lambda engine_id: Fake()
+class Notes(module.Silent):
+    def note(self, text): print(text, flush=True)
+print(prepare(plan_for(source), [step(program.name, source, "folder")], environment(env), Notes()), flush=True)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path, own: Environment, source: Path) -> Iterator[object]:
+    running: list[subprocess.Popen[str]] = []
+
+    def one(program: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROCESS, own.path, str(source), program],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        return process
+
+    yield one
+    for process in running:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.communicate()
+
+
+class TestKilled:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+    def test_nothing_goes_on_and_nothing_is_taken_for_whole(
+        self, own: Environment, source: Path, start: object, number: signal.Signals
+    ) -> None:
+        process = start("hang")  # type: ignore[operator]
+        wait_for(lambda: list(prepared_dir().glob(".making-*/folder")) or None, "the step to be at work")
+        below = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        process.communicate(timeout=20)
+        wait_for(lambda: gone(below), "the program to end too", 10)
+        assert not list(prepared_dir().glob("*/bedplate.json"))
+        if number == signal.SIGINT:
+            assert leftovers() == []
+        (Path(own.path) / "bin" / "hang").write_text(MAKE)
+        assert prepare(plan_for(source), [step("hang", source, "folder")], own) is not None
+        assert leftovers() == []
+
+    def test_of_two_processes_one_works_and_the_other_waits(self, start: object) -> None:
+        both = [start("make") for _ in range(2)]  # type: ignore[operator]
+        outputs = [process.communicate(timeout=60) for process in both]
+        assert [process.returncode for process in both] == [0, 0], outputs
+        printed = [output.splitlines() for output, _ in outputs]
+        assert printed[0][-1] == printed[1][-1]
+        assert sum(line.startswith("converting") for lines in printed for line in lines) == 1
