@@ -193,7 +193,10 @@ def test_the_quick_ones_are_clear_and_spread() -> None:
 
 class TestWhatComesBack:
     def test_a_completion(self) -> None:
-        body = {"choices": [{"text": " a", "finish_reason": "stop"}], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+        body = {
+            "choices": [{"text": " a", "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 3, "completion_tokens": 1},
+        }
         assert read_answer(200, json.dumps(body).encode()) == Answer(
             text=" a", ended=True, prompt_tokens=3, made_tokens=1
         )

@@ -28,9 +28,9 @@ def test_they_begin_and_end_with_whole_words() -> None:
     for prefix in fixed_prefixes():
         at = text.index(prefix)
         assert prefix == prefix.strip()
-        assert any(
-            text[at - 1].isspace() and text[at + len(prefix)].isspace() for at in occurrences(text, prefix)
-        ), prefix
+        assert any(text[at - 1].isspace() and text[at + len(prefix)].isspace() for at in occurrences(text, prefix)), (
+            prefix
+        )
 
 
 def occurrences(text: str, part: str) -> list[int]:

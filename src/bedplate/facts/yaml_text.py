@@ -1,0 +1,96 @@
+"""YAML as intents are written in it: plain scalars only, bounded, and with the line of each field.
+
+A module of its own, since loading PyYAML takes longer than most plans.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from bedplate.errors import BadQuestion
+
+MAX_CHARACTERS = 256 * 1024
+MAX_NODES = 20_000
+"""Keys and values after aliases are followed: a file of a few lines can otherwise stand for billions."""
+MAX_DEPTH = 20
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's plain scalars only: `no` is text, 010 is not eight, 1:30 is not ninety, and 1e3 is a number."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), "-+0123456789")
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)$"),
+    "-+.0123456789",
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), "<")
+
+
+def parsed(text: str, origin: str) -> tuple[object, dict[str, int], str]:
+    """The data, on which line each field stands, and the name of it all."""
+    if len(text) > MAX_CHARACTERS:
+        raise BadQuestion(f"{origin} has {len(text):,} characters, and an intent has at most {MAX_CHARACTERS:,}")
+    if text.lstrip().startswith("{"):
+        # JSON may be indented with tabs, which YAML forbids; a string of JSON never holds a bare one.
+        text = text.replace("\t", " ")
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            lines = _survey(node, origin)
+            data = loader.construct_document(node) if node is not None else None
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise BadQuestion(f"{origin} is not YAML", cause=_first_words(error)) from error
+    except (RecursionError, ValueError, TypeError) as error:
+        cause = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise BadQuestion(f"{origin} cannot be read", cause=cause) from error
+    return data, lines, origin
+
+
+def _survey(root: yaml.Node | None, origin: str) -> dict[str, int]:
+    """Walks what the file stands for before anything is built of it; gives each field's line."""
+    lines: dict[str, int] = {}
+    if root is None:
+        return lines
+    visited = 0
+    pending = [(root, "", 0)]
+    while pending:
+        node, path, depth = pending.pop()
+        visited += 1
+        if visited > MAX_NODES:
+            raise BadQuestion(f"{origin} stands for more than {MAX_NODES:,} values: an alias repeats itself too often")
+        if depth > MAX_DEPTH:
+            raise BadQuestion(f"{path}: nested more than {MAX_DEPTH} deep")
+        lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.SequenceNode):
+            pending += [(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(node.value)]
+        elif isinstance(node, yaml.MappingNode):
+            seen: dict[str, int] = {}
+            for key, value in node.value:
+                line = key.start_mark.line + 1
+                if not isinstance(key, yaml.ScalarNode):
+                    raise BadQuestion(f"{path or 'a field'}: names of fields must be text", cause=f"line {line}")
+                name = f"{path}.{key.value}" if path else str(key.value)
+                if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                    raise BadQuestion(f"{name}: given twice, in lines {seen[key.value]} and {line} of {origin}")
+                seen[key.value] = line
+                lines.setdefault(name, line)
+                pending.append((value, name, depth + 1))
+    return lines
+
+
+def _first_words(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())[:200]

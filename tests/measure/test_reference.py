@@ -1,0 +1,118 @@
+"""The reference that is shipped, how one is found for a file, and the program that computes one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bedplate.engines.shipped.reference import batches, read_prefixes
+from bedplate.errors import OutsideFailed
+from bedplate.measure.agreement import QUICK, is_clear, quick_ones
+from bedplate.measure.prefixes import fixed_prefixes, prefix_hash
+from bedplate.measure.reference import (
+    DATA,
+    Known,
+    Reference,
+    read_answers,
+    reference_for,
+    sha256_of,
+    shipped_references,
+    written,
+)
+from bedplate.run import builtin
+from bedplate.values import replaced
+
+
+def test_the_built_in_model_has_one_for_every_prefix() -> None:
+    (one,) = [one for one in shipped_references() if one.sha256 == builtin.FILE_SHA256]
+    assert (one.file, one.file_bytes) == (builtin.FILE, builtin.FILE_BYTES) and "float32" in one.made_with
+    assert set(one.answers) == {prefix_hash(prefix) for prefix in fixed_prefixes()}
+    assert len(one.known()) >= 500 and sum(is_clear(known) for _, known in one.known()) >= 250
+    assert len(quick_ones(one.known())) == QUICK
+
+
+def test_it_is_what_would_be_written_anew() -> None:
+    for one in shipped_references():
+        text = (Path(__file__).parents[2] / "src/bedplate/measure/data" / f"reference_{one.id}.json").read_text()
+        assert text == written(one)
+    assert DATA == "bedplate.measure"
+
+
+class TestForAFile:
+    def reference(self, path: Path) -> Reference:
+        return Reference(
+            file=path.name, sha256=sha256_of(path), file_bytes=path.stat().st_size, made_with="a test", answers={}
+        )
+
+    def test_by_its_content(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.gguf"
+        path.write_bytes(b"some weights")
+        model = replaced(builtin.builtin_facts(), files=(str(path),))
+        known = self.reference(path)
+        assert reference_for(model, [known]) == known
+        path.write_bytes(b"same length!")
+        assert reference_for(model, [known]) is None
+
+    def test_a_file_of_another_size_is_not_even_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.gguf"
+        path.write_bytes(b"some weights")
+        known = self.reference(path)
+        path.write_bytes(b"more weights than that")
+        os.chmod(path, 0)
+        assert reference_for(replaced(builtin.builtin_facts(), files=(str(path),)), [known]) is None
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        facts = builtin.builtin_facts()
+        assert reference_for(replaced(facts, files=())) is None
+        assert reference_for(replaced(facts, files=(str(tmp_path / "gone.gguf"),))) is None
+        assert reference_for(replaced(facts, files=(str(tmp_path),))) is None
+
+
+class TestWhatTheProgramPrints:
+    def test_it_is_read(self) -> None:
+        answer = {"prefix": "0123456789ab", "tokens": 4, "token": 7, "text": " é", "kind": "text", "gap": 1.5}
+        printed = json.dumps({"torch": "2.13.0", "transformers": "5.22.2", "answers": [{**answer, "probability": 0.5}]})
+        assert read_answers(printed) == (
+            "torch 2.13.0, transformers 5.22.2, float32",
+            {"0123456789ab": Known(" é", "text", 4, 1.5)},
+        )
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"torch": 1, "transformers": 2, "answers": [{}]}', "Traceback"])
+    def test_something_else_is_said_to_be_that(self, text: str) -> None:
+        with pytest.raises(OutsideFailed, match="something else"):
+            read_answers(text)
+
+    def test_a_written_one_reads_back(self) -> None:
+        one = Reference(
+            file="a.gguf", sha256="ab" * 32, file_bytes=3, made_with="a test",
+            answers={"x": Known(' "quoted"\n', "text", 3, 1.25), "y": Known("\ufffd", "part", 4, 0.5)},
+        )  # fmt: skip
+        assert msgspec.json.decode(written(one), type=Reference) == one
+
+
+class TestTheProgram:
+    def test_only_prompts_of_one_length_are_computed_together(self) -> None:
+        prompts = [[1] * length for length in (3, 5, 3, 5, 5, 900, 3)]
+        found = list(batches(prompts, 10))
+        assert sorted(number for batch in found for number in batch) == list(range(7))
+        for batch in found:
+            lengths = {len(prompts[number]) for number in batch}
+            assert len(lengths) == 1 and (len(batch) == 1 or lengths.pop() * len(batch) <= 10)
+
+    @pytest.mark.parametrize("content", ["", "{}", "[]", "[1]", '[""]', "nonsense"])
+    def test_prefixes_that_are_none(self, tmp_path: Path, content: str) -> None:
+        path = tmp_path / "prefixes.json"
+        path.write_text(content)
+        with pytest.raises(SystemExit, match="prefixes"):
+            read_prefixes(str(path))
+
+    def test_prefixes_from_a_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "prefixes.json"
+        path.write_text(json.dumps(["a b", "é"]))
+        assert read_prefixes(str(path)) == ["a b", "é"]
+        with pytest.raises(SystemExit):
+            read_prefixes(str(tmp_path / "none.json"))
