@@ -116,9 +116,9 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def start_serve(*arguments: str, env: dict[str, str] | None = None) -> Served:
-    """Starts `bedplate serve --json` and returns when it is ready, or has ended."""
+    """Starts `bedplate serve --json` and returns when it is ready, or has ended. `--check` lets it check answers."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "bedplate", "serve", "--json", "--port", "0", *arguments],
+        [sys.executable, "-m", "bedplate", "serve", "--json", "--port", "0", "--no-check", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

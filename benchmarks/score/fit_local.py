@@ -36,7 +36,7 @@ PRIOR = {
     "state_s": (30e-6, 2.0), "step_s": (300e-6, 2.0), "launch_s": (750e-6, 1.3), "launch_8": (1.5, 1.5),
     "launch_4": (1.0, 1.3), "eager_s": (60e-6, 2.0), "pair": (10.0, 3.0), "gemm": (0.4, 1.6), "gemm_8": (0.9, 1.25),
     "gemm_16": (1.2, 1.3), "gemm_fp4": (1.3, 1.4), "gemm_moe": (0.15, 1.8), "moe_16": (1.0, 1.5), "moe_4": (1.5, 2.0),
-    "tile": (24.0, 2.0), "attend": (0.3, 1.7), "activation": (1.0, 1.7), "column": (0.05, 2.0), "plain": (1.5, 1.5),
+    "tile": (24.0, 2.0), "attend": (0.3, 1.7), "activation": (1.0, 1.4), "column": (0.05, 2.0), "plain": (1.5, 1.5),
     "plain_kv": (1.3, 1.3), "device_s": (250e-6, 1.6), "reduce_s": (12e-6, 1.6),
 }  # fmt: skip
 CPU_PRIOR = PRIOR | {
@@ -47,6 +47,8 @@ CPU_PRIOR = PRIOR | {
 # What is known of some before anything is measured, as a factor on the base.
 EXPECTED = {
     "like eager": {"moe_s": 30.0},
+    # 32-bit activations, each operation a pass through memory.
+    "like gguf": {"activation": 3.0},
     # Marlin's kernels keep up with reading (Frantar et al., 2024).
     "like serving": {"unpack_8": 0.5, "unpack_4": 0.6},
 }  # fmt: skip
@@ -54,7 +56,9 @@ OF_CHIPS = (
     "slack", "kv_read", "unpack_16", "unpack_8", "unpack_4", "layer_s", "moe_s", "step_s", "gemm", "gemm_8", "gemm_16",
     "gemm_moe", "attend", "tile", "eager_s",
 )  # fmt: skip
-"""Efficiencies that may differ between architectures and kinds of memory, whatever the engine."""
+"""Efficiencies that may differ between architectures, whatever the engine."""
+OF_MEMORY = ("slack", "kv_read", "unpack_16", "unpack_8", "unpack_4", "layer_s", "moe_s", "step_s")
+"""Likewise between kinds of memory."""
 SCALE = 0.06
 """Residuals of this size, in logarithms, weigh as much as one standard deviation of a prior."""
 ROUNDS = 30
@@ -76,7 +80,7 @@ def spread_of(name: str) -> float:
     if name in ("gpu", "cpu"):
         return 1.0
     if name.startswith("chip "):
-        return 0.35
+        return 0.5
     if name.startswith("memory "):
         return 0.5
     if "older" in name:
@@ -194,7 +198,8 @@ def prior(names: list[str]) -> tuple[Any, Any]:
                 centre[i, j] = math.log(table[field][0])
             elif field in EXPECTED.get(name, {}):
                 centre[i, j] = math.log(EXPECTED[name][field])
-            if not name.startswith(("chip ", "memory ")) or field in OF_CHIPS:
+            limited = OF_CHIPS if name.startswith("chip ") else OF_MEMORY if name.startswith("memory ") else fields
+            if field in limited:
                 spread[i, j] = spread_of(name) * math.log(table[field][1])
     return centre, spread
 
@@ -311,10 +316,12 @@ def cross_validated(rows: list[Row], names: list[str], full: Any, split: str) ->
         table = columns([row for row in rows if group_of(row) != group])
         # From the fit on all, which is near; effects that now have no rows of their own are back at what is expected.
         start, _ = prior(table.names)
+        counts = Counter(name for row in rows for name in effects_of(row))
+        still = Counter(name for row in table.rows for name in effects_of(row))
         for i, name in enumerate(table.names):
-            if name in ("gpu", "cpu"):
+            if still[name] > 0.7 * counts[name]:
                 start[i] = full[names.index(name)]
-        effects = fit(table, start, 12)
+        effects = fit(table, start, 8)
         found += errors_of(left_out, table.names, effects)
         middle = statistics.median(abs(error) for _, error in found[-len(left_out) :])
         print(f"  {split} {group}: {middle:.1%} of {len(left_out)}", file=sys.stderr, flush=True)

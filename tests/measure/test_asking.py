@@ -15,7 +15,8 @@ from bedplate import store
 from bedplate.facts.simulated import simulated
 from bedplate.measure import agreement as measured
 from bedplate.measure.agreement import QUICK, Answer, Failed, ask, check_served, compare, judged
-from bedplate.measure.reference import Reference, prefix_hash
+from bedplate.measure.prefixes import prefix_hash
+from bedplate.measure.reference import Reference
 from bedplate.values import replaced
 from bedplate.values.agreement import Agreement
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.measure.samples_of_agreement import agreement
@@ -25,7 +26,7 @@ def decided(*agreements: Agreement, wanted: str | None = None) -> Decision:
     return decide(MACHINE, builtin_facts(), Workload(), wanted, agreements=agreements)
 
 
-def broken(verdict: str = "broken", **changes: object) -> Agreement:
+def broken(verdict: str = "broken", **changes: Any) -> Agreement:
     return agreement(verdict, **{"engine_version": VERSION, **changes})
 
 
@@ -60,7 +61,7 @@ class TestDeciding:
             {"settings": Settings(slots=1, context_tokens=2048, kv_type="fp8")},
         ],
     )
-    def test_of_another_setting_it_says_nothing(self, changes: dict[str, object]) -> None:
+    def test_of_another_setting_it_says_nothing(self, changes: dict[str, Any]) -> None:
         assert decided(broken(**changes)).engine == "llama.cpp"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import msgspec
@@ -62,7 +61,7 @@ class TestForAFile:
         path.write_bytes(b"some weights")
         known = self.reference(path)
         path.write_bytes(b"more weights than that")
-        os.chmod(path, 0)
+        path.chmod(0)
         assert reference_for(replaced(builtin.builtin_facts(), files=(str(path),)), [known]) is None
 
     def test_no_file(self, tmp_path: Path) -> None:

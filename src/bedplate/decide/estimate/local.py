@@ -522,12 +522,15 @@ def is_current(case: Case) -> bool:
     """Whether the engine's version is one of those that make up its main profile, and not an older one.
 
     Builds of llama.cpp are numbered, and tables that name none are mostly of 2023 and 2024. Transformers starts fewer
-    kernels for each layer since its attention was rewritten in 4.48.
+    kernels for each layer since its attention was rewritten in 4.48. vLLM's first engine, the default before 0.8, took
+    longer between two steps.
     """
     if case.engine == "llama.cpp":
         return bool(case.version) or case.backend == "cpu"
     if case.engine == "pytorch" and (found := re.match(r"4\.(\d+)", case.version)):
         return int(found[1]) >= 48
+    if case.engine == "vllm" and (found := re.match(r"v?0\.(\d+)", case.version)):
+        return int(found[1]) >= 8
     return True
 
 

@@ -38,8 +38,10 @@ APPLE_SIDE_BY_SIDE, APPLE_SIDE_BY_SIDE_MATRIX = 1.5, 1.2
 # multiply matrices: published prompt speeds of cards of one generation follow their power limits, not their peaks.
 OPS_PER_JOULE = {
     "pascal": 0.1e12, "volta": 0.4e12, "turing": 0.3e12, "ampere-dc": 0.75e12, "ampere": 0.4e12, "ada": 0.65e12,
-    "hopper": 1.0e12, "blackwell-dc": 1.2e12, "blackwell": 0.75e12,
+    "hopper": 1.0e12, "blackwell-dc": 1.2e12, "blackwell": 0.75e12, "rdna2": 0.15e12, "rdna3": 0.3e12, "rdna4": 0.6e12,
 }  # fmt: skip
+SHARED_WATTS = 0.85
+"""Of a chip's limit, what its GPU gets where CPU cores and the memory's controller are on the same chip."""
 CORE_HZ = {"server": 2.6e9, "desktop": 3.6e9, "small": 2.0e9}
 NVIDIA_FAMILIES = (
     ((6, 1), "pascal"), ((7, 0), "volta"), ((7, 5), "turing"), ((8, 0), "ampere-dc"), ((8, 6), "ampere"),
@@ -287,12 +289,14 @@ def _plain_ops(kind: str, chip: Chip) -> float:
     per_cycle = PLAIN_OPS_PER_CYCLE_16.get(kind)
     if kind == "apple" and _apple_generation(chip) >= 3:
         return sheet * APPLE_SIDE_BY_SIDE_MATRIX
-    if per_cycle is None:
-        return sheet
-    # GeForce cards do 16-bit accumulation at twice the rate of the sheet's 32-bit one; the others do not.
-    peak = min(per_cycle * _core_hz(kind, chip), sheet * (2 if chip.kind == "consumer" else 1))
-    powered = OPS_PER_JOULE[kind] * chip.watts if chip.watts and not chip.unified else None
-    return peak if powered is None or not peak else (peak**-2 + powered**-2) ** -0.5
+    peak = sheet
+    if per_cycle is not None:
+        # GeForce cards do 16-bit accumulation at twice the rate of the sheet's 32-bit one; the others do not.
+        peak = min(per_cycle * _core_hz(kind, chip), sheet * (2 if chip.kind == "consumer" else 1))
+    if not peak or not chip.watts or kind not in OPS_PER_JOULE:
+        return peak
+    powered = OPS_PER_JOULE[kind] * chip.watts * (SHARED_WATTS if chip.unified else 1.0)
+    return float((peak**-2 + powered**-2) ** -0.5)
 
 
 def _measured_ops(hardware: Hardware, sheet: dict[str, float]) -> dict[str, float]:

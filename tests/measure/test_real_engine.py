@@ -1,0 +1,61 @@
+"""The real llama.cpp on the real model: found good as it is, and broken when its positions are turned wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import Served, wait_for
+from tests.measure.samples_of_agreement import plan
+
+from bedplate import store
+from bedplate.facts.hardware import probe
+from bedplate.measure.agreement import ask, compare, judged, quick_ones
+from bedplate.measure.reference import shipped_references
+from bedplate.run.builtin import FILE_SHA256, builtin_facts
+from bedplate.values.agreement import Agreement
+
+KEY = b"llama.rope.freq_base"
+FLOAT32 = 6
+"""The number of this type in a GGUF header."""
+
+
+def test_serve_checks_the_first_time_and_remembers(
+    serve: Callable[..., Served], tmp_path: Path, bedplate_home: Path
+) -> None:
+    for folder in ("engines", "models"):
+        (tmp_path / folder).symlink_to(bedplate_home / folder)
+    first = serve("--check", env={"BEDPLATE_HOME": str(tmp_path)})
+    wait_for(lambda: "the reference: 4" in "".join(first.stderr), "the answers to be checked", 240)
+    path = tmp_path / "store.sqlite"
+    (found,) = wait_for(lambda: kept(path), "what was found to be kept")
+    assert found.verdict == "ok" and found.answered == 48 and found.agreed >= 46
+    assert first.stop() == 0
+    again = serve("--check", env={"BEDPLATE_HOME": str(tmp_path)})
+    assert again.stop() == 0 and "the reference" not in "".join(again.stderr)
+    assert len(kept(path)) == 1
+
+
+def kept(path: Path) -> tuple[Agreement, ...]:
+    return store.agreements(store.fingerprint(probe()), builtin_facts().name, path)
+
+
+def test_wrong_positions_are_found_out(serve: Callable[..., Served], builtin_gguf: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(with_rope_base(builtin_gguf.read_bytes(), 500.0))
+    served = serve(str(broken))
+    (reference,) = [one for one in shipped_references() if one.sha256 == FILE_SHA256]
+    pairs = quick_ones(reference.known())
+    said = asyncio.run(ask(served.root, pairs, model=served.endpoint["model"]))
+    found = judged(plan(), reference, compare(pairs, said), at="2026-11-15T10:00:00Z", machine="m1")
+    assert found.verdict == "broken" and found.answered == len(pairs) and found.evidence
+
+
+def with_rope_base(file: bytes, base: float) -> bytes:
+    """The same file with another base of its rotary positions: it loads, and reads long texts wrongly."""
+    at = file.index(KEY) + len(KEY)
+    kind, before = struct.unpack_from("<If", file, at)
+    assert kind == FLOAT32 and before == 100_000.0
+    return file[: at + 4] + struct.pack("<f", base) + file[at + 8 :]
