@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from bedplate.decide import decide, plan
+from bedplate.decide.memory import fit
 from bedplate.engines import engine
 from bedplate.facts.hardware import probe
 from bedplate.run.builtin import builtin_facts, fetch_builtin
@@ -64,7 +65,7 @@ def main() -> None:
     hardware, llama = probe(), engine("llama.cpp")
     fetch_builtin()
     model, workload = builtin_facts(), Workload()
-    base = plan(decide(hardware, model, workload), model, workload)
+    base = plan(decide(hardware, model, workload, installable=True), model, workload)
     environment = make_environment(llama)
     env = variables(Path(environment.path), os.environ)
     rows = []
@@ -73,7 +74,7 @@ def main() -> None:
         settings = Settings(slots=slots, context_tokens=context, threads=base.settings.threads, gpu_layers=0)
         port = free_port()
         argv = command(environment, llama.launch(replaced(base, settings=settings), port))
-        need = llama.memory(hardware, model, settings)
+        (need,) = fit(hardware, model, replaced(workload, concurrency=slots), llama, settings=settings).devices
         rows.append((context, slots, need, measure(argv, env, port, slots, context)))
     errors = [abs(need.total_bytes - seen) / seen for _, _, need, seen in rows]
     if options.json:

@@ -48,8 +48,8 @@ def test_figures_have_a_band_and_say_what_they_are() -> None:
 
 
 def test_a_4090_makes_about_as_many_tokens_as_people_measure() -> None:
-    """Between 100 and 190 tokens a second is what is published of Llama 3 8B Q4_K_M, from 2024 to today."""
-    assert 100 < 1 / expected(machine()).tpot_s < 190
+    """Builds of today: 130 to 165 tokens a second is what is published of Llama 3 8B Q4_K_M since CUDA graphs."""
+    assert 125 < 1 / expected(machine()).tpot_s < 170
 
 
 def test_parts_add_up_to_the_step() -> None:

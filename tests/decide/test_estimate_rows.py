@@ -8,15 +8,18 @@ import io
 import statistics
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bedplate.decide.estimate import local
 from bedplate.decide.estimate.calibration import table
+from bedplate.decide.estimate.local import Profile
 from bedplate.decide.estimate.rows import Case, Prediction, Refused, engine_of, layout_of, predict, resolve
 from bedplate.decide.estimate.table import predictions, read_table, write_table
-from bedplate.errors import BadQuestion
+from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.values import Parallelism
 
 ROOT = Path(__file__).parents[2]
@@ -216,9 +219,44 @@ def test_what_is_no_table_is_a_question(text: str) -> None:
 
 
 def test_every_fitted_figure_says_where_it_is_from() -> None:
-    for key, profile in table("local")["profiles"].items():
-        assert profile["sources"], key
-        assert 0 < profile["values"]["read"] <= 0.97, key
+    effects = table("local")["effects"]
+    for name, effect in effects.items():
+        assert effect["sources"] and effect["rows"] > 0, name
+        assert all(figure > 0 for figure in effect["values"].values()), name
+    for base in ("gpu", "cpu"):
+        assert set(effects[base]["values"]) == set(Profile._fields)
+
+
+@pytest.mark.parametrize("damage", [{}, {"effects": {}}, {"effects": {"gpu": {"values": {"slack": 0.1}}}}])
+def test_a_damaged_data_file_is_an_error_and_no_refusal(monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any]) -> None:
+    monkeypatch.setattr("bedplate.decide.estimate.calibration.table", lambda name: damage)
+    local._profile.cache_clear()
+    try:
+        with pytest.raises(OutsideFailed) as failed:
+            predict(ROW)
+        assert failed.value.hint is not None and "install" in failed.value.hint
+    finally:
+        local._profile.cache_clear()
+
+
+def test_an_engine_that_nobody_measured_takes_what_its_like_have_in_common() -> None:
+    measured, unmeasured = value(engine="exllamav2"), value(engine="exllamav3")
+    assert unmeasured == pytest.approx(measured, rel=0.25)
+    assert value(engine="something new", quantization="4-bit") > 0
+
+
+def test_builds_of_today_are_faster_than_tables_without_a_build() -> None:
+    assert value(engine_version="b7340") > 1.05 * value(engine_version="")
+
+
+def test_a_tables_older_vllm_takes_longer() -> None:
+    new, old = (value(engine="vLLM", quantization="BF16", hardware="A100", engine_version=v) for v in ("0.11", "0.6.3"))
+    assert new != old
+
+
+def test_cpu_cores_draw_less_than_what_a_gpu_beside_them_draws() -> None:
+    assert case(hardware="AMD Ryzen AI Max+ 395", backend="CPU").machine.bandwidth_bytes_s == pytest.approx(0.6 * 256e9)
+    assert case(hardware="AMD Ryzen AI Max+ 395", backend="Vulkan").machine.bandwidth_bytes_s == pytest.approx(256e9)
 
 
 def score_program() -> ModuleType:

@@ -184,10 +184,11 @@ class TestFloors:
         assert floor_for(plan("nobody's", "converted", "safetensors")) == FLOORS[-1][1]
 
 
-def test_the_quick_ones_are_clear_and_spread() -> None:
+def test_the_quick_ones_are_clear_short_and_spread() -> None:
     pairs = [(f"p{n}", Known(" x", "text", 3, CLEAR_GAP * (n % 2))) for n in range(400)]
     found = quick_ones(pairs)
     assert len(found) == QUICK and all(known.gap >= CLEAR_GAP for _, known in found)
+    assert quick_ones([("a long one", Known(" x", "text", 2000, 9.0))]) == ()
     assert int(found[0][0][1:]) < 10 and int(found[-1][0][1:]) > 380
 
 

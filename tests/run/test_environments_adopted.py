@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.run.test_environments import Tiny, own_home
 
@@ -153,7 +154,8 @@ class TestForgetting:
             forget(Tiny())
 
     def test_bedplates_own_is_there_again(self, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        adopt(Tiny(), theirs)
+        adopted = adopt(Tiny(), theirs)
+        own = msgspec.structs.replace(adopted, adopted=None)
         forget(Tiny())
-        monkeypatch.setattr(environments, "_install", lambda *_: "installed")
-        assert make_environment(Tiny()) == "installed"
+        monkeypatch.setattr(environments, "_install", lambda *_: own)
+        assert make_environment(Tiny()) == own

@@ -18,6 +18,7 @@ from tests.conftest import gone, wait_for
 
 from bedplate.engines import Engine, Recipe
 from bedplate.errors import OutsideFailed
+from bedplate.home import home
 from bedplate.run import prepare as module
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment
@@ -235,7 +236,7 @@ class TestWhere:
         assert folder is not None
         told = json.loads((folder / "told").read_text())
         assert told["HF_HUB_OFFLINE"] == "1" and "HF_TOKEN" not in told
-        assert Path(told["HF_HUB_CACHE"]).is_dir() and Path(told["HF_HUB_CACHE"]).is_relative_to(module.home())
+        assert Path(told["HF_HUB_CACHE"]).is_dir() and Path(told["HF_HUB_CACHE"]).is_relative_to(home())
 
     def test_the_cache_of_the_hub_is_there(self, own_home: Path) -> None:
         assert Path(offline({})["HF_HOME"]).is_dir()

@@ -92,7 +92,7 @@ class OnnxRuntime(ServedByBedplate):
         ),
         programs=(("onnxruntime-server", "onnxruntime_server.py"), ("onnx-export", "onnx_export.py"), CORE),
         download_bytes=320_000_000,
-        disk_bytes=1_250_000_000,
+        disk_bytes=1_080_000_000,
         check="import onnxruntime, onnxruntime_genai, tokenizers, jinja2, onnx_ir, torch, transformers",
     )
     formats = ("onnx",)

@@ -312,7 +312,8 @@ VARIANTS = frozenset({
 })  # fmt: skip
 SAME_WORDS = {"mobile": "laptop", "notebook": "laptop", "sxm2": "sxm", "sxm3": "sxm", "sxm4": "sxm", "sxm5": "sxm"}
 SAME_WORDS |= {"sxm6": "sxm", "pci": "pcie", "express": "", "quadros": "quadro"}
-COUNT_FIRST = re.compile(r"\s*([0-9]{1,5})\s*[x*]\s*(?=[^\s0-9])|\s*([0-9]{1,5})\s+[x*]\s+(?=\S)")
+COUNT_FIRST = re.compile(r"\s*([0-9]{1,5})(?:\s*[x*]\s*(?=[^\s0-9])|\s+[x*]\s+(?=\S)|[x*]\s+(?=[0-9]{4}(?![0-9])))")
+TAIL_OF_MODEL = re.compile(r"xtx?(?![a-z0-9])")
 COUNT_LAST = re.compile(r"\s*(?:\*\s*|(?<=\s)x\s*|x)([0-9]{1,5})\s*$")
 MEMORY = re.compile(r"(?<![a-z0-9.])([0-9]{1,5}(?:\.[0-9]{1,3})?)\s?(t|g)(?:i?b)?(?![a-z0-9/])")
 CORES = re.compile(r"(?<![a-z0-9])([0-9]{1,3})[\s-]?cores?(?![a-z])(?:\s+gpu)?")
@@ -349,8 +350,9 @@ def _understand(text: str) -> _Asked:
 
 def _split_count(text: str) -> tuple[int | None, str]:
     """ "8x H100 SXM", "4 × RTX 4090", "h100*8", "H100 x8": how many, and of what."""
-    if found := COUNT_FIRST.match(text):
-        return int(found[1] or found[2]), text[found.end() :]
+    # "7900 XTX" is a card, and not 7900 of something that begins with the rest of that word.
+    if (found := COUNT_FIRST.match(text)) and not TAIL_OF_MODEL.match(text, found.end() - 1):
+        return int(found[1]), text[found.end() :]
     if found := COUNT_LAST.search(text):
         before = text[: found.start()]
         # "H100x8" is eight of them, "rtx3080" is not 3080 of anything.

@@ -23,13 +23,14 @@ from bedplate.store import add_agreement, agreements, fingerprint
 from bedplate.values import Hardware, Plan
 from bedplate.values.agreement import Agreement, Disagreement
 
-CLEAR_GAP = 1.0
-"""In logits: the favourite is then e times as likely as the next best. Below it, rounding alone may turn the two."""
-FLOORS = ((16.0, 0.97), (8.0, 0.95), (6.0, 0.90), (5.0, 0.85), (0.0, 0.60))
+CLEAR_GAP = 0.5
+"""In logits: the favourite is then 1.6 times as likely as the next best. Rounding turned none of these in 8 bits."""
+FLOORS = ((16.0, 0.98), (8.0, 0.97), (6.0, 0.93), (5.0, 0.85), (0.0, 0.55))
 """Least share of clear answers that weights of so many bits explain, where they were made from the reference's own."""
 CHANCE = 1e-3
 """How unlikely a count must be under the floor to be called broken: a few ill-chosen prefixes are not enough."""
 QUICK = 48
+QUICK_TOKENS = 100
 QUICK_IN_FLIGHT = 2
 """At start-up the clients' own requests come first."""
 MOST_EVIDENCE = 8
@@ -61,8 +62,8 @@ Pairs = Sequence[tuple[str, Known]]
 
 
 def quick_ones(pairs: Pairs, count: int = QUICK) -> Pairs:
-    """A few, spread over the text, that the reference answers clearly: the most that few requests can tell."""
-    return spread([pair for pair in pairs if is_clear(pair[1])], count)
+    """A few that are soon read and that the reference answers clearly: the most that few requests can tell."""
+    return spread([pair for pair in pairs if is_clear(pair[1]) and pair[1].tokens <= QUICK_TOKENS], count)
 
 
 def is_clear(known: Known) -> bool:

@@ -32,7 +32,7 @@ def cut(text: str, count: int) -> tuple[str, ...]:
     """
     words = [(found.start(), found.end()) for found in re.finditer(r"\S+", text)]
     starts = [start for start, _ in words]
-    usable = [end for _, end in words if end >= LEAST_CHARACTERS]
+    usable = [end for _, end in words if end - starts[0] >= LEAST_CHARACTERS]
     found: dict[str, None] = {}
     for number, end in enumerate(spread(usable, count)):
         length = LENGTHS[number % len(LENGTHS)]

@@ -125,10 +125,18 @@ class Efficiencies(NamedTuple):
     """Of a prompt's time, how much the tokens of others wait for: passes that both share cost less than two."""
     request_s: float
     """Accepting a request and sending its first token."""
+    first_layer_s: float
+    """What the host does for a layer of a new request's first pass, which no captured graph spares it."""
+    first_expert_layer_s: float
+    """The same for a layer with experts, beside the former; likewise the next two."""
+    first_latent_layer_s: float
+    first_state_layer_s: float
+    host: float
+    """An engine's time for the four above against that of all engines."""
+    host_shared: float
+    """Of that time, what each request of a wave adds to the wait of those behind it."""
     steps_waited: float
     """Passes that go by before a lone request is taken in and its token is sent: polling and streaming intervals."""
-    steps_growth: float
-    """How that grows with the batch: as a power of it."""
     queue: float
     burst: float
     """Share of all requests in the first wave, halved: each of them waits for half of the others on average."""
@@ -341,6 +349,16 @@ def resident(w: Any, e: Any, complete: Any) -> Any:
     return most(w.room_bytes / held, 1.0)
 
 
+def first_host_s(w: Any, e: Any) -> Any:
+    """Launching the first pass of a request kernel by kernel, which has little to do with the chip or the prompt."""
+    return e.host * (
+        w.layers * e.first_layer_s
+        + w.expert_layers * e.first_expert_layer_s
+        + w.latent_layers * e.first_latent_layer_s
+        + w.state_layers * e.first_state_layer_s
+    )
+
+
 def steady(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
     """Time to first token, time per token and batch of a group, `streams` requests being always in flight.
 
@@ -356,10 +374,13 @@ def steady(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
         token_s = decode_s(w, e, batch) + batch / w.pipeline / w.output * prompt_s * e.prompt_share
         batch = held * w.output * token_s / (w.output * token_s + prompt_s)
     busy = least(batch / w.output * prompt_s / token_s, BUSIEST)
+    host_s = first_host_s(w, e)
     first_s = (
         e.request_s
-        + e.steps_waited * most(batch, 1.0) ** e.steps_growth * decode_s(w, e, batch)
-        + prompt_s * (1.0 + e.queue * busy / (1.0 - busy) + e.burst * held)
+        + host_s
+        + e.steps_waited * decode_s(w, e, batch)
+        + prompt_s * (1.0 + e.queue * busy / (1.0 - busy))
+        + e.burst * held * (prompt_s + e.host_shared * host_s)
     )
     queued_s = most(own / held - 1.0, 0.0) * (w.output * token_s + prompt_s)
     return first_s + queued_s, token_s, batch

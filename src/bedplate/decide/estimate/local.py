@@ -33,7 +33,8 @@ CHUNK_TOKENS = {"llama.cpp": 512}
 """Prompt tokens that an engine computes at once, where it is not the whole prompt."""
 MOST_CHUNK = 8192
 VECTOR_TOKENS = 8
-"""Up to so many tokens, engines multiply vectors instead of matrices where that is faster; not so Vulkan's experts."""
+"""Up to so many tokens, engines multiply vectors instead of matrices where that is faster; not so Vulkan's experts.
+Engines for serving multiply even one token as a tile of a matrix, which on chips of few operations takes longer."""
 HOST_COPY_TOKENS = 32
 PACKED = frozenset({"gptq", "awq", "compressed-tensors"})
 ACTIVATION_COPIES = 24.0
@@ -205,7 +206,7 @@ def forward(profile: Profile, work: Work) -> Pass:
     matrix = (matrix + work.expert_s * packed * _hypot(work.each, profile.tile) / share) / tuned
     # A product of few rows is bound by reading, of many by computing; in between it is both.
     whole = _both(reading, matrix + work.moved_s * profile.activation)
-    tiled = (work.tokens > 1) & ((work.tokens > work.vectors) | (whole < vector))
+    tiled = (work.tokens > work.vectors) | ((work.tokens > 1) & (whole < vector))
     weights = (1 - tiled) * vector + tiled * _least(reading, whole)
     compute = tiled * (whole - _least(reading, whole))
     kv_s = work.kv_s / profile.kv_read + (1 - work.prompt) * work.pairs_hz * profile.pair
@@ -494,8 +495,14 @@ def ask(
     return Question(
         engine=engine, profile=profile, key=key, machine=machine, shape=shape, tensor=tensor, pipeline=pipeline,
         chunk=chunk or CHUNK_TOKENS.get(engine, MOST_CHUNK), fused=fused, ops_s=matrix_ops_s(engine, machine, shape),
-        vectors=1 if shape.experts and backend.startswith("vulkan") else VECTOR_TOKENS, host=host,
+        vectors=_vectors(engine, backend, shape), host=host,
     )  # fmt: skip
+
+
+def _vectors(engine: str, backend: str, shape: Shape) -> int:
+    if ENGINE_CLASSES.get(engine) in ("serving", "eager"):
+        return 0
+    return 1 if shape.experts and backend.startswith("vulkan") else VECTOR_TOKENS
 
 
 def question_of(case: Case) -> Question:

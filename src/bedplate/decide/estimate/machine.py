@@ -26,10 +26,11 @@ CORE_OPS_PER_CYCLE = (
 PLAIN_OPS_PER_CYCLE = 16.0
 # 32-bit lanes of one multiprocessor or compute unit, by architecture; 128 where none is listed (vendors' whitepapers).
 LANES = {"volta": 64, "turing": 64, "ampere-dc": 64, "rdna2": 64}
-# Operations that one of them does in a cycle with warp-wide 16-bit matrix instructions, 16-bit accumulation.
+# Operations that one of them does in a cycle with warp-wide 16-bit matrix instructions, 16-bit accumulation. What Hopper
+# and the Blackwell of data centres add to it takes instructions for whole groups of warps, which portable kernels lack.
 PLAIN_OPS_PER_CYCLE_16 = {
-    "volta": 1024, "turing": 1024, "ampere-dc": 2048, "ampere": 1024, "ada": 1024, "hopper": 2048,
-    "blackwell-dc": 2048, "blackwell": 1024,
+    "volta": 1024, "turing": 1024, "ampere-dc": 2048, "ampere": 1024, "ada": 1024, "hopper": 1024,
+    "blackwell-dc": 1024, "blackwell": 1024,
 }  # fmt: skip
 # Apple's GPUs since M3 issue floating-point and integer operations side by side (Apple, "Explore GPU advancements in M3
 # and A17 Pro", 2023), which unpacking weights is half and half of, and multiplying matrices in part.
@@ -40,8 +41,9 @@ OPS_PER_JOULE = {
     "pascal": 0.1e12, "volta": 0.4e12, "turing": 0.3e12, "ampere-dc": 0.75e12, "ampere": 0.4e12, "ada": 0.65e12,
     "hopper": 1.0e12, "blackwell-dc": 1.2e12, "blackwell": 0.75e12, "rdna2": 0.15e12, "rdna3": 0.3e12, "rdna4": 0.6e12,
 }  # fmt: skip
-SHARED_WATTS = 0.85
-"""Of a chip's limit, what its GPU gets where CPU cores and the memory's controller are on the same chip."""
+SHARED_CPU_BANDWIDTH = 0.6
+"""Where a GPU has the same memory, what all CPU cores together draw of its bandwidth: their link to it is narrower. Two
+dies of Strix Halo read 32 bytes a cycle each, 128 of 256 GB/s; the cores of an M1 Max were measured at 243 of 400."""
 CORE_HZ = {"server": 2.6e9, "desktop": 3.6e9, "small": 2.0e9}
 NVIDIA_FAMILIES = (
     ((6, 1), "pascal"), ((7, 0), "volta"), ((7, 5), "turing"), ((8, 0), "ampere-dc"), ((8, 6), "ampere"),
@@ -159,7 +161,7 @@ def machine_from_chip(chip: Chip, devices: int = 1, *, threads: int | None = Non
     """A machine of `devices` such chips, as their makers connect them."""
     if chip.kind == "cpu":
         cores = threads or chip.cores or 1
-        return _of_cpu(chip.name, chip.arch or "x86_64", chip.instruction_sets, cores, chip.bandwidth_bytes_s, chip)
+        return _of_cpu(chip.name, chip.arch or "x86_64", chip.instruction_sets, cores, _cpu_bandwidth(chip), chip)
     link = chip.link if chip.link is not None and not chip.link.optional else None
     peers = max(1, link.domain - 1) if link is not None and link.topology == "mesh" else 1
     peer = link.gb_s * 1e9 / peers if link is not None else chip.pcie_bytes_s
@@ -193,10 +195,21 @@ def cpu_machine(cpu: Cpu, bandwidth: Figure | None) -> Machine:
     if chip is not None and chip.kind != "cpu":
         chip = None
     sockets = cpu.sockets or 1
-    sheet = chip.bandwidth_bytes_s * sockets if chip else None
+    sheet = _cpu_bandwidth(chip) * sockets if chip else None
+    if bandwidth is not None and bandwidth.basis != "measured" and chip is not None and _shares_memory(chip):
+        bandwidth = None
     rate = _bandwidth_of(bandwidth, sheet)
     sets = cpu.instruction_sets or (chip.instruction_sets if chip else ())
     return _of_cpu(cpu.name, cpu.arch, sets, cpu.allowed_physical_cores, rate, chip)
+
+
+def _shares_memory(chip: Chip) -> bool:
+    """Whether a CPU has the wide memory that is there for a GPU beside it."""
+    return (chip.memory_type or "").startswith("LPDDR") and (chip.memory_bits or 0) >= 256
+
+
+def _cpu_bandwidth(chip: Chip) -> float:
+    return chip.bandwidth_bytes_s * (SHARED_CPU_BANDWIDTH if _shares_memory(chip) else 1.0)
 
 
 def host_machine(hardware: Hardware) -> Machine:
@@ -293,9 +306,10 @@ def _plain_ops(kind: str, chip: Chip) -> float:
     if per_cycle is not None:
         # GeForce cards do 16-bit accumulation at twice the rate of the sheet's 32-bit one; the others do not.
         peak = min(per_cycle * _core_hz(kind, chip), sheet * (2 if chip.kind == "consumer" else 1))
-    if not peak or not chip.watts or kind not in OPS_PER_JOULE:
+    if not peak or not chip.watts or kind not in OPS_PER_JOULE or (chip.unified and chip.vendor == "nvidia"):
+        # NVIDIA's GB10 keeps its clock within its limit.
         return peak
-    powered = OPS_PER_JOULE[kind] * chip.watts * (SHARED_WATTS if chip.unified else 1.0)
+    powered = OPS_PER_JOULE[kind] * chip.watts
     return float((peak**-2 + powered**-2) ** -0.5)
 
 

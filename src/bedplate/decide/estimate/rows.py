@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
+
 from bedplate.decide.estimate.machine import Machine, machine_from_chip
 from bedplate.decide.estimate.physics import Shape, shape_of
-from bedplate.errors import BadQuestion, BedplateError
+from bedplate.errors import BadQuestion, BedplateError, OutsideFailed
 from bedplate.facts.chips import Chip, chips, find_chip
 from bedplate.facts.known_models import lookup, model_from_facts, understood
 from bedplate.values import Model, Parallelism, replaced
@@ -134,12 +136,25 @@ def resolve(row: Mapping[str, str | None]) -> Case | Refused:
 
 
 def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
-    """The row's metric with its band, or why there is none. Nothing in a row makes it raise."""
+    """The row's metric with its band, or why there is none. Nothing in a row makes it raise; a damaged data file does."""
     try:
         case = resolve(row)
-        return case if isinstance(case, Refused) else predicted(case)
     except (BedplateError, ArithmeticError, ValueError, LookupError) as error:
+        return Refused(f"cannot be understood: {error}")
+    if isinstance(case, Refused):
+        return case
+    try:
+        return predicted(case)
+    except OutsideFailed:
+        raise
+    except (BedplateError, ArithmeticError) as error:
         return Refused(f"cannot be computed: {error}")
+    except (LookupError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise OutsideFailed(
+            "the fitted figures that estimates rest on cannot be read",
+            cause=f"{type(error).__name__}: {error}",
+            hint="a file of bedplate itself is damaged: install it again",
+        ) from error
 
 
 def predicted(case: Case) -> Prediction | Refused:
@@ -206,8 +221,6 @@ def _chip(text: str) -> Chip:
     if " / " in text:
         raise BadQuestion(f"{text!r} names more than one machine")
     plain = re.sub(r"^\s*virtualized\s+|^\s*\[[^\]]*\]\s*", "", text, flags=re.IGNORECASE)
-    # Not 7900 of something that begins with an x.
-    plain = re.sub(r"^\s*(?=\d{4}\s*xtx?\b)", "RX ", plain, flags=re.IGNORECASE)
     try:
         return find_chip(plain, guess=True).chip
     except BadQuestion:
