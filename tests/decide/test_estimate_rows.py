@@ -228,7 +228,9 @@ def test_every_fitted_figure_says_where_it_is_from() -> None:
 
 
 @pytest.mark.parametrize("damage", [{}, {"effects": {}}, {"effects": {"gpu": {"values": {"slack": 0.1}}}}])
-def test_a_damaged_data_file_is_an_error_and_no_refusal(monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any]) -> None:
+def test_a_damaged_data_file_is_an_error_and_no_refusal(
+    monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any]
+) -> None:
     monkeypatch.setattr("bedplate.decide.estimate.calibration.table", lambda name: damage)
     local._profile.cache_clear()
     try:

@@ -53,6 +53,7 @@ class Shipped(ServedByBedplate):
 class Server:
     process: subprocess.Popen[bytes]
     port: int
+    opened: openai.OpenAI | None = None
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
@@ -76,7 +77,10 @@ class Server:
         return {name.removeprefix("bedplate_engine_"): float(value) for name, _, value in rows}
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=KEY, max_retries=0, timeout=20)
+        if self.opened is None:
+            url = f"http://127.0.0.1:{self.port}/v1"
+            self.opened = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=20)
+        return self.opened
 
     def complete(self, prompt: str, **more: Any) -> tuple[int, Any]:
         return self.ask("/v1/completions", {"prompt": prompt, **more})
@@ -104,6 +108,8 @@ def start(*arguments: str, env: dict[str, str] | None = None, wait: bool = True)
 
 
 def stop(server: Server) -> None:
+    if server.opened is not None:
+        server.opened.close()
     server.process.kill()
     server.process.communicate()
 

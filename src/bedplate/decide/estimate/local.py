@@ -307,7 +307,8 @@ def _host_s(host: Host | None, machine: Machine, shape: Shape, tokens: float, to
 
 
 def _hypot(one: float, other: float) -> float:
-    return (one * one + other * other) ** 0.5
+    found: float = (one * one + other * other) ** 0.5
+    return found
 
 
 def _least(one: float, other: float) -> float:
@@ -316,7 +317,8 @@ def _least(one: float, other: float) -> float:
 
 def _both(one: float, other: float) -> float:
     """Two things that overlap in part: more than the longer, less than the sum."""
-    return (one**4 + other**4) ** 0.25
+    found: float = (one**4 + other**4) ** 0.25
+    return found
 
 
 def _weight_class(shape: Shape) -> int:
@@ -354,12 +356,14 @@ def effects_of(engine: str, backend: str, machine: Machine, current: bool = True
     """
     driver, *builds = backend.split("-")
     kind = ENGINE_CLASSES.get(engine)
-    names = [machine.kind, driver if machine.kind == "gpu" else machine.family]
-    if machine.kind == "gpu":
-        names += [memory_of(machine), f"chip {machine.family}"]
+    if machine.kind == "cpu":
+        # Nothing that an engine does on GPUs says how good its kernels for CPUs are.
+        names = ["cpu", machine.family, *([f"like {kind}/cpu"] if kind else []), f"{engine}/cpu"]
+        return tuple(names)
+    names = ["gpu", driver, memory_of(machine), f"chip {machine.family}"]
     if kind is not None:
         names += [f"like {kind}", f"like {kind}/{driver}"]
-    names += [f"{engine}", f"{engine}/{driver}"]
+    names += [engine, f"{engine}/{driver}"]
     names += [f"{engine}/{driver}-{build}" for build in builds]
     if not current:
         names += [f"{engine} older", f"{engine}/{driver} older"]

@@ -26,8 +26,8 @@ CORE_OPS_PER_CYCLE = (
 PLAIN_OPS_PER_CYCLE = 16.0
 # 32-bit lanes of one multiprocessor or compute unit, by architecture; 128 where none is listed (vendors' whitepapers).
 LANES = {"volta": 64, "turing": 64, "ampere-dc": 64, "rdna2": 64}
-# Operations that one of them does in a cycle with warp-wide 16-bit matrix instructions, 16-bit accumulation. What Hopper
-# and the Blackwell of data centres add to it takes instructions for whole groups of warps, which portable kernels lack.
+# Operations that one of them does in a cycle with warp-wide 16-bit matrix instructions, 16-bit accumulation. What
+# Hopper and data-centre Blackwell add takes instructions for whole groups of warps, which portable kernels lack.
 PLAIN_OPS_PER_CYCLE_16 = {
     "volta": 1024, "turing": 1024, "ampere-dc": 2048, "ampere": 1024, "ada": 1024, "hopper": 1024,
     "blackwell-dc": 1024, "blackwell": 1024,

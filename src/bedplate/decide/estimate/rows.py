@@ -136,7 +136,7 @@ def resolve(row: Mapping[str, str | None]) -> Case | Refused:
 
 
 def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
-    """The row's metric with its band, or why there is none. Nothing in a row makes it raise; a damaged data file does."""
+    """The row's metric with its band, or why there is none. No row makes it raise; a damaged data file does."""
     try:
         case = resolve(row)
     except (BedplateError, ArithmeticError, ValueError, LookupError) as error:
