@@ -65,6 +65,8 @@ OF_MEMORY = (*OF_CHIPS,)
 SCALE = 0.06
 """Residuals of this size, in logarithms, weigh as much as one standard deviation of a prior."""
 ROUNDS = 30
+NARROWEST = (0.93, 1.07)
+"""A band is never narrower: two boxes of the same kind differ by as much."""
 MORE_WEIGHT = 0.4
 """Of further tables, single figures that people wrote down, over that of tables which somebody measured in one go."""
 
@@ -367,7 +369,10 @@ def bands(found: list[tuple[Row, float]]) -> dict[str, tuple[float, float]]:
         ratios[row.case.metric].append(1 / (1 + error))
         ratios[f"{row.case.metric}/{effects_of(row)[-1]}"].append(1 / (1 + error))
     return {
-        name: (round(float(np.quantile(values, 0.1)), 3), round(float(np.quantile(values, 0.9)), 3))
+        name: (
+            min(NARROWEST[0], round(float(np.quantile(values, 0.1)), 3)),
+            max(NARROWEST[1], round(float(np.quantile(values, 0.9)), 3)),
+        )
         for name, values in sorted(ratios.items())
         if len(values) >= 10
     }

@@ -84,8 +84,6 @@ PARAMETERS = {
     "steps_waited": Parameter("positive", 2.0, "e"),
     "queue": Parameter("positive", 0.05),
     "burst": Parameter("positive", 0.05, "e", 0.2),
-    "launch_layer_s": Parameter("positive", 5e-5, "e", 0.4),
-    "launch_expert_layer_s": Parameter("positive", 2e-4, "ef", 0.4),
     "cache_held": Parameter("positive", 1.0, "e"),
     "saturation": Parameter("positive", 0.9, "e", 0.3),
     "unevenness": Parameter("positive", 0.15),

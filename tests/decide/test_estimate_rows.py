@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bedplate.decide.estimate import local
+from bedplate.decide.estimate import calibration, local
 from bedplate.decide.estimate.calibration import table
 from bedplate.decide.estimate.local import Profile
 from bedplate.decide.estimate.rows import Case, Prediction, Refused, engine_of, layout_of, predict, resolve
@@ -231,7 +231,7 @@ def test_every_fitted_figure_says_where_it_is_from() -> None:
 def test_a_damaged_data_file_is_an_error_and_no_refusal(
     monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("bedplate.decide.estimate.calibration.table", lambda name: damage)
+    monkeypatch.setattr(calibration, "table", lambda name: damage)
     local._profile.cache_clear()
     try:
         with pytest.raises(OutsideFailed) as failed:

@@ -25,7 +25,7 @@ from bedplate.values.agreement import Agreement, Disagreement
 
 CLEAR_GAP = 0.5
 """In logits: the favourite is then 1.6 times as likely as the next best. Rounding turned none of these in 8 bits."""
-FLOORS = ((16.0, 0.98), (8.0, 0.97), (6.0, 0.80), (5.0, 0.70), (0.0, 0.55))
+FLOORS = ((16.0, 0.98), (8.0, 0.97), (6.0, 0.85), (5.0, 0.65), (0.0, 0.55))
 """Least share of clear answers that weights of so many bits explain, where they were made from the reference's own."""
 CHANCE = 1e-3
 """How unlikely a count must be under the floor to be called broken: a few ill-chosen prefixes are not enough."""

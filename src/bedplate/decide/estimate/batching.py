@@ -151,9 +151,6 @@ class Efficiencies(NamedTuple):
     queue: float
     burst: float
     """Share of all requests in the first wave, halved: each of them waits for half of the others on average."""
-    launch_layer_s: float
-    """Launching a layer's kernels for a prompt, without graphs: what bounds short prompts."""
-    launch_expert_layer_s: float
     cache_held: float
     """Of a half-written sequence's cache, what is held on average: lengths vary, and requests leave."""
     saturation: float
@@ -354,10 +351,8 @@ def decode_s(w: Any, e: Any, batch: Any) -> Any:
 
 
 def prefill_s(w: Any, e: Any) -> Any:
-    """One prompt by itself: its pass, or launching its kernels where that takes longer."""
-    passing = pass_s(w, e, w.prompt, 0.0, w.prompt_attending_s, 1.0, e.reduce_rate_prompt)
-    launching = w.layers * e.launch_layer_s + w.expert_layers * e.launch_expert_layer_s
-    return (passing**OVERLAP + launching**OVERLAP) ** (1 / OVERLAP)
+    """One prompt by itself."""
+    return pass_s(w, e, w.prompt, 0.0, w.prompt_attending_s, 1.0, e.reduce_rate_prompt)
 
 
 def resident(w: Any, e: Any, complete: Any) -> Any:
@@ -425,8 +420,8 @@ def one_wave(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
     return first_s + queued_s, token_s, prompt_s * held
 
 
-def apart(w: Any, spread: Any, e: Any, streams: Any, ranks: Any, prompt_s: Any) -> Any:
-    """Times to first token and per token, and a worker's batch, where other workers compute the prompts.
+def apart(w: Any, spread: Any, prompts: Any, e: Any, streams: Any, ranks: Any) -> Any:
+    """Times to first token and per token, and a worker's batch, where other workers compute the `prompts`.
 
     How many workers there are is mostly not published, nor how each is divided: people add them as load grows, and take
     the faster of dividing a sequence's attention (`w`) and dealing out sequences (`spread`).
@@ -434,5 +429,6 @@ def apart(w: Any, spread: Any, e: Any, streams: Any, ranks: Any, prompt_s: Any) 
     workers = (1.0 + streams / (e.apart_streams * ranks)) ** e.apart_growth
     share = most(streams / workers, 1.0)
     token_s = least(decode_s(w, e, share), decode_s(spread, e, most(share / ranks, 1.0))) * e.apart_token
-    first_s = e.apart_first_s + prompt_s * (1.0 + e.apart_queue * streams**e.apart_queue_growth)
+    waiting_s = prefill_s(prompts, e) * (1.0 + e.apart_queue * streams**e.apart_queue_growth)
+    first_s = e.request_s + first_host_s(prompts, e) + e.apart_first_s + waiting_s
     return first_s, token_s, share

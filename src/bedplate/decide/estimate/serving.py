@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -43,6 +44,8 @@ RESIDENT_AT_LEAST = 24
 """Requests that a tuned submission holds on a replica at the least; otherwise it takes more devices for one."""
 UNSURE_SHARE = 0.02
 """Of a device's memory: weights that exceed it by less may be stored a little smaller than we think."""
+SURELY = 2.0
+"""How many times slower, so that no engine's prompts are fast enough."""
 NODE = 8
 """Accelerators of a server, where a table does not say how many there are."""
 MOST_TENSOR = 16
@@ -65,6 +68,8 @@ class Workers(NamedTuple):
     decode: Layout
     streams: int | None
     """All of the decode workers' batches together, where that is said."""
+    counted: bool
+    """Whether it is said how many workers of each kind there are."""
 
 
 class Question(NamedTuple):
@@ -108,7 +113,7 @@ def answer(question: Question, e: Any) -> Answer:
     """Times and throughput of a load, or of columns of loads of one way."""
     way, w, streams = question.way, question.work, question.streams
     if way == "apart":
-        first, token, batch = apart(w, question.spread, e, streams, question.ranks, prefill_s(question.prompts, e))
+        first, token, batch = apart(w, question.spread, question.prompts, e, streams, question.ranks)
         return Answer(first, token, streamed_tok_s(w, first, token, streams), batch)
     room = least(resident(w, e, question.complete), question.slots * w.pipeline / w.groups)
     if way == "steady":
@@ -317,6 +322,8 @@ def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | 
     if streams is None:
         return Refused("the row does not say how many requests were in flight")
     shape, bits = case.shape, usual_kv_bits(case.shape)
+    if not workers.counted and (why := _indivisible(case, workers)):
+        return Refused(why)
     decode = _at_least_holding(case, workers.decode)
     prefill = _at_least_holding(case, workers.prefill)
     spread = layout_on(Layout(1, decode.ranks, decode.ranks), shape)
@@ -331,7 +338,41 @@ def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | 
         complete=0.0,
         ranks=float(decode.ranks),
     )
+    if not workers.counted and case.metric == "ttft_ms" and _outruns_prefill(question):
+        return Refused(f"the number of prefill workers is not stated, and one could not keep up with {streams} streams")
+    if not workers.counted and _overfills(question):
+        return Refused(f"the number of decode workers is not stated, and one could not hold {streams} streams")
     return Asked(question, machine, decode, prompt + output / 2, bits)
+
+
+def _indivisible(case: Case, workers: Workers) -> str | None:
+    """Why the ranks that a row has cannot be those of one worker; then nothing says what one worker is."""
+    fewest = min(workers.prefill.ranks, workers.decode.ranks)
+    if case.shape.total_bytes > fewest * (case.machine.memory_bytes or math.inf):
+        return (
+            "the number of prefill and decode workers is not stated, and the weights do not fit the "
+            f"{fewest} × {case.chip.name} that are"
+        )
+    both = workers.prefill.ranks
+    if both == workers.decode.ranks and both & (both - 1):
+        return f"{both} ranks are those of all workers together, and how they are divided is not stated"
+    return None
+
+
+def _outruns_prefill(question: Question) -> bool:
+    """Whether one prefill worker at its sheet's rate is far slower than one decode worker at the sheet's bandwidth."""
+    prompts, work, spread = question.prompts, question.work, question.spread
+    prompt_s = prompts.prompt * (prompts.dense_ops_s + prompts.expert_ops_s) + prompts.prompt_attending_s
+    cache_s = question.streams * min(work.cache_s, spread.cache_s / question.ranks)
+    token_s = work.dense_s + work.experts_s + cache_s
+    return bool(question.streams * prompt_s > SURELY * work.output * token_s)
+
+
+def _overfills(question: Question) -> bool:
+    """Whether one decode worker has too little memory for the caches, divided or dealt out to its ranks."""
+    divided, dealt = question.work, question.spread
+    room = max(divided.room_bytes / divided.held_bytes, question.ranks * dealt.room_bytes / dealt.held_bytes)
+    return bool(question.streams > room)
 
 
 def _at_least_holding(case: Case, layout: Layout) -> Layout:
@@ -392,7 +433,7 @@ def arranged(case: Case) -> Layout | Workers:
         tensor, expert = 1, groups
     elif tensor > MOST_TENSOR or tensor & (tensor - 1):
         whole = Layout(tensor, 1, tensor)
-        return Workers(Layout(NODE, 1, NODE), whole, None)
+        return Workers(whole, whole, None, counted=False)
     devices = case.devices or 0
     replicas = max(1, said.get("dp") or 1)
     if devices % (tensor * groups * stages) == 0 and not case.scenario.lower().startswith("agg"):
@@ -413,13 +454,15 @@ def _unsaid_groups(case: Case, tensor: int, expert_ranks: int) -> tuple[int, int
 def _disaggregated(text: str) -> Workers:
     sides = []
     streams = 0
+    counted = True
     for count, inside in re.findall(r"(\d*)\s*x?\s*\(([^)]*)\)", text)[:2]:
         said = {name: int(number) for name, number in re.findall(r"(tp|dp|ep|bs)(\d{1,5})", inside)}
         ranks = max(1, said.get("tp", 1)) * max(1, said.get("dp", 1))
         sides.append(Layout(ranks, 1, max(1, said.get("ep", 1))))
+        counted = counted and bool(count)
         streams = (int(count) if count else 1) * said.get("bs", 0) * max(1, said.get("dp", 1))
     sides = sides or [Layout(NODE, 1, 1)]
-    return Workers(sides[0], sides[-1], streams or None)
+    return Workers(sides[0], sides[-1], streams or None, counted)
 
 
 def _token_floor_s(
