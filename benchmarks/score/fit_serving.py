@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,20 +49,24 @@ class Parameter(NamedTuple):
     """What it may differ by: e(ngine), f(amily of chips), w(eight type)."""
     tight: float = 1.0
     """How firmly its deviations are held at none."""
+    firm: float = 1.0
+    """How firmly it is held at its start, for what hardly more than one engine shows."""
 
 
 PARAMETERS = {
     "dense_read": Parameter("share", 0.86, "ef"),
-    "expert_read": Parameter("share", 0.8, "fw"),
+    "expert_read": Parameter("share", 0.8, "f"),
+    "unpacking": Parameter("positive", 0.3),
+    "unpacking_layer_s": Parameter("positive", 1e-5),
     "cache_read": Parameter("share", 0.7, "ef"),
     "matrix": Parameter("share", 0.5, "efw"),
-    "expert_matrix": Parameter("share", 0.2, "efw"),
+    "expert_matrix": Parameter("share", 0.2, "ef"),
     "attention": Parameter("share", 0.43, "e"),
     "activations": Parameter("positive", 20.0, "e"),
     "expert_activations": Parameter("positive", 5.0, "e"),
     "routing_spread": Parameter("share", 0.8),
     "layer_s": Parameter("positive", 48e-6, "ef"),
-    "expert_layer_s": Parameter("positive", 21e-6, "efw", 2.0),
+    "expert_layer_s": Parameter("positive", 21e-6, "ef"),
     "latent_layer_s": Parameter("positive", 12e-6, "ef"),
     "state_layer_s": Parameter("positive", 40e-6),
     "sparse_layer_s": Parameter("positive", 75e-6),
@@ -74,28 +79,28 @@ PARAMETERS = {
     "exchange_latency_s": Parameter("positive", 4e-6, "e"),
     "exchange_rate": Parameter("share", 0.15, "e"),
     "prompt_share": Parameter("positive", 0.75, "e"),
-    "request_s": Parameter("positive", 10e-3, "e", 1.0),
-    "first_layer_s": Parameter("positive", 4e-4),
-    "first_expert_layer_s": Parameter("positive", 8e-4),
-    "first_latent_layer_s": Parameter("positive", 7e-4),
-    "first_state_layer_s": Parameter("positive", 1.5e-3),
-    "host": Parameter("positive", 1.0, "e", 0.3),
-    "host_shared": Parameter("positive", 0.1, "e"),
+    "request_s": Parameter("positive", 10e-3, "e", 1.0, 0.3),
+    "first_layer_s": Parameter("positive", 4e-4, firm=0.3),
+    "first_expert_layer_s": Parameter("positive", 8e-4, firm=0.3),
+    "first_latent_layer_s": Parameter("positive", 7e-4, firm=0.3),
+    "first_state_layer_s": Parameter("positive", 1.5e-3, firm=0.3),
+    "host": Parameter("positive", 1.0, "e", 0.2),
+    "host_shared": Parameter("positive", 0.1, "e", 0.5, 0.3),
     "steps_waited": Parameter("positive", 2.0, "e"),
-    "queue": Parameter("positive", 0.05),
-    "burst": Parameter("positive", 0.05, "e", 0.2),
+    "queue": Parameter("positive", 0.05, firm=0.3),
+    "burst": Parameter("positive", 0.05, "e", 0.15),
     "cache_held": Parameter("positive", 1.0, "e"),
-    "saturation": Parameter("positive", 0.9, "e", 0.3),
+    "saturation": Parameter("positive", 1.0, "e", 0.3, 8.0),
     "unevenness": Parameter("positive", 0.15),
     "wave_slower": Parameter("positive", 2.0, "e", 0.1),
     "wave_token": Parameter("positive", 1.3, "e", 0.1),
-    "apart_token": Parameter("positive", 0.8, "e", 0.4),
-    "apart_streams": Parameter("positive", 8.0),
-    "apart_growth": Parameter("positive", 0.6, "e", 0.4),
-    "apart_first_s": Parameter("positive", 0.2, "e", 0.4),
-    "apart_queue": Parameter("positive", 1.0, "e", 0.4),
-    "apart_queue_growth": Parameter("positive", 0.5, "e", 0.4),
-    "tuned": Parameter("positive", 1.2, "e", 0.4),
+    "apart_token": Parameter("positive", 0.8, "e", 0.2, 0.4),
+    "apart_streams": Parameter("positive", 8.0, "", 1.0, 0.4),
+    "apart_growth": Parameter("positive", 0.4, "e", 0.2, 0.4),
+    "apart_first_s": Parameter("positive", 0.05, "e", 0.2, 0.4),
+    "apart_queue": Parameter("positive", 1.0, "e", 0.2, 0.4),
+    "apart_queue_growth": Parameter("positive", 0.5, "e", 0.2, 0.4),
+    "tuned": Parameter("positive", 1.2, "e", 0.4, 4.0),
     "tuned_server": Parameter("positive", 0.92),
     "tuned_interactive": Parameter("positive", 0.6),
 }
@@ -105,7 +110,7 @@ APART = [name for name in NAMES if name.startswith("apart_")]
 SPREAD = {"ttft_ms": 0.2, "tpot_ms": 0.12, "output_tok_s_total": 0.15}
 WEIGHT = {"ttft_ms": 0.6, "tpot_ms": 1.0, "output_tok_s_total": 0.8}
 WAY_WEIGHT = {"offline": 0.6, "server": 0.6, "interactive": 0.4, "wave": 0.5, "apart": 0.7}
-BASE_TIGHT, MOVE_TIGHT = 0.15, 1.2
+BASE_TIGHT, MOVE_TIGHT = 0.4, 2.0
 SMALL = 40
 
 
@@ -202,7 +207,11 @@ class Columns:
         )
         scale = np.array([SPREAD[METRICS[m]] for m in self.metric])
         weight = np.array([WEIGHT[METRICS[m]] for m in self.metric]) * WAY_WEIGHT.get(first.way, 1.0)
-        self.scale, self.weight = scale, weight * np.array([row.trust for row in chosen])
+        # What tables repeat was measured once.
+        same = [(row.engine, row.question, row.metric, row.value) for row in chosen]
+        often = Counter(same)
+        once = np.array([often[one] ** -0.5 for one in same])
+        self.scale, self.weight = scale, weight * np.array([row.trust for row in chosen]) * once
 
     def logs(self, e: Any) -> Array:
         """Logarithm of predicted over true."""
@@ -255,6 +264,7 @@ class Fit:
                     at += len(self.keys[axis])
         self.size = at
         self.tight = np.full(at, BASE_TIGHT)
+        self.tight[: len(NAMES)] *= [PARAMETERS[name].firm for name in NAMES]
         for (name, _), place in self.slots.items():
             self.tight[place] = MOVE_TIGHT * PARAMETERS[name].tight
 

@@ -59,6 +59,10 @@ class Work(NamedTuple):
     """Reading the weights that every pass reads."""
     experts_s: float
     """Reading all routed experts."""
+    dense_unpacked_s: float
+    """Of `dense_s`, what is of 4 bits that the chip's units cannot multiply: weights are unpacked on the way."""
+    experts_unpacked_s: float
+    unpacking_layers: float
     idle_share: float
     """Of the experts, what one token leaves alone."""
     cache_s: float
@@ -108,6 +112,9 @@ class Efficiencies(NamedTuple):
 
     dense_read: float
     expert_read: float
+    unpacking: float
+    """Time to unpack 4-bit weights against that of reading them at the sheet's bandwidth."""
+    unpacking_layer_s: float
     cache_read: float
     matrix: float
     expert_matrix: float
@@ -221,6 +228,8 @@ def work_of(
     wide = machine.rate("bf16", "fp16", "fp32") or 1e12
     dense_rate = _matrix_rate(machine, shape, shape.dense_bytes, shape.dense_params)
     expert_rate = _matrix_rate(machine, shape, shape.expert_bytes, shape.expert_params)
+    dense_unpacked = _unpacked(machine, shape, shape.dense_bytes, shape.dense_params)
+    experts_unpacked = _unpacked(machine, shape, shape.expert_bytes, shape.expert_params)
     cache = held = complete = pair_ops = 0.0
     for group in shape.attention:
         split = 1 if group.latent else min(tensor, group.kv_heads)
@@ -242,6 +251,9 @@ def work_of(
     return Work(
         dense_s=shape.dense_bytes / tensor / bandwidth,
         experts_s=shape.expert_bytes / ranks / bandwidth,
+        dense_unpacked_s=shape.dense_bytes / tensor / bandwidth if dense_unpacked else 0.0,
+        experts_unpacked_s=shape.expert_bytes / ranks / bandwidth if experts_unpacked else 0.0,
+        unpacking_layers=float(shape.layers * dense_unpacked + shape.moe_layers * experts_unpacked),
         idle_share=1.0 - shape.expert_share,
         cache_s=cache / bandwidth,
         dense_ops_s=2.0 * (shape.dense_params - shape.output_params) / tensor / dense_rate,
@@ -284,6 +296,13 @@ def _matrix_rate(machine: Machine, shape: Shape, size: float, params: float) -> 
     return machine.rate(*types) or 1e12
 
 
+def _unpacked(machine: Machine, shape: Shape, size: float, params: float) -> bool:
+    """Whether such weights are of 4 bits, and of a kind that this chip multiplies only after widening it."""
+    if not params or size * 8 / params >= 6:
+        return False
+    return weight_type(shape) == "int4" or "fp4" not in machine.ops_s
+
+
 @lru_cache(maxsize=512)
 def efficiencies(engine: str, family: str, weights: WeightType) -> Efficiencies:
     """As fitted for this engine on chips of this family; what nobody has measured stands at what all have in common."""
@@ -307,7 +326,12 @@ def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequ
     """Seconds of one pass of so many tokens through each group of ranks: reading, computing, links and fixed costs."""
     everywhere = tokens * w.groups
     touched = 1.0 - w.idle_share ** (everywhere * e.routing_spread)
-    reading = w.dense_s / e.dense_read + w.experts_s * touched / e.expert_read + cache_s / e.cache_read
+    reading = (
+        w.dense_s / e.dense_read
+        + w.experts_s * touched / e.expert_read
+        + cache_s / e.cache_read
+        + (w.dense_unpacked_s + w.experts_unpacked_s * touched) * e.unpacking
+    )
     computing = (
         (tokens * w.dense_ops_s + sequences * w.logits_s) / e.matrix
         + attending_s / e.attention
@@ -326,6 +350,7 @@ def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequ
         + w.state_layers * e.state_layer_s
         + w.sparse_layers * e.sparse_layer_s
         + w.quantizing * e.quantizing_s
+        + w.unpacking_layers * e.unpacking_layer_s
         + tokens * w.activation_s * e.activations
         + everywhere * w.expert_activation_s * e.expert_activations
         + e.pass_s
@@ -415,7 +440,7 @@ def one_wave(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
     held = least(own, most_resident)
     prompt_s = prefill_s(w, e) * e.wave_slower
     token_s = decode_s(w, e, held) * e.wave_token
-    first_s = e.request_s + e.steps_waited * token_s + prompt_s * (1.0 + held) / 2.0
+    first_s = e.request_s + first_host_s(w, e) + e.steps_waited * token_s + prompt_s * (1.0 + held) / 2.0
     queued_s = most(own / held - 1.0, 0.0) / 2.0 * (w.output * token_s + prompt_s * held)
     return first_s + queued_s, token_s, prompt_s * held
 
