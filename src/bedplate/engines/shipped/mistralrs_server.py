@@ -13,6 +13,7 @@ import os
 import struct
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -67,6 +68,7 @@ class MistralRs(OneByOne):
         import mistralrs
 
         self._rs: Any = mistralrs
+        self._one_call = threading.Lock()
         path = Path(options.model)
         progress(0.05)
         if path.suffix == ".gguf":
@@ -92,7 +94,7 @@ class MistralRs(OneByOne):
         except ValueError as error:
             # A backtrace of the engine's own follows the first line.
             raise Refused(f"mistral.rs cannot load the model: {_first_line(error)}") from error
-        self.text = RunnerText(self._runner, ChatTemplate(*names))
+        self.text = RunnerText(self._runner, self._one_call, ChatTemplate(*names))
         own = self._runner.max_sequence_length()
         self.context_tokens = min(filter(None, (options.context, own)), default=None)
         self.slots = 1
@@ -106,7 +108,9 @@ class MistralRs(OneByOne):
 
     def stream(self, request: Request) -> Iterator[Piece]:
         try:
-            chunks = self._runner.send_chat_completion_request(self._asked(request))
+            asked = self._asked(request)
+            with self._one_call:
+                chunks = self._runner.send_chat_completion_request(asked)
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             yield from (self._piece(request, chunk, decoder) for chunk in chunks)
         except ValueError as error:
@@ -162,17 +166,20 @@ def _first_line(error: ValueError) -> str:
 
 
 class RunnerText(Text):
-    """The runner's own tokenizer. Its calls fail while another one is under way, which only sending a request is."""
+    """The runner's own tokenizer. A call fails ("Already borrowed") while another thread is inside of the runner."""
 
-    def __init__(self, runner: Any, template: ChatTemplate) -> None:
+    def __init__(self, runner: Any, one_call: threading.Lock, template: ChatTemplate) -> None:
         self._runner = runner
+        self._one_call = one_call
         self._template = template
 
     def encode(self, text: str, special: bool) -> list[int]:
-        return [int(one) for one in self._runner.tokenize_text(text, special, None)]
+        with self._one_call:
+            return [int(one) for one in self._runner.tokenize_text(text, special, None)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._runner.detokenize_text(list(tokens), True))
+        with self._one_call:
+            return str(self._runner.detokenize_text(list(tokens), True))
 
     def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]) -> str:
         return self._template.render(messages, tools, more)
