@@ -408,7 +408,7 @@ def ollama_instead_of_llama_cpp(case: Case) -> Doubt | None:
     if case.operations.incumbent == "ollama":
         return None
     return Doubt(
-        "llama.cpp inside, with a store of its own; bedplate runs llama.cpp itself",
+        "llama.cpp inside, with a store of its own; llama.cpp is run here directly",
         "it is in service already",
         "outranked",
     )
