@@ -58,7 +58,9 @@ def _step(number: int, step: Preparation, engine: Engine) -> str:
     what = f"# {step.kind}: {step.what}{f' ({_sizes(step)})' if _sizes(step) else ''}"
     argv = step.argv
     if step.kind == "install" and not argv and engine.recipe is not None:
-        argv = ("uv", "pip", "install", *engine.recipe.packages)
+        # Without a word on it, torch comes with gigabytes for a GPU, also where there is none.
+        torch = any(package.startswith("torch==") for package in engine.recipe.packages)
+        argv = ("uv", "pip", "install", *(("--torch-backend", "auto") if torch else ()), *engine.recipe.packages)
     if not argv:
         return f"{what}, to {step.where}\n"
     if step.kind == "install":

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,11 +30,12 @@ from bedplate.run.models import fetched_model, is_builtin, local_model
 from bedplate.run.prepare import prepare
 from bedplate.run.progress import Progress, Silent
 from bedplate.run.supervisor import Supervisor
-from bedplate.store import agreements, fingerprint
+from bedplate.store import agreements, fingerprint, results
 from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
-from bedplate.values.agreement import Agreement
 from bedplate.values.intent import Operations
 from bedplate.values.units import seconds
+
+T = TypeVar("T")
 
 CheckAt = Callable[[str, str | None], Coroutine[Any, Any, None]]
 """Looks at the answers of an engine: its private URL, and the key that it asks for."""
@@ -99,7 +100,8 @@ def serve(
         workload,
         engine,
         operations=operations,
-        agreements=_checked_here(hardware, progress),
+        results=_remembered(results, hardware, progress),
+        agreements=_remembered(agreements, hardware, progress),
         installable=not adopted,
     )
     on_decision(hardware, facts, decision)
@@ -113,12 +115,12 @@ def serve(
     serve_plan(chosen, environment, listen, progress, on_ready, folder, checks)
 
 
-def _checked_here(hardware: Hardware, progress: Progress) -> tuple[Agreement, ...]:
-    """What earlier checks found on this machine; a store that cannot be read is no reason not to serve."""
+def _remembered(read: Callable[[str], tuple[T, ...]], hardware: Hardware, progress: Progress) -> tuple[T, ...]:
+    """What the store has of this machine; one that cannot be read is no reason not to serve."""
     try:
-        return agreements(fingerprint(hardware))
+        return read(fingerprint(hardware))
     except OutsideFailed as error:
-        progress.note(f"{error.message}: what earlier checks of answers found is not known")
+        progress.note(f"{error.message}: what was found here earlier is not known")
         return ()
 
 

@@ -44,8 +44,6 @@ RESIDENT_AT_LEAST = 24
 """Requests that a tuned submission holds on a replica at the least; otherwise it takes more devices for one."""
 UNSURE_SHARE = 0.02
 """Of a device's memory: weights that exceed it by less may be stored a little smaller than we think."""
-SURELY = 2.0
-"""How many times slower, so that no engine's prompts are fast enough."""
 NODE = 8
 """Accelerators of a server, where a table does not say how many there are."""
 MOST_TENSOR = 16
@@ -338,8 +336,6 @@ def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | 
         complete=0.0,
         ranks=float(decode.ranks),
     )
-    if not workers.counted and case.metric == "ttft_ms" and _outruns_prefill(question):
-        return Refused(f"the number of prefill workers is not stated, and one could not keep up with {streams} streams")
     if not workers.counted and _overfills(question):
         return Refused(f"the number of decode workers is not stated, and one could not hold {streams} streams")
     return Asked(question, machine, decode, prompt + output / 2, bits)
@@ -357,15 +353,6 @@ def _indivisible(case: Case, workers: Workers) -> str | None:
     if both == workers.decode.ranks and both & (both - 1):
         return f"{both} ranks are those of all workers together, and how they are divided is not stated"
     return None
-
-
-def _outruns_prefill(question: Question) -> bool:
-    """Whether one prefill worker at its sheet's rate is far slower than one decode worker at the sheet's bandwidth."""
-    prompts, work, spread = question.prompts, question.work, question.spread
-    prompt_s = prompts.prompt * (prompts.dense_ops_s + prompts.expert_ops_s) + prompts.prompt_attending_s
-    cache_s = question.streams * min(work.cache_s, spread.cache_s / question.ranks)
-    token_s = work.dense_s + work.experts_s + cache_s
-    return bool(question.streams * prompt_s > SURELY * work.output * token_s)
 
 
 def _overfills(question: Question) -> bool:
