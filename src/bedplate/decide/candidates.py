@@ -130,6 +130,11 @@ def too_large(engine: Engine, nearest: Candidate) -> Refusal:
     return engine.refusal("impossible", why, "; or ".join(what_would_fit(nearest)))
 
 
+def about_memory(refusal: Refusal) -> bool:
+    """Whether it is one of `too_large`: the engine could, had it the room."""
+    return refusal.kind == "impossible" and "(weights " in refusal.why
+
+
 def what_would_fit(nearest: Candidate) -> tuple[str, ...]:
     """The nearest things that would fit, nearest first; figures are rounded so that they still do."""
     hints: list[str] = []

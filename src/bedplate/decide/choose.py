@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bedplate.decide.candidates import Candidate, best, wrong_here
+from bedplate.decide.candidates import Candidate, about_memory, best, wrong_here
 from bedplate.decide.case import Case, with_tasks_agreed
 from bedplate.decide.evidence import Evidence, gathered
 from bedplate.decide.explain import expectations, reasons_for
@@ -217,8 +217,14 @@ class Search:
                 continue
             said = self._said_of(engine, chosen)
             (refused if isinstance(said, Refusal) else challengers).append(said)  # type: ignore[arg-type]
-        # The engine that was asked for is what the person wants to read about.
-        refused.sort(key=lambda refusal: asked is None or refusal.engine != asked.id)
+        # The engine that was asked for is what the person wants to read about; where nothing fits, by how much.
+        refused.sort(
+            key=lambda refusal: (
+                asked is None or refusal.engine != asked.id,
+                chosen is not None or not about_memory(refusal) or not all_engines()[refusal.engine].offloads,
+                chosen is not None or not about_memory(refusal),
+            )
+        )
         return tuple(refused), tuple(challengers)
 
     def _said_of(self, engine: Engine, chosen: Candidate | None) -> Refusal | Challenger:
@@ -250,11 +256,7 @@ class Search:
         """The nearest things that would fit: those of an engine that offloads, which needs least, before others."""
         engines = [asked] if asked is not None else sorted(all_engines().values(), key=lambda one: not one.offloads)
         tried = [refusal for engine in engines if isinstance(refusal := self._found.get(engine.id), Refusal)]
-        hints = [
-            refusal.hint
-            for refusal in tried
-            if refusal.hint and refusal.why.startswith("needs ") and "(weights" in refusal.why
-        ]
+        hints = [refusal.hint for refusal in tried if refusal.hint and about_memory(refusal)]
         return tuple(hints[0].split("; or ")) if hints else ()
 
 
