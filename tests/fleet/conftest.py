@@ -1,6 +1,6 @@
 """Every engine that this machine can run, for real: fresh environments, the same small weights, no fakes.
 
-Hours of downloads are not for everyday: these run only with `make fleet`, which sets BEDPLATE_FLEET.
+Hours of downloads are not for everyday: these run only where BEDPLATE_FLEET is set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TORCH = ("torch==2.13.0", "transformers==5.22.2", "gguf==0.19.0", "accelerate==1
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if os.environ.get("BEDPLATE_FLEET"):
         return
-    skip = pytest.mark.skip(reason="installs real engines, which takes long: `make fleet` runs it")
+    skip = pytest.mark.skip(reason="installs real engines, which takes long: set BEDPLATE_FLEET=1 to run it")
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(skip)

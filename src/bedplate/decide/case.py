@@ -22,6 +22,8 @@ VERY_LONG_TOKENS = 32768
 SHARED_TOKENS = 1024
 SHARED_SHARE = 0.5
 """A prefix worth a radix tree: most of the prompt, and more than a short system prompt."""
+STORED_BITS = 5.0
+"""Weights of at most so many bits are not stored anew in another form."""
 SMALL_PARAMETERS = 1_500_000_000
 """Below it, encoders and other models that are no LLMs."""
 MACHINERY = ("none", "container", "kubernetes", "cluster")

@@ -177,19 +177,21 @@ class Search:
         return None, None
 
     def _first_able(self, picked: Pick) -> Candidate | None:
-        engines, idle = all_engines(), bool(self.case.hardware.accelerators) and not self.installable
+        engines = all_engines()
         for engine_id in picked.engines:
             engine = engines.get(engine_id)
             found = self.candidate(engine) if engine is not None else None
-            if not isinstance(found, Candidate) or (idle and found.target.device == "cpu" and self._others_use_them()):
+            if not isinstance(found, Candidate) or self._wastes(found):
                 continue
             holds = found.max_concurrency >= self.case.in_flight
             if holds or not picked.holding or engine_id == picked.engines[-1]:
                 return found
         return None
 
-    def _others_use_them(self) -> bool:
-        """Whether any engine computes on the accelerators of this machine."""
+    def _wastes(self, found: Candidate) -> bool:
+        """Whether it would compute on the CPU while accelerators that another engine uses stay idle."""
+        if self.installable or found.target.device != "cpu" or not self.case.hardware.accelerators:
+            return False
         return any(
             (target := engine.target(self.case.hardware)) is not None and target.device != "cpu"
             for engine in all_engines().values()
@@ -239,6 +241,10 @@ class Search:
             return found
         if doubt is not None:
             return engine.refusal(doubt.kind, doubt.why, doubt.hint)
+        if self._wastes(found):
+            return engine.refusal(
+                "unsuitable", "would compute on the CPU here, and leave the GPU idle", engine.strength
+            )
         if chosen is None:
             return engine.refusal("outranked", "another engine was asked for", engine.strength)
         for rule in CHALLENGES:

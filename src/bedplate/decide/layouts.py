@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bedplate.engines import Engine
+from bedplate.engines.base import cards_of
 from bedplate.values import Hardware, Model, Parallelism
 
 TENSOR_SIZES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 72)
@@ -16,7 +17,7 @@ MOST_PIPELINE = 32
 
 def layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[Parallelism]:
     """Every layout over some or all of the cards that this engine can be told, replicas filling the rest."""
-    cards = sum(card.vendor in engine.vendors for card in hardware.accelerators)
+    cards = len(cards_of(hardware, engine.vendors))
     target = engine.target(hardware)
     if target is None or target.device == "cpu" or cards <= 1:
         yield Parallelism()

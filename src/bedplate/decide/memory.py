@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bedplate.engines import Engine
 from bedplate.engines import engine as engine_by_id
-from bedplate.engines.base import RESERVED_SHARE
+from bedplate.engines.base import RESERVED_SHARE, cards_of
 from bedplate.errors import BadQuestion
 from bedplate.facts.known_models import with_label
 from bedplate.values import Accelerator, Hardware, Model, Parallelism, Settings, Workload, estimate
@@ -72,7 +72,7 @@ def cards_for(hardware: Hardware, engine: Engine, layout: Parallelism) -> tuple[
     target = engine.target(hardware)
     if target is None or target.device == "cpu":
         return ()
-    cards = tuple(card for card in hardware.accelerators if card.vendor in engine.vendors)
+    cards = tuple(cards_of(hardware, engine.vendors))
     wanted = layout.tensor * layout.pipeline * layout.data
     if wanted > len(cards):
         raise BadQuestion(

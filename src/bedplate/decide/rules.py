@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, ParamSpec, TypeVar
 
-from bedplate.decide.case import FEW, MANY, RTX_CARDS, Case
+from bedplate.decide.case import FEW, MANY, RTX_CARDS, STORED_BITS, Case
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -165,7 +165,10 @@ def unusual(case: Case) -> Pick | None:
     if case.vendor is None or (case.many and case.vendor in ("nvidia", "amd")):
         return None
     if case.vendor not in ("nvidia", "amd") or case.kind == "edge" or case.unified:
-        return Pick(("llama.cpp", "mistral.rs"), f"{case.hardware.accelerators[0].name}: llama.cpp runs on it")
+        name = case.hardware.accelerators[0].name
+        if case.kind == "accelerator":
+            return Pick(("llama.cpp", "mistral.rs"), f"no engine here computes on {name}: the CPU beside it does")
+        return Pick(("llama.cpp", "mistral.rs"), f"{name}: llama.cpp runs on it")
     if case.vendor == "amd" and case.kind in ("consumer", "workstation"):
         return Pick(("llama.cpp", "mistral.rs"), "an AMD card of the desk: llama.cpp runs on it through ROCm or Vulkan")
     return None
@@ -183,6 +186,16 @@ def tight_memory(case: Case) -> Pick | None:
     return Pick(
         ("llama.cpp",), f"its weights exceed the cards' {room / 1e9:,.0f} GB even in 4 bits; RAM holds the rest"
     )
+
+
+@pick("format.stored", "physics: what is in four bits already loses again when it is stored anew")
+def stored_small(case: Case) -> Pick | None:
+    """Weights that come in about four bits are served in them, by an engine that takes them so."""
+    details = case.model.quantization_details
+    if not case.rtx or not case.few or details is None or details.bits > STORED_BITS:
+        return None
+    engines = {"gptq": ("exllamav2", "vllm"), "mxfp4": ("llama.cpp", "vllm")}.get(details.method, ("vllm",))
+    return Pick(engines, f"the weights come in {case.model.quantization}, and are served so")
 
 
 @pick("hardware.rtx", 'seeds/000 "Consumer GPU 1-4x RTX -> ExLlamaV2 / ExLlamaV3"')

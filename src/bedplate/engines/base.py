@@ -10,7 +10,18 @@ from typing import ClassVar, Literal
 import msgspec
 
 from bedplate.facts.chips import Chip, chip_of
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload
+from bedplate.values import (
+    Accelerator,
+    Hardware,
+    Launch,
+    Model,
+    Plan,
+    Preparation,
+    Refusal,
+    Settings,
+    Weights,
+    Workload,
+)
 from bedplate.values.decision import Device
 
 RESERVED_SHARE = 0.05
@@ -176,7 +187,7 @@ class Engine:
 
     def target(self, hardware: Hardware) -> Target | None:
         """What it would compute on here: accelerators before the CPU; `None` where there is neither."""
-        cards = [card for card in hardware.accelerators if card.vendor in self.vendors]
+        cards = cards_of(hardware, self.vendors)
         first = cards[0] if cards else None
         chip = chip_of(first) if first is not None else None
         capability = _version(first.compute_capability or (chip.capability if chip else None)) if first else None
@@ -268,6 +279,16 @@ class Engine:
                 "impossible", f"its kernels need compute capability {least} or newer", "a newer NVIDIA GPU"
             )
         return self.refusal("impossible", f"needs {_article(whose)} {whose} GPU", self.strength)
+
+
+def cards_of(hardware: Hardware, vendors: Iterable[str]) -> list[Accelerator]:
+    """The GPUs of these vendors; chips that are made for neural networks alone run none of these engines."""
+    return [card for card in hardware.accelerators if card.vendor in vendors and not _is_special(card)]
+
+
+def _is_special(card: Accelerator) -> bool:
+    chip = chip_of(card)
+    return chip is not None and chip.kind == "accelerator"
 
 
 def everyday_context(model: Model, workload: Workload) -> int:
