@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import hypothesis
 import psutil
 import pytest
 
@@ -23,6 +24,10 @@ from bedplate.run.builtin import fetch_builtin
 from bedplate.run.environments import Environment, make_environment
 
 T = TypeVar("T")
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)

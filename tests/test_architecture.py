@@ -85,8 +85,11 @@ def test_plan_loads_no_server_and_no_numpy() -> None:
     assert not loaded & {"numpy", "aiohttp", "huggingface_hub", "torch", "prometheus_client"}
 
 
-def test_help_is_nearly_as_quick_as_python_itself() -> None:
-    """Within 150 ms of bare Python's start, by the best of several runs of each in turn: the machine may be busy."""
+def test_help_takes_little_more_than_its_command_line_library() -> None:
+    """At most three times what importing typer takes beyond bare Python, by the best of several runs of each in turn.
+
+    A ratio within one run, since machines differ and may be busy; today it is about two.
+    """
 
     def took(*arguments: str) -> float:
         began = time.perf_counter()
@@ -94,6 +97,7 @@ def test_help_is_nearly_as_quick_as_python_itself() -> None:
         return time.perf_counter() - began
 
     took("-m", "bedplate", "--help")  # writes bytecode, where that is allowed
-    pairs = [(took("-c", "pass"), took("-m", "bedplate", "--help")) for _ in range(7)]
-    bare, ours = (min(side) for side in zip(*pairs, strict=True))
-    assert ours - bare < 0.150
+    commands = (("-c", "pass"), ("-c", "import typer"), ("-m", "bedplate", "--help"))
+    rounds = [tuple(took(*command) for command in commands) for _ in range(9)]
+    bare, library, ours = (min(side) for side in zip(*rounds, strict=True))
+    assert ours - bare < 3 * (library - bare)
