@@ -140,7 +140,7 @@ class TestSecrets:
                 "https://a.example/ https://…@d.example/…",
             ),
             ("HTTPS_PROXY", "http://us@er:p@ss@proxy.example:3128", "http://…@proxy.example:3128"),
-            ("UV_FIND_LINKS", "/opt/wheels", "/opt/wheels"),
+            ("UV_FIND_LINKS", "/srv/wheels", "/srv/wheels"),
             ("UV_OFFLINE", "1", "1"),
             ("HF_ENDPOINT", "https://mirror.example?token=abc", "https://mirror.example/…"),
             ("BEDPLATE_NOTE", "my key is sk-abcdefghijklmnop1234", "my key is …"),
