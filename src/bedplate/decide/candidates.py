@@ -26,6 +26,9 @@ LEAST_BITS = 3.0
 EVERYDAY_BITS = 4.0
 """seeds/002 "for text generation, 4-bit quantization is often acceptable"."""
 PRECISE_BITS = 8.0
+"""seeds/002 "anything where precision matters at the decimal level": such work keeps eight bits."""
+ROUNDED_OFF = 0.1
+"""Bits on average that a form may lack of its name, where a tensor or two is stored shorter."""
 READING_TOK_S = 20.0
 """Twice as fast as people read: what one person notices no difference above."""
 COMFORT_TPOT_S = 1 / READING_TOK_S
@@ -85,7 +88,7 @@ def best(
     if target is None:
         return engine.refusal("impossible", "what bedplate installs of it does not compute on this hardware")
     case = replace(case, hardware=hardware)
-    forms = [form for form in _forms(engine, target, case) if form is not None]
+    forms = list(_forms(engine, target, case))
     if not forms:
         return engine.refusal(
             "impossible",
@@ -180,7 +183,7 @@ def _without_cards(hardware: Hardware) -> Hardware:
     return replaced(hardware, accelerators=(), links=())
 
 
-def _forms(engine: Engine, target: Target, case: Case) -> Iterator[tuple[Weights, Model] | None]:
+def _forms(engine: Engine, target: Target, case: Case) -> Iterator[tuple[Weights, Model]]:
     """The forms in the order in which they are tried, each with the model as it is then."""
     offered = engine.weights(target, case.model, case.workload)
     if target.device in ("cuda", "rocm") and "fp8" in target.features and not case.workload.precision_sensitive:
@@ -188,10 +191,10 @@ def _forms(engine: Engine, target: Target, case: Case) -> Iterator[tuple[Weights
         eights = [form for form in offered if form.label == "FP8"]
         if engine.effort >= SERVER_EFFORT and eights and offered[0].label in SIXTEEN_BIT:
             offered = (*eights, *(form for form in offered if form.label != "FP8"))
+    least = PRECISE_BITS - ROUNDED_OFF if case.workload.precision_sensitive else LEAST_BITS
     for form in offered:
         model = _in_form(case.model, form)
-        bits = model.bits_per_weight or 16.0
-        if form.made != "as it is" and (bits < LEAST_BITS or (case.workload.precision_sensitive and bits < 7.9)):
+        if form.made != "as it is" and (model.bits_per_weight or 16.0) < least:
             continue
         yield form, model
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from bedplate.decide.candidates import LEAST_BITS, PRECISE_BITS, READING_TOK_S, Candidate
+from bedplate.decide.candidates import LEAST_BITS, PRECISE_BITS, READING_TOK_S, Candidate, about_memory
 from bedplate.decide.case import FEW, Case, with_tasks_agreed
 from bedplate.decide.choose import FIRST_GUESS_S, GUESSED_TPOT_S, Search
 from bedplate.decide.evidence import Evidence, Measured, gathered
@@ -342,7 +342,7 @@ def _choice(case: Case, evidence: Evidence) -> _Found | str:
 
 def _shortly(refusals: Sequence[Refusal]) -> str:
     """Of all refusals, the one that says the most about this machine: how much memory is missing."""
-    sizes = [refusal for refusal in refusals if "(weights" in refusal.why]
+    sizes = [refusal for refusal in refusals if about_memory(refusal)]
     sizes.sort(key=lambda refusal: refusal.engine != "llama.cpp")
     if sizes:
         return re.sub(r" \([^)]*\)", "", sizes[0].why)

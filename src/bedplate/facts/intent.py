@@ -24,7 +24,6 @@ OURS = {"schema", "origin", "notes"}
 SECTIONS: dict[str, type[msgspec.Struct]] = {"workload": Workload, "operations": Operations, "latency": LatencyTarget}
 LISTS: dict[str, type[msgspec.Struct]] = {"pools": Pool, "services": Service, "tenants": Tenant}
 ALIASES = {"context": "context_tokens"}
-HARDWARE_FIELDS = ("accelerator", "count", "gpus_per_node", "link", "network", "cpu", "cores", "ram_gb", "os", "arch")
 
 
 def read_intent(source: Path | str) -> Intent:
@@ -76,6 +75,8 @@ def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str 
 
 def override(intent: Intent, **options: Any) -> Intent:
     """The intent with what the command line says instead; an option that is `None` was not given."""
+    from bedplate.facts.simulated import FIELDS as HARDWARE_FIELDS
+
     given = {ALIASES.get(name, name): value for name, value in options.items() if value is not None}
     data: dict[str, Any] = msgspec.to_builtins(intent)
     data.pop("notes")
@@ -91,7 +92,7 @@ def override(intent: Intent, **options: Any) -> Intent:
         if name in ("model", "hardware"):
             _refuse_plural(intent, name)
             data[name] = value
-        elif name in HARDWARE_FIELDS and name not in Operations.__struct_fields__:
+        elif name in HARDWARE_FIELDS:
             _refuse_plural(intent, name)
             data["hardware"] = {**_machine_fields(data.get("hardware"), name), name: value}
         elif name in Workload.__struct_fields__ and name not in OURS:
