@@ -438,9 +438,13 @@ class TestCancelling:
 
     def test_a_queue_in_front(self, endless: Server) -> None:
         lines = [self.open(endless, stream=True) for _ in range(4)]
-        wait_for(lambda: endless.metrics()["requests_waiting"] == 2, "two to wait")
-        state = Shipped().read(endless.ask("/metrics")[1])
-        assert (state.running, state.waiting, state.kv_use) == (2, 2, 1.0)
+
+        def state() -> tuple[float | None, ...]:
+            read = Shipped().read(endless.ask("/metrics")[1])
+            return (read.running, read.waiting, read.kv_use)
+
+        # The cache's use is told by the engine's next step, a moment after the requests are counted.
+        wait_for(lambda: state() == (2, 2, 1.0), "two to be computed and two to wait")
         # One that waits goes, without ever having been computed; then one that runs, and the last takes its place.
         lines[3].close()
         wait_for(lambda: endless.metrics()["requests_waiting"] == 1, "the one that left to be forgotten")
