@@ -62,7 +62,7 @@ class TestLaunch:
     def test_its_kernels_are_compiled_before_anybody_waits(self) -> None:
         steps = EXL.launch(plan(EXL, RTX, model(LLAMA)), 1).prepare
         assert [step.kind for step in steps] == ["install", "build", "download", "convert"]
-        assert steps[1].argv[-1] == "import exllamav3" and steps[1].seconds is not None
+        assert steps[1].argv[-1].endswith("; import exllamav3") and steps[1].seconds is not None
 
 
 class TestWhatItTakes:

@@ -15,7 +15,7 @@ from bedplate.engines.base import (
     made_path,
     source_folder,
 )
-from bedplate.engines.exllamav3 import COMPILE_JOBS, compilation
+from bedplate.engines.exllamav3 import compilation, compile_jobs, kernels_env
 from bedplate.engines.shipped import CORE, ServedByBedplate
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.record import estimate
@@ -128,7 +128,8 @@ class ExLlamaV2(ServedByBedplate):
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         # Its cache is set aside at the start, so that it must hold more than a usual request.
-        return replaced(super().settle(hardware, model, workload), context_tokens=everyday_context(model, workload))
+        settings = super().settle(hardware, model, workload)
+        return replaced(settings, context_tokens=everyday_context(model, workload), threads=compile_jobs(hardware))
 
     def launch(self, plan: Plan, port: int) -> Launch:
         converted, cards = plan.weights.made == "converted", plan.parallelism.pipeline
@@ -137,7 +138,7 @@ class ExLlamaV2(ServedByBedplate):
             argv[argv.index("--model") + 1] = made_path(plan)
         if plan.settings.kv_type == "fp8":
             argv += ["--cache-bits", "8"]
-        env = {"MAX_JOBS": str(COMPILE_JOBS)}
+        env = kernels_env("exllamav2")
         if cards > 1:
             # It fills one card after the other, of all that it sees.
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) for number in range(cards))

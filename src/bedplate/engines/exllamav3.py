@@ -24,6 +24,8 @@ from bedplate.values.record import estimate
 BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
 PAGE_TOKENS = 256
 COMPILE_JOBS = 6
+BYTES_PER_JOB = 3 << 30
+"""Of the host's memory, what compiling one of its larger files takes."""
 CONVERT_WEIGHTS_S = 7e6
 # Of exllamav3/architecture/architectures.py in 1.6.5, as the `model_type` that configurations of these classes carry.
 # Drafting models are left out.
@@ -138,7 +140,8 @@ class ExLlamaV3(ServedByBedplate):
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         # Its cache is set aside at the start, so that it must hold more than a usual request.
-        return replaced(super().settle(hardware, model, workload), context_tokens=everyday_context(model, workload))
+        settings = super().settle(hardware, model, workload)
+        return replaced(settings, context_tokens=everyday_context(model, workload), threads=compile_jobs(hardware))
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, layout = plan.settings, plan.parallelism
@@ -158,23 +161,41 @@ class ExLlamaV3(ServedByBedplate):
         steps = [*self.installation(), compilation("exllamav3", settings)]
         if converted:
             steps += [*fetching(plan), _conversion(plan)]
-        return Launch(argv=tuple(argv), env={"MAX_JOBS": str(COMPILE_JOBS)}, prepare=tuple(steps))
+        return Launch(argv=tuple(argv), env=kernels_env("exllamav3"), prepare=tuple(steps))
 
     def explain(self, log: str) -> Failure | None:
         return known_failure(log, _KNOWN_FAILURES) or super().explain(log)
 
 
-def compilation(package: str, settings: Settings) -> Preparation:
+def compile_jobs(hardware: Hardware) -> int:
+    """As many compilers at once as there are cores and memory for."""
+    most = hardware.memory.available_bytes // BYTES_PER_JOB
+    return max(1, min(int(hardware.cpu.allowed_cores), most))
+
+
+def kernels_env(package: str) -> dict[str, str]:
+    """Where PyTorch finds the compiled kernels, from the folder that the launch runs in."""
+    return {"TORCH_EXTENSIONS_DIR": _kernels(package)}
+
+
+def compilation(package: str, settings: Settings, core_seconds: float = 4680.0) -> Preparation:
     """The first import compiles the package's kernels; better here than while somebody waits for the first answer."""
-    jobs = min(settings.threads or COMPILE_JOBS, COMPILE_JOBS)
+    jobs = settings.threads or COMPILE_JOBS
+    where = _kernels(package)
+    lines = ("import os", f'os.environ["TORCH_EXTENSIONS_DIR"] = os.path.abspath("{where}")')
+    lines += (f'os.environ.setdefault("MAX_JOBS", "{jobs}")', f"import {package}")
     return Preparation(
         kind="build",
         what=f"{package}'s CUDA kernels; wants nvcc and a C++ compiler",
-        where="PyTorch's folder for extensions",
-        seconds=estimate(780.0 * COMPILE_JOBS / jobs, 0.5, "13 min with 6 jobs beside an H200"),
+        where=where,
+        seconds=estimate(core_seconds / jobs, 0.5, "13 min with 6 jobs beside an H200"),
         disk_bytes=500_000_000,
-        argv=("env", f"MAX_JOBS={jobs}", "python", "-c", f"import {package}"),
+        argv=("python", "-c", "; ".join(lines)),
     )
+
+
+def _kernels(package: str) -> str:
+    return f"{package}-kernels"
 
 
 def _conversion(plan: Plan) -> Preparation:

@@ -1,0 +1,250 @@
+"""A Llama of any size with random weights, for speed alone: as a 16-bit folder, as GGUF, or as EXL3.
+
+    python benchmarks/models/random_llama.py --like SMOLLM2_FOLDER --shape 8b --form bf16 --out OUT_FOLDER
+    python benchmarks/models/random_llama.py --like SMOLLM2.gguf --shape 8b --form q4_k --out OUT.gguf
+
+The tokenizer is that of the model that it is like, so that every token has a text; hence the vocabulary is that one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHARD_BYTES = 4 << 30
+Q4_K_BLOCK, Q4_K_BYTES = 256, 144
+Q8_0_BLOCK, Q8_0_BYTES = 32, 34
+SPREAD = 0.02
+"""The usual standard deviation of an untrained model's weights."""
+MUL1 = 0x83DC_D12D
+"""The multiplier that names ExLlamaV3's usual codebook; stored beside each of its tensors."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int = 128
+
+
+SHAPES = {
+    "8b": Shape(4096, 14336, 32, 32, 8),
+    "1b": Shape(2048, 8192, 16, 32, 8, head=64),
+    "tiny": Shape(256, 512, 2, 4, 2, head=64),
+}
+
+
+def linears(shape: Shape) -> Iterator[tuple[str, int, int]]:
+    """Every matrix of the layers: name, rows (outputs), columns (inputs)."""
+    q, kv = shape.heads * shape.head, shape.kv_heads * shape.head
+    for layer in range(shape.layers):
+        at = f"model.layers.{layer}"
+        yield f"{at}.self_attn.q_proj", q, shape.hidden
+        yield f"{at}.self_attn.k_proj", kv, shape.hidden
+        yield f"{at}.self_attn.v_proj", kv, shape.hidden
+        yield f"{at}.self_attn.o_proj", shape.hidden, q
+        yield f"{at}.mlp.gate_proj", shape.intermediate, shape.hidden
+        yield f"{at}.mlp.up_proj", shape.intermediate, shape.hidden
+        yield f"{at}.mlp.down_proj", shape.hidden, shape.intermediate
+
+
+def norms(shape: Shape) -> Iterator[str]:
+    for layer in range(shape.layers):
+        yield f"model.layers.{layer}.input_layernorm"
+        yield f"model.layers.{layer}.post_attention_layernorm"
+    yield "model.norm"
+
+
+def config(shape: Shape, like: dict[str, Any], exl3_bits: int | None) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head,
+        "vocab_size": like["vocab_size"],
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **{name: like[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in like},
+        **({"quantization_config": _exl3(exl3_bits)} if exl3_bits else {}),
+    }
+
+
+def _exl3(bits: int) -> dict[str, Any]:
+    return {"quant_method": "exl3", "version": "1.6.5", "bits": float(bits), "head_bits": 6, "codebook": "mul1"}
+
+
+def write_folder(shape: Shape, like: Path, out: Path, exl3_bits: int | None) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    make = torch.Generator(device).manual_seed(0)
+    known = json.loads((like / "config.json").read_text())
+    out.mkdir(parents=True)
+    for file in like.iterdir():
+        if "token" in file.name or file.suffix == ".jinja" or file.name == "generation_config.json":
+            shutil.copy(file, out / file.name)
+    (out / "config.json").write_text(json.dumps(config(shape, known, exl3_bits), indent=2))
+    kind = torch.bfloat16 if exl3_bits is None else torch.float16
+
+    def dense(*size: int) -> Any:
+        return (torch.randn(size, generator=make, device=device) * SPREAD).to(kind).cpu()
+
+    def packed(name: str, rows: int, columns: int, bits: int) -> dict[str, Any]:
+        tiles = (columns // 16, rows // 16, 16 * bits)
+        words = torch.randint(-(1 << 15), 1 << 15, tiles, generator=make, device=device, dtype=torch.int16)
+        sign = lambda size: (torch.randint(0, 2, (size,), generator=make, device=device) * 2 - 1).half()  # noqa: E731
+        return {
+            f"{name}.trellis": words.cpu(),
+            f"{name}.suh": sign(columns).cpu(),
+            f"{name}.svh": (sign(rows) * SPREAD).cpu(),
+            f"{name}.mul1": torch.tensor(MUL1 - (1 << 32), dtype=torch.int32),
+        }
+
+    shard: dict[str, Any] = {"model.embed_tokens.weight": dense(known["vocab_size"], shape.hidden)}
+    where: dict[str, str] = {}
+    total = number = 0
+
+    def flush() -> None:
+        nonlocal shard, number
+        number += 1
+        name = f"model-{number:05d}.safetensors"
+        save_file(shard, str(out / name), metadata={"format": "pt"})
+        where.update(dict.fromkeys(shard, name))
+        shard = {}
+
+    for name in norms(shape):
+        shard[f"{name}.weight"] = torch.ones(shape.hidden, dtype=kind)
+    for name, rows, columns in [*linears(shape), ("lm_head", known["vocab_size"], shape.hidden)]:
+        bits = 6 if name == "lm_head" else exl3_bits
+        shard |= packed(name, rows, columns, bits or 6) if exl3_bits else {f"{name}.weight": dense(rows, columns)}
+        if sum(one.nbytes for one in shard.values()) > SHARD_BYTES:
+            total += sum(one.nbytes for one in shard.values())
+            flush()
+    total += sum(one.nbytes for one in shard.values())
+    flush()
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def gguf_name(name: str) -> str:
+    if name in ("model.norm", "lm_head"):
+        return {"model.norm": "output_norm", "lm_head": "output"}[name]
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{GGUF_NAMES[rest]}"
+
+
+def write_gguf(shape: Shape, like: Path, out: Path, form: str) -> None:
+    import gguf
+    import numpy as np
+
+    reader = gguf.GGUFReader(like)
+    writer = gguf.GGUFWriter(out, "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("tokenizer."):
+            continue
+        value = field.contents()
+        kind = field.types[0]
+        sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, value, kind, sub)
+    vocab = len(reader.fields["tokenizer.ggml.tokens"].contents())
+    writer.add_name(f"random Llama {form}")
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(131072)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.intermediate)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head)
+    writer.add_value_length(shape.head)
+    writer.add_rope_dimension_count(shape.head)
+    writer.add_rope_freq_base(500000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(vocab)
+    writer.add_file_type({"q4_k": 15, "q8_0": 7, "f16": 1}[form])
+    random = np.random.default_rng(0)
+
+    def q8_0(rows: int, columns: int) -> Any:
+        blocks = np.empty((rows, columns // Q8_0_BLOCK, Q8_0_BYTES), np.uint8)
+        blocks[..., :2] = np.frombuffer(np.float16(SPREAD / 64).tobytes(), np.uint8)
+        blocks[..., 2:] = random.integers(0, 256, blocks[..., 2:].shape, np.uint8)
+        return blocks.reshape(rows, -1), gguf.GGMLQuantizationType.Q8_0
+
+    def q4_k(rows: int, columns: int) -> Any:
+        blocks = np.empty((rows, columns // Q4_K_BLOCK, Q4_K_BYTES), np.uint8)
+        # A scale and a minimum of 32 in each sub-block, so that weights lie around nought. The high bits of the last
+        # four stand above those of the first four.
+        blocks[..., :2] = np.frombuffer(np.float16(SPREAD / 256).tobytes(), np.uint8)
+        blocks[..., 2:4] = np.frombuffer(np.float16(SPREAD / 256 * 7.5).tobytes(), np.uint8)
+        blocks[..., 4:12] = 0xA0
+        blocks[..., 12:16] = 0
+        blocks[..., 16:] = random.integers(0, 256, blocks[..., 16:].shape, np.uint8)
+        return blocks.reshape(rows, -1), gguf.GGMLQuantizationType.Q4_K
+
+    def f16(rows: int, columns: int) -> Any:
+        return (random.standard_normal((rows, columns), np.float32) * SPREAD).astype(np.float16), None
+
+    weights = {"q4_k": q4_k, "q8_0": q8_0, "f16": f16}[form]
+
+    def add(name: str, rows: int, columns: int) -> None:
+        data, kind = weights(rows, columns)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
+
+    add("token_embd", vocab, shape.hidden)
+    add("output", vocab, shape.hidden)
+    for name in norms(shape):
+        writer.add_tensor(f"{gguf_name(name)}.weight", np.ones(shape.hidden, np.float32))
+    for name, rows, columns in linears(shape):
+        add(gguf_name(name), rows, columns)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--like", type=Path, required=True, help="a model whose tokenizer it takes: folder, or GGUF")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--form", choices=("bf16", "exl3-4", "exl3-8", "f16", "q8_0", "q4_k"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    shape = SHAPES[given.shape]
+    if given.form in ("f16", "q8_0", "q4_k"):
+        write_gguf(shape, given.like, given.out, given.form)
+    else:
+        bits = int(given.form.partition("-")[2]) if given.form.startswith("exl3") else None
+        write_folder(shape, given.like, given.out, bits)
+
+
+if __name__ == "__main__":
+    main()
