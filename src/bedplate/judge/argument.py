@@ -1,0 +1,188 @@
+"""The one-page argument: which engine to deploy, what drove the choice, and what was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bedplate.decide.evidence import PROVEN_GAIN
+from bedplate.engines import all_engines
+from bedplate.measure.summary import is_valid, meets, summarized
+from bedplate.values.diagnosis import Bottleneck, Diagnosis
+from bedplate.values.run import Cell, Load, Run
+from bedplate.values.summary import Summary
+from bedplate.values.workload import LatencyTarget
+
+ON_TARGET = 0.95
+"""Of the requests, how many have to be in time for a load to count as served."""
+MOST_EFFORT = 5
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One engine with one kind of weights, under the loads that it was measured with."""
+
+    engine: str
+    quantization: str | None
+    cells: tuple[Cell, ...]
+
+    @property
+    def name(self) -> str:
+        known = all_engines().get(self.engine)
+        name = known.name if known is not None else self.engine
+        return f"{name} {self.quantization}" if self.quantization else name
+
+
+@dataclass(frozen=True)
+class Argument:
+    headline: str
+    choice: Candidate | None = None
+    because: tuple[str, ...] = ()
+    not_measured: tuple[str, ...] = ()
+
+
+def candidates(cells: Sequence[Cell]) -> list[Candidate]:
+    """The cells by what was measured, in the order in which it was first measured; each load's newest cell."""
+    found: dict[tuple[str, str | None], dict[Load, Cell]] = {}
+    for cell in sorted(cells, key=lambda one: one.at):
+        found.setdefault((cell.subject.engine, cell.subject.quantization), {})[cell.load] = cell
+    return [Candidate(engine, label, tuple(of.values())) for (engine, label), of in found.items()]
+
+
+def argument(runs: Sequence[Run], diagnosis: Diagnosis | None = None, target: LatencyTarget | None = None) -> Argument:
+    """What the measurements argue for. Engines that answer wrongly are out, whatever their speed."""
+    cells = [cell for run in runs for cell in run.cells]
+    missing = not_measured(runs)
+    sound = [
+        Candidate(one.engine, one.quantization, kept)
+        for one in candidates(cells)
+        if (kept := tuple(cell for cell in one.cells if is_valid(cell) and not _is_broken(cell)))
+    ]
+    if not sound:
+        return Argument("Nothing was measured yet that an argument could rest on.", not_measured=missing)
+    if target is not None:
+        return _by_target(sound, target, diagnosis, missing)
+    load = _common_load(sound)
+    ranked = sorted(((_rate(one, load), one) for one in sound if _rate(one, load)), key=lambda pair: -pair[0])
+    if not ranked:
+        return Argument("No load was measured that says how many tokens a second come.", not_measured=missing)
+    best_rate = ranked[0][0]
+    # What is no faster than a machine varies by from day to day is decided by what it costs to run.
+    close = [one for rate, one in ranked if rate * PROVEN_GAIN > best_rate]
+    choice = min(close, key=lambda one: (_effort(one), -_rate(one, load)))
+    rate = _rate(choice, load)
+    because = [f"{choice.name} makes {rate:,.0f} tokens a second {_at(load)}"]
+    others = [(other, one) for other, one in ranked if one is not choice]
+    if others and others[0][0] > rate:
+        because.append(
+            f"{others[0][1].name} makes {others[0][0]:,.0f}, which is less than {PROVEN_GAIN - 1:.0%} more: "
+            "too little to pay for the machinery that it adds"
+        )
+    elif others:
+        next_rate, next_best = others[0]
+        because.append(
+            f"that is {rate / next_rate:.2f} times what the next makes, {next_best.name} with {next_rate:,.0f}"
+        )
+    because += _ground(choice, diagnosis)
+    return Argument(f"Deploy {choice.name}.", choice, tuple(because), missing)
+
+
+def _by_target(
+    sound: Sequence[Candidate], target: LatencyTarget, diagnosis: Diagnosis | None, missing: tuple[str, ...]
+) -> Argument:
+    served = {one.name: [cell for cell in one.cells if on_target(cell, target) >= ON_TARGET] for one in sound}
+    words = " and ".join(
+        f"{name} ≤ {value:g} ms" for name, value in (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms)) if value
+    )
+    best = {one.name: max((_tok_s(cell) for cell in served[one.name]), default=0.0) for one in sound}
+    choice = max(sound, key=lambda one: (best[one.name], -_effort(one)))
+    if not best[choice.name]:
+        return Argument(f"No engine meets {words} at any load that was measured.", not_measured=missing)
+    cell = max(served[choice.name], key=_tok_s)
+    because = [f"with {words} for {ON_TARGET:.0%} of the requests it makes {_tok_s(cell):,.0f} tokens a second"]
+    because[0] += f" {_at(cell.load)}, the heaviest such load that was measured"
+    because += [
+        f"{one.name} makes {best[one.name]:,.0f} within the target" if best[one.name] else f"{one.name} never meets it"
+        for one in sound
+        if one is not choice
+    ]
+    return Argument(f"Deploy {choice.name}.", choice, (*because, *_ground(choice, diagnosis)), missing)
+
+
+def on_target(cell: Cell, target: LatencyTarget) -> float:
+    """The share of the requests that were in time."""
+    samples = [sample for repeat in cell.repeats for sample in repeat.samples]
+    return sum(meets(sample, target) for sample in samples) / len(samples) if samples else 0.0
+
+
+def not_measured(runs: Sequence[Run]) -> tuple[str, ...]:
+    """What a reader may look for and will not find."""
+    found: list[str] = []
+    for run in runs:
+        if run.matrix is not None:
+            done = {(cell.subject.engine, cell.load) for cell in run.cells if cell.repeats}
+            for engine in run.matrix.engines:
+                loads = [_at(load) for load in run.matrix.loads if (engine, load) not in done]
+                if loads and not any(one.engine == engine for one in run.left_out):
+                    found.append(f"{engine} {', '.join(loads)}")
+        found += [f"{one.engine}: {one.why}" for one in run.left_out]
+        if run.environment.bandwidth_bytes_s is None:
+            found.append("this machine's memory bandwidth (bedplate probe --measure)")
+    cells = [cell for run in runs for cell in run.cells]
+    unchecked = {c.subject.engine for c in cells if c.quality is None or c.quality.verdict == "unchecked"}
+    found += [f"whether the answers of {engine} are right" for engine in sorted(unchecked)]
+    if cells and not any(repeat.use.energy_j is not None for cell in cells for repeat in cell.repeats):
+        found.append("energy: no counter could be read")
+    return tuple(dict.fromkeys(found))
+
+
+def bottleneck_of(one: Candidate, diagnosis: Diagnosis | None) -> Bottleneck | None:
+    names = (one.engine, one.quantization)
+    found = (each for each in (diagnosis.bottlenecks if diagnosis else ()) if (each.engine, each.quantization) == names)
+    return next(found, None)
+
+
+def summaries(one: Candidate) -> list[tuple[Cell, Summary]]:
+    return [(cell, summarized(cell)) for cell in one.cells]
+
+
+def _ground(choice: Candidate, diagnosis: Diagnosis | None) -> list[str]:
+    found = []
+    if (bottleneck := bottleneck_of(choice, diagnosis)) is not None and bottleneck.limit is not None:
+        found.append(f"what limits it is {bottleneck.limit}: {bottleneck.text}")
+    shares = [cell.quality.agreement for cell in choice.cells if cell.quality is not None and cell.quality.agreement]
+    if shares:
+        found.append(f"its next tokens are those of PyTorch in float32 in {min(shares):.1%} of the cases asked")
+    return found
+
+
+def _common_load(sound: Sequence[Candidate]) -> Load:
+    """The heaviest closed load that all were measured with, else that most were."""
+    counts: dict[Load, int] = {}
+    for one in sound:
+        for cell in one.cells:
+            counts[cell.load] = counts.get(cell.load, 0) + 1
+    return max(counts, key=lambda load: (counts[load], load.concurrency or 0, load.requests_per_s or 0.0))
+
+
+def _rate(one: Candidate, load: Load) -> float:
+    return max((_tok_s(cell) for cell in one.cells if cell.load == load), default=0.0)
+
+
+def _tok_s(cell: Cell) -> float:
+    return summarized(cell).output_tok_s or 0.0
+
+
+def _effort(one: Candidate) -> int:
+    engine = all_engines().get(one.engine)
+    return engine.effort if engine is not None else MOST_EFFORT
+
+
+def _is_broken(cell: Cell) -> bool:
+    return cell.quality is not None and cell.quality.verdict == "broken"
+
+
+def _at(load: Load) -> str:
+    if load.concurrency is not None:
+        return f"at {load.concurrency} in flight"
+    return f"at {load.requests_per_s:g} requests a second" if load.requests_per_s else f"({load.arrivals})"

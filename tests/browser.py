@@ -1,0 +1,85 @@
+"""A real browser for pages, driven over its debugging port: widths, themes, what is drawn, and paper."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import re
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+OPTIONS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--remote-debugging-port=0", "about:blank",
+)  # fmt: skip
+START_LIMIT_S = 120
+
+
+def browser() -> str | None:
+    return next((found for name in BROWSERS if (found := shutil.which(name))), None)
+
+
+class Page:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.socket, self.numbers = socket, itertools.count(1)
+        self.requested: list[str] = []
+        """Addresses that the page asked for beside itself."""
+
+    async def do(self, method: str, **given: Any) -> Any:
+        number = next(self.numbers)
+        await self.socket.send_json({"id": number, "method": method, "params": given})
+        while True:
+            answer = await self.socket.receive_json(timeout=START_LIMIT_S)
+            if answer.get("method") == "Network.requestWillBeSent":
+                self.requested.append(answer["params"]["request"]["url"])
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    async def open(self, file: Path, width: int, theme: str) -> None:
+        await self.do("Network.enable")
+        await self.do(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+        )
+        await self.do("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        await self.do("Page.navigate", url=file.as_uri())
+        await self.value("new Promise(done => document.readyState == 'complete' ? done(1) : onload = () => done(1))")
+
+    async def value(self, expression: str) -> Any:
+        found = await self.do("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    async def pdf_pages(self) -> int:
+        found = await self.do("Page.printToPDF", preferCSSPageSize=True, printBackground=True)
+        return len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(found["data"])))
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path) -> AsyncIterator[Page]:
+    program = browser()
+    assert program is not None
+    process = subprocess.Popen(
+        [program, f"--user-data-dir={folder}", *OPTIONS], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stderr is not None
+        read = asyncio.to_thread(lambda: next(line for line in process.stderr or () if "ws://" in line))
+        address = re.search(r"ws://([^/]+)/", await asyncio.wait_for(read, START_LIMIT_S))
+        assert address is not None
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://{address[1]}/json/list") as answer:
+                tab = next(one for one in await answer.json() if one["type"] == "page")
+            async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                yield Page(socket)
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,143 @@
+"""One page that opens offline: what it says, how it is drawn, and how a real browser shows it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.browser import Page as Tab
+from tests.browser import browser, opened
+from tests.runs import MODEL, made_cell, made_run
+
+from bedplate.run.builtin import builtin_facts
+from bedplate.show import plots
+from bedplate.show.report import Page, html, knee, markdown, page_of
+from bedplate.values import replaced
+from bedplate.values.run import Flag, Quality, Run
+
+CELLS = [made_cell("llama.cpp", load, rate, 50 * load) for load, rate in ((1, 60), (4, 140), (8, 170), (16, 175))]
+CELLS += [made_cell("vllm", load, rate, 40 * load, label="BF16") for load, rate in ((1, 40), (4, 120), (16, 260))]
+WRONG = made_cell(
+    "mlx", 1, 20, label="4-BIT", quality=Quality(asked=48, agreement=0.11, verdict="broken"),
+    flags=(Flag(kind="broken", text="answers disagree with the reference"),),
+)  # fmt: skip
+
+
+def run() -> Run:
+    return made_run([*CELLS, WRONG], engines=["llama.cpp", "vllm", "mlx", "pytorch"])
+
+
+def page(one: Run | None = None) -> Page:
+    facts = builtin_facts()
+    return page_of([one or run()], {(MODEL, label): facts for label in ("Q4_1", "BF16", "4-BIT")})
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_it_needs_nothing_from_outside() -> None:
+    tags = Tags()
+    tags.feed(html(page()))
+    assert not [tag for tag, _ in tags.found if tag in ("script", "link", "img", "iframe", "object")]
+    assert not [given for _, given in tags.found if "src" in given or "href" in given]
+    assert "url(" not in html(page()) and "@import" not in html(page())
+
+
+def test_it_argues_and_shows_every_row() -> None:
+    text = html(page())
+    assert "Deploy vLLM BF16." in text and "1.49 times" in text
+    assert "answers disagree with the reference" in text
+    assert page().rows[-1].cells == ("pytorch", *["TBD"] * 12)
+    chosen = [row.cells[0] for row in page().rows if row.chosen and row.first]
+    assert chosen == ["vllm"]
+    assert len(page().plots) == 5
+
+
+def test_names_are_text_and_never_markup() -> None:
+    cell = made_cell("<script>alert(1)</script>", 1, 10)
+    cell = replaced(cell, subject=replaced(cell.subject, model='a"b<c'))
+    text = html(page_of([made_run([cell])]))
+    assert "<script" not in text and "a&#34;b&lt;c" in text
+
+
+def test_drawings_are_well_formed() -> None:
+    for plot in page().plots:
+        root = ET.fromstring(plot.svg)
+        assert root.tag == "svg" and root.find("title") is not None
+
+
+def test_markdown_has_the_same_table() -> None:
+    lines = markdown(page()).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 2 + len(page().rows)
+    assert all(line.count("|") == len(page().columns) + 1 for line in table)
+
+
+def test_a_run_without_cells_is_a_page_of_what_is_to_be_measured() -> None:
+    text = html(page_of([made_run([], engines=["vllm"])]))
+    assert "Nothing was measured yet" in text and "TBD" in text and "<svg" not in text
+
+
+def test_the_knee_is_where_waiting_begins_to_bring_less() -> None:
+    assert knee([(1.0, 60), (2.0, 140), (5.0, 170), (11.0, 175)]) == 1
+    assert knee([(1.0, 60), (2.0, 140)]) is None
+
+
+@given(st.lists(st.tuples(st.floats(1e-6, 1e12), st.floats(1e-6, 1e12)), min_size=1, max_size=20))
+def test_whatever_the_values_they_are_drawn_within_the_frame(values: list[tuple[float, float]]) -> None:
+    series = [plots.Series("one", tuple(plots.Point(x, y) for x, y in values), 0)]
+    for svg in (plots.lines("t", series, "x", "y"), plots.roofline("t", series, 1e9, 1e12)):
+        root = ET.fromstring(svg)
+        marks = [one for one in root if one.tag == "circle"]
+        assert len(marks) == len(values)
+        assert all(0 <= float(one.get("cx", "nan")) <= plots.WIDTH for one in marks)
+        assert all(0 <= float(one.get("cy", "nan")) <= plots.HEIGHT for one in marks)
+
+
+@given(st.floats(1e-6, 1e9), st.floats(1.0, 1e6))
+def test_axes_have_ticks(low: float, ratio: float) -> None:
+    scale = plots.scale_for([low, low * ratio], 0, 100)
+    assert 1 <= len(scale.ticks()) <= 16
+    assert all(scale.low * 0.99 <= tick <= scale.high * 1.01 for tick in scale.ticks())
+
+
+@pytest.mark.skipif(browser() is None, reason="no Chromium or Chrome is installed here")
+def test_a_browser_shows_it_in_both_themes_at_two_widths_and_on_one_sheet(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(html(page()), encoding="utf-8")
+
+    async def look(tab: Tab, width: int, theme: str) -> tuple[str, str]:
+        await tab.open(file, width, theme)
+        assert await tab.value("document.documentElement.scrollWidth") <= width
+        drawn = "[...document.querySelectorAll('svg.plot')].every(s => s.getBoundingClientRect().width > 250)"
+        assert await tab.value(drawn)
+        style = "getComputedStyle(document.body)"
+        return await tab.value(f"{style}.backgroundColor"), await tab.value(f"{style}.color")
+
+    async def main() -> None:
+        async with opened(tmp_path / "profile") as tab:
+            light = [await look(tab, width, "light") for width in (1200, 360)]
+            dark = [await look(tab, width, "dark") for width in (1200, 360)]
+            assert light[0] == light[1] and dark[0] == dark[1]
+            assert _brightness(light[0][0]) > 200 > 60 > _brightness(dark[0][0])
+            assert _brightness(dark[0][1]) > 180
+            assert await tab.pdf_pages() == 1
+            assert {address for address in tab.requested if not address.startswith("file:")} == set()
+
+    asyncio.run(main())
+
+
+def _brightness(colour: str) -> float:
+    return sum(int(part) for part in re.findall(r"\d+", colour)[:3]) / 3
