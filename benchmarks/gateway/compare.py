@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from null_server import HEADER_HELP, HEADER_MODES
 from peers import HERE, KEY_VARIABLE, PEERS, Peer, Ports, Unavailable, environment_of
 from processes import end_on_sigterm, free_ports, measure, running, tail_of, tree_cpu_s, tree_rss_mb
+
+from bedplate.measure.load.null_server import HEADER_HELP, HEADER_MODES
 
 DIRECT = "direct"
 READY_LIMIT_S = 180.0
@@ -148,7 +149,7 @@ class Bench:
         self.upstream = free_ports(1)[0]
         log = self.scratch / "null_server.log"
         options = ["--port", str(self.upstream), "--headers", self.settings.headers]
-        command = [sys.executable, str(HERE / "null_server.py"), *options]
+        command = [sys.executable, "-m", "bedplate.measure.load.null_server", *options]
         with running(command, self.settings.harness_core, self.settings.nice, log) as process:
             wait_until_serving(self.upstream, process, log)
             yield

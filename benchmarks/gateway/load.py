@@ -13,7 +13,8 @@ from typing import cast
 
 import httptools
 import uvloop
-from deadlines import Deadlines
+
+from bedplate.measure.load.deadlines import Deadlines
 
 TOKEN = re.compile(rb'"\s?w(\d+)[a-g]*"')
 MODEL = "null-model"

@@ -6,16 +6,19 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from bedplate.values.decision import Device, Parallelism, Settings
+from bedplate.values.decision import Device, Parallelism, Refusal, Settings
 from bedplate.values.record import Record
-from bedplate.values.workload import Count, NotNegative, Positive, Share, Tokens
+from bedplate.values.workload import Count, LatencyTarget, NotNegative, Positive, Share, Tokens
 
 Arrivals = Literal["closed", "poisson", "constant", "burst", "replay"]
+Halt = Literal["narrow", "time", "most", "unknown", "stopped"]
+"""The interval was narrow enough; time was up; as many as were asked for; no figure to repeat; somebody stopped it."""
 Outcome = Literal["ok", "error", "cut", "timeout", "refused"]
 """cut: the stream ended without its last event; refused: the endpoint said 429 or 503 before it took the request."""
 FlagKind = Literal[
-    "client", "busy", "throttled", "truncated", "length", "cache", "errors", "garbled", "broken", "swapped", "short"
-]
+    "client", "busy", "throttled", "truncated", "length", "cache", "errors", "garbled", "broken", "swapped", "short",
+    "mixed",
+]  # fmt: skip
 
 
 class Load(Record, frozen=True, kw_only=True):
@@ -81,6 +84,8 @@ class Client(Record, frozen=True, kw_only=True):
     """Of one core."""
     limit: bool = False
     """Whether the client itself was the limit: such a cell says nothing of the engine."""
+    reasons: tuple[str, ...] = ()
+    """Why it was."""
 
 
 class EngineSeries(Record, frozen=True, kw_only=True):
@@ -109,6 +114,8 @@ class Use(Record, frozen=True, kw_only=True):
     """Of the machine's processors, what neither the engine nor the client took: a busy machine."""
     clock_share: float | None = None
     """The lowest processor or GPU clock while it was busy, over its usual one: below about 0.9 it was throttled."""
+    throttled: tuple[str, ...] = ()
+    """What a driver gave as reasons for lower clocks while it was busy: heat, power."""
     swapped_bytes: int | None = None
 
 
@@ -125,6 +132,8 @@ class Quality(Record, frozen=True, kw_only=True):
     reference_perplexity: Positive | None = None
     verdict: Literal["ok", "broken", "unchecked"] = "unchecked"
     note: str | None = None
+    garbled: str | None = None
+    """What is wrong with a text that it wrote, where that is plain to see: it repeats itself, it is no language."""
 
 
 class Flag(Record, frozen=True, kw_only=True):
@@ -178,6 +187,8 @@ class Cell(Record, frozen=True, kw_only=True):
     quality: Quality | None = None
     flags: tuple[Flag, ...] = ()
     notes: str = ""
+    halt: Halt | None = None
+    """Why there are no more repeats; `None`: it is being measured, or bedplate was ended over it."""
 
 
 class Repeat(Record, frozen=True, kw_only=True):
@@ -187,6 +198,18 @@ class Repeat(Record, frozen=True, kw_only=True):
     """When it began: ISO 8601, UTC, with milliseconds. Repeats of two cells that took turns are compared in pairs."""
     seconds: Positive
     samples: tuple[Sample, ...] = ()
+    """The requests that were sent (of open loops: due) within it; all of them were waited for, under the same load."""
+    delivered_tokens: float | None = None
+    """Output tokens that came within it, also of requests from before; `None` where the endpoint tells no usage."""
+    warmup: int = 0
+    """Requests before it, not kept."""
+    exact_prompt: bool | None = None
+    """Whether every prompt had the tokens that it should; `None` where the endpoint tells no usage."""
+    exact_output: bool | None = None
+    in_flight_max: int = 0
+    reopened: int = 0
+    """Connections that the endpoint closed, and that were opened again within it."""
+    notes: tuple[str, ...] = ()
     client: Client = Client()
     engine: EngineSeries = EngineSeries()
     use: Use = Use()
@@ -208,6 +231,30 @@ class Environment(Record, frozen=True, kw_only=True):
     operations_s: float | None = None
 
 
+class Matrix(Record, frozen=True, kw_only=True):
+    """What a run was asked for: each engine under each load. Enough to go on with it later."""
+
+    model: str | None = None
+    """As it was named; `None`: the built-in one."""
+    engines: tuple[str, ...] = ()
+    loads: tuple[Load, ...]
+    url: str | None = None
+    """Of an endpoint that is measured in the place of engines, and the variable that its key is in."""
+    key_env: str | None = None
+    served_model: str | None = None
+    """As the endpoint names it; `None`: the first that it lists."""
+    trace_path: str | None = None
+    seconds: Positive = 10.0
+    repeats: Count = 5
+    turns: Count = 1
+    """How often each engine is started and measured; with several, they take turns."""
+    budget_s: Positive = 600.0
+    target: LatencyTarget | None = None
+    through_gateway: bool = False
+    check_quality: bool = True
+    native: bool = False
+
+
 class Run(Record, frozen=True, kw_only=True):
     """One call of `bedplate bench`: its cells are kept one by one as they are finished."""
 
@@ -217,3 +264,9 @@ class Run(Record, frozen=True, kw_only=True):
     environment: Environment
     cells: tuple[Cell, ...] = ()
     finished: bool = False
+    matrix: Matrix | None = None
+    """What was asked for; `None` of what others measured."""
+    left_out: tuple[Refusal, ...] = ()
+    """Engines that were asked for and could not be measured."""
+    source: str | None = None
+    """Of what others measured: the file that it was read from."""

@@ -1,0 +1,47 @@
+"""The load generator: knows an endpoint by its URL alone, and its own error.
+
+Its modules are loaded when they are first asked for, so that the null server starts at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bedplate.measure.load.apart import measure_apart as measure_apart
+    from bedplate.measure.load.generator import measure as measure
+    from bedplate.measure.load.loops import run as run
+    from bedplate.measure.load.null_server import serve_null as serve_null
+    from bedplate.measure.load.own import OwnError as OwnError
+    from bedplate.measure.load.own import self_check as self_check
+    from bedplate.measure.load.preparing import Prepared as Prepared
+    from bedplate.measure.load.preparing import prepare as prepare
+    from bedplate.measure.load.repeating import Rule as Rule
+    from bedplate.measure.load.repeating import output_tok_s as output_tok_s
+    from bedplate.measure.load.repeating import repeats as repeats
+    from bedplate.measure.load.repeating import repeats_sync as repeats_sync
+    from bedplate.measure.load.target import Target as Target
+
+_FACE = {
+    "OwnError": "own",
+    "Prepared": "preparing",
+    "Rule": "repeating",
+    "Target": "target",
+    "measure": "generator",
+    "measure_apart": "apart",
+    "output_tok_s": "repeating",
+    "prepare": "preparing",
+    "repeats": "repeating",
+    "repeats_sync": "repeating",
+    "run": "loops",
+    "self_check": "own",
+    "serve_null": "null_server",
+}
+__all__ = sorted(_FACE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FACE:
+        raise AttributeError(f"module 'bedplate.measure.load' has no attribute {name!r}")
+    return getattr(import_module(f"bedplate.measure.load.{_FACE[name]}"), name)

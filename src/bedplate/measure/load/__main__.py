@@ -1,0 +1,5 @@
+"""The generator's process: see `apart`."""
+
+from bedplate.measure.load.apart import main
+
+main()

@@ -1,0 +1,150 @@
+"""The generator in a process of its own, so that nothing of its caller (a live table, a sampling thread) delays it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from bedplate import errors
+from bedplate.measure.load.driver import Watch
+from bedplate.measure.load.generator import measure
+from bedplate.measure.load.loops import run
+from bedplate.measure.load.own import OwnError
+from bedplate.measure.load.preparing import Prepared
+from bedplate.measure.load.target import Target
+from bedplate.values.record import Record
+from bedplate.values.run import Load, Repeat
+from bedplate.values.workload import RequestShape
+
+
+class Call(Record, frozen=True, kw_only=True):
+    """What `measure` takes. It goes through a pipe, not through the command line, which others may read."""
+
+    target: Target
+    load: Load
+    prepared: Prepared | None = None
+    seconds: float = 10.0
+    warmup_s: float = 2.0
+    least_requests: int | None = None
+    most_seconds: float = 60.0
+    timeout_s: float = 120.0
+    round: int = 0
+    shapes: tuple[RequestShape, ...] = ()
+    check: bool | OwnError = True
+
+
+class Problem(Record, frozen=True, kw_only=True):
+    kind: str
+    message: str
+    hint: str | None = None
+    cause: str | None = None
+
+
+class Said(Record, frozen=True, kw_only=True):
+    """One line that the process writes."""
+
+    moment: str | None = None
+    repeat: Repeat | None = None
+    problem: Problem | None = None
+
+
+def measure_apart(
+    target: Target,
+    load: Load,
+    *,
+    prepared: Prepared | None = None,
+    seconds: float = 10.0,
+    warmup_s: float = 2.0,
+    least_requests: int | None = None,
+    most_seconds: float = 60.0,
+    timeout_s: float = 120.0,
+    round: int = 0,
+    shapes: Sequence[RequestShape] = (),
+    check: bool | OwnError = True,
+    watch: Watch | None = None,
+) -> Repeat:
+    """`measure`, for callers that have other things to do meanwhile."""
+    call = Call(
+        target=target,
+        load=load,
+        prepared=prepared,
+        seconds=seconds,
+        warmup_s=warmup_s,
+        least_requests=least_requests,
+        most_seconds=most_seconds,
+        timeout_s=timeout_s,
+        round=round,
+        shapes=tuple(shapes),
+        check=check,
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bedplate.measure.load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with process:
+        try:
+            return _listen(process, call, watch)
+        finally:
+            process.terminate()
+
+
+def _listen(process: subprocess.Popen[bytes], call: Call, watch: Watch | None) -> Repeat:
+    if process.stdin is None or process.stdout is None:
+        raise errors.OutsideFailed("the load generator has no pipes")
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(msgspec.json.encode(call) + b"\n")
+        process.stdin.flush()
+    for line in process.stdout:
+        said = msgspec.json.decode(line, type=Said)
+        if said.repeat is not None:
+            return said.repeat
+        if said.problem is not None:
+            raise raised(said.problem)
+        if said.moment is not None and watch is not None:
+            watch(said.moment)
+    raise errors.OutsideFailed("the load generator ended before its time", cause=f"status {process.wait()}")
+
+
+def raised(problem: Problem) -> errors.BedplateError:
+    kinds = {kind.__name__: kind for kind in (errors.AnswerIsNo, errors.BadQuestion, errors.OutsideFailed)}
+    return kinds.get(problem.kind, errors.BedplateError)(problem.message, hint=problem.hint, cause=problem.cause)
+
+
+def main() -> None:
+    """Reads one call, writes what happens and at last the repeat, one JSON object a line. Ends when its caller does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the caller decides
+    call = msgspec.json.decode(sys.stdin.buffer.readline(), type=Call)
+    _end_with_caller()
+    with contextlib.suppress(OSError, AttributeError):
+        # It takes little, and what it waits for a processor would be booked on the engine. Needs privileges.
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
+    arguments: dict[str, Any] = {name: getattr(call, name) for name in call.__struct_fields__}
+    try:
+        said = Said(repeat=run(measure(**arguments, watch=lambda moment: _say(Said(moment=moment)))))
+    except errors.BedplateError as error:
+        problem = Problem(kind=type(error).__name__, message=error.message, hint=error.hint, cause=error.cause)
+        said = Said(problem=problem)
+    _say(said)
+    os._exit(0)  # the thread that waits for the caller's end is not to be waited for
+
+
+def _say(said: Said) -> None:
+    # Not sys.stdout: with PYTHONUNBUFFERED it writes as much as the pipe takes, and leaves it at that.
+    with open(1, "wb", closefd=False) as pipe:
+        pipe.write(msgspec.json.encode(said) + b"\n")
+
+
+def _end_with_caller() -> None:
+    import threading
+
+    def wait() -> None:
+        sys.stdin.buffer.read()  # returns when the other end of the pipe is gone
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

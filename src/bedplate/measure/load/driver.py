@@ -1,0 +1,420 @@
+"""Sends a load and keeps what comes back, with its stamps. Nothing is read before the clocks have stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from time import monotonic_ns
+from typing import Any
+
+from bedplate.errors import OutsideFailed
+from bedplate.measure.load.deadlines import Deadlines
+from bedplate.measure.load.preparing import Prepared
+from bedplate.measure.load.schedule import stagger_s
+from bedplate.measure.load.target import Target
+from bedplate.measure.load.wire import Connection, Exchange, connect
+from bedplate.values.record import Record
+from bedplate.values.run import Load
+from bedplate.values.workload import RequestShape
+
+TICK_NS = 10_000_000
+START_NS = 20_000_000
+"""From the moment when all is ready to the first request."""
+SWEEP_TICKS = 10
+CONNECTING_AT_ONCE = 64
+SPARE_CONNECTIONS = 8
+MOST_CONNECTIONS = 4096
+BUILT_BYTES = 512 << 20
+"""Of requests that are built before the clock starts; what goes beyond is built as it is needed."""
+PAUSE_NS = (100_000_000, 300_000_000, 1_000_000_000)
+"""After a request that failed, and after the next ones: an endpoint that refuses is not to be hammered."""
+WARMING_IN_FLIGHT = 4
+LEAST_REQUESTS = 8
+Watch = Callable[[str], None]
+
+
+class Stretch(Record, frozen=True, kw_only=True):
+    """How long it is measured."""
+
+    seconds: float = 10.0
+    warmup_s: float = 2.0
+    least_requests: int | None = None
+    """Ended within it; `None`: as many as are in flight, and no fewer than 8."""
+    most_seconds: float = 60.0
+    timeout_s: float = 120.0
+
+    def needs(self, load: Load) -> int:
+        return self.least_requests if self.least_requests is not None else max(LEAST_REQUESTS, load.concurrency or 0)
+
+
+class Driven:
+    """What came of a load, unread."""
+
+    def __init__(self) -> None:
+        self.at = ""
+        """When the measured time began: ISO 8601, UTC."""
+        self.begin_ns = 0
+        self.end_ns = 0
+        self.exchanges: list[Exchange] = []
+        """All that ended, in the order of their ends; those that were cut off at the end are not among them."""
+        self.loop_lag_ns: list[int] = []
+        self.cpu_s = 0.0
+        self.in_flight_max = 0
+        self.reopened = 0
+        self.cancelled = 0
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.begin_ns) / 1e9
+
+
+class Requests:
+    """Whole HTTP requests by their number, most of them built before the clock starts."""
+
+    def __init__(
+        self, target: Target, load: Load, prepared: Prepared, round_number: int, shapes: Sequence[RequestShape] = ()
+    ) -> None:
+        self._target = target
+        self._load = load
+        self._prepared = prepared
+        self._prompts = prepared.prompts(load, round_number)
+        self._shapes = sorted(shapes, key=lambda shape: shape.started_s or 0.0) if load.arrivals == "replay" else []
+        self._built: list[bytes] = []
+
+    def build(self, count: int) -> None:
+        size = sum(map(len, self._built))
+        while len(self._built) < count and size < BUILT_BYTES:
+            self._built.append(self._make(len(self._built)))
+            size += len(self._built[-1])
+
+    def get(self, number: int) -> bytes:
+        return self._built[number] if 0 <= number < len(self._built) else self._make(number)
+
+    def exchange(self, number: int, due_ns: int) -> Exchange:
+        shape = self._shape(number)
+        if shape is None:
+            return Exchange(number, due_ns, self._load.prompt_tokens, self._load.output_tokens)
+        return Exchange(number, due_ns, *self._lengths(shape))
+
+    def _lengths(self, shape: RequestShape) -> tuple[int, int]:
+        return shape.prompt_tokens or self._load.prompt_tokens, shape.output_tokens or self._load.output_tokens
+
+    def _shape(self, number: int) -> RequestShape | None:
+        return self._shapes[number] if 0 <= number < len(self._shapes) else None
+
+    def _make(self, number: int) -> bytes:
+        shape = self._shape(number)
+        prompt, output = (self._load.prompt_tokens, self._load.output_tokens) if shape is None else self._lengths(shape)
+        text = self._prompts.text(number, prompt, shape)
+        return self._prepared.request(self._target, text, output, stream=True)
+
+
+def requests_needed(load: Load, stretch: Stretch, request_s: float | None, trace: int = 0) -> int:
+    """How many will be sent, if none takes less time than one that runs alone."""
+    if load.arrivals == "replay":
+        return trace
+    time_s = stretch.warmup_s + stretch.seconds
+    if load.arrivals == "closed":
+        concurrency = load.concurrency or 1
+        return concurrency * (math.ceil(1.2 * time_s / max(1e-3, request_s or 1.0)) + 2)
+    return math.ceil(1.2 * time_s * (load.requests_per_s or 1.0)) + (load.burst or 1)
+
+
+class Driver:
+    """One load on one endpoint: callbacks on one event loop, no task for any request."""
+
+    def __init__(
+        self,
+        target: Target,
+        load: Load,
+        requests: Requests,
+        stretch: Stretch,
+        *,
+        schedule: Iterator[float] | None,
+        request_s: float | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._target = target
+        self._load = load
+        self._requests = requests
+        self._stretch = stretch
+        self._schedule = schedule
+        self._request_s = request_s
+        self._watch = watch or (lambda moment: None)
+        self._deadlines = Deadlines(self._loop)
+        self._driven = Driven()
+        self._number = 0
+        self._idle: list[Connection] = []
+        self._busy: dict[Connection, Exchange] = {}
+        self._opening: set[asyncio.Task[None]] = set()
+        self._failures = 0
+        """In a row."""
+        self._ended = 0
+        self._awaited = 0
+        """Requests of the measured time that have not ended."""
+        self._measuring = False
+        self._measured = False
+        self._exhausted = False
+        self._stopping = False
+        self._over = asyncio.Event()
+        self._error: BaseException | None = None
+        self._ticks = 0
+        self._cpu_s = 0.0
+        self._warming = False
+        self._warm_number = 0
+        self._zero_ns = 0
+
+    # the whole
+
+    async def run(self) -> Driven:
+        """Connects, warms up, measures, waits for what was measured, and cuts off the rest."""
+        await self._connect(self._connections_at_start())
+        handler = self._loop.get_exception_handler()
+        self._loop.set_exception_handler(self._broken)
+        collected = gc.isenabled()
+        gc.collect()
+        # A collection among hundreds of thousands of kept reads would stop the clocks for a while.
+        gc.disable()
+        try:
+            self._start()
+            await self._over.wait()
+        finally:
+            if collected:
+                gc.enable()
+            self._stop()
+            self._loop.set_exception_handler(handler)
+        if self._error is not None:
+            raise self._error
+        return self._driven
+
+    def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback that fails would otherwise be logged, and waited for."""
+        error = context.get("exception")
+        self._error = self._error or (error if error is not None else RuntimeError(context["message"]))
+        self._over.set()
+
+    def _connections_at_start(self) -> int:
+        if self._load.concurrency is not None and self._schedule is None:
+            return self._load.concurrency
+        in_flight = math.ceil((self._load.requests_per_s or 0.0) * (self._request_s or 1.0) * 1.5)
+        return min(MOST_CONNECTIONS, in_flight + (self._load.burst or 0) + SPARE_CONNECTIONS)
+
+    async def _connect(self, count: int) -> None:
+        while len(self._idle) < count:
+            some = min(CONNECTING_AT_ONCE, count - len(self._idle))
+            found = await asyncio.gather(
+                *(connect(self._target, self._request_over) for _ in range(some)), return_exceptions=True
+            )
+            opened = [each for each in found if isinstance(each, Connection)]
+            self._idle += opened
+            failed = [each for each in found if isinstance(each, BaseException)]
+            if failed:
+                for connection in self._idle:
+                    connection.cut()
+                self._deadlines.close()
+                raise OutsideFailed(
+                    f"{self._target.url} does not take {count} connections",
+                    cause=str(failed[0]) or type(failed[0]).__name__,
+                    hint="is it running? may this process open so many files (ulimit -n)?",
+                ) from failed[0]
+
+    def _start(self) -> None:
+        self._watch("warm-up")
+        start_ns = monotonic_ns() + START_NS
+        warmup_ns = int(self._stretch.warmup_s * 1e9)
+        self._driven.begin_ns = start_ns + warmup_ns
+        self._deadlines.at(self._driven.begin_ns, self._begin)
+        self._deadlines.at(start_ns + TICK_NS, self._tick)
+        if self._schedule is None:
+            concurrency = self._load.concurrency or 1
+            spread_ns = int(stagger_s(concurrency, self._stretch.warmup_s, self._request_s) * 1e9)
+            for slot in range(concurrency):
+                self._deadlines.at(start_ns + spread_ns * slot // concurrency, self._send)
+        elif self._load.arrivals == "replay":
+            # A trace is not to lose its beginning to the warm-up, which has requests of its own.
+            if warmup_ns:
+                self._warming = True
+                for _ in range(WARMING_IN_FLIGHT):
+                    self._deadlines.at(start_ns, self._send_warming)
+            self._zero_ns = self._driven.begin_ns + 1
+            self._send_when_due()
+        else:
+            self._zero_ns = start_ns
+            self._send_when_due()
+
+    def _begin(self, when_ns: int) -> None:
+        self._driven.begin_ns = when_ns
+        self._driven.at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._measuring = True
+        self._warming = False
+        self._driven.in_flight_max = len(self._busy)
+        self._watch("begin")
+        self._cpu_s = time.process_time()
+
+    def _end_if_enough(self, now_ns: int) -> None:
+        stretch, driven = self._stretch, self._driven
+        passed_s = (now_ns - driven.begin_ns) / 1e9
+        if self._exhausted:
+            enough = not self._awaited
+        else:
+            enough = passed_s >= stretch.seconds and self._ended >= stretch.needs(self._load)
+        if enough or passed_s >= stretch.most_seconds:
+            driven.cpu_s = time.process_time() - self._cpu_s
+            driven.end_ns = now_ns
+            self._measuring = False
+            self._measured = True
+            self._watch("end")
+            self._leave_if_done()
+
+    def _leave_if_done(self) -> None:
+        if self._measured and not self._awaited:
+            self._stopping = True
+            self._over.set()
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._deadlines.close()
+        for task in self._opening:
+            task.cancel()
+        for connection in list(self._busy):
+            self._driven.cancelled += 1
+            connection.cut()
+        for connection in self._idle:
+            connection.cut()
+
+    # sending
+
+    def _send(self, due_ns: int) -> None:
+        """The next request of a closed loop."""
+        if not self._stopping:
+            self._give(self._next(due_ns))
+
+    def _send_warming(self, due_ns: int) -> None:
+        """Numbers below zero: the prompts of the trace itself stay unread until their turn."""
+        if self._warming and not self._stopping:
+            self._warm_number -= 1
+            self._give(self._requests.exchange(self._warm_number, due_ns))
+
+    def _send_when_due(self) -> None:
+        """Asks to be called for the next request of an open loop."""
+        offset_s = next(self._schedule, None) if self._schedule is not None else None
+        if offset_s is None:
+            self._exhausted = True
+            return
+        self._deadlines.at(self._zero_ns + int(offset_s * 1e9), self._send_scheduled)
+
+    def _send_scheduled(self, due_ns: int) -> None:
+        if self._stopping:
+            return
+        self._give(self._next(due_ns))
+        self._send_when_due()
+
+    def _next(self, due_ns: int) -> Exchange:
+        exchange = self._requests.exchange(self._number, due_ns)
+        self._number += 1
+        if self._measuring:
+            exchange.measured = True
+            self._awaited += 1
+        return exchange
+
+    def _give(self, exchange: Exchange) -> None:
+        """To a connection that is free, or to one that must be opened."""
+        request = self._requests.get(exchange.index)
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                self._carry(connection, exchange, request)
+                return
+        self._open_soon(exchange, request)
+
+    def _open_soon(self, exchange: Exchange, request: bytes) -> None:
+        task = self._loop.create_task(self._open_for(exchange, request))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open_for(self, exchange: Exchange, request: bytes) -> None:
+        exchange.fresh = True
+        if self._measuring:
+            self._driven.reopened += 1
+        try:
+            connection = await connect(self._target, self._request_over)
+        except OSError as error:
+            exchange.error = f"no connection: {error}"
+            exchange.sent_ns = exchange.end_ns = monotonic_ns()
+            self._book(exchange, failed=True)
+            return
+        if self._stopping:
+            connection.cut()
+            return
+        self._carry(connection, exchange, request)
+
+    def _carry(self, connection: Connection, exchange: Exchange, request: bytes) -> None:
+        self._busy[connection] = exchange
+        connection.send(exchange, request)
+        if len(self._busy) > self._driven.in_flight_max:
+            self._driven.in_flight_max = len(self._busy)
+
+    # receiving
+
+    def _request_over(self, connection: Connection, exchange: Exchange) -> None:
+        self._busy.pop(connection, None)
+        if self._stopping:
+            connection.cut()
+            return
+        if connection.usable:
+            self._idle.append(connection)
+        elif not exchange.status and not exchange.pieces and connection.used > 1 and not exchange.fresh:
+            # The endpoint closed a kept connection just as it was used again: nobody has read the request.
+            exchange.error = None
+            self._open_soon(exchange, self._requests.get(exchange.index))
+            return
+        self._book(exchange, failed=exchange.status != 200 or not exchange.whole)
+
+    def _book(self, exchange: Exchange, *, failed: bool) -> None:
+        now_ns = monotonic_ns()
+        driven = self._driven
+        driven.exchanges.append(exchange)
+        self._failures = self._failures + 1 if failed else 0
+        if exchange.measured:
+            self._ended += 1
+            self._awaited -= 1
+        if self._schedule is None or (self._warming and exchange.index < 0):
+            again = self._send if self._schedule is None else self._send_warming
+            if failed:
+                pause_ns = PAUSE_NS[min(self._failures, len(PAUSE_NS)) - 1]
+                self._deadlines.at(now_ns + pause_ns, again)
+            else:
+                again(exchange.end_ns)
+        if self._measuring:
+            self._end_if_enough(monotonic_ns())
+        else:
+            self._leave_if_done()
+
+    # by the clock
+
+    def _tick(self, due_ns: int) -> None:
+        now_ns = monotonic_ns()
+        self._ticks += 1
+        if self._measuring:
+            self._driven.loop_lag_ns.append(now_ns - due_ns)
+            self._end_if_enough(now_ns)
+        if self._ticks % SWEEP_TICKS == 0:
+            self._give_up(now_ns)
+        if not self._stopping:
+            # From now on, not from when it was due: a late tick is one late tick, not a row of them.
+            self._deadlines.at(now_ns + TICK_NS, self._tick)
+
+    def _give_up(self, now_ns: int) -> None:
+        limit_ns = int(self._stretch.timeout_s * 1e9)
+        for connection, exchange in list(self._busy.items()):
+            if exchange.sent_ns and now_ns - exchange.sent_ns > limit_ns:
+                connection.cut()
+                del self._busy[connection]
+                exchange.timed_out = True
+                exchange.end_ns = now_ns
+                self._book(exchange, failed=True)

@@ -1,0 +1,298 @@
+"""What must be known of an endpoint before the clock starts: its API, its fields, how it counts tokens."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.measure.load.answers import UNREADABLE, Answer, error_text, read
+from bedplate.measure.load.prompts import Prompts
+from bedplate.measure.load.schedule import checked
+from bedplate.measure.load.target import PATHS, Api, Target
+from bedplate.measure.load.wire import Exchange, ask
+from bedplate.measure.load.words import WORDS
+from bedplate.values.record import Record, replaced
+from bedplate.values.run import Load
+from bedplate.values.workload import RequestShape
+
+Field = Literal["usage", "ignore_eos", "min_tokens"]
+LADDER: tuple[tuple[Field, ...], ...] = (("usage", "ignore_eos", "min_tokens"), ("usage", "ignore_eos"), ("usage",), ())
+"""What is asked beyond the API's oldest fields, less and less of it until an endpoint takes the request."""
+LengthField = Literal["max_tokens", "max_completion_tokens"]
+NO_SUCH_API = (404, 405, 501)
+NOT_TAKEN = (400, 415, 422)
+TRIAL_TOKENS = 8
+REHEARSED_TOKENS = 16
+"""Enough to time a token; the rest of a long answer would only take time."""
+CHAT_STARTERS = 16
+TRIES = 3
+LIMIT_S = 300.0
+
+
+class Prepared(Record, frozen=True, kw_only=True):
+    """What was found out about an endpoint, and what its answers to one load will be like."""
+
+    model: str
+    api: Api
+    fields: tuple[Field, ...] = ()
+    length_field: LengthField = "max_tokens"
+    words: tuple[str, ...] = WORDS
+    """Each one token."""
+    starters: tuple[str, ...] = WORDS
+    """Words that are one token also at the beginning of a prompt."""
+    overhead: int = 0
+    """Tokens that the endpoint adds to each prompt: its first token, its chat template."""
+    tokenizes: bool = False
+    """Whether it counts tokens without being made to answer."""
+    streams: bool = True
+    tells_usage: bool = True
+    counts: bool = True
+    """Whether it tells how many tokens a prompt has, at least when it does not stream."""
+    exact_prompt: bool = False
+    """Whether a prompt of the load's length was counted by the endpoint and had it."""
+    request_s: float | None = None
+    """About how long one request of this load takes alone."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def takes_exact_output(self) -> bool:
+        """Whether it takes the fields that ask for exactly so many tokens; whether it heeds them, only answers tell."""
+        return "ignore_eos" in self.fields or "min_tokens" in self.fields
+
+    def prompts(self, load: Load, round_number: int) -> Prompts:
+        return Prompts(
+            self.words,
+            self.starters,
+            self.overhead,
+            # A leading space makes the first word like all others; chat templates take it away.
+            leading_space=self.api == "completions",
+            seed=load.seed,
+            round_number=round_number,
+            shared_tokens=load.shared_prefix_tokens,
+        )
+
+    def body(self, text: str, output_tokens: int, *, stream: bool = True) -> bytes:
+        """A request's JSON."""
+        fields: dict[str, object] = {"model": self.model}
+        if self.api == "completions":
+            fields["prompt"] = text
+        else:
+            fields["messages"] = [{"role": "user", "content": text}]
+        fields[self.length_field] = output_tokens
+        if self.length_field == "max_tokens":  # those that take only the other one take no temperature either
+            fields["temperature"] = 0
+        if stream:
+            fields["stream"] = True
+            if "usage" in self.fields:
+                fields["stream_options"] = {"include_usage": True}
+        if "ignore_eos" in self.fields:
+            fields["ignore_eos"] = True
+        if "min_tokens" in self.fields:
+            fields["min_tokens"] = output_tokens
+        return msgspec.json.encode(fields)
+
+    def request(self, target: Target, text: str, output_tokens: int, *, stream: bool = True) -> bytes:
+        return target.request("POST", PATHS[self.api], self.body(text, output_tokens, stream=stream))
+
+
+async def prepare(
+    target: Target,
+    load: Load,
+    *,
+    known: Prepared | None = None,
+    shapes: Sequence[RequestShape] = (),
+    limit_s: float = LIMIT_S,
+) -> Prepared:
+    """Finds out what a load needs to know, by a few small requests; `known` is what another load found out here."""
+    checked(load, shapes)
+    endpoint = _Endpoint(target, limit_s)
+    if known is None:
+        known = await endpoint.counted(await endpoint.tried(await endpoint.model()))
+    return await endpoint.rehearsed(known, *_lengths(load, shapes), load)
+
+
+def _lengths(load: Load, shapes: Sequence[RequestShape]) -> tuple[int, int]:
+    """The longest prompt, since it is the one that may be refused, and the usual answer."""
+    if load.arrivals != "replay":
+        return load.prompt_tokens, load.output_tokens
+    return (
+        max(shape.prompt_tokens or load.prompt_tokens for shape in shapes),
+        max(1, round(statistics.median(shape.output_tokens or load.output_tokens for shape in shapes))),
+    )
+
+
+class _Endpoint:
+    """Asks one endpoint, and says in plain words why it cannot be measured."""
+
+    def __init__(self, target: Target, limit_s: float) -> None:
+        self.target = target
+        self.limit_s = limit_s
+
+    async def model(self) -> str:
+        if self.target.model is not None:
+            return self.target.model
+        exchange = await self.ask(self.target.request("GET", "/v1/models"))
+        self.must_let_in(exchange)
+        try:
+            names = [str(each["id"]) for each in msgspec.json.decode(b"".join(exchange.pieces))["data"]]
+        except (*UNREADABLE, KeyError, TypeError):
+            names = []
+        if not names:
+            raise BadQuestion(f"{self.target.url} lists no models", hint="name the model that is to be asked")
+        return names[0]
+
+    async def tried(self, model: str) -> Prepared:
+        """The API and the fields that it takes."""
+        apis: tuple[Api, ...] = (self.target.api,) if self.target.api else ("completions", "chat")
+        why = ""
+        for api in apis:
+            for length_field in ("max_tokens", "max_completion_tokens") if api == "chat" else ("max_tokens",):
+                for fields in LADDER:
+                    one = Prepared(model=model, api=api, fields=fields, length_field=length_field)
+                    exchange = await self.ask(one.request(self.target, " " + " ".join(WORDS[:8]), TRIAL_TOKENS))
+                    self.must_let_in(exchange)
+                    if exchange.status == 200:
+                        return self.understood(one, exchange)
+                    why = f"HTTP {exchange.status}: {self.said(exchange)}"
+                    if exchange.status not in NOT_TAKEN:
+                        break
+                if exchange.status in NO_SUCH_API:
+                    break
+        raise OutsideFailed(
+            f"{self.target.url} does not answer as an OpenAI-compatible endpoint",
+            cause=why,
+            hint=f"is {model!r} the model that it serves?",
+        )
+
+    def understood(self, one: Prepared, exchange: Exchange) -> Prepared:
+        answer = read(exchange)
+        if answer.outcome not in ("ok", "cut"):
+            raise OutsideFailed(f"{self.target.url} fails at a small request", cause=self.hidden(answer.error))
+        notes = []
+        streams = b"text/event-stream" in exchange.content_type
+        if not streams:
+            notes.append("the endpoint does not stream: its time to first token is that of the whole answer")
+        if answer.output_tokens is None:
+            notes.append("the endpoint tells no usage in its streams: its output tokens are not known")
+        if not one.takes_exact_output:
+            notes.append("the endpoint takes no field that asks for an exact number of output tokens")
+        return replaced(one, streams=streams, tells_usage=answer.output_tokens is not None, notes=tuple(notes))
+
+    async def counted(self, one: Prepared) -> Prepared:
+        """The words that are one token each here, and what the endpoint adds to each prompt."""
+        if one.api == "completions" and await self.tokenized("one two") is not None:
+            one = replaced(one, tokenizes=True)
+        if await self.count(one, WORDS[0]) is None:
+            note = "the endpoint does not count prompt tokens: a word is taken for one"
+            return replaced(one, counts=False, notes=(*one.notes, note))
+        for size in (len(WORDS), 64, 16):  # a model may read no more than a few hundred tokens
+            words = WORDS[:: len(WORDS) // size]
+            once, twice = await self.count(one, *words), await self.count(one, *words, *words)
+            if once is not None and twice is not None:
+                return await self.with_single(one, words, 2 * once - twice, twice - once)
+        raise OutsideFailed(f"{self.target.url} reads no prompt of more than 16 words")
+
+    async def with_single(self, one: Prepared, words: Sequence[str], overhead: int, tokens: int) -> Prepared:
+        if tokens != len(words):
+            words = await self.single(one, words, overhead)
+        if not words:
+            note = "no common word is one token here, so prompts may be longer or shorter than asked"
+            return replaced(one, notes=(*one.notes, note))
+        starters: Sequence[str] = words
+        if one.api == "chat":
+            some = words[:: max(1, len(words) // CHAT_STARTERS)]
+            starters = [word for word in some if await self.count(one, word) == overhead + 1] or words
+        return replaced(one, words=tuple(words), starters=tuple(starters), overhead=max(0, overhead))
+
+    async def single(self, one: Prepared, words: Sequence[str], overhead: int) -> list[str]:
+        """Those of the words that are one token, found by halving."""
+        if await self.count(one, *words) == overhead + len(words):
+            return list(words)
+        if len(words) == 1:
+            return []
+        half = len(words) // 2
+        return await self.single(one, words[:half], overhead) + await self.single(one, words[half:], overhead)
+
+    async def count(self, one: Prepared, *words: str) -> int | None:
+        text = (" " if one.api == "completions" else "") + " ".join(words)
+        if one.tokenizes:
+            return await self.tokenized(text, one.model)
+        exchange = await self.ask(one.request(self.target, text, 1, stream=False))
+        return read(exchange).prompt_tokens if exchange.status == 200 else None
+
+    async def tokenized(self, text: str, model: str | None = None) -> int | None:
+        """By an endpoint's own /tokenize; vLLM and llama.cpp name their fields differently, so both names are sent."""
+        body = {"model": model or self.target.model, "prompt": text, "content": text, "add_special": True}
+        exchange = await self.ask(
+            self.target.request("POST", "/tokenize", msgspec.json.encode({k: v for k, v in body.items() if v}))
+        )
+        if exchange.status != 200:
+            return None
+        try:
+            said = msgspec.json.decode(b"".join(exchange.pieces))
+            return int(said["count"]) if "count" in said else len(said["tokens"])
+        except (*UNREADABLE, KeyError, TypeError, ValueError):
+            return None
+
+    async def rehearsed(self, one: Prepared, prompt_tokens: int, output_tokens: int, load: Load) -> Prepared:
+        """One request of the load's own length: corrects the count of its prompt, and times it."""
+        exact = False
+        for number in range(TRIES):
+            text = one.prompts(load, -1).text(number, prompt_tokens)
+            asked = min(output_tokens, REHEARSED_TOKENS)
+            exchange = await self.ask(one.request(self.target, text, asked))
+            self.must_let_in(exchange)
+            answer = read(exchange)
+            if answer.outcome != "ok":
+                raise OutsideFailed(
+                    f"{self.target.url} does not answer a prompt of {prompt_tokens} tokens",
+                    cause=self.hidden(answer.error),
+                    hint="does the model read that much, with its answer?",
+                )
+            found = answer.prompt_tokens
+            if found is None and one.counts:
+                found = await self.count(one, *text.split())
+            if found is None or found == prompt_tokens:
+                exact = found is not None
+                break
+            one = replaced(one, overhead=max(0, one.overhead + found - prompt_tokens))
+        notes = one.notes
+        if one.counts and not exact:
+            notes = (*notes, f"prompts could not be brought to exactly {prompt_tokens} tokens")
+        took = _extended(exchange, answer, asked, output_tokens)
+        return replaced(one, exact_prompt=exact, request_s=took, notes=notes)
+
+    async def ask(self, request: bytes) -> Exchange:
+        try:
+            return await ask(self.target, request, self.limit_s)
+        except TimeoutError as error:
+            cause = f"no answer within {self.limit_s:.0f} s"
+            raise OutsideFailed(f"{self.target.url} does not answer", cause=cause) from error
+        except OSError as error:
+            hint = "is it running, and is the address right?"
+            raise OutsideFailed(f"{self.target.url} cannot be reached", cause=str(error), hint=hint) from error
+
+    def must_let_in(self, exchange: Exchange) -> None:
+        if exchange.status in (401, 403):
+            hint = "give its API key" if self.target.key is None else "is the API key right?"
+            cause = f"HTTP {exchange.status}: {self.said(exchange)}"
+            raise OutsideFailed(f"{self.target.url} does not let us in", cause=cause, hint=hint)
+
+    def said(self, exchange: Exchange) -> str:
+        return self.target.without_key(error_text(b"".join(exchange.pieces)))
+
+    def hidden(self, text: str | None) -> str | None:
+        return None if text is None else self.target.without_key(text)
+
+
+def _extended(exchange: Exchange, answer: Answer, asked: int, output_tokens: int) -> float | None:
+    """What a whole answer would take, by the beginning of one."""
+    if not answer.text_ns or answer.last_ns is None:
+        return (exchange.end_ns - exchange.sent_ns) / 1e9
+    first_s = (answer.text_ns[0] - exchange.sent_ns) / 1e9
+    rest_s = (answer.last_ns - answer.text_ns[0]) / 1e9
+    return first_s + rest_s * (output_tokens - 1) / max(1, asked - 1)

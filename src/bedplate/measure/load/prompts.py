@@ -1,0 +1,70 @@
+"""Prompts of exact token counts, made of words that are known to be one token each. The same seed, the same prompts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from bedplate.values.workload import RequestShape
+
+
+class Prompts:
+    """Each prompt's first token is another than that of its neighbours, so that no prefix cache helps by accident."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        starters: Sequence[str],
+        overhead: int,
+        *,
+        leading_space: bool,
+        seed: int,
+        round_number: int,
+        shared_tokens: int = 0,
+    ) -> None:
+        self._words = list(words)
+        self._starters = list(starters)
+        self._overhead = overhead
+        self._space = " " if leading_space else ""
+        self._origin = f"{seed}/{round_number}"
+        chance = random.Random(self._origin)  # noqa: S311
+        self._orders = [chance.sample(self._starters, len(self._starters))]
+        self._orders += [chance.sample(self._words, len(self._words)) for _ in range(3)]
+        # What all prompts share may not change from one round to the next.
+        self._shared = self._drawn(f"{seed}/shared", max(0, shared_tokens - overhead))
+
+    def text(self, number: int, tokens: int, shape: RequestShape | None = None) -> str:
+        """The prompt of a request; one that is shorter than what the endpoint adds has a single word."""
+        room = max(1, tokens - self._overhead)
+        if shape is not None and shape.prefix_hashes and shape.prefix_block_tokens:
+            words = self._like(shape, room)
+        else:
+            words = self._shared[: room - 1]
+        room -= len(words)
+        if room > 0:
+            words = words + self._beginning(number, first=not words)[:room]
+            room = max(1, tokens - self._overhead) - len(words)
+        if room > 0:
+            words = words + self._drawn(f"{self._origin}/{number}", room)
+        return self._space + " ".join(words)
+
+    def _beginning(self, number: int, first: bool) -> list[str]:
+        """The number of the request in words: requests that follow on each other differ in the first of them."""
+        orders = self._orders if first else [self._orders[1], *self._orders[1:]]
+        words = []
+        for order in orders:
+            number, place = divmod(number, len(order))
+            words.append(order[place])
+        return words
+
+    def _like(self, shape: RequestShape, room: int) -> list[str]:
+        """As a trace says which blocks are whose: the same hash, the same words."""
+        words: list[str] = []
+        for block in shape.prefix_hashes:
+            if len(words) >= room:
+                break
+            words += self._drawn(f"{self._origin}/block {block}", shape.prefix_block_tokens or 1)
+        return words[:room]
+
+    def _drawn(self, origin: str, count: int) -> list[str]:
+        return random.Random(origin).choices(self._words, k=count)  # noqa: S311

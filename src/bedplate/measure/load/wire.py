@@ -1,0 +1,231 @@
+"""One keep-alive HTTP/1.1 connection. Each socket read is stamped before anything looks at its bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+import ssl
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import cast
+
+import httptools
+
+from bedplate.measure.load.target import Target
+
+CONNECT_LIMIT_S = 10.0
+BODY_LIMIT_BYTES = 512 << 20
+"""Of one answer: no stream of text comes near it."""
+
+
+class Exchange:
+    """One request, and what came back as it came: read only after the clocks have stopped."""
+
+    __slots__ = (
+        "content_type",
+        "due_ns",
+        "end_ns",
+        "error",
+        "fresh",
+        "index",
+        "measured",
+        "output_tokens",
+        "pieces",
+        "prompt_tokens",
+        "sent_ns",
+        "size",
+        "stamps",
+        "status",
+        "timed_out",
+        "whole",
+    )
+
+    def __init__(self, index: int, due_ns: int, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        self.index = index
+        self.due_ns = due_ns
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.sent_ns = 0
+        self.end_ns = 0
+        self.status = 0
+        self.content_type = b""
+        self.stamps: list[int] = []
+        """One for each piece: when the read that brought it came."""
+        self.pieces: list[bytes] = []
+        self.size = 0
+        self.whole = False
+        """Whether HTTP says that the answer is complete."""
+        self.measured = False
+        self.timed_out = False
+        self.fresh = False
+        """Whether its connection had to be opened for it."""
+        self.error: str | None = None
+
+
+class Connection(asyncio.Protocol):
+    """Carries one exchange at a time, and tells when it is over."""
+
+    def __init__(self, over: Callable[[Connection, Exchange], None]) -> None:
+        self._over = over
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._stamp_ns = 0
+        self._ends_at_close = False
+        self._complete = False
+        self._kept = True
+        self.used = 0
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def exchange(self) -> Exchange | None:
+        return self._exchange
+
+    def send(self, exchange: Exchange, request: bytes) -> None:
+        """Starts the clock, then writes."""
+        transport = self._transport
+        self._exchange = exchange
+        self._complete = self._ends_at_close = False
+        self.used += 1
+        exchange.sent_ns = monotonic_ns()
+        if transport is not None:
+            transport.write(request)
+
+    def cut(self) -> None:
+        """Hangs up, which is how an endpoint learns that nobody wants the rest. The exchange is not told of again."""
+        self._exchange = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._stamp_ns = monotonic_ns()
+        if self._exchange is None:
+            self.cut()  # an endpoint that speaks without being asked is out of step
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(f"not HTTP/1.1: {error}")
+            return
+        if self._complete:
+            self._finish()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        exchange = self._exchange
+        if exchange is None:
+            return
+        self._stamp_ns = monotonic_ns()
+        if self._ends_at_close and exc is None and exchange.status:
+            exchange.whole = True
+        else:
+            exchange.error = "the connection was lost" + (f": {exc}" if exc else "")
+        self._finish()
+
+    # httptools' side
+
+    def on_message_begin(self) -> None:
+        self._ends_at_close = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
+            self._ends_at_close = False
+        elif name == b"content-type" and self._exchange is not None:
+            self._exchange.content_type = value.lower()
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if self._exchange is not None and status >= 200:
+            self._exchange.status = status
+            self._kept = self._parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            return
+        exchange.stamps.append(self._stamp_ns)
+        exchange.pieces.append(body)
+        exchange.size += len(body)
+        if exchange.size > BODY_LIMIT_BYTES:
+            self._fail("the answer is too long to be text")
+
+    def on_message_complete(self) -> None:
+        if self._exchange is not None and self._exchange.status >= 200:
+            self._complete = True
+
+    # the end
+
+    def _finish(self) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            return
+        self._exchange = None
+        exchange.end_ns = self._stamp_ns
+        if self._complete:
+            exchange.whole = True
+            if not self._kept and self._transport is not None:
+                self._transport.abort()
+        self._over(self, exchange)
+
+    def _fail(self, why: str) -> None:
+        exchange = self._exchange
+        self.cut()
+        if exchange is not None:
+            exchange.error = why
+            exchange.end_ns = self._stamp_ns
+            self._over(self, exchange)
+
+
+@functools.lru_cache(maxsize=1)
+def tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+async def connect(target: Target, over: Callable[[Connection, Exchange], None]) -> Connection:
+    """Opens a connection; raises OSError, TimeoutError among them."""
+    loop = asyncio.get_running_loop()
+    secure = target.scheme == "https"
+    async with asyncio.timeout(CONNECT_LIMIT_S):
+        transport, connection = await loop.create_connection(
+            lambda: Connection(over),
+            target.host,
+            target.port,
+            ssl=tls() if secure else None,
+            server_hostname=target.host if secure else None,
+        )
+    raw = transport.get_extra_info("socket")
+    if raw is not None:
+        with contextlib.suppress(OSError):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+async def ask(target: Target, request: bytes, limit_s: float) -> Exchange:
+    """One request on a connection of its own, outside of any measured time; raises OSError, TimeoutError among them."""
+    ended: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
+
+    def over(_connection: Connection, exchange: Exchange) -> None:
+        if not ended.done():
+            ended.set_result(exchange)
+
+    connection = await connect(target, over)
+    try:
+        async with asyncio.timeout(limit_s):
+            connection.send(Exchange(0, monotonic_ns()), request)
+            exchange = await ended
+    finally:
+        connection.cut()
+    if exchange.error is not None and not exchange.pieces:
+        raise OSError(exchange.error)
+    return exchange
