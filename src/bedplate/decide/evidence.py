@@ -47,10 +47,24 @@ class Evidence:
 
     def beats(self, engine: str) -> tuple[Result, Result] | None:
         """The measured pair in which another engine is clearly better than this one, if there is one."""
-        own = [result for result in self.results if result.engine == engine and result.output_tok_s]
-        others = [result for result in self.results if result.engine != engine and result.output_tok_s]
+        newest = _newest(self.results)
+        own = [result for result in newest if result.engine == engine]
+        others = [result for result in newest if result.engine != engine]
         pairs = [(other, mine) for mine in own for other in others if other.comparable(mine) and _better(other, mine)]
         return max(pairs, key=lambda pair: (pair[0].output_tok_s or 0) / (pair[1].output_tok_s or 1), default=None)
+
+
+def _newest(results: Sequence[Result]) -> list[Result]:
+    """Of the same engine in the same setting, the last word: the best of many tries would be luck."""
+    found: dict[tuple[object, ...], Result] = {}
+    for result in results:
+        key = (
+            result.machine, result.engine, result.model, result.quantization, result.device, result.parallelism,
+            result.concurrency, result.prompt_tokens, result.output_tokens,
+        )  # fmt: skip
+        if result.output_tok_s:
+            found.setdefault(key, result)
+    return list(found.values())
 
 
 def _better(one: Result, other: Result) -> bool:

@@ -1,0 +1,135 @@
+"""How often does `compare` move between two processes of one and the same engine, and does it find a gain of 15 %?
+
+The real engine on the built-in model, twice, in turns. Stretches of a few neighbouring turns are drawn from what was
+measured, so that drift and bad moments stay as they were; a gain is put in by making one side's times shorter.
+
+    python benchmarks/judge/same_engine.py --turns 40 --keep noise.json
+    python benchmarks/judge/same_engine.py --from noise.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import random
+import statistics
+from contextlib import ExitStack
+from pathlib import Path
+
+from bedplate._version import __version__
+from bedplate.facts.hardware import probe
+from bedplate.judge.compare import compare
+from bedplate.judge.effect import effect
+from bedplate.measure.load import Target, measure_apart
+from bedplate.measure.starting import facts_of, made_ready, planned, running
+from bedplate.run.progress import Silent
+from bedplate.store import fingerprint
+from bedplate.values import Workload, from_json, replaced, to_json
+from bedplate.values.run import Cell, Environment, Load, Quality, Repeat, Run, Sample, Subject
+
+GOOD = Quality(asked=100, agreement=1.0, verdict="ok", note="taken for granted here")
+
+
+def measured(engine: str, load: Load, turns: int, seconds: float) -> Run:
+    """Two processes, A B B A …; each repeat has prompts of its own, the same for both."""
+    hardware = probe()
+    work = Workload(concurrency=load.concurrency, prompt_tokens=load.prompt_tokens, output_tokens=load.output_tokens)
+    ready = made_ready(planned(engine, hardware, facts_of(None, hardware, Silent()), work), Silent())
+    found: tuple[list[Repeat], list[Repeat]] = ([], [])
+    with ExitStack() as stack:
+        started = [stack.enter_context(running(ready, Silent())) for _ in found]
+        name = ready.plan.model.served_name
+        targets = [Target.of(one.url, key=one.key, model=name) for one in started]
+        for turn in range(turns):
+            for side in (0, 1) if turn % 2 == 0 else (1, 0):
+                repeat = measure_apart(targets[side], load, seconds=seconds, warmup_s=1.0, round=turn, check=False)
+                found[side].append(repeat)
+                print(f"turn {turn + 1} of {turns}, {'AB'[side]}: {rate(repeat):.1f} tok/s", flush=True)
+    machine = fingerprint(hardware)
+    cells = tuple(
+        Cell(
+            id=f"{engine}-{'AB'[side]}", run="same", at=repeats[0].at or "", machine=machine, load=load, quality=GOOD,
+            subject=Subject(engine=engine, engine_version=ready.plan.engine_version, model=ready.plan.model.name),
+            repeats=tuple(repeats),
+        )
+        for side, repeats in enumerate(found)
+    )  # fmt: skip
+    environment = Environment(bedplate=__version__, python="", system="", hardware=hardware.cpu.name, machine=machine)
+    return Run(id="same", at=cells[0].at, environment=environment, cells=cells, finished=True)
+
+
+def rate(repeat: Repeat) -> float:
+    return (repeat.delivered_tokens or 0.0) / repeat.seconds
+
+
+def faster(repeat: Repeat, gain: float) -> Repeat:
+    """As if it had been so many times as fast."""
+    if gain == 1.0:
+        return repeat
+    samples = tuple(_faster(sample, gain) for sample in repeat.samples)
+    made = repeat.delivered_tokens
+    return replaced(repeat, samples=samples, delivered_tokens=None if made is None else made * gain)
+
+
+def _faster(sample: Sample, gain: float) -> Sample:
+    return replaced(
+        sample,
+        ttft_ms=None if sample.ttft_ms is None else sample.ttft_ms / gain,
+        duration_ms=sample.duration_ms / gain,
+        gaps_ms=tuple(gap / gain for gap in sample.gaps_ms),
+    )
+
+
+def drawn(a: Cell, b: Cell, repeats: int, gain: float, dice: random.Random) -> tuple[Cell, Cell]:
+    """Some neighbouring turns; which process is A is tossed for, so that neither's own luck counts as a gain."""
+    first = dice.randrange(len(a.repeats) - repeats + 1)
+    one, other = (a, b) if dice.random() < 0.5 else (b, a)
+    chosen = slice(first, first + repeats)
+    quicker = tuple(faster(repeat, gain) for repeat in other.repeats[chosen])
+    return (
+        replaced(one, id="A", quality=GOOD, repeats=one.repeats[chosen]),
+        replaced(other, id="B", quality=GOOD, repeats=quicker),
+    )
+
+
+def answers(a: Cell, b: Cell, repeats: int, gain: float, times: int, seed: int = 1) -> collections.Counter[str]:
+    dice = random.Random(seed)
+    return collections.Counter(
+        compare([one], [other]).answer for one, other in (drawn(a, b, repeats, gain, dice) for _ in range(times))
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", default="llama.cpp")
+    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5, help="of each side, in one comparison")
+    parser.add_argument("--keep", type=Path, help="write what was measured there")
+    parser.add_argument("--from", dest="kept", type=Path, help="measure nothing; read what was kept")
+    asked = parser.parse_args()
+    load = Load(concurrency=asked.concurrency, prompt_tokens=asked.prompt_tokens, output_tokens=asked.output_tokens)
+    if asked.kept is not None:
+        run = from_json(Run, asked.kept.read_bytes(), origin=str(asked.kept))
+    else:
+        run = measured(asked.engine, load, asked.turns, asked.seconds)
+    if asked.keep is not None:
+        asked.keep.write_text(to_json(run, indent=0))
+    a, b = run.cells
+    whole = effect(a, b, "output_tok_s", 0.95)
+    rates = [rate(repeat) for cell in (a, b) for repeat in cell.repeats]
+    print(
+        f"{statistics.fmean(rates):.1f} tok/s; repeats vary by {statistics.stdev(rates) / statistics.fmean(rates):.1%}"
+    )
+    if whole is not None:
+        found = whole.gain
+        print(f"B over A {found.value:.3f} ({found.low:.3f} to {found.high:.3f}); pairs vary by {whole.noise or 0:.1%}")
+    for gain, times in ((1.0, 200), (1.15, 100)):
+        print(f"true gain {gain:g}, {asked.repeats} repeats: {dict(answers(a, b, asked.repeats, gain, times))}")
+
+
+if __name__ == "__main__":
+    main()

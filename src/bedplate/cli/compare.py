@@ -1,0 +1,93 @@
+"""bedplate compare: stay, migrate or not proven."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bedplate.cli.options import Json
+
+if TYPE_CHECKING:
+    from bedplate.measure.kept import Kept
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate compare llama.cpp vllm                    their newest comparable measurements here
+  bedplate compare llama.cpp vllm --concurrency 16
+  bedplate compare llama.cpp vllm --slo ttft_ms=500,tpot_ms=50
+  bedplate compare before.json after.json            files from `bedplate bench --json`
+  bedplate compare 20261115-a1:vllm 20261115-a1:sglang
+
+Exit codes: 0 stay; 10 migrate; 20 not proven; 2 nothing to compare."""
+
+
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="What is in service: an engine, RUN[:ENGINE], or a file.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="What might take its place, likewise.")],
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Only this many requests in flight count.", show_default=False)
+    ] = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(metavar="TARGET", help="What latency has to be: ttft_ms=500,tpot_ms=50.", show_default=False),
+    ] = None,
+    least_gain: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="PERCENT", help="The gain below which moving does not pay.", show_default="10"),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT", help="Compare although quantization, weights or machine differ.", show_default=False
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Weigh two engines by what was measured: stay, migrate or not proven.
+
+    A gain counts when it is no chance and pays for the move; wrong answers never do.
+    """
+    from bedplate.decide.evidence import PROVEN_GAIN
+    from bedplate.facts.hardware import probe
+    from bedplate.judge.compare import compare as judge
+    from bedplate.measure.kept import kept, one_subject
+    from bedplate.measure.questions import read_target
+    from bedplate.store import fingerprint
+
+    target = read_target(slo) if slo is not None else None
+    machine = fingerprint(probe())
+    sides = [one_subject(kept(name, machine), name) for name in (a, b)]
+    mine, theirs = _of_one_model(*sides)
+    verdict = judge(
+        [cell for cell in mine.cells if concurrency in (None, cell.load.concurrency)],
+        [cell for cell in theirs.cells if concurrency in (None, cell.load.concurrency)],
+        target=target,
+        allow=tuple(allow or ()),
+        least_gain=PROVEN_GAIN if least_gain is None else 1 + least_gain / 100,
+    )
+    if json:
+        from bedplate.values import to_json
+
+        print(to_json(verdict))  # noqa: T201
+    else:
+        from bedplate.show.compare import render_verdict
+        from bedplate.show.terminal import console
+
+        console().print(render_verdict(verdict))
+    raise typer.Exit(verdict.exit_code)
+
+
+def _of_one_model(a: Kept, b: Kept) -> tuple[Kept, Kept]:
+    """Of engines that were measured with several models, the newest that both have."""
+    shared = {cell.subject.model for cell in a.cells} & {cell.subject.model for cell in b.cells}
+    newest = max((cell for cell in a.cells if cell.subject.model in shared), key=lambda cell: cell.at, default=None)
+    if newest is None:
+        return a, b
+    both = (_only(side, newest.subject.model) for side in (a, b))
+    return next(both), next(both)
+
+
+def _only(side: Kept, model: str) -> Kept:
+    return side._replace(cells=tuple(cell for cell in side.cells if cell.subject.model == model))

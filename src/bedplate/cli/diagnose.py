@@ -1,0 +1,54 @@
+"""bedplate diagnose: which limit binds."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from bedplate.cli.options import EngineId, Json
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate diagnose                        the newest run here
+  bedplate diagnose 20261115-a1:vllm       one engine of a run
+  bedplate diagnose run.json               a file from `bedplate bench --json`"""
+
+
+def diagnose(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN", help="A run, RUN:ENGINE, an engine, or a file. Default: the newest run.", show_default=False
+        ),
+    ] = None,
+    engine: EngineId = None,
+    json: Json = False,
+) -> None:
+    """Say which limit binds, with the figures that show it, and what to change first.
+
+    Memory bandwidth, KV cache, interconnect, scheduler, runtime overhead, or compute.
+    """
+    from bedplate.cli.judging import diagnosis_of
+    from bedplate.facts.hardware import probe
+    from bedplate.measure.kept import kept, only_engine
+    from bedplate.store import fingerprint
+
+    hardware = probe()
+    found = kept(run, fingerprint(hardware))
+    if found.by_engine:
+        newest = max(found.cells, key=lambda cell: cell.at).run
+        found = found._replace(cells=tuple(cell for cell in found.cells if cell.run == newest))
+    if engine is not None:
+        found = only_engine(found, engine)
+    diagnosis = diagnosis_of(found.cells, found.environments, hardware)
+    if json:
+        from bedplate.values import to_json
+
+        print(to_json(diagnosis))  # noqa: T201
+        return
+    from bedplate.show.diagnose import render_diagnosis
+    from bedplate.show.terminal import console
+
+    console().print(render_diagnosis(diagnosis))

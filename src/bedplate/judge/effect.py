@@ -1,0 +1,273 @@
+"""By how much one side is better, and how surely: a bootstrap over repeats, and over the requests within them.
+
+Everything is reckoned in logarithms, so that a half and a double are equally far from the same. Few repeats say little
+about their own spread: the bootstrap's standard error is widened as the spread of so few is, and Student's t is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from bedplate.measure.statistics import pseudo_median, shift, student_t
+from bedplate.measure.summary import durations, meets, output_tok_s, tpots, ttfts
+from bedplate.values.record import Figure
+from bedplate.values.run import Cell, Load, Repeat, Sample
+from bedplate.values.verdict import Effect, Metric, OnTarget
+from bedplate.values.workload import LatencyTarget
+
+RESAMPLES = 400
+WITHIN = 24
+"""Resamples of each repeat's own requests, of which every resample of the repeats picks one."""
+SEED = 20261115
+CONFIDENCE = 0.95
+DRIFT_IN_A_RUN = 0.03
+DRIFT_BETWEEN_RUNS = 0.05
+"""Standard deviation of a speed, in logarithms, that is the same within one stretch and another in the next: what
+repeats that did not take turns cannot show (docs/compare.md)."""
+
+LEAST_TURNS = 3
+MOST_REPEATS = 200
+LEAST_RESAMPLED = 3
+FEW_DEGREES = 2
+MOST_REACH = 20.0
+"""In logarithms: beyond it an interval says nothing anyway, and stays a number that JSON can carry."""
+
+
+class Level(NamedTuple):
+    """One side's repeats as logarithms in which more is better; beside each, those of its resampled requests."""
+
+    logs: list[float]
+    within: list[list[float]]
+    moments: list[str | None]
+
+    def grouped(self, groups: Iterable[Sequence[int]]) -> Level:
+        """Groups of repeats as one each, by their means."""
+        found = Level([], [], [])
+        for group in groups:
+            found.logs.append(statistics.fmean(self.logs[number] for number in group))
+            found.moments.append(self.moments[group[0]])
+            many = max(len(self.within[number]) for number in group)
+            found.within.append(
+                [
+                    statistics.fmean(self.within[number][place % len(self.within[number])] for number in group)
+                    for place in range(many)
+                ]
+            )
+        return found
+
+
+def effect(a: Cell, b: Cell, metric: Metric, confidence: float) -> Effect | None:
+    """`None` where one side has nothing of the metric. `confidence` is the one that holds for all loads at once."""
+    dice = random.Random(SEED)  # noqa: S311
+    one, other = (_level(cell, metric, dice) for cell in (a, b))
+    if not one.logs or not other.logs:
+        return None
+    turns = turns_of(one.moments, other.moments) if a.run == b.run else []
+    if turns:
+        one, other = one.grouped(first for first, _ in turns), other.grouped(second for _, second in turns)
+    found = _paired(one, other, dice) if turns else _apart(one, other, dice)
+    drift = 0.0 if turns else DRIFT_IN_A_RUN if a.run == b.run else DRIFT_BETWEEN_RUNS
+    low, high = _interval(found, drift, CONFIDENCE)
+    sure_low, sure_high = _interval(found, drift, confidence)
+    mean_a, mean_b = (math.exp(statistics.fmean(side.logs) * _sign(metric)) for side in (one, other))
+    words = f"{len(one.logs)} and {len(other.logs)} repeats{' in turns' if turns else ''}"
+    return Effect(
+        metric=metric,
+        load=a.load,
+        a=mean_a,
+        b=mean_b,
+        gain=Figure(value=math.exp(found.value), low=low, high=high, basis="measured", source=words),
+        sure_low=sure_low,
+        sure_high=sure_high,
+        repeats=(len(one.logs), len(other.logs)),
+        paired=bool(turns),
+        noise=found.noise,
+    )
+
+
+Turn = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def turns_of(a: Sequence[str | None], b: Sequence[str | None]) -> list[Turn]:
+    """Which repeats of two sides ran right beside each other, by when they began; none unless they took turns.
+
+    Either may come first in each pair: A B B A is fairer to both than A B A B. Where each side had several repeats at a
+    time, those are one turn together. What one side has more is left alone.
+    """
+    if None in (*a, *b):
+        return []
+    moments = [(at, 0, number) for number, at in enumerate(a)] + [(at, 1, number) for number, at in enumerate(b)]
+    single = [(side, (number,)) for _, side, number in sorted(moments, key=lambda moment: moment[0] or "")]
+    pairs = _beside(single)
+    if len(pairs) < min(len(a), len(b)):
+        pairs = _beside([
+            (side, tuple(number for _, numbers in group for number in numbers))
+            for side, group in itertools.groupby(single, key=lambda turn: turn[0])
+        ])  # fmt: skip
+    return pairs if len(pairs) >= LEAST_TURNS else []
+
+
+def _beside(order: Iterable[tuple[int, tuple[int, ...]]]) -> list[Turn]:
+    """Neighbours of different sides, from the first on; nobody is in two pairs."""
+    pairs: list[Turn] = []
+    left: tuple[int, tuple[int, ...]] | None = None
+    for side, numbers in order:
+        if left is None or left[0] == side:
+            left = (side, numbers)
+        else:
+            pairs.append((left[1], numbers) if left[0] == 0 else (numbers, left[1]))
+            left = None
+    return pairs
+
+
+def repeats_needed(noise: float, distance: float, confidence: float) -> int | None:
+    """How many repeats each side needs for an interval that reaches no further than `distance` in logarithms."""
+    if distance <= 0:
+        return None
+    for count in range(3, MOST_REPEATS + 1):
+        if student_t(confidence, count - 1) * noise / math.sqrt(count) <= distance:
+            return count
+    return None
+
+
+def on_target(a: Cell, b: Cell, target: LatencyTarget, confidence: float) -> OnTarget:
+    return OnTarget(load=a.load, a=_share(a, target, confidence), b=_share(b, target, confidence))
+
+
+def _share(cell: Cell, target: LatencyTarget, confidence: float) -> Figure:
+    """Of all requests, those in time; the interval counts requests of one repeat as being as alike as they are."""
+    hits = [[meets(sample, target) for sample in repeat.samples] for repeat in cell.repeats if repeat.samples]
+    count = sum(len(one) for one in hits)
+    if not count:
+        return Figure(value=0.0, low=0.0, high=1.0, basis="measured", source="no requests")
+    share = sum(map(sum, hits)) / count
+    worth = count / _alike(hits, share)
+    low, high = wilson(share, worth, confidence)
+    return Figure(value=share, low=low, high=high, basis="measured", source=f"{count} requests")
+
+
+def _alike(hits: Sequence[Sequence[bool]], share: float) -> float:
+    """How many requests of the same repeats are worth one that is independent: the design effect, at least 1."""
+    if len(hits) < 2 or not 0 < share < 1:
+        return 1.0
+    sizes = [len(one) for one in hits]
+    between = sum((sum(one) - share * len(one)) ** 2 for one in hits) / (len(hits) - 1) * len(hits)
+    expected = share * (1 - share) * sum(sizes)
+    return max(1.0, between / expected)
+
+
+def wilson(share: float, count: float, confidence: float) -> tuple[float, float]:
+    """The interval of a share by Wilson's score, which stays between 0 and 1 and is honest about a clean sheet."""
+    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    wide = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, middle - wide), min(1.0, middle + wide)
+
+
+# one side
+
+
+def _sign(metric: Metric) -> float:
+    return 1.0 if metric == "output_tok_s" else -1.0
+
+
+def _level(cell: Cell, metric: Metric, dice: random.Random) -> Level:
+    sign = _sign(metric)
+    found = Level([], [], [])
+    for repeat in cell.repeats:
+        value, again = _speeds(repeat, cell.load, dice) if metric == "output_tok_s" else _times(repeat, metric, dice)
+        if value is None or value <= 0:
+            continue
+        found.logs.append(sign * math.log(value))
+        found.within.append([sign * math.log(one) for one in again if one > 0] or [sign * math.log(value)])
+        found.moments.append(repeat.at)
+    return found
+
+
+def _speeds(repeat: Repeat, load: Load, dice: random.Random) -> tuple[float | None, list[float]]:
+    """Tokens per second, and what they might have been with other requests of the same kind."""
+    value = output_tok_s(repeat, load)
+    took = [sample.duration_ms for sample in repeat.samples]
+    made = [float(sample.output_tokens or 0) if sample.outcome == "ok" else 0.0 for sample in repeat.samples]
+    if value is None or len(took) < LEAST_RESAMPLED or not sum(made) or not sum(took):
+        return value, []
+    usual, places = sum(made) / sum(took), range(len(took))
+    found = []
+    for _ in range(WITHIN):
+        chosen = dice.choices(places, k=len(took))
+        found.append(value * sum(made[one] for one in chosen) / max(sum(took[one] for one in chosen), 1e-9) / usual)
+    return value, found
+
+
+def _times(repeat: Repeat, metric: Metric, dice: random.Random) -> tuple[float | None, list[float]]:
+    """The median over requests, and what it might have been."""
+    found = sorted(TIMES[metric](repeat.samples))
+    if not found:
+        return None, []
+    value = statistics.median(found)
+    if len(found) < LEAST_RESAMPLED:
+        return value, []
+    return value, [statistics.median(dice.choices(found, k=len(found))) for _ in range(WITHIN)]
+
+
+TIMES: dict[Metric, Callable[[Iterable[Sample]], list[float]]] = {
+    "ttft_ms": ttfts, "tpot_ms": tpots, "e2e_ms": durations,
+}  # fmt: skip
+
+
+# both
+
+
+class Estimated(NamedTuple):
+    value: float
+    spread: float
+    """Its standard error."""
+    degrees: int
+    noise: float | None
+    """How much it varies from repeat to repeat."""
+
+
+def _paired(one: Level, other: Level, dice: random.Random) -> Estimated:
+    gains = [b - a for a, b in zip(one.logs, other.logs, strict=True)]
+    count = len(gains)
+    choices = [
+        [b - a for a, b in zip(dice.choices(mine, k=WITHIN), dice.choices(theirs, k=WITHIN), strict=True)]
+        for mine, theirs in zip(one.within, other.within, strict=True)
+    ]
+    again = [pseudo_median([found[int(dice.random() * WITHIN)] for found in dice.choices(choices, k=count)])
+             for _ in range(RESAMPLES)]  # fmt: skip
+    return Estimated(pseudo_median(gains), _widened(again, count), count - 1, statistics.stdev(gains))
+
+
+def _apart(one: Level, other: Level, dice: random.Random) -> Estimated:
+    count = min(len(one.logs), len(other.logs))
+    again = [
+        shift(
+            *([dice.choice(found) for found in dice.choices(side.within, k=len(side.within))] for side in (one, other))
+        )
+        for _ in range(RESAMPLES)
+    ]
+    value = shift(one.logs, other.logs)
+    if count < 2:
+        # Only requests vary within a single repeat; that is not how repeats vary, and no verdict rests on it.
+        return Estimated(value, statistics.stdev(again), FEW_DEGREES, None)
+    noise = math.hypot(statistics.stdev(one.logs), statistics.stdev(other.logs))
+    return Estimated(value, _widened(again, count), count - 1, noise)
+
+
+def _widened(resampled: Sequence[float], count: int) -> float:
+    """Resamples of n values spread less than the values of which they are a sample, by n - 1 over n."""
+    return statistics.stdev(resampled) * math.sqrt(count / (count - 1))
+
+
+def _interval(found: Estimated, drift: float, confidence: float) -> tuple[float, float]:
+    """What repeats show by Student's t, since they are few; what they cannot show is a constant, of many."""
+    shown = student_t(confidence, found.degrees) * found.spread
+    hidden = statistics.NormalDist().inv_cdf(0.5 + confidence / 2) * math.sqrt(2) * drift
+    reach = min(math.hypot(shown, hidden), MOST_REACH)
+    return math.exp(found.value - reach), math.exp(found.value + reach)

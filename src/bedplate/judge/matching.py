@@ -1,0 +1,144 @@
+"""Which cells of two subjects compare: the same work, measured well, on the same machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from bedplate.errors import BadQuestion
+from bedplate.judge.words import difference_words, load_words
+from bedplate.measure.summary import differences, why_invalid
+from bedplate.values.run import Cell, Load
+from bedplate.values.verdict import Difference
+
+ALLOWED = ("quantization", "weights", "machine")
+"""Differences that a person may ask to look past; all others leave nothing to compare."""
+HINT = "measure both in one run: bedplate bench --engines A,B --turns 5"
+
+LoadKey = tuple[object, ...]
+
+
+class Pair(NamedTuple):
+    a: Cell
+    b: Cell
+
+
+class Matched(NamedTuple):
+    pairs: list[Pair]
+    left_out: tuple[str, ...]
+    """Cells that were not compared, and why."""
+    differences: tuple[Difference, ...]
+    """What differs between those that were."""
+    refused: tuple[Difference, ...] = ()
+    """What forbade comparing the others."""
+
+    @property
+    def newest(self) -> str:
+        """Until when both sides had been measured."""
+        return max((min(pair.a.at, pair.b.at) for pair in self.pairs), default="")
+
+
+def matched(a: Sequence[Cell], b: Sequence[Cell], allow: Collection[str] = ()) -> Matched:
+    """The cells of both sides under the same load, the newest of each. Raises BadQuestion where none compare.
+
+    An engine that was measured in several forms is taken in the one that was measured last on both sides.
+    """
+    for name in allow:
+        if name not in ALLOWED:
+            raise BadQuestion(
+                f"a difference in {name} cannot be looked past", hint=f"--allow takes {', '.join(ALLOWED)}"
+            )
+    left_out: list[str] = []
+    mine, theirs = _usable(a, left_out), _usable(b, left_out)
+    if not mine or not theirs:
+        raise _empty("B" if mine else "A", left_out)
+    tries = [_together(one, other, allow) for one in _forms(mine) for other in _forms(theirs)]
+    best = max(tries, key=lambda found: (found.newest, len(found.pairs)))
+    if not best.pairs:
+        raise _nothing(mine, theirs, tries)
+    return best._replace(left_out=(*left_out, *best.left_out))
+
+
+def _together(a: Sequence[Cell], b: Sequence[Cell], allow: Collection[str]) -> Matched:
+    """One form of each side, load by load."""
+    pairs: list[Pair] = []
+    left_out: list[str] = []
+    seen: dict[Difference, None] = {}
+    refused: dict[Difference, None] = {}
+    for one in _newest(a):
+        other = _partner(one, b)
+        if other is None:
+            continue
+        found = differences(one, other)
+        hard = [difference for difference in found.meaningless if difference.what not in allow]
+        if hard:
+            refused.update(dict.fromkeys(hard))
+            left_out.append(f"{load_words(one.load)}: {'; '.join(map(difference_words, hard))}")
+        else:
+            pairs.append(Pair(one, other))
+            seen.update(dict.fromkeys((*found.meaningless, *found.printed)))
+    pairs.sort(key=lambda pair: _heaviness(pair.a.load))
+    return Matched(pairs, tuple(left_out), tuple(seen), tuple(refused))
+
+
+def _forms(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells by what was measured, apart from the loads: version, weights, device, build."""
+    found: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        one = cell.subject
+        key = (one.engine, one.engine_version, one.model, one.quantization, one.weights_id, one.device, one.build,
+               one.url, cell.machine)  # fmt: skip
+        found.setdefault(key, []).append(cell)
+    return list(found.values())
+
+
+def _usable(cells: Sequence[Cell], left_out: list[str]) -> list[Cell]:
+    found = []
+    for cell in cells:
+        if wrong := why_invalid(cell):
+            left_out.append(f"{cell.subject.engine}, {load_words(cell.load)}: {'; '.join(wrong)}")
+        else:
+            found.append(cell)
+    return found
+
+
+def _newest(cells: Sequence[Cell]) -> list[Cell]:
+    """Of cells under the same load, the last one."""
+    return list({_key(cell.load): cell for cell in sorted(cells, key=lambda cell: cell.at)}.values())
+
+
+def _partner(cell: Cell, others: Sequence[Cell]) -> Cell | None:
+    """Under the same load: measured in the same run if there is one, else the newest."""
+    same = [other for other in others if _key(other.load) == _key(cell.load) and other.id != cell.id]
+    return max(same, key=lambda other: (other.run == cell.run, other.at), default=None)
+
+
+def _key(load: Load) -> LoadKey:
+    return (
+        load.arrivals, load.concurrency, load.requests_per_s, load.burst, load.trace, load.prompt_tokens,
+        load.output_tokens, load.shared_prefix_tokens,
+    )  # fmt: skip
+
+
+def _heaviness(load: Load) -> tuple[float, float, int, int]:
+    return (load.concurrency or 0, load.requests_per_s or 0.0, load.prompt_tokens, load.output_tokens)
+
+
+def _empty(side: str, left_out: Sequence[str]) -> BadQuestion:
+    cause = "; ".join(dict.fromkeys(left_out)) or "it has no cells"
+    return BadQuestion(f"nothing of {side} can be compared", cause=cause, hint=HINT)
+
+
+def _nothing(a: Sequence[Cell], b: Sequence[Cell], tries: Sequence[Matched]) -> BadQuestion:
+    refused = min((found.refused for found in tries if found.refused), key=len, default=())
+    if not refused:
+        loads = [" · ".join(dict.fromkeys(load_words(cell.load) for cell in side)) for side in (a, b)]
+        cause = f"A was measured with {loads[0]}; B with {loads[1]}"
+        return BadQuestion("A and B have no load in common", cause=cause, hint=HINT)
+    names = {one.what for one in refused}
+    past = f"to look past it: {' '.join(f'--allow {name}' for name in sorted(names))}; or "
+    return BadQuestion(
+        "comparing A and B would mean nothing",
+        cause="; ".join(map(difference_words, refused)),
+        hint=f"{past if names <= set(ALLOWED) else ''}{HINT}",
+    )

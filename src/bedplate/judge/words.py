@@ -1,0 +1,46 @@
+"""Loads, gains and differences as people say them."""
+
+from __future__ import annotations
+
+from bedplate.values.run import Load
+from bedplate.values.verdict import Difference, Effect
+
+
+def load_words(load: Load) -> str:
+    """Such as "16 in flight, 512 + 128 tokens"."""
+    return f"{short_load(load)}, {load.prompt_tokens} + {load.output_tokens} tokens"
+
+
+def short_load(load: Load) -> str:
+    if load.arrivals == "closed" and load.concurrency is not None:
+        return "1 request at a time" if load.concurrency == 1 else f"{load.concurrency} in flight"
+    rate = "" if load.requests_per_s is None else f" {load.requests_per_s:g} requests a second"
+    return f"{load.arrivals}{rate}"
+
+
+def difference_words(one: Difference) -> str:
+    return f"{one.what}: {one.a} and {one.b}" + (f" ({one.note})" if one.note else "")
+
+
+def percent(gain: float) -> str:
+    """1.12 is "12 % faster", 0.9 is "10 % slower"."""
+    share = (gain - 1) * 100
+    digits = 0 if abs(share) >= 9.95 else 1
+    if round(abs(share), digits) == 0:
+        return "as fast"
+    return f"{abs(share):.{digits}f} % {'faster' if share > 0 else 'slower'}"
+
+
+def signed(gain: float) -> str:
+    share = round((gain - 1) * 100)
+    return f"{share:+d} %".replace("-", "−") if share else "0 %"
+
+
+def gain_words(one: Effect) -> str:
+    """Such as "12 % faster with 16 in flight (95 % interval +3 % … +21 %)"."""
+    interval = f"95 % interval {signed(one.gain.low)} … {signed(one.gain.high)}"
+    return f"{percent(one.gain.value)} with {short_load(one.load)} ({interval})"
+
+
+def count_of(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

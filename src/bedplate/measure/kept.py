@@ -1,0 +1,116 @@
+"""What was measured, by what a person calls it: a run, a cell, a file, or an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from bedplate import store
+from bedplate.errors import BadQuestion
+from bedplate.values.names import engine_id
+from bedplate.values.record import from_json
+from bedplate.values.run import Cell, Environment, Run
+
+
+class Kept(NamedTuple):
+    cells: tuple[Cell, ...]
+    environments: dict[str, Environment]
+    """Of the runs that they are from, as far as those are known."""
+    by_engine: bool = False
+    """Whether an engine was named, so that the cells are of several runs."""
+
+
+def kept(named: str | None = None, machine: str | None = None) -> Kept:
+    """By name: a JSON file, `RUN`, `RUN:ENGINE`, a cell, or an engine (all of its cells on `machine`, newest first).
+
+    Without a name, the newest run.
+    """
+    if named is None:
+        return _of_run(store.run())
+    if named.endswith(".json") or Path(named).is_file():
+        return _of_file(Path(named))
+    if (engine := engine_id(named)) is not None:
+        return _of_engine(engine, machine)
+    cells = tuple(cell for cell in store.cells() if cell.id == named)
+    if cells:
+        return _of_cells(cells)
+    run, _, part = named.partition(":")
+    found = _of_run(_run(run, named))
+    return only_engine(found, part) if part else found
+
+
+def only_engine(found: Kept, named: str) -> Kept:
+    wanted = engine_id(named) or named
+    cells = tuple(cell for cell in found.cells if cell.subject.engine == wanted)
+    if not cells:
+        there = ", ".join(dict.fromkeys(cell.subject.engine for cell in found.cells)) or "nothing"
+        raise BadQuestion(f"{named} was not measured in this run", hint=f"it has {there}")
+    return found._replace(cells=cells)
+
+
+def one_subject(found: Kept, named: str) -> Kept:
+    """The cells of a run that has one engine only; of several somebody has to say which."""
+    engines = list(dict.fromkeys(cell.subject.engine for cell in found.cells))
+    if len(engines) > 1:
+        raise BadQuestion(
+            f"{named} has several engines: {', '.join(engines)}",
+            hint=f"say which: {named}:{engines[0]}, or name the engines themselves",
+        )
+    return found
+
+
+def _run(run: str, named: str) -> Run:
+    try:
+        return store.run(run)
+    except BadQuestion as error:
+        hint = f"{error.hint}; or name an engine, or a file from `bedplate bench --json`"
+        raise BadQuestion(f"nothing that was measured is called {named}", hint=hint) from error
+
+
+def _of_run(run: Run) -> Kept:
+    if not run.cells:
+        raise BadQuestion(f"the run {run.id} has no cells: it was ended before the first was measured")
+    return Kept(run.cells, {run.id: run.environment})
+
+
+def _of_engine(engine: str, machine: str | None) -> Kept:
+    found = store.cells(machine=machine, engine=engine)
+    if not found:
+        raise BadQuestion(f"{engine} was not measured here yet", hint=f"bedplate bench --engines {engine} measures it")
+    return _of_cells(found)._replace(by_engine=True)
+
+
+def _of_cells(cells: tuple[Cell, ...]) -> Kept:
+    wanted = {cell.run for cell in cells}
+    return Kept(cells, {run.id: run.environment for run in store.runs() if run.id in wanted})
+
+
+def _of_file(path: Path) -> Kept:
+    text = _bytes(path)
+    if _schema(text) == "cell/1":
+        return Kept((from_json(Cell, text, origin=str(path)),), {})
+    return _of_run(from_json(Run, text, origin=str(path)))
+
+
+def run_of_file(path: Path) -> Run:
+    return from_json(Run, _bytes(path), origin=str(path))
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
+
+
+class _Any(msgspec.Struct):
+    schema: str | None = None
+
+
+def _schema(text: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(text, type=_Any).schema
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

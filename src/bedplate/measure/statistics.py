@@ -1,0 +1,108 @@
+"""The few statistics that measurements need: quantiles, Student's t, means that one bad stretch does not pull along."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from functools import lru_cache
+
+from bedplate.values.summary import Percentiles
+
+PERCENTILES = (0.90, 0.95, 0.99)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted values, between the two nearest of them in proportion."""
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    # Written so that it stays between its neighbours whatever rounding does.
+    return min(max(ordered[below] + (ordered[above] - ordered[below]) * (position - below), ordered[below]),
+               ordered[above])  # fmt: skip
+
+
+def percentiles(values: Sequence[float]) -> Percentiles | None:
+    """`None` of nothing. A percentile beyond which not even one sample is expected is left open."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    shown = [quantile(ordered, share) if shows(len(ordered), share) else None for share in PERCENTILES]
+    return Percentiles(
+        count=len(ordered), mean=math.fsum(ordered) / len(ordered), p50=quantile(ordered, 0.5), p90=shown[0],
+        p95=shown[1], p99=shown[2], max=ordered[-1],
+    )  # fmt: skip
+
+
+def shows(count: int, share: float) -> bool:
+    return count * (1 - share) >= 1 - 1e-9
+
+
+def student_cdf(value: float, degrees: int) -> float:
+    """Of Student's t with whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan2(value, math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    if degrees % 2:
+        term, total = cosine, 0.0
+        for number in range(1, (degrees - 1) // 2 + 1):
+            total += term
+            term *= cosine * cosine * (2 * number) / (2 * number + 1)
+        inside = 2 / math.pi * (angle + sine * total)
+    else:
+        term, total = 1.0, 0.0
+        for number in range(1, degrees // 2 + 1):
+            total += term
+            term *= cosine * cosine * (2 * number - 1) / (2 * number)
+        inside = sine * total
+    return 0.5 + inside / 2
+
+
+@lru_cache(maxsize=512)
+def student_t(confidence: float, degrees: int) -> float:
+    """How many standard errors to each side hold the mean with this confidence."""
+    if degrees < 1:
+        return math.inf
+    wanted = 0.5 + confidence / 2
+    if degrees > 200:
+        return statistics.NormalDist().inv_cdf(wanted)
+    low, high = 0.0, 1.0
+    while student_cdf(high, degrees) < wanted and high < 1e9:
+        low, high = high, high * 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, degrees) < wanted else (low, middle)
+    return (low + high) / 2
+
+
+def half_width(values: Sequence[float], confidence: float = 0.95) -> float | None:
+    """Of the interval around the mean; `None` for a single value, of which nobody knows how it would vary."""
+    if len(values) < 2:
+        return None
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return student_t(confidence, len(values) - 1) * error
+
+
+def serial_correlation(values: Sequence[float]) -> float:
+    """Of each value with the next one; 0 where there are too few to tell."""
+    if len(values) < 4:
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    off = [value - mean for value in values]
+    spread = math.fsum(one * one for one in off)
+    return math.fsum(a * b for a, b in itertools.pairwise(off)) / spread if spread > 0 else 0.0
+
+
+def pseudo_median(values: Sequence[float]) -> float:
+    """Hodges and Lehmann: the median of the means of all pairs, each value with itself included.
+
+    Nearly as sharp as the mean where values are well-behaved, and one value that is far off hardly moves it.
+    """
+    means = sorted([one + other for place, one in enumerate(values) for other in values[place:]])
+    middle = len(means) // 2
+    return (means[middle] if len(means) % 2 else (means[middle - 1] + means[middle]) / 2) / 2
+
+
+def shift(values: Sequence[float], others: Sequence[float]) -> float:
+    """How far `others` lie above `values`: the median of all differences between the two."""
+    return statistics.median(other - value for value in values for other in others)

@@ -1,0 +1,448 @@
+"""What samples come to: pure statistics of cells, the row that tables are made of, and whether two cells compare."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from bedplate.measure.statistics import half_width, percentiles, serial_correlation
+from bedplate.values.decision import Settings
+from bedplate.values.result import Result
+from bedplate.values.run import Cell, Load, Repeat, Run, Sample
+from bedplate.values.summary import Interval, Percentiles, Row, Summary
+from bedplate.values.verdict import Difference, Differences
+from bedplate.values.workload import LatencyTarget
+
+LEAST_BLOCKS = 5
+MOST_BLOCKS = 20
+SAME_LENGTH = 0.02
+"""Lengths that differ by no more are the same: a template's few tokens, an end that came one token early."""
+OTHER_WORK = 0.10
+"""Lengths that differ by more are another piece of work."""
+CACHED_APART = 0.05
+"""Of the prompts' tokens: where one side had so much more in its cache, it did less work."""
+
+
+# one repeat
+
+
+def output_tok_s(repeat: Repeat, load: Load) -> float | None:
+    """Output tokens per second of all streams together; `None` where the endpoint counts no tokens.
+
+    The generator counts what arrived within the stretch, also of requests that began in the warm-up: those are missing
+    among the samples, as much as the tail of the last ones is too many. From samples alone a closed loop is known by
+    Little's law, which has no edges: tokens of a request over its time, times the requests in flight.
+    """
+    if repeat.delivered_tokens is not None:
+        return repeat.delivered_tokens / repeat.seconds
+    return _rate(repeat.samples, load, repeat.seconds, _tokens)
+
+
+def requests_s(repeat: Repeat, load: Load) -> float | None:
+    """Requests per second that ended well."""
+    return _rate(repeat.samples, load, repeat.seconds, lambda sample: 1.0 if sample.outcome == "ok" else 0.0)
+
+
+def _rate(samples: Sequence[Sample], load: Load, seconds: float, of: Callable[[Sample], float | None]) -> float | None:
+    counted = [of(sample) for sample in samples]
+    if not samples or any(count is None for count in counted):
+        return None
+    total = math.fsum(count for count in counted if count is not None)
+    busy_s = math.fsum(sample.duration_ms for sample in samples) / 1000
+    if load.arrivals == "closed" and load.concurrency is not None and busy_s > 0:
+        return load.concurrency * total / busy_s
+    return total / seconds
+
+
+def _tokens(sample: Sample) -> float | None:
+    """What failed brought nothing that anybody can use."""
+    if sample.outcome != "ok":
+        return 0.0
+    return None if sample.output_tokens is None else float(sample.output_tokens)
+
+
+def ttfts(samples: Iterable[Sample]) -> list[float]:
+    return [sample.ttft_ms for sample in samples if sample.outcome == "ok" and sample.ttft_ms is not None]
+
+
+def tpots(samples: Iterable[Sample]) -> list[float]:
+    return [found for sample in samples if sample.outcome == "ok" and (found := sample.tpot_ms) is not None]
+
+
+def durations(samples: Iterable[Sample]) -> list[float]:
+    return [sample.duration_ms for sample in samples if sample.outcome == "ok"]
+
+
+def meets(sample: Sample, target: LatencyTarget) -> bool:
+    """Whether a request ended well and in time; a request of one token has no time between tokens to be late with."""
+    if sample.outcome != "ok":
+        return False
+    if target.ttft_ms is not None and (sample.ttft_ms is None or sample.ttft_ms > target.ttft_ms):
+        return False
+    return target.tpot_ms is None or sample.tpot_ms is None or sample.tpot_ms <= target.tpot_ms
+
+
+# one cell
+
+
+def all_samples(cell: Cell) -> list[Sample]:
+    return [sample for repeat in cell.repeats for sample in repeat.samples]
+
+
+def is_valid(cell: Cell) -> bool:
+    return not why_invalid(cell)
+
+
+def why_invalid(cell: Cell) -> tuple[str, ...]:
+    """What forbids comparing it at all."""
+    found = [flag.text for flag in cell.flags if flag.invalid]
+    if not found and any(repeat.client.limit for repeat in cell.repeats):
+        found.append("the client was the limit")
+    if not any(sample.outcome == "ok" for sample in all_samples(cell)):
+        found.append("no request ended well")
+    return tuple(found)
+
+
+def summarized(cell: Cell) -> Summary:
+    samples = all_samples(cell)
+    good = [sample for sample in samples if sample.outcome == "ok"]
+    rates = _known(output_tok_s(repeat, cell.load) for repeat in cell.repeats)
+    tok_s = statistics.fmean(rates) if rates else None
+    requests = _known(requests_s(repeat, cell.load) for repeat in cell.repeats)
+    gaps = [gap for sample in good for gap in sample.gaps_ms]
+    counted = [sample for sample in good if sample.output_tokens]
+    events = sum(len(sample.gaps_ms) + 1 for sample in counted)
+    tokens = sum(sample.output_tokens or 0 for sample in counted)
+    energy = _known(repeat.use.energy_j for repeat in cell.repeats)
+    made = [rate * repeat.seconds for repeat in cell.repeats if (rate := output_tok_s(repeat, cell.load)) is not None]
+    return Summary(
+        cell=cell.id,
+        repeats=len(cell.repeats),
+        seconds=math.fsum(repeat.seconds for repeat in cell.repeats),
+        requests=len(samples),
+        ok=len(good),
+        error_share=1 - len(good) / len(samples) if samples else None,
+        output_tok_s=tok_s,
+        interval=_interval(cell, rates, tok_s),
+        requests_s=statistics.fmean(requests) if requests else None,
+        ttft_ms=percentiles(ttfts(samples)),
+        tpot_ms=percentiles(tpots(samples)),
+        gap_ms=percentiles(gaps),
+        e2e_ms=percentiles(durations(samples)),
+        tokens_per_event=tokens / events if events else None,
+        prompt_tokens=_median(sample.prompt_tokens for sample in good),
+        output_tokens=_median(sample.output_tokens for sample in good),
+        cached_share=cached_share(samples),
+        peak_memory_bytes=_peak(repeat.use.peak_memory_bytes for repeat in cell.repeats),
+        peak_gpu_bytes=_peak(repeat.use.peak_gpu_bytes for repeat in cell.repeats),
+        energy_j_per_token=_per_token(energy, made, len(cell.repeats)),
+    )
+
+
+def cached_share(samples: Iterable[Sample]) -> float | None:
+    told = [one for one in samples if one.cached_tokens is not None and one.prompt_tokens]
+    asked = sum(one.prompt_tokens or 0 for one in told)
+    return sum(one.cached_tokens or 0 for one in told) / asked if asked else None
+
+
+def _interval(cell: Cell, rates: Sequence[float], tok_s: float | None) -> Interval | None:
+    if tok_s is None or tok_s <= 0:
+        return None
+    if len(rates) > 1:
+        wide = half_width(rates)
+        return _around(tok_s, wide, "repeats", len(rates)) if wide is not None else None
+    blocks = block_rates(cell.repeats[0], cell.load)
+    wide = half_width(blocks)
+    if wide is None:
+        return None
+    # Stretches that follow each other are alike, so that they tell less than as many that do not.
+    alike = max(0.0, min(0.9, serial_correlation(blocks)))
+    wide *= math.sqrt((1 + alike) / (1 - alike))
+    return _around(tok_s, wide * tok_s / statistics.fmean(blocks), "blocks", len(blocks))
+
+
+def _around(value: float, wide: float, over: str, count: int) -> Interval:
+    low, high = max(0.0, value - wide), value + wide
+    return Interval(low=low, high=high, over="repeats" if over == "repeats" else "blocks", count=count)
+
+
+def block_rates(repeat: Repeat, load: Load) -> list[float]:
+    """One repeat in parts of as many requests each as are in flight, or more: whole requests have no edges.
+
+    Empty where there are too few, and in open loops, which bring as much as is asked of them.
+    """
+    in_flight = load.concurrency
+    if load.arrivals != "closed" or in_flight is None:
+        return []
+    ordered = sorted(repeat.samples, key=lambda sample: sample.at_s)
+    count = min(MOST_BLOCKS, len(ordered) // max(2, in_flight))
+    if count < LEAST_BLOCKS:
+        return []
+    bounds = [number * len(ordered) // count for number in range(count + 1)]
+    parts = (ordered[low:high] for low, high in itertools.pairwise(bounds))
+    return [rate for part in parts if (rate := _rate(part, load, 1.0, _tokens)) is not None and rate > 0]
+
+
+def _per_token(energy_j: Sequence[float], made: Sequence[float], repeats: int) -> float | None:
+    if not repeats or len(energy_j) != repeats or len(made) != repeats or not math.fsum(made):
+        return None
+    return math.fsum(energy_j) / math.fsum(made)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _median(values: Iterable[int | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(statistics.median(known)) if known else None
+
+
+def _peak(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+# the row
+
+
+def row(cell: Cell, hardware: str | None = None) -> Row:
+    """Flat, its fields in the order of a table's columns; `hardware` in words, else the machine's fingerprint."""
+    found, subject, quality = summarized(cell), cell.subject, cell.quality
+    ttft, tpot, gap, e2e = found.ttft_ms, found.tpot_ms, found.gap_ms, found.e2e_ms
+    on_card = subject.device not in (None, "cpu")
+    peak = found.peak_gpu_bytes if on_card and found.peak_gpu_bytes is not None else found.peak_memory_bytes
+    return Row(
+        engine=subject.engine,
+        version=subject.engine_version,
+        model=subject.model,
+        quantization=subject.quantization,
+        hardware=hardware or cell.machine,
+        concurrency=cell.load.concurrency,
+        prompt_tokens=cell.load.prompt_tokens,
+        output_tokens=cell.load.output_tokens,
+        ttft_ms=_part(ttft, "p50"),
+        tok_per_s=found.output_tok_s,
+        peak_mem_gb=None if peak is None else peak / 1e9,
+        notes="; ".join(_notes(cell, found)),
+        tok_per_s_low=found.interval.low if found.interval else None,
+        tok_per_s_high=found.interval.high if found.interval else None,
+        requests_per_s=found.requests_s,
+        ttft_ms_p90=_part(ttft, "p90"),
+        ttft_ms_p95=_part(ttft, "p95"),
+        ttft_ms_p99=_part(ttft, "p99"),
+        ttft_ms_max=_part(ttft, "max"),
+        tpot_ms=_part(tpot, "p50"),
+        tpot_ms_p90=_part(tpot, "p90"),
+        tpot_ms_p95=_part(tpot, "p95"),
+        tpot_ms_p99=_part(tpot, "p99"),
+        gap_ms=_part(gap, "p50"),
+        gap_ms_p99=_part(gap, "p99"),
+        e2e_ms=_part(e2e, "p50"),
+        e2e_ms_p90=_part(e2e, "p90"),
+        e2e_ms_p99=_part(e2e, "p99"),
+        requests=found.requests,
+        error_share=found.error_share,
+        repeats=found.repeats,
+        seconds=found.seconds,
+        quality=quality.agreement if quality else None,
+        quality_verdict=quality.verdict if quality else "unchecked",
+        energy_j_per_token=found.energy_j_per_token,
+        arrivals=cell.load.arrivals,
+        offered_per_s=cell.load.requests_per_s,
+        seed=cell.load.seed,
+        valid=is_valid(cell),
+        start_s=subject.start_s,
+        install_gb=None if subject.install_bytes is None else subject.install_bytes / 1e9,
+        at=cell.at,
+        cell=cell.id,
+        run=cell.run,
+        machine=cell.machine,
+    )
+
+
+def rows(run: Run) -> tuple[Row, ...]:
+    return tuple(row(cell, run.environment.hardware) for cell in run.cells)
+
+
+def _part(found: Percentiles | None, name: str) -> float | None:
+    value: float | None = getattr(found, name) if found is not None else None
+    return value
+
+
+def _notes(cell: Cell, found: Summary) -> Iterator[str]:
+    yield from dict.fromkeys(flag.text for flag in cell.flags)
+    asked = cell.load.output_tokens
+    if found.output_tokens is not None and _apart(found.output_tokens, asked) > SAME_LENGTH:
+        yield f"answers of {found.output_tokens:g} tokens where {asked} were asked for"
+    if cell.quality is not None and cell.quality.note:
+        yield cell.quality.note
+    if cell.notes:
+        yield cell.notes
+
+
+# what two cells have in common
+
+
+def differences(a: Cell, b: Cell) -> Differences:
+    """What is not the same on both sides, apart from what is meant to differ: the engine and its version."""
+    return Differences(
+        meaningless=(*_other_work(a, b), *_other_weights(a, b), *_other_lengths(a, b), *_other_warmup(a, b)),
+        printed=tuple(_small_differences(a, b)),
+    )
+
+
+def _differs(what: str, a: object, b: object, note: str | None = None) -> Iterator[Difference]:
+    if a != b:
+        yield Difference(what=what, a=_words(a), b=_words(b), note=note)
+
+
+def _words(value: object) -> str:
+    if value is None:
+        return "not stated"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _other_work(a: Cell, b: Cell) -> Iterator[Difference]:
+    yield from _differs("machine", a.machine, b.machine)
+    yield from _differs("model", a.subject.model, b.subject.model)
+    one, other = a.load, b.load
+    yield from _differs("arrivals", one.arrivals, other.arrivals)
+    yield from _differs("concurrency", one.concurrency, other.concurrency)
+    yield from _differs("requests per second", one.requests_per_s, other.requests_per_s)
+    yield from _differs("burst", one.burst, other.burst)
+    yield from _differs("trace", one.trace, other.trace)
+    yield from _differs("prompt tokens", one.prompt_tokens, other.prompt_tokens)
+    yield from _differs("output tokens", one.output_tokens, other.output_tokens)
+    yield from _differs("shared prefix tokens", one.shared_prefix_tokens, other.shared_prefix_tokens)
+
+
+def _other_weights(a: Cell, b: Cell) -> Iterator[Difference]:
+    one, other = a.subject, b.subject
+    known = one.weights_id is not None and other.weights_id is not None
+    if known and one.weights_id != other.weights_id:
+        yield from _differs("weights", one.weights_id, other.weights_id)
+    elif not known:
+        yield from _differs("quantization", one.quantization, other.quantization)
+
+
+def _other_lengths(a: Cell, b: Cell) -> Iterator[Difference]:
+    """What the endpoints counted; asking for the same is not yet getting the same."""
+    for what, one, other in _lengths(a, b):
+        if _apart(one, other) > OTHER_WORK:
+            yield Difference(what=what, a=f"{one:g}", b=f"{other:g}")
+    one_cached, other_cached = cached_share(all_samples(a)), cached_share(all_samples(b))
+    if abs((one_cached or 0.0) - (other_cached or 0.0)) > CACHED_APART:
+        yield Difference(what="prompt tokens from a cache", a=_share_words(one_cached), b=_share_words(other_cached))
+
+
+def _other_warmup(a: Cell, b: Cell) -> Iterator[Difference]:
+    """How many requests it took is each engine's own; that one side had none at all is not fair."""
+    one, other = warmed(a), warmed(b)
+    if (one == 0) != (other == 0):
+        yield Difference(what="warm-up", a=_requests(one), b=_requests(other))
+
+
+def _lengths(a: Cell, b: Cell) -> Iterator[tuple[str, float, float]]:
+    good = [[sample for sample in all_samples(cell) if sample.outcome == "ok"] for cell in (a, b)]
+    for what, name in (("prompt tokens, as counted", "prompt_tokens"), ("output tokens, as counted", "output_tokens")):
+        one, other = ([value for one in side if (value := getattr(one, name)) is not None] for side in good)
+        if one and other:
+            yield what, statistics.fmean(one), statistics.fmean(other)
+
+
+def _share_words(share: float | None) -> str:
+    return "not stated" if share is None else f"{share:.0%}"
+
+
+def _apart(one: float, other: float) -> float:
+    return abs(one - other) / max(one, other, 1e-9)
+
+
+def _small_differences(a: Cell, b: Cell) -> Iterator[Difference]:
+    one, other = a.subject, b.subject
+    if one.weights_id is not None and one.weights_id == other.weights_id:
+        yield from _differs("quantization", one.quantization, other.quantization, "made of the same weights")
+    yield from _differs("seed", a.load.seed, b.load.seed, "other prompts, of the same length")
+    for what, mine, theirs in _lengths(a, b):
+        if SAME_LENGTH < _apart(mine, theirs) <= OTHER_WORK:
+            yield Difference(what=what, a=f"{mine:g}", b=f"{theirs:g}")
+    yield from _differs("exact output lengths", _yes(a.exact_output), _yes(b.exact_output))
+    yield from _differs("device", one.device, other.device)
+    yield from _differs("build", one.build, other.build)
+    yield from _differs("layout", _layout(a), _layout(b))
+    yield from _settings(one.settings, other.settings)
+    yield from _differs("endpoint", one.url, other.url)
+
+
+def warmed(cell: Cell) -> int:
+    """Requests that warmed it up, before all repeats together."""
+    return max(cell.warmup, sum(repeat.warmup for repeat in cell.repeats))
+
+
+def _requests(count: int) -> str:
+    return "none" if count == 0 else f"{count} requests"
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+def _layout(cell: Cell) -> str:
+    found = cell.subject.parallelism
+    named = (("tensor", found.tensor), ("pipeline", found.pipeline), ("data", found.data), ("expert", found.expert),
+             ("attention data", found.attention_data))  # fmt: skip
+    return ", ".join(f"{name} {size}" for name, size in named if size > 1) or "one device"
+
+
+def _settings(a: Settings | None, b: Settings | None) -> Iterator[Difference]:
+    if a is None or b is None:
+        return
+    for name, words in SETTING_WORDS.items():
+        yield from _differs(words, getattr(a, name), getattr(b, name))
+
+
+SETTING_WORDS = {
+    "slots": "slots", "context_tokens": "context", "threads": "threads", "gpu_layers": "layers on the GPU",
+    "host_expert_layers": "layers with experts on the host", "kv_type": "cache type", "batch_tokens": "batch tokens",
+    "memory_share": "share of the memory",
+}  # fmt: skip
+
+
+# as evidence
+
+
+def result_of(cell: Cell, summary: Summary | None = None) -> Result | None:
+    """What later plans learn of it; `None` where there is nothing to learn: it is invalid, or not a closed loop."""
+    found = summary or summarized(cell)
+    if cell.load.concurrency is None or found.output_tok_s is None or not is_valid(cell):
+        return None
+    subject, quality = cell.subject, cell.quality
+    on_card = subject.device not in (None, "cpu")
+    return Result(
+        at=cell.at,
+        machine=cell.machine,
+        engine=subject.engine,
+        engine_version=subject.engine_version,
+        model=subject.model,
+        quantization=subject.quantization,
+        device=subject.device,
+        parallelism=subject.parallelism,
+        concurrency=cell.load.concurrency,
+        prompt_tokens=cell.load.prompt_tokens,
+        output_tokens=cell.load.output_tokens,
+        ttft_ms=_part(found.ttft_ms, "p50"),
+        tpot_ms=_part(found.tpot_ms, "p50"),
+        output_tok_s=found.output_tok_s,
+        peak_memory_bytes=found.peak_gpu_bytes if on_card and found.peak_gpu_bytes else found.peak_memory_bytes,
+        quality=_told_quality(cell) if quality is not None else None,
+    )
+
+
+def _told_quality(cell: Cell) -> float | None:
+    """Agreement, and none at all for answers that were found broken, however many of them happened to agree."""
+    quality = cell.quality
+    if quality is None or quality.verdict == "unchecked":
+        return None
+    return 0.0 if quality.verdict == "broken" else quality.agreement

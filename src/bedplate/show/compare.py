@@ -1,0 +1,152 @@
+"""A Verdict as people read it: the answer and its ground first, then the figures beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from bedplate.judge.words import difference_words, load_words, short_load, signed
+from bedplate.show.columns import Column, Columns
+from bedplate.show.page import page_of
+from bedplate.values.run import Load
+from bedplate.values.units import memory, seconds, size
+from bedplate.values.verdict import Effect, Metric, Side, Verdict
+
+HEADS = {
+    "stay": ("Stay", "bold green"),
+    "migrate": ("Migrate", "bold cyan"),
+    "not proven": ("Not proven", "bold yellow"),
+}
+TBD = "TBD"
+
+
+def render_verdict(verdict: Verdict) -> RenderableType:
+    word, style = HEADS[verdict.answer]
+    to = {"stay": f" with {verdict.a.engine}", "migrate": f" to {verdict.b.engine}"}.get(verdict.answer, "")
+    head = Text.assemble((f"{word}{to}.", style), f"  {verdict.text}")
+    if verdict.answer == "not proven":
+        head.append(f" Stay with {verdict.a.engine}.")
+    lines: list[RenderableType] = [Text(""), Padding(head, (0, 1))]
+    if verdict.would_prove and verdict.answer != "migrate":
+        lines.append(Padding(Text(f"It would be settled by {verdict.would_prove}." if verdict.answer == "not proven"
+                                  else f"What would change that: {verdict.would_prove}."), (0, 1)))  # fmt: skip
+    return Group(*lines, Text(""), _table(verdict), Text(""), _page(verdict))
+
+
+def _table(verdict: Verdict) -> RenderableType:
+    """One line for each load: both sides, and what the second has over the first."""
+    loads = list(dict.fromkeys(one.load for one in verdict.effects))
+    by_load = {(one.load, one.metric): one for one in verdict.effects}
+    speed = any(one.metric == "output_tok_s" for one in verdict.effects)
+    main: Metric = "output_tok_s" if speed else "e2e_ms"
+    columns = [
+        *_both(by_load, loads, main, "tok/s" if speed else "request ms"),
+        Column.of("better by", [_gain(by_load.get((load, main))) for load in loads], right=True),
+        *_both(by_load, loads, "ttft_ms", "TTFT ms"),
+        *_both(by_load, loads, "tpot_ms", "TPOT ms"),
+        Column.of("repeats", [_repeats(by_load, load) for load in loads], right=True),
+    ]
+    lengths = {(load.prompt_tokens, load.output_tokens) for load in loads}
+    words = short_load if len(lengths) == 1 else load_words
+    return Columns(Column.of("load", [words(load) for load in loads], comfortable=40), tuple(columns))
+
+
+def _both(
+    by_load: dict[tuple[Load, Metric], Effect], loads: list[Load], metric: Metric, words: str
+) -> Iterator[Column]:
+    """A's and B's figures; B's in colour where the difference is no chance."""
+    found = [by_load.get((load, metric)) for load in loads]
+    if any(found):
+        yield Column.of(f"{words} A", [_figure(one.a if one else None) for one in found], right=True)
+        yield Column.of("B", [Text(_figure(one.b), style=_style(one)) if one else TBD for one in found], right=True)
+
+
+def _repeats(by_load: dict[tuple[Load, Metric], Effect], load: Load) -> str:
+    found = by_load.get((load, "output_tok_s")) or by_load.get((load, "e2e_ms"))
+    if found is None:
+        return TBD
+    each = (
+        f"{found.repeats[0]}" if found.repeats[0] == found.repeats[1] else f"{found.repeats[0]} and {found.repeats[1]}"
+    )
+    return f"{each} in turns" if found.paired else each
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return TBD
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
+def _gain(one: Effect | None) -> Text:
+    if one is None:
+        return Text(TBD)
+    text = f"{signed(one.gain.value)} ({signed(one.gain.low)} … {signed(one.gain.high)})"
+    return Text(text, style=_style(one))
+
+
+def _style(one: Effect) -> str:
+    return "green" if one.gain.low > 1 else "red" if one.gain.high < 1 else ""
+
+
+def _page(verdict: Verdict) -> Table:
+    return page_of(_rows(verdict))
+
+
+def _rows(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
+    lengths = dict.fromkeys(f"{one.load.prompt_tokens} + {one.load.output_tokens} tokens" for one in verdict.effects)
+    yield "Work", f"{verdict.model} · {', '.join(lengths)}", ""
+    yield "A", _name(verdict.a), "in service"
+    yield "B", _name(verdict.b), "challenger"
+    for one in verdict.on_target:
+        text = f"{load_words(one.load)}: {one.a.value:.0%} and {one.b.value:.0%} of the requests are in time"
+        yield "Target", text, "measured"
+    for side in (verdict.a, verdict.b):
+        yield "Quality", f"{_name(side)}: {_quality(side)}", "measured" if _checked(side) else ""
+    for side in (verdict.a, verdict.b):
+        yield "Costs", f"{_name(side)}: {_costs(side)}", ""
+    if verdict.a.engine != verdict.b.engine:
+        yield "", f"moving adds {verdict.b.engine}'s versions and metrics to look after", ""
+    for difference in verdict.differences:
+        yield "Differs", difference_words(difference), ""
+    for left_out in verdict.left_out:
+        yield "Left out", left_out, ""
+
+
+def _name(side: Side) -> str:
+    parts = (side.engine, side.engine_version, side.quantization)
+    return " ".join(part for part in parts if part)
+
+
+def _checked(side: Side) -> bool:
+    return side.quality is not None and side.quality.verdict != "unchecked"
+
+
+def _quality(side: Side) -> str:
+    quality = side.quality
+    if quality is None or quality.verdict == "unchecked":
+        return "TBD, not checked"
+    parts = ["answers agree with the reference" if quality.verdict == "ok" else "answers are wrong"]
+    if quality.agreement is not None:
+        parts[0] += f": {quality.agreement:.0%} of {quality.asked}"
+    if quality.perplexity is not None:
+        parts.append(f"perplexity {quality.perplexity:.2f}")
+    if quality.note:
+        parts.append(quality.note)
+    return " · ".join(parts)
+
+
+def _costs(side: Side) -> str:
+    cost = side.cost
+    parts = [
+        None if cost.install_bytes is None else f"{size(cost.install_bytes)} installed",
+        None if cost.start_s is None else f"starts in {seconds(cost.start_s)}",
+        None if cost.peak_memory_bytes is None else f"peak {memory(cost.peak_memory_bytes)}",
+        None if cost.peak_gpu_bytes is None else f"peak {memory(cost.peak_gpu_bytes)} on the GPU",
+        None if cost.effort is None else f"machinery {cost.effort} of 5",
+        *cost.steps,
+    ]
+    return " · ".join(part for part in parts if part) or TBD

@@ -1,0 +1,124 @@
+"""An engine made of a few numbers: it batches continuously, computes one prompt at a time, and its limits are known.
+
+What a diagnosis says of it can be checked, and so can what it predicts: change the number, and run it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.judge.made_cells import MODEL, made_cell, made_repeat, with_engine, with_settings
+
+from bedplate.decide.estimate.physics import Shape, shape_of, weights_read_bytes
+from bedplate.judge.ground import Ground
+from bedplate.run.models import known_model
+from bedplate.values import Figure, replaced
+from bedplate.values.run import Cell, Load, Sample
+
+
+@dataclass(frozen=True)
+class MadeEngine:
+    token_ms: float = 1.0
+    """One token of a prompt, and what a stream adds to a step."""
+    read_ms: float = 4.0
+    """Reading the weights, once in a step."""
+    own_ms: float = 0.5
+    """The runtime's own time, once in a step."""
+    slots: int = 16
+    cache_requests: int | None = None
+    """Requests that its cache has room for."""
+    prompt: int = 64
+    tokens: int = 32
+    tells: bool = True
+    threads: int = 2
+    stream_ms: float | None = None
+    """What a stream adds to a step, where that is not what a token of a prompt takes."""
+
+    def cell(self, concurrency: int, requests: int = 60) -> Cell:
+        samples, waiting, running = _Loop(self, concurrency).run(requests)
+        load = Load(concurrency=concurrency, prompt_tokens=self.prompt, output_tokens=self.tokens)
+        cell = made_cell("llama.cpp", [made_repeat(samples, 0.0)], concurrency, load=load)
+        cell = with_settings(cell, slots=self.slots, threads=self.threads)
+        if not self.tells:
+            return replaced(cell, subject=replaced(cell.subject, settings=None))
+        full = self.cache_requests is not None and self.cache_requests < min(concurrency, self.slots)
+        return with_engine(
+            cell, waiting_mean=waiting, running_mean=running, kv_use_max=0.99 if full else 0.3,
+            preemptions=3.0 if full else 0.0,
+        )  # fmt: skip
+
+    def cells(self, *loads: int) -> list[Cell]:
+        return [self.cell(load) for load in loads]
+
+    def tok_s(self, concurrency: int) -> float:
+        samples = _Loop(self, concurrency).run(80)[0]
+        return concurrency * self.tokens * len(samples) / sum(one.duration_ms for one in samples) * 1000
+
+    def ttft_ms(self, concurrency: int) -> float:
+        samples = _Loop(self, concurrency).run(80)[0]
+        return sum(one.ttft_ms or 0.0 for one in samples) / len(samples)
+
+    def ground(self, cores: int = 2) -> Ground:
+        """A machine on which reading the weights takes just `read_ms`."""
+        shape = the_shape()
+        rate = weights_read_bytes(shape, 1) / (self.read_ms / 1000)
+        return Ground(shape=shape, bandwidth=exactly(rate), operations=exactly(1e12), cores=cores)
+
+
+@dataclass
+class _Loop:
+    engine: MadeEngine
+    concurrency: int
+    now: float = 0.0
+    waiting: list[_Request] = field(default_factory=list)
+    running: list[_Request] = field(default_factory=list)
+
+    def run(self, requests: int) -> tuple[list[Sample], float, float]:
+        """Samples after a warm-up, and how many waited and ran on average."""
+        engine = self.engine
+        room = min(engine.slots, engine.cache_requests or engine.slots)
+        stream = engine.token_ms if engine.stream_ms is None else engine.stream_ms
+        done: list[_Request] = []
+        waited = ran = watched = 0.0
+        self.waiting = [_Request(0.0) for _ in range(self.concurrency)]
+        skip = 2 * self.concurrency
+        while len(done) < requests + skip:
+            before, counts = self.now, (len(self.waiting), len(self.running))
+            if self.waiting and len(self.running) < room:
+                one = self.waiting.pop(0)
+                self.now += engine.prompt * engine.token_ms
+                self.running.append(one)
+                counts = (counts[0] - 1, counts[1] + 1)
+            else:
+                self.now += engine.read_ms + engine.own_ms + stream * len(self.running)
+                for one in list(self.running):
+                    one.times.append(self.now)
+                    if len(one.times) == engine.tokens:
+                        self.running.remove(one)
+                        done.append(one)
+                        self.waiting.append(_Request(self.now))
+            if len(done) >= skip:
+                took = self.now - before
+                waited, ran, watched = waited + took * counts[0], ran + took * counts[1], watched + took
+        return [one.sample(engine) for one in done[skip:]], waited / watched, ran / watched
+
+
+@dataclass
+class _Request:
+    sent: float
+    times: list[float] = field(default_factory=list)
+
+    def sample(self, engine: MadeEngine) -> Sample:
+        gaps = tuple(b - a for a, b in zip(self.times, self.times[1:], strict=False))
+        return Sample(
+            at_s=self.sent / 1000, ttft_ms=self.times[0] - self.sent, duration_ms=self.times[-1] - self.sent,
+            gaps_ms=gaps, prompt_tokens=engine.prompt, output_tokens=engine.tokens,
+        )  # fmt: skip
+
+
+def the_shape() -> Shape:
+    return shape_of(known_model(MODEL))
+
+
+def exactly(value: float) -> Figure:
+    return Figure(value=value, low=value, high=value, basis="measured")

@@ -1,0 +1,67 @@
+"""A real engine in a chosen setting under real loads, as cells that a diagnosis can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from bedplate.facts.hardware import probe
+from bedplate.measure.load import Target, measure_apart
+from bedplate.measure.starting import Ready, facts_of, made_ready, planned, running
+from bedplate.measure.watch import Meters, Metrics, Watcher
+from bedplate.run.progress import Silent
+from bedplate.store import fingerprint
+from bedplate.values import Workload, replaced
+from bedplate.values.run import Cell, Load, Quality, Repeat, Subject
+
+
+def ready_engine(engine: str, workload: Workload, **settings: object) -> Ready:
+    """Planned and installed as `bench` does it, with settings that a plan would not choose."""
+    hardware = probe()
+    facts = facts_of(None, hardware, Silent())
+    ready = made_ready(planned(engine, hardware, facts, workload), Silent())
+    return with_settings(ready, **settings)
+
+
+def with_settings(ready: Ready, **settings: object) -> Ready:
+    plan = replaced(ready.plan, settings=replaced(ready.plan.settings, **settings))
+    return Ready(ready.planned, plan, ready.environment, ready.folder)
+
+
+def measured_cells(ready: Ready, loads: Iterable[Load], *, seconds: float = 3.0, repeats: int = 1) -> list[Cell]:
+    cells = []
+    with running(ready, Silent()) as started:
+        meters = Meters()
+        meters.pid = started.pid
+        meters.metrics = Metrics(started.url, started.key, ready.planned.engine.read)
+        target = Target.of(started.url, key=started.key, model=ready.plan.model.served_name)
+        subject = Subject(
+            engine=ready.plan.engine, engine_version=ready.plan.engine_version, model=ready.plan.model.name,
+            quantization=ready.plan.weights.label, device=ready.plan.settings.device, settings=ready.plan.settings,
+        )  # fmt: skip
+        for number, load in enumerate(loads):
+            found = [_repeat(target, load, meters, 100 * number + place, seconds) for place in range(repeats)]
+            cells.append(_cell(ready, load, subject, found))
+    return cells
+
+
+def _cell(ready: Ready, load: Load, subject: Subject, repeats: Sequence[Repeat]) -> Cell:
+    return Cell(
+        id=f"{ready.plan.engine}-{load.concurrency}",
+        run="real",
+        at=repeats[0].at or "",
+        machine=fingerprint(ready.planned.hardware),
+        subject=subject,
+        load=load,
+        repeats=tuple(repeats),
+        quality=Quality(note="not asked for"),
+    )
+
+
+def _repeat(target: Target, load: Load, meters: Meters, round: int, seconds: float) -> Repeat:
+    with Watcher(meters) as watcher:
+        found = measure_apart(
+            target, load, seconds=seconds, warmup_s=1.0, least_requests=2 * (load.concurrency or 1) + 2,
+            most_seconds=90.0, timeout_s=240.0, round=round, check=False, watch=watcher.mark,
+        )  # fmt: skip
+    use, series = watcher.seen()
+    return replaced(found, use=use, engine=series)

@@ -1,0 +1,227 @@
+"""Which limit binds, and what removing it brings: on an engine made of numbers, whose limits are known.
+
+These cells are constructed. Real engines with real limits are in test_real_limits.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.judge.made_cells import made_cell, made_repeat, made_sample
+from tests.judge.made_engine import MadeEngine, exactly, the_shape
+
+from bedplate.engines import all_engines
+from bedplate.judge.diagnose import Ground, bottleneck, by_subject, diagnose
+from bedplate.judge.flags import FLAGS, flag
+from bedplate.values import from_json, replaced, to_json
+from bedplate.values.decision import Parallelism
+from bedplate.values.diagnosis import Bottleneck, Diagnosis
+from bedplate.values.run import Cell, Client, EngineSeries
+
+WITHIN = 0.3
+"""How far a prediction may be off from what the change really brings."""
+
+
+def told(engine: MadeEngine, *loads: int, cores: int = 2) -> Bottleneck:
+    return bottleneck(engine.cells(*(loads or (1, 4, 8))), engine.ground(cores))
+
+
+def gain_of(found: Bottleneck) -> float:
+    return next(one.gain.value for one in found.predictions if one.metric == "output_tok_s")
+
+
+class TestEachLimit:
+    def test_reading_the_weights(self) -> None:
+        found = told(MadeEngine(token_ms=0.02, read_ms=20.0), 1, 4)
+        assert found.limit == "memory bandwidth"
+        assert found.loads[0].bandwidth_share == pytest.approx(0.97, abs=0.04)
+        assert any(one.limit == "memory bandwidth" for one in found.evidence)
+        assert found.changes[-1].kind == "hardware"
+
+    def test_long_prompts(self) -> None:
+        found = told(MadeEngine(prompt=1024, tokens=16))
+        assert found.limit == "compute" and found.loads[0].limit == "compute" and found.loads[-1].clear
+        assert "prompts" in found.changes[0].text
+
+    def test_a_batch_that_costs_what_its_tokens_cost(self) -> None:
+        found = told(MadeEngine(token_ms=3.0, prompt=8, tokens=64))
+        assert found.limit == "compute"
+        assert any("for each further one" in one.text and one.limit == "compute" for one in found.evidence)
+
+    def test_too_few_slots(self) -> None:
+        found = told(MadeEngine(slots=1, token_ms=0.05, prompt=32), 1, 8)
+        assert found.limit == "scheduler" and found.changes[0].flag == "--parallel 8"
+        assert any("1 slots for 8" in one.text for one in found.evidence)
+
+    def test_too_few_slots_of_an_engine_that_tells_nothing(self) -> None:
+        engine = MadeEngine(slots=1, token_ms=0.05, prompt=32, tells=False)
+        found = told(engine, 1, 16)
+        assert found.limit == "scheduler" and any("how many wait" in one for one in found.unknown)
+
+    def test_too_small_a_cache(self) -> None:
+        found = told(MadeEngine(cache_requests=2, token_ms=0.05, prompt=32), 1, 8)
+        assert found.limit == "KV cache" and found.changes[0].flag == "--ctx-size"
+        assert any("preemptions" in one.text and one.limit == "KV cache" for one in found.evidence)
+
+    def test_a_slow_runtime(self) -> None:
+        found = told(MadeEngine(own_ms=40.0, token_ms=0.05))
+        assert found.limit == "runtime overhead" and found.changes[0].kind == "engine"
+        assert any("times its floor" in one.text and one.limit == "runtime overhead" for one in found.evidence)
+
+    def test_too_many_threads(self) -> None:
+        found = told(MadeEngine(own_ms=40.0, token_ms=0.05, threads=8))
+        assert found.limit == "runtime overhead" and found.changes[0].flag == "--threads 2"
+        assert told(MadeEngine(own_ms=40.0, token_ms=0.05, threads=8), cores=8).changes[0].kind == "engine"
+
+    def test_slow_links(self) -> None:
+        engine = MadeEngine(read_ms=1.0, own_ms=9.0, token_ms=0.05, prompt=8)
+        cells = [
+            replaced(cell, subject=replaced(cell.subject, device="cuda", parallelism=Parallelism(tensor=4)))
+            for cell in engine.cells(1, 8)
+        ]
+        ground = engine.ground()._replace(device="cuda", link_bytes_s=5e6)
+        found = bottleneck(cells, ground)
+        assert found.limit == "interconnect" and "replicas" in found.changes[0].text
+        assert any(one.limit == "interconnect" for one in found.evidence)
+
+    def test_a_cache_that_takes_longer_to_read_than_the_weights(self) -> None:
+        engine = MadeEngine(prompt=7000, tokens=64, token_ms=0.0005, read_ms=2.0, own_ms=0.1, stream_ms=4.0)
+        found = told(engine, 1, 16)
+        assert found.limit == "KV cache" and any("8 bits" in one.text for one in found.changes)
+
+
+class TestPredictions:
+    """Removing the limit brings what was predicted, within a third."""
+
+    @pytest.mark.parametrize("in_flight", [4, 8, 16])
+    @pytest.mark.parametrize("slots", [1, 2])
+    @pytest.mark.parametrize(("token_ms", "prompt"), [(0.05, 64), (1.0, 16), (0.5, 128)])
+    def test_more_slots(self, in_flight: int, slots: int, token_ms: float, prompt: int) -> None:
+        engine = MadeEngine(slots=slots, token_ms=token_ms, prompt=prompt)
+        found = told(engine, 1, in_flight)
+        better = replace(engine, slots=16)
+        assert found.limit == "scheduler"
+        assert gain_of(found) == pytest.approx(better.tok_s(in_flight) / engine.tok_s(in_flight), rel=WITHIN)
+        sooner = next(one.gain for one in found.predictions if one.metric == "ttft_ms")
+        assert sooner.low <= engine.ttft_ms(in_flight) / better.ttft_ms(in_flight) <= sooner.high
+
+    def test_more_cache(self) -> None:
+        engine = MadeEngine(cache_requests=2, token_ms=0.2, prompt=32)
+        better = replace(engine, cache_requests=None)
+        assert gain_of(told(engine, 1, 8)) == pytest.approx(better.tok_s(8) / engine.tok_s(8), rel=WITHIN)
+
+    def test_prompts_that_are_cached(self) -> None:
+        engine = MadeEngine(prompt=512, token_ms=0.8)
+        better = replace(engine, prompt=1)
+        for load in (1, 4, 8):
+            found = told(engine, *sorted({1, load}))
+            assert gain_of(found) == pytest.approx(better.tok_s(load) / engine.tok_s(load), rel=WITHIN)
+
+    def test_a_runtime_without_its_own_time_lies_within_the_band(self) -> None:
+        engine = MadeEngine(own_ms=40.0, token_ms=0.05)
+        real = replace(engine, own_ms=1.0).tok_s(4) / engine.tok_s(4)
+        gain = told(engine, 1, 4).predictions[0].gain
+        assert gain.low < real < gain.high * 1.05
+
+    def test_fewer_bytes(self) -> None:
+        engine = MadeEngine(token_ms=0.01, read_ms=20.0, prompt=16)
+        wide = the_shape()._replace(dense_bytes=the_shape().dense_params * 2, bits=16.0)
+        rate = wide.dense_bytes / (engine.read_ms / 1000)
+        found = bottleneck(engine.cells(1), Ground(shape=wide, bandwidth=exactly(rate), cores=2))
+        assert found.limit == "memory bandwidth" and found.changes[0].kind == "quantization"
+        real = replace(engine, read_ms=20.0 * 8.5 / 16).tok_s(1) / engine.tok_s(1)
+        assert gain_of(found) == pytest.approx(real, rel=WITHIN)
+
+
+class TestHonesty:
+    def test_without_a_bandwidth_it_says_that_it_cannot_tell(self) -> None:
+        engine = MadeEngine(own_ms=40.0, token_ms=0.05)
+        found = bottleneck(engine.cells(1), Ground(shape=the_shape()))
+        assert found.limit is None and "Cannot tell" in found.text and "probe --measure" in found.text
+        assert found.changes[0].kind == "measure"
+
+    def test_without_the_models_size_neither(self) -> None:
+        found = bottleneck(MadeEngine(own_ms=40.0).cells(1), Ground(bandwidth=exactly(1e9)))
+        assert found.limit is None and any("sizes of" in one for one in found.unknown)
+
+    def test_a_queue_is_seen_without_any_of_them(self) -> None:
+        assert bottleneck(MadeEngine(slots=1, token_ms=0.05).cells(8), Ground()).limit == "scheduler"
+
+    def test_a_client_that_was_the_limit_says_nothing_of_the_engine(self) -> None:
+        cell = MadeEngine().cell(4)
+        busy = replaced(cell, repeats=(replaced(cell.repeats[0], client=Client(limit=True)),))
+        found = bottleneck([busy], MadeEngine().ground())
+        assert found.limit is None and "the client was the limit" in found.text
+
+    @pytest.mark.parametrize(
+        "cell",
+        [
+            made_cell("x", []),
+            made_cell("x", [made_repeat([])]),
+            made_cell("x", [made_repeat([made_sample(output_tokens=None)] * 9)]),
+            made_cell("x", [made_repeat([made_sample(tokens=1)] * 9)]),
+            made_cell("x", [made_repeat([made_sample(outcome="error")] * 9)]),
+        ],
+    )
+    def test_where_nothing_was_seen_nothing_is_said(self, cell: Cell) -> None:
+        found = bottleneck([cell], MadeEngine().ground())
+        assert found.limit is None and found.loads[0].why
+
+    def test_alone_was_not_measured(self) -> None:
+        found = told(MadeEngine(prompt=1024, tokens=16), 8)
+        assert found.limit == "compute" and any("alone" in one for one in found.unknown)
+
+    @settings(max_examples=60)
+    @given(
+        st.builds(
+            MadeEngine, token_ms=st.floats(0.001, 5), read_ms=st.floats(0.1, 50), own_ms=st.floats(0, 50),
+            slots=st.integers(1, 16), prompt=st.integers(1, 300), tokens=st.integers(2, 40), tells=st.booleans(),
+        ),
+        st.sampled_from([(1,), (4,), (1, 4), (1, 2, 8)]),
+    )  # fmt: skip
+    def test_the_parts_are_the_whole_and_it_round_trips(self, engine: MadeEngine, loads: tuple[int, ...]) -> None:
+        cells = [engine.cell(load, requests=12) for load in loads]
+        found = diagnose([(cells, engine.ground())])
+        assert from_json(Diagnosis, to_json(found)) == found
+        for load in found.bottlenecks[0].loads:
+            assert load.request_ms is not None
+            assert sum(one.ms for one in load.spent) == pytest.approx(load.request_ms, rel=0.02)
+            assert all(one.ms >= 0 for one in load.spent)
+
+    def test_cells_are_told_apart_by_their_settings(self) -> None:
+        one, other = MadeEngine(slots=4), MadeEngine(slots=8)
+        groups = by_subject([*one.cells(4, 1), *other.cells(1)])
+        assert [[cell.load.concurrency for cell in group] for group in groups] == [[1, 4], [1]]
+
+    def test_metrics_that_are_partly_missing(self) -> None:
+        cell = MadeEngine(slots=2).cell(8)
+        series = EngineSeries(scrapes=1, running_max=2.0)
+        bare = replaced(cell, repeats=(replaced(cell.repeats[0], engine=series),))
+        assert bottleneck([bare], MadeEngine().ground()).limit is not None
+
+
+class TestFlags:
+    def test_every_flag_is_of_an_engine_that_there_is(self) -> None:
+        assert {engine for known in FLAGS.values() for engine in known} <= set(all_engines())
+
+    def test_flags_are_those_of_the_launches(self) -> None:
+        """Each stands in the engine's own file, or in the server that is shipped into its environment."""
+        import inspect
+        from pathlib import Path
+
+        import bedplate.engines
+
+        folder = Path(inspect.getfile(bedplate.engines)).parent
+        shipped = "".join(path.read_text() for path in (folder / "shipped").glob("*.py"))
+        for knob, known in FLAGS.items():
+            for engine, name in known.items():
+                source = Path(inspect.getfile(type(all_engines()[engine]))).read_text()
+                assert name.split()[0] in source + shipped, (knob, engine)
+
+    def test_what_an_engine_calls_otherwise_on_a_cpu(self) -> None:
+        assert flag("cache memory", "vllm", "cpu") == "--kv-cache-memory-bytes"
+        assert flag("cache memory", "vllm", "cuda") == "--gpu-memory-utilization"
+        assert flag("threads", "tensorrt-llm") is None

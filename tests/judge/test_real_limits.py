@@ -1,0 +1,58 @@
+"""Limits that a real llama.cpp really has: too few slots, and long prompts. What removing them brings is not judged
+here, since a machine that others use tells nothing of speed; tests/fleet/test_removed_limits.py does that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.judge.real_engine import measured_cells, ready_engine
+
+from bedplate.judge.diagnose import bottleneck, ground_for
+from bedplate.run.environments import Environment
+from bedplate.run.models import known_model
+from bedplate.values import Workload
+from bedplate.values.diagnosis import Bottleneck
+from bedplate.values.run import Cell, Load
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(autouse=True)
+def one_core(builtin_gguf: Path, llama_environment: Environment) -> Iterator[None]:
+    """Threads of an engine that wait for each other come to a near standstill where other work has the cores."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def told(cells: list[Cell]) -> Bottleneck:
+    subject = cells[-1].subject
+    return bottleneck(cells, ground_for(subject, known_model(subject.model), None))
+
+
+def loads(*in_flight: int, prompt: int, output: int) -> list[Load]:
+    return [Load(concurrency=count, prompt_tokens=prompt, output_tokens=output) for count in in_flight]
+
+
+def test_too_few_slots() -> None:
+    ready = ready_engine("llama.cpp", Workload(concurrency=1, prompt_tokens=16, output_tokens=24), slots=1, threads=1)
+    found = told(measured_cells(ready, loads(1, 6, prompt=16, output=24)))
+    assert found.limit == "scheduler" and found.changes[0].flag == "--parallel 6"
+    assert any("requests wait in the engine" in one.text and one.limit == "scheduler" for one in found.evidence)
+    assert [one.metric for one in found.predictions] == ["output_tok_s", "ttft_ms"]
+    assert found.predictions[1].gain.value > 1.5
+
+
+def test_long_prompts() -> None:
+    ready = ready_engine("llama.cpp", Workload(concurrency=2, prompt_tokens=160, output_tokens=4), slots=2, threads=1)
+    found = told(measured_cells(ready, loads(1, 2, prompt=160, output=4)))
+    assert found.limit == "compute" and all(load.limit == "compute" for load in found.loads)
+    assert "prompts" in found.changes[0].text and found.predictions[0].gain.value > 1.5

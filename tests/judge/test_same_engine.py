@@ -1,0 +1,44 @@
+"""The benchmark that draws comparisons from what one engine really did: its arithmetic, on turns that were made up."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tests.judge.made_cells import Noise, made_pair, made_sample
+
+from bedplate.judge.compare import compare
+from bedplate.judge.effect import turns_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def same_engine() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("same_engine", ROOT / "benchmarks" / "judge" / "same_engine.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_gain_that_is_put_in_comes_out(same_engine: ModuleType) -> None:
+    (a,), (b,) = made_pair(Noise(1, request=0.02, repeat=0.005, drift=0.0), 1.0, repeats=20)
+    one, other = same_engine.drawn(a, b, 5, 1.15, random.Random(2))
+    effects = compare([one], [other]).effects
+    assert all(effect.gain.value == pytest.approx(1.15, rel=0.03) for effect in effects) and len(effects) == 3
+    assert len(turns_of([repeat.at for repeat in one.repeats], [repeat.at for repeat in other.repeats])) == 5
+
+
+def test_a_sample_that_is_made_faster_stays_whole(same_engine: ModuleType) -> None:
+    sample = same_engine._faster(made_sample(), 2.0)
+    assert sample.duration_ms == pytest.approx(sample.ttft_ms + sum(sample.gaps_ms))
+
+
+def test_many_are_counted(same_engine: ModuleType) -> None:
+    (a,), (b,) = made_pair(Noise(1, request=0.02, repeat=0.005, drift=0.0), 1.0, repeats=20)
+    found = same_engine.answers(a, b, 5, 1.3, 10)
+    assert found == {"migrate": 10}
