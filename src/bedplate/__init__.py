@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from bedplate.decide.choose import decide as decide
     from bedplate.decide.planning import plan as plan
     from bedplate.facts.hardware import probe as probe
+    from bedplate.measure.bench import bench as bench
     from bedplate.run.models import known_model as inspect
     from bedplate.run.serving import serve as serve
 
-__all__ = ["__version__", "decide", "inspect", "plan", "probe", "serve"]
+__all__ = ["__version__", "bench", "decide", "inspect", "plan", "probe", "serve"]
 
 _FACE = {
+    "bench": ("bedplate.measure.bench", "bench"),
     "decide": ("bedplate.decide.choose", "decide"),
     "inspect": ("bedplate.run.models", "known_model"),
     "plan": ("bedplate.decide.planning", "plan"),

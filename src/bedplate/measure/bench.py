@@ -1,0 +1,650 @@
+"""The matrix: engines by loads, each cell measured until it is known well enough, and kept as soon as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import hashlib
+import os
+import platform
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bedplate import store
+from bedplate._version import __version__
+from bedplate.engines import engine as engine_by_id
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.facts.hardware import probe
+from bedplate.measure import quality as quality_of
+from bedplate.measure.flags import flags_of
+from bedplate.measure.knee import next_concurrency
+from bedplate.measure.load import OwnError, Prepared, Rule, Target, measure_apart, output_tok_s, prepare
+from bedplate.measure.load import run as run_loop
+from bedplate.measure.load.repeating import halt
+from bedplate.measure.starting import (
+    Planned,
+    Ready,
+    Started,
+    facts_of,
+    installable_engines,
+    installed_engines,
+    made_ready,
+    planned,
+    running,
+    why,
+)
+from bedplate.measure.summary import result_of
+from bedplate.measure.watch import Meters, Metrics, Watcher, idle_share, listening_pid
+from bedplate.run.prepare import content_id
+from bedplate.run.progress import Progress, Silent
+from bedplate.store import fingerprint
+from bedplate.values import Hardware, Model, Refusal, Workload, replaced
+from bedplate.values.run import Cell, Environment, Load, Matrix, Quality, Repeat, Run, Subject
+from bedplate.values.units import memory
+from bedplate.values.workload import LatencyTarget, RequestShape
+
+CONCURRENCIES = (1, 4, 8, 16)
+HALF_WIDTH = 0.05
+ENGINE_BUDGET_S = 240.0
+"""Measured time for each engine, where nobody says."""
+LEAST_REPEATS = 3
+WARMUP_S = 2.0
+CONTEXT_SPARE = 128
+"""Room for what a chat template adds."""
+LEAST_CONTEXT = 1024
+ROUNDS_PER_LOAD = 1000
+"""Prompts are told apart by a number; each load has so many of its own."""
+REQUEST_LIMIT_S = 300.0
+LEAST_TIMES_ALONE = 3.0
+"""A stretch goes on for so many times what a request takes alone, if it must: or none of them would end in it."""
+MOST_IN_FLIGHT = 1024
+
+
+class Teller:
+    """What happens, for those who show it. All of it may be left out."""
+
+    def begun(self, run: Run, subjects: Sequence[Subject], idle: float) -> None: ...
+
+    def left_out(self, refusal: Refusal) -> None: ...
+
+    def starting(self, engine: str) -> None: ...
+
+    def checked(self, subject: Subject, quality: Quality) -> None: ...
+
+    def measuring(self, cell: Cell, moment: str) -> None: ...
+
+    def done(self, cell: Cell) -> None: ...
+
+
+@dataclass
+class Bench:
+    """One run under way."""
+
+    run: Run
+    hardware: Hardware
+    progress: Progress
+    teller: Teller
+    path: Path | None = None
+    facts: Model | None = None
+    shapes: tuple[RequestShape, ...] = ()
+    subjects: list[Planned] = field(default_factory=list)
+    quantizations: list[tuple[str, str | None]] = field(default_factory=list)
+    cells: dict[str, Cell] = field(default_factory=dict)
+    qualities: dict[str, Quality] = field(default_factory=dict)
+    own: dict[int, OwnError] = field(default_factory=dict)
+    spent_s: float = 0.0
+
+    @property
+    def matrix(self) -> Matrix:
+        if self.run.matrix is None:
+            raise BadQuestion(f"{self.run.id} was measured by others, and cannot be gone on with")
+        return self.run.matrix
+
+    def keep_run(self, **changes: Any) -> None:
+        self.run = replaced(self.run, **changes)
+        store.add_run(self.run, self.path)
+
+    def keep(self, cell: Cell) -> Cell:
+        """With its flags as they are now."""
+        cell = replaced(cell, flags=flags_of(cell, self.quantizations))
+        self.cells[cell.id] = cell
+        store.add_cell(cell, self.path)
+        return cell
+
+    def whole(self) -> Run:
+        return replaced(self.run, cells=tuple(self.cells.values()))
+
+
+def bench(
+    model: str | None = None,
+    *,
+    engines: Sequence[str] | str = "installed",
+    loads: Sequence[Load] | None = None,
+    url: str | None = None,
+    key_env: str | None = None,
+    served_model: str | None = None,
+    seconds: float = 10.0,
+    repeats: int = 5,
+    turns: int = 1,
+    budget_s: float | None = None,
+    target: LatencyTarget | None = None,
+    trace: Path | None = None,
+    through_gateway: bool = False,
+    check_quality: bool = True,
+    native: bool = False,
+    resume: str | None = None,
+    progress: Progress | None = None,
+    teller: Teller | None = None,
+    command: Sequence[str] = (),
+    path: Path | None = None,
+) -> Run:
+    """Measures each engine under each load and keeps what it finds in the store; returns the run.
+
+    `engines` are ids, or "installed", or "all" that can be installed; with `url` an endpoint is measured instead.
+    Ctrl-C stops everything and keeps what is done; `resume` goes on with a run that was ended before its time.
+    """
+    progress, teller = progress or Silent(), teller or Teller()
+    hardware = probe()
+    if resume is not None:
+        found = store.run(resume or None, path)
+        return found if found.finished else _measured(_resumed(found, hardware, progress, teller, path))
+    if os.name != "posix" and url is None:
+        raise OutsideFailed("engines are started on Linux and macOS alone", hint="on Windows: inside of WSL, or --url")
+    asked = tuple(loads) if loads is not None else closed_loads()
+    if url is None and isinstance(engines, str):
+        engines = _named(engines, hardware)
+    for engine_id in engines if url is None else ():
+        engine_by_id(engine_id)  # a name that nobody has is said before anything is fetched for it
+    matrix = Matrix(
+        model=model,
+        engines=() if url is not None else tuple(engines),
+        loads=asked,
+        url=url,
+        key_env=key_env,
+        served_model=served_model,
+        trace_path=None if trace is None else str(trace.absolute()),
+        seconds=seconds,
+        repeats=repeats,
+        turns=turns,
+        budget_s=budget_s or ENGINE_BUDGET_S * max(1, len(engines) if url is None else 1),
+        target=target,
+        through_gateway=through_gateway,
+        check_quality=check_quality,
+        native=native,
+    )
+    run = Run(id=_new_id(), at=_now(), environment=environment_of(hardware, command), matrix=matrix)
+    one = Bench(run, hardware, progress, teller, path)
+    one.shapes = _shapes(matrix)
+    return _measured(one)
+
+
+def closed_loads(
+    concurrencies: Sequence[int] = CONCURRENCIES,
+    *,
+    prompt_tokens: int = 512,
+    output_tokens: int = 128,
+    shared_prefix_tokens: int = 0,
+    seed: int = 0,
+) -> tuple[Load, ...]:
+    return tuple(
+        Load(
+            concurrency=concurrency,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            shared_prefix_tokens=shared_prefix_tokens,
+            seed=seed,
+        )
+        for concurrency in concurrencies
+    )
+
+
+def _named(engines: str, hardware: Hardware) -> tuple[str, ...]:
+    """`installed`: what is there; where nothing is, the one that `serve` would install."""
+    if engines == "all":
+        return installable_engines()
+    return installed_engines(hardware) or ("llama.cpp",)
+
+
+def _resumed(run: Run, hardware: Hardware, progress: Progress, teller: Teller, path: Path | None) -> Bench:
+    if run.matrix is None:
+        raise BadQuestion(f"run {run.id} was read from {run.source or 'a file'}: there is nothing to go on with")
+    if run.environment.machine != fingerprint(hardware):
+        raise BadQuestion(f"run {run.id} was begun on another machine", hint="a run is comparable on one machine alone")
+    one = Bench(replaced(run, cells=()), hardware, progress, teller, path)
+    one.cells = {cell.id: cell for cell in run.cells}
+    one.qualities = {
+        cell.subject.engine: cell.quality
+        for cell in run.cells
+        if cell.quality is not None and cell.quality.verdict != "unchecked"
+    }
+    one.shapes = _shapes(run.matrix)
+    return one
+
+
+def _shapes(matrix: Matrix) -> tuple[RequestShape, ...]:
+    if matrix.trace_path is None:
+        return ()
+    from bedplate.measure.replays import read_shapes
+
+    return read_shapes(Path(matrix.trace_path), matrix.seconds)
+
+
+# the whole
+
+
+def _measured(one: Bench) -> Run:
+    """All cells that are not measured yet. What was kept stays, however it ends."""
+    with _stoppable():
+        try:
+            if one.matrix.url is not None:
+                _measure_endpoint(one)
+            else:
+                _measure_engines(one)
+            one.keep_run(finished=True)
+        except KeyboardInterrupt:
+            one.keep_run()
+            raise Stopped(one.whole()) from None
+    return one.whole()
+
+
+class Stopped(KeyboardInterrupt):
+    """Somebody stopped it; `run` has what was measured until then."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(f"stopped; go on with: bedplate bench --resume {run.id}")
+        self.run = run
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Being asked to end is for the whole run what Ctrl-C is: engines are stopped, what is done is kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupted(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _measure_engines(one: Bench) -> None:
+    matrix = one.matrix
+    one.facts = facts = facts_of(matrix.model, one.hardware, one.progress)
+    refused: list[Refusal] = []
+    for engine_id in matrix.engines:
+        try:
+            one.subjects.append(_planned(one, engine_id))
+        except AnswerIsNo as error:
+            refused.append(Refusal(engine=engine_id, kind="impossible", why=why(error), hint=error.hint))
+    if not one.subjects:
+        first = refused[0]
+        raise AnswerIsNo(
+            f"{facts.name} can be measured on none of {', '.join(matrix.engines)}",
+            cause=f"{first.engine}: {first.why}",
+            hint=first.hint,
+        )
+    one.quantizations = [(subject.engine.id, subject.decision.quantization) for subject in one.subjects]
+    one.keep_run(left_out=tuple(refused))
+    one.teller.begun(one.whole(), [_subject(one, subject) for subject in one.subjects], idle_share())
+    for refusal in refused:
+        one.teller.left_out(refusal)
+    for turn in range(matrix.turns):
+        # Those who went last go first in the next turn: what drifts with time is shared out.
+        for subject in one.subjects if turn % 2 == 0 else one.subjects[::-1]:
+            if not _missing(one, subject, turn):
+                continue
+            try:
+                _measure_engine(one, subject, turn)
+            except (OutsideFailed, AnswerIsNo) as error:
+                refusal = Refusal(engine=subject.engine.id, kind="impossible", why=why(error), hint=error.hint)
+                one.keep_run(left_out=(*one.run.left_out, refusal))
+                one.teller.left_out(refusal)
+    if not one.cells and one.run.left_out:
+        first = one.run.left_out[-1]
+        raise OutsideFailed("nothing could be measured", cause=f"{first.engine}: {first.why}", hint=first.hint)
+
+
+def _planned(one: Bench, engine_id: str) -> Planned:
+    loads = one.matrix.loads
+    if one.facts is None:
+        raise RuntimeError("no model")
+    longest = max(load.prompt_tokens + load.output_tokens for load in loads)
+    if one.shapes:
+        longest = max((shape.prompt_tokens or 0) + (shape.output_tokens or 0) for shape in one.shapes)
+    context = max(LEAST_CONTEXT, longest + CONTEXT_SPARE)
+    most = one.facts.max_context
+    workload = Workload(
+        concurrency=max(_in_flight(load) for load in loads),
+        prompt_tokens=loads[0].prompt_tokens,
+        output_tokens=loads[0].output_tokens,
+        shared_prefix_tokens=loads[0].shared_prefix_tokens,
+        context_tokens=min(context, most) if most is not None and most >= longest else context,
+    )
+    return planned(engine_id, one.hardware, one.facts, workload, native=one.matrix.native)
+
+
+def _in_flight(load: Load) -> int:
+    """Of open loops nobody knows before; slots for a few seconds' worth of requests."""
+    if load.concurrency is not None:
+        return load.concurrency
+    return min(64, max(load.burst or 1, round(8 * (load.requests_per_s or 1))))
+
+
+def _missing(one: Bench, subject: Planned, turn: int) -> bool:
+    """Whether anything of this engine is still to be measured in this turn."""
+    made = [one.cells.get(_cell_id(one, subject.engine.id, load)) for load in one.matrix.loads]
+    return any(cell is None or not _enough(one, cell, turn) for cell in made)
+
+
+def _enough(one: Bench, cell: Cell, turn: int) -> bool:
+    if cell.halt not in (None, "stopped"):
+        return True
+    return turn < one.matrix.turns - 1 and len(cell.repeats) >= _most(one, turn)
+
+
+def _most(one: Bench, turn: int) -> int:
+    """Repeats of a cell that there should be after this turn."""
+    return -(-one.matrix.repeats * (turn + 1) // one.matrix.turns)
+
+
+def _measure_engine(one: Bench, subject: Planned, turn: int) -> None:
+    from bedplate.measure.builds import BuildExaminer
+
+    ready = made_ready(subject, one.progress, BuildExaminer())
+    meters = Meters()
+    one.teller.starting(subject.engine.id)
+    with running(ready, one.progress, through_gateway=one.matrix.through_gateway) as started:
+        meters.pid = started.pid
+        meters.on_card = ready.plan.settings.device not in ("cpu", "metal")
+        meters.metrics = Metrics(*_private(started), subject.engine.read)
+        quality = _checked(one, ready, started)
+        name = ready.plan.model.served_name
+        place = "through the gateway" if one.matrix.through_gateway else "at the engine's own port"
+        measuring = Measuring(
+            one,
+            _started_subject(one, ready, started),
+            Target.of(started.url, key=started.key, model=name),
+            meters,
+            quality,
+            turn,
+            notes=place,
+            alive=lambda: not started.died,
+        )
+        measuring.all()
+
+
+def _private(started: Started) -> tuple[str, str | None]:
+    """Where the engine itself answers, whoever stands before it."""
+    host, port = started.backend.address or ("127.0.0.1", 0)
+    return f"http://{host}:{port}", started.backend.engine_key
+
+
+def _checked(one: Bench, ready: Ready, started: Started) -> Quality:
+    """Once for each engine of a run: its answers do not depend on the load."""
+    engine = ready.planned.engine.id
+    if engine not in one.qualities:
+        if not one.matrix.check_quality:
+            found = Quality(note="not asked for")
+        else:
+            one.progress.note(f"comparing answers of {ready.planned.engine.name} with the reference")
+            found = run_loop(quality_of.check(started.url, ready.plan.model.served_name, started.key, plan=ready.plan))
+        one.qualities[engine] = found
+        one.teller.checked(_subject(one, ready.planned), found)
+    return one.qualities[engine]
+
+
+def _measure_endpoint(one: Bench) -> None:
+    """Any endpoint, known by its URL alone."""
+    matrix = one.matrix
+    key = _key(matrix.key_env)
+    target = Target.of(str(matrix.url), key=key, model=matrix.served_model)
+    prepared = run_loop(prepare(target, matrix.loads[0], shapes=one.shapes))
+    meters = Meters()
+    if target.host in ("127.0.0.1", "localhost", "::1"):
+        meters.pid = listening_pid(target.port)
+    one.facts = facts_of(matrix.model, one.hardware, one.progress) if matrix.model is not None else None
+    engine = "endpoint"
+    subject = Subject(
+        engine=engine,
+        model=prepared.model,
+        url=target.url,
+        quantization=one.facts.quantization if one.facts is not None else None,
+        weights_id=_weights_id(one.facts),
+    )
+    one.keep_run()
+    one.teller.begun(one.whole(), [subject], idle_share())
+    quality = Quality(note="not asked for")
+    if matrix.check_quality:
+        quality = run_loop(quality_of.check(target.url, prepared.model, key, model=one.facts))
+        one.teller.checked(subject, quality)
+    for turn in range(matrix.turns):
+        Measuring(one, subject, target, meters, quality, turn, prepared=prepared).all()
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    value = os.environ.get(variable)
+    if not value:
+        raise BadQuestion(
+            f"the environment variable {variable} is not set", hint="--key-env names the one with the key"
+        )
+    return value
+
+
+# one subject
+
+
+@dataclass
+class Measuring:
+    """One endpoint that answers, under one load after the other."""
+
+    one: Bench
+    subject: Subject
+    target: Target
+    meters: Meters
+    quality: Quality
+    turn: int
+    notes: str = ""
+    prepared: Prepared | None = None
+    alive: Callable[[], bool] = lambda: True
+
+    def all(self) -> None:
+        for number, load in enumerate(self.one.matrix.loads):
+            self.cell(load, number)
+        if self.one.matrix.target is not None and self.turn == self.one.matrix.turns - 1:
+            self.knee(self.one.matrix.target)
+
+    def knee(self, target: LatencyTarget) -> None:
+        """Loads between and beyond those of the matrix, until the highest that meets the target is known."""
+        first = self.one.matrix.loads[0]
+        if first.arrivals != "closed":
+            return
+        while True:
+            mine = [cell for cell in self.one.cells.values() if cell.subject.engine == self.subject.engine]
+            wanted = next_concurrency(mine, target, MOST_IN_FLIGHT)
+            # A load whose cell is not valid, on a busy machine, would be asked for again and again.
+            if wanted is None or wanted in [cell.load.concurrency for cell in mine]:
+                return
+            self.cell(replaced(first, concurrency=wanted), wanted, searching=True)
+
+    def cell(self, load: Load, number: int, *, searching: bool = False) -> None:
+        one = self.one
+        cell_id = _cell_id(one, self.subject.engine, load)
+        kept = one.cells.get(cell_id)
+        if kept is not None and _enough(one, kept, self.turn):
+            return
+        cell = kept or Cell(
+            id=cell_id, run=one.run.id, at=_now(), machine=one.run.environment.machine, subject=self.subject, load=load
+        )
+        cell = replaced(cell, subject=self.subject, quality=self.quality, notes=self.notes)
+        one.teller.measuring(cell, "preparing")
+        began = time.monotonic()
+        self.prepared = run_loop(prepare(self.target, load, known=self.prepared, shapes=one.shapes))
+        allowed_s = self._allowed_s(searching)
+        last = self.turn == one.matrix.turns - 1
+        rule = Rule(
+            half_width=HALF_WIDTH if last else 0.0,
+            least=min(LEAST_REPEATS, one.matrix.repeats),
+            most=1 if searching else _most(one, self.turn),
+            seconds=allowed_s,
+        )
+        reason = None
+        while reason is None:
+            index = len(cell.repeats)
+            repeat = self._repeat(cell, index, number * ROUNDS_PER_LOAD + index, allowed_s)
+            cell = replaced(
+                cell,
+                repeats=(*cell.repeats, repeat),
+                warmup=cell.warmup + repeat.warmup,
+                exact_output=bool(repeat.exact_output) and (cell.exact_output or index == 0),
+            )
+            if not self.alive():
+                one.keep(replaced(cell, halt="stopped"))
+                raise OutsideFailed(f"{self.subject.engine} died under {load.concurrency or 'the'} requests in flight")
+            reason = halt([output_tok_s(each) for each in cell.repeats], time.monotonic() - began, rule)
+            final = reason if last or reason == "unknown" else None
+            cell = one.keep(replaced(cell, halt=final))
+        one.spent_s += time.monotonic() - began
+        if cell.halt is not None and (result := result_of(cell)) is not None:
+            store.add(result, one.path)
+        one.teller.done(cell)
+
+    def _allowed_s(self, searching: bool) -> float:
+        """An equal share of what is left of the budget, for each cell that is not done."""
+        one, matrix = self.one, self.one.matrix
+        left_s = max(0.0, matrix.budget_s - one.spent_s)
+        if searching:
+            return max(matrix.seconds, left_s / 4)
+        engines = max(1, len(one.subjects))
+        to_come = engines * len(matrix.loads) * (matrix.turns - self.turn)
+        done = sum(cell.halt is not None for cell in one.cells.values())
+        return left_s / max(1, to_come - (done if matrix.turns == 1 else 0))
+
+    def _repeat(self, cell: Cell, index: int, round_number: int, allowed_s: float) -> Repeat:
+        one, load = self.one, cell.load
+        streams = load.concurrency or 0
+        alone_s = self.prepared.request_s if self.prepared is not None else None
+        most_s = max(one.matrix.seconds, min(allowed_s, 6 * one.matrix.seconds), LEAST_TIMES_ALONE * (alone_s or 0.0))
+        moments: dict[str, str] = {}
+        with Watcher(self.meters) as watcher:
+
+            def watch(moment: str) -> None:
+                moments[moment] = _now(milliseconds=True)
+                watcher.mark(moment)
+                one.teller.measuring(cell, moment)
+
+            repeat = measure_apart(
+                self.target,
+                load,
+                prepared=self.prepared,
+                seconds=one.matrix.seconds,
+                warmup_s=WARMUP_S,
+                most_seconds=most_s,
+                timeout_s=REQUEST_LIMIT_S,
+                round=round_number,
+                shapes=one.shapes,
+                check=one.own.get(streams, True),
+                watch=watch,
+            )
+        client = repeat.client
+        if client.error_p50_ms is not None and client.error_p99_ms is not None:
+            one.own.setdefault(
+                streams, OwnError(p50_ms=client.error_p50_ms, p99_ms=client.error_p99_ms, streams=streams, samples=0)
+            )
+        use, engine = watcher.seen()
+        return replaced(repeat, at=repeat.at or moments.get("begin"), use=use, engine=engine)
+
+
+def _subject(one: Bench, subject: Planned) -> Subject:
+    """As far as it is known before it is installed and started."""
+    return Subject(
+        engine=subject.engine.id,
+        engine_version=subject.decision.engine_version,
+        model=subject.facts.name,
+        quantization=subject.decision.quantization,
+        weights_id=_weights_id(subject.facts),
+        device=subject.plan.settings.device,
+        parallelism=subject.plan.parallelism,
+        settings=subject.plan.settings,
+    )
+
+
+def _started_subject(one: Bench, ready: Ready, started: Started) -> Subject:
+    return replaced(
+        _subject(one, ready.planned),
+        engine_version=ready.plan.engine_version,
+        build=ready.build,
+        argv=started.argv,
+        start_s=started.start_s,
+        install_bytes=ready.environment.disk_bytes or None,
+    )
+
+
+def _weights_id(model: Model | None) -> str | None:
+    return content_id(model)[:12] if model is not None and model.files else None
+
+
+def _cell_id(one: Bench, engine: str, load: Load) -> str:
+    """The same for the same cell of the same run, so that going on with it finds what is there."""
+    what = f"{one.run.id}\n{engine}\n".encode() + msgspec.json.encode(load)
+    return hashlib.sha256(what).hexdigest()[:12]
+
+
+# what a reader needs
+
+
+def environment_of(hardware: Hardware, command: Sequence[str] = ()) -> Environment:
+    cards = hardware.accelerators
+    bandwidth = cards[0].bandwidth_bytes_s if cards else hardware.memory.bandwidth_bytes_s
+    measured = bandwidth is not None and bandwidth.basis == "measured"
+    return Environment(
+        bedplate=__version__,
+        python=platform.python_version(),
+        system=platform.platform(),
+        command=tuple(command),
+        hardware=hardware_words(hardware),
+        machine=fingerprint(hardware),
+        bandwidth_bytes_s=bandwidth.value if measured and bandwidth is not None else None,
+        operations_s=_matrix_rate(hardware),
+    )
+
+
+def _matrix_rate(hardware: Hardware) -> float | None:
+    """As it was timed here, on a card in the type that engines compute in."""
+    where = "0" if hardware.accelerators else "cpu"
+    timed = {one.data_type: one.operations_s.value for one in (hardware.measured.matrix if hardware.measured else ())
+             if one.device == where}  # fmt: skip
+    return next((timed[name] for name in ("bf16", "fp16", "fp32", "int8") if name in timed), None)
+
+
+def hardware_words(hardware: Hardware) -> str:
+    cpu = hardware.cpu
+    names = [card.name for card in hardware.accelerators]
+    cards = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU"
+    return f"{cpu.name}, {cpu.allowed_cores:g} cores, {memory(hardware.memory.total_bytes)} RAM, {cards}"
+
+
+def _new_id() -> str:
+    return f"{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _now(*, milliseconds: bool = False) -> str:
+    now = dt.datetime.now(dt.UTC)
+    return now.isoformat(timespec="milliseconds" if milliseconds else "seconds").replace("+00:00", "Z")
+
+
+__all__ = ["Bench", "Stopped", "Teller", "bench", "closed_loads"]

@@ -1,0 +1,142 @@
+"""What makes a cell less than it looks: found in its samples and in what was seen beside them. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from bedplate.measure.summary import all_samples, cached_share
+from bedplate.values.run import Cell, Flag, Sample
+from bedplate.values.units import size
+
+BUSY, TOO_BUSY = 0.10, 0.25
+"""Of the machine's processors, what others took; beyond the second an engine on the CPU was not measured at all."""
+THROTTLED = 0.9
+SWAPPED_BYTES, TOO_MUCH_SWAPPED_BYTES = 16_000_000, 256_000_000
+CACHED, TOO_MUCH_CACHED = 0.05, 0.10
+"""Of the prompts' tokens, what a cache held that nobody had put there on purpose."""
+FAILED = 0.05
+SHORT_BY = 0.02
+LEAST_REQUESTS = 8
+HEAT = ("heat", "hardware slowdown", "power brake")
+
+
+def flags_of(cell: Cell, quantizations: Sequence[tuple[str, str | None]] = ()) -> tuple[Flag, ...]:
+    """`quantizations` are the engines of the run and the weights that each was given."""
+    found = [
+        *_client(cell),
+        *_outcomes(cell),
+        *_lengths(cell),
+        *_cache(cell),
+        *_machine(cell),
+        *_quality(cell),
+        *_mixed(cell, quantizations),
+    ]
+    return tuple(found)
+
+
+def _client(cell: Cell) -> Iterator[Flag]:
+    limited = [repeat.client for repeat in cell.repeats if repeat.client.limit]
+    if limited:
+        words = "; ".join(limited[0].reasons) or "it could not keep up"
+        often = f" in {len(limited)} of {len(cell.repeats)} repeats" if len(cell.repeats) > 1 else ""
+        yield Flag(kind="client", text=f"the client was the limit{often}: {words}", invalid=True)
+
+
+def _outcomes(cell: Cell) -> Iterator[Flag]:
+    samples = all_samples(cell)
+    if not samples:
+        if cell.repeats:
+            text = f"no request ended within {max(repeat.seconds for repeat in cell.repeats):.0f} s"
+            yield Flag(kind="short", text=text, invalid=True)
+        return
+    bad = [sample for sample in samples if sample.outcome != "ok"]
+    cut = [sample for sample in bad if sample.outcome == "cut"]
+    if cut:
+        share = len(cut) / len(samples)
+        yield Flag(
+            kind="truncated", text=f"{_of(cut, samples)} answers broke off in the middle", invalid=share > FAILED
+        )
+    others = [sample for sample in bad if sample.outcome != "cut"]
+    if others:
+        first = next((sample.error for sample in others if sample.error), others[0].outcome)
+        text = f"{_of(others, samples)} requests failed: {first}"
+        yield Flag(kind="errors", text=text, invalid=len(others) / len(samples) > FAILED)
+    if len(samples) - len(bad) < LEAST_REQUESTS:
+        yield Flag(kind="short", text=f"only {len(samples) - len(bad)} requests ended well")
+
+
+def _of(some: Sequence[Sample], samples: Sequence[Sample]) -> str:
+    return f"{len(some)} of {len(samples)}"
+
+
+def _lengths(cell: Cell) -> Iterator[Flag]:
+    """Lengths of traces differ from request to request, and are the trace's own."""
+    if cell.load.arrivals == "replay":
+        return
+    good = [sample for sample in all_samples(cell) if sample.outcome == "ok"]
+    counts = [sample.output_tokens for sample in good if sample.output_tokens is not None]
+    asked = cell.load.output_tokens
+    early = [count for count in counts if count < asked]
+    if good and not counts:
+        yield Flag(kind="length", text="the endpoint does not count its output tokens: no tokens per second")
+    elif early and statistics.fmean(counts) < (1 - SHORT_BY) * asked:
+        text = f"answers of {statistics.median(counts):g} tokens where {asked} were asked for"
+        yield Flag(kind="truncated" if cell.exact_output else "length", text=text)
+    elif counts and statistics.fmean(counts) > (1 + SHORT_BY) * asked:
+        yield Flag(kind="length", text=f"answers of {statistics.median(counts):g} tokens where {asked} were asked for")
+    prompts = [sample.prompt_tokens for sample in good if sample.prompt_tokens is not None]
+    wanted = cell.load.prompt_tokens
+    if prompts and abs(statistics.fmean(prompts) - wanted) > SHORT_BY * wanted:
+        text = f"prompts of {statistics.median(prompts):g} tokens where {wanted} were meant"
+        yield Flag(kind="length", text=text)
+
+
+def _cache(cell: Cell) -> Iterator[Flag]:
+    if cell.load.arrivals == "replay":  # whose prompts share what they shared
+        return
+    told = cached_share(all_samples(cell))
+    scraped = [repeat.engine.cache_hit_share for repeat in cell.repeats if repeat.engine.cache_hit_share is not None]
+    shares = [*([told] if told is not None else []), *([max(scraped)] if scraped else [])]
+    meant = cell.load.shared_prefix_tokens / cell.load.prompt_tokens
+    beyond = max(shares, default=0.0) - meant
+    if beyond > CACHED:
+        text = f"{max(shares):.0%} of the prompts' tokens came from a cache, where {meant:.0%} were shared on purpose"
+        yield Flag(kind="cache", text=text, invalid=beyond > TOO_MUCH_CACHED)
+
+
+def _machine(cell: Cell) -> Iterator[Flag]:
+    uses = [repeat.use for repeat in cell.repeats]
+    others = max((use.other_cpu_share for use in uses if use.other_cpu_share is not None), default=0.0)
+    if others > BUSY:
+        on_cpu = cell.subject.device in (None, "cpu")
+        text = f"others took {others:.0%} of the machine's processors"
+        yield Flag(kind="busy", text=text, invalid=on_cpu and others > TOO_BUSY)
+    clock = min((use.clock_share for use in uses if use.clock_share is not None), default=None)
+    reasons = tuple(dict.fromkeys(reason for use in uses for reason in use.throttled))
+    if (clock is not None and clock < THROTTLED) or any(reason in HEAT for reason in reasons):
+        at = f"clocks fell to {clock:.0%}" if clock is not None and clock < THROTTLED else "clocks were held down"
+        yield Flag(kind="throttled", text=f"{at}{': ' if reasons else ''}{', '.join(reasons)}")
+    swapped = max((use.swapped_bytes for use in uses if use.swapped_bytes is not None), default=0)
+    if swapped > SWAPPED_BYTES:
+        text = f"the machine swapped {size(swapped)}"
+        yield Flag(kind="swapped", text=text, invalid=swapped > TOO_MUCH_SWAPPED_BYTES)
+
+
+def _quality(cell: Cell) -> Iterator[Flag]:
+    quality = cell.quality
+    if quality is not None and quality.verdict == "broken":
+        words = f": {quality.note}" if quality.note else ""
+        yield Flag(kind="broken", text=f"its answers disagree with the reference{words}")
+    if quality is not None and quality.garbled:
+        yield Flag(kind="garbled", text=quality.garbled)
+
+
+def _mixed(cell: Cell, quantizations: Sequence[tuple[str, str | None]]) -> Iterator[Flag]:
+    own = cell.subject.quantization
+    unlike = [
+        (engine, label) for engine, label in quantizations if label is not None and own is not None and label != own
+    ]
+    if unlike:
+        others = ", ".join(f"{engine} {label}" for engine, label in unlike)
+        yield Flag(kind="mixed", text=f"{own} weights, beside {others}: not the same bytes to read")

@@ -1,0 +1,84 @@
+"""Whether a text is plainly no text: it repeats itself, or it is no language. Pure, and slow to say so."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+
+LEAST_WORDS = 12
+LONGEST_UNIT = 4
+LOOPING = 0.8
+"""Of the words: small models that always take the likeliest word do repeat whole sentences, and are not broken."""
+ODD = 0.35
+UNREADABLE = 0.05
+SCRIPTS = 4
+SHOWN = 40
+NO_CHARACTERS = ("Cc", "Cn", "Co")
+"""Unicode's controls, unassigned and private ones."""
+
+
+def garbled(text: str) -> str | None:
+    """What is wrong with it, in a clause; `None`: nothing that is plain to see."""
+    if not text.strip():
+        return "it wrote nothing"
+    bad = sum(map(_is_none, text))
+    if bad / len(text) > UNREADABLE:
+        return f"text is garbled: {bad} of {len(text)} characters are none"
+    words = text.split()
+    if unit := loop(words):
+        return f"text is garbled: it says {_shown(' '.join(unit))} over and over"
+    if len(words) < LEAST_WORDS:
+        return None
+    if len(scripts(text)) >= SCRIPTS:
+        return f"text is garbled: letters of {len(scripts(text))} scripts, {_shown(text)}"
+    odd = [word for word in words if is_odd(word)]
+    if len(odd) / len(words) > ODD:
+        return f"text is garbled: {_shown(' '.join(odd))}"
+    return None
+
+
+def _is_none(character: str) -> bool:
+    return character == "\ufffd" or (unicodedata.category(character) in NO_CHARACTERS and character not in "\n\r\t")
+
+
+def loop(words: Sequence[str]) -> tuple[str, ...] | None:
+    """The few words that nearly all of it consists of, said again and again."""
+    if len(words) < LEAST_WORDS:
+        return None
+    for size in range(1, LONGEST_UNIT + 1):
+        units = Counter(tuple(words[at : at + size]) for at in range(0, len(words) - size + 1, size))
+        unit, count = units.most_common(1)[0]
+        if count > 2 and count * size >= LOOPING * len(words):
+            return unit
+    return None
+
+
+def scripts(text: str) -> set[str]:
+    """Of its letters, each script that more than a few of them are of."""
+    found = Counter(
+        unicodedata.name(letter, "").split(" ")[0] for letter in text if letter.isalpha() and not letter.isascii()
+    )
+    latin = sum(letter.isascii() and letter.isalpha() for letter in text)
+    # Japanese has three of its own.
+    names = Counter({"LATIN": latin})
+    for name, count in found.items():
+        names["EAST ASIAN" if name in ("CJK", "HIRAGANA", "KATAKANA", "HANGUL") else name] += count
+    return {name for name, count in names.items() if count >= 2}
+
+
+def is_odd(word: str) -> bool:
+    """Letters as no language puts them together: capitals inside, digits or signs among letters."""
+    bare = word.strip("\"'“”‘’()[]{}<>*_`#.,;:!?…–—-")
+    if len(bare) < 2 or (bare.isalpha() and (bare.islower() or bare.istitle() or bare.isupper())):
+        return len(bare) > 24 and bare.isascii()
+    if re.fullmatch(r"[\d.,:/%€$£-]+", bare) or re.fullmatch(r"[^\W\d_]+(?:['’\-/][^\W\d_]+)*", bare):
+        return any(before.islower() and after.isupper() for before, after in itertools.pairwise(bare))
+    return any(letter.isalpha() for letter in bare)
+
+
+def _shown(text: str) -> str:
+    flat = " ".join(text.split())
+    return repr(flat if len(flat) <= SHOWN else f"{flat[:SHOWN]}…")

@@ -1,0 +1,239 @@
+"""Runs that others measured: by `vllm bench serve`, by GuideLLM, or by bedplate elsewhere.
+
+Read as data of somebody else's: what a file does not say is not known, and its samples are kept as they are.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bedplate._version import __version__
+from bedplate.errors import BadQuestion
+from bedplate.measure.flags import flags_of
+from bedplate.values import from_json, replaced
+from bedplate.values.run import Cell, Environment, Load, Repeat, Run, Sample, Subject
+
+MOST_BYTES = 1 << 30
+FORMS = "a run of bedplate (--json), of `vllm bench serve --save-result --save-detailed`, or of GuideLLM (JSON)"
+
+
+def read_run(path: Path) -> Run:
+    """What a file says was measured. Raises `BadQuestion` where it is none of the forms, or says too little."""
+    data = _bytes(path)
+    try:
+        said = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadQuestion(f"{path.name} is not JSON", cause=str(error), hint=f"it may be {FORMS}") from error
+    if not isinstance(said, dict):
+        raise BadQuestion(f"{path.name} is no run that is known", hint=f"it may be {FORMS}")
+    if said.get("schema") == "run/1":
+        return from_json(Run, data, origin=path.name)
+    kind = "vllm" if "request_throughput" in said and "duration" in said else None
+    if isinstance(said.get("benchmarks"), list):
+        kind = "guidellm"
+    if kind is None:
+        raise BadQuestion(f"{path.name} is no run that is known", hint=f"it may be {FORMS}")
+    origin = Origin(path.name, hashlib.sha256(data).hexdigest())
+    try:
+        return vllm_run(said, origin) if kind == "vllm" else guidellm_run(said, origin)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, msgspec.ValidationError) as error:
+        raise BadQuestion(
+            f"{path.name} looks like a run of {kind} and cannot be read as one",
+            cause=f"{type(error).__name__}: {error}",
+            hint=f"bedplate {__version__} reads vLLM 0.32's and GuideLLM 0.8's fields",
+        ) from error
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise BadQuestion(f"{path.name} is larger than {MOST_BYTES >> 20} MB")
+        return path.read_bytes()
+    except OSError as error:
+        raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where it comes from. The same file is the same run, however often it is read."""
+
+    name: str
+    sha256: str
+
+    @property
+    def run_id(self) -> str:
+        return f"file-{self.sha256[:10]}"
+
+    @property
+    def machine(self) -> str:
+        """No file says on which machine; no other run may be taken to be of the same."""
+        return f"file:{self.sha256[:11]}"
+
+
+def _run(origin: Origin, at: str, system: str, python: str, cells: Iterable[Cell]) -> Run:
+    environment = Environment(
+        bedplate=__version__, python=python, system=system, hardware="not stated", machine=origin.machine
+    )
+    flagged = tuple(replaced(cell, flags=flags_of(cell)) for cell in cells)
+    return Run(id=origin.run_id, at=at, environment=environment, cells=flagged, finished=True, source=origin.name)
+
+
+# vllm bench serve
+
+
+def vllm_run(said: dict[str, Any], origin: Origin) -> Run:
+    """By vllm/benchmarks/serve.py of vLLM 0.32: times in seconds, one entry for each request in each list."""
+    if not said.get("ttfts"):
+        raise BadQuestion(
+            f"{origin.name} has no samples of single requests", hint="measure with --save-detailed beside --save-result"
+        )
+    at = _date(said.get("date"))
+    samples = tuple(sorted(_vllm_samples(said), key=lambda sample: sample.at_s))
+    prompts = [count for count in said["input_lens"] if count]
+    asked = [sample.output_tokens for sample in samples if sample.output_tokens]
+    subject = Subject(
+        engine=str(said.get("label") or said.get("backend") or said.get("endpoint_type") or "endpoint"),
+        model=str(said["model_id"]),
+    )
+    notes = "read from a file of vllm bench serve"
+    load = _vllm_load(said, prompts, asked)
+    if said.get("burstiness") not in (None, 1, 1.0) and load.arrivals == "poisson":
+        notes += f"; burstiness {said['burstiness']:g}"
+    repeat = Repeat(at=at, seconds=float(said["duration"]), samples=samples)
+    cell = _cell(origin, 0, at, subject, load, repeat, notes)
+    return _run(origin, at, "not stated", "not stated", [cell])
+
+
+def _vllm_samples(said: dict[str, Any]) -> Iterator[Sample]:
+    starts = said.get("start_times") or [0.0] * len(said["ttfts"])
+    first = min(starts, default=0.0)
+    errors = said.get("errors") or [""] * len(said["ttfts"])
+    ends = said.get("latencies") or [None] * len(said["ttfts"])
+    rows = zip(said["ttfts"], said["itls"], said["input_lens"], said["output_lens"], starts, errors, ends, strict=True)
+    for ttft, gaps, prompt, output, start, error, latency in rows:
+        failed = bool(error) or not output
+        took_s = latency if latency else ttft + math.fsum(gaps)
+        yield Sample(
+            at_s=start - first,
+            ttft_ms=None if failed else 1000 * ttft,
+            duration_ms=1000 * took_s,
+            gaps_ms=tuple(1000 * gap for gap in gaps),
+            prompt_tokens=prompt,
+            output_tokens=output or None,
+            outcome="error" if failed else "ok",
+            error=str(error)[:500] if error else None,
+        )
+
+
+def _vllm_load(said: dict[str, Any], prompts: Sequence[int], outputs: Sequence[int]) -> Load:
+    lengths = Load(prompt_tokens=_median(prompts), output_tokens=_median(outputs))
+    rate, most = said.get("request_rate"), said.get("max_concurrency")
+    if isinstance(rate, int | float) and math.isfinite(rate):
+        return replaced(lengths, arrivals="poisson", requests_per_s=float(rate))
+    # Without a limit all of them are sent at once.
+    return replaced(lengths, arrivals="closed", concurrency=int(most or said["num_prompts"]))
+
+
+# GuideLLM
+
+
+def guidellm_run(said: dict[str, Any], origin: Origin) -> Run:
+    """By guidellm/benchmark/schemas of GuideLLM 0.8: latencies in seconds, other times in milliseconds."""
+    about = said.get("metadata") or {}
+    cells = []
+    for number, one in enumerate(said["benchmarks"]):
+        at = _moment(float(one["start_time"]))
+        config = one["config"]
+        requests = one["requests"]
+        good, bad = requests.get("successful") or [], requests.get("errored") or []
+        if not good and not bad:
+            raise BadQuestion(f"{origin.name} has no samples of single requests", hint="keep them: --sample-requests")
+        began = float(one["start_time"])
+        samples = [_guidellm_sample(request, began, "ok") for request in good]
+        samples += [_guidellm_sample(request, began, "error") for request in bad]
+        prompts = [sample.prompt_tokens for sample in samples if sample.prompt_tokens]
+        outputs = [sample.output_tokens for sample in samples if sample.output_tokens]
+        backend = config.get("backend") or {}
+        subject = Subject(engine="endpoint", model=str(backend.get("model") or "not stated"), url=backend.get("target"))
+        repeat = Repeat(
+            at=at,
+            seconds=float(one["end_time"]) - began,
+            samples=tuple(sorted(samples, key=lambda sample: sample.at_s)),
+        )
+        load = _guidellm_load(config["strategy"], prompts, outputs)
+        cells.append(_cell(origin, number, at, subject, load, repeat, "read from a file of GuideLLM"))
+    if not cells:
+        raise BadQuestion(f"{origin.name} holds no benchmarks")
+    system, python = str(about.get("platform") or "not stated"), str(about.get("python_version") or "not stated")
+    return _run(origin, cells[0].at, system, python, cells)
+
+
+def _guidellm_sample(request: dict[str, Any], began: float, outcome: str) -> Sample:
+    start = float(request["request_start_time"])
+    failed = outcome != "ok"
+    latency_s = request.get("request_latency")
+    ttft_ms = request.get("time_to_first_token_ms")
+    return Sample(
+        at_s=max(0.0, start - began),
+        ttft_ms=None if failed or ttft_ms is None else float(ttft_ms),
+        duration_ms=1000 * float(latency_s) if latency_s is not None else 0.0,
+        prompt_tokens=request.get("prompt_tokens"),
+        output_tokens=request.get("output_tokens"),
+        cached_tokens=request.get("cached_tokens"),
+        outcome="error" if failed else "ok",
+    )
+
+
+def _guidellm_load(strategy: dict[str, Any], prompts: Sequence[int], outputs: Sequence[int]) -> Load:
+    lengths = Load(prompt_tokens=_median(prompts), output_tokens=_median(outputs))
+    kind = strategy["type_"]
+    if kind == "poisson":
+        return replaced(lengths, arrivals="poisson", requests_per_s=float(strategy["rate"]))
+    if kind == "constant":
+        return replaced(lengths, arrivals="constant", requests_per_s=float(strategy["rate"]))
+    if kind == "trace":
+        return replaced(lengths, arrivals="replay", trace="GuideLLM's")
+    streams = 1 if kind == "synchronous" else strategy.get("streams") or strategy.get("max_concurrency")
+    if streams is None:
+        raise ValueError(f"a strategy {kind!r} that says not how many requests were in flight")
+    return replaced(lengths, arrivals="closed", concurrency=int(streams))
+
+
+# both
+
+
+def _cell(origin: Origin, number: int, at: str, subject: Subject, load: Load, repeat: Repeat, notes: str) -> Cell:
+    return Cell(
+        id=f"{origin.sha256[:10]}-{number}",
+        run=origin.run_id,
+        at=at,
+        machine=origin.machine,
+        subject=subject,
+        load=load,
+        repeats=(repeat,),
+        notes=notes,
+        halt="most",
+    )
+
+
+def _median(counts: Sequence[int]) -> int:
+    return max(1, round(statistics.median(counts))) if counts else 1
+
+
+def _date(text: object) -> str:
+    """vLLM writes 20261115-093000, in the time of its machine, which it does not name."""
+    try:
+        return dt.datetime.strptime(str(text), "%Y%m%d-%H%M%S").replace(tzinfo=dt.UTC).isoformat()[:19] + "Z"
+    except ValueError:
+        return "1970-01-01T00:00:00Z"
+
+
+def _moment(since_1970: float) -> str:
+    return dt.datetime.fromtimestamp(since_1970, dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

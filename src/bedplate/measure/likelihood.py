@@ -1,0 +1,190 @@
+"""How likely an engine finds a text beside what PyTorch in float32 finds: divergence and perplexity.
+
+`python -m bedplate.measure.likelihood GGUF PYTHON` makes the file that is shipped; PYTHON has torch and transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from bedplate.errors import OutsideFailed
+from bedplate.measure.reference import QUIETLY, sha256_of
+
+DATA = "bedplate.measure"
+LEAST = 1e-6
+"""Probability that is taken for nothing: below it the rounding of what was printed says more than the engine."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a word in the text, and what the reference would say there."""
+
+    end: int
+    """Characters before it."""
+    tokens: int
+    next: tuple[str, float]
+    """The token with which the text goes on, and its log-probability."""
+    top: tuple[tuple[str, float], ...]
+    """The most likely tokens, with theirs."""
+
+
+class Likelihood(msgspec.Struct, frozen=True, kw_only=True):
+    schema: Literal["likelihood/1"] = "likelihood/1"
+    sha256: str
+    """Of the file whose weights it was computed with."""
+    made_with: str
+    tokens: int
+    logprob: float
+    """Of the whole text after its first token."""
+    places: tuple[Place, ...]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-self.logprob / (self.tokens - 1))
+
+
+class Listed(msgspec.Struct, frozen=True, kw_only=True):
+    """What an endpoint said after a beginning: tokens and their log-probabilities."""
+
+    top: dict[str, float]
+
+
+@functools.cache
+def fixed_text() -> str:
+    return (importlib.resources.files(DATA) / "data" / "likelihood_text.txt").read_text(encoding="utf-8")
+
+
+@functools.cache
+def shipped() -> tuple[Likelihood, ...]:
+    folder = importlib.resources.files(DATA) / "data"
+    files = sorted((file for file in folder.iterdir() if file.name.startswith("likelihood_")), key=lambda one: one.name)
+    return tuple(
+        msgspec.json.decode(file.read_bytes(), type=Likelihood) for file in files if file.name.endswith("json")
+    )
+
+
+def likelihood_for(sha256: str) -> Likelihood | None:
+    return next((one for one in shipped() if one.sha256 == sha256), None)
+
+
+# comparing
+
+
+def divergence(reference: Mapping[str, float], said: Mapping[str, float]) -> float | None:
+    """Kullback-Leibler, in nats, over the tokens that both list and one for all the rest; `None`: they share none.
+
+    Lumping the rest together can only hide a difference, never make one up.
+    """
+    shared = [token for token in reference if token in said]
+    if not shared:
+        return None
+    wanted = [math.exp(reference[token]) for token in shared]
+    found = [math.exp(said[token]) for token in shared]
+    wanted.append(max(LEAST, 1 - sum(wanted)))
+    found.append(max(LEAST, 1 - sum(found)))
+    return max(0.0, sum(p * math.log(p / max(q, LEAST)) for p, q in zip(wanted, found, strict=True) if p > 0))
+
+
+def mean_divergence(places: Sequence[Place], said: Sequence[Listed | None]) -> float | None:
+    found = [
+        one
+        for place, listed in zip(places, said, strict=True)
+        if listed is not None and (one := divergence(dict(place.top), listed.top)) is not None
+    ]
+    return sum(found) / len(found) if found else None
+
+
+def continued_perplexity(places: Sequence[Place], said: Sequence[Listed | None]) -> tuple[float, float] | None:
+    """Of the words after the places, of the endpoint and of the reference; only where both list the word."""
+    pairs = [
+        (listed.top[place.next[0]], place.next[1])
+        for place, listed in zip(places, said, strict=True)
+        if listed is not None and place.next[0] in listed.top
+    ]
+    if not pairs:
+        return None
+    own, reference = (math.exp(-sum(side) / len(pairs)) for side in zip(*pairs, strict=True))
+    return own, reference
+
+
+# reading answers
+
+
+def read_listed(body: bytes) -> Listed | None:
+    """The first token's alternatives in either shape: that of completions, and that of chats, which llama.cpp uses."""
+    try:
+        logprobs = msgspec.json.decode(body)["choices"][0]["logprobs"]
+        if content := logprobs.get("content"):
+            tops = content[0].get("top_logprobs") or []
+            found = {str(one["token"]): float(one["logprob"]) for one in tops}
+        else:
+            found = {str(token): float(value) for token, value in logprobs["top_logprobs"][0].items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+    known = {token: value for token, value in found.items() if math.isfinite(value) and value <= LEAST}
+    return Listed(top=known) if len(known) > 1 else None
+
+
+def read_echo(body: bytes, text: str) -> float | None:
+    """The perplexity of a text that was echoed with its log-probabilities; `None` where it was not."""
+    try:
+        said = msgspec.json.decode(body)
+        choice = said["choices"][0]
+        asked = said["usage"]["prompt_tokens"]
+        each = choice["logprobs"]["token_logprobs"]
+        if not str(choice["text"]).startswith(text.rstrip()[:200]) or asked < 2 or len(each) < asked:
+            return None
+        known = [float(value) for value in each[1:asked]]
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+    return math.exp(-sum(known) / len(known)) if all(math.isfinite(value) for value in known) else None
+
+
+# making what is shipped
+
+
+def compute(source: Path, python: Path) -> Likelihood:
+    """Of a GGUF file; a minute for a small model on a CPU."""
+    program = importlib.resources.files("bedplate.engines.shipped") / "likelihood.py"
+    done = subprocess.run(
+        [str(python), str(program), "--model", str(source.parent), "--gguf", source.name],
+        input=fixed_text().encode(),
+        capture_output=True,
+        env={**os.environ, **QUIETLY},
+    )
+    if done.returncode:
+        last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+        raise OutsideFailed("the likelihood could not be computed", cause=last[0] if last else None)
+    return made_of(json.loads(done.stdout), sha256_of(source))
+
+
+def made_of(said: dict[str, Any], sha256: str) -> Likelihood:
+    """What the program printed."""
+    made_with = f"torch {said.pop('torch')}, transformers {said.pop('transformers')}, float32"
+    try:
+        return msgspec.convert({**said, "sha256": sha256, "made_with": made_with}, Likelihood)
+    except msgspec.ValidationError as error:
+        raise OutsideFailed("the program printed something else than a likelihood", cause=str(error)) from error
+
+
+def written(made: Likelihood) -> str:
+    """As it is shipped: a place to a line."""
+    head = json.loads(msgspec.json.encode(made))
+    lines = ["    " + json.dumps(place, ensure_ascii=False) for place in head.pop("places")]
+    whole = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
+    return whole + ',\n  "places": [\n' + ",\n".join(lines) + "\n  ]\n}\n"
+
+
+if __name__ == "__main__":
+    found = compute(Path(sys.argv[1]), Path(sys.argv[2]))
+    (Path(__file__).parent / "data" / f"likelihood_{found.sha256[:12]}.json").write_text(written(found), "utf-8")

@@ -1,0 +1,182 @@
+"""Whether an endpoint answers rightly: next tokens and likelihoods beside the reference, and a look at its text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bedplate.measure.agreement import Said, ask, compare, floor_for, quick_ones, verdict_of
+from bedplate.measure.garbled import garbled
+from bedplate.measure.likelihood import (
+    Likelihood,
+    Listed,
+    Place,
+    continued_perplexity,
+    fixed_text,
+    likelihood_for,
+    mean_divergence,
+    read_echo,
+    read_listed,
+)
+from bedplate.measure.prefixes import spread
+from bedplate.measure.reference import Reference, reference_for
+from bedplate.values import Model, Plan
+from bedplate.values.run import Quality
+
+if TYPE_CHECKING:
+    import aiohttp
+
+LIMIT_S = 90.0
+"""For all of it, once the first answers of each kind are there: what was not asked by then is not asked."""
+IN_FLIGHT = 4
+AT_ONCE = 8
+REQUEST_LIMIT_S = 120.0
+LISTED = (20, 5)
+"""Alternatives to ask for: what most give, and what the oldest API allows."""
+PLACES = 24
+FLOOR = 0.97
+"""Where nothing is known of how the endpoint stores its weights, it is held to what 8 bits keep."""
+TEXT_TOKENS = 96
+PROMPT = "Every morning the old gardener walked through the village to the river, and on the way he"
+
+
+async def check(
+    url: str, name: str, key: str | None, *, plan: Plan | None = None, model: Model | None = None
+) -> Quality:
+    """What can be told within a minute or so. What the endpoint does not give stays `None`, and the note says so."""
+    import aiohttp
+
+    facts = (plan.source or plan.model) if plan is not None else model
+    reference = await asyncio.to_thread(reference_for, facts) if facts is not None else None
+    clock = Clock(LIMIT_S)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        asking = Asking(session, url.rstrip("/").removesuffix("/v1"), name)
+        wrong = garbled_note(await asking.text())
+        found = Quality(note="there is no reference for these weights", garbled=wrong)
+        if reference is not None:
+            found = await agreed(asking, reference, key, clock, floor_for(plan) if plan is not None else FLOOR, wrong)
+        return await with_likelihood(asking, found, likelihood_for(reference.sha256) if reference else None, clock)
+
+
+class Clock:
+    """How much of a time limit is left."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._until = time.monotonic() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        return self._until - time.monotonic()
+
+
+def garbled_note(text: str | None) -> str | None:
+    return None if text is None else garbled(text)
+
+
+class Asking:
+    """An endpoint that is asked small things; `None` is what it does not answer."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, name: str) -> None:
+        self._session = session
+        self.url = url
+        self.name = name
+
+    async def text(self) -> str | None:
+        """What it writes, by whichever API it has."""
+        body = {"max_tokens": TEXT_TOKENS, "temperature": 0}
+        status, said = await self.post("/v1/completions", {**body, "prompt": PROMPT})
+        if status == 200:
+            return _first(said, "text")
+        chat = [{"role": "user", "content": f"Continue this story: {PROMPT}"}]
+        status, said = await self.post("/v1/chat/completions", {**body, "messages": chat})
+        return _first(said, "content") if status == 200 else None
+
+    async def listed(self, prefix: str, count: int) -> tuple[int, Listed | None]:
+        body = {"prompt": prefix, "max_tokens": 1, "temperature": 0, "logprobs": count}
+        status, said = await self.post("/v1/completions", body)
+        return status, read_listed(said) if status == 200 else None
+
+    async def echoed(self, text: str) -> float | None:
+        body = {"prompt": text, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+        status, said = await self.post("/v1/completions", body)
+        return read_echo(said, text) if status == 200 else None
+
+    async def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        import aiohttp
+
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with self._session.post(f"{self.url}{path}", json={"model": self.name, **body}) as answer:
+                return answer.status, await answer.read()
+        return 0, b""
+
+
+def _first(body: bytes, field: str) -> str | None:
+    import msgspec
+
+    try:
+        choice = msgspec.json.decode(body)["choices"][0]
+        found = choice["text"] if field == "text" else choice["message"]["content"]
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+async def agreed(
+    asking: Asking, reference: Reference, key: str | None, clock: Clock, floor: float, wrong: str | None
+) -> Quality:
+    """Next tokens beside the reference's, as many as there is time for."""
+    pairs = quick_ones(reference.known())
+    said: list[Said] = []
+    while len(said) < len(pairs) and (not said or clock.left_s > LIMIT_S / 2):
+        some = pairs[len(said) : len(said) + AT_ONCE]
+        said += await ask(asking.url, some, model=asking.name, key=key, in_flight=IN_FLIGHT)
+    found = compare(pairs[: len(said)], said)
+    verdict, why = verdict_of(found, floor)
+    return Quality(
+        asked=found.asked,
+        agreement=found.agreed / found.answered if found.answered else None,
+        verdict=verdict,
+        note=why,
+        garbled=wrong,
+    )
+
+
+async def with_likelihood(asking: Asking, found: Quality, known: Likelihood | None, clock: Clock) -> Quality:
+    """With divergence and perplexity where the endpoint gives log-probabilities, and the reference's beside it."""
+    from bedplate.values import replaced
+
+    places = spread(known.places, PLACES) if known is not None else ()
+    listed = await _listed(asking, places, clock)
+    places = places[: len(listed)]
+    apart = mean_divergence(places, listed)
+    echoed = await asking.echoed(fixed_text()) if clock.left_s > 0 else None
+    if echoed is not None and math.isfinite(echoed):
+        own: float | None = echoed
+        beside = known.perplexity if known is not None else None
+    else:
+        own, beside = continued_perplexity(places, listed) or (None, None)
+    return replaced(found, divergence=apart, perplexity=own, reference_perplexity=beside)
+
+
+async def _listed(asking: Asking, places: Sequence[Place], clock: Clock) -> list[Listed | None]:
+    """What it finds likely after some words of the text; nothing, where it gives no log-probabilities."""
+    text, count = fixed_text(), LISTED[0]
+    found: list[Listed | None] = []
+    for place in places:
+        status, listed = await asking.listed(text[: place.end], count)
+        if listed is None and not any(found):
+            if status == 400 and count != LISTED[-1]:
+                count = LISTED[-1]
+                status, listed = await asking.listed(text[: place.end], count)
+            if listed is None:
+                return []
+        found.append(listed)
+        if clock.left_s < 0:
+            break
+    return found

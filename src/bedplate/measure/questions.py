@@ -1,0 +1,118 @@
+"""What a person asks of `bench`, read from the words of its options. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from bedplate.errors import BadQuestion
+from bedplate.values.run import Load
+from bedplate.values.workload import LatencyTarget
+
+T = TypeVar("T", int, float)
+SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+MOST_CELLS = 64
+OpenArrivals = Literal["poisson", "constant", "burst"]
+
+
+def engine_list(text: str) -> tuple[str, ...] | str:
+    """Ids with commas between them, or the words `installed` and `all` alone."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if names in (["installed"], ["all"]):
+        return names[0]
+    if not names or "all" in names or "installed" in names:
+        raise BadQuestion(f"--engines {text!r} is no list of engines", hint="ids with commas, or installed, or all")
+    return tuple(dict.fromkeys(names))
+
+
+def read_budget(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in SECONDS or float(found[1]) <= 0:
+        raise BadQuestion(f"--budget {text!r} is no time", hint="such as 90s, 10m or 1h")
+    return float(found[1]) * SECONDS[found[2]]
+
+
+def read_target(text: str) -> LatencyTarget:
+    """Such as ttft_ms=500,tpot_ms=50."""
+    given: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name not in ("ttft_ms", "tpot_ms") or name in given:
+            raise BadQuestion(f"--slo {text!r}: {part.strip()!r} is no target", hint="ttft_ms=500,tpot_ms=50")
+        given[name] = _number(value, float, f"--slo {name}")
+    return LatencyTarget(**given)
+
+
+def loads_of(
+    *,
+    concurrency: str | None = None,
+    rate: str | None = None,
+    arrivals: OpenArrivals = "poisson",
+    burst: int = 8,
+    trace: Path | None = None,
+    prompt_tokens: int = 512,
+    output_tokens: int = 128,
+    shared_prefix_tokens: int = 0,
+    seed: int = 0,
+) -> tuple[Load, ...]:
+    """One load for each requests in flight or each rate, or the one of a trace."""
+    if sum(one is not None for one in (concurrency, rate, trace)) > 1:
+        raise BadQuestion("of --concurrency, --rate and --trace only one can be had", hint="run bench once for each")
+    if shared_prefix_tokens and shared_prefix_tokens >= prompt_tokens:
+        raise BadQuestion(
+            f"--shared-prefix {shared_prefix_tokens} leaves a prompt of {prompt_tokens} tokens none of its own"
+        )
+    base = Load(
+        concurrency=1,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        shared_prefix_tokens=shared_prefix_tokens,
+        seed=seed,
+    )
+    if trace is not None:
+        return (_changed(base, arrivals="replay", concurrency=None, trace=trace_name(trace)),)
+    if rate is not None:
+        bursts = burst if arrivals == "burst" else None
+        rates = _list(rate, float, "--rate")
+        return tuple(
+            _changed(base, arrivals=arrivals, concurrency=None, requests_per_s=one, burst=bursts) for one in rates
+        )
+    numbers = _list(concurrency or "1,4,8,16", int, "--concurrency")
+    return tuple(_changed(base, concurrency=number) for number in numbers)
+
+
+def trace_name(path: Path) -> str:
+    """Its name and the beginning of its hash: a trace of the same name may be another one."""
+    try:
+        with path.open("rb") as file:
+            return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
+    except OSError as error:
+        raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
+
+
+def _changed(load: Load, **changes: object) -> Load:
+    from bedplate.values import replaced
+
+    return replaced(load, **changes)
+
+
+def _list(text: str, kind: Callable[[str], T], option: str) -> list[T]:
+    found = list(dict.fromkeys(_number(word.strip(), kind, option) for word in text.split(",") if word.strip()))
+    if not found:
+        raise BadQuestion(f"{option} {text!r} names nothing", hint=f"such as {option} 1,4,8")
+    if len(found) > MOST_CELLS:
+        raise BadQuestion(f"{option} has {len(found)} values, and {MOST_CELLS} are the most")
+    return found
+
+
+def _number(word: str, kind: Callable[[str], T], option: str) -> T:
+    try:
+        value = kind(word)
+        if 0 < value < 1e9:
+            return value
+    except ValueError:
+        pass
+    raise BadQuestion(f"{option}: {word!r} is no number that it can be")

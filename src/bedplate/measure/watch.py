@@ -1,0 +1,500 @@
+"""What the machine gave while a load ran: memory, energy, clocks, who else was busy, what the engine says of itself.
+
+One thread looks once a second, and at the beginning and the end of the measured time; the load generator is a process
+of its own, so that its clocks do not notice. What cannot be read here stays `None`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bedplate.engines import EngineState
+from bedplate.values.run import EngineSeries, Use
+
+LOOK_S = 1.0
+SCRAPE_LIMIT_S = 2.0
+JOIN_S = 10.0
+BUSY_CARD = 50
+"""Percent: an idle card lowers its clock, and nobody throttles it."""
+POWERCAP = Path("/sys/class/powercap")
+PROCESSORS = Path("/sys/devices/system/cpu")
+CLOCK_REASONS = {0x04: "power limit", 0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+"""NVML's bits of what holds a clock down, those left out that mean idling or a wish (nvml.h, clocks event reasons)."""
+Read = Callable[[str], EngineState]
+
+
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """What only grows, at one moment."""
+
+    at_s: float
+    machine_s: float | None = None
+    """Processor time that anybody took, that other guests of the same host took from us included."""
+    engine_s: float | None = None
+    own_s: float = 0.0
+    cards_j: float | None = None
+    package_j: float | None = None
+    swapped_bytes: int | None = None
+    heat_events: int | None = None
+    """Times that a processor lowered its clock because of heat."""
+    state: EngineState | None = None
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """What comes and goes, at one moment."""
+
+    memory_bytes: int | None = None
+    gpu_bytes: int | None = None
+    clock_share: float | None = None
+    reasons: tuple[str, ...] = ()
+    state: EngineState | None = None
+
+
+# from what was seen to what is said
+
+
+def use_of(
+    first: Counters, last: Counters, looks: Sequence[Look], cores: int, *, on_card: bool, package_range_j: float | None
+) -> Use:
+    """On a card the energy is the card's; what the rest of the machine took beside it is not known."""
+    wall_s = last.at_s - first.at_s
+    engine_s = _grown(first.engine_s, last.engine_s)
+    machine_s = _grown(first.machine_s, last.machine_s)
+    others = None
+    if engine_s is not None and machine_s is not None and wall_s > 0:
+        own_s = last.own_s - first.own_s
+        others = min(1.0, max(0.0, (machine_s - engine_s - own_s) / (cores * wall_s)))
+    cards_j = _grown(first.cards_j, last.cards_j)
+    package_j = _wrapped(first.package_j, last.package_j, package_range_j)
+    energy_j = cards_j if on_card else package_j
+    reasons = dict.fromkeys(reason for look in looks for reason in look.reasons)
+    if (_grown(first.heat_events, last.heat_events) or 0) > 0:
+        reasons["heat"] = None
+    swapped = _grown(first.swapped_bytes, last.swapped_bytes)
+    return Use(
+        peak_memory_bytes=_most(look.memory_bytes for look in looks),
+        peak_gpu_bytes=_most(look.gpu_bytes for look in looks),
+        energy_j=energy_j,
+        energy_source=None if energy_j is None else "nvml" if on_card else "rapl",
+        engine_cpu_s=engine_s,
+        other_cpu_share=others,
+        clock_share=min((look.clock_share for look in looks if look.clock_share is not None), default=None),
+        throttled=tuple(reasons),
+        swapped_bytes=None if swapped is None else round(swapped),
+    )
+
+
+def series_of(states: Sequence[EngineState]) -> EngineSeries:
+    """The engine's own metrics from the first look to the last; counters as what they grew by."""
+    if not states:
+        return EngineSeries()
+    first, last = states[0], states[-1]
+    running = [state.running for state in states if state.running is not None]
+    waiting = [state.waiting for state in states if state.waiting is not None]
+    queries = _grown(first.cache_queries, last.cache_queries)
+    hits = _grown(first.cache_hits, last.cache_hits)
+    return EngineSeries(
+        scrapes=len(states),
+        running_mean=_mean(running),
+        running_max=max(running, default=None),
+        waiting_mean=_mean(waiting),
+        waiting_max=max(waiting, default=None),
+        kv_use_max=max((state.kv_use for state in states if state.kv_use is not None), default=None),
+        preemptions=_grown(first.preemptions, last.preemptions),
+        cache_hit_share=min(1.0, hits / queries) if hits is not None and queries else None,
+    )
+
+
+def _grown(before: float | None, after: float | None) -> float | None:
+    """`None` where either is not known, or where what was counted began anew."""
+    return after - before if before is not None and after is not None and after >= before else None
+
+
+def _wrapped(before: float | None, after: float | None, range_j: float | None) -> float | None:
+    """Of a counter that starts anew at its end."""
+    if before is None or after is None:
+        return None
+    return after - before if after >= before else after - before + range_j if range_j else None
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+# memory and processors
+
+
+def pss_bytes(rollup: str) -> int | None:
+    """The proportional size in /proc/PID/smaps_rollup: what several processes share is divided among them."""
+    found = re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def tree_of(pid: int) -> list[int]:
+    """The process and all below it."""
+    import psutil
+
+    try:
+        top = psutil.Process(pid)
+        return [pid, *(child.pid for child in top.children(recursive=True))]
+    except psutil.Error:
+        return []
+
+
+def memory_bytes(pids: Sequence[int], root: Path = Path("/proc")) -> int | None:
+    """Of all of them together, memory that they share counted once. Where the system does not say, resident memory."""
+    found = [size for pid in pids if (size := _memory_of(pid, root)) is not None]
+    return sum(found) if found else None
+
+
+def _memory_of(pid: int, root: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        if (size := pss_bytes((root / str(pid) / "smaps_rollup").read_text())) is not None:
+            return size
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_info().rss)
+    return None
+
+
+def allowed_processors() -> frozenset[int] | None:
+    """Those that this process, and the engine below it, may run on; `None`: all."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def machine_seconds(allowed: frozenset[int] | None = None) -> float:
+    """What anybody took of the processors that we may use: what others do on the rest of a host is their business."""
+    import psutil
+
+    each = psutil.cpu_times(percpu=True)
+    numbers = range(len(each)) if allowed is None or max(allowed) >= len(each) else allowed
+    return float(sum(getattr(each[number], name, 0.0) for number in numbers for name in TAKEN))
+
+
+TAKEN = ("user", "nice", "system", "irq", "softirq", "steal")
+"""Idle time and waiting for a disk leave a processor to others; guests' time is in the user's already."""
+
+
+def own_seconds(engine_pids: Sequence[int]) -> float:
+    """Processor time of bedplate itself and of the processes below it, the engine's left out."""
+    import psutil
+
+    me = psutil.Process()
+    times = me.cpu_times()
+    total = times.user + times.system + times.children_user + times.children_system
+    left_out = set(engine_pids)
+    for child in me.children(recursive=True):
+        if child.pid not in left_out:
+            with contextlib.suppress(psutil.Error):
+                spent = child.cpu_times()
+                total += spent.user + spent.system
+    return float(total)
+
+
+def engine_seconds(pids: Sequence[int]) -> float | None:
+    import psutil
+
+    total, seen = 0.0, False
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            spent = psutil.Process(pid).cpu_times()
+            total += spent.user + spent.system + spent.children_user + spent.children_system
+            seen = True
+    return total if seen else None
+
+
+def swapped_bytes() -> int | None:
+    """Written to and read from swap since the machine was started."""
+    try:
+        text = Path("/proc/vmstat").read_text()
+    except OSError:
+        return None
+    pages = [int(found) for found in re.findall(r"^pswp(?:in|out) (\d+)$", text, re.MULTILINE)]
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE") if pages else None
+
+
+def heat_events(root: Path = PROCESSORS) -> int | None:
+    return _summed(root.glob("cpu[0-9]*/thermal_throttle/*_throttle_count"))
+
+
+def processor_clock(root: Path = PROCESSORS) -> float | None:
+    """The mean clock over the base clock; what a processor may do for a short time beyond that is not its usual one."""
+    shares = []
+    for base in root.glob("cpu[0-9]*/cpufreq/base_frequency"):
+        usual, now = _whole(base), _whole(base.with_name("scaling_cur_freq"))
+        if usual and now:
+            shares.append(now / usual)
+    return _mean(shares)
+
+
+def _summed(files: Iterable[Path]) -> int | None:
+    found = [value for file in files if (value := _whole(file)) is not None]
+    return sum(found) if found else None
+
+
+def _whole(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+# energy of processors
+
+
+class Package:
+    """Intel's and AMD's own count of the processors' energy (RAPL), which on most systems only root may read."""
+
+    def __init__(self, root: Path = POWERCAP) -> None:
+        zones = [zone for zone in sorted(root.glob("*-rapl:*")) if zone.name.count(":") == 1]
+        self._files = [zone / "energy_uj" for zone in zones if _whole(zone / "energy_uj") is not None]
+        ends = [_whole(file.with_name("max_energy_range_uj")) for file in self._files]
+        self.range_j = ends[0] / 1e6 if len(ends) == 1 and ends[0] else None
+        """With several packages nobody knows which one began anew, and a fall is left out."""
+
+    def joules(self) -> float | None:
+        found = [_whole(file) for file in self._files]
+        known = [value for value in found if value is not None]
+        return sum(known) / 1e6 if known and len(known) == len(found) else None
+
+
+# cards
+
+
+class Cards:
+    """NVIDIA's cards, by their driver's library. Opened before the engine starts: what was in use then is not its."""
+
+    def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:
+        self._nvml = nvml
+        self._handles = list(handles)
+        self._before = [self._used(handle) for handle in self._handles]
+
+    @classmethod
+    def here(cls) -> Cards | None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        except Exception:  # no driver, no library, no permission: then there are none for us
+            return None
+        return cls(pynvml, handles) if handles else None
+
+    def gpu_bytes(self, pids: Sequence[int]) -> int | None:
+        """By the driver's list of processes; in a container, which hides them, what is in use beyond the start."""
+        named = [size for handle in self._handles for pid, size in self._processes(handle) if pid in pids and size]
+        if named:
+            return sum(named)
+        grown = [
+            now - before
+            for handle, before in zip(self._handles, self._before, strict=True)
+            if before is not None and (now := self._used(handle)) is not None
+        ]
+        return max(0, sum(grown)) if grown else None
+
+    def joules(self) -> float | None:
+        found = [self._asked("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self._mine()]
+        known = [value for value in found if value is not None]
+        return sum(known) / 1000 if known and len(known) == len(found) else None
+
+    def clock(self) -> tuple[float | None, tuple[str, ...]]:
+        """The lowest clock of a busy card over its highest, and what holds it down."""
+        shares: list[float] = []
+        reasons: dict[str, None] = {}
+        for handle in self._mine():
+            load = self._asked("nvmlDeviceGetUtilizationRates", handle)
+            if load is None or load.gpu < BUSY_CARD:
+                continue
+            now = self._asked("nvmlDeviceGetClockInfo", handle, self._nvml.NVML_CLOCK_SM)
+            most = self._asked("nvmlDeviceGetMaxClockInfo", handle, self._nvml.NVML_CLOCK_SM)
+            if now and most:
+                shares.append(now / most)
+            bits = self._asked("nvmlDeviceGetCurrentClocksEventReasons", handle)
+            if bits is None:
+                bits = self._asked("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+            reasons |= dict.fromkeys(reasons_of(bits or 0))
+        return min(shares, default=None), tuple(reasons)
+
+    def _mine(self) -> list[Any]:
+        """The cards whose memory has grown since the start; all, where none has."""
+        grown = [
+            handle
+            for handle, before in zip(self._handles, self._before, strict=True)
+            if before is not None and (self._used(handle) or 0) - before > 64_000_000
+        ]
+        return grown or self._handles
+
+    def _used(self, handle: Any) -> int | None:
+        found = self._asked("nvmlDeviceGetMemoryInfo", handle)
+        return None if found is None else int(found.used)
+
+    def _processes(self, handle: Any) -> list[tuple[int, int | None]]:
+        found = self._asked("nvmlDeviceGetComputeRunningProcesses", handle) or []
+        return [(one.pid, one.usedGpuMemory) for one in found]
+
+    def _asked(self, name: str, *arguments: Any) -> Any:
+        """What an older driver, a slice of a card or another platform does not answer is not known."""
+        try:
+            return getattr(self._nvml, name)(*arguments)
+        except Exception:
+            return None
+
+
+def reasons_of(bits: int) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(words for bit, words in CLOCK_REASONS.items() if bits & bit))
+
+
+# the engine's own word
+
+
+class Metrics:
+    """An engine's own metrics; one that has none is not asked twice."""
+
+    def __init__(self, url: str, key: str | None, read: Read) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(url)
+        self._request = urllib.request.Request(f"{url}/metrics")  # noqa: S310
+        if key:
+            self._request.add_header("authorization", f"Bearer {key}")
+        self._read = read
+        self._gone = False
+
+    def state(self) -> EngineState | None:
+        if self._gone:
+            return None
+        try:
+            with urllib.request.urlopen(self._request, timeout=SCRAPE_LIMIT_S) as answer:  # noqa: S310
+                return self._read(answer.read().decode("utf-8", "replace"))
+        except urllib.error.HTTPError as error:
+            error.close()
+            self._gone = error.code in (401, 403, 404, 405, 501)
+        except (OSError, ValueError):
+            pass  # busy; the next look may get an answer
+        return None
+
+
+# looking
+
+
+class Meters:
+    """All that can be read of one engine on this machine: made before it starts, given its process once it runs."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self.cards = Cards.here()
+        self.package = Package()
+        self._allowed = allowed_processors()
+        self.cores = len(self._allowed) if self._allowed else psutil.cpu_count() or 1
+        self.pid: int | None = None
+        self.on_card = False
+        self.metrics: Metrics | None = None
+
+    def counters(self) -> Counters:
+        pids = tree_of(self.pid) if self.pid is not None else []
+        return Counters(
+            at_s=time.monotonic(),
+            machine_s=machine_seconds(self._allowed),
+            engine_s=engine_seconds(pids),
+            own_s=own_seconds(pids),
+            cards_j=self.cards.joules() if self.cards is not None and self.on_card else None,
+            package_j=self.package.joules(),
+            swapped_bytes=swapped_bytes(),
+            heat_events=heat_events(),
+            state=self.metrics.state() if self.metrics is not None else None,
+        )
+
+    def look(self) -> Look:
+        pids = tree_of(self.pid) if self.pid is not None else []
+        share, reasons = self.cards.clock() if self.cards is not None and self.on_card else (processor_clock(), ())
+        return Look(
+            memory_bytes=memory_bytes(pids),
+            gpu_bytes=self.cards.gpu_bytes(pids) if self.cards is not None and self.on_card else None,
+            clock_share=share,
+            reasons=reasons,
+            state=self.metrics.state() if self.metrics is not None else None,
+        )
+
+
+class Watcher:
+    """Looks while one stretch is measured: `mark` is told when it begins and ends, `stop` says what was seen."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+        self._wake = threading.Event()
+        self._moment = ""
+        self._ended = False
+        self._first: Counters | None = None
+        self._last: Counters | None = None
+        self._looks: list[Look] = []
+        self._thread = threading.Thread(target=self._run, name="bedplate-watch", daemon=True)
+
+    def __enter__(self) -> Watcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._ended = True
+        self._wake.set()
+        self._thread.join(JOIN_S)
+
+    def mark(self, moment: str) -> None:
+        self._moment = moment
+        self._wake.set()
+
+    def seen(self) -> tuple[Use, EngineSeries]:
+        """After the end of the stretch."""
+        first, last, meters = self._first, self._last, self._meters
+        if first is None or last is None:
+            return Use(), EngineSeries()
+        seen = [first.state, *(look.state for look in self._looks), last.state]
+        states = [state for state in seen if state is not None]
+        range_j = meters.package.range_j
+        use = use_of(first, last, self._looks, meters.cores, on_card=meters.on_card, package_range_j=range_j)
+        return use, series_of(states)
+
+    def _run(self) -> None:
+        while not self._ended:
+            self._wake.wait(LOOK_S)
+            self._wake.clear()
+            if self._moment == "begin" and self._first is None:
+                self._first = self._meters.counters()
+                self._looks.append(self._meters.look())
+            elif self._moment == "end" and self._first is not None and self._last is None:
+                self._last = self._meters.counters()
+                self._looks.append(self._meters.look())
+            elif self._moment == "begin":
+                self._looks.append(self._meters.look())
+
+
+def listening_pid(port: int) -> int | None:
+    """The process on this machine that answers on a port, where the system tells."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+                return connection.pid
+    return None
+
+
+def idle_share(seconds: float = 1.0) -> float:
+    """Of the machine's processors, what is left over just now."""
+    import psutil
+
+    return max(0.0, 1 - float(psutil.cpu_percent(interval=seconds)) / 100)

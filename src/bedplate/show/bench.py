@@ -1,0 +1,355 @@
+"""The table of `bench`: filling in on a terminal, line by line elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from bedplate.measure.bench import Teller
+from bedplate.measure.knee import MET, Knee, knee, met_share
+from bedplate.measure.summary import is_valid, summarized
+from bedplate.show.terminal import console as console_for
+from bedplate.values import Refusal
+from bedplate.values.run import Cell, Environment, Load, Quality, Run, Subject
+from bedplate.values.summary import Percentiles, Summary
+from bedplate.values.units import seconds as time_words
+from bedplate.values.workload import LatencyTarget
+
+TBD = "TBD"
+HEADS = ("engine", "version", "weights", "load", "TTFT ms", "p99", "TPOT ms", "p99", "tok/s", "±", "peak GB", "quality",
+         "limit")  # fmt: skip
+WIDTHS = (12, 14, 9, 9, 8, 8, 8, 8, 8, 6, 8, 8, 10)
+RIGHT = frozenset(range(3, 12))
+SLOW_S = 1.0
+Judge = Callable[[Sequence[Cell], Environment], dict[str, str]]
+MOMENTS = {
+    "preparing": "preparing",
+    "warm-up": "warming up",
+    "begin": "measuring",
+    "end": "waiting for the last answers",
+}
+
+
+def load_words(load: Load) -> str:
+    """What a load is told apart by in a column: requests in flight, or how they come."""
+    if load.arrivals == "closed":
+        return str(load.concurrency)
+    if load.arrivals == "replay":
+        return "trace"
+    return f"{load.requests_per_s:g}/s"
+
+
+def title(run: Run, idle: float | None, models: Iterable[str] = ()) -> str:
+    """Model, lengths, machine, and how idle it was."""
+    matrix = run.matrix
+    loads = matrix.loads if matrix is not None else tuple(cell.load for cell in run.cells)
+    parts = [", ".join(dict.fromkeys((*models, *(cell.subject.model for cell in run.cells))))]
+    if loads:
+        first = loads[0]
+        shared = f", {first.shared_prefix_tokens} shared" if first.shared_prefix_tokens else ""
+        parts.append(f"{first.prompt_tokens} in, {first.output_tokens} out{shared}")
+        if run.cells and all(repeat.exact_output for cell in run.cells for repeat in cell.repeats):
+            parts[-1] += ", exact"
+    parts.append(run.environment.hardware)
+    if idle is not None:
+        parts.append(f"idle {idle:.0%}")
+    return " · ".join(part for part in parts if part)
+
+
+def client_words(run: Run) -> str | None:
+    errors = [repeat.client.error_p99_ms for cell in run.cells for repeat in cell.repeats if repeat.client.error_p99_ms]
+    return f"client error ≤ {max(errors):.1f} ms" if errors else None
+
+
+def row_of(cell: Cell, limit: str = "") -> tuple[str, ...]:
+    """The columns of one cell, as text."""
+    found, subject = summarized(cell), cell.subject
+    peak = found.peak_gpu_bytes if found.peak_gpu_bytes is not None else found.peak_memory_bytes
+    return (
+        subject.engine,
+        subject.engine_version or "",
+        subject.quantization or "",
+        load_words(cell.load),
+        _figure(found.ttft_ms.p50 if found.ttft_ms else None),
+        _tail(found.ttft_ms),
+        _figure(found.tpot_ms.p50 if found.tpot_ms else None),
+        _tail(found.tpot_ms),
+        _figure(found.output_tok_s),
+        _spread(found),
+        TBD if peak is None else f"{peak / 1e9:.3g}",
+        _quality(cell.quality),
+        limit if is_valid(cell) else "invalid",
+    )
+
+
+def _figure(value: float | None) -> str:
+    return TBD if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _tail(found: Percentiles | None) -> str:
+    """Of fewer than a hundred requests nobody knows the slowest hundredth; it is no more than the slowest of all."""
+    if found is None:
+        return TBD
+    return _figure(found.p99) if found.p99 is not None else f"<{_figure(found.max)}"
+
+
+def _spread(found: Summary) -> str:
+    if found.interval is None or not found.output_tok_s:
+        return ""
+    return f"{(found.interval.high - found.interval.low) / 2 / found.output_tok_s:.0%}"
+
+
+def _quality(quality: Quality | None) -> str:
+    if quality is None or quality.verdict == "unchecked":
+        return TBD
+    words = "" if quality.agreement is None else f"{quality.agreement:.2f}"
+    return f"{words} !" if quality.verdict == "broken" else words
+
+
+def footnotes(run: Run) -> Iterator[Text]:
+    """What has to be known beside the figures, each once."""
+    seen: dict[str, list[Cell]] = {}
+    for cell in run.cells:
+        for flag in cell.flags:
+            mark = "✗" if flag.invalid else "!"
+            seen.setdefault(f"{mark} {cell.subject.engine}: {flag.text}", []).append(cell)
+    for words, cells in seen.items():
+        where = ", ".join(load_words(cell.load) for cell in cells)
+        yield Text(f" {words}  (load {where})", style="red" if words.startswith("✗") else "yellow")
+    for refusal in run.left_out:
+        yield Text(f" – {refusal.engine}: {refusal.why}", style="dim")
+    for words in knee_lines(run):
+        yield Text(f" {words}", style="bold")
+    if any(_tail(summarized(cell).ttft_ms).startswith("<") for cell in run.cells if cell.repeats):
+        yield Text(" <  the slowest of fewer than 100 requests, which show no 99th percentile", style="dim")
+
+
+def knee_lines(run: Run) -> Iterator[str]:
+    target = run.matrix.target if run.matrix is not None else None
+    if target is None:
+        return
+    for engine in dict.fromkeys(cell.subject.engine for cell in run.cells):
+        mine = [cell for cell in run.cells if cell.subject.engine == engine]
+        yield f"{engine}: {_knee_words(knee(mine, target), target)}"
+
+
+def _knee_words(found: Knee, target: LatencyTarget) -> str:
+    asked = " and ".join(
+        f"{name} ≤ {value:g} ms"
+        for name, value in (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms))
+        if value is not None
+    )
+    if found.holds is None:
+        lowest = f" even with {found.breaks.load.concurrency}" if found.breaks is not None else ""
+        return f"{asked} is not met{lowest} in flight"
+    rate = summarized(found.holds).requests_s
+    share = met_share(found.holds, target) or 0.0
+    words = f"up to {found.holds.load.concurrency} in flight meet {asked} ({share:.0%} of requests; {MET:.0%} needed)"
+    words += f": {rate:.3g} requests/s" if rate is not None else ""
+    return words + (f"; {found.breaks.load.concurrency} do not" if found.breaks is not None else "; more was not tried")
+
+
+def render_run(run: Run, idle: float | None = None, limits: dict[str, str] | None = None) -> RenderableType:
+    """A whole run as it is."""
+    rows = [row_of(cell, (limits or {}).get(cell.id, "")) for cell in run.cells]
+    return Group(_head(run, idle), Text(""), _table(rows), *footnotes(run), _tail_line(run))
+
+
+def _head(run: Run, idle: float | None, models: Iterable[str] = ()) -> Text:
+    words = client_words(run)
+    return Text(f" {title(run, idle, models)}{f' · {words}' if words else ''}", style="bold")
+
+
+def _tail_line(run: Run) -> Text:
+    return Text(f"\n run {run.id}   bedplate bench --resume {run.id} · --csv · --json", style="dim")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
+    for number, name in enumerate(HEADS):
+        table.add_column(name, justify="right" if number in RIGHT else "left", no_wrap=True)
+    last: tuple[str, ...] = ()
+    for row in rows:
+        same = last[:3] == tuple(row[:3])
+        shown = ("", "", "", *row[3:]) if same else tuple(row)
+        table.add_row(*(Text(value, style="dim" if value == TBD else "") for value in shown))
+        last = tuple(row)
+    return table
+
+
+class BenchTeller(Teller):
+    """What both ways of showing have in common."""
+
+    def __init__(self, console: Console, judge: Judge) -> None:
+        self.console = console
+        self._judge = judge
+        self.run: Run | None = None
+        self.idle: float | None = None
+        self.subjects: list[Subject] = []
+        self.cells: dict[str, Cell] = {}
+
+    def __enter__(self) -> BenchTeller:
+        return self
+
+    def __exit__(self, *failure: object) -> None: ...
+
+    def begun(self, run: Run, subjects: Sequence[Subject], idle: float) -> None:
+        self.run, self.subjects, self.idle = run, list(subjects), idle
+        self.cells = {cell.id: cell for cell in run.cells}
+
+    def finished(self, run: Run) -> None: ...
+
+    def limits(self, cells: Sequence[Cell]) -> dict[str, str]:
+        whole = [cell for cell in cells if cell.repeats]
+        return self._judge(whole, self.run.environment) if self.run is not None and whole else {}
+
+    def note(self, text: str) -> None:
+        """To where errors go: rows alone are what was asked for."""
+        stderr_console().print(Text(f" {text}", style="dim"), soft_wrap=True)
+
+    @contextmanager
+    def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        began = time.monotonic()
+        yield lambda done: None
+        took_s = time.monotonic() - began
+        if took_s >= SLOW_S:
+            self.note(f"{label}: {time_words(took_s)}")
+
+
+class Lines(BenchTeller):
+    """One line for each cell as it is done."""
+
+    def begun(self, run: Run, subjects: Sequence[Subject], idle: float) -> None:
+        super().begun(run, subjects, idle)
+        self.console.print(Text(f" {title(run, idle, [one.model for one in subjects])}"), soft_wrap=True)
+        self.console.print(Text(_line(HEADS), style="dim"), soft_wrap=True)
+
+    def done(self, cell: Cell) -> None:
+        self.cells[cell.id] = cell
+        mine = [one for one in self.cells.values() if one.subject.engine == cell.subject.engine]
+        self.console.print(Text(_line(row_of(cell, self.limits(mine).get(cell.id, "")))), soft_wrap=True)
+
+    def left_out(self, refusal: Refusal) -> None:
+        self.console.print(Text(f" – {refusal.engine}: {refusal.why}"), soft_wrap=True)
+
+    def finished(self, run: Run) -> None:
+        for words in footnotes(run):
+            self.console.print(words, soft_wrap=True)
+        self.console.print(_tail_line(run), soft_wrap=True)
+
+
+def _line(row: Sequence[str]) -> str:
+    return " " + " ".join(
+        value.rjust(width) if number in RIGHT else value.ljust(width)
+        for number, (value, width) in enumerate(zip(row, WIDTHS, strict=True))
+    )
+
+
+class Filling(BenchTeller):
+    """The whole table, which fills in. It is drawn anew only when something happens: drawing takes time, too."""
+
+    def __init__(self, console: Console, judge: Judge) -> None:
+        super().__init__(console, judge)
+        self._now: dict[str, str] = {}
+        self._status = ""
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Filling:
+        self._live.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._live.stop()
+
+    def begun(self, run: Run, subjects: Sequence[Subject], idle: float) -> None:
+        super().begun(run, subjects, idle)
+        self._draw()
+
+    def measuring(self, cell: Cell, moment: str) -> None:
+        self._status = ""
+        self._now = {cell.id: f"{MOMENTS.get(moment, moment)}, repeat {len(cell.repeats) + 1}{_so_far(cell)}"}
+        self.cells[cell.id] = cell
+        self._draw()
+
+    def done(self, cell: Cell) -> None:
+        self._now = {}
+        self.cells[cell.id] = cell
+        self._draw()
+
+    def note(self, text: str) -> None:
+        self._live.console.print(Text(f" {text}", style="dim"), soft_wrap=True)
+
+    @contextmanager
+    def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        last = [0.0]
+
+        def update(done: int) -> None:
+            if time.monotonic() - last[0] >= SLOW_S:
+                last[0] = time.monotonic()
+                self._status = f"{label}{f': {min(1.0, done / total):.0%}' if total else ''}"
+                self._draw()
+
+        self._status = label
+        self._draw()
+        yield update
+        self._status = ""
+        self._draw()
+
+    def finished(self, run: Run) -> None:
+        self._live.stop()
+        self.console.print(render_run(run, self.idle, self.limits(run.cells)))
+
+    def _draw(self) -> None:
+        parts: list[RenderableType] = []
+        if self.run is not None:
+            shown = Run(
+                id=self.run.id, at=self.run.at, environment=self.run.environment, matrix=self.run.matrix,
+                cells=tuple(self.cells.values()),
+            )  # fmt: skip
+            models = [subject.model for subject in self.subjects]
+            parts += [_head(shown, self.idle, models), Text(""), _table(list(self._rows()))]
+        if self._status:
+            parts.append(Text(f" {self._status} …", style="dim"))
+        self._live.update(Group(*parts), refresh=True)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """Every cell that was asked for, measured or not."""
+        loads = self.run.matrix.loads if self.run is not None and self.run.matrix is not None else ()
+        for subject in self.subjects:
+            mine = [cell for cell in self.cells.values() if cell.subject.engine == subject.engine]
+            known = [cell.load for cell in mine]
+            for load in (*loads, *(load for load in known if load not in loads)):
+                cell = next((cell for cell in mine if cell.load == load), None)
+                if cell is not None and cell.id in self._now:
+                    yield (*_names(subject), load_words(load), TBD, *[""] * 7, self._now[cell.id])
+                elif cell is not None and cell.repeats:
+                    yield row_of(cell)
+                else:
+                    yield (*_names(subject), load_words(load), TBD, *[""] * 8)
+
+
+def _names(subject: Subject) -> tuple[str, str, str]:
+    return subject.engine, subject.engine_version or "", subject.quantization or ""
+
+
+def _so_far(cell: Cell) -> str:
+    if not cell.repeats:
+        return ""
+    words = _spread(summarized(cell))
+    return f", ± {words}" if words else ""
+
+
+def stderr_console() -> Console:
+    return console_for(sys.stderr)
+
+
+def teller_for(console: Console, judge: Judge = lambda cells, environment: {}) -> BenchTeller:
+    """`judge` says what binds in each cell, by its id."""
+    return Filling(console, judge) if console.is_terminal else Lines(console, judge)
