@@ -1,0 +1,117 @@
+"""bedplate report: measurements as one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from bedplate.judge.argument import Candidate
+    from bedplate.values import Model
+    from bedplate.values.run import Cell, Run
+    from bedplate.values.verdict import Verdict
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate report                          the newest run, to bedplate-report.html
+  bedplate report RUN1 RUN2 -o both.html   several runs on one page
+  bedplate report run.json --md            a file from `bedplate bench --json`, as Markdown on standard output
+  bedplate report --slo ttft_ms=500        argue for what meets this
+  bedplate report --incumbent vllm         argue against what is in service today"""
+DEFAULT_FILE = Path("bedplate-report.html")
+
+
+def report(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN]...", help="Runs or files. Default: the newest run.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Where it goes; .md is Markdown.", show_default=str(DEFAULT_FILE)
+        ),
+    ] = None,
+    md: Annotated[bool, typer.Option("--md", help="Markdown instead of HTML, on standard output.")] = False,
+    slo: Annotated[
+        str | None,
+        typer.Option(metavar="TARGET", help="What latency has to be: ttft_ms=500,tpot_ms=50.", show_default=False),
+    ] = None,
+    incumbent: Annotated[
+        str | None, typer.Option(metavar="ENGINE", help="The engine in service today.", show_default=False)
+    ] = None,
+) -> None:
+    """Make one page of what was measured: the argument, the table, the plots, and how to repeat it.
+
+    The HTML file needs nothing beside it: it opens offline, light or dark, on a phone and on paper.
+    """
+    from bedplate.cli.judging import diagnosis_of
+    from bedplate.facts.hardware import probe
+    from bedplate.judge.argument import argument
+    from bedplate.measure.questions import read_target
+    from bedplate.show.report import html, markdown, page_of
+
+    target = read_target(slo) if slo is not None else None
+    found = [_run(name) for name in runs] if runs else [_run(None)]
+    cells = [cell for run in found for cell in run.cells]
+    diagnosis = diagnosis_of(cells, {run.id: run.environment for run in found}, probe()) if cells else None
+    choice = argument(found, diagnosis, target).choice
+    verdict = _verdict(cells, incumbent, choice) if incumbent is not None else None
+    page = page_of(found, _facts(cells), diagnosis, verdict, target)
+    if md and output is None:
+        print(markdown(page), end="")  # noqa: T201
+        return
+    path = output or DEFAULT_FILE
+    _write(path, markdown(page) if md or path.suffix == ".md" else html(page))
+    from bedplate.show.terminal import console
+
+    console().print(f" {page.headline}  {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _run(named: str | None) -> Run:
+    from bedplate import store
+    from bedplate.measure.kept import run_of_file
+
+    if named is not None and (named.endswith(".json") or Path(named).is_file()):
+        return run_of_file(Path(named))
+    return store.run(named)
+
+
+def _facts(cells: list[Cell]) -> dict[tuple[str, str | None], Model]:
+    """What is known of each measured model with its weights as they were served."""
+    from bedplate.cli.judging import model_named
+    from bedplate.judge.ground import as_served
+
+    found = {}
+    for name, label in {(cell.subject.model, cell.subject.quantization) for cell in cells}:
+        if (model := model_named(name)) is not None:
+            found[name, label] = as_served(model, label)
+    return found
+
+
+def _verdict(cells: list[Cell], incumbent: str, choice: Candidate | None) -> Verdict | None:
+    """What is in service against what the measurements argue for; nothing where they are the same."""
+    from bedplate.errors import BadQuestion
+    from bedplate.judge.compare import compare
+    from bedplate.values.names import engine_id
+
+    wanted = engine_id(incumbent) or incumbent
+    mine = [cell for cell in cells if cell.subject.engine == wanted]
+    if not mine:
+        there = ", ".join(dict.fromkeys(cell.subject.engine for cell in cells)) or "nothing"
+        raise BadQuestion(f"{incumbent} was not measured here", hint=f"there is {there}")
+    if choice is None or choice.engine == wanted:
+        return None
+    return compare(mine, choice.cells, allow=("quantization", "weights"))
+
+
+def _write(path: Path, text: str) -> None:
+    from bedplate.errors import OutsideFailed
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error

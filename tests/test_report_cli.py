@@ -1,0 +1,52 @@
+"""bedplate report, as a person calls it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.commands import invoke, run
+from tests.runs import made_cell, made_run
+
+from bedplate.values import to_json
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    cells = [made_cell("llama.cpp", 4, 100), made_cell("pytorch", 4, 40, label="BF16")]
+    file = tmp_path / "run.json"
+    file.write_text(to_json(made_run(cells, engines=["llama.cpp", "pytorch", "vllm"], loads=[4])))
+    return file
+
+
+def test_a_page_is_written_and_said(run_file: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = invoke("report", str(run_file), "-o", str(page))
+    assert done.code == 0 and "Deploy llama.cpp Q4_1." in done.out and str(page) in done.out.replace("\n", "")
+    text = page.read_text()
+    assert text.startswith("<!doctype html>") and "vllm" in text and "TBD" in text
+    assert text.count("<svg") == 5  # the built-in model's facts are known, so the roofline is there
+
+
+def test_markdown_goes_to_standard_output(run_file: Path) -> None:
+    done = invoke("report", str(run_file), "--md")
+    assert done.code == 0 and done.out.startswith("# Deploy llama.cpp Q4_1.")
+
+
+def test_an_incumbent_is_weighed_against_the_choice(run_file: Path) -> None:
+    done = invoke("report", str(run_file), "--md", "--incumbent", "pytorch")
+    assert done.code == 0 and "**migrate**" in done.out
+    nobody = invoke("report", str(run_file), "--md", "--incumbent", "sglang")
+    assert nobody.code == 2 and "was not measured here" in nobody.err
+
+
+def test_without_a_run_it_says_what_measures(tmp_path: Path) -> None:
+    done = run("report", env={"BEDPLATE_HOME": str(tmp_path)})
+    assert done.code == 2 and "bedplate bench" in done.err
+
+
+def test_a_file_that_is_none_and_a_folder_that_is_none(run_file: Path, tmp_path: Path) -> None:
+    garbled = tmp_path / "garbled.json"
+    garbled.write_text("{}")
+    assert invoke("report", str(garbled)).code == 2
+    assert invoke("report", str(run_file), "-o", str(tmp_path / "no" / "page.html")).code == 3
