@@ -26,6 +26,7 @@ app = typer.Typer(
   bedplate engines --hardware "4x RTX 3090"
   bedplate engines show vllm
   bedplate engines --json
+  bedplate engines build llama.cpp
   bedplate engines remove llama.cpp""",
 )
 
@@ -70,6 +71,33 @@ def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) 
     from bedplate.show.terminal import console
 
     console().print(render_engine(machine, found, there))
+
+
+@app.command()
+def build(engine: EngineName) -> None:
+    """Build an engine from its source for this machine, as `serve --build native` does; it is used with that option."""
+    from bedplate.engines import engine as engine_by_id
+    from bedplate.errors import OutsideFailed
+    from bedplate.facts.hardware import probe
+    from bedplate.measure.builds import BuildExaminer
+    from bedplate.run.native import NotUsable, buildable
+    from bedplate.run.trials import native_environment
+    from bedplate.show.terminal import TerminalProgress
+
+    one, machine = engine_by_id(engine), probe()
+    buildable(one)
+    target = one.target(machine)
+    device = target.device if target is not None else "cpu"
+    try:
+        found = native_environment(one, machine, device, TerminalProgress(), BuildExaminer())
+    except NotUsable as error:
+        raise OutsideFailed(
+            f"the native build of {one.name} is not used: {error.why}",
+            cause="; ".join(error.evidence) or None,
+            hint=f"bedplate engines remove {one.id} forgets that, so that it can be built again",
+        ) from error
+    typer.echo(f"{one.id} {found.version} for {device}: {'; '.join(filter(None, found.notes))}")
+    typer.echo(f"serve with it: bedplate serve --engine {one.id} --build native")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,9 +30,15 @@ EXAMPLES = """Examples:
   bedplate serve
   bedplate serve model.gguf --port 9000
   bedplate serve unsloth/Qwen3-0.6B-GGUF:Q4_K_M
+  bedplate serve --engine llama.cpp --build native
   BEDPLATE_API_KEY=secret bedplate serve --host 0.0.0.0
 
 Ctrl-C stops everything; answers under way get a few seconds to finish."""
+
+
+class Build(StrEnum):
+    packages = "packages"
+    native = "native"
 
 
 def serve(
@@ -55,6 +62,13 @@ def serve(
     output_tokens: OutputTokens = None,
     fields: Fields = None,
     engine: EngineId = None,
+    build: Annotated[
+        Build,
+        typer.Option(
+            help="native: build the engine from its source for this very machine, which takes minutes, once. "
+            "It is used if it then runs and answers as the ready-made one does."
+        ),
+    ] = Build.packages,
     max_body_mb: Annotated[int, typer.Option(min=1, help="The largest request that is taken, in MB.")] = 32,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare a few answers with a reference, the first time.")
@@ -66,6 +80,7 @@ def serve(
     Looks at this machine, decides which engine fits, installs it, launches it and keeps it running.
     """
     from bedplate.cli.options import intent_from
+    from bedplate.measure.builds import BuildExaminer
     from bedplate.run.serving import Listen
     from bedplate.run.serving import serve as serve_model
     from bedplate.show.terminal import TerminalProgress
@@ -80,6 +95,8 @@ def serve(
         workload=workload,
         operations=intent.operations,
         engine=engine,
+        build=build.value,
+        examiner=BuildExaminer(),
         listen=Listen(host=host, port=port, api_key=api_key or None, max_body_bytes=max_body_mb * 1_000_000),
         progress=TerminalProgress(),
         on_decision=lambda hardware, facts, decision: _show_head(

@@ -15,13 +15,15 @@ from bedplate.engines.base import (
     Features,
     MemoryUse,
     Recipe,
+    SourceBuild,
     Target,
+    Variant,
 )
 from bedplate.errors import BadQuestion, OutsideFailed
 
 __all__ = [
-    "BorrowedLibrary", "Engine", "EngineState", "Failure", "Features", "MemoryUse", "Recipe", "Target", "all_engines",
-    "engine",
+    "BorrowedLibrary", "Engine", "EngineState", "Failure", "Features", "MemoryUse", "Recipe", "SourceBuild",
+    "Target", "Variant", "all_engines", "engine",
 ]  # fmt: skip
 
 

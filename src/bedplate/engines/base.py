@@ -51,12 +51,47 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """(command name, file in engines/shipped): put into the environment's bin folder."""
     libraries: tuple[BorrowedLibrary, ...] = ()
     """Taken only on systems that lack them."""
+    bare: tuple[str, ...] = ()
+    """Packages that ask for others which this machine has no use for: installed last, without what they ask for."""
     removes: tuple[str, ...] = ()
     """Packages that the others ask for and that break the engine: taken out again."""
     download_bytes: int
     disk_bytes: int
     check: str
     """Python that must run in the finished environment, or the environment is not taken for a good one."""
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to configure a build; should what it makes not run here, the next one is tried."""
+
+    name: str = ""
+    """What it does without; empty: nothing."""
+    options: tuple[str, ...] = ()
+
+
+class SourceBuild(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine is built with cmake from its published source, for the very machine that it runs on."""
+
+    package: str
+    """On the package index: name==version."""
+    archive: str
+    """The source package's file."""
+    sha256: str
+    tree: str
+    """The folder with the CMakeLists.txt, inside of the archive."""
+    programs: tuple[str, ...]
+    """Targets, and the files that they make under bin/; the first is the server."""
+    version: str
+    """As plans and people are told."""
+    download_bytes: int
+    disk_bytes: int
+    gpu_disk_bytes: int
+    """While it is built, source and objects together: for the CPU alone, and for one kind of accelerator."""
+    core_seconds: float
+    gpu_core_seconds: float
+    """Processor time of a whole build, likewise."""
+    basis: str
+    """Where these figures are from."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +148,10 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     waiting: float | None = None
     kv_use: float | None = None
     preemptions: float | None = None
+    """Since it was started, as are those below."""
+    cache_hits: float | None = None
+    """Prompt tokens (or blocks of them) that a prefix cache held already, of those in `cache_queries`."""
+    cache_queries: float | None = None
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +176,8 @@ class Engine:
     """The pinned version that plans are made for."""
     recipe: ClassVar[Recipe | None] = None
     """`None`: planned for, but not installed by this version of bedplate."""
+    build: ClassVar[SourceBuild | None] = None
+    """How it is built for a machine of its own; `None`: it is not built by bedplate."""
     formats: ClassVar[tuple[str, ...]] = ()
     """Weight formats that it loads as they are."""
     converts: ClassVar[tuple[str, ...]] = ()
@@ -245,6 +286,14 @@ class Engine:
         """The recipe for what the plan computes on, where packages differ."""
         return self.recipe
 
+    def variants(self, hardware: Hardware, device: Device) -> tuple[Variant, ...]:
+        """How `build` is configured for this machine, the best first; none where it cannot be built for it."""
+        return ()
+
+    def by_hand(self, plan: Plan) -> tuple[Preparation, ...]:
+        """Those steps of a launch that build the engine itself, which nobody takes who has a build already."""
+        return ()
+
     def connections(self, settings: Settings) -> int | None:
         """How many connections its HTTP server answers at once; `None`: as many as come."""
         return None
@@ -322,7 +371,7 @@ def source_folder(plan: Plan) -> str:
 
 def fetching(plan: Plan) -> tuple[Preparation, ...]:
     """The download of original weights that are not here, for tools that take a folder and no hub id."""
-    if plan.model.files:
+    if plan.model.files or plan.source is not None:
         return ()
     folder, size = source_folder(plan), plan.model.weight_bytes
     argv = ("hf", "download", plan.model.name, "--local-dir", folder)
@@ -331,6 +380,11 @@ def fetching(plan: Plan) -> tuple[Preparation, ...]:
             kind="download", what=plan.model.name, where=folder, download_bytes=size, disk_bytes=size, argv=argv
         ),
     )
+
+
+def installing_within(helper: Engine) -> tuple[Preparation, ...]:
+    """The environment of another engine, which a step of this one's plan runs in."""
+    return tuple(msgspec.structs.replace(step, within=helper.id) for step in helper.installation())
 
 
 def short_name(model: Model) -> str:

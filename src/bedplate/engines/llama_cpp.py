@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import re
 from typing import ClassVar
 
 from bedplate.engines.base import EVERYDAY_CONTEXT as EVERYDAY_CONTEXT
@@ -17,15 +16,23 @@ from bedplate.engines.base import (
     Features,
     MemoryUse,
     Recipe,
+    SourceBuild,
     Target,
+    Variant,
+    cards_of,
     everyday_context,
     fetching,
+    installing_within,
     known_failure,
     made_path,
+    short_name,
     source_folder,
 )
+from bedplate.engines.pytorch import ENGINE as CONVERTER
+from bedplate.engines.shared import total
 from bedplate.facts.known_models import GGUF_BITS
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload
+from bedplate.values.decision import Device
 from bedplate.values.record import estimate
 
 MIN_HTTP_THREADS = 96
@@ -43,24 +50,58 @@ EVERYDAY_SLOTS = 4
 """Clients send a second request (a title, a retry) beside the first; an idle slot costs memory but no time."""
 K_QUANTS = ("Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M")
 """What llama-quantize makes of 16-bit weights, below Q8_0."""
+SMALL_BLOCKS = ("Q5_1", "Q4_1")
+"""Instead of them for rows that are no multiple of 256: K-quants take more bits there than their names say."""
+K_BLOCK = 256
 SOURCE = "llama_cpp_python-0.3.36"
 SOURCE_PACKAGE = "llama-cpp-python==0.3.36"
 """The only package on the index with all of llama.cpp's source: server, converter and quantizer."""
+SOURCE_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+SOURCE_BYTES = 76_589_250
 TREE = f"{SOURCE}/vendor/llama.cpp"
 BUILD = "llama.cpp-build"
-BACKENDS: dict[str, tuple[str, ...]] = {
+QUANTIZER = "llama-quantize"
+CMAKE_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    # One file for each program, which needs nothing of the folder that it was built in.
+    "-DBUILD_SHARED_LIBS=OFF",
+    # Its web page would be downloaded while it builds; HTTPS is for its own downloads, which bedplate does.
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+)
+BACKENDS: dict[Device, tuple[str, ...]] = {
     "cpu": (),
-    # `native` builds for the cards that are there, instead of for a dozen generations.
-    "cuda": ("-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=native"),
+    # Layers are spread over cards without it, and the program would need its library wherever it is.
+    "cuda": ("-DGGML_CUDA=ON", "-DGGML_CUDA_NCCL=OFF"),
     "rocm": ("-DGGML_HIP=ON",),
     "xpu": ("-DGGML_VULKAN=ON",),
     "vulkan": ("-DGGML_VULKAN=ON",),
     "metal": (),
 }
+ANY_CUDA = ("-DCMAKE_CUDA_ARCHITECTURES=native",)
+"""For the cards that are there when it is built, instead of for a dozen generations."""
+X86_OPTIONS = {
+    "sse4_2": "GGML_SSE42",
+    "avx": "GGML_AVX",
+    "avx2": "GGML_AVX2",
+    "fma": "GGML_FMA",
+    "f16c": "GGML_F16C",
+    "avx_vnni": "GGML_AVX_VNNI",
+    "avx512f": "GGML_AVX512",
+    "avx512_vnni": "GGML_AVX512_VNNI",
+    "avx512_bf16": "GGML_AVX512_BF16",
+}
+"""Instruction sets by ggml's names: a build that leaves one out must name all the others."""
 DEVICE_NAMES = {"cuda": "CUDA", "rocm": "ROCm", "xpu": "Vulkan", "vulkan": "Vulkan"}
-BUILD_CORE_SECONDS = {"cpu": 1200.0, "metal": 1200.0}
+BUILD_CORE_SECONDS = 1200.0
 GPU_BUILD_CORE_SECONDS = 5040.0
-"""Seven minutes on twelve cores for one CUDA architecture; the CPU alone took ten minutes on two."""
+BUILD_BASIS = "built for an H200 on 12 cores in 7 min, for a CPU on 2 in 10"
+BUILD_DISK_BYTES = 400_000_000
+GPU_BUILD_DISK_BYTES = 1_500_000_000
+"""For the CPU as measured, 180 MB of source and 140 MB of objects and programs; for a GPU from above."""
 CONVERT_START_S = 15.0
 CONVERT_BYTES_S = {"q8_0": 30e6}
 CONVERT_COPY_BYTES_S = 150e6
@@ -162,7 +203,8 @@ class LlamaCpp(Engine):
     version = "2026.10.11549"
     recipe = Recipe(
         packages=("xllamacpp==2026.10.11549",),
-        programs=(("llama-server", "llama_server.py"),),
+        # The wheel has the library and neither program.
+        programs=(("llama-server", "llama_server.py"), (QUANTIZER, "llama_quantize.py")),
         # The wheel is built with OpenMP and leaves its runtime to the system; a minimal Debian has none.
         libraries=(
             BorrowedLibrary(soname="libgomp.so.1", package="treelite==4.8.1", file="treelite.libs/libgomp-*.so*"),
@@ -170,6 +212,20 @@ class LlamaCpp(Engine):
         download_bytes=34_000_000,
         disk_bytes=127_000_000,
         check="import xllamacpp; xllamacpp.CommonParams()",
+    )
+    build = SourceBuild(
+        package=SOURCE_PACKAGE,
+        archive=f"{SOURCE}.tar.gz",
+        sha256=SOURCE_SHA256,
+        tree=TREE,
+        programs=("llama-server", "llama-quantize", "llama-bench"),
+        version="0.3.36-native",
+        download_bytes=SOURCE_BYTES,
+        disk_bytes=BUILD_DISK_BYTES,
+        gpu_disk_bytes=GPU_BUILD_DISK_BYTES,
+        core_seconds=BUILD_CORE_SECONDS,
+        gpu_core_seconds=GPU_BUILD_CORE_SECONDS,
+        basis=BUILD_BASIS,
     )
     # The server then tells its load progress on stdout, and ends when its stdin closes.
     supervised_env: ClassVar[dict[str, str]] = {"LLAMA_SERVER_ROUTER_PORT": "1"}
@@ -207,12 +263,12 @@ class LlamaCpp(Engine):
             return (Weights(label=label, made="converted", format="gguf"),)
         if label in SIXTEEN_BIT:
             plain = "BF16" if "bf16" in target.features and label != "F16" else "F16"
-            labels: tuple[str, ...] = (plain, "Q8_0", *K_QUANTS)
+            labels: tuple[str, ...] = (plain, "Q8_0", *_smaller(model))
         elif label == "FP8":
-            labels = ("Q8_0", *K_QUANTS)
+            labels = ("Q8_0", *_smaller(model))
         elif label in ("INT4", "GPTQ-INT4"):
             # Unpacked to 16 bits first, so that more bits than it had would bring nothing back.
-            labels = ("Q4_K_M", "Q3_K_M")
+            labels = _smaller(model)[-2:] if _smaller(model) == K_QUANTS else SMALL_BLOCKS[-1:]
         else:
             return ()
         kept = [one for one in labels if not workload.precision_sensitive or one in ("BF16", "F16", "Q8_0")]
@@ -260,17 +316,30 @@ class LlamaCpp(Engine):
             argv += ["--chat-template", template]
         return Launch(argv=tuple(argv), prepare=self._preparation(plan, built))
 
+    def variants(self, hardware: Hardware, device: Device) -> tuple[Variant, ...]:
+        options = (*CMAKE_OPTIONS, *BACKENDS.get(device, ()), *_architectures(hardware, device))
+        found = [Variant(options=(*options, "-DGGML_NATIVE=ON"))]
+        sets = hardware.cpu.instruction_sets
+        if any(name.startswith("amx") for name in sets):
+            # GCC 12 makes AMX kernels that die with an illegal instruction on machines whose AMX works.
+            rest = tuple(f"-D{option}={'ON' if name in sets else 'OFF'}" for name, option in X86_OPTIONS.items())
+            found.append(Variant(name="AMX", options=(*options, "-DGGML_NATIVE=OFF", "-DGGML_BMI2=ON", *rest)))
+        return tuple(found)
+
+    def by_hand(self, plan: Plan) -> tuple[Preparation, ...]:
+        return tuple(step for step in self.launch(plan, 0).prepare if step.where in (f"{SOURCE}.tar.gz", TREE, *_MADE))
+
     def _preparation(self, plan: Plan, built: bool) -> tuple[Preparation, ...]:
         converted = plan.weights.made == "converted"
-        quantized = converted and plan.weights.label in K_QUANTS
+        quantized = converted and plan.weights.label in (*K_QUANTS, *SMALL_BLOCKS)
         steps = [] if built else list(self.installation())
         if built or converted:
             steps += _source()
-        if built or quantized:
-            wanted = [name for name, needed in (("llama-server", built), ("llama-quantize", quantized)) if needed]
-            steps += _build(plan.settings, wanted)
+        if built:
+            steps += _build(plan.settings, ["llama-server", *(["llama-quantize"] if quantized else [])])
         if converted:
-            steps += [*fetching(plan), *_conversion(plan, quantized)]
+            quantizer = f"{BUILD}/bin/{QUANTIZER}" if built else QUANTIZER
+            steps += [*fetching(plan), *_conversion(plan, quantizer if quantized else None)]
         return tuple(steps)
 
     def connections(self, settings: Settings) -> int | None:
@@ -293,11 +362,13 @@ class LlamaCpp(Engine):
         return known_failure(log, _KNOWN_FAILURES)
 
     def read(self, metrics: str) -> EngineState:
-        figures = dict(re.findall(r"^llamacpp:(\w+) ([\d.eE+-]+)$", metrics, re.MULTILINE))
-        running, waiting = figures.get("requests_processing"), figures.get("requests_deferred")
+        cached = total(metrics, "llamacpp:prompt_tokens_cached_total")
+        computed = total(metrics, "llamacpp:prompt_tokens_total")
         return EngineState(
-            running=float(running) if running is not None else None,
-            waiting=float(waiting) if waiting is not None else None,
+            running=total(metrics, "llamacpp:requests_processing"),
+            waiting=total(metrics, "llamacpp:requests_deferred"),
+            cache_hits=cached,
+            cache_queries=cached + computed if cached is not None and computed is not None else None,
         )
 
 
@@ -346,61 +417,82 @@ def _source() -> list[Preparation]:
     ]  # fmt: skip
 
 
+_MADE = (BUILD, f"{BUILD}/bin")
+
+
+def _architectures(hardware: Hardware, device: Device) -> tuple[str, ...]:
+    """The generations of the NVIDIA cards that are here, and no other: each takes minutes."""
+    if device != "cuda":
+        return ()
+    found = {card.compute_capability for card in cards_of(hardware, ("nvidia",))}
+    if not found or None in found:
+        return ANY_CUDA
+    numbers = sorted(int(one.replace(".", "")) for one in found if one)
+    return ("-DCMAKE_CUDA_ARCHITECTURES=" + ";".join(f"{number}-real" for number in numbers),)
+
+
 def _build(settings: Settings, programs: list[str]) -> list[Preparation]:
-    backend = BACKENDS[settings.device]
-    configure = (
-        "cmake",
-        "-S",
-        TREE,
-        "-B",
-        BUILD,
-        "-DCMAKE_BUILD_TYPE=Release",
-        "-DLLAMA_USE_PREBUILT_UI=OFF",
-        *backend,
-    )
+    cards = ANY_CUDA if settings.device == "cuda" else ()
+    configure = ("cmake", "-S", TREE, "-B", BUILD, *CMAKE_OPTIONS, *BACKENDS[settings.device], *cards)
     compile_all = ("cmake", "--build", BUILD, "--config", "Release", "--parallel", "--target", *programs)
-    work = BUILD_CORE_SECONDS.get(settings.device, GPU_BUILD_CORE_SECONDS)
-    took = estimate(work / (settings.threads or 4), 0.5, "built for an H200 on 12 cores in 7 min, for a CPU on 2 in 10")
+    small = settings.device in ("cpu", "metal")
+    work = BUILD_CORE_SECONDS if small else GPU_BUILD_CORE_SECONDS
+    took = estimate(work / (settings.threads or 4), 0.5, BUILD_BASIS)
     on = f"llama.cpp for {settings.device}"
     return [
         Preparation(kind="build", what=f"configure {on}", where=BUILD, argv=configure),
         Preparation(
-            kind="build", what=f"{' and '.join(programs)} of {on}", where=f"{BUILD}/bin", disk_bytes=1_500_000_000,
-            seconds=took, argv=compile_all,
+            kind="build", what=f"{' and '.join(programs)} of {on}", where=f"{BUILD}/bin",
+            disk_bytes=BUILD_DISK_BYTES if small else GPU_BUILD_DISK_BYTES, seconds=took, argv=compile_all,
         ),
     ]  # fmt: skip
 
 
-def _conversion(plan: Plan, quantized: bool) -> list[Preparation]:
-    """Hugging Face weights as GGUF, in 16 bits first where they become smaller than Q8_0."""
+def _smaller(model: Model) -> tuple[str, ...]:
+    """What fewer than 8 bits are called for this model, the most of them first."""
+    return SMALL_BLOCKS if (model.hidden_size or 0) % K_BLOCK else K_QUANTS
+
+
+def _quantized_bytes(model: Model, label: str) -> int:
+    weights, bits = model.parameters + model.vision_parameters, GGUF_BITS[label]
+    # Rows that K-quants cannot take: the output, which embeddings are shared with, is then stored in 8 bits.
+    output = (model.vocab_size or 0) * (model.hidden_size or 0) if label in SMALL_BLOCKS else 0
+    return round((weights * bits + output * (GGUF_BITS["Q8_0"] - bits)) / 8)
+
+
+def _conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
+    """Hugging Face weights as GGUF, in 16 bits first where they become smaller than Q8_0.
+
+    PyTorch's environment has all that llama.cpp's converter imports.
+    """
     label, result, folder = plan.weights.label, made_path(plan), source_folder(plan)
-    first = f"{result.removesuffix('.gguf')}-from.gguf" if quantized else result
+    # Whatever they become, the 16 bits are the same.
+    first = f"{short_name(plan.model)}-16-bit.gguf" if quantizer else result
     outtype = {"Q8_0": "q8_0", "F16": "f16", "BF16": "bf16"}.get(label, "auto")
     weights = plan.model.parameters + plan.model.vision_parameters
-    first_bytes = round(weights * (16 if quantized else GGUF_BITS.get(label, 4.5 if "FP4" in label else 16)) / 8)
-    needs = ("python3", "-m", "pip", "install", "-r", f"{TREE}/requirements/requirements-convert_hf_to_gguf.txt")
+    first_bytes = round(weights * (16 if quantizer else GGUF_BITS.get(label, 4.5 if "FP4" in label else 16)) / 8)
     convert = ("python3", f"{TREE}/convert_hf_to_gguf.py", folder, "--outfile", first, "--outtype", outtype)
     steps = [
-        Preparation(kind="install", what="what llama.cpp's converter needs", where="this Python", argv=needs),
+        *installing_within(CONVERTER),
         Preparation(
             kind="convert", what=f"{plan.model.name} to GGUF", where=first, disk_bytes=first_bytes,
             seconds=estimate(
                 CONVERT_START_S + first_bytes / CONVERT_BYTES_S.get(outtype, CONVERT_COPY_BYTES_S), 0.6,
                 "135 million weights to Q8_0 took 19 s on two busy cores; 16 bits at a disk's speed",
             ),
-            argv=convert,
+            argv=convert, within=CONVERTER.id,
         ),
     ]  # fmt: skip
-    if quantized:
+    if quantizer:
         cores = plan.settings.threads or 4
         took = estimate(
-            weights / (QUANTIZE_WEIGHTS_S_PER_CORE * cores), 0.7, "assumed: 8 million weights a second and core"
+            weights / (QUANTIZE_WEIGHTS_S_PER_CORE * cores), 0.7, "135 million weights took 6 to 12 s on two busy cores"
         )
         steps.append(
             Preparation(
                 kind="convert", what=f"{plan.model.name} in {label}", where=result, seconds=took,
-                disk_bytes=round(weights * GGUF_BITS[label] / 8),
-                argv=(f"{BUILD}/bin/llama-quantize", first, result, label, str(cores)),
+                disk_bytes=_quantized_bytes(plan.model, label),
+                argv=(quantizer, first, result, label, str(cores)),
             )
         )  # fmt: skip
     return steps

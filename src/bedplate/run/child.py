@@ -24,8 +24,13 @@ def run_child(
     tick: Callable[[int], None] | None = None,
     limit_s: float | None = None,
     cwd: Path | None = None,
+    log: Path | None = None,
 ) -> Ended:
-    """Runs `argv` and returns what it printed. `tick` is called now and then with the pid of its topmost process."""
+    """Runs `argv` and returns what it printed. `tick` is called now and then with the pid of its topmost process.
+
+    With a `log` the output goes there instead, to be read while it comes.
+    """
+    file = log.open("ab") if log is not None else None
     lifeline_end, lifeline = os.pipe()
     try:
         process = subprocess.Popen(
@@ -34,7 +39,7 @@ def run_child(
             cwd=cwd,
             stdin=lifeline_end,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.PIPE if file is None else file,
             text=True,
             errors="replace",
             start_new_session=True,
@@ -44,6 +49,8 @@ def run_child(
         raise
     finally:
         os.close(lifeline_end)
+        if file is not None:
+            file.close()
     deadline = time.monotonic() + limit_s if limit_s is not None else None
     with process:
         try:
@@ -63,4 +70,4 @@ def run_child(
             process.wait()
     # A warden's reports say no more than its exit status, but for why nothing could be started.
     rest = reports.partition("failed ")[2] if os.name == "posix" else reports
-    return Ended(process.returncode, output + rest)
+    return Ended(process.returncode, (output or "") + rest)

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import msgspec
 
@@ -52,6 +52,12 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int
     adopted: str | None = None
     """The interpreter of somebody else's environment, which bedplate starts and never changes."""
+    program: str | None = None
+    """The engine's server where it is no Python's: a program of somebody else's, or one that was built here."""
+    built: bool = False
+    """Whether bedplate built it here, from its source."""
+    notes: tuple[str, ...] = ()
+    """What was found when it was built."""
 
     @property
     def interpreter(self) -> Path:
@@ -62,12 +68,26 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         """Where bedplate's own programs for the engine are."""
         return Path(self.path) / _PROGRAMS if self.adopted else self.interpreter.parent
 
+    @property
+    def server(self) -> Path | None:
+        """The program that is started as it is; relative to the environment where it is bedplate's own."""
+        return Path(self.path) / self.program if self.program else None
+
+    @property
+    def theirs(self) -> str | None:
+        """What of somebody else's it is, if it is."""
+        return self.adopted or (self.program if not self.built else None)
+
+    @property
+    def whole(self) -> bool:
+        return (self.server or self.interpreter).exists()
+
 
 def environment_path(engine: Engine, recipe: Recipe, device: Device = "cpu") -> Path:
     """Where this recipe's environment is. Another pin or Python is another folder: none is changed in place."""
     programs = [shipped(file) for _, file in recipe.programs]
     python = (sys.version_info[:2], sysconfig.get_platform(), os.environ.get("UV_PYTHON"))
-    more = [one for one in (recipe.removes, torch_backend(recipe.packages, device)) if one]
+    more = [one for one in (recipe.removes, recipe.bare, torch_backend(recipe.packages, device)) if one]
     what = repr((recipe.packages, recipe.programs, recipe.libraries, programs, python, *more))
     return engines_dir() / engine.id / f"{engine.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
@@ -76,40 +96,43 @@ def find_environment(engine: Engine, device: Device = "cpu") -> Environment | No
     """The engine's environment for what it is to compute on; one that was adopted goes before bedplate's own."""
     if adopted := find_adopted(engine):
         return adopted
-    recipe = _recipe(engine, device)
-    return _read(environment_path(engine, recipe, device))
+    recipe = engine.recipe_for(device)
+    return read(environment_path(engine, recipe, device)) if recipe is not None else None
 
 
-def make_environment(engine: Engine, progress: Progress | None = None, device: Device = "cpu") -> Environment:
-    """The engine's environment, installed on the first call."""
+def make_environment(
+    engine: Engine, progress: Progress | None = None, device: Device = "cpu", *, own: bool = False
+) -> Environment:
+    """The engine's environment, installed on the first call; bedplate's `own` even where another was adopted."""
     progress = progress or Silent()
-    if adopted := find_adopted(engine):
+    if not own and (adopted := find_adopted(engine)):
         return adopted
     recipe = _recipe(engine, device)
     path = environment_path(engine, recipe, device)
-    if there := _read(path):
+    if there := read(path):
         return there
     writable(engines_dir())
     try:
         # One lock for all environments of an engine, outside of the folder that `remove` takes away.
         with locked(engines_dir() / engine.id, f"installing {engine.name}", progress.note):
-            return _read(path) or _install(engine, recipe, path, device, progress)
+            return read(path) or _install(engine, recipe, path, device, progress)
     except OSError as error:
         raise disk_failure(error, path.parent) from error
 
 
 def find_adopted(engine: Engine) -> Environment | None:
-    """The Python that was named for this engine, with bedplate's programs for it as they are in this version."""
+    """What was named for this engine; a Python has bedplate's programs for it as they are in this version."""
     path = _adopted_path(engine)
     record = _record(path)
     if record is None:
         return None
-    if not record.interpreter.exists():
+    if not record.whole:
+        what = "program" if record.program else "Python"
         raise OutsideFailed(
-            f"the Python that was given for {engine.name} is gone: {record.adopted}",
+            f"the {what} that was given for {engine.name} is gone: {record.theirs}",
             hint=f"bedplate engines forget {engine.id}, or name another with bedplate engines use",
         )
-    if engine.recipe is not None:
+    if engine.recipe is not None and record.adopted:
         _put_programs(engine.recipe, path / _PROGRAMS)
     return record
 
@@ -129,20 +152,73 @@ def adopt(engine: Engine, python: Path) -> Environment:
         )
     ended = run_child([str(python), "-c", _DESCRIBE], limit_s=CHECK_LIMIT_S)
     version, *packages = ended.output.split() if ended.code == 0 else ["unknown"]
-    path = _adopted_path(engine)
     found = Environment(
         engine=engine.id,
         version=_version_among(packages, engine) or "unknown",
-        path=str(path),
+        path=str(_adopted_path(engine)),
         packages=tuple(packages),
         python=version,
-        made_at=_now(),
+        made_at=now(),
         disk_bytes=0,
         adopted=str(python),
     )
+    return _adopted(engine, found)
+
+
+def adopt_program(engine: Engine, program: Path) -> Environment:
+    """Takes a server program of the user's own, such as one of a package manager, as it is."""
+    program = program.expanduser().absolute()
+    if engine.build is None:
+        raise BadQuestion(
+            f"{engine.name} is started in a Python, and is no program by itself",
+            hint=f"bedplate engines use {engine.id} --python PATH",
+        )
+    if program.is_dir():
+        program /= engine.build.programs[0]
+    if not program.is_file():
+        raise BadQuestion(
+            f"{program} is no program", hint=f"name the file, such as /opt/bin/{engine.build.programs[0]}"
+        )
+    version, why = program_version(program)
+    if version is None:
+        raise OutsideFailed(f"{program} does not run", cause=why, hint="was it built for this machine?")
+    found = Environment(
+        engine=engine.id,
+        version=version,
+        path=str(_adopted_path(engine)),
+        packages=(),
+        python="",
+        made_at=now(),
+        disk_bytes=0,
+        program=str(program),
+    )
+    return _adopted(engine, found)
+
+
+def program_version(
+    program: Path, env: Mapping[str, str] | None = None, limit_s: float = CHECK_LIMIT_S
+) -> tuple[str | None, str]:
+    """What `--version` says in one word, or why it says nothing."""
+    try:
+        ended = run_child([str(program), "--version"], env=env, limit_s=limit_s)
+    except (TimeoutError, OSError) as error:
+        return None, str(error)
+    if ended.code != 0:
+        return None, (ended.output.strip().splitlines() or [exit_words(ended.code)])[-1]
+    return read_version(ended.output) or "unknown", ""
+
+
+def read_version(text: str) -> str | None:
+    """The version in what a program prints about itself."""
+    found = re.search(r"version:?\s+v?(\S+)(?:\s+\((?:[^)]*\b)?(\w+)\))?", text)
+    return "-".join(filter(None, found.groups())) if found else None
+
+
+def _adopted(engine: Engine, found: Environment) -> Environment:
+    path = Path(found.path)
     try:
         with locked(path.parent, f"installing {engine.name}"):
-            if engine.recipe is not None:
+            if engine.recipe is not None and found.adopted:
                 _put_programs(engine.recipe, path / _PROGRAMS)
             writable(path)
             _replace(path / _MANIFEST, msgspec.json.encode(found))
@@ -152,7 +228,7 @@ def adopt(engine: Engine, python: Path) -> Environment:
 
 
 def forget(engine: Engine) -> Environment:
-    """Drops the record of an adopted Python; what belongs to its owner stays as it is."""
+    """Drops the record of an adopted Python or program; what belongs to its owner stays as it is."""
     path = _adopted_path(engine)
     record = _record(path)
     if record is None:
@@ -169,7 +245,7 @@ def forget(engine: Engine) -> Environment:
 
 
 def installed() -> list[Environment]:
-    found = (_read(manifest.parent) for manifest in sorted(engines_dir().glob(f"*/*/{_MANIFEST}")))
+    found = (read(manifest.parent) for manifest in sorted(engines_dir().glob(f"*/*/{_MANIFEST}")))
     return [environment for environment in found if environment is not None]
 
 
@@ -193,12 +269,15 @@ def remove(engine_id: str) -> list[Environment]:
 def command(environment: Environment, launch: Launch) -> list[str]:
     """The launch as it must be executed in this environment."""
     program, *arguments = launch.argv
+    if (server := environment.server) is not None:
+        # A launch for whoever builds by hand names it by the folder that it is built in.
+        return [str(server.parent / PurePath(program).name), *arguments]
     # Nothing of where the user stands or of their PYTHONPATH gets in, but for an environment of their own.
     python = [str(environment.interpreter), *([] if environment.adopted else ["-I"])]
     if program == "python":
         return [*python, *arguments]
     # Through the interpreter and not by the script's first line, which cannot hold long paths or spaces.
-    script = environment.programs / program
+    script = environment.programs / PurePath(program).name
     if not script.exists():
         script = environment.interpreter.parent / program
     return [*python, str(script), *arguments]
@@ -238,6 +317,8 @@ def _install(engine: Engine, recipe: Recipe, path: Path, device: Device, progres
             backend = torch_backend(recipe.packages, device)
             wanted = torch_arguments(recipe.packages, backend, _python_version(staging))
             run_uv(["pip", "install", "--python", python, *wanted], what, path.parent, done)
+            if recipe.bare:
+                run_uv(["pip", "install", "--python", python, "--no-deps", *recipe.bare], what, path.parent)
             if recipe.removes:
                 run_uv(["pip", "uninstall", "--python", python, *recipe.removes], what, path.parent)
         _put_programs(recipe, _interpreter(staging).parent)
@@ -250,14 +331,20 @@ def _install(engine: Engine, recipe: Recipe, path: Path, device: Device, progres
             path=str(path),
             packages=_packages(staging),
             python=_python_version(staging),
-            made_at=_now(),
-            disk_bytes=_disk_bytes(staging),
+            made_at=now(),
+            disk_bytes=disk_bytes(staging),
         )
-        (staging / _MANIFEST).write_bytes(msgspec.json.encode(environment))
-        if path.exists():  # what a cut-short removal left behind, or one whose Python is gone
-            shutil.rmtree(path)
-        staging.rename(path)
+        keep(environment, staging)
     return environment
+
+
+def keep(environment: Environment, staging: Path) -> None:
+    """Puts what was made in `staging` into its place, all of it at once."""
+    path = Path(environment.path)
+    (staging / _MANIFEST).write_bytes(msgspec.json.encode(environment))
+    if path.exists():  # what a cut-short removal left behind, or one whose Python is gone
+        shutil.rmtree(path)
+    staging.rename(path)
 
 
 def _borrow(library: BorrowedLibrary, staging: Path, what: str, progress: Progress) -> None:
@@ -295,6 +382,9 @@ def _check(engine: Engine, recipe: Recipe, staging: Path) -> None:
 def why_not(environment: Path, recipe: Recipe, limit_s: float | None = None) -> str | None:
     """Why an environment does not run, by a few lines of Python in it; `None` when it does."""
     record = _record(environment)
+    if record is not None and record.server is not None:
+        limit_s = CHECK_LIMIT_S if limit_s is None else limit_s
+        return program_version(record.server, variables(environment, os.environ), limit_s)[1] or None
     if record is not None and record.adopted:
         return _fails(record.interpreter, recipe.check, isolated=False, limit_s=limit_s)
     env = variables(environment, os.environ)
@@ -311,19 +401,20 @@ def _fails(
         return str(error)
     except OSError as error:
         return error.strerror or str(error)
-    return (ended.output.strip().splitlines() or [_status(ended.code)])[-1] if ended.code else None
+    return (ended.output.strip().splitlines() or [exit_words(ended.code)])[-1] if ended.code else None
 
 
-def _status(code: int) -> str:
+def exit_words(code: int) -> str:
+    """How a child ended, by its exit status as a shell has it."""
     if code - 128 in set(signal.Signals):
         return f"it was ended by {signal.Signals(code - 128).name}"
     return f"exit status {code}"
 
 
-def _read(path: Path) -> Environment | None:
+def read(path: Path) -> Environment | None:
     """What is installed there; `None` also for one whose interpreter was uninstalled from under it."""
     found = _record(path)
-    return found if found is not None and found.interpreter.exists() else None
+    return found if found is not None and found.whole else None
 
 
 def _record(path: Path) -> Environment | None:
@@ -341,13 +432,16 @@ def _adopted_path(engine: Engine) -> Path:
 
 _DESCRIBE = """
 import importlib.metadata as m, platform
-print(platform.python_version(), *sorted({f"{d.metadata['Name']}=={d.version}" for d in m.distributions()}))
+found = {}
+for d in m.distributions():  # of two with one name, the first is the one that is imported
+    found.setdefault(d.metadata["Name"].lower().replace("_", "-"), d.version)
+print(platform.python_version(), *sorted(f"{name}=={version}" for name, version in found.items()))
 """
 
 
 def _version_among(packages: Sequence[str], engine: Engine) -> str | None:
     """The version of the engine's own package: the first of its recipe, or the one of its name."""
-    named = engine.recipe.packages[:1] if engine.recipe is not None else ()
+    named = (engine.recipe.bare or engine.recipe.packages)[:1] if engine.recipe is not None else ()
     for wanted in (*named, engine.id):
         name = _normal(re.split(r"[\[=<>~; ]", wanted)[0])
         for package in packages:
@@ -377,7 +471,7 @@ def _replace(path: Path, content: bytes) -> None:
     new.replace(path)
 
 
-def _now() -> str:
+def now() -> str:
     return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
 
 
@@ -404,5 +498,5 @@ def shipped(file: str) -> bytes:
     return (importlib.resources.files("bedplate.engines") / "shipped" / file).read_bytes()
 
 
-def _disk_bytes(folder: Path) -> int:
+def disk_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())

@@ -13,13 +13,15 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from bedplate.decide import decide, plan
+from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
-from bedplate.errors import OutsideFailed
+from bedplate.engines.base import cards_of
+from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.home import logs_dir, writable
 from bedplate.run.builtin import fetch_builtin
@@ -27,11 +29,13 @@ from bedplate.run.environments import Environment, find_adopted, make_environmen
 from bedplate.run.gateway import Backend, Gateway
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES, bind_failure
 from bedplate.run.models import fetched_model, is_builtin, local_model
+from bedplate.run.native import NotUsable, buildable, toolchain
 from bedplate.run.prepare import prepare
 from bedplate.run.progress import Progress, Silent
 from bedplate.run.supervisor import Supervisor
+from bedplate.run.trials import Examiner, native_environment
 from bedplate.store import agreements, fingerprint, results
-from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
+from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload, replaced
 from bedplate.values.intent import Operations
 from bedplate.values.units import seconds
 
@@ -40,6 +44,8 @@ T = TypeVar("T")
 CheckAt = Callable[[str, str | None], Coroutine[Any, Any, None]]
 """Looks at the answers of an engine: its private URL, and the key that it asks for."""
 Check = Callable[[Hardware, Plan, str, str | None], Coroutine[Any, Any, None]]
+Build = Literal["packages", "native"]
+"""Whose build of an engine: the one that its packages carry, or one that is made here of its source."""
 TELL_EVERY_S = 15.0
 """Some engines take a minute to start, and more where other work has the processors."""
 
@@ -72,15 +78,18 @@ def serve(
     workload: Workload | None = None,
     operations: Operations | None = None,
     engine: str | None = None,
+    build: Build = "packages",
     listen: Listen | None = None,
     progress: Progress | None = None,
     on_decision: Callable[[Hardware, Model, Decision], None] = lambda hardware, model, decision: None,
     on_ready: Callable[[Endpoint], None] = lambda endpoint: None,
     check: Check | None = None,
+    examiner: Examiner | None = None,
 ) -> None:
     """The main job, from a name to an endpoint: probe, decide, fetch, install, launch, and serve until told to stop.
 
     `check` looks at the answers beside all this, once the engine is ready; whatever it finds, serving goes on.
+    `examiner` compares the answers of a native build with those of the ready-made one, before it is taken.
     """
     if os.name != "posix":
         raise OutsideFailed("serving needs Linux or macOS", hint="on Windows, run bedplate inside of WSL")
@@ -89,11 +98,13 @@ def serve(
     progress = progress or Silent()
     check_port(listen)
     hardware = probe()
+    if build == "native":
+        engine = _to_be_built(engine, hardware).id
     facts = local_model(model)
     if facts is None:
         facts = fetched_model(str(model), hardware.memory.available_bytes, progress)
-    # Of an environment that somebody else made, bedplate does not know what it was built for.
-    adopted = engine is not None and find_adopted(engine_by_id(engine)) is not None
+    # What is built here is for all of this machine, and what somebody else made may be.
+    for_all = build == "native" or (engine is not None and find_adopted(engine_by_id(engine)) is not None)
     decision = decide(
         hardware,
         facts,
@@ -102,17 +113,69 @@ def serve(
         operations=operations,
         results=_remembered(results, hardware, progress),
         agreements=_remembered(agreements, hardware, progress),
-        installable=not adopted,
+        installable=not for_all,
     )
+    if build == "native" and decision.engine is not None:
+        decision = replaced(decision, engine_version=buildable(engine_by_id(decision.engine)).version)
     on_decision(hardware, facts, decision)
     chosen = plan(decision, facts, workload)
-    environment = make_environment(engine_by_id(chosen.engine), progress, chosen.settings.device)
+    if engine is not None and (words := _idle_words(engine_by_id(engine), hardware, chosen)):
+        progress.note(words)
+    environment = _environment(chosen, hardware, build, progress, examiner)
+    if environment.server is not None or build == "native":
+        chosen = replaced(chosen, engine_version=environment.version)
+    steps = decision.launch.prepare if decision.launch is not None else ()
     if is_builtin(model):
         fetch_builtin(progress)
-    steps = decision.launch.prepare if decision.launch is not None else ()
-    folder = prepare(chosen, steps, environment, progress)
+    tools = environment
+    if environment.server is not None and not environment.built and any(step.kind == "convert" for step in steps):
+        # Beside a server of somebody else's there may be none of the programs that make weights for it.
+        tools = make_environment(engine_by_id(chosen.engine), progress, own=True)
+    folder = prepare(chosen, steps, tools, progress)
     checks = functools.partial(check, hardware, chosen) if check is not None else None
     serve_plan(chosen, environment, listen, progress, on_ready, folder, checks)
+
+
+def _to_be_built(engine: str | None, hardware: Hardware) -> Engine:
+    """The engine that is built, after a look at whether there is anything to build it with."""
+    able = [one for one in all_engines().values() if one.build is not None]
+    wanted = engine_by_id(engine) if engine is not None else able[0] if len(able) == 1 else None
+    if wanted is None:
+        raise BadQuestion("--build native needs an engine", hint=f"--engine {' or '.join(one.id for one in able)}")
+    buildable(wanted)
+    if (target := wanted.target(hardware)) is not None:
+        toolchain(wanted.name, target.device, os.environ)
+    return wanted
+
+
+def _idle_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
+    """That a ready-made build leaves this machine's accelerators idle, where one that is made here would not."""
+    target = engine.target(hardware)
+    if target is None or target.device == chosen.settings.device or engine.build is None:
+        return None
+    cards = " and ".join(dict.fromkeys(card.name for card in cards_of(hardware, engine.vendors)))
+    return f"the ready-made {engine.name} computes on the CPU alone; for the {cards}: --build native builds it here"
+
+
+def _environment(
+    chosen: Plan, hardware: Hardware, build: Build, progress: Progress, examiner: Examiner | None
+) -> Environment:
+    engine, device = engine_by_id(chosen.engine), chosen.settings.device
+    if build != "native":
+        return make_environment(engine, progress, device)
+    try:
+        return native_environment(engine, hardware, device, progress, examiner, chosen.source or chosen.model)
+    except NotUsable as error:
+        if device not in engine.built_for:
+            raise OutsideFailed(
+                f"the native build of {engine.name} is not used: {error.why}",
+                cause="; ".join(error.evidence) or None,
+                hint=f"without --build native the CPU is used; bedplate engines remove {engine.id}, to build it again",
+            ) from error
+        for line in (f"WARNING: the native build of {engine.name} is not used: {error.why}", *error.evidence):
+            progress.note(line)
+        progress.note(f"the ready-made {engine.name} {engine.version} is used instead")
+        return make_environment(engine, progress, device)
 
 
 def _remembered(read: Callable[[str], tuple[T, ...]], hardware: Hardware, progress: Progress) -> tuple[T, ...]:

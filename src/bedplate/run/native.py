@@ -1,0 +1,561 @@
+"""Builds an engine from its published source for this very machine, and keeps what runs and is right."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from bedplate.engines import Engine, SourceBuild, Variant
+from bedplate.engines.base import cards_of
+from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.home import disk_failure, engines_dir, locked, logs_dir, need_free, writable
+from bedplate.run.child import run_child
+from bedplate.run.environments import Environment, disk_bytes, keep, now, read
+from bedplate.run.progress import Progress, Silent
+from bedplate.run.uv import environment as uv_environment
+from bedplate.run.uv import python_for_engines, run_uv
+from bedplate.values import Hardware
+from bedplate.values.decision import Device
+from bedplate.values.units import seconds, size
+
+CMAKE_PACKAGES = ("cmake==4.4.4", "ninja==1.13.2")
+"""For machines with a compiler and without these."""
+LEAST_CMAKE = (3, 18)
+"""The first that knows CMAKE_CUDA_ARCHITECTURES."""
+BYTES_PER_JOB = 2_000_000_000
+"""What a compiler takes for the largest files; more at once than memory holds would only be killed."""
+NATIVE_GPUS: dict[Device, tuple[str, ...]] = {"cuda": ("nvidia",), "rocm": ("amd",), "xpu": ("intel",)}
+INSTALL_A_COMPILER = (
+    "install one: apt install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora), xcode-select --install (macOS); "
+    "without --build native the ready-made build is used"
+)
+GPU_COMPILERS: dict[Device, tuple[str, str, str]] = {
+    "cuda": ("nvcc", "NVIDIA GPUs", "the CUDA toolkit"),
+    "rocm": ("hipcc", "AMD GPUs", "ROCm's HIP SDK"),
+    "xpu": ("glslc", "Intel GPUs (through Vulkan)", "the Vulkan SDK"),
+    "vulkan": ("glslc", "GPUs (through Vulkan)", "the Vulkan SDK"),
+}
+_HOME_VARIABLES = {"nvcc": ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"), "hipcc": ("ROCM_PATH",), "glslc": ("VULKAN_SDK",)}
+_HOMES = {"nvcc": ("usr/local/cuda", "usr/local/cuda-*", "opt/cuda"), "hipcc": ("opt/rocm", "opt/rocm-*"), "glslc": ()}
+BIN = "bin"
+_REFUSED = "refused.json"
+"""In the place of a manifest: a build that was made, and found to be no good."""
+_STEP = re.compile(r"^\[ *(\d+)(?:/(\d+)|%)\]", re.MULTILINE)
+_ERRORS = re.compile(
+    r"^(?:CMake Error[^\n]*(?:\n+ +[^\n]+)?"
+    # A source that is no checkout is as it should be.
+    r"|.*(?:\berror:|\bfatal\b(?!: not a git repository)|Killed signal|No space left)[^\n]*)$",
+    re.MULTILINE | re.IGNORECASE,
+)
+TAIL_BYTES = 4096
+
+
+class Toolchain(msgspec.Struct, frozen=True, kw_only=True):
+    """What this machine builds with. `None` is what it does not have, and what then comes from the package index."""
+
+    compiler: str
+    compiler_version: str
+    cmake: str | None = None
+    ninja: str | None = None
+    make: str | None = None
+    gpu: str | None = None
+    """The compiler for the GPU's own code."""
+    gpu_version: str | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found of a build by running it."""
+
+    runs: bool
+    right: bool
+    why: str
+    """In a clause, whatever it is."""
+    evidence: tuple[str, ...] = ()
+
+
+class NotUsable(Exception):
+    """No build of this source is of use here; the ready-made one is all that is left."""
+
+    def __init__(self, why: str, evidence: tuple[str, ...] = ()) -> None:
+        super().__init__(why)
+        self.why = why
+        self.evidence = evidence
+
+
+Trial = Callable[[Environment], Verdict]
+"""Runs a build and looks at its answers."""
+
+
+def buildable(engine: Engine) -> SourceBuild:
+    if engine.build is None:
+        raise BadQuestion(f"bedplate does not build {engine.name} from source", hint="leave --build native away")
+    return engine.build
+
+
+def build_environment(
+    engine: Engine,
+    hardware: Hardware,
+    device: Device,
+    trial: Trial,
+    progress: Progress | None = None,
+) -> Environment:
+    """The engine as it is built for this machine, on the first call by building it. Raises `NotUsable`."""
+    progress = progress or Silent()
+    build = buildable(engine)
+    tools, paths = _paths(engine, build, hardware, device)
+    if there := _made(paths):
+        return there
+    writable(engines_dir())
+    try:
+        with locked(engines_dir() / engine.id, f"installing {engine.name}", progress.note):
+            return _made(paths) or _build(engine, build, tools, hardware, device, paths, trial, progress)
+    except OSError as error:
+        raise disk_failure(error, engines_dir()) from error
+
+
+def built_here(engine: Engine, hardware: Hardware, device: Device) -> Environment | None:
+    """The build for this machine, if it is there; `NotUsable` when it was made and found to be no good."""
+    return _made(_paths(engine, buildable(engine), hardware, device)[1])
+
+
+def _paths(
+    engine: Engine, build: SourceBuild, hardware: Hardware, device: Device
+) -> tuple[Toolchain, list[tuple[Variant, Path]]]:
+    variants = engine.variants(hardware, device)
+    if not variants:
+        raise BadQuestion(f"{engine.name} cannot be built for {device}", hint="leave --build native away")
+    tools = toolchain(engine.name, device, os.environ)
+    return tools, [(one, build_path(engine, build, one, tools, hardware, device)) for one in variants]
+
+
+def _made(paths: Sequence[tuple[Variant, Path]]) -> Environment | None:
+    """The first that is there. Variants behind one that was never tried do not count: it may be better."""
+    for variant, path in paths:
+        if there := read(path):
+            return there
+        if (refused := _refused(path)) is None:
+            return None
+        if variant is paths[-1][0] or refused.runs:
+            raise NotUsable(f"it was built here before: {refused.why}", refused.evidence)
+    return None
+
+
+def _refused(path: Path) -> Verdict | None:
+    try:
+        return msgspec.json.decode((path / _REFUSED).read_bytes(), type=Verdict)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def build_path(
+    engine: Engine, build: SourceBuild, variant: Variant, tools: Toolchain, hardware: Hardware, device: Device
+) -> Path:
+    """Where a build is: another source, flags, compiler, processor or card is another folder."""
+    cards = sorted(
+        {(card.name, card.compute_capability or "") for card in cards_of(hardware, NATIVE_GPUS.get(device, ()))}
+    )
+    machine = (hardware.cpu.name, hardware.cpu.arch, hardware.cpu.instruction_sets, cards)
+    made_with = (tools.compiler_version, tools.gpu_version)
+    what = repr((build.package, build.sha256, build.programs, variant.options, made_with, machine))
+    return engines_dir() / engine.id / f"{build.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
+
+
+# what there is to build with
+
+
+def toolchain(name: str, device: Device, environ: Mapping[str, str]) -> Toolchain:
+    """Finds what a build needs; what the package index does not have must be here."""
+    path = environ.get("PATH")
+    compiler = next(
+        (
+            found
+            for one in (environ.get("CXX"), "c++", "g++", "clang++")
+            if one and (found := shutil.which(one, path=path))
+        ),
+        None,
+    )
+    if compiler is None:
+        raise OutsideFailed(f"building {name} needs a C++ compiler, and there is none here", hint=INSTALL_A_COMPILER)
+    gpu = None
+    if device in GPU_COMPILERS:
+        gpu = find_gpu_compiler(device, environ)
+        if gpu is None:
+            program, whose, kit = GPU_COMPILERS[device]
+            raise OutsideFailed(
+                f"building {name} for {whose} needs {program}, and there is none here",
+                hint=f"install {kit}, so that {program} is found; without --build native the CPU is used",
+            )
+    cmake = shutil.which("cmake", path=path)
+    return Toolchain(
+        compiler=compiler,
+        compiler_version=_first_line(compiler, "--version"),
+        cmake=cmake if cmake and cmake_version(_first_line(cmake, "--version")) >= LEAST_CMAKE else None,
+        ninja=shutil.which("ninja", path=path) or shutil.which("ninja-build", path=path),
+        make=shutil.which("make", path=path),
+        gpu=str(gpu) if gpu else None,
+        gpu_version=_last_line(str(gpu), "--version") if gpu else None,
+    )
+
+
+def find_gpu_compiler(device: Device, environ: Mapping[str, str]) -> Path | None:
+    """What compiles the GPU's own code, which installers put where no PATH leads."""
+    program = GPU_COMPILERS[device][0]
+    if found := shutil.which(program, path=environ.get("PATH", "")):
+        return Path(found).resolve()
+    homes = [Path(home) for name in _HOME_VARIABLES[program] if (home := environ.get(name))]
+    for place in _HOMES[program]:
+        homes += sorted(Path("/").glob(place), key=_numbers, reverse=True)
+    return next((path.resolve() for home in homes if (path := home / BIN / program).is_file()), None)
+
+
+def _numbers(path: Path) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", path.name)))
+
+
+def cmake_version(line: str) -> tuple[int, int]:
+    found = re.search(r"(\d+)\.(\d+)", line)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _first_line(*argv: str) -> str:
+    return (_printed(argv) or [""])[0]
+
+
+def _last_line(*argv: str) -> str:
+    return (_printed(argv) or [""])[-1]
+
+
+def _printed(argv: Iterable[str]) -> list[str]:
+    try:
+        ended = run_child(list(argv), limit_s=60)
+    except (TimeoutError, OSError):
+        return []
+    return [line.strip() for line in ended.output.splitlines() if line.strip()] if ended.code == 0 else []
+
+
+def jobs_for(hardware: Hardware) -> int:
+    """As many compilers at once as there are processors, and memory for them."""
+    return max(1, min(int(hardware.cpu.allowed_cores), hardware.memory.available_bytes // BYTES_PER_JOB))
+
+
+# building
+
+
+def _build(
+    engine: Engine,
+    build: SourceBuild,
+    tools: Toolchain,
+    hardware: Hardware,
+    device: Device,
+    paths: Sequence[tuple[Variant, Path]],
+    trial: Trial,
+    progress: Progress,
+) -> Environment:
+    folder = writable(paths[0][1].parent)
+    small = device in ("cpu", "metal")
+    wanted = build.disk_bytes if small else build.gpu_disk_bytes
+    need_free(folder, wanted + build.download_bytes, f"building {engine.name}")
+    for leftover in folder.glob(".making-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    jobs = jobs_for(hardware)
+    took_s = (build.core_seconds if small else build.gpu_core_seconds) / jobs
+    progress.note(
+        f"building {engine.name} for {'this CPU' if small else f'the GPU ({device})'} from {build.package} with "
+        f"{tools.compiler_version}: about {seconds(took_s)} on {jobs} core{'s' if jobs > 1 else ''} "
+        f"(estimate: {build.basis}), {size(wanted)} of disk meanwhile; Ctrl-C leaves nothing behind"
+    )
+    log = writable(logs_dir()) / f"build-{engine.id}.log"
+    log.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=folder, ignore_cleanup_errors=True) as holder:
+        work = Path(holder)
+        take_source(build, work, progress)
+        maker = Maker(engine.name, build, _with_tools(tools, work, progress), jobs, work, log, progress)
+        last: Verdict | None = None
+        for variant, path in paths:
+            if (before := _refused(path)) is not None:
+                last = before
+                continue
+            began = time.monotonic()
+            staging = maker.make(variant)
+            made = Environment(
+                engine=engine.id,
+                version=build.version,
+                path=str(staging),
+                packages=(build.package,),
+                python="",
+                made_at=now(),
+                disk_bytes=disk_bytes(staging),
+                program=f"{BIN}/{build.programs[0]}",
+                built=True,
+                notes=_notes(variant, tools, time.monotonic() - began, jobs),
+            )
+            last = trial(made)
+            if last.right:
+                progress.note(f"the native build runs and is right: {last.why}")
+                made = msgspec.structs.replace(made, path=str(path), notes=(*made.notes, last.why))
+                keep(made, staging)
+                return made
+            _refuse(path, last)
+            if last.runs:  # what computes wrongly is not cured by leaving an instruction set out
+                break
+            rest = [other.name for other, _ in paths[paths.index((variant, path)) + 1 :]]
+            if rest:
+                progress.note(f"the native build does not run here ({last.why}): building it again without {rest[0]}")
+    raise NotUsable(last.why if last else "nothing was built", last.evidence if last else ())
+
+
+def _notes(variant: Variant, tools: Toolchain, took_s: float, jobs: int) -> tuple[str, ...]:
+    with_what = tools.compiler_version + (f", {tools.gpu_version}" if tools.gpu_version else "")
+    left_out = (f"without {variant.name}",) if variant.name else ()
+    return (f"built in {seconds(took_s)} with {jobs} jobs, {with_what}", *left_out)
+
+
+def _refuse(path: Path, verdict: Verdict) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / _REFUSED).write_bytes(msgspec.json.encode(verdict))
+
+
+class Maker:
+    """Configures and compiles in one folder, so that a second variant compiles only what differs."""
+
+    def __init__(
+        self, name: str, build: SourceBuild, tools: Toolchain, jobs: int, work: Path, log: Path, progress: Progress
+    ) -> None:
+        self.name, self.build, self.tools, self.jobs = name, build, tools, jobs
+        self.source, self.folder, self.work = work / "source", work / "build", work
+        self.log, self.progress = log, progress
+        self._made = 0
+
+    def make(self, variant: Variant) -> Path:
+        """A folder with the programs under bin/, and nothing else."""
+        tools = self.tools
+        env = self._environment()
+        configure = [str(tools.cmake), "-S", str(self.source), "-B", str(self.folder), *self._generator()]
+        configure += [*self._compilers(), *variant.options]
+        self._run(configure, env, f"configuring {self.name}")
+        compile_all = [str(tools.cmake), "--build", str(self.folder), "--config", "Release"]
+        compile_all += ["--parallel", str(self.jobs), "--target", *self.build.programs]
+        self._run(compile_all, env, f"building {self.name}", 100)
+        self._made += 1
+        staging = self.work / f"env{self._made}"
+        (staging / BIN).mkdir(parents=True)
+        for program in self.build.programs:
+            made = next((path for path in (self.folder / BIN / program, self.folder / program) if path.is_file()), None)
+            if made is None:
+                raise OutsideFailed(f"building {self.name} ended without making {program}", hint=f"log: {self.log}")
+            shutil.copy2(made, staging / BIN / program)
+        return staging
+
+    def _generator(self) -> list[str]:
+        if self.tools.ninja is not None:
+            return ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={self.tools.ninja}"]
+        return ["-G", "Unix Makefiles"]
+
+    def _compilers(self) -> list[str]:
+        if self.tools.gpu is None or Path(self.tools.gpu).name != "nvcc":
+            return []
+        # The program finds CUDA's libraries where they were found to build it.
+        home = Path(self.tools.gpu).parent.parent
+        libraries = next((folder for name in ("lib64", "lib") if (folder := home / name).is_dir()), home / "lib64")
+        compiler, root = f"-DCMAKE_CUDA_COMPILER={self.tools.gpu}", f"-DCUDAToolkit_ROOT={home}"
+        return [compiler, root, f"-DCMAKE_BUILD_RPATH={libraries}"]
+
+    def _environment(self) -> dict[str, str]:
+        # Repositories above the folder have nothing to say about this source.
+        env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(self.work), "NINJA_STATUS": "[%f/%t] "}
+        env.pop("MAKEFLAGS", None)
+        env.pop("SOURCE_DATE_EPOCH", None)  # ggml takes it as a wish for a build that is not for this machine
+        if self.tools.gpu is not None and Path(self.tools.gpu).name == "hipcc":
+            home = Path(self.tools.gpu).parent.parent
+            env.setdefault("HIP_PATH", str(home))
+            if (clang := home / "llvm" / BIN / "clang").is_file():
+                env.setdefault("HIPCXX", str(clang))
+        return env
+
+    def _run(self, argv: list[str], env: Mapping[str, str], what: str, total: int | None = None) -> None:
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(f"# {' '.join(argv)}\n")
+        with self.progress.step(what, total) as done:
+
+            def tick(_: int) -> None:
+                share = build_progress(_tail(self.log))
+                if total is not None and share is not None:
+                    done(round(total * share))
+
+            try:
+                ended = run_child(argv, env=env, tick=tick, log=self.log)
+            except OSError as error:
+                raise OutsideFailed(f"{what} failed", cause=str(error)) from error
+        if ended.code != 0:
+            text = self.log.read_text(encoding="utf-8", errors="replace").rpartition("\n# ")[2]
+            raise OutsideFailed(f"{what} failed", cause=first_error(text), hint=f"all that was printed: {self.log}")
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - TAIL_BYTES))
+        return file.read().decode("utf-8", "replace")
+
+
+def build_progress(text: str) -> float | None:
+    """How much is done by the last line that says so: ninja's [12/214], or make's [ 5%]."""
+    found = list(_STEP.finditer(text))
+    if not found:
+        return None
+    last = found[-1]
+    total = int(last[2]) if last[2] is not None else 100
+    return min(1.0, int(last[1]) / total) if total else None
+
+
+def first_error(text: str) -> str:
+    """The line of a build's output that says what went wrong: the first, since others follow from it."""
+    found = _ERRORS.search(text)
+    lines = text.strip().splitlines()
+    said = found[0] if found else lines[-1] if lines else "it printed nothing"
+    return " ".join(said.split())[:600]
+
+
+# the source
+
+
+def take_source(build: SourceBuild, work: Path, progress: Progress) -> None:
+    """Puts the source tree to `work`/source: from a folder of the user's own, else from the package index."""
+    if (local := local_archive(build.archive, uv_environment(os.environ))) is not None:
+        found = _sha256(local)
+        if found == build.sha256:
+            progress.note(f"the source is {local}")
+        else:
+            progress.note(
+                f"the source is {local}, which is not the published file (sha256 {found[:12]}…): taken as it is"
+            )
+        unpack(local, build.tree, work / "source")
+        return
+    fetch_source(build, work, progress)
+
+
+def local_archive(name: str, env: Mapping[str, str]) -> Path | None:
+    """The file in one of the user's own folders."""
+    for folder in env.get("UV_FIND_LINKS", "").split(","):
+        path = Path(folder.strip().removeprefix("file://")).expanduser() / name
+        if folder.strip() and path.is_file():
+            return path
+    return None
+
+
+def unpack(archive: Path, tree: str, target: Path) -> None:
+    """One folder of an archive; nothing of it may get outside of the target."""
+    try:
+        with tarfile.open(archive) as opened:
+            members = []
+            for member in opened.getmembers():
+                inside = PurePosixPath(member.name)
+                if inside.is_relative_to(tree) and inside != PurePosixPath(tree):
+                    members.append(member.replace(name=str(inside.relative_to(tree)), deep=False))
+            target.mkdir(parents=True)
+            opened.extractall(target, members=members, filter="data")
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise OutsideFailed(f"{archive} cannot be unpacked", cause=str(error), hint="is the file whole?") from error
+    if not (target / "CMakeLists.txt").is_file():
+        raise OutsideFailed(
+            f"{archive} does not hold {tree}/CMakeLists.txt", hint="is it the published source package?"
+        )
+
+
+_TAKER = '''\
+"""Stands in for the package's own build backend: what was fetched, checked and unpacked is taken as it is."""
+import os, shutil, zipfile
+NAME, VERSION, TREE, TARGET = {values!r}
+INFO = f"{{NAME}}-{{VERSION}}.dist-info"
+METADATA = f"Metadata-Version: 2.1\\nName: {{NAME}}\\nVersion: {{VERSION}}\\n"
+
+def prepare_metadata_for_build_wheel(folder, config_settings=None):
+    os.makedirs(os.path.join(folder, INFO))
+    with open(os.path.join(folder, INFO, "METADATA"), "w") as file:
+        file.write(METADATA)
+    return INFO
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    shutil.move(TREE, TARGET)
+    name = f"{{NAME}}-{{VERSION}}-py3-none-any.whl"
+    with zipfile.ZipFile(os.path.join(folder, name), "w") as wheel:
+        wheel.writestr(f"{{INFO}}/METADATA", METADATA)
+        wheel.writestr(f"{{INFO}}/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(f"{{INFO}}/RECORD", "")
+    return name
+'''
+_BACKENDS = ("scikit_build_core", "build")
+
+
+def fetch_source(build: SourceBuild, work: Path, progress: Progress) -> None:
+    """From the package index by uv, which knows the user's settings for it, checks the hash and unpacks.
+
+    uv keeps no source packages for others to take: so it is asked to build one, with a backend that only moves it. Its
+    cache is a folder of our own, since it would else remember what that backend made for the package.
+    """
+    name, _, version = build.package.partition("==")
+    what = f"fetching {build.package}"
+    taker = work / "taker"
+    run_uv(["venv", "--python", python_for_engines(), str(taker)], what, work)
+    packages = next(taker.rglob("site-packages"))
+    package, module = _BACKENDS
+    (packages / package).mkdir()
+    (packages / package / "__init__.py").write_text("")
+    tree = str(PurePosixPath(*PurePosixPath(build.tree).parts[1:]))
+    values = (name.replace("-", "_"), version, tree, str(work / "source"))
+    (packages / package / f"{module}.py").write_text(_TAKER.format(values=values))
+    pinned = work / "pinned.txt"
+    pinned.write_text(f"{build.package} --hash=sha256:{build.sha256}\n")
+    python = taker / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    arguments = ["pip", "install", "--no-deps", "--no-build-isolation", "--no-binary", name, "--require-hashes"]
+    arguments += ["--python", str(python), "--target", str(work / "nothing"), "--cache-dir", str(work / "uv-cache")]
+    with progress.step(what, build.download_bytes) as done:
+        run_uv([*arguments, "--requirement", str(pinned)], what, work, done)
+    if not (work / "source" / "CMakeLists.txt").is_file():
+        raise OutsideFailed(f"{build.package} does not hold {build.tree}/CMakeLists.txt", hint="please report this")
+    for leftover in (taker, work / "uv-cache", work / "nothing"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _with_tools(tools: Toolchain, work: Path, progress: Progress) -> Toolchain:
+    """What is not here of cmake and ninja, from the package index."""
+    builder = tools.ninja or tools.make
+    if tools.cmake is not None and builder is not None:
+        return tools
+    wanted = [
+        package
+        for package, missing in zip(CMAKE_PACKAGES, (tools.cmake is None, builder is None), strict=True)
+        if missing
+    ]
+    words = " and ".join(wanted)
+    progress.note(f"this machine lacks what {words} bring: taking them from the package index, for this build")
+    target = work / "tools"
+    run_uv(
+        ["pip", "install", "--python", python_for_engines(), "--target", str(target), *wanted],
+        f"fetching {words}",
+        work,
+    )
+    changes: dict[str, Any] = {}
+    for name in ("cmake", "ninja"):
+        found = next(
+            (path for path in (target / name / "data" / BIN / name, target / BIN / name) if path.is_file()), None
+        )
+        if found is not None:
+            found.chmod(0o755)
+            changes[name] = str(found)
+    return msgspec.structs.replace(tools, **changes)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
