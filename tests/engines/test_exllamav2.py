@@ -43,7 +43,8 @@ def test_every_option_and_value_is_known(chosen: Plan) -> None:
     assert said.cache_bits == (8 if chosen.settings.kv_type == "fp8" else None)
     for step in launch.prepare:
         if step.kind == "convert":
-            assert step.argv[:3] == ("python", "-m", "exllamav2.conversion.convert_exl2")
+            assert step.argv[:2] == ("python", "-c")
+            assert '"exllamav2-kernels"' in step.argv[2] and '"exllamav2.conversion.convert_exl2"' in step.argv[2]
             options = parsed("exllamav2", step.argv[3:])
             assert options["-cf"] == said.model == step.where and f"{options['-b']}BPW" == chosen.weights.label
     assert (chosen.weights.made == "converted") == any(step.kind == "convert" for step in launch.prepare)

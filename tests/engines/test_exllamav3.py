@@ -54,7 +54,8 @@ class TestLaunch:
         convert = [step for step in launch.prepare if step.kind == "convert"]
         assert bool(convert) == (chosen.weights.made == "converted")
         for step in convert:
-            assert step.argv[:3] == ("python", "-m", "exllamav3.conversion.convert_model")
+            assert step.argv[:2] == ("python", "-c")
+            assert '"exllamav3-kernels"' in step.argv[2] and '"exllamav3.conversion.convert_model"' in step.argv[2]
             options = parsed("exllamav3", step.argv[3:])
             assert options["-o"] == said.model == step.where and f"{options['-b']}BPW" == chosen.weights.label
             assert step.disk_bytes and step.seconds and step.seconds.low < step.seconds.value < step.seconds.high
@@ -172,7 +173,7 @@ def test_known_failures(line: str, says: str, lasting: bool) -> None:
 
 def test_layouts_settle_on_the_card() -> None:
     chosen = plan(EXL, RTX, model(LLAMA), layout=Parallelism(tensor=2), workload=Workload(users=4))
-    assert chosen.settings == Settings(slots=4, context_tokens=EVERYDAY_CONTEXT, device="cuda")
+    assert chosen.settings == Settings(slots=4, context_tokens=EVERYDAY_CONTEXT, device="cuda", threads=16)
 
 
 class Told:

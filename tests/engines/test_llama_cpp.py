@@ -32,6 +32,7 @@ from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment, command
 from bedplate.run.supervisor import free_port
 from bedplate.values import Accelerator, Hardware, Launch, Model, Parallelism, Plan, Settings, Workload, replaced
+from bedplate.values.decision import Device
 from bedplate.values.fit import DeviceNeed
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "llama.cpp"
@@ -361,7 +362,10 @@ class TestCommandLines:
             if step.argv[:1] == ("python3",) and step.kind == "convert":
                 options = parsed("llama_cpp_convert", step.argv[2:])
                 assert options["--outfile"] == step.where
-            if step.argv[:1] == ("llama.cpp-build/bin/llama-quantize",):
+            if step.argv and step.argv[0].endswith("llama-quantize"):
+                assert step.argv[0].startswith("llama.cpp-build/bin/") == (
+                    chosen.settings.device not in LLAMA.built_for
+                )
                 assert step.argv[2] == step.where == said["-m"]
                 assert step.argv[3] == chosen.weights.label and step.argv[3] in facts["quantize_types"]
             if step.argv[:2] == ("cmake", "-S"):
@@ -467,3 +471,59 @@ def test_every_engine_is_found_by_its_id() -> None:
     with pytest.raises(BadQuestion, match=r"no engine is called 'llamacpp'") as caught:
         engine("llamacpp")
     assert "did you mean llama.cpp?" in str(caught.value.hint)
+
+
+class TestBuilding:
+    """How it is configured for a machine; what a build then does is in tests/run and tests/fleet."""
+
+    def on(self, *sets: str, cards: tuple[str | None, ...] = ()) -> Hardware:
+        on = machine("RTX 4090", 1) if cards else machine("cpu")
+        card = machine("RTX 4090", 1).accelerators[0]
+        return replaced(
+            on,
+            cpu=replaced(on.cpu, instruction_sets=sets),
+            accelerators=tuple(replaced(card, compute_capability=one) for one in cards),
+        )
+
+    def test_for_the_processor_that_is_here(self) -> None:
+        (only,) = LLAMA.variants(self.on("avx", "avx2"), "cpu")
+        assert "-DGGML_NATIVE=ON" in only.options and not any("CUDA" in option for option in only.options)
+
+    def test_without_amx_where_there_is_amx(self) -> None:
+        """GCC 12 on such a machine: SIGILL in `tilezero`."""
+        first, second = LLAMA.variants(self.on("avx", "avx2", "fma", "avx512f", "amx_tile", "amx_int8"), "cpu")
+        assert "-DGGML_NATIVE=ON" in first.options
+        assert second.name == "AMX" and not any("AMX" in option for option in second.options)
+        assert {"-DGGML_NATIVE=OFF", "-DGGML_AVX512=ON", "-DGGML_FMA=ON", "-DGGML_AVX512_BF16=OFF"} <= {*second.options}
+
+    @pytest.mark.parametrize(
+        ("cards", "built_for"),
+        [
+            (("9.0",), "90-real"),
+            (("8.9", "8.6", "8.9"), "86-real;89-real"),
+            ((None,), "native"),
+            (("12.0",), "120-real"),
+        ],
+    )
+    def test_for_the_cards_that_are_here(self, cards: tuple[str | None, ...], built_for: str) -> None:
+        (only,) = LLAMA.variants(self.on("avx2", cards=cards), "cuda")
+        assert "-DGGML_CUDA=ON" in only.options
+        assert f"-DCMAKE_CUDA_ARCHITECTURES={built_for}" in only.options
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda", "rocm", "xpu", "metal", "vulkan"])
+    def test_every_option_is_one_of_the_sources(self, device: Device) -> None:
+        known = {*published("llama_cpp")["cmake_options"], "CMAKE_BUILD_TYPE", "CMAKE_CUDA_ARCHITECTURES"}
+        for variant in LLAMA.variants(self.on("avx512f", "amx_tile", cards=("9.0",)), device):
+            assert {option[2:].partition("=")[0] for option in variant.options} <= known
+
+    def test_whoever_has_a_build_takes_no_step_to_make_one(self) -> None:
+        chosen = engine_plan(LLAMA, machine("RTX 4090"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
+        by_hand = LLAMA.by_hand(chosen)
+        assert [step.kind for step in by_hand] == ["download", "build", "build", "build"]
+        left = [step for step in LLAMA.launch(chosen, 1).prepare if step not in by_hand]
+        assert "convert" in {step.kind for step in left} and not any("cmake" in step.argv for step in left)
+
+    def test_the_pinned_source(self) -> None:
+        build = LLAMA.build
+        assert build is not None and build.programs[0] == "llama-server" and "llama-quantize" in build.programs
+        assert build.archive.startswith(build.tree.partition("/")[0]) and build.package.endswith("==0.3.36")

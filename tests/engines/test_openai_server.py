@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Server:
     process: subprocess.Popen[bytes]
     port: int
     opened: openai.OpenAI | None = None
+    lines: list[socket.socket] = field(default_factory=list)
+    """To be closed also where a test fails: what is left open is blamed on whichever test runs when it is collected."""
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
@@ -110,6 +112,8 @@ def start(*arguments: str, env: dict[str, str] | None = None, wait: bool = True)
 def stop(server: Server) -> None:
     if server.opened is not None:
         server.opened.close()
+    for line in server.lines:
+        line.close()
     server.process.kill()
     server.process.communicate()
 
@@ -416,6 +420,7 @@ class TestCancelling:
         body = json.dumps({"prompt": "forever:", "stream": stream}).encode()
         line = socket.create_connection(("127.0.0.1", server.port), timeout=20)
         head = f"POST /v1/completions HTTP/1.1\r\nX-Api-Key: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+        server.lines.append(line)
         line.sendall(head.encode() + body)
         return line
 

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
 from tests.engines.argv import parsed, published
 from tests.engines.plans import machine, model, plan, plans
 
-from bedplate.engines.sglang import PARSERS, Sglang
+import bedplate.engines
+from bedplate.decide import decide
+from bedplate.engines.sglang import CPU_ARCHITECTURES, PARSERS, Sglang
+from bedplate.facts.simulated import simulated
 from bedplate.values import Accelerator, Parallelism, Plan, Workload, replaced
 
 CAPTURES = Path(__file__).parent.parent / "captures" / "sglang"
 SGLANG = Sglang()
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 DEEPSEEK = "deepseek-ai/DeepSeek-R1"
+SHIPPED = Path(bedplate.engines.__file__).parent / "shipped" / "sglang_server.py"
 
 
 def options(argv: tuple[str, ...]) -> dict[str, object]:
-    assert argv[:2] == ("sglang", "serve")
+    assert argv[0] in ("sglang", "sglang-server") and argv[1] == "serve"
     return parsed("sglang", argv[2:])
 
 
@@ -36,6 +43,7 @@ class TestLaunch:
         # Its own words: "tp_size must be divisible", and replicas beside attention data parallelism are refused.
         tensor, attention = int(str(said.get("--tp-size", 1))), int(str(said.get("--attn-dp-size", 1)))
         assert tensor % attention == 0 and not (attention > 1 and "--dp-size" in said)
+        assert ("--device" in said) == (chosen.settings.device == "cpu")
 
     def test_the_options_are_those_of_the_pinned_version(self) -> None:
         assert published("sglang")["version"] == SGLANG.version
@@ -115,12 +123,145 @@ def test_weights_by_hardware(card: str, name: str, offered: list[str]) -> None:
 def test_it_refuses_what_it_has_no_kernels_for() -> None:
     turing = SGLANG.refuse(machine("NVIDIA T4"), model(LLAMA), Workload())
     assert turing is not None and "8.0" in turing.why
-    none = SGLANG.refuse(machine("cpu"), model(LLAMA), Workload())
-    assert none is not None and none.kind == "impossible"
+    assert SGLANG.refuse(machine("cpu"), model(LLAMA), Workload()) is None
     card = Accelerator(name="AMD Radeon RX 7900 XTX", vendor="amd", architecture="gfx1100", memory_bytes=24 << 30)
     radeon = SGLANG.refuse(replaced(machine("MI300X"), accelerators=(card,)), model(LLAMA), Workload())
     assert radeon is not None and "gfx1100" in radeon.why
     assert SGLANG.refuse(machine("MI300X"), model(LLAMA), Workload()) is None
+
+
+class TestOnACpu:
+    def test_the_command(self) -> None:
+        launch = SGLANG.launch(plan(SGLANG, machine("cpu"), model(LLAMA, folder=True), workload=Workload()), 8000)
+        said = options(launch.argv)
+        assert launch.argv[0] == "sglang-server" and said["--device"] == "cpu"
+        assert said["--attention-backend"] == "torch_native" and said["--disable-overlap-schedule"]
+        assert said["--sleep-on-idle"] and said["--max-running-requests"] == 8 and "--mem-fraction-static" not in said
+        assert launch.env == {
+            "HF_HUB_OFFLINE": "1",
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            "OMP_NUM_THREADS": "96",
+        }
+
+    def test_the_cache_is_for_what_is_expected_and_not_all_memory(self) -> None:
+        one = plan(SGLANG, machine("cpu"), model(LLAMA), workload=Workload(context_tokens=4096))
+        many = Workload(concurrency=10, prompt_tokens=1500, output_tokens=500)
+        assert options(SGLANG.launch(one, 1).argv)["--max-total-tokens"] == round(1.1 * 4096)
+        chosen = plan(SGLANG, machine("cpu"), model(LLAMA), workload=many)
+        assert options(SGLANG.launch(chosen, 1).argv)["--max-total-tokens"] == round(1.1 * 10 * 2000)
+
+    def test_it_is_installed_without_the_packages_for_gpus_that_its_wheel_asks_for(self) -> None:
+        first, last = SGLANG.launch(plan(SGLANG, machine("cpu"), model(LLAMA)), 1).prepare
+        assert first.argv[:5] == ("uv", "pip", "install", "--torch-backend", "cpu")
+        assert last.argv == ("uv", "pip", "install", "--no-deps", f"sglang=={SGLANG.version}")
+        named = {word.partition("=")[0] for word in first.argv}
+        assert not named & {"sglang-kernel", "torchvision", "torchaudio", "cuda-python", "flashinfer_python"}
+        assert first.download_bytes and first.disk_bytes
+        assert SGLANG.recipe_for("cpu") is not None and SGLANG.recipe_for("cuda") is None
+
+    def test_weights_are_not_quantized(self) -> None:
+        target = SGLANG.target(machine("cpu"))
+        assert target is not None
+        assert [form.label for form in SGLANG.weights(target, model(LLAMA), Workload())] == ["BF16"]
+        eight = SGLANG.refuse(machine("cpu"), replaced(model(LLAMA), quantization="FP8"), Workload())
+        assert eight is not None and "FP8 weights on a CPU" in eight.why
+
+    @pytest.mark.parametrize(
+        "name", [DEEPSEEK, "Qwen/Qwen3-Coder-Next", "openai/gpt-oss-120b", "google/gemma-4-31B-it"]
+    )
+    def test_architectures_that_were_not_computed_on_one_are_refused(self, name: str) -> None:
+        assert model(name).architecture not in CPU_ARCHITECTURES
+        refused = SGLANG.refuse(machine("cpu"), model(name), Workload())
+        assert refused is not None and refused.kind == "impossible" and "on a CPU" in refused.why
+        assert SGLANG.refuse(machine("H200 SXM"), model(name), Workload()) is None
+
+    def test_embeddings_are_refused(self) -> None:
+        refused = SGLANG.refuse(machine("cpu"), model(LLAMA), Workload(task="embed"))
+        assert refused is not None and "on a CPU" in refused.why
+
+    def test_arm_is_refused_since_it_calls_its_kernels_there(self) -> None:
+        arm = SGLANG.refuse(
+            simulated({"cpu": "Ampere Altra Max", "ram_gb": 64, "os": "linux"}), model(LLAMA), Workload()
+        )
+        assert arm is not None and arm.kind == "impossible" and "aarch64" in arm.why
+
+    def test_a_cpu_does_not_stand_in_for_a_gpu(self) -> None:
+        old = SGLANG.target(machine("NVIDIA T4"))
+        assert old is None
+        many = Workload(users=200, prompt_tokens=5000, shared_prefix_tokens=4000)
+        on_paper = decide(machine("H100 SXM", 1), model(LLAMA), many)
+        here = decide(machine("H100 SXM", 1), model(LLAMA), many, installable=True)
+        assert (on_paper.engine, here.engine) == ("sglang", "vllm")
+        why = next(refusal.why for refusal in here.refused if refusal.engine == "sglang")
+        assert "does not install" in why
+
+    def test_what_is_made_for_cpus_goes_before_it(self) -> None:
+        for work in (Workload(), Workload(users=200, prompt_tokens=5000, shared_prefix_tokens=4000)):
+            decision = decide(machine("cpu"), model(LLAMA), work, installable=True)
+            assert decision.engine != "sglang"
+            assert any(one.engine == "sglang" and one.kind == "unsuitable" for one in decision.refused)
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sglang_server", SHIPPED)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return module
+
+
+class TestLauncher:
+    def test_a_stand_in_has_names_that_fail_when_they_are_called(self, launcher: ModuleType) -> None:
+        launcher.stand_in("absent_kernels", ending="_cpu")
+        from absent_kernels import fill_cpu  # type: ignore[import-not-found]
+
+        with pytest.raises(NotImplementedError, match=r"absent_kernels\.fill_cpu is in no package"):
+            fill_cpu(1, size=2)
+
+    def test_it_does_not_pretend_to_have_more(self, launcher: ModuleType) -> None:
+        made = launcher.stand_in("absent_kernels", ending="_cpu")["absent_kernels"]
+        assert not hasattr(made, "rmsnorm") and not hasattr(made, "__version__")
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("absent_kernels.allreduce")
+
+    def test_modules_within_it(self, launcher: ModuleType) -> None:
+        launcher.stand_in("absent_vision", "absent_vision.transforms")
+        import absent_vision.transforms as found  # type: ignore[import-not-found]
+
+        assert found.__name__ == "absent_vision.transforms" and callable(found.Compose)
+
+    def test_what_is_installed_is_left_alone(self, launcher: ModuleType) -> None:
+        assert not launcher.is_missing("json") and not launcher.is_missing("msgspec")
+        assert launcher.is_missing("absent_kernels")
+
+    def test_in_processes_of_its_own_too(self, tmp_path: Path) -> None:
+        """Against a stand-in for SGLang that imports what the real one does, and starts a process as it does."""
+        for name, text in {
+            "sglang/__init__.py": "",
+            "sglang/srt/__init__.py": "",
+            "sglang/cli/__init__.py": "",
+            "sglang/srt/configs.py": "import torchvision.transforms as T\n"
+            "from torchvision.transforms.functional import InterpolationMode\n",
+            "sglang/cli/main.py": "import importlib.util, multiprocessing\n"
+            "def work():\n"
+            "    from sgl_kernel import fill_cpu\n"
+            "    print('torchvision', importlib.util.find_spec('torchvision'), callable(fill_cpu), flush=True)\n"
+            "def main():\n"
+            "    child = multiprocessing.get_context('spawn').Process(target=work)\n"
+            "    child.start(); child.join(); work()\n"
+            "    raise SystemExit(child.exitcode)\n",
+        }.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        program = tmp_path / "sglang-server"
+        program.write_bytes(SHIPPED.read_bytes())
+        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=env, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == ["torchvision None True"] * 2
 
 
 def test_metrics() -> None:
@@ -146,6 +287,7 @@ def test_nothing_is_made_up() -> None:
 )
 def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
     chosen = []
+    chosen += [SGLANG.launch(plan(SGLANG, machine("cpu"), model(LLAMA)), 8000)]
     for card in ("H100 SXM", "B200", "MI300X"):
         for name in (LLAMA, DEEPSEEK, "openai/gpt-oss-120b", "Qwen/Qwen3-32B", "zai-org/GLM-4.6"):
             on, which = machine(card), model(name)

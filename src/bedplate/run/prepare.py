@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
+import importlib.resources
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,9 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from bedplate.engines import Engine, all_engines
+from bedplate.engines import Engine, SourceBuild, all_engines
 from bedplate.engines import engine as engine_by_id
+from bedplate.engines.base import SIXTEEN_BIT, made_path
 from bedplate.errors import BedplateError, OutsideFailed
+from bedplate.facts.known_models import with_label
 from bedplate.home import disk_failure, home, locked, logs_dir, need_free, writable
 from bedplate.run.child import run_child
 from bedplate.run.environments import Environment, command, find_environment, make_environment, shipped, variables
@@ -29,8 +34,12 @@ UNPACKER = "gguf-to-folder"
 SLACK = 1.1
 """On top of the weights: tokenizers, and what a conversion writes on its way."""
 SECRETS = frozenset(["BEDPLATE_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY"])
-_MANIFEST = "bedplate.json"
+LEADS_ELSEWHERE = frozenset(["PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"])
+MANIFEST = "bedplate.json"
+CHECK = "conversion_check.py"
+CHECK_LIMIT_S = 1800.0
 _DOING = {"download": "downloading", "convert": "converting", "build": "building", "install": "installing"}
+_SAYS = "conversion-check: "
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +51,12 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None
     disk_bytes: int
     seconds: float
+    model: str = ""
+    made_at: str = ""
+    identity: str = ""
+    """Of the packages and the program that made it; empty: made before that was kept."""
+    checked: tuple[str, ...] = ()
+    """What was compared with the source, and what came of it."""
 
 
 @dataclass
@@ -55,7 +70,16 @@ class Step:
 
     @property
     def done(self) -> bool:
-        return (self.folder / _MANIFEST).is_file()
+        return (self.folder / MANIFEST).is_file()
+
+    @property
+    def doing(self) -> str:
+        return f"{_DOING[self.step.kind]} {self.step.what}"
+
+    @property
+    def inputs(self) -> tuple[Step, ...]:
+        """The earlier steps whose results its command names."""
+        return tuple(one for one in self.before if any(one.step.where in word for word in self.step.argv))
 
 
 def prepared_dir() -> Path:
@@ -82,28 +106,67 @@ def prepare(
     """Takes the steps that were not taken before. Returns the folder that the launch must run in; `None`: anywhere.
 
     Steps name what they make, and each other's results, relative to that folder. Each has a folder of its own with
-    links to what came before it, so that plans share what they have in common.
+    links to what came before it, so that plans share what they have in common. As long as this process lives, what it
+    was given here is in use, and nobody removes it.
     """
     progress = progress or Silent()
     chain = _chain(plan, steps)
     try:
-        if missing := [one for one in chain if not one.done]:
+        if chain:
             writable(prepared_dir())
+            for one in chain:
+                hold(one.folder)
+        if missing := _missing(chain):
             wanted = sum(SLACK * (one.step.disk_bytes or 0) for one in missing)
             need_free(prepared_dir(), round(wanted), "the converted weights")
         for one in missing:
-            with locked(one.folder, f"{_DOING[one.step.kind]} {one.step.what}", progress.note):
+            with locked(one.folder, one.doing, progress.note):
                 if not one.done:
-                    _take(one, environment, progress)
+                    _Taking(plan, one, environment, progress).take()
+        for one in chain:
+            if one.done:
+                os.utime(one.folder / MANIFEST)  # when it was last used
     except OSError as error:
         raise disk_failure(error, prepared_dir()) from error
     return chain[-1].folder if chain else None
 
 
+def _missing(chain: tuple[Step, ...]) -> list[Step]:
+    """What is still to be done. The source of something that is there already may have been removed."""
+    wanted: set[str] = set()
+
+    def want(one: Step) -> None:
+        if one.done or one.folder.name in wanted:
+            return
+        wanted.add(one.folder.name)
+        for earlier in one.inputs:
+            want(earlier)
+
+    for one in chain:
+        if one is chain[-1] or one.step.kind == "build":
+            want(one)
+    return [one for one in chain if one.folder.name in wanted]
+
+
+_held: dict[Path, int] = {}
+
+
+def hold(folder: Path) -> None:
+    """Marks what is kept there as in use for as long as this process lives."""
+    if folder in _held or os.name != "posix":
+        return
+    import fcntl
+
+    mark = os.open(f"{folder}.use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fcntl.flock(mark, fcntl.LOCK_SH)
+    _held[folder] = mark
+
+
 def _chain(plan: Plan, steps: Sequence[Preparation]) -> tuple[Step, ...]:
-    """The steps other than installs, each with the folder for what it makes of these very weights."""
+    """The steps other than installs and builds of the engine, each with the folder that is its own."""
     source = plan.source or plan.model
-    wanted = [step for step in steps if step.kind != "install"]
+    by_hand = engine_by_id(plan.engine).by_hand(plan)
+    wanted = [step for step in steps if step.kind != "install" and step not in by_hand]
     content = _content(source) if wanted else ""
     chain: tuple[Step, ...] = ()
     for step in wanted:
@@ -112,17 +175,21 @@ def _chain(plan: Plan, steps: Sequence[Preparation]) -> tuple[Step, ...]:
                 f"this version of bedplate does not prepare {step.what} by itself", hint=f"make {step.where} by hand"
             )
         engine = _tool(step, plan)
-        before = chain[-1].folder.name if chain else content
+        # What is compiled serves every model.
+        before = "" if step.kind == "build" else content
         # By content, wherever the files are now.
         words = [_without_place(word, source) for word in step.argv]
-        key = hashlib.sha256(repr((before, words, _identity(engine, step))).encode()).hexdigest()[:20]
+        key = hashlib.sha256(repr((before, words, identity(engine, step.argv))).encode()).hexdigest()[:20]
+        content = content if step.kind == "build" else key
         chain = (*chain, Step(step, engine, prepared_dir() / key, chain))
     return chain
 
 
 def _tool(step: Preparation, plan: Plan) -> Engine:
-    """The engine whose environment has the step's program: the plan's own, unless bedplate ships it to another."""
+    """The engine whose environment has what the step needs: the plan's own, unless it says or shows otherwise."""
     own = engine_by_id(plan.engine)
+    if step.within is not None:
+        return engine_by_id(step.within)
     if step.argv[0] in _programs(own):
         return own
     return next((engine for engine in all_engines().values() if step.argv[0] in _programs(engine)), own)
@@ -132,100 +199,240 @@ def _programs(engine: Engine) -> dict[str, str]:
     return dict(engine.recipe.programs) if engine.recipe is not None else {}
 
 
-def _identity(engine: Engine, step: Preparation) -> str:
+def identity(engine: Engine, argv: Sequence[str]) -> str:
     """What a result depends on beside its source: pinned packages, and the program where it is bedplate's."""
-    file = _programs(engine).get(step.argv[0])
-    program = hashlib.sha256(shipped(file)).hexdigest() if file is not None else ""
-    return repr((engine.id, engine.version, engine.recipe.packages if engine.recipe is not None else (), program))
+    file = _programs(engine).get(argv[0])
+    program = shipped(file) if file is not None else b""
+    packages = engine.recipe.packages if engine.recipe is not None else ()
+    return hashlib.sha256(repr((engine.id, engine.version, packages, program)).encode()).hexdigest()
 
 
-def _take(one: Step, own: Environment, progress: Progress) -> None:
-    step = one.step
-    environment = own if one.engine.id == own.engine else _environment(one.engine, progress)
-    for leftover in prepared_dir().glob(f".making-{one.folder.name}-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    what = f"{_DOING[step.kind]} {step.what}"
-    about = [f"about {seconds(step.seconds.value)}"] if step.seconds is not None else []
-    about += [size(step.disk_bytes)] if step.disk_bytes else []
-    progress.note(f"{what} ({', '.join([*about, one.engine.name])}) to {one.folder}")
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(
-        prefix=f".making-{one.folder.name}-", dir=prepared_dir(), ignore_cleanup_errors=True
-    ) as holder:
-        # As deep as the finished folder, so that links to others lead to the same place before and after.
-        staging = Path(holder)
-        for earlier in one.before:
-            (staging / earlier.step.where).symlink_to(Path("..") / earlier.folder.name / earlier.step.where)
-        with progress.step(what, step.disk_bytes) as done:
-            _run(one, environment, staging, lambda pid: tell_writes(pid, done))
-        made = staging / step.where
-        if not made.exists():
-            raise OutsideFailed(f"{what} failed", cause=f"it ended without making {step.where}", hint=_log_hint(one))
-        record = Prepared(
-            what=step.what,
-            argv=step.argv,
-            engine=environment.engine,
-            version=environment.version,
-            disk_bytes=_size_of(made),
-            seconds=round(time.monotonic() - began, 1),
-        )
-        (staging / _MANIFEST).write_bytes(msgspec.json.encode(record))
-        if one.folder.exists():
-            shutil.rmtree(one.folder)
-        staging.chmod(0o755)
-        staging.rename(one.folder)
-        staging.mkdir()  # for the holder to remove
+@dataclass
+class _Taking:
+    """One step on its way, in a folder that becomes the finished one or goes."""
+
+    plan: Plan
+    one: Step
+    own: Environment
+    progress: Progress
+
+    def take(self) -> None:
+        one, step = self.one, self.one.step
+        environment = self.own if one.engine.id == self.own.engine else self._environment(one.engine)
+        for leftover in prepared_dir().glob(f".making-{one.folder.name}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        about = [f"about {seconds(step.seconds.value)}"] if step.seconds is not None else []
+        about += [size(step.disk_bytes)] if step.disk_bytes else []
+        self.progress.note(f"{one.doing} ({', '.join([*about, one.engine.name])}) to {one.folder}")
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(
+            prefix=f".making-{one.folder.name}-", dir=prepared_dir(), ignore_cleanup_errors=True
+        ) as holder:
+            # As deep as the finished folder, so that links to others lead to the same place before and after.
+            staging = Path(holder)
+            self._link(staging)
+            output = self._run(environment, staging)
+            made = staging / step.where
+            if not made.exists() and step.kind != "build":
+                raise self._failed(f"it ended without making {step.where}", output)
+            checked = self._checked(environment, staging) if step.kind == "convert" else ()
+            self._clear(staging)
+            record = Prepared(
+                what=step.what,
+                argv=step.argv,
+                engine=environment.engine,
+                version=environment.version,
+                disk_bytes=size_of(made),
+                seconds=round(time.monotonic() - began, 1),
+                model=self.plan.model.name,
+                made_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+                identity=identity(one.engine, step.argv),
+                checked=checked,
+            )
+            (staging / MANIFEST).write_bytes(msgspec.json.encode(record))
+            if one.folder.exists():
+                shutil.rmtree(one.folder)
+            staging.chmod(0o755)
+            staging.rename(one.folder)
+            staging.mkdir()  # for the holder to remove
+
+    def _environment(self, engine: Engine) -> Environment:
+        found = find_environment(engine)
+        if found is None:
+            self.progress.note(f"{engine.name} is installed too: it converts the weights, once")
+            found = make_environment(engine, self.progress)
+        return found
+
+    def _link(self, staging: Path) -> None:
+        for earlier in self.one.before:
+            link = staging / earlier.step.where
+            if earlier.step.kind != "build":
+                link.symlink_to(Path("..") / earlier.folder.name / earlier.step.where)
+        for build in (engine.build for engine in all_engines().values() if engine.build is not None):
+            if any(word.startswith(f"{build.tree}/") for word in self.one.step.argv):
+                (staging / build.tree).parent.mkdir(parents=True)
+                (staging / build.tree).symlink_to(source_tree(build, self.progress))
+
+    def _clear(self, staging: Path) -> None:
+        """Leaves what was to be made and the links to what came before; working folders and the like go."""
+        kept = {self.one.step.where, *(earlier.step.where for earlier in self.one.before)}
+        for path in staging.iterdir():
+            if path.name in kept:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _run(self, environment: Environment, staging: Path) -> str:
+        step = self.one.step
+        argv, more = _command(environment, step.argv)
+        given = {name: value for name, value in os.environ.items() if step.kind == "download" or name not in SECRETS}
+        given = {name: value for name, value in given.items() if name not in LEADS_ELSEWHERE}
+        env = variables(Path(environment.path), given if step.kind == "download" else offline(given))
+        with self.progress.step(self.one.doing, step.disk_bytes) as done:
+            ended = run_child(argv, env={**env, **more}, tick=lambda pid: tell_writes(pid, done), cwd=staging)
+        self._log(ended.output)
+        if ended.code != 0:
+            raise self._failed(f"exit status {ended.code}", ended.output)
+        return ended.output
+
+    def _checked(self, environment: Environment, staging: Path) -> tuple[str, ...]:
+        """Compares what was made with what it was made of; raises, with the evidence, where they differ."""
+        step = self.one.step
+        source = self._source_of(staging)
+        if source is None:
+            return ()
+        result = staging / step.where
+        argv = _interpreter(environment)
+        with importlib.resources.as_file(importlib.resources.files("bedplate.engines") / "shipped" / CHECK) as program:
+            argv += [str(program), str(source), str(result), "--bits", f"{self._bits():g}"]
+            if ".gguf" in (source.suffix, result.suffix) and (llama := llama_server(self.own, self.progress)):
+                argv += ["--llama-server", json.dumps(llama)]
+            given = {name: value for name, value in os.environ.items() if name not in SECRETS | LEADS_ELSEWHERE}
+            env = offline(variables(Path(environment.path), given))
+            what = f"comparing {step.where} with its source"
+            try:
+                with self.progress.step(what, None):
+                    ended = run_child(argv, env=env, cwd=staging, limit_s=CHECK_LIMIT_S)
+            except TimeoutError as error:
+                raise OutsideFailed(f"{what} failed", cause=str(error), hint=self._log_hint()) from error
+        self._log(ended.output, more=True)
+        said = [line.partition(_SAYS)[2] for line in ended.output.splitlines() if _SAYS in line]
+        if ended.code != 0:
+            cause = said[-1] if said else (ended.output.strip().splitlines() or [f"exit status {ended.code}"])[-1]
+            raise OutsideFailed(
+                f"{step.what} came out wrong, and is not kept", cause=cause[:1200], hint=self._log_hint()
+            )
+        for line in said:
+            self.progress.note(line)
+        return tuple(said)
+
+    def _source_of(self, staging: Path) -> Path | None:
+        """What the step read: the last earlier result that its command names, else the model's own files."""
+        if self.one.inputs:
+            return staging / self.one.inputs[-1].step.where
+        source = self.plan.source or self.plan.model
+        if not source.files:
+            return None
+        first = Path(source.files[0]).absolute()
+        return first if source.format == "gguf" else first.parent
+
+    def _bits(self) -> float:
+        """That what this step makes is stored in: the plan's own where it is the last."""
+        weights = self.plan.weights
+        if weights.made != "converted" or self.one.step.where != made_path(self.plan) or weights.label in SIXTEEN_BIT:
+            return 16.0
+        details = with_label(self.plan.model, weights.label).quantization_details
+        return details.bits if details is not None and details.bits else 4.0
+
+    def _failed(self, why: str, output: str) -> OutsideFailed:
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        cause = lines[-1][:600] if lines and why.startswith("exit status") else why
+        if lines and cause == why:
+            cause = f"{why}; its last words: {lines[-1][:400]}"
+        return OutsideFailed(f"{self.one.doing} failed", cause=cause, hint=self._log_hint())
+
+    @property
+    def _log_path(self) -> Path:
+        return logs_dir() / f"prepare-{self.one.folder.name}.log"
+
+    def _log(self, text: str, more: bool = False) -> None:
+        writable(self._log_path.parent)
+        with self._log_path.open("a" if more else "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def _log_hint(self) -> str:
+        return f"its log may say more: {self._log_path}"
 
 
-def _environment(engine: Engine, progress: Progress) -> Environment:
-    found = find_environment(engine)
-    if found is None:
-        progress.note(f"{engine.name} is installed too: it unpacks the weights, once")
-        found = make_environment(engine, progress)
-    return found
-
-
-def _run(one: Step, environment: Environment, staging: Path, tick: object) -> None:
-    step = one.step
-    argv = command(environment, Launch(argv=step.argv))
-    if step.argv[0] == UNPACKER and (llama := _llama_server()):
-        argv += ["--llama-server", json.dumps(llama)]
-    given = {name: value for name, value in os.environ.items() if step.kind == "download" or name not in SECRETS}
-    env = variables(Path(environment.path), given if step.kind == "download" else offline(given))
-    ended = run_child(argv, env=env, tick=tick, cwd=staging)  # type: ignore[arg-type]
-    log = _log(one)
-    writable(log.parent)
-    log.write_text(ended.output, encoding="utf-8")
-    if ended.code != 0:
-        lines = [line.strip() for line in ended.output.splitlines() if line.strip()] or [f"exit status {ended.code}"]
-        raise OutsideFailed(f"{_DOING[step.kind]} {step.what} failed", cause=lines[-1][:600], hint=_log_hint(one))
-
-
-def _log(one: Step) -> Path:
-    return logs_dir() / f"prepare-{one.folder.name}.log"
-
-
-def _log_hint(one: Step) -> str:
-    return f"its log may say more: {_log(one)}"
-
-
-def _llama_server() -> list[str] | None:
-    """How to start llama.cpp, if it is here, to compare token ids with."""
+def llama_server(own: Environment, progress: Progress) -> list[str] | None:
+    """How to start llama.cpp, which reads GGUF files: the plan's own, or the ready-made one."""
     try:
-        found = find_environment(engine_by_id("llama.cpp"))
-    except BedplateError:
-        return None
-    if found is None:
+        engine = engine_by_id("llama.cpp")
+        found = own if own.engine == engine.id else find_environment(engine)
+        if found is None:
+            progress.note(f"{engine.name} is installed too: what is made is compared with what it reads")
+            found = make_environment(engine, progress)
+    except BedplateError as error:
+        progress.note(f"nothing is compared with llama.cpp: {error.message}")
         return None
     argv = command(found, Launch(argv=("llama-server",)))
     path = variables(Path(found.path), {}).get("LD_LIBRARY_PATH")
     return ["env", f"LD_LIBRARY_PATH={path}", *argv] if path else argv
 
 
+def _interpreter(environment: Environment) -> list[str]:
+    """A Python for a program of bedplate's; of an engine that is a program itself, bedplate's own will do."""
+    if environment.server is not None:
+        return [sys.executable, "-I"]
+    return [str(environment.interpreter), *([] if environment.adopted else ["-I"])]
+
+
+def _command(environment: Environment, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """A step's command as it must be executed, and variables that it sets itself."""
+    words, more = list(argv), {}
+    if words[0] == "env":
+        words.pop(0)
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            more[name] = value
+    if words[0] == "hf":
+        return [sys.executable, "-m", "huggingface_hub.cli.hf", *words[1:]], more
+    if words[0] in ("python", "python3") and words[1].endswith(".py"):
+        # Beside a script lie the modules that it imports, which -I would not find.
+        return [str(environment.interpreter), "-s", *words[1:]], more
+    return command(environment, Launch(argv=tuple(words))), more
+
+
+def source_tree(build: SourceBuild, progress: Progress) -> Path:
+    """The Python part of an engine's published source, which has its converter; fetched on the first call."""
+    from bedplate.run.native import take_source
+
+    folder = home() / "sources" / build.archive.removesuffix(".tar.gz")
+    writable(folder.parent)
+    with locked(folder, f"fetching {build.package}", progress.note):
+        if not folder.is_dir():
+            need_free(folder.parent, 4 * build.download_bytes, build.package)
+            progress.note(f"fetching {build.package} ({size(build.download_bytes)}) for its converter")
+            with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent, ignore_cleanup_errors=True) as holder:
+                take_source(build, Path(holder), progress)
+                for file in (Path(holder) / "source").rglob("*"):
+                    if file.is_file() and file.suffix not in (".py", ".txt", ".toml", ".md"):
+                        file.unlink()
+                (Path(holder) / "source").rename(folder)
+    return folder
+
+
 def _without_place(word: str, source: Model) -> str:
     for file in source.files[:1]:
         word = word.replace(file, "SOURCE").replace(str(Path(file).parent), "SOURCE")
     return word
+
+
+def content_id(source: Model) -> str:
+    """By what a model's files hold, wherever they are."""
+    return _content(source)
 
 
 def _content(source: Model) -> str:
@@ -254,6 +461,6 @@ def _sha256(file: Path) -> str:
     return found
 
 
-def _size_of(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
+def size_of(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path] if path.exists() else []
     return sum(file.stat().st_size for file in files if file.is_file())

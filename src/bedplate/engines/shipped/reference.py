@@ -8,6 +8,7 @@ transformers, and depends on nothing else.
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import sys
@@ -33,8 +34,13 @@ def main(arguments: list[str] | None = None) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    answers = next_tokens(model, tokenizer, prefixes, options.batch_tokens)
+    config = transformers.AutoConfig.from_pretrained(options.model)
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(options.model, config=one, dtype=torch.float32).eval()
+        for one in (config, turned(config))
+        if one is not None
+    ]
+    answers = next_tokens(models, tokenizer, prefixes, options.batch_tokens)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"schema": "reference/1", **versions, "answers": answers}, ensure_ascii=False))  # noqa: T201
 
@@ -50,6 +56,16 @@ def read_prefixes(where: str) -> list[str]:
     return found
 
 
+def turned(config: Any) -> Any | None:
+    """The same model with a tenth of its rotary base, which loads and answers, and is wrong; `None`: it has none."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or not isinstance(rope.get("rope_theta"), int | float):
+        return None
+    other = copy.deepcopy(config)
+    other.rope_parameters = {**rope, "rope_theta": rope["rope_theta"] / 10}
+    return other
+
+
 def batches(prompts: list[list[int]], most_tokens: int) -> Iterator[list[int]]:
     """Numbers of prompts to compute at once: only of one length, so that padding is never a part of the reference."""
     by_length: dict[int, list[int]] = defaultdict(list)
@@ -60,7 +76,8 @@ def batches(prompts: list[list[int]], most_tokens: int) -> Iterator[list[int]]:
         yield from (numbers[first : first + size] for first in range(0, len(numbers), size))
 
 
-def next_tokens(model: Any, tokenizer: Any, prefixes: list[str], most_tokens: int) -> list[dict[str, Any]]:
+def next_tokens(models: list[Any], tokenizer: Any, prefixes: list[str], most_tokens: int) -> list[dict[str, Any]]:
+    """By the first of the models; of a second one, how far it is from saying the same."""
     import torch
 
     # As a completions API reads a prompt: with whatever the tokenizer itself puts before a text, such as BOS.
@@ -69,7 +86,7 @@ def next_tokens(model: Any, tokenizer: Any, prefixes: list[str], most_tokens: in
     for numbers in batches(prompts, most_tokens):
         given = torch.tensor([prompts[number] for number in numbers])
         with torch.no_grad():
-            logits = model(input_ids=given, logits_to_keep=1).logits[:, -1].float()
+            logits, *others = (one(input_ids=given, logits_to_keep=1).logits[:, -1].float() for one in models)
         best = logits.topk(2)
         probabilities = logits.softmax(-1)
         for row, number in enumerate(numbers):
@@ -84,8 +101,16 @@ def next_tokens(model: Any, tokenizer: Any, prefixes: list[str], most_tokens: in
                 "gap": round(float(best.values[row, 0] - best.values[row, 1]), 3),
                 "probability": round(float(probabilities[row, token]), 4),
                 "second": spelled(tokenizer, prompts[number], second)[0],
+                "turned_gap": round(gap_of(others[0][row], token), 3) if others else None,
             }
     return answers
+
+
+def gap_of(logits: Any, token: int) -> float:
+    """By how much a token exceeds the best of all others; below 0 where another wins."""
+    best = logits.topk(2)
+    other = best.values[1] if int(best.indices[0]) == token else best.values[0]
+    return float(logits[token] - other)
 
 
 def spelled(tokenizer: Any, prompt: list[int], token: int) -> tuple[str, str]:

@@ -1,0 +1,545 @@
+#!/usr/bin/env python3
+"""Does a converted model say what its source says? Token ids of texts that tokenizers trip over, and greedy answers.
+
+    conversion-check SOURCE RESULT --bits 4.5 [--llama-server JSON]
+
+The source writes a few short answers; the result is then asked for the next token after each beginning of them. Text
+that runs free diverges by chance, next tokens do not: of those where the source has a clear favourite, a share must be
+the same, and how large it must be depends on the bits that the result stores weights in.
+
+GGUF files are computed by llama.cpp's server, folders by whatever made the result: Transformers, MLX, ONNX Runtime or
+ExLlama. Runs inside of that environment; what it must not do without is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TEXTS = (
+    "Hello, world!", "The capital of France is", "Once upon a time, in a land far away,", "2 + 2 = 4, 10/3 = 3.333…",
+    # Digits, and what stands before them.
+    "\n\n1", "\n1", "x\n\n\n42", "1.\n2.\n\n3. three\n\n10. ten", " 1", "  12", "\t7", "a1b22c333d4444", "½ ² ³ ٣ Ⅷ ５",
+    "1234567890 1,234,567.89 0x1F 1e-9 007", "year\n2026\n\n2027", "A:\n\n9", "v1.2.3-rc4+567", "+49 (0)30 123-456",
+    # Spaces, and lines.
+    "a", " ", "\n", "    ", "  leading and trailing spaces  ", "tabs\tand\nnew lines\r\n\n\nand more", "\r\n\r\n",
+    " \n \n  x", "a \u00a0b\u3000c\u2028d", "def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)\n",
+    "\tif (x) {\n\t\treturn 1;\n\t}\n", "for (int i = 0; i < n; ++i) {}", "SELECT name FROM users WHERE age >= 18;",
+    # Scripts.
+    "Ünïcödé: äöüß ÄÖÜ éèêë ñ ç", "Здравствуй, мир! Как дела?", "你好，世界。今天天气怎么样？", "第12章，共345页",
+    "こんにちは世界。元気ですか？", "안녕하세요 세계 2026년", "مرحبا بالعالم ١٢٣", "שלום עולם", "नमस्ते दुनिया १२",
+    "Γειά σου Κόσμε", "สวัสดีชาวโลก", "Xin chào thế giới", "日本語とEnglishのmixed文章です",
+    "😀 emoji 👩‍👩‍👧 family 🇫🇷 flag ✨", "👍🏽1", "e\u0301 combining and \u200b zero width \ufeff mark",
+    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𝕒𝕓𝕠𝕧𝕖 𝟘𝟙𝟚",
+    # Marks, markup, names.
+    "UPPER lower MiXeD snake_case camelCase", "don't, won't, it's, I'm, you're, we'll, they've, he'd, IT'S, DON'T",
+    "email@example.com https://example.com/path?x=1&y=2#end", "!@#$%^&*()_+-=[]{}|;':\",./<>?`~", "...", "!!!???",
+    "—“quotes”—‘and’…", "¿Qué? ¡Sí!", "<html><body class=\"x\">text</body></html>",
+    '{"key": [1, 2.5, null, true], "other": "value"}', "# Title\n\n## Section\n\n| a | b |\n| --- | --- |\n",
+    "$x^2 + y^2 = z^2$ and \\frac{1}{2}", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "ACGTACGTTAGC",
+    "Q: What is 7 times 8?\nA:", "supercalifragilisticexpialidocious antidisestablishmentarianism",
+)  # fmt: skip
+PROMPTS = (
+    "The capital of France is",
+    "Question: Why is the sky blue?\nAnswer: The sky is blue because",
+    "def fibonacci(n):\n    ",
+    "Here is a list of three animals:\n\n1.",
+)
+ANSWER_TOKENS = 16
+CLEAR_GAP = 0.5
+FLOORS = ((16.0, 0.97), (8.0, 0.97), (6.0, 0.85), (5.0, 0.65), (0.0, 0.55))
+CHANCE = 1e-3
+"""As for the answers of a served engine; 16 bits here include those of another engine that computes in 8."""
+APPROXIMATED = frozenset(["tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"])
+"""Ways to cut text that llama.cpp follows for ASCII alone: https://github.com/ggml-org/llama.cpp, llama-vocab.cpp."""
+START_LIMIT_S = 300.0
+SHOWN = 3
+
+
+class Said(NamedTuple):
+    token: int
+    gap: float
+    """To the second best, in logits."""
+
+
+class Reader:
+    """One model, as far as it is compared."""
+
+    name: str
+    normalizes = False
+    """Whether its tokenizer composes characters first."""
+    approximated = False
+
+    def ids(self, text: str, begin: bool = False) -> list[int]:
+        """Its tokens, special ones in the text included; `begin`: with what is put before and after by default."""
+        raise NotImplementedError
+
+    def specials(self) -> list[str]:
+        return []
+
+    def text(self, ids: list[int]) -> str:
+        return str(ids)
+
+    def answer(self, ids: list[int]) -> list[Said]:
+        """What it writes by itself."""
+        raise NotImplementedError
+
+    def follow(self, ids: list[int], written: list[int]) -> list[int]:
+        """What it would write in the place of each token of `written`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class Llama(Reader):
+    """A GGUF file in llama.cpp's own server, started at once, since it loads while others do."""
+
+    name = "llama.cpp"
+
+    def __init__(self, path: Path, command: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        argv = [*json.loads(command), "--model", str(path.resolve()), "--host", "127.0.0.1", "--port", str(self._port)]
+        argv += ["--ctx-size", "512", "--parallel", "1", "--threads", str(free_threads()), "--no-warmup"]
+        # Beside what is compared, nobody wants to read its log.
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self._ready = False
+        self.approximated = pre_tokenizer_of(path) in APPROXIMATED
+
+    def ids(self, text: str, begin: bool = False) -> list[int]:
+        return [
+            int(one) for one in self._post("/tokenize", content=text, add_special=begin, parse_special=True)["tokens"]
+        ]
+
+    def text(self, ids: list[int]) -> str:
+        return str(self._post("/detokenize", tokens=ids)["content"])
+
+    def answer(self, ids: list[int]) -> list[Said]:
+        return self._complete(ids, ANSWER_TOKENS)
+
+    def follow(self, ids: list[int], written: list[int]) -> list[int]:
+        found = (self._complete([*ids, *written[:count]], 1) for count in range(len(written)))
+        return [one[0].token if one else -1 for one in found]
+
+    def _complete(self, ids: list[int], count: int) -> list[Said]:
+        given = self._post("/completion", prompt=ids, n_predict=count, temperature=0, n_probs=2, cache_prompt=True)
+        found = []
+        for one in given.get("completion_probabilities", []):
+            first, second = (one.get("top_logprobs") or [one, one])[:2]
+            if first["logprob"] is None:
+                fail("llama.cpp computes numbers that are not finite from it")
+            found.append(Said(int(first["id"]), float(first["logprob"]) - float(second["logprob"])))
+        return found
+
+    def _post(self, path: str, **body: Any) -> Any:
+        self._wait()
+        status, answer = self._ask("POST", path, body)
+        if status != 200:
+            fail(f"llama.cpp did not answer {path}: {answer}")
+        return answer
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not self._ready and self._process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):  # it does not listen yet
+                self._ready = self._ask("GET", "/health")[0] == 200
+            if not self._ready:
+                time.sleep(0.2)
+        if not self._ready:
+            fail("llama.cpp does not load it")
+
+    def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+        try:
+            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Folder(Reader):
+    """A Hugging Face folder's tokenizer, by Transformers where it is there, as engines read it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        self.normalizes = "NFC" in str(getattr(backend, "normalizer", ""))
+
+    def ids(self, text: str, begin: bool = False) -> list[int]:
+        return [int(one) for one in self.tokenizer.encode(text, add_special_tokens=begin)]
+
+    def specials(self) -> list[str]:
+        return [str(one) for one in self.tokenizer.all_special_tokens[:4]]
+
+    def text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids))
+
+
+class Transformers(Folder):
+    name = "PyTorch"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._loaded: Any = None
+
+    def _model(self) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if self._loaded is None:
+            torch.set_num_threads(free_threads())
+            wide = 2 * bytes_in(self.path) < available_bytes()
+            dtype = torch.float32 if wide else "auto"
+            self._loaded = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).eval()
+        return self._loaded
+
+    def answer(self, ids: list[int]) -> list[Said]:
+        import torch
+
+        found: list[Said] = []
+        given, seen = ids, None
+        with torch.inference_mode():
+            for _ in range(ANSWER_TOKENS):
+                made = self._model()(input_ids=torch.tensor([given]), past_key_values=seen, use_cache=True)
+                logits, seen = made.logits[0, -1].float(), made.past_key_values
+                if not bool(logits.isfinite().all()):
+                    fail("PyTorch computes numbers that are not finite from it")
+                best = logits.topk(2)
+                found.append(Said(int(best.indices[0]), float(best.values[0] - best.values[1])))
+                given = [found[-1].token]
+        return found
+
+    def follow(self, ids: list[int], written: list[int]) -> list[int]:
+        import torch
+
+        with torch.inference_mode():
+            logits = self._model()(input_ids=torch.tensor([[*ids, *written[:-1]]])).logits[0]
+        return [int(one) for one in logits[len(ids) - 1 :].argmax(-1)]
+
+    def close(self) -> None:
+        self._loaded = None
+
+
+class Mlx(Folder):
+    name = "MLX"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._loaded: Any = None
+
+    def _model(self) -> Any:
+        import mlx.core as mx
+        from mlx_lm.utils import load_model
+
+        if self._loaded is None:
+            self._loaded, _ = load_model(self.path)
+            if mx.default_device() == mx.cpu:
+                # In bfloat16 its CPU kernels are slow, and wrong in places.
+                self._loaded.set_dtype(mx.float32)
+        return self._loaded
+
+    def answer(self, ids: list[int]) -> list[Said]:
+        import mlx.core as mx
+        from mlx_lm.models.cache import make_prompt_cache
+
+        found: list[Said] = []
+        given, seen = ids, make_prompt_cache(self._model())
+        for _ in range(ANSWER_TOKENS):
+            logits = self._model()(mx.array([given]), cache=seen)[0, -1].astype(mx.float32)
+            if not bool(mx.isfinite(logits).all()):
+                fail("MLX computes numbers that are not finite from it")
+            best = mx.sort(logits)[-2:]
+            found.append(Said(int(mx.argmax(logits)), float(best[1] - best[0])))
+            given = [found[-1].token]
+        return found
+
+    def follow(self, ids: list[int], written: list[int]) -> list[int]:
+        import mlx.core as mx
+
+        logits = self._model()(mx.array([[*ids, *written[:-1]]]))[0].astype(mx.float32)
+        return [int(one) for one in mx.argmax(logits[len(ids) - 1 :], axis=-1)]
+
+    def close(self) -> None:
+        self._loaded = None
+
+
+class Onnx(Reader):
+    """What ONNX Runtime GenAI's builder makes. Its server reads tokenizer.json, and so does this."""
+
+    name = "ONNX Runtime"
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        self.path = path
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        self.normalizes = "NFC" in str(self.tokenizer.normalizer)
+
+    def ids(self, text: str, begin: bool = False) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=begin).ids)
+
+    def text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def follow(self, ids: list[int], written: list[int]) -> list[int]:
+        import numpy as np
+        import onnxruntime_genai as genai
+
+        model = genai.Model(str(self.path))
+        params = genai.GeneratorParams(model)
+        params.set_search_options(max_length=len(ids) + len(written) + 1, batch_size=1)
+        generator = genai.Generator(model, params)
+        found = []
+        for step in (ids, *([one] for one in written[:-1])):
+            generator.append_tokens(np.array([step], dtype=np.int32))
+            found.append(int(np.asarray(generator.get_logits())[0, -1].argmax()))
+        return found
+
+
+class ExLlama(Reader):
+    """Both generations: weights of 16 bits and their own, on the first card."""
+
+    def __init__(self, path: Path, package: str) -> None:
+        import tokenizers
+
+        self.path, self.package, self.name = path, package, package
+        self._loaded: Any = None
+        # Of its tokenizer.json, as bedplate's server for it has it.
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+
+    def ids(self, text: str, begin: bool = False) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=begin).ids)
+
+    def text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _logits(self, ids: list[int]) -> Any:
+        import torch
+
+        if self._loaded is None:
+            self._loaded = self._three() if self.package == "exllamav3" else self._two()
+        with torch.inference_mode():
+            return self._loaded(torch.tensor([ids]))[0].float().cpu()
+
+    def _three(self) -> Any:
+        import exllamav3
+
+        model = exllamav3.Model.from_config(exllamav3.Config.from_directory(str(self.path)))
+        model.load(device="cuda:0")
+        return lambda ids: model.forward(ids, {"attn_mode": "flash_attn_nc"})
+
+    def _two(self) -> Any:
+        import exllamav2
+
+        config = exllamav2.ExLlamaV2Config(str(self.path))
+        config.no_flash_attn = True
+        config.max_seq_len = 512
+        model = exllamav2.ExLlamaV2(config)
+        model.load()
+        return lambda ids: model.forward(ids)
+
+    def answer(self, ids: list[int]) -> list[Said]:
+        found: list[Said] = []
+        for _ in range(ANSWER_TOKENS):
+            best = self._logits([*ids, *(one.token for one in found)])[-1].topk(2)
+            found.append(Said(int(best.indices[0]), float(best.values[0] - best.values[1])))
+        return found
+
+    def follow(self, ids: list[int], written: list[int]) -> list[int]:
+        return [int(one) for one in self._logits([*ids, *written[:-1]])[len(ids) - 1 :].argmax(-1)]
+
+    def close(self) -> None:
+        self._loaded = None
+
+
+def readers(source: Path, result: Path, llama: str | None) -> tuple[Reader, Reader]:
+    """Who reads each of the two."""
+    kinds = kind_of(source), kind_of(result)
+    if "gguf" in kinds and llama is None:
+        raise Unable("llama.cpp, which reads the GGUF file, is not here")
+    if kinds == ("gguf", "gguf"):
+        return Llama(source, str(llama)), Llama(result, str(llama))
+    if kinds == ("gguf", "folder"):
+        return Llama(source, str(llama)), Transformers(result)
+    if kinds == ("folder", "gguf"):
+        theirs = Llama(result, str(llama))
+        try:
+            return Transformers(source), theirs
+        except BaseException:
+            theirs.close()
+            raise
+    if kinds == ("folder", "mlx"):
+        return Mlx(source), Mlx(result)
+    if kinds == ("folder", "onnx"):
+        return Transformers(source), Onnx(result)
+    if kinds in (("folder", "exl2"), ("folder", "exl3")):
+        package = f"exllamav{kinds[1][-1]}"
+        return ExLlama(source, package), ExLlama(result, package)
+    raise Unable(f"nothing is known that compares {kinds[0]} with {kinds[1]}")
+
+
+def kind_of(path: Path) -> str:
+    if path.is_file():
+        return "gguf" if path.suffix == ".gguf" else "file"
+    if (path / "genai_config.json").is_file():
+        return "onnx"
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "unknown"
+    method = str((config.get("quantization_config") or {}).get("quant_method", ""))
+    if method in ("exl2", "exl3"):
+        return method
+    if any(path.glob("*.onnx")):
+        return "encoder"
+    return "mlx" if "quantization" in config else "folder"
+
+
+class Unable(Exception):
+    """What cannot be compared here; no reason to take the result for wrong."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="conversion-check", description=__doc__, allow_abbrev=False)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--bits", type=float, default=16.0, help="that the result stores weights in")
+    parser.add_argument("--llama-server", metavar="JSON", help="how to start llama.cpp")
+    options = parser.parse_args(arguments)
+    os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"})
+    try:
+        with both(options) as (source, result):
+            compare_ids(source, result)
+            compare_answers(source, result, options.bits)
+    except Unable as why:
+        say(f"not compared: {why}")
+
+
+@contextlib.contextmanager
+def both(options: argparse.Namespace) -> Iterator[tuple[Reader, Reader]]:
+    for path in (options.source, options.result):
+        if bytes_in(path) > available_bytes():
+            raise Unable(f"{path.name} is larger than the memory that is free")
+    source, result = readers(options.source, options.result, options.llama_server)
+    try:
+        yield source, result
+    finally:
+        source.close()
+        result.close()
+
+
+def compare_ids(source: Reader, result: Reader) -> None:
+    texts = [*TEXTS, *(f"a {one}b\n{one}1" for one in dict.fromkeys([*source.specials(), *result.specials()]))]
+    if source.normalizes or result.normalizes:
+        # llama.cpp composes nothing by itself.
+        texts = [unicodedata.normalize("NFC", text) for text in texts]
+    wrong = [text for text in texts if source.ids(text) != result.ids(text)]
+    if source.approximated or result.approximated:
+        for text in (known := [text for text in wrong if not text.isascii()]):
+            wrong.remove(text)
+        if known:
+            say(f"token ids: {len(known)} texts that are not ASCII differ, as llama.cpp cuts them otherwise")
+    if wrong:
+        shown = ", ".join(
+            f"{text!r} ({source.ids(text)[:12]} became {result.ids(text)[:12]})" for text in wrong[:SHOWN]
+        )
+        fail(f"{len(wrong)} of {len(texts)} texts have other token ids than in the source: {shown}")
+    say(f"token ids: {len(texts)} of {len(texts)} texts as in the source")
+    begins, began = source.ids("x", begin=True), result.ids("x", begin=True)
+    if begins != began:
+        say(f"note: 'x' is {begins} in the source and {began} in the result, with what is put around it by default")
+
+
+def compare_answers(source: Reader, result: Reader, bits: float) -> None:
+    asked = [(ids, source.answer(ids)) for ids in (source.ids(prompt, begin=True) for prompt in PROMPTS)]
+    clear = agreed = total = same = 0
+    odd: list[str] = []
+    for ids, said in asked:
+        written = [one.token for one in said]
+        for count, (one, other) in enumerate(zip(said, result.follow(ids, written), strict=True)):
+            total, same = total + 1, same + (one.token == other)
+            if one.gap < CLEAR_GAP:
+                continue
+            clear, agreed = clear + 1, agreed + (one.token == other)
+            if one.token != other:
+                before = result.text([*ids, *written[:count]])[-40:]
+                odd.append(f"after …{before!r} {result.text([other])!r} and not {result.text([one.token])!r}")
+    floor = next(share for least, share in FLOORS if bits >= least)
+    counts = (
+        f"{agreed} of {clear} clear next tokens of {len(asked)} greedy answers are the source's ({same} of all {total})"
+    )
+    if clear and at_most(agreed, clear, floor) < CHANCE:
+        fail(f"{counts}, where its weights explain no less than {floor:.0%}: {'; '.join(odd[:SHOWN])}")
+    first = " ".join(source.text([one.token for one in asked[0][1]]).split())[:60]
+    say(f"answers: {counts}; {PROMPTS[0]!r} goes on with {first!r}")
+
+
+def at_most(count: int, of: int, share: float) -> float:
+    """The chance of so few or fewer, where each agrees with this probability."""
+    return sum(math.comb(of, one) * share**one * (1 - share) ** (of - one) for one in range(count + 1))
+
+
+def pre_tokenizer_of(path: Path) -> str | None:
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        return None  # then both are GGUF files, and cut by the same code
+    field = GGUFReader(path).get_field("tokenizer.ggml.pre")
+    return str(field.contents()) if field is not None else None
+
+
+def bytes_in(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def available_bytes() -> int:
+    with contextlib.suppress(OSError, ValueError, StopIteration, IndexError):
+        line = next(one for one in Path("/proc/meminfo").read_text().splitlines() if one.startswith("MemAvailable"))
+        return 1024 * int(line.split()[1])
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 1 << 62
+
+
+def free_threads() -> int:
+    """Processors that others leave free: threads that wait for each other crawl where they cannot run together."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return max(1, round(count - load))
+
+
+def say(text: str) -> None:
+    print(f"conversion-check: {text}", flush=True)  # noqa: T201
+
+
+def fail(text: str) -> Any:
+    sys.exit(f"conversion-check: {' '.join(str(text).split())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,411 @@
+#!/usr/bin/env python3
+"""llama-quantize for the wheel of llama.cpp, which brings the library and not the program.
+
+    llama-quantize IN.gguf OUT.gguf Q4_K_M [THREADS]
+
+Reading, writing and each type's arithmetic are the library's own. Which tensor is given which type is told here, for
+the mixtures that bedplate plans, as llama-quant.cpp of llama.cpp b11549 has it (without an importance matrix).
+
+Runs inside of llama.cpp's environment, and needs nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import ctypes
+import mmap
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13,
+    "Q6_K": 14, "BF16": 30,
+}  # fmt: skip
+NAMES = {number: name for name, number in TYPES.items()}
+BLOCKS = {"F32": 1, "F16": 1, "BF16": 1, "Q3_K": 256, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
+"""Weights that share their scales; 32 for all others."""
+MIXTURES = {
+    "Q8_0": ("Q8_0", 7), "Q6_K": ("Q6_K", 18), "Q5_K_M": ("Q5_K", 17), "Q4_K_M": ("Q4_K", 15), "Q3_K_M": ("Q3_K", 12),
+    "Q5_1": ("Q5_1", 9), "Q5_0": ("Q5_0", 8), "Q4_1": ("Q4_1", 3), "Q4_0": ("Q4_0", 2),
+}  # fmt: skip
+"""The type of most tensors, and the number by which a file's header knows the mixture."""
+SMALLER_BLOCKS = {"Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""For rows that are no multiple of 256."""
+KEPT = (
+    "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
+    "ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight", "indexer.q_proj.weight", "time_mix_first.weight",
+    "time_mix_w0.weight", "time_mix_w1.weight", "time_mix_w2.weight", "time_mix_v0.weight", "time_mix_v1.weight",
+    "time_mix_v2.weight", "time_mix_a0.weight", "time_mix_a1.weight", "time_mix_a2.weight", "time_mix_g1.weight",
+    "time_mix_g2.weight", "time_mix_decay_w1.weight", "time_mix_decay_w2.weight", "time_mix_lerp_fused.weight",
+    "attn_rel_b.weight", ".position_embd", "position_embd.weight", "token_types.weight", "sam.", ".rel_pos",
+    ".patch_embd", ".patch_merger", "a.rvq.codebook", "mm.a.code_embd",
+)  # fmt: skip
+"""Small tensors that suffer most, and some that are no matrices."""
+ODD_ARCHITECTURES = frozenset(["glm5-next", "bailingmoe3", "jais2"])
+"""Those with rules of their own, which are not told here."""
+ROLES = (
+    ("attn_qkv.weight", "value"), ("attn_kv_b.weight", "value"), ("attn_v.weight", "value"), ("attn_k.weight", "key"),
+    ("attn_q.weight", "query"), ("attn_output.weight", "attention output"), ("ffn_up", "up"), ("ffn_gate", "gate"),
+    ("ffn_down", "down"),
+)  # fmt: skip
+SLAB_BYTES = 1 << 30
+CHUNK_WEIGHTS = 1 << 20
+QUANTIZATION_VERSION = 2
+
+
+class Shape(NamedTuple):
+    """What of a model the mixtures look at."""
+
+    architecture: str
+    layers: int
+    experts: int
+    heads: int
+    kv_heads: int
+    tied: bool
+
+    @property
+    def large(self) -> bool:
+        """Those of 70 billion weights, of which a shared value matrix is a small part."""
+        if self.architecture == "llama":
+            return self.layers == 80 and self.heads != self.kv_heads
+        return self.layers == 80 and self.architecture in ("qwen2", "deci", "olmo")
+
+
+class Chooser:
+    """The type for one tensor after another, in the order of layers."""
+
+    def __init__(self, label: str, shape: Shape, value_matrices: int) -> None:
+        self.label, self.shape = label, shape
+        self.base = MIXTURES[label][0]
+        self.values, self._value, self._down = value_matrices, 0, 0
+
+    def type_for(self, name: str, columns: int) -> str:
+        chosen = self._mixed(name, columns)
+        if columns % block(chosen):
+            chosen = SMALLER_BLOCKS.get(chosen, chosen)
+        return chosen if columns % block(chosen) == 0 else "F16"
+
+    def _mixed(self, name: str, columns: int) -> str:
+        role, shape, label = role_of(name), self.shape, self.label
+        if role == "output" or (role == "embedding" and shape.tied):
+            if shape.architecture == "falcon" or columns % block(self.base):
+                return "Q8_0"
+            return self.base if self.base == "Q8_0" else "Q6_K"
+        if role == "value":
+            return self._for_values()
+        if role == "key" and shape.experts == 8:
+            return "Q8_0"
+        if role == "down":
+            return self._for_down(name)
+        if role == "attention output" and shape.architecture != "falcon":
+            if shape.experts == 8:
+                return "Q5_K" if label in ("Q3_K_M", "Q4_K_M") else self.base
+            return "Q4_K" if label == "Q3_K_M" else self.base
+        return self.base
+
+    def _for_values(self) -> str:
+        number, self._value = self._value, self._value + 1
+        chosen = self.base
+        if self.label == "Q3_K_M":
+            chosen = "Q5_K" if number < 2 else "Q4_K"
+        elif self.label in ("Q4_K_M", "Q5_K_M") and more_bits(number, self.values):
+            chosen = "Q6_K"
+        if self.shape.large and chosen in ("Q3_K", "Q4_K"):
+            chosen = "Q5_K"
+        return "Q8_0" if self.shape.experts == 8 else chosen
+
+    def _for_down(self, name: str) -> str:
+        number, self._down = self._down, self._down + 1
+        layers, falcon = self.shape.layers, self.shape.architecture == "falcon"
+        if self.shape.experts > 1:
+            number = layer_of(name)
+        more = more_bits(number, layers)
+        if self.label == "Q3_K_M":
+            if number < layers // 16:
+                return "Q5_K"
+            return "Q4_K" if more or not falcon else "Q3_K"
+        if self.label == "Q4_K_M" and falcon:
+            return "Q6_K" if number < layers // 16 else "Q5_K" if more else "Q4_K"
+        return "Q6_K" if more and self.label in ("Q4_K_M", "Q5_K_M") else self.base
+
+
+def block(name: str) -> int:
+    return BLOCKS.get(name, 32)
+
+
+def more_bits(layer: int, layers: int) -> bool:
+    """The first and last eighth, and every third layer between them."""
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+
+
+def role_of(name: str) -> str:
+    if name == "output.weight":
+        return "output"
+    if name in ("token_embd.weight", "per_layer_token_embd.weight"):
+        return "embedding"
+    return next((role for part, role in ROLES if part in name), "other")
+
+
+def layer_of(name: str) -> int:
+    found = re.match(r"blk\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def is_quantized(name: str, dimensions: int) -> bool:
+    """Whether a tensor is one of those that are stored in fewer bits."""
+    return dimensions >= 2 and name.endswith("weight") and not any(part in name for part in KEPT)
+
+
+class InitParams(ctypes.Structure):
+    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.POINTER(ctypes.c_void_p)))
+
+
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "gguf_init_from_file": (ctypes.c_void_p, [ctypes.c_char_p, InitParams]),
+    "gguf_init_empty": (ctypes.c_void_p, []),
+    "gguf_find_key": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_char_p]),
+    "gguf_get_kv_type": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64]),
+    "gguf_get_val_u32": (ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_int64]),
+    "gguf_get_val_str": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_int64]),
+    "gguf_get_arr_n": (ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_int64]),
+    "gguf_get_arr_type": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64]),
+    "gguf_get_arr_data": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int64]),
+    "gguf_set_kv": (None, [ctypes.c_void_p, ctypes.c_void_p]),
+    "gguf_set_val_u32": (None, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32]),
+    "gguf_remove_key": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_char_p]),
+    "gguf_get_n_tensors": (ctypes.c_int64, [ctypes.c_void_p]),
+    "gguf_get_tensor_name": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_int64]),
+    "gguf_get_tensor_type": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64]),
+    "gguf_get_tensor_offset": (ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_int64]),
+    "gguf_get_tensor_size": (ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_int64]),
+    "gguf_find_tensor": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_char_p]),
+    "gguf_get_data_offset": (ctypes.c_size_t, [ctypes.c_void_p]),
+    "gguf_add_tensor": (None, [ctypes.c_void_p, ctypes.c_void_p]),
+    "gguf_set_tensor_type": (None, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int]),
+    "gguf_get_meta_size": (ctypes.c_size_t, [ctypes.c_void_p]),
+    "gguf_get_meta_data": (None, [ctypes.c_void_p, ctypes.c_void_p]),
+    "ggml_get_tensor": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]),
+    "ggml_nelements": (ctypes.c_int64, [ctypes.c_void_p]),
+    "ggml_nrows": (ctypes.c_int64, [ctypes.c_void_p]),
+    "ggml_n_dims": (ctypes.c_int, [ctypes.c_void_p]),
+    "ggml_row_size": (ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]),
+    "ggml_fp16_to_fp32_row": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]),
+    "ggml_bf16_to_fp32_row": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]),
+    "ggml_quantize_init": (None, [ctypes.c_int]),
+    "ggml_quantize_chunk": (
+        ctypes.c_size_t,
+        [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p],
+    ),
+    "ggml_validate_row_data": (ctypes.c_bool, [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]),
+}
+
+
+class Library:
+    """What of ggml is called here."""
+
+    def __init__(self) -> None:
+        try:
+            import xllamacpp.xllamacpp as extension
+        except ImportError as error:
+            fail(f"this Python lacks llama.cpp's library: {error}")
+        library = ctypes.CDLL(extension.__file__)
+        for name, (result, arguments) in SIGNATURES.items():
+            if not hasattr(library, name):
+                fail(f"this build of llama.cpp does not offer {name}")
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Any:  # for type checkers: all are set above
+        raise AttributeError(name)
+
+
+class Tensor(NamedTuple):
+    name: str
+    type: int
+    rows: int
+    columns: int
+    dimensions: int
+    start: int
+    size: int
+
+
+class Source:
+    """A GGUF file that is read tensor by tensor."""
+
+    def __init__(self, library: Library, path: Path) -> None:
+        self.library, self._inside = library, ctypes.c_void_p()
+        params = InitParams(no_alloc=True, ctx=ctypes.pointer(self._inside))
+        self.header = library.gguf_init_from_file(os.fsencode(path), params)
+        if not self.header:
+            fail(f"{path} is no whole GGUF file")
+        self._file = path.open("rb")
+        self.data = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def tensors(self) -> list[Tensor]:
+        """In the order of layers, and of names within one."""
+        library, begin = self.library, self.library.gguf_get_data_offset(self.header)
+        found = []
+        for number in range(library.gguf_get_n_tensors(self.header)):
+            name = library.gguf_get_tensor_name(self.header, number)
+            handle = self.handle(name)
+            rows = library.ggml_nrows(handle)
+            found.append(
+                Tensor(
+                    name.decode(),
+                    library.gguf_get_tensor_type(self.header, number),
+                    rows,
+                    library.ggml_nelements(handle) // max(rows, 1),
+                    library.ggml_n_dims(handle),
+                    begin + library.gguf_get_tensor_offset(self.header, number),
+                    library.gguf_get_tensor_size(self.header, number),
+                )
+            )
+        return sorted(found, key=lambda one: (layer_of(one.name), one.name))
+
+    def handle(self, name: bytes) -> Any:
+        return self.library.ggml_get_tensor(self._inside, name)
+
+    def text(self, key: str) -> str:
+        at = self.library.gguf_find_key(self.header, key.encode())
+        return self.library.gguf_get_val_str(self.header, at).decode() if at >= 0 else ""
+
+    def number(self, key: str) -> int:
+        """The first, where layers differ."""
+        at = self.library.gguf_find_key(self.header, key.encode())
+        if at < 0:
+            return 0
+        kind = self.library.gguf_get_kv_type(self.header, at)
+        if kind == 9:  # an array
+            if not self.library.gguf_get_arr_n(self.header, at) or self.library.gguf_get_arr_type(self.header, at) > 5:
+                return 0
+            return int(ctypes.cast(self.library.gguf_get_arr_data(self.header, at), ctypes.POINTER(ctypes.c_int))[0])
+        return int(self.library.gguf_get_val_u32(self.header, at)) if kind == 4 else 0
+
+    def shape(self, tensors: list[Tensor]) -> Shape:
+        architecture = self.text("general.architecture")
+        return Shape(
+            architecture,
+            self.number(f"{architecture}.block_count"),
+            self.number(f"{architecture}.expert_count"),
+            self.number(f"{architecture}.attention.head_count"),
+            self.number(f"{architecture}.attention.head_count_kv"),
+            all(tensor.name != "output.weight" for tensor in tensors),
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="llama-quantize", description=__doc__, allow_abbrev=False)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("type", choices=tuple(MIXTURES))
+    parser.add_argument("threads", type=int, nargs="?", default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    if not options.source.is_file():
+        fail(f"there is no file {options.source}")
+    try:
+        quantize(options.source, options.result, options.type, max(1, options.threads))
+    except BaseException:
+        options.result.unlink(missing_ok=True)
+        raise
+
+
+def quantize(path: Path, result: Path, label: str, threads: int) -> None:
+    library = Library()
+    source = Source(library, path)
+    tensors = source.tensors()
+    shape = source.shape(tensors)
+    if shape.architecture in ODD_ARCHITECTURES:
+        fail(f"{shape.architecture} has a mixture of its own, which llama.cpp's own llama-quantize knows")
+    if source.number("split.count") > 1:
+        fail("the file is one of several: join them first")
+    values = sum(role_of(tensor.name) == "value" for tensor in tensors)
+    chooser = Chooser(label, shape, values)
+    chosen = {}
+    for tensor in tensors:
+        kept = NAMES.get(tensor.type, "") if not is_quantized(tensor.name, tensor.dimensions) else None
+        chosen[tensor.name] = tensor.type if kept is not None else TYPES[chooser.type_for(tensor.name, tensor.columns)]
+    header = library.gguf_init_empty()
+    library.gguf_set_kv(header, source.header)
+    library.gguf_set_val_u32(header, b"general.quantization_version", QUANTIZATION_VERSION)
+    library.gguf_set_val_u32(header, b"general.file_type", MIXTURES[label][1])
+    for key in (b"split.no", b"split.count", b"split.tensors.count"):
+        library.gguf_remove_key(header, key)
+    for tensor in tensors:
+        library.gguf_add_tensor(header, source.handle(tensor.name.encode()))
+        library.gguf_set_tensor_type(header, tensor.name.encode(), chosen[tensor.name])
+    with result.open("wb") as file, concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        begin = library.gguf_get_meta_size(header)
+        meta = ctypes.create_string_buffer(begin)
+        library.gguf_get_meta_data(header, meta)
+        file.write(meta.raw)
+        for number, tensor in enumerate(tensors, 1):
+            at = library.gguf_find_tensor(header, tensor.name.encode())
+            file.write(b"\0" * (begin + library.gguf_get_tensor_offset(header, at) - file.tell()))
+            for slab in rewritten(library, source, tensor, chosen[tensor.name], pool):
+                file.write(slab)
+            what = NAMES.get(chosen[tensor.name], "as it is")
+            print(f"[{number:4d}/{len(tensors):4d}] {tensor.name} {what}", flush=True)  # noqa: T201
+        # Tensors are padded, the last one too.
+        file.write(b"\0" * (-(file.tell() - begin) % 32))
+    odd = sum(
+        tensor.columns % block(MIXTURES[label][0]) != 0 for tensor in tensors if chosen[tensor.name] != tensor.type
+    )
+    if odd:
+        print(f"{odd} tensors have rows that are no multiple of 256, and took more bits than {label}")  # noqa: T201
+
+
+def rewritten(
+    library: Library, source: Source, tensor: Tensor, wanted: int, pool: concurrent.futures.Executor
+) -> Iterator[bytes | bytearray | memoryview]:
+    """A tensor's bytes in the wanted type, a slab of rows at a time."""
+    if tensor.type == wanted:
+        yield memoryview(source.data)[tensor.start : tensor.start + tensor.size]
+        return
+    if NAMES.get(tensor.type) not in ("F32", "F16", "BF16"):
+        fail(f"{tensor.name} is quantized already; quantize weights of 16 bits or more")
+    library.ggml_quantize_init(wanted)
+    row_in, row_out = library.ggml_row_size(tensor.type, tensor.columns), library.ggml_row_size(wanted, tensor.columns)
+    slab_rows = max(1, SLAB_BYTES // (row_in + row_out))
+    chunk_rows = max(1, CHUNK_WEIGHTS // tensor.columns)
+    for first in range(0, tensor.rows, slab_rows):
+        rows = min(slab_rows, tensor.rows - first)
+        slab = bytearray(rows * row_out)
+        target = (ctypes.c_char * len(slab)).from_buffer(slab)
+
+        def one(begin: int, first: int = first, rows: int = rows, target: Any = target) -> None:
+            count = min(chunk_rows, rows - begin)
+            at = tensor.start + (first + begin) * row_in
+            given = ctypes.create_string_buffer(source.data[at : at + count * row_in], count * row_in)
+            where = ctypes.addressof(target) + begin * row_out
+            into(library, tensor, wanted, given, where, count)
+
+        list(pool.map(one, range(0, rows, chunk_rows)))
+        del target, one
+        yield slab
+
+
+def into(library: Library, tensor: Tensor, wanted: int, given: Any, where: int, rows: int) -> None:
+    """Some rows, by way of 32 bits."""
+    weights = rows * tensor.columns
+    numbers = given
+    if tensor.type != TYPES["F32"]:
+        numbers = ctypes.create_string_buffer(4 * weights)
+        widen = library.ggml_fp16_to_fp32_row if tensor.type == TYPES["F16"] else library.ggml_bf16_to_fp32_row
+        widen(given, numbers, weights)
+    size = library.ggml_quantize_chunk(wanted, numbers, where, 0, rows, tensor.columns, None)
+    if not library.ggml_validate_row_data(wanted, where, size):
+        fail(f"{tensor.name} has weights that are not finite numbers")
+
+
+def fail(text: str) -> Any:
+    sys.exit(f"llama-quantize: {' '.join(str(text).split())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What was prepared and is kept: whose it is, when it was last used, what is stale, and how it is removed."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from bedplate.engines import engine as engine_by_id
+from bedplate.errors import BadQuestion, BedplateError
+from bedplate.home import disk_failure
+from bedplate.run.prepare import MANIFEST, Prepared, identity, prepared_dir, size_of
+
+MAKING = ".making-"
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """One folder of prepared weights."""
+
+    id: str
+    path: str
+    what: str
+    model: str
+    engine: str
+    """Whose environment made it."""
+    disk_bytes: int
+    made_at: str | None
+    used_at: str | None
+    in_use: bool
+    stale: str | None
+    """Why nothing will ask for it again; `None`: the next start that needs it takes it."""
+    checked: tuple[str, ...] = ()
+
+
+def kept() -> list[Kept]:
+    """All that is there, what was used last first; what a killed conversion left behind, too."""
+    folders = [path for path in prepared_dir().glob("*") if path.is_dir()] if prepared_dir().is_dir() else []
+    found = [one for path in folders if (one := _read(path)) is not None]
+    return sorted(found, key=lambda one: (one.used_at or "", one.id), reverse=True)
+
+
+def chosen(ids: Sequence[str], *, stale: bool = False, unused: bool = False) -> list[Kept]:
+    """Those that are named by their ids, or the beginnings of them; or all stale ones, or all that nobody uses."""
+    there = kept()
+    found = [one for one in there if (stale and one.stale) or (unused and not one.in_use)]
+    for wanted in ids:
+        alike = [one for one in there if one.id.startswith(wanted)]
+        if len(alike) != 1:
+            what = "nothing that was prepared is" if not alike else f"{len(alike)} of those that were prepared are"
+            raise BadQuestion(f"{what} called {wanted}", hint="bedplate prepared lists them")
+        found += [one for one in alike if one not in found]
+    return found
+
+
+def remove(which: Sequence[Kept]) -> tuple[list[Kept], list[Kept]]:
+    """Those that are gone, and those that stay because a running bedplate uses them, or just makes them."""
+    gone, stay = [], []
+    for one in which:
+        folder = Path(one.path)
+        try:
+            with _alone(folder) as alone:
+                if not alone:
+                    stay.append(one)
+                    continue
+                # The manifest goes first: a removal that is cut short must not leave half a model.
+                (folder / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(folder)
+        except OSError as error:
+            raise disk_failure(error, folder) from error
+        gone.append(one)
+    return gone, stay
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Whether nobody else uses or makes it, and nobody begins to meanwhile."""
+    from filelock import FileLock, Timeout
+
+    name = folder.name.removeprefix(MAKING).partition("-")[0]
+    lock = FileLock(f"{folder.parent / name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        yield False
+        return
+    try:
+        with _mark(folder.parent / name) as free:
+            yield free
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _mark(folder: Path) -> Iterator[bool]:
+    """Takes the mark that users share; `False` where one of them has it."""
+    mark = Path(f"{folder}.use")
+    if os.name != "posix" or not mark.exists():
+        yield True
+        return
+    import fcntl
+
+    file = os.open(mark, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(file)
+
+
+def _read(folder: Path) -> Kept | None:
+    if folder.name == "hashes":
+        return None
+    with _alone(folder) as alone:
+        in_use = not alone
+    made = MAKING in folder.name
+    try:
+        record = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Prepared)
+        used: str | None = _time((folder / MANIFEST).stat().st_mtime)
+    except (OSError, msgspec.DecodeError):
+        record, used = None, None
+    if record is None:
+        return Kept(
+            id=folder.name.removeprefix(MAKING),
+            path=str(folder),
+            what="being made" if made and in_use else "left behind by a conversion that did not end",
+            model="",
+            engine="",
+            disk_bytes=_own_bytes(folder),
+            made_at=None,
+            used_at=used,
+            in_use=in_use,
+            stale=None if in_use else "it is not whole",
+        )
+    return Kept(
+        id=folder.name,
+        path=str(folder),
+        what=record.what,
+        model=record.model,
+        engine=record.engine,
+        disk_bytes=_own_bytes(folder),
+        made_at=record.made_at or None,
+        used_at=used,
+        in_use=in_use,
+        stale=_stale(record),
+        checked=record.checked,
+    )
+
+
+def _stale(record: Prepared) -> str | None:
+    if not record.identity:
+        return "an earlier version of bedplate made it"
+    try:
+        now = identity(engine_by_id(record.engine), record.argv)
+    except BedplateError:
+        return f"this version of bedplate knows no engine {record.engine}"
+    return None if now == record.identity else "other packages or programs made it than would make it today"
+
+
+def _own_bytes(folder: Path) -> int:
+    """Without what it links to, which is kept elsewhere."""
+    return sum(size_of(path) for path in folder.iterdir() if not path.is_symlink())
+
+
+def _time(seconds: float) -> str:
+    return dt.datetime.fromtimestamp(seconds, dt.UTC).isoformat(timespec="seconds")

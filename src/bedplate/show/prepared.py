@@ -1,0 +1,56 @@
+"""The page of `prepared`: what is kept, and what of it may go."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from bedplate.run.kept import Kept
+from bedplate.show.columns import Column, Columns
+from bedplate.values.units import size
+
+ID_LETTERS = 8
+DAY_S = 86_400.0
+
+
+def render_prepared(kept: Sequence[Kept], now: dt.datetime | None = None) -> RenderableType:
+    if not kept:
+        return Text(" nothing is kept: no engine here needed converted weights yet", style="dim")
+    now = now or dt.datetime.now(dt.UTC)
+    table = Columns(
+        Column.of("id", [Text(one.id[:ID_LETTERS], style="bold") for one in kept]),
+        (
+            Column.of("what", [one.what for one in kept], comfortable=46),
+            Column.of("made by", [one.engine for one in kept]),
+            Column.of("size", [size(one.disk_bytes) for one in kept], right=True),
+            Column.of("last used", [ago(one.used_at, now) for one in kept]),
+            Column.of("", [_state(one) for one in kept], comfortable=24),
+        ),
+    )
+    stale = [one for one in kept if one.stale and not one.in_use]
+    lines: list[RenderableType] = [Text(), table, Text()]
+    lines.append(Text(f" {len(kept)} in all, {size(sum(one.disk_bytes for one in kept))}", style="dim"))
+    if stale:
+        freed = size(sum(one.disk_bytes for one in stale))
+        lines.append(Text(f" bedplate prepared remove --stale frees {freed}", style="dim"))
+    return Group(*lines)
+
+
+def ago(at: str | None, now: dt.datetime) -> str:
+    if at is None:
+        return "never"
+    passed = (now - dt.datetime.fromisoformat(at)).total_seconds()
+    if passed < 120:
+        return "just now"
+    if passed < 2 * 3600:
+        return f"{passed / 60:.0f} min ago"
+    return f"{passed / 3600:.0f} h ago" if passed < 2 * DAY_S else f"{passed / DAY_S:.0f} days ago"
+
+
+def _state(one: Kept) -> Text:
+    if one.in_use:
+        return Text("in use", style="green")
+    return Text("stale", style="yellow") if one.stale else Text("")

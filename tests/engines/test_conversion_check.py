@@ -1,0 +1,191 @@
+"""The comparison after a conversion: token ids, answers one token at a time, and evidence where they differ."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bedplate.engines
+from bedplate.measure.agreement import CHANCE, CLEAR_GAP, FLOORS
+from bedplate.run.environments import Environment, command
+from bedplate.values import Launch
+
+PROGRAM = Path(bedplate.engines.__file__).parent / "shipped" / "conversion_check.py"
+check: Any = importlib.import_module("bedplate.engines.shipped.conversion_check")
+
+
+class Words(check.Reader):  # type: ignore[misc]
+    """A model whose tokens are characters, and which repeats what it is told."""
+
+    name = "words"
+
+    def __init__(self, wrong: str = "", wrong_answers: int = 0, gap: float = 2.0) -> None:
+        self.wrong, self.wrong_answers, self.gap = wrong, wrong_answers, gap
+        self.asked = 0
+
+    def ids(self, text: str, begin: bool = False) -> list[int]:
+        return [ord(letter) + (letter in self.wrong) for letter in text]
+
+    def text(self, ids: list[int]) -> str:
+        return "".join(chr(one) for one in ids)
+
+    def answer(self, ids: list[int]) -> list[Any]:
+        return [check.Said(65 + number, self.gap) for number in range(check.ANSWER_TOKENS)]
+
+    def follow(self, ids: list[int], written: list[int]) -> list[int]:
+        self.asked += len(written)
+        return [one + (number < self.wrong_answers) for number, one in enumerate(written)]
+
+
+class TestTokenIds:
+    def test_the_same(self, capsys: pytest.CaptureFixture[str]) -> None:
+        check.compare_ids(Words(), Words())
+        count = len(check.TEXTS)
+        assert f"token ids: {count} of {count} texts as in the source" in capsys.readouterr().out
+
+    def test_one_that_differs_is_the_evidence(self) -> None:
+        with pytest.raises(SystemExit) as ended:
+            check.compare_ids(Words(), Words(wrong="½"))
+        assert "1 of " in str(ended.value) and "'½ ² ³ ٣ Ⅷ ５' ([189," in str(ended.value)
+        assert "became [190," in str(ended.value)
+
+    def test_where_llama_cpp_is_known_to_cut_otherwise_it_is_only_said(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        theirs = Words(wrong="½")
+        theirs.approximated = True
+        check.compare_ids(Words(), theirs)
+        assert "1 texts that are not ASCII differ" in capsys.readouterr().out
+        theirs.wrong = "H"
+        with pytest.raises(SystemExit):
+            check.compare_ids(Words(), theirs)
+
+    def test_who_composes_characters_is_given_composed_ones(self) -> None:
+        class Composing(Words):
+            normalizes = True
+
+            def ids(self, text: str, begin: bool = False) -> list[int]:
+                import unicodedata
+
+                return super().ids(unicodedata.normalize("NFC", text))
+
+        check.compare_ids(Words(), Composing())
+
+    def test_the_texts_hold_what_tokenizers_trip_over(self) -> None:
+        text = "".join(check.TEXTS)
+        assert "\n\n1" in check.TEXTS and any(one.startswith("  ") for one in check.TEXTS)
+        assert {"你", "ا", "😀", "½", "\u0301", "\t", "\r", "_", "{"} <= set(text)
+
+
+class TestAnswers:
+    def test_the_same(self, capsys: pytest.CaptureFixture[str]) -> None:
+        result = Words()
+        check.compare_answers(Words(), result, 16)
+        asked = len(check.PROMPTS) * check.ANSWER_TOKENS
+        assert result.asked == asked and f"answers: {asked} of {asked} clear" in capsys.readouterr().out
+
+    def test_wrong_ones_are_evidence(self) -> None:
+        with pytest.raises(SystemExit) as ended:
+            check.compare_answers(Words(), Words(wrong_answers=8), 16)
+        assert "32 of 64 clear next tokens" in str(ended.value) and "no less than 97%" in str(ended.value)
+        assert "after …'The capital of France is' 'B' and not 'A'" in str(ended.value)
+
+    def test_few_bits_explain_more(self) -> None:
+        check.compare_answers(Words(), Words(wrong_answers=6), 4.5)
+        with pytest.raises(SystemExit):
+            check.compare_answers(Words(), Words(wrong_answers=6), 8)
+        with pytest.raises(SystemExit):
+            check.compare_answers(Words(), Words(wrong_answers=16), 4.5)
+
+    def test_near_ties_do_not_count(self, capsys: pytest.CaptureFixture[str]) -> None:
+        check.compare_answers(Words(gap=0.1), Words(wrong_answers=16), 16)
+        assert "0 of 0 clear" in capsys.readouterr().out
+
+    def test_what_it_asks_for_is_what_a_served_engine_is_asked_for(self) -> None:
+        assert (check.CHANCE, check.CLEAR_GAP) == (CHANCE, CLEAR_GAP)
+        assert check.FLOORS[1:] == FLOORS[1:] and check.FLOORS[0][1] <= FLOORS[0][1]
+
+    @given(of=st.integers(1, 80), share=st.sampled_from([0.55, 0.85, 0.97]))
+    def test_chances_add_up(self, of: int, share: float) -> None:
+        found = [check.at_most(count, of, share) for count in range(of + 1)]
+        assert found == sorted(found) and abs(found[-1] - 1) < 1e-9
+
+
+class TestKinds:
+    @pytest.mark.parametrize(
+        ("files", "kind"),
+        [
+            ({"config.json": {}}, "folder"),
+            ({"config.json": {"quantization": {"bits": 4, "group_size": 32}}}, "mlx"),
+            ({"config.json": {"quantization_config": {"quant_method": "exl3"}}}, "exl3"),
+            ({"config.json": {}, "genai_config.json": {}}, "onnx"),
+            ({"config.json": {}, "model.onnx": {}}, "encoder"),
+            ({}, "unknown"),
+        ],
+    )
+    def test_by_what_lies_there(self, files: dict[str, Any], kind: str, tmp_path: Path) -> None:
+        for name, content in files.items():
+            (tmp_path / name).write_text(json.dumps(content))
+        assert check.kind_of(tmp_path) == kind
+
+    def test_what_nobody_compares_is_no_failure(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        done = subprocess.run([sys.executable, "-I", str(PROGRAM), str(tmp_path / "a"), str(tmp_path)],
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0 and "not compared: nothing is known that compares" in done.stdout
+
+
+def compared(llama: Environment, source: Path, result: Path, bits: str = "16") -> subprocess.CompletedProcess[str]:
+    server = json.dumps(command(llama, Launch(argv=("llama-server",))))
+    argv = [sys.executable, "-I", str(PROGRAM), str(source), str(result), "--bits", bits, "--llama-server", server]
+    return subprocess.run(argv, capture_output=True, text=True)
+
+
+class TestRealFiles:
+    def test_a_file_says_what_it_says(self, builtin_gguf: Path, llama_environment: Environment) -> None:
+        done = compared(llama_environment, builtin_gguf, builtin_gguf)
+        assert done.returncode == 0, done.stderr
+        assert "texts as in the source" in done.stdout and "(64 of all 64)" in done.stdout
+
+    def test_text_that_is_cut_otherwise_is_found(
+        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+    ) -> None:
+        other = tmp_path / "cut.gguf"
+        content = builtin_gguf.read_bytes()
+        assert content.count(b"smollm") >= 1
+        at = content.index(b"smollm", content.index(b"tokenizer.ggml.pre"))
+        other.write_bytes(content[:at] + b"falcon" + content[at + 6 :])
+        done = compared(llama_environment, builtin_gguf, other)
+        assert done.returncode == 1 and "have other token ids than in the source" in done.stderr
+
+    def test_weights_that_are_wrong_are_found(
+        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+    ) -> None:
+        other = tmp_path / "wrong.gguf"
+        content = bytearray(builtin_gguf.read_bytes())
+        for tensor in gguf.GGUFReader(builtin_gguf).tensors:
+            if "attn_output" in tensor.name:
+                content[tensor.data_offset : tensor.data_offset + tensor.n_bytes] = bytes(tensor.n_bytes)
+        other.write_bytes(content)
+        done = compared(llama_environment, builtin_gguf, other, "4")
+        assert done.returncode == 1 and "clear next tokens" in done.stderr and "and not" in done.stderr
+
+    def test_numbers_that_are_none_are_found(
+        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+    ) -> None:
+        other = tmp_path / "damaged.gguf"
+        content = bytearray(builtin_gguf.read_bytes())
+        begin = len(content) // 2
+        content[begin : begin + 6_000_000] = b"\xff" * 6_000_000
+        other.write_bytes(content)
+        done = compared(llama_environment, builtin_gguf, other, "4")
+        assert done.returncode == 1 and "not finite" in done.stderr

@@ -1,0 +1,110 @@
+"""Unpacking: how text is cut by the name in a GGUF's header, and what begins it. Real files: tests/fleet."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bedplate.facts.unpack import ARCHITECTURES
+
+program: Any = importlib.import_module("bedplate.engines.shipped.gguf_to_folder")
+
+
+class Header:
+    """As much of one as is asked for (constructed)."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+        self.fields["general.architecture"] = fields.get("architecture", "llama")
+
+    def text(self, key: str) -> str | None:
+        return self.fields.get(key)
+
+    def flag(self, key: str) -> bool | None:
+        return self.fields.get(key)
+
+
+@pytest.fixture(autouse=True)
+def tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for the package: keeps what it was built of."""
+    kinds = SimpleNamespace(
+        Split=lambda pattern, behavior: ("split", pattern, behavior),
+        ByteLevel=lambda add_prefix_space, use_regex: ("bytes", add_prefix_space, use_regex),
+        Sequence=list,
+        Prepend=lambda text: ("prepend", text),
+        Replace=lambda old, new: ("replace", old, new),
+    )
+    package = SimpleNamespace(Regex=lambda pattern: pattern, pre_tokenizers=kinds, normalizers=kinds)
+    monkeypatch.setitem(sys.modules, "tokenizers", package)
+
+
+def built(**fields: Any) -> Any:
+    backend = SimpleNamespace(pre_tokenizer="before", normalizer="before", model=SimpleNamespace(ignore_merges=None))
+    program.set_pre_tokenizer(backend, Header(**fields))
+    return backend
+
+
+class TestCuts:
+    def test_smollm_takes_digits_one_by_one_before_words(self) -> None:
+        backend = built(model="gpt2", pre="smollm")
+        digits, words, as_bytes = backend.pre_tokenizer
+        assert digits == ("split", r"\p{N}", "isolated") and words[1].startswith("'s|'t|")
+        assert as_bytes == ("bytes", False, False) and backend.model.ignore_merges is False
+
+    def test_llama_3_takes_up_to_three_digits_and_whole_words_first(self) -> None:
+        backend = built(model="gpt2", pre="llama-bpe")
+        assert r"\p{N}{1,3}" in backend.pre_tokenizer[0][1] and backend.model.ignore_merges is True
+        assert r"|\p{N}|" in built(model="gpt2", pre="qwen2").pre_tokenizer[0][1]
+
+    def test_an_unknown_way_is_refused_by_its_name(self) -> None:
+        with pytest.raises(SystemExit, match="called 'brand-new'"):
+            built(model="gpt2", pre="brand-new")
+
+    def test_a_file_that_does_not_say_is_cut_as_llama_cpp_does_and_warned_of(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert len(built(model="gpt2").pre_tokenizer) == 5
+        assert "does not say how text is cut" in capsys.readouterr().out
+
+    def test_pieces_mark_spaces(self) -> None:
+        backend = built(model="llama", pre="default")
+        assert backend.normalizer == [("prepend", "\u2581"), ("replace", " ", "\u2581")]
+        assert backend.pre_tokenizer is None
+        assert built(model="llama", add_space_prefix=False).normalizer == [("replace", " ", "\u2581")]
+
+    def test_what_is_neither_stays_as_it_is(self) -> None:
+        assert built(model="t5").pre_tokenizer == "before"
+        assert built(model="llama", architecture="gemma2").normalizer == "before"
+
+    def test_every_architecture_that_is_unpacked_has_its_usual_names(self) -> None:
+        usual = {
+            "llama": ("smollm", "llama-bpe", "tekken", "deepseek-llm", "gpt-2"), "qwen2": ("qwen2", "deepseek-r1-qwen"),
+            "qwen3": ("qwen2",), "phi3": ("dbrx", "gpt-4o"), "starcoder2": ("starcoder",), "falcon": ("falcon",),
+            "stablelm": ("stablelm2",), "gpt2": ("gpt-2",), "bloom": ("bloom",), "mamba": ("gpt-2",),
+        }  # fmt: skip
+        assert set(usual) <= set(ARCHITECTURES)
+        assert {name for names in usual.values() for name in names} <= set(program.SPLITS)
+        assert set(program.SPLITS) >= program.WHOLE_WORDS_FIRST | program.BEGINS_BY_DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("fields", "begins"),
+    [
+        ({"model": "gpt2", "pre": "smollm"}, False),
+        ({"model": "gpt2", "pre": "llama-bpe"}, True),
+        ({"model": "gpt2", "pre": "llama-bpe", "add_bos_token": False}, False),
+        ({"model": "gpt2", "pre": "qwen2", "add_bos_token": True}, True),
+        ({"model": "llama", "pre": "default"}, True),
+    ],
+)
+def test_what_begins_a_text(fields: dict[str, Any], begins: bool) -> None:
+    tokenizer = SimpleNamespace(bos_token="<s>", add_bos_token=not begins)
+    program.set_begin(tokenizer, Header(**fields))
+    assert tokenizer.add_bos_token is begins
+    without = SimpleNamespace(bos_token=None, add_bos_token=False)
+    program.set_begin(without, Header(**fields))
+    assert without.add_bos_token is False
