@@ -11,16 +11,18 @@ import msgspec
 import pytest
 from tests.run.test_environments import Tiny, own_home
 
-from bedplate.engines import Recipe
+from bedplate.engines import Recipe, engine
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.run import environments
 from bedplate.run.environments import (
     adopt,
+    adopt_program,
     command,
     find_environment,
     forget,
     installed,
     make_environment,
+    read_version,
     remove,
     shipped,
     why_not,
@@ -159,3 +161,70 @@ class TestForgetting:
         forget(Tiny())
         monkeypatch.setattr(environments, "_install", lambda *_: own)
         assert make_environment(Tiny()) == own
+
+
+LLAMA = engine("llama.cpp")
+
+
+@pytest.fixture
+def their_server(tmp_path: Path) -> Path:
+    """A llama-server of a package manager's, as far as its version goes."""
+    program = tmp_path / "their bin" / "llama-server"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'version: 6123 (79c1160b)' >&2\necho 'built with Apple clang' >&2\n")
+    program.chmod(0o755)
+    return program
+
+
+class TestPrograms:
+    @pytest.mark.parametrize("below", ["llama-server", "."])
+    def test_it_is_started_as_it_is(self, their_server: Path, below: str) -> None:
+        found = adopt_program(LLAMA, their_server.parent / below)
+        assert found.version == "6123-79c1160b" and found.theirs == str(their_server) and found.disk_bytes == 0
+        assert make_environment(LLAMA) == found == find_environment(LLAMA)
+        assert installed() == [found]
+        for name in ("llama-server", "llama.cpp-build/bin/llama-server"):
+            assert command(found, Launch(argv=(name, "--port", "1"))) == [str(their_server), "--port", "1"]
+        assert LLAMA.recipe is not None and why_not(Path(found.path), LLAMA.recipe) is None
+
+    def test_one_that_does_not_run(self, their_server: Path) -> None:
+        their_server.write_text("#!/bin/sh\necho 'cannot execute: exec format error' >&2\nexit 126\n")
+        with pytest.raises(OutsideFailed, match="does not run") as caught:
+            adopt_program(LLAMA, their_server)
+        assert "exec format error" in str(caught.value.cause) and installed() == []
+
+    def test_one_that_stops_running_is_told_by_doctor(self, their_server: Path) -> None:
+        found = adopt_program(LLAMA, their_server)
+        their_server.write_text("#!/bin/sh\nkill -ILL $$\n")
+        assert LLAMA.recipe is not None and "SIGILL" in str(why_not(Path(found.path), LLAMA.recipe))
+
+    def test_what_is_no_program_and_who_takes_none(self, tmp_path: Path, their_server: Path) -> None:
+        with pytest.raises(BadQuestion, match="is no program"):
+            adopt_program(LLAMA, tmp_path / "nothing")
+        with pytest.raises(BadQuestion, match="no program by itself") as caught:
+            adopt_program(engine("vllm"), their_server)
+        assert "--python" in str(caught.value.hint)
+
+    def test_gone_and_forgotten(self, their_server: Path) -> None:
+        adopt_program(LLAMA, their_server)
+        their_server.rename(their_server.with_name("moved"))
+        with pytest.raises(OutsideFailed, match=r"the program that was given for llama\.cpp is gone"):
+            make_environment(LLAMA)
+        assert forget(LLAMA).theirs == str(their_server)
+        assert installed() == []
+
+    @pytest.mark.parametrize(
+        ("text", "version"),
+        [
+            ("version: 6123 (79c1160b)\nbuilt with Apple clang", "6123-79c1160b"),
+            (
+                "version: 0.5.0-dev (build 1, commit 0c1e570)\nbuilt with GNU 12.2.0 for Linux x86_64",
+                "0.5.0-dev-0c1e570",
+            ),
+            ("ollama version 0.12.1", "0.12.1"),
+            ("usage: something else", None),
+        ],
+    )
+    def test_versions(self, text: str, version: str | None) -> None:
+        """The second as a native build prints it."""
+        assert read_version(text) == version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import psutil
 import pytest
 from tests.conftest import gone, wait_for
 
 from bedplate.engines import Engine, Recipe
+from bedplate.engines.base import made_path
 from bedplate.errors import OutsideFailed
 from bedplate.home import home
 from bedplate.run import prepare as module
@@ -124,7 +127,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path) -> Envi
     engines = {"fake": Fake(), "other": Other()}
     monkeypatch.setattr(module, "all_engines", lambda: engines)
     monkeypatch.setattr(module, "engine_by_id", engines.__getitem__)
+    monkeypatch.setattr(module, "llama_server", lambda own, progress: None)
     return environment(tmp_path / "env")
+
+
+def read_record(folder: Path) -> Prepared:
+    return msgspec.json.decode((folder / "bedplate.json").read_bytes(), type=Prepared)
 
 
 @pytest.fixture
@@ -156,11 +164,9 @@ class TestOnce:
         assert prepare(plan_for(source), steps, own) == first
 
     def test_what_it_took_is_kept_beside_it(self, own: Environment, source: Path) -> None:
-        import msgspec
-
         folder = prepare(plan_for(source), [step("make", source, "folder")], own)
         assert folder is not None
-        found = msgspec.json.decode((folder / "bedplate.json").read_bytes(), type=Prepared)
+        found = read_record(folder)
         assert (found.what, found.engine, found.version, found.disk_bytes) == ("folder", "fake", "1", 5)
 
     def test_plans_share_what_they_have_in_common(self, own: Environment, source: Path) -> None:
@@ -213,8 +219,54 @@ class TestOnce:
         monkeypatch.setattr(module, "shipped", lambda file: b"another")
         assert prepare(plan_for(source), [step("own", source, "folder")], own) != first
 
+    def test_what_something_was_made_of_may_be_gone(
+        self, own: Environment, source: Path, request: pytest.FixtureRequest
+    ) -> None:
+        steps = [step("make", source, "folder"), step("make", "folder", "result")]
+        folder = prepare(plan_for(source), steps, own)
+        assert folder is not None
+        shutil.rmtree((folder / "folder").resolve().parent)
+        request.getfixturevalue("nothing_runs")
+        assert prepare(plan_for(source), steps, own) == folder
+
+    def test_working_folders_are_not_kept(self, own: Environment, source: Path) -> None:
+        script = "import pathlib; [pathlib.Path(name).mkdir() for name in ('it', 'it-work')]"
+        made = Preparation(kind="convert", what="it", where="it", argv=("python", "-c", script))
+        folder = prepare(plan_for(source), [made], own)
+        assert folder is not None and {path.name for path in folder.iterdir()} == {"it", "bedplate.json"}
+
+    def test_what_is_compiled_leaves_nothing_here_and_is_done_once(
+        self, own: Environment, source: Path, tmp_path: Path
+    ) -> None:
+        place = tmp_path / "compiled"
+        script = f"import os, pathlib; pathlib.Path({str(place)!r}).open('a').write(os.environ['MAX_JOBS'])"
+        built = Preparation(
+            kind="build", what="it", where="elsewhere", argv=("env", "MAX_JOBS=3", "python", "-c", script)
+        )
+        for _ in range(2):
+            folder = prepare(plan_for(source), [built, step("make", source, "folder")], own)
+            assert folder is not None and (folder / "folder" / "weights").read_text() == "bits+"
+        assert place.read_text() == "3"
+
 
 class TestWhere:
+    def test_a_step_says_in_whose_environment_it_runs(
+        self, own: Environment, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        other = environment(tmp_path / "other env", "other")
+        (Path(own.path) / "bin" / "make").unlink()
+        monkeypatch.setattr(module, "find_environment", lambda engine: other)
+        folder = prepare(plan_for(source), [replaced(step("make", source, "folder"), within="other")], own)
+        assert folder is not None and read_record(folder).engine == "other"
+
+    def test_scripts_find_what_lies_beside_them(self, own: Environment, source: Path, tmp_path: Path) -> None:
+        (tmp_path / "tree").mkdir()
+        (tmp_path / "tree" / "beside.py").write_text("def make(where): open(where, 'w').write('made')")
+        (tmp_path / "tree" / "convert.py").write_text("import sys, beside; beside.make(sys.argv[1])")
+        argv = ("python3", str(tmp_path / "tree" / "convert.py"), "it")
+        folder = prepare(plan_for(source), [Preparation(kind="convert", what="it", where="it", argv=argv)], own)
+        assert folder is not None and (folder / "it").read_text() == "made"
+
     def test_a_program_of_another_engine_runs_in_its_environment(
         self, own: Environment, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -242,6 +294,58 @@ class TestWhere:
         assert Path(offline({})["HF_HOME"]).is_dir()
 
 
+RIGHT = """
+import pathlib, sys
+source, result, _, bits, *_ = sys.argv[1:]
+words = " ".join((pathlib.Path(one).name for one in (source, result)))
+print(f"conversion-check: {words} {bits} {pathlib.Path(result, 'weights').read_text()}")
+print("something that nobody asked for")
+"""
+WRONG = """
+print("conversion-check: token ids: 67 of 67 texts as in the source")
+raise SystemExit("conversion-check: 3 of 40 clear next tokens are the source's: after …'x' 'y' and not 'z'")
+"""
+
+
+@pytest.fixture
+def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the place of the shipped one."""
+    program = tmp_path / "checker.py"
+    program.write_text(RIGHT)
+    monkeypatch.setattr(module, "CHECK", str(program))
+    return program
+
+
+class TestCompared:
+    def test_each_conversion_with_what_it_was_made_of(self, own: Environment, source: Path, checker: Path) -> None:
+        plan = replaced(plan_for(source), weights=Weights(label="Q4_K_M", made="converted", format="gguf"))
+        name = made_path(plan)
+        steps = [step("make", source, "folder"), step("make", "folder", name)]
+        notes = Notes()
+        folder = prepare(plan, steps, own, notes)
+        assert folder is not None
+        first, last = read_record((folder / "folder").resolve().parent), read_record(folder)
+        assert first.checked == ("model.gguf folder 16 bits+",)
+        assert last.checked == (f"folder {name} 4.9 bits++",)
+        assert set(first.checked + last.checked) <= set(notes.notes)
+
+    def test_a_wrong_result_is_not_kept_and_the_evidence_is_said(
+        self, own: Environment, source: Path, checker: Path
+    ) -> None:
+        checker.write_text(WRONG)
+        with pytest.raises(OutsideFailed) as caught:
+            prepare(plan_for(source), [step("make", source, "folder")], own)
+        assert caught.value.message == "folder came out wrong, and is not kept"
+        assert "3 of 40 clear next tokens" in str(caught.value.cause) and "not 'z'" in str(caught.value.cause)
+        assert leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
+
+    def test_what_nobody_can_compare_is_kept_and_says_so(self, own: Environment, source: Path) -> None:
+        folder = prepare(plan_for(source), [step("make", source, "folder")], own)
+        assert folder is not None
+        (said,) = read_record(folder).checked
+        assert said.startswith("not compared: llama.cpp")
+
+
 class TestFailing:
     def test_says_why_and_leaves_nothing(self, own: Environment, source: Path, own_home: Path) -> None:
         with pytest.raises(OutsideFailed) as caught:
@@ -255,7 +359,7 @@ class TestFailing:
         idle = Preparation(kind="convert", what="it", where="it", argv=("python", "-c", "print('done')"))
         with pytest.raises(OutsideFailed) as caught:
             prepare(plan_for(source), [idle], own)
-        assert caught.value.cause == "it ended without making it"
+        assert caught.value.cause == "it ended without making it; its last words: done"
         assert leftovers() == []
 
     def test_a_step_without_a_command_is_for_people(self, own: Environment, source: Path) -> None:
@@ -280,6 +384,7 @@ from tests.run.test_prepare import Fake, environment, module, plan_for, prepare,
 env, source, program = map(Path, sys.argv[1:])
 module.all_engines = lambda: {"fake": Fake()}
 module.engine_by_id = lambda engine_id: Fake()
+module.llama_server = lambda own, progress: None
 class Notes(module.Silent):
     def note(self, text): print(text, flush=True)
 print(prepare(plan_for(source), [step(program.name, source, "folder")], environment(env), Notes()), flush=True)

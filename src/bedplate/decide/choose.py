@@ -10,11 +10,12 @@ from bedplate.decide.planning import plan
 from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, Doubt, Pick
 from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
-from bedplate.engines.base import short_name
+from bedplate.engines.base import installing_within, short_name
 from bedplate.facts.unpack import unpacked
 from bedplate.values import Challenger, Decision, Hardware, Model, Preparation, Reason, Refusal, Workload, replaced
 from bedplate.values.agreement import Agreement
 from bedplate.values.intent import Operations
+from bedplate.values.record import estimate
 from bedplate.values.result import Result
 
 SHOWN_PORT = 8080
@@ -25,6 +26,10 @@ KEEPS_UP = 0.9
 """Of the requests that come, what must be answered; less is more than the rounding of a few rounds."""
 ROUNDS = 4
 """Little's law needs the time of a request, which depends on how many are in flight: a few rounds settle it."""
+
+UNPACKER = "pytorch"
+UNPACK_START_S = 15.0
+UNPACK_WEIGHTS_S = 15e6
 
 
 def decide(
@@ -61,15 +66,24 @@ def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
     """The decision for unpacked weights, with the step that unpacks them first of all."""
     if decision.launch is None:
         return decision
-    where = short_name(folder)
+    where, unpacker = short_name(folder), engine_by_id(UNPACKER)
     step = Preparation(
         kind="convert",
         what=f"{source.name} from {source.quantization} GGUF to a folder of 16-bit weights",
         where=where,
         disk_bytes=folder.weight_bytes,
+        seconds=estimate(
+            UNPACK_START_S + source.parameters / UNPACK_WEIGHTS_S,
+            0.7,
+            "135 million weights took 30 s of two busy cores",
+        ),
         argv=("gguf-to-folder", source.files[0] if source.files else f"{source.name}.gguf", where),
+        within=unpacker.id,
     )
-    launch = replaced(decision.launch, prepare=(step, *decision.launch.prepare))
+    needs = installing_within(unpacker) if decision.engine != unpacker.id else ()
+    # What is unpacked need not be downloaded.
+    others = tuple(one for one in decision.launch.prepare if (one.kind, one.where) != ("download", where))
+    launch = replaced(decision.launch, prepare=(*needs, step, *others))
     return replaced(decision, unpacks=True, launch=launch)
 
 
@@ -112,7 +126,7 @@ class Search:
 
     def candidate(self, engine: Engine) -> Candidate | Refusal:
         if engine.id not in self._found:
-            if self.installable and engine.recipe is None:
+            if self.installable and not _installs(engine, self.case.hardware):
                 found: Candidate | Refusal = engine.refusal(
                     "outranked", "this version of bedplate plans it, but does not install and start it", engine.strength
                 )
@@ -264,6 +278,14 @@ class Search:
         tried = [refusal for engine in engines if isinstance(refusal := self._found.get(engine.id), Refusal)]
         hints = [refusal.hint for refusal in tried if refusal.hint and about_memory(refusal)]
         return tuple(hints[0].split("; or ")) if hints else ()
+
+
+def _installs(engine: Engine, hardware: Hardware) -> bool:
+    """Whether there is a recipe; one for the CPU alone is none where the engine is made for the GPU that is here."""
+    target = engine.target(hardware)
+    if engine.recipe is None or target is None or target.device not in engine.built_for:
+        return engine.recipe is not None
+    return engine.recipe_for(target.device) is not None
 
 
 def doubt_of(engine: Engine, case: Case) -> Doubt | None:

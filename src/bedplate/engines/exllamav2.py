@@ -15,7 +15,7 @@ from bedplate.engines.base import (
     made_path,
     source_folder,
 )
-from bedplate.engines.exllamav3 import compilation, compile_jobs, kernels_env
+from bedplate.engines.exllamav3 import compilation, compile_jobs, kernels_env, module_argv
 from bedplate.engines.shipped import CORE, ServedByBedplate
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.record import estimate
@@ -159,7 +159,7 @@ def _conversion(plan: Plan) -> Preparation:
     bits, result = plan.weights.label.removesuffix("BPW"), made_path(plan)
     weights = plan.model.parameters + plan.model.vision_parameters
     kept = 2 * (plan.model.vocab_size or 0) * (plan.model.hidden_size or 0)
-    argv = ["python", "-m", "exllamav2.conversion.convert_exl2", "--in_dir", source_folder(plan)]
+    argv = [*module_argv("exllamav2", "conversion.convert_exl2"), "--in_dir", source_folder(plan)]
     argv += ["--out_dir", f"{result}-work", "--compile_full", result, "--bits", bits]
     return Preparation(
         kind="convert",

@@ -182,8 +182,7 @@ def compilation(package: str, settings: Settings, core_seconds: float = 4680.0) 
     """The first import compiles the package's kernels; better here than while somebody waits for the first answer."""
     jobs = settings.threads or COMPILE_JOBS
     where = _kernels(package)
-    lines = ("import os", f'os.environ["TORCH_EXTENSIONS_DIR"] = os.path.abspath("{where}")')
-    lines += (f'os.environ.setdefault("MAX_JOBS", "{jobs}")', f"import {package}")
+    lines = (*_with_kernels(package), f'os.environ.setdefault("MAX_JOBS", "{jobs}")', f"import {package}")
     return Preparation(
         kind="build",
         what=f"{package}'s CUDA kernels; wants nvcc and a C++ compiler",
@@ -192,6 +191,16 @@ def compilation(package: str, settings: Settings, core_seconds: float = 4680.0) 
         disk_bytes=500_000_000,
         argv=("python", "-c", "; ".join(lines)),
     )
+
+
+def module_argv(package: str, module: str) -> list[str]:
+    """`python -m` with the kernels that are compiled already: without, the import would compile them again."""
+    lines = (*_with_kernels(package), "import runpy", f'runpy.run_module("{package}.{module}", run_name="__main__")')
+    return ["python", "-c", "; ".join(lines)]
+
+
+def _with_kernels(package: str) -> tuple[str, ...]:
+    return "import os", f'os.environ["TORCH_EXTENSIONS_DIR"] = os.path.abspath("{_kernels(package)}")'
 
 
 def _kernels(package: str) -> str:
@@ -204,7 +213,7 @@ def _conversion(plan: Plan) -> Preparation:
     weights = model.parameters + model.vision_parameters
     # The embedding stays in 16 bits.
     kept = 2 * (model.vocab_size or 0) * (model.hidden_size or 0)
-    argv = ["python", "-m", "exllamav3.conversion.convert_model", "--in_dir", source_folder(plan)]
+    argv = [*module_argv("exllamav3", "conversion.convert_model"), "--in_dir", source_folder(plan)]
     argv += ["--work_dir", f"{result}-work", "--out_dir", result, "--bits", bits]
     return Preparation(
         kind="convert",

@@ -191,8 +191,8 @@ def _conversion(plan: Plan) -> Preparation:
         kind="convert",
         what=f"{plan.model.name} to {bits} bits",
         where=result,
-        # A 16-bit scale and a bias for each group of 64 weights.
-        disk_bytes=round(weights * (bits + 0.5) / 8),
+        # A scale and a bias for each group: of 16 bits for 64 weights, and of 32 bits for 32 of them on a CPU.
+        disk_bytes=round(weights * (bits + (2.0 if plan.settings.device == "cpu" else 0.5)) / 8),
         seconds=estimate(
             CONVERT_START_S + 2 * weights / CONVERT_BYTES_S,
             0.6,

@@ -75,6 +75,8 @@ class PyTorch(Engine):
             "torch==2.13.0",
             # With it, GGUF files are read, and unpacked for engines that do not read them.
             "gguf==0.19.0",
+            # And for the way back: llama.cpp's converter imports it for whatever vocabulary.
+            "sentencepiece==0.2.2",
             "bitsandbytes==0.50.2; sys_platform == 'linux' and platform_machine == 'x86_64'",
         ),
         programs=(("transformers-server", "transformers_server.py"), ("gguf-to-folder", "gguf_to_folder.py")),

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bedplate.engines.base import Engine, EngineState, Failure, Features, MemoryUse, Target, fetching, made_path
+from bedplate.engines.base import (
+    Engine,
+    EngineState,
+    Failure,
+    Features,
+    MemoryUse,
+    Recipe,
+    Target,
+    cards_of,
+    fetching,
+    made_path,
+)
 from bedplate.engines.parsers import Parsers, parsers_for
 from bedplate.engines.shared import (
     HUB,
@@ -37,6 +48,7 @@ from bedplate.values import (
     Workload,
     replaced,
 )
+from bedplate.values.decision import Device
 
 # All of this by the source of 0.5.23 (its wheel), unless another version is named.
 DIST_PORT = 25000
@@ -81,6 +93,27 @@ PARSERS: Mapping[str, Parsers] = {
     "mimo": Parsers("mimo", "mimo"),
     "lfm2": Parsers("lfm2"),
 }
+X86 = ("x86_64", "amd64", "AMD64")
+CPU_SLOTS = 8
+CPU_BATCH_TOKENS = 2048
+# Those that were computed on a CPU without its kernels: dense, and of the layers that SGLang also has in plain PyTorch.
+CPU_ARCHITECTURES = frozenset(["llama"])
+# What its wheel requires, less what is for GPUs, images, sound and other services; in the versions that it pins.
+CPU_RECIPE = Recipe(
+    packages=(
+        "torch==2.13.0", "triton==3.9.0", "transformers==5.19.0", "xgrammar==0.2.7", "compressed-tensors==0.18.0",
+        "openai==2.8.0", "openai-harmony==0.0.4", "sentencepiece==0.2.1", "soundfile==0.13.1", "llguidance>=1.7.6,<2",
+        "gguf==0.19.0", "aiohttp", "dill", "einops", "fastapi", "interegular", "ipython", "jsonschema",
+        "msgspec", "numpy", "orjson", "packaging", "partial-json-parser", "pillow", "prometheus-client>=0.20", "psutil",
+        "pybase64", "pydantic", "python-multipart", "pyzmq>=25.1.2", "regex", "requests", "scipy", "setproctitle",
+        "tiktoken", "tqdm", "uvicorn>=0.51", "uvloop", "watchfiles", "xxhash", "zstandard",
+    ),
+    bare=("sglang==0.5.23",),
+    programs=(("sglang-server", "sglang_server.py"),),
+    download_bytes=660_000_000,
+    disk_bytes=2_450_000_000,
+    check="import sglang, torch, triton, orjson, zmq; assert torch.ones(3).sum() == 3",
+)  # fmt: skip
 _KNOWN_FAILURES: Known = (
     (
         r"Not enough memory\. Please try to increase --mem-fraction-static",
@@ -113,18 +146,21 @@ class Sglang(Engine):
     version = "0.5.23"
     formats = ("safetensors",)
     vendors = ("nvidia", "amd")
+    cpu = True
     # Its wheels hold kernels from sm_80 on: python/sglang/kernels/aot/CMakeLists.txt of v0.5.18.
     capability = (8, 0)
     tasks = ("generate", "embed")
     ways = ("tensor", "pipeline", "data", "expert", "attention_data")
     paged = True
-    built_for = ("cuda",)
+    # For GPUs it is planned and not installed; a CPU beside them does not stand in for them.
+    built_for = ("cpu", "cuda", "rocm")
+    recipe = CPU_RECIPE
     effort = 4
     features = Features(
         batching="continuous, prompts in chunks, scheduling overlapped with the GPU",
         kv_cache="paged, prefix tree (RadixAttention), tiers in host memory; FP8",
         quantization="FP8 while loading; FP8, NVFP4, MXFP4, AWQ, GPTQ, bitsandbytes as stored",
-        hardware="NVIDIA from Ampere on, AMD Instinct from MI300 on",
+        hardware="NVIDIA from Ampere on, AMD Instinct from MI300 on; x86 CPUs, slowly",
         structured_output="JSON schema, regular expressions, grammars (xgrammar)",
         multi_node="yes: tensor, pipeline, expert, attention data parallel; prefill and decode apart",
         server="its own",
@@ -146,11 +182,21 @@ class Sglang(Engine):
         return (
             super().refuse(hardware, model, workload)
             or refuse_gfx(self, hardware, GFX)
+            or self._refuse_on_cpu(hardware, model, workload)
             or refuse_stored(self, hardware, model, workload)
         )
 
+    def target(self, hardware: Hardware) -> Target | None:
+        """A CPU only where no card of a vendor that it is made for is, and only one that it starts on."""
+        found = super().target(hardware)
+        if found is None or found.device != "cpu":
+            return found
+        return found if not cards_of(hardware, self.vendors) and hardware.cpu.arch in X86 else None
+
     def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label, method = stored_as(model)
+        if target.device == "cpu":
+            return (plain_form(label, target),) if method == "16-bit" else ()
         if method != "16-bit":
             runs = RUNS if target.device == "cuda" else RUNS_ON_ROCM
             as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
@@ -166,13 +212,25 @@ class Sglang(Engine):
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         # What it leaves to activations and graphs it computes from the card's memory; a share would override that.
-        settings = everyday_settings(super().settle(hardware, model, workload), model, workload)
-        return replaced(settings, memory_share=None)
+        settings = replaced(
+            everyday_settings(super().settle(hardware, model, workload), model, workload), memory_share=None
+        )
+        if settings.device != "cpu":
+            return settings
+        stated = workload.concurrency is not None or workload.users > 1
+        slots = settings.slots if stated else max(workload.in_flight(), CPU_SLOTS)
+        threads = hardware.cpu.allowed_physical_cores
+        return replaced(settings, slots=slots, threads=threads, batch_tokens=CPU_BATCH_TOKENS)
+
+    def recipe_for(self, device: Device) -> Recipe | None:
+        return self.recipe if device == "cpu" else None
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, layout = plan.settings, _one_group(plan.parallelism)
         path = made_path(plan) if plan.weights.made == "converted" else plan.model_path
-        argv = ["sglang", "serve", "--model-path", path, "--served-model-name", plan.model.served_name]
+        on_cpu = settings.device == "cpu"
+        argv = ["sglang-server" if on_cpu else "sglang", "serve", "--model-path", path]
+        argv += ["--served-model-name", plan.model.served_name]
         argv += ["--host", "127.0.0.1", "--port", str(port), "--context-length", str(settings.context_tokens)]
         # It divides this among the ranks of attention; replicas have as many each.
         merged = plan.parallelism.data // layout.data
@@ -189,8 +247,8 @@ class Sglang(Engine):
         else:
             parsers = parsers_for(plan.model, PARSERS)
             argv += joined([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
-        argv += ["--enable-metrics"]
-        return Launch(argv=tuple(argv), env=hub_variables(plan), prepare=self._prepare(plan))
+        argv += ["--enable-metrics", *(_on_cpu(plan) if on_cpu else [])]
+        return Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan))
 
     def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch:
         """The command of one node of several; the first one answers requests."""
@@ -210,10 +268,31 @@ class Sglang(Engine):
             waiting=total(metrics, "sglang:num_queue_reqs"),
             kv_use=highest(metrics, "sglang:token_usage"),
             preemptions=total(metrics, "sglang:num_retracted_requests_total"),
+            cache_hits=total(metrics, "sglang:cached_tokens_total"),
+            cache_queries=total(metrics, "sglang:prompt_tokens_total"),
         )
+
+    def _refuse_on_cpu(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
+        target = self.target(hardware)
+        if target is None or target.device != "cpu":
+            return None
+        if workload.task != "generate":
+            return self.refusal("impossible", f"serves no models that {workload.task} on a CPU", self.strength)
+        if model.architecture not in (*CPU_ARCHITECTURES, "", "unknown") or model.num_experts:
+            why = f"its kernels to compute {model.architecture} on a CPU are in no package"
+            return self.refusal("impossible", why, "a GPU, or an engine that is made for CPUs")
+        return None
+
+    def _no_hardware(self, hardware: Hardware) -> Refusal:
+        if cards_of(hardware, self.vendors) or hardware.cpu.arch in X86:
+            return super()._no_hardware(hardware)
+        why = f"its kernels for {hardware.cpu.arch} processors are in no package, and it does not start without them"
+        return self.refusal("impossible", why, "an NVIDIA or AMD GPU, or an x86 processor")
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
         package, where = f"sglang=={self.version}", "an environment of its own"
+        if plan.settings.device == "cpu":
+            return _install_for_cpu(where)
         if plan.settings.device == "rocm":
             steps = [Preparation(kind="install", what=f"{package} built for ROCm", where=where)]
         else:
@@ -223,6 +302,48 @@ class Sglang(Engine):
             steps += fetching(plan)
             steps += compressing(plan, "NVFP4" if plan.weights.label == "NVFP4" else "W4A16_ASYM")
         return tuple(steps)
+
+
+def _on_cpu(plan: Plan) -> list[str]:
+    # Without a size, the cache takes nearly all of the machine's memory; without a rest, waiting takes a whole core.
+    argv = ["--device", "cpu", "--max-total-tokens", str(_cache_tokens(plan)), "--sleep-on-idle"]
+    # Its own kernels for AMX are in no package; and there is no GPU whose work the next step could overlap with.
+    return [*argv, "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+
+
+def _cache_tokens(plan: Plan) -> int:
+    """Cache for one request of the longest kind, or for those that are expected at once."""
+    at_once = min(plan.settings.slots, plan.workload.in_flight()) * plan.workload.request_tokens
+    return round(1.1 * max(plan.settings.context_tokens, at_once))
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    env = hub_variables(plan)
+    if plan.settings.device != "cpu":
+        return env
+    # Without the first it takes itself for built for GPUs; without the second, each look at it is a request.
+    env |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    return env | ({"OMP_NUM_THREADS": str(plan.settings.threads)} if plan.settings.threads is not None else {})
+
+
+def _install_for_cpu(where: str) -> tuple[Preparation, ...]:
+    recipe = CPU_RECIPE
+    return (
+        Preparation(
+            kind="install",
+            what="what SGLang requires on a CPU",
+            where=where,
+            download_bytes=recipe.download_bytes,
+            disk_bytes=recipe.disk_bytes,
+            argv=("uv", "pip", "install", "--torch-backend", "cpu", *recipe.packages),
+        ),
+        Preparation(
+            kind="install",
+            what=f"{' '.join(recipe.bare)}, without the packages for GPUs that it names",
+            where=where,
+            argv=("uv", "pip", "install", "--no-deps", *recipe.bare),
+        ),
+    )
 
 
 def _unpacks_fp8(target: Target, model: Model) -> bool:

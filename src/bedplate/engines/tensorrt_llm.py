@@ -209,10 +209,13 @@ class TensorRtLlm(Engine):
             newest = json.loads(metrics)[-1]
             cache = newest.get("kvCacheStats") or {}
             used, most = cache.get("usedNumBlocks"), cache.get("maxNumBlocks")
+            hits, misses = _figure(cache.get("reusedBlocks")), _figure(cache.get("missedBlocks"))
             return EngineState(
                 running=_figure(newest.get("numActiveRequests")),
                 waiting=_figure(newest.get("numQueuedRequests")),
                 kv_use=used / most if used is not None and most else None,
+                cache_hits=hits,
+                cache_queries=hits + misses if hits is not None and misses is not None else None,
             )
         except (ValueError, TypeError, LookupError, AttributeError):
             return EngineState()

@@ -306,6 +306,8 @@ class Vllm(Engine):
             waiting=total(metrics, "vllm:num_requests_waiting"),
             kv_use=highest(metrics, "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
             preemptions=total(metrics, "vllm:num_preemptions_total", "vllm:num_preemptions"),
+            cache_hits=total(metrics, "vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+            cache_queries=total(metrics, "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
         )
 
     def _talk(self, plan: Plan) -> list[str]:

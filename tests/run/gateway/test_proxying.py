@@ -411,7 +411,7 @@ async def test_headers_pass_to_the_engine_but_for_keys_and_those_of_one_hop() ->
             authorization="Bearer the-key",
             x_api_key="the-key",
             cookie="session=1",
-            content_type="application/json",
+            content_type="application/x-www-form-urlencoded",  # what curl says of -d by itself
             user_agent="test/1",
             x_request_id="r-1",
             anthropic_version="2023-06-01",

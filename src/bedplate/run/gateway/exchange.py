@@ -19,8 +19,11 @@ _STREAM_HEAD = (
 # What belongs to one hop, to the engine's own server, or is written anew here.
 _NOT_FORWARDED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer upgrade http2-settings"
-    b" transfer-encoding content-length server date expect host authorization x-api-key accept-encoding cookie".split()
+    b" transfer-encoding content-length server date expect host authorization x-api-key accept-encoding cookie"
+    b" content-type".split()
 )
+_SENT_HEAD = b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+"""The body was read as JSON; some engines refuse it under another name, as curl gives it one by itself."""
 
 
 class Exchange:
@@ -95,7 +98,7 @@ class Exchange:
     def engine_ready(self, connection: EngineConnection) -> None:
         self._connection = connection
         request = self._request
-        head = [b"POST ", request.target, b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n" % len(self._body)]
+        head = [b"POST ", request.target, _SENT_HEAD % len(self._body)]
         if key := self._pool.backend.engine_key:
             head += (b"authorization: Bearer ", key.encode(), b"\r\n")
         not_forwarded = _NOT_FORWARDED

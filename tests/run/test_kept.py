@@ -1,0 +1,174 @@
+"""What was prepared: listed with its size and last use, stale where nothing asks for it again, never removed in use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.conftest import wait_for
+
+from bedplate.engines import Engine
+from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.run import kept as module
+from bedplate.run import prepare as prepare_module
+from bedplate.run.kept import chosen, kept, remove
+from bedplate.run.prepare import Prepared, identity, prepared_dir
+
+
+class Maker(Engine):
+    id = "maker"
+    name = "Maker"
+    version = "1"
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(module, "engine_by_id", {"maker": Maker()}.__getitem__)
+    return tmp_path / "home"
+
+
+def put(
+    name: str, *, engine: Engine | None = None, used: float = 1000.0, data: bytes = b"12345", **more: object
+) -> Path:
+    folder = prepared_dir() / name
+    folder.mkdir(parents=True)
+    (folder / "model").write_bytes(data)
+    given = {"what": f"{name} to 4 bits", "argv": ["make"], "engine": "maker", "version": "1", "disk_bytes": len(data)}
+    made = {"seconds": 1.0, "identity": identity(engine or Maker(), ["make"]), "made_at": "2026-11-15T08:00:00+00:00"}
+    record = msgspec.convert({**given, **made, **more}, Prepared)
+    (folder / prepare_module.MANIFEST).write_bytes(msgspec.json.encode(record))
+    os.utime(folder / prepare_module.MANIFEST, (used, used))
+    return folder
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from bedplate.run.prepare import hold
+hold(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def held() -> Iterator[object]:
+    """Another process uses a folder, until the test ends or says so."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(folder: Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        running.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+class TestListed:
+    def test_nothing_is_there_yet(self) -> None:
+        assert kept() == []
+
+    def test_the_last_used_first_with_size_and_maker(self) -> None:
+        put("a" * 20, used=1000.0)
+        put("b" * 20, used=2000.0, data=b"1234567", model="M", checked=["token ids: all"])
+        last, first = kept()
+        assert (last.id, last.engine, last.model, last.checked) == ("b" * 20, "maker", "M", ("token ids: all",))
+        assert last.disk_bytes > first.disk_bytes > 5
+        assert last.used_at == "1970-01-01T00:33:20+00:00" and not last.in_use and last.stale is None
+
+    def test_what_it_links_to_is_counted_where_it_is(self) -> None:
+        big = put("a" * 20, data=b"x" * 100_000)
+        small = put("b" * 20)
+        (small / "source").symlink_to(Path("..") / big.name / "model")
+        sizes = {one.id: one.disk_bytes for one in kept()}
+        assert sizes["b" * 20] < 1000 < sizes["a" * 20]
+
+    def test_whatever_else_lies_there_is_no_reason_to_fail(self, own_home: Path) -> None:
+        put("a" * 20)
+        (prepared_dir() / "hashes").mkdir()
+        (prepared_dir() / "a file").write_text("x")
+        (prepared_dir() / "c").mkdir()
+        broken = put("d" * 20)
+        (broken / prepare_module.MANIFEST).write_bytes(b"{")
+        found = {one.id: one.stale for one in kept()}
+        assert found == {"a" * 20: None, "c": "it is not whole", "d" * 20: "it is not whole"}
+
+
+class TestStale:
+    def test_made_by_another_version_of_the_engine(self) -> None:
+        class Older(Maker):
+            version = "0"
+
+        put("a" * 20, engine=Older())
+        put("b" * 20)
+        put("c" * 20, identity="")
+        found = {one.id[0]: bool(one.stale) for one in kept()}
+        assert found == {"a": True, "b": False, "c": True}
+
+    def test_a_killed_conversion_left_something_behind(self) -> None:
+        put("a" * 20)
+        rest = prepared_dir() / f".making-{'e' * 20}-xyz"
+        rest.mkdir()
+        (rest / "half").write_bytes(b"x" * 10)
+        (found,) = [one for one in kept() if one.stale]
+        assert found.id == f"{'e' * 20}-xyz" and found.disk_bytes == 10
+        gone, stay = remove(chosen([], stale=True))
+        assert [one.id for one in gone] == [found.id] and not stay and not rest.exists()
+
+
+class TestRemoved:
+    def test_by_the_first_letters_of_its_id(self) -> None:
+        one, other = put("a" * 20), put("b" * 20)
+        assert [found.id for found in remove(chosen(["aaa"]))[0]] == ["a" * 20]
+        assert not one.exists() and other.exists()
+
+    @pytest.mark.parametrize("wanted", ["x", "a"])
+    def test_what_is_unknown_or_not_plain_is_a_wrong_question(self, wanted: str) -> None:
+        put("a" * 20)
+        put("a1" * 10)
+        with pytest.raises(BadQuestion, match=f"called {wanted}"):
+            chosen([wanted])
+
+    def test_never_in_use(self, held: object) -> None:
+        used, idle = put("a" * 20), put("b" * 20)
+        process = held(used)  # type: ignore[operator]
+        assert {one.id[0]: one.in_use for one in kept()} == {"a": True, "b": False}
+        assert [one.id[0] for one in chosen([], unused=True)] == ["b"]
+        gone, stay = remove(kept())
+        assert [one.id[0] for one in gone] == ["b"] and [one.id[0] for one in stay] == ["a"]
+        assert (used / "model").exists() and not idle.exists()
+        process.kill()
+        process.communicate()
+        wait_for(lambda: not kept()[0].in_use or None, "the mark to go with its process")
+        assert remove(kept())[1] == [] and not used.exists()
+
+    def test_not_while_it_is_made(self) -> None:
+        from filelock import FileLock
+
+        folder = put("a" * 20)
+        with FileLock(f"{folder}.lock"):
+            (one,) = kept()
+            assert one.in_use
+        assert not kept()[0].in_use
+
+    def test_a_folder_that_may_not_be_removed_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        put("a" * 20)
+
+        def refuse(folder: Path) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr("bedplate.run.kept.shutil.rmtree", refuse)
+        with pytest.raises(OutsideFailed, match="cannot write"):
+            remove(kept())

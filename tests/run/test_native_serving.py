@@ -1,0 +1,121 @@
+"""serve --build native: what is built, what is said, and what is used when the build is no good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines.plans import machine, model
+from tests.engines.plans import plan as engine_plan
+from tests.run.test_environments import own_home
+from tests.run.test_native import Notes
+
+from bedplate.engines import engine
+from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.facts.hardware import probe
+from bedplate.run import serving, trials
+from bedplate.run.builtin import builtin_facts
+from bedplate.run.environments import Environment
+from bedplate.run.native import NotUsable, Verdict
+from bedplate.run.serving import serve
+from bedplate.values import Settings, replaced
+
+__all__ = ["own_home"]
+LLAMA = engine("llama.cpp")
+
+
+def environment(path: Path, version: str, **more: Any) -> Environment:
+    return Environment(
+        engine="llama.cpp", version=version, path=str(path), packages=(), python="", made_at="", disk_bytes=0, **more
+    )
+
+
+class TestWhatIsBuilt:
+    def test_the_only_engine_that_can_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(serving, "toolchain", lambda *_: None)
+        assert serving._to_be_built(None, machine("cpu")).id == "llama.cpp"
+        assert serving._to_be_built("llama.cpp", machine("cpu")).id == "llama.cpp"
+
+    def test_no_other(self) -> None:
+        with pytest.raises(BadQuestion, match="does not build vLLM"):
+            serving._to_be_built("vllm", machine("cpu"))
+
+    def test_a_missing_compiler_is_told_before_anything_is_fetched(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path
+    ) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(OutsideFailed, match=r"C\+\+ compiler"):
+            serve(build="native", listen=serving.Listen(port=0))
+        assert not (own_home / "models").exists()
+
+
+class TestWhatIsSaid:
+    def test_a_card_that_would_stay_idle(self) -> None:
+        on = machine("H100 SXM", 1)
+        chosen = engine_plan(
+            LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M", settings=Settings(slots=1, context_tokens=512)
+        )
+        words = str(serving._idle_words(LLAMA, on, chosen))
+        assert "--build native" in words and on.accelerators[0].name in words and "CPU alone" in words
+
+    def test_nothing_where_it_computes_on_the_card(self) -> None:
+        on = machine("H100 SXM", 1)
+        chosen = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
+        assert chosen.settings.device == "cuda" and serving._idle_words(LLAMA, on, chosen) is None
+        cpu = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
+        assert serving._idle_words(LLAMA, machine("cpu"), cpu) is None
+
+
+class TestABuildThatIsNoGood:
+    @pytest.fixture(autouse=True)
+    def no_good(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuses(*_: object) -> Environment:
+            raise NotUsable("it gives wrong answers", ("after 'a' it says 'b'",))
+
+        monkeypatch.setattr(serving, "native_environment", refuses)
+        monkeypatch.setattr(serving, "make_environment", lambda *_, **__: environment(tmp_path, "ready-made"))
+
+    def test_on_a_cpu_the_ready_made_one_is_used_with_a_warning(self) -> None:
+        notes = Notes()
+        chosen = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
+        found = serving._environment(chosen, machine("cpu"), "native", notes, None)
+        assert found.version == "ready-made"
+        said = "\n".join(notes.said)
+        assert "WARNING" in said and "wrong answers" in said and "after 'a' it says 'b'" in said
+
+    def test_on_a_card_there_is_none_to_use(self) -> None:
+        on = machine("H100 SXM", 1)
+        chosen = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
+        with pytest.raises(OutsideFailed, match="is not used: it gives wrong answers") as caught:
+            serving._environment(chosen, on, "native", Notes(), None)
+        assert "after 'a'" in str(caught.value.cause)
+
+
+class TestTrying:
+    """With a build in the place of the real one, that ends as builds with a wrong instruction do."""
+
+    def test_what_dies_is_told_from_what_answers(
+        self, tmp_path: Path, own_home: Path, llama_environment: Environment, builtin_gguf: Path
+    ) -> None:
+        (tmp_path / "bin").mkdir()
+        program = tmp_path / "bin" / "llama-server"
+        program.write_text("#!/bin/sh\nkill -ILL $$\n")
+        program.chmod(0o755)
+        dead = environment(tmp_path, "native", program="bin/llama-server", built=True)
+        facts = builtin_facts()
+        found = trials._tried(LLAMA, machine("cpu"), facts, None, None, Notes(), dead)
+        assert not found.runs and "SIGILL" in found.why
+
+    def test_what_answers(self, own_home: Path, llama_environment: Environment, builtin_gguf: Path) -> None:
+        class Asks:
+            async def ask(self, chosen: Any, url: str, key: str | None) -> str:
+                return f"{chosen.model.name} by {key is not None}"
+
+            def judge(self, chosen: Any, built: Any, packaged: Any) -> Verdict:
+                return Verdict(runs=True, right=built == packaged, why=f"{built}")
+
+        facts = builtin_facts()
+        facts = replaced(facts, files=(str(builtin_gguf),))
+        found = trials._tried(LLAMA, probe(), facts, llama_environment, Asks(), Notes(), llama_environment)
+        assert found.runs and found.right and "SmolLM2" in found.why and "True" in found.why
