@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bedplate.decide.estimate.batching import Efficiencies, Work, weight_type
+from bedplate.decide.estimate.batching import Efficiencies, Waits, Work, weight_type
 from bedplate.decide.estimate.rows import Case, Refused, resolve
 from bedplate.decide.estimate.serving import Question, answer, asked
 
@@ -36,7 +36,7 @@ ARCHITECTURES = (
     "deepseek", "gpt-oss", "minimax", "qwen3.5", "qwen3-235b", "qwen3-30b", "kimi", "glm", "405b", "mixtral-8x22b",
     "mixtral", "mistral", "scout", "maverick", "70b", "20b", "13b", "8b", "7b",
 )  # fmt: skip
-AXES = ("engine", "family", "weights")
+AXES = ("engine", "family", "weights", "pair")
 Array = Any
 """Of numpy, whose types need not be there."""
 
@@ -46,7 +46,7 @@ class Parameter(NamedTuple):
     """share: between 0 and 1, moves on a logistic scale; positive: on a logarithmic one."""
     start: float
     axes: str = ""
-    """What it may differ by: e(ngine), f(amily of chips), w(eight type)."""
+    """What it may differ by: e(ngine), f(amily of chips), w(eight type), p(air of engine and family)."""
     tight: float = 1.0
     """How firmly its deviations are held at none."""
     firm: float = 1.0
@@ -59,8 +59,8 @@ PARAMETERS = {
     "unpacking": Parameter("positive", 0.3),
     "unpacking_layer_s": Parameter("positive", 1e-5),
     "cache_read": Parameter("share", 0.7, "ef"),
-    "matrix": Parameter("share", 0.5, "efw"),
-    "expert_matrix": Parameter("share", 0.2, "ef"),
+    "matrix": Parameter("share", 0.5, "efwp"),
+    "expert_matrix": Parameter("share", 0.2, "efp"),
     "attention": Parameter("share", 0.43, "e"),
     "activations": Parameter("positive", 20.0, "e"),
     "expert_activations": Parameter("positive", 5.0, "e"),
@@ -78,15 +78,20 @@ PARAMETERS = {
     "reduce_rate_prompt": Parameter("share", 0.4, "ef", 0.6),
     "exchange_latency_s": Parameter("positive", 4e-6, "e"),
     "exchange_rate": Parameter("share", 0.15, "e"),
+    "exchange_rate_prompt": Parameter("share", 0.4),
     "prompt_share": Parameter("positive", 0.75, "e"),
     "request_s": Parameter("positive", 10e-3, "e", 1.0, 0.3),
-    "first_layer_s": Parameter("positive", 4e-4, firm=0.3),
+    # A layer's kernels for a prompt, as the fit for one stream has it from other rows.
+    "first_layer_s": Parameter("positive", 1.2e-4),
     "first_expert_layer_s": Parameter("positive", 8e-4, firm=0.3),
     "first_latent_layer_s": Parameter("positive", 7e-4, firm=0.3),
     "first_state_layer_s": Parameter("positive", 1.5e-3, firm=0.3),
-    "host": Parameter("positive", 1.0, "e", 0.2),
+    "host": Parameter("positive", 1.0, "ep", 0.2),
     "host_shared": Parameter("positive", 0.1, "e", 0.5, 0.3),
     "steps_waited": Parameter("positive", 2.0, "e"),
+    "polled": Parameter("positive", 0.6),
+    "gathered": Parameter("positive", 1.0),
+    "balanced": Parameter("positive", 0.6),
     "queue": Parameter("positive", 0.05, firm=0.3),
     "burst": Parameter("positive", 0.05, "e", 0.15),
     "cache_held": Parameter("positive", 1.0, "e"),
@@ -98,8 +103,10 @@ PARAMETERS = {
     "apart_streams": Parameter("positive", 8.0, "", 1.0, 0.4),
     "apart_growth": Parameter("positive", 0.4, "e", 0.2, 0.4),
     "apart_first_s": Parameter("positive", 0.05, "e", 0.2, 0.4),
-    "apart_queue": Parameter("positive", 1.0, "e", 0.2, 0.4),
-    "apart_queue_growth": Parameter("positive", 0.5, "e", 0.2, 0.4),
+    "apart_burst": Parameter("positive", 2.0),
+    "apart_saturated": Parameter("positive", 0.6),
+    "apart_sized": Parameter("positive", 0.7, "", 1.0, 0.4),
+    "apart_guessed": Parameter("positive", 0.65),
     "tuned": Parameter("positive", 1.2, "e", 0.4, 4.0),
     "tuned_server": Parameter("positive", 0.92),
     "tuned_interactive": Parameter("positive", 0.6),
@@ -110,7 +117,7 @@ APART = [name for name in NAMES if name.startswith("apart_")]
 SPREAD = {"ttft_ms": 0.2, "tpot_ms": 0.12, "output_tok_s_total": 0.15}
 WEIGHT = {"ttft_ms": 0.6, "tpot_ms": 1.0, "output_tok_s_total": 0.8}
 WAY_WEIGHT = {"offline": 0.6, "server": 0.6, "interactive": 0.4, "wave": 0.5, "apart": 0.7}
-BASE_TIGHT, MOVE_TIGHT = 0.4, 2.0
+BASE_TIGHT, MOVE_TIGHT, PAIR_TIGHT = 0.4, 2.0, 2.0
 SMALL = 40
 
 
@@ -127,6 +134,10 @@ class Row(NamedTuple):
     replicas: float
     trust: float
     question: Question
+
+    @property
+    def pair(self) -> str:
+        return f"{self.engine} on {self.family}"
 
 
 def read(sources: tuple[str, ...] = SOURCES) -> tuple[list[Row], list[tuple[str, str, str]]]:
@@ -196,13 +207,14 @@ class Columns:
         questions = [rows[i].question for i in self.unique]
         plain = {
             name: np.array([float(getattr(q, name)) for q in questions])
-            for name in ("streams", "slots", "complete", "ranks")
+            for name in ("streams", "slots", "complete", "ranks", "prefills", "decodes", "dealt", "guessing")
         }
         self.question = Question(
             way=first.way,
             work=_columns([q.work for q in questions]),
             spread=_columns([q.spread for q in questions]),
             prompts=_columns([q.prompts for q in questions]),
+            waits=Waits(*(np.array(column, dtype=float) for column in zip(*(q.waits for q in questions), strict=True))),
             **plain,
         )
         scale = np.array([SPREAD[METRICS[m]] for m in self.metric])
@@ -265,8 +277,8 @@ class Fit:
         self.size = at
         self.tight = np.full(at, BASE_TIGHT)
         self.tight[: len(NAMES)] *= [PARAMETERS[name].firm for name in NAMES]
-        for (name, _), place in self.slots.items():
-            self.tight[place] = MOVE_TIGHT * PARAMETERS[name].tight
+        for (name, axis), place in self.slots.items():
+            self.tight[place] = PAIR_TIGHT if axis == "pair" else MOVE_TIGHT * PARAMETERS[name].tight
 
     def columns(self, index: Array) -> list[Columns]:
         ways = np.array([self.rows[i].way for i in index])

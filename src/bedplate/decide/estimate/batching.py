@@ -26,6 +26,8 @@ SLOW_LINK_BYTES_S = 25e9
 """Between devices of which nothing is said: PCIe 4."""
 BUSIEST = 0.95
 """Share of prompts in the time beyond which a queue never drains in a closed loop: streams wait for themselves."""
+PASS_TOKENS = 8192.0
+"""Of prompts that engines put into one pass, by default or in published recipes."""
 OVERLAP = 3
 """Reading and computing overlap: the larger of the two, a little more where they are alike (a norm of this order)."""
 
@@ -107,6 +109,20 @@ class Work(NamedTuple):
     """What a device has for caches."""
 
 
+class Waits(NamedTuple):
+    """Passes that a scheduler lets go by, as it is set, before it takes in new requests."""
+
+    polled: Any = 0.0
+    """Between two looks at what has arrived."""
+    gathered: Any = 0.0
+    """While prompts for a fuller pass are gathered."""
+    balanced: Any = 0.0
+    """At the most, until all groups have a prompt."""
+
+
+NO_WAITS = Waits()
+
+
 class Efficiencies(NamedTuple):
     """Shares of a sheet's rates that are reached, and fixed costs in seconds."""
 
@@ -139,6 +155,7 @@ class Efficiencies(NamedTuple):
     reduce_rate_prompt: float
     exchange_latency_s: float
     exchange_rate: float
+    exchange_rate_prompt: float
     prompt_share: float
     """Of a prompt's time, how much the tokens of others wait for: passes that both share cost less than two."""
     request_s: float
@@ -155,6 +172,12 @@ class Efficiencies(NamedTuple):
     """Of that time, what each request of a wave adds to the wait of those behind it."""
     steps_waited: float
     """Passes that go by before a lone request is taken in and its token is sent: polling and streaming intervals."""
+    polled: float
+    """Of an interval at which an engine looks for new requests, what one of them waits."""
+    gathered: float
+    """Of the passes for which an engine gathers prompts, likewise."""
+    balanced: float
+    """Of the passes for which groups wait until all have a prompt, likewise."""
     queue: float
     burst: float
     """Share of all requests in the first wave, halved: each of them waits for half of the others on average."""
@@ -176,9 +199,14 @@ class Efficiencies(NamedTuple):
     """How fast workers are added then: with what power of the streams."""
     apart_first_s: float
     """Handing a request and its cache from one worker to the other."""
-    apart_queue: float
-    """Prompts that wait at the prefill workers for each stream in flight, to the power that follows."""
-    apart_queue_growth: float
+    apart_burst: float
+    """Against `burst`: benchmarks of many nodes send fewer requests for each stream."""
+    apart_saturated: float
+    """Of the wait for prefill workers that answers do not hide, what is seen."""
+    apart_sized: float
+    """With what power of the load of one prefill worker people add further ones."""
+    apart_guessed: float
+    """Time per token with speculative decoding against that without."""
     tuned: float
     """Throughput of a tuned submission with all requests at hand, against a server's under endless load."""
     tuned_server: float
@@ -314,7 +342,12 @@ def efficiency(entry: dict[str, Any], engine: str, family: str, weights: str) ->
     """A share moves on a logistic scale, so that it stays below 1; a time or a count on a logarithmic one."""
     moved = sum(
         entry.get(axis, {}).get(key, 0.0)
-        for axis, key in (("engine", engine), ("family", family), ("weights", weights))
+        for axis, key in (
+            ("engine", engine),
+            ("family", family),
+            ("weights", weights),
+            ("pair", f"{engine} on {family}"),
+        )
     )
     base = float(entry["base"])
     if entry["scale"] == "share":
@@ -322,8 +355,9 @@ def efficiency(entry: dict[str, Any], engine: str, family: str, weights: str) ->
     return base * math.exp(moved)
 
 
-def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequences: Any, reduce_rate: Any) -> Any:
+def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequences: Any, link_rates: Any) -> Any:
     """Seconds of one pass of so many tokens through each group of ranks: reading, computing, links and fixed costs."""
+    reduce_rate, exchange_rate = link_rates
     everywhere = tokens * w.groups
     touched = 1.0 - w.idle_share ** (everywhere * e.routing_spread)
     reading = (
@@ -341,7 +375,7 @@ def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequ
         w.reduces * e.reduce_latency_s
         + tokens * w.reduce_s / reduce_rate
         + w.exchanges * e.exchange_latency_s
-        + tokens * w.exchange_s / e.exchange_rate
+        + tokens * w.exchange_s / exchange_rate
     )
     fixed = (
         w.layers * e.layer_s
@@ -359,25 +393,32 @@ def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequ
     return reading, computing, links, fixed
 
 
-def pass_s(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequences: Any, reduce_rate: Any) -> Any:
-    reading, computing, links, fixed = pass_parts(w, e, tokens, cache_s, attending_s, sequences, reduce_rate)
+def pass_s(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequences: Any, link_rates: Any) -> Any:
+    reading, computing, links, fixed = pass_parts(w, e, tokens, cache_s, attending_s, sequences, link_rates)
     return (reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP) + links + fixed
 
 
 def decode_parts(w: Any, e: Any, batch: Any) -> Any:
     each = batch / w.pipeline
-    return pass_parts(w, e, each, each * w.cache_s, each * w.attending_s, each, e.reduce_rate)
+    return pass_parts(w, e, each, each * w.cache_s, each * w.attending_s, each, (e.reduce_rate, e.exchange_rate))
 
 
 def decode_s(w: Any, e: Any, batch: Any) -> Any:
     """One token for each of `batch` sequences of a group; the stages of a pipeline each work on a part of them."""
     each = batch / w.pipeline
-    return pass_s(w, e, each, each * w.cache_s, each * w.attending_s, each, e.reduce_rate)
+    return pass_s(w, e, each, each * w.cache_s, each * w.attending_s, each, (e.reduce_rate, e.exchange_rate))
 
 
 def prefill_s(w: Any, e: Any) -> Any:
     """One prompt by itself."""
-    return pass_s(w, e, w.prompt, 0.0, w.prompt_attending_s, 1.0, e.reduce_rate_prompt)
+    return pass_s(w, e, w.prompt, 0.0, w.prompt_attending_s, 1.0, (e.reduce_rate_prompt, e.exchange_rate_prompt))
+
+
+def prefill_each_s(w: Any, e: Any) -> Any:
+    """One prompt of several that share a pass, as many as an engine puts into one."""
+    count = most(PASS_TOKENS / w.prompt, 1.0)
+    rates = (e.reduce_rate_prompt, e.exchange_rate_prompt)
+    return pass_s(w, e, count * w.prompt, 0.0, count * w.prompt_attending_s, count, rates) / count
 
 
 def resident(w: Any, e: Any, complete: Any) -> Any:
@@ -396,7 +437,7 @@ def first_host_s(w: Any, e: Any) -> Any:
     )
 
 
-def steady(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
+def steady(w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_WAITS) -> Any:
     """Time to first token, time per token and batch of a group, `streams` requests being always in flight.
 
     Each token waits for its own pass and for its share of the prompts of others; what does not fit in memory queues.
@@ -412,10 +453,13 @@ def steady(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
         batch = held * w.output * token_s / (w.output * token_s + prompt_s)
     busy = least(batch / w.output * prompt_s / token_s, BUSIEST)
     host_s = first_host_s(w, e)
+    # Groups wait no longer than until each of them has a request that leaves.
+    balanced = least(waits.balanced, 2.0 * w.output / own)
     first_s = (
         e.request_s
         + host_s
         + e.steps_waited * decode_s(w, e, batch)
+        + (e.polled * waits.polled + e.gathered * waits.gathered + e.balanced * balanced) * token_s
         + prompt_s * (1.0 + e.queue * busy / (1.0 - busy))
         + e.burst * held * (prompt_s + e.host_shared * host_s)
     )
@@ -445,15 +489,32 @@ def one_wave(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
     return first_s + queued_s, token_s, prompt_s * held
 
 
-def apart(w: Any, spread: Any, prompts: Any, e: Any, streams: Any, ranks: Any) -> Any:
-    """Times to first token and per token, and a worker's batch, where other workers compute the `prompts`.
+def apart(q: Any, e: Any) -> Any:
+    """Times to first token and per token, and a worker's batch, where other workers compute the prompts.
 
-    How many workers there are is mostly not published, nor how each is divided: people add them as load grows, and take
-    the faster of dividing a sequence's attention (`w`) and dealing out sequences (`spread`).
+    Where nobody says how many workers there are and how each is divided, people are taken to add them as load grows,
+    and to choose the faster of dividing a sequence's attention (`work`) and dealing out sequences (`spread`).
     """
-    workers = (1.0 + streams / (e.apart_streams * ranks)) ** e.apart_growth
-    share = most(streams / workers, 1.0)
-    token_s = least(decode_s(w, e, share), decode_s(spread, e, most(share / ranks, 1.0))) * e.apart_token
-    waiting_s = prefill_s(prompts, e) * (1.0 + e.apart_queue * streams**e.apart_queue_growth)
-    first_s = e.request_s + first_host_s(prompts, e) + e.apart_first_s + waiting_s
+    known = least(q.decodes, 1.0)
+    added = (1.0 + q.streams / (e.apart_streams * q.ranks)) ** e.apart_growth
+    held = least(q.streams, q.slots)
+    share = most(held / (known * q.decodes + (1.0 - known) * added), 1.0)
+    divided_s, dealt_s = decode_s(q.work, e, share), decode_s(q.spread, e, most(share / q.ranks, 1.0))
+    said_s = divided_s ** (1.0 - q.dealt) * dealt_s**q.dealt
+    pass_time_s = known * said_s + (1.0 - known) * least(divided_s, dealt_s)
+    token_s = pass_time_s * e.apart_token * e.apart_guessed**q.guessing
+    answer_s = q.work.output * token_s
+    one_s = q.streams * prefill_each_s(q.prompts, e) / q.prompts.groups
+    prefills = known * q.prefills + (1.0 - known) * (1.0 + one_s / answer_s) ** e.apart_sized
+    backlog_s = one_s / prefills
+    for_a_place_s = most(q.streams / held - 1.0, 0.0) * answer_s
+    first_s = (
+        e.request_s
+        + first_host_s(q.prompts, e)
+        + e.apart_first_s
+        + e.steps_waited * token_s
+        + prefill_s(q.prompts._replace(groups=least(q.prompts.groups, 1.0)), e)
+        + e.burst * e.apart_burst * backlog_s
+        + most(for_a_place_s, e.apart_saturated * (backlog_s - answer_s))
+    )
     return first_s, token_s, share

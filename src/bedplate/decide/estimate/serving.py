@@ -7,9 +7,12 @@ import re
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+from bedplate.decide.estimate import recipes
 from bedplate.decide.estimate.batching import (
+    NO_WAITS,
     Efficiencies,
     Layout,
+    Waits,
     Work,
     apart,
     decode_parts,
@@ -66,8 +69,15 @@ class Workers(NamedTuple):
     decode: Layout
     streams: int | None
     """All of the decode workers' batches together, where that is said."""
-    counted: bool
-    """Whether it is said how many workers of each kind there are."""
+    prefills: int = 0
+    """How many there are of each kind, 0 where that is not said."""
+    decodes: int = 0
+    dealt: bool = False
+    """Whether decode workers deal out sequences to their ranks."""
+
+    @property
+    def counted(self) -> bool:
+        return self.prefills > 0 and self.decodes > 0
 
 
 class Question(NamedTuple):
@@ -86,6 +96,15 @@ class Question(NamedTuple):
     complete: Any
     """1 where an engine sets room aside for whole answers."""
     ranks: Any
+    waits: Waits = NO_WAITS
+    prefills: Any = 0.0
+    """Workers for prompts where workers are apart; 0 where nobody says how many."""
+    decodes: Any = 0.0
+    """Workers for answers, likewise."""
+    dealt: Any = 0.0
+    """1 where they deal out sequences to their ranks, 0 where they divide each."""
+    guessing: Any = 0.0
+    """1 where they decode speculatively."""
 
 
 class Answer(NamedTuple):
@@ -111,11 +130,11 @@ def answer(question: Question, e: Any) -> Answer:
     """Times and throughput of a load, or of columns of loads of one way."""
     way, w, streams = question.way, question.work, question.streams
     if way == "apart":
-        first, token, batch = apart(w, question.spread, question.prompts, e, streams, question.ranks)
+        first, token, batch = apart(question, e)
         return Answer(first, token, streamed_tok_s(w, first, token, streams), batch)
     room = least(resident(w, e, question.complete), question.slots * w.pipeline / w.groups)
     if way == "steady":
-        first, token, batch = steady(w, e, streams, room)
+        first, token, batch = steady(w, e, streams, room, question.waits)
         return Answer(first, token, streamed_tok_s(w, first, token, streams), least(batch * w.groups, streams))
     if way == "wave":
         first, token, prompts = one_wave(w, e, streams, room)
@@ -289,7 +308,7 @@ def _asked(case: Case, way: Way, layout: Layout, lengths: tuple[int, int], strea
     bits = usual_kv_bits(case.shape)
     work = work_of(machine, case.shape, layout, *lengths, bits)
     complete = float(case.engine in SETS_ASIDE)
-    question = Question(way, work, work, work, streams, slots, complete, layout.tensor)
+    question = Question(way, work, work, work, streams, slots, complete, layout.tensor, recipes.waits(case, layout))
     return Asked(question, machine, layout, lengths[0] + lengths[1] / 2, bits)
 
 
@@ -320,10 +339,13 @@ def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | 
     if streams is None:
         return Refused("the row does not say how many requests were in flight")
     shape, bits = case.shape, usual_kv_bits(case.shape)
-    if not workers.counted and (why := _indivisible(case, workers)):
+    setup = _setup(case, workers)
+    if setup is None and (why := _indivisible(case, workers)):
         return Refused(why)
-    decode = _at_least_holding(case, workers.decode)
-    prefill = _at_least_holding(case, workers.prefill)
+    decode = _at_least_holding(case, setup.decode if setup else workers.decode)
+    prefill = setup.prefill if setup else workers.prefill
+    if prefill.attention_data == 1:
+        prefill = _at_least_holding(case, prefill)
     spread = layout_on(Layout(1, decode.ranks, decode.ranks), shape)
     machine = _machine(case.chip, decode.ranks)
     question = Question(
@@ -336,9 +358,27 @@ def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | 
         complete=0.0,
         ranks=float(decode.ranks),
     )
-    if not workers.counted and _overfills(question):
-        return Refused(f"the number of decode workers is not stated, and one could not hold {streams} streams")
+    if setup is None:
+        if _overfills(question):
+            return Refused(f"the number of decode workers is not stated, and one could not hold {streams} streams")
+        return Asked(question, machine, decode, prompt + output / 2, bits)
+    question = question._replace(
+        slots=setup.slots,
+        prefills=setup.prefills,
+        decodes=setup.decodes,
+        dealt=setup.dealt,
+        guessing=setup.guessing,
+    )
     return Asked(question, machine, decode, prompt + output / 2, bits)
+
+
+def _setup(case: Case, workers: Workers) -> recipes.Setup | None:
+    """How many workers there are, as a row says or as the recipe does that it is a result of."""
+    if not workers.counted:
+        return recipes.setup_of(case, workers.prefill, workers.decode)
+    return recipes.Setup(
+        workers.prefill, workers.decode, workers.prefills, workers.decodes, float(workers.dealt), 0.0, NO_LIMIT
+    )
 
 
 def _indivisible(case: Case, workers: Workers) -> str | None:
@@ -384,7 +424,8 @@ def _machine(chip: Chip, devices: int) -> Machine:
 
 def _lengths(case: Case) -> tuple[int, int] | None:
     if case.prompt_tokens is not None and case.output_tokens:
-        return max(1, case.prompt_tokens), case.output_tokens
+        share = recipes.MEAN_LENGTH if recipes.is_result(case) else 1.0
+        return max(1, round(case.prompt_tokens * share)), max(1, round(case.output_tokens * share))
     if "mlperf" in case.scenario.lower():
         name = case.texts["model"].lower()
         return next(((prompt, output) for word, prompt, output in MLPERF_TOKENS if word in name), None)
@@ -420,7 +461,7 @@ def arranged(case: Case) -> Layout | Workers:
         tensor, expert = 1, groups
     elif tensor > MOST_TENSOR or tensor & (tensor - 1):
         whole = Layout(tensor, 1, tensor)
-        return Workers(whole, whole, None, counted=False)
+        return Workers(whole, whole, None)
     devices = case.devices or 0
     replicas = max(1, said.get("dp") or 1)
     if devices % (tensor * groups * stages) == 0 and not case.scenario.lower().startswith("agg"):
@@ -439,17 +480,18 @@ def _unsaid_groups(case: Case, tensor: int, expert_ranks: int) -> tuple[int, int
 
 
 def _disaggregated(text: str) -> Workers:
-    sides = []
-    streams = 0
-    counted = True
+    sides, counts = [], []
+    streams, dealt = 0, False
     for count, inside in re.findall(r"(\d*)\s*x?\s*\(([^)]*)\)", text)[:2]:
         said = {name: int(number) for name, number in re.findall(r"(tp|dp|ep|bs)(\d{1,5})", inside)}
         ranks = max(1, said.get("tp", 1)) * max(1, said.get("dp", 1))
         sides.append(Layout(ranks, 1, max(1, said.get("ep", 1))))
-        counted = counted and bool(count)
+        counts.append(int(count or 0))
+        dealt = said.get("dp", 1) > 1
         streams = (int(count) if count else 1) * said.get("bs", 0) * max(1, said.get("dp", 1))
     sides = sides or [Layout(NODE, 1, 1)]
-    return Workers(sides[0], sides[-1], streams or None, counted)
+    prefills, decodes = counts if len(counts) == 2 else (0, 0)
+    return Workers(sides[0], sides[-1], streams or None, prefills, decodes, dealt)
 
 
 def _token_floor_s(

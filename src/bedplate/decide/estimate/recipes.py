@@ -1,0 +1,144 @@
+"""What InferenceX sets in its public recipes, and tables of its results leave out: workers, waits, lengths.
+
+Its repository (github.com/SemiAnalysisAI/InferenceX) has them; none of its results are used here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from bedplate.decide.estimate.batching import NO_WAITS, Layout, Waits
+from bedplate.decide.estimate.calibration import table
+from bedplate.decide.estimate.rows import Case
+
+MODELS = ("deepseek-r1", "deepseek-v4", "gpt-oss", "kimi-k2.5", "glm-5", "minimax-m2.5", "minimax-m3", "qwen3.5")
+NO_LIMIT = 1e6
+MEAN_LENGTH = 0.9
+"""Lengths are drawn evenly between 0.8 of what is stated and all of it."""
+NEAR = 1.5
+"""Streams may differ by this factor from those of a recipe for it to be taken for a row."""
+
+
+class Setup(NamedTuple):
+    """Mean of the recipes that a row may be a result of."""
+
+    prefill: Layout
+    decode: Layout
+    prefills: float
+    decodes: float
+    dealt: float
+    """Of those recipes, the share whose decode workers deal out sequences to their ranks."""
+    guessing: float
+    """Likewise those with speculative decoding."""
+    slots: float
+    """Sequences that all decode workers take at once."""
+
+
+class Recipe(NamedTuple):
+    """As `benchmarks/score/recipes.py` writes it; ranks and what they share are those of one worker."""
+
+    streams: int
+    prefills: int
+    prefill_ranks: int
+    prefill_expert: int
+    prefill_dealt: int
+    decodes: int
+    decode_ranks: int
+    decode_expert: int
+    decode_dealt: int
+    guessing: int
+    batch: int
+    """Of a decode worker, or of each of its ranks where sequences are dealt out; 0 where the recipe's name has none."""
+
+    @property
+    def slots(self) -> float:
+        each = self.batch * (self.decode_ranks if self.decode_dealt else 1)
+        return self.decodes * each or NO_LIMIT
+
+    @property
+    def ranks(self) -> int:
+        return self.prefills * self.prefill_ranks + self.decodes * self.decode_ranks
+
+
+def is_result(case: Case) -> bool:
+    """Whether the notes are those that such results are published with: `measured=…; wip=…`."""
+    return "wip" in case.notes
+
+
+def setup_of(case: Case, prefill: Layout, decode: Layout) -> Setup | None:
+    """The recipe that has the row's ranks and streams; where several have, their mean."""
+    if not is_result(case) or case.concurrency is None:
+        return None
+    listed = _listed(case)
+    same = [r for r in listed if (r.prefill_ranks, r.decode_ranks) == (prefill.ranks, decode.ranks)]
+    if not same and prefill.ranks == decode.ranks:
+        # Some tables give the ranks of all workers together for each side.
+        same = [r for r in listed if r.ranks == prefill.ranks]
+    # Some recipes count the streams of one decode worker.
+    found = (
+        [r for r in same if r.streams == case.concurrency]
+        or [r for r in same if r.streams * r.decodes == case.concurrency]
+        or _nearest(same, case.concurrency)
+    )
+    found = [r for r in found if r.prefill_expert == prefill.expert] or found
+    if not found:
+        return None
+    first = found[0]
+    dealt = sum(r.prefill_dealt for r in found) * 2 > len(found)
+    return Setup(
+        prefill=Layout(*((1, first.prefill_ranks) if dealt else (first.prefill_ranks, 1)), first.prefill_expert),
+        decode=Layout(first.decode_ranks, 1, first.decode_expert),
+        prefills=_mean([r.prefills for r in found]),
+        decodes=_mean([r.decodes for r in found]),
+        dealt=sum(r.decode_dealt for r in found) / len(found),
+        guessing=sum(r.guessing for r in found) / len(found),
+        slots=_mean([r.slots for r in found]),
+    )
+
+
+def _mean(counts: Sequence[float]) -> float:
+    return math.exp(sum(math.log(count) for count in counts) / len(counts))
+
+
+def _nearest(recipes: list[Recipe], streams: int) -> list[Recipe]:
+    def apart(recipe: Recipe) -> float:
+        return abs(math.log(recipe.streams / streams))
+
+    least = min(map(apart, recipes), default=math.inf)
+    return [r for r in recipes if apart(r) <= least + 1e-9] if least <= math.log(NEAR) else []
+
+
+def _listed(case: Case) -> list[Recipe]:
+    name = case.texts["model"].lower().replace("_", "-")
+    model = next((known for known in MODELS if known in name), None)
+    chip = re.search(r"\b(GB?\d{3}|[HB]\d{3})\b", case.chip.name)
+    if model is None or chip is None:
+        return []
+    bits = "fp4" if case.shape.bits < 6 else "fp8"
+    return _recipes(f"{model} {bits} {chip[1].lower()} {case.engine} {case.prompt_tokens} {case.output_tokens}")
+
+
+@lru_cache(maxsize=256)
+def _recipes(name: str) -> list[Recipe]:
+    return [Recipe(*numbers) for numbers in table("recipes")["workers"].get(name, [])]
+
+
+def waits(case: Case, layout: Layout) -> Waits:
+    """Passes that a recipe's scheduler lets go by before it takes in what has arrived."""
+    if not is_result(case):
+        return NO_WAITS
+    streams, name = case.concurrency or 1, case.texts["model"].lower()
+    if case.engine == "sglang":
+        # scheduler-recv-interval of the scripts for B200; those for Hopper and for GLM-5 leave it at 1.
+        polls = case.machine.family == "blackwell-dc" and "glm" not in name
+        return Waits(polled=(30.0 if streams >= 16 and layout.ranks >= 8 else 10.0) if polls else 0.0)
+    if case.engine == "tensorrt-llm":
+        # batch_wait_timeout_iters of the scripts for Llama, and timeout_iters wherever attention_dp_config is set.
+        even = case.prompt_tokens == case.output_tokens == 1024
+        gathers = even and "llama" in name and layout.ranks < 8
+        return Waits(gathered=20.0 if gathers else 0.0, balanced=60.0 if layout.attention_data > 1 else 0.0)
+    return NO_WAITS
