@@ -131,6 +131,15 @@ class TestVerdict:
         verdict, why = verdict_of(compare(*answered(right, wrong)), 0.95)
         assert verdict == "broken" and f"{right} of {right + wrong} prefixes" in why and "95%" in why
 
+    @pytest.mark.parametrize(("wrong", "verdict"), [(3, "ok"), (4, "broken")])
+    def test_wrong_positions_do_not_hide_among_what_they_do_not_touch(self, wrong: int, verdict: str) -> None:
+        pairs, said = answered(100 - wrong, wrong)
+        for number in range(90, 100):
+            known = pairs[number][1]
+            pairs[number] = (pairs[number][0], Known(known.text, "text", 7, known.gap, -0.5))
+        found, why = verdict_of(compare(pairs, said), 0.97)
+        assert found == verdict and ("6 of 10 prefixes that depend on right positions" in why) == (verdict == "broken")
+
     def test_a_bos_too_many_is_named(self) -> None:
         pairs, _ = answered(48)
         _, why = verdict_of(compare(pairs, [Answer(text="x", prompt_tokens=8)] * 48), 0.95)
@@ -190,6 +199,15 @@ def test_the_quick_ones_are_clear_short_and_spread() -> None:
     assert len(found) == QUICK and all(known.gap >= CLEAR_GAP for _, known in found)
     assert quick_ones([("a long one", Known(" x", "text", 2000, 9.0))]) == ()
     assert int(found[0][0][1:]) < 10 and int(found[-1][0][1:]) > 380
+
+
+def test_half_of_the_quick_ones_at_the_most_are_those_that_wrong_positions_turn() -> None:
+    telling = [(f"t{n}", Known(" x", "text", 300, 1.0, -0.1 * n)) for n in range(1, 41)]
+    vague = [("v", Known(" x", "text", 300, CLEAR_GAP / 2, -9.0))]
+    others = [(f"p{n}", Known(" x", "text", 3, 1.0, 0.9)) for n in range(100)]
+    found = [prefix for prefix, _ in quick_ones([*telling, *vague, *others])]
+    assert found[: QUICK // 2] == [f"t{n}" for n in range(17, 41)]  # those that are turned the furthest
+    assert len(found) == QUICK and all(prefix.startswith("p") for prefix in found[QUICK // 2 :])
 
 
 class TestWhatComesBack:

@@ -73,7 +73,7 @@ def test_tokens_are_counted_by_when_they_came(null: Null) -> None:
     """Four streams of eight tokens in 85 ms at the least; a busy machine can only be slower."""
     repeat = measured(null.url, Load(concurrency=4, prompt_tokens=32, output_tokens=8), seconds=1.0)
     assert repeat.delivered_tokens is not None
-    assert 0.2 * 4 * 8 / 0.085 < repeat.delivered_tokens / repeat.seconds < 1.1 * 4 * 8 / 0.085
+    assert 0 < repeat.delivered_tokens / repeat.seconds < 1.1 * 4 * 8 / 0.085
     begun = 8 * len(repeat.samples)
     assert abs(repeat.delivered_tokens - begun) <= 4 * 8, "the two differ by what was in flight at the edges"
 
@@ -82,7 +82,9 @@ def test_tokens_are_counted_by_when_they_came(null: Null) -> None:
 def test_an_open_loop_sends_at_its_rate_whatever_comes_back(null: Null, arrivals: Any) -> None:
     load = Load(arrivals=arrivals, requests_per_s=40, burst=5, prompt_tokens=16, output_tokens=4)
     repeat = measured(null.url, load, seconds=1.5)
-    assert 30 <= len(repeat.samples) <= 90
+    due = 40 * repeat.seconds
+    allowed = {"constant": 2.0, "burst": 6.0, "poisson": 5 * math.sqrt(due)}[arrivals]
+    assert abs(len(repeat.samples) - due) <= allowed
     assert all(sample.outcome == "ok" for sample in repeat.samples)
     if arrivals == "burst":
         assert repeat.in_flight_max >= 5
@@ -96,7 +98,7 @@ def test_a_trace_is_replayed_with_its_own_lengths(null: Null) -> None:
     assert repeat.exact_prompt and repeat.exact_output and repeat.warmup >= 1
     assert repeat.seconds < 20, "it ends when the trace does"
     moments = [sample.at_s for sample in repeat.samples]
-    assert all(abs(moment - 0.1 * n) < 0.5 for n, moment in enumerate(moments))
+    assert all(moment >= 0.1 * n - 0.001 for n, moment in enumerate(moments)), "none before its time"
 
 
 def test_measured_time_goes_on_until_enough_requests_have_ended(null: Null) -> None:

@@ -8,9 +8,18 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.measure.prefixes import LEAST_CHARACTERS, LENGTHS, cut, fixed_prefixes, reference_text, spread
+from bedplate.measure.prefixes import (
+    LEAST_CHARACTERS,
+    LENGTHS,
+    cut,
+    fixed_prefixes,
+    reference_text,
+    short_prefixes,
+    spread,
+)
 
 ALL = "770b1add24a8"
+ALL_SHORT = "0b59e5bb61b5"
 """What all of them hash to: a reference is of no use when they change, so that both must change together."""
 
 
@@ -22,6 +31,7 @@ def test_there_are_more_than_five_hundred_different_ones() -> None:
 def test_they_are_the_same_ones_always() -> None:
     whole = hashlib.sha256("\0".join(fixed_prefixes()).encode()).hexdigest()
     assert whole.startswith(ALL)
+    assert hashlib.sha256("\0".join(short_prefixes()).encode()).hexdigest().startswith(ALL_SHORT)
 
 
 def test_they_begin_and_end_with_whole_words() -> None:
@@ -33,6 +43,13 @@ def test_they_begin_and_end_with_whole_words() -> None:
 def test_they_are_short_and_long() -> None:
     lengths = sorted(len(prefix) for prefix in fixed_prefixes())
     assert lengths[0] < 25 and lengths[-1] > 700 and lengths[len(lengths) // 2] < 160
+
+
+def test_the_short_ones_are_others_and_hundreds() -> None:
+    found, text = short_prefixes(), f" {reference_text()} "
+    assert len(found) > 400 and not set(found) & set(fixed_prefixes())
+    assert sum(map(len, found)) < 30 * len(found)
+    assert all(re.search(rf"(?<=\s){re.escape(prefix)}(?=\s)", text) for prefix in found)
 
 
 def test_the_text_is_of_many_kinds() -> None:

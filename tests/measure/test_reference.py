@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bedplate.engines.shipped.reference import batches, read_prefixes
+from bedplate.engines.shipped.reference import batches, read_prefixes, turned
 from bedplate.errors import OutsideFailed
 from bedplate.measure.agreement import QUICK, is_clear, quick_ones
-from bedplate.measure.prefixes import fixed_prefixes, prefix_hash
+from bedplate.measure.prefixes import fixed_prefixes, prefix_hash, short_prefixes
 from bedplate.measure.reference import (
     DATA,
     Known,
@@ -29,9 +29,13 @@ from bedplate.values import replaced
 def test_the_built_in_model_has_one_for_every_prefix() -> None:
     (one,) = [one for one in shipped_references() if one.sha256 == builtin.FILE_SHA256]
     assert (one.file, one.file_bytes) == (builtin.FILE, builtin.FILE_BYTES) and "float32" in one.made_with
-    assert set(one.answers) == {prefix_hash(prefix) for prefix in fixed_prefixes()}
+    assert set(one.answers) == {prefix_hash(prefix) for prefix in (*fixed_prefixes(), *short_prefixes())}
+    assert len(one.known(short_prefixes())) == len(short_prefixes())
     assert len(one.known()) >= 500 and sum(is_clear(known) for _, known in one.known()) >= 250
-    assert len(quick_ones(one.known())) == QUICK
+    quick = quick_ones(one.known())
+    assert len(quick) == QUICK
+    # Of a file as it is, seven wrong answers show that something is broken; wrong positions turn more than that.
+    assert sum(known.turned_gap is not None and known.turned_gap < 0 for _, known in quick) >= 10
 
 
 def test_it_is_what_would_be_written_anew() -> None:
@@ -74,10 +78,16 @@ class TestForAFile:
 class TestWhatTheProgramPrints:
     def test_it_is_read(self) -> None:
         answer = {"prefix": "0123456789ab", "tokens": 4, "token": 7, "text": " é", "kind": "text", "gap": 1.5}
-        printed = json.dumps({"torch": "2.13.0", "transformers": "5.22.2", "answers": [{**answer, "probability": 0.5}]})
+        turned = {**answer, "prefix": "ba9876543210", "turned_gap": -0.5}
+        printed = json.dumps(
+            {"torch": "2.13.0", "transformers": "5.22.2", "answers": [{**answer, "probability": 0.5}, turned]}
+        )
         assert read_answers(printed) == (
             "torch 2.13.0, transformers 5.22.2, float32",
-            {"0123456789ab": Known(" é", "text", 4, 1.5)},
+            {
+                "0123456789ab": Known(" é", "text", 4, 1.5),
+                "ba9876543210": Known(" é", "text", 4, 1.5, -0.5),
+            },
         )
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"torch": 1, "transformers": 2, "answers": [{}]}', "Traceback"])
@@ -101,6 +111,19 @@ class TestTheProgram:
         for batch in found:
             lengths = {len(prompts[number]) for number in batch}
             assert len(lengths) == 1 and (len(batch) == 1 or lengths.pop() * len(batch) <= 10)
+
+    def test_positions_are_turned_by_a_tenth_of_the_base(self) -> None:
+        class Config:
+            rope_parameters: object
+
+        config = Config()
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 100_000.0}
+        other = turned(config)
+        assert other is not None and other.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
+        assert config.rope_parameters == {"rope_type": "default", "rope_theta": 100_000.0}
+        for none in (None, {}, {"full_attention": {"rope_theta": 1.0}}):
+            config.rope_parameters = none
+            assert turned(config) is None
 
     @pytest.mark.parametrize("content", ["", "{}", "[]", "[1]", '[""]', "nonsense"])
     def test_prefixes_that_are_none(self, tmp_path: Path, content: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import platform
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 from tests.run.test_environments import Tiny, own_home, wheel, wheels
 
 from bedplate.engines import Engine, Recipe
+from bedplate.errors import OutsideFailed
 from bedplate.run import environments
 from bedplate.run.environments import command, environment_path, find_environment, make_environment
 from bedplate.run.uv import torch_arguments, torch_backend
@@ -104,6 +106,43 @@ def test_what_breaks_an_engine_is_taken_out_again(wheels: Path, own_home: Path) 
         )
 
     assert make_environment(Poisoned()).packages == ("bedplate-tiny-engine==1.0",)
+
+
+def asking_for(path: Path, requirement: str) -> None:
+    """The same wheel, with a requirement."""
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            more = f"Requires-Dist: {requirement}\n".encode() if name.endswith("METADATA") else b""
+            archive.writestr(name, content + more)
+
+
+def test_what_asks_for_more_than_the_machine_needs_is_installed_without_it(wheels: Path, own_home: Path) -> None:
+    asking_for(wheel(wheels, "bedplate-tiny-asking", "1.0", {"bedplate_tiny_asking.py": ""}), "bedplate-tiny-absent==9")
+
+    class Asking(Tiny):
+        recipe = Recipe(
+            packages=("bedplate-tiny-engine==1.0",),
+            bare=("bedplate-tiny-asking==1.0",),
+            download_bytes=1,
+            disk_bytes=1,
+            check="import bedplate_tiny_asking, bedplate_tiny_engine",
+        )
+
+    one = Asking()
+    assert make_environment(one).packages == ("bedplate-tiny-asking==1.0", "bedplate-tiny-engine==1.0")
+    assert find_environment(one) is not None and find_environment(Tiny()) is None
+
+
+def test_without_a_recipe_for_a_device_nothing_is_installed_for_it(own_home: Path) -> None:
+    class OnCpus(Tiny):
+        def recipe_for(self, device: Device) -> Recipe | None:
+            return self.recipe if device == "cpu" else None
+
+    assert find_environment(OnCpus(), "cuda") is None
+    with pytest.raises(OutsideFailed, match="cannot install"):
+        make_environment(OnCpus(), device="cuda")
 
 
 def test_a_recipe_for_each_device(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

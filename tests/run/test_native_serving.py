@@ -100,12 +100,13 @@ class TestTrying:
     ) -> None:
         (tmp_path / "bin").mkdir()
         program = tmp_path / "bin" / "llama-server"
-        program.write_text("#!/bin/sh\nkill -ILL $$\n")
+        program.write_text(f"#!/bin/sh\necho $OMP_WAIT_POLICY > '{tmp_path}/policy'\nkill -ILL $$\n")
         program.chmod(0o755)
         dead = environment(tmp_path, "native", program="bin/llama-server", built=True)
         facts = builtin_facts()
         found = trials._tried(LLAMA, machine("cpu"), facts, None, None, Notes(), dead)
         assert not found.runs and "SIGILL" in found.why
+        assert (tmp_path / "policy").read_text() == "passive\n"  # so that a busy machine does not make it last for ever
 
     def test_what_answers(self, own_home: Path, llama_environment: Environment, builtin_gguf: Path) -> None:
         class Asks:

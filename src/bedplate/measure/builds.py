@@ -74,8 +74,11 @@ def judged_build(pairs: Pairs, built: Sequence[Said], packaged: Sequence[Said] |
             for prefix, _, one, other in clearly_unlike[:SHOWN]
         )
         return Verdict(runs=True, right=False, why=f"it answers differently: {counts}", evidence=evidence)
-    ties = f" (of the others {len(unlike) - len(clearly_unlike)} are near-ties)" if unlike else ""
-    return Verdict(runs=True, right=True, why=f"{counts}{ties}, {reference}")
+    ties = len(unlike) - len(clearly_unlike)
+    kinds = [f"{ties} near-tie{'s' if ties > 1 else ''}"] if ties else []
+    kinds += [f"{len(clearly_unlike)} within what rounding explains"] if clearly_unlike else []
+    others = f" (the rest: {', '.join(kinds)})" if kinds else ""
+    return Verdict(runs=True, right=True, why=f"{counts}{others}, {reference}")
 
 
 def _evidence(found: Comparison) -> tuple[str, ...]:

@@ -281,9 +281,11 @@ def _build(
         take_source(build, work, progress)
         maker = Maker(engine.name, build, _with_tools(tools, work, progress), jobs, work, log, progress)
         last: Verdict | None = None
-        for variant, path in paths:
+        for number, (variant, path) in enumerate(paths):
+            without = paths[number + 1][0].name if number + 1 < len(paths) else None
             if (before := _refused(path)) is not None:
                 last = before
+                progress.note(f"built here before, it did not run ({before.why}): this time without {without}")
                 continue
             began = time.monotonic()
             staging = maker.make(variant)
@@ -308,9 +310,8 @@ def _build(
             _refuse(path, last)
             if last.runs:  # what computes wrongly is not cured by leaving an instruction set out
                 break
-            rest = [other.name for other, _ in paths[paths.index((variant, path)) + 1 :]]
-            if rest:
-                progress.note(f"the native build does not run here ({last.why}): building it again without {rest[0]}")
+            if without is not None:
+                progress.note(f"the native build does not run here ({last.why}): building it again without {without}")
     raise NotUsable(last.why if last else "nothing was built", last.evidence if last else ())
 
 

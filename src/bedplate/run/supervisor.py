@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 
@@ -301,8 +301,11 @@ class Supervisor:
         log_path: Path,
         say: Callable[[str], None] = lambda text: None,
         cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.plan = plan
+        self.env = env or {}
+        """Beside what the launch says."""
         self.cwd = cwd
         """Where it is started: what was prepared for it is named relative to that."""
         self.engine = engine
@@ -447,7 +450,7 @@ class Supervisor:
         given = {name: value for name, value in os.environ.items() if name not in SECRETS}
         if weights_are_here(self.plan):
             given = offline(given)
-        given |= self.engine.supervised_env | launch.env
+        given |= {**self.engine.supervised_env, **launch.env, **self.env}
         if self.engine.key_variable is not None:
             self.backend.engine_key = secrets.token_urlsafe(32)
             given[self.engine.key_variable] = self.backend.engine_key

@@ -24,6 +24,8 @@ from bedplate.values.decision import Device
 PROMPT = "The sky is blue because"
 ANSWER_TOKENS = 24
 ANSWER_LIMIT_S = 120.0
+PATIENT = {"OMP_WAIT_POLICY": "passive"}
+"""Threads that sleep while they wait for each other: on busy processors spinning made a trial ten times as long."""
 LAST_WORDS_S = 5.0
 """An engine that does not answer may be dying."""
 
@@ -110,7 +112,7 @@ def _tried(
 async def _answers(engine: Engine, environment: Environment, chosen: Plan, log: Path, examiner: Examiner | None) -> Any:
     """What an engine says, from its start to its end. Raises `OutsideFailed` when it dies over it."""
     backend = Backend(chosen.model.served_name, engine.id, chosen.engine_version)
-    supervisor = Supervisor(chosen, engine, environment, backend, log)
+    supervisor = Supervisor(chosen, engine, environment, backend, log, env=PATIENT)
     supervisor.start()
     try:
         await supervisor.ready()

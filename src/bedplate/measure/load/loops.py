@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
+    """Runs it to its end; in a thread of its own where this one has a loop already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(main)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_run, main).result()
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
     try:
         import uvloop
     except ImportError:

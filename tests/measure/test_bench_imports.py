@@ -1,0 +1,143 @@
+"""What other programs measured is read as it is, and what says too little is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.runs import made_cell, made_run
+
+from bedplate.errors import BadQuestion
+from bedplate.measure.imports import read_run
+from bedplate.measure.summary import summarized
+from bedplate.values import to_json
+
+CAPTURES = Path(__file__).parents[1] / "captures" / "runs"
+
+
+def test_vllm_bench_serve() -> None:
+    run = read_run(CAPTURES / "vllm-bench-serve.json")
+    (cell,) = run.cells
+    assert run.finished and run.source == "vllm-bench-serve.json" and run.at == "2026-11-15T09:30:00Z"
+    assert (cell.load.arrivals, cell.load.concurrency, cell.load.prompt_tokens, cell.load.output_tokens) == (
+        "closed", 2, 32, 4,
+    )  # fmt: skip
+    (repeat,) = cell.repeats
+    first, second, third = repeat.samples
+    assert first.at_s == 0 and second.at_s == pytest.approx(0.5) and third.outcome == "error"
+    assert first.ttft_ms == pytest.approx(120) and first.duration_ms == pytest.approx(180)
+    assert second.tpot_ms == pytest.approx(100 / 3) and second.gaps_ms == pytest.approx((20, 30, 50))
+    assert third.error == "Service Unavailable" and third.ttft_ms is None
+    assert summarized(cell).error_share == pytest.approx(1 / 3)
+    assert {flag.kind for flag in cell.flags} >= {"errors", "short"}
+
+
+def test_a_real_file_comes_to_the_figures_that_it_states() -> None:
+    path = CAPTURES / "vllm-bench-serve-real.json"
+    stated = json.loads(path.read_text())
+    (cell,) = read_run(path).cells
+    found = summarized(cell)
+    assert found.ttft_ms is not None and found.ttft_ms.p50 == pytest.approx(stated["median_ttft_ms"])
+    assert found.tpot_ms is not None and found.tpot_ms.mean == pytest.approx(stated["mean_tpot_ms"], rel=1e-3)
+    assert found.ok == stated["completed"] and found.error_share == 0 and cell.load.concurrency == 2
+
+
+def test_the_rate_of_an_open_loop_is_kept(tmp_path: Path) -> None:
+    said = json.loads((CAPTURES / "vllm-bench-serve.json").read_text())
+    said |= {"request_rate": 4.0, "burstiness": 0.5}
+    cell = read_run(_file(tmp_path, said)).cells[0]
+    assert cell.load.arrivals == "poisson" and cell.load.requests_per_s == 4.0 and "burstiness 0.5" in cell.notes
+
+
+def test_guidellm() -> None:
+    run = read_run(CAPTURES / "guidellm.json")
+    closed, opened = run.cells
+    assert (closed.load.arrivals, closed.load.concurrency) == ("closed", 2)
+    assert (opened.load.arrivals, opened.load.requests_per_s) == ("poisson", 2.5)
+    assert closed.repeats[0].seconds == 10 and closed.subject.url == "http://127.0.0.1:8000"
+    good, last, failed = closed.repeats[0].samples
+    assert (good.ttft_ms, good.duration_ms, good.output_tokens, good.cached_tokens) == (200.0, 500.0, 16, 0)
+    assert good.tpot_ms == pytest.approx(20) and failed.outcome == "error" and last.at_s == pytest.approx(1.5)
+    assert run.environment.python == "3.12.3" and run.environment.hardware == "not stated"
+
+
+def test_a_real_file_of_guidellm_comes_to_the_means_that_it_states() -> None:
+    path = CAPTURES / "guidellm-real.json"
+    stated = json.loads(path.read_text())["benchmarks"][0]["metrics"]
+    (cell,) = read_run(path).cells
+    found = summarized(cell)
+    ttft, latency = (stated[name]["successful"]["mean"] for name in ("time_to_first_token_ms", "request_latency"))
+    assert found.ttft_ms is not None and found.ttft_ms.mean == pytest.approx(ttft)
+    assert found.e2e_ms is not None and found.e2e_ms.mean == pytest.approx(1000 * latency)
+    assert (found.ok, cell.load.concurrency, found.output_tokens) == (6, 2, 8)
+
+
+def test_the_same_file_is_the_same_run_and_another_one_is_another_machines() -> None:
+    once, again = read_run(CAPTURES / "guidellm.json"), read_run(CAPTURES / "guidellm.json")
+    other = read_run(CAPTURES / "vllm-bench-serve.json")
+    assert once == again
+    assert other.environment.machine != once.environment.machine and other.id != once.id
+
+
+def test_our_own_comes_back_as_it_was(tmp_path: Path) -> None:
+    run = made_run([made_cell("vllm", 4, 100.0)])
+    path = tmp_path / "run.json"
+    path.write_text(to_json(run))
+    assert read_run(path) == run
+
+
+def test_a_file_without_samples_says_how_to_keep_them(tmp_path: Path) -> None:
+    said = json.loads((CAPTURES / "vllm-bench-serve.json").read_text())
+    for name in ("ttfts", "itls", "input_lens", "output_lens", "start_times"):
+        del said[name]
+    with pytest.raises(BadQuestion) as refused:
+        read_run(_file(tmp_path, said))
+    assert "--save-detailed" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": 1}', b"\xff\xfe", b'{"schema": "run/1"}'])
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(content)
+    with pytest.raises(BadQuestion):
+        read_run(path)
+    with pytest.raises(BadQuestion):
+        read_run(tmp_path / "none.json")
+
+
+scalars = st.none() | st.booleans() | st.integers(-5, 10**6) | st.floats() | st.text(max_size=5)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
+
+
+@given(name=st.sampled_from(["vllm-bench-serve", "guidellm"]), data=st.data())
+def test_garbled_fields_are_refused_and_never_crash(
+    name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    said = json.loads((CAPTURES / f"{name}.json").read_text())
+    part = said
+    for _ in range(data.draw(st.integers(0, 4))):
+        inner = [
+            value for value in (part.values() if isinstance(part, dict) else part) if isinstance(value, dict | list)
+        ]
+        inner = [value for value in inner if value]
+        if not inner:
+            break
+        part = data.draw(st.sampled_from(inner))
+    key: Any = data.draw(st.sampled_from(sorted(part) if isinstance(part, dict) else range(len(part))))
+    part[key] = data.draw(values)
+    path = _file(tmp_path_factory.mktemp("garbled"), said)
+    try:
+        run = read_run(path)
+    except BadQuestion:
+        return
+    assert run.cells
+
+
+def _file(folder: Path, said: object) -> Path:
+    path = folder / "said.json"
+    path.write_text(json.dumps(said))
+    return path

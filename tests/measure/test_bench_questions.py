@@ -1,0 +1,91 @@
+"""What a person writes behind `bench`'s options, and what is refused in plain words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bedplate.errors import BadQuestion
+from bedplate.measure.questions import engine_list, loads_of, read_budget, read_target, trace_name
+from bedplate.measure.replays import read_shapes
+from bedplate.values.workload import LatencyTarget
+
+
+def test_engines() -> None:
+    assert engine_list("installed") == "installed" and engine_list(" all ") == "all"
+    assert engine_list("vllm, sglang,vllm") == ("vllm", "sglang")
+    for wrong in ("", " , ", "all,vllm"):
+        with pytest.raises(BadQuestion):
+            engine_list(wrong)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), ("45", 45), ("2 min", 120)])
+def test_budgets(text: str, seconds: float) -> None:
+    assert read_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "-5m", "0", "10 days", "1e3"])
+def test_no_budgets(text: str) -> None:
+    with pytest.raises(BadQuestion):
+        read_budget(text)
+
+
+def test_targets() -> None:
+    assert read_target("ttft_ms=500,tpot_ms=50") == LatencyTarget(ttft_ms=500, tpot_ms=50)
+    assert read_target(" tpot_ms = 7.5 ") == LatencyTarget(tpot_ms=7.5)
+    for wrong in ("", "ttft=5", "ttft_ms", "ttft_ms=0", "ttft_ms=x", "ttft_ms=1,ttft_ms=2", "e2e_ms=5"):
+        with pytest.raises(BadQuestion):
+            read_target(wrong)
+
+
+def test_loads() -> None:
+    assert [load.concurrency for load in loads_of()] == [1, 4, 8, 16]
+    closed = loads_of(concurrency="8, 2,8", prompt_tokens=64, shared_prefix_tokens=32, seed=3)
+    assert [load.concurrency for load in closed] == [8, 2]
+    assert all(load.shared_prefix_tokens == 32 and load.seed == 3 and load.arrivals == "closed" for load in closed)
+    opened = loads_of(rate="0.5,2", arrivals="burst", burst=4)
+    assert [(load.requests_per_s, load.burst, load.concurrency) for load in opened] == [(0.5, 4, None), (2, 4, None)]
+    assert loads_of(rate="2")[0].burst is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"concurrency": "0"}, {"concurrency": "1.5"}, {"concurrency": "x"}, {"concurrency": ","}, {"rate": "-1"},
+        {"rate": "nan"}, {"concurrency": "1", "rate": "2"}, {"prompt_tokens": 32, "shared_prefix_tokens": 32},
+        {"concurrency": ",".join(map(str, range(1, 70)))}, {"trace": Path("/no/such/file")},
+    ],
+)  # fmt: skip
+def test_no_loads(given: dict[str, Any]) -> None:
+    with pytest.raises(BadQuestion):
+        loads_of(**given)
+
+
+@given(st.text(max_size=12))
+def test_whatever_is_written_is_read_or_refused(text: str) -> None:
+    for read in (engine_list, read_budget, read_target, lambda one: loads_of(concurrency=one, rate=None)):
+        try:
+            read(text)
+        except BadQuestion as error:
+            assert error.message
+
+
+def test_a_trace_is_known_by_its_content_and_cut_to_the_time(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    rows = [f"2024-05-10 00:00:{second:02d}.000000,100,{10 + second}" for second in range(0, 40, 10)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    assert trace_name(path).startswith("trace.csv ") and len(trace_name(path)) == len("trace.csv ") + 12
+    assert [shape.output_tokens for shape in read_shapes(path, 20)] == [10, 20, 30]
+    (load,) = loads_of(trace=path)
+    assert load.arrivals == "replay" and load.trace == trace_name(path)
+
+
+def test_a_trace_without_times_cannot_be_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    path.write_text('[{"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c d"}]}]')
+    with pytest.raises(BadQuestion, match="does not say when"):
+        read_shapes(path, 20)

@@ -1,0 +1,273 @@
+"""`bench` from its command to its store: an endpoint by its URL, a killed run that goes on, a real engine."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.commands import run as command
+from tests.conftest import gone, wait_for
+
+from bedplate import store
+from bedplate.engines import engine
+from bedplate.errors import BedplateError
+from bedplate.facts.hardware import probe
+from bedplate.measure.bench import bench, closed_loads, longest_s
+from bedplate.measure.load import serve_null
+from bedplate.measure.starting import installed_engines
+from bedplate.run.environments import Environment, make_environment
+from bedplate.values import from_json
+from bedplate.values.run import Run
+
+pytestmark = pytest.mark.timeout(900)
+SHORT = ("--prompt-tokens", "24", "--output-tokens", "8", "--seconds", "0.5", "--repeats", "2")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def null() -> Iterator[str]:
+    with serve_null(first_ms=10, interval_ms=1, tokens=8) as one:
+        yield one.url
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Threads of an engine that wait for each other come to a near standstill where other work has the cores."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def test_any_endpoint_by_its_url(home: Path, null: str) -> None:
+    done = command("bench", "--url", null, "--concurrency", "1,3", *SHORT, "--json")
+    assert done.code == 0, done.err
+    run = from_json(Run, done.out)
+    assert run.finished and [cell.load.concurrency for cell in run.cells] == [1, 3]
+    for cell in run.cells:
+        assert cell.halt in ("most", "narrow", "time") and cell.exact_output and cell.warmup > 0
+        assert cell.subject.url == null and cell.subject.engine == "endpoint"
+        for repeat in cell.repeats:
+            assert repeat.at and repeat.samples and repeat.client.error_p99_ms is not None
+            assert repeat.use.peak_memory_bytes is not None  # the server is a process of this machine
+            assert all(sample.ttft_ms is not None and sample.ttft_ms > 9 for sample in repeat.samples)
+    assert store.run().cells == run.cells and run.environment.command[:2] == ("bedplate", "bench")
+    assert "null-model" in done.err and "24 in, 8 out" in done.err and run.id in done.err
+
+
+def test_repeats_send_other_prompts_and_the_same_seed_the_same_ones(home: Path, null: str) -> None:
+    first = command("bench", "--url", null, "--concurrency", "2", *SHORT, "--no-quality", "--json")
+    run = from_json(Run, first.out)
+    assert all(flag.kind != "cache" for cell in run.cells for flag in cell.flags)
+    assert run.cells[0].quality is not None and run.cells[0].quality.note == "not asked for"
+
+
+def test_rows_and_summaries_go_to_files(home: Path, null: str, tmp_path: Path) -> None:
+    done = command("bench", "--url", null, "--concurrency", "1", *SHORT, "--no-quality", "-o", str(tmp_path / "r.csv"))
+    assert done.code == 0, done.err
+    assert "endpoint" in done.out and "TTFT ms" in done.out
+    (row,) = csv.DictReader(io.StringIO((tmp_path / "r.csv").read_text()))
+    assert row["engine"] == "endpoint" and float(row["tok_per_s"]) > 0 and row["prompt_tokens"] == "24"
+    shown = command("bench", "--resume", "last", "-o", str(tmp_path / "r.txt"))
+    assert shown.code == 0 and "Result is : " in (tmp_path / "r.txt").read_text()
+    assert command("bench", "--resume", "last", "--csv").out == (tmp_path / "r.csv").read_text()
+
+
+def test_an_open_loop_and_a_knee(home: Path, null: str) -> None:
+    opened = command("bench", "--url", null, "--rate", "20", *SHORT, "--no-quality", "--json")
+    (cell,) = from_json(Run, opened.out).cells
+    assert cell.load.arrivals == "poisson" and cell.load.requests_per_s == 20 and cell.repeats[0].samples
+    knee = command("bench", "--url", null, "--concurrency", "1", *SHORT, "--slo", "ttft_ms=1", "--no-quality")
+    assert "TTFT ≤ 1 ms is not met even with 1 in flight" in knee.out or "invalid" in knee.out
+
+
+def test_questions_that_are_wrong(home: Path, null: str) -> None:
+    for arguments in (
+        ("--url", null, "--concurrency", "0"),
+        ("--url", "nonsense"),
+        ("--url", null, "--key-env", "NO_SUCH_VARIABLE"),
+        ("--csv", "--json"),
+        ("-o", "file.pdf"),
+        ("--engines", "no-such-engine"),
+        ("--resume", "none"),
+        ("--import", "none.json"),
+        ("--build", "wrong"),
+    ):
+        done = command("bench", *arguments)
+        assert done.code == 2 and done.err.startswith("error: "), (arguments, done)
+
+
+def test_an_endpoint_that_is_not_there(home: Path) -> None:
+    done = command("bench", "--url", "http://127.0.0.1:9", *SHORT)
+    assert done.code == 3 and "cannot be reached" in done.err
+
+
+def test_what_others_measured_is_kept_and_shown(home: Path) -> None:
+    file = Path(__file__).parents[1] / "captures" / "runs" / "guidellm.json"
+    done = command("bench", "--import", str(file))
+    assert done.code == 0 and "2.5/s" in done.out and len(store.run().cells) == 2
+    again = command("bench", "--import", str(file), "--jsonl")
+    assert again.code == 0 and len(store.runs()) == 1
+    assert [json.loads(line)["offered_per_s"] for line in again.out.splitlines()] == [None, 2.5]
+
+
+# ended before its time
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "bedplate", "bench", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    )
+
+
+def kept_cells() -> int:
+    """Cells that are done."""
+    try:
+        return sum(cell.halt is not None for cell in store.cells())
+    except BedplateError:
+        return 0
+
+
+def test_a_killed_run_loses_what_was_under_way_and_goes_on(home: Path, null: str) -> None:
+    process = started("--url", null, "--concurrency", "1,2,3", *SHORT, "--no-quality")
+    wait_for(lambda: kept_cells() >= 1, "the first cell to be kept", 120)
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: gone(below), "the generator to end")
+    before = store.run()
+    assert not before.finished and 1 <= len(before.cells) <= 3
+    first = before.cells[0]
+    done = command("bench", "--resume", before.id[:10], "--json")
+    assert done.code == 0, done.err
+    after = from_json(Run, done.out)
+    assert after.id == before.id and after.finished and after.cells[0] == first
+    assert [cell.load.concurrency for cell in after.cells] == [1, 2, 3]
+    assert all(cell.halt is not None for cell in after.cells)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_being_stopped_keeps_what_is_done(home: Path, null: str, number: int) -> None:
+    process = started("--url", null, "--concurrency", "1,2,3", *SHORT, "--no-quality", "--csv")
+    wait_for(lambda: kept_cells() >= 1, "the first cell to be kept", 120)
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "--resume" in err and "Traceback" not in err
+    assert out.startswith("engine,version") and len(out.splitlines()) >= 2
+    assert gone(below) and not store.run().finished
+
+
+# a real engine
+
+
+def test_a_real_engine_is_started_measured_checked_and_stopped(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bedplate_home: Path,
+    builtin_gguf: Path,
+    llama_environment: Environment,
+    one_core: None,
+) -> None:
+    for folder in ("engines", "models"):
+        (tmp_path / folder).symlink_to(bedplate_home / folder)
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
+    process = started("--engines", "llama.cpp", "--concurrency", "1,2", *SHORT, "--seconds", "1", "--json")
+    wait_for(lambda: kept_cells() >= 1, "the first cell to be kept", 500)
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert any("llama-server" in " ".join(one.cmdline()) for one in below)
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    assert gone(below)
+    run = from_json(Run, out)
+    assert [cell.load.concurrency for cell in run.cells] == [1, 2] and run.finished
+    for cell in run.cells:
+        subject = cell.subject
+        assert subject.engine == "llama.cpp" and subject.quantization == "Q4_1" and subject.build == "wheel"
+        assert subject.weights_id and subject.start_s and subject.install_bytes and subject.settings is not None
+        assert subject.settings.slots >= 2 and "--model" in subject.argv
+        assert cell.notes == "at the engine's own port" and cell.machine == store.fingerprint(probe())
+        quality = cell.quality
+        assert quality is not None and quality.verdict == "ok" and (quality.agreement or 0) > 0.9
+        assert quality.divergence is not None and quality.divergence < 0.1
+        assert quality.perplexity is not None and quality.reference_perplexity is not None
+        assert quality.perplexity == pytest.approx(quality.reference_perplexity, rel=0.2)
+        for repeat in cell.repeats:
+            assert repeat.use.peak_memory_bytes is not None and repeat.use.peak_memory_bytes > 50_000_000
+            assert repeat.use.engine_cpu_s is not None and repeat.use.engine_cpu_s > 0
+            assert repeat.engine.scrapes >= 2 and repeat.engine.running_max is not None
+    valid = [cell for cell in run.cells if not any(flag.invalid for flag in cell.flags)]
+    assert len(store.results(store.fingerprint(probe()))) == len(valid)
+
+
+def test_what_is_installed_is_measured_without_being_named(home: Path, bedplate_home: Path) -> None:
+    hardware = probe()
+    assert installed_engines(hardware) == ()
+    (home / "engines").symlink_to(bedplate_home / "engines")
+    make_environment(engine("llama.cpp"))
+    assert "llama.cpp" in installed_engines(hardware)
+
+
+def test_an_engine_that_cannot_serve_the_model_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bedplate_home: Path, builtin_gguf: Path
+) -> None:
+    if probe().accelerators:
+        pytest.skip("this machine has a GPU, on which the engine may run")
+    (tmp_path / "models").symlink_to(bedplate_home / "models")
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
+    done = command("bench", "--engines", "exllamav3", "--concurrency", "1", *SHORT)
+    assert done.code == 1 and "exllamav3" in done.err and "GPU" in done.err
+
+
+def test_turns_are_taken_and_repeats_shared_out(home: Path, null: str) -> None:
+    loads = closed_loads((1, 2), prompt_tokens=24, output_tokens=8)
+    run = bench(url=null, loads=loads, seconds=0.3, repeats=4, turns=2, check_quality=False)
+    one, two = run.cells
+    assert len(one.repeats) == len(two.repeats) == 4 and one.halt is not None
+    moments = sorted((repeat.at or "", cell.id) for cell in run.cells for repeat in cell.repeats)
+    assert [cell == one.id for _, cell in moments] == [True, True, False, False, True, True, False, False]
+
+
+def test_a_trace_is_replayed(home: Path, null: str, tmp_path: Path) -> None:
+    rows = [f"2024-05-10 00:00:00.{tenth}00000,20,{3 + tenth}" for tenth in range(6)]
+    trace = tmp_path / "trace.csv"
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    done = command("bench", "--url", null, "--trace", str(trace), "--seconds", "1", "--repeats", "1", "--json")
+    assert done.code == 0, done.err
+    (cell,) = from_json(Run, done.out).cells
+    (repeat,) = cell.repeats
+    assert [sample.output_tokens for sample in repeat.samples] == [3, 4, 5, 6, 7, 8]
+    assert cell.load.trace is not None and cell.load.trace.startswith("trace.csv ")
+
+
+def test_a_stretch_goes_on_for_slow_engines_within_the_budget() -> None:
+    assert longest_s(10, 100, 1, 4) == 60 and longest_s(10, 40, 1, 4) == 40
+    assert longest_s(5, 1000, 20, 16) == 360 and longest_s(5, 100, 20, 16) == 100
+    assert longest_s(5, 1, 20, 1) == 60 and longest_s(5, 1, 0, 1) == 5
+
+
+def test_from_python_it_is_the_same(home: Path, null: str) -> None:
+    import bedplate
+
+    assert bedplate.bench is bench and "bench" in bedplate.__all__

@@ -1,0 +1,304 @@
+"""What the machine gave: figures from what was read, real processes for what is read, and `None` for the rest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conftest import wait_for
+
+from bedplate.engines import EngineState, engine
+from bedplate.measure import watch
+from bedplate.measure.watch import Cards, Counters, Look, Meters, Metrics, Package, Watcher, series_of, use_of
+from bedplate.values.run import EngineSeries, Use
+
+CAPTURES = Path(__file__).parents[1] / "captures"
+
+
+def used(first: Counters, last: Counters, *looks: Look, on_card: bool = False, range_j: float | None = None) -> Use:
+    return use_of(first, last, looks, 4, on_card=on_card, package_range_j=range_j)
+
+
+def test_what_neither_the_engine_nor_we_took_is_others() -> None:
+    first = Counters(at_s=10, machine_s=100, engine_s=5, own_s=1)
+    last = Counters(at_s=20, machine_s=130, engine_s=20, own_s=2)
+    found = used(first, last)
+    assert found.engine_cpu_s == 15 and found.other_cpu_share == pytest.approx((30 - 15 - 1) / 40)
+    assert used(Counters(at_s=1), Counters(at_s=2)).other_cpu_share is None
+
+
+def test_peaks_are_of_all_looks_and_clocks_of_the_lowest() -> None:
+    looks = (Look(memory_bytes=5, clock_share=0.9), Look(memory_bytes=9, gpu_bytes=7), Look(clock_share=0.8))
+    found = used(Counters(at_s=0), Counters(at_s=1), *looks)
+    assert (found.peak_memory_bytes, found.peak_gpu_bytes, found.clock_share) == (9, 7, 0.8)
+
+
+def test_energy_is_the_cards_on_a_card_and_the_packages_elsewhere() -> None:
+    first = Counters(at_s=0, cards_j=100, package_j=7)
+    last = Counters(at_s=1, cards_j=350, package_j=9)
+    assert (used(first, last).energy_j, used(first, last).energy_source) == (2, "rapl")
+    card = used(first, last, on_card=True)
+    assert (card.energy_j, card.energy_source) == (250, "nvml")
+    nothing = used(Counters(at_s=0), Counters(at_s=1), on_card=True)
+    assert nothing.energy_j is None and nothing.energy_source is None
+
+
+def test_a_counter_that_began_anew() -> None:
+    first, last = Counters(at_s=0, package_j=95, machine_s=9), Counters(at_s=1, package_j=5, machine_s=8)
+    assert used(first, last, range_j=100).energy_j == 10 and used(first, last).energy_j is None
+
+
+def test_heat_is_told_by_the_driver_or_by_the_processors_own_count() -> None:
+    first, last = Counters(at_s=0, heat_events=3), Counters(at_s=1, heat_events=4)
+    assert used(first, last).throttled == ("heat",)
+    assert used(first, first).throttled == ()
+    assert used(first, first, Look(reasons=("power limit",)), Look(reasons=("power limit",))).throttled == (
+        "power limit",
+    )
+    assert watch.reasons_of(0x04 | 0x01) == ("power limit",) and watch.reasons_of(0x60) == ("heat",)
+
+
+def test_the_engines_own_metrics_over_time() -> None:
+    states = [
+        EngineState(running=1, waiting=0, kv_use=0.1, preemptions=5, cache_hits=10, cache_queries=100),
+        EngineState(running=3, waiting=4, kv_use=0.7),
+        EngineState(running=2, waiting=2, kv_use=0.5, preemptions=8, cache_hits=60, cache_queries=300),
+    ]
+    assert series_of(states) == EngineSeries(
+        scrapes=3, running_mean=2, running_max=3, waiting_mean=2, waiting_max=4, kv_use_max=0.7, preemptions=3,
+        cache_hit_share=0.25,
+    )  # fmt: skip
+    assert series_of([]) == EngineSeries() and series_of([EngineState()]) == EngineSeries(scrapes=1)
+
+
+figures = st.none() | st.floats(0, 1e9)
+
+
+@given(st.lists(st.builds(EngineState, running=figures, cache_hits=figures, cache_queries=figures), max_size=5))
+def test_whatever_is_told_a_share_stays_one(states: list[EngineState]) -> None:
+    share = series_of(states).cache_hit_share
+    assert share is None or 0 <= share <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "capture", "hits", "queries"),
+    [
+        ("vllm", "vllm/metrics-busy.txt", 0, 12),
+        ("llama.cpp", "llama.cpp/metrics-busy.txt", 0, 0),
+        ("tensorrt-llm", "tensorrt-llm/metrics.json", 4, 3125),
+    ],
+)
+def test_engines_tell_what_their_cache_held(name: str, capture: str, hits: float, queries: float) -> None:
+    state = engine(name).read((CAPTURES / capture).read_text())
+    assert (state.cache_hits, state.cache_queries) == (hits, queries)
+
+
+def test_sglang_counts_cached_tokens_by_their_source() -> None:
+    text = (
+        'sglang:prompt_tokens_total{model_name="m"} 400.0\n'
+        'sglang:cached_tokens_total{model_name="m",cache_source="device"} 90.0\n'
+        'sglang:cached_tokens_total{model_name="m",cache_source="host"} 10.0\n'
+    )
+    state = engine("sglang").read(text)
+    assert (state.cache_hits, state.cache_queries) == (100, 400)
+
+
+# real processes
+
+
+@pytest.fixture
+def family() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with 60 MB of its own, and a child with as much."""
+    hold = "b = bytearray(60_000_000); b[::4096] = b'x' * len(b[::4096]); print('held', flush=True)"
+    child = f"import time; {hold}; time.sleep(60)"
+    code = f"import subprocess, sys, time; {hold}; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == [b"held\n"] * 2
+    yield process
+    for pid in reversed(watch.tree_of(process.pid)):
+        subprocess.run(["kill", "-9", str(pid)], check=False)
+    process.communicate()
+
+
+def test_memory_is_that_of_the_whole_tree(family: subprocess.Popen[bytes]) -> None:
+    pids = watch.tree_of(family.pid)
+    assert len(pids) == 2
+    alone, both = watch.memory_bytes(pids[:1]), watch.memory_bytes(pids)
+    assert alone is not None and 60_000_000 < alone < 110_000_000
+    assert both is not None and alone + 60_000_000 < both < 220_000_000
+
+
+def test_of_a_process_that_is_gone_nothing_is_known(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    assert watch.tree_of(gone.pid) == [] and watch.memory_bytes([]) is None
+    assert watch.memory_bytes([gone.pid], tmp_path) is None and watch.engine_seconds([gone.pid]) is None
+
+
+@pytest.mark.parametrize("text", ["", "Rss: 5 kB\n", "Pss: x kB\n", "Pss:  12\n"])
+def test_a_garbled_rollup_says_nothing(text: str) -> None:
+    assert watch.pss_bytes(text) is None
+    assert watch.pss_bytes("Rss:   10 kB\nPss:      7 kB\nPss_Dirty: 9 kB\n") == 7 * 1024
+
+
+def test_energy_and_clocks_as_the_kernel_shows_them(tmp_path: Path) -> None:
+    zone = tmp_path / "intel-rapl:0"
+    (tmp_path / "intel-rapl:0:0").mkdir()
+    zone.mkdir()
+    (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("999999999")
+    (zone / "energy_uj").write_text("5000000\n")
+    (zone / "max_energy_range_uj").write_text("262143328850\n")
+    package = Package(tmp_path)
+    assert package.joules() == 5 and package.range_j == pytest.approx(262143.32885)
+    (zone / "energy_uj").write_text("nothing")
+    assert package.joules() is None and Package(tmp_path / "none").joules() is None
+    clock = tmp_path / "cpu0" / "cpufreq"
+    clock.mkdir(parents=True)
+    assert watch.processor_clock(tmp_path) is None
+    (clock / "base_frequency").write_text("2000000")
+    (clock / "scaling_cur_freq").write_text("1500000")
+    assert watch.processor_clock(tmp_path) == 0.75
+    throttle = tmp_path / "cpu0" / "thermal_throttle"
+    throttle.mkdir()
+    assert watch.heat_events(tmp_path) is None
+    (throttle / "core_throttle_count").write_text("3")
+    (throttle / "package_throttle_count").write_text("4")
+    assert watch.heat_events(tmp_path) == 7
+
+
+# cards
+
+
+class Driver:
+    """NVML as this machine has none: two cards, of which the engine takes the second."""
+
+    NVML_CLOCK_SM = 1
+
+    def __init__(self) -> None:
+        self.used = {"a": 1_000, "b": 1_000}
+        self.processes: dict[str, list[Any]] = {"a": [], "b": []}
+
+    def nvmlDeviceGetMemoryInfo(self, card: str) -> Any:
+        return SimpleNamespace(used=self.used[card])
+
+    def nvmlDeviceGetComputeRunningProcesses(self, card: str) -> Any:
+        return self.processes[card]
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, card: str) -> int:
+        return {"a": 1_000, "b": 7_000}[card]
+
+    def nvmlDeviceGetUtilizationRates(self, card: str) -> Any:
+        return SimpleNamespace(gpu={"a": 0, "b": 99}[card])
+
+    def nvmlDeviceGetClockInfo(self, card: str, kind: int) -> int:
+        return {"a": 200, "b": 1500}[card]
+
+    def nvmlDeviceGetMaxClockInfo(self, card: str, kind: int) -> int:
+        return 2000
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, card: str) -> int:
+        return 0x04 if card == "b" else 0x01
+
+
+def test_of_several_cards_those_count_that_the_engine_took() -> None:
+    driver = Driver()
+    cards = Cards(driver, ["a", "b"])
+    assert cards.joules() == 8  # nothing was taken yet: all of them
+    driver.used["b"] += 5_000_000_000
+    assert cards.gpu_bytes([]) == 5_000_000_000 and cards.joules() == 7
+    assert cards.clock() == (0.75, ("power limit",))
+    driver.processes["b"] = [SimpleNamespace(pid=42, usedGpuMemory=3_000), SimpleNamespace(pid=7, usedGpuMemory=None)]
+    assert cards.gpu_bytes([42]) == 3_000
+
+
+def test_a_driver_that_answers_nothing() -> None:
+    cards = Cards(SimpleNamespace(), ["a"])
+    assert cards.gpu_bytes([1]) is None and cards.joules() is None and cards.clock() == (None, ())
+
+
+# looking
+
+
+class Page(BaseHTTPRequestHandler):
+    status = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.end_headers()
+        keyed = self.headers.get("authorization") == "Bearer secret"
+        self.wfile.write(f"llamacpp:requests_processing {3 if keyed else 1}\n".encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def page() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_metrics_are_asked_for_with_the_engines_key(page: str) -> None:
+    read = engine("llama.cpp").read
+    assert Metrics(page, "secret", read).state() == EngineState(running=3)
+    assert Metrics(page, None, read).state() == EngineState(running=1)
+
+
+def test_an_engine_without_metrics_is_not_asked_twice(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Page, "status", 404)
+    metrics = Metrics(page, None, engine("llama.cpp").read)
+    assert metrics.state() is None
+    monkeypatch.setattr(Page, "status", 200)
+    assert metrics.state() is None
+
+
+def test_nobody_listens() -> None:
+    assert Metrics("http://127.0.0.1:9", None, engine("llama.cpp").read).state() is None
+
+
+def test_a_stretch_is_watched_from_its_beginning_to_its_end(family: subprocess.Popen[bytes], page: str) -> None:
+    meters = Meters()
+    meters.pid = family.pid
+    meters.metrics = Metrics(page, None, engine("llama.cpp").read)
+    with Watcher(meters) as watcher:
+        watcher.mark("warm-up")
+        watcher.mark("begin")
+        wait_for(lambda: watcher._looks or None, "a first look")
+        watcher.mark("end")
+        wait_for(lambda: watcher._last, "the last look")
+    use, series = watcher.seen()
+    assert use.peak_memory_bytes is not None and use.peak_memory_bytes > 120_000_000
+    assert use.engine_cpu_s is not None and use.other_cpu_share is not None and 0 <= use.other_cpu_share <= 1
+    assert series.scrapes >= 3 and series.running_max == 1
+
+
+def test_only_the_processors_that_we_may_use_count() -> None:
+    whole = watch.machine_seconds(None)
+    part = watch.machine_seconds(frozenset([0]))
+    assert 0 < part <= watch.machine_seconds(None) and whole <= watch.machine_seconds(frozenset([10**6]))
+
+
+def test_a_stretch_that_never_began_says_nothing() -> None:
+    with Watcher(Meters()) as watcher:
+        watcher.mark("warm-up")
+    assert watcher.seen() == (Use(), EngineSeries())
+
+
+def test_the_process_behind_a_port(page: str) -> None:
+    assert watch.listening_pid(int(page.rpartition(":")[2])) == os.getpid()
+    assert 0 <= watch.idle_share(0.05) <= 1
