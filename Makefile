@@ -10,11 +10,12 @@ export UV_COMPILE_BYTECODE := 1
 export UV_PYTHON_DOWNLOADS ?= never
 ARGS ?=
 
-.PHONY: help serve test lint format score docs clean
+.PHONY: help serve test fleet lint format score docs clean
 
 help:
 	@echo "make serve [ARGS=...]  run the built-in model behind an OpenAI-compatible endpoint"
 	@echo "make test [ARGS=...]   lint, type-check and run the tests"
+	@echo "make fleet [ARGS=...]  install and try every engine that this machine can run, and print a table"
 	@echo "make lint              ruff and mypy --strict"
 	@echo "make format            let ruff rewrite the code"
 	@echo "make score             predicted speed and memory against published rows"
@@ -26,6 +27,10 @@ serve: $(READY)
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# Its environments and weights are fresh each time, made as a user's are, and gone afterwards; uv's cache stays.
+fleet: $(READY_DEV)
+	env -u UV_COMPILE_BYTECODE $(BIN)/python -m tests.fleet $(ARGS)
 
 lint: $(READY_DEV)
 	$(BIN)/ruff check .

@@ -248,6 +248,26 @@ def drawn(shown: RenderableType, width: int) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
+def test_a_program_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+    program = tmp_path / "llama-server"
+    program.write_text("#!/bin/sh\necho 'version: 6123 (79c1160b)'\n")
+    program.chmod(0o755)
+    said = invoke("engines", "use", "llama.cpp", "--program", str(program))
+    assert said.code == 0 and f"{program} from now on: version 6123-79c1160b" in said.out
+    assert "another version may refuse" in said.err
+    page = invoke("engines", "show", "llama.cpp").out
+    assert "6123-79c1160b" in page and str(program)[-20:] in page.replace("\n", "")
+    assert f"forgot {program}" in invoke("engines", "forget", "llama.cpp").out
+    for wrong in ([], ["--program", str(program), "--python", str(program)]):
+        assert invoke("engines", "use", "llama.cpp", *wrong).code == 2
+
+
+def test_what_is_not_built() -> None:
+    assert invoke("engines", "build", "vllm").code == 2
+    assert invoke("serve", "--build", "sideways").code == 2
+
+
 @pytest.mark.parametrize("width", [80, 120, 250])
 def test_the_map(width: int, snapshot: SnapshotAssertion) -> None:
     page = drawn(render_map(machine("cpu"), cheat_sheet(machine("cpu")), ROWS, THERE), width)

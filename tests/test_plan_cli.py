@@ -146,6 +146,16 @@ class TestEmit:
         bash_reads(path)
         assert "exec llama-server" in printed.out and "--ctx-size" in printed.out and "--port 8080" in printed.out
 
+    def test_a_conversion_brings_the_environment_that_it_needs(self, tmp_path: Path) -> None:
+        path = tmp_path / "serve.sh"
+        assert invoke("plan", "--engine", "mlx", "--emit", "command", "-o", str(path)).code == 0
+        bash_reads(path)
+        text = path.read_text()
+        assert 'pytorch="$HOME/.cache/bedplate-scripts/pytorch-' in text and "gguf==" in text
+        unpack = next(line for line in text.splitlines() if "|| " in line and "gguf-to-folder" in line)
+        assert '|| "$pytorch/bin/gguf-to-folder" ' in unpack
+        assert text.index('chmod +x "$pytorch/bin/gguf-to-folder"') < text.index(unpack) < text.index("mlx_lm.convert")
+
     def test_what_is_not_decided_is_not_emitted(self, tmp_path: Path) -> None:
         path = tmp_path / "serve.sh"
         answer = invoke("plan", "meta-llama/Meta-Llama-3.1-405B", "--hardware", "RTX 3070", "--set", "ram_gb=16",

@@ -55,7 +55,8 @@ def need_free(folder: Path, wanted_bytes: int, what: str) -> None:
     if free < wanted_bytes:
         raise OutsideFailed(
             f"not enough disk space for {what}: {size(wanted_bytes)} are needed and {size(free)} are free in {folder}",
-            hint="free some space (bedplate engines remove ID), or point BEDPLATE_HOME at a larger disk",
+            hint="free some space (bedplate engines remove ID, bedplate prepared remove --unused), "
+            "or point BEDPLATE_HOME at a larger disk",
         )
 
 

@@ -156,6 +156,13 @@ class TestRealFiles:
         assert done.returncode == 0, done.stderr
         assert "texts as in the source" in done.stdout and "(64 of all 64)" in done.stdout
 
+    def test_what_does_not_load_is_found(
+        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
+    ) -> None:
+        (tmp_path / "junk.gguf").write_bytes(b"junk")
+        done = compared(llama_environment, builtin_gguf, tmp_path / "junk.gguf")
+        assert done.returncode == 1 and "llama.cpp does not load junk.gguf: " in done.stderr
+
     def test_text_that_is_cut_otherwise_is_found(
         self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
     ) -> None:

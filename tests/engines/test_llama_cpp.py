@@ -31,7 +31,18 @@ from bedplate.facts.hardware import probe
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment, command
 from bedplate.run.supervisor import free_port
-from bedplate.values import Accelerator, Hardware, Launch, Model, Parallelism, Plan, Settings, Workload, replaced
+from bedplate.values import (
+    Accelerator,
+    Hardware,
+    Launch,
+    Model,
+    Parallelism,
+    Plan,
+    Preparation,
+    Settings,
+    Workload,
+    replaced,
+)
 from bedplate.values.decision import Device
 from bedplate.values.fit import DeviceNeed
 
@@ -427,6 +438,24 @@ class TestCommandLines:
         assert steps[0].disk_bytes and steps[1].disk_bytes and steps[1].disk_bytes < steps[0].disk_bytes / 3
         assert len([step for step in on_a_gpu(label="Q8_0").prepare if step.kind == "convert"]) == 1
 
+    def test_the_wheel_quantizes_without_a_build(self) -> None:
+        def steps(label: str) -> tuple[Preparation, ...]:
+            return on_a_gpu(label=label, settings={"device": "cpu"}).prepare
+
+        small = steps("Q4_K_M")
+        assert not [step for step in small if step.argv[:1] == ("cmake",)]
+        first, second = [step for step in small if step.kind == "convert"]
+        assert second.argv[0] == "llama-quantize" and second.within is None
+        # The converter runs where PyTorch is, whose installation is a step with its size.
+        assert first.within == "pytorch" and [step.within for step in small if step.kind == "install"][-1] == "pytorch"
+        assert first == next(step for step in steps("Q6_K") if step.kind == "convert")
+
+    def test_steps_that_run_takes_need_no_build_tools(self) -> None:
+        chosen = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
+        by_hand = LLAMA.by_hand(chosen)
+        rest = [step for step in LLAMA.launch(chosen, 1).prepare if step not in by_hand]
+        assert {step.argv[0] for step in rest if step.argv} == {"hf", "python3", "llama-quantize"}
+
 
 class TestForms:
     @pytest.mark.parametrize(
@@ -444,6 +473,15 @@ class TestForms:
         assert [form.label for form in LLAMA.weights(target, model(name), Workload())] == labels
         exact = LLAMA.weights(target, model(name), Workload(precision_sensitive=True))
         assert {form.label for form in exact} <= {"BF16", "F16", "Q8_0", "MXFP4"}
+
+    def test_rows_that_k_quants_cannot_take_are_given_smaller_blocks(self) -> None:
+        target = LLAMA.target(machine("cpu"))
+        assert target is not None
+        narrow = replaced(model("Qwen/Qwen3-32B"), hidden_size=576)
+        assert [form.label for form in LLAMA.weights(target, narrow, Workload())] == ["F16", "Q8_0", "Q5_1", "Q4_1"]
+        chosen = engine_plan(LLAMA, machine("cpu"), narrow, label="Q4_1")
+        (_, last) = [step for step in LLAMA.launch(chosen, 1).prepare if step.kind == "convert"]
+        assert last.argv[3] == "Q4_1" and last.where.endswith("-Q4_1.gguf")
 
     def test_a_gguf_is_taken_as_it_is(self) -> None:
         target = LLAMA.target(machine("cpu"))

@@ -141,6 +141,7 @@ class TestOnACpu:
             "HF_HUB_OFFLINE": "1",
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            "OMP_WAIT_POLICY": "PASSIVE",
             "OMP_NUM_THREADS": "96",
         }
 

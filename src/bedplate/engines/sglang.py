@@ -98,7 +98,7 @@ CPU_SLOTS = 8
 CPU_BATCH_TOKENS = 2048
 # Those that were computed on a CPU without its kernels: dense, and of the layers that SGLang also has in plain PyTorch.
 CPU_ARCHITECTURES = frozenset(["llama"])
-# What its wheel requires, less what is for GPUs, images, sound and other services; in the versions that it pins.
+# What its wheel requires, less what is for GPUs, images and other services; PyTorch is older than the one that it pins.
 CPU_RECIPE = Recipe(
     packages=(
         "torch==2.13.0", "triton==3.9.0", "transformers==5.19.0", "xgrammar==0.2.7", "compressed-tensors==0.18.0",
@@ -308,7 +308,9 @@ def _on_cpu(plan: Plan) -> list[str]:
     # Without a size, the cache takes nearly all of the machine's memory; without a rest, waiting takes a whole core.
     argv = ["--device", "cpu", "--max-total-tokens", str(_cache_tokens(plan)), "--sleep-on-idle"]
     # Its own kernels for AMX are in no package; and there is no GPU whose work the next step could overlap with.
-    return [*argv, "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+    argv += ["--attention-backend", "torch_native", "--disable-overlap-schedule"]
+    # Its log is shown while it starts, and would be all questions whether it has.
+    return [*argv, "--log-level-http", "warning"]
 
 
 def _cache_tokens(plan: Plan) -> int:
@@ -323,6 +325,8 @@ def _environment(plan: Plan) -> dict[str, str]:
         return env
     # Without the first it takes itself for built for GPUs; without the second, each look at it is a request.
     env |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    # A thread that waits for one without a core would keep its own from it: its other processes want cores too.
+    env |= {"OMP_WAIT_POLICY": "PASSIVE"}
     return env | ({"OMP_NUM_THREADS": str(plan.settings.threads)} if plan.settings.threads is not None else {})
 
 

@@ -25,7 +25,7 @@ from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.measure import quality as quality_of
 from bedplate.measure.flags import flags_of
-from bedplate.measure.knee import next_concurrency
+from bedplate.measure.knee import next_load
 from bedplate.measure.load import OwnError, Prepared, Rule, Target, measure_apart, output_tok_s, prepare
 from bedplate.measure.load import run as run_loop
 from bedplate.measure.load.repeating import halt
@@ -63,9 +63,8 @@ LEAST_CONTEXT = 1024
 ROUNDS_PER_LOAD = 1000
 """Prompts are told apart by a number; each load has so many of its own."""
 REQUEST_LIMIT_S = 300.0
-LEAST_TIMES_ALONE = 3.0
-"""A stretch goes on for so many times what a request takes alone, if it must: or none of them would end in it."""
-MOST_IN_FLIGHT = 1024
+STRETCHED = 6.0
+"""Times the asked time that a stretch may go on for, where too few requests have ended."""
 
 
 class Teller:
@@ -470,16 +469,15 @@ class Measuring:
 
     def knee(self, target: LatencyTarget) -> None:
         """Loads between and beyond those of the matrix, until the highest that meets the target is known."""
-        first = self.one.matrix.loads[0]
-        if first.arrivals != "closed":
-            return
+        number = len(self.one.matrix.loads)
         while True:
             mine = [cell for cell in self.one.cells.values() if cell.subject.engine == self.subject.engine]
-            wanted = next_concurrency(mine, target, MOST_IN_FLIGHT)
+            wanted = next_load(mine, target)
             # A load whose cell is not valid, on a busy machine, would be asked for again and again.
-            if wanted is None or wanted in [cell.load.concurrency for cell in mine]:
+            if wanted is None or wanted in [cell.load for cell in mine]:
                 return
-            self.cell(replaced(first, concurrency=wanted), wanted, searching=True)
+            self.cell(wanted, number, searching=True)
+            number += 1
 
     def cell(self, load: Load, number: int, *, searching: bool = False) -> None:
         one = self.one
@@ -537,8 +535,8 @@ class Measuring:
     def _repeat(self, cell: Cell, index: int, round_number: int, allowed_s: float) -> Repeat:
         one, load = self.one, cell.load
         streams = load.concurrency or 0
-        alone_s = self.prepared.request_s if self.prepared is not None else None
-        most_s = max(one.matrix.seconds, min(allowed_s, 6 * one.matrix.seconds), LEAST_TIMES_ALONE * (alone_s or 0.0))
+        alone_s = (self.prepared.request_s if self.prepared is not None else None) or 0.0
+        most_s = longest_s(one.matrix.seconds, allowed_s, alone_s, streams)
         moments: dict[str, str] = {}
         with Watcher(self.meters) as watcher:
 
@@ -567,6 +565,14 @@ class Measuring:
             )
         use, engine = watcher.seen()
         return replaced(repeat, at=repeat.at or moments.get("begin"), use=use, engine=engine)
+
+
+def longest_s(seconds: float, allowed_s: float, alone_s: float, streams: int) -> float:
+    """How long a stretch may go on until enough requests have ended.
+
+    An engine that computes one after the other needs as many times what a request takes alone as there are streams.
+    """
+    return max(seconds, 3 * alone_s, min(allowed_s, max(STRETCHED * seconds, (streams + 2) * alone_s)))
 
 
 def _subject(one: Bench, subject: Planned) -> Subject:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from bedplate.measure.summary import all_samples, is_valid, meets
-from bedplate.values.record import Record
-from bedplate.values.run import Cell
+from bedplate.values.record import Record, replaced
+from bedplate.values.run import Cell, Load
 from bedplate.values.workload import LatencyTarget
 
 MET = 0.95
 """The share of requests that must meet the target."""
 NEAR = 1.1
 """Loads that differ by less are the same for anybody who plans with them."""
+MOST_IN_FLIGHT = 1024
+LEAST_PER_S, MOST_PER_S = 0.01, 1000.0
 
 
 class Knee(Record, frozen=True, kw_only=True):
@@ -32,11 +34,16 @@ def met_share(cell: Cell, target: LatencyTarget) -> float | None:
     return sum(meets(sample, target) for sample in samples) / len(samples)
 
 
+def level(load: Load) -> float | None:
+    """How heavy a load is: requests in flight of a closed loop, requests per second of an open one."""
+    return load.concurrency if load.arrivals == "closed" else load.requests_per_s
+
+
 def knee(cells: Iterable[Cell], target: LatencyTarget) -> Knee:
     """Of the cells of one subject. What fails at a load is not believed at a higher one, whatever luck it had there."""
     judged = sorted(
-        ((cell.load.concurrency, cell, share) for cell in cells
-         if cell.load.concurrency is not None and (share := met_share(cell, target)) is not None),
+        ((heavy, cell, share) for cell in cells
+         if (heavy := level(cell.load)) is not None and (share := met_share(cell, target)) is not None),
         key=lambda one: one[0],
     )  # fmt: skip
     holds = None
@@ -47,15 +54,32 @@ def knee(cells: Iterable[Cell], target: LatencyTarget) -> Knee:
     return Knee(holds=holds)
 
 
-def next_concurrency(cells: Iterable[Cell], target: LatencyTarget, most: int) -> int | None:
+def next_load(cells: Sequence[Cell], target: LatencyTarget) -> Load | None:
     """The load that tells most about where the knee is; `None` where it is known well enough."""
     found = knee(cells, target)
-    low = found.holds.load.concurrency if found.holds is not None else None
-    high = found.breaks.load.concurrency if found.breaks is not None else None
+    near = found.holds or found.breaks
+    if near is None:
+        return None
+    low = level(found.holds.load) if found.holds is not None else None
+    high = level(found.breaks.load) if found.breaks is not None else None
+    if near.load.arrivals == "closed":
+        flight = _next_whole(None if low is None else int(low), None if high is None else int(high))
+        return None if flight is None else replaced(near.load, concurrency=flight)
+    rate = _next_rate(low, high)
+    return None if rate is None else replaced(near.load, requests_per_s=rate)
+
+
+def _next_whole(low: int | None, high: int | None) -> int | None:
     if high is None:
-        return min(most, 2 * low) if low is not None and low < most else None
+        return min(MOST_IN_FLIGHT, 2 * low) if low is not None and low < MOST_IN_FLIGHT else None
     if low is None:
         return max(1, high // 2) if high > 1 else None
-    if high - low <= 1 or high / low <= NEAR:
-        return None
-    return (low + high) // 2
+    return None if high - low <= 1 or high / low <= NEAR else (low + high) // 2
+
+
+def _next_rate(low: float | None, high: float | None) -> float | None:
+    if high is None:
+        return 2 * low if low is not None and low < MOST_PER_S else None
+    if low is None:
+        return high / 2 if high > LEAST_PER_S else None
+    return None if high / low <= NEAR else (low + high) / 2

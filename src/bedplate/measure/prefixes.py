@@ -12,6 +12,9 @@ PREFIXES = 560
 LENGTHS = (24, 40, 64, 110, 160, 240, 400, 800)
 """Characters at the most, in turn: from a few words to about 200 tokens, short ones more often since they cost less."""
 LEAST_CHARACTERS = 12
+SHORT_PREFIXES = 480
+SHORT_LENGTHS = (20, 26)
+"""A few tokens each, so that engines that read slowly can be asked for hundreds, too."""
 
 T = TypeVar("T")
 
@@ -24,7 +27,14 @@ def fixed_prefixes() -> tuple[str, ...]:
     return cut(reference_text(), PREFIXES)
 
 
-def cut(text: str, count: int) -> tuple[str, ...]:
+def short_prefixes() -> tuple[str, ...]:
+    """Others beside the fixed ones, all of them short."""
+    fixed = set(fixed_prefixes())
+    found = cut(reference_text(), SHORT_PREFIXES, SHORT_LENGTHS)
+    return tuple(prefix for prefix in found if prefix not in fixed)
+
+
+def cut(text: str, count: int, lengths: Sequence[int] = LENGTHS) -> tuple[str, ...]:
     """At most `count` different pieces that begin and end with whole words, spread over all of the text.
 
     They are cut by characters and not by tokens, so that they are the same for every tokenizer; each starts elsewhere,
@@ -35,7 +45,7 @@ def cut(text: str, count: int) -> tuple[str, ...]:
     usable = [end for _, end in words if end - starts[0] >= LEAST_CHARACTERS]
     found: dict[str, None] = {}
     for number, end in enumerate(spread(usable, count)):
-        length = LENGTHS[number % len(LENGTHS)]
+        length = lengths[number % len(lengths)]
         start = next((start for start in starts if start >= end - length), end)
         if end - start < LEAST_CHARACTERS:  # the last word alone fills it
             start = max(start for start in starts if end - start >= LEAST_CHARACTERS)

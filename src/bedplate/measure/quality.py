@@ -38,6 +38,8 @@ REQUEST_LIMIT_S = 120.0
 LISTED = (20, 5)
 """Alternatives to ask for: what most give, and what the oldest API allows."""
 PLACES = 24
+"""Of those after which the reference lists the word with which the text goes on."""
+LEAST_PLACES = 6
 FLOOR = 0.97
 """Where nothing is known of how the endpoint stores its weights, it is held to what 8 bits keep."""
 TEXT_TOKENS = 96
@@ -151,7 +153,7 @@ async def with_likelihood(asking: Asking, found: Quality, known: Likelihood | No
     """With divergence and perplexity where the endpoint gives log-probabilities, and the reference's beside it."""
     from bedplate.values import replaced
 
-    places = spread(known.places, PLACES) if known is not None else ()
+    places = spread([place for place in known.places if place.next[0] in dict(place.top)], PLACES) if known else ()
     listed = await _listed(asking, places, clock)
     places = places[: len(listed)]
     apart = mean_divergence(places, listed)
@@ -177,6 +179,6 @@ async def _listed(asking: Asking, places: Sequence[Place], clock: Clock) -> list
             if listed is None:
                 return []
         found.append(listed)
-        if clock.left_s < 0:
+        if clock.left_s < 0 and len(found) >= LEAST_PLACES:
             break
     return found

@@ -20,10 +20,11 @@ from typing import Literal
 import msgspec
 
 from bedplate.errors import OutsideFailed
-from bedplate.measure.prefixes import fixed_prefixes, prefix_hash
+from bedplate.measure.prefixes import fixed_prefixes, prefix_hash, short_prefixes
 from bedplate.values import Model
 
 DATA = "bedplate.measure"
+KNOWN = ("text", "kind", "tokens", "gap")
 QUIETLY = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
@@ -38,6 +39,8 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
     """Of the prompt."""
     gap: float
     """To the second best token, in logits."""
+    turned_gap: float | None = None
+    """The same with positions turned wrongly on purpose, by a tenth of the rotary base; below 0 another token wins."""
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,11 +56,11 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
     def id(self) -> str:
         return self.sha256[:12]
 
-    def known(self) -> tuple[tuple[str, Known], ...]:
-        """The fixed prefixes that it has an answer for, in the order of the text."""
+    def known(self, prefixes: Iterable[str] | None = None) -> tuple[tuple[str, Known], ...]:
+        """The fixed prefixes, or these, that it has an answer for, in the order of the text."""
         return tuple(
             (prefix, self.answers[found])
-            for prefix in fixed_prefixes()
+            for prefix in (fixed_prefixes() if prefixes is None else prefixes)
             if (found := prefix_hash(prefix)) in self.answers
         )
 
@@ -94,7 +97,7 @@ def read_answers(output: str | bytes) -> tuple[str, dict[str, Known]]:
     try:
         said = json.loads(output)
         answers = {
-            one["prefix"]: msgspec.convert([one["text"], one["kind"], one["tokens"], one["gap"]], Known)
+            one["prefix"]: msgspec.convert([*(one[name] for name in KNOWN), one.get("turned_gap")], Known)
             for one in said["answers"]
         }
         return f"torch {said['torch']}, transformers {said['transformers']}, float32", answers
@@ -109,7 +112,7 @@ def compute(source: Path, folder: Path, python: Path) -> Reference:
     program = importlib.resources.files("bedplate.engines.shipped") / "reference.py"
     done = subprocess.run(
         [str(python), str(program), "--model", str(folder)],
-        input=json.dumps(fixed_prefixes()).encode(),
+        input=json.dumps([*fixed_prefixes(), *short_prefixes()]).encode(),
         capture_output=True,
         env={**os.environ, **QUIETLY},
     )

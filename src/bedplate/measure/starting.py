@@ -19,7 +19,7 @@ from bedplate.run.builtin import fetch_builtin
 from bedplate.run.environments import Environment, command, find_adopted, find_environment, make_environment
 from bedplate.run.gateway import Backend, Gateway
 from bedplate.run.models import fetched_model, is_builtin, local_model
-from bedplate.run.native import NotUsable, buildable, built_here
+from bedplate.run.native import NotUsable, buildable
 from bedplate.run.prepare import prepare
 from bedplate.run.progress import Progress
 from bedplate.run.supervisor import Supervisor
@@ -85,10 +85,11 @@ def facts_of(model: str | None, hardware: Hardware, progress: Progress) -> Model
 
 
 def is_installed(engine: Engine, hardware: Hardware) -> bool:
+    """Whether it can be started here at once; what was built from source is started only where that is asked for."""
     target = engine.target(hardware)
     if target is None:
         return False
-    if find_adopted(engine) is not None or built_here(engine, hardware, target.device) is not None:
+    if find_adopted(engine) is not None:
         return True
     devices = {target.device, "cpu" if engine.cpu else target.device}
     return engine.recipe is not None and any(find_environment(engine, device) is not None for device in devices)

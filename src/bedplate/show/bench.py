@@ -17,7 +17,7 @@ from bedplate.measure.knee import MET, Knee, knee, met_share
 from bedplate.measure.summary import is_valid, summarized
 from bedplate.show.terminal import console as console_for
 from bedplate.values import Refusal
-from bedplate.values.run import Cell, Environment, Load, Quality, Run, Subject
+from bedplate.values.run import Cell, Environment, Flag, Load, Quality, Run, Subject
 from bedplate.values.summary import Percentiles, Summary
 from bedplate.values.units import seconds as time_words
 from bedplate.values.workload import LatencyTarget
@@ -115,14 +115,15 @@ def _quality(quality: Quality | None) -> str:
 
 def footnotes(run: Run) -> Iterator[Text]:
     """What has to be known beside the figures, each once."""
-    seen: dict[str, list[Cell]] = {}
+    seen: dict[tuple[str, str, bool], list[tuple[Cell, Flag]]] = {}
     for cell in run.cells:
         for flag in cell.flags:
-            mark = "✗" if flag.invalid else "!"
-            seen.setdefault(f"{mark} {cell.subject.engine}: {flag.text}", []).append(cell)
-    for words, cells in seen.items():
-        where = ", ".join(load_words(cell.load) for cell in cells)
-        yield Text(f" {words}  (load {where})", style="red" if words.startswith("✗") else "yellow")
+            seen.setdefault((cell.subject.engine, flag.kind, flag.invalid), []).append((cell, flag))
+    for (engine, _, invalid), found in seen.items():
+        where = ", ".join(dict.fromkeys(load_words(cell.load) for cell, _ in found))
+        texts = dict.fromkeys(flag.text for _, flag in found)
+        words = f" {'✗' if invalid else '!'} {engine}, load {where}: {next(iter(texts))}"
+        yield Text(words + (" and the like" if len(texts) > 1 else ""), style="red" if invalid else "yellow")
     for refusal in run.left_out:
         yield Text(f" – {refusal.engine}: {refusal.why}", style="dim")
     for words in knee_lines(run):
@@ -147,13 +148,16 @@ def _knee_words(found: Knee, target: LatencyTarget) -> str:
         if value is not None
     )
     if found.holds is None:
-        lowest = f" even with {found.breaks.load.concurrency}" if found.breaks is not None else ""
-        return f"{asked} is not met{lowest} in flight"
+        return f"{asked} is not met{f' even with {_heavy(found.breaks.load)}' if found.breaks is not None else ''}"
     rate = summarized(found.holds).requests_s
     share = met_share(found.holds, target) or 0.0
-    words = f"up to {found.holds.load.concurrency} in flight meet {asked} ({share:.0%} of requests; {MET:.0%} needed)"
+    words = f"up to {_heavy(found.holds.load)} meet {asked} ({share:.0%} of requests; {MET:.0%} needed)"
     words += f": {rate:.3g} requests/s" if rate is not None else ""
-    return words + (f"; {found.breaks.load.concurrency} do not" if found.breaks is not None else "; more was not tried")
+    return words + (f"; {_heavy(found.breaks.load)} do not" if found.breaks is not None else "; more was not tried")
+
+
+def _heavy(load: Load) -> str:
+    return f"{load.concurrency} in flight" if load.arrivals == "closed" else f"{load.requests_per_s:.3g} requests/s"
 
 
 def render_run(run: Run, idle: float | None = None, limits: dict[str, str] | None = None) -> RenderableType:

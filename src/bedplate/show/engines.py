@@ -88,9 +88,11 @@ def _state(row: Row, installed: Sequence[Environment]) -> Text:
     if not there:
         can = f"no; {size(row.download_bytes or 0)} to download" if row.packages else "planned only"
         return Text(can, style="" if row.packages else "dim")
-    others = sorted({environment.version for environment in there} - {row.version or ""})
+    built = any(environment.built for environment in there)
+    others = sorted({environment.version for environment in there if not environment.built} - {row.version or ""})
     pinned = any(environment.version == row.version for environment in there)
-    words = "yes" if pinned else f"another version: {', '.join(others)}"
+    words = "yes" if pinned else f"another version: {', '.join(others)}" if others else ""
+    words = " and ".join(filter(None, [words, "built here" if built else ""]))
     return Text(f"{words}, {size(sum(environment.disk_bytes for environment in there))}", style="green")
 
 
@@ -191,7 +193,9 @@ def _installation(row: Row, installed: Sequence[Environment]) -> list[tuple[str,
     if row.packages:
         sizes = f"download {size(row.download_bytes or 0)}, {size(row.disk_bytes or 0)} on disk"
         lines.append(("Recipe", f"{', '.join(row.packages)} · {sizes}", ""))
-    lines += [("", environment.path, "") for environment in installed if environment.engine == row.engine]
+    for environment in (one for one in installed if one.engine == row.engine):
+        lines.append(("", environment.theirs or environment.path, ""))
+        lines += [("", f"  {note}", "") for note in environment.notes]
     return lines
 
 

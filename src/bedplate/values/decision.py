@@ -99,6 +99,8 @@ class Preparation(Record, frozen=True, kw_only=True):
     seconds: Figure | None = None
     argv: tuple[str, ...] = ()
     """The command that does it, where it is one command."""
+    within: str | None = None
+    """The engine in whose environment it runs, where that is another than the plan's own."""
 
 
 class Launch(Record, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import unicodedata
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ CHANCE = 1e-3
 APPROXIMATED = frozenset(["tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"])
 """Ways to cut text that llama.cpp follows for ASCII alone: https://github.com/ggml-org/llama.cpp, llama-vocab.cpp."""
 START_LIMIT_S = 300.0
+STARTS = 3
 SHOWN = 3
 
 
@@ -110,17 +112,20 @@ class Llama(Reader):
     name = "llama.cpp"
 
     def __init__(self, path: Path, command: str) -> None:
+        self._path, self._command = path, json.loads(command)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._ready, self._starts = False, 0
+        self._start()
+        self.approximated = pre_tokenizer_of(path) in APPROXIMATED
+
+    def _start(self) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
-        argv = [*json.loads(command), "--model", str(path.resolve()), "--host", "127.0.0.1", "--port", str(self._port)]
+        argv = [*self._command, "--model", str(self._path.resolve()), "--host", "127.0.0.1", "--port", str(self._port)]
         argv += ["--ctx-size", "512", "--parallel", "1", "--threads", str(free_threads()), "--no-warmup"]
-        # Beside what is compared, nobody wants to read its log.
-        self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        self._ready = False
-        self.approximated = pre_tokenizer_of(path) in APPROXIMATED
+        self._starts += 1
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log)
 
     def ids(self, text: str, begin: bool = False) -> list[int]:
         return [
@@ -156,13 +161,26 @@ class Llama(Reader):
 
     def _wait(self) -> None:
         deadline = time.monotonic() + START_LIMIT_S
-        while not self._ready and self._process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # it does not listen yet
-                self._ready = self._ask("GET", "/health")[0] == 200
+        while not self._ready and time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                if self._starts == STARTS:
+                    break
+                self._process.communicate()
+                self._start()  # another program may have taken its port in the same moment
+            with contextlib.suppress(OSError, ValueError):  # it does not listen yet
+                self._ready = self._ask("GET", "/health")[0] == 200 and self._is_ours()
             if not self._ready:
                 time.sleep(0.2)
         if not self._ready:
-            fail("llama.cpp does not load it")
+            self._log.seek(0)
+            lines = self._log.read().decode("utf-8", "replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+            fail(f"llama.cpp does not load {self._path.name}: {last[:300]}")
+
+    def _is_ours(self) -> bool:
+        """Whether it is not somebody else's server that got the port."""
+        status, said = self._ask("GET", "/props")
+        return status == 200 and said.get("model_path") == str(self._path.resolve())
 
     def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
@@ -175,7 +193,8 @@ class Llama(Reader):
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
+        self._log.close()
 
 
 class Folder(Reader):
@@ -506,9 +525,10 @@ def at_most(count: int, of: int, share: float) -> float:
 def pre_tokenizer_of(path: Path) -> str | None:
     try:
         from gguf import GGUFReader
-    except ImportError:
-        return None  # then both are GGUF files, and cut by the same code
-    field = GGUFReader(path).get_field("tokenizer.ggml.pre")
+
+        field = GGUFReader(path).get_field("tokenizer.ggml.pre")
+    except (ImportError, ValueError, KeyError, IndexError, OSError):
+        return None  # without the package both are GGUF files, and cut by the same code; others do not load either
     return str(field.contents()) if field is not None else None
 
 

@@ -1,0 +1,130 @@
+"""Conversions for real: unpacked, packed again, quantized, compared, interrupted."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.conftest import wait_for
+
+from bedplate.decide import decide
+from bedplate.decide import plan as planned
+from bedplate.engines import engine
+from bedplate.facts.gguf import read_gguf
+from bedplate.facts.hardware import probe
+from bedplate.facts.model_folder import read_folder
+from bedplate.measure.prefixes import fixed_prefixes
+from bedplate.run.builtin import builtin_facts
+from bedplate.run.environments import Environment, command, make_environment
+from bedplate.run.prepare import MANIFEST, Prepared, prepare, prepared_dir
+from bedplate.values import Launch, Model, Plan, Workload, replaced
+
+check: Any = importlib.import_module("bedplate.engines.shipped.conversion_check")
+WORK = Workload(concurrency=1)
+PIECES = (
+    "\n", "\n\n", "\r\n", "  ", "\t", "1", "23", "4567", "½", "٣", "Ⅷ", "你好", "カタカナ", "한국", "😀", "👩‍👩‍👧",
+    "e\u0301", "'s", "'LL", "<|im_start|>", "<|im_end|>", "_", "(", "}", "...", "—", "नमस्ते", "\u200b", "\u00a0", "0x1F",
+    "ABC", "ß",
+)  # fmt: skip
+IDS = """
+import json, sys
+from tokenizers import Tokenizer
+tokenizer = Tokenizer.from_file(sys.argv[1])
+print(json.dumps([tokenizer.encode(text).ids for text in json.load(sys.stdin)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def pytorch(bedplate_home: Path) -> Environment:
+    return make_environment(engine("pytorch"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(pytorch: Environment, llama_environment: Environment, builtin_gguf: Path) -> Path:
+    decision = decide(probe(), builtin_facts(), WORK, "pytorch")
+    assert decision.launch is not None
+    folder = prepare(planned(decision, builtin_facts(), WORK), decision.launch.prepare, pytorch)
+    assert folder is not None
+    return folder
+
+
+def record(folder: Path) -> Prepared:
+    return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Prepared)
+
+
+def plan_for(model: Model, label: str) -> tuple[Plan, Launch]:
+    llama, hardware = engine("llama.cpp"), replaced(probe(), accelerators=(), links=())
+    target = llama.target(hardware)
+    assert target is not None
+    form = next(form for form in llama.weights(target, model, WORK) if form.label == label)
+    plan = Plan(
+        engine=llama.id, engine_version="", model=model, workload=WORK, weights=form,
+        settings=llama.settle(hardware, model, WORK),
+    )  # fmt: skip
+    return plan, llama.launch(plan, 1)
+
+
+def test_unpacking_was_compared(unpacked: Path) -> None:
+    ids, answers = record(unpacked).checked
+    assert "texts as in the source" in ids and "clear next tokens" in answers
+
+
+def test_any_text_has_llama_cpps_token_ids(
+    unpacked: Path, pytorch: Environment, llama_environment: Environment, builtin_gguf: Path
+) -> None:
+    chance = random.Random(7)
+    words = " ".join(fixed_prefixes()[::20]).split()
+    texts = [
+        "".join(chance.choice((chance.choice(PIECES), " " + chance.choice(words))) for _ in range(12))
+        for _ in range(400)
+    ]
+    argv = [str(pytorch.interpreter), "-I", "-c", IDS, str(next(unpacked.glob("*/tokenizer.json")))]
+    done = subprocess.run(argv, input=json.dumps(texts), capture_output=True, text=True, check=True)
+    theirs = check.Llama(builtin_gguf, json.dumps(command(llama_environment, Launch(argv=("llama-server",)))))
+    try:
+        for text, ids in zip(texts, json.loads(done.stdout), strict=True):
+            assert theirs.ids(text, begin=True) == ids, text
+    finally:
+        theirs.close()
+
+
+@pytest.mark.parametrize("label", ["Q8_0", "Q4_1"])
+def test_a_folder_becomes_a_gguf(label: str, unpacked: Path, llama_environment: Environment) -> None:
+    model = read_folder(next(unpacked.glob("*/config.json")).parent)
+    plan, launch = plan_for(model, label)
+    folder = prepare(plan, launch.prepare, llama_environment)
+    assert folder is not None
+    made = read_gguf(folder / launch.argv[launch.argv.index("--model") + 1])
+    assert made.quantization == label and made.parameters == model.parameters
+    ids, answers = record(folder).checked
+    assert "texts as in the source" in ids and "clear next tokens" in answers
+    last = [step for step in launch.prepare if step.kind == "convert"][-1]
+    assert last.disk_bytes is not None and 0.9 < made.weight_bytes / last.disk_bytes < 1.1
+
+
+def test_ctrl_c_in_a_conversion_leaves_nothing(unpacked: Path, tmp_path: Path, bedplate_home: Path) -> None:
+    source = tmp_path / "another"
+    source.mkdir()
+    for file in next(unpacked.glob("*/config.json")).parent.iterdir():
+        (source / file.name).hardlink_to(file)
+    (source / "notes.txt").write_text(str(os.getpid()))  # other content, so that it is made again
+    before = set(prepared_dir().iterdir())
+    argv = [sys.executable, "-m", "bedplate", "serve", str(source), "--engine", "llama.cpp", "--port", "0"]
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: list(prepared_dir().glob(".making-*")) or None, "the conversion to begin", 120)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert {path for path in set(prepared_dir().iterdir()) - before if path.is_dir()} == set()

@@ -1,0 +1,100 @@
+"""A limit that is named is then removed, on real engines: the gain is the one that was predicted, within 30 %.
+
+Slots, threads and long prompts with llama.cpp, a cache that is too small with vLLM, a slow runtime with PyTorch. Speed
+is judged here, so that it wants a machine that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import lru_cache
+
+import pytest
+from tests.judge.real_engine import measured_cells, ready_engine, with_settings
+
+from bedplate.facts.hardware import probe
+from bedplate.facts.measured import apply, measure
+from bedplate.judge.diagnose import bottleneck, ground_for
+from bedplate.measure.starting import Ready
+from bedplate.measure.summary import summarized
+from bedplate.run.models import known_model
+from bedplate.run.progress import Silent
+from bedplate.values import Hardware, Workload, replaced
+from bedplate.values.diagnosis import Bottleneck, Limit
+from bedplate.values.run import Cell, Load
+
+pytestmark = pytest.mark.timeout(1800)
+WITHIN = 0.3
+
+
+@lru_cache(maxsize=1)
+def machine() -> Hardware:
+    hardware = probe(recall=False)
+    return apply(hardware, measure(hardware, Silent()))
+
+
+def told(cells: list[Cell]) -> Bottleneck:
+    subject = cells[-1].subject
+    return bottleneck(cells, ground_for(subject, known_model(subject.model), machine()))
+
+
+def speed(cells: list[Cell]) -> float:
+    found = summarized(cells[-1]).output_tok_s
+    assert found is not None
+    return found
+
+
+def loads(*in_flight: int, prompt: int = 32, output: int = 48) -> list[Load]:
+    return [Load(concurrency=count, prompt_tokens=prompt, output_tokens=output) for count in in_flight]
+
+
+def cells_of(ready: Ready, *in_flight: int, prompt: int = 32, output: int = 48) -> list[Cell]:
+    return measured_cells(ready, loads(*in_flight, prompt=prompt, output=output), seconds=8.0, repeats=3)
+
+
+def predicted(found: Bottleneck, limit: Limit) -> float:
+    assert found.limit == limit, found.text
+    return next(one.gain.value for one in found.predictions if one.metric == "output_tok_s")
+
+
+def test_more_slots() -> None:
+    few = ready_engine("llama.cpp", Workload(concurrency=8, prompt_tokens=32, output_tokens=48), slots=1)
+    before, after = cells_of(few, 1, 8), cells_of(with_settings(few, slots=8), 8)
+    found = told(before)
+    assert predicted(found, "scheduler") == pytest.approx(speed(after) / speed(before), rel=WITHIN)
+    first = [statistics.fmean(one.ttft_ms or 0 for one in cells[-1].repeats[0].samples) for cells in (before, after)]
+    assert first[1] < first[0] / 2
+
+
+def test_fewer_threads() -> None:
+    cores = machine().cpu.allowed_physical_cores
+    many = ready_engine("llama.cpp", Workload(concurrency=1, prompt_tokens=32, output_tokens=48), threads=4 * cores)
+    before, after = cells_of(many, 1), cells_of(with_settings(many, threads=cores), 1)
+    found = told(before)
+    assert found.changes[0].flag == f"--threads {cores}"
+    assert predicted(found, "runtime overhead") > 1
+    gain = found.predictions[0].gain
+    assert gain.low / 1.3 <= speed(after) / speed(before) <= gain.high * 1.3
+
+
+def test_shorter_prompts() -> None:
+    ready = ready_engine("llama.cpp", Workload(concurrency=4, prompt_tokens=512, output_tokens=32), slots=4)
+    before, after = cells_of(ready, 1, 4, prompt=512, output=32), cells_of(ready, 4, prompt=2, output=32)
+    assert predicted(told(before), "compute") == pytest.approx(speed(after) / speed(before), rel=WITHIN)
+
+
+def test_a_larger_cache() -> None:
+    """vLLM with room for two of eight requests, then for all of them: its cache follows from the work it is told of."""
+    ready = ready_engine("vllm", Workload(concurrency=8, prompt_tokens=128, output_tokens=128, context_tokens=512))
+    one_user = replaced(ready.plan, workload=replaced(ready.plan.workload, concurrency=1))
+    small = Ready(ready.planned, one_user, ready.environment, ready.folder)
+    before, after = (cells_of(one, *users, prompt=128, output=128) for one, users in ((small, (1, 8)), (ready, (8,))))
+    assert predicted(told(before), "KV cache") == pytest.approx(speed(after) / speed(before), rel=WITHIN)
+
+
+def test_a_slow_runtime() -> None:
+    """The same weights, one request at a time: PyTorch starts each kernel by itself, llama.cpp does not."""
+    work = Workload(concurrency=1, prompt_tokens=32, output_tokens=48)
+    before = cells_of(ready_engine("pytorch", work), 1)
+    found = told(before)
+    assert found.limit == "runtime overhead" and found.changes[0].kind == "engine"

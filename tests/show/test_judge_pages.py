@@ -1,0 +1,82 @@
+"""The pages of `compare` and `diagnose`: the answer first, at any width, with what was not measured as TBD."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console, RenderableType
+from tests.judge.made_cells import Noise, made_pair
+from tests.judge.made_engine import MadeEngine
+
+from bedplate.judge.compare import compare
+from bedplate.judge.diagnose import Ground, diagnose
+from bedplate.show.compare import render_verdict
+from bedplate.show.diagnose import render_diagnosis
+from bedplate.values import replaced
+from bedplate.values.run import Cell, Load, Quality
+from bedplate.values.verdict import Verdict
+from bedplate.values.workload import LatencyTarget
+
+WIDTHS = [60, 80, 120, 200]
+
+
+def page(what: RenderableType, width: int = 120) -> str:
+    text = io.StringIO()
+    Console(file=text, width=width, highlight=False).print(what)
+    return text.getvalue()
+
+
+def pair(gain: float, loads: tuple[int, ...] = (1, 8)) -> tuple[list[Cell], list[Cell]]:
+    return made_pair(Noise(7, request=0.03, repeat=0.008, drift=0.01), gain, 5, loads)
+
+
+def verdict(gain: float = 1.3) -> Verdict:
+    return compare(*pair(gain))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_answer_comes_first_and_nothing_is_cut_off(width: int) -> None:
+    text = page(render_verdict(verdict()), width)
+    assert text.split()[0] == "Migrate" and "…" in text
+    assert max(map(len, text.splitlines())) <= width
+    for word in ("tok/s A", "TTFT ms A", "TPOT ms A", "in turns", "Quality", "Costs", "8 in flight"):
+        assert word in text
+
+
+def test_each_answer_has_its_words() -> None:
+    assert "Stay with one." in page(render_verdict(verdict(0.7)))
+    unchecked = compare(pair(1.3)[0], [replaced(cell, quality=Quality()) for cell in pair(1.3)[1]])
+    text = page(render_verdict(unchecked))
+    assert "Not proven." in text and "Stay with one." in text and "It would be settled by" in text
+    assert "TBD, not checked" in text
+
+
+def test_what_was_left_out_and_what_differs_is_on_the_page() -> None:
+    one, other = pair(1.3)
+    other = [replaced(cell, load=replaced(cell.load, seed=5)) for cell in other]
+    found = compare(one, other, target=LatencyTarget(ttft_ms=5000))
+    text = page(render_verdict(replaced(found, left_out=("16 in flight: [broken]",))))
+    assert "seed: 0 and 5 (other prompts, of the same length)" in text and "[broken]" in text
+    assert "of the requests are in time" in text
+
+
+def test_an_open_loop_has_times_instead_of_a_rate() -> None:
+    load = Load(arrivals="poisson", requests_per_s=3, prompt_tokens=64, output_tokens=32)
+    one, other = ([replaced(side[0], load=load)] for side in pair(1.3, (4,)))
+    text = page(render_verdict(compare(one, other)))
+    assert "request ms A" in text and "tok/s" not in text and "poisson 3 requests a second" in text
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_diagnosis_names_the_limit_and_the_option(width: int) -> None:
+    engine = MadeEngine(slots=1, token_ms=0.05)
+    text = page(render_diagnosis(diagnose([(engine.cells(1, 8), engine.ground())])), width)
+    assert "Scheduler binds" in " ".join(text.split()) and "--parallel" in text
+    assert max(map(len, text.splitlines())) <= width
+    assert "Evidence" in text and "Change" in text and "Brings" in text
+
+
+def test_a_diagnosis_that_cannot_tell_says_so() -> None:
+    text = page(render_diagnosis(diagnose([(MadeEngine(own_ms=40.0, token_ms=0.05).cells(1), Ground())])))
+    assert "cannot tell" in text and "TBD" in text and "probe --measure" in text

@@ -1,0 +1,99 @@
+"""Runs and their cells are kept one by one; an older store gets the tables and loses nothing."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from tests.runs import made_cell, made_run
+
+from bedplate import store
+from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.values import replaced
+from bedplate.values.result import Result
+
+RESULT = Result(
+    at="2026-11-01T10:00:00Z", machine="m1", engine="vllm", model="x", concurrency=1, prompt_tokens=1, output_tokens=1
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store.sqlite"
+
+
+def test_a_run_comes_back_with_its_cells_in_the_order_of_their_beginning(path: Path) -> None:
+    cells = [made_cell("vllm", 4, 80.0), made_cell("vllm", 1, 50.0), made_cell("llama.cpp", 1, 40.0)]
+    run = made_run(cells)
+    store.add_run(run, path)
+    for cell in cells:
+        store.add_cell(cell, path)
+    assert store.run("made", path) == run and store.run("ma", path) == run and store.run(path=path) == run
+    assert store.runs(path=path) == (replaced(run, cells=()),) and store.runs("elsewhere", path) == ()
+    assert store.cells(engine="vllm", path=path) == (cells[1], cells[0])
+    assert store.cells("made", path=path) == tuple(cells)
+
+
+def test_a_cell_with_more_repeats_takes_its_own_place(path: Path) -> None:
+    first, second = made_cell("vllm", 1, 50.0, repeats=1), made_cell("vllm", 4, 80.0)
+    store.add_run(made_run([]), path)
+    for cell in (first, second, made_cell("vllm", 1, 50.0, repeats=3)):
+        store.add_cell(cell, path)
+    assert [len(cell.repeats) for cell in store.run("made", path).cells] == [3, 3]
+    assert [cell.load.concurrency for cell in store.run("made", path).cells] == [1, 4]
+
+
+def test_what_is_said_of_a_run_can_change(path: Path) -> None:
+    run = replaced(made_run([]), finished=False)
+    store.add_run(run, path)
+    store.add_run(replaced(run, finished=True), path)
+    assert [one.finished for one in store.runs(path=path)] == [True]
+
+
+def test_names_that_mean_nothing_or_several(path: Path) -> None:
+    with pytest.raises(BadQuestion, match="nothing was measured"):
+        store.run(path=path)
+    store.add_run(made_run([]), path)
+    store.add_run(replaced(made_run([]), id="made-again", at="2026-11-16T09:00:00Z"), path)
+    with pytest.raises(BadQuestion, match="no run is called x") as unknown:
+        store.run("x", path)
+    assert "made-again" in (unknown.value.hint or "")
+    with pytest.raises(BadQuestion, match="2 runs begin with ma"):
+        store.run("ma", path)
+    assert store.run(path=path).id == "made-again" and store.run("made-", path).id == "made-again"
+
+
+def test_a_whole_name_wins_over_the_beginning_of_a_longer_one(path: Path) -> None:
+    store.add_run(made_run([]), path)
+    store.add_run(replaced(made_run([]), id="made-again"), path)
+    assert store.run("made", path).id == "made"
+
+
+def test_an_older_store_gets_the_tables_and_keeps_the_rest(path: Path) -> None:
+    store.add(RESULT, path)
+    with sqlite3.connect(path) as connection:
+        for table in ("runs", "cells"):
+            connection.execute(f"DROP TABLE {table}")
+        connection.execute("PRAGMA user_version=2")
+    connection.close()
+    store.add_run(made_run([]), path)
+    assert store.results("m1", path=path) == (RESULT,) and store.run(path=path).id == "made"
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (store.VERSION,)
+    connection.close()
+
+
+def test_a_cell_that_this_version_cannot_read_is_a_failure_and_not_a_crash(path: Path) -> None:
+    store.add_run(made_run([]), path)
+    store.add_cell(made_cell("vllm", 1, 50.0), path)
+    with sqlite3.connect(path) as connection:
+        connection.execute('UPDATE cells SET body = \'{"schema": "cell/99"}\'')
+    connection.close()
+    with pytest.raises(OutsideFailed):
+        store.run("made", path)
+
+
+def test_reading_makes_no_file(path: Path) -> None:
+    assert store.runs(path=path) == () and store.cells(path=path) == ()
+    assert not path.exists()
