@@ -39,6 +39,8 @@ from tests.measure.samples_of_agreement import plan
 from bedplate.engines import all_engines
 from bedplate.facts.hardware import probe
 from bedplate.facts.simulated import simulated
+from bedplate.measure.agreement import tells
+from bedplate.measure.reference import shipped_references
 from bedplate.run.prepare import prepared_dir
 
 OK = Mark(state="ok")
@@ -261,6 +263,15 @@ class Scripted(Endpoint):
         told = argparse.Namespace(content=content) if gap is not None else None
         message = argparse.Namespace(content=text)
         return argparse.Namespace(choices=[argparse.Namespace(message=message, logprobs=told)])
+
+
+def test_what_is_asked_first_tells_the_most_and_is_soon_read() -> None:
+    (reference,) = shipped_references()
+    pairs = checks.worth_asking(reference)
+    assert len(set(pairs)) == len(pairs) == len(reference.answers) > 1000
+    telling = [known for _, known in pairs if tells(known)]
+    assert len(telling) >= 10 and all(tells(known) for _, known in pairs[: len(telling)])
+    assert sum(known.tokens for _, known in pairs[: program.LEAST_PREFIXES]) < 3500
 
 
 class TestTheChecks:

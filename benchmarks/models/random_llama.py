@@ -106,10 +106,12 @@ def write_folder(shape: Shape, like: Path, out: Path, exl3_bits: int | None) -> 
     def dense(*size: int) -> Any:
         return (torch.randn(size, generator=make, device=device) * SPREAD).to(kind).cpu()
 
+    def sign(size: int) -> Any:
+        return (torch.randint(0, 2, (size,), generator=make, device=device) * 2 - 1).half()
+
     def packed(name: str, rows: int, columns: int, bits: int) -> dict[str, Any]:
         tiles = (columns // 16, rows // 16, 16 * bits)
         words = torch.randint(-(1 << 15), 1 << 15, tiles, generator=make, device=device, dtype=torch.int16)
-        sign = lambda size: (torch.randint(0, 2, (size,), generator=make, device=device) * 2 - 1).half()  # noqa: E731
         return {
             f"{name}.trellis": words.cpu(),
             f"{name}.suh": sign(columns).cpu(),

@@ -41,11 +41,15 @@ from bedplate.run.prepare import UNPACKER, prepared_dir
 from bedplate.values import Decision, Hardware, Plan, Workload
 from bedplate.values.units import memory, seconds, size
 
-BUDGET_S = 1500.0
+BUDGET_S = float(os.environ.get("BEDPLATE_FLEET_BUDGET_S", "1500"))
 RESTART_LIMIT_S = 900.0
 LEAST_PREFIXES = 500
 ENOUGH_S = 60.0
 """For as long as this an engine that is quick is asked for more than the least."""
+MOST_S = 420.0
+"""After this, one that is slow has been asked for enough: the others want their turn, too."""
+TEXT_TOKENS = 256
+"""Of a text that is embedded: the embedder reads no more than 512."""
 LEAST_START_S = 300.0
 ELASTIC = ("cancel", "4 at once", "schema", "agreement", "again", "restart")
 """What is left out where time runs out in the middle of a turn."""
@@ -159,8 +163,8 @@ class Turn:
         began = time.monotonic()
 
         def may_go_on(done: int) -> bool:
-            enough = done >= LEAST_PREFIXES and time.monotonic() - began > ENOUGH_S
-            return not enough and self.budget.left_s() > LAST_RESERVE_S
+            limit_s = ENOUGH_S if done >= LEAST_PREFIXES else MOST_S
+            return time.monotonic() - began < limit_s and self.budget.left_s() > LAST_RESERVE_S
 
         found = checks.next_tokens(
             at,
@@ -177,7 +181,7 @@ class Turn:
             )
             return Mark(state="failed", shown=f"FAILED {counts}", why=f"{found.why}; {shown}")
         if found.asked < LEAST_PREFIXES:
-            return Mark(state="cut short", shown=counts, why=f"no time left for {LEAST_PREFIXES} prefixes")
+            return Mark(state="cut short", shown=counts, why=f"no time for {LEAST_PREFIXES} prefixes")
         return Mark(state="ok", shown=counts)
 
     def _second_start(self) -> None:
@@ -234,7 +238,8 @@ class EmbeddingTurn(Turn):
     def _first_start(self) -> bool:
         for name in ("stream", "usage", "cancel", "4 at once", "schema", "restart", "again"):
             self.skip(name, "it writes no text")
-        with serving(str(self.folder), "--engine", self.engine, "--set", "task=embed", tell=self.tell) as one:
+        work = ["--set", "task=embed", "--prompt-tokens", str(TEXT_TOKENS), "--output-tokens", "1"]
+        with serving(str(self.folder), "--engine", self.engine, *work, tell=self.tell) as one:
             ready = self.check("answer", lambda: self.wait_ready(one))
             if ready:
                 self.row.start_s = one.ready_s
@@ -338,11 +343,13 @@ def _embedding(hardware: Hardware, home: Path, budget: Budget, tell: Callable[[s
         return msgspec.structs.replace(named, not_run="no time left")
     try:
         folder = embedder(home / "embedder")
-        work = Workload(task="embed")
+        work = Workload(task="embed", prompt_tokens=TEXT_TOKENS, output_tokens=1)
         model = known_model(str(folder))
         chosen = plan(decide(hardware, model, work, "onnxruntime", installable=True), model, work)
     except (BedplateError, subprocess.SubprocessError) as error:
-        return msgspec.structs.replace(named, marks={"answer": Mark(state="failed", why=str(error))})
+        why = " ".join(filter(None, (str(error), getattr(error, "cause", None), getattr(error, "hint", None))))
+        tell(f"{named.engine}: failed ({why})")
+        return msgspec.structs.replace(named, marks={"answer": Mark(state="failed", why=why)})
     return EmbeddingTurn(folder, chosen, budget, _teller(tell, named.engine)).take()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import openai
 
-from bedplate.measure.agreement import Pairs, Said, ask, compare, judged, quick_ones
+from bedplate.measure.agreement import Pairs, Said, ask, compare, judged, tells
 from bedplate.measure.prefixes import short_prefixes
 from bedplate.measure.reference import Reference
 from bedplate.values import Plan
@@ -229,10 +229,9 @@ def fits_a_schema(at: Endpoint) -> None:
 
 
 def worth_asking(reference: Reference) -> Pairs:
-    """All prefixes: first those that `serve` asks, which tell the most, then the others as soon as they are read."""
-    quick = quick_ones(reference.known())
-    others = {*reference.known(), *reference.known(short_prefixes())} - {*quick}
-    return (*quick, *sorted(others, key=lambda pair: (pair[1].tokens, pair[0])))
+    """All prefixes: first those that wrong positions turn, then the others, the soonest read first."""
+    known = {*reference.known(), *reference.known(short_prefixes())}
+    return sorted(known, key=lambda pair: (not tells(pair[1]), pair[1].tokens, pair[0]))
 
 
 def next_tokens(

@@ -15,8 +15,8 @@ ORDER = ("llama.cpp", "mistral.rs", "pytorch", "mlx", "onnxruntime", "sglang", "
 before the last two, which take gigabytes and minutes."""
 SLOW = ("sglang", "vllm")
 EXPECTED_S = {
-    "llama.cpp": 90.0, "mistral.rs": 200.0, "mlx": 200.0, "pytorch": 200.0, "onnxruntime": 250.0, "sglang": 400.0,
-    "vllm": 400.0,
+    "llama.cpp": 80.0, "mistral.rs": 300.0, "pytorch": 200.0, "mlx": 240.0, "onnxruntime": 160.0, "sglang": 300.0,
+    "vllm": 200.0,
 }  # fmt: skip
 """What a turn took on two cores that did nothing else, rounded up; a guess for those that are not here."""
 USUAL_S = 200.0

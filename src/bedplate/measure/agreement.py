@@ -67,7 +67,7 @@ def quick_ones(pairs: Pairs, count: int = QUICK) -> Pairs:
     In the order of the text. A wrong rotary base is the mistake that loads, answers and goes unnoticed in short texts.
     """
     clear = [number for number, (_, known) in enumerate(pairs) if is_clear(known)]
-    telling = sorted((one for one in clear if _tells(pairs[one][1])), key=lambda one: _turned(pairs[one][1]))
+    telling = sorted((one for one in clear if tells(pairs[one][1])), key=lambda one: _turned(pairs[one][1]))
     chosen = set(telling[: count // 2])
     short = [number for number in clear if number not in chosen and pairs[number][1].tokens <= QUICK_TOKENS]
     chosen |= set(spread(short, count - len(chosen)))
@@ -78,7 +78,8 @@ def _turned(known: Known) -> float:
     return math.inf if known.turned_gap is None else known.turned_gap
 
 
-def _tells(known: Known) -> bool:
+def tells(known: Known) -> bool:
+    """Whether a clear answer turns into another where positions are wrong."""
     return is_clear(known) and _turned(known) < 0
 
 
@@ -178,7 +179,7 @@ def compare(pairs: Pairs, said: Sequence[Said]) -> Comparison:
     wrong = [one for one in answered if not same(one[1], one[2], strips)]
     differences = {answer.prompt_tokens - known.tokens for _, known, answer in answered if answer.prompt_tokens}
     failures = [answer for answer in said if isinstance(answer, Failed)]
-    telling = sum(_tells(known) for _, known, _ in answered)
+    telling = sum(tells(known) for _, known, _ in answered)
     return Comparison(
         asked=len(pairs),
         answered=len(answered),
@@ -186,7 +187,7 @@ def compare(pairs: Pairs, said: Sequence[Said]) -> Comparison:
         clear=sum(is_clear(known) for _, known, _ in answered),
         clear_agreed=sum(is_clear(known) for _, known, _ in answered) - sum(is_clear(known) for _, known, _ in wrong),
         telling=telling,
-        telling_agreed=telling - sum(_tells(known) for _, known, _ in wrong),
+        telling_agreed=telling - sum(tells(known) for _, known, _ in wrong),
         other_lengths=sum(answer.prompt_tokens not in (None, known.tokens) for _, known, answer in answered),
         longer_by=differences.pop() if len(differences) == 1 else None,
         evidence=tuple(
