@@ -18,7 +18,7 @@ EXPECTED_S = {
     "llama.cpp": 80.0, "mistral.rs": 300.0, "pytorch": 200.0, "mlx": 240.0, "onnxruntime": 160.0, "sglang": 300.0,
     "vllm": 200.0,
 }  # fmt: skip
-"""What a turn took on two cores that did nothing else, rounded up; a guess for those that are not here."""
+"""What a turn is expected to take on two idle cores, from turns beside other work; corrected as turns end."""
 USUAL_S = 200.0
 CHECKS = (
     "answer",
