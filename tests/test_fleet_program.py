@@ -238,12 +238,9 @@ class TestDisk:
 
     def test_the_home_is_fresh_and_gone_afterwards(self) -> None:
         before = os.environ["BEDPLATE_HOME"]
-        try:
-            with program.fresh_home(keep=False) as home:
-                assert os.environ["BEDPLATE_HOME"] == str(home) and not list(home.iterdir())
-            assert not home.exists()
-        finally:
-            os.environ["BEDPLATE_HOME"] = before
+        with program.fresh_home(keep=False) as home:
+            assert os.environ["BEDPLATE_HOME"] == str(home) and not list(home.iterdir())
+        assert not home.exists() and os.environ["BEDPLATE_HOME"] == before
 
 
 class Scripted(Endpoint):

@@ -384,11 +384,13 @@ def render(fleet: Fleet) -> str:
 def fresh_home(keep: bool) -> Iterator[Path]:
     """A home of the fleet's own, gone afterwards unless it is to be kept."""
     home = Path(tempfile.mkdtemp(prefix="bedplate-fleet-"))
+    before = {name: os.environ.pop(name, None) for name in ("BEDPLATE_HOME", "BEDPLATE_API_KEY")}
     os.environ["BEDPLATE_HOME"] = str(home)
-    os.environ.pop("BEDPLATE_API_KEY", None)
     try:
         yield home
     finally:
+        del os.environ["BEDPLATE_HOME"]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
         if keep:
             print(f"kept: {home}", flush=True)
         else:
