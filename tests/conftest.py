@@ -29,6 +29,10 @@ T = TypeVar("T")
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
+# A shell that runs this in the background has Ctrl-C ignored by it, and by all that it starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def bedplate_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
