@@ -55,6 +55,18 @@ def builtin_gguf(bedplate_home: Path) -> Path:
     return fetch_builtin()
 
 
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Threads of an engine that wait for each other come to a near standstill where other work has the cores."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
 @pytest.fixture(scope="session")
 def llama_environment(bedplate_home: Path) -> Environment:
     """The real llama.cpp environment, installed from the package index."""

@@ -4,33 +4,20 @@ here, since a machine that others use tells nothing of speed; tests/fleet/test_r
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from tests.judge.real_engine import measured_cells, ready_engine
 
 from bedplate.judge.diagnose import bottleneck, ground_for
-from bedplate.run.environments import Environment
 from bedplate.run.models import known_model
 from bedplate.values import Workload
 from bedplate.values.diagnosis import Bottleneck
 from bedplate.values.run import Cell, Load
 
-pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(autouse=True)
-def one_core(builtin_gguf: Path, llama_environment: Environment) -> Iterator[None]:
-    """Threads of an engine that wait for each other come to a near standstill where other work has the cores."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
-    yield
-    os.sched_setaffinity(0, before)
+pytestmark = [
+    pytest.mark.timeout(900),
+    # What is installed is installed on all cores.
+    pytest.mark.usefixtures("builtin_gguf", "llama_environment", "one_core"),
+]
 
 
 def told(cells: list[Cell]) -> Bottleneck:

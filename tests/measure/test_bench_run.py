@@ -44,18 +44,6 @@ def null() -> Iterator[str]:
         yield one.url
 
 
-@pytest.fixture
-def one_core() -> Iterator[None]:
-    """Threads of an engine that wait for each other come to a near standstill where other work has the cores."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
-    yield
-    os.sched_setaffinity(0, before)
-
-
 def test_any_endpoint_by_its_url(home: Path, null: str) -> None:
     done = command("bench", "--url", null, "--concurrency", "1,3", *SHORT, "--json")
     assert done.code == 0, done.err

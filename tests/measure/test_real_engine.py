@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,22 +18,10 @@ from bedplate.measure.reference import shipped_references
 from bedplate.run.builtin import FILE_SHA256, builtin_facts
 from bedplate.values.agreement import Agreement
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("one_core")]
 KEY = b"llama.rope.freq_base"
 FLOAT32 = 6
 """The number of this type in a GGUF header."""
-
-
-@pytest.fixture(autouse=True)
-def one_core() -> Iterator[None]:
-    """Threads of an engine that wait for each other come to a near standstill where other work has the cores."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
-    yield
-    os.sched_setaffinity(0, before)
 
 
 def test_serve_checks_the_first_time_and_remembers(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import Json, ModelName
+from bedplate.cli.options import Json, ModelName, write_file
 
 if TYPE_CHECKING:
     from bedplate.measure.exchange import Form
@@ -251,13 +251,4 @@ def _finish(run: Run, form: Form | None, output: Path | None) -> None:
     if output is None:
         print(text, end="")  # noqa: T201
     else:
-        _write(output, text)
-
-
-def _write(path: Path, text: str) -> None:
-    from bedplate.errors import OutsideFailed
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error
+        write_file(output, text)

@@ -52,6 +52,15 @@ PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a usual
 OutputTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a usual answer.", show_default=False)]
 
 
+def write_file(path: Path, text: str) -> None:
+    from bedplate.errors import OutsideFailed
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error
+
+
 def intent_from(file: Path | None, fields: list[str] | None, **options: Any) -> Intent:
     """The file's intent, or an empty one, with what the command line says instead."""
     from bedplate.facts.intent import override, parsed_fields, read_intent

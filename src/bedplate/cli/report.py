@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bedplate.cli.options import write_file
+
 if TYPE_CHECKING:
     from bedplate.judge.argument import Candidate
     from bedplate.values import Model
@@ -65,7 +67,7 @@ def report(
         print(markdown(page), end="")  # noqa: T201
         return
     path = output or DEFAULT_FILE
-    _write(path, markdown(page) if md or path.suffix == ".md" else html(page))
+    write_file(path, markdown(page) if md or path.suffix == ".md" else html(page))
     from bedplate.show.terminal import console
 
     console().print(f" {page.headline}  {path}", highlight=False, markup=False, soft_wrap=True)
@@ -106,12 +108,3 @@ def _verdict(cells: list[Cell], incumbent: str, choice: Candidate | None) -> Ver
     if choice is None or choice.engine == wanted:
         return None
     return compare(mine, choice.cells, allow=("quantization", "weights"))
-
-
-def _write(path: Path, text: str) -> None:
-    from bedplate.errors import OutsideFailed
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error

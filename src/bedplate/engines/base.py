@@ -371,7 +371,7 @@ def source_folder(plan: Plan) -> str:
 
 def fetching(plan: Plan) -> tuple[Preparation, ...]:
     """The download of original weights that are not here, for tools that take a folder and no hub id."""
-    if plan.model.files or plan.source is not None:
+    if plan.model.files:
         return ()
     folder, size = source_folder(plan), plan.model.weight_bytes
     argv = ("hf", "download", plan.model.name, "--local-dir", folder)

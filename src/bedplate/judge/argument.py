@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from bedplate.decide.evidence import PROVEN_GAIN
 from bedplate.engines import all_engines
-from bedplate.measure.summary import is_valid, meets, summarized
+from bedplate.measure.knee import MET
+from bedplate.measure.summary import all_samples, is_valid, meets, summarized
 from bedplate.values.diagnosis import Bottleneck, Diagnosis
 from bedplate.values.run import Cell, Load, Run
 from bedplate.values.summary import Summary
 from bedplate.values.workload import LatencyTarget
 
-ON_TARGET = 0.95
-"""Of the requests, how many have to be in time for a load to count as served."""
 MOST_EFFORT = 5
 
 
@@ -90,7 +89,7 @@ def argument(runs: Sequence[Run], diagnosis: Diagnosis | None = None, target: La
 def _by_target(
     sound: Sequence[Candidate], target: LatencyTarget, diagnosis: Diagnosis | None, missing: tuple[str, ...]
 ) -> Argument:
-    served = {one.name: [cell for cell in one.cells if on_target(cell, target) >= ON_TARGET] for one in sound}
+    served = {one.name: [cell for cell in one.cells if on_target(cell, target) >= MET] for one in sound}
     words = " and ".join(
         f"{name} ≤ {value:g} ms" for name, value in (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms)) if value
     )
@@ -99,7 +98,7 @@ def _by_target(
     if not best[choice.name]:
         return Argument(f"No engine meets {words} at any load that was measured.", not_measured=missing)
     cell = max(served[choice.name], key=_tok_s)
-    because = [f"with {words} for {ON_TARGET:.0%} of the requests it makes {_tok_s(cell):,.0f} tokens a second"]
+    because = [f"with {words} for {MET:.0%} of the requests it makes {_tok_s(cell):,.0f} tokens a second"]
     because[0] += f" {_at(cell.load)}, the heaviest such load that was measured"
     because += [
         f"{one.name} makes {best[one.name]:,.0f} within the target" if best[one.name] else f"{one.name} never meets it"
@@ -111,7 +110,7 @@ def _by_target(
 
 def on_target(cell: Cell, target: LatencyTarget) -> float:
     """The share of the requests that were in time."""
-    samples = [sample for repeat in cell.repeats for sample in repeat.samples]
+    samples = all_samples(cell)
     return sum(meets(sample, target) for sample in samples) / len(samples) if samples else 0.0
 
 
