@@ -86,15 +86,16 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
         raise _failure(error, path) from error
     try:
         with connection:
-            connection.execute("PRAGMA journal_mode=WAL")
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version > VERSION:
                 raise OutsideFailed(
                     f"{path} was written by a newer bedplate: version {version} of its tables, not {VERSION}",
                     hint="update bedplate, or point BEDPLATE_HOME elsewhere",
                 )
-            connection.executescript(SCHEMA)
-            connection.execute(f"PRAGMA user_version={VERSION}")
+            if version < VERSION:  # readers of a store that is as it should be write nothing, and hold nobody up
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.executescript(SCHEMA)
+                connection.execute(f"PRAGMA user_version={VERSION}")
             yield connection
     except sqlite3.Error as error:
         raise _failure(error, path) from error

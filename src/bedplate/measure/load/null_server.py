@@ -353,7 +353,7 @@ def main() -> None:
         headers=options.headers,
         overhead=options.overhead,
     )
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):  # whoever started it may be gone before it listens
         run(serve(options.port, timing, options.with_parent))
     # A thread that still waits for standard input would hold the process back.
     os._exit(0)
