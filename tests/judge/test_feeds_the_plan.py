@@ -45,6 +45,16 @@ def test_a_measured_gain_changes_the_plan(tmp_path: Path) -> None:
     assert engine_after(tmp_path / "b", cell("vllm", 4000), cell("sglang", 5200)) == "sglang"
 
 
+def test_a_gain_that_may_be_chance_changes_nothing(tmp_path: Path) -> None:
+    def repeated(engine: str, *tok_s: float) -> Cell:
+        repeats = tuple(made_repeat([made_sample()], seconds=1.0, delivered_tokens=rate) for rate in tok_s)
+        return replaced(cell(engine, tok_s[0]), repeats=repeats)
+
+    steady = repeated("vllm", 4000, 4010, 3990)
+    assert engine_after(tmp_path / "a", steady, repeated("sglang", 3000, 7000, 5600)) == "vllm"
+    assert engine_after(tmp_path / "b", steady, repeated("sglang", 5190, 5200, 5210)) == "sglang"
+
+
 @pytest.mark.parametrize(
     "spoilt",
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,7 @@ from bedplate.cli.options import Json, ModelName, write_file
 
 if TYPE_CHECKING:
     from bedplate.measure.exchange import Form
-    from bedplate.values.run import Cell, Environment, Run
+    from bedplate.values.run import Run
 
 EXAMPLES = """Examples:
 
@@ -202,14 +201,14 @@ def _form(*, json: bool, csv: bool, jsonl: bool, output: Path | None) -> Form | 
     return forms[ending]
 
 
-def _limits(cells: Sequence[Cell], environment: Environment) -> dict[str, str]:
+def _limits(run: Run) -> dict[str, str]:
     """What binds in each cell, as `diagnose` would say it."""
     from bedplate.cli.judging import diagnosis_of, limits_of
     from bedplate.errors import BedplateError
     from bedplate.facts.hardware import probe
 
     try:
-        return limits_of(diagnosis_of(cells, {cell.run: environment for cell in cells}, probe()))
+        return limits_of(diagnosis_of(run.cells, {run.id: run.environment}, probe(), run.models))
     except BedplateError:
         return {}
 

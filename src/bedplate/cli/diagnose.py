@@ -13,7 +13,8 @@ EXAMPLES = """Examples:
 \b
   bedplate diagnose                        the newest run here
   bedplate diagnose 20261115-a1:vllm       one engine of a run
-  bedplate diagnose run.json               a file from `bedplate bench --json`"""
+  bedplate diagnose run.json               a file from `bedplate bench --json`
+  bedplate diagnose run.json --model meta-llama/Llama-3.1-8B    where the run does not say what was measured"""
 
 
 def diagnose(
@@ -24,6 +25,10 @@ def diagnose(
         ),
     ] = None,
     engine: EngineId = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="What was measured, where the run does not say.", show_default=False),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Say which limit binds, with the figures that show it, and what to change first.
@@ -33,6 +38,7 @@ def diagnose(
     from bedplate.cli.judging import diagnosis_of
     from bedplate.facts.hardware import probe
     from bedplate.measure.kept import kept, only_engine
+    from bedplate.run.models import known_model
     from bedplate.store import fingerprint
 
     hardware = probe()
@@ -42,7 +48,8 @@ def diagnose(
         found = found._replace(cells=tuple(cell for cell in found.cells if cell.run == newest))
     if engine is not None:
         found = only_engine(found, engine)
-    diagnosis = diagnosis_of(found.cells, found.environments, hardware)
+    every_model = known_model(model) if model is not None else None
+    diagnosis = diagnosis_of(found.cells, found.environments, hardware, found.models, every_model)
     if json:
         from bedplate.values import to_json
 

@@ -59,10 +59,11 @@ def report(
     target = read_target(slo) if slo is not None else None
     found = [_run(name) for name in runs] if runs else [_run(None)]
     cells = [cell for run in found for cell in run.cells]
-    diagnosis = diagnosis_of(cells, {run.id: run.environment for run in found}, probe()) if cells else None
+    told = [model for run in found for model in run.models]
+    diagnosis = diagnosis_of(cells, {run.id: run.environment for run in found}, probe(), told) if cells else None
     choice = argument(found, diagnosis, target).choice
     verdict = _verdict(cells, incumbent, choice) if incumbent is not None else None
-    page = page_of(found, _facts(cells), diagnosis, verdict, target)
+    page = page_of(found, _facts(cells, told), diagnosis, verdict, target)
     if md and output is None:
         print(markdown(page), end="")  # noqa: T201
         return
@@ -82,14 +83,14 @@ def _run(named: str | None) -> Run:
     return store.run(named)
 
 
-def _facts(cells: list[Cell]) -> dict[tuple[str, str | None], Model]:
+def _facts(cells: list[Cell], told: list[Model]) -> dict[tuple[str, str | None], Model]:
     """What is known of each measured model with its weights as they were served."""
     from bedplate.cli.judging import model_named
     from bedplate.judge.ground import as_served
 
     found = {}
     for name, label in {(cell.subject.model, cell.subject.quantization) for cell in cells}:
-        if (model := model_named(name)) is not None:
+        if (model := model_named(name, told)) is not None:
             found[name, label] = as_served(model, label)
     return found
 

@@ -73,6 +73,8 @@ def _better(one: Result, other: Result) -> bool:
         return False
     if (one.output_tok_s or 0) < PROVEN_GAIN * (other.output_tok_s or 0):
         return False
+    if (one.output_tok_s_low or one.output_tok_s or 0) <= (other.output_tok_s_high or other.output_tok_s or 0):
+        return False  # the one may be as fast as the other
     return one.ttft_ms is None or other.ttft_ms is None or one.ttft_ms <= other.ttft_ms * PROVEN_GAIN
 
 

@@ -9,10 +9,14 @@ from bedplate.judge.ground import Ground
 from bedplate.judge.observed import FULL_CACHE, Alone, View, mean_of, most_of, slots_of
 from bedplate.judge.spending import links_ms, prompt_ops_s, queue_limit, step_bytes, threads_too_many
 from bedplate.judge.words import load_words
-from bedplate.values.diagnosis import AtLoad, Evidence
+from bedplate.values.diagnosis import AtLoad, Evidence, Limit
 from bedplate.values.run import Cell
 from bedplate.values.units import size
 
+FAR_MORE = 3.0
+"""Times what a token of a prompt takes; a further stream that costs more than that is not what computing costs."""
+BUSY_CORES = 0.9
+"""Cores that an engine keeps busy beside its card; one that is never idle is in the way of its card."""
 WAITING = 0.1
 """Requests that wait on average, from which on a queue is one."""
 
@@ -39,6 +43,7 @@ def evidence_of(
     yield from _queue_evidence(cell, view, views)
     yield from _cache_evidence(cell)
     yield from _links_evidence(cell, view, ground)
+    yield from _host_evidence(cell, told, ground)
     if (threads := threads_too_many(cell, ground)) is not None:
         yield Evidence(
             text=f"{threads} threads on {ground.cores} cores: they hold each other up", limit="runtime overhead"
@@ -53,7 +58,7 @@ def _bandwidth_evidence(cell: Cell, view: View, told: AtLoad, ground: Ground) ->
     if found is None or told.bandwidth_share is None or ground.bandwidth is None:
         return
     achieved = sum(found) / view.step_ms * 1000
-    basis = "measured here" if ground.bandwidth.basis == "measured" else f"that {ground.bandwidth.basis} says"
+    basis = "as measured" if ground.bandwidth.basis == "measured" else f"that {ground.bandwidth.basis} says"
     yield Evidence(
         text=f"a step of {view.step_ms:.3g} ms reads {size(found[0])} of weights and {size(found[1])} of cache: "
         f"{size(achieved)}/s, {told.bandwidth_share:.0%} of the {size(ground.bandwidth.value)}/s {basis}",
@@ -76,26 +81,34 @@ def _growth_evidence(views: Sequence[tuple[Cell, View | None]]) -> Iterator[Evid
         return
     low, high = seen[min(seen)], seen[max(seen)]
     each = (high.step_ms - low.step_ms) / (high.batch - low.batch)
-    flat = high.step_ms < 1.3 * low.step_ms
+    limit: Limit | None = None
+    if high.step_ms >= 1.3 * low.step_ms:
+        limit = "compute" if each <= FAR_MORE * low.token_ms else "runtime overhead"
     yield Evidence(
         text=f"a step grows from {low.step_ms:.3g} ms for {low.batch:.2g} to {high.step_ms:.3g} ms for "
         f"{high.batch:.2g} streams: {max(0.0, each):.2g} ms for each further one, "
         f"where a token of a prompt takes {low.token_ms:.2g} ms",
-        limit=None if flat else "compute",
+        limit=limit,
     )
 
 
 def _prompt_evidence(view: View, ground: Ground) -> Iterator[Evidence]:
     if view.prefill_ms <= 0:
         return
-    text = f"a prompt of {view.prompt:.0f} tokens takes {view.prefill_ms:.3g} ms by itself"
     rate = prompt_ops_s(view, ground)
+    verb = "takes" if view.prefill_ms >= view.step_ms else "adds"
+    text = f"a prompt of {view.prompt:.0f} tokens {verb} {view.prefill_ms:.3g} ms by itself"
     if rate is not None:
-        text += f": {rate / 1e9:.3g} GFLOP/s"
+        text += f": {flops(rate)}"
         if ground.operations is not None:
-            basis = "measured here" if ground.operations.basis == "measured" else f"that {ground.operations.basis} says"
-            text += f", {rate / ground.operations.value:.0%} of the {ground.operations.value / 1e9:.3g} GFLOP/s {basis}"
+            basis = "as measured" if ground.operations.basis == "measured" else f"that {ground.operations.basis} says"
+            text += f", {rate / ground.operations.value:.0%} of the {flops(ground.operations.value)} {basis}"
     yield Evidence(text=text, limit="compute" if view.prefill_ms > 0.35 * view.request_ms else None)
+
+
+def flops(rate: float) -> str:
+    """Operations per second, in the unit that keeps the figure short."""
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
 
 
 def _queue_evidence(cell: Cell, view: View, views: Sequence[tuple[Cell, View | None]]) -> Iterator[Evidence]:
@@ -139,6 +152,20 @@ def _links_evidence(cell: Cell, view: View, ground: Ground) -> Iterator[Evidence
             f"about {links:.2g} of {view.step_ms:.3g} ms",
             limit="interconnect" if links > 0.3 * view.step_ms else None,
         )
+
+
+def _host_evidence(cell: Cell, told: AtLoad, ground: Ground) -> Iterator[Evidence]:
+    """A card waits for the processes that feed it."""
+    spent = [(repeat.use.engine_cpu_s, repeat.seconds) for repeat in cell.repeats]
+    busy_s, known_s = sum(busy or 0.0 for busy, _ in spent), sum(seconds for busy, seconds in spent if busy is not None)
+    if ground.device == "cpu" or known_s <= 0:
+        return
+    cores = busy_s / known_s
+    binds = cores >= BUSY_CORES and told.limit == "runtime overhead"
+    yield Evidence(
+        text=f"the engine's processes kept {cores:.1f} of the host's cores busy",
+        limit="runtime overhead" if binds else None,
+    )
 
 
 def unknowns(cell: Cell, view: View | None, alone: Alone | None, ground: Ground) -> Iterator[str]:

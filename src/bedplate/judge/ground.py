@@ -51,7 +51,7 @@ def as_served(model: Model, label: str | None) -> Model:
     """The model with its weights as the engine had them."""
     if label is None or label == model.quantization:
         return model
-    return with_label(model, label.upper())
+    return with_label(model, label.upper().replace(" ", ""))
 
 
 def _rates(

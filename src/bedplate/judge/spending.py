@@ -152,7 +152,8 @@ def _bandwidth_share(view: View, ground: Ground, cell: Cell) -> float | None:
 
 
 def prompt_ops_s(view: View, ground: Ground) -> float | None:
-    if ground.shape is None or view.prefill_ms <= 0:
+    """Of a prompt that adds less than a step to the first token nothing is known: most of it is hidden in that step."""
+    if ground.shape is None or view.prefill_ms <= 0 or view.prefill_ms < view.step_ms:
         return None
     return (
         (linear_ops(ground.shape, view.prompt, 1) + attention_ops(ground.shape, view.prompt)) / view.prefill_ms * 1000

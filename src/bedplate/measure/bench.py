@@ -296,7 +296,7 @@ def _measure_engines(one: Bench) -> None:
             hint=first.hint,
         )
     one.quantizations = [(subject.engine.id, subject.decision.quantization) for subject in one.subjects]
-    one.keep_run(left_out=tuple(refused))
+    one.keep_run(left_out=tuple(refused), models=_told(facts))
     one.teller.begun(one.whole(), [_subject(one, subject) for subject in one.subjects], idle_share())
     for refusal in refused:
         one.teller.left_out(refusal)
@@ -423,7 +423,7 @@ def _measure_endpoint(one: Bench) -> None:
         quantization=one.facts.quantization if one.facts is not None else None,
         weights_id=_weights_id(one.facts),
     )
-    one.keep_run()
+    one.keep_run(models=() if one.facts is None else _told(replaced(one.facts, name=prepared.model)))
     one.teller.begun(one.whole(), [subject], idle_share())
     quality = Quality(note="not asked for")
     if matrix.check_quality:
@@ -598,6 +598,11 @@ def _started_subject(one: Bench, ready: Ready, started: Started) -> Subject:
         start_s=started.start_s,
         install_bytes=ready.environment.disk_bytes or None,
     )
+
+
+def _told(model: Model) -> tuple[Model, ...]:
+    """What others need to know of it; where it lies on this disk is none of that, and templates are long."""
+    return (replaced(model, files=(), chat_template=None),)
 
 
 def _weights_id(model: Model | None) -> str | None:

@@ -9,6 +9,7 @@ import msgspec
 
 from bedplate import store
 from bedplate.errors import BadQuestion
+from bedplate.values.model import Model
 from bedplate.values.names import engine_id
 from bedplate.values.record import from_json
 from bedplate.values.run import Cell, Environment, Run
@@ -18,6 +19,8 @@ class Kept(NamedTuple):
     cells: tuple[Cell, ...]
     environments: dict[str, Environment]
     """Of the runs that they are from, as far as those are known."""
+    models: tuple[Model, ...] = ()
+    """That the runs speak of."""
     by_engine: bool = False
     """Whether an engine was named, so that the cells are of several runs."""
 
@@ -72,7 +75,7 @@ def _run(run: str, named: str) -> Run:
 def _of_run(run: Run) -> Kept:
     if not run.cells:
         raise BadQuestion(f"the run {run.id} has no cells: it was ended before the first was measured")
-    return Kept(run.cells, {run.id: run.environment})
+    return Kept(run.cells, {run.id: run.environment}, run.models)
 
 
 def _of_engine(engine: str, machine: str | None) -> Kept:
@@ -84,7 +87,9 @@ def _of_engine(engine: str, machine: str | None) -> Kept:
 
 def _of_cells(cells: tuple[Cell, ...]) -> Kept:
     wanted = {cell.run for cell in cells}
-    return Kept(cells, {run.id: run.environment for run in store.runs() if run.id in wanted})
+    found = [run for run in store.runs() if run.id in wanted]
+    models = tuple(model for run in found for model in run.models)
+    return Kept(cells, {run.id: run.environment for run in found}, models)
 
 
 def _of_file(path: Path) -> Kept:

@@ -435,6 +435,8 @@ def result_of(cell: Cell, summary: Summary | None = None) -> Result | None:
         ttft_ms=_part(found.ttft_ms, "p50"),
         tpot_ms=_part(found.tpot_ms, "p50"),
         output_tok_s=found.output_tok_s,
+        output_tok_s_low=None if found.interval is None else found.interval.low,
+        output_tok_s_high=None if found.interval is None else found.interval.high,
         peak_memory_bytes=found.peak_gpu_bytes if on_card and found.peak_gpu_bytes else found.peak_memory_bytes,
         quality=_told_quality(cell) if quality is not None else None,
     )

@@ -16,8 +16,8 @@ from bedplate.measure.bench import Teller
 from bedplate.measure.knee import MET, Knee, knee, met_share
 from bedplate.measure.summary import is_valid, summarized
 from bedplate.show.terminal import console as console_for
-from bedplate.values import Refusal
-from bedplate.values.run import Cell, Environment, Flag, Load, Quality, Run, Subject
+from bedplate.values import Refusal, replaced
+from bedplate.values.run import Cell, Flag, Load, Quality, Run, Subject
 from bedplate.values.summary import Percentiles, Summary
 from bedplate.values.units import seconds as time_words
 from bedplate.values.workload import LatencyTarget
@@ -28,7 +28,7 @@ HEADS = ("engine", "version", "weights", "load", "TTFT ms", "p99", "TPOT ms", "p
 WIDTHS = (12, 14, 9, 9, 8, 8, 8, 8, 8, 6, 8, 8, 10)
 RIGHT = frozenset(range(3, 12))
 SLOW_S = 1.0
-Judge = Callable[[Sequence[Cell], Environment], dict[str, str]]
+Judge = Callable[[Run], dict[str, str]]
 MOMENTS = {
     "preparing": "preparing",
     "warm-up": "warming up",
@@ -212,7 +212,7 @@ class BenchTeller(Teller):
 
     def limits(self, cells: Sequence[Cell]) -> dict[str, str]:
         whole = [cell for cell in cells if cell.repeats]
-        return self._judge(whole, self.run.environment) if self.run is not None and whole else {}
+        return self._judge(replaced(self.run, cells=tuple(whole))) if self.run is not None and whole else {}
 
     def note(self, text: str) -> None:
         """To where errors go: rows alone are what was asked for."""
@@ -354,6 +354,6 @@ def stderr_console() -> Console:
     return console_for(sys.stderr)
 
 
-def teller_for(console: Console, judge: Judge = lambda cells, environment: {}) -> BenchTeller:
+def teller_for(console: Console, judge: Judge = lambda run: {}) -> BenchTeller:
     """`judge` says what binds in each cell, by its id."""
     return Filling(console, judge) if console.is_terminal else Lines(console, judge)

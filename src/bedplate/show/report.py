@@ -14,7 +14,7 @@ from bedplate.show import plots
 from bedplate.values import LatencyTarget, Model
 from bedplate.values.diagnosis import Diagnosis
 from bedplate.values.run import Cell, Run
-from bedplate.values.summary import Summary
+from bedplate.values.summary import Percentiles, Summary
 from bedplate.values.verdict import Verdict
 
 TBD = "TBD"
@@ -99,7 +99,7 @@ def page_of(
         environment=_environment(runs, shown),
         commands=tuple(shlex.join(run.environment.command) for run in runs if run.environment.command),
         footer=f"Made by bedplate {__version__}. Times are medians of single requests, taken by the client; "
-        "tokens are those that the engine counted; ± is a 95 % interval.",
+        "tokens are those that the engine counted; ± is a 95 % interval; < is the slowest of fewer than 100 requests.",
     )
 
 
@@ -167,9 +167,9 @@ def _cells(one: Candidate, cell: Cell, summary: Summary, limit: str | None, firs
         (one.quantization or "") if first else "",
         str(load.concurrency) if load.concurrency is not None else offered,
         _figure(ttft.p50 if ttft else None),
-        _figure((ttft.p99 or ttft.max) if ttft else None),
+        _tail(ttft),
         _figure(tpot.p50 if tpot else None),
-        _figure((tpot.p99 or tpot.max) if tpot else None),
+        _tail(tpot),
         _figure(rate),
         f"{(spread.high - spread.low) / 2 / rate:.1%}" if spread is not None and rate else TBD,
         f"{peak / GB:.2f}" if peak else TBD,
@@ -182,6 +182,13 @@ def _figure(value: float | None) -> str:
     if value is None:
         return TBD
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _tail(found: Percentiles | None) -> str:
+    """Of fewer than a hundred requests nobody knows the slowest hundredth; it is no more than the slowest of all."""
+    if found is None:
+        return TBD
+    return _figure(found.p99) if found.p99 is not None else f"<{_figure(found.max)}"
 
 
 def _flags(shown: Sequence[Candidate]) -> tuple[str, ...]:

@@ -27,6 +27,9 @@ class Result(Record, frozen=True, kw_only=True):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     output_tok_s: float | None = None
+    output_tok_s_low: float | None = None
+    """In between this and the next one it lies, by 95 in 100; `None`: not repeated."""
+    output_tok_s_high: float | None = None
     peak_memory_bytes: int | None = None
     quality: float | None = None
     """Agreement with the reference, 1 is all; `None`: not checked."""

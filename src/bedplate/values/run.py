@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from bedplate.values.decision import Device, Parallelism, Refusal, Settings
+from bedplate.values.model import Model
 from bedplate.values.record import Record
 from bedplate.values.workload import Count, LatencyTarget, NotNegative, Positive, Share, Tokens
 
@@ -268,5 +269,7 @@ class Run(Record, frozen=True, kw_only=True):
     """What was asked for; `None` of what others measured."""
     left_out: tuple[Refusal, ...] = ()
     """Engines that were asked for and could not be measured."""
+    models: tuple[Model, ...] = ()
+    """What was known of the model that was measured, without its files: a diagnosis elsewhere needs its bytes."""
     source: str | None = None
     """Of what others measured: the file that it was read from."""
