@@ -453,3 +453,13 @@ class TestArrivals:
         assert "the queue grows without end" in decision.notes[0]
         slow = replaced(work, requests_per_s=0.05)
         assert "without end" not in decide(machine("L4"), find_model("Qwen/Qwen3-8B"), slow).notes[0]
+
+
+@pytest.mark.parametrize("most", [128, 256, 512, 8192])
+def test_an_embedder_is_planned_for_what_it_reads(most: int) -> None:
+    """The default asks for more tokens than small embedders read, and nobody asked for the default."""
+    small = replaced(model_from_facts({"task": "embed", "params_b": 0.02, "format": "onnx"}), max_context=most)
+    chosen = plan(decide(box(), small, Workload(origin="default")), small, Workload(origin="default"))
+    assert chosen.workload.task == "embed" and chosen.workload.request_tokens == min(512, most)
+    asked = decide(box(), small, Workload(prompt_tokens=most + 1))
+    assert asked.engine is None and asked.hints, "what somebody asked for is not made shorter"

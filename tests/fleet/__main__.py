@@ -48,8 +48,6 @@ ENOUGH_S = 60.0
 """For as long as this an engine that is quick is asked for more than the least."""
 MOST_S = 420.0
 """After this, one that is slow has been asked for enough: the others want their turn, too."""
-TEXT_TOKENS = 256
-"""Of a text that is embedded: the embedder reads no more than 512."""
 LEAST_START_S = 300.0
 ELASTIC = ("cancel", "4 at once", "schema", "agreement", "again", "restart")
 """What is left out where time runs out in the middle of a turn."""
@@ -238,8 +236,7 @@ class EmbeddingTurn(Turn):
     def _first_start(self) -> bool:
         for name in ("stream", "usage", "cancel", "4 at once", "schema", "restart", "again"):
             self.skip(name, "it writes no text")
-        work = ["--set", "task=embed", "--prompt-tokens", str(TEXT_TOKENS), "--output-tokens", "1"]
-        with serving(str(self.folder), "--engine", self.engine, *work, tell=self.tell) as one:
+        with serving(str(self.folder), "--engine", self.engine, tell=self.tell) as one:
             ready = self.check("answer", lambda: self.wait_ready(one))
             if ready:
                 self.row.start_s = one.ready_s
@@ -343,7 +340,7 @@ def _embedding(hardware: Hardware, home: Path, budget: Budget, tell: Callable[[s
         return msgspec.structs.replace(named, not_run="no time left")
     try:
         folder = embedder(home / "embedder")
-        work = Workload(task="embed", prompt_tokens=TEXT_TOKENS, output_tokens=1)
+        work = Workload(origin="default")
         model = known_model(str(folder))
         chosen = plan(decide(hardware, model, work, "onnxruntime", installable=True), model, work)
     except (BedplateError, subprocess.SubprocessError) as error:

@@ -34,6 +34,14 @@ def test_what_answers_wrongly_or_was_measured_wrongly_is_out() -> None:
     assert argument([made_run(cells[1:])]).choice is None
 
 
+def test_speed_alone_is_no_argument() -> None:
+    unchecked = made_cell("vllm", 4, 1000, quality=Quality(note="not asked for"))
+    assert argument([made_run([unchecked])]).headline == "Deploy vLLM Q4_1, once its answers have been checked."
+    other = made_cell("pytorch", 4, 10)
+    other = replaced(other, subject=replaced(other.subject, model="another-model"))
+    assert "no choice is proven" in argument([made_run([made_cell("vllm", 4, 1000), other])]).headline
+
+
 def test_it_is_the_heaviest_load_that_all_have_in_common_that_counts() -> None:
     cells = [made_cell("llama.cpp", 1, 100), made_cell("llama.cpp", 4, 110), made_cell("pytorch", 1, 50)]
     cells += [made_cell("pytorch", 4, 180), made_cell("llama.cpp", 16, 400)]

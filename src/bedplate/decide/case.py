@@ -118,7 +118,12 @@ class Case:
 
 
 def with_tasks_agreed(model: Model, workload: Workload) -> Workload:
-    """A model that only embeds or classifies says what the work is, where the work itself does not."""
+    """A model that only embeds or classifies says what the work is, where the work itself does not.
+
+    Nobody asked for the lengths of the default: they are no longer than what the model reads.
+    """
     if workload.task == "generate" and model.task != "generate":
-        return replaced(workload, task=model.task)
+        workload = replaced(workload, task=model.task)
+    if workload.origin == "default" and workload.task != "generate" and model.max_context is not None:
+        return replaced(workload, prompt_tokens=min(workload.prompt_tokens, model.max_context))
     return workload

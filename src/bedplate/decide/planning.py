@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bedplate.decide.case import with_tasks_agreed
 from bedplate.errors import AnswerIsNo
 from bedplate.facts.unpack import unpacked
 from bedplate.values import Decision, Model, Plan, Workload
@@ -16,6 +17,7 @@ def plan(decision: Decision, model: Model, workload: Workload) -> Plan:
             hint="; or ".join(decision.hints) or (first.hint if first else None),
         )
     source = model if decision.unpacks else None
+    workload = with_tasks_agreed(model, workload)
     return Plan(
         engine=decision.engine,
         engine_version=decision.engine_version or "unpinned",

@@ -83,7 +83,7 @@ def argument(runs: Sequence[Run], diagnosis: Diagnosis | None = None, target: La
             f"that is {rate / next_rate:.2f} times what the next makes, {next_best.name} with {next_rate:,.0f}"
         )
     because += _ground(choice, diagnosis)
-    return Argument(f"Deploy {choice.name}.", choice, tuple(because), missing)
+    return Argument(_headline(choice, sound), choice, tuple(because), missing)
 
 
 def _by_target(
@@ -105,7 +105,16 @@ def _by_target(
         for one in sound
         if one is not choice
     ]
-    return Argument(f"Deploy {choice.name}.", choice, (*because, *_ground(choice, diagnosis)), missing)
+    return Argument(_headline(choice, sound), choice, (*because, *_ground(choice, diagnosis)), missing)
+
+
+def _headline(choice: Candidate, sound: Sequence[Candidate]) -> str:
+    """Nobody deploys by speed alone, nor by figures that say nothing about each other."""
+    if len({cell.subject.model for one in sound for cell in one.cells}) > 1:
+        return f"{choice.name} makes most tokens a second, but each engine had weights of its own: no choice is proven."
+    if not any(cell.quality is not None and cell.quality.verdict == "ok" for cell in choice.cells):
+        return f"Deploy {choice.name}, once its answers have been checked."
+    return f"Deploy {choice.name}."
 
 
 def on_target(cell: Cell, target: LatencyTarget) -> float:

@@ -54,8 +54,9 @@ class Workload(Record, frozen=True, kw_only=True):
 
     @property
     def request_tokens(self) -> int:
-        """The length of one request when it ends."""
-        return max(self.prompt_tokens + self.output_tokens, self.context_tokens or 0)
+        """The length of one request when it ends. What embeds or classifies makes no tokens."""
+        made = 0 if self.task in ("embed", "classify") else self.output_tokens
+        return max(self.prompt_tokens + made, self.context_tokens or 0)
 
     def in_flight(self, request_s: float | None = None) -> int:
         """Requests in flight: as stated, else by Little's law from the arrival rate, or from users who think.
