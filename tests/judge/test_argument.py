@@ -49,6 +49,20 @@ def test_it_is_the_heaviest_load_that_all_have_in_common_that_counts() -> None:
     assert found.choice is not None and found.choice.engine == "pytorch" and "4 in flight" in found.because[0]
 
 
+def test_one_that_could_not_bear_the_load_rules_out_none() -> None:
+    cells = [made_cell(engine, load, rate * load) for engine, rate in (("vllm", 9), ("pytorch", 5)) for load in (1, 16)]
+    found = argument([made_run([*cells, made_cell("mlx", 1, 30)])])
+    assert found.choice is not None and found.choice.engine == "vllm" and "16 in flight" in found.because[0]
+    assert any("MLX Q4_1 has no valid figure at 16 in flight" in line for line in found.because)
+
+
+def test_what_answers_worse_is_out_and_why_is_said() -> None:
+    coarse = Quality(asked=48, agreement=0.73, verdict="ok")
+    found = argument([made_run([made_cell("vllm", 4, 50), made_cell("onnxruntime", 4, 90, quality=coarse)])])
+    assert found.choice is not None and found.choice.engine == "vllm"
+    assert any("is out, whatever its speed: 73% of its next tokens" in line for line in found.because)
+
+
 def test_a_target_decides_by_what_is_served_in_time() -> None:
     cells = [made_cell("vllm", 16, 300, ttft_ms=900), made_cell("vllm", 4, 120, ttft_ms=200)]
     cells += [made_cell("llama.cpp", 16, 200, ttft_ms=300), made_cell("llama.cpp", 4, 100, ttft_ms=100)]

@@ -155,8 +155,21 @@ class TestWhatComesBeforeSpeed:
         assert compare(one, changed(other, quality=worse)).constraint == "quality"
         as_good = Quality(asked=200, agreement=0.96, verdict="ok")
         assert compare(one, changed(other, quality=as_good)).answer == "migrate"
-        words, more = replaced(GOOD, perplexity=20.0), replaced(GOOD, perplexity=24.0)
-        assert compare(changed(one, quality=words), changed(other, quality=more)).answer == "stay"
+
+    @pytest.mark.parametrize(
+        ("mine", "theirs", "answer"),
+        [
+            ((20.0, 19.8), (24.0, 19.8), "stay"),
+            ((14.2, 13.9), (25.4, 25.3), "migrate"),  # one endpoint tells of single words, the other of a whole text
+            ((20.0, None), (24.0, None), "migrate"),  # nobody knows whether they are of the same text
+        ],
+    )
+    def test_perplexity_counts_beside_its_reference_alone(
+        self, mine: tuple[float, float | None], theirs: tuple[float, float | None], answer: str
+    ) -> None:
+        one, other = pair(1.3)
+        words, more = (replaced(GOOD, perplexity=own, reference_perplexity=ref) for own, ref in (mine, theirs))
+        assert compare(changed(one, quality=words), changed(other, quality=more)).answer == answer
 
     def test_requests_that_fail_do_not_win_by_speed(self) -> None:
         one, other = pair(1.5)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from bedplate.decide.evidence import PROVEN_GAIN
 from bedplate.engines import all_engines
+from bedplate.judge.weighing import worse
 from bedplate.measure.knee import MET
 from bedplate.measure.summary import all_samples, is_valid, meets, summarized
 from bedplate.values.diagnosis import Bottleneck, Diagnosis
-from bedplate.values.run import Cell, Load, Run
+from bedplate.values.run import Cell, Load, Quality, Run
 from bedplate.values.summary import Summary
 from bedplate.values.workload import LatencyTarget
 
@@ -59,8 +60,9 @@ def argument(runs: Sequence[Run], diagnosis: Diagnosis | None = None, target: La
     ]
     if not sound:
         return Argument("Nothing was measured yet that an argument could rest on.", not_measured=missing)
+    sound, worse_ones = _as_good(sound)
     if target is not None:
-        return _by_target(sound, target, diagnosis, missing)
+        return _by_target(sound, target, diagnosis, missing, worse_ones)
     load = _common_load(sound)
     ranked = sorted(((_rate(one, load), one) for one in sound if _rate(one, load)), key=lambda pair: -pair[0])
     if not ranked:
@@ -82,12 +84,35 @@ def argument(runs: Sequence[Run], diagnosis: Diagnosis | None = None, target: La
         because.append(
             f"that is {rate / next_rate:.2f} times what the next makes, {next_best.name} with {next_rate:,.0f}"
         )
-    because += _ground(choice, diagnosis)
+    without = [one.name for one in sound if not _rate(one, load)]
+    if without:
+        because.append(f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no valid figure {_at(load)}")
+    because += (*worse_ones, *_ground(choice, diagnosis))
     return Argument(_headline(choice, sound), choice, tuple(because), missing)
 
 
+def _as_good(sound: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
+    """Those whose answers are as good as the best one's, by the rule of `compare`; and why the others are out."""
+    checked = [(one, quality) for one in sound if (quality := _quality(one)) is not None]
+    if not checked:
+        return list(sound), []
+    best, best_quality = max(checked, key=lambda pair: (pair[1].agreement or 0.0, pair[1].asked))
+    reasons = {one.name: why for one, quality in checked if (why := worse(best_quality, quality)) is not None}
+    told = [f"{name} is out, whatever its speed: {why} ({best.name})" for name, why in reasons.items()]
+    return [one for one in sound if one.name not in reasons], told
+
+
+def _quality(one: Candidate) -> Quality | None:
+    known = (cell.quality for cell in one.cells)
+    return next((quality for quality in known if quality is not None and quality.verdict == "ok"), None)
+
+
 def _by_target(
-    sound: Sequence[Candidate], target: LatencyTarget, diagnosis: Diagnosis | None, missing: tuple[str, ...]
+    sound: Sequence[Candidate],
+    target: LatencyTarget,
+    diagnosis: Diagnosis | None,
+    missing: tuple[str, ...],
+    worse_ones: Sequence[str],
 ) -> Argument:
     served = {one.name: [cell for cell in one.cells if on_target(cell, target) >= MET] for one in sound}
     words = " and ".join(
@@ -105,14 +130,15 @@ def _by_target(
         for one in sound
         if one is not choice
     ]
-    return Argument(_headline(choice, sound), choice, (*because, *_ground(choice, diagnosis)), missing)
+    because += (*worse_ones, *_ground(choice, diagnosis))
+    return Argument(_headline(choice, sound), choice, tuple(because), missing)
 
 
 def _headline(choice: Candidate, sound: Sequence[Candidate]) -> str:
     """Nobody deploys by speed alone, nor by figures that say nothing about each other."""
     if len({cell.subject.model for one in sound for cell in one.cells}) > 1:
         return f"{choice.name} makes most tokens a second, but each engine had weights of its own: no choice is proven."
-    if not any(cell.quality is not None and cell.quality.verdict == "ok" for cell in choice.cells):
+    if _quality(choice) is None:
         return f"Deploy {choice.name}, once its answers have been checked."
     return f"Deploy {choice.name}."
 
@@ -165,12 +191,13 @@ def _ground(choice: Candidate, diagnosis: Diagnosis | None) -> list[str]:
 
 
 def _common_load(sound: Sequence[Candidate]) -> Load:
-    """The heaviest closed load that all were measured with, else that most were."""
+    """The heaviest load that more than half of them were measured with: one that could not bear it rules out none."""
     counts: dict[Load, int] = {}
     for one in sound:
         for cell in one.cells:
             counts[cell.load] = counts.get(cell.load, 0) + 1
-    return max(counts, key=lambda load: (counts[load], load.concurrency or 0, load.requests_per_s or 0.0))
+    common = [load for load in counts if 2 * counts[load] > len(sound)] or list(counts)
+    return max(common, key=lambda load: (load.concurrency or 0, load.requests_per_s or 0.0, counts[load]))
 
 
 def _rate(one: Candidate, load: Load) -> float:

@@ -86,23 +86,31 @@ def _by_quality(case: Case) -> Opinion | None:
     if mine.verdict == "broken":
         text = f"{case.a.engine} gives wrong answers here, and {case.b.engine} gives right ones."
         return Opinion("migrate", "quality", text)
-    if (why := _worse(mine, theirs)) is not None:
+    if (why := worse(mine, theirs)) is not None:
         text = f"{case.b.engine} answers worse: {why}. Speed does not make up for that."
         return Opinion("stay", "quality", text, "weights or settings with which its answers are as good")
     return None
 
 
-def _worse(mine: Quality, theirs: Quality) -> str | None:
+def worse(mine: Quality, theirs: Quality) -> str | None:
     """Why the second is worse by more than chance."""
     if mine.agreement is not None and theirs.agreement is not None and mine.asked and theirs.asked:
         low = wilson(mine.agreement, mine.asked, 0.95)[0]
         high = wilson(theirs.agreement, theirs.asked, 0.95)[1]
         if theirs.agreement < mine.agreement - WORSE_AGREEMENT and high < low:
             return f"{theirs.agreement:.0%} of its next tokens agree with the reference, against {mine.agreement:.0%}"
-    known = mine.perplexity is not None and theirs.perplexity is not None
-    if known and (theirs.perplexity or 0.0) > (mine.perplexity or 0.0) * WORSE_PERPLEXITY:
-        return f"perplexity {theirs.perplexity:.2f} against {mine.perplexity:.2f}"
+    own, other = _over_reference(mine), _over_reference(theirs)
+    if own is not None and other is not None and other > own * WORSE_PERPLEXITY:
+        return f"perplexity {other:.2f} times the reference's, against {own:.2f} times"
     return None
+
+
+def _over_reference(quality: Quality) -> float | None:
+    """Endpoints tell more or less of a text's likelihood; only beside the reference's on the same part does it mean
+    anything."""
+    if quality.perplexity is None or quality.reference_perplexity is None:
+        return None
+    return quality.perplexity / quality.reference_perplexity
 
 
 def _by_errors(case: Case) -> Opinion | None:

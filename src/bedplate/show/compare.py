@@ -133,7 +133,8 @@ def _quality(side: Side) -> str:
     if quality.agreement is not None:
         parts[0] += f": {quality.agreement:.0%} of {quality.asked}"
     if quality.perplexity is not None:
-        parts.append(f"perplexity {quality.perplexity:.2f}")
+        beside = quality.reference_perplexity
+        parts.append(f"perplexity {quality.perplexity:.2f}" + (f" (reference {beside:.2f})" if beside else ""))
     if quality.note:
         parts.append(quality.note)
     return " · ".join(parts)
