@@ -32,6 +32,8 @@ class Page:
         self.socket, self.numbers = socket, itertools.count(1)
         self.requested: list[str] = []
         """Addresses that the page asked for beside itself."""
+        self.complaints: list[str] = []
+        """Errors of its script, and what the browser kept it from doing."""
 
     async def do(self, method: str, **given: Any) -> Any:
         number = next(self.numbers)
@@ -40,23 +42,53 @@ class Page:
             answer = await self.socket.receive_json(timeout=START_LIMIT_S)
             if answer.get("method") == "Network.requestWillBeSent":
                 self.requested.append(answer["params"]["request"]["url"])
+            elif answer.get("method") == "Runtime.exceptionThrown":
+                self.complaints.append(str(answer["params"]["exceptionDetails"]))
+            elif answer.get("method") == "Log.entryAdded":
+                self.complaints.append(answer["params"]["entry"]["text"])
             if answer.get("id") == number:
                 assert "error" not in answer, answer
                 return answer["result"]
 
-    async def open(self, file: Path, width: int, theme: str) -> None:
-        await self.do("Network.enable")
+    async def open(self, page: Path | str, width: int, theme: str) -> None:
+        """A file, or an address."""
+        for part in ("Network", "Runtime", "Log"):
+            await self.do(f"{part}.enable")
         await self.do(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
         await self.do("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
-        await self.do("Page.navigate", url=file.as_uri())
+        await self.do("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         await self.value("new Promise(done => document.readyState == 'complete' ? done(1) : onload = () => done(1))")
 
     async def value(self, expression: str) -> Any:
         found = await self.do("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
+
+    async def until(self, expression: str, limit_s: float = 20) -> Any:
+        """The expression's value, once it is something."""
+        found = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not (found := await self.value(expression)):
+                    await asyncio.sleep(0.05)
+        assert found, f"{expression} was {found!r} after {limit_s} s; {self.complaints}"
+        return found
+
+    async def press(self, key: str) -> None:
+        text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
+        for kind in ("keyDown", "keyUp"):
+            down = {"text": text} if kind == "keyDown" and text else {}
+            code = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}.get(key, 0)
+            await self.do("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **down)
+
+    async def write(self, text: str) -> None:
+        await self.do("Input.insertText", text=text)
+
+    async def picture(self, file: Path, *, whole: bool = True) -> None:
+        found = await self.do("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        file.write_bytes(base64.b64decode(found["data"]))
 
     async def pdf_pages(self) -> int:
         found = await self.do("Page.printToPDF", preferCSSPageSize=True, printBackground=True)

@@ -62,6 +62,15 @@ class TestCompare:
         answer = invoke("compare", "llama.cpp", "vLLM")
         assert answer.code == code and word in answer.out and "4 in flight" in answer.out
 
+    def test_the_last_verdict_is_kept_for_the_live_page(self) -> None:
+        one, other = pair(1.3)
+        run = kept(run_of(*one, *other))
+        invoke("compare", "vllm", "llama.cpp")
+        invoke("compare", "llama.cpp", "vllm")
+        found = store.last_verdict(run.environment.machine, run.cells[0].subject.model)
+        assert found is not None and (found[1].answer, found[1].b.engine) == ("migrate", "vllm")
+        assert store.last_verdict("elsewhere", run.cells[0].subject.model) is None
+
     def test_files_and_json(self, tmp_path: Path) -> None:
         one, other = pair(1.3)
         names = file_of(tmp_path / "a.json", *one), file_of(tmp_path / "b.json", *other)

@@ -5,19 +5,32 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import uvloop
 
+from bedplate import store
 from bedplate.run.gateway import Backend, Gateway
+from bedplate.run.gateway.keeper import Keeper
+from bedplate.values.tenant import Tenant, TenantKey, key_digest
 
 
-async def serve(upstream: str, port: int) -> None:
+def two_tenants(path: Path, key: str) -> None:
+    """One whose key this is, with limits that are never reached, and another, so that an engine is shared."""
+    for name, own in (("one", key), ("other", key[::-1])):
+        store.put_tenant(Tenant(name=name, requests_per_minute=10**9, tokens_per_minute=10**12, in_flight=10**6), path)
+        store.add_key(name, TenantKey(id=name, created_at=""), key_digest(own.encode(), store.salt(path)), path)
+
+
+async def serve(upstream: str, port: int, path: Path | None) -> None:
     address = urlsplit(upstream)
     backend = Backend("null", "null", aliases=("null-model",))
     backend.address = (address.hostname or "127.0.0.1", address.port or 80)
     backend.state = "ready"
-    gateway = Gateway([backend])
+    backend.slots = 4096
+    gateway = Gateway([backend], keeper=Keeper(path) if path is not None else None, max_wait_s=120.0)
     await gateway.start("127.0.0.1", port)
     gc.collect()
     gc.freeze()
@@ -28,5 +41,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upstream", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--store", type=Path, help="with tenants, and a record of each request, in this file")
     options = parser.parse_args()
-    uvloop.run(serve(options.upstream, options.port))
+    if options.store is not None:
+        options.store.unlink(missing_ok=True)
+        two_tenants(options.store, os.environ["GATEWAY_BENCH_KEY"])
+    uvloop.run(serve(options.upstream, options.port, options.store))

@@ -99,6 +99,11 @@ def bedplate_command(_env: Path, _scratch: Path, ports: Ports) -> list[str]:
     return [sys.executable, str(script), "--upstream", ports.upstream_url, "--port", str(ports.gateway)]
 
 
+def tenants_command(env: Path, scratch: Path, ports: Ports) -> list[str]:
+    """The same with two tenants that have limits and share the engine, and with a record of each request."""
+    return [*bedplate_command(env, scratch, ports), "--store", str(scratch / "store.sqlite")]
+
+
 def aiohttp_command(_env: Path, _scratch: Path, ports: Ports) -> list[str]:
     """The aiohttp proxy of this folder."""
     return [sys.executable, str(HERE / "aiohttp_proxy.py"), ports.upstream_url, str(ports.gateway)]
@@ -137,6 +142,7 @@ def litellm_command(env: Path, scratch: Path, ports: Ports) -> list[str]:
 PEERS = (
     Peer("nginx", nginx_command),
     Peer("bedplate", bedplate_command),
+    Peer("bedplate-tenants", tenants_command),
     Peer("aiohttp", aiohttp_command),
     Peer("vllm-router", vllm_command, requirement="vllm-router==0.1.16"),
     Peer("sglang-router", sglang_command, requirement="sglang-router==0.3.2"),

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from bedplate.decide.planning import plan as plan
     from bedplate.facts.hardware import probe as probe
     from bedplate.measure.bench import bench as bench
+    from bedplate.operate.serving import serve as serve
     from bedplate.run.models import known_model as inspect
-    from bedplate.run.serving import serve as serve
 
 __all__ = ["__version__", "bench", "decide", "inspect", "plan", "probe", "serve"]
 
@@ -25,7 +25,7 @@ _FACE = {
     "inspect": ("bedplate.run.models", "known_model"),
     "plan": ("bedplate.decide.planning", "plan"),
     "probe": ("bedplate.facts.hardware", "probe"),
-    "serve": ("bedplate.run.serving", "serve"),
+    "serve": ("bedplate.operate.serving", "serve"),
 }
 
 

@@ -1,9 +1,13 @@
-"""What was measured here, in one SQLite file under BEDPLATE_HOME: written by measure, read by decide."""
+"""What was measured, asked and allowed here, in one SQLite file under BEDPLATE_HOME.
+
+Measurements are written by measure and read by decide; tenants and requests are the gateway's.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,9 +22,15 @@ from bedplate.values.hardware import Hardware
 from bedplate.values.record import Record, from_json, replaced, to_json
 from bedplate.values.result import Result
 from bedplate.values.run import Cell, Run
+from bedplate.values.tenant import Tenant, TenantKey
+from bedplate.values.traffic import ServedRequest, UsageBy, UsageRow
+from bedplate.values.verdict import Verdict
 
-VERSION = 3
-"""1: results. 2: agreements. 3: runs and their cells. Each has tables of its own: an older file needs nothing else."""
+VERSION = 5
+"""1: results. 2: agreements. 3: runs and their cells. 4: tenants, their keys and requests. 5: verdicts.
+
+Each has tables of its own: an older file needs nothing else.
+"""
 MOST_READ = 10_000
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS results (
@@ -60,7 +70,62 @@ CREATE TABLE IF NOT EXISTS cells (
 );
 CREATE INDEX IF NOT EXISTS cells_by_run ON cells (run, number);
 CREATE INDEX IF NOT EXISTS cells_by_machine ON cells (machine, model, engine, at);
+CREATE TABLE IF NOT EXISTS verdicts (
+    id INTEGER PRIMARY KEY,
+    at TEXT NOT NULL,
+    machine TEXT NOT NULL,
+    model TEXT NOT NULL,
+    body TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS install (
+    name TEXT PRIMARY KEY,
+    value BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS tenants (
+    name TEXT PRIMARY KEY,
+    body TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS keys (
+    id TEXT PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    digest BLOB NOT NULL UNIQUE,
+    body TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS requests (
+    id INTEGER PRIMARY KEY,
+    at_s REAL NOT NULL,
+    tenant TEXT NOT NULL,
+    model TEXT NOT NULL,
+    engine TEXT,
+    outcome TEXT NOT NULL,
+    prompt_tokens INTEGER,
+    cached_tokens INTEGER,
+    completion_tokens INTEGER,
+    body TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS requests_by_time ON requests (at_s);
+CREATE TABLE IF NOT EXISTS usage_days (
+    day TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    model TEXT NOT NULL,
+    engine TEXT NOT NULL,
+    requests INTEGER NOT NULL,
+    failed INTEGER NOT NULL,
+    turned_away INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL,
+    PRIMARY KEY (day, tenant, model, engine)
+);
+CREATE VIEW IF NOT EXISTS counted AS SELECT
+    id, at_s, strftime('%Y-%m-%d', at_s, 'unixepoch') AS day, tenant, model, COALESCE(engine, '') AS engine,
+    outcome != 'turned_away' AS requests, outcome = 'failed' AS failed, outcome = 'turned_away' AS turned_away,
+    COALESCE(prompt_tokens, 0) AS prompt_tokens, COALESCE(cached_tokens, 0) AS cached_tokens,
+    COALESCE(completion_tokens, 0) AS completion_tokens
+FROM requests;
 """
+PAGE = 5000
+SALT_BYTES = 32
 
 R = TypeVar("R", bound=Record)
 
@@ -194,6 +259,188 @@ def run(named: str | None = None, path: Path | None = None) -> Run:
         newest = ", ".join(one.id for one in (found or kept)[:5])
         raise BadQuestion(what, hint=f"there are {newest}" if newest else "bedplate bench measures")
     return replaced(found[0], cells=cells(found[0].id, path=path))
+
+
+def add_verdict(verdict: Verdict, at: str, path: Path | None = None) -> None:
+    """`at`: when it was reached, ISO 8601 in UTC."""
+    _put(
+        "INSERT INTO verdicts (at, machine, model, body) VALUES (?, ?, ?, ?)",
+        (at, verdict.machine, verdict.model, _line(verdict)),
+        path,
+    )
+
+
+def last_verdict(machine: str, model: str, path: Path | None = None) -> tuple[str, Verdict] | None:
+    """The newest for a model on this machine, and when it was reached."""
+    where = path or store_path()
+    if not where.exists():
+        return None
+    query = "SELECT at, body FROM verdicts WHERE machine = ? AND model = ? ORDER BY at DESC, id DESC LIMIT 1"
+    with _opened(where) as connection:
+        found = connection.execute(query, (machine, model)).fetchone()
+    if found is None:
+        return None
+    try:
+        return found[0], from_json(Verdict, found[1], origin=str(where))
+    except BadQuestion as error:
+        raise _failure(error, where) from error
+
+
+def salt(path: Path | None = None) -> bytes:
+    """A secret of this installation, made when it is first asked for: hashes made with it mean nothing elsewhere."""
+    where = path or store_path()
+    with _opened(where) as connection:
+        (found,) = connection.execute("SELECT COUNT(*) FROM install WHERE name = 'salt'").fetchone()
+        if not found:
+            connection.execute(
+                "INSERT OR IGNORE INTO install (name, value) VALUES ('salt', ?)", (secrets.token_bytes(SALT_BYTES),)
+            )
+            with contextlib.suppress(OSError):
+                where.chmod(0o600)
+        (value,) = connection.execute("SELECT value FROM install WHERE name = 'salt'").fetchone()
+        return bytes(value)
+
+
+def put_tenant(tenant: Tenant, path: Path | None = None) -> None:
+    """Keeps what a tenant may have; its keys are kept one by one, by `add_key`."""
+    _put(
+        "INSERT INTO tenants (name, body) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET body = excluded.body",
+        (tenant.name, _line(replaced(tenant, keys=()))),
+        path,
+    )
+
+
+def add_key(tenant: str, key: TenantKey, digest: bytes, path: Path | None = None) -> None:
+    _put("INSERT INTO keys (id, tenant, digest, body) VALUES (?, ?, ?, ?)", (key.id, tenant, digest, _line(key)), path)
+
+
+def remove_key(id_: str, path: Path | None = None) -> None:
+    _put("DELETE FROM keys WHERE id = ?", (id_,), path)
+
+
+def remove_tenant(name: str, path: Path | None = None) -> None:
+    """With all of its keys. What it used stays known."""
+    with _opened(path or store_path()) as connection:
+        connection.execute("DELETE FROM keys WHERE tenant = ?", (name,))
+        connection.execute("DELETE FROM tenants WHERE name = ?", (name,))
+
+
+def tenants(path: Path | None = None) -> tuple[Tenant, ...]:
+    """All tenants with their keys, by name."""
+    return tuple(tenant for tenant, _ in tenants_and_digests(path))
+
+
+def tenants_and_digests(path: Path | None = None) -> tuple[tuple[Tenant, tuple[bytes, ...]], ...]:
+    """All tenants, each with the hashes of its keys in the order of `keys`."""
+    where = path or store_path()
+    if not where.is_file():
+        return ()
+    with _opened(where) as connection:
+        bodies = connection.execute("SELECT name, body FROM tenants ORDER BY name").fetchall()
+        rows = connection.execute("SELECT tenant, digest, body FROM keys ORDER BY rowid").fetchall()
+    try:
+        found = []
+        for name, body in bodies:
+            own = [(bytes(digest), key) for tenant, digest, key in rows if tenant == name]
+            keys = tuple(from_json(TenantKey, key, origin=str(where)) for _, key in own)
+            tenant = replaced(from_json(Tenant, body, origin=str(where)), keys=keys)
+            found.append((tenant, tuple(digest for digest, _ in own)))
+        return tuple(found)
+    except BadQuestion as error:
+        raise _failure(error, where) from error
+
+
+def add_requests(requests: Sequence[ServedRequest], path: Path | None = None) -> None:
+    """All of them or none. They outlive a process that is killed; of a machine that is, perhaps not the last ones."""
+    with _opened(path or store_path()) as connection:
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.executemany(
+            "INSERT INTO requests (at_s, tenant, model, engine, outcome, prompt_tokens, cached_tokens, "
+            "completion_tokens, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            # One by one: each step of SQLite lets other threads go on, and the one that answers requests is among them.
+            (
+                (
+                    one.at_s, one.tenant, one.model, one.engine, one.outcome,
+                    one.prompt_tokens, one.cached_tokens, one.completion_tokens, _line(one),
+                )
+                for one in requests
+            ),
+        )  # fmt: skip
+
+
+def requests(
+    since_s: float = 0.0,
+    *,
+    until_s: float | None = None,
+    model: str | None = None,
+    tenant: str | None = None,
+    path: Path | None = None,
+) -> Iterator[ServedRequest]:
+    """What was asked from a moment on, in the order in which it ended, a page at a time."""
+    where = path or store_path()
+    if not where.is_file():
+        return
+    query = (
+        "SELECT id, body FROM requests WHERE id > ? AND at_s >= ? AND (? IS NULL OR at_s < ?) "
+        "AND (? IS NULL OR model = ?) AND (? IS NULL OR tenant = ?) ORDER BY id LIMIT ?"
+    )
+    last = 0
+    while True:
+        with _opened(where) as connection:
+            values = (last, since_s, until_s, until_s, model, model, tenant, tenant, PAGE)
+            page = connection.execute(query, values).fetchall()
+        for number, body in page:
+            last = number
+            try:
+                yield from_json(ServedRequest, body, origin=str(where))
+            except BadQuestion as error:
+                raise _failure(error, where) from error
+        if len(page) < PAGE:
+            return
+
+
+def fold_requests(before_s: float, most: int, path: Path | None = None) -> int:
+    """Keeps of requests before that moment, and of those beyond the newest `most`, only what each day used."""
+    with _opened(path or store_path()) as connection:
+        (last,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM requests").fetchone()
+        old = (before_s, last - most)
+        connection.execute(
+            "INSERT INTO usage_days SELECT day, tenant, model, engine, SUM(requests), SUM(failed), SUM(turned_away), "
+            "SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens) "
+            "FROM counted WHERE at_s < ? OR id <= ? GROUP BY day, tenant, model, engine "
+            "ON CONFLICT (day, tenant, model, engine) DO UPDATE SET requests = requests + excluded.requests, "
+            "failed = failed + excluded.failed, turned_away = turned_away + excluded.turned_away, "
+            "prompt_tokens = prompt_tokens + excluded.prompt_tokens, "
+            "cached_tokens = cached_tokens + excluded.cached_tokens, "
+            "completion_tokens = completion_tokens + excluded.completion_tokens",
+            old,
+        )
+        return connection.execute("DELETE FROM requests WHERE at_s < ? OR id <= ?", old).rowcount
+
+
+def usage(
+    by: UsageBy, since_s: float = 0.0, *, tenant: str | None = None, path: Path | None = None
+) -> tuple[UsageRow, ...]:
+    """What was used from a moment on, or, of what is so old that only days are known, from that day on."""
+    where = path or store_path()
+    if not where.is_file():
+        return ()
+    query = (
+        "SELECT CASE ?3 WHEN 'day' THEN day WHEN 'model' THEN model WHEN 'engine' THEN engine ELSE tenant END, "
+        "SUM(requests), SUM(failed), SUM(turned_away), SUM(prompt_tokens), SUM(cached_tokens), SUM(completion_tokens) "
+        "FROM (SELECT day, tenant, model, engine, requests, failed, turned_away, prompt_tokens, cached_tokens, "
+        "completion_tokens FROM counted WHERE at_s >= ?1 UNION ALL SELECT * FROM usage_days "
+        "WHERE day >= strftime('%Y-%m-%d', ?1, 'unixepoch')) WHERE ?2 IS NULL OR tenant = ?2 GROUP BY 1 ORDER BY 1"
+    )
+    with _opened(where) as connection:
+        rows = connection.execute(query, (since_s, tenant, by)).fetchall()
+    return tuple(
+        UsageRow(
+            key=key, requests=requests, failed=failed, turned_away=away,
+            prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion,
+        )
+        for key, requests, failed, away, prompt, cached, completion in rows
+    )  # fmt: skip
 
 
 def _line(record: Record) -> str:

@@ -152,7 +152,7 @@ def test_an_engine_environment_that_was_damaged_is_reported(
 ) -> None:
     """The engine cannot start: three tries, then the reason, the log, and exit code 3."""
     home = tmp_path / "home"
-    shutil.copytree(bedplate_home, home, symlinks=True)
+    shutil.copytree(bedplate_home, home, symlinks=True, ignore=shutil.ignore_patterns("run", "services"))
     for program in home.glob("engines/llama.cpp/*/bin/llama-server"):
         program.write_text("import sys; sys.exit('the library is broken')")
     for manifest in home.glob("engines/llama.cpp/*/bedplate.json"):

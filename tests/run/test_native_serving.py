@@ -14,11 +14,11 @@ from tests.run.test_native import Notes
 from bedplate.engines import engine
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
+from bedplate.operate.serving import serve
 from bedplate.run import serving, trials
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment
 from bedplate.run.native import NotUsable, Verdict
-from bedplate.run.serving import serve
 from bedplate.values import Settings, replaced
 
 __all__ = ["own_home"]

@@ -74,7 +74,7 @@ def test_the_title_names_lengths_and_what_is_shared() -> None:
 
 def test_in_a_pipe_each_cell_is_a_line_when_it_is_done() -> None:
     out = io.StringIO()
-    teller = teller_for(Console(file=out, width=200), lambda cells, environment: {CELLS[0].id: "bandwidth"})
+    teller = teller_for(Console(file=out, width=200), lambda run: {CELLS[0].id: "bandwidth"})
     assert isinstance(teller, Lines)
     run = made_run([], ["vllm", "mlx"])
     with teller:

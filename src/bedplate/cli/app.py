@@ -17,12 +17,22 @@ from bedplate.cli import (
     engines_use,
     estimate,
     inspect,
+    keys,
+    logs,
+    migrate,
     models,
     plan,
     prepared,
     probe,
+    ps,
     report,
     serve,
+    shadow,
+    simulate,
+    status,
+    stop,
+    usage,
+    watch,
     workload,
 )
 
@@ -47,6 +57,13 @@ Exit codes: 0 done; 1 the answer is no; 2 the question was wrong; 3 something ou
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(epilog=serve.EXAMPLES)(serve.serve)
+app.command(epilog=ps.EXAMPLES)(ps.ps)
+app.command(epilog=status.EXAMPLES)(status.status)
+app.command(epilog=logs.EXAMPLES)(logs.logs)
+app.command(epilog=stop.EXAMPLES)(stop.stop)
+app.command(epilog=shadow.EXAMPLES)(shadow.shadow)
+app.command(epilog=migrate.EXAMPLES)(migrate.migrate)
+app.command(epilog=watch.EXAMPLES)(watch.watch)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
 app.command(epilog=bench.EXAMPLES)(bench.bench)
 app.command(epilog=compare.EXAMPLES)(compare.compare)
@@ -57,10 +74,13 @@ app.command(epilog=inspect.EXAMPLES)(inspect.inspect)
 app.command(epilog=probe.EXAMPLES)(probe.probe)
 app.command(epilog=workload.EXAMPLES)(workload.workload)
 app.command(epilog=estimate.EXAMPLES)(estimate.estimate)
+app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
 engines_use.register(engines.app)
 app.add_typer(engines.app, name="engines")
 app.add_typer(prepared.app, name="prepared")
+app.add_typer(keys.app, name="keys")
+app.command(epilog=usage.EXAMPLES)(usage.usage)
 
 
 def _version(wanted: bool) -> None:

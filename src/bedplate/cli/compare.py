@@ -10,6 +10,7 @@ from bedplate.cli.options import Json
 
 if TYPE_CHECKING:
     from bedplate.measure.kept import Kept
+    from bedplate.values.verdict import Verdict
 
 EXAMPLES = """Examples:
 
@@ -67,6 +68,7 @@ def compare(
         allow=tuple(allow or ()),
         least_gain=PROVEN_GAIN if least_gain is None else 1 + least_gain / 100,
     )
+    _keep(verdict)
     if json:
         from bedplate.values import to_json
 
@@ -77,6 +79,18 @@ def compare(
 
         console().print(render_verdict(verdict))
     raise typer.Exit(verdict.exit_code)
+
+
+def _keep(verdict: Verdict) -> None:
+    """For the live page; a verdict that cannot be kept is one all the same."""
+    import contextlib
+    import datetime as dt
+
+    from bedplate.errors import OutsideFailed
+    from bedplate.store import add_verdict
+
+    with contextlib.suppress(OutsideFailed):
+        add_verdict(verdict, dt.datetime.now(dt.UTC).isoformat(timespec="seconds"))
 
 
 def _of_one_model(a: Kept, b: Kept) -> tuple[Kept, Kept]:

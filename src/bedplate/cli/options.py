@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,3 +71,23 @@ def intent_from(file: Path | None, fields: list[str] | None, **options: Any) -> 
     given = {name: value for name, value in options.items() if value is not None}
     given |= parsed_fields(fields or [])
     return override(intent, **given) if given else intent
+
+
+def words_of(context: typer.Context, without: Collection[str] = ()) -> list[str]:
+    """The command line again, as its parameters were understood; what nobody said is left out."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in without or source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params[parameter.name or ""]
+        values = value if isinstance(value, list | tuple) else [value]
+        for one in values:
+            text = str(getattr(one, "value", one))
+            if parameter.param_type_name == "argument":
+                words.append(text)
+            elif isinstance(one, bool):
+                words.append(parameter.opts[0] if one else parameter.secondary_opts[0])
+            else:
+                words += [parameter.opts[0], text]
+    return words

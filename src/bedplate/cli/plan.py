@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -24,6 +24,7 @@ from bedplate.cli.options import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from bedplate.deploy.platform import Platform
     from bedplate.values import Decision, Hardware, Model
     from bedplate.values.intent import Intent
 
@@ -38,6 +39,7 @@ EXAMPLES = """Examples:
   bedplate plan Qwen/Qwen3-32B --hardware "RTX 4090" --what-if users=50,count=2
   bedplate plan Qwen/Qwen3-32B --users 50 --procure
   bedplate plan model.gguf --emit command > serve.sh
+  bedplate plan -f bedplate.yaml --emit kubernetes -o manifests
 
 Exit code 1: it does not fit, or nothing runs it here."""
 
@@ -66,11 +68,20 @@ def plan(
     emit: Annotated[
         str | None,
         typer.Option(
-            metavar="TARGET", help="Print the plan for a target: command (a shell script).", show_default=False
+            metavar="TARGET",
+            help="Print the plan for a target: command (a shell script), compose, kubernetes, dynamo or ray.",
+            show_default=False,
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write there instead.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="Write there instead: a file, or a folder of manifests.",
+            show_default=False,
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -85,7 +96,7 @@ def plan(
         prompt_tokens=prompt_tokens, output_tokens=output_tokens,
     )  # fmt: skip
     if intent.services:
-        _portfolio(intent, json=json)
+        _portfolio(intent, emit, output, json=json)
     elif procure:
         _procure(intent, json=json)
     elif what_if is not None:
@@ -121,15 +132,19 @@ def _decision(
 ) -> None:
     import sys
 
-    from bedplate.errors import BadQuestion
     from bedplate.values import to_json
 
-    if emit not in (None, "command"):
-        raise BadQuestion(f"nothing is emitted for {emit!r}", hint="--emit command writes a shell script")
+    _check_target(emit)
     machine, facts, decision = _decided(intent, engine)
-    if emit is not None:
+    if emit == "command":
         _written(_emitted(intent, facts, decision), output)
         sys.exit(0)
+    if emit is not None:
+        from bedplate.deploy.platform import one_service
+        from bedplate.show.emitted import render_headline
+
+        platform = one_service(intent, machine, facts, intent.workload, decision)
+        _emit_files(platform, emit, output, render_headline(decision))
     if why_not is not None:
         from bedplate.engines import engine as engine_by_id
         from bedplate.show.decision import render_why_not
@@ -148,6 +163,44 @@ def _decision(
 
         _out(render_decision(machine, facts, intent.workload, decision, engine))
     sys.exit(0 if decision.engine is not None else 1)
+
+
+def _check_target(emit: str | None) -> None:
+    from bedplate.errors import BadQuestion
+
+    if emit in (None, "command", "compose", "kubernetes", "dynamo", "ray"):
+        return
+    hint = "--emit command writes a shell script; compose, kubernetes, dynamo and ray write a folder"
+    raise BadQuestion(f"nothing is emitted for {emit!r}", hint=hint)
+
+
+def _emit_files(platform: Platform, target: str, folder: Path | None, shown: RenderableType) -> NoReturn:
+    """What was decided first, for a person to see; then the files, or their text where no folder is named."""
+    import sys
+
+    from bedplate.deploy.emit import as_one_stream, emitted
+    from bedplate.show.emitted import render_files
+    from bedplate.show.terminal import console
+
+    console(sys.stderr if folder is None else None).print(shown)
+    files = emitted(platform, target)
+    if folder is None:
+        _written(as_one_stream(files), None)
+    else:
+        for name, text in files.items():
+            _written_in(folder / name, text)
+        _out(render_files(target, folder, files))
+    sys.exit(0)
+
+
+def _written_in(path: Path, text: str) -> None:
+    from bedplate.errors import OutsideFailed
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutsideFailed(f"cannot make {path.parent}", cause=error.strerror or str(error)) from error
+    _written(text, path)
 
 
 def _emitted(intent: Intent, facts: Model, decision: Decision) -> str:
@@ -199,15 +252,27 @@ def _procure(intent: Intent, *, json: bool) -> None:
     sys.exit(0 if offers else 1)
 
 
-def _portfolio(intent: Intent, *, json: bool) -> None:
+def _portfolio(intent: Intent, emit: str | None, output: Path | None, *, json: bool) -> None:
     import sys
 
-    from bedplate.decide.portfolio import portfolio
+    from bedplate.decide.portfolio import on_one_machine, portfolio
+    from bedplate.facts.intent import resolved_hardware
     from bedplate.run.models import intended_model
     from bedplate.show.portfolio import render_portfolio
     from bedplate.values import to_json
 
-    found = portfolio(intent, [intended_model(service.model) for service in intent.services])
+    _check_target(emit)
+    if emit == "command":
+        from bedplate.errors import BadQuestion
+
+        raise BadQuestion("a shell script starts one service", hint="--emit compose, kubernetes, dynamo or ray")
+    models = [intended_model(service.model) for service in intent.services]
+    machine = None if intent.pools else resolved_hardware(intent)
+    found = portfolio(intent, models) if machine is None else on_one_machine(intent, models, machine)
+    if emit is not None:
+        from bedplate.deploy.platform import many_services
+
+        _emit_files(many_services(intent, found, models, machine), emit, output, render_portfolio(found))
     if json:
         _written(to_json(found), None)
     else:

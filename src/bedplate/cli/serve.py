@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,9 +21,8 @@ from bedplate.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
-    from bedplate.values.agreement import Agreement
-    from bedplate.values.intent import Intent
+    from bedplate.values import Decision, Endpoint, Hardware, Model
+    from bedplate.values.service import Order, Wanted
 
 EXAMPLES = """Examples:
 
@@ -32,6 +32,10 @@ EXAMPLES = """Examples:
   bedplate serve unsloth/Qwen3-0.6B-GGUF:Q4_K_M
   bedplate serve --engine llama.cpp --build native
   BEDPLATE_API_KEY=secret bedplate serve --host 0.0.0.0
+  bedplate serve model.gguf --replicas 2
+  bedplate serve -f bedplate.yaml --memory-budget 8GiB
+  bedplate serve -d --name chat        then: bedplate ps, status, logs, stop
+  bedplate serve --name chat --systemd > ~/.config/systemd/user/bedplate-chat.service
 
 Ctrl-C stops everything; answers under way get a few seconds to finish."""
 
@@ -42,6 +46,7 @@ class Build(StrEnum):
 
 
 def serve(
+    context_: typer.Context,
     model: ModelName = None,
     file: IntentFile = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The endpoint's port; 0 takes any free one.")] = 8080,
@@ -70,9 +75,44 @@ def serve(
         ),
     ] = Build.packages,
     max_body_mb: Annotated[int, typer.Option(min=1, help="The largest request that is taken, in MB.")] = 32,
+    log_content: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Also keep what is asked and answered, in files here that only you can read.",
+            show_default=False,
+        ),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare a few answers with a reference, the first time.")
     ] = True,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Start it in the background, and return when it is ready.")
+    ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What ps, status, logs and stop know it by.", show_default=False),
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, max=64, help="So many of the engine, side by side.", show_default=False)
+    ] = None,
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Load the model when its first request comes, unload it after this long without one: 10m.",
+            show_default=False,
+        ),
+    ] = None,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="The most that all engines may take: 8GiB. Default: what is free.", show_default=False
+        ),
+    ] = None,
+    systemd: Annotated[
+        bool, typer.Option("--systemd", help="Print a systemd unit that serves this; run nothing.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="When ready, print the endpoint as JSON, on one line.")] = False,
 ) -> None:
     """Serve a model behind one OpenAI-compatible endpoint.
@@ -80,75 +120,105 @@ def serve(
     Looks at this machine, decides which engine fits, installs it, launches it and keeps it running.
     """
     from bedplate.cli.options import intent_from
-    from bedplate.measure.builds import BuildExaminer
-    from bedplate.run.serving import Listen
-    from bedplate.run.serving import serve as serve_model
-    from bedplate.show.terminal import TerminalProgress
+    from bedplate.operate.ordering import order_of
+    from bedplate.values.units import parsed_bytes
 
     intent = intent_from(
         file, fields, model=model, users=users, concurrency=concurrency, context=context,
         prompt_tokens=prompt_tokens, output_tokens=output_tokens,
     )  # fmt: skip
-    workload = intent.workload
-    serve_model(
-        named(intent),
-        workload=workload,
-        operations=intent.operations,
-        engine=engine,
-        build=build.value,
-        examiner=BuildExaminer(),
-        listen=Listen(host=host, port=port, api_key=api_key or None, max_body_bytes=max_body_mb * 1_000_000),
+    order = order_of(
+        intent, engine=engine, replicas=replicas, ttl=ttl, name=name, host=host, port=port, api_key=api_key or None,
+        max_body_bytes=max_body_mb * 1_000_000, build=build.value, check=check,
+        log_content=str(log_content) if log_content is not None else None,
+        memory_budget_bytes=parsed_bytes(memory_budget, "--memory-budget") if memory_budget is not None else None,
+    )  # fmt: skip
+    fallback = file.stem if file is not None and len(order.services) > 1 else None
+    if systemd:
+        _print_unit(order, context_, fallback)
+    elif detach:
+        _detached(order, fallback, json=json)
+    else:
+        _foreground(order, fallback, json=json)
+
+
+def _foreground(order: Order, fallback: str | None, *, json: bool) -> None:
+    from bedplate.operate.checks import check_answers, examiner
+    from bedplate.operate.serving import Hooks, serve_order
+    from bedplate.show.terminal import TerminalProgress
+
+    heads = _Heads(json=json)
+    hooks = Hooks(
         progress=TerminalProgress(),
-        on_decision=lambda hardware, facts, decision: _show_head(
-            hardware, facts, workload, decision, engine, json=json
-        ),
-        on_ready=lambda endpoint: _show_ready(endpoint, json=json),
-        check=_check if check else None,
+        on_decision=heads.show,
+        on_ready=lambda endpoint: _show_ready(endpoint, "Ctrl-C stops everything", json=json),
+        check=check_answers if order.check else None,
+        examiner=examiner(),
     )
+    serve_order(order, hooks, fallback=fallback)
 
 
-def named(intent: Intent) -> str | None:
-    """The model that an intent names; what it states as facts, or for several services, cannot be served from here."""
+def _detached(order: Order, fallback: str | None, *, json: bool) -> None:
+    from bedplate.operate.detached import start_detached
+    from bedplate.operate.serving import refuse_early
+    from bedplate.show.terminal import TerminalProgress
+
+    refuse_early(order)
+    heads = _Heads(json=json)
+    endpoint = start_detached(
+        order,
+        TerminalProgress(),
+        lambda choice: heads.show(choice.hardware, choice.model, choice.wanted, choice.decision),
+        fallback,
+    )
+    _show_ready(endpoint, f"bedplate status {endpoint.name} · logs {endpoint.name} · stop {endpoint.name}", json=json)
+
+
+def _print_unit(order: Order, context: typer.Context, fallback: str | None) -> None:
+    import os
+    import sys
+
+    from bedplate.cli.options import words_of
     from bedplate.errors import BadQuestion
+    from bedplate.operate.records import as_name, checked_name
+    from bedplate.operate.systemd import unit
 
-    if intent.services:
-        raise BadQuestion("several services are not served by one command", hint="bedplate plan -f FILE plans them")
-    if isinstance(intent.model, dict):
-        raise BadQuestion("model: facts can be planned, not served", hint="name a file, a folder or owner/name")
-    return intent.model
-
-
-def _show_head(
-    hardware: Hardware, facts: Model, workload: Workload, decision: Decision, asked: str | None, *, json: bool
-) -> None:
-    import sys
-
-    from bedplate._version import __version__
-    from bedplate.show.decision import render_serving
-    from bedplate.show.terminal import console
-
-    out = console(sys.stderr if json else sys.stdout)
-    out.print(f"\n [bold]bedplate {__version__}[/bold]\n")
-    out.print(render_serving(hardware, facts, workload, decision, asked))
-    out.print()
+    if context.params.get("api_key") and "BEDPLATE_API_KEY" not in os.environ:
+        raise BadQuestion(
+            "a key does not belong into a unit, which others may read",
+            hint="write BEDPLATE_API_KEY=… into the file that the unit names as its EnvironmentFile",
+        )
+    first = order.services[0].model or "the built-in model"
+    name = checked_name(order.name) if order.name is not None else as_name(fallback or first)
+    words = words_of(context, without=("systemd", "detach", "json", "api_key", "name"))
+    argv = [sys.executable, "-m", "bedplate", "serve", *words, "--name", name]
+    given = {key: os.environ[key] for key in ("BEDPLATE_HOME", "HF_HOME") if key in os.environ}
+    print(unit(name, f"{', '.join(one.model or first for one in order.services)}", argv, os.getcwd(), given), end="")  # noqa: T201, PTH109
 
 
-async def _check(hardware: Hardware, plan: Plan, url: str, key: str | None) -> None:
-    from bedplate.measure.agreement import check_served
+class _Heads:
+    """The decision for each model as it is known, under one title."""
 
-    await check_served(hardware, plan, url, key, _show_agreement)
+    def __init__(self, *, json: bool) -> None:
+        self._json = json
+        self._titled = False
+
+    def show(self, hardware: Hardware, facts: Model, wanted: Wanted, decision: Decision) -> None:
+        import sys
+
+        from bedplate._version import __version__
+        from bedplate.show.decision import render_serving
+        from bedplate.show.terminal import console
+
+        out = console(sys.stderr if self._json else sys.stdout)
+        if not self._titled:
+            out.print(f"\n [bold]bedplate {__version__}[/bold]\n")
+            self._titled = True
+        out.print(render_serving(hardware, facts, wanted.workload, decision, wanted.engine))
+        out.print()
 
 
-def _show_agreement(agreement: Agreement) -> None:
-    import sys
-
-    from bedplate.show.serving import render_agreement
-    from bedplate.show.terminal import console
-
-    console(sys.stderr).print(render_agreement(agreement), soft_wrap=True)
-
-
-def _show_ready(endpoint: Endpoint, *, json: bool) -> None:
+def _show_ready(endpoint: Endpoint, then: str, *, json: bool) -> None:
     if json:
         import msgspec
 
@@ -157,4 +227,4 @@ def _show_ready(endpoint: Endpoint, *, json: bool) -> None:
     from bedplate.show.serving import render_ready
     from bedplate.show.terminal import console
 
-    console().print(render_ready(endpoint), soft_wrap=True)
+    console().print(render_ready(endpoint, then), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""bedplate workload: the shape of real work, from a trace or a log."""
+"""bedplate workload: the shape of real work, from a trace, a log or the endpoint's own traffic."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ EXAMPLES = """Examples:
   bedplate workload AzureLLMInferenceTrace_conv.csv
   bedplate workload conversation_trace.jsonl.gz -o bedplate.yaml
   bedplate workload requests.jsonl --json | jq .in_flight.spread
+  bedplate workload --observed 24h -o bedplate.yaml
 
 Nothing of a request's content is kept or shown."""
 
@@ -37,9 +38,20 @@ class Format(StrEnum):
 
 def workload(
     trace: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help="A trace or a log, plain, .gz or .zst; - reads standard input."),
-    ],
+        str | None,
+        typer.Argument(
+            metavar="[FILE]", help="A trace or a log, plain, .gz or .zst; - reads standard input.", show_default=False
+        ),
+    ] = None,
+    observed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPAN", help="Instead: what endpoints here were asked lately: 24h, 7d.", show_default=False
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --observed: of one model.", show_default=False)
+    ] = None,
     kind: Annotated[
         Format, typer.Option("--format", help="What it is; auto tells from its beginning.", show_default=True)
     ] = Format.auto,
@@ -59,18 +71,29 @@ def workload(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show the shape of real work, from a trace or a log.
+    """Show the shape of real work, from a trace, a log or the endpoint's own traffic.
 
     Lengths, arrival rate and bursts, requests in flight, and how much of the prompts a prefix cache would save.
     """
+    from bedplate.errors import BadQuestion
     from bedplate.facts.workload import ASSUMED_TPOT_MS, ASSUMED_TTFT_MS, summarise, workload_yaml
 
-    summary = summarise(
-        trace,
-        kind.trace_format,
-        ttft_ms=ASSUMED_TTFT_MS if ttft_ms is None else ttft_ms,
-        tpot_ms=ASSUMED_TPOT_MS if tpot_ms is None else tpot_ms,
-    )
+    if (trace is None) == (observed is None):
+        raise BadQuestion("one source of requests is needed", hint="name a FILE, or --observed 24h")
+    if model is not None and observed is None:
+        raise BadQuestion("--model chooses among what was observed", hint="add --observed 24h, or leave it out")
+    if observed is not None:
+        from bedplate.facts.observed import observed as observe
+        from bedplate.values.units import parsed_seconds
+
+        summary = observe(parsed_seconds(observed, "--observed"), model=model)
+    else:
+        summary = summarise(
+            str(trace),
+            kind.trace_format,
+            ttft_ms=ASSUMED_TTFT_MS if ttft_ms is None else ttft_ms,
+            tpot_ms=ASSUMED_TPOT_MS if tpot_ms is None else tpot_ms,
+        )
     if output is not None:
         _write(output, workload_yaml(summary))
     if json:

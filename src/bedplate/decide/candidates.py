@@ -193,13 +193,13 @@ def _forms(engine: Engine, target: Target, case: Case) -> Iterator[tuple[Weights
             offered = (*eights, *(form for form in offered if form.label != "FP8"))
     least = PRECISE_BITS - ROUNDED_OFF if case.workload.precision_sensitive else LEAST_BITS
     for form in offered:
-        model = _in_form(case.model, form)
+        model = in_form(case.model, form)
         if form.made != "as it is" and (model.bits_per_weight or 16.0) < least:
             continue
         yield form, model
 
 
-def _in_form(model: Model, form: Weights) -> Model:
+def in_form(model: Model, form: Weights) -> Model:
     if form.made == "as it is" or (model.format == "facts" and not model.parameters):
         return model
     changed = with_label(model, form.label)

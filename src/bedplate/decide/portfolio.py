@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bedplate.decide.choose import decide
+from bedplate.decide.together import Ask, Decides, together
 from bedplate.engines import engine as engine_by_id
 from bedplate.facts.simulated import simulated
 from bedplate.values import Decision, Hardware, Model
@@ -27,6 +28,52 @@ class Asked:
     @property
     def name(self) -> str:
         return self.service.name or self.model.name
+
+
+HERE = "this machine"
+
+
+def on_one_machine(intent: Intent, models: Sequence[Model], hardware: Hardware) -> Portfolio:
+    """The services of an intent without pools, beside each other on one machine; raises when they do not fit so."""
+    asks = [
+        Ask(
+            service.name or model.name,
+            service.workload,
+            _decider(service, model, service.operations or intent.operations),
+            service.replicas,
+            service.ttl is not None,
+        )
+        for service, model in zip(intent.services, models, strict=True)
+    ]
+    decisions = [part.decision for part in together(hardware, asks)]
+    standard, why = _standard(decisions)
+    placements = [
+        Placement(
+            service=ask.name,
+            pool=HERE if decision.fits else None,
+            accelerators=ask.replicas * _cards(decision),
+            exception=_exception(decision, standard),
+            decision=decision,
+        )
+        for ask, decision in zip(asks, decisions, strict=True)
+    ]
+    return Portfolio(engine=standard, text=why, placements=tuple(placements), free={}, notes=intent.notes)
+
+
+def _decider(service: Service, model: Model, operations: Operations) -> Decides:
+    return lambda hardware, workload: decide(hardware, model, workload, service.engine, operations=operations)
+
+
+def _cards(decision: Decision) -> int:
+    if decision.settings is None or decision.settings.device == "cpu":
+        return 0
+    return decision.parallelism.tensor * decision.parallelism.pipeline * decision.parallelism.data
+
+
+def _exception(decision: Decision, standard: str | None) -> str | None:
+    if decision.engine in (None, standard) or not decision.reasons:
+        return None
+    return f"{decision.engine}: {decision.reasons[0].text} ({decision.reasons[0].rule})"
 
 
 def portfolio(intent: Intent, models: Sequence[Model]) -> Portfolio:

@@ -12,16 +12,19 @@ import msgspec
 
 from bedplate.errors import BadQuestion
 from bedplate.values.hardware import Hardware
-from bedplate.values.intent import Intent, Operations, Pool, Service, Tenant
+from bedplate.values.intent import Deploy, Intent, Operations, Pool, Service, Tenant
 from bedplate.values.names import ENGINE_IDS, ORCHESTRATOR_IDS, engine_id, nearest_names, orchestrator_id
 from bedplate.values.record import R, from_json
+from bedplate.values.units import parsed_seconds
 from bedplate.values.workload import DEFAULT_THINK_TIME_S, LatencyTarget, Workload
 
 MAX_CHARACTERS = 256 * 1024
 MAX_NUMBER = 2**53
 OURS = {"schema", "origin", "notes"}
 """Fields that programs write; never suggested to people."""
-SECTIONS: dict[str, type[msgspec.Struct]] = {"workload": Workload, "operations": Operations, "latency": LatencyTarget}
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "workload": Workload, "operations": Operations, "latency": LatencyTarget, "deploy": Deploy,
+}  # fmt: skip
 LISTS: dict[str, type[msgspec.Struct]] = {"pools": Pool, "services": Service, "tenants": Tenant}
 ALIASES = {"context": "context_tokens"}
 
@@ -55,6 +58,7 @@ def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str 
             service,
             workload=_completed(service.workload, raw.get("workload"), service.model),
             operations=service.operations and _named(service.operations, f"services[{index}].operations", place),
+            engine=service.engine and _engine(service.engine, f"services[{index}].engine", place),
         )
         for index, (service, raw) in enumerate(zip(intent.services, given.get("services", ()), strict=True))
     )
@@ -104,6 +108,8 @@ def override(intent: Intent, **options: Any) -> Intent:
             data.setdefault("workload", {}).setdefault("latency", {})[name] = value
         elif name in Operations.__struct_fields__:
             data.setdefault("operations", {})[name] = value
+        elif name in Deploy.__struct_fields__:
+            data.setdefault("deploy", {})[name] = value
         else:
             raise BadQuestion(f"{name}: unknown; an intent has no such field", hint=_nearest(name, _all_fields()))
     return intent_of({name: value for name, value in data.items() if value not in ((), [], {})}, origin="the options")
@@ -303,7 +309,7 @@ def _fields(kind: type[msgspec.Struct]) -> list[str]:
 
 
 def _all_fields() -> list[str]:
-    kinds = (Intent, Workload, Operations, LatencyTarget)
+    kinds = (Intent, Workload, Operations, LatencyTarget, Deploy)
     return [name for kind in kinds for name in _fields(kind)]
 
 
@@ -349,6 +355,7 @@ def _contradictions(intent: Intent, given: dict[str, Any], place: _Place) -> Non
     for index, service in enumerate(intent.services):
         path, raw = f"services[{index}]", given["services"][index]
         _check_work(f"{path}.workload", service.workload, raw.get("workload", {}), service.model, place)
+        _check_ttl(f"{path}.ttl", service.ttl, place)
         _check_reference(f"{path}.pool", service.pool, [pool.name for pool in intent.pools], place)
         for at, tenant in enumerate(service.tenants):
             _check_reference(f"{path}.tenants[{at}]", tenant, [tenant.name for tenant in intent.tenants], place)
@@ -366,6 +373,16 @@ def _check_work(path: str, work: Workload, raw: dict[str, Any], model: object, p
         raise place.complaint(f"{path}.shared_prefix_tokens", what)
     if isinstance(model, dict) and "task" in raw and model.get("task") not in (None, work.task):
         raise place.complaint(f"{path}.task", f"is {work.task}, and the model's own task is {model['task']}")
+
+
+def _check_ttl(path: str, ttl: str | float | None, place: _Place) -> None:
+    if isinstance(ttl, str):
+        try:
+            found = parsed_seconds(ttl)
+        except BadQuestion as error:
+            raise place.complaint(path, f"{ttl!r} is no length of time", hint=error.hint) from error
+        if found <= 0:
+            raise place.complaint(path, "must be more than 0", hint="leave it out to keep the model loaded")
 
 
 def _check_pool(path: str, pool: Pool, place: _Place) -> None:
@@ -408,6 +425,17 @@ def _named(operations: Operations, path: str, place: _Place) -> Operations:
         hint = f"did you mean {_or(near)}?" if near else f"known: {', '.join((*ENGINE_IDS, *ORCHESTRATOR_IDS))}"
         raise place.complaint(f"{path}.incumbent", f"no engine is known as {said!r}", hint=hint)
     return msgspec.structs.replace(operations, incumbent=found)
+
+
+def _engine(said: str, path: str, place: _Place) -> str:
+    """Its id, instead of whatever people call it."""
+    found = engine_id(said) or _third_party(said)
+    if found is None:
+        near = nearest_names(said)
+        raise place.complaint(
+            path, f"no engine is known as {said!r}", hint=f"did you mean {_or(near)}?" if near else None
+        )
+    return found
 
 
 def _third_party(name: str) -> str | None:

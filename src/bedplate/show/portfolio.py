@@ -36,6 +36,7 @@ def render_portfolio(found: Portfolio) -> RenderableType:
             lines.append(Text(f" {placement.service} is not placed: {hints}", style="red"))
         elif placement.exception is not None:
             lines.append(Text(f" exception  {placement.service}: {placement.exception}"))
-    lines.append(Text(" left  " + ", ".join(f"{name}: {count}" for name, count in found.free.items()), style="dim"))
+    if found.free:
+        lines.append(Text(" left  " + ", ".join(f"{name}: {count}" for name, count in found.free.items()), style="dim"))
     lines += [Text(f" note  {note}", style="dim") for note in found.notes]
     return Group(*lines)

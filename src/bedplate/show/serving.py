@@ -12,14 +12,18 @@ from bedplate.values.agreement import Agreement
 SHOWN_DISAGREEMENTS = 3
 
 
-def render_ready(endpoint: Endpoint) -> RenderableType:
+def render_ready(endpoint: Endpoint, then: str = "Ctrl-C stops everything") -> RenderableType:
+    several = len(endpoint.models) > 1
     command = curl(endpoint.url.removesuffix("/v1"), endpoint.needs_key).replace("\n", "\n        ")
+    if several:
+        command = command.replace("-d '{", f'-d \'{{"model":"{endpoint.model}",')
+    models = f"models {', '.join(endpoint.models)}" if several else f"model {endpoint.model}"
     return Text.assemble(
         ("\n Ready  ", "bold green"),
         (endpoint.url, "bold"),
-        f"       model {endpoint.model}\n",
+        f"       {models}\n",
         f"        {command}\n",
-        ("        Ctrl-C stops everything\n", "dim"),
+        (f"        {then}\n", "dim"),
     )
 
 

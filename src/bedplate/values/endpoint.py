@@ -17,3 +17,7 @@ class Endpoint(Record, frozen=True, kw_only=True):
     needs_key: bool = False
     pid: int
     log: str
+    name: str | None = None
+    """Of the service, as `ps`, `status`, `logs` and `stop` know it."""
+    models: tuple[str, ...] = ()
+    """All that are served there, the first one included."""

@@ -68,12 +68,38 @@ class Service(Record, frozen=True, kw_only=True):
     """The only pool that it may use; when absent, any."""
     tenants: tuple[Name, ...] = ()
     """Who may call it; when absent, everyone."""
+    engine: Name | None = None
+    """The engine that is asked for; when absent, the one that is decided on."""
+    replicas: Count = 1
+    """Of that engine, each with its part of the machine."""
+    ttl: Name | Positive | None = None
+    """Loaded when its first request comes, unloaded after this long without one: 10m, or seconds. Absent: it stays."""
+    preload: bool = False
+    """Loaded at the start all the same."""
 
 
 class Tenant(Record, frozen=True, kw_only=True):
     name: Name
     share: Fraction | None = None
     """The part of the platform that is theirs when all are busy."""
+
+
+class Deploy(Record, frozen=True, kw_only=True):
+    """What a platform is like that files are written for; only `plan --emit` asks."""
+
+    namespace: Name | None = None
+    gateway: Name | None = None
+    """A Gateway with the inference extension, as [namespace/]name: then its InferencePool is written too."""
+    layout: Literal["aggregated", "disaggregated"] | None = None
+    """Whether prompts are computed by workers of their own; when absent, by the estimate."""
+    storage_class: Name | None = None
+    """Of the volume with the models; when absent, the cluster's default."""
+    prometheus: Name | None = None
+    """Where autoscaling reads its metrics."""
+    registry: Name | None = None
+    """Where images are pushed that are built from the files."""
+    rdma: Name | None = None
+    """What the network adapters are called as a resource of a node: rdma/ib."""
 
 
 class Intent(Record, frozen=True, kw_only=True):
@@ -83,6 +109,7 @@ class Intent(Record, frozen=True, kw_only=True):
     model: ModelNamed | None = None
     workload: Workload = Workload(origin="default")
     operations: Operations = Operations()
+    deploy: Deploy = Deploy()
     pools: tuple[Pool, ...] = ()
     services: tuple[Service, ...] = ()
     tenants: tuple[Tenant, ...] = ()

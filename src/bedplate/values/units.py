@@ -1,6 +1,13 @@
-"""Figures as people read them."""
+"""Figures as people read and write them."""
 
 from __future__ import annotations
+
+import re
+
+from bedplate.errors import BadQuestion
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def size(num_bytes: float) -> str:
@@ -29,3 +36,22 @@ def _scaled(value: float, step: float, units: tuple[str, ...]) -> str:
         power += 1
     digits = f"{value:.0f}" if power == 0 or abs(value) >= 99.5 else f"{value:.3g}"
     return f"{digits} {units[power]}"
+
+
+def parsed_seconds(text: str, field: str = "a time") -> float:
+    """`90`, `10m`, `1h30m`, `1.5 h` as seconds."""
+    given = text.strip().lower()
+    if re.fullmatch(r"\d+(\.\d+)?", given):
+        return float(given)
+    if not re.fullmatch(r"(\d+(\.\d+)?\s*(ms|s|min|m|h|d)\s*)+", given):
+        raise BadQuestion(f"{field}: {text!r} is no length of time", hint="for example 90s, 10m or 1h30m")
+    return sum(float(n) * _SECONDS[unit] for n, _, unit in re.findall(r"(\d+(\.\d+)?)\s*(ms|s|min|m|h|d)", given))
+
+
+def parsed_bytes(text: str, field: str = "a size") -> int:
+    """`8GiB`, `8G` and `8 GB` as bytes; only with the B and no i is it decimal."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
+    if found is None:
+        raise BadQuestion(f"{field}: {text!r} is no amount of memory", hint="for example 8GiB or 900MB")
+    step: float = 1000 if found[3] == "b" else 1024
+    return round(float(found[1]) * float(step ** _STEPS[found[2]]))

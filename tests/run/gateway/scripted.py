@@ -336,19 +336,22 @@ class House:
     def active(self) -> int:
         return sum(self.gateway.way_to(backend)[0].active for backend in self.gateway.backends)
 
+    def waiting(self) -> int:
+        return sum(self.gateway.waiting(model) for model in self.gateway.models)
+
     def metric(self, name: str, **labels: str) -> float | None:
         labels = {"model": self.backend.model, "engine": self.backend.engine, **labels}
         return self.gateway.meters.registry.get_sample_value(f"bedplate_{name}", labels)
 
-    def outcome(self, outcome: str, api: str = "chat") -> float:
-        return self.metric("requests_total", api=api, outcome=outcome) or 0.0
+    def outcome(self, outcome: str, api: str = "chat", **labels: str) -> float:
+        return self.metric("requests_total", api=api, outcome=outcome, **labels) or 0.0
 
     def is_at_rest(self) -> bool:
         return self.active() == 0 and self.metric("requests_in_flight") == 0
 
 
-def backend_at(port: int, model: str = "small", **more: Any) -> Backend:
-    backend = Backend(model, "llama.cpp", "b1", aliases=("Small Model", "small.gguf"))
+def backend_at(port: int, model: str = "small", engine: str = "llama.cpp", **more: Any) -> Backend:
+    backend = Backend(model, engine, "b1", aliases=("Small Model", "small.gguf"))
     backend.address = ("127.0.0.1", port)
     backend.state = "ready"
     for name, value in more.items():
@@ -358,11 +361,11 @@ def backend_at(port: int, model: str = "small", **more: Any) -> Backend:
 
 @contextlib.asynccontextmanager
 async def serving(*others: Backend, api_key: str | None = None, **options: Any) -> AsyncIterator[House]:
-    """A gateway before a scripted engine. `max_body_bytes` is the gateway's; all else is set on the backend.
+    """A gateway before a scripted engine. `max_body_bytes` and `keeper` are its own; all else is set on the backend.
 
     Whatever a test does, at its end nothing may be in flight, and no connection may be left.
     """
-    limit = {"max_body_bytes": options.pop("max_body_bytes")} if "max_body_bytes" in options else {}
+    limit = {name: options.pop(name) for name in ("max_body_bytes", "keeper") if name in options}
     engine = Engine()
     await engine.start()
     backend = backend_at(engine.port, **options)
@@ -380,6 +383,7 @@ async def serving(*others: Backend, api_key: str | None = None, **options: Any) 
         for client in house.clients:
             await client.close()
     assert house.active() == 0
+    assert gateway.arriving_bytes == 0
 
 
 # the same without sockets, for what must be seen write by write

@@ -88,19 +88,18 @@ async def test_a_second_attempt_with_no_connection_to_spare_goes_before_those_th
         await ask(house)
         fail, go_on = asyncio.Event(), asyncio.Event()
         house.engine.answer(fail, End.CLOSE)
-        house.engine.answer(go_on, plain({"waiting": 1}))
         house.engine.answer(plain({"again": 1}))
+        house.engine.answer(go_on, plain({"waiting": 1}))
         again = asyncio.ensure_future(ask(house, chat(user="again")))
         await house.engine.request(1)
         waiting = asyncio.ensure_future(ask(house, chat(user="waiting")))
         later = asyncio.ensure_future(ask(house, chat(user="later")))
-        pool, _ = house.gateway.way_to(house.backend)
-        await until(lambda: len(pool._waiting) == 2, "two requests to wait")
+        await until(lambda: house.waiting() == 2, "two requests to wait")
         fail.set()
         go_on.set()
         await within(asyncio.gather(again, waiting, later))
-        assert [seen.json.get("user") for seen in house.engine.seen[1:]] == ["again", "waiting", "again", "later"]
-        assert house.engine.seen[3].line != house.engine.seen[2].line
+        assert [seen.json.get("user") for seen in house.engine.seen[1:]] == ["again", "again", "waiting", "later"]
+        assert house.engine.seen[2].line != house.engine.seen[1].line
 
 
 @pytest.mark.parametrize("how", list(End))
@@ -379,8 +378,7 @@ async def test_junk_after_an_answer_does_not_reach_the_next_request_in_line() ->
         first = asyncio.ensure_future(ask(house))
         await house.engine.request()
         second = asyncio.ensure_future(ask(house))
-        pool, _ = house.gateway.way_to(house.backend)
-        await until(lambda: pool._waiting, "a request to wait")
+        await until(house.waiting, "a request to wait")
         go_on.set()
         assert (await within(first)).json == {"n": 1}
         assert (await within(second)).json == {"n": 2}
@@ -412,7 +410,7 @@ async def test_a_mistake_of_our_own_is_answered_and_reported(monkeypatch: pytest
             assert PROBLEMS == ["an answer could not be passed on: KeyError('a mistake')"]
         assert (await client.post(CHAT, chat())).status == 200
         with monkeypatch.context() as patch:
-            patch.setattr(house.gateway, "backend_for", fail)
+            patch.setattr(house.gateway, "route_for", fail)
             answer = await client.post(CHAT, chat())
             assert (answer.status, answer.error["code"]) == (500, "internal_error")
             assert PROBLEMS[1:] == ["a request could not be taken: KeyError('a mistake')"]
@@ -499,14 +497,13 @@ async def test_a_client_that_leaves_while_it_waits_for_a_connection_is_forgotten
         house.engine.answer(go_on, plain({"n": 1}))
         first = asyncio.ensure_future(ask(house))
         await house.engine.request()
-        pool, _ = house.gateway.way_to(house.backend)
         leaving = await house.client()
         await leaving.send(request(CHAT, chat(user="leaving")))
-        await until(lambda: len(pool._waiting) == 1, "a request to wait")
+        await until(lambda: house.waiting() == 1, "a request to wait")
         last = asyncio.ensure_future(ask(house, chat(user="last")))
-        await until(lambda: len(pool._waiting) == 2, "another to wait")
+        await until(lambda: house.waiting() == 2, "another to wait")
         await leaving.close()
-        await until(lambda: len(pool._waiting) == 1, "the first to be forgotten")
+        await until(lambda: house.waiting() == 1, "the first to be forgotten")
         assert house.metric("requests_in_flight") == 2
         go_on.set()
         assert (await within(first)).json == {"n": 1}
@@ -535,7 +532,7 @@ async def test_requests_beyond_the_engines_connections_wait_in_order() -> None:
         for number in range(6):
             client = await house.client()
             asking.append(asyncio.ensure_future(client.post(CHAT, chat(user=str(number)))))
-            await until(lambda n=number: len(house.engine.seen) + len(pool._waiting) == n + 1, "it to be taken")  # type: ignore[misc]
+            await until(lambda n=number: len(house.engine.seen) + house.waiting() == n + 1, "it to be taken")  # type: ignore[misc]
         assert len(house.engine.seen) == 2 and pool.active == 2
         for number, gate in enumerate(gates):
             gate.set()
@@ -550,8 +547,8 @@ async def test_requests_that_wait_when_the_engine_dies_are_all_answered(address_
     async with serving(max_connections=1) as house:
         house.engine.answer(asyncio.Event())
         asking = [asyncio.ensure_future(ask(house)) for _ in range(5)]
-        pool, _ = house.gateway.way_to(house.backend)
-        await until(lambda: len(pool._waiting) == 4, "requests to wait")
+        await until(lambda: house.waiting() == 4, "requests to wait")
+        await house.engine.request()
         if not address_known:
             house.backend.address = None
             house.backend.state = "restarting"

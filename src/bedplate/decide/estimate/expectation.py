@@ -83,8 +83,8 @@ def expectation_for(
             factor=factor,
         )  # fmt: skip
     question = local.ask(
-        engine, _backend(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline,
-        host=_host(hardware, shape, offload) if offload is not None and offload.host_bytes else None,
+        engine, backend_of(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline,
+        host=host_of(hardware, shape, offload) if offload is not None and offload.host_bytes else None,
     )  # fmt: skip
     return _locally(question, workload, in_flight, max(1, slots), replicas, factor)
 
@@ -124,7 +124,7 @@ def _source(key: str, factor: float) -> str:
     return fitted if factor == 1.0 else f"{fitted}, times {factor:.2f} as measured on this machine"
 
 
-def _backend(engine: str, machine: Machine) -> str:
+def backend_of(engine: str, machine: Machine) -> str:
     if machine.kind == "cpu":
         return "cpu"
     if engine == "llama.cpp" and machine.family.startswith("rdna"):
@@ -132,7 +132,7 @@ def _backend(engine: str, machine: Machine) -> str:
     return BACKENDS.get(machine.vendor, "other")
 
 
-def _host(hardware: Hardware, shape: Shape, offload: Offload) -> Host | None:
+def host_of(hardware: Hardware, shape: Shape, offload: Offload) -> Host | None:
     cpu = host_machine(hardware)
     bandwidth = cpu.bandwidth_bytes_s or 0.0
     if bandwidth <= 0:

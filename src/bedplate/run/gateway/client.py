@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections import deque
 from http import HTTPStatus
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 import httptools
@@ -15,7 +15,10 @@ from bedplate.run.gateway.exchange import Exchange
 from bedplate.run.gateway.inner import InnerConnection
 
 if TYPE_CHECKING:
+    from bedplate.run.gateway.backend import Backend
+    from bedplate.run.gateway.routes import Route
     from bedplate.run.gateway.server import Gateway
+    from bedplate.run.gateway.tenants import Member
 
 MAX_HEAD_BYTES = 64 * 1024
 REQUEST_TIMEOUT_S = 30.0
@@ -27,6 +30,8 @@ LINGER_S = 5.0
 """How long a client whose request was turned away may pause in sending the rest of it."""
 MAX_LINGER_S = 60.0
 MAX_PIPELINED = 16
+MAX_ARRIVING_BYTES = 1_000_000_000
+"""Bodies that are being sent, by all clients together."""
 OPEN_PATHS = frozenset([b"/", b"/health", b"/favicon.ico"])
 """What can be seen without a key: that something runs here and how to call it, never an answer of the model."""
 
@@ -44,6 +49,8 @@ class Request(NamedTuple):
     headers: list[tuple[bytes, bytes]]
     body: bytes
     keep_alive: bool
+    member: Member | None
+    """Whose key came with it."""
     chunked: bool
     """Whether the client understands chunked answers (HTTP/1.1)."""
 
@@ -52,9 +59,9 @@ class ClientConnection(asyncio.Protocol):
     """One client's connection. Requests that arrive while one is being answered wait for their turn."""
 
     __slots__ = (
-        "_body", "_body_bytes", "_chunked", "_closing", "_current", "_discarding", "_gateway", "_head_bytes",
-        "_head_pieces_bytes", "_headers", "_inner", "_keep_alive", "_linger_until", "_owes_continue", "_parser",
-        "_paused", "_rejection", "_stage", "_target", "_transport", "_waiting", "deadline",
+        "_arrived_bytes", "_body", "_body_bytes", "_chunked", "_closing", "_current", "_discarding", "_gateway",
+        "_head_bytes", "_head_pieces_bytes", "_headers", "_inner", "_keep_alive", "_linger_until", "_member",
+        "_owes_continue", "_parser", "_paused", "_rejection", "_stage", "_target", "_transport", "_waiting", "deadline",
     )  # fmt: skip
 
     def __init__(self, gateway: Gateway) -> None:
@@ -62,6 +69,7 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._current: Exchange | InnerConnection | None = None
+        self._member: Member | None = None
         self._keep_alive = False
         self._chunked = True
         self._inner: InnerConnection | None = None
@@ -70,6 +78,7 @@ class ClientConnection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._arrived_bytes = 0
         self._head_bytes = 0
         self._head_pieces_bytes = 0
         self._stage = _IDLE
@@ -91,7 +100,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._gateway.left(self)
         self._transport = None
-        self._waiting.clear()
+        self._forget_waiting()
         current, self._current = self._current, None
         if current is not None:
             current.client_gone()
@@ -198,8 +207,17 @@ class ClientConnection(asyncio.Protocol):
         if self._discarding:
             return
         self._body_bytes += len(body)
+        self._take_up(len(body))
         if self._body_bytes > self._gateway.max_body_bytes:
             self._reject_body()
+        elif self._gateway.arriving_bytes > MAX_ARRIVING_BYTES:
+            self._reject(
+                503,
+                "too much is being sent here at this moment",
+                "overloaded",
+                kind="server_error",
+                extra=b"retry-after: 5\r\n",
+            )
         else:
             self._body.append(body)
 
@@ -216,6 +234,7 @@ class ClientConnection(asyncio.Protocol):
             headers=self._headers,
             body=b"".join(self._body),
             keep_alive=modern and self._parser.should_keep_alive(),
+            member=self._member,
             chunked=modern,
         )
         self._body = []
@@ -292,6 +311,11 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._close()
 
+    def stop_at(self, backend: Backend, message: str) -> None:
+        """Ends what this backend is still answering."""
+        if isinstance(self._current, Exchange) and self._current.is_at(backend):
+            self._current.stop(message)
+
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
@@ -311,6 +335,7 @@ class ClientConnection(asyncio.Protocol):
     # inside
 
     def _answer(self, request: Request) -> None:
+        self._take_up(-len(request.body))
         self.deadline = None
         self._keep_alive = request.keep_alive
         self._chunked = request.chunked
@@ -326,29 +351,38 @@ class ClientConnection(asyncio.Protocol):
         except sse.UNREADABLE as error:
             self.respond(400, sse.error_body(f"the body cannot be used: {error}", "invalid_request_error", "bad_body"))
             return
-        backend = self._gateway.backend_for(asked.model)
-        if backend is None:
-            served = ", ".join(b.model for b in self._gateway.backends)
-            self.respond(
-                404,
-                sse.error_body(
-                    f"the model {asked.model!r} is not served here; served: {served}",
-                    "invalid_request_error",
-                    "model_not_found",
-                    "model",
-                ),
-            )
+        route = self._gateway.route_for(asked.model)
+        if route is None:
+            served = ", ".join(self._gateway.models)
+            message = f"the model {asked.model!r} is not served here; served: {served}"
+            self.respond(404, sse.error_body(message, "invalid_request_error", "model_not_found", "model"))
             return
-        if backend.state != "ready":
-            self.respond(
-                503,
-                sse.error_body(backend.unavailable(), "server_error", f"engine_{backend.state}"),
-                extra=b"retry-after: %d\r\n" % backend.retry_after_s,
-            )
+        member = request.member or self._gateway.tenants.default
+        cost_tokens = member.cost_tokens(len(request.body), asked.most_tokens)
+        if not self._is_admitted(route, member, cost_tokens, api, asked, request):
             return
-        exchange = Exchange(self, request, api, asked, *self._gateway.way_to(backend))
+        exchange = Exchange(self, request, api, asked, self._gateway, route, member, cost_tokens)
         self._current = exchange
         exchange.start()
+
+    def _is_admitted(
+        self, route: Route, member: Member, cost_tokens: float, api: sse.Api, asked: sse.Asked, request: Request
+    ) -> bool:
+        """Whether there is a place for the request; one that is turned away is told when to come again."""
+        now = monotonic()
+        kind = "rate_limit_error"
+        status = 429
+        if limited := member.limited(cost_tokens, now):
+            message, code, retry_after_s = limited
+        elif unaccepted := self._gateway.unaccepted(route, member, len(request.body)):
+            status, message, code, retry_after_s = unaccepted
+            kind = kind if status == 429 else "server_error"
+        else:
+            return True
+        self._gateway.turned_away(route, member, api, asked, len(request.body), status)
+        extra = b"retry-after: %d\r\n%b" % (retry_after_s, member.headers(now))
+        self.respond(status, sse.error_body(message, kind, code), extra=extra)
+        return False
 
     def _answered(self) -> None:
         self._current = None
@@ -383,14 +417,15 @@ class ClientConnection(asyncio.Protocol):
     def _close(self) -> None:
         """Closes when everything is written, or when the client has not read it for too long."""
         self._discarding = True
-        self._waiting.clear()
+        self._forget_waiting()
         if self._transport is not None:
             self._transport.close()
             self._expect_within(STALLED_READER_S)
 
     def _may_pass(self) -> bool:
-        key = self._gateway.api_key
-        if key is None or self._target.partition(b"?")[0] in OPEN_PATHS:
+        tenants = self._gateway.tenants
+        if tenants.is_open:
+            self._member = None
             return True
         given = b""
         for name, value in self._headers:
@@ -398,7 +433,18 @@ class ClientConnection(asyncio.Protocol):
                 given = value[7:].strip()
             elif name == b"x-api-key" and not given:
                 given = value.strip()
-        return hmac.compare_digest(given, key)
+        self._member = tenants.find(given)
+        return self._member is not None or self._target.partition(b"?")[0] in OPEN_PATHS
+
+    def _take_up(self, num_bytes: int) -> None:
+        """Counts bodies that are here and not yet on their way."""
+        self._arrived_bytes += num_bytes
+        self._gateway.arriving_bytes += num_bytes
+
+    def _forget_waiting(self) -> None:
+        self._waiting.clear()
+        self._body = []
+        self._take_up(-self._arrived_bytes)
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
@@ -438,7 +484,7 @@ class ClientConnection(asyncio.Protocol):
         current, self._current = self._current, None
         if current is not None:
             current.client_gone()
-        self._waiting.clear()
+        self._forget_waiting()
         self._discarding = False
         self._reject(500, "bedplate itself failed on this request", "internal_error", kind="server_error")
 
@@ -450,6 +496,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._discarding = True
         self._body = []
+        self._take_up(sum(len(request.body) for request in self._waiting) - self._arrived_bytes)
         body = sse.error_body(message, kind, code)
         self._rejection = b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b" % (
             _status_line(status),

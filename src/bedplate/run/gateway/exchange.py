@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from time import monotonic
-from typing import TYPE_CHECKING
+import asyncio
+from time import monotonic, time
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bedplate.run.gateway import sse
+from bedplate.run.gateway.backend import Ended
+from bedplate.run.gateway.keeper import Words
+from bedplate.run.gateway.shapes import conversation_of, prefix_hashes
+from bedplate.values.traffic import ServedRequest
 
 if TYPE_CHECKING:
+    from bedplate.run.gateway.backend import Backend
     from bedplate.run.gateway.client import ClientConnection, Request
-    from bedplate.run.gateway.upstream import EngineConnection, EnginePool
-    from bedplate.run.gateway.watch import Meter
+    from bedplate.run.gateway.routes import Route, Way
+    from bedplate.run.gateway.server import Gateway
+    from bedplate.run.gateway.tenants import Member
+    from bedplate.run.gateway.upstream import EngineConnection
 
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nserver: bedplate\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
@@ -24,6 +32,16 @@ _NOT_FORWARDED = frozenset(
 )
 _SENT_HEAD = b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
 """The body was read as JSON; some engines refuse it under another name, as curl gives it one by itself."""
+MAX_EVENT_BYTES = 16_000_000
+MAX_ANSWER_BYTES = 256_000_000
+"""What is held of an answer that comes in one piece."""
+Outcome = Literal["ok", "refused", "failed", "cancelled"]
+
+
+class _Ended(NamedTuple):
+    outcome: Outcome
+    engine: str | None
+    at: float
 
 
 class Exchange:
@@ -31,49 +49,105 @@ class Exchange:
     has not arrived whole."""
 
     __slots__ = (
-        "_answer", "_api", "_asked_usage", "_body", "_client", "_connection", "_first", "_held", "_last_events",
-        "_meter", "_pool", "_request", "_started", "_status", "_streaming", "_type", "_usage", "over", "tried_again",
+        "_affinity", "_answer", "_answer_bytes", "_api", "_asked", "_asked_usage", "_before_last", "_body", "_client",
+        "_connection", "_first", "_gateway", "_held", "_last_events", "_limits", "_meter", "_request", "_route",
+        "_sent_on", "_started", "_status", "_streaming", "_type", "_usage", "_way", "cost_tokens", "joined_at", "line",
+        "member", "num_bytes", "over", "sent_at", "tried", "tried_again",
     )  # fmt: skip
 
     def __init__(
-        self, client: ClientConnection, request: Request, api: sse.Api, asked: sse.Asked, pool: EnginePool, meter: Meter
+        self,
+        client: ClientConnection,
+        request: Request,
+        api: sse.Api,
+        asked: sse.Asked,
+        gateway: Gateway,
+        route: Route,
+        member: Member,
+        cost_tokens: float,
     ) -> None:
         self._client = client
         self._request = request
         self._api = api
-        self._pool = pool
-        self._meter = meter
+        self._asked = asked
+        self._gateway = gateway
+        self._route = route
+        self.member = member
+        self.line = route.waiting.line(member.name, member.weight)
+        self.cost_tokens = cost_tokens
+        """What it was charged with on its way in."""
+        self.num_bytes = len(request.body)
+        self.joined_at = self.sent_at = self._started = monotonic()
+        self._limits = b""
+        self._meter = route.ways[0].meter if route.ways else route.meter_of_none()
+        self._way: Way | None = None
+        self._affinity: int | None = None
         self._connection: EngineConnection | None = None
-        self._started = monotonic()
         self._first: float | None = None
-        self._status = 0
-        self._type = b""
-        self._streaming = False
-        self._answer: list[bytes] = []
-        self._held = b""
-        self._last_events = b""
-        self._usage = sse.Usage()
         self.tried_again = False
         """Whether this is the second attempt, which does not trust to a connection that has been idle."""
+        self.tried: list[Backend] = []
+        """Backends that could not answer it."""
         self.over = False
+        keeper = gateway.keeper
+        has_readers = gateway.seen is not None or (keeper is not None and keeper.content is not None)
+        self._sent_on: list[bytes] | None = [] if has_readers else None
         self._asked_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
         self._body = request.body
         if asked.stream and api in ("chat", "completions") and not self._asked_usage:
             self._body = sse.with_usage_asked(request.body, asked)
+        self._forget_answer()
+
+    def _forget_answer(self) -> None:
+        self._status = 0
+        self._type = b""
+        self._streaming = False
+        self._answer: list[bytes] = []
+        self._answer_bytes = 0
+        self._held = b""
+        self._before_last = (b"", b"")
+        self._last_events = b""
+        self._usage = sse.Usage()
 
     def start(self) -> None:
-        self._meter.in_flight.inc()
-        self._pool.take(self)
+        self._meter.in_flight += 1
+        self.member.admit(self.cost_tokens, self._started)
+        if self.member.has_limits:
+            self._limits = self.member.headers(self._started)
+        self._route.take(self)
+
+    # from its route
+
+    @property
+    def affinity(self) -> int | None:
+        """What requests of one conversation have in common: the key that the client gives, or how it begins."""
+        if self._affinity is None:
+            self._affinity = conversation_of(self._asked, self._gateway.tenants.salt)
+        return self._affinity
+
+    def sent_to(self, way: Way, now: float) -> None:
+        self._way = way
+        self.sent_at = now
+        if way.meter is not self._meter:
+            self._meter.in_flight -= 1
+            self._meter = way.meter
+            self._meter.in_flight += 1
+
+    def is_at(self, backend: Backend) -> bool:
+        return self._way is not None and self._way.backend is backend
+
+    def not_served(self, message: str, code: str, retry_after_s: int) -> None:
+        """There is no engine for it, and there will be none soon enough."""
+        if not self.over:
+            self._fail(message, code, status=503, retry_after_s=retry_after_s)
 
     # from the client's connection
 
     def client_gone(self) -> None:
         if not self.over:
-            self._finish("cancelled")
-            if self._connection is not None:
-                self._pool.abandon(self._connection)
-            else:
-                self._pool.forget(self)
+            record = self._finish("cancelled")
+            self._let_go()
+            self._keep_record(record)
 
     def pause(self) -> None:
         """The client reads more slowly than the engine writes."""
@@ -87,10 +161,7 @@ class Exchange:
     def stop(self, message: str) -> None:
         """Ends the exchange because the endpoint itself goes away."""
         if not self.over:
-            if self._connection is not None:
-                self._pool.abandon(self._connection)
-            else:
-                self._pool.forget(self)
+            self._let_go()
             self._fail(message, "shutting_down", status=503)
 
     # from the engine's connection
@@ -99,7 +170,7 @@ class Exchange:
         self._connection = connection
         request = self._request
         head = [b"POST ", request.target, _SENT_HEAD % len(self._body)]
-        if key := self._pool.backend.engine_key:
+        if key := connection.pool.backend.engine_key:
             head += (b"authorization: Bearer ", key.encode(), b"\r\n")
         not_forwarded = _NOT_FORWARDED
         for name, value in request.headers:
@@ -123,6 +194,9 @@ class Exchange:
     def engine_body(self, data: bytes) -> None:
         if not self._streaming:
             self._answer.append(data)
+            self._answer_bytes += len(data)
+            if self._answer_bytes > MAX_ANSWER_BYTES:
+                self._too_much(f"answered with more than {MAX_ANSWER_BYTES:,} bytes")
             return
         if self._held:
             data = self._held + data
@@ -131,17 +205,23 @@ class Exchange:
         if whole < len(data):
             self._held = data[whole:]
             data = data[:whole]
+            if len(self._held) > MAX_EVENT_BYTES:
+                self._too_much(f"sent an event of more than {MAX_EVENT_BYTES:,} bytes")
+                return
         if not data:
             return
+        self._before_last = (self._before_last[1], self._last_events)
         self._last_events = data
         if sse.may_have_usage(data):
             data = sse.read_usage(data, self._usage, drop=not self._asked_usage)
             if not data:
                 return
+        if self._sent_on is not None:
+            self._keep(data)
         if self._first is None:
             self._first = monotonic()
-            self._pool.backend.worked = True
-            self._client.begin_stream(_STREAM_HEAD, data)
+            self._backend.worked = True
+            self._client.begin_stream(_STREAM_HEAD + self._limits, data)
         else:
             self._client.write_stream(data)
 
@@ -154,55 +234,201 @@ class Exchange:
             # An event without its blank line is still an event for readers that are at the end of the stream.
             held, self._held = self._held, b""
             self.engine_body(held + b"\n\n")
+        backend = self._backend
         if sse.is_whole(self._api, self._last_events) and self._first is not None:
-            self._finish("ok")
+            backend.health.succeeded()
+            record = self._finish("ok")
             self._client.end_stream()
+            self._keep_record(record)
         else:
-            self._fail(f"{self._pool.backend.engine} ended the stream before the answer was complete", "engine_stopped")
+            self._failed_at(backend, f"{backend.engine} ended the stream before the answer was complete")
 
     def engine_lost(self, how: str, reused: bool) -> None:
         self._connection = None
         if self.over:
             return
+        backend = self._backend
         if reused and not self.tried_again and self._status == 0:
             # An idle connection can be closed by the engine in the very moment we write to it. Nothing of the answer
             # has been seen, so the same request goes out once more on a connection of its own.
             self.tried_again = True
-            self._pool.take(self)
+            self._leave()
+            self._route.again(self)
             return
-        backend = self._pool.backend
-        self._fail(f"{backend.engine} stopped before the answer was complete: {how}", "engine_stopped")
+        self._failed_at(backend, f"{backend.engine} stopped before the answer was complete: {how}")
 
     def engine_away(self) -> None:
         """There is nothing to connect to: the engine went away after the request was taken."""
-        backend = self._pool.backend
-        if not self.over:
+        backend = self._backend
+        if not self.over and not self._tried_elsewhere(backend):
             self._fail(backend.unavailable(), f"engine_{backend.state}", status=503)
+
+    def _too_much(self, what: str) -> None:
+        """An engine that never comes to an end must not fill our memory."""
+        backend = self._backend
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.pool.abandon(connection)
+        self._answer, self._held = [], b""
+        self._failed_at(backend, f"{backend.engine} {what}")
+
+    def _failed_at(self, backend: Backend, message: str) -> None:
+        backend.health.failed(monotonic())
+        if not self._tried_elsewhere(backend):
+            self._fail(message, "engine_stopped")
+
+    def _tried_elsewhere(self, backend: Backend) -> bool:
+        """Gives the request to another backend, as long as the client has seen nothing of an answer."""
+        self.tried.append(backend)
+        if self._first is not None or not self._route.another_than(self.tried):
+            return False
+        if backend.on_end is not None:
+            backend.on_end(self._ended("failed"))
+        self._leave()
+        self._forget_answer()
+        self.tried_again = False
+        self._route.again(self)
+        return True
+
+    @property
+    def _backend(self) -> Backend:
+        if self._way is None:
+            raise RuntimeError("the request has not been given to an engine")
+        return self._way.backend
+
+    def _let_go(self) -> None:
+        """The answer is not wanted any more."""
+        if self._connection is not None:
+            self._connection.pool.abandon(self._connection)
+        else:
+            self._route.forget(self)
+
+    def _leave(self) -> None:
+        """The engine is done with it; another will get it."""
+        way, self._way = self._way, None
+        if way is not None:
+            self._route.left(self, way)
+
+    def _ended(self, outcome: Outcome) -> Ended:
+        usage, first = self._usage, self._first
+        return Ended(
+            outcome="failed" if outcome == "refused" and self._status >= 500 else outcome,
+            begun=first is not None,
+            ttft_s=first - self.sent_at if first is not None else None,
+            duration_s=monotonic() - self.sent_at,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            target=self._request.target,
+            body=self._request.body,
+        )
+
+    def _keep(self, data: bytes) -> None:
+        """For an operator who asked for contents."""
+        if self._sent_on is not None:
+            self._sent_on.append(data)
 
     # the end, one way or the other
 
     def _answer_whole(self) -> None:
-        self._pool.backend.worked = True
+        backend = self._backend
+        backend.worked = True
+        if self._status >= 500:
+            backend.health.failed(monotonic())
+            if self._tried_elsewhere(backend):
+                return
+        else:
+            backend.health.succeeded()
         body = b"".join(self._answer)
         if self._status >= 400:
             body = sse.as_openai_error(self._status, body)
             self._type = b"application/json"
         else:
             sse.read_body_usage(body, self._usage)
-        self._finish("ok" if self._status < 400 else "refused")
-        self._client.respond(self._status, body, content_type=self._type or b"application/json")
+            self._last_events = body
+        self._keep(body)
+        record = self._finish("ok" if self._status < 400 else "refused")
+        self._client.respond(self._status, body, content_type=self._type or b"application/json", extra=self._limits)
+        self._keep_record(record)
 
-    def _fail(self, message: str, code: str, status: int = 502) -> None:
+    def _fail(self, message: str, code: str, status: int = 502, retry_after_s: int | None = None) -> None:
         self._status = status
-        self._finish("failed")
+        if retry_after_s is None:
+            retry_after_s = self._way.backend.retry_after_s if self._way is not None else 1
+        record = self._finish("failed")
         if self._first is None:
-            retry = b"retry-after: %d\r\n" % self._pool.backend.retry_after_s
+            retry = b"retry-after: %d\r\n" % retry_after_s
             self._client.respond(status, sse.error_body(message, "server_error", code), extra=retry)
         else:
             self._client.write_stream(sse.error_event(self._api, message, "server_error", code, self._last_events))
             self._client.end_stream()
+        self._keep_record(record)
 
-    def _finish(self, outcome: str) -> None:
+    def _finish(self, outcome: Outcome) -> _Ended:
+        """Frees its place before the client can ask for more. What is kept of it is written down after the answer."""
         self.over = True
-        self._meter.in_flight.dec()
-        self._meter.record(self._api, outcome, self._started, self._first, monotonic(), self._usage)
+        ended = monotonic()
+        usage = self._usage
+        used = None
+        if usage.prompt_tokens is not None or usage.completion_tokens is not None:
+            used = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
+        elif self._way is None or outcome in ("failed", "refused") or self._api == "other":
+            used = 0
+        engine = None
+        way, self._way = self._way, None
+        if way is not None:
+            engine = way.backend.engine
+            if outcome == "cancelled":
+                way.backend.health.ended_otherwise()
+            if way.backend.on_end is not None:
+                way.backend.on_end(self._ended(outcome))
+            self._route.ended(self, way, used)
+        self.member.ended(self.cost_tokens, used, usage.completion_tokens, ended)
+        self._meter.in_flight -= 1
+        self._meter.record(self._api, outcome, self._started, self._first, ended, usage)
+        self._gateway.meters.tenant(self.member.name).record(outcome, usage)
+        return _Ended(outcome, engine, ended)
+
+    def _keep_record(self, end: _Ended) -> None:
+        keeper, seen = self._gateway.keeper, self._gateway.seen
+        if keeper is None and seen is None:
+            return
+        row = self._row(end)
+        words = None
+        if self._sent_on is not None:
+            words = Words(self._request.target, self._request.body, b"".join(self._sent_on))
+        if keeper is not None:
+            keeper.add(row)
+            if keeper.content is not None and words is not None:
+                keeper.add_content(row, words)
+        if seen is not None and words is not None:
+            try:
+                seen(row, words)
+            except Exception as error:  # a mistake of whoever looks on is nothing to the client
+                context = {"message": "a request could not be looked at", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(context)
+
+    def _row(self, end: _Ended) -> ServedRequest:
+        outcome, engine, ended = end
+        usage, asked, started = self._usage, self._asked, self._started
+        text = asked.text
+        return ServedRequest(
+            at_s=time() - (ended - started),
+            tenant=self.member.name,
+            model=self._route.model,
+            engine=engine,
+            api=self._api,
+            stream=bool(asked.stream),
+            outcome=outcome,
+            status=self._status,
+            body_bytes=self.num_bytes,
+            max_tokens=asked.most_tokens,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            wait_ms=1000 * (self.sent_at - started) if engine is not None else None,
+            ttft_ms=1000 * (self._first - started) if self._first is not None else None,
+            duration_ms=1000 * (ended - started),
+            finish=sse.finish_reason(*self._before_last, self._last_events) if outcome == "ok" else None,
+            prefix_hashes=prefix_hashes(text, self._gateway.tenants.salt),
+            text_bytes=len(text),
+        )

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 # What belongs to one hop, is written anew, or is nobody's business behind the door where keys are checked.
 _NOT_PASSED = frozenset(
-    b"content-length transfer-encoding expect connection upgrade http2-settings authorization x-api-key cookie".split()
+    b"content-length transfer-encoding expect connection upgrade http2-settings authorization x-api-key cookie"
+    b" x-bedplate-tenant".split()
 )
+TENANT_HEADER = "X-Bedplate-Tenant"
+"""How a handler learns whose key came with a request; a client that sends it itself is not heard."""
 
 
 class InnerConnection(asyncio.Transport):
@@ -45,6 +48,8 @@ class InnerConnection(asyncio.Transport):
             elif name not in _NOT_PASSED:
                 lines.append(b"%b: %b\r\n" % (name, value))
         lines.append(b"host: %b\r\n" % host)
+        if request.member is not None:
+            lines.append(b"%b: %b\r\n" % (TENANT_HEADER.encode(), request.member.name.encode()))
         if not request.keep_alive:
             lines.append(b"connection: close\r\n")
         if request.body:

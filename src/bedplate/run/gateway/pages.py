@@ -5,61 +5,84 @@ from __future__ import annotations
 import html
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from aiohttp import web
 
 from bedplate._version import __version__
 from bedplate.run.gateway import sse
+from bedplate.run.gateway.inner import TENANT_HEADER
+from bedplate.values.tenant import DEFAULT_TENANT
 
 if TYPE_CHECKING:
+    from bedplate.run.gateway.routes import Route
     from bedplate.run.gateway.server import Gateway
 
 _log = logging.getLogger(__name__)
 _STARTED = int(time.time())
 
 
+class Visit(NamedTuple):
+    """Who looks at a page that was handed in."""
+
+    tenant: str | None
+    """Whose key came with it; nobody's at the paths that need none."""
+    accept: str
+    query: Mapping[str, str]
+
+
+class Shown(NamedTuple):
+    body: bytes
+    content_type: str
+    headers: Mapping[str, str] = {}
+
+
+Page = Callable[[Visit], Shown | None]
+"""A page of somebody else; `None`: the gateway's own is shown in its place. Keys are checked before it is asked."""
+
+
 def pages(gateway: Gateway) -> web.Application:
-    app = web.Application(middlewares=[_openai_errors], client_max_size=gateway.max_body_bytes)
+    @web.middleware
+    async def handed(request: web.Request, handler: web._ABCHandler) -> web.StreamResponse:  # type: ignore[name-defined]
+        page = gateway.handed.get(request.path)
+        if page is None or request.method not in ("GET", "HEAD"):
+            return await handler(request)  # type: ignore[no-any-return]
+        tenant = DEFAULT_TENANT if gateway.tenants.is_open else request.headers.get(TENANT_HEADER)
+        shown = page(Visit(tenant, request.headers.get("Accept", ""), request.query))
+        if shown is None:
+            return await handler(request)  # type: ignore[no-any-return]
+        return web.Response(body=shown.body, headers={"Content-Type": shown.content_type, **shown.headers})
+
+    app = web.Application(middlewares=[_openai_errors, handed], client_max_size=gateway.max_body_bytes)
 
     async def health(_: web.Request) -> web.Response:
-        unready = next((b for b in gateway.backends if b.state != "ready"), None)
+        unready = next((r for r in gateway.routes if not r.is_ready and not r.on_demand and r.held is None), None)
+        backend = unready.backends[0] if unready is not None and unready.backends else None
+        if not gateway.routes:
+            return _json({"status": "loading", "models": {}}, 503, {"Retry-After": "1"})
         body = {
-            "status": "ok" if unready is None else unready.state,
-            "models": {
-                b.model: {"engine": b.engine, "state": b.state, "progress": b.progress} for b in gateway.backends
-            },
+            "status": "ok" if unready is None else backend.state if backend is not None else "stopped",
+            "models": {route.model: _state_of(route) for route in gateway.routes},
         }
         if unready is None:
             return _json(body)
-        return _json(body, 503, {"Retry-After": str(unready.retry_after_s)})
+        return _json(body, 503, {"Retry-After": str(backend.retry_after_s if backend is not None else 5)})
 
     async def models(request: web.Request) -> web.Response:
-        rows = [
-            {
-                "id": b.model,
-                "object": "model",
-                "created": _STARTED,
-                "owned_by": "bedplate",
-                "engine": b.engine,
-                "engine_version": b.engine_version,
-                "max_model_len": b.context_tokens,
-            }
-            for b in gateway.backends
-        ]
         wanted = request.match_info.get("name")
         if wanted is None:
-            return _json({"object": "list", "data": rows})
-        backend = gateway.backend_for(wanted)
-        if backend is None:
+            return _json({"object": "list", "data": [_row_of(route) for route in gateway.routes]})
+        route = gateway.route_for(wanted)
+        if route is None:
             message = f"the model {wanted!r} is not served here"
             return _error(404, message, "model_not_found")
-        return _json(rows[gateway.backends.index(backend)])
+        return _json(_row_of(route))
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(
-            body=gateway.meters.text(gateway.backends),
+            body=gateway.meters.text(gateway.routes, gateway.keeper.lost if gateway.keeper is not None else 0),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
@@ -78,6 +101,42 @@ def pages(gateway: Gateway) -> web.Application:
     return app
 
 
+def _state_of(route: Route) -> dict[str, object]:
+    """Of a model with several backends, that of the first one which answers, and then all of them."""
+    backends = sorted(route.backends, key=lambda b: not b.takes_new)
+    if not backends:
+        return {"engine": None, "state": "loading" if route.wanted else "not loaded", "progress": None}
+    said: dict[str, object] = {
+        "engine": backends[0].engine, "state": backends[0].state, "progress": backends[0].progress,
+    }  # fmt: skip
+    if len(backends) > 1:
+        said["backends"] = [
+            {
+                "engine": b.engine,
+                "state": b.state,
+                "progress": b.progress,
+                "share": b.share,
+                "well": b.health.is_well,
+                "in_flight": b.in_flight,
+            }
+            for b in route.backends
+        ]
+    return said
+
+
+def _row_of(route: Route) -> dict[str, object]:
+    first = min(route.backends, key=lambda b: not b.takes_new, default=None)
+    return {
+        "id": route.model,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "bedplate",
+        "engine": first.engine if first is not None else None,
+        "engine_version": first.engine_version if first is not None else None,
+        "max_model_len": first.context_tokens if first is not None else None,
+    }
+
+
 def curl(url: str, needs_key: bool) -> str:
     """A command that works as it stands; short, since a small model on a slow machine may ramble to its last token."""
     key = "-H 'authorization: Bearer YOUR-KEY' " if needs_key else ""
@@ -90,7 +149,7 @@ def curl(url: str, needs_key: bool) -> str:
 def _welcome_text(gateway: Gateway) -> str:
     lines = [f"bedplate {__version__}", ""]
     lines += [f"{b.model} is served by {b.engine} {b.engine_version} ({b.state})" for b in gateway.backends]
-    lines += ["", f"OpenAI clients: base_url={gateway.url}/v1", "", curl(gateway.url, gateway.api_key is not None), ""]
+    lines += ["", f"OpenAI clients: base_url={gateway.url}/v1", "", curl(gateway.url, gateway.needs_key), ""]
     return "\n".join(lines)
 
 
@@ -102,16 +161,16 @@ def _welcome_html(gateway: Gateway) -> str:
         f"<td>{'' if b.context_tokens is None else f'{b.context_tokens:,} tokens'}</td></tr>"
         for b in gateway.backends
     )
-    first = html.escape(gateway.backends[0].model)
-    key = "YOUR-KEY" if gateway.api_key is not None else "none"
+    first = html.escape(gateway.models[0] if gateway.models else "MODEL")
+    key = "YOUR-KEY" if gateway.needs_key else "none"
     key_note = (
         "<p>This endpoint asks for a key: send it as <code>Authorization: Bearer …</code>.</p>"
-        if gateway.api_key
+        if gateway.needs_key
         else ""
     )
     return _PAGE.format(
         version=__version__, rows=rows, url=url, model=first, key=key, key_note=key_note,
-        curl=html.escape(curl(gateway.url, gateway.api_key is not None)),
+        curl=html.escape(curl(gateway.url, gateway.needs_key)),
     )  # fmt: skip
 
 

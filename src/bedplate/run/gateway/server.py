@@ -5,21 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+from collections.abc import Awaitable, Callable
+from time import monotonic, time
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.run.gateway.client import MAX_HEAD_BYTES, ClientConnection
-from bedplate.run.gateway.pages import pages
-from bedplate.run.gateway.upstream import EnginePool
+from bedplate.run.gateway.pages import Page, pages
+from bedplate.run.gateway.routes import Route, Unaccepted, Way
+from bedplate.run.gateway.tenants import Tenants
 from bedplate.run.gateway.watch import Meter, Meters
+from bedplate.values.traffic import ServedRequest
 
 if TYPE_CHECKING:
+    from bedplate.run.gateway import sse
     from bedplate.run.gateway.backend import Backend
+    from bedplate.run.gateway.keeper import Keeper, Words
+    from bedplate.run.gateway.tenants import KeyDigest, Member
+    from bedplate.run.gateway.upstream import EnginePool
+    from bedplate.values.tenant import Tenant
 
 DEFAULT_MAX_BODY_BYTES = 32 * 1000 * 1000
-_SWEEP_S = 2.0
+_SWEEP_S = 1.0
 _FLUSH_S = 0.5
 """How long the last words to a client may take when the endpoint goes away."""
 
@@ -33,15 +42,36 @@ class Gateway:
         *,
         api_key: str | None = None,
         max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+        max_wait_s: float | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
-        self.backends = backends
-        self.api_key = api_key.encode() if api_key is not None else None
+        """`max_wait_s` turns requests away that would wait for longer than that.
+
+        `keeper` brings the tenants that the store knows, and keeps the shape of each request there.
+        """
+        self.tenants = Tenants(api_key, keeper.salt if keeper is not None else None)
+        self.keeper = keeper
+        if keeper is not None:
+            self.tenants.replace(keeper.tenants, keeper.keys)
         self.max_body_bytes = max_body_bytes
+        self.max_wait_s = max_wait_s
+        self.seen: Callable[[ServedRequest, Words], None] | None = None
+        """Called after each request that was accepted, with its words: for those who try the same on another engine."""
+        self.wanted: Callable[[str], None] | None = None
+        """Called when a request comes for a model that is known and has no engine: somebody should start one."""
         self.connections: set[ClientConnection] = set()
+        self.arriving_bytes = 0
+        """Of requests that are not whole yet, or wait behind another of the same connection."""
         self._left = asyncio.Event()
         self.meters = Meters()
         self.url = ""
-        self._ways = {id(b): (EnginePool(b), Meter(self.meters, b)) for b in backends}
+        self.handed: dict[str, Page] = {}
+        """Pages of others, by path: they go before the gateway's own."""
+        self._routes: dict[str, Route] = {}
+        self._by_name: dict[str, Route] = {}
+        self._leaving: set[asyncio.Task[bool]] = set()
+        for backend in backends:
+            self.add(backend)
         self._server: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -72,6 +102,8 @@ class Gateway:
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{bound}"
         self._sweeper = loop.create_task(self._sweep())
+        if self.keeper is not None:
+            self.keeper.start(self._tenants_changed)
         return bound
 
     async def stop(self, grace_s: float = 5.0) -> None:
@@ -87,24 +119,199 @@ class Gateway:
             connection.abort()
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for pool, _ in self._ways.values():
-            pool.close()
+        for task in self._leaving:
+            task.cancel()
+        for route in self._routes.values():
+            for way in route.ways:
+                way.pool.close()
         if self._runner is not None:
             await self._runner.cleanup()
+        if self.keeper is not None:
+            await self.keeper.stop()
+
+    # models and their backends
+
+    @property
+    def backends(self) -> list[Backend]:
+        """All that are there, those of one model together."""
+        return [backend for route in self._routes.values() for backend in route.backends]
+
+    @property
+    def needs_key(self) -> bool:
+        return not self.tenants.is_open
+
+    @property
+    def routes(self) -> list[Route]:
+        return list(self._routes.values())
+
+    @property
+    def models(self) -> list[str]:
+        """What can be asked for, whether an engine runs for it or not."""
+        return list(self._routes)
+
+    def add(self, backend: Backend) -> None:
+        """From now on the backend gets its share of its model's requests, as soon as it is ready."""
+        way = Way(backend, self.meters)
+        route = self._routes.get(backend.model)
+        if route is None:
+            route = self._new_route(backend.model)
+        route.add(way)
+        self._name_routes()
+
+    def remove(self, backend: Backend, *, within_s: float = 300.0, cut: bool = False) -> Awaitable[bool]:
+        """From now on the backend gets nothing new. Ends when its last request has, or says False after `within_s`.
+
+        A backend that is not done in time is still there, without new requests; call it again to go on waiting, or with
+        `cut` to end with an error what is left of it then.
+        """
+        way = self._way(backend)
+        way.removed = True
+        backend.share = 0.0
+        task = asyncio.get_running_loop().create_task(self._drained(way, within_s, cut=cut))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        return task
+
+    def known(self, *models: str) -> None:
+        """Models that may be asked for though no engine runs for them: `wanted` is then called, and requests wait."""
+        for model in models:
+            (self._routes.get(model) or self._new_route(model)).on_demand = True
+        self._name_routes()
+
+    def unknown(self, model: str) -> None:
+        """The model is not started on demand any more; what waits for it is answered, unless it has a backend."""
+        route = self._routes.get(model)
+        if route is not None:
+            route.on_demand = False
+            self._dismiss(route)
+
+    def hold(self, model: str, *, most: int = 256, wait_s: float = 300.0) -> None:
+        """New requests for the model wait, up to `most` and each for up to `wait_s`, until `release`.
+
+        What is under way goes on. Whatever is too much is answered with 503 and Retry-After before it is accepted.
+        """
+        self._route(model).hold(most, wait_s)
+
+    def release(self, model: str) -> None:
+        """Requests go to the engines again, those that were held first."""
+        self._route(model).release()
+
+    def give_up(self, model: str, message: str, *, code: str = "not_running", retry_after_s: int = 5) -> None:
+        """Answers what waits for the model with 503 and `message`: there will be no engine for it."""
+        self._route(model).give_up(message, code, retry_after_s)
+
+    def waiting(self, model: str) -> int:
+        """Requests that wait for an engine of the model."""
+        return len(self._route(model).waiting)
+
+    def in_flight(self, model: str) -> int:
+        """Requests that engines of the model are working on."""
+        return self._route(model).in_flight
+
+    def route_for(self, model: str | None) -> Route | None:
+        """The way to `model`; with no name given, to the only one there is."""
+        if not model:
+            return next(iter(self._routes.values())) if len(self._routes) == 1 else None
+        return self._by_name.get(model.lower())
 
     def backend_for(self, model: str | None) -> Backend | None:
-        """The backend that serves `model`; with no name given, the only one there is."""
-        if not model:
-            return self.backends[0] if len(self.backends) == 1 else None
-        return next((b for b in self.backends if b.answers_to(model)), None)
+        """The first backend that serves `model`."""
+        route = self.route_for(model)
+        return route.ways[0].backend if route is not None and route.ways else None
+
+    def unaccepted(self, route: Route, member: Member, num_bytes: int) -> Unaccepted | None:
+        """Why the route cannot take a request of this tenant."""
+        if route.is_free:
+            return None
+        return route.unaccepted(route.waiting.line(member.name, member.weight), num_bytes)
+
+    def turned_away(
+        self, route: Route, member: Member, api: sse.Api, asked: sse.Asked, num_bytes: int, status: int
+    ) -> None:
+        """A request that was not accepted is counted all the same."""
+        (route.ways[0].meter if route.ways else route.meter_of_none()).turned_away(api)
+        self.meters.tenant(member.name).record("turned_away")
+        if self.keeper is not None:
+            self.keeper.add(
+                ServedRequest(
+                    at_s=time(),
+                    tenant=member.name,
+                    model=route.model,
+                    api=api,
+                    stream=bool(asked.stream),
+                    outcome="turned_away",
+                    status=status,
+                    body_bytes=num_bytes,
+                    max_tokens=asked.most_tokens,
+                    duration_ms=0.0,
+                )
+            )
+
+    def way_to(self, backend: Backend) -> tuple[EnginePool, Meter]:
+        way = self._way(backend)
+        return way.pool, way.meter
+
+    def _way(self, backend: Backend) -> Way:
+        for route in self._routes.values():
+            for way in route.ways:
+                if way.backend is backend:
+                    return way
+        raise KeyError(f"{backend.engine} is no backend of this gateway")
+
+    def _route(self, model: str) -> Route:
+        route = self.route_for(model)
+        if route is None:
+            raise KeyError(f"{model} is not served by this gateway")
+        return route
+
+    def _new_route(self, model: str) -> Route:
+        route = self._routes[model] = Route(model, self.meters)
+        route.by_slots = self.tenants.several
+        route.max_wait_s = self.max_wait_s
+        route.want = lambda: self.wanted(model) if self.wanted is not None else None
+        return route
+
+    def _name_routes(self) -> None:
+        """A model's own name goes before what is another's by the way."""
+        names = {model.lower(): route for model, route in self._routes.items()}
+        for route in self._routes.values():
+            for name in route.names:
+                names.setdefault(name, route)
+        self._by_name = names
+
+    def _dismiss(self, route: Route) -> None:
+        if not route.ways and not route.on_demand:
+            route.give_up(f"{route.model} is not served here any more", "not_running", 5)
+            del self._routes[route.model]
+            self._name_routes()
+
+    async def _drained(self, way: Way, within_s: float, *, cut: bool) -> bool:
+        backend = way.backend
+        if backend.in_flight:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(way.drained.wait(), within_s)
+        if backend.in_flight and not cut:
+            return False
+        if backend.in_flight:
+            for connection in list(self.connections):
+                connection.stop_at(backend, f"{backend.engine} was stopped")
+        route = self._routes.get(backend.model)
+        if route is not None and way in route.ways:
+            way.pool.close()
+            route.drop(way)
+            self._name_routes()
+            self._dismiss_if_last(route)
+        return True
+
+    def _dismiss_if_last(self, route: Route) -> None:
+        """A model without a backend is gone, unless one is to come: it is held, or started on demand."""
+        if route.held is None:
+            self._dismiss(route)
 
     def left(self, connection: ClientConnection) -> None:
         """A client's connection is no more."""
         self.connections.discard(connection)
         self._left.set()
-
-    def way_to(self, backend: Backend) -> tuple[EnginePool, Meter]:
-        return self._ways[id(backend)]
 
     def new_inner_handler(self) -> asyncio.Protocol:
         if self._runner is None or self._runner.server is None:
@@ -126,6 +333,18 @@ class Gateway:
             now = loop.time()
             for connection in [c for c in self.connections if c.deadline is not None and c.deadline < now]:
                 connection.timed_out()
+            self.tick()
+
+    def _tenants_changed(self, tenants: tuple[Tenant, ...], keys: tuple[KeyDigest, ...]) -> None:
+        self.tenants.replace(tenants, keys)
+        self.tick()
+
+    def tick(self) -> None:
+        """What is looked at now and then, and not for each request."""
+        now = monotonic()
+        for route in list(self._routes.values()):
+            route.by_slots = self.tenants.several
+            route.tick(now)
 
 
 def bind_failure(error: OSError, host: str, port: int) -> OutsideFailed | BadQuestion:

@@ -31,11 +31,15 @@ _LAST_TYPES: dict[Api, frozenset[str]] = {
     "messages": frozenset(["message_stop", "error"]),
     "responses": frozenset(["response.completed", "response.incomplete", "response.failed", "error"]),
 }
+_FINISH = re.compile(rb'"(?:finish|stop)_reason": ?"([a-z_]{1,32})"')
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+
+
+_NOTHING = msgspec.Raw(b"")
 
 
 class Asked(msgspec.Struct):
@@ -44,6 +48,31 @@ class Asked(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # What follows is only looked at. Whether it makes sense is for the engine to say.
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    prompt_cache_key: Any = None
+    tools: msgspec.Raw = _NOTHING
+    system: msgspec.Raw = _NOTHING
+    instructions: msgspec.Raw = _NOTHING
+    messages: msgspec.Raw = _NOTHING
+    prompt: msgspec.Raw = _NOTHING
+    input: msgspec.Raw = _NOTHING
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How long the answer may be."""
+        for asked in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
+            if type(asked) is int and asked >= 0:
+                return asked
+        return None
+
+    @property
+    def text(self) -> bytes:
+        """What the model reads, in the order in which templates put it, as JSON."""
+        parts = (self.tools, self.system, self.instructions, self.messages, self.prompt, self.input)
+        return b"".join([memoryview(part) for part in parts if part is not _NOTHING])
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -54,6 +83,17 @@ class _Counts(msgspec.Struct):
     completion_tokens: _Count | None = None
     input_tokens: _Count | None = None
     output_tokens: _Count | None = None
+    prompt_tokens_details: Any = None
+    input_tokens_details: Any = None
+    cache_read_input_tokens: Any = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        for said in (self.prompt_tokens_details, self.input_tokens_details):
+            if isinstance(said, dict) and type(said.get("cached_tokens")) is int:
+                return max(0, int(said["cached_tokens"]))
+        said = self.cache_read_input_tokens
+        return max(0, said) if type(said) is int else None
 
 
 class _Nested(msgspec.Struct):
@@ -75,9 +115,10 @@ class _Last(msgspec.Struct):
 class Usage:
     """Tokens of one request as the engine counted them; chunks are never counted."""
 
-    __slots__ = ("completion_tokens", "prompt_tokens")
+    __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens")
 
     def __init__(self) -> None:
+        self.cached_tokens: int | None = None
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
 
@@ -90,6 +131,8 @@ class Usage:
             found = True
             prompt = counts.prompt_tokens if counts.prompt_tokens is not None else counts.input_tokens
             completion = counts.completion_tokens if counts.completion_tokens is not None else counts.output_tokens
+            cached = counts.cached_tokens
+            self.cached_tokens = cached if cached is not None else self.cached_tokens
             self.prompt_tokens = prompt if prompt is not None else self.prompt_tokens
             self.completion_tokens = completion if completion is not None else self.completion_tokens
         return found
@@ -166,6 +209,14 @@ def read_body_usage(body: bytes, usage: Usage) -> None:
             usage.take(_decode_event(body))
         except UNREADABLE:
             return
+
+
+def finish_reason(*events: bytes) -> str | None:
+    """Why the answer ended, as the last of these events that says so has it."""
+    for data in reversed(events):
+        if said := _FINISH.findall(data):
+            return str(said[-1].decode())
+    return None
 
 
 def is_whole(api: Api, last_events: bytes) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import httptools
@@ -117,12 +117,13 @@ class EngineConnection(asyncio.Protocol):
 
 
 class EnginePool:
-    """Connections to one backend. Requests beyond what its HTTP server takes at once wait here, in order."""
+    """Connections to one backend."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self.freed: Callable[[], None] = lambda: None
+        """Told when one more exchange could have a connection."""
         self._idle: list[EngineConnection] = []
-        self._waiting: deque[Exchange] = deque()
         self._active = 0
         self._connecting: set[asyncio.Task[None]] = set()
 
@@ -133,14 +134,7 @@ class EnginePool:
 
     def take(self, exchange: Exchange) -> None:
         """Finds a connection and hands it to the exchange, now or as soon as there is one."""
-        limit = self.backend.max_connections
         fresh = exchange.tried_again
-        if limit is not None and self._active >= limit:
-            if fresh:
-                self._waiting.appendleft(exchange)
-            else:
-                self._waiting.append(exchange)
-            return
         self._active += 1
         address = self.backend.address
         while self._idle and not fresh:
@@ -165,11 +159,6 @@ class EnginePool:
                 connection.transport.abort()
         if was_active:
             self._freed()
-
-    def forget(self, exchange: Exchange) -> None:
-        """The client of a waiting request went away."""
-        with contextlib.suppress(ValueError):
-            self._waiting.remove(exchange)
 
     def abandon(self, connection: EngineConnection) -> None:
         """Ends an exchange from the client's side; the engine sees the connection close."""
@@ -212,8 +201,4 @@ class EnginePool:
 
     def _freed(self) -> None:
         self._active -= 1
-        while self._waiting:
-            exchange = self._waiting.popleft()
-            if not exchange.over:
-                self.take(exchange)
-                return
+        self.freed()

@@ -1,0 +1,174 @@
+"""Simulated closed loops against published rows that state their load, beside the estimator's own closed form.
+
+    python benchmarks/simulate/truth.py [--truth FOLDER] [--every 10]
+
+Each row's engine, model, chips, lengths and requests in flight are taken as they are; the simulator gets the passes
+that the shipped efficiencies give, and nothing is fitted here. Tables with both latencies also state a throughput: the
+requests in flight over the time that one takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+from bedplate.decide.estimate import Refused, recipes
+from bedplate.decide.estimate.batching import efficiencies, weight_type
+from bedplate.decide.estimate.rows import Case, resolve
+from bedplate.decide.estimate.serving import MOST_SEQUENCES, SETS_ASIDE, Asked, answer, asked
+from bedplate.decide.simulate import Book, Fleet, Lengths, Limits, Paid, outcome, simulate
+from bedplate.decide.simulate.replica import BLOCK_TOKENS
+from bedplate.decide.simulate.times import batched
+from bedplate.values.simulation import Outcome
+
+SOURCES = ("aiconfigurator_silicon_e2e", "inferencex_repo_results", "trtllm_perf_overview", "lmdeploy_a100")
+METRICS = ("ttft_ms", "tpot_ms", "output_tok_s_total")
+WAYS = ("steady", "saturated", "wave")
+WAVES = 10
+"""Requests for each stream: published loops are about so long, their first wave included."""
+BATCH_TOKENS = 8192
+APART_S = 0.001
+"""Between two requests that a client sends on the same occasion."""
+
+
+class Load(NamedTuple):
+    """One configuration with all that was measured of it."""
+
+    source: str
+    case: Case
+    asked: Asked
+    measured: dict[str, float]
+
+
+def read(folder: Path, every: int) -> list[Load]:
+    found: list[Load] = []
+    for source in SOURCES:
+        path = folder / f"{source}.csv"
+        if not path.exists():
+            continue
+        groups: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                if row["metric"] in METRICS:
+                    key = tuple(value for name, value in row.items() if name not in ("row_id", "metric", "value"))
+                    groups[key].append(row)
+        for rows in list(groups.values())[::every]:
+            case = resolve(rows[0])
+            question = case if isinstance(case, Refused) else asked(case)
+            if isinstance(case, Refused) or isinstance(question, Refused) or question.question.way not in WAYS:
+                continue
+            found.append(Load(source, case, question, {row["metric"]: float(row["value"]) for row in rows}))
+    return found
+
+
+def simulated(load: Load) -> Outcome | None:
+    found, case = load.asked, load.case
+    question, work = found.question, found.question.work
+    if work.room_bytes <= 0:
+        return None
+    prompt, output = round(work.prompt), round(work.output)
+    streams = round(min(float(question.streams), MOST_SEQUENCES * work.groups))
+    resident = int(work.room_bytes / (work.most_bytes / (prompt + output))) // BLOCK_TOKENS * int(work.groups)
+    if resident * BLOCK_TOKENS < 1.2 * (prompt + output):
+        return None
+    slots = int(min(streams, question.slots * work.pipeline, MOST_SEQUENCES * work.groups))
+    batch = BATCH_TOKENS * int(work.groups)
+    e = efficiencies(case.engine, found.machine.family, weight_type(case.shape))
+    steps = batched(
+        found.machine, case.shape, e, found.layout._replace(replicas=1), Lengths(prompt, output), slots=slots,
+        batch_tokens=max(batch, slots + 1), kv_bits=found.kv_bits,
+    )  # fmt: skip
+    if question.way == "wave":
+        # Cold engines that get one wave of requests, for which the estimator has factors of its own.
+        steps = steps._replace(
+            decode_s=tuple(one * e.wave_token for one in steps.decode_s),
+            context_s=tuple(one * e.wave_token for one in steps.context_s),
+            prompt_s=tuple(one * e.wave_slower for one in steps.prompt_s),
+            pair_s=steps.pair_s * e.wave_slower,
+        )
+    limits = Limits(slots, max(batch, slots + 1), resident, reserves=case.engine in SETS_ASIDE)
+    fleet = Fleet(steps, limits, 1)
+    count = streams if question.way == "wave" else WAVES * streams
+    prompts, outputs = drawn(case, prompt, count, 1), drawn(case, output, count, 2)
+    ran = simulate(fleet, Book(prompts, outputs), concurrency=streams, apart_s=APART_S)
+    return outcome(fleet, ran, 1, None, Paid())
+
+
+def drawn(case: Case, mean: int, count: int, seed: int) -> list[int]:
+    """Lengths as InferenceX draws them, evenly from 0.8 of what is stated to all of it; elsewhere all are alike."""
+    if not recipes.is_result(case):
+        return [mean] * count
+    chance = random.Random(seed)
+    return [max(1, round(mean / recipes.MEAN_LENGTH * chance.uniform(0.8, 1.0))) for _ in range(count)]
+
+
+def closed_form(load: Load) -> dict[str, float]:
+    e = efficiencies(load.case.engine, load.asked.machine.family, weight_type(load.case.shape))
+    got = answer(load.asked.question, e)
+    return {
+        "ttft_ms": float(got.first_s) * 1000,
+        "tpot_ms": float(got.token_s) * 1000,
+        "output_tok_s_total": float(got.tok_s) * load.asked.layout.replicas,
+    }
+
+
+def predicted(load: Load, got: Outcome) -> dict[str, float]:
+    found = {"output_tok_s_total": got.output_tok_s * load.asked.layout.replicas}
+    if got.ttft_ms is not None:
+        found["ttft_ms"] = got.ttft_ms.mean
+    if got.tpot_ms is not None:
+        found["tpot_ms"] = got.tpot_ms.mean
+    return found
+
+
+def with_throughput(load: Load) -> dict[str, float]:
+    """What both latencies say of the throughput, where a table does not."""
+    measured = dict(load.measured)
+    if "output_tok_s_total" not in measured and {"ttft_ms", "tpot_ms"} <= set(measured):
+        output = float(load.asked.question.work.output)
+        request_s = (measured["ttft_ms"] + (output - 1) * measured["tpot_ms"]) / 1000
+        measured["output_tok_s_total"] = float(load.case.concurrency or 0) * output / request_s
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--truth", type=Path, default=Path(__file__).parents[3] / "shared" / "truth")
+    parser.add_argument("--every", type=int, default=10, help="only each so-manyth configuration")
+    options = parser.parse_args()
+    began = time.process_time()
+    errors: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
+    left_out = 0
+    for load in read(options.truth, options.every):
+        got = simulated(load)
+        if got is None:
+            left_out += 1
+            continue
+        ours, theirs = predicted(load, got), closed_form(load)
+        for metric, value in with_throughput(load).items():
+            if metric in ours and value > 0:
+                group = (load.source, load.asked.question.way, metric)
+                errors[group].append((ours[metric] / value - 1, theirs[metric] / value - 1))
+    print(
+        "| source | load | metric | rows | simulated: median error | within 20 % | bias | closed form: median error |"
+    )
+    print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for named, pairs in sorted(errors.items()):
+        ours_off, theirs_off = [abs(one) for one, _ in pairs], [abs(other) for _, other in pairs]
+        bias = statistics.median(one for one, _ in pairs)
+        within = sum(one <= 0.2 for one in ours_off) / len(pairs)
+        print(
+            f"| {' | '.join(named)} | {len(pairs)} | {statistics.median(ours_off):.1%} | {within:.0%} | {bias:+.1%} "
+            f"| {statistics.median(theirs_off):.1%} |"
+        )
+    print(f"\n{left_out} left out that do not fit by our count; {time.process_time() - began:.0f} s of processor time")
+
+
+if __name__ == "__main__":
+    main()

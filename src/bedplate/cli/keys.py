@@ -1,0 +1,148 @@
+"""bedplate keys: who may use the endpoint, and how much of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from bedplate.cli.options import Json
+
+app = typer.Typer(
+    help="List tenants: their keys, weights and limits.",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    epilog="""Examples:
+
+\b
+  bedplate keys add alice --requests-per-minute 60 --in-flight 4
+  bedplate keys add ci --weight 0.5 --expires 30d
+  bedplate keys set alice --tokens-per-minute 100000 --in-flight none
+  bedplate keys list --json
+  bedplate keys revoke alice
+
+A running endpoint sees changes within a second. Only salted hashes of keys are kept.""",
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")]
+Weight = Annotated[
+    float | None,
+    typer.Option(help="Its part of an engine that several wait for, beside the others'. New: 1.", show_default=False),
+]
+Requests = Annotated[
+    str | None, typer.Option("--requests-per-minute", metavar="N", help="none: as many as come.", show_default=False)
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option("--tokens-per-minute", metavar="N", help="Of prompts and answers together.", show_default=False),
+]
+InFlight = Annotated[
+    str | None, typer.Option("--in-flight", metavar="N", help="Requests under way at once.", show_default=False)
+]
+
+
+@app.callback()
+def keys(context: typer.Context, json: Json = False) -> None:
+    if context.invoked_subcommand is None:
+        list_(json=json)
+
+
+@app.command(name="list")
+def list_(json: Json = False) -> None:
+    """List tenants: their keys, weights and limits."""
+    from bedplate import store
+
+    found = store.tenants()
+    if json:
+        from bedplate.values import to_json
+
+        print(to_json({"schema": "tenants/1", "tenants": found}))  # noqa: T201
+        return
+    from bedplate.show.tenants import render_tenants
+    from bedplate.show.terminal import console
+
+    console().print(render_tenants(found))
+
+
+@app.command()
+def add(
+    name: Name,
+    weight: Weight = None,
+    requests_per_minute: Requests = None,
+    tokens_per_minute: Tokens = None,
+    in_flight: InFlight = None,
+    expires: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPAN", help="How long the key is valid: 12h, 30d. Default: for ever.", show_default=False
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Make a key for a tenant and print it, once. A tenant may have several keys."""
+    from bedplate.operate.tenants import add_key
+    from bedplate.values.units import parsed_seconds
+
+    changes = _changes(weight, requests_per_minute, tokens_per_minute, in_flight)
+    valid_s = parsed_seconds(expires, "--expires") if expires is not None else None
+    tenant, key = add_key(name, changes, valid_s)
+    if json:
+        from bedplate.values import to_json
+
+        print(to_json({"key": key, "tenant": tenant}))  # noqa: T201
+        return
+    typer.echo(key)
+    typer.echo(f"the key {tenant.keys[-1].id} of {name}; it is not kept, and cannot be shown again", err=True)
+
+
+@app.command(name="set")
+def set_(
+    name: Name,
+    weight: Weight = None,
+    requests_per_minute: Requests = None,
+    tokens_per_minute: Tokens = None,
+    in_flight: InFlight = None,
+) -> None:
+    """Change what a tenant may have. `default` is whoever uses the key that serve was given."""
+    from bedplate.operate.tenants import change
+    from bedplate.show.tenants import render_tenants
+    from bedplate.show.terminal import console
+
+    tenant = change(name, _changes(weight, requests_per_minute, tokens_per_minute, in_flight))
+    console().print(render_tenants((tenant,)))
+
+
+@app.command()
+def revoke(
+    which: Annotated[str, typer.Argument(metavar="NAME|ID", help="A tenant with all of its keys, or one key.")],
+) -> None:
+    """Take keys back. Answers that are under way are not cut."""
+    from bedplate.operate.tenants import revoke as revoke_keys
+
+    gone = revoke_keys(which)
+    typer.echo(f"revoked: {', '.join(gone) or 'no key, but its limits'}")
+
+
+def _changes(
+    weight: float | None, requests_per_minute: str | None, tokens_per_minute: str | None, in_flight: str | None
+) -> dict[str, Any]:
+    changes: dict[str, Any] = {} if weight is None else {"weight": weight}
+    for field, given in (
+        ("requests_per_minute", requests_per_minute),
+        ("tokens_per_minute", tokens_per_minute),
+        ("in_flight", in_flight),
+    ):
+        if given is not None:
+            changes[field] = _limit(given, f"--{field.replace('_', '-')}")
+    return changes
+
+
+def _limit(text: str, option: str) -> int | None:
+    from bedplate.errors import BadQuestion
+
+    if text.strip().lower() == "none":
+        return None
+    try:
+        return int(text.replace(",", "").replace("_", ""))
+    except ValueError:
+        raise BadQuestion(f"{option} is a number or none, not {text!r}") from None

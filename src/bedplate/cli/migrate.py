@@ -1,0 +1,94 @@
+"""bedplate migrate: another engine behind a running endpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bedplate.cli.options import Json
+from bedplate.cli.serve import Build
+from bedplate.cli.status import ServiceName
+
+if TYPE_CHECKING:
+    from bedplate.values import Decision
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate migrate vllm
+  bedplate migrate llama.cpp chat --build native
+  bedplate migrate pytorch --step 5,25,100 --slower 4
+  bedplate plan --engine vllm --json > plan.json; bedplate migrate vllm --plan plan.json
+
+Exit codes: 0 migrated; 1 rolled back, with the reason; 2 the question was wrong; 3 something outside failed."""
+
+
+def migrate(
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="What is to serve from now on.")],
+    name: ServiceName = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Which of several served models. Default: the only one.", show_default=False),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Start it by this plan, from `bedplate plan --json`.", show_default=False),
+    ] = None,
+    build: Annotated[Build, typer.Option(help="packages: what its makers built; native: built here.")] = Build.packages,
+    step: Annotated[str, typer.Option(metavar="PERCENT,…", help="How its part of the requests grows.")] = "10,50,100",
+    least: Annotated[float, typer.Option("--step-seconds", min=0.1, help="How long each step is watched.")] = 3,
+    most: Annotated[
+        float, typer.Option("--step-limit", min=0.1, help="Seconds after which a step with few requests goes on.")
+    ] = 60,
+    hold_most: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait where both engines do not fit at once.")
+    ] = 256,
+    slower: Annotated[
+        float,
+        typer.Option(
+            min=1, metavar="TIMES", help="How much longer tokens may take than before, if there is no latency target."
+        ),
+    ] = 1.5,
+    json: Json = False,
+) -> None:
+    """Swap the engine behind a running endpoint: nothing is lost, and a challenger that is worse is taken back."""
+    from bedplate.engines import engine as engine_by_id
+    from bedplate.operate.control import ask
+    from bedplate.operate.migrate import Migrate, read_steps
+    from bedplate.operate.records import chosen
+    from bedplate.show.terminal import TerminalProgress, console
+    from bedplate.values import to_json
+    from bedplate.values.migration import Migration
+
+    wanted = Migrate(
+        engine=engine_by_id(engine).id,
+        model=model,
+        decision=_decision(plan) if plan is not None else None,
+        build=build.value,
+        steps=read_steps(step),
+        least_step_s=least,
+        most_step_s=max(least, most),
+        hold_most=hold_most,
+        slower=slower,
+    )
+    done = ask(chosen(name), "migrate", wanted, answer=Migration, tell=TerminalProgress().note, limit_s=None)
+    if json:
+        print(to_json(done))  # noqa: T201
+    else:
+        from bedplate.show.migration import render_migration
+
+        console().print(render_migration(done))
+    raise typer.Exit(done.exit_code)
+
+
+def _decision(path: Path) -> Decision:
+    from bedplate.errors import BadQuestion
+    from bedplate.values import Decision, from_json
+
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
+    return from_json(Decision, text, origin=str(path))

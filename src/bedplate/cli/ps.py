@@ -1,0 +1,36 @@
+"""bedplate ps: the running services."""
+
+from __future__ import annotations
+
+from bedplate.cli.options import Json
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate ps
+  bedplate ps --json | jq -r '.[].record.url'"""
+
+
+def ps(json: Json = False) -> None:
+    """List the services that run, in the foreground and in the background."""
+    import sys
+
+    from bedplate.operate.services import listed
+    from bedplate.show.terminal import console
+    from bedplate.values import to_json
+
+    found, ended = listed()
+    for record in ended:
+        console(sys.stderr).print(
+            f" {record.name} (process {record.pid}) ended without saying so; its log: {record.log}",
+            style="dim", soft_wrap=True, markup=False,
+        )  # fmt: skip
+    if json:
+        print(to_json(found))  # noqa: T201
+        return
+    if not found:
+        console().print(" nothing is running; bedplate serve -d starts a service")
+        return
+    from bedplate.show.services import render_list
+
+    console().print(render_list([(one.record, one.status) for one in found]))

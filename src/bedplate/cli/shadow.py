@@ -1,0 +1,66 @@
+"""bedplate shadow: a challenger on the endpoint's own work."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from bedplate.cli.options import Json
+from bedplate.cli.serve import Build
+from bedplate.cli.status import ServiceName
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate shadow vllm
+  bedplate shadow pytorch chat --share 25% --for 30m
+
+Exit codes: 0 stay; 10 migrate; 20 not proven; 1 it could not be compared; 3 something outside failed."""
+
+
+def shadow(
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="What might take the place of the one in service.")],
+    name: ServiceName = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Which of several served models. Default: the only one.", show_default=False),
+    ] = None,
+    share: Annotated[str, typer.Option(metavar="PERCENT", help="How much of the requests it is tried with.")] = "10%",
+    limit: Annotated[
+        str, typer.Option("--for", metavar="TIME", help="The most that it may take: 90s, 10m, 1h.")
+    ] = "10m",
+    since: Annotated[str, typer.Option(metavar="TIME", help="How far back recorded requests are taken from.")] = "24h",
+    build: Annotated[Build, typer.Option(help="packages: what its makers built; native: built here.")] = Build.packages,
+    json: Json = False,
+) -> None:
+    """Try an engine on the endpoint's own work, and say stay, migrate or not proven. Real requests come first.
+
+    On a device of its own it gets a sample of the live requests. On a shared one, recorded shapes are replayed to both
+    in turns while nobody asks for anything.
+    """
+    from bedplate.engines import engine as engine_by_id
+    from bedplate.operate.control import ask
+    from bedplate.operate.questions import read_share, read_time
+    from bedplate.operate.records import chosen
+    from bedplate.operate.shadow import Shadow
+    from bedplate.show.terminal import TerminalProgress, console
+    from bedplate.values import to_json
+    from bedplate.values.shadow import Shadowed
+
+    wanted = Shadow(
+        engine=engine_by_id(engine).id,
+        model=model,
+        share=read_share(share),
+        for_s=read_time(limit, "--for"),
+        since_s=read_time(since, "--since"),
+        build=build.value,
+    )
+    done = ask(chosen(name), "shadow", wanted, answer=Shadowed, tell=TerminalProgress().note, limit_s=None)
+    if json:
+        print(to_json(done))  # noqa: T201
+    else:
+        from bedplate.show.shadow import render_shadow
+
+        console().print(render_shadow(done))
+    raise typer.Exit(done.exit_code)

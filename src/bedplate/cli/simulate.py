@@ -1,0 +1,283 @@
+"""bedplate simulate: a fleet on paper, under a trace or made-up traffic."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bedplate.cli.options import (
+    EngineId,
+    Fields,
+    HardwareName,
+    IntentFile,
+    Json,
+    ModelName,
+    OutputTokens,
+    PromptTokens,
+)
+
+if TYPE_CHECKING:
+    from bedplate.decide.simulate import Deployment, Stream
+    from bedplate.values.intent import Intent
+    from bedplate.values.simulation import LayoutName
+    from bedplate.values.workload import LatencyTarget, Workload
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate simulate -f bedplate.yaml --trace conversation_trace.jsonl --replicas 1..64
+  bedplate simulate -f bedplate.yaml --requests 20000 --rate 40 --replicas 8 --router prefix
+  bedplate simulate Qwen/Qwen3-32B --hardware "H100 SXM" --requests 5000 --rate 20 \\
+                    --replicas 1..512 --slo ttft_ms=500,tpot_ms=50
+
+Exit code 1: no layout in the range meets the targets, or nothing serves the model there."""
+REQUESTS = 10_000
+GUESSED_TTFT_S, GUESSED_TPOT_S = 0.5, 0.03
+"""Of a request before anything is simulated: what its users send and how many are in flight follows from it."""
+MOST_AT_ONCE = 256
+"""Requests that one replica is planned for at the most."""
+MOST_REPLICAS = 65_536
+
+
+class RouterChoice(StrEnum):
+    random = "random"
+    least_loaded = "least-loaded"
+    prefix = "prefix"
+
+
+class LayoutChoice(StrEnum):
+    aggregated = "aggregated"
+    disaggregated = "disaggregated"
+
+
+def simulate(
+    model: ModelName = None,
+    file: IntentFile = None,
+    hardware: HardwareName = None,
+    engine: EngineId = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A trace or a request log, as `bedplate workload` reads it.", show_default=False
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Made-up requests, or as many of the trace. Default: 10,000.", show_default=False),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6, help="Requests a second. Default: the trace's own, or what the intent says.", show_default=False
+        ),
+    ] = None,
+    replicas: Annotated[
+        str, typer.Option(metavar="N|LOW..HIGH", help="So many engines; of a range, the fewest that meet the targets.")
+    ] = "1..512",
+    router: Annotated[RouterChoice, typer.Option(help="How a request finds its replica.")] = RouterChoice.least_loaded,
+    layout: Annotated[
+        LayoutChoice | None,
+        typer.Option(
+            help="Whether prompts get workers of their own. Default: of a range the cheaper one, else aggregated.",
+            show_default=False,
+        ),
+    ] = None,
+    prefills: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the replicas, those that only compute prompts.", show_default=False),
+    ] = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ttft_ms=MS,tpot_ms=MS", help="Latency targets. Default: those of the intent.", show_default=False
+        ),
+    ] = None,
+    prompt_tokens: PromptTokens = None,
+    output_tokens: OutputTokens = None,
+    spread: Annotated[
+        float, typer.Option(min=0, max=5, help="Of made-up lengths: standard deviation over mean. 0: all alike.")
+    ] = 0.0,
+    prefixes: Annotated[
+        int, typer.Option(min=1, help="Of made-up prompts: how many different beginnings of the shared length.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn by chance.")] = 0,
+    fields: Fields = None,
+    json: Json = False,
+) -> None:
+    """Simulate a fleet: routers, batching, caches; say what it delivers and the cheapest that meets the targets.
+
+    The engine, its weights and its layout are those of `bedplate plan`; a replica is one such engine. Runs nothing.
+    """
+    import sys
+
+    from bedplate.cli.options import intent_from
+    from bedplate.decide.simulate import Question, cheapest, one_layout
+    from bedplate.errors import BadQuestion
+    from bedplate.show.simulate import render_simulation, telling
+    from bedplate.show.terminal import console
+    from bedplate.values import to_json
+
+    intent = intent_from(
+        file, fields, model=model, hardware=hardware, prompt_tokens=prompt_tokens, output_tokens=output_tokens
+    )  # fmt: skip
+    if intent.services:
+        raise BadQuestion("simulate takes one model on one kind of machine, and the intent has several services")
+    low, high = _range(replicas)
+    target = _target(slo, intent)
+    stream = _stream(intent, trace, requests, rate, seed, spread, prefixes)
+    deployment = _deployment(intent, stream, engine, traced=trace is not None)
+    if layout is LayoutChoice.aggregated and prefills is not None:
+        raise BadQuestion("--prefills is for --layout disaggregated")
+    with telling() as told:
+        question = Question(deployment, stream, target, router.value, seed, told)
+        if low == high or prefills is not None:
+            wanted: LayoutName = layout.value if layout is not None else "disaggregated" if prefills else "aggregated"
+            _check_split(wanted, high, prefills)
+            found = one_layout(question, high, wanted, prefills)
+        else:
+            if target is None:
+                raise BadQuestion(
+                    "the cheapest of a range needs latency targets",
+                    hint="--slo ttft_ms=500,tpot_ms=50, `latency` in the intent's workload, or one count: --replicas 8",
+                )
+            layouts: tuple[LayoutName, ...] = (layout.value,) if layout is not None else ("aggregated", "disaggregated")
+            found = cheapest(question, low, high, layouts)
+    if json:
+        print(to_json(found))  # noqa: T201
+    else:
+        console().print(render_simulation(found))
+    sys.exit(0 if found.answer is not None and found.answer.meets is not False else 1)
+
+
+def _range(text: str) -> tuple[int, int]:
+    """`8` and `1..512`."""
+    from bedplate.errors import BadQuestion
+
+    low, dots, high = text.strip().partition("..")
+    try:
+        found = (int(low), int(high if dots else low))
+    except ValueError:
+        raise BadQuestion(f"--replicas: {text!r} is no count and no range", hint="for example 8 or 1..512") from None
+    if not 1 <= found[0] <= found[1] <= MOST_REPLICAS:
+        raise BadQuestion(f"--replicas: {text!r} is out of range", hint=f"1 to {MOST_REPLICAS:,}, the lower first")
+    return found
+
+
+def _check_split(layout: str, replicas: int, prefills: int | None) -> None:
+    from bedplate.errors import BadQuestion
+
+    if layout == "disaggregated" and (replicas < 2 or (prefills or 1) >= replicas):
+        raise BadQuestion(
+            f"{replicas} replicas cannot be divided into {prefills or 1} for prompts and the rest for answers",
+            hint="both kinds need one at least",
+        )
+
+
+def _target(slo: str | None, intent: Intent) -> LatencyTarget | None:
+    from bedplate.errors import BadQuestion
+    from bedplate.values.workload import LatencyTarget
+
+    if slo is None:
+        return intent.workload.latency
+    found: dict[str, float] = {}
+    for part in slo.split(","):
+        name, _, value = part.strip().partition("=")
+        try:
+            found[name.strip()] = float(value)
+        except ValueError:
+            raise BadQuestion(f"--slo: {part!r} is no target", hint="for example ttft_ms=500,tpot_ms=50") from None
+    if unknown := set(found) - {"ttft_ms", "tpot_ms"}:
+        raise BadQuestion(f"--slo: {sorted(unknown)[0]!r} is no latency", hint="ttft_ms and tpot_ms are")
+    if not all(0 < value < 1e9 for value in found.values()):
+        raise BadQuestion("--slo: a target is a time above 0", hint="for example ttft_ms=500,tpot_ms=50")
+    return LatencyTarget(**found)
+
+
+def _stream(
+    intent: Intent,
+    trace: Path | None,
+    requests: int | None,
+    rate: float | None,
+    seed: int,
+    spread: float,
+    prefixes: int,
+) -> Stream:
+    from dataclasses import replace
+
+    from bedplate.decide.simulate import from_shapes, synthetic
+    from bedplate.facts.traces import BadRows, detected, opened, shapes_of
+
+    if trace is not None:
+        name = "standard input" if str(trace) == "-" else trace.name
+        with opened(trace) as stream:
+            bad = BadRows(name)
+            found = from_shapes(
+                shapes_of(stream, detected(stream, name), bad), name, rate=rate, most=requests, seed=seed
+            )  # fmt: skip
+        bad.check()
+        if not bad.count:
+            return found
+        return replace(found, notes=(*found.notes, f"{bad.count:,} rows could not be read"))
+    rate = rate or _asked_rate(intent)
+    return synthetic(intent.workload, requests or REQUESTS, rate, seed=seed, spread=spread, prefixes=prefixes)
+
+
+def _asked_rate(intent: Intent) -> float:
+    """What the intent says, or what its users send who wait for their answers."""
+    from bedplate.errors import BadQuestion
+
+    work = intent.workload
+    if work.requests_per_s is None and work.concurrency is None and work.users == 1:
+        raise BadQuestion(
+            "nobody says how many requests come",
+            hint="--rate R, --trace FILE, or requests_per_s, users or concurrency in the intent's workload",
+        )
+    return work.arrivals_per_s(guessed_request_s(work.output_tokens))
+
+
+def guessed_request_s(output_tokens: float) -> float:
+    return GUESSED_TTFT_S + GUESSED_TPOT_S * output_tokens
+
+
+def _deployment(intent: Intent, stream: Stream, engine: str | None, *, traced: bool) -> Deployment:
+    from bedplate.decide import decide
+    from bedplate.decide.simulate import Lengths, deployed
+    from bedplate.facts.intent import resolved_hardware
+    from bedplate.run.models import intended_model
+    from bedplate.store import agreements, fingerprint, results
+
+    machine, facts = resolved_hardware(intent), intended_model(intent.model)
+    work = _planned(intent.workload, stream, facts.max_context, traced=traced)
+    key = fingerprint(machine)
+    measured = results(key)
+    decision = decide(
+        machine, facts, work, engine, operations=intent.operations, results=measured,
+        agreements=agreements(key, facts.name),
+    )  # fmt: skip
+    lengths = Lengths(stream.mean_prompt, stream.mean_output)
+    return deployed(machine, facts, decision, work, lengths, operations=intent.operations, results=measured)
+
+
+def _planned(work: Workload, stream: Stream, max_context: int | None, *, traced: bool) -> Workload:
+    """What one replica is planned for: the requests as they are, and as many at once as one engine takes."""
+    import math
+
+    from bedplate.values import replaced
+
+    rate = stream.requests_per_s or 1.0
+    stated = work.concurrency or (work.users if work.users > 1 else None)
+    in_flight = stated or math.ceil(rate * guessed_request_s(stream.mean_output))
+    longest = stream.longest if traced else max(stream.longest, work.request_tokens)
+    return replaced(
+        work,
+        prompt_tokens=max(1, round(stream.mean_prompt)),
+        output_tokens=max(1, round(stream.mean_output)),
+        context_tokens=min(longest, max_context or longest),
+        concurrency=max(1, min(in_flight, MOST_AT_ONCE)),
+        requests_per_s=None,
+        think_time_s=None,
+        shared_prefix_tokens=min(work.shared_prefix_tokens, round(stream.mean_prompt)),
+    )

@@ -1,0 +1,55 @@
+"""bedplate usage: requests and tokens, by tenant, model, engine or day."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from bedplate.cli.options import Json
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate usage
+  bedplate usage --since 30d --by day
+  bedplate usage --tenant alice --by model --csv > alice.csv"""
+
+
+class By(StrEnum):
+    tenant = "tenant"
+    model = "model"
+    engine = "engine"
+    day = "day"
+
+
+def usage(
+    since: Annotated[str, typer.Option(metavar="SPAN", help="How far back: 90m, 24h, 30d; all: ever.")] = "24h",
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Of one tenant.", show_default=False)] = None,
+    by: Annotated[By, typer.Option(help="What each row is.")] = By.tenant,
+    csv: Annotated[bool, typer.Option("--csv", help="Print a table for other programs.")] = False,
+    json: Json = False,
+) -> None:
+    """Show requests and tokens that the endpoint served, by tenant, model, engine or day."""
+    from bedplate.errors import BadQuestion
+    from bedplate.operate.tenants import usage as used
+    from bedplate.values.units import parsed_seconds
+
+    if csv and json:
+        raise BadQuestion("--csv and --json are two answers", hint="ask for one of them")
+    since_s = None if since.strip().lower() == "all" else parsed_seconds(since, "--since")
+    report = used(by.value, since_s, tenant)
+    if json:
+        from bedplate.values import to_json
+
+        print(to_json(report))  # noqa: T201
+        return
+    from bedplate.show.tenants import render_usage, usage_csv
+
+    if csv:
+        print(usage_csv(report), end="")  # noqa: T201
+        return
+    from bedplate.show.terminal import console
+
+    console().print(render_usage(report))

@@ -1,0 +1,124 @@
+"""A decision's engine as one replica to simulate: its passes, slots, cache and cards."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bedplate.decide.candidates import in_form
+from bedplate.decide.estimate.calibration import Band
+from bedplate.decide.evidence import gathered
+from bedplate.decide.memory import kv_bytes_on_device
+from bedplate.decide.simulate.fleet import Fleet, Transfer
+from bedplate.decide.simulate.outcome import Paid
+from bedplate.decide.simulate.replica import BLOCK_TOKENS, Limits, Steps
+from bedplate.decide.simulate.times import Lengths, timed
+from bedplate.engines import Engine as InferenceEngine
+from bedplate.engines import engine as engine_by_id
+from bedplate.errors import AnswerIsNo
+from bedplate.facts.unpack import unpacked
+from bedplate.values import Decision, Fit, Hardware, Model, Parallelism, Settings, Workload, replaced
+from bedplate.values.intent import Operations
+from bedplate.values.result import Result
+from bedplate.values.simulation import Engine, RouterName
+
+SETS_ASIDE = frozenset({"tensorrt-llm", "lmdeploy"})
+"""Engines that admit a request only with room for its whole answer."""
+PASS_TOKENS = {"llama.cpp": 2048, "ollama": 512}
+"""Of prompts and answers in one pass, where a plan does not set it: the engine's own default."""
+USUAL_PASS_TOKENS = 8192
+
+
+class Deployment(NamedTuple):
+    steps: Steps
+    limits: Limits
+    transfer: Transfer
+    spread: Band
+    cards: int
+    """Of one replica."""
+    paid: Paid
+    replica: Engine
+    """The same in words."""
+
+    def fleet(self, replicas: int, *, router: RouterName = "least-loaded", prefills: int = 0, seed: int = 0) -> Fleet:
+        return Fleet(self.steps, self.limits, replicas, router, prefills, self.transfer, seed)
+
+
+def deployed(
+    hardware: Hardware,
+    model: Model,
+    decision: Decision,
+    workload: Workload,
+    lengths: Lengths,
+    *,
+    operations: Operations | None = None,
+    results: tuple[Result, ...] = (),
+) -> Deployment:
+    """One replica of what was decided on, with as many slots as its engine has by default where its cache is paged."""
+    if decision.engine is None or decision.settings is None or decision.weights is None or decision.memory is None:
+        first = decision.refused[0] if decision.refused else None
+        raise AnswerIsNo(
+            f"{model.name} cannot be served on {named(hardware)} as asked, so there is nothing to simulate",
+            cause=f"{first.engine}: {first.why}" if first else None,
+            hint="; or ".join(decision.hints) or None,
+        )
+    engine, settings, memory = engine_by_id(decision.engine), decision.settings, decision.memory
+    whole = (unpacked(model) or model) if decision.unpacks else model
+    stored = in_form(whole, decision.weights)
+    machine = replaced(hardware, accelerators=(), links=()) if settings.device == "cpu" else hardware
+    layout = replaced(decision.parallelism, data=1)
+    limits = _limits(engine, settings, memory, stored, layout, workload)
+    evidence = gathered(hardware, whole, results)
+    kv_bits = 8.0 if settings.kv_type == "fp8" else 16.0
+    found = timed(
+        machine, stored, engine.id, layout, lengths, slots=limits.slots, batch_tokens=limits.batch_tokens,
+        kv_bits=kv_bits, offload=memory.offload, factor=evidence.factor(engine.id, settings.device),
+    )  # fmt: skip
+    if found is None:
+        raise AnswerIsNo(
+            f"how fast {named(machine)} computes {model.name} is not known, so there is nothing to simulate",
+            hint="bedplate probe --measure times this machine's memory",
+        )
+    said = operations or Operations()
+    cards = layout.tensor * layout.pipeline
+    replica = Engine(
+        engine=engine.id,
+        model=model.name,
+        quantization=decision.quantization,
+        hardware=named(machine),
+        parallelism=layout,
+        cards=cards,
+        slots=limits.slots,
+        batch_tokens=limits.batch_tokens,
+        kv_tokens=limits.kv_blocks * limits.block_tokens,
+        context_tokens=settings.context_tokens,
+        source=found.source,
+        low=found.spread.low,
+        high=found.spread.high,
+    )
+    paid = Paid(said.price_per_hour, said.watts)
+    return Deployment(found.steps, limits, found.transfer, found.spread, cards, paid, replica)
+
+
+def named(hardware: Hardware) -> str:
+    return hardware.accelerators[0].name if hardware.accelerators else hardware.cpu.name or "a CPU"
+
+
+def _limits(
+    engine: InferenceEngine, settings: Settings, memory: Fit, model: Model, layout: Parallelism, workload: Workload
+) -> Limits:
+    groups, longest = max(1, layout.attention_data), float(settings.context_tokens)
+    batch = (settings.batch_tokens or PASS_TOKENS.get(engine.id, USUAL_PASS_TOKENS)) * groups
+    if not engine.paged:
+        # The whole context is set aside for each slot.
+        each = -(-settings.context_tokens // BLOCK_TOKENS)
+        return Limits(
+            settings.slots, max(batch, settings.slots + 1), settings.slots * each, reserves=True, longest=longest
+        )
+    need = memory.devices[0]
+    room = (need.usable_bytes or 0) - need.high_bytes + need.kv_bytes
+    tokens = workload.request_tokens
+    blocks = int(room * groups / max(1.0, kv_bytes_on_device(model, tokens, layout) / tokens)) // BLOCK_TOKENS
+    slots = max(settings.slots, engine.default_slots)
+    slots = min(slots, engine.max_slots) if engine.max_slots else slots
+    slots = max(1, min(slots, blocks))
+    return Limits(slots, max(batch, slots + 1), max(1, blocks), reserves=engine.id in SETS_ASIDE, longest=longest)

@@ -1,0 +1,185 @@
+"""Replicas, a router and a stream of requests: time goes from one event to the next, wherever it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from bedplate.decide.simulate.book import Book
+from bedplate.decide.simulate.cache import Holders
+from bedplate.decide.simulate.replica import Limits, Replica, Steps
+from bedplate.decide.simulate.routers import Loads, Router, by_chance, least_loaded, prefix_aware
+from bedplate.values.simulation import LayoutName, RouterName
+
+TOLD_EVERY = 4096
+
+
+class Transfer(NamedTuple):
+    """A prompt's cache on its way from the worker that computed it to the one that answers."""
+
+    fixed_s: float
+    token_s: float
+    """For each token of the prompt, on the sender's link: prompts leave it one after the other."""
+
+
+class Fleet(NamedTuple):
+    """What is simulated."""
+
+    steps: Steps
+    limits: Limits
+    replicas: int
+    """All of them; where workers are apart, those that answer and those that compute prompts together."""
+    router: RouterName = "least-loaded"
+    prefills: int = 0
+    """Of them, those that only compute prompts. 0: every replica does both."""
+    transfer: Transfer = Transfer(0.0, 0.0)
+    seed: int = 0
+
+    @property
+    def layout(self) -> LayoutName:
+        return "disaggregated" if self.prefills else "aggregated"
+
+
+class Ran(NamedTuple):
+    """What is left when all requests are answered."""
+
+    book: Book
+    replicas: tuple[Replica, ...]
+    end_s: float
+    """From the first arrival to the last answer."""
+
+
+def simulate(
+    fleet: Fleet,
+    book: Book,
+    *,
+    concurrency: int | None = None,
+    apart_s: float = 0.0,
+    told: Callable[[int], None] = lambda done: None,
+) -> Ran:
+    """Answers every request of the book. `concurrency`: a closed loop of so many, a new one for each answer.
+
+    The book then says at the most when the first of them come. `apart_s` is the time between two requests that the
+    client of such a loop sends on the same occasion.
+    """
+    events: list[tuple[float, int]] = []
+    prefills = fleet.prefills
+    fronts = prefills or fleet.replicas
+    unit = fleet.router != "prefix"
+    holders: Holders | None = None if unit else {}
+    loads, behind = Loads(fronts), Loads(fleet.replicas - fronts)
+    load = loads.load
+    replicas = [
+        Replica(
+            index, book, fleet.steps, fleet.limits, events, load, unit=unit, hands_over=prefills > 0, holders=holders
+        )
+        for index in range(fronts)
+    ]  # fmt: skip
+    replicas += [
+        Replica(
+            fronts + place, book, fleet.steps, fleet.limits._replace(caches=False), events, behind.load, place=place
+        )
+        for place in range(fleet.replicas - fronts)
+    ]
+    total = len(book)
+    fit = _fitting(fleet, book)
+    arrivals = list(book.arrival)
+    if concurrency is not None:
+        arrivals = arrivals[:concurrency] or [apart_s * number for number in range(min(concurrency, total))]
+    elif len(arrivals) != total:
+        raise ValueError("an open loop needs an arrival for each request")
+    accept_s = fleet.steps.accept_s
+    route = _router(fleet, book, loads, holders)
+    wire = _Wire(fleet.transfer, book, events, behind, replicas[fronts:]) if prefills else None
+    nxt, waiting_for, now = 0, len(arrivals), 0.0
+    weight = book.weight
+    while True:
+        if nxt < waiting_for and (not events or arrivals[nxt] <= events[0][0]):
+            now = arrivals[nxt]
+            rid, nxt = nxt, nxt + 1
+            if not nxt % TOLD_EVERY:
+                told(nxt)
+            if not fit(rid):
+                book.refused.append(rid)
+                if concurrency is not None and waiting_for < total:
+                    arrivals.append(max(now, arrivals[-1]))
+                    waiting_for += 1
+                continue
+            to = route(rid)
+            load[to] += weight[rid]
+            loads.changed(to)
+            replicas[to].arrive(rid, now)
+            continue
+        if not events:
+            break
+        now, index = heappop(events)
+        if index < 0:
+            if wire is not None:
+                wire.arrive(index + total, now)
+            continue
+        replica = replicas[index]
+        if replica.due != now:
+            continue
+        replica.wake(now)
+        if replica.handed:
+            if wire is not None:
+                wire.send(index, replica.handed, now)
+            replica.handed.clear()
+            loads.changed(index)
+        if replica.left:
+            if concurrency is not None:
+                for number in range(min(len(replica.left), total - waiting_for)):
+                    arrivals.append(max(now + accept_s + apart_s * number, arrivals[-1]))
+                    waiting_for += 1
+            replica.left.clear()
+            if index < fronts:
+                loads.changed(index)
+            else:
+                behind.changed(index - fronts)
+    book.arrival = arrivals
+    return Ran(book, tuple(replicas), now)
+
+
+def _fitting(fleet: Fleet, book: Book) -> Callable[[int], bool]:
+    """Whether a request fits into an empty replica at all; engines refuse what does not."""
+    room = min(fleet.limits.kv_blocks * fleet.limits.block_tokens, fleet.limits.longest)
+    prompt, output = book.prompt, book.output
+    return lambda rid: prompt[rid] + output[rid] <= room
+
+
+def _router(fleet: Fleet, book: Book, loads: Loads, holders: Holders | None) -> Router:
+    if fleet.router == "random":
+        return by_chance(len(loads.load), fleet.seed)
+    return least_loaded(loads) if holders is None else prefix_aware(book, loads, holders)
+
+
+class _Wire:
+    """Between workers that compute prompts and workers that answer."""
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        book: Book,
+        events: list[tuple[float, int]],
+        loads: Loads,
+        workers: list[Replica],
+    ) -> None:
+        self._transfer, self._book, self._events = transfer, book, events
+        self._loads, self._workers = loads, workers
+        self._free_at: dict[int, float] = {}
+
+    def send(self, sender: int, rids: list[int], now: float) -> None:
+        at = max(now, self._free_at.get(sender, 0.0))
+        for rid in rids:
+            at += self._book.prompt[rid] * self._transfer.token_s
+            heappush(self._events, (at + self._transfer.fixed_s, rid - len(self._book)))
+        self._free_at[sender] = at
+
+    def arrive(self, rid: int, now: float) -> None:
+        """At the worker with the fewest requests."""
+        place = self._loads.least()
+        self._loads.load[place] += 1
+        self._loads.changed(place)
+        self._book.ready[rid] = 1
+        self._workers[place].arrive(rid, now)

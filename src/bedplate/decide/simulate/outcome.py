@@ -1,0 +1,91 @@
+"""What a simulated fleet did, as figures: latencies, goodput, use of the cache, cost and energy."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bedplate.decide.simulate.fleet import Fleet, Ran
+from bedplate.values.simulation import Outcome, Times
+from bedplate.values.workload import LatencyTarget
+
+MET = 0.95
+"""Of the requests, those that must be on target for a layout to meet it; `bench` looks for its knee with the same."""
+HOUR_S = 3600.0
+MILLION = 1e6
+
+
+class Paid(NamedTuple):
+    """What one card costs."""
+
+    price_per_hour: float | None = None
+    watts: float | None = None
+
+
+def percentile(ordered: list[float], share: float) -> float:
+    """By the nearest rank, so that it is a latency that some request had."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def times(seconds: list[float]) -> Times | None:
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    p50, p95, p99 = (percentile(ordered, share) * 1000 for share in (0.5, 0.95, 0.99))
+    return Times(mean=sum(ordered) / len(ordered) * 1000, p50=p50, p95=p95, p99=p99)
+
+
+def outcome(fleet: Fleet, ran: Ran, cards_each: int, target: LatencyTarget | None, paid: Paid) -> Outcome:
+    book, accept_s = ran.book, fleet.steps.accept_s
+    first_s, token_s, whole_s = [], [], []
+    ttft_s = target.ttft_ms / 1000 if target is not None and target.ttft_ms is not None else float("inf")
+    tpot_s = target.tpot_ms / 1000 if target is not None and target.tpot_ms is not None else float("inf")
+    good = good_tokens = tokens = 0
+    for came, first, done, made in zip(book.arrival, book.first, book.done, book.output, strict=True):
+        if done < 0.0:
+            continue
+        tokens += made
+        waited = first - came + accept_s
+        first_s.append(waited)
+        whole_s.append(done - came + accept_s)
+        each = 0.0
+        if made > 1:
+            each = (done - first) / (made - 1)
+            token_s.append(each)
+        if waited <= ttft_s and each <= tpot_s:
+            good += 1
+            good_tokens += made
+    answered, seconds = len(whole_s), max(ran.end_s, 1e-9) + accept_s
+    cards = cards_each * fleet.replicas
+    on_target = good / len(book) if target is not None and len(book) else None
+    prompts = sum(book.prompt)
+    room_s = seconds * sum(one.capacity for one in ran.replicas)
+    return Outcome(
+        layout=fleet.layout,
+        router=fleet.router,
+        replicas=fleet.replicas,
+        prefills=fleet.prefills,
+        cards=cards,
+        requests=len(book),
+        refused=len(book.refused),
+        seconds=seconds,
+        output_tok_s=tokens / seconds,
+        requests_per_s=answered / seconds,
+        on_target=on_target,
+        goodput_requests_s=good / seconds if target is not None else None,
+        goodput_tok_s=good_tokens / seconds if target is not None else None,
+        ttft_ms=times(first_s),
+        tpot_ms=times(token_s),
+        e2e_ms=times(whole_s),
+        kv_use_mean=min(1.0, sum(one.kv_block_s for one in ran.replicas) / room_s),
+        kv_use_peak=max(one.peak_blocks / one.capacity for one in ran.replicas),
+        busy_share=min(1.0, sum(one.busy_s for one in ran.replicas) / (seconds * len(ran.replicas))),
+        preemptions=sum(one.preemptions for one in ran.replicas),
+        cache_hit_share=min(1.0, sum(book.hits) / prompts) if book.hashes is not None and prompts else None,
+        cost_per_million_tokens=_per_million(paid.price_per_hour, cards * seconds / HOUR_S, tokens),
+        kwh_per_million_tokens=_per_million(paid.watts, cards * seconds / HOUR_S / 1000, tokens),
+        meets=on_target >= MET if on_target is not None else None,
+    )
+
+
+def _per_million(each: float | None, hours: float, tokens: int) -> float | None:
+    return each * hours / tokens * MILLION if each is not None and tokens else None

@@ -1,0 +1,172 @@
+"""Requests to simulate: a trace's own, or made up from a workload and a seed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+
+from bedplate.decide.simulate.book import Book
+from bedplate.errors import BadQuestion
+from bedplate.values.simulation import Traffic
+from bedplate.values.workload import RequestShape, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Requests, to be simulated any number of times: a book is written in, this is not."""
+
+    prompt: list[int]
+    output: list[int]
+    arrival: list[float]
+    """In order, from 0."""
+    hashes: list[tuple[Hashable, ...]] | None
+    hash_tokens: int
+    source: str
+    seed: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def requests_per_s(self) -> float | None:
+        """Of the gaps between arrivals; nothing where all come at once."""
+        if len(self.arrival) < 2 or self.arrival[-1] <= 0:
+            return None
+        return (len(self.arrival) - 1) / self.arrival[-1]
+
+    @property
+    def mean_prompt(self) -> float:
+        return sum(self.prompt) / len(self.prompt)
+
+    @property
+    def mean_output(self) -> float:
+        return sum(self.output) / len(self.output)
+
+    @property
+    def longest(self) -> int:
+        return max(prompt + output for prompt, output in zip(self.prompt, self.output, strict=True))
+
+    def book(self) -> Book:
+        return Book(self.prompt, self.output, self.arrival, self.hashes, self.hash_tokens)
+
+    def first(self, count: int) -> Stream:
+        """The beginning of it, at the same rate."""
+        if count >= len(self):
+            return self
+        return replace(
+            self,
+            prompt=self.prompt[:count],
+            output=self.output[:count],
+            arrival=self.arrival[:count],
+            hashes=self.hashes[:count] if self.hashes is not None else None,
+        )
+
+    def summary(self) -> Traffic:
+        return Traffic(
+            source=self.source,
+            requests=len(self),
+            requests_per_s=self.requests_per_s,
+            prompt_tokens=self.mean_prompt,
+            output_tokens=self.mean_output,
+            shared=self.hashes is not None,
+            seed=self.seed,
+        )
+
+
+def from_shapes(
+    shapes: Iterable[RequestShape],
+    source: str,
+    *,
+    rate: float | None = None,
+    most: int | None = None,
+    seed: int = 0,
+) -> Stream:
+    """A trace's requests in the order of their arrival; with `rate`, those arrivals stretched or pressed to it.
+
+    A trace without times gets arrivals by chance at that rate.
+    """
+    rows: list[tuple[float, int, int, tuple[Hashable, ...]]] = []
+    untimed = left_out = 0
+    block = 0
+    for shape in shapes:
+        if not shape.prompt_tokens or not shape.output_tokens:
+            left_out += 1
+            continue
+        untimed += shape.started_s is None
+        block = block or shape.prefix_block_tokens or 0
+        hashes = shape.prefix_hashes if shape.prefix_block_tokens == block else ()
+        rows.append((shape.started_s or 0.0, shape.prompt_tokens, shape.output_tokens, hashes))
+    if not rows:
+        raise BadQuestion(f"{source} has no requests with a prompt and an answer to simulate")
+    notes = [f"{left_out:,} requests without a prompt's or an answer's tokens are left out"] if left_out else []
+    drawn: int | None = None
+    if untimed:
+        if rate is None:
+            raise BadQuestion(f"{source} does not say when requests came", hint="--rate R: so many a second, by chance")
+        moments = poisson(len(rows), rate, random.Random(seed))  # noqa: S311
+        notes.append(f"the trace has no times: {rate:g} requests a second by chance")
+        drawn = seed
+    else:
+        rows.sort(key=lambda row: row[0])
+        moments = [row[0] - rows[0][0] for row in rows]
+        span = moments[-1]
+        if rate is not None and span > 0:
+            scale = (len(rows) - 1) / rate / span
+            moments = [moment * scale for moment in moments]
+            notes.append(f"the trace's arrivals are {'stretched' if scale > 1 else 'pressed'} to {rate:g} a second")
+    found = Stream(
+        prompt=[row[1] for row in rows],
+        output=[row[2] for row in rows],
+        arrival=moments,
+        hashes=[row[3] for row in rows] if block else None,
+        hash_tokens=block,
+        source=source,
+        seed=drawn,
+        notes=tuple(notes),
+    )
+    return found.first(most) if most is not None else found
+
+
+def synthetic(
+    workload: Workload,
+    requests: int,
+    rate: float,
+    *,
+    seed: int = 0,
+    spread: float = 0.0,
+    prefixes: int = 1,
+) -> Stream:
+    """Requests of the workload's lengths that come by chance (Poisson).
+
+    `spread` is the lengths' coefficient of variation (log-normal; 0: all alike); `prefixes`, how many different
+    beginnings of the workload's shared length there are.
+    """
+    draw = random.Random(seed)  # noqa: S311
+    prompt = _lengths(workload.prompt_tokens, spread, requests, draw)
+    output = _lengths(workload.output_tokens, spread, requests, draw)
+    shared = workload.shared_prefix_tokens
+    hashes: list[tuple[Hashable, ...]] | None = None
+    if shared:
+        names = [(number,) for number in range(prefixes)]
+        hashes = [names[int(draw.random() * prefixes)] for _ in range(requests)]
+        prompt = [max(one, shared + 1) for one in prompt]
+    return Stream(prompt, output, poisson(requests, rate, draw), hashes, shared, "synthetic", seed)
+
+
+def poisson(requests: int, rate: float, draw: random.Random) -> list[float]:
+    moments, now = [], 0.0
+    for _ in range(requests):
+        moments.append(now)
+        now += draw.expovariate(rate)
+    return moments
+
+
+def _lengths(mean: int, spread: float, count: int, draw: random.Random) -> list[int]:
+    if spread <= 0:
+        return [mean] * count
+    sigma = math.sqrt(math.log(1 + spread * spread))
+    middle = math.log(mean) - sigma * sigma / 2
+    return [max(1, round(draw.lognormvariate(middle, sigma))) for _ in range(count)]

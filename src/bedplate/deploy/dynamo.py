@@ -1,0 +1,412 @@
+"""NVIDIA Dynamo upon Kubernetes: a front end that knows every worker's cache, and workers that it routes to.
+
+Options and names by Dynamo's source of August 2026 (components/src/dynamo, deploy/operator) and its recipes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from bedplate.decide.estimate import expectation_for
+from bedplate.deploy.images import DYNAMO, DYNAMO_VERSION, Image
+from bedplate.deploy.kubernetes import Files, manifests, workload
+from bedplate.deploy.platform import Platform
+from bedplate.deploy.pods import (
+    QUEUE_LABEL,
+    Tree,
+    container_rights,
+    counted,
+    environment,
+    labels_of,
+    metadata,
+    mounts,
+    noted_arguments,
+    place,
+    resources,
+    rights,
+    volumes,
+    waiting,
+)
+from bedplate.deploy.queues import queue_of
+from bedplate.deploy.scaling import FULL, PROMETHEUS, QUIET_S, behaviour, bounds, replica_bounds
+from bedplate.deploy.served import DRAIN_S, GIB, Served, served, with_slots
+from bedplate.deploy.yaml_writer import Why, why
+from bedplate.engines.tensorrt_llm import OPTIONS_FILE
+from bedplate.errors import AnswerIsNo
+from bedplate.values import replaced
+from bedplate.values.intent import Deploy
+from bedplate.values.units import seconds
+
+MODULES = {"vllm": "dynamo.vllm", "sglang": "dynamo.sglang", "tensorrt-llm": "dynamo.trtllm"}
+FRAMEWORKS = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm"}
+SYSTEM_PORT = 9090
+EVENTS_PORT = 20080
+SERVER_OPTIONS = ("--host", "--port", "--tool-call-parser", "--reasoning-parser", "--tool_parser", "--reasoning_parser",
+                  "--shutdown-timeout")  # fmt: skip
+"""Of the engine's own HTTP server, which stays away: the front end is the server."""
+SERVER_FLAGS = ("--disable-uvicorn-access-log", "--enable-auto-tool-choice")
+TENSORRT_NAMES = {
+    "--max_seq_len": "--max-seq-len", "--max_batch_size": "--max-batch-size", "--max_num_tokens": "--max-num-tokens",
+    "--kv_cache_free_gpu_memory_fraction": "--free-gpu-memory-fraction", "--tp_size": "--tensor-parallel-size",
+    "--pp_size": "--pipeline-parallel-size", "--ep_size": "--expert-parallel-size",
+    "--extra_llm_api_options": "--extra-engine-args",
+}  # fmt: skip
+TOOLS = frozenset(["deepseek_v4", "qwen3_coder", "kimi_k3", "glm47", "kimi_k2", "minimax_m2", "hermes", "gemma4",
+                   "minimax_m3", "llama3_json"])  # fmt: skip
+REASONING = frozenset(["deepseek_v4", "qwen3", "kimi_k3", "glm45", "gemma4", "minimax_m2", "minimax_m3"])
+"""Parsers that its recipes name as the engines do."""
+RENAMED = {"openai": "harmony", "openai_gptoss": "gpt_oss"}
+LEAST_APART = 4
+"""Replicas from which on prompts get workers of their own unasked: with fewer, one kind would often be idle."""
+PROMPT_HEAVY = 2.0
+TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+EVENTS = {
+    "publisher": "zmq",
+    "topic": "kv-events",
+    "endpoint": f"tcp://*:{EVENTS_PORT}",
+    "enable_kv_cache_events": True,
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How replicas are divided, and why."""
+
+    prefill: int
+    decode: int
+    words: str
+
+    @property
+    def apart(self) -> bool:
+        return self.prefill > 0
+
+
+def dynamo(platform: Platform) -> Files:
+    units = [served(placed, platform.deploy) for placed in platform.services]
+    reasons = {unit.name: reason for unit in units if (reason := refused(unit)) is not None}
+    if len(reasons) == len(units):
+        first = next(iter(reasons.values()))
+        raise AnswerIsNo(first, hint="--emit kubernetes runs it; or --engine vllm on NVIDIA")
+    workloads: dict[str, Sequence[Tree]] = {}
+    for index, unit in enumerate(units):
+        if unit.name in reasons:
+            workloads[unit.name] = workload(unit, platform)
+        else:
+            units[index] = _as_dynamo(unit)
+            workloads[unit.name] = _graph(units[index], platform)
+    return manifests(platform, units, workloads, beside=reasons)
+
+
+def refused(unit: Served) -> str | None:
+    if unit.engine.id not in MODULES:
+        return f"Dynamo runs {', '.join(MODULES)}, and {unit.name} is planned with {unit.engine.name}"
+    if unit.plan.settings.device != "cuda":
+        return f"Dynamo's images are made for NVIDIA GPUs, and {unit.name} computes on {unit.plan.settings.device}"
+    if unit.plan.workload.task == "other":
+        return f"Dynamo serves no models of the task {unit.plan.workload.task}"
+    return None
+
+
+def _as_dynamo(unit: Served) -> Served:
+    note = (
+        f"Dynamo {DYNAMO_VERSION} brings its own build of {unit.engine.name}; the plan was made for "
+        f"{unit.plan.engine_version}"
+    )
+    return replace(unit, image=Image(DYNAMO[unit.engine.id], note, user=1000, group=0, python=True))
+
+
+def split_of(unit: Served, deploy: Deploy) -> Split:
+    """Workers for prompts and for answers, by the share of a replica's time that prompts take."""
+    share, words = prompt_share(unit)
+    work, count = unit.plan.workload, unit.replicas
+    # Every answer that is being written is held by some worker; those for prompts hold none for long.
+    holds = max(1, unit.placed.decision.max_concurrency // count)
+    least = -(-unit.placed.decision.in_flight // holds)
+    possible = work.task == "generate" and least < count
+    if deploy.layout == "disaggregated" and not possible:
+        answers = counted(unit.placed.decision.in_flight, "answer")
+        raise AnswerIsNo(
+            f"{unit.name} needs all of its {counted(count, 'worker')} to hold {answers} at once",
+            hint="deploy.layout: aggregated, or more cards",
+        )
+    heavy = work.prompt_tokens >= PROMPT_HEAVY * work.output_tokens
+    worth = heavy and count >= LEAST_APART and share is not None and 0.15 < share < 0.85
+    if deploy.layout == "aggregated" or not possible or (deploy.layout is None and not worth):
+        shape = f"{counted(count, 'worker')}, {work.prompt_tokens:,} tokens in and {work.output_tokens:,} out"
+        why_not = "as asked for" if deploy.layout == "aggregated" else f"prompts and answers share {shape}"
+        return Split(0, count, ". ".join(part for part in (why_not, words) if part))
+    prefill = max(1, round(count * (share if share is not None else 0.5)))
+    decode = max(least, count - prefill)
+    prefill = count - decode
+    held = f"{decode} hold the {unit.placed.decision.in_flight:,} answers in flight"
+    return Split(prefill, decode, f"{words or 'there is no estimate: half and half'}. {held}")
+
+
+def prompt_share(unit: Served) -> tuple[float | None, str]:
+    """Of the time that a replica works on a request, the part that its prompt takes; and the words for it."""
+    made = unit.placed.decision.estimate.output_tok_s
+    work = replaced(unit.plan.workload, concurrency=1, users=1, requests_per_s=None)
+    alone = expectation_for(
+        unit.placed.node, unit.placed.plan.model, unit.engine.id, unit.plan.parallelism, work, slots=1
+    )
+    if made is None or alone is None or made.value <= 0:
+        return None, ""
+    request_s = work.output_tokens * max(1, unit.placed.decision.parallelism.data) / made.value
+    share = min(1.0, alone.ttft_s / request_s)
+    words = (
+        f"By the estimate a replica works {seconds(request_s)} on a request, and {seconds(alone.ttft_s)} of it on its "
+        f"prompt: {share:.0%}"
+    )
+    return share, words
+
+
+def _graph(unit: Served, platform: Platform) -> list[Tree]:
+    deploy, queue = platform.deploy, queue_of(unit, platform)
+    split = split_of(unit, deploy)
+    workers = []
+    if not split.apart:
+        workers.append(_worker(unit, deploy, queue, "worker", split.decode))
+    else:
+        each = -(-unit.placed.decision.in_flight // split.decode)
+        workers.append(_worker(with_slots(unit, each), deploy, queue, "decode", split.decode))
+        workers.append(_worker(unit, deploy, queue, "prefill", split.prefill))
+    components = [_front_end(unit, deploy, queue), *workers]
+    graph = {
+        "apiVersion": "nvidia.com/v1beta1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": metadata(unit.name, deploy, labels_of(unit)),
+        "spec": {
+            "backendFramework": FRAMEWORKS[unit.engine.id],
+            "components": why(components, split.words),
+        },
+    }
+    return [*settings_of(unit, split, deploy), graph, *_scaled(unit, split, deploy)]
+
+
+def _front_end(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
+    waits = unit.grace_s - DRAIN_S
+    container: Tree = {
+        "name": "main",
+        "image": unit.image.name,
+        "command": ["python3", "-m", "dynamo.frontend"],
+        "env": [
+            why({"name": "DYN_ROUTER_MODE", "value": "kv"}, "to the worker that has most of the prompt in its cache"),
+            {"name": "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", "value": str(waits)},
+            why({"name": "DYN_MIGRATION_LIMIT", "value": "3"}, "a stream whose worker is lost goes on at another one"),
+            {"name": "HOME", "value": "/cache"},
+        ],
+        "resources": {"requests": {"cpu": 4, "memory": "8Gi"}, "limits": {"memory": "8Gi"}},
+        "securityContext": container_rights(),
+        "volumeMounts": [
+            why({"name": "models", "mountPath": "/models", "readOnly": True}, "its tokenizer is the model's"),
+            {"name": "cache", "mountPath": "/cache"},
+        ],
+    }
+    kept = [volume for volume in volumes(unit) if isinstance(volume, Mapping) and volume["name"] in ("models", "cache")]
+    spec: Tree = {
+        "terminationGracePeriodSeconds": why(unit.grace_s, unit.grace_words),
+        "securityContext": rights(unit.image),
+        "initContainers": [waiting(unit)],
+        "containers": [container],
+        "volumes": kept,
+    }
+    labels = labels_of(unit) | {"app.kubernetes.io/component": "frontend"}
+    return {
+        "name": "frontend",
+        "type": "frontend",
+        "replicas": why(1 if unit.replicas < LEAST_APART else 2, "it only routes and reads: one serves many workers"),
+        "podTemplate": {"metadata": {"labels": _queued(labels, queue)}, "spec": spec},
+    }
+
+
+def _worker(unit: Served, deploy: Deploy, queue: str | None, role: str, count: int) -> Tree:
+    scaled = role == "worker" and bounds(unit)[0] != bounds(unit)[1]
+    rdma = deploy.rdma if role != "worker" or unit.nodes > 1 else None
+    if unit.engine.id == "tensorrt-llm":
+        unit = replace(unit, files={OPTIONS_FILE: _trt_options(unit, role)})
+    container: Tree = {
+        "name": "main",
+        "image": why(unit.image.name, unit.image.note),
+        "command": ["python3", "-m", MODULES[unit.engine.id]],
+        "args": noted_arguments(unit, arguments(unit, role)),
+        "env": [
+            *(entry for entry in environment(unit) if entry["name"] != unit.engine.key_variable),
+            {"name": "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", "value": str(unit.grace_s - DRAIN_S)},
+        ],
+        "resources": resources(unit, rdma),
+        "startupProbe": why(
+            {
+                "httpGet": {"path": "/live", "port": SYSTEM_PORT},
+                "periodSeconds": 10,
+                "timeoutSeconds": 5,
+                "failureThreshold": unit.start_failures,
+            },
+            f"{unit.load_words}. {seconds(unit.start_failures * 10)} are allowed before the start is given up",
+        ),
+        "securityContext": container_rights(rdma is not None),
+        "volumeMounts": [mount for mount in mounts(unit) if mount["name"] != "shm"],
+    }
+    settings = f"{unit.name}-{role}" if unit.files else None
+    spec: Tree = {
+        "terminationGracePeriodSeconds": why(unit.grace_s, unit.grace_words),
+        "securityContext": rights(unit.image),
+        **place(unit),
+        "initContainers": [waiting(unit)],
+        "containers": [container],
+        "volumes": [volume for volume in volumes(unit, settings) if not isinstance(volume, Why)],
+    }
+    return {
+        "name": role,
+        "type": role,
+        "replicas": count,
+        "scalingAdapter": why({}, "the autoscaler below sets how many there are") if scaled else None,
+        "sharedMemorySize": why(f"{unit.shm_bytes // GIB}Gi", "what the ranks of one worker exchange through"),
+        "multinode": why({"nodeCount": unit.nodes}, f"{unit.cards} cards of each") if unit.nodes > 1 else None,
+        "podTemplate": {"metadata": {"labels": _queued(labels_of(unit), queue)}, "spec": spec},
+    }
+
+
+def _queued(labels: Tree, queue: str | None) -> Tree:
+    """Kueue knows no graphs, but takes pods one by one where they carry their queue."""
+    return labels | ({QUEUE_LABEL: queue} if queue is not None else {})
+
+
+def arguments(unit: Served, role: str) -> tuple[str, ...]:
+    """The engine's own options without its server's, and what Dynamo adds for the role."""
+    words = list(unit.launch.argv)
+    start = next(index for index, word in enumerate(words) if word.startswith("--"))
+    found = ["--model", unit.model_path] if unit.engine.id != "sglang" else []
+    if unit.engine.id == "tensorrt-llm":
+        found += ["--served-model-name", unit.plan.model.served_name]
+    index = start
+    while index < len(words):
+        word = words[index]
+        has_value = index + 1 < len(words) and not words[index + 1].startswith("--")
+        if word in SERVER_FLAGS or word in SERVER_OPTIONS or (word == "--model" and unit.engine.id == "vllm"):
+            index += 2 if has_value else 1
+            continue
+        found.append(TENSORRT_NAMES.get(word, word))
+        if has_value:
+            found.append(words[index + 1])
+        index += 2 if has_value else 1
+    return tuple(_paired([*found, *_role_options(unit, role), *_parsers(unit)]))
+
+
+def _role_options(unit: Served, role: str) -> list[str]:
+    apart = role in ("prefill", "decode")
+    if unit.engine.id == "tensorrt-llm":
+        return [
+            *(["--disaggregation-mode", role] if apart else []),
+            *(["--publish-kv-events"] if role != "decode" else []),
+        ]
+    if unit.plan.workload.task != "generate":
+        return ["--embedding-worker"] if unit.plan.workload.task == "embed" else ["--classify-worker"]
+    found = ["--kv-events-config", json.dumps(EVENTS, separators=(",", ":"))] if role != "decode" else []
+    # The router counts in blocks of 16 tokens, as vLLM does by itself.
+    found += ["--page-size", "16"] if unit.engine.id == "sglang" else []
+    if not apart:
+        return found
+    if unit.engine.id == "vllm":
+        return [
+            *found,
+            "--disaggregation-mode",
+            role,
+            "--kv-transfer-config",
+            json.dumps(TRANSFER, separators=(",", ":")),
+        ]
+    return [
+        *found, "--disaggregation-mode", role, "--disaggregation-transfer-backend", "nixl",
+        "--disaggregation-bootstrap-port", "30001",
+    ]  # fmt: skip
+
+
+def _parsers(unit: Served) -> list[str]:
+    words = list(unit.launch.argv)
+    found: list[str] = []
+    for names, option, known in (
+        (("--tool-call-parser", "--tool_parser"), "--dyn-tool-call-parser", TOOLS | {"harmony"}),
+        (("--reasoning-parser", "--reasoning_parser"), "--dyn-reasoning-parser", REASONING | {"gpt_oss"}),
+    ):
+        said = next((words[index + 1] for index, word in enumerate(words) if word in names), None)
+        name = RENAMED.get(said, said) if said is not None else None
+        found += [option, name] if name in known and name is not None else []
+    return found
+
+
+def _paired(words: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    index = 0
+    while index < len(words):
+        if index + 1 < len(words) and not words[index + 1].startswith("--"):
+            found.append(f"{words[index]}={words[index + 1]}")
+            index += 2
+        else:
+            found.append(words[index])
+            index += 1
+    return found
+
+
+def _trt_options(unit: Served, role: str) -> str:
+    """What differs by role stands in its file: a worker for prompts cannot overlap, and both hand their cache over."""
+    lines = [unit.files[OPTIONS_FILE].rstrip("\n"), "backend: pytorch"]
+    if role != "worker":
+        lines += [f"disable_overlap_scheduler: {'true' if role == 'prefill' else 'false'}"]
+        lines += ["cache_transceiver_config:", "  backend: DEFAULT"]
+    return "\n".join(lines) + "\n"
+
+
+def settings_of(unit: Served, split: Split, deploy: Deploy) -> list[Tree]:
+    """The files of TensorRT-LLM's workers, one for each role."""
+    if unit.engine.id != "tensorrt-llm":
+        return []
+    roles = ("decode", "prefill") if split.apart else ("worker",)
+    return [
+        {
+            "apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(f"{unit.name}-{role}", deploy),
+            "data": {OPTIONS_FILE: _trt_options(unit, role)},
+        }
+        for role in roles
+    ]  # fmt: skip
+
+
+def _scaled(unit: Served, split: Split, deploy: Deploy) -> list[Tree]:
+    """Workers by the requests that wait for their first token, and by those that are answered."""
+    least, most = bounds(unit)
+    if least == most or split.apart:
+        # Of workers of two kinds the ratio matters as much as the number: Dynamo's planner keeps both.
+        return []
+    of = f'{{dynamo_namespace="{metadata("", deploy)["namespace"]}-{unit.name}"}}'
+    each = max(1, round(FULL * unit.at_once))
+    return [
+        {
+            "apiVersion": "keda.sh/v1alpha1",
+            "kind": "ScaledObject",
+            "metadata": metadata(unit.name, deploy),
+            "spec": {
+                "scaleTargetRef": {
+                    "apiVersion": "nvidia.com/v1alpha1",
+                    "kind": "DynamoGraphDeploymentScalingAdapter",
+                    "name": why(f"{unit.name}-worker", "the operator makes it for the component named worker"),
+                },
+                **replica_bounds(unit),
+                "pollingInterval": 15,
+                "cooldownPeriod": QUIET_S,
+                "advanced": behaviour(unit),
+                "triggers": [
+                    {
+                        "type": "prometheus",
+                        "name": "requests",
+                        "metadata": {
+                            "serverAddress": deploy.prometheus or PROMETHEUS,
+                            "query": f"sum(dynamo_frontend_active_requests{of})",
+                            "threshold": why(
+                                str(each), f"{FULL:.0%} of the {unit.at_once:,} that a worker computes at once"
+                            ),
+                        },
+                    }
+                ],
+            },
+        }
+    ]

@@ -1,0 +1,184 @@
+"""A gateway with the inference extension: requests go to the replica that has most of the prompt in its cache."""
+
+from __future__ import annotations
+
+from bedplate.deploy.images import ENDPOINT_PICKER
+from bedplate.deploy.pods import Tree, container_rights, metadata, selecting
+from bedplate.deploy.served import PORT, Served
+from bedplate.deploy.yaml_writer import document, why
+from bedplate.errors import AnswerIsNo
+from bedplate.values.intent import Deploy
+
+READS = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm-serve"}
+"""Engines whose metrics the endpoint picker knows, as it calls them."""
+PICKER_PORT, HEALTH_PORT, METRICS_PORT = 9002, 9003, 9090
+CONFIG = "picker.yaml"
+
+
+def inference_pool(unit: Served, deploy: Deploy, services: int) -> list[Tree]:
+    """The pool of a service's pods, the picker that chooses among them, and the route to it."""
+    if unit.engine.id not in READS:
+        raise AnswerIsNo(
+            f"{unit.name}: the endpoint picker does not read the metrics of {unit.engine.name}",
+            hint=f"deploy.gateway is for {', '.join(READS)}; leave it out, and the Service stands before the pods",
+        )
+    picker = f"{unit.name}-picker"
+    return [
+        {
+            "apiVersion": "inference.networking.k8s.io/v1",
+            "kind": "InferencePool",
+            "metadata": metadata(unit.name, deploy, selecting(unit)),
+            "spec": {
+                "selector": {"matchLabels": selecting(unit, leader=True)},
+                "targetPorts": [{"number": PORT}],
+                "endpointPickerRef": {
+                    "name": picker,
+                    "port": {"number": PICKER_PORT},
+                    "failureMode": why("FailOpen", "without the picker, any replica still answers"),
+                },
+            },
+        },
+        _route(unit, deploy, services),
+        *_rights(picker, deploy),
+        _config(unit, picker, deploy),
+        _deployment(unit, picker, deploy),
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": metadata(picker, deploy),
+            "spec": {
+                "selector": {"app.kubernetes.io/name": picker},
+                "ports": [{"name": "grpc", "port": PICKER_PORT, "targetPort": "grpc", "appProtocol": "http2"}],
+            },
+        },
+        _policy(picker, deploy),
+    ]
+
+
+def _route(unit: Served, deploy: Deploy, services: int) -> Tree:
+    namespace, _, name = (deploy.gateway or "").rpartition("/")
+    parent = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": name, "namespace": namespace or None}
+    pool = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": unit.name}
+    rule: Tree = {"matches": [{"path": {"type": "PathPrefix", "value": "/"}}]}
+    if services > 1:
+        rewrite = {"path": {"type": "ReplacePrefixMatch", "replacePrefixMatch": "/"}}
+        rule = {
+            "matches": [{"path": {"type": "PathPrefix", "value": f"/{unit.name}"}}],
+            "filters": [{"type": "URLRewrite", "urlRewrite": rewrite}],
+        }
+    rule |= {"backendRefs": [pool], "timeouts": {"request": why(f"{unit.grace_s}s", unit.grace_words)}}
+    return {
+        "apiVersion": "gateway.networking.k8s.io/v1",
+        "kind": "HTTPRoute",
+        "metadata": metadata(unit.name, deploy),
+        "spec": {"parentRefs": [parent], "rules": [rule]},
+    }
+
+
+def _rights(picker: str, deploy: Deploy) -> list[Tree]:
+    api = "rbac.authorization.k8s.io/v1"
+    look = ["get", "list", "watch"]
+    rules = [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": look},
+        {"apiGroups": ["inference.networking.k8s.io"], "resources": ["inferencepools"], "verbs": look},
+        {"apiGroups": ["llm-d.ai"], "resources": ["inferenceobjectives", "inferencemodelrewrites"], "verbs": look},
+    ]
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": picker}
+    account = {"kind": "ServiceAccount", "name": picker, "namespace": metadata(picker, deploy)["namespace"]}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata(picker, deploy)},
+        {"apiVersion": api, "kind": "Role", "metadata": metadata(picker, deploy), "rules": rules},
+        {
+            "apiVersion": api, "kind": "RoleBinding", "metadata": metadata(picker, deploy), "roleRef": role,
+            "subjects": [account],
+        },
+    ]  # fmt: skip
+
+
+def _config(unit: Served, picker: str, deploy: Deploy) -> Tree:
+    weights = {"queue-scorer": 2, "kv-cache-utilization-scorer": 2, "prefix-cache-scorer": 3}
+    path = unit.metrics.path if unit.metrics is not None else "/metrics"
+    extractor: Tree = {"type": "core-metrics-extractor"}
+    if READS[unit.engine.id] != "vllm":
+        extractor["parameters"] = {"defaultEngine": READS[unit.engine.id]}
+    config = {
+        "apiVersion": "llm-d.ai/v1alpha1",
+        "kind": "EndpointPickerConfig",
+        "plugins": [
+            *({"type": name} for name in weights),
+            {"type": "metrics-data-source", "parameters": {"scheme": "http", "path": path}},
+            extractor,
+        ],
+        "schedulingProfiles": [
+            {
+                "name": "default",
+                "plugins": [{"pluginRef": name, "weight": weight} for name, weight in weights.items()],
+            }
+        ],
+    }
+    return {
+        "apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(picker, deploy),
+        "data": {CONFIG: document(config)},
+    }  # fmt: skip
+
+
+def _deployment(unit: Served, picker: str, deploy: Deploy) -> Tree:
+    own = {"app.kubernetes.io/name": picker}
+    probe = {"grpc": {"port": HEALTH_PORT, "service": "inference-extension"}}
+    container: Tree = {
+        "name": "picker",
+        "image": ENDPOINT_PICKER,
+        "args": [
+            f"--pool-name={unit.name}", f"--pool-namespace={metadata('', deploy)['namespace']}",
+            "--pool-group=inference.networking.k8s.io", f"--config-file=/config/{CONFIG}",
+            f"--grpc-health-port={HEALTH_PORT}", "--zap-encoder=json", "--tracing=false",
+            "--metrics-endpoint-auth=false",
+        ],
+        "env": [
+            {"name": "NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
+            {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        ],
+        "ports": [
+            {"name": "grpc", "containerPort": PICKER_PORT},
+            {"name": "grpc-health", "containerPort": HEALTH_PORT},
+            {"name": "metrics", "containerPort": METRICS_PORT},
+        ],
+        "livenessProbe": {**probe, "initialDelaySeconds": 5, "periodSeconds": 10},
+        "readinessProbe": {**probe, "periodSeconds": 2},
+        "resources": {"requests": {"cpu": 1, "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
+        "securityContext": container_rights(),
+        "volumeMounts": [{"name": "config", "mountPath": "/config", "readOnly": True}],
+    }  # fmt: skip
+    spec: Tree = {
+        "serviceAccountName": picker,
+        "terminationGracePeriodSeconds": why(unit.grace_s, "as long as the pods of its pool"),
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [container],
+        "volumes": [{"name": "config", "configMap": {"name": picker}}],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(picker, deploy, own),
+        "spec": {
+            "replicas": why(1, "what it knows of caches is its own: a second one would know half"),
+            "selector": {"matchLabels": own},
+            "template": {"metadata": {"labels": own}, "spec": spec},
+        },
+    }
+
+
+def _policy(picker: str, deploy: Deploy) -> Tree:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(picker, deploy),
+        "spec": {
+            "podSelector": {"matchLabels": {"app.kubernetes.io/name": picker}},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [
+                {"ports": [{"port": PICKER_PORT, "protocol": "TCP"}, {"port": METRICS_PORT, "protocol": "TCP"}]}
+            ],
+            "egress": why([{}], "the API server, and the pods whose metrics it reads"),
+        },
+    }

@@ -1,0 +1,141 @@
+"""What is to be written down: services with their plans, the pools that they stand on, and the tenants."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bedplate.decide import plan as planned
+from bedplate.decide.portfolio import machine_of
+from bedplate.engines.base import short_name
+from bedplate.errors import AnswerIsNo
+from bedplate.facts.chips import chip_of
+from bedplate.values import Decision, Hardware, Model, Plan, Workload
+from bedplate.values.intent import Deploy, Intent, Pool, Tenant
+from bedplate.values.portfolio import Portfolio
+
+NO_NETWORK = ("none", "no", "")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One service where it runs."""
+
+    name: str
+    plan: Plan
+    decision: Decision
+    pool: Pool
+    node: Hardware
+    """The pool as one machine; its CPU and memory are a node's."""
+    spare: int
+    """Accelerators of the pool that nobody has taken; of a pool of CPUs, nodes."""
+    tenants: tuple[str, ...] = ()
+    copies: int = 1
+    """How many of the plan stand beside each other, beyond its own replicas."""
+
+
+@dataclass(frozen=True)
+class Platform:
+    services: tuple[Placed, ...]
+    pools: tuple[Pool, ...]
+    tenants: tuple[Tenant, ...] = ()
+    deploy: Deploy = field(default_factory=Deploy)
+
+
+def one_service(intent: Intent, hardware: Hardware, model: Model, workload: Workload, decision: Decision) -> Platform:
+    """A machine, or a row of them, with one model."""
+    plan = planned(decision, model, workload)
+    name = slug(short_name(model))
+    pool = _pool_of(intent, hardware)
+    layout = decision.parallelism
+    used = layout.tensor * layout.pipeline * layout.data
+    spare = max(0, len(hardware.accelerators) - used) if hardware.accelerators else 0
+    placed = Placed(name, plan, decision, pool, hardware, spare)
+    return Platform((placed,), (pool,), intent.tenants, intent.deploy)
+
+
+def many_services(
+    intent: Intent, found: Portfolio, models: Sequence[Model], hardware: Hardware | None = None
+) -> Platform:
+    """A portfolio whose services have all found a place: in pools, or beside each other on one machine."""
+    lost = [placement.service for placement in found.placements if placement.pool is None]
+    if lost:
+        raise AnswerIsNo(
+            f"nothing is written: {_listed(lost)} {'has' if len(lost) == 1 else 'have'} no place",
+            cause="no pool holds it beside the others",
+            hint="a larger pool, fewer users, or a smaller model; bedplate plan -f FILE shows what would fit",
+        )
+    alone = _pool_of(intent, hardware) if hardware is not None and not intent.pools else None
+    pools = {pool.name: pool for pool in intent.pools}
+    names = _names([placement.service for placement in found.placements])
+    services = []
+    for name, asked, model, placement in zip(names, intent.services, models, found.placements, strict=True):
+        plan = planned(placement.decision, model, asked.workload)
+        if alone is not None and hardware is not None:
+            services.append(
+                Placed(name, plan, placement.decision, alone, hardware, 0, asked.tenants, max(1, asked.replicas))
+            )
+            continue
+        pool = pools[str(placement.pool)]
+        node = machine_of(pool, pool.count)
+        services.append(Placed(name, plan, placement.decision, pool, node, found.free[pool.name], asked.tenants))
+    return Platform(tuple(services), intent.pools or ((alone,) if alone else ()), intent.tenants, intent.deploy)
+
+
+def spans_nodes_without_network(placed: Placed, cards: int) -> str | None:
+    """Why a replica of so many cards cannot be, where it needs a network and there is none."""
+    per_node = cards_per_node(placed)
+    if cards <= per_node or (placed.pool.network or "none").lower() not in NO_NETWORK:
+        return None
+    return (
+        f"one replica of {placed.name} needs {cards} cards, a node of {placed.pool.name} has {per_node}, "
+        "and no network between the nodes is named"
+    )
+
+
+def cards_per_node(placed: Placed) -> int:
+    if placed.pool.gpus_per_node is not None:
+        return placed.pool.gpus_per_node
+    return max(1, placed.node.cards_per_node)
+
+
+def slug(text: str, most: int = 40) -> str:
+    """A name as Kubernetes takes it: lower case, digits and dashes, a letter first."""
+    made = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:most].rstrip("-")
+    return made if made[:1].isalpha() else f"m-{made}".rstrip("-")
+
+
+def _names(wanted: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for name in map(slug, wanted):
+        number = 2
+        unique = name
+        while unique in found:
+            unique, number = f"{name}-{number}", number + 1
+        found.append(unique)
+    return found
+
+
+def _pool_of(intent: Intent, hardware: Hardware) -> Pool:
+    """One machine on paper, or this one, as a pool."""
+    network = intent.hardware.get("network") if isinstance(intent.hardware, dict) else None
+    first = hardware.accelerators[0] if hardware.accelerators else None
+    if first is None:
+        cores, ram_gb = hardware.cpu.logical_cores, hardware.memory.total_bytes / 2**30
+        return Pool(name="nodes", cpu=hardware.cpu.name, cores=cores, ram_gb=ram_gb, os=hardware.os)
+    chip = chip_of(first)
+    return Pool(
+        name="nodes",
+        accelerator=chip.name if chip is not None else first.name,
+        count=len(hardware.accelerators),
+        gpus_per_node=hardware.cards_per_node,
+        network=str(network) if network is not None else None,
+        ram_gb=hardware.memory.total_bytes / 2**30,
+        cores=hardware.cpu.logical_cores,
+        os=hardware.os,
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,300 @@
+"""Pods and what every pod of a service needs: its container, probes, volumes, rights and place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bedplate.deploy.images import Image
+from bedplate.deploy.served import DRAIN_S, DRAINS, GIB, MODELS, PORT, SETTINGS, Served, Step
+from bedplate.deploy.yaml_writer import Why, why
+from bedplate.values.intent import Deploy
+from bedplate.values.units import seconds
+
+Tree = dict[str, Any]
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+TOKEN = "hf-token"  # noqa: S105 - the name of a Secret, not one
+KEY = "engine-key"
+NAMESPACE = "inference"
+
+
+def metadata(name: str, deploy: Deploy, labels: Mapping[str, str] | None = None) -> Tree:
+    return {"name": name, "namespace": deploy.namespace or NAMESPACE, "labels": dict(labels) if labels else None}
+
+
+def labels_of(unit: Served, queue: str | None = None) -> Tree:
+    found = selecting(unit) | {"app.kubernetes.io/version": unit.plan.engine_version}
+    return found | ({QUEUE_LABEL: queue} if queue else {})
+
+
+def selecting(unit: Served, leader: bool = False) -> Tree:
+    """What tells its pods from all others; of several that make one replica, the one that answers."""
+    found = _named(unit) | {"app.kubernetes.io/component": "engine"}
+    return found | ({"role": "leader"} if leader and unit.nodes > 1 else {})
+
+
+def model_labels(unit: Served) -> Tree:
+    """Of the pods that fill the volume."""
+    return _named(unit) | {"app.kubernetes.io/component": "model"}
+
+
+def _named(unit: Served) -> Tree:
+    return {"app.kubernetes.io/name": unit.engine.id.replace(".", "-"), "app.kubernetes.io/instance": unit.name}
+
+
+def pod_spec(unit: Served, deploy: Deploy, engine: Tree) -> Tree:
+    """The pod around an engine's container."""
+    spec: Tree = {
+        "serviceAccountName": unit.name,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": why(unit.grace_s, unit.grace_words),
+        "securityContext": rights(unit.image),
+        **place(unit),
+        "initContainers": [waiting(unit)],
+        "containers": [engine],
+        "volumes": volumes(unit),
+    }
+    if unit.replicas > 1 and unit.nodes == 1:
+        spec["topologySpreadConstraints"] = [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": selecting(unit)},
+            }
+        ]
+    return spec
+
+
+def engine_container(unit: Served, argv: tuple[Sequence[str], Sequence[str]] | None = None, *, answers: bool = True,
+                     rdma: str | None = None) -> Tree:  # fmt: skip
+    """The engine itself. Of several pods that make one replica, only one answers requests and probes."""
+    command, arguments = argv or unit.program
+    container: Tree = {
+        "name": "engine",
+        "image": why(unit.image.name, unit.image.note) if unit.image.note else unit.image.name,
+        "imagePullPolicy": "IfNotPresent",
+        "command": list(command),
+        "args": noted_arguments(unit, arguments),
+        "env": environment(unit),
+        "ports": [{"name": "http", "containerPort": PORT}] if answers else None,
+        "resources": resources(unit, rdma),
+        **(probes(unit) if answers else {}),
+        "lifecycle": leaving(unit) if answers else None,
+        "securityContext": container_rights(rdma is not None),
+        "volumeMounts": mounts(unit),
+    }
+    return container
+
+
+def noted_arguments(unit: Served, arguments: Sequence[str]) -> list[object]:
+    """With the reasons for those figures that a person would ask about."""
+    layout, decision = unit.plan.parallelism, unit.placed.decision
+    work = unit.plan.workload
+    reasons = {
+        ("--max-num-seqs", "--max-running-requests", "--max_batch_size", "--parallel", "--max-batch-size", "--slots"):
+            f"{decision.in_flight:,} requests in flight over {counted(max(1, decision.parallelism.data), 'replica')}; "
+            f"one holds {unit.at_once:,} of {work.request_tokens:,} tokens",
+        ("--max-model-len", "--context-length", "--max_seq_len", "--session-len", "--max-total-tokens", "--context"):
+            f"the longest request: {work.prompt_tokens:,} and {work.output_tokens:,} tokens are usual",
+        ("--tensor-parallel-size", "--tp-size", "--tp_size", "--num-shard", "--tp"):
+            f"{layout.tensor} cards hold the weights and the cache of one replica",
+    }  # fmt: skip
+    found: list[object] = []
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        reason = next((text for names, text in reasons.items() if name in names), None)
+        found.append(why(argument, reason) if reason is not None else argument)
+    return found
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def environment(unit: Served) -> list[Tree]:
+    """Weights come from the volume, and whatever is written goes to a folder of its own."""
+    fixed = {"HOME": "/cache", "USER": "engine", **unit.launch.env}
+    found: list[Tree] = [{"name": name, "value": value} for name, value in fixed.items()]
+    if unit.engine.key_variable is not None:
+        found.append(secret(unit.engine.key_variable, KEY, "key"))
+    return found
+
+
+def secret(variable: str, name: str, key: str) -> Tree:
+    """Out of a Secret that may be missing: none is written here."""
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key, "optional": True}}}
+
+
+def resources(unit: Served, rdma: str | None = None) -> Tree:
+    memory = f"{unit.memory_bytes // GIB}Gi"
+    own: Tree = {unit.selector.resource: unit.cards} if unit.selector.resource is not None else {}
+    own |= {rdma: 1} if rdma is not None else {}
+    told = "its processes, /dev/shm, and room to read weights through" if unit.cards else "weights, cache and overhead"
+    return {
+        "requests": {"cpu": unit.cpu_cores, "memory": why(memory, told), **own},
+        # No limit on the CPU: an engine that is throttled between two steps keeps its GPUs waiting.
+        "limits": {"memory": memory, **own},
+    }
+
+
+def probes(unit: Served) -> Tree:
+    get = {"httpGet": {"path": unit.launch.health_path, "port": "http"}}
+    allowed = seconds(unit.start_failures * 10)
+    return {
+        "startupProbe": why(
+            {**get, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": unit.start_failures},
+            f"{unit.load_words}. {allowed} are allowed before the start is given up",
+        ),
+        "readinessProbe": {**get, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3},
+        "livenessProbe": why(
+            {**get, "periodSeconds": 15, "timeoutSeconds": 10, "failureThreshold": 8},
+            "a full batch may delay an answer; only an engine that is silent for two minutes is started anew",
+        ),
+    }
+
+
+def leaving(unit: Served) -> Tree:
+    if unit.engine.id in DRAINS:
+        return {"preStop": {"sleep": {"seconds": DRAIN_S}}}
+    wait_s = max(DRAIN_S, unit.grace_s - 15)
+    words = f"{unit.engine.name} ends at once when it is asked to: what it has begun is waited for here"
+    return {"preStop": why({"sleep": {"seconds": wait_s}}, words)}
+
+
+def rights(image: Image) -> Tree:
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": image.user,
+        "runAsGroup": image.group,
+        "fsGroup": image.user,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_rights(locks_memory: bool = False) -> Tree:
+    capabilities: Tree = {"drop": ["ALL"]}
+    if locks_memory:
+        capabilities["add"] = [why("IPC_LOCK", "RDMA registers memory, which it must be allowed to keep in place")]
+    return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
+
+
+def place(unit: Served) -> Tree:
+    """Nodes with the cards that the plan was made for, and with no others."""
+    chosen = unit.selector
+    found: Tree = {}
+    if len(chosen.values) == 1:
+        found["nodeSelector"] = {chosen.label: chosen.values[0]}
+    else:
+        term = {"matchExpressions": [{"key": chosen.label, "operator": "In", "values": list(chosen.values)}]}
+        found["affinity"] = {
+            "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+        }
+    if chosen.resource is not None:
+        found["tolerations"] = [{"key": chosen.resource, "operator": "Exists", "effect": "NoSchedule"}]
+    return found
+
+
+def volumes(unit: Served, settings: str | None = None) -> list[object]:
+    claim = {"claimName": model_claim(unit), "readOnly": True}
+    found: list[object] = [
+        {"name": "models", "persistentVolumeClaim": claim},
+        {"name": "cache", "emptyDir": {}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    if unit.shm_bytes:
+        limit = f"{unit.shm_bytes // GIB}Gi"
+        words = (
+            "the ranks of one replica exchange through it" if unit.cards > 1 else "its processes exchange through it"
+        )
+        found.append(why({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": limit}}, words))
+    if unit.files:
+        found.append({"name": "settings", "configMap": {"name": settings or unit.name}})
+    return found
+
+
+def mounts(unit: Served) -> list[Tree]:
+    found: list[Tree] = [
+        {"name": "models", "mountPath": MODELS, "readOnly": True},
+        {"name": "cache", "mountPath": "/cache"},
+        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a folder of the container
+    ]
+    found += [{"name": "shm", "mountPath": "/dev/shm"}] if unit.shm_bytes else []  # noqa: S108
+    return found + ([{"name": "settings", "mountPath": SETTINGS, "readOnly": True}] if unit.files else [])
+
+
+def waiting(unit: Served) -> Tree:
+    """Until the model is there; pods may be started before it is."""
+    script = f"until [ -e {marker(unit)} ]; do echo the model is not there yet; sleep 10; done"
+    return {
+        "name": "model",
+        "image": unit.image.name,
+        "command": ["sh", "-c", script],
+        "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"memory": "64Mi"}},
+        "securityContext": container_rights(),
+        "volumeMounts": [{"name": "models", "mountPath": MODELS, "readOnly": True}],
+    }
+
+
+def marker(unit: Served) -> str:
+    return f"{unit.model_path}.complete"
+
+
+def model_claim(unit: Served) -> str:
+    return f"{unit.name}-model"
+
+
+def filling_job(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
+    """Fetches the model, and converts it where the plan says so; a finished one is not run again."""
+    labels = model_labels(unit)
+    last = {
+        "name": "complete",
+        "image": unit.steps[-1].image,
+        "command": ["sh", "-c", f"test -e {unit.model_path} && touch {marker(unit)}"],
+        "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"memory": "64Mi"}},
+        "securityContext": container_rights(),
+        "volumeMounts": [{"name": "models", "mountPath": MODELS}],
+    }
+    needs_cards = any(step.cards for step in unit.steps)
+    spec: Tree = {
+        "restartPolicy": "OnFailure",
+        "serviceAccountName": unit.name,
+        "automountServiceAccountToken": False,
+        "securityContext": rights(unit.image),
+        **(place(unit) if needs_cards else {}),
+        "initContainers": [_step(unit, step) for step in unit.steps],
+        "containers": [last],
+        "volumes": [
+            {"name": "models", "persistentVolumeClaim": {"claimName": model_claim(unit)}},
+            {"name": "cache", "emptyDir": {}},
+        ],
+    }
+    own = metadata(model_claim(unit), deploy, labels | ({QUEUE_LABEL: queue} if queue else {}))
+    template = {"metadata": {"labels": labels}, "spec": spec}
+    return {
+        "apiVersion": "batch/v1", "kind": "Job", "metadata": own, "spec": {"backoffLimit": 4, "template": template},
+    }  # fmt: skip
+
+
+def _step(unit: Served, step: Step) -> Why:
+    memory = 8 * GIB
+    if step.name == "convert":
+        # A converter holds the weights that it reads on the host, whatever it computes on.
+        memory = unit.memory_bytes + unit.plan.model.weight_bytes // GIB * GIB
+    own: Tree = {unit.selector.resource: step.cards} if step.cards and unit.selector.resource is not None else {}
+    cpu = unit.cpu_cores if step.cards or step.name == "convert" else 2
+    env = [{"name": name, "value": value} for name, value in {"HOME": "/cache", "USER": "engine", **step.env}.items()]
+    container = {
+        "name": step.name,
+        "image": step.image,
+        "command": list(step.command),
+        "env": [*env, *([secret("HF_TOKEN", TOKEN, "token")] if step.name == "fetch" else [])],
+        "resources": {
+            "requests": {"cpu": cpu, "memory": f"{memory // GIB}Gi", **own},
+            "limits": {"memory": f"{memory // GIB}Gi", **own},
+        },
+        "securityContext": container_rights(),
+        "volumeMounts": [{"name": "models", "mountPath": MODELS}, {"name": "cache", "mountPath": "/cache"}],
+    }
+    return why(container, step.note)

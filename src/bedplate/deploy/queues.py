@@ -1,0 +1,178 @@
+"""Kueue: a flavor for each kind of node, a queue for each tenant with its share, and one for what all of them use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bedplate.decide.portfolio import machine_of
+from bedplate.deploy.platform import Platform, slug
+from bedplate.deploy.pods import Tree, metadata
+from bedplate.deploy.served import GIB, NODE_SHARE, Selector, Served, selector_of
+from bedplate.deploy.yaml_writer import why
+from bedplate.facts.chips import chip_of
+from bedplate.values.intent import Deploy, Pool
+
+API = "kueue.x-k8s.io/v1beta2"
+SHARED = "shared-services"
+COHORT = "bedplate"
+JOB_CORES, JOB_GIB = 4, 16
+"""Beside a service, what fills its volume and chooses among its replicas."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    cards: int = 0
+    cores: int = 0
+    gib: int = 0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.cards + other.cards, self.cores + other.cores, self.gib + other.gib)
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """All nodes with the same cards, whatever pool they are in."""
+
+    name: str
+    selector: Selector
+    has: Amount
+
+
+def queue_of(unit: Served, platform: Platform) -> str | None:
+    """The queue that a service stands in: its tenant's own, or the one that all share."""
+    if not platform.tenants:
+        return None
+    return slug(unit.placed.tenants[0]) if len(unit.placed.tenants) == 1 else SHARED
+
+
+def queues(platform: Platform, units: Sequence[Served]) -> list[Tree]:
+    flavors = _flavors(platform.pools)
+    takes = {flavor.name: _taken(units, platform, flavor) for flavor in flavors}
+    shares = _shares(platform)
+    found: list[Tree] = [_resource_flavor(flavor) for flavor in flavors]
+    shared = any(queue_of(unit, platform) == SHARED for unit in units)
+    for name in [*([SHARED] if shared else []), *shares]:
+        quotas: dict[str, tuple[Amount, str]] = {}
+        for flavor in flavors:
+            kept = takes[flavor.name].get(SHARED, Amount())
+            if name == SHARED:
+                quotas[flavor.name] = (kept, "what the services that several tenants call take")
+            else:
+                quotas[flavor.name] = _portion(name, shares, flavor, kept, takes[flavor.name].get(name, Amount()))
+        found += [_cluster_queue(name, quotas, flavors), _local_queue(name, platform.deploy)]
+    return found
+
+
+def _flavors(pools: Sequence[Pool]) -> list[Flavor]:
+    found: dict[str, Flavor] = {}
+    for pool in pools:
+        name, selector = _kind(pool)
+        node = machine_of(pool, pool.count)
+        has = Amount(
+            pool.count if selector.resource is not None else 0,
+            int(NODE_SHARE * node.cpu.logical_cores * pool.nodes),
+            int(NODE_SHARE * node.memory.total_bytes / GIB * pool.nodes),
+        )
+        found[name] = Flavor(name, selector, found[name].has + has if name in found else has)
+    return list(found.values())
+
+
+def _kind(pool: Pool) -> tuple[str, Selector]:
+    node = machine_of(pool, pool.count)
+    chip = chip_of(node.accelerators[0]) if node.accelerators else None
+    selector = selector_of(node, chip)
+    return slug(chip.name if chip is not None else pool.accelerator or f"cpu-{selector.values[0]}"), selector
+
+
+def _taken(units: Sequence[Served], platform: Platform, flavor: Flavor) -> dict[str, Amount]:
+    """What the services of each queue take of a flavor, at as many replicas as were planned."""
+    found: dict[str, Amount] = {}
+    for unit in units:
+        if _kind(unit.placed.pool)[0] != flavor.name:
+            continue
+        pods = unit.replicas * unit.nodes
+        takes = Amount(unit.cards * pods, unit.cpu_cores * pods + JOB_CORES, unit.memory_bytes // GIB * pods + JOB_GIB)
+        queue = str(queue_of(unit, platform))
+        found[queue] = found.get(queue, Amount()) + takes
+    return found
+
+
+def _shares(platform: Platform) -> dict[str, float]:
+    """As stated; what nobody has claimed is divided among those who said nothing."""
+    said = {slug(tenant.name): tenant.share for tenant in platform.tenants}
+    left = max(0.0, 1.0 - sum(share or 0.0 for share in said.values()))
+    silent = sum(share is None for share in said.values())
+    return {name: share if share is not None else left / silent for name, share in said.items()}
+
+
+def _portion(name: str, shares: Mapping[str, float], flavor: Flavor, kept: Amount, own: Amount) -> tuple[Amount, str]:
+    """One tenant's part of what the shared services leave, and the words for it."""
+    rest = Amount(*(max(0, has - took) for has, took in zip(_parts(flavor.has), _parts(kept), strict=True)))
+    cards, cores, gib = (_divided(amount, shares)[name] for amount in _parts(rest))
+    words = f"{shares[name]:.0%} of the {rest.cards} that shared services leave" if kept.cards else (
+        f"{shares[name]:.0%} of {rest.cards}"
+    )  # fmt: skip
+    if own.cards > cards:
+        words += f"; its own services take {own.cards}, the rest of it borrowed"
+    return Amount(cards, cores, gib), words
+
+
+def _parts(amount: Amount) -> tuple[int, int, int]:
+    return amount.cards, amount.cores, amount.gib
+
+
+def _divided(count: int, shares: Mapping[str, float]) -> dict[str, int]:
+    """In whole numbers, by the largest remainder."""
+    exact = {name: count * share for name, share in shares.items()}
+    found = {name: int(value + 1e-9) for name, value in exact.items()}
+    left = round(sum(exact.values())) - sum(found.values())
+    for name in sorted(exact, key=lambda one: (found[one] - exact[one], one))[: max(0, left)]:
+        found[name] += 1
+    return found
+
+
+def _resource_flavor(flavor: Flavor) -> Tree:
+    chosen = flavor.selector
+    spec: Tree = {"nodeLabels": {chosen.label: chosen.values[0]}}
+    if chosen.resource is not None:
+        spec["tolerations"] = [{"key": chosen.resource, "operator": "Exists", "effect": "NoSchedule"}]
+    return {"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": flavor.name}, "spec": spec}
+
+
+def _cluster_queue(name: str, quotas: Mapping[str, tuple[Amount, str]], flavors: Sequence[Flavor]) -> Tree:
+    resources = list(dict.fromkeys(one.selector.resource for one in flavors if one.selector.resource is not None))
+    listed: list[object] = []
+    for flavor in flavors:
+        amount, words = quotas[flavor.name]
+        entries: list[object] = [
+            {"name": "cpu", "nominalQuota": amount.cores},
+            {"name": "memory", "nominalQuota": f"{amount.gib}Gi"},
+        ]
+        for resource in resources:
+            mine = resource == flavor.selector.resource
+            limit = flavor.has.cards - amount.cards if mine else None
+            quota: object = why(amount.cards, words) if mine else 0
+            entries.append({"name": resource, "nominalQuota": quota, "borrowingLimit": limit})
+        listed.append({"name": flavor.name, "resources": entries})
+    return {
+        "apiVersion": API,
+        "kind": "ClusterQueue",
+        "metadata": {"name": name},
+        "spec": {
+            "cohortName": why(COHORT, "what one queue leaves idle, the others may borrow"),
+            "namespaceSelector": {},
+            "queueingStrategy": "BestEffortFIFO",
+            "preemption": {
+                "reclaimWithinCohort": why("Any", "a share is theirs when all are busy: what was lent comes back"),
+                "withinClusterQueue": "LowerPriority",
+            },
+            "resourceGroups": [{"coveredResources": ["cpu", "memory", *resources], "flavors": listed}],
+        },
+    }
+
+
+def _local_queue(name: str, deploy: Deploy) -> Tree:
+    return {
+        "apiVersion": API, "kind": "LocalQueue", "metadata": metadata(name, deploy), "spec": {"clusterQueue": name},
+    }  # fmt: skip

@@ -1,0 +1,478 @@
+"""A service as containers: image, command, files, times and resources, whatever is to run them."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+
+from bedplate.deploy.images import CONVERTER, HUB_PACKAGE, PYTHON, Image, image_for
+from bedplate.deploy.platform import NO_NETWORK, Placed, cards_per_node, spans_nodes_without_network
+from bedplate.engines import Engine
+from bedplate.engines import engine as engine_by_id
+from bedplate.engines.base import made_path, short_name
+from bedplate.engines.ollama import creating, modelfile
+from bedplate.engines.shared import COMPRESSOR
+from bedplate.engines.tensorrt_llm import OPTIONS_FILE, options
+from bedplate.errors import AnswerIsNo
+from bedplate.facts.chips import Chip, chip_of
+from bedplate.values import Hardware, Launch, Plan, Preparation, replaced
+from bedplate.values.fit import DeviceNeed
+from bedplate.values.intent import Deploy
+from bedplate.values.units import seconds, size
+
+GIB = 1 << 30
+MODELS, SETTINGS = "/models", "/etc/engine"
+PORT = 8000
+STORE = f"{MODELS}/ollama"
+"""Ollama serves what is in a store of its own, which lies on the volume too."""
+SLOW_VOLUME_BYTES_S = 0.4e9
+"""A network volume on a bad day: 3 Gbit/s."""
+START_S = {
+    "vllm": 150.0, "sglang": 120.0, "tensorrt-llm": 240.0, "tgi": 90.0, "lmdeploy": 60.0, "llama.cpp": 10.0,
+    "ollama": 10.0, "exllamav2": 900.0, "exllamav3": 900.0,
+}  # fmt: skip
+"""Beside reading weights: imports, compilation, captured graphs, a first batch. Assumed; on a CPU vLLM took 45 to 70 s
+and llama.cpp 1 to 3 s. Those that compile kernels at their first start took minutes of several cores."""
+OTHER_START_S = 60.0
+NODE_SHARE = 0.9
+"""Of a node's cores and memory, what is left to pods."""
+PATIENCE = 1.5
+MOST_TIMES = 4
+"""Of the replicas that were planned, so many times as many at the most, however much a pool has left."""
+SLOW_TPOT_S = 0.1
+"""Between two tokens, where nothing is known: slower than people read."""
+LEAST_GRACE_S = 60
+DRAIN_S = 15
+"""Until everything that sends requests has heard that a pod is going."""
+JOINS_VALUES = frozenset(["vllm", "sglang", "tensorrt-llm", "tgi", "lmdeploy"])
+"""They take --option=value, which is one line of a file instead of two."""
+DRAINS = frozenset(["vllm", "sglang", "tgi"])
+"""They finish what they have begun when they are asked to end."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What the engine tells of its load: names in PromQL."""
+
+    path: str = "/metrics"
+    running: str | None = None
+    waiting: str | None = None
+    kv_use: str | None = None
+
+
+METRICS = {
+    "vllm": Metrics(
+        running="vllm:num_requests_running", waiting="vllm:num_requests_waiting", kv_use="vllm:kv_cache_usage_perc"
+    ),
+    "sglang": Metrics(
+        running="sglang:num_running_reqs", waiting="sglang:num_queue_reqs", kv_use="sglang:token_usage"
+    ),
+    "tensorrt-llm": Metrics(path="/prometheus/metrics", kv_use="trtllm_kv_cache_utilization"),
+    "tgi": Metrics(running="tgi_batch_current_size", waiting="tgi_queue_size"),
+    "lmdeploy": Metrics(
+        running="lmdeploy:num_requests_running", waiting="lmdeploy:num_requests_waiting",
+        kv_use="lmdeploy:gpu_cache_usage_perc",
+    ),
+    "llama.cpp": Metrics(running="llamacpp:requests_processing", waiting="llamacpp:requests_deferred"),
+}  # fmt: skip
+OWN_SERVERS = ("onnxruntime", "mistral.rs", "exllamav2", "exllamav3")
+OWN_METRICS = Metrics(running="bedplate_engine_requests_running", waiting="bedplate_engine_requests_waiting")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What fills the volume, in order, before the first start."""
+
+    name: str
+    image: str
+    command: tuple[str, ...]
+    note: str
+    cards: int = 0
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Which nodes, and what of them is asked for."""
+
+    resource: str | None
+    label: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Served:
+    placed: Placed
+    engine: Engine
+    plan: Plan
+    """Of one replica, with paths as they are inside of a container."""
+    launch: Launch
+    image: Image
+    replicas: int
+    most_replicas: int
+    nodes: int
+    """Pods of one replica; more than one share its weights."""
+    cards: int
+    """Of one pod."""
+    files: dict[str, str]
+    """Mounted under SETTINGS."""
+    steps: tuple[Step, ...]
+    selector: Selector
+
+    @property
+    def name(self) -> str:
+        return self.placed.name
+
+    @property
+    def model_path(self) -> str:
+        """The file or folder on the volume that the engine is given."""
+        if self.engine.id == "ollama":
+            return STORE
+        if self.plan.weights.made == "converted":
+            return on_volume(made_path(self.plan))
+        return self.plan.model_path
+
+    @property
+    def metrics(self) -> Metrics | None:
+        return OWN_METRICS if self.engine.id in OWN_SERVERS else METRICS.get(self.engine.id)
+
+    @property
+    def weight_bytes(self) -> int:
+        """As the engine reads them: what all devices hold of one replica, or what the files have."""
+        if self.plan.weights.made != "converted" or self.placed.decision.memory is None:
+            return self.plan.model.weight_bytes
+        layout = self.plan.parallelism
+        cards = max(1, layout.tensor * layout.pipeline)
+        needs = self.placed.decision.memory.devices
+        return sum(need.weights_bytes * min(need.count, cards) for need in needs)
+
+    @property
+    def load_s(self) -> float:
+        """From the container's start until it answers, with a slow volume."""
+        return START_S.get(self.engine.id, OTHER_START_S) + self.weight_bytes / self.nodes / SLOW_VOLUME_BYTES_S
+
+    @property
+    def load_words(self) -> str:
+        start = START_S.get(self.engine.id, OTHER_START_S)
+        share = f" of {self.nodes} pods each its part" if self.nodes > 1 else ""
+        return (
+            f"{size(self.weight_bytes)}{share} from a volume of {size(SLOW_VOLUME_BYTES_S)}/s, and about "
+            f"{seconds(start)} for {self.engine.name} itself: {seconds(self.load_s)}"
+        )
+
+    @property
+    def longest_s(self) -> float:
+        """The longest answer that a request may ask for, at the slow end of the estimate."""
+        expected = self.placed.decision.estimate
+        tpot_s = expected.tpot_ms.high / 1000 if expected.tpot_ms is not None else SLOW_TPOT_S
+        ttft_s = expected.ttft_ms.high / 1000 if expected.ttft_ms is not None else 10 * SLOW_TPOT_S
+        return ttft_s + self.longest_tokens * tpot_s
+
+    @property
+    def longest_tokens(self) -> int:
+        work = self.plan.workload
+        if work.task != "generate":
+            return 1
+        return max(work.output_tokens, self.plan.settings.context_tokens - work.prompt_tokens)
+
+    @property
+    def grace_s(self) -> int:
+        return _rounded(DRAIN_S + self.longest_s * 1.2, 30, LEAST_GRACE_S)
+
+    @property
+    def grace_words(self) -> str:
+        known = self.placed.decision.estimate.tpot_ms is not None
+        basis = "the slow end of the estimate" if known else "100 ms a token, since nothing is known"
+        answer = f"the longest answer, {self.longest_tokens:,} tokens" if self.longest_tokens > 1 else "one request"
+        return f"{answer}, takes {seconds(self.longest_s)} at {basis}; {DRAIN_S} s until nobody sends more"
+
+    @property
+    def start_failures(self) -> int:
+        """Probes of ten seconds until a start is given up."""
+        return max(6, math.ceil(self.load_s * PATIENCE / 10))
+
+    @property
+    def at_once(self) -> int:
+        """Requests that one replica computes at once without letting any wait."""
+        resident = self.placed.decision.max_concurrency // max(1, self.placed.decision.parallelism.data)
+        return max(1, min(self.plan.settings.slots, resident or self.plan.settings.slots))
+
+    @property
+    def shm_bytes(self) -> int:
+        return 0 if self.plan.settings.device == "cpu" else (16 if self.cards > 1 else 2) * GIB
+
+    @property
+    def cpu_cores(self) -> int:
+        if self.plan.settings.device == "cpu":
+            wanted = self.plan.settings.threads or self.placed.node.cpu.allowed_physical_cores
+            return max(1, min(wanted, int(NODE_SHARE * self.placed.node.cpu.logical_cores)))
+        each = max(1, min(8, int(NODE_SHARE * self.placed.node.cpu.logical_cores / cards_per_node(self.placed))))
+        return max(2, each * self.cards)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the host: processes, shared memory, what stays beside the cards, and room to read weights through."""
+        host = sum(need.high_bytes for need in self._needs() if need.device == "host")
+        processes = round(1.5 * self.engine.uses.process_bytes * (self.cards + 1))
+        if self.plan.settings.device == "cpu":
+            return _gibs(1.1 * max(host, processes))
+        return _gibs(host + processes + self.shm_bytes + 8 * GIB)
+
+    def _needs(self) -> tuple[DeviceNeed, ...]:
+        memory = self.placed.decision.memory
+        return memory.devices if memory is not None else ()
+
+    @property
+    def volume_bytes(self) -> int:
+        """What was downloaded, and what is made of it; a fifth more, since volumes and models grow."""
+        disks = [step.disk_bytes or 0 for step in self.launch.prepare if step.kind == "convert"]
+        return _gibs(1.2 * (self.plan.model.weight_bytes + sum(disks)), 10)
+
+    @property
+    def program(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Command and arguments, an argument being a whole option where the engine takes it so."""
+        argv = self.launch.argv
+        cut = next((index for index, word in enumerate(argv) if word.startswith("--")), len(argv))
+        command, rest = argv[:cut], argv[cut:]
+        if self.engine.id == "vllm":
+            # Without it, answers that are being written are cut off when the engine is asked to end.
+            rest = (*rest, "--shutdown-timeout", str(self.grace_s - DRAIN_S - 5))
+        return command, tuple(_joined(rest)) if self.engine.id in JOINS_VALUES else rest
+
+
+def served(placed: Placed, deploy: Deploy, *, whole: bool = False) -> Served:
+    """The containers of one service; `whole` keeps all replicas in one of them, as one machine runs it."""
+    engine = engine_by_id(placed.plan.engine)
+    device = placed.plan.settings.device
+    if placed.node.os != "linux":
+        raise _cannot(placed, f"containers are run on Linux, and {placed.pool.name} has {placed.node.os}")
+    layout = placed.plan.parallelism
+    each = layout.tensor * layout.pipeline if device != "cpu" else 0
+    if reason := spans_nodes_without_network(placed, each):
+        raise AnswerIsNo(
+            reason, hint="network: InfiniBand NDR 400 in the pool, larger nodes, or a smaller quantization"
+        )
+    first = placed.node.accelerators[0] if placed.node.accelerators and device != "cpu" else None
+    chip = chip_of(first) if first is not None else None
+    gfx = chip.gfx if chip is not None else None
+    image = image_for(engine, device, gfx, placed.node.cpu.arch, deploy.registry)
+    if image is None:
+        raise _cannot(placed, f"there is no image of {engine.name} for {device}, and none can be built of its packages")
+    replicas = 1 if whole else max(1, layout.data) * placed.copies
+    plan = _inside(placed.plan, data=layout.data if whole else 1)
+    cards = each * (layout.data if whole else 1)
+    nodes = max(1, -(-cards // cards_per_node(placed))) if cards else 1
+    launch = _launch(engine, plan, image)
+    spare = placed.spare // each if each else placed.spare
+    result = Served(
+        placed=placed, engine=engine, plan=plan, launch=launch, image=image, replicas=replicas,
+        most_replicas=min(replicas + spare, MOST_TIMES * replicas), nodes=nodes, cards=-(-cards // nodes),
+        files=_files(engine, plan), steps=(), selector=selector_of(placed.node, chip, device == "cpu"),
+    )  # fmt: skip
+    return _with_steps(result)
+
+
+def selector_of(node: Hardware, chip: Chip | None, on_cpu: bool = False) -> Selector:
+    """By the labels that the vendors' own discovery puts onto nodes."""
+    first = node.accelerators[0] if node.accelerators and not on_cpu else None
+    if first is None:
+        arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(node.cpu.arch, node.cpu.arch)
+        return Selector(None, "kubernetes.io/arch", (arch,))
+    names = chip.driver_names if chip is not None and chip.driver_names else (first.name,)
+    if first.vendor == "amd":
+        return Selector("amd.com/gpu", "amd.com/gpu.product-name", tuple(_label(name, "_") for name in names))
+    if first.vendor == "intel":
+        return Selector("gpu.intel.com/xe", "intel.feature.node.kubernetes.io/gpu", ("true",))
+    return Selector("nvidia.com/gpu", "nvidia.com/gpu.product", tuple(_label(name, "-") for name in names))
+
+
+def _label(name: str, space: str) -> str:
+    return name.replace(" ", space).replace("(", "").replace(")", "")[:63]
+
+
+def has_network(placed: Placed) -> bool:
+    return (placed.pool.network or "none").lower() not in NO_NETWORK
+
+
+def _cannot(placed: Placed, reason: str) -> AnswerIsNo:
+    return AnswerIsNo(
+        f"{placed.name} cannot be written as containers: {reason}",
+        hint="another engine with --engine, or --emit command",
+    )
+
+
+def _inside(plan: Plan, data: int) -> Plan:
+    """The plan with the model on the volume."""
+    model = plan.model
+    if model.files:
+        first = PurePath(model.files[0])
+        kept = on_volume(first.name) if first.suffix == ".gguf" else f"{on_volume(first.parent.name)}/{first.name}"
+    elif model.format == "gguf" or (plan.weights.format == "gguf" and plan.weights.made == "as it is"):
+        kept = on_volume(f"{short_name(model)}.gguf")
+    else:
+        kept = f"{on_volume(short_name(model))}/config.json"
+    return replaced(
+        plan,
+        model=replaced(model, files=(kept,)),
+        parallelism=replaced(plan.parallelism, data=data),
+    )
+
+
+def with_slots(unit: Served, slots: int) -> Served:
+    """The same service, each replica of which computes so many requests at once."""
+    plan = replaced(unit.plan, settings=replaced(unit.plan.settings, slots=slots))
+    return replace(unit, plan=plan, launch=_launch(unit.engine, plan, unit.image))
+
+
+def on_volume(name: str) -> str:
+    """Where a file or folder lies on the volume; names that a shell would read otherwise lose what is odd."""
+    return f"{MODELS}/{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
+
+
+def _launch(engine: Engine, plan: Plan, image: Image) -> Launch:
+    """The engine's own command, as it reads inside of its image."""
+    launch = engine.launch(plan, PORT)
+    argv = list(launch.argv)
+    if argv[0] == "docker":
+        argv = ["text-generation-launcher", *argv[argv.index(image.name) + 1 :]]
+    made = made_path(plan) if plan.weights.made == "converted" else None
+    named = {"127.0.0.1": "0.0.0.0", OPTIONS_FILE: f"{SETTINGS}/{OPTIONS_FILE}"}  # noqa: S104
+    named |= {made: on_volume(made)} if made is not None else {}
+    argv = [named.get(word, word) for word in argv]
+    if argv[0].endswith("llama-server"):
+        argv[0] = "/app/llama-server"
+    elif argv[0] == "sglang-server":
+        argv[0] = "sglang"
+    elif argv[0] == "python":
+        argv[0] = "python3"
+    env = {name: value.replace("127.0.0.1", "0.0.0.0") for name, value in launch.env.items()}  # noqa: S104
+    if engine.id == "ollama":
+        # It clears out what no manifest names when it starts, and the volume cannot be written to.
+        env |= {"OLLAMA_MODELS": STORE, "OLLAMA_NOPRUNE": "1"}
+    return replaced(launch, argv=tuple(argv), env=env)
+
+
+def _files(engine: Engine, plan: Plan) -> dict[str, str]:
+    if engine.id != "tensorrt-llm":
+        return {}
+    # Without it there is no Prometheus text at all.
+    return {OPTIONS_FILE: f"{options(plan)}return_perf_metrics: true\n"}
+
+
+def _with_steps(unit: Served) -> Served:
+    return replace(unit, steps=tuple(_steps(unit)))
+
+
+def _steps(unit: Served) -> Iterator[Step]:
+    """How the volume comes to hold the model: fetched, or copied by a person; then converted where the plan says so."""
+    placed, plan = unit.placed, unit.plan
+    if placed.plan.source is not None:
+        raise _cannot(placed, "its weights are unpacked from a GGUF file first")
+    yield from _fetched(unit)
+    if unit.engine.id == "ollama":
+        yield _stored(unit)
+    elif plan.weights.made == "converted":
+        yield _converted(unit)
+
+
+def _stored(unit: Served) -> Step:
+    """Ollama's store takes a model from a running server alone: one runs for as long as that takes."""
+    file = shlex.quote(modelfile(unit.plan))
+    name, quantize = creating(unit.plan)[2], creating(unit.plan)[5:]
+    script = (
+        f"[ -e {STORE}/manifests ] && exit 0; printf %s {file} > /cache/Modelfile; ollama serve & "
+        "until ollama list > /dev/null 2>&1; do sleep 1; done; "
+        f"{shlex.join(['ollama', 'create', name, '--file', '/cache/Modelfile', *quantize])}"
+    )
+    env = {"OLLAMA_MODELS": STORE}
+    return Step("store", unit.image.name, ("sh", "-c", script), f"{unit.plan.model.name} as {name}, once", env=env)
+
+
+def _fetched(unit: Served) -> Iterator[Step]:
+    origin, target = unit.placed.plan.model, unit.plan.model_path
+    folder = target if not target.endswith(".gguf") else MODELS
+    if origin.files or origin.format in ("gguf", "facts") or "/" not in origin.name:
+        where = origin.files[0] if origin.files else origin.name
+        script = f"until [ -e {target} ]; do sleep 10; done"
+        yield Step(
+            "wait", PYTHON, ("sh", "-c", script),
+            f"{where} is on no hub: copy it to {target} with kubectl cp while this waits",
+        )  # fmt: skip
+        return
+    code = f"from huggingface_hub import snapshot_download as get; get({origin.name!r}, local_dir={folder!r})"
+    command: tuple[str, ...] = ("python3", "-c", code)
+    if not unit.image.python:
+        command = ("uvx", "--from", HUB_PACKAGE, "python", "-c", code)
+    note = f"{size(origin.weight_bytes)}; a second run finds it there and fetches nothing"
+    # The engine's own image has the hub's client: fetching with it brings the image to a node as well.
+    yield Step("fetch", unit.image.name if unit.image.python else PYTHON, command, note, env={"HF_HOME": "/cache"})
+
+
+def _converted(unit: Served) -> Step:
+    plan, made = unit.plan, unit.model_path
+    label, source = plan.weights.label, plan.model_path
+    steps = [step for step in unit.launch.prepare if step.kind == "convert"]
+    note = f"{plan.model.name} to {label}, once"
+    if unit.engine.id == "llama.cpp":
+        return Step("convert", CONVERTER, ("sh", "-c", _to_gguf(source, made, label)), note)
+    if plan.weights.format == "safetensors" and steps and steps[-1].argv[:2] == ("python", "-c"):
+        script = steps[-1].argv[2].replace(repr(made_path(plan)), repr(made))
+        command = f"pip install --quiet --user {COMPRESSOR} && python3 -c {shlex.quote(script)}"
+        return Step("convert", unit.image.name, ("sh", "-c", command), note, cards=unit.cards)
+    if unit.engine.id == "tensorrt-llm" and steps:
+        script = f"[ -e {made} ] || ({_CLONED} && {_command(steps[-1], plan, made)})"
+        return Step("convert", unit.image.name, ("sh", "-c", script), note, cards=unit.cards)
+    if unit.image.dockerfile is not None and steps and all(step.within is None for step in steps):
+        command = " && ".join(_command(step, plan, made) for step in steps)
+        cards = unit.cards if plan.settings.device != "cpu" else 0
+        return Step("convert", unit.image.name, ("sh", "-c", command), note, cards=cards)
+    raise _cannot(
+        unit.placed,
+        f"{label} weights are made with tools that are in no image; a checkpoint that is {label} already needs none",
+    )
+
+
+_CLONED = (
+    # The image has its library; the program that the plan names is an example of it, by the version that it asks for.
+    "git clone --depth 1 --branch 0.37.0 https://github.com/NVIDIA/TensorRT-Model-Optimizer /cache/modelopt && "
+    "cd /cache/modelopt/examples/llm_ptq"
+)
+
+
+def _command(step: Preparation, plan: Plan, made: str) -> str:
+    words = [word.replace(made_path(plan), made) for word in step.argv]
+    return shlex.join(["python3" if words[0] == "python" else words[0], *words[1:]])
+
+
+def _to_gguf(folder: str, made: str, label: str) -> str:
+    plain = {"Q8_0": "q8_0", "F16": "f16", "BF16": "bf16"}
+    first = made if label in plain or label in ("MXFP4", "NVFP4") else f"{made}.16-bit"
+    outtype = plain.get(label, "auto")
+    convert = f"python3 /app/convert_hf_to_gguf.py {folder} --outfile {first} --outtype {outtype}"
+    if first == made:
+        return f"[ -e {made} ] || {convert}"
+    return f"[ -e {made} ] || ({convert} && /app/llama-quantize {first} {made} {label} && rm {first})"
+
+
+def _joined(words: tuple[str, ...]) -> Iterator[str]:
+    index = 0
+    while index < len(words):
+        value = words[index + 1] if index + 1 < len(words) else "--"
+        if words[index].startswith("--") and not value.startswith("--"):
+            yield f"{words[index]}={value}"
+            index += 2
+        else:
+            yield words[index]
+            index += 1
+
+
+def _rounded(value: float, step: int, least: int) -> int:
+    return max(least, math.ceil(value / step) * step)
+
+
+def _gibs(value: float, step: int = 2) -> int:
+    return _rounded(value / GIB, step, step) * GIB

@@ -1,0 +1,92 @@
+"""The work that an endpoint really had, from the shapes of its requests that the store keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from bedplate import store
+from bedplate.errors import AnswerIsNo
+from bedplate.facts.traces import BYTES_PER_TOKEN, BadRows
+from bedplate.facts.workload import TraceMeter
+from bedplate.values.record import replaced
+from bedplate.values.traffic import PREFIX_BLOCK_BYTES, ServedRequest
+from bedplate.values.units import seconds
+from bedplate.values.workload import RequestShape, TraceSummary
+
+MODEL_APIS = frozenset(["chat", "completions", "responses", "messages", "embeddings"])
+"""Where a model computes something; counting tokens is no work."""
+
+
+def observed(
+    span_s: float, *, model: str | None = None, tenant: str | None = None, path: Path | None = None
+) -> TraceSummary:
+    """What was asked in the last `span_s` seconds, summarised like any other trace."""
+    since_s = time.time() - span_s
+    counts = _Counts()
+    rows = store.requests(since_s, model=model, tenant=tenant, path=path)
+    for row in rows:
+        counts.add(row)
+    if not counts.requests:
+        whose = f" for {model}" if model is not None else ""
+        raise AnswerIsNo(
+            f"no request{whose} was answered in the last {_span(span_s)}",
+            hint="name a longer span, or another model; bedplate usage --since all shows what there was",
+        )
+    meter = TraceMeter()
+    rows = store.requests(since_s, model=model, tenant=tenant, path=path)
+    meter.take(_shapes(rows, counts.block_tokens))
+    summary = meter.summary(f"the endpoint, last {_span(span_s)}", "bedplate", BadRows("the store"))
+    if counts.turned_away:
+        said = f"{counts.turned_away:,} requests that were turned away are not counted"
+        summary = replaced(summary, notes=(*summary.notes, said))
+    return summary
+
+
+class _Counts:
+    """What must be known of all rows before the first is taken."""
+
+    def __init__(self) -> None:
+        self.requests = self.turned_away = 0
+        self._bytes = self._tokens = 0
+
+    def add(self, row: ServedRequest) -> None:
+        if row.outcome == "turned_away":
+            self.turned_away += 1
+        elif row.api in MODEL_APIS:
+            self.requests += 1
+            if row.prompt_tokens and row.text_bytes:
+                self._bytes += row.text_bytes
+                self._tokens += row.prompt_tokens
+
+    @property
+    def block_tokens(self) -> int:
+        """Blocks are cut by bytes; this is how many tokens one had, by the engine's own count."""
+        per_byte = self._tokens / self._bytes if self._bytes else 1 / BYTES_PER_TOKEN
+        return max(1, round(PREFIX_BLOCK_BYTES * per_byte))
+
+
+def _shapes(rows: Iterator[ServedRequest], block_tokens: int) -> Iterator[RequestShape]:
+    for row in rows:
+        if row.outcome == "turned_away" or row.api not in MODEL_APIS:
+            continue
+        yield RequestShape(
+            started_s=row.at_s,
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=row.completion_tokens,
+            cached_tokens=row.cached_tokens,
+            ttft_ms=row.ttft_ms,
+            duration_ms=row.duration_ms,
+            prefix_hashes=row.prefix_hashes,
+            prefix_block_tokens=block_tokens if row.prefix_hashes else None,
+            tenant=row.tenant,
+            model=row.model,
+            outcome="error" if row.outcome == "failed" else row.outcome,
+        )
+
+
+def _span(span_s: float) -> str:
+    if span_s >= 3600:
+        return f"{span_s / 3600:g} h"
+    return seconds(span_s)

@@ -1,0 +1,354 @@
+"""Are a challenger's answers as good? Next tokens after fixed prefixes, beside the reference and the engine in service.
+
+docs/agreement.md says why next tokens, and what stored bits explain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from bedplate import store
+from bedplate.errors import OutsideFailed
+from bedplate.measure.agreement import (
+    CLEAR_GAP,
+    LEAST_SPACES,
+    QUICK_TOKENS,
+    Answer,
+    Comparison,
+    Failed,
+    Pairs,
+    Said,
+    ask,
+    compare,
+    floor_for,
+    judged,
+    quick_ones,
+    read_answer,
+    stored_bits,
+    verdict_of,
+)
+from bedplate.measure.garbled import garbled
+from bedplate.measure.likelihood import read_listed
+from bedplate.measure.prefixes import fixed_prefixes, spread
+from bedplate.measure.reference import Known, reference_for
+from bedplate.store import fingerprint
+from bedplate.values import Hardware, Plan
+from bedplate.values.agreement import Agreement
+from bedplate.values.migration import Checked, Stage
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from bedplate.measure.reference import Reference
+
+ASKED = 48
+ASKED_IN_SERVICE = 24
+"""Of the engine in service, which has clients: short ones, of which the challenger is asked the same."""
+MOST_CHARACTERS = 160
+IN_FLIGHT = 2
+"""Beside clients, whose requests come first."""
+AT_ONCE = 8
+IN_SERVICE_S, LEAST_ASKED = 15.0, 8
+CHECK_S, LEAST_CHECKED = 45.0, 24
+"""How long is asked at the most, once there are so many answers."""
+ALTERNATIVES = 2
+UNCLEAR_FLOORS = ((16.0, 0.90), (8.0, 0.85), (6.0, 0.70), (5.0, 0.50), (0.0, 0.40))
+"""As `FLOORS`, of all prefixes: near ties are among them where an engine gives no log-probabilities."""
+REQUEST_LIMIT_S = 180.0
+WARM_TOKENS = 24
+PROMPTS = (
+    "Every morning the old gardener walked through the village to the river, and on the way he",
+    "The committee met on Thursday to discuss the new bridge. Its first question was",
+    "A list of things to take on a long walk in the mountains:",
+    "The difference between weather and climate is that",
+)
+
+
+class Where(NamedTuple):
+    """An engine's own address."""
+
+    url: str
+    key: str | None
+    name: str
+    """What it calls the model."""
+
+
+class Basis(NamedTuple):
+    """What the challenger is held against."""
+
+    plan: Plan | None
+    """Of the engine in service; `None`: there is none."""
+    pairs: Pairs
+    """The prefixes, and what the engine in service said."""
+    clear_known: bool
+    """Whether it is known which of them have a clear answer."""
+    strips: bool
+    """Whether the engine in service takes leading spaces off."""
+    reference: Reference | None
+    failure: str | None = None
+    """Why the engine in service could not be asked."""
+
+
+async def basis_of(facts: Plan, incumbent: Plan | None, where: Where | None) -> Basis:
+    """Asks the engine in service, while it is there. `facts` is the plan of the challenger."""
+    reference = await asyncio.to_thread(reference_for, facts.source or facts.model)
+    if where is None or incumbent is None:
+        return Basis(None, (), True, False, reference)
+    quick = quick_ones(reference.known(), ASKED) if reference is not None else ()
+    gaps = {prefix: one.gap for prefix, one in quick if one.tokens <= QUICK_TOKENS}
+    short = tuple(gaps) or tuple(one for one in fixed_prefixes() if len(one) <= MOST_CHARACTERS)
+    prefixes = spread(short, ASKED_IN_SERVICE)
+    heard: list[tuple[Said, float | None]] = []
+    until = time.monotonic() + IN_SERVICE_S
+    while len(heard) < len(prefixes) and (len(heard) < LEAST_ASKED or time.monotonic() < until):
+        some = prefixes[len(heard) : len(heard) + AT_ONCE]
+        heard += await _heard(where, some, with_gaps=not gaps)
+    prefixes = prefixes[: len(heard)]
+    texts = [one.text for one, _ in heard if isinstance(one, Answer)]
+    strips = len(texts) >= LEAST_SPACES and not any(text.startswith(" ") for text in texts)
+    pairs = [
+        (prefix, as_known(answer, gaps.get(prefix, gap), strips))
+        for prefix, (answer, gap) in zip(prefixes, heard, strict=True)
+        if isinstance(answer, Answer)
+    ]
+    failures = [one.why for one, _ in heard if isinstance(one, Failed)]
+    clear_known = bool(gaps) or any(gap is not None for _, gap in heard)
+    return Basis(incumbent, tuple(pairs), clear_known, strips, reference, failures[-1] if failures else None)
+
+
+def as_known(answer: Answer, gap: float | None, strips: bool) -> Known:
+    """What one engine said, as something that another is compared with. Without a gap it counts as clear."""
+    text = answer.text.strip() if strips else answer.text
+    kind = "text"
+    if answer.ended and not answer.text:
+        kind = "special"
+    elif not answer.text.strip("\ufffd "):
+        kind = "part"
+    return Known(text, kind, answer.prompt_tokens or 0, CLEAR_GAP if gap is None else gap)  # type: ignore[arg-type]
+
+
+async def _heard(where: Where, prefixes: Sequence[str], *, with_gaps: bool) -> list[tuple[Said, float | None]]:
+    """What an engine says after each prefix, and by how much it prefers that, where it tells."""
+    if not with_gaps:
+        said = await ask(where.url, _plain(prefixes), model=where.name, key=where.key, in_flight=IN_FLIGHT)
+        return [(one, None) for one in said]
+    import aiohttp
+
+    headers = {"Authorization": f"Bearer {where.key}"} if where.key else {}
+    timeout, gate = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S), asyncio.Semaphore(IN_FLIGHT)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+
+        async def one(prefix: str) -> tuple[Said, float | None]:
+            async with gate:
+                status, body = await _next_token(session, where, prefix, ALTERNATIVES)
+                if status == 400:  # some refuse to list alternatives
+                    status, body = await _next_token(session, where, prefix, None)
+            if status == 0:
+                return Failed(why=body.decode("utf-8", "replace")), None
+            listed = read_listed(body)
+            best = sorted(listed.top.values(), reverse=True) if listed is not None else []
+            return read_answer(status, body), best[0] - best[1] if len(best) > 1 else None
+
+        return list(await asyncio.gather(*(one(prefix) for prefix in prefixes)))
+
+
+async def _next_token(
+    session: aiohttp.ClientSession, where: Where, prefix: str, alternatives: int | None
+) -> tuple[int, bytes]:
+    body: dict[str, object] = {"model": where.name, "prompt": prefix, "max_tokens": 1, "temperature": 0}
+    if alternatives is not None:
+        body["logprobs"] = alternatives
+    return await _post(session, f"{where.url}/v1/completions", body)
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> tuple[int, bytes]:
+    """Status 0: there was no answer, and the body says why."""
+    import aiohttp
+
+    try:
+        async with session.post(url, json=body) as answer:
+            return answer.status, await answer.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        return 0, (str(error) or type(error).__name__).encode()
+
+
+def _plain(prefixes: Iterable[str]) -> Pairs:
+    return tuple((prefix, Known("", "text", 0, 0.0)) for prefix in prefixes)
+
+
+# the challenger
+
+
+async def checked(
+    hardware: Hardware, plan: Plan, where: Where, basis: Basis, stage: Stage, *, most: int = ASKED
+) -> tuple[Checked, ...]:
+    """The challenger beside the engine in service, and beside the reference where there is one."""
+    by_reference = quick_ones(basis.reference.known(), most) if basis.reference is not None else ()
+    by_incumbent = spread(basis.pairs, most)
+    # What both speak of first, so that little time is enough for either.
+    prefixes = dict.fromkeys([*(prefix for prefix, _ in by_incumbent), *(prefix for prefix, _ in by_reference)])
+    if not prefixes:
+        return (_unchecked(stage, basis.failure or "there is neither a reference nor an engine in service to ask"),)
+    answers = await _answered(where, tuple(prefixes))
+    by_reference = tuple(pair for pair in by_reference if pair[0] in answers)
+    by_incumbent = tuple(pair for pair in by_incumbent if pair[0] in answers)
+    found = []
+    if basis.reference is not None and by_reference:
+        agreement = judged(
+            plan,
+            basis.reference,
+            compare(by_reference, [answers[prefix] for prefix, _ in by_reference]),
+            at=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            machine=fingerprint(hardware),
+        )
+        found.append(_of_agreement(agreement, stage))
+        if agreement.verdict != "unchecked" and stage == "answers":
+            await asyncio.to_thread(_keep, agreement)
+    if by_incumbent and basis.plan is not None:
+        found.append(
+            against_incumbent(plan, basis, by_incumbent, [answers[prefix] for prefix, _ in by_incumbent], stage)
+        )
+    return tuple(found)
+
+
+async def _answered(where: Where, prefixes: Sequence[str]) -> dict[str, Said]:
+    """As many as there is time for, and enough to tell: on a busy machine all of them would take minutes."""
+    found: dict[str, Said] = {}
+    until = time.monotonic() + CHECK_S
+    while len(found) < len(prefixes) and (len(found) < LEAST_CHECKED or time.monotonic() < until):
+        some = prefixes[len(found) : len(found) + AT_ONCE]
+        said = await ask(
+            where.url, _plain(some), model=where.name, key=where.key, in_flight=IN_FLIGHT, limit_s=REQUEST_LIMIT_S
+        )
+        found |= dict(zip(some, said, strict=True))
+    return found
+
+
+def against_incumbent(plan: Plan, basis: Basis, pairs: Pairs, said: Sequence[Said], stage: Stage) -> Checked:
+    """Both may differ from the truth by what their stored bits explain. Pure."""
+    if basis.strips:
+        said = [replaced_text(one) for one in said]
+    found = compare(pairs, said)
+    floors = [floor(one, basis.clear_known) for one in (plan, basis.plan) if one is not None]
+    least = floors[0] * floors[-1] if len(floors) > 1 else floors[0]
+    verdict, why = verdict_of(found, least)
+    return _of_comparison(found, stage, None if verdict == "unchecked" else least, verdict, _in_service(why))
+
+
+def floor(plan: Plan, clear_known: bool) -> float:
+    if clear_known:
+        return floor_for(plan)
+    bits = 8.0 if plan.weights.format == "gguf" and plan.weights.made == "as it is" else stored_bits(plan.weights.label)
+    return next(share for least, share in UNCLEAR_FLOORS if (bits or 0.0) >= least)
+
+
+def replaced_text(one: Said) -> Said:
+    return msgspec.structs.replace(one, text=one.text.strip()) if isinstance(one, Answer) else one
+
+
+def _in_service(why: str) -> str:
+    return why.replace(
+        "with the reference, where its weights explain", "with the engine in service, where the weights of both explain"
+    )
+
+
+def _of_comparison(found: Comparison, stage: Stage, least: float | None, verdict: str, why: str) -> Checked:
+    return Checked(
+        against="the engine in service",
+        stage=stage,
+        asked=found.asked,
+        answered=found.answered,
+        agreed=found.agreed,
+        clear=found.clear,
+        clear_agreed=found.clear_agreed,
+        floor=least,
+        verdict=verdict,  # type: ignore[arg-type]
+        why=why,
+    )
+
+
+def _of_agreement(found: Agreement, stage: Stage) -> Checked:
+    return Checked(
+        against="the reference",
+        stage=stage,
+        asked=found.asked,
+        answered=found.answered,
+        agreed=found.agreed,
+        clear=found.clear,
+        clear_agreed=found.clear_agreed,
+        floor=found.floor,
+        verdict=found.verdict,
+        why=found.why,
+    )
+
+
+def _unchecked(stage: Stage, why: str) -> Checked:
+    return Checked(
+        against="the engine in service", stage=stage, asked=0, answered=0, agreed=0, clear=0, clear_agreed=0,
+        verdict="unchecked", why=why,
+    )  # fmt: skip
+
+
+def _keep(agreement: Agreement) -> None:
+    try:
+        store.add_agreement(agreement)
+    except OutsideFailed:
+        return  # it is for later decisions; this one has been made
+
+
+# warming up
+
+
+async def warmed(where: Where, in_flight: int) -> str | None:
+    """A few requests at once to an engine that nobody uses yet. What is wrong with it, or nothing."""
+    import aiohttp
+
+    headers = {"Authorization": f"Bearer {where.key}"} if where.key else {}
+    timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        count = max(in_flight, len(PROMPTS))
+        prompts = [PROMPTS[number % len(PROMPTS)] for number in range(count)]
+        gate = asyncio.Semaphore(in_flight)
+
+        async def one(prompt: str) -> str | None:
+            async with gate:
+                return await _said_wrong(session, where, prompt)
+
+        found = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    return next((wrong for wrong in found if wrong is not None), None)
+
+
+async def _said_wrong(session: aiohttp.ClientSession, where: Where, prompt: str) -> str | None:
+    asked: dict[str, object] = {"model": where.name, "max_tokens": WARM_TOKENS, "temperature": 0}
+    status, body = await _post(session, f"{where.url}/v1/completions", {**asked, "prompt": prompt})
+    field = "text"
+    if status in (404, 405, 501):
+        chat = [{"role": "user", "content": prompt}]
+        status, body = await _post(session, f"{where.url}/v1/chat/completions", {**asked, "messages": chat})
+        field = "content"
+    if status == 0:
+        return f"it did not answer a small request: {body.decode('utf-8', 'replace')}"
+    if status != 200:
+        return (
+            f"it answered a small request with HTTP {status}: {' '.join(body.decode('utf-8', 'replace').split())[:200]}"
+        )
+    text = _text(body, field)
+    return None if not text.strip() else garbled(text)
+
+
+def _text(body: bytes, field: str) -> str:
+    """Empty where there is none: an answer may begin with the end."""
+    try:
+        choice = msgspec.json.decode(body)["choices"][0]
+        return str(choice["text"] if field == "text" else choice["message"]["content"] or "")
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+        return ""
+
+
+__all__ = ["Basis", "Where", "against_incumbent", "as_known", "basis_of", "checked", "warmed"]

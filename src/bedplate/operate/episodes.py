@@ -1,0 +1,183 @@
+"""Recorded requests as short stretches that can be replayed one by one, and what they come to as cells. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from bedplate.facts.observed import MODEL_APIS
+from bedplate.facts.traces import BYTES_PER_TOKEN
+from bedplate.measure.flags import flags_of
+from bedplate.measure.prefixes import spread
+from bedplate.measure.statistics import half_width
+from bedplate.measure.summary import all_samples, is_valid
+from bedplate.values import Workload, replaced
+from bedplate.values.result import Result
+from bedplate.values.run import Cell, Load, Quality, Repeat, Subject
+from bedplate.values.traffic import PREFIX_BLOCK_BYTES, ServedRequest
+from bedplate.values.workload import RequestShape
+
+MOST_REQUESTS = 8
+MOST_SPAN_S = 10.0
+MOST_TOKENS = 512
+"""Of answers in one stretch: a short one is soon begun again when somebody interrupts it."""
+LEAST_EPISODES = 3
+MOST_EPISODES = 24
+WRITES = MODEL_APIS - {"embeddings"}
+
+Episode = tuple[RequestShape, ...]
+
+
+class Recorded(NamedTuple):
+    shapes: tuple[RequestShape, ...]
+    too_long: int
+    """Requests that one of the engines does not take."""
+
+
+def recorded(rows: Iterable[ServedRequest], most_tokens: int) -> Recorded:
+    """What can be asked again, in the order of arrival: its lengths and what its beginning shares with others."""
+    kept = [row for row in rows if row.outcome == "ok" and row.api in WRITES and row.prompt_tokens]
+    tokens, num_bytes = sum(row.prompt_tokens or 0 for row in kept), sum(row.text_bytes for row in kept)
+    block = max(1, round(PREFIX_BLOCK_BYTES * (tokens / num_bytes if num_bytes else 1 / BYTES_PER_TOKEN)))
+    shapes = [
+        RequestShape(
+            started_s=row.at_s,
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=max(1, row.completion_tokens or 1),
+            prefix_hashes=row.prefix_hashes,
+            prefix_block_tokens=block if row.prefix_hashes else None,
+            model=row.model,
+        )
+        for row in sorted(kept, key=lambda row: row.at_s)
+    ]
+    short = tuple(one for one in shapes if (one.prompt_tokens or 0) + (one.output_tokens or 0) <= most_tokens)
+    return Recorded(short, len(shapes) - len(short))
+
+
+def assumed(work: Workload) -> Recorded:
+    """Where nothing was recorded: the work that the plan assumed, as many requests at once as it counts on."""
+    one = RequestShape(started_s=0.0, prompt_tokens=work.prompt_tokens, output_tokens=work.output_tokens)
+    at_once = max(1, min(work.in_flight(), MOST_REQUESTS, MOST_TOKENS // work.output_tokens))
+    return Recorded((one,) * at_once, 0)
+
+
+def episodes(shapes: Sequence[RequestShape], share: float) -> tuple[Episode, ...]:
+    """About so much of the work, in stretches spread over all of it; a few more of little work."""
+    found: list[list[RequestShape]] = []
+    for shape in shapes:
+        if not found or not _goes_with(found[-1], shape):
+            found.append([])
+        found[-1].append(shape)
+    wanted = min(MOST_EPISODES, max(LEAST_EPISODES, round(share * len(found))))
+    chosen = [tuple(one) for one in spread(found, wanted)]
+    return tuple(_from_zero(chosen[number % len(chosen)]) for number in range(max(wanted, len(chosen))))
+
+
+def _goes_with(episode: Sequence[RequestShape], shape: RequestShape) -> bool:
+    tokens = sum(one.output_tokens or 0 for one in episode) + (shape.output_tokens or 0)
+    span_s = (shape.started_s or 0.0) - (episode[0].started_s or 0.0)
+    return len(episode) < MOST_REQUESTS and span_s <= MOST_SPAN_S and tokens <= MOST_TOKENS
+
+
+def _from_zero(episode: Episode) -> Episode:
+    first = episode[0].started_s or 0.0
+    return tuple(replaced(one, started_s=(one.started_s or 0.0) - first) for one in episode)
+
+
+def load_of(chosen: Sequence[Episode], source: str) -> Load:
+    """One load for all of them: what they have in common is where they are from."""
+    shapes = [shape for episode in chosen for shape in episode]
+    spans_s = sum(max(1.0, episode[-1].started_s or 0.0) for episode in chosen)
+    digest = hashlib.sha256(msgspec.json.encode([[s.prompt_tokens, s.output_tokens] for s in shapes])).hexdigest()[:12]
+    return Load(
+        arrivals="replay",
+        requests_per_s=round(len(shapes) / spans_s, 3),
+        trace=f"{source} {digest}",
+        prompt_tokens=max(1, round(statistics.median(shape.prompt_tokens or 1 for shape in shapes))),
+        output_tokens=max(1, round(statistics.median(shape.output_tokens or 1 for shape in shapes))),
+    )
+
+
+def cell_of(
+    run: str,
+    at: str,
+    machine: str,
+    subject: Subject,
+    load: Load,
+    repeats: Sequence[Repeat],
+    quality: Quality,
+    notes: str,
+) -> Cell:
+    what = run.encode() + msgspec.json.encode(subject)
+    cell = Cell(
+        id=hashlib.sha256(what + msgspec.json.encode(load)).hexdigest()[:12],
+        run=run,
+        at=at,
+        machine=machine,
+        subject=subject,
+        load=load,
+        repeats=tuple(repeats),
+        warmup=sum(repeat.warmup for repeat in repeats),
+        exact_output=all(bool(repeat.exact_output) for repeat in repeats),
+        quality=quality,
+        notes=notes,
+        halt="most",
+    )
+    return replaced(cell, flags=flags_of(cell))
+
+
+def results_of(a: Cell, b: Cell) -> tuple[Result, ...]:
+    """What later plans learn of both, as if of a closed loop: so many were in flight, each at its measured speed.
+
+    An open loop brings as many tokens as it asks for. How fast they came while requests were in flight is the engine's.
+    """
+    if not is_valid(a) or not is_valid(b):
+        return ()
+    busy = [sum(s.duration_ms for s in repeat.samples) / 1000 / max(_span_s(repeat), 1e-3) for repeat in a.repeats]
+    in_flight = max(1, round(statistics.fmean(busy)))
+    return tuple(one for cell in (a, b) if (one := _result(cell, in_flight)) is not None)
+
+
+def _span_s(repeat: Repeat) -> float:
+    """From the first request to the last answer."""
+    ends = [sample.at_s + sample.duration_ms / 1000 for sample in repeat.samples]
+    return max(ends, default=0.0) - min((sample.at_s for sample in repeat.samples), default=0.0)
+
+
+def _result(cell: Cell, in_flight: int) -> Result | None:
+    speeds = []
+    for repeat in cell.repeats:
+        good = [sample for sample in repeat.samples if sample.outcome == "ok" and sample.output_tokens]
+        took_s = sum(sample.duration_ms for sample in good) / 1000
+        if took_s > 0:
+            speeds.append(in_flight * sum(sample.output_tokens or 0 for sample in good) / took_s)
+    if not speeds:
+        return None
+    mean, wide = statistics.fmean(speeds), half_width(speeds)
+    samples, subject, quality = all_samples(cell), cell.subject, cell.quality
+    told = quality is not None and quality.verdict != "unchecked"
+    ttfts = [sample.ttft_ms for sample in samples if sample.ttft_ms is not None]
+    tpots = [sample.tpot_ms for sample in samples if sample.tpot_ms is not None]
+    return Result(
+        at=cell.at,
+        machine=cell.machine,
+        engine=subject.engine,
+        engine_version=subject.engine_version,
+        model=subject.model,
+        quantization=subject.quantization,
+        device=subject.device,
+        parallelism=subject.parallelism,
+        concurrency=in_flight,
+        prompt_tokens=cell.load.prompt_tokens,
+        output_tokens=cell.load.output_tokens,
+        ttft_ms=statistics.median(ttfts) if ttfts else None,
+        tpot_ms=statistics.median(tpots) if tpots else None,
+        output_tok_s=mean,
+        output_tok_s_low=None if wide is None else max(0.0, mean - wide),
+        output_tok_s_high=None if wide is None else mean + wide,
+        quality=(0.0 if quality.verdict == "broken" else quality.agreement) if told and quality is not None else None,
+    )

@@ -1,0 +1,46 @@
+"""Tells somebody elsewhere: a POST of JSON, tried a few times, which never stops what it tells about."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from urllib.parse import urlsplit
+
+from bedplate._version import __version__
+from bedplate.errors import BadQuestion
+
+LIMIT_S = 10.0
+PAUSES_S = (1.0, 4.0)
+"""Before the second and the third try."""
+
+
+def checked_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BadQuestion("--webhook is no HTTP address", hint="such as https://example.com/hooks/bedplate")
+    return url
+
+
+def post(url: str, body: str, *, limit_s: float = LIMIT_S, pauses_s: tuple[float, ...] = PAUSES_S) -> str | None:
+    """Why it did not arrive; `None`: it did."""
+    request = urllib.request.Request(  # noqa: S310 - the scheme was checked
+        url,
+        data=body.encode(),
+        headers={"Content-Type": "application/json", "User-Agent": f"bedplate/{__version__}"},
+        method="POST",
+    )
+    why = "it was not tried"
+    for pause_s in (0.0, *pauses_s):
+        time.sleep(pause_s)
+        try:
+            with urllib.request.urlopen(request, timeout=limit_s) as answer:  # noqa: S310
+                answer.read(1)
+            return None
+        except urllib.error.HTTPError as error:
+            why = f"HTTP {error.code}"
+            if error.code < 500 and error.code not in (408, 429):
+                return why  # it would say the same again
+        except (OSError, ValueError) as error:
+            why = str(getattr(error, "reason", None) or error) or type(error).__name__
+    return why

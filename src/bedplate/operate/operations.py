@@ -1,0 +1,53 @@
+"""What a running host can be asked for, by name. A new one is a line in `operations`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from bedplate.operate.control import Nothing, Operation, Tell
+from bedplate.values.record import Record
+
+if TYPE_CHECKING:
+    from bedplate.operate.host import Host
+    from bedplate.values.service import HostStatus, ServiceRecord
+
+DRAIN_S = 30.0
+
+
+class Stop(Record, frozen=True, kw_only=True):
+    drain_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = DRAIN_S
+    """How long answers under way may take."""
+
+
+class Stopping(Record, frozen=True, kw_only=True):
+    in_flight: int
+    """Answers under way when it was asked."""
+
+
+async def stop(host: Host, asked: Stop, tell: Tell) -> Stopping:
+    """Says so at once and ends afterwards: whoever asked sees the process go."""
+    in_flight = sum(service.in_flight for service in host.services.values())
+    host.say(f"asked to stop, with {in_flight} answers under way and {asked.drain_s:g} s for them")
+    host.stop_soon(asked.drain_s)
+    return Stopping(in_flight=in_flight)
+
+
+def operations(record: ServiceRecord) -> dict[str, Operation]:
+    async def status(host: Host, asked: Nothing, tell: Tell) -> HostStatus:
+        from bedplate.operate.status import status as found
+
+        return await found(host, record)
+
+    from bedplate.operate.migrate import Migrate, migrate
+    from bedplate.operate.outlook import AskOutlook, outlook
+    from bedplate.operate.shadow import Shadow, shadow
+
+    return {
+        "migrate": Operation(Migrate, migrate, goes_on=True),
+        "outlook": Operation(AskOutlook, outlook),
+        "shadow": Operation(Shadow, shadow),
+        "status": Operation(Nothing, status),
+        "stop": Operation(Stop, stop, goes_on=True),
+    }

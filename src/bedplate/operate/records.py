@@ -1,0 +1,253 @@
+"""The running services: a file for each under BEDPLATE_HOME/services, written by the host itself."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import os
+import re
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+from bedplate._version import __version__
+from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
+from bedplate.home import disk_failure, home, locked, logs_dir, writable
+from bedplate.values.record import from_json, replaced, to_json
+from bedplate.values.service import ServiceRecord
+
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+MOST_SOCKET_BYTES = 100
+"""Of a socket's path: the kernels take 108 or 104, with the zero at the end."""
+CONNECT_S = 2.0
+
+
+def services_dir() -> Path:
+    return home() / "services"
+
+
+def run_dir() -> Path:
+    return home() / "run"
+
+
+def checked_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise BadQuestion(
+            f"{name!r} cannot be the name of a service",
+            hint="up to 63 small letters, digits, dots, dashes and underscores, a letter or digit first",
+        )
+    return name
+
+
+def as_name(text: str) -> str:
+    """A name that is made of whatever a model is called."""
+    words = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:63].rstrip("-._")
+    return words or "bedplate"
+
+
+# processes
+
+
+def birth_of(pid: int) -> str | None:
+    """What tells this process from a later one with the same number; `None`: there is no such process."""
+    boot, ticks = _text("/proc/sys/kernel/random/boot_id"), _text(f"/proc/{pid}/stat")
+    if boot is not None and ticks is not None:
+        # The command's name stands in brackets and may itself hold brackets and spaces; of the rest, the 20th is it.
+        fields = ticks.rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else f"{boot.strip()} {fields[19]}"
+    if boot is not None:
+        return None
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return f"{process.create_time():.2f}"
+    return None
+
+
+def _text(path: str) -> str | None:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None
+
+
+def is_alive(record: ServiceRecord) -> bool:
+    """Its process is there; or, where processes cannot be seen from here, its socket answers."""
+    return birth_of(record.pid) == record.birth or _connects(record.socket)
+
+
+def _connects(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(CONNECT_S)
+        try:
+            client.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+# the files
+
+
+def claimed(wanted: str | None, fallback: str, *, detached: bool = False) -> ServiceRecord:
+    """A record of this very process under the wanted name, or the fallback with a number where that is taken."""
+    folder = writable(services_dir())
+    name = checked_name(wanted) if wanted is not None else as_name(fallback)
+    pid = os.getpid()
+    birth = birth_of(pid)
+    if birth is None:
+        raise OutsideFailed("this process cannot be told from others", hint="is /proc mounted?")
+    with locked(folder / "claims", "starting"):
+        taken = {record.name for record in running()}
+        if name in taken and wanted is not None:
+            raise name_taken(name)
+        number, free = 2, name
+        while free in taken:
+            free, number = f"{name[:59]}-{number}", number + 1
+        record = ServiceRecord(
+            name=free,
+            pid=pid,
+            birth=birth,
+            socket=str(socket_path(free)),
+            log=str(logs_dir() / f"{free}.log"),
+            version=__version__,
+            started_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            detached=detached,
+        )
+        write(record)
+    return record
+
+
+def name_taken(name: str) -> BadQuestion:
+    other = read(name)
+    which = f" (process {other.pid})" if other is not None else ""
+    return BadQuestion(
+        f"a service called {name} is running already{which}",
+        hint=f"bedplate stop {name}, or choose another: --name {name}-2",
+    )
+
+
+def write(record: ServiceRecord) -> None:
+    """Whole or not at all: others read it at any moment."""
+    path = services_dir() / f"{record.name}.json"
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fresh.write_text(to_json(record) + "\n")
+        fresh.chmod(0o600)
+        fresh.replace(path)
+    except OSError as error:
+        raise disk_failure(error, path) from error
+
+
+def changed(record: ServiceRecord, **changes: object) -> ServiceRecord:
+    fresh = replaced(record, **changes)
+    write(fresh)
+    return fresh
+
+
+def forget(record: ServiceRecord) -> None:
+    """Takes its file away, unless the name is somebody else's by now."""
+    there = read(record.name)
+    if there is None or (there.pid, there.birth) == (record.pid, record.birth):
+        for path in (services_dir() / f"{record.name}.json", Path(record.socket)):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def read(name: str) -> ServiceRecord | None:
+    """What its file says; `None` where there is none, or none that can be read."""
+    try:
+        return from_json(ServiceRecord, (services_dir() / f"{name}.json").read_bytes(), f"the record of {name}")
+    except (OSError, BedplateError):
+        return None
+
+
+def records() -> tuple[list[ServiceRecord], list[ServiceRecord]]:
+    """Those that run, and those whose process ended without saying so."""
+    alive: list[ServiceRecord] = []
+    stale: list[ServiceRecord] = []
+    for record in _all():
+        (alive if is_alive(record) else stale).append(record)
+    return alive, stale
+
+
+def _all() -> Iterator[ServiceRecord]:
+    try:
+        names = sorted(path.stem for path in services_dir().glob("*.json") if not path.name.startswith("."))
+    except OSError:
+        return
+    for name in names:
+        if (record := read(name)) is not None:
+            yield record
+
+
+def running() -> list[ServiceRecord]:
+    return records()[0]
+
+
+def swept() -> tuple[list[ServiceRecord], list[ServiceRecord]]:
+    """As `records`; the files of those that are gone are taken away."""
+    alive, stale = records()
+    for record in stale:
+        forget(record)
+    return alive, stale
+
+
+def chosen(name: str | None) -> ServiceRecord:
+    """The service of this name; without one, the only one there is."""
+    alive, stale = swept()
+    if name is None:
+        if len(alive) == 1:
+            return alive[0]
+        if alive:
+            names = ", ".join(record.name for record in alive)
+            raise BadQuestion(f"{len(alive)} services are running", hint=f"name one of them: {names}")
+        raise AnswerIsNo("no service is running", cause=_ended(stale), hint="bedplate serve -d starts one")
+    for record in alive:
+        if record.name == name:
+            return record
+    names = ", ".join(record.name for record in alive) or "none"
+    gone = _ended([record for record in stale if record.name == name])
+    raise AnswerIsNo(f"no service called {name} is running", cause=gone, hint=f"running: {names}")
+
+
+def _ended(stale: list[ServiceRecord]) -> str | None:
+    said = [f"{one.name} (process {one.pid}) ended without saying so; its log: {one.log}" for one in stale]
+    return "; ".join(said) or None
+
+
+# sockets
+
+
+def socket_path(name: str) -> Path:
+    """Where a service takes requests: in its home where the path is short enough, else in a folder of ours in /tmp."""
+    path = run_dir() / f"{name}.sock"
+    if len(os.fsencode(path)) <= MOST_SOCKET_BYTES:
+        return path
+    return short_socket_path(name)
+
+
+def short_socket_path(name: str) -> Path:
+    digest = sha256(f"{home()}\0{name}".encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"bedplate-{os.getuid()}" / f"{digest}.sock"
+
+
+def private_folder(folder: Path) -> Path:
+    """A folder that nobody else may look into; one that is somebody else's is refused."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise OutsideFailed(
+                f"{folder} is not a folder of this user's own", hint="remove it, or set TMPDIR to another folder"
+            )
+        if status.st_mode & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise disk_failure(error, folder) from error
+    return folder

@@ -1,0 +1,672 @@
+"""Tries a challenger on the endpoint's own work: beside it on another device, or with recorded shapes when it is idle.
+
+Real requests come first. Nothing of this is in their way: the challenger gets no traffic of the gateway's, and on a
+shared device everything stops as soon as somebody asks for something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import os
+import random
+import secrets
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
+
+import msgspec
+
+from bedplate import store
+from bedplate.decide.together import Need, need_of
+from bedplate.errors import AnswerIsNo, OutsideFailed
+from bedplate.judge.compare import compare
+from bedplate.measure.bench import environment_of
+from bedplate.measure.load import Target, prepare
+from bedplate.measure.load.apart import Call, Said, raised
+from bedplate.measure.load.own import LAG_SHARE, LEAST_LAG_MS, MOST_CPU
+from bedplate.measure.load.preparing import Prepared
+from bedplate.operate.answers import Basis, Where, basis_of, checked, warmed
+from bedplate.operate.challenger import Noted, named, where_it_was, where_of
+from bedplate.operate.episodes import Episode, assumed, cell_of, episodes, load_of, recorded, results_of
+from bedplate.run.gateway.backend import Ended
+from bedplate.run.prepare import content_id
+from bedplate.run.serving import VISIBLE, Readied, decided, readied
+from bedplate.store import fingerprint
+from bedplate.values import Hardware, replaced
+from bedplate.values.migration import Checked
+from bedplate.values.record import Record
+from bedplate.values.run import Cell, Load, Quality, Repeat, Run, Sample, Subject
+from bedplate.values.service import Build
+from bedplate.values.shadow import Shadowed
+from bedplate.values.units import seconds
+from bedplate.values.verdict import Difference, Verdict
+from bedplate.values.workload import Positive, RequestShape
+
+if TYPE_CHECKING:
+    from bedplate.operate.control import Tell
+    from bedplate.operate.host import Host, HostedEngine, HostedService
+
+LOOK_S = 0.005
+"""How soon it is noticed that somebody asks for something."""
+IDLE_S = 1.0
+"""Without a request, before it goes on."""
+WARMUP_S = 0.3
+REQUEST_LIMIT_S = 300.0
+TRIES = 3
+LOWEST = 19
+"""The priority of a challenger that loads beside an engine in use."""
+WINDOW_S = 20.0
+LEAST_IN_WINDOW = 4
+MOST_IN_FLIGHT = 64
+ALL = 0.99
+STREAMED = (b"/v1/chat/completions", b"/v1/completions")
+
+T = TypeVar("T")
+
+
+class Shadow(Record, frozen=True, kw_only=True):
+    """What a running host is asked for."""
+
+    engine: str
+    model: str | None = None
+    build: Build = "packages"
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
+    """Of the requests: live ones, or recorded ones that are replayed."""
+    for_s: Positive = 600.0
+    """The most that it may take once the challenger is ready."""
+    since_s: Positive = 86_400.0
+    """How far back recorded requests are taken from."""
+
+
+class TimeUp(Exception):
+    """It has had its time."""
+
+
+async def shadow(host: Host, asked: Shadow, tell: Tell) -> Shadowed:
+    service = host.service(asked.model)
+    if host.state != "ready" or service.loading is not None or not service.engines:
+        raise AnswerIsNo(
+            f"{service.name} is not loaded, or is being loaded or migrated",
+            hint="send it a request, or try again in a while",
+        )
+    service.loading = cast("asyncio.Task[None]", asyncio.current_task())
+    try:
+        return await Shadowing(host, service, asked, tell).run()
+    finally:
+        service.loading = None
+
+
+class Shadowing:
+    """One challenger from its start to its end."""
+
+    def __init__(self, host: Host, service: HostedService, asked: Shadow, tell: Tell) -> None:
+        self.host, self.service, self.asked, self._tell = host, service, asked, tell
+        self.incumbent: HostedEngine = service.engines[0]
+        self.pauses = 0
+        self.notes: list[str] = []
+        self.run_id = f"{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        self._at = _now()
+        self._began = time.monotonic()
+        self._until = float("inf")
+        self._quiet_since = time.monotonic()
+
+    def say(self, text: str) -> None:
+        self._tell(text)
+        self.host.say(text)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self.say(text)
+
+    async def run(self) -> Shadowed:
+        progress = Noted(asyncio.get_running_loop(), self._tell)
+        ready, need, env, live = await asyncio.to_thread(self._made_ready, progress)
+        self.host.check_room(need, f"{named(ready.plan)} beside {named(self.incumbent.plan)}")
+        if not live:
+            self.say(f"{named(ready.plan)} shares a device with {named(self.incumbent.plan)}: only idle time is used")
+        began = time.monotonic()
+        challenger = await self._started(ready, need, env, live)
+        start_s = time.monotonic() - began
+        self._until = time.monotonic() + self.asked.for_s
+        try:
+            await (
+                warmed(where_it_was(challenger), 1)
+                if live
+                else self._guarded(lambda: warmed(where_it_was(challenger), 1))
+            )
+            qualities = await self._qualities(ready, challenger, live)
+            sides = await (self._live(ready, challenger) if live else self._replayed(ready, challenger))
+            cells = await asyncio.to_thread(self._cells, ready, sides, qualities, start_s, live)
+        except TimeUp as error:
+            raise AnswerIsNo(
+                f"{named(ready.plan)} could not be compared in {seconds(self.asked.for_s)}",
+                cause=f"the endpoint was hardly ever idle: it was interrupted {self.pauses} times",
+                hint="give it more time: --for 1h",
+            ) from error
+        finally:
+            await asyncio.shield(self.host.remove_engine(challenger, 5))
+        return await asyncio.to_thread(self._judged, cells, sides, live)
+
+    # the challenger
+
+    def _made_ready(self, progress: Noted) -> tuple[Readied, Need, dict[str, str], bool]:
+        """On cards that nobody uses where there are some; with what it needs, and whether it has them for itself."""
+        host, wanted = self.host, replaced(self.service.wanted, engine=self.asked.engine, replicas=1)
+        taken = {device for engine in host.engines for device in computes_on(engine.plan.settings.device, engine.need)}
+        free = tuple(card for card in host.hardware.accelerators if f"card {card.index}" not in taken)
+        hardware = replaced(host.hardware, accelerators=free) if free else host.hardware
+        (one,) = decided([wanted], hardware, progress, build=self.asked.build, budget_bytes=host.room.budget_bytes)
+        ready = readied(one, progress, build=self.asked.build)
+        need = need_of(one.decision, hardware.accelerators)
+        device = ready.plan.settings.device
+        live = computes_on(device, need).isdisjoint(taken)
+        return ready, need, visible(device, need, hardware), live
+
+    async def _started(self, ready: Readied, need: Need, env: dict[str, str], live: bool) -> HostedEngine:
+        if not live:
+            await self._idle()
+        self.say(f"starting {named(ready.plan)}; it gets none of the endpoint's requests")
+        before = {engine.id for engine in self.service.engines}
+        start = asyncio.create_task(
+            self.host.add_engine(
+                ready.plan, ready.environment, ready.folder, service=self.service.name, share=0.0, need=need, env=env
+            )
+        )
+        try:
+            while not start.done():
+                await asyncio.wait({start}, timeout=0.1)
+                for engine in self.service.engines:
+                    if not live and engine.id not in before and engine.pid is not None:
+                        _prioritized(engine.pid, LOWEST)
+            challenger = await start
+        except OutsideFailed as error:
+            raise AnswerIsNo(f"{named(ready.plan)} cannot be tried: {error.message}", cause=error.cause) from error
+        except BaseException:
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+            raise
+        if not live and challenger.pid is not None and not _prioritized(challenger.pid, 0):
+            self.note("the challenger runs at a low priority: on a machine that others use, too, it may seem slower")
+        return challenger
+
+    # only when nobody asks
+
+    def _is_busy(self) -> bool:
+        return any(
+            service.in_flight or self.host.gateway.waiting(service.name) for service in self.host.services.values()
+        )
+
+    async def _idle(self) -> None:
+        quiet_since = time.monotonic()
+        while time.monotonic() - quiet_since < IDLE_S:
+            if time.monotonic() > self._until:
+                raise TimeUp
+            await asyncio.sleep(LOOK_S if not self._is_busy() else 10 * LOOK_S)
+            if self._is_busy():
+                quiet_since = time.monotonic()
+
+    async def _guarded(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Does it while nobody asks for anything; begins anew when it was interrupted."""
+        while True:
+            await self._idle()
+            doing = asyncio.ensure_future(work())
+            try:
+                while not doing.done():
+                    await asyncio.wait({doing}, timeout=LOOK_S)
+                    if self._is_busy():
+                        break
+                if doing.done():
+                    return doing.result()
+            finally:
+                if not doing.done():
+                    doing.cancel()
+                    await asyncio.gather(doing, return_exceptions=True)
+            self.pauses += 1
+
+    # answers
+
+    async def _qualities(self, ready: Readied, challenger: HostedEngine, live: bool) -> tuple[Quality, Quality]:
+        mine, theirs = where_of(self.incumbent), where_it_was(challenger)
+        if ready.plan.workload.task != "generate" or mine is None:
+            return Quality(note="not asked for"), Quality(note="not asked for")
+        incumbent = self.incumbent.plan
+
+        async def both() -> tuple[Quality, Quality]:
+            basis = await basis_of(ready.plan, incumbent, mine)
+            own = Basis(None, (), True, False, basis.reference)
+            first = await checked(self.host.hardware, incumbent, mine, own, "answers")
+            return quality_of(first), quality_of(
+                await checked(self.host.hardware, ready.plan, theirs, basis, "answers")
+            )
+
+        self.say("answers are compared")
+        return await both() if live else await self._guarded(both)
+
+    # in turns
+
+    async def _replayed(self, ready: Readied, challenger: HostedEngine) -> Sides:
+        shapes, source = await asyncio.to_thread(self._shapes, ready)
+        chosen = episodes(shapes, self.asked.share)
+        load = load_of(chosen, source)
+        targets = [
+            Target.of(w.url, key=w.key, model=w.name) for w in (where_it_was(self.incumbent), where_it_was(challenger))
+        ]
+        prepared = [await self._guarded(lambda t=t: prepare(t, load, shapes=shapes_of(chosen))) for t in targets]  # type: ignore[misc]
+        sides, late = Sides(load, [], []), 0
+        for number, episode in enumerate(chosen):
+            # Whoever went second goes first the next time: what drifts is shared out.
+            order = (0, 1) if number % 2 == 0 else (1, 0)
+            try:
+                pair = await self._pair(order, targets, load, prepared, episode, number)
+            except TimeUp:
+                self.note(f"time was up after {number} of {len(chosen)} stretches")
+                break
+            if pair is None:
+                late += 1
+                continue
+            sides.a.append(pair[0])
+            sides.b.append(pair[1])
+            self._tell(f"stretch {number + 1} of {len(chosen)}, {len(episode)} requests to each side")
+        if late:
+            self.note(f"{late} stretches do not count: other work on this machine held up the client")
+        if not sides.a:
+            raise TimeUp
+        return sides
+
+    async def _pair(
+        self,
+        order: tuple[int, int],
+        targets: Sequence[Target],
+        load: Load,
+        prepared: Sequence[Prepared],
+        episode: Episode,
+        number: int,
+    ) -> dict[int, Repeat] | None:
+        """Both sides right after each other; once more where the client itself was held up."""
+        for attempt in range(TRIES):
+            pair: dict[int, Repeat] = {}
+            for side in order:
+                call = _call(targets[side], load, prepared[side], episode, TRIES * number + attempt)
+                pair[side] = await self._guarded(lambda call=call: _apart(call))  # type: ignore[misc]
+            if not any(repeat.client.limit for repeat in pair.values()):
+                return pair
+        return None
+
+    def _shapes(self, ready: Readied) -> tuple[tuple[RequestShape, ...], str]:
+        name, since_s = self.service.name, self.asked.since_s
+        longest = min(ready.plan.settings.context_tokens, self.incumbent.plan.settings.context_tokens)
+        found = recorded(store.requests(time.time() - since_s, model=name), longest)
+        if found.too_long:
+            self._later_note(f"{found.too_long} recorded requests are too long for one of the engines")
+        if found.shapes:
+            return found.shapes, f"{name}, last {seconds(since_s)},"
+        self._later_note("no request was recorded: the work that the plan assumed is replayed")
+        return assumed(ready.plan.workload).shapes, f"{name}, as planned,"
+
+    def _later_note(self, text: str) -> None:
+        """From a thread."""
+        self.notes.append(text)
+
+    # live
+
+    async def _live(self, ready: Readied, challenger: HostedEngine) -> Sides:
+        self.say(f"{self.asked.share:.0%} of the requests go to {named(ready.plan)}, too, once they are answered")
+        mirror = Mirror(where_it_was(challenger), self.asked.share, min(MOST_IN_FLIGHT, ready.plan.settings.slots))
+        watched = [engine.backend for engine in self.service.engines if engine is not challenger]
+        for backend in watched:
+            backend.on_end = mirror.take
+        try:
+            await asyncio.sleep(self.asked.for_s)
+        finally:
+            for backend in watched:
+                backend.on_end = None
+            await mirror.close()
+        if mirror.skipped:
+            self.note(f"{mirror.skipped} sampled requests were left out, since the challenger was busy")
+        return mirror.sides(self.service.name, self.run_id)
+
+    # the verdict
+
+    def _cells(
+        self, ready: Readied, sides: Sides, qualities: tuple[Quality, Quality], start_s: float, live: bool
+    ) -> tuple[Cell, Cell]:
+        machine, before = fingerprint(self.host.hardware), self.service.readied
+        notes = "live requests, once they were answered" if live else "recorded shapes, in idle time"
+        incumbent = subject_of(before, None)
+        challenger = subject_of(ready, start_s)
+        return (
+            cell_of(self.run_id, self._at, machine, incumbent, sides.load, sides.a, qualities[0], notes),
+            cell_of(self.run_id, self._at, machine, challenger, sides.load, sides.b, qualities[1], notes),
+        )
+
+    def _judged(self, cells: tuple[Cell, Cell], sides: Sides, live: bool) -> Shadowed:
+        a, b = cells
+        run = Run(
+            id=self.run_id,
+            at=self._at,
+            environment=environment_of(self.host.hardware, ("bedplate", "shadow", self.asked.engine)),
+            finished=True,
+            models=(replaced(self.service.readied.decided.facts, files=(), chat_template=None),),
+        )
+        with contextlib.suppress(OutsideFailed):  # a full disk is no reason to hide the verdict
+            store.add_run(run)
+            for cell in cells:
+                store.add_cell(cell)
+            for result in results_of(a, b):
+                store.add(result)
+        verdict = compare([a], [b], target=self.service.wanted.workload.latency)
+        if live and self.asked.share < ALL:
+            verdict = at_less_load(verdict, self.asked.share)
+        with contextlib.suppress(OutsideFailed):
+            store.add_verdict(verdict, self._at)  # the live page shows the last one
+        return Shadowed(
+            at=self._at,
+            model=self.service.name,
+            how="live" if live else "replay",
+            verdict=verdict,
+            requests=sum(len(repeat.samples) for repeat in sides.b),
+            turns=len(sides.b),
+            pauses=self.pauses,
+            took_s=round(time.monotonic() - self._began, 3),
+            run=self.run_id,
+            notes=tuple(self.notes),
+        )
+
+
+def computes_on(device: str, need: Need) -> frozenset[str]:
+    """The devices whose time it takes; the host's memory is no device that two could not share."""
+    cards = frozenset(name for name in need if name.startswith("card "))
+    return cards if device != "cpu" and cards else frozenset(["cpu"])
+
+
+def visible(device: str, need: Need, hardware: Hardware) -> dict[str, str]:
+    """What shows it those cards alone, where there may be others."""
+    cards = [name.removeprefix("card ") for name in need if name.startswith("card ")]
+    variable = VISIBLE.get(device)
+    if not cards or variable is None:
+        return {}
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if variable == "CUDA_VISIBLE_DEVICES" else {}
+    return {variable: ",".join(cards), **order}
+
+
+def quality_of(found: Sequence[Checked]) -> Quality:
+    """By the reference where there is one, else by the engine in service; broken beside either is broken."""
+    broken = next((one for one in found if one.verdict == "broken"), None)
+    told = broken or next((one for one in found if one.verdict == "ok"), None) or next(iter(found), None)
+    if told is None or told.verdict == "unchecked":
+        return Quality(note=told.why if told is not None else "not checked")
+    beside = "" if told.against == "the reference" else "beside the engine in service: "
+    return Quality(
+        asked=told.asked,
+        agreement=told.agreed / told.answered if told.answered else None,
+        verdict=told.verdict,
+        note=f"{beside}{told.why}",
+    )
+
+
+def at_less_load(verdict: Verdict, share: float) -> Verdict:
+    """A challenger with a part of the load alone has it easier: its advantage proves nothing, its lag does."""
+    difference = Difference(
+        what="requests", a="all", b=f"{share:.0%} of them", note="less load flatters the challenger"
+    )
+    found = replaced(verdict, differences=(*verdict.differences, difference))
+    if verdict.answer != "migrate":
+        return found
+    return replaced(
+        found,
+        answer="not proven",
+        constraint="load",
+        text=f"{verdict.text} But it had {share:.0%} of the load.",
+        would_prove="the same with all of the load: --share 100%",
+    )
+
+
+def subject_of(ready: Readied, start_s: float | None) -> Subject:
+    facts, plan, environment = ready.decided.facts, ready.plan, ready.environment
+    build = "native" if environment.built else "adopted" if environment.adopted or environment.program else "wheel"
+    return Subject(
+        engine=plan.engine,
+        engine_version=plan.engine_version,
+        model=facts.name,
+        quantization=ready.decided.decision.quantization,
+        weights_id=content_id(facts)[:12] if facts.files and Path(facts.files[0]).exists() else None,
+        device=plan.settings.device,
+        parallelism=plan.parallelism,
+        settings=plan.settings,
+        build=build,
+        start_s=start_s,
+        install_bytes=environment.disk_bytes or None,
+    )
+
+
+def shapes_of(chosen: Sequence[Episode]) -> tuple[RequestShape, ...]:
+    return tuple(shape for episode in chosen for shape in episode)
+
+
+class Sides(msgspec.Struct):
+    """What was measured on both, turn by turn."""
+
+    load: Load
+    a: list[Repeat]
+    b: list[Repeat]
+
+
+# one stretch
+
+
+def _call(target: Target, load: Load, prepared: Prepared, episode: Episode, number: int) -> Call:
+    span_s = (episode[-1].started_s or 0.0) + 1.0
+    return Call(
+        target=target,
+        load=load,
+        prepared=prepared,
+        seconds=span_s,
+        warmup_s=WARMUP_S,
+        most_seconds=span_s + REQUEST_LIMIT_S,
+        timeout_s=REQUEST_LIMIT_S,
+        round=number,
+        shapes=episode,
+        check=False,
+    )
+
+
+async def _apart(call: Call) -> Repeat:
+    """In a process of its own, so that the gateway's loop has nothing to do with it; ended at once when it must."""
+    process = _generator()
+    listening = asyncio.get_running_loop().run_in_executor(None, _listen, process, call)
+    try:
+        return fairly(await asyncio.shield(listening))
+    finally:
+        process.kill()
+        await asyncio.gather(listening, return_exceptions=True)
+
+
+def _generator() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "bedplate.measure.load"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _listen(process: subprocess.Popen[bytes], call: Call) -> Repeat:
+    """In a thread, until it has said its repeat, or was ended."""
+    with process:
+        if process.stdin is None or process.stdout is None:
+            raise OutsideFailed("the load generator has no pipes")
+        with contextlib.suppress(OSError):
+            process.stdin.write(msgspec.json.encode(call) + b"\n")
+            process.stdin.flush()
+        try:
+            for line in process.stdout:
+                said = msgspec.json.decode(line, type=Said)
+                if said.problem is not None:
+                    raise raised(said.problem)
+                if said.repeat is not None:
+                    return said.repeat
+            raise OutsideFailed("the load generator ended before its time")
+        finally:
+            process.kill()
+
+
+def fairly(repeat: Repeat) -> Repeat:
+    """The client's lateness is weighed by how long requests took, which is what is compared here: a stretch is so short
+    that its 99th percentile is its one worst moment."""
+    took = [sample.duration_ms for sample in repeat.samples if sample.outcome == "ok"]
+    client = repeat.client
+    lag_ms = max(client.loop_lag_p99_ms, client.send_lag_p99_ms)
+    if not client.limit or not took or client.cpu_share > MOST_CPU:
+        return repeat
+    if lag_ms > max(LEAST_LAG_MS, LAG_SHARE * statistics.median(took)):
+        return repeat
+    return replaced(repeat, client=replaced(client, limit=False, reasons=()))
+
+
+# live requests, once more
+
+
+class Mirror:
+    """Sends a sample of the requests that were answered to the challenger as well, and keeps the times of both."""
+
+    def __init__(self, where: Where, share: float, at_once: int) -> None:
+        self._where, self._share, self._at_once = where, share, at_once
+        self._began = time.monotonic()
+        self._began_at = time.time()
+        self._dice = random.Random(0)  # noqa: S311
+        self._pairs: list[tuple[float, Sample, Sample]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._session: object | None = None
+        self.skipped = 0
+
+    def take(self, ended: Ended) -> None:
+        if ended.outcome != "ok" or ended.ttft_s is None or ended.target.split(b"?")[0] not in STREAMED:
+            return
+        if self._dice.random() >= self._share:
+            return
+        if len(self._tasks) >= self._at_once:
+            self.skipped += 1
+            return
+        task = asyncio.get_running_loop().create_task(self._again(ended, time.monotonic() - self._began))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _again(self, ended: Ended, at_s: float) -> None:
+        import aiohttp
+
+        body = msgspec.json.decode(ended.body)
+        body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
+        headers = {"Content-Type": "application/json"}
+        if self._where.key:
+            headers["Authorization"] = f"Bearer {self._where.key}"
+        began, first, pieces = time.monotonic(), None, []
+        outcome, error = "ok", None
+        try:
+            timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
+            url = f"{self._where.url}{ended.target.decode('ascii')}"
+            async with (
+                aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+                session.post(url, data=msgspec.json.encode(body)) as answer,
+            ):
+                async for piece in answer.content.iter_any():
+                    first = first or time.monotonic()
+                    pieces.append(piece)
+                if answer.status != 200:
+                    outcome, error = "error", f"HTTP {answer.status}"
+        except (aiohttp.ClientError, TimeoutError) as failure:
+            outcome, error = "error", str(failure) or type(failure).__name__
+        prompt_tokens, output_tokens, finish = usage_in(b"".join(pieces))
+        if outcome == "ok" and finish is None:
+            outcome, error = "cut", "the stream ended without its end"
+        theirs = Sample(
+            at_s=at_s,
+            ttft_ms=1000 * (first - began) if first is not None else None,
+            duration_ms=1000 * (time.monotonic() - began),
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            finish=finish,
+            outcome=outcome,  # type: ignore[arg-type]
+            error=error,
+        )
+        mine = Sample(
+            at_s=at_s,
+            ttft_ms=1000 * (ended.ttft_s or 0.0),
+            duration_ms=1000 * ended.duration_s,
+            prompt_tokens=ended.prompt_tokens,
+            output_tokens=ended.completion_tokens,
+        )
+        self._pairs.append((at_s, mine, theirs))
+
+    def sides(self, model: str, run: str) -> Sides:
+        """Both sides in stretches of time, each with a few requests at the least."""
+        stretches: list[list[tuple[float, Sample, Sample]]] = []
+        for pair in sorted(self._pairs, key=lambda pair: pair[0]):
+            last = stretches[-1] if stretches else None
+            if last is None or (len(last) >= LEAST_IN_WINDOW and pair[0] - last[0][0] > WINDOW_S):
+                stretches.append([])
+            stretches[-1].append(pair)
+        if len(stretches) > 1 and len(stretches[-1]) < LEAST_IN_WINDOW:
+            stretches[-2] += stretches.pop()
+        if not stretches:
+            raise AnswerIsNo("no live request was sampled", hint="give it more time, or a larger --share")
+        mine = [sample for stretch in stretches for _, sample, _ in stretch]
+        span_s = max(1.0, stretches[-1][-1][0])
+        load = Load(
+            arrivals="replay",
+            requests_per_s=round(len(mine) / span_s, 3),
+            trace=f"{model}, live, {run}",
+            prompt_tokens=max(1, round(statistics.median(sample.prompt_tokens or 1 for sample in mine))),
+            output_tokens=max(1, round(statistics.median(sample.output_tokens or 1 for sample in mine))),
+        )
+        a, b = ([self._repeat(stretch, side) for stretch in stretches] for side in (0, 1))
+        return Sides(load, a, b)
+
+    def _repeat(self, stretch: Sequence[tuple[float, Sample, Sample]], side: int) -> Repeat:
+        at_s = stretch[0][0] + self._began_at + side / 1000  # so that the two sides of a stretch are neighbours
+        moment = dt.datetime.fromtimestamp(at_s, dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        samples = tuple((mine, theirs)[side] for _, mine, theirs in stretch)
+        span_s = max(1e-3, stretch[-1][0] - stretch[0][0] + max(sample.duration_ms for sample in samples) / 1000)
+        return Repeat(at=moment, seconds=span_s, samples=samples)
+
+
+def usage_in(stream: bytes) -> tuple[int | None, int | None, str | None]:
+    """Tokens as the engine counted them, and why it ended."""
+    prompt = output = finish = None
+    for line in stream.split(b"\n"):
+        if not line.startswith(b"data: {"):
+            continue
+        try:
+            event = msgspec.json.decode(line[6:])
+            usage = event.get("usage") or {}
+            prompt, output = usage.get("prompt_tokens", prompt), usage.get("completion_tokens", output)
+            for choice in event.get("choices") or ():
+                finish = choice.get("finish_reason") or finish
+        except (msgspec.DecodeError, UnicodeDecodeError, AttributeError):
+            continue
+    return prompt, output, finish
+
+
+def _prioritized(pid: int, priority: int) -> bool:
+    """All threads of a process and of those below it. Whether it may; going up again needs privileges."""
+    from bedplate.measure.watch import tree_of
+
+    done = True
+    for one in tree_of(pid):
+        tasks = Path(f"/proc/{one}/task")
+        for thread in [entry.name for entry in tasks.iterdir()] if tasks.is_dir() else [str(one)]:
+            try:
+                os.setpriority(os.PRIO_PROCESS, int(thread), priority)
+            except ProcessLookupError:
+                continue
+            except OSError:
+                done = False
+    return done
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -1,0 +1,240 @@
+"""What outlives a request: its shape goes to the store, and keys come from there, by a thread beside the hot path."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from bedplate import store
+from bedplate.errors import OutsideFailed
+from bedplate.home import disk_failure
+from bedplate.run.gateway.tenants import KeyDigest
+from bedplate.values.tenant import Tenant
+from bedplate.values.traffic import ServedRequest
+
+WRITE_EVERY_S = 0.5
+MOST_PENDING = 50_000
+"""Requests that wait to be written; what comes while there are so many is counted and not kept."""
+KEEP_DAYS = 30
+KEEP_REQUESTS = 1_000_000
+"""Beyond either, only what each day used is kept."""
+FOLD_EVERY_S = 600.0
+CLOSE_LIMIT_S = 5.0
+MOST_CONTENT_BYTES = 64_000_000
+"""Contents that wait to be written."""
+
+
+class Words(NamedTuple):
+    """What was asked and answered, for those who have a right to it."""
+
+    target: bytes
+    asked: bytes
+    answered: bytes
+    """The body, or all events of a stream, as they went to the client."""
+
+
+Changed = Callable[[tuple[Tenant, ...], tuple[KeyDigest, ...]], None]
+
+
+class Keeper:
+    """Writes requests to the store in batches, and sees when somebody changes the tenants there.
+
+    A disk that is full or slow never holds up a request: what cannot be kept is counted in `lost`.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        content: Path | None = None,
+        keep_days: float = KEEP_DAYS,
+        keep_requests: int = KEEP_REQUESTS,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Raises when there is a store that cannot be read: who may ask here would not be known.
+
+        With `content`, what is asked and answered goes to files in that folder, which only their owner can read.
+        """
+        self.path = path or store.store_path()
+        self.content = content
+        self.lost = 0
+        """Requests that could not be written."""
+        self.written = 0
+        self.listeners: list[Callable[[ServedRequest], None]] = []
+        """Told of each request that has ended, in the gateway's loop; what they do delays the next one."""
+        self._keep_s, self._keep_requests = keep_days * 86_400, keep_requests
+        self._note = note
+        self._pending: deque[ServedRequest] = deque()
+        self._contents: deque[tuple[ServedRequest, Words]] = deque()
+        self._content_bytes = 0
+        self._failing = False
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._changed: Changed = lambda tenants, keys: None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._seen: object = self._mark()
+        self.tenants, self.keys = self._read()
+        self.salt = self._salt()
+        if content is not None:
+            _own_folder(content)
+
+    # from the gateway's loop
+
+    def start(self, changed: Changed) -> None:
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._work, name="bedplate-keeper", daemon=True)
+        self._thread.start()
+
+    def add(self, request: ServedRequest) -> None:
+        for heard in self.listeners:
+            heard(request)
+        if len(self._pending) >= MOST_PENDING:
+            self.lost += 1
+        else:
+            self._pending.append(request)
+
+    def add_content(self, request: ServedRequest, words: Words) -> None:
+        if self._content_bytes < MOST_CONTENT_BYTES:
+            self._content_bytes += len(words.asked) + len(words.answered)
+            self._contents.append((request, words))
+
+    async def stop(self) -> None:
+        """Writes what is left."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join, CLOSE_LIMIT_S)
+
+    # in its own thread
+
+    def _work(self) -> None:
+        fold_at = time.monotonic() + FOLD_EVERY_S / 10
+        while not self._stopping:
+            self._wake.wait(WRITE_EVERY_S)
+            self._write()
+            self._look()
+            if time.monotonic() > fold_at:
+                fold_at = time.monotonic() + FOLD_EVERY_S
+                with contextlib.suppress(OutsideFailed):
+                    store.fold_requests(time.time() - self._keep_s, self._keep_requests, self.path)
+        self._write()
+
+    def _write(self) -> None:
+        batch = []
+        while self._pending:
+            batch.append(self._pending.popleft())
+        if batch:
+            try:
+                store.add_requests(batch, self.path)
+                self.written += len(batch)
+                self._failing = False
+            except OutsideFailed as error:
+                # The next attempt has them again, as far as there is room for them.
+                room = max(0, MOST_PENDING - len(self._pending))
+                self.lost += max(0, len(batch) - room)
+                self._pending.extendleft(reversed(batch[len(batch) - min(room, len(batch)) :]))
+                self._say_once(f"requests cannot be logged: {error.message}: {error.cause}; serving goes on")
+        self._write_contents()
+
+    def _write_contents(self) -> None:
+        while self._contents and self.content is not None:
+            one, words = self._contents.popleft()
+            self._content_bytes -= len(words.asked) + len(words.answered)
+            moment = dt.datetime.fromtimestamp(one.at_s, dt.UTC)
+            line = msgspec.json.encode(
+                {
+                    "at": moment.isoformat(),
+                    "tenant": one.tenant,
+                    "model": one.model,
+                    "api": one.api,
+                    "status": one.status,
+                    "asked": words.asked.decode("utf-8", "replace"),
+                    "answered": words.answered.decode("utf-8", "replace"),
+                }
+            )
+            try:
+                _append(self.content / f"requests-{moment:%Y-%m-%d}.jsonl", line + b"\n")
+            except OSError as error:
+                self._say_once(f"contents cannot be written: {error.strerror}; serving goes on")
+
+    def _look(self) -> None:
+        """Tells the gateway of changed tenants. While the store cannot be read, what was known holds."""
+        mark = self._mark()
+        if mark == self._seen:
+            return
+        try:
+            tenants, keys = self._read()
+        except OutsideFailed as error:
+            self._say_once(f"changes of keys cannot be seen: {error.message}")
+            return
+        self._seen = mark
+        if (tenants, keys) != (self.tenants, self.keys) and self._loop is not None:
+            self.tenants, self.keys = tenants, keys
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._changed, tenants, keys)
+
+    def _mark(self) -> object:
+        """Changes whenever anybody writes to the store."""
+        marks = []
+        for name in (self.path, self.path.with_name(self.path.name + "-wal")):
+            try:
+                state = name.stat()
+                marks.append((state.st_mtime_ns, state.st_size, state.st_ino))
+            except OSError:
+                marks.append((0, 0, 0))
+        return tuple(marks)
+
+    def _read(self) -> tuple[tuple[Tenant, ...], tuple[KeyDigest, ...]]:
+        both = store.tenants_and_digests(self.path)
+        keys = tuple(
+            KeyDigest(digest, tenant.name, _seconds(key.expires_at))
+            for tenant, digests in both
+            for key, digest in zip(tenant.keys, digests, strict=True)
+        )
+        return tuple(tenant for tenant, _ in both), keys
+
+    def _salt(self) -> bytes:
+        try:
+            return store.salt(self.path)
+        except OutsideFailed as error:
+            if self.keys:
+                raise
+            self._say_once(f"requests cannot be logged: {error.message}; serving goes on")
+            return secrets.token_bytes(store.SALT_BYTES)
+
+    def _say_once(self, text: str) -> None:
+        if not self._failing:
+            self._failing = True
+            self._note(text)
+
+
+def _seconds(at: str | None) -> float | None:
+    return dt.datetime.fromisoformat(at).timestamp() if at is not None else None
+
+
+def _own_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_failure(error, folder) from error
+
+
+def _append(path: Path, line: bytes) -> None:
+    number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(number, line)
+    finally:
+        os.close(number)

@@ -1,0 +1,44 @@
+"""What was written where, and what to do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bedplate.decide.questions import layout_words
+from bedplate.deploy.kubernetes import needed
+from bedplate.values import Decision
+
+
+def render_headline(decision: Decision) -> RenderableType:
+    """One service in a few lines; the whole decision is a `plan` without `--emit`."""
+    if decision.engine is None:
+        return Text("")
+    first = decision.reasons[0] if decision.reasons else None
+    lines: list[RenderableType] = [
+        Text(f" {decision.model}: {decision.engine}, {decision.quantization}, {layout_words(decision)}", style="bold")
+    ]
+    if first is not None:
+        lines.append(Text(f" {first.text} ({first.rule})", style="dim"))
+    return Group(*lines)
+
+
+def render_files(target: str, folder: Path, files: Mapping[str, str]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 1), show_header=False)
+    for name, text in files.items():
+        table.add_row(Text(name), Text(f"{len(text.splitlines()):,} lines", style="dim"))
+    lines: list[RenderableType] = [Text(""), Text(f" Written to {folder}", style="bold green"), table]
+    if target == "compose":
+        first = next(name for name in files if name.endswith("compose.yaml"))
+        lines.append(Text(f" docker compose --file {folder / first} up --detach --wait"))
+        return Group(*lines)
+    if any("/Dockerfile" in name for name in files):
+        lines.append(Text(" images/ are built and pushed first", style="yellow"))
+    if needs := needed(dict(files)):
+        lines.append(Text(f" The cluster needs {', '.join(needs)}", style="dim"))
+    lines.append(Text(f" kubectl apply -k {folder}"))
+    return Group(*lines)

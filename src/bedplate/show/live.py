@@ -1,0 +1,48 @@
+"""The endpoint's live page: one file without parts, and what a browser may do with it."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+TEMPLATE = Path(__file__).parent / "templates" / "live.html"
+
+
+class LivePage(NamedTuple):
+    body: bytes
+    headers: dict[str, str]
+
+
+@functools.cache
+def live_page() -> LivePage:
+    """It is the same for everybody; what is to be seen on it comes later, to those who may see it."""
+    body = TEMPLATE.read_bytes()
+    return LivePage(
+        body,
+        {
+            "Content-Security-Policy": policy(body.decode()),
+            "Cache-Control": "no-cache",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        },
+    )
+
+
+def policy(html: str) -> str:
+    """Only this very script and style, only requests to the endpoint itself, and no text that becomes markup."""
+    scripts, styles = (" ".join(map(_hash, re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL))) for tag in _INLINE)
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    )
+
+
+_INLINE = ("script", "style")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,77 @@
+"""A Migration as people read it: what came of it, why, and the figures of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from bedplate.show.columns import Column, Columns
+from bedplate.show.page import page_of
+from bedplate.values.migration import Migration, Party
+from bedplate.values.units import seconds
+
+TBD = "TBD"
+
+
+def render_migration(done: Migration) -> RenderableType:
+    if done.outcome == "migrated":
+        head = Text.assemble(
+            (f"Migrated to {done.b.engine}.", "bold green"), f"  {done.model} goes on without a break."
+        )
+    else:
+        head = Text.assemble(
+            ("Rolled back.", "bold yellow"),
+            f"  {done.b.engine}, {done.stage}: {done.reason}. ",
+            f"{done.a.engine} goes on.",
+        )
+    parts: list[RenderableType] = [Text(""), Padding(head, (0, 1)), Text("")]
+    if done.steps:
+        parts += [_steps(done), Text("")]
+    return Group(*parts, page_of(_rows(done)))
+
+
+def _steps(done: Migration) -> RenderableType:
+    """At each step, the challenger's figures and the incumbent's."""
+    steps = done.steps
+    return Columns(
+        Column.of("step", [f"{step.percent:g} %" for step in steps], right=True),
+        (
+            Column.of("for", [seconds(step.seconds) for step in steps], right=True),
+            Column.of("requests", [str(step.challenger.requests) for step in steps], right=True),
+            Column.of("failed", [str(step.challenger.failed) for step in steps], right=True),
+            Column.of("TTFT ms", [_ms(step.challenger.ttft_ms) for step in steps], right=True),
+            Column.of("before", [_ms(step.beside.ttft_ms) for step in steps], right=True),
+            Column.of("TPOT ms", [_ms(step.challenger.tpot_ms) for step in steps], right=True),
+            Column.of("before", [_ms(step.beside.tpot_ms) for step in steps], right=True),
+        ),
+    )
+
+
+def _rows(done: Migration) -> Iterator[tuple[str, str, str]]:
+    yield "Before", _name(done.a), ""
+    yield "Challenger", _name(done.b), ""
+    for one in done.checks:
+        yield "Answers", f"{one.stage}, beside {one.against}: {one.why}", "measured" if one.answered else ""
+    if done.side_by_side:
+        yield "How", "side by side", ""
+    else:
+        yield "How", f"one after the other: up to {done.held_most} requests waited, {seconds(done.held_s)}", ""
+    yield "Took", seconds(done.took_s), ""
+    if done.cut:
+        yield "Cut", f"{done.cut} answers did not end in their time", ""
+    for note in done.notes:
+        yield "Note", note, ""
+
+
+def _name(one: Party) -> str:
+    many = f"{one.replicas} × " if one.replicas > 1 else ""
+    return f"{many}{one.engine} {one.engine_version} {one.quantization or ''}".rstrip()
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return TBD
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"

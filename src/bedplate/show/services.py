@@ -1,0 +1,140 @@
+"""Running services: the list, one in full, and what is said when they start and end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bedplate.show.columns import Column, Columns
+from bedplate.values.service import EngineStatus, HostStatus, ModelStatus, ServiceRecord
+from bedplate.values.units import memory
+from bedplate.values.workload import Workload
+
+STYLES = {"ready": "green", "failed": "bold red", "restarting": "yellow", "loading": "yellow", "starting": "yellow"}
+SHOWN_NOTES = 5
+
+
+def lasting(duration_s: float) -> str:
+    """A long time in its two largest units."""
+    minutes, hours, days = duration_s / 60, duration_s / 3600, duration_s / 86400
+    if minutes < 1:
+        return f"{duration_s:.0f} s"
+    if hours < 1:
+        return f"{minutes:.0f} min"
+    large, small = (int(hours), int(minutes) % 60) if days < 1 else (int(days), int(hours) % 24)
+    units = ("h", "min") if days < 1 else ("d", "h")
+    return f"{large} {units[0]} {small} {units[1]}" if small else f"{large} {units[0]}"
+
+
+def render_list(services: Sequence[tuple[ServiceRecord, HostStatus | None]]) -> RenderableType:
+    rows = [_row(record, status) for record, status in services]
+    names = ("name", "state", "url", "models", "engines", "in flight", "memory", "up", "process")
+    right = {"in flight", "memory", "up", "process"}
+    columns = [
+        Column.of(name, [row[index] for row in rows], right=name in right, comfortable=48)
+        for index, name in enumerate(names)
+    ]
+    return Columns(columns[0], tuple(columns[1:]))
+
+
+def _row(record: ServiceRecord, status: HostStatus | None) -> list[str | Text]:
+    state = status.state if status is not None else record.state
+    if status is None:
+        models = ", ".join(record.models) or "–"
+        return [record.name, _state(state), record.url or "–", models, "–", "–", "–", "–", str(record.pid)]
+    engines = [engine for model in status.models for engine in model.engines]
+    return [
+        status.name,
+        _state(state),
+        status.url or "–",
+        ", ".join(model.model for model in status.models),
+        ", ".join(dict.fromkeys(engine.engine for engine in engines)) or "none loaded",
+        str(status.in_flight),
+        memory(status.memory_bytes) if status.memory_bytes is not None else "–",
+        lasting(status.uptime_s),
+        str(status.pid),
+    ]
+
+
+def _state(state: str) -> Text:
+    return Text(state, style=STYLES.get(state, ""))
+
+
+def render_status(status: HostStatus) -> RenderableType:
+    where = "in the background" if status.detached else "in the foreground"
+    key = " · asks for a key" if status.needs_key else ""
+    head = Text.assemble(
+        (f"\n {status.name}  ", "bold"), _state(status.state),
+        f"  up {lasting(status.uptime_s)}, {where}, process {status.pid}, bedplate {status.version}\n",
+        (f" {status.url or 'no endpoint yet'}", "bold"), key, "\n",
+    )  # fmt: skip
+    parts: list[RenderableType] = [head]
+    for model in status.models:
+        parts += [_model(model), Text("")]
+    parts.append(_foot(status))
+    return Group(*parts)
+
+
+def _model(model: ModelStatus) -> RenderableType:
+    grid = Table(box=None, show_header=False, padding=(0, 1, 0, 1))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    about = [model.quantization, f"context {model.context_tokens:,}"]
+    if model.replicas > 1:
+        about.append(f"{model.replicas} replicas")
+    if model.ttl_s is not None:
+        about.append(f"unloaded after {lasting(model.ttl_s)} without a request")
+    if model.idle_s is not None:
+        about.append(f"idle for {lasting(model.idle_s)}")
+    words = " · ".join(part for part in about if part)
+    grid.add_row("Model", Text.assemble((model.model, "bold"), "  ", _state(model.state), f"  {words}"))
+    if model.reason is not None:
+        grid.add_row("", Text(model.reason, style="red"))
+    for number, engine in enumerate(model.engines):
+        grid.add_row("" if number else "Engine", _engine(engine))
+    if not model.engines:
+        grid.add_row("Engine", Text(f"none now; up to {memory(model.planned_bytes)} when it is loaded", style="dim"))
+    if model.why:
+        grid.add_row("Why", model.why[0])
+    grid.add_row("Work", _work(model.workload))
+    if model.drift is not None:
+        grid.add_row("", Text(model.drift, style="yellow"))
+    return grid
+
+
+def _engine(engine: EngineStatus) -> Text:
+    size = memory(engine.memory_bytes) if engine.memory_bytes is not None else "memory unknown"
+    told = [
+        f"{engine.in_flight} in flight",
+        f"{size} (planned: up to {memory(engine.planned_bytes)})",
+        f"{engine.restarts} restarts" if engine.restarts != 1 else "1 restart",
+    ]
+    if engine.uptime_s is not None:
+        told.append(f"up {lasting(engine.uptime_s)}")
+    if engine.share == 0:
+        told.append("gets no new requests")
+    on = f"{engine.device}, {engine.threads} threads" if engine.threads and engine.device == "cpu" else engine.device
+    line = Text.assemble((engine.id, "bold"), f" {engine.version}  ", _state(engine.state), f"  {' · '.join(told)}")
+    line.append(f" · {on} · {engine.slots} slots", "dim")
+    if engine.reason is not None and engine.state != "ready":
+        line.append(f"\n{engine.reason}", "yellow")
+    return line
+
+
+def _work(workload: Workload) -> str:
+    users = f"{workload.users:,} user{'s' if workload.users != 1 else ''}"
+    in_flight = f", {workload.concurrency:,} in flight" if workload.concurrency is not None else ""
+    basis = {"default": "nobody said", "asked": "as asked", "observed": "as observed"}[workload.origin]
+    return f"assumed {users}{in_flight}, {workload.prompt_tokens:,} + {workload.output_tokens:,} tokens ({basis})"
+
+
+def _foot(status: HostStatus) -> RenderableType:
+    budget = f" of a budget of {memory(status.budget_bytes)}" if status.budget_bytes is not None else ""
+    planned = sum(engine.planned_bytes for model in status.models for engine in model.engines)
+    size = memory(status.memory_bytes) if status.memory_bytes is not None else "unknown"
+    lines = [f" Memory  {size} now, planned up to {memory(planned)}{budget}", f" Log     {status.log}"]
+    lines += [f"         {note}" for note in status.notes[-SHOWN_NOTES:]]
+    return Text("\n".join(lines) + "\n", style="dim")

@@ -1,0 +1,176 @@
+"""A simulated fleet on a page: what it was given, what it delivers, and what was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bedplate.decide.simulate.search import Told
+from bedplate.show.decision import short
+from bedplate.show.terminal import TerminalProgress
+from bedplate.values import Parallelism
+from bedplate.values.simulation import Engine, Outcome, Simulation, Times, Traffic
+from bedplate.values.workload import LatencyTarget
+
+TOLD_REQUESTS = 20_000
+"""Simulations of fewer requests are over before anybody would read of them."""
+
+
+@contextmanager
+def telling() -> Iterator[Told]:
+    """Says what is being simulated, where it takes a while."""
+    progress = TerminalProgress()
+    with progress.step("simulating") as update:
+
+        def told(what: str, requests: int, arrived: int) -> None:
+            if requests >= TOLD_REQUESTS:
+                update(arrived)
+
+        yield told
+
+
+def render_simulation(found: Simulation) -> RenderableType:
+    answer = found.answer
+    table = Table.grid(padding=(0, 3, 0, 1))
+    table.add_row(Text("Replica", style="bold"), Text(_replica(found.replica)), Text(found.replica.hardware))
+    table.add_row(Text("Traffic", style="bold"), Text(_traffic(found.traffic)), Text(found.traffic.source))
+    table.add_row(Text("Target", style="bold"), Text(_target(found.target, found.met_share)), "")
+    if answer is not None:
+        for label, value, basis in _rows(found, answer):
+            table.add_row(Text(label, style="bold"), Text(value), Text(basis))
+    for position, note in enumerate(found.notes):
+        table.add_row(Text("Note" if position == 0 else "", style="bold"), Text(note), "")
+    parts: list[RenderableType] = [Text(""), Text(_head(found), style="bold"), Text(""), table]
+    if len(found.tried) > 1:
+        parts += [Text(""), _tried(found.tried)]
+    return Group(*parts)
+
+
+def _head(found: Simulation) -> str:
+    answer = found.answer
+    if answer is None:
+        most = max(found.tried, key=lambda one: one.on_target or 0.0, default=None)
+        nearest = f"; nearest: {fleet_words(most)}, {most.on_target or 0:.1%} on target" if most is not None else ""
+        return f" No layout that was tried meets the target{nearest}"
+    words = f" {fleet_words(answer)}, {answer.cards:,} {'card' if answer.cards == 1 else 'cards'}"
+    if answer.meets is None:
+        return words
+    if not answer.meets:
+        return f"{words}: {answer.on_target or 0:.1%} of the requests on target, which is too few"
+    return f"{words}: {answer.on_target or 0:.1%} of the requests on target"
+
+
+def fleet_words(one: Outcome) -> str:
+    if one.layout == "disaggregated":
+        return f"{one.prefills} prefill + {one.replicas - one.prefills} decode workers"
+    return f"{one.replicas} {'replica' if one.replicas == 1 else 'replicas'}"
+
+
+def _replica(one: Engine) -> str:
+    layout = _layout(one.parallelism)
+    return (
+        f"{one.engine} · {one.model} · {one.quantization or 'weights as they are'}{layout} · {one.slots} at once · "
+        f"cache of {one.kv_tokens:,} tokens"
+    )
+
+
+def _layout(layout: Parallelism) -> str:
+    names = (("tensor", layout.tensor), ("pipeline", layout.pipeline), ("expert", layout.expert))
+    return "".join(f" · {name} parallel {size}" for name, size in names if size > 1)
+
+
+def _traffic(one: Traffic) -> str:
+    rate = f"{one.requests_per_s:,.3g} a second" if one.requests_per_s is not None else "all at once"
+    return (
+        f"{one.requests:,} requests · {rate} · {one.prompt_tokens:,.0f} + {one.output_tokens:,.0f} tokens on average"
+        + (" · with shared beginnings" if one.shared else "")
+    )
+
+
+def _target(target: LatencyTarget | None, share: float) -> str:
+    if target is None:
+        return "none"
+    parts = [
+        f"{name} ≤ {value:g} ms"
+        for name, value in (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms))
+        if value is not None
+    ]
+    return f"{' and '.join(parts)} for {share:.0%} of the requests"
+
+
+def _rows(found: Simulation, answer: Outcome) -> Iterator[tuple[str, str, str]]:
+    yield "Delivers", f"{short(answer.output_tok_s)} tok/s · {short(answer.requests_per_s)} requests/s", "estimate"
+    if answer.goodput_requests_s is not None and answer.goodput_tok_s is not None:
+        yield (
+            "Goodput",
+            f"{short(answer.goodput_requests_s)} requests/s · {short(answer.goodput_tok_s)} tok/s on target",
+            _band(found),
+        )
+    if found.safe is not None:
+        yield (
+            "To be safe",
+            f"{fleet_words(found.safe)}, {found.safe.cards:,} cards",
+            "on target even if passes are slow",
+        )
+    for name, times in (("TTFT", answer.ttft_ms), ("TPOT", answer.tpot_ms), ("End to end", answer.e2e_ms)):
+        if times is not None:
+            yield name, _times(times), "estimate"
+    cached = f" · {answer.cache_hit_share:.0%} of prompts cached" if answer.cache_hit_share is not None else ""
+    preempted = f" · {answer.preemptions:,} preempted" if answer.preemptions else ""
+    yield (
+        "Cache",
+        f"{answer.kv_use_mean:.0%} used, {answer.kv_use_peak:.0%} at most{cached}{preempted}",
+        f"replicas busy {answer.busy_share:.0%} of the time",
+    )
+    cost = answer.cost_per_million_tokens
+    energy = answer.kwh_per_million_tokens
+    yield (
+        "Costs",
+        f"{'TBD' if cost is None else f'{cost:,.3g}'} per million tokens · "
+        f"{'TBD' if energy is None else f'{energy:,.3g}'} kWh",
+        _paid(found),
+    )
+    yield "Rests on", found.replica.source, f"eight of ten passes × {found.replica.low:.2f} to {found.replica.high:.2f}"
+
+
+def _paid(found: Simulation) -> str:
+    missing = [
+        name for name, value in (("price_per_hour", found.price_per_hour), ("watts", found.watts)) if value is None
+    ]
+    if missing:
+        return f"{' and '.join(missing)}: not in the intent's operations"
+    return f"{found.price_per_hour:g} an hour and {found.watts:g} W a card"
+
+
+def _band(found: Simulation) -> str:
+    slow, fast = found.slow, found.fast
+    if slow is None or fast is None or slow.on_target is None or fast.on_target is None:
+        return "estimate"
+    return f"on target {slow.on_target:.0%} if passes are slow, {fast.on_target:.0%} if fast"
+
+
+def _times(times: Times) -> str:
+    return f"p50 {short(times.p50)} · p95 {short(times.p95)} · p99 {short(times.p99)} ms"
+
+
+def _tried(tried: tuple[Outcome, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 1), header_style="dim")
+    for name in ("tried", "cards", "requests", "on target", "tok/s", "TTFT p95", "TPOT p95", "cost per M"):
+        table.add_column(name, justify="left" if name == "tried" else "right")
+    for one in tried:
+        table.add_row(
+            Text(fleet_words(one)),
+            f"{one.cards:,}",
+            f"{one.requests:,}",
+            f"{one.on_target:.1%}" if one.on_target is not None else "",
+            short(one.output_tok_s),
+            short(one.ttft_ms.p95) if one.ttft_ms is not None else "",
+            short(one.tpot_ms.p95) if one.tpot_ms is not None else "",
+            f"{one.cost_per_million_tokens:,.3g}" if one.cost_per_million_tokens is not None else "TBD",
+            style="" if one.meets else "dim",
+        )
+    return table

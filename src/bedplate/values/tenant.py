@@ -1,0 +1,46 @@
+"""Tenant: who may use an endpoint, and how much of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Annotated, Literal
+
+import msgspec
+
+from bedplate.values.record import Record
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
+Weight = Annotated[float, msgspec.Meta(gt=0, le=1000)]
+Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+DEFAULT_TENANT = "default"
+"""Whoever holds the one key that `serve` was given, and everybody where no key is asked for."""
+
+
+class TenantKey(Record, frozen=True, kw_only=True):
+    """One key of a tenant; what it opens is known, the key itself is not."""
+
+    id: str
+    created_at: str
+    expires_at: str | None = None
+
+
+class Tenant(Record, frozen=True, kw_only=True):
+    schema: Literal["tenant/1"] = "tenant/1"
+    name: Name
+    weight: Weight = 1.0
+    """Its part of an engine that several tenants wait for, beside the weights of the others."""
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    in_flight: Limit | None = None
+    """Requests that it may have under way at once."""
+    keys: tuple[TenantKey, ...] = ()
+
+
+def is_name(text: str) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", text) is not None
+
+
+def key_digest(key: bytes, salt: bytes) -> bytes:
+    """What is kept of a key. Keys are 256 bits of chance, which nobody can try out: a slow hash adds nothing."""
+    return hashlib.blake2b(key, key=salt, digest_size=32).digest()

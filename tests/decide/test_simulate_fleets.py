@@ -1,0 +1,250 @@
+"""Passes from the estimator, traffic from traces and seeds, and the search for the cheapest fleet."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bedplate.decide import decide
+from bedplate.decide.simulate import (
+    Book,
+    Deployment,
+    Lengths,
+    Question,
+    Stream,
+    cheapest,
+    deployed,
+    from_shapes,
+    one_layout,
+    outcome,
+    search,
+    simulate,
+    synthetic,
+)
+from bedplate.decide.simulate.outcome import Paid
+from bedplate.decide.simulate.routers import by_chance
+from bedplate.decide.simulate.search import splits
+from bedplate.decide.simulate.times import decode_table, faster, prompt_table
+from bedplate.errors import AnswerIsNo, BadQuestion
+from bedplate.facts.known_models import lookup
+from bedplate.facts.simulated import simulated
+from bedplate.facts.traces import BadRows, detected, opened, shapes_of
+from bedplate.values import LatencyTarget, Workload, from_json, to_json
+from bedplate.values.intent import Operations
+from bedplate.values.simulation import Simulation
+from bedplate.values.workload import RequestShape
+
+CAPTURES = Path(__file__).parents[1] / "captures" / "traces"
+WORK = Workload(concurrency=64, prompt_tokens=1024, output_tokens=256)
+
+
+def deployment(work: Workload = WORK, accelerator: str = "NVIDIA H100 SXM 80GB", **more: Any) -> Deployment:
+    model = lookup("meta-llama/Llama-3.1-8B-Instruct")
+    assert model is not None
+    machine = simulated({"accelerator": accelerator, "count": 1, "ram_gb": 256, **more})
+    decision = decide(machine, model, work)
+    lengths = Lengths(work.prompt_tokens, work.output_tokens)
+    return deployed(
+        machine, model, decision, work, lengths, operations=Operations(price_per_hour=2.0, watts=700.0)
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def h100() -> Deployment:
+    return deployment()
+
+
+def test_a_replica_is_what_the_plan_says(h100: Deployment) -> None:
+    replica = h100.replica
+    assert (replica.engine, replica.quantization, replica.cards) == ("vllm", "FP8", 1)
+    assert replica.slots == 256
+    # 80 GB less 8 GB of weights, at 128 KiB a token in 16 bits.
+    assert 400_000 < replica.kv_tokens < 550_000
+    assert 0 < replica.low < 1 < replica.high
+    assert "continuous batching" in replica.source
+
+
+def test_passes_grow_with_all_that_they_do(h100: Deployment) -> None:
+    steps = h100.steps
+    assert all(one <= other for one, other in itertools.pairwise(steps.prompt_s[1:]))
+    pairs = zip(steps.decode_s, steps.context_s, strict=True)
+    full = [fixed + each * count * 1152 for count, (fixed, each) in enumerate(pairs)]
+    assert all(one < other for one, other in itertools.pairwise(full[1:]))
+    assert steps.pair_s > 0
+    quick = faster(steps, 2.0)
+    assert quick.decode_s[8] == pytest.approx(steps.decode_s[8] / 2)
+    assert quick.prompt_s[100] == pytest.approx(steps.prompt_s[100] / 2)
+
+
+@pytest.mark.parametrize("concurrency", [4, 16, 64])
+def test_a_closed_loop_comes_out_near_the_estimators_closed_form(concurrency: int) -> None:
+    """Both take the same passes; the closed form averages over what the simulator lets happen."""
+    model = lookup("meta-llama/Llama-3.1-8B-Instruct")
+    assert model is not None
+    machine = simulated({"accelerator": "NVIDIA H100 SXM 80GB", "count": 1, "ram_gb": 256})
+    work = Workload(concurrency=concurrency, prompt_tokens=1024, output_tokens=256)
+    decision = decide(machine, model, work, "vllm")
+    found = deployed(machine, model, decision, work, Lengths(1024, 256))
+    expected = decision.estimate.output_tok_s
+    assert expected is not None
+    fleet = found.fleet(1)
+    count = 12 * concurrency
+    ran = simulate(fleet, Book([1024] * count, [256] * count), concurrency=concurrency, apart_s=0.001)
+    got = outcome(fleet, ran, 1, None, Paid())
+    assert got.output_tok_s == pytest.approx(expected.value, rel=0.2)
+
+
+def test_an_engine_with_slots_sets_their_whole_context_aside() -> None:
+    found = deployment(Workload(concurrency=2, prompt_tokens=512, output_tokens=128), "NVIDIA GeForce RTX 4090")
+    if found.replica.engine not in ("llama.cpp", "exllamav3"):
+        pytest.fail(f"the plan for two on a 4090 is {found.replica.engine}: choose another case for this test")
+    assert found.limits.reserves
+    assert found.limits.kv_blocks * 16 >= found.limits.slots * found.replica.context_tokens
+
+
+def test_what_cannot_be_served_cannot_be_simulated() -> None:
+    with pytest.raises(AnswerIsNo, match="nothing to simulate"):
+        model = lookup("meta-llama/Llama-3.1-405B-Instruct")
+        assert model is not None
+        machine = simulated({"accelerator": "NVIDIA GeForce RTX 3060", "count": 1, "ram_gb": 16})
+        deployed(machine, model, decide(machine, model, WORK), WORK, Lengths(1024, 256))
+
+
+def test_a_table_is_exact_at_both_contexts_and_straight_between() -> None:
+    lengths = Lengths(1000, 500)
+    fixed, each = decode_table(lambda count, context: 0.01 + 1e-3 * count + 1e-7 * count * context**1.1, lengths, 8)
+    for context in lengths.contexts:
+        assert fixed[8] + each[8] * 8 * context == pytest.approx(0.018 + 8e-7 * context**1.1)
+    table = prompt_table(lambda tokens: 0.01 + 1e-5 * tokens, 1000)
+    assert len(table) == 1001
+    assert table[777] == pytest.approx(0.01 + 1e-5 * 777)
+
+
+# traffic
+
+
+def shapes(name: str) -> Stream:
+    with opened(CAPTURES / name) as stream:
+        bad = BadRows(name)
+        return from_shapes(shapes_of(stream, detected(stream, name), bad), name)
+
+
+def test_a_trace_keeps_its_arrivals_lengths_and_beginnings() -> None:
+    stream = shapes("mooncake-conversation.jsonl")
+    assert stream.hashes is not None and stream.hash_tokens == 512
+    assert stream.arrival[0] == 0.0 and stream.arrival == sorted(stream.arrival)
+    assert len(stream.first(5)) == 5
+    azure = shapes("azure-2023-conv.csv")
+    assert azure.hashes is None
+    assert azure.summary().requests == len(azure)
+
+
+def test_a_rate_presses_a_traces_arrivals_together() -> None:
+    name = "azure-2023-conv.csv"
+    with opened(CAPTURES / name) as stream:
+        found = from_shapes(shapes_of(stream, "azure", BadRows(name)), name, rate=100.0)
+    assert found.requests_per_s == pytest.approx(100.0)
+    assert "pressed" in found.notes[0]
+
+
+def test_a_trace_without_times_needs_a_rate() -> None:
+    rows = [RequestShape(prompt_tokens=10, output_tokens=5) for _ in range(4)]
+    with pytest.raises(BadQuestion, match="does not say when"):
+        from_shapes(rows, "log")
+    assert from_shapes(rows, "log", rate=10.0, seed=1) == from_shapes(rows, "log", rate=10.0, seed=1)
+    with pytest.raises(BadQuestion, match="no requests"):
+        from_shapes([RequestShape(prompt_tokens=None, output_tokens=5, started_s=0.0)], "log")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 2000), st.integers(1, 500), st.floats(0, 2), st.integers(0, 100))
+def test_made_up_traffic_is_what_was_asked_for(prompt: int, output: int, spread: float, seed: int) -> None:
+    work = Workload(prompt_tokens=prompt, output_tokens=output)
+    one = synthetic(work, 200, 10.0, seed=seed, spread=spread)
+    assert one == synthetic(work, 200, 10.0, seed=seed, spread=spread)
+    assert min(one.prompt) >= 1 and min(one.output) >= 1
+    assert one.arrival == sorted(one.arrival)
+    if spread == 0:
+        assert set(one.prompt) == {prompt} and set(one.output) == {output}
+
+
+def test_made_up_lengths_have_the_mean_and_the_spread_that_were_asked_for() -> None:
+    stream = synthetic(Workload(prompt_tokens=1000, output_tokens=100), 20_000, 10.0, seed=3, spread=0.5)
+    assert stream.mean_prompt == pytest.approx(1000, rel=0.02)
+    deviation = (sum((one - 1000) ** 2 for one in stream.prompt) / len(stream)) ** 0.5
+    assert deviation == pytest.approx(500, rel=0.05)
+    assert stream.requests_per_s == pytest.approx(10.0, rel=0.03)
+
+
+def test_a_router_draws_apart_from_the_traffic() -> None:
+    """With the same seed for both, one draw would choose a prompt's beginning and its replica alike."""
+    work = Workload(prompt_tokens=1024, output_tokens=16, shared_prefix_tokens=512)
+    stream = synthetic(work, 2000, 10.0, seed=7, prefixes=40)
+    assert stream.hashes is not None
+    route = by_chance(8, 7)
+    met = {(name, route(number)) for number, name in enumerate(stream.hashes)}
+    assert len(met) > 0.9 * 40 * 8
+
+
+# the search
+
+
+TARGET = LatencyTarget(ttft_ms=300, tpot_ms=12)
+
+
+def question(h100: Deployment, rate: float = 60.0, count: int = 1500, **more: Any) -> Question:
+    return Question(h100, synthetic(WORK, count, rate, seed=1, spread=0.5), TARGET, **more)
+
+
+def test_the_cheapest_fleet_meets_the_target_and_one_replica_less_does_not(h100: Deployment) -> None:
+    asked = question(h100)
+    found = cheapest(asked, 1, 512, ("aggregated",))
+    assert found.answer is not None and found.answer.meets
+    fewer = asked.outcome_of(found.answer.replicas - 1)
+    assert not fewer.meets
+    assert len(found.tried) < 12
+    assert found.slow is not None and found.fast is not None
+    assert (found.slow.on_target or 0) <= (found.answer.on_target or 0) <= (found.fast.on_target or 0) + 0.02
+    assert found.safe is not None and found.safe.meets
+    assert found.safe.replicas >= found.answer.replicas
+    assert from_json(Simulation, to_json(found)) == found
+
+
+def test_what_no_number_of_replicas_meets_has_no_answer(h100: Deployment) -> None:
+    asked = question(h100)._replace(target=LatencyTarget(ttft_ms=1))
+    found = cheapest(asked, 1, 16, ("aggregated", "disaggregated"))
+    assert found.answer is None
+    assert found.tried and not any(one.meets for one in found.tried)
+
+
+def test_a_layout_apart_is_divided_by_the_work_of_prompts(h100: Deployment) -> None:
+    long_prompts = question(h100)._replace(stream=synthetic(Workload(prompt_tokens=8000, output_tokens=20), 50, 1.0))
+    long_answers = question(h100)._replace(stream=synthetic(Workload(prompt_tokens=50, output_tokens=2000), 50, 1.0))
+    assert next(splits(long_prompts, 16)) > 10
+    assert next(splits(long_answers, 16)) == 1
+    assert all(1 <= split <= 15 for split in splits(long_prompts, 16))
+    assert list(splits(long_prompts, 1)) == []
+
+
+def test_one_layout_is_simulated_as_it_was_asked_for(h100: Deployment) -> None:
+    asked = question(h100, count=300)
+    found = one_layout(asked, 4, "disaggregated", 1)
+    assert found.answer is not None
+    assert (found.answer.layout, found.answer.replicas, found.answer.prefills) == ("disaggregated", 4, 1)
+    assert len(found.tried) == 1
+    assert found.answer.cost_per_million_tokens is not None
+
+
+def test_what_is_found_with_a_part_is_tried_with_all(h100: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SEARCH_REQUESTS", 200)
+    found = cheapest(question(h100, rate=100.0, count=900), 1, 64, ("aggregated",))
+    assert found.answer is not None and found.answer.meets
+    assert found.answer.requests == 900
+    assert {one.requests for one in found.tried} == {200, 900}
+    whole = [one for one in found.tried if one.requests == 900]
+    assert not any(one.meets for one in whole[:-1]), "the part is not the whole: it may take more replicas"

@@ -1,0 +1,183 @@
+"""Intents of every kind that files are emitted for: machines, platforms, engines, vendors and odd corners."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from bedplate.decide import decide
+from bedplate.decide.portfolio import on_one_machine, portfolio
+from bedplate.deploy.emit import emitted
+from bedplate.deploy.platform import Platform, many_services, one_service
+from bedplate.facts.intent import intent_of, resolved_hardware
+from bedplate.run.models import intended_model
+
+LLAMA = "meta-llama/Meta-Llama-3.1-70B"
+WORK = {"concurrency": 64, "prompt_tokens": 1024, "output_tokens": 256}
+FEW = {"concurrency": 4, "prompt_tokens": 512, "output_tokens": 256}
+PROMPTS = {"concurrency": 256, "prompt_tokens": 4096, "output_tokens": 512}
+H100 = {"accelerator": "H100 SXM", "count": 8}
+FLEET = {"accelerator": "H100 SXM", "count": 32, "gpus_per_node": 8, "network": "InfiniBand NDR 400"}
+TWO_NODES = {"accelerator": "H100 SXM", "count": 16, "gpus_per_node": 8, "network": "InfiniBand NDR 400"}
+POOLS = [
+    {"name": "big", **{name: value for name, value in FLEET.items() if name != "count"}, "count": 32},
+    {"name": "small", "accelerator": "L4", "count": 8, "gpus_per_node": 4},
+    {"name": "amd", "accelerator": "MI300X", "count": 8, "gpus_per_node": 8},
+    {"name": "cpus", "cpu": "Intel Xeon Gold 6430", "cores": 32, "count": 4, "ram_gb": 128},
+]
+SERVICES = [
+    {"name": "chat", "model": LLAMA, "pool": "big", "workload": {**WORK, "latency": {"tpot_ms": 30}}},
+    {"name": "drafts", "model": "Qwen/Qwen3-8B", "pool": "small", "tenants": ["sales"], "workload": FEW},
+    {"name": "code", "model": "Qwen/Qwen3-32B", "pool": "amd", "tenants": ["research"], "workload": WORK},
+    {
+        "name": "search",
+        "model": {"task": "embed", "params_b": 0.11, "format": "onnx"},
+        "pool": "cpus",
+        "workload": {"users": 20, "task": "embed"},
+    },
+]
+TENANTS = [{"name": "research", "share": 0.6}, {"name": "sales", "share": 0.4}]
+PLATFORM = {"pools": POOLS, "services": SERVICES, "tenants": TENANTS, "operations": {"machinery": "kubernetes"}}
+
+INTENTS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "h100-chat": ({"hardware": H100, "model": LLAMA, "workload": WORK}, None),
+    "h100-sglang": ({"hardware": H100, "model": LLAMA, "workload": WORK}, "sglang"),
+    "h100-tensorrt-llm": ({"hardware": H100, "model": LLAMA, "workload": WORK}, "tensorrt-llm"),
+    "h200-deepseek-trt": (
+        {"hardware": {"accelerator": "H200 SXM", "count": 8}, "model": "deepseek-ai/DeepSeek-R1", "workload": WORK},
+        "tensorrt-llm",
+    ),
+    "h100-tgi": ({"hardware": H100, "model": LLAMA, "workload": WORK}, "tgi"),
+    "l40s-lmdeploy": (
+        {"hardware": {"accelerator": "L40S", "count": 2}, "model": "Qwen/Qwen3-8B", "workload": WORK},
+        "lmdeploy",
+    ),
+    "mi300x-chat": ({"hardware": {"accelerator": "MI300X", "count": 8}, "model": LLAMA, "workload": WORK}, None),
+    "mi300x-sglang": ({"hardware": {"accelerator": "MI300X", "count": 8}, "model": LLAMA, "workload": WORK}, "sglang"),
+    "a100-chat": (
+        {"hardware": {"accelerator": "A100 SXM 80GB", "count": 4}, "model": "Qwen/Qwen3-32B", "workload": WORK},
+        None,
+    ),
+    "rtx4090-llama-cpp": (
+        {"hardware": {"accelerator": "RTX 4090", "count": 1}, "model": "Qwen/Qwen3-8B", "workload": FEW},
+        "llama.cpp",
+    ),
+    "cpu-ollama": (
+        {
+            "hardware": {"cpu": "Intel Xeon Gold 6430", "cores": 32, "ram_gb": 128},
+            "model": "Qwen/Qwen2.5-7B-Instruct",
+            "workload": FEW,
+        },
+        "ollama",
+    ),
+    "rtx4090-exllamav3": (
+        {"hardware": {"accelerator": "RTX 4090", "count": 1}, "model": "Qwen/Qwen3-8B", "workload": FEW},
+        "exllamav3",
+    ),
+    "cpu-vllm": (
+        {
+            "hardware": {"cpu": "Intel Xeon Gold 6430", "cores": 32, "ram_gb": 128},
+            "model": "Qwen/Qwen3-8B",
+            "workload": FEW,
+        },
+        "vllm",
+    ),
+    "cpu-llama-cpp": (
+        {
+            "hardware": {"cpu": "Intel Xeon Gold 6430", "cores": 32, "ram_gb": 128},
+            "model": "Qwen/Qwen3-8B",
+            "workload": FEW,
+        },
+        "llama.cpp",
+    ),
+    "two-nodes-405b": (
+        {"hardware": TWO_NODES, "model": "meta-llama/Meta-Llama-3.1-405B", "workload": WORK,
+         "deploy": {"rdma": "rdma/ib"}},
+        "vllm",
+    ),
+    "two-nodes-sglang": (
+        {"hardware": TWO_NODES, "model": "meta-llama/Meta-Llama-3.1-405B", "workload": WORK}, "sglang",
+    ),
+    "fleet-prompts": ({"hardware": FLEET, "model": LLAMA, "workload": PROMPTS}, None),
+    "fleet-apart": (
+        {"hardware": FLEET, "model": LLAMA, "workload": WORK, "deploy": {"layout": "disaggregated"}}, "sglang",
+    ),
+    "fleet-together": (
+        {"hardware": FLEET, "model": LLAMA, "workload": PROMPTS, "deploy": {"layout": "aggregated"}}, None,
+    ),
+    "gateway": (
+        {"hardware": H100, "model": LLAMA, "workload": WORK,
+         "deploy": {"gateway": "ingress/inference", "namespace": "llms", "storage_class": "fast"}},
+        None,
+    ),
+    "tenants-alone": ({"hardware": H100, "model": LLAMA, "workload": WORK, "tenants": TENANTS}, None),
+    "moe-long": (
+        {"hardware": {"accelerator": "H200 SXM", "count": 8}, "model": "deepseek-ai/DeepSeek-R1",
+         "workload": {"concurrency": 64, "prompt_tokens": 16000, "output_tokens": 1000}},
+        None,
+    ),
+    "platform": (PLATFORM, None),
+    "one-box": (
+        {
+            "hardware": {"accelerator": "L40S", "count": 4},
+            "services": [
+                {"name": "chat", "model": "Qwen/Qwen3-32B", "workload": FEW},
+                {"name": "drafts", "model": "Qwen/Qwen3-8B", "replicas": 2, "workload": FEW},
+            ],
+        },
+        None,
+    ),
+    "one-pool": (
+        {
+            "pools": [{"name": "box", "accelerator": "L40S", "count": 4, "gpus_per_node": 4}],
+            "services": [
+                {"name": "chat", "model": "Qwen/Qwen3-32B", "workload": FEW},
+                {"name": "drafts", "model": "Qwen/Qwen3-8B", "workload": FEW},
+            ],
+        },
+        None,
+    ),
+}  # fmt: skip
+TARGETS = ("compose", "kubernetes", "dynamo", "ray")
+SEVERAL_NODES = frozenset(
+    ["two-nodes-405b", "two-nodes-sglang", "fleet-prompts", "fleet-apart", "fleet-together", "platform"]
+)
+WITH_RAY = frozenset(
+    ["h100-chat", "a100-chat", "two-nodes-405b", "fleet-prompts", "fleet-together", "gateway", "tenants-alone",
+     "platform", "one-pool", "one-box"]
+)  # fmt: skip
+WITH_DYNAMO = WITH_RAY | frozenset(
+    ["h100-sglang", "h100-tensorrt-llm", "h200-deepseek-trt", "two-nodes-sglang", "fleet-apart", "moe-long"]
+)
+REFUSED = frozenset(
+    (name, target)
+    for name in INTENTS
+    for target in TARGETS
+    if (target == "compose" and name in SEVERAL_NODES)
+    or (target == "ray" and name not in WITH_RAY)
+    or (target == "dynamo" and name not in WITH_DYNAMO)
+)
+WRITTEN = [(name, target) for name in INTENTS for target in TARGETS if (name, target) not in REFUSED]
+
+
+@functools.cache
+def platform_of(name: str) -> Platform:
+    described, engine = INTENTS[name]
+    return made_platform(described, engine)
+
+
+def made_platform(described: dict[str, Any], engine: str | None = None) -> Platform:
+    intent = intent_of(described)
+    if intent.services:
+        models = [intended_model(service.model) for service in intent.services]
+        machine = None if intent.pools else resolved_hardware(intent)
+        found = portfolio(intent, models) if machine is None else on_one_machine(intent, models, machine)
+        return many_services(intent, found, models, machine)
+    hardware, model = resolved_hardware(intent), intended_model(intent.model)
+    decision = decide(hardware, model, intent.workload, engine, operations=intent.operations)
+    return one_service(intent, hardware, model, intent.workload, decision)
+
+
+@functools.cache
+def files_of(name: str, target: str) -> dict[str, str]:
+    return emitted(platform_of(name), target)

@@ -1,0 +1,44 @@
+"""Published schemas to hold emitted files against: of custom kinds, from a folder beside the project."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+CRDS = Path(__file__).parents[2].parent / "shared" / "crds"
+
+
+@functools.cache
+def custom_kinds() -> dict[tuple[str, str], dict[str, Any]]:
+    """By apiVersion and kind; made strict about fields that a schema does not know."""
+    if not CRDS.is_dir():
+        pytest.skip("the schemas of custom kinds are not here (../shared/crds)")
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for path in sorted(CRDS.glob("*.yaml")):
+        crd = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        group, kind = crd["spec"]["group"], crd["spec"]["names"]["kind"]
+        for version in crd["spec"]["versions"]:
+            if version["served"]:
+                schema = version["schema"]["openAPIV3Schema"]
+                found[f"{group}/{version['name']}", kind] = strict(schema)
+    return found
+
+
+def strict(schema: Any) -> Any:
+    """A cluster drops fields that a schema does not name without a word; here they are mistakes."""
+    if isinstance(schema, list):
+        return [strict(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: strict(inner) for name, inner in schema.items()}
+    if schema.get("x-kubernetes-int-or-string"):
+        made.pop("type", None)
+        made.pop("pattern", None)
+    loose = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    if "properties" in schema and not loose and schema.get("type") == "object":
+        made["additionalProperties"] = False
+    return made

@@ -1,0 +1,100 @@
+"""Every selector, port, probe, volume, queue and name in emitted files leads somewhere."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from tests.deploy.intents import INTENTS, WRITTEN, files_of
+from tests.deploy.walk import broken, documents_in, pods_in
+
+ON_A_CLUSTER = [case for case in WRITTEN if case[1] != "compose"]
+WITH_COMPOSE = [name for name, target in WRITTEN if target == "compose"]
+
+
+@pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
+def test_all_references_resolve(name: str, target: str) -> None:
+    assert not broken(files_of(name, target))
+
+
+def test_the_walk_sees_what_is_broken() -> None:
+    files = dict(files_of("h100-chat", "kubernetes"))
+    text = files["meta-llama-3-1-70b.yaml"]
+    for old, new, complaint in (
+        ("claimName: meta-llama-3-1-70b-model", "claimName: other", "no PersistentVolumeClaim other"),
+        ("targetPort: http", "targetPort: web", "port web is none of"),
+        ("port: http\n", "port: web\n", "asks port web"),
+        ("serviceAccountName: meta-llama-3-1-70b", "serviceAccountName: nobody", "no ServiceAccount nobody"),
+        ("image: vllm/vllm-openai:v0.32.0", "image: vllm/vllm-openai", "is not pinned"),
+        ("mountPath: /models", "mountPath: /model", "is on no volume"),
+        ("- name: shm\n              mountPath", "- name: shared\n              mountPath", "no volume shared"),
+    ):
+        assert old in text, old
+        found = broken({**files, "meta-llama-3-1-70b.yaml": text.replace(old, new)})
+        assert any(complaint in what for what in found), (complaint, found)
+    scaled = files["scaling.yaml"].replace("name: meta-llama-3-1-70b\n  # 64", "name: nothing\n  # 64")
+    assert any("no Deployment nothing" in what for what in broken({**files, "scaling.yaml": scaled}))
+
+
+def test_the_walk_sees_a_queue_that_is_not_there() -> None:
+    files = dict(files_of("platform", "kubernetes"))
+    text = files["chat.yaml"].replace("queue-name: shared-services", "queue-name: nowhere")
+    assert any("no LocalQueue nowhere" in what for what in broken({**files, "chat.yaml": text}))
+
+
+@pytest.mark.parametrize("name", WITH_COMPOSE)
+def test_a_compose_file_refers_to_what_it_has(name: str) -> None:
+    for path, text in files_of(name, "compose").items():
+        if not path.endswith("compose.yaml"):
+            continue
+        tree = yaml.safe_load(text)
+        services = tree["services"]
+        published = [port for one in services.values() for port in one.get("ports", [])]
+        assert len(set(published)) == len(published) and all(port.startswith("127.0.0.1:") for port in published)
+        taken: list[str] = []
+        for one in services.values():
+            assert set(one.get("depends_on", {})) <= set(services)
+            assert ":" in one["image"].rpartition("/")[2]
+            named = [mount.partition(":")[0] for mount in one.get("volumes", []) if mount[0] not in "./"]
+            assert set(named) <= set(tree["volumes"])
+            assert {config["source"] for config in one.get("configs", [])} <= set(tree.get("configs", {}))
+            if "healthcheck" in one:
+                devices = one.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+                taken += [number for device in devices for number in device.get("device_ids", [])]
+        assert len(set(taken)) == len(taken)
+
+
+class TestFigures:
+    """What a number in a file must agree with elsewhere."""
+
+    @pytest.mark.parametrize("name", [name for name in INTENTS if "cpu" not in name])
+    def test_a_node_holds_what_its_pods_ask_for(self, name: str) -> None:
+        for tree in documents_in(files_of(name, "kubernetes")):
+            for _, pod in pods_in(tree):
+                for container in pod["containers"]:
+                    requests = container["resources"]["requests"]
+                    for vendor in ("nvidia.com/gpu", "amd.com/gpu"):
+                        assert requests.get(vendor, 0) == container["resources"]["limits"].get(vendor, 0) <= 8
+
+    @pytest.mark.parametrize("name", list(INTENTS))
+    def test_an_engine_is_given_longer_to_leave_than_its_longest_answer(self, name: str) -> None:
+        for tree in documents_in(files_of(name, "kubernetes")):
+            if tree["kind"] not in ("Deployment", "LeaderWorkerSet"):
+                continue
+            for _, pod in pods_in(tree):
+                grace = pod["terminationGracePeriodSeconds"]
+                for container in pod["containers"]:
+                    waits = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+                    drains = [int(word.partition("=")[2]) for word in container.get("args", [])
+                              if word.startswith("--shutdown-timeout")]  # fmt: skip
+                    assert waits + sum(drains) < grace
+
+    def test_quotas_give_out_every_card_once(self) -> None:
+        trees = documents_in(files_of("platform", "kubernetes"))
+        given: dict[str, int] = {}
+        for tree in trees:
+            if tree["kind"] == "ClusterQueue":
+                for flavor in tree["spec"]["resourceGroups"][0]["flavors"]:
+                    for resource in flavor["resources"]:
+                        if resource["name"].endswith("/gpu"):
+                            given[flavor["name"]] = given.get(flavor["name"], 0) + resource["nominalQuota"]
+        assert given["nvidia-h100-sxm-80gb"] == 32 and given["nvidia-l4"] == 8 and given["amd-instinct-mi300x"] == 8

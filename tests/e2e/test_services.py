@@ -1,0 +1,226 @@
+"""Services in the background, several models and replicas behind one endpoint, with the real engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.commands import Answer, run
+from tests.conftest import gone, wait_for
+
+from bedplate.operate import records
+from bedplate.operate.services import status_of
+from bedplate.run.environments import Environment
+from bedplate.values.record import from_json
+from bedplate.values.service import HostStatus
+
+MODEL = "smollm2-135m-instruct"
+SMALL = ("--context", "512", "--concurrency", "1")
+
+
+@pytest.fixture(autouse=True)
+def quiet_cores(one_core: None) -> None:
+    """All of these share the machine with each other."""
+
+
+class Background:
+    """Services that were started in the background, and are ended with the test."""
+
+    def __init__(self) -> None:
+        self.endpoints: list[dict[str, Any]] = []
+
+    def start(self, *arguments: str) -> dict[str, Any]:
+        answer = run("serve", "-d", "--json", "--port", "0", "--no-check", *arguments)
+        assert answer.code == 0, answer.err
+        endpoint: dict[str, Any] = json.loads(answer.out)
+        self.endpoints.append(endpoint)
+        return endpoint
+
+    def end(self) -> None:
+        for endpoint in self.endpoints:
+            below = descendants(endpoint["pid"])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(endpoint["pid"], signal.SIGKILL)
+            wait_for(lambda below=below: gone(below), "the engines of a killed host to end")  # type: ignore[misc]
+        records.swept()
+
+
+@pytest.fixture
+def background(builtin_gguf: Path, llama_environment: Environment) -> Iterator[Background]:
+    one = Background()
+    yield one
+    one.end()
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def ask(endpoint: dict[str, Any], model: str | None = None, tokens: int = 4, **more: Any) -> tuple[int, Any]:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": tokens, **more}
+    if model is not None:
+        body["model"] = model
+    request = urllib.request.Request(
+        f"{endpoint['url']}/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def status(name: str) -> HostStatus:
+    """As `bedplate status` has it, without a process of its own."""
+    return status_of(records.chosen(name))
+
+
+def states(name: str) -> dict[str, str]:
+    return {model.model: model.state for model in status(name).models}
+
+
+def assert_clear(answer: Answer, code: int, *words: str) -> None:
+    assert answer.code == code, answer
+    assert "error: " in answer.err and "Traceback" not in answer.err
+    for word in words:
+        assert word in answer.err, answer.err
+
+
+def test_a_service_in_the_background_from_its_start_to_its_end(background: Background) -> None:
+    endpoint = background.start("--name", "chat", *SMALL)
+    assert endpoint["name"] == "chat" and ask(endpoint)[0] == 200
+    host = psutil.Process(endpoint["pid"])
+    assert os.getsid(host.pid) == host.pid, "it has a session of its own"
+    everything = descendants(endpoint["pid"])
+    assert len(everything) == 3  # the host, a warden and an engine
+
+    listed = json.loads(run("ps", "--json").out)
+    assert [(one["record"]["name"], one["record"]["url"], one["status"]["state"]) for one in listed] == [
+        ("chat", endpoint["url"], "ready")
+    ]
+    assert "chat" in run("ps").out
+    told = run("status", "chat", "--json")
+    assert told.code == 0, told.err
+    found = from_json(HostStatus, told.out)
+    (model,) = found.models
+    (engine,) = model.engines
+    assert found.detached and model.model == MODEL and engine.state == "ready" and model.why
+    assert engine.memory_bytes is not None and 50e6 < engine.memory_bytes < engine.planned_bytes
+    assert engine.pid in {process.pid for process in everything}
+    shown = run("status").out
+    assert endpoint["url"] in shown and "llama.cpp-1" in shown and "assumed 1 user" in shown
+
+    said = run("logs", "chat", "-n", "1000").out
+    assert "==> chat <==" in said and "==> chat@llama.cpp-1 <==" in said and "ready at" in said
+
+    assert_clear(
+        run("serve", "-d", "--name", "chat", "--port", "0"), 2, "chat is running already", "bedplate stop chat"
+    )
+    port = endpoint["url"].removesuffix("/v1").rpartition(":")[2]
+    assert_clear(run("serve", "-d", "--port", port), 3, f"port {port}", "by the service chat", "bedplate stop chat")
+
+    outcome: list[tuple[int, Any]] = []
+    asking = threading.Thread(target=lambda: outcome.append(ask(endpoint, tokens=300, ignore_eos=True)))
+    asking.start()
+    wait_for(lambda: status("chat").in_flight == 1, "an answer to be under way")
+    stopped = run("stop", "chat")
+    assert stopped.code == 0 and "chat stopped in" in stopped.out, stopped
+    asking.join()
+    assert outcome[0][0] == 200 and outcome[0][1]["usage"]["completion_tokens"] == 300, (
+        "the answer under way was finished"
+    )
+    assert gone(everything)
+    assert json.loads(run("ps", "--json").out) == []
+    assert_clear(run("stop", "chat"), 1, "no service called chat", "running: none")
+    assert "asked to stop" in run("logs", "chat").out
+
+
+def test_kill_9_of_a_host_with_replicas_leaves_nothing(background: Background) -> None:
+    endpoint = background.start("--name", "twins", "--replicas", "2", "--context", "512", "--concurrency", "2")
+    everything = descendants(endpoint["pid"])
+    assert len(everything) == 5  # the host, two wardens and two engines
+    assert [engine.id for engine in status("twins").models[0].engines] == ["llama.cpp-1", "llama.cpp-2"]
+    assert ask(endpoint)[0] == 200
+    os.kill(endpoint["pid"], signal.SIGKILL)
+    wait_for(lambda: gone(everything), "everything to end", 10)
+    listed = run("ps")
+    assert "nothing is running" in listed.out and "twins" in listed.err and "ended without saying so" in listed.err
+    assert_clear(run("status"), 1, "no service is running")
+
+
+def test_two_models_on_demand_take_turns_within_a_budget(
+    background: Background, builtin_gguf: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.gguf"
+    other.symlink_to(builtin_gguf)  # a model is called after its file
+    intent = tmp_path / "two.yaml"
+    work = "{context_tokens: 512, concurrency: 1}"
+    services = [f"{{model: builtin, workload: {work}, ttl: 10m}}", f"{{model: {other}, workload: {work}, ttl: 2s}}"]
+    intent.write_text(f"services: [{', '.join(services)}]\n")
+    plan = json.loads(run("plan", "--json", *SMALL, "--engine", "llama.cpp").out)
+    (need,) = plan["memory"]["devices"]
+    each = need["weights_bytes"] + need["kv_bytes"] + need["overhead_bytes"]["high"]
+
+    endpoint = background.start("-f", str(intent), "--memory-budget", str(round(1.5 * each)))
+    assert endpoint["name"] == "two" and len(endpoint["models"]) == 2
+    first, second = endpoint["models"]
+    assert (first, second) == (MODEL, "other")
+    assert states("two") == {first: "unloaded", second: "unloaded"}
+    for name in (first, second, first):
+        code, body = ask(endpoint, name)
+        assert code == 200 and body["choices"][0]["message"]["content"], body
+        other_name = second if name == first else first
+        assert states("two") == {name: "ready", other_name: "unloaded"}
+    assert ask(endpoint, "nobody")[0] == 404 and ask(endpoint)[0] in (400, 404)
+    ask(endpoint, second)
+    wait_for(lambda: states("two")[second] == "unloaded", "the time to live to pass")
+    assert len(descendants(endpoint["pid"])) == 1, "nothing is loaded"
+    assert_clear(
+        run("serve", "-f", str(intent), "--port", "0", "--memory-budget", "100MiB"), 1, "does not fit", "larger memory"
+    )
+
+
+def test_ctrl_c_while_it_starts_stops_it(builtin_gguf: Path, llama_environment: Environment, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bedplate", "serve", "-d", "--port", "0", "--name", "hasty", "--no-check"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    record = Path(os.environ["BEDPLATE_HOME"]) / "services" / "hasty.json"
+    pid = wait_for(lambda: json.loads(record.read_text())["pid"] if record.exists() else None, "it to have begun")
+    everything = descendants(pid)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Ready" not in out
+    wait_for(lambda: gone([*everything, *descendants(pid)]), "the service to end")
+    assert not record.exists()
+
+
+def test_why_it_did_not_start_is_told(tmp_path: Path, builtin_gguf: Path, llama_environment: Environment) -> None:
+    assert_clear(run("serve", "-d", str(tmp_path / "none.gguf"), "--port", "0"), 2, "none.gguf")
+    assert_clear(run("serve", "-d", "--port", "0", "--context", "90000"), 1, "cannot be served here")
+    (tmp_path / "home").write_text("in the way")
+    blocked = run("serve", "-d", "--port", "0", env={"BEDPLATE_HOME": str(tmp_path / "home")})
+    assert_clear(blocked, 3, "cannot write", "BEDPLATE_HOME")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert_clear(run("serve", "-d", "--port", str(port)), 3, f"port {port} on 127.0.0.1 is in use")

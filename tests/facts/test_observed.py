@@ -1,0 +1,98 @@
+"""The work that an endpoint had, as a workload to plan for."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from tests.commands import invoke
+
+from bedplate import store
+from bedplate.errors import AnswerIsNo
+from bedplate.facts.intent import read_intent
+from bedplate.facts.observed import observed
+from bedplate.facts.workload import to_workload
+from bedplate.run.gateway.shapes import prefix_hashes
+from bedplate.values import from_json
+from bedplate.values.traffic import ServedRequest
+from bedplate.values.workload import TraceSummary
+
+SALT = b"s" * 32
+SYSTEM = b'[{"role":"system","content":"' + b"You are a careful helper. " * 78 + b'"}'
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+
+
+def asked(number: int, **more: object) -> ServedRequest:
+    """One of a hundred requests, two seconds apart, each of which takes four, after a system prompt of 2 KB."""
+    text = SYSTEM + str(number).encode() * 300
+    fields = {
+        "at_s": time.time() - 600 + 2 * number, "tenant": "alice", "model": "small", "engine": "llama.cpp",
+        "api": "chat", "stream": True, "outcome": "ok", "status": 200, "body_bytes": len(text) + 30,
+        "duration_ms": 4000.0, "ttft_ms": 100.0, "prompt_tokens": len(text) // 4, "completion_tokens": 100,
+        "prefix_hashes": prefix_hashes(text, SALT), "text_bytes": len(text),
+    }  # fmt: skip
+    return ServedRequest(**{**fields, **more})  # type: ignore[arg-type]
+
+
+def test_what_was_asked_becomes_a_workload() -> None:
+    store.add_requests([asked(number) for number in range(100)])
+    summary = observed(3600)
+    work = to_workload(summary)
+    assert summary.requests == 100 and summary.tenants == 1 and summary.models == ("small",)
+    assert work.origin == "observed" and work.concurrency in (2, 3)
+    assert work.requests_per_s == pytest.approx(0.5, rel=0.02)
+    assert work.output_tokens == 100 and 600 < work.prompt_tokens < 800
+    # Four blocks of 512 bytes are in the system prompt, which all but the first find again.
+    assert work.shared_prefix_tokens == pytest.approx(4 * 128, rel=0.05)
+
+
+def test_other_models_old_requests_and_what_is_no_work_are_left_out() -> None:
+    store.add_requests(
+        [
+            asked(1),
+            asked(2),
+            asked(3, model="large"),
+            asked(4, api="other"),
+            asked(5, at_s=time.time() - 9000),
+            asked(6, outcome="turned_away", engine=None),
+        ]
+    )
+    assert observed(3600, model="small").requests == 2
+    whole = observed(3600)
+    assert whole.requests == 3 and "1 requests that were turned away are not counted" in whole.notes
+    assert observed(10_000).requests == 4
+
+
+def test_requests_whose_end_was_not_seen_are_told() -> None:
+    lost = asked(2, outcome="cancelled", prompt_tokens=None, completion_tokens=None)
+    store.add_requests([asked(1), lost, asked(3, outcome="failed", prompt_tokens=None, completion_tokens=None)])
+    summary = observed(3600)
+    assert summary.outcomes == {"cancelled": 1, "error": 1}
+    assert summary.prompt.spread.max == asked(1).prompt_tokens
+
+
+def test_nothing_observed_is_a_no() -> None:
+    with pytest.raises(AnswerIsNo, match="no request was answered in the last 24 h"):
+        observed(86_400)
+    assert invoke("workload", "--observed", "24h").code == 1
+
+
+def test_the_verb_writes_an_intent_that_can_be_planned(tmp_path: Path) -> None:
+    store.add_requests([asked(number) for number in range(20)])
+    path = tmp_path / "bedplate.yaml"
+    page = invoke("workload", "--observed", "24h", "--model", "small", "-o", str(path))
+    assert page.code == 0 and "20 requests in" in page.out
+    summary = from_json(TraceSummary, invoke("workload", "--observed", "24h", "--json").out)
+    assert read_intent(path).workload == to_workload(summary)
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("x.csv", "--observed", "24h"), ("x.csv", "--model", "m"), ("--observed", "now")]
+)
+def test_one_source_is_needed(words: tuple[str, ...]) -> None:
+    assert invoke("workload", *words).code == 2

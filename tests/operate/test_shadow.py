@@ -1,0 +1,240 @@
+"""A challenger is tried on recorded work in idle time, or beside live requests; real requests come first."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.engines.plans import machine
+from tests.operate.migrating import Load, made
+from tests.operate.stub_hosts import add, with_host
+from tests.operate.traffic import request
+from tests.run.test_supervisor import until
+
+from bedplate import store
+from bedplate.errors import AnswerIsNo
+from bedplate.operate import shadow as shadowing
+from bedplate.operate.host import Host
+from bedplate.operate.shadow import (
+    Shadow,
+    Shadowing,
+    computes_on,
+    quality_of,
+    shadow,
+    usage_in,
+    visible,
+)
+from bedplate.run.serving import Readied
+from bedplate.values.migration import Checked
+from bedplate.values.record import from_json, replaced, to_json
+from bedplate.values.shadow import Shadowed
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of its own: what one test measures is evidence in the next."""
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(shadowing, "IDLE_S", 0.05)
+    monkeypatch.setattr(shadowing, "WARMUP_S", 0.05)
+
+
+def offered(monkeypatch: pytest.MonkeyPatch, one: Readied, *, live: bool) -> None:
+    def ready(self: Shadowing, progress: object) -> tuple[Readied, Any, dict[str, str], bool]:
+        return one, self.host.need_of(one.plan), {}, live
+
+    monkeypatch.setattr(Shadowing, "_made_ready", ready)
+
+
+def record_some(count: int = 6) -> None:
+    now = time.time()
+    store.add_requests([request(now - 600 + 60 * number, completion_tokens=6) for number in range(count)])
+
+
+def tell(text: str) -> None:
+    return None
+
+
+class TestReplay:
+    def test_a_faster_challenger_is_proven_on_recorded_shapes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "fast", pause_s=0.05), live=False)
+        record_some()
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "slow", pause_s=0.12))
+            done = await shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell)
+            assert done.how == "replay" and done.turns >= 4 and done.requests == done.turns
+            assert done.verdict.answer == "migrate", done.verdict.text
+            assert done.verdict.effects[0].paired and done.verdict.effects[0].gain.value > 1.5
+            assert len(host.engines) == 1 and host.engines[0].plan.engine_version == "slow"
+            assert from_json(Shadowed, to_json(done)) == done and done.exit_code == 10
+            kept = store.run(done.run)
+            assert len(kept.cells) == 2 and kept.finished
+            learnt = store.results(kept.environment.machine)
+            assert {one.engine_version for one in learnt} == {"slow", "fast"}
+
+        with_host(then, tmp_path)
+
+    def test_an_equal_one_is_no_reason_to_move_and_without_records_the_plan_is_replayed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.004), live=False)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.004))
+            done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
+            assert done.verdict.answer in ("stay", "not proven")
+            assert any("the plan assumed" in note for note in done.notes)
+
+        with_host(then, tmp_path)
+
+    def test_it_stops_at_once_for_a_real_request_and_goes_on_afterwards(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.05), live=False)
+        record_some(3)
+
+        begun: list[float] = []
+        apart = shadowing._apart
+
+        async def watched(call: Any) -> Any:
+            begun.append(time.monotonic())
+            return await apart(call)
+
+        monkeypatch.setattr(shadowing, "_apart", watched)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.05))
+            trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
+            await until(lambda: len(begun) == 3, "a stretch to be under way", 30)
+            async with Load(host, 1) as load:
+                await until(lambda: len(load.statuses) >= 3, "real answers", 20)
+                assert len(begun) == 3, "nothing is replayed while somebody asks"
+            done = await trying
+            assert done.pauses >= 1 and done.turns >= 2, "and then it went on to its end"
+            assert set(load.statuses) == {200}
+
+        with_host(then, tmp_path)
+
+    def test_an_endpoint_that_is_never_idle_gives_no_verdict(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "two"), live=False)
+        monkeypatch.setattr(Shadowing, "_started", _start_at_once)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one"))
+            async with Load(host, 3):
+                with pytest.raises(AnswerIsNo, match="could not be compared"):
+                    await shadow(host, Shadow(engine="llama.cpp", for_s=1), tell)
+            assert len(host.engines) == 1 and host.service().loading is None
+
+        with_host(then, tmp_path)
+
+    def test_hanging_up_ends_it_and_its_engine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.2), live=False)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.2))
+            trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", for_s=50), tell))
+            await until(lambda: len(host.engines) == 2 and host.engines[1].state == "ready", "the challenger")
+            trying.cancel()
+            await asyncio.gather(trying, return_exceptions=True)
+            assert len(host.engines) == 1
+
+        with_host(then, tmp_path)
+
+
+async def _start_at_once(self: Shadowing, ready: Readied, need: Any, env: dict[str, str], live: bool) -> Any:
+    return await self.host.add_engine(
+        ready.plan, ready.environment, ready.folder, service=self.service.name, share=0.0, need=need
+    )
+
+
+class TestLive:
+    def test_a_sample_of_the_requests_goes_to_both(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offered(monkeypatch, made(tmp_path, "fast", pause_s=0.005), live=True)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "slow", pause_s=0.02))
+            (first,) = host.engines
+            async with Streams(host, 4):
+                done = await shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=3), tell)
+            assert done.how == "live" and done.requests > 10
+            (main,) = [one for one in done.verdict.effects if one.metric == "e2e_ms"]
+            assert main.gain.value > 1.5, "each token takes a fourth of the time"
+            assert host.engines == (first,) and first.backend.on_end is None
+
+        with_host(then, tmp_path)
+
+    def test_with_a_part_of_the_load_an_advantage_proves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "fast", pause_s=0.001), live=True)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "slow", pause_s=0.02))
+            async with Streams(host, 4):
+                done = await shadow(host, Shadow(engine="llama.cpp", share=0.5, for_s=3), tell)
+            assert done.verdict.answer != "migrate"
+            assert any(one.what == "requests" for one in done.verdict.differences)
+
+        with_host(then, tmp_path)
+
+
+class Streams:
+    """So many streams in flight."""
+
+    def __init__(self, host: Host, count: int) -> None:
+        self._host, self._count, self._over = host, count, False
+
+    async def __aenter__(self) -> None:
+        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(self._count)]
+
+    async def __aexit__(self, *_: object) -> None:
+        self._over = True
+        await asyncio.gather(*self._tasks)
+
+    async def _go_on(self) -> None:
+        body = {
+            "model": "alpha", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": True,
+        }  # fmt: skip
+        async with aiohttp.ClientSession() as session:
+            while not self._over:
+                async with session.post(f"{self._host.url}/v1/chat/completions", json=body) as answer:
+                    assert b"[DONE]" in await answer.read()
+
+
+class TestParts:
+    def test_the_hosts_memory_is_no_device_that_two_could_not_share(self) -> None:
+        assert computes_on("cuda", {"host": 1, "card 0": 5}) == {"card 0"}
+        assert computes_on("cpu", {"host": 1}) == {"cpu"} and computes_on("cpu", {"host": 1, "card 0": 5}) == {"cpu"}
+
+    def test_a_challenger_sees_its_own_cards_alone(self) -> None:
+        found = visible("cuda", {"host": 1, "card 2": 5, "card 3": 5}, machine("cpu"))
+        assert found == {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        assert visible("cpu", {"host": 1}, machine("cpu")) == {}
+
+    def test_broken_beside_either_is_broken(self) -> None:
+        good = Checked(
+            against="the reference", stage="answers", asked=48, answered=48, agreed=48, clear=48, clear_agreed=48,
+            floor=0.97, verdict="ok", why="48 of 48",
+        )  # fmt: skip
+        bad = replaced(good, against="the engine in service", verdict="broken", agreed=1, why="1 of 48")
+        assert quality_of((good, bad)).verdict == "broken"
+        assert quality_of((good,)).agreement == 1.0
+        assert quality_of((replaced(good, verdict="unchecked", why="no API"),)).note == "no API"
+        assert quality_of(()).verdict == "unchecked"
+
+    def test_usage_is_read_from_a_stream_and_from_noise(self) -> None:
+        stream = (
+            b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n: ping\n\ndata: {"choices":[],'
+            b'"usage":{"prompt_tokens":3,"completion_tokens":5}}\n\ndata: [DONE]\n\n'
+        )
+        assert usage_in(stream) == (3, 5, "stop")
+        assert usage_in(b"data: {broken\n\ndata: {\xff}\n\n") == (None, None, None)

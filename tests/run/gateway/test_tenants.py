@@ -1,0 +1,287 @@
+"""Keys, and what each tenant may have."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bedplate import store
+from bedplate.errors import OutsideFailed
+from bedplate.operate.tenants import add_key, change, revoke
+from bedplate.run.gateway import Gateway
+from bedplate.run.gateway.keeper import Keeper
+from bedplate.run.gateway.tenants import Bucket, KeyDigest, Member, Tenants
+from bedplate.values.tenant import Tenant, key_digest
+
+from .scripted import ANSWER, CHAT, Answer, House, chat, plain, request, serving, until, within
+
+KEY = "sk-of-alice"
+
+
+def allow(house: House, *tenants: Tenant) -> None:
+    """Lets these in, each with its name as the end of its key."""
+    own = house.gateway.tenants
+    keys = [KeyDigest(key_digest(f"sk-of-{one.name}".encode(), own.salt), one.name) for one in tenants]
+    own.replace(tenants, keys)
+
+
+async def ask(house: House, key: str = KEY, **fields: Any) -> Answer:
+    client = await house.client()
+    return await client.post(CHAT, chat(**fields), authorization=f"Bearer {key}")
+
+
+# keys
+
+
+async def test_each_key_opens_for_its_tenant_and_no_other_does() -> None:
+    async with serving() as house:
+        allow(house, Tenant(name="alice"), Tenant(name="bob"))
+        assert (await ask(house)).status == 200
+        assert (await ask(house, "sk-of-bob")).status == 200
+        for wrong in ("", "sk-of-alic", "sk-of-alice2", "default"):
+            assert (await ask(house, wrong)).status == 401
+        labels = {"tenant": "alice", "outcome": "ok"}
+        read = house.gateway.meters.registry.get_sample_value
+        assert read("bedplate_tenant_requests_total", labels) == 1
+        assert read("bedplate_tenant_tokens_total", {"tenant": "alice", "kind": "completion"}) == 3
+
+
+async def test_a_key_that_has_expired_opens_nothing() -> None:
+    async with serving() as house:
+        own = house.gateway.tenants
+        digest = key_digest(KEY.encode(), own.salt)
+        own.replace([Tenant(name="alice")], [KeyDigest(digest, "alice", time.time() + 60)])
+        assert (await ask(house)).status == 200
+        own.replace([Tenant(name="alice")], [KeyDigest(digest, "alice", time.time() - 1)])
+        assert (await ask(house)).status == 401
+
+
+async def test_taking_the_last_key_back_opens_the_endpoint_to_nobody() -> None:
+    async with serving() as house:
+        assert (await ask(house, "")).status == 200
+        allow(house, Tenant(name="alice"))
+        house.gateway.tenants.replace([], [])
+        assert (await ask(house)).status == 401
+        assert (await ask(house, "")).status == 401
+
+
+async def test_a_client_that_keeps_its_connection_is_looked_at_with_each_request() -> None:
+    async with serving() as house:
+        allow(house, Tenant(name="alice"))
+        client = await house.client()
+        assert (await client.post(CHAT, chat(), authorization=f"Bearer {KEY}")).status == 200
+        allow(house)
+        assert (await client.post(CHAT, chat(), authorization=f"Bearer {KEY}")).status == 401
+
+
+async def test_the_one_key_of_serve_is_the_default_tenants() -> None:
+    async with serving(api_key="sk-own") as house:
+        allow(house, Tenant(name="alice"), Tenant(name="default", requests_per_minute=1))
+        assert (await ask(house)).status == 200
+        assert (await ask(house, "sk-own")).status == 200
+        assert (await ask(house, "sk-own")).status == 429
+
+
+# limits
+
+
+async def test_requests_a_minute() -> None:
+    async with serving() as house:
+        allow(house, Tenant(name="alice", requests_per_minute=3), Tenant(name="bob"))
+        answers = [await ask(house) for _ in range(4)]
+        assert [a.status for a in answers] == [200] * 3 + [429]
+        assert [a.headers["x-ratelimit-remaining-requests"] for a in answers] == ["2", "1", "0", "0"]
+        assert answers[3].error["code"] == "requests_per_minute" and answers[3].error["type"] == "rate_limit_error"
+        assert 1 <= int(answers[3].headers["retry-after"]) <= 20
+        assert (await ask(house, "sk-of-bob")).status == 200
+        assert len(house.engine.seen) == 4
+
+
+async def test_tokens_a_minute_are_charged_by_what_the_engine_counted() -> None:
+    counted = {"usage": {"prompt_tokens": 1000, "completion_tokens": 500}}
+    async with serving() as house:
+        allow(house, Tenant(name="alice", tokens_per_minute=2000))
+        house.engine.otherwise = (plain(counted),)
+        first = await ask(house)
+        assert first.status == 200 and first.headers["x-ratelimit-limit-tokens"] == "2000"
+        second = await ask(house, max_tokens=4000)
+        assert (second.status, second.error["code"]) == (429, "tokens_per_minute")
+        assert int(second.headers["x-ratelimit-remaining-tokens"]) <= 501
+        assert 1 <= int(second.headers["retry-after"]) <= 60
+
+
+async def test_a_stream_says_what_is_left_and_its_refusal_costs_no_tokens() -> None:
+    async with serving() as house:
+        allow(house, Tenant(name="alice", tokens_per_minute=1000))
+        house.engine.otherwise = (plain(b"{}", "400 Bad Request"),)
+        for _ in range(10):
+            answer = await ask(house)
+            assert answer.status == 400 and int(answer.headers["x-ratelimit-remaining-tokens"]) > 500
+
+
+async def test_requests_in_flight() -> None:
+    async with serving() as house:
+        allow(house, Tenant(name="alice", in_flight=2), Tenant(name="bob"))
+        gate = asyncio.Event()
+        house.engine.otherwise = (gate, plain(ANSWER))
+        asking = [asyncio.ensure_future(ask(house)) for _ in range(2)]
+        await house.engine.request(1)
+        answer = await ask(house)
+        assert (answer.status, answer.error["code"]) == (429, "too_many_in_flight")
+        bob = asyncio.ensure_future(ask(house, "sk-of-bob"))
+        await house.engine.request(2)
+        gate.set()
+        assert [a.status for a in await within(asyncio.gather(*asking, bob))] == [200] * 3
+        assert (await ask(house)).status == 200
+
+
+async def test_a_client_that_leaves_gives_its_place_back() -> None:
+    async with serving() as house:
+        allow(house, Tenant(name="alice", in_flight=1))
+        house.engine.answer(asyncio.Event())
+        client = await house.client()
+        await client.send(request(CHAT, chat(), authorization=f"Bearer {KEY}"))
+        await house.engine.request()
+        await client.close()
+        await until(house.is_at_rest, "it to be forgotten")
+        assert (await ask(house)).status == 200
+
+
+@given(
+    per_minute=st.integers(1, 10_000),
+    steps=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 20_000)), max_size=40),
+)
+def test_no_more_than_a_minutes_worth_goes_at_once_and_no_more_than_the_rate_in_the_long_run(
+    per_minute: int, steps: list[tuple[float, float]]
+) -> None:
+    bucket = Bucket(per_minute)
+    began = now = time.monotonic()
+    taken = 0.0
+    for passed, amount in steps:
+        now += passed
+        wait_s = bucket.wait_s(amount, now)
+        assert 0 <= wait_s <= 60.001 + 60 * taken / per_minute
+        if wait_s == 0:
+            bucket.take(amount, now)
+            taken += amount
+        else:
+            assert bucket.wait_s(amount, now + wait_s * 1.001 + 1e-6) == 0
+            now = max(now, bucket._at)
+        largest = max((a for _, a in steps), default=0.0)
+        assert taken <= per_minute * (1 + (now - began) / 60) + largest + 1e-6
+
+
+def test_a_changed_limit_holds_at_once_and_one_that_stays_is_not_filled_up_again() -> None:
+    tenants = Tenants()
+    tenants.replace([Tenant(name="a", requests_per_minute=2)], [])
+    member = next(m for m in tenants.members() if m.name == "a")
+    now = time.monotonic()
+    member.admit(1, now)
+    member.admit(1, now)
+    tenants.replace([Tenant(name="a", requests_per_minute=2, weight=3)], [])
+    assert next(m for m in tenants.members() if m.name == "a") is member
+    assert member.weight == 3 and member.limited(1, now) is not None
+    tenants.replace([Tenant(name="a")], [])
+    assert member.limited(1, now) is None
+
+
+def test_what_a_request_costs_follows_what_the_tenants_answers_had() -> None:
+    member = Member(Tenant(name="a"))
+    before = member.cost_tokens(400, None)
+    for _ in range(100):
+        member.in_flight += 1
+        member.ended(before, 110, 10, 0.0)
+    assert 110 <= member.cost_tokens(400, None) < 112
+    assert member.cost_tokens(400, 2) == 102
+
+
+# from the store, while it runs
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "store.sqlite"
+
+
+async def test_a_running_endpoint_sees_keys_that_come_go_and_change(path: Path) -> None:
+    async with serving(keeper=Keeper(path)) as house:
+        assert (await ask(house, "")).status == 200
+        _, key = add_key("alice", {"in_flight": 3}, path=path)
+        await until(lambda: house.gateway.needs_key, "the key to be seen")
+        assert (await ask(house, "")).status == 401
+        assert (await ask(house, key)).status == 200
+        change("alice", {"requests_per_minute": 1}, path)
+        member = house.gateway.tenants.find(key.encode())
+        assert member is not None
+        await until(lambda: member.requests is not None, "the limit to be seen")
+        assert [(await ask(house, key)).status for _ in range(2)] == [200, 429]
+        revoke("alice", path)
+        await until(lambda: house.gateway.tenants.find(key.encode()) is None, "the key to be gone")
+        assert (await ask(house, key)).status == 401
+
+
+async def test_several_tenants_bound_what_is_sent_to_the_engine_by_its_slots(path: Path) -> None:
+    _, alice = add_key("alice", {}, path=path)
+    add_key("bob", {}, path=path)
+    async with serving(keeper=Keeper(path), slots=2) as house:
+        gate = asyncio.Event()
+        house.engine.otherwise = (gate, plain(ANSWER))
+        asking = [asyncio.ensure_future(ask(house, alice)) for _ in range(5)]
+        await until(lambda: house.waiting() == 3, "three to wait")
+        await house.engine.request(1)
+        assert len(house.engine.seen) == 2
+        gate.set()
+        assert [a.status for a in await within(asyncio.gather(*asking))] == [200] * 5
+
+
+async def test_one_tenant_alone_may_fill_the_engines_own_line(path: Path) -> None:
+    async with serving(keeper=Keeper(path), slots=2) as house:
+        gate = asyncio.Event()
+        house.engine.otherwise = (gate, plain(ANSWER))
+        asking = [asyncio.ensure_future(ask(house, "")) for _ in range(5)]
+        await house.engine.request(4)
+        gate.set()
+        await within(asyncio.gather(*asking))
+
+
+def test_a_store_that_cannot_be_read_keeps_the_endpoint_shut(path: Path) -> None:
+    """Who may ask would not be known, and open is the wrong guess."""
+    path.write_bytes(b"this is no database" * 100)
+    with pytest.raises(OutsideFailed):
+        Keeper(path)
+
+
+def test_only_hashes_are_kept(path: Path) -> None:
+    _, key = add_key("alice", {}, path=path)
+    files = [one.read_bytes() for one in path.parent.iterdir()]
+    assert files and not any(key.encode() in one or key[3:].encode() in one for one in files)
+    assert path.stat().st_mode & 0o077 == 0
+    assert key_digest(key.encode(), store.salt(path)) in b"".join(files)
+
+
+async def test_keys_and_prompts_come_into_no_log_and_no_store(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    _, key = add_key("alice", {"requests_per_minute": 3}, path=path)
+    secret = "the launch code is 0000"
+    async with serving(keeper=Keeper(path)) as house:
+        for sent in (key, key, key, key, "wrong-key"):
+            await ask(house, sent, messages=[{"role": "user", "content": secret}])
+        house.engine.answer(plain(b"no", "500 Oops", "text/plain"))
+        await ask(house, key)
+    said = caplog.text.encode() + b"".join(one.read_bytes() for one in path.parent.iterdir())
+    for word in (key, "wrong-key", secret, "launch"):
+        assert word.encode() not in said
+
+
+async def test_a_gateway_with_a_keeper_has_its_tenants_from_the_first_request(path: Path) -> None:
+    _, key = add_key("alice", {}, path=path)
+    gateway = Gateway([], keeper=Keeper(path))
+    assert gateway.needs_key and gateway.tenants.find(key.encode()) is not None

@@ -1,0 +1,250 @@
+"""The live page in a real browser: what it shows, to whom, by which keys, at which width, and that it stays inside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from tests.browser import Page as Tab
+from tests.browser import browser, opened
+from tests.engines.plans import machine
+from tests.operate.stub_hosts import add, stub_environment, stub_readied
+from tests.operate.test_live import ANNS, OPERATOR, close_door, served
+
+from bedplate.operate.host import Host
+from bedplate.operate.live import Second, Standing
+from bedplate.operate.memory import Room
+from bedplate.operate.page import LiveFigures, put_up
+from bedplate.progress import Silent
+from bedplate.run.serving import Listen
+from bedplate.show.live import live_page, policy
+from bedplate.values import replaced
+
+SAID = "The sky is blue since <b>air</b> scatters blue light more than red light."
+STREAMS = f"""
+import http.server, json, sys, time
+words = {SAID!r}.split()
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def event(self, value):
+        data = b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\\n\\n"
+        self.wfile.write(b"%x\\r\\n%b\\r\\n" % (len(data), data))
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        most = asked["max_tokens"]
+        said = [word for _ in range(most) for word in words][:most]
+        for number, word in enumerate(said):
+            self.event({{"choices": [{{"index": 0, "delta": {{"content": ("" if number == 0 else " ") + word}}}}]}})
+            time.sleep(0.01)
+        self.event({{"choices": [{{"index": 0, "delta": {{}}, "finish_reason": "length"}}]}})
+        self.event({{"choices": [], "usage": {{"prompt_tokens": 9, "completion_tokens": len(said)}}}})
+        self.event(b"[DONE]")
+        self.wfile.write(b"0\\r\\n\\r\\n")
+    def log_message(self, *_): pass
+words_given = sys.argv[1:]
+port = int(words_given[words_given.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+
+
+needs_browser = pytest.mark.skipif(browser() is None, reason="no Chromium or Chrome is installed here")
+ANSWER = "document.getElementById('answer').textContent"
+TOLD = "document.getElementById('told').textContent"
+SHOWN = "!document.getElementById('all').hidden"
+
+
+def test_the_page_is_small_and_has_everything_in_it() -> None:
+    page = live_page()
+    text = page.body.decode()
+    assert len(page.body) < 60_000
+    assert not re.findall(r"""(?:src|href)=["'](?!data:|/)""", text) and "@import" not in text and "url(" not in text
+    assert "innerHTML" not in text and "style=" not in text and " onclick" not in text
+    assert page.headers["Content-Security-Policy"] == policy(text)
+
+
+def test_another_script_would_not_run() -> None:
+    text = live_page().body.decode()
+    assert policy(text) != policy(text.replace('"use strict";', '"use strict"; alert(1);'))
+
+
+@contextlib.asynccontextmanager
+async def serving(tmp_path: Path, *models: str) -> AsyncIterator[tuple[Host, LiveFigures]]:
+    hardware = machine("cpu")
+    stub = stub_environment(tmp_path / "stub", STREAMS)
+    host = Host("demo", Listen(port=0, grace_s=1), hardware, Silent(), tmp_path, room=Room.of(hardware))
+    figures = put_up(host)
+    await host.start()
+    running = asyncio.create_task(figures.run())
+    try:
+        for model in models:
+            await add(host, stub_readied(model, stub))
+        host.state = "ready"
+        yield host, figures
+    finally:
+        running.cancel()
+        await host.stop()
+
+
+def a_past(figures: LiveFigures, models: tuple[str, ...]) -> None:
+    """Ten minutes in which something happened, up to now."""
+    now = time.time()
+    figures.recorder._now = Second(int(now) - 600)
+    for second in range(600):
+        for model in models:
+            for number in range(second % 3):
+                request = served(now - 600 + second, ttft_ms=80.0 + second % 40 + 30 * number, duration_ms=900.0)
+                figures.recorder.hear(replaced(request, model=model))
+        standing = Standing(second % 5, second % 2, 400_000_000 + 100_000 * second)
+        figures.recorder.close(dict.fromkeys(models, standing), now - 599 + second)
+
+
+def looking(tmp_path: Path, models: tuple[str, ...], then: Callable[[Tab, Host, LiveFigures], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, *models) as (host, figures):
+            a_past(figures, tuple(host.services))
+            async with opened(tmp_path / "profile") as tab:
+                await then(tab, host, figures)
+                assert tab.complaints == []
+                assert {one for one in tab.requested if not one.startswith((host.url, "data:"))} == set()
+
+    asyncio.run(main())
+
+
+@needs_browser
+def test_both_themes_at_two_widths_fit_and_are_drawn(tmp_path: Path) -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+
+    async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
+        host.say(hostile)
+        seen = {}
+        for width in (1280, 800, 360):
+            for theme in ("light", "dark"):
+                await tab.open(host.url, width, theme)
+                await tab.until(SHOWN)
+                assert await tab.value("document.documentElement.scrollWidth") <= width
+                drawn = "[...document.querySelectorAll('.plot .a')].map(one => one.getBBox().width)"
+                assert all(found > 100 for found in await tab.until(drawn))
+                assert await tab.value("document.getElementById('title').textContent") == "alpha"
+                assert await tab.value("document.getElementById('notes').textContent") == hostile
+                seen[width, theme] = await tab.value("getComputedStyle(document.body).backgroundColor")
+        assert {seen[width, "light"] for width in (1280, 800, 360)} != {
+            seen[width, "dark"] for width in (1280, 800, 360)
+        }
+        assert len(set(seen.values())) == 2
+        # Two models: the charts are those of the one that is chosen.
+        await tab.value("document.querySelector('input[value=beta]').click()")
+        assert await tab.value("document.getElementById('title').textContent") == "beta"
+        assert await tab.value("document.querySelectorAll('#engines tr').length") == 2
+
+    looking(tmp_path, ("alpha", "beta"), then)
+
+
+@needs_browser
+def test_all_of_it_works_without_a_mouse(tmp_path: Path) -> None:
+    async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
+        await tab.open(host.url, 1280, "light")
+        await tab.until(SHOWN)
+        await tab.press("/")
+        assert await tab.value("document.activeElement.id") == "prompt"
+        await tab.write("Why?")
+        await tab.press("Enter")
+        await tab.until(f"{TOLD}.includes('200 tokens')")
+        said = await tab.value(ANSWER)
+        # What the model says is text, whatever it looks like.
+        assert said.startswith(SAID) and "<b>air</b>" in said
+        told = await tab.value(TOLD)
+        assert re.search(r"first token .*ms · [\d.,]+ tokens/s · 200 tokens · as many as allowed", told), told
+        # The endpoint's own figures know of it.
+        before = sum(600 // 3 * number for number in (1, 2)) * 11
+        assert figures.recorder.used["default"].completion_tokens == before + 200
+        await tab.until("document.querySelector('#tenants tr').cells[6].textContent == '6.8k'")
+        # A stream that is stopped ends, at the engine too.
+        await tab.value("document.getElementById('most').value = 5000")
+        await tab.press("Enter")
+        await tab.until(f"{TOLD}.startsWith('first token')")
+        await tab.press("Escape")
+        await tab.until(f"{TOLD}.endsWith('stopped')")
+        await tab.value("document.querySelector('#chart-ttft .plot').focus()")
+        for _ in range(3):
+            await tab.press("ArrowLeft")
+        spoken = "document.activeElement.getAttribute('aria-valuetext')"
+        assert re.match(r"1\d s ago: [\d.]+ ms p50, [\d.]+ ms p95", await tab.value(spoken)), await tab.value(spoken)
+        assert await tab.value("document.querySelectorAll('.plot .cursor').length") == 6
+        await tab.press("Escape")
+        assert (await tab.value(spoken)).startswith("now: ")
+
+    looking(tmp_path, ("alpha",), then)
+
+
+@needs_browser
+def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) -> None:
+    door, why = "!document.getElementById('door').hidden", "document.getElementById('doorwhy').textContent"
+    names = "[...document.querySelectorAll('#tenants tr')].map(row => row.cells[0].textContent)"
+    charts = "getComputedStyle(document.getElementById('charts')).display"
+
+    async def enter(tab: Tab, key: str) -> None:
+        await tab.until(f"{door} && document.activeElement.id == 'key'")
+        await tab.write(key)
+        await tab.press("Enter")
+
+    async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
+        close_door(host)
+        figures.recorder.hear(served(time.time(), tenant="ann"))
+        await tab.open(host.url, 360, "dark")
+        await tab.until(door)
+        assert "alpha" not in await tab.value("document.body.innerText")
+        await enter(tab, "wrong")
+        await tab.until(f"{why}.includes('does not open')")
+        await enter(tab, ANNS)
+        assert await tab.until(names) == ["ann"]
+        assert await tab.value(charts) == "none"
+        # Kept for this tab, and used for prompts as well.
+        await tab.open(host.url, 360, "dark")
+        await tab.until(SHOWN)
+        await tab.value("document.getElementById('prompt').focus()")
+        await tab.press("Enter")
+        await tab.until(f"{TOLD}.includes('200 tokens')")
+        assert figures.recorder.used["ann"].requests == 2
+        await tab.value("document.getElementById('forget').click()")
+        assert await tab.value("sessionStorage.length") == 0
+        await enter(tab, OPERATOR)
+        assert sorted(await tab.until(names)) == ["ann", "default"]
+        assert await tab.value(charts) == "grid"
+        # The browser itself notes each refused request; nothing else may be there.
+        tab.complaints[:] = [one for one in tab.complaints if "401" not in one]
+
+    looking(tmp_path, ("alpha",), then)
+
+
+@needs_browser
+def test_it_says_when_nobody_answers_any_more_and_finds_the_endpoint_again(tmp_path: Path) -> None:
+    link = "document.getElementById('link').textContent"
+
+    async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
+        await tab.open(host.url, 1280, "light")
+        await tab.until(f"{link}.startsWith('up ')")
+        page = host.gateway.handed.pop("/bedplate/live")
+        await tab.until(f"{link}.startsWith('no answer since')")
+        host.gateway.handed["/bedplate/live"] = page
+        await tab.until(f"{link}.startsWith('up ')")
+        tab.complaints[:] = [one for one in tab.complaints if "404" not in one]
+
+    looking(tmp_path, ("alpha",), then)

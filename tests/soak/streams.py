@@ -1,0 +1,128 @@
+"""A steady number of streams at an endpoint, each answer looked at: whole, once, and by one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+REQUEST_LIMIT_S = 900.0
+
+
+@dataclass
+class Counts:
+    """What became of all requests."""
+
+    whole: int = 0
+    failed: list[str] = field(default_factory=list)
+    """No answer, an error, or an error in the midst of one."""
+    truncated: list[str] = field(default_factory=list)
+    """A stream that ended without saying so, or with fewer tokens than it counted."""
+    duplicated: list[str] = field(default_factory=list)
+    """Parts of two answers in one stream, or something said after its end."""
+    turned_away: int = 0
+    """Not accepted, with Retry-After."""
+    ttft_s: list[float] = field(default_factory=list)
+    took_s: list[float] = field(default_factory=list)
+
+    def add(self, status: int, retry_after: str | None, text: str, asked_tokens: int) -> None:
+        if status == 503 and retry_after is not None and '"held_full"' in text:
+            self.turned_away += 1
+            return
+        if status != 200:
+            self.failed.append(f"HTTP {status}: {text[:200]}")
+            return
+        wrong = looked_at(text, asked_tokens)
+        if wrong is None:
+            self.whole += 1
+        else:
+            {"failed": self.failed, "truncated": self.truncated, "duplicated": self.duplicated}[wrong[0]].append(
+                wrong[1]
+            )
+
+
+def looked_at(text: str, asked_tokens: int) -> tuple[str, str] | None:
+    """What is wrong with a stream of chat chunks, if anything."""
+    events = [part[6:] for part in text.split("\n\n") if part.startswith("data: ")]
+    if "[DONE]" not in events:
+        return "truncated", f"no [DONE] after {len(events)} events: {text[-200:]!r}"
+    if events.index("[DONE]") != len(events) - 1:
+        return "duplicated", "events after [DONE]"
+    chunks: list[dict[str, Any]] = [json.loads(event) for event in events[:-1]]
+    if error := next((chunk["error"] for chunk in chunks if "error" in chunk), None):
+        return "failed", str(error)[:200]
+    ids = {chunk.get("id") for chunk in chunks}
+    ends = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice.get("finish_reason")]
+    if len(ids) > 1 or len(ends) > 1:
+        return "duplicated", f"{len(ids)} answers and {len(ends)} ends in one stream"
+    if not ends:
+        return "truncated", "no finish_reason"
+    usage = next((chunk["usage"] for chunk in chunks if chunk.get("usage")), None)
+    made = usage["completion_tokens"] if usage else None
+    if made is None:
+        return "truncated", "no usage"
+    if made > asked_tokens:
+        return "duplicated", f"{made} tokens where {asked_tokens} were asked for"
+    if ends == ["length"] and made < asked_tokens:
+        return "truncated", f"{made} of {asked_tokens} tokens, and it says that they were used up"
+    return None
+
+
+class Streams:
+    """`async with Streams(...)`: from then to the end there are always so many in flight."""
+
+    def __init__(self, url: str, model: str, count: int, tokens: int, *, think_s: float = 0.0) -> None:
+        self.url, self.model, self.count, self.tokens, self.think_s = url, model, count, tokens, think_s
+        self.counts = Counts()
+        self._number = 0
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Streams:
+        timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
+        self._session = aiohttp.ClientSession(timeout=timeout)
+        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(self.count)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Every answer that was begun is waited for."""
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+        await self._session.close()
+
+    async def _go_on(self) -> None:
+        while not self._stopping:
+            await self.one()
+            await asyncio.sleep(self.think_s)
+
+    async def one(self) -> None:
+        self._number += 1
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": f"Story number {self._number}: tell me about a river."}],
+            "max_tokens": self.tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        began = time.monotonic()
+        pieces: list[bytes] = []
+        try:
+            async with self._session.post(f"{self.url}/chat/completions", json=body) as answer:
+                async for piece in answer.content.iter_any():
+                    if not pieces and answer.status == 200:
+                        self.counts.ttft_s.append(time.monotonic() - began)
+                    pieces.append(piece)
+                text = b"".join(pieces).decode("utf-8", "replace")
+                self.counts.add(answer.status, answer.headers.get("Retry-After"), text, self.tokens)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            kept = self.counts.truncated if pieces else self.counts.failed
+            kept.append(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.2)
+        self.counts.took_s.append(time.monotonic() - began)

@@ -1,0 +1,139 @@
+"""`bedplate keys` and `bedplate usage`: making, changing and taking back keys; what was used."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import time
+from pathlib import Path
+
+import pytest
+from tests.commands import invoke
+
+from bedplate import store
+from bedplate.run.gateway.tenants import Tenants
+from bedplate.values import from_json
+from bedplate.values.tenant import key_digest
+from bedplate.values.traffic import ServedRequest, UsageReport
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+
+
+def test_without_keys_the_list_says_so_and_makes_no_store() -> None:
+    assert "no keys" in invoke("keys").out
+    assert json.loads(invoke("keys", "list", "--json").out) == {"schema": "tenants/1", "tenants": []}
+    assert not store.store_path().exists()
+
+
+def test_a_key_is_printed_once_and_its_hash_is_kept() -> None:
+    added = invoke("keys", "add", "alice", "--weight", "2", "--requests-per-minute", "60", "--expires", "30d")
+    key = added.out.strip()
+    assert added.code == 0 and key.startswith("bp-") and len(key) > 40
+    (tenant,) = store.tenants()
+    assert (tenant.name, tenant.weight, tenant.requests_per_minute) == ("alice", 2.0, 60)
+    assert tenant.keys[0].expires_at is not None
+    ((_, digests),) = store.tenants_and_digests()
+    assert digests == (key_digest(key.encode(), store.salt()),)
+    for page in (invoke("keys").out, invoke("keys", "--json").out, added.err):
+        assert key not in page and key[3:] not in page
+    assert "alice" in invoke("keys").out and "until" in invoke("keys").out
+
+
+def test_a_tenant_may_have_several_keys_and_each_can_be_taken_back() -> None:
+    first, second = (invoke("keys", "add", "alice", "--json").out for _ in range(2))
+    ids = [json.loads(one)["tenant"]["keys"][-1]["id"] for one in (first, second)]
+    assert json.loads(first)["key"] != json.loads(second)["key"]
+    assert invoke("keys", "revoke", ids[0]).out.strip() == f"revoked: {ids[0]}"
+    assert [key.id for key in store.tenants()[0].keys] == [ids[1]]
+    assert invoke("keys", "revoke", "alice").code == 0
+    assert store.tenants() == ()
+
+
+def test_limits_can_be_changed_and_taken_away() -> None:
+    invoke("keys", "add", "alice", "--in-flight", "4", "--tokens-per-minute", "100,000")
+    assert store.tenants()[0].tokens_per_minute == 100_000
+    page = invoke("keys", "set", "alice", "--in-flight", "none", "--weight", "0.5").out
+    assert "100,000" in page
+    (tenant,) = store.tenants()
+    assert (tenant.in_flight, tenant.weight, tenant.tokens_per_minute) == (None, 0.5, 100_000)
+    assert len(tenant.keys) == 1
+
+
+def test_the_default_tenant_can_be_limited_without_a_key() -> None:
+    assert invoke("keys", "set", "default", "--in-flight", "2").code == 0
+    tenants = Tenants("sk-own")
+    tenants.replace(store.tenants(), ())
+    assert tenants.default.max_in_flight == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("add", "../x"), "cannot be the name"),
+        (("add", ""), "cannot be the name"),
+        (("add", "a", "--weight", "0"), "weight"),
+        (("add", "a", "--weight", "nan"), "weight"),
+        (("add", "a", "--in-flight", "0"), "in_flight"),
+        (("add", "a", "--in-flight", "many"), "--in-flight is a number or none"),
+        (("add", "a", "--expires", "soon"), "--expires"),
+        (("add", "a", "--expires", "0s"), "valid for some time"),
+        (("add", "a", "--expires", "99999999999d"), "that long"),
+        (("set", "nobody", "--weight", "1"), "no tenant"),
+        (("set", "default"), "nothing is to be changed"),
+        (("revoke", "nobody"), "no tenant"),
+    ],
+)
+def test_a_wrong_question_is_told_and_changes_nothing(words: tuple[str, ...], said: str) -> None:
+    answer = invoke("keys", *words)
+    assert answer.code == 2 and said in answer.err
+    assert store.tenants() == ()
+
+
+# usage
+
+
+def used(**more: object) -> ServedRequest:
+    fields = {
+        "at_s": time.time() - 60, "tenant": "alice", "model": "small", "engine": "llama.cpp", "api": "chat",
+        "outcome": "ok", "status": 200, "body_bytes": 100, "duration_ms": 5.0, "prompt_tokens": 1000,
+        "cached_tokens": 300, "completion_tokens": 200,
+    }  # fmt: skip
+    return ServedRequest(**{**fields, **more})  # type: ignore[arg-type]
+
+
+def test_nothing_used_says_so() -> None:
+    assert "nothing was asked since" in invoke("usage").out
+    assert "nothing was asked" in invoke("usage", "--since", "all").out
+
+
+def test_usage_is_shown_by_what_is_asked() -> None:
+    store.add_requests(
+        [
+            used(),
+            used(tenant="bob", model="large", outcome="failed", prompt_tokens=None, completion_tokens=None),
+            used(tenant="bob", outcome="turned_away", engine=None, prompt_tokens=None, completion_tokens=None),
+            used(at_s=time.time() - 100_000),
+        ]
+    )
+    report = from_json(UsageReport, invoke("usage", "--json").out)
+    assert [(row.key, row.requests, row.failed, row.turned_away) for row in report.rows] == [
+        ("alice", 1, 0, 0), ("bob", 1, 1, 1),
+    ]  # fmt: skip
+    assert (report.total.requests, report.total.prompt_tokens) == (2, 1000)
+    assert from_json(UsageReport, invoke("usage", "--since", "7d", "--json").out).total.requests == 3
+    assert {row.key for row in from_json(UsageReport, invoke("usage", "--by", "model", "--json").out).rows} == {
+        "small", "large",
+    }  # fmt: skip
+    page = invoke("usage").out
+    assert "alice" in page and "1,000" in page and "all" in page
+    (row,) = csv.DictReader(io.StringIO(invoke("usage", "--tenant", "alice", "--by", "engine", "--csv").out))
+    assert (row["engine"], row["requests"], row["cached_tokens"]) == ("llama.cpp", "1", "300")
+
+
+@pytest.mark.parametrize("words", [("--since", "yesterday"), ("--csv", "--json"), ("--by", "moon")])
+def test_a_wrong_question_about_usage_is_told(words: tuple[str, ...]) -> None:
+    assert invoke("usage", *words).code == 2
