@@ -16,8 +16,9 @@ import re
 import sys
 import time
 from collections import Counter
+from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -54,61 +55,64 @@ class Parameter(NamedTuple):
 
 
 PARAMETERS = {
-    "dense_read": Parameter("share", 0.86, "ef"),
+    "dense_read": Parameter("share", 0.9, "ef"),
     "expert_read": Parameter("share", 0.8, "f"),
     "unpacking": Parameter("positive", 0.3),
     "unpacking_layer_s": Parameter("positive", 1e-5),
     "cache_read": Parameter("share", 0.7, "ef"),
     "matrix": Parameter("share", 0.5, "efwp"),
     "expert_matrix": Parameter("share", 0.2, "efp"),
-    "attention": Parameter("share", 0.43, "e"),
+    "attention": Parameter("share", 0.4, "e"),
     "activations": Parameter("positive", 20.0, "e"),
     "expert_activations": Parameter("positive", 5.0, "e"),
     "routing_spread": Parameter("share", 0.8),
-    "layer_s": Parameter("positive", 48e-6, "ef"),
-    "expert_layer_s": Parameter("positive", 21e-6, "ef"),
-    "latent_layer_s": Parameter("positive", 12e-6, "ef"),
+    "layer_s": Parameter("positive", 5e-5, "ef"),
+    "expert_layer_s": Parameter("positive", 2e-5, "ef"),
+    "latent_layer_s": Parameter("positive", 1e-5, "ef"),
     "state_layer_s": Parameter("positive", 40e-6),
-    "sparse_layer_s": Parameter("positive", 75e-6),
-    "quantizing_s": Parameter("positive", 8e-6),
+    "sparse_layer_s": Parameter("positive", 8e-5),
+    "quantizing_s": Parameter("positive", 1e-5),
     "pass_s": Parameter("positive", 1e-4, "e"),
-    "sequence_s": Parameter("positive", 6e-6, "e"),
-    "reduce_latency_s": Parameter("positive", 7e-6, "ef"),
+    "sequence_s": Parameter("positive", 5e-6, "e"),
+    "reduce_latency_s": Parameter("positive", 5e-6, "ef"),
     "reduce_rate": Parameter("share", 0.3, "ef"),
     "reduce_rate_prompt": Parameter("share", 0.4, "ef", 0.6),
-    "exchange_latency_s": Parameter("positive", 4e-6, "e"),
-    "exchange_rate": Parameter("share", 0.15, "e"),
+    "exchange_latency_s": Parameter("positive", 5e-6, "e"),
+    "exchange_rate": Parameter("share", 0.2, "e"),
     "exchange_rate_prompt": Parameter("share", 0.4),
-    "prompt_share": Parameter("positive", 0.75, "e"),
+    "prompt_share": Parameter("positive", 0.8, "e"),
     "request_s": Parameter("positive", 10e-3, "e", 1.0, 0.3),
-    # A layer's kernels for a prompt, as the fit for one stream has it from other rows.
-    "first_layer_s": Parameter("positive", 1.2e-4),
-    "first_expert_layer_s": Parameter("positive", 8e-4, firm=0.3),
-    "first_latent_layer_s": Parameter("positive", 7e-4, firm=0.3),
-    "first_state_layer_s": Parameter("positive", 1.5e-3, firm=0.3),
-    "host": Parameter("positive", 1.0, "ep", 0.2),
+    # Starts are of one digit: what a kernel, a message or a layer takes by its order of magnitude.
+    "first_layer_s": Parameter("positive", 1e-4),
+    "first_expert_layer_s": Parameter("positive", 5e-4, firm=0.3),
+    "fused": Parameter("share", 0.5),
+    "first_latent_layer_s": Parameter("positive", 5e-4, firm=0.3),
+    "first_state_layer_s": Parameter("positive", 2e-3, firm=0.3),
+    "host": Parameter("positive", 1.0, "ep", 0.5),
     "host_shared": Parameter("positive", 0.1, "e", 0.5, 0.3),
     "steps_waited": Parameter("positive", 2.0, "e"),
-    "polled": Parameter("positive", 0.6),
+    "polled": Parameter("positive", 0.5),
     "gathered": Parameter("positive", 1.0),
-    "balanced": Parameter("positive", 0.6),
+    "balanced": Parameter("positive", 0.5),
     "queue": Parameter("positive", 0.05, firm=0.3),
     "burst": Parameter("positive", 0.05, "e", 0.15),
     "cache_held": Parameter("positive", 1.0, "e"),
     "saturation": Parameter("positive", 1.0, "e", 0.3, 8.0),
-    "unevenness": Parameter("positive", 0.15),
+    "unevenness": Parameter("positive", 0.2),
     "wave_slower": Parameter("positive", 2.0, "e", 0.1),
-    "wave_token": Parameter("positive", 1.3, "e", 0.1),
-    "apart_token": Parameter("positive", 0.8, "e", 0.2, 0.4),
-    "apart_streams": Parameter("positive", 8.0, "", 1.0, 0.4),
-    "apart_growth": Parameter("positive", 0.4, "e", 0.2, 0.4),
+    "wave_token": Parameter("positive", 1.5, "e", 0.1),
+    "apart_token": Parameter("positive", 1.0, "e", 1.0, 8.0),
+    "apart_streams": Parameter("positive", 10.0, "", 1.0, 0.4),
+    "apart_growth": Parameter("positive", 0.5, "e", 0.2, 0.4),
     "apart_first_s": Parameter("positive", 0.05, "e", 0.2, 0.4),
     "apart_burst": Parameter("positive", 2.0),
-    "apart_saturated": Parameter("positive", 0.6),
-    "apart_sized": Parameter("positive", 0.7, "", 1.0, 0.4),
-    "apart_guessed": Parameter("positive", 0.65),
+    "apart_saturated": Parameter("positive", 0.5),
+    "apart_sized": Parameter("positive", 1.0, "", 1.0, 0.4),
+    "apart_far_s": Parameter("positive", 2e-5),
+    "apart_uneven": Parameter("positive", 0.3),
+    "apart_guessed": Parameter("positive", 0.65, "", 1.0, 2.0),
     "tuned": Parameter("positive", 1.2, "e", 0.4, 4.0),
-    "tuned_server": Parameter("positive", 0.92),
+    "tuned_server": Parameter("positive", 0.9),
     "tuned_interactive": Parameter("positive", 0.6),
 }
 NAMES = list(Efficiencies._fields)
@@ -117,7 +121,7 @@ APART = [name for name in NAMES if name.startswith("apart_")]
 SPREAD = {"ttft_ms": 0.2, "tpot_ms": 0.12, "output_tok_s_total": 0.15}
 WEIGHT = {"ttft_ms": 0.6, "tpot_ms": 1.0, "output_tok_s_total": 0.8}
 WAY_WEIGHT = {"offline": 0.6, "server": 0.6, "interactive": 0.4, "wave": 0.5, "apart": 0.7}
-BASE_TIGHT, MOVE_TIGHT, PAIR_TIGHT = 0.4, 2.0, 2.0
+BASE_TIGHT, MOVE_TIGHT, PAIR_TIGHT = 1.2, 2.0, 2.0
 SMALL = 40
 
 
@@ -188,6 +192,78 @@ def architecture(name: str) -> str:
     return lowered
 
 
+class Traced:
+    """A column that remembers what it was computed from: one sweep back gives its slopes by all of that.
+
+    Rows share nothing, so the slopes of all rows come out at once.
+    """
+
+    __slots__ = ("parts", "slope", "value")
+    __array_ufunc__ = None
+    """So that numpy leaves arithmetic between its columns and these to these."""
+    made: ClassVar[list[Traced]] = []
+
+    def __init__(self, value: Array, *parts: tuple[Any, Array]) -> None:
+        self.value = value
+        self.parts = [(part, slope) for part, slope in parts if isinstance(part, Traced)]
+        self.slope: Array = None
+        Traced.made.append(self)
+
+    def slopes(self) -> None:
+        """Leaves in `slope` of all that this was computed from how fast this grows with it."""
+        for one in Traced.made:
+            one.slope = None
+        self.slope = np.ones_like(self.value)
+        for one in reversed(Traced.made):
+            if one.slope is not None:
+                for part, slope in one.parts:
+                    part.slope = one.slope * slope if part.slope is None else part.slope + one.slope * slope
+
+    def __add__(self, other: Any) -> Traced:
+        return Traced(self.value + _plain(other), (self, 1.0), (other, 1.0))
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Traced:
+        return Traced(-self.value, (self, -1.0))
+
+    def __sub__(self, other: Any) -> Traced:
+        return Traced(self.value - _plain(other), (self, 1.0), (other, -1.0))
+
+    def __rsub__(self, other: Any) -> Traced:
+        return Traced(other - self.value, (self, -1.0))
+
+    def __mul__(self, other: Any) -> Traced:
+        return Traced(self.value * _plain(other), (self, _plain(other)), (other, self.value))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Traced:
+        below = _plain(other)
+        value = self.value / below
+        return Traced(value, (self, 1.0 / below), (other, -value / below))
+
+    def __rtruediv__(self, other: Any) -> Traced:
+        value = other / self.value
+        return Traced(value, (self, -value / self.value))
+
+    def __pow__(self, power: Any) -> Traced:
+        up = _plain(power)
+        value = self.value**up
+        return Traced(value, (self, up * value / self.value), (power, value * np.log(self.value)))
+
+    def __rpow__(self, base: Any) -> Traced:
+        value = base**self.value
+        return Traced(value, (self, value * np.log(np.maximum(base, 1e-300))))
+
+    def __abs__(self) -> Traced:
+        return Traced(np.abs(self.value), (self, np.sign(self.value)))
+
+
+def _plain(column: Any) -> Any:
+    return column.value if isinstance(column, Traced) else column
+
+
 class Columns:
     """Rows of one way as columns."""
 
@@ -196,19 +272,15 @@ class Columns:
         chosen = [rows[i] for i in index]
         # Metrics of one configuration, and rows that tables repeat, are computed once.
         places: dict[Any, int] = {}
-        self.place = np.array(
-            [places.setdefault((row.engine, row.family, row.weights, row.question), len(places)) for row in chosen]
-        )
-        self.unique = np.array([index[np.argmax(self.place == place)] for place in range(len(places))])
+        keys = [(row.engine, row.family, row.weights, row.question) for row in chosen]
+        self.place = np.array([places.setdefault(key, len(places)) for key in keys])
+        self.unique = index[np.unique(self.place, return_index=True)[1]]
         self.metric = np.array([METRICS.index(row.metric) for row in chosen])
         self.value = np.array([row.value for row in chosen])
         self.replicas = np.array([row.replicas for row in chosen])
         first = chosen[0].question
         questions = [rows[i].question for i in self.unique]
-        plain = {
-            name: np.array([float(getattr(q, name)) for q in questions])
-            for name in ("streams", "slots", "complete", "ranks", "prefills", "decodes", "dealt", "guessing")
-        }
+        plain = {name: np.array([float(getattr(q, name)) for q in questions]) for name in QUESTION_COLUMNS}
         self.question = Question(
             way=first.way,
             work=_columns([q.work for q in questions]),
@@ -217,49 +289,51 @@ class Columns:
             waits=Waits(*(np.array(column, dtype=float) for column in zip(*(q.waits for q in questions), strict=True))),
             **plain,
         )
-        scale = np.array([SPREAD[METRICS[m]] for m in self.metric])
+        self.scale = np.array([SPREAD[METRICS[m]] for m in self.metric])
         weight = np.array([WEIGHT[METRICS[m]] for m in self.metric]) * WAY_WEIGHT.get(first.way, 1.0)
         # What tables repeat was measured once.
-        same = [(row.engine, row.question, row.metric, row.value) for row in chosen]
+        same = [(row.engine, self.place[i], row.metric, row.value) for i, row in enumerate(chosen)]
         often = Counter(same)
         once = np.array([often[one] ** -0.5 for one in same])
-        self.scale, self.weight = scale, weight * np.array([row.trust for row in chosen]) * once
+        self.weight = weight * np.array([row.trust for row in chosen]) * once
 
-    def logs(self, e: Any) -> Array:
-        """Logarithm of predicted over true."""
-        got = answer(self.question, e)
-        one = np.ones(len(self.unique))
-        figures = np.stack([got.first_s * 1e3 * one, got.token_s * 1e3 * one, got.tok_s * one])
-        found = figures[self.metric, self.place]
-        return np.log(
-            np.where(self.metric == METRICS.index("output_tok_s_total"), found * self.replicas, found) / self.value
+    def chosen(self, inside: Array) -> Columns:
+        """Those rows for which `inside`, of all rows, is true."""
+        kept = inside[self.index]
+        part = copy(self)
+        places, part.place = np.unique(self.place[kept], return_inverse=True)
+        part.index, part.unique = self.index[kept], self.unique[places]
+        for name in ("metric", "value", "replicas", "scale", "weight"):
+            setattr(part, name, getattr(self, name)[kept])
+        q = self.question
+        part.question = q._replace(
+            work=Work(*(column[places] for column in q.work)),
+            spread=Work(*(column[places] for column in q.spread)),
+            prompts=Work(*(column[places] for column in q.prompts)),
+            waits=Waits(*(column[places] for column in q.waits)),
+            **{name: getattr(q, name)[places] for name in QUESTION_COLUMNS},
         )
+        return part
+
+    def figures(self, e: Any) -> tuple[Any, Any, Any]:
+        """In the order of `METRICS`, but for factors that no parameter changes."""
+        got = answer(self.question, e)
+        return got.first_s, got.token_s, got.tok_s
+
+    def logs(self, figures: tuple[Any, Any, Any]) -> Array:
+        """Logarithm of predicted over true."""
+        one = np.ones(len(self.unique))
+        found = np.stack([_plain(figure) * one for figure in figures])[self.metric, self.place]
+        units = np.where(self.metric == METRICS.index("output_tok_s_total"), self.replicas, 1e3)
+        return np.log(found * units / self.value)
+
+
+QUESTION_COLUMNS = ("streams", "slots", "complete", "ranks", "prefills", "decodes", "dealt", "guessing")
 
 
 def _columns(works: list[Work]) -> Work:
     columns: list[Array] = [np.array(column, dtype=float) for column in zip(*works, strict=True)]
     return Work(*columns)
-
-
-def descended(residuals: Any, jacobian: Any, x: Array, steps: int) -> Array:
-    """Levenberg and Marquardt's way to least squares, by normal equations: thousands of rows, hundreds of numbers."""
-    damping, r = 1e-2, residuals(x)
-    for _ in range(steps):
-        slopes = jacobian(x)
-        gradient, curvature = slopes.T @ r, slopes.T @ slopes
-        before = r @ r
-        for _ in range(6):
-            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -gradient)
-            there = residuals(x + np.clip(step, -1.0, 1.0))
-            if there @ there < before:
-                x, r, damping = x + np.clip(step, -1.0, 1.0), there, damping / 4
-                break
-            damping *= 5
-        else:
-            break
-        if before - r @ r < 1e-4 * before:
-            break
-    return x
 
 
 class Fit:
@@ -279,10 +353,24 @@ class Fit:
         self.tight[: len(NAMES)] *= [PARAMETERS[name].firm for name in NAMES]
         for (name, axis), place in self.slots.items():
             self.tight[place] = PAIR_TIGHT if axis == "pair" else MOVE_TIGHT * PARAMETERS[name].tight
+        self.ways = np.array([row.way for row in rows])
+        self.all = {way: Columns(rows, np.flatnonzero(self.ways == way)) for way in sorted(set(self.ways))}
+        cells: dict[Any, int] = {}
+        self.cell = np.array([cells.setdefault((row.engine, row.family, row.weights), len(cells)) for row in rows])
+        self.places = [self._places(np.flatnonzero(self.cell == cell)[0]) for cell in range(len(cells))]
+
+    def _places(self, row: int) -> tuple[Array, Array]:
+        """What moves the parameters of such a row: where each number stands, and which parameter it moves."""
+        numbers, names = list(range(len(NAMES))), list(range(len(NAMES)))
+        for (name, axis), place in self.slots.items():
+            numbers.append(place.start + int(self.level[axis][row]))
+            names.append(NAMES.index(name))
+        return np.array(numbers), np.array(names)
 
     def columns(self, index: Array) -> list[Columns]:
-        ways = np.array([self.rows[i].way for i in index])
-        return [Columns(self.rows, index[ways == way]) for way in sorted(set(ways))]
+        inside = np.zeros(len(self.rows), dtype=bool)
+        inside[index] = True
+        return [self.all[way].chosen(inside) for way in sorted(set(self.ways[index]))]
 
     def moved(self, x: Array, index: Array) -> Array:
         """Of each parameter (down) for each row (across), where it stands on its scale."""
@@ -292,71 +380,90 @@ class Fit:
         return moved
 
     @staticmethod
-    def efficiencies(moved: Array) -> Efficiencies:
+    def efficiencies(moved: Array) -> list[Array]:
         values = []
         for name, z in zip(NAMES, moved, strict=True):
             scale, start, *_ = PARAMETERS[name]
             values.append(1 / (1 + (1 / start - 1) * np.exp(-z)) if scale == "share" else start * np.exp(z))
-        return Efficiencies(*values)
+        return values
 
     def run(self, index: Array, free: list[str] | None = None, start: Array | None = None, steps: int = 20) -> Array:
+        """Levenberg and Marquardt's way to least squares: thousands of rows, hundreds of numbers."""
         blocks = self.columns(index)
-        x0 = np.zeros(self.size) if start is None else start.copy()
-        names = NAMES if free is None else free
+        x = np.zeros(self.size) if start is None else start.copy()
         active = np.zeros(self.size, dtype=bool)
-        for name in names:
+        for name in NAMES if free is None else free:
             active[NAMES.index(name)] = True
             for axis in AXES:
                 if (name, axis) in self.slots:
                     active[self.slots[name, axis]] = True
+        damping = 1e-2
+        cost, gradient, curvature = self.sloped(blocks, x, active)
+        for _ in range(steps):
+            before = cost
+            for _ in range(6):
+                step = np.zeros(self.size)
+                step[active] = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -gradient)
+                there = x + np.clip(step, -1.0, 1.0)
+                cost = self.cost(blocks, there, active)
+                if cost < before:
+                    x, damping = there, damping / 4
+                    break
+                damping *= 5
+            else:
+                break
+            if before - cost < 1e-4 * before:
+                break
+            cost, gradient, curvature = self.sloped(blocks, x, active)
+        return x
 
-        def full(part: Array) -> Array:
-            x = x0.copy()
-            x[active] = part
-            return x
+    def cost(self, blocks: list[Columns], x: Array, active: Array) -> float:
+        total = float(np.sum((x * self.tight)[active] ** 2))
+        for block in blocks:
+            e = Efficiencies(*self.efficiencies(self.moved(x, block.unique)))
+            total += float(np.sum(_robust(block.logs(block.figures(e)), block) ** 2))
+        return total
 
-        def robust(residual: Array, block: Columns) -> Array:
-            s = block.scale
-            return np.sign(residual) * s * np.sqrt(np.log1p((residual / s) ** 2)) * block.weight
-
-        def residuals(part: Array) -> Array:
-            x = full(part)
-            parts = [robust(block.logs(self.efficiencies(self.moved(x, block.unique))), block) for block in blocks]
-            return np.concatenate([*parts, part * self.tight[active]])
-
-        def jacobian(part: Array) -> Array:
-            # A parameter's base and deviations add up, so one difference gives the derivatives by all of them.
-            x = full(part)
-            lines = []
-            for block in blocks:
-                moved = self.moved(x, block.unique)
-                base = robust(block.logs(self.efficiencies(moved)), block)
-                line = np.zeros((len(base), self.size))
-                across = np.arange(len(base))
-                for name in names:
-                    place = NAMES.index(name)
-                    nudged = moved.copy()
-                    nudged[place] += 1e-5
-                    slope = (robust(block.logs(self.efficiencies(nudged)), block) - base) / 1e-5
-                    line[:, place] = slope
-                    for axis in AXES:
-                        if (name, axis) in self.slots:
-                            line[across, self.slots[name, axis].start + self.level[axis][block.index]] = slope
-                lines.append(line[:, active])
-            return np.concatenate([*lines, np.diag(self.tight[active])])
-
-        return full(descended(residuals, jacobian, x0[active], steps))
+    def sloped(self, blocks: list[Columns], x: Array, active: Array) -> tuple[float, Array, Array]:
+        """Half the slope of the sum of squares by every number that is fitted, and its curvature."""
+        total = float(np.sum((x * self.tight)[active] ** 2))
+        gradient, curvature = x * self.tight**2, np.diag(self.tight**2)
+        for block in blocks:
+            Traced.made.clear()
+            values = self.efficiencies(self.moved(x, block.unique))
+            e: list[Any] = [Traced(value) for value in values]
+            figures = block.figures(Efficiencies(*e))
+            logs = block.logs(figures)
+            by = np.zeros((len(METRICS), len(NAMES), len(block.unique)))
+            for metric in set(block.metric):
+                figures[metric].slopes()
+                for i, (name, value) in enumerate(zip(NAMES, values, strict=True)):
+                    if e[i].slope is not None:
+                        grown = value * (1 - value) if PARAMETERS[name].scale == "share" else value
+                        by[metric, i] = e[i].slope * grown / figures[metric].value
+            residual = _robust(logs, block)
+            total += float(residual @ residual)
+            slopes = by[block.metric, :, block.place] * _robust_slope(logs, block)[:, None]
+            cells = self.cell[block.index]
+            for cell in set(cells):
+                inside = slopes[cells == cell]
+                numbers, names = self.places[cell]
+                curvature[np.ix_(numbers, numbers)] += (inside.T @ inside)[np.ix_(names, names)]
+                gradient[numbers] += (inside.T @ residual[cells == cell])[names]
+        Traced.made.clear()
+        return total, gradient[active], curvature[np.ix_(active, active)]
 
     def fitted(self, index: Array, steps: int = 20) -> Array:
         """First all that is served by workers that do both, then what is left to say of workers apart."""
-        ways = np.array([self.rows[i].way for i in index])
+        ways = self.ways[index]
         x = self.run(index[ways != "apart"], [name for name in NAMES if name not in APART], steps=steps)
         return self.run(index[ways == "apart"], APART, x, steps=steps) if (ways == "apart").any() else x
 
     def logs(self, x: Array, index: Array) -> Array:
         out = np.zeros(len(self.rows))
         for block in self.columns(index):
-            out[block.index] = block.logs(self.efficiencies(self.moved(x, block.unique)))
+            e = Efficiencies(*self.efficiencies(self.moved(x, block.unique)))
+            out[block.index] = block.logs(block.figures(e))
         return out[index]
 
     def table(self, x: Array) -> dict[str, Any]:
@@ -374,6 +481,16 @@ class Fit:
                     entry[axis] = {key: move for key, move in moves.items() if abs(move) >= 0.005}
             entries[name] = entry
         return entries
+
+
+def _robust(logs: Array, block: Columns) -> Array:
+    """What lies far off counts by its logarithm only."""
+    return np.sign(logs) * block.scale * np.sqrt(np.log1p((logs / block.scale) ** 2)) * block.weight
+
+
+def _robust_slope(logs: Array, block: Columns) -> Array:
+    far = np.maximum(np.abs(logs / block.scale), 1e-9)
+    return far / (1 + far**2) / np.sqrt(np.log1p(far**2)) * block.weight
 
 
 def _short(value: float) -> float:

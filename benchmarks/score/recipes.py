@@ -35,15 +35,23 @@ def git(checkout: str, *arguments: str) -> str:
     return subprocess.run(["git", "-C", checkout, *arguments], capture_output=True, text=True, check=False).stdout
 
 
-def entries(checkout: str) -> Iterator[dict[str, Any]]:
-    """Every configuration of workers apart that was ever in force, once."""
-    seen = set()
-    for commit in git(checkout, "log", "--format=%H", f"--since={SINCE}", f"--until={UNTIL}", "--", *PATHS).split():
+def entries(checkout: str) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Every configuration of workers apart that was ever in force, with its first and last day, 260131."""
+    days: dict[str, list[int]] = defaultdict(list)
+    log = git(checkout, "log", "--format=%H %cs", f"--since={SINCE}", f"--until={UNTIL}", "--", *PATHS)
+    later = int(UNTIL[2:].replace("-", ""))
+    for line in log.splitlines():
+        commit, day = line.split()
         text = next(filter(None, (git(checkout, "show", f"{commit}:{path}") for path in PATHS)), "")
+        since = int(day[2:].replace("-", ""))
         for piece in re.split(r"\n(?=[A-Za-z][\w.\-]*:)", text):
-            if "disagg: true" in piece and piece not in seen:
-                seen.add(piece)
-                yield from yaml.safe_load(piece).values()
+            if "disagg: true" in piece:
+                # In force until the next change of the file, which the log has before this one.
+                days[piece.strip()] += [since, later]
+        later = since
+    for piece, inside in days.items():
+        for entry in yaml.load(piece, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)).values():
+            yield entry, min(inside), max(inside)
 
 
 def batch(*sides: dict[str, Any]) -> int:
@@ -53,12 +61,12 @@ def batch(*sides: dict[str, Any]) -> int:
     return int(found[1]) if found else 0
 
 
-def recipes(checkout: str) -> dict[str, list[tuple[int, ...]]]:
-    """By model, weights, chip, engine and lengths; the numbers are those of `recipes.Recipe`, in its order."""
-    found: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-    for entry in entries(checkout):
+def recipes(checkout: str) -> dict[str, list[tuple[int | str, ...]]]:
+    """By model, weights, chip, engine and lengths; the rest is that of `recipes.Recipe`, in its order."""
+    found: dict[str, dict[tuple[int | str, ...], tuple[int, int]]] = defaultdict(dict)
+    for entry, first, last in entries(checkout):
         model, engine = MODELS.get(entry["model-prefix"]), ENGINES.get(entry["framework"])
-        chip = entry["runner"].split("-")[0]
+        chip, image = entry["runner"].split("-")[0], str(entry["image"]).rpartition(":")[2]
         lengths = entry.get("seq-len-configs") or entry.get("scenarios", {}).get("fixed-seq-len", [])
         for length in lengths if model and engine else []:
             name = f"{model} {entry['precision']} {chip} {engine} {length['isl']} {length['osl']}"
@@ -73,14 +81,16 @@ def recipes(checkout: str) -> dict[str, list[tuple[int, ...]]]:
                 ]
                 guessing = int(point.get("spec-decoding", "none") != "none")
                 for streams in point.get("conc-list") or filter(None, [point.get("conc")]):
-                    found[name].add((streams, *numbers, guessing, batch(*sides)))
-    return {name: sorted(found[name]) for name in sorted(found)}
+                    key = (streams, *numbers, guessing, batch(*sides), image)
+                    days = found[name].get(key, (first, last))
+                    found[name][key] = min(first, days[0]), max(last, days[1])
+    return {name: sorted((*key, *days) for key, days in found[name].items()) for name in sorted(found)}
 
 
 def main() -> None:
     lines = [
-        f"  {json.dumps(name)}: {json.dumps(numbers, separators=(',', ':'))}"
-        for name, numbers in recipes(sys.argv[1]).items()
+        f"  {json.dumps(name)}: {json.dumps(found, separators=(',', ':'))}"
+        for name, found in recipes(sys.argv[1]).items()
     ]
     workers = ",\n".join(lines)
     DATA.write_text(f'{{\n "source": {json.dumps(SOURCE)},\n "workers": {{\n{workers}\n }}\n}}\n')

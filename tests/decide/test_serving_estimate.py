@@ -192,22 +192,77 @@ def test_the_ranks_of_all_workers_together_are_divided_as_a_recipe_has_them() ->
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"engine": "TensorRT-LLM", "parallelism": "tp4 pp1 attn_dp1 moe_tp4 moe_ep1"}, Waits(gathered=20)),
-        ({"engine": "TensorRT-LLM"}, Waits()), ({"engine": "vLLM"}, Waits()),
+        ({"engine": "TensorRT-LLM", "parallelism": "tp4 pp1 attn_dp1 moe_tp4 moe_ep1"},
+         Waits(gathered=20, pass_tokens=16384)),
+        ({"engine": "TensorRT-LLM"}, Waits(pass_tokens=16384)), ({"engine": "vLLM"}, Waits()),
+        ({"engine": "TensorRT-LLM", "model": "openai/gpt-oss-120b"}, Waits(pass_tokens=20000)),
         ({"engine": "TensorRT-LLM", "model": "deepseek-ai/DeepSeek-R1",
           "parallelism": "tp1 pp1 attn_dp8 moe_tp1 moe_ep8"}, Waits(balanced=60)),
-        ({"engine": "SGLang", "hardware": CHIPS[1]}, Waits(polled=30)),
-        ({"engine": "SGLang", "hardware": CHIPS[1], "concurrency": "8"}, Waits(polled=10)),
-        ({"engine": "SGLang", "hardware": CHIPS[1], "model": "zhipuai/GLM-5"}, Waits()),
+        ({"engine": "TensorRT-LLM", "model": "deepseek-ai/DeepSeek-R1", "hardware": CHIPS[1], "concurrency": "64"},
+         Waits(gathered=40)),
+        ({"engine": "SGLang", "hardware": CHIPS[1]}, Waits(polled=30, pass_tokens=32768)),
+        ({"engine": "SGLang", "hardware": CHIPS[1], "concurrency": "8"}, Waits(polled=10, pass_tokens=32768)),
+        ({"engine": "SGLang", "hardware": CHIPS[1], "model": "zhipuai/GLM-5"}, Waits(pass_tokens=32768)),
         ({"engine": "SGLang"}, Waits()),
     ],
 )  # fmt: skip
-def test_what_recipes_let_their_schedulers_wait_for(changes: dict[str, str], expected: Waits) -> None:
+def test_how_recipes_set_their_schedulers(changes: dict[str, str], expected: Waits) -> None:
     result = case(**{**changes, "notes": RESULT})
     layout = arranged(result)
     assert isinstance(layout, Layout)
     assert recipes.waits(result, layout) == expected
-    assert recipes.waits(case(**changes), layout) == Waits()
+    usual = 16384 if changes["engine"] == "SGLang" and "hardware" in changes else 8192
+    assert recipes.waits(case(**changes), layout) == Waits(pass_tokens=usual)
+
+
+def test_scripts_before_a_change_took_one_prompt_into_a_pass() -> None:
+    changes = {"engine": "TensorRT-LLM", "model": "deepseek-ai/DeepSeek-R1", "hardware": CHIPS[1], "concurrency": "64"}
+    before = case(**changes, notes=RESULT.replace("2026-02-05", "2025-12-01"))
+    assert recipes.waits(before, Layout(8)) == Waits(pass_tokens=64 + 1024 + 64)
+
+
+@pytest.mark.parametrize("notes", [RESULT, "gemm=fp8; source_file=gap-analysis.csv; silicon_concurrency=4"])
+def test_results_are_known_by_their_notes(notes: str) -> None:
+    assert recipes.is_result(case(notes=notes))
+    assert not recipes.is_result(case(notes="batch_size=4; gemm=fp8"))
+
+
+SGLANG_APART = {**APART, "engine": "SGLang", "prompt_tokens": "1024", "output_tokens": "1024"}
+DAY = "wip=False; measured="
+
+
+@pytest.mark.parametrize(
+    ("hardware", "quantization", "parallelism", "concurrency", "notes", "guessing"),
+    [
+        (CHIPS[0], "fp8", "prefill x(tp16 dp1 ep1 bs) decode x(tp16 dp1 ep1 bs)", "4", DAY + "2026-02-10", 0),
+        (CHIPS[0], "fp8", "prefill x(tp16 dp1 ep1 bs) decode x(tp16 dp1 ep1 bs)", "4", DAY + "2026-03-01T01:00:00Z", 1),
+        (CHIPS[1], "fp4", "prefill x(tp4 dp1 ep4 bs) decode x(tp8 dp1 ep4 bs)", "16",
+         DAY + "2026-02-11; image=lmsysorg/sglang:v0.5.8.post1-cu130-runtime", 0),
+        (CHIPS[1], "fp4", "prefill x(tp4 dp1 ep4 bs) decode x(tp8 dp1 ep4 bs)", "16",
+         DAY + "2026-02-11; image=lmsysorg/sglang:v0.5.8.post1-cu130", 1),
+    ],
+)  # fmt: skip
+def test_recipes_are_told_apart_by_day_and_image(
+    hardware: str, quantization: str, parallelism: str, concurrency: str, notes: str, guessing: int
+) -> None:
+    row = {**SGLANG_APART, "hardware": hardware, "quantization": quantization, "parallelism": f"disagg {parallelism}"}
+    found = serving.asked(case(**row, concurrency=concurrency, notes=notes))
+    assert isinstance(found, serving.Asked)
+    assert (found.question.guessing, found.question.decodes > 0) == (guessing, True)
+
+
+def test_chance_lets_some_wait_where_there_are_just_as_many_places_as_streams() -> None:
+    found = serving.asked(case(**HELD, concurrency="27", notes=RESULT))
+    assert isinstance(found, serving.Asked)
+    e = efficiencies("tensorrt-llm", "blackwell-dc", "fp8")
+    exact, ample, one = (
+        serving.answer(found.question._replace(streams=24.0, slots=slots, decodes=decodes, dealt=0.0), e)
+        for slots, decodes in ((24.0, 3.0), (1e6, 3.0), (24.0, 1.0))
+    )
+    assert exact.first_s > 1.5 * ample.first_s
+    assert one.first_s == pytest.approx(
+        serving.answer(found.question._replace(streams=24.0, slots=1e6, decodes=1.0, dealt=0.0), e).first_s, rel=0.05
+    )
 
 
 def test_a_wait_is_some_passes_longer() -> None:
@@ -229,8 +284,31 @@ def test_lengths_of_results_are_the_mean_of_what_was_drawn() -> None:
 def test_several_short_prompts_share_a_pass() -> None:
     e = efficiencies("vllm", "hopper", "fp8")
     short, long = (work_of(machine(), shape(), Layout(8), prompt, 1, 8) for prompt in (512, 20_000))
-    assert batching.prefill_each_s(short, e) < 0.8 * batching.prefill_s(short, e)
-    assert batching.prefill_each_s(long, e) == batching.prefill_s(long, e)
+    assert batching.prefill_each_s(short, e, 16) < 0.8 * batching.prefill_s(short, e)
+    assert batching.prefill_each_s(long, e, 1) == batching.prefill_s(long, e)
+
+
+def test_a_first_wave_is_through_sooner_where_a_pass_takes_more_of_it() -> None:
+    work, e = work_of(machine(), shape(MODELS[2]), Layout(8), 1024, 1024, 8), efficiencies("sglang", "hopper", "fp8")
+    few, many = (batching.steady(work, e, 64.0, 1e6, Waits(pass_tokens=tokens)) for tokens in (1024.0, 32768.0))
+    assert many[0] < few[0]
+    assert many[1:] == few[1:]
+
+
+def test_one_kernel_for_all_experts_is_launched_faster() -> None:
+    hopper, blackwell = (work_of(machine(chip), shape(MODELS[2]), Layout(8), 1, 1, 8) for chip in (HOPPER, CHIPS[1]))
+    assert (hopper.fused_layers, blackwell.fused_layers) == (0, blackwell.expert_layers)
+    e = efficiencies("vllm", "hopper", "fp8")
+    assert batching.first_host_s(blackwell, e) < batching.first_host_s(hopper, e)
+
+
+def test_messages_from_node_to_node_take_longer() -> None:
+    near, far = (work_of(machine(devices=count), shape(MODELS[2]), Layout(count), 1, 1, 8) for count in (8, 16))
+    assert (near.far, far.far) == (0, far.reduces)
+    e = efficiencies("vllm", "hopper", "fp8")
+    assert batching.decode_s(far, e, 1.0) - batching.decode_s(far._replace(far=0.0), e, 1.0) == pytest.approx(
+        far.far * e.apart_far_s
+    )
 
 
 def test_four_bits_that_the_units_do_not_multiply_are_unpacked() -> None:

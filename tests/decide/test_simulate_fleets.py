@@ -115,6 +115,15 @@ def test_what_cannot_be_served_cannot_be_simulated() -> None:
         deployed(machine, model, decide(machine, model, WORK), WORK, Lengths(1024, 256))
 
 
+def test_what_makes_no_tokens_is_no_question_for_it() -> None:
+    model = lookup("BAAI/bge-m3")
+    assert model is not None
+    machine = simulated({"accelerator": "NVIDIA H100 SXM 80GB", "count": 1, "ram_gb": 256})
+    work = Workload(concurrency=4, task="embed")
+    with pytest.raises(BadQuestion, match="makes no tokens"):
+        deployed(machine, model, decide(machine, model, work), work, Lengths(512, 1))
+
+
 def test_a_table_is_exact_at_both_contexts_and_straight_between() -> None:
     lengths = Lengths(1000, 500)
     fixed, each = decode_table(lambda count, context: 0.01 + 1e-3 * count + 1e-7 * count * context**1.1, lengths, 8)

@@ -226,11 +226,12 @@ class TestWhatIsAsked:
 
         async def then(host: Host) -> None:
             await add(host, made(tmp_path, "one"))
-            moving = asyncio.create_task(migrate(host, quickly("llama.cpp"), Told()))
+            moving = asyncio.create_task(migrate(host, quickly("llama.cpp", steps=(50.0,)), Told()))
             await until(lambda: host.service().loading, "the first to begin")
             with pytest.raises(AnswerIsNo, match="migrated already"):
                 await migrate(host, quickly("llama.cpp"), Told())
-            assert (await moving).outcome == "migrated"
+            done = await moving
+            assert done.outcome == "migrated" and [step.percent for step in done.steps] == [50, 100]
 
         with_host(then, tmp_path)
 

@@ -224,6 +224,9 @@ def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) ->
         await tab.until(f"{TOLD}.includes('200 tokens')")
         assert figures.recorder.used["ann"].requests == 2
         await tab.value("document.getElementById('forget').click()")
+        await tab.open(host.url, 360, "dark")
+        await tab.until(door)
+        assert await tab.value(names) == []
         assert await tab.value("sessionStorage.length") == 0
         await enter(tab, OPERATOR)
         assert sorted(await tab.until(names)) == ["ann", "default"]

@@ -25,6 +25,8 @@ DYNAMO = {
     "sglang": f"nvcr.io/nvidia/ai-dynamo/sglang-runtime:{DYNAMO_VERSION}",
     "tensorrt-llm": f"nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime:{DYNAMO_VERSION}",
 }
+DYNAMO_BRINGS = {"vllm": "0.31.0", "sglang": "0.5.21", "tensorrt-llm": "1.3.0rc29"}
+"""What the package ai-dynamo 1.6.1 asks for."""
 VLLM_USER = 2000
 """Its image is made for this user beside root (docker/Dockerfile of August 2026)."""
 ANY_USER = 1000

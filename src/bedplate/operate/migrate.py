@@ -184,11 +184,11 @@ class Migrating:
         return self._migrated(ready, side_by_side=True)
 
     async def _move(self, ready: Readied, basis: Basis, baseline: Sequence[Seen]) -> None:
-        for percent in self.asked.steps:
+        steps = self.asked.steps
+        for percent in steps if steps[-1:] == (100.0,) else (*steps, 100.0):
             self._share(percent)
             self.say(f"{percent:g} % of the requests go to {named(ready.plan)}")
             await self._observe(percent, baseline)
-        self._share(100.0)
         await self._examine_again(ready, basis)
 
     def _share(self, percent: float) -> None:

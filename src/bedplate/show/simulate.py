@@ -79,7 +79,12 @@ def _replica(one: Engine) -> str:
 
 
 def _layout(layout: Parallelism) -> str:
-    names = (("tensor", layout.tensor), ("pipeline", layout.pipeline), ("expert", layout.expert))
+    names = (
+        ("tensor", layout.tensor),
+        ("pipeline", layout.pipeline),
+        ("expert", layout.expert),
+        ("attention data", layout.attention_data),
+    )
     return "".join(f" · {name} parallel {size}" for name, size in names if size > 1)
 
 

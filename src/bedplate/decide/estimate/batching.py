@@ -28,6 +28,8 @@ BUSIEST = 0.95
 """Share of prompts in the time beyond which a queue never drains in a closed loop: streams wait for themselves."""
 PASS_TOKENS = 8192.0
 """Of prompts that engines put into one pass, by default or in published recipes."""
+CHANCE = 0.64
+"""Of a deviation's square: with it, what lies above a mean in expectation is a root that has no corner."""
 OVERLAP = 3
 """Reading and computing overlap: the larger of the two, a little more where they are alike (a norm of this order)."""
 
@@ -87,8 +89,12 @@ class Work(NamedTuple):
     exchange_s: float
     """Sending one token to its experts and back, all layers."""
     exchanges: float
+    far: float
+    """Of reduces and exchanges, how many go from node to node."""
     layers: float
     expert_layers: float
+    fused_layers: float
+    """Of those with experts, what Blackwell's kernels compute as one: choosing, multiplying and adding up."""
     latent_layers: float
     state_layers: float
     sparse_layers: float
@@ -110,7 +116,7 @@ class Work(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """Passes that a scheduler lets go by, as it is set, before it takes in new requests."""
+    """How a scheduler is set: passes that it lets go by before it takes in new requests, and how much it takes in."""
 
     polled: Any = 0.0
     """Between two looks at what has arrived."""
@@ -118,6 +124,8 @@ class Waits(NamedTuple):
     """While prompts for a fuller pass are gathered."""
     balanced: Any = 0.0
     """At the most, until all groups have a prompt."""
+    pass_tokens: Any = PASS_TOKENS
+    """Tokens of prompts that one pass takes."""
 
 
 NO_WAITS = Waits()
@@ -164,12 +172,14 @@ class Efficiencies(NamedTuple):
     """What the host does for a layer of a new request's first pass, which no captured graph spares it."""
     first_expert_layer_s: float
     """The same for a layer with experts, beside the former; likewise the next two."""
+    fused: float
+    """Of that, what is left where kernels compute all of a layer's experts as one."""
     first_latent_layer_s: float
     first_state_layer_s: float
     host: float
     """An engine's time for the four above against that of all engines."""
     host_shared: float
-    """Of that time, what each request of a wave adds to the wait of those behind it."""
+    """Of that time, what each pass of a wave adds to the wait of those behind it."""
     steps_waited: float
     """Passes that go by before a lone request is taken in and its token is sent: polling and streaming intervals."""
     polled: float
@@ -205,6 +215,10 @@ class Efficiencies(NamedTuple):
     """Of the wait for prefill workers that answers do not hide, what is seen."""
     apart_sized: float
     """With what power of the load of one prefill worker people add further ones."""
+    apart_far_s: float
+    """What a message from node to node takes longer."""
+    apart_uneven: float
+    """How unevenly requests are dealt out to decode workers and their ranks, in roots of the mean."""
     apart_guessed: float
     """Time per token with speculative decoding against that without."""
     tuned: float
@@ -274,6 +288,8 @@ def work_of(
     link = link_bytes_s(machine, ranks) or SLOW_LINK_BYTES_S
     sent = 2.0 * shape.hidden * 1.5 * min(shape.experts_active, layout.expert) * (layout.expert - 1) / layout.expert
     exchanging = groups > 1 and shape.experts > 0
+    reduces = 2.0 * shape.layers if tensor > 1 else 0.0
+    exchanges = 2.0 * shape.moe_layers if exchanging else 0.0
     weights = (shape.total_bytes - shape.expert_bytes) / tensor + shape.expert_bytes / ranks
     memory = float(machine.memory_bytes or 0)
     return Work(
@@ -292,11 +308,13 @@ def work_of(
         activation_s=2.0 * shape.hidden * shape.layers / bandwidth,
         expert_activation_s=2.0 * shape.hidden * shape.moe_layers * shape.experts_active / layout.expert / bandwidth,
         reduce_s=8.0 * (tensor - 1) / tensor * shape.hidden * shape.layers / link,
-        reduces=2.0 * shape.layers if tensor > 1 else 0.0,
+        reduces=reduces,
         exchange_s=sent * shape.moe_layers / link if exchanging else 0.0,
-        exchanges=2.0 * shape.moe_layers if exchanging else 0.0,
+        exchanges=exchanges,
+        far=reduces + exchanges if ranks > machine.per_node else 0.0,
         layers=float(shape.layers),
         expert_layers=float(shape.moe_layers),
+        fused_layers=float(shape.moe_layers) if _fuses(machine, shape) else 0.0,
         latent_layers=float(sum(group.layers for group in shape.attention if group.latent)),
         state_layers=float(sum(group.layers for group in shape.attention if group.state_bytes)),
         sparse_layers=float(sum(group.layers for group in shape.attention if group.latent and group.window)),
@@ -322,6 +340,11 @@ def _matrix_rate(machine: Machine, shape: Shape, size: float, params: float) -> 
     if bits < 6 and kind == "nvfp4":
         types = ["fp4", *types]
     return machine.rate(*types) or 1e12
+
+
+def _fuses(machine: Machine, shape: Shape) -> bool:
+    """Whether all engines have the same kernel for all of a layer's experts: those for Blackwell of 8 and 4 bits."""
+    return machine.family == "blackwell-dc" and weight_type(shape) in ("fp8", "nvfp4", "mxfp4")
 
 
 def _unpacked(machine: Machine, shape: Shape, size: float, params: float) -> bool:
@@ -375,6 +398,7 @@ def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequ
         w.reduces * e.reduce_latency_s
         + tokens * w.reduce_s / reduce_rate
         + w.exchanges * e.exchange_latency_s
+        + w.far * e.apart_far_s
         + tokens * w.exchange_s / exchange_rate
     )
     fixed = (
@@ -414,9 +438,8 @@ def prefill_s(w: Any, e: Any) -> Any:
     return pass_s(w, e, w.prompt, 0.0, w.prompt_attending_s, 1.0, (e.reduce_rate_prompt, e.exchange_rate_prompt))
 
 
-def prefill_each_s(w: Any, e: Any) -> Any:
-    """One prompt of several that share a pass, as many as an engine puts into one."""
-    count = most(PASS_TOKENS / w.prompt, 1.0)
+def prefill_each_s(w: Any, e: Any, count: Any) -> Any:
+    """One prompt of so many that share a pass."""
     rates = (e.reduce_rate_prompt, e.exchange_rate_prompt)
     return pass_s(w, e, count * w.prompt, 0.0, count * w.prompt_attending_s, count, rates) / count
 
@@ -431,7 +454,7 @@ def first_host_s(w: Any, e: Any) -> Any:
     """Launching the first pass of a request kernel by kernel, which has little to do with the chip or the prompt."""
     return e.host * (
         w.layers * e.first_layer_s
-        + w.expert_layers * e.first_expert_layer_s
+        + (w.expert_layers - w.fused_layers * (1.0 - e.fused)) * e.first_expert_layer_s
         + w.latent_layers * e.first_latent_layer_s
         + w.state_layers * e.first_state_layer_s
     )
@@ -453,6 +476,8 @@ def steady(w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_W
         batch = held * w.output * token_s / (w.output * token_s + prompt_s)
     busy = least(batch / w.output * prompt_s / token_s, BUSIEST)
     host_s = first_host_s(w, e)
+    together = most(least(waits.pass_tokens / w.prompt, held), 1.0)
+    wave_s = held * (prefill_each_s(w, e, together) + e.host_shared * host_s / together)
     # Groups wait no longer than until each of them has a request that leaves.
     balanced = least(waits.balanced, 2.0 * w.output / own)
     first_s = (
@@ -461,7 +486,7 @@ def steady(w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_W
         + e.steps_waited * decode_s(w, e, batch)
         + (e.polled * waits.polled + e.gathered * waits.gathered + e.balanced * balanced) * token_s
         + prompt_s * (1.0 + e.queue * busy / (1.0 - busy))
-        + e.burst * held * (prompt_s + e.host_shared * host_s)
+        + e.burst * wave_s
     )
     queued_s = most(own / held - 1.0, 0.0) * (w.output * token_s + prompt_s)
     return first_s + queued_s, token_s, batch
@@ -497,14 +522,19 @@ def apart(q: Any, e: Any) -> Any:
     """
     known = least(q.decodes, 1.0)
     added = (1.0 + q.streams / (e.apart_streams * q.ranks)) ** e.apart_growth
-    held = least(q.streams, q.slots)
+    # Routers deal requests out without looking at who has a place.
+    bins = most(known * q.decodes, 1.0) * q.ranks**q.dealt
+    over = (q.streams - q.slots) / bins
+    spread = CHANCE * e.apart_uneven**2 * q.streams / bins * (1.0 - 1.0 / bins)
+    held = q.streams - bins * (over + (over * over + spread + 1e-4) ** 0.5) / 2.0
     share = most(held / (known * q.decodes + (1.0 - known) * added), 1.0)
     divided_s, dealt_s = decode_s(q.work, e, share), decode_s(q.spread, e, most(share / q.ranks, 1.0))
     said_s = divided_s ** (1.0 - q.dealt) * dealt_s**q.dealt
     pass_time_s = known * said_s + (1.0 - known) * least(divided_s, dealt_s)
     token_s = pass_time_s * e.apart_token * e.apart_guessed**q.guessing
     answer_s = q.work.output * token_s
-    one_s = q.streams * prefill_each_s(q.prompts, e) / q.prompts.groups
+    together = most(PASS_TOKENS / q.prompts.prompt, 1.0)
+    one_s = q.streams * prefill_each_s(q.prompts, e, together) / q.prompts.groups
     prefills = known * q.prefills + (1.0 - known) * (1.0 + one_s / answer_s) ** e.apart_sized
     backlog_s = one_s / prefills
     for_a_place_s = most(q.streams / held - 1.0, 0.0) * answer_s

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from bedplate.decide.estimate.batching import NO_WAITS, Layout, Waits
+from bedplate.decide.estimate.batching import PASS_TOKENS, Layout, Waits
 from bedplate.decide.estimate.calibration import table
 from bedplate.decide.estimate.rows import Case
 
@@ -53,6 +53,11 @@ class Recipe(NamedTuple):
     guessing: int
     batch: int
     """Of a decode worker, or of each of its ranks where sequences are dealt out; 0 where the recipe's name has none."""
+    image: str
+    """The tag of the image that was run."""
+    since: int
+    """The first day on which it was in force, 260131, and the last."""
+    until: int
 
     @property
     def slots(self) -> float:
@@ -65,12 +70,20 @@ class Recipe(NamedTuple):
 
 
 def is_result(case: Case) -> bool:
-    """Whether the notes are those that such results are published with: `measured=…; wip=…`."""
-    return "wip" in case.notes
+    """Whether the notes are those that such results are published with: `source_file=…`, mostly with `wip=…`."""
+    return "wip" in case.notes or "source_file" in case.notes
+
+
+def measured(case: Case) -> str:
+    """The day of the measurement, `2026-01-31`; nothing where it is not said."""
+    return case.notes.get("measured", "")[:10]
 
 
 def setup_of(case: Case, prefill: Layout, decode: Layout) -> Setup | None:
-    """The recipe that has the row's ranks and streams; where several have, their mean."""
+    """The recipe that has the row's ranks and streams, of its image and in force on its day as far as those are said.
+
+    Where several are left, the mean of those that decode plainly; of those that guess if there are no others.
+    """
     if not is_result(case) or case.concurrency is None:
         return None
     listed = _listed(case)
@@ -85,8 +98,10 @@ def setup_of(case: Case, prefill: Layout, decode: Layout) -> Setup | None:
         or _nearest(same, case.concurrency)
     )
     found = [r for r in found if r.prefill_expert == prefill.expert] or found
+    found = _of_the_time(case, found)
     if not found:
         return None
+    found = [r for r in found if not r.guessing] or found
     first = found[0]
     dealt = sum(r.prefill_dealt for r in found) * 2 > len(found)
     return Setup(
@@ -98,6 +113,14 @@ def setup_of(case: Case, prefill: Layout, decode: Layout) -> Setup | None:
         guessing=sum(r.guessing for r in found) / len(found),
         slots=_mean([r.slots for r in found]),
     )
+
+
+def _of_the_time(case: Case, recipes: list[Recipe]) -> list[Recipe]:
+    image, version = case.notes.get("image", "").rpartition(":")[2], case.version
+    found = [r for r in recipes if image and r.image == image] or [r for r in recipes if version and r.image == version]
+    found = found or recipes
+    day = measured(case)[2:].replace("-", "")
+    return [r for r in found if r.since <= int(day) <= r.until] or found if day.isdigit() else found
 
 
 def _mean(counts: Sequence[float]) -> float:
@@ -127,18 +150,41 @@ def _recipes(name: str) -> list[Recipe]:
     return [Recipe(*numbers) for numbers in table("recipes")["workers"].get(name, [])]
 
 
+WIDER_SINCE = "2026-01-29"
+"""The day since which its scripts for DeepSeek-R1 on B200 with TensorRT-LLM take more tokens into a pass."""
+USUAL_PASS_TOKENS = {"sglang": {"blackwell-dc": 16384.0}}
+"""Tokens of prompts in a pass where an engine's own choice is not 8192, by family of chips."""
+
+
 def waits(case: Case, layout: Layout) -> Waits:
-    """Passes that a recipe's scheduler lets go by before it takes in what has arrived."""
+    """What a scheduler lets go by before it takes in what has arrived, and how much of it at once."""
+    tokens = USUAL_PASS_TOKENS.get(case.engine, {}).get(case.machine.family, PASS_TOKENS)
     if not is_result(case):
-        return NO_WAITS
-    streams, name = case.concurrency or 1, case.texts["model"].lower()
+        return Waits(pass_tokens=tokens)
+    streams, name, day = case.concurrency or 1, case.texts["model"].lower(), measured(case)
+    blackwell = case.machine.family == "blackwell-dc"
+    even = case.prompt_tokens == case.output_tokens == 1024
     if case.engine == "sglang":
-        # scheduler-recv-interval of the scripts for B200; those for Hopper and for GLM-5 leave it at 1.
-        polls = case.machine.family == "blackwell-dc" and "glm" not in name
-        return Waits(polled=(30.0 if streams >= 16 and layout.ranks >= 8 else 10.0) if polls else 0.0)
+        # chunked-prefill-size and scheduler-recv-interval of the scripts; GLM-5's leave the latter at 1.
+        if blackwell or "deepseek" in name:
+            tokens = 16384.0 if case.shape.bits < 6 and "deepseek" in name else 32768.0
+        elif "qwen" in name:
+            tokens = 16384.0
+        polls = blackwell and "glm" not in name
+        polled = (30.0 if streams >= 16 and layout.ranks >= 8 else 10.0) if polls else 0.0
+        return Waits(polled=polled, pass_tokens=tokens)
     if case.engine == "tensorrt-llm":
-        # batch_wait_timeout_iters of the scripts for Llama, and timeout_iters wherever attention_dp_config is set.
-        even = case.prompt_tokens == case.output_tokens == 1024
-        gathers = even and "llama" in name and layout.ranks < 8
-        return Waits(gathered=20.0 if gathers else 0.0, balanced=60.0 if layout.attention_data > 1 else 0.0)
-    return NO_WAITS
+        # max_num_tokens; batch_wait_timeout_iters; timeout_iters wherever attention_dp_config is set.
+        gathered = 20.0 if even and "llama" in name and layout.ranks < 8 else 0.0
+        if "llama" in name:
+            tokens = 16384.0
+        elif "gpt-oss" in name:
+            tokens = 20000.0
+        elif "deepseek" in name:
+            least = float(streams + (case.prompt_tokens or 0) + 64)
+            tokens = max(8192.0, least) if day >= WIDER_SINCE or "H200" in case.chip.name else least
+            if even and streams >= 64 and blackwell and case.shape.bits > 6 and day >= WIDER_SINCE:
+                gathered = 40.0
+        balanced = 60.0 if layout.attention_data > 1 else 0.0
+        return Waits(gathered=gathered, balanced=balanced, pass_tokens=tokens)
+    return Waits(pass_tokens=tokens)

@@ -14,7 +14,7 @@ from bedplate.decide.simulate.replica import BLOCK_TOKENS, Limits, Steps
 from bedplate.decide.simulate.times import Lengths, timed
 from bedplate.engines import Engine as InferenceEngine
 from bedplate.engines import engine as engine_by_id
-from bedplate.errors import AnswerIsNo
+from bedplate.errors import AnswerIsNo, BadQuestion
 from bedplate.facts.unpack import unpacked
 from bedplate.values import Decision, Fit, Hardware, Model, Parallelism, Settings, Workload, replaced
 from bedplate.values.intent import Operations
@@ -54,6 +54,8 @@ def deployed(
     results: tuple[Result, ...] = (),
 ) -> Deployment:
     """One replica of what was decided on, with as many slots as its engine has by default where its cache is paged."""
+    if model.task != "generate":
+        raise BadQuestion(f"{model.name} makes no tokens (its task is {model.task}), and only those are simulated")
     if decision.engine is None or decision.settings is None or decision.weights is None or decision.memory is None:
         first = decision.refused[0] if decision.refused else None
         raise AnswerIsNo(

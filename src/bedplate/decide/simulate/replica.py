@@ -184,7 +184,7 @@ class Replica:
             used = self._used
             while ends and ends[0][0] <= step:
                 at, rid = heappop(ends)
-                if ending[rid] == at and rid in self._order:
+                if ending[rid] == at:
                     self._finish(rid, now)
         else:
             self._step += passes

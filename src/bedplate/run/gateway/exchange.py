@@ -112,9 +112,9 @@ class Exchange:
     def start(self) -> None:
         self._meter.in_flight += 1
         self.member.admit(self.cost_tokens, self._started)
-        if self.member.has_limits:
-            self._limits = self.member.headers(self._started)
         self._route.take(self)
+        if self.member.has_limits:  # while the engine works
+            self._limits = self.member.headers(self._started)
 
     # from its route
 

@@ -44,9 +44,9 @@ class Bucket:
         self._at = time.monotonic()
 
     def level(self, now: float) -> float:
-        passed = max(0.0, now - self._at)
-        self._level = min(float(self.per_minute), self._level + passed * self.per_minute / 60)
-        self._at = max(self._at, now)
+        if now > self._at:
+            self._level = min(float(self.per_minute), self._level + (now - self._at) * self.per_minute / 60)
+            self._at = now
         return self._level
 
     def wait_s(self, amount: float, now: float) -> float:
