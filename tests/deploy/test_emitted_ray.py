@@ -62,4 +62,3 @@ def test_rays_own_classes_read_every_configuration(tmp_path: Path) -> None:
     done = subprocess.run([python, "-c", READS, *paths], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"read {len(paths)}" in done.stdout and len(paths) >= 5
-    print(done.stdout)

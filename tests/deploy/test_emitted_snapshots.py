@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ def test_in_short(name: str, target: str, snapshot: SnapshotAssertion) -> None:
 @pytest.mark.parametrize(("name", "target"), WHOLE)
 def test_as_a_whole(name: str, target: str, snapshot: SnapshotAssertion) -> None:
     files = files_of(name, target)
-    assert "".join(f"=== {path}\n{text}" for path, text in files.items() if "images/" not in path) == snapshot
+    whole = "".join(f"=== {path}\n{text}" for path, text in files.items() if "images/" not in path)
+    # How long a prompt takes alone is the estimator's, and may become better.
+    assert re.sub(r"# By the estimate[^\n]*(?:\n +# [^\n]*)?", "# By the estimate …", whole) == snapshot
 
 
 def test_there_are_forty_of_them_at_the_least() -> None:

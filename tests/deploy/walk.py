@@ -137,9 +137,7 @@ def _quotas(spec: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree
                 yield f"{flavor['name']} lists {listed}, in another order than covered"
     for tree, _, pod in pods:
         for container in [*pod["containers"], *pod.get("initContainers", [])]:
-            asked = set(container["resources"].get("requests", {}))
-            # The adapters of a network are nobody's share.
-            if left := {name for name in asked - covered if not name.startswith("rdma/")}:
+            if left := set(container["resources"].get("requests", {})) - covered:
                 yield f"{tree['metadata']['name']} asks for {left}, which no quota covers"
 
 

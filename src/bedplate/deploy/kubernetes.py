@@ -52,7 +52,7 @@ def manifests(
     `beside` says of services why they stand as plain workloads beside an orchestrator that does not run them.
     """
     deploy = platform.deploy
-    files = {"namespace.yaml": documents(list(_namespace(units, deploy)))}
+    files = {"namespace.yaml": documents(list(_namespace(deploy)))}
     plain = [unit for unit in units if _is_plain(workloads[unit.name])]
     for unit in units:
         parts = [*_before(unit, platform, unit in plain), *workloads[unit.name]]
@@ -241,8 +241,8 @@ def volume_claim(unit: Served, deploy: Deploy) -> Tree:
     }
 
 
-def _namespace(units: Sequence[Served], deploy: Deploy) -> Iterator[Tree]:
-    level = "privileged" if deploy.rdma is not None and any(unit.nodes > 1 for unit in units) else "restricted"
+def _namespace(deploy: Deploy) -> Iterator[Tree]:
+    level = "privileged" if deploy.rdma is not None else "restricted"
     reason = "RDMA needs IPC_LOCK, which only this level allows" if level == "privileged" else "nothing here needs more"
     yield {
         "apiVersion": "v1",

@@ -91,19 +91,26 @@ def noted_arguments(unit: Served, arguments: Sequence[str]) -> list[object]:
     """With the reasons for those figures that a person would ask about."""
     layout, decision = unit.plan.parallelism, unit.placed.decision
     work = unit.plan.workload
+    replicas = counted(max(1, decision.parallelism.data), "replica")
+    each = f"{counted(decision.in_flight, 'request')} in flight over {replicas}"
     reasons = {
-        ("--max-num-seqs", "--max-running-requests", "--max_batch_size", "--parallel", "--max-batch-size", "--slots"):
-            f"{decision.in_flight:,} requests in flight over {counted(max(1, decision.parallelism.data), 'replica')}; "
-            f"one holds {unit.at_once:,} of {work.request_tokens:,} tokens",
-        ("--max-model-len", "--context-length", "--max_seq_len", "--session-len", "--max-total-tokens", "--context"):
-            f"the longest request: {work.prompt_tokens:,} and {work.output_tokens:,} tokens are usual",
-        ("--tensor-parallel-size", "--tp-size", "--tp_size", "--num-shard", "--tp"):
-            f"{layout.tensor} cards hold the weights and the cache of one replica",
+        f"{each}; one holds {unit.at_once:,} of {work.request_tokens:,} tokens": (
+            "--max-num-seqs", "--max-running-requests", "--max_batch_size", "--parallel", "--max-batch-size",
+            # llama.cpp has a switch of this name.
+            *(("--slots",) if unit.engine.id != "llama.cpp" else ()),
+        ),
+        f"the longest request: {work.prompt_tokens:,} and {work.output_tokens:,} tokens are usual": (
+            "--max-model-len", "--context-length", "--max_seq_len", "--max-seq-len", "--session-len",
+            "--max-total-tokens", "--context",
+        ),
+        f"{layout.tensor} cards hold the weights and the cache of one replica": (
+            "--tensor-parallel-size", "--tp-size", "--tp_size", "--num-shard", "--tp",
+        ),
     }  # fmt: skip
     found: list[object] = []
     for argument in arguments:
         name = argument.partition("=")[0]
-        reason = next((text for names, text in reasons.items() if name in names), None)
+        reason = next((text for text, names in reasons.items() if name in names), None)
         found.append(why(argument, reason) if reason is not None else argument)
     return found
 

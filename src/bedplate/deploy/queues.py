@@ -60,8 +60,15 @@ def queues(platform: Platform, units: Sequence[Served]) -> list[Tree]:
                 quotas[flavor.name] = (kept, "what the services that several tenants call take")
             else:
                 quotas[flavor.name] = _portion(name, shares, flavor, kept, takes[flavor.name].get(name, Amount()))
-        found += [_cluster_queue(name, quotas, flavors), _local_queue(name, platform.deploy)]
+        made = _cluster_queue(name, quotas, flavors, _adapters(platform))
+        found += [made, _local_queue(name, platform.deploy)]
     return found
+
+
+def _adapters(platform: Platform) -> tuple[str, int] | None:
+    """Network adapters are as many as nodes: they are not what is scarce, but what no quota names is not admitted."""
+    rdma = platform.deploy.rdma
+    return (rdma, sum(pool.nodes for pool in platform.pools)) if rdma is not None else None
 
 
 def _flavors(pools: Sequence[Pool]) -> list[Flavor]:
@@ -140,7 +147,12 @@ def _resource_flavor(flavor: Flavor) -> Tree:
     return {"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": flavor.name}, "spec": spec}
 
 
-def _cluster_queue(name: str, quotas: Mapping[str, tuple[Amount, str]], flavors: Sequence[Flavor]) -> Tree:
+def _cluster_queue(
+    name: str,
+    quotas: Mapping[str, tuple[Amount, str]],
+    flavors: Sequence[Flavor],
+    adapters: tuple[str, int] | None,
+) -> Tree:
     resources = list(dict.fromkeys(one.selector.resource for one in flavors if one.selector.resource is not None))
     listed: list[object] = []
     for flavor in flavors:
@@ -154,6 +166,8 @@ def _cluster_queue(name: str, quotas: Mapping[str, tuple[Amount, str]], flavors:
             limit = flavor.has.cards - amount.cards if mine else None
             quota: object = why(amount.cards, words) if mine else 0
             entries.append({"name": resource, "nominalQuota": quota, "borrowingLimit": limit})
+        if adapters is not None:
+            entries.append({"name": adapters[0], "nominalQuota": why(adapters[1], "one for each pod that asks")})
         listed.append({"name": flavor.name, "resources": entries})
     return {
         "apiVersion": API,
@@ -167,7 +181,12 @@ def _cluster_queue(name: str, quotas: Mapping[str, tuple[Amount, str]], flavors:
                 "reclaimWithinCohort": why("Any", "a share is theirs when all are busy: what was lent comes back"),
                 "withinClusterQueue": "LowerPriority",
             },
-            "resourceGroups": [{"coveredResources": ["cpu", "memory", *resources], "flavors": listed}],
+            "resourceGroups": [
+                {
+                    "coveredResources": ["cpu", "memory", *resources, *([adapters[0]] if adapters else [])],
+                    "flavors": listed,
+                }
+            ],
         },
     }
 

@@ -397,11 +397,13 @@ def _fetched(unit: Served) -> Iterator[Step]:
     folder = target if not target.endswith(".gguf") else MODELS
     if origin.files or origin.format in ("gguf", "facts") or "/" not in origin.name:
         where = origin.files[0] if origin.files else origin.name
-        script = f"until [ -e {target} ]; do sleep 10; done"
         yield Step(
-            "wait", PYTHON, ("sh", "-c", script),
-            f"{where} is on no hub: copy it to {target} with kubectl cp while this waits",
-        )  # fmt: skip
+            "wait",
+            PYTHON,
+            ("sh", "-c", f"until [ -e {target}.copied ]; do sleep 10; done"),
+            f"{where} is on no hub: while this waits, copy it to {target} with kubectl cp -c wait, and then "
+            f"touch {target}.copied",
+        )
         return
     code = f"from huggingface_hub import snapshot_download as get; get({origin.name!r}, local_dir={folder!r})"
     command: tuple[str, ...] = ("python3", "-c", code)
