@@ -98,7 +98,9 @@ def test_one_in_full() -> None:
         assert word in shown.replace("\n", " ").replace("  ", " ") or word in shown, (word, shown)
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(5, "5 s"), (600, "10 min"), (3600, "1 h"), (3700, "1 h 1 min"), (200_000, "2 d 7 h")])
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(5, "5 s"), (600, "10 min"), (3600, "1 h"), (3700, "1 h 1 min"), (200_000, "2 d 7 h")]
+)
 def test_long_times(seconds: float, words: str) -> None:
     assert lasting(seconds) == words
 

@@ -121,7 +121,7 @@ APART = [name for name in NAMES if name.startswith("apart_")]
 SPREAD = {"ttft_ms": 0.2, "tpot_ms": 0.12, "output_tok_s_total": 0.15}
 WEIGHT = {"ttft_ms": 0.6, "tpot_ms": 1.0, "output_tok_s_total": 0.8}
 WAY_WEIGHT = {"offline": 0.6, "server": 0.6, "interactive": 0.4, "wave": 0.5, "apart": 0.7}
-BASE_TIGHT, MOVE_TIGHT, PAIR_TIGHT = 1.2, 2.0, 2.0
+BASE_TIGHT = MOVE_TIGHT = PAIR_TIGHT = 2.0
 SMALL = 40
 
 

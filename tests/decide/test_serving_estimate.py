@@ -200,10 +200,10 @@ def test_the_ranks_of_all_workers_together_are_divided_as_a_recipe_has_them() ->
           "parallelism": "tp1 pp1 attn_dp8 moe_tp1 moe_ep8"}, Waits(balanced=60)),
         ({"engine": "TensorRT-LLM", "model": "deepseek-ai/DeepSeek-R1", "hardware": CHIPS[1], "concurrency": "64"},
          Waits(gathered=40)),
-        ({"engine": "SGLang", "hardware": CHIPS[1]}, Waits(polled=30, pass_tokens=32768)),
-        ({"engine": "SGLang", "hardware": CHIPS[1], "concurrency": "8"}, Waits(polled=10, pass_tokens=32768)),
-        ({"engine": "SGLang", "hardware": CHIPS[1], "model": "zhipuai/GLM-5"}, Waits(pass_tokens=32768)),
-        ({"engine": "SGLang"}, Waits()),
+        ({"engine": "SGLang", "hardware": CHIPS[1]}, Waits(polled=30, pass_tokens=32768, ahead=1)),
+        ({"engine": "SGLang", "hardware": CHIPS[1], "concurrency": "8"}, Waits(polled=10, pass_tokens=32768, ahead=1)),
+        ({"engine": "SGLang", "hardware": CHIPS[1], "model": "zhipuai/GLM-5"}, Waits(pass_tokens=32768, ahead=1)),
+        ({"engine": "SGLang"}, Waits(ahead=1)),
     ],
 )  # fmt: skip
 def test_how_recipes_set_their_schedulers(changes: dict[str, str], expected: Waits) -> None:
@@ -211,8 +211,9 @@ def test_how_recipes_set_their_schedulers(changes: dict[str, str], expected: Wai
     layout = arranged(result)
     assert isinstance(layout, Layout)
     assert recipes.waits(result, layout) == expected
-    usual = 16384 if changes["engine"] == "SGLang" and "hardware" in changes else 8192
-    assert recipes.waits(case(**changes), layout) == Waits(pass_tokens=usual)
+    sglang = changes["engine"] == "SGLang"
+    usual = Waits(pass_tokens=16384 if sglang and "hardware" in changes else 8192, ahead=float(sglang))
+    assert recipes.waits(case(**changes), layout) == usual
 
 
 def test_scripts_before_a_change_took_one_prompt_into_a_pass() -> None:
@@ -293,6 +294,9 @@ def test_a_first_wave_is_through_sooner_where_a_pass_takes_more_of_it() -> None:
     few, many = (batching.steady(work, e, 64.0, 1e6, Waits(pass_tokens=tokens)) for tokens in (1024.0, 32768.0))
     assert many[0] < few[0]
     assert many[1:] == few[1:]
+    # Where a pass has prompts alone, they all have their first token when it ends.
+    ahead = batching.steady(work, e, 64.0, 1e6, Waits(pass_tokens=32768.0, ahead=1.0))
+    assert ahead[0] > many[0]
 
 
 def test_one_kernel_for_all_experts_is_launched_faster() -> None:

@@ -126,6 +126,8 @@ class Waits(NamedTuple):
     """At the most, until all groups have a prompt."""
     pass_tokens: Any = PASS_TOKENS
     """Tokens of prompts that one pass takes."""
+    ahead: Any = 0.0
+    """1 where prompts go ahead of all tokens: a pass has prompts alone, all that wait, and ends for all at once."""
 
 
 NO_WAITS = Waits()
@@ -477,7 +479,7 @@ def steady(w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_W
     busy = least(batch / w.output * prompt_s / token_s, BUSIEST)
     host_s = first_host_s(w, e)
     together = most(least(waits.pass_tokens / w.prompt, held), 1.0)
-    wave_s = held * (prefill_each_s(w, e, together) + e.host_shared * host_s / together)
+    wave_s = (held + waits.ahead * together) * (prefill_each_s(w, e, together) + e.host_shared * host_s / together)
     # Groups wait no longer than until each of them has a request that leaves.
     balanced = least(waits.balanced, 2.0 * w.output / own)
     first_s = (

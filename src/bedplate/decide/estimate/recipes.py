@@ -156,11 +156,22 @@ USUAL_PASS_TOKENS = {"sglang": {"blackwell-dc": 16384.0}}
 """Tokens of prompts in a pass where an engine's own choice is not 8192, by family of chips."""
 
 
+AHEAD = frozenset({"sglang"})
+"""Engines that compute prompts before any further token; the others put both into one pass."""
+
+
+def usual(engine: str, family: str) -> Waits:
+    """As an engine is set by itself."""
+    tokens = USUAL_PASS_TOKENS.get(engine, {}).get(family, PASS_TOKENS)
+    return Waits(pass_tokens=tokens, ahead=float(engine in AHEAD))
+
+
 def waits(case: Case, layout: Layout) -> Waits:
     """What a scheduler lets go by before it takes in what has arrived, and how much of it at once."""
-    tokens = USUAL_PASS_TOKENS.get(case.engine, {}).get(case.machine.family, PASS_TOKENS)
+    own = usual(case.engine, case.machine.family)
     if not is_result(case):
-        return Waits(pass_tokens=tokens)
+        return own
+    tokens = own.pass_tokens
     streams, name, day = case.concurrency or 1, case.texts["model"].lower(), measured(case)
     blackwell = case.machine.family == "blackwell-dc"
     even = case.prompt_tokens == case.output_tokens == 1024
@@ -172,7 +183,7 @@ def waits(case: Case, layout: Layout) -> Waits:
             tokens = 16384.0
         polls = blackwell and "glm" not in name
         polled = (30.0 if streams >= 16 and layout.ranks >= 8 else 10.0) if polls else 0.0
-        return Waits(polled=polled, pass_tokens=tokens)
+        return own._replace(polled=polled, pass_tokens=tokens)
     if case.engine == "tensorrt-llm":
         # max_num_tokens; batch_wait_timeout_iters; timeout_iters wherever attention_dp_config is set.
         gathered = 20.0 if even and "llama" in name and layout.ranks < 8 else 0.0
@@ -186,5 +197,5 @@ def waits(case: Case, layout: Layout) -> Waits:
             if even and streams >= 64 and blackwell and case.shape.bits > 6 and day >= WIDER_SINCE:
                 gathered = 40.0
         balanced = 60.0 if layout.attention_data > 1 else 0.0
-        return Waits(gathered=gathered, balanced=balanced, pass_tokens=tokens)
-    return Waits(pass_tokens=tokens)
+        return own._replace(gathered=gathered, balanced=balanced, pass_tokens=tokens)
+    return own

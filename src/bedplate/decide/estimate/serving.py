@@ -169,7 +169,8 @@ def under_load(
     work = work_of(machine, shape, layout, prompt_tokens, output_tokens, bits, cached_tokens)
     e = efficiencies(engine, machine.family, weight_type(shape))
     streams = max(1.0, concurrency / layout.replicas)
-    found = answer(Question("steady", work, work, work, streams, slots, float(engine in SETS_ASIDE), layout.tensor), e)
+    complete, waits = float(engine in SETS_ASIDE), recipes.usual(engine, machine.family)
+    found = answer(Question("steady", work, work, work, streams, slots, complete, layout.tensor, waits), e)
     token_s = max(
         found.token_s, _token_floor_s(machine, shape, layout, found.batch, prompt_tokens + output_tokens / 2, bits)
     )
