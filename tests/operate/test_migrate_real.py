@@ -19,8 +19,8 @@ from tests.soak.streams import Counts, Streams, looked_at
 
 from bedplate.run.environments import Environment
 
-STREAMS, TOKENS, THINK_S = 3, 5, 0.2
-QUICK = ("--step", "50,100", "--step-seconds", "0.5", "--step-limit", "15", "--slower", "3")
+STREAMS, TOKENS, THINK_S = 2, 5, 0.4
+QUICK = ("--step", "50,100", "--step-seconds", "0.5", "--step-limit", "15", "--slower", "3", "--prefixes", "12")
 
 
 @pytest.fixture(scope="module")

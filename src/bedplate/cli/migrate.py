@@ -45,6 +45,7 @@ def migrate(
     hold_most: Annotated[
         int, typer.Option(min=0, help="Requests that may wait where both engines do not fit at once.")
     ] = 256,
+    prefixes: Annotated[int, typer.Option(min=8, max=48, help="After how many its next tokens are compared.")] = 48,
     slower: Annotated[
         float,
         typer.Option(
@@ -72,6 +73,7 @@ def migrate(
         most_step_s=max(least, most),
         hold_most=hold_most,
         slower=slower,
+        prefixes=prefixes,
     )
     done = ask(chosen(name), "migrate", wanted, answer=Migration, tell=TerminalProgress().note, limit_s=None)
     if json:

@@ -95,7 +95,7 @@ class Basis(NamedTuple):
     """Why the engine in service could not be asked."""
 
 
-async def basis_of(facts: Plan, incumbent: Plan | None, where: Where | None) -> Basis:
+async def basis_of(facts: Plan, incumbent: Plan | None, where: Where | None, *, most: int = ASKED_IN_SERVICE) -> Basis:
     """Asks the engine in service, while it is there. `facts` is the plan of the challenger."""
     reference = await asyncio.to_thread(reference_for, facts.source or facts.model)
     if where is None or incumbent is None:
@@ -103,7 +103,7 @@ async def basis_of(facts: Plan, incumbent: Plan | None, where: Where | None) -> 
     quick = quick_ones(reference.known(), ASKED) if reference is not None else ()
     gaps = {prefix: one.gap for prefix, one in quick if one.tokens <= QUICK_TOKENS}
     short = tuple(gaps) or tuple(one for one in fixed_prefixes() if len(one) <= MOST_CHARACTERS)
-    prefixes = spread(short, ASKED_IN_SERVICE)
+    prefixes = spread(short, most)
     heard: list[tuple[Said, float | None]] = []
     until = time.monotonic() + IN_SERVICE_S
     while len(heard) < len(prefixes) and (len(heard) < LEAST_ASKED or time.monotonic() < until):

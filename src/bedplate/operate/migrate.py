@@ -19,7 +19,7 @@ import msgspec
 from bedplate.decide.planning import plan as plan_of
 from bedplate.decide.together import need_of
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
-from bedplate.operate.answers import Basis, basis_of, checked, warmed
+from bedplate.operate.answers import ASKED, ASKED_IN_SERVICE, Basis, basis_of, checked, warmed
 from bedplate.operate.challenger import Noted, named, where_it_was, where_of
 from bedplate.operate.sides import LEAST_SEEN, Limits, Seen, Tally, latency, stuck, worse
 from bedplate.run.serving import Decided, Readied, decided, readied
@@ -70,6 +70,8 @@ class Migrate(Record, frozen=True, kw_only=True):
     slower: Annotated[float, msgspec.Meta(ge=1)] = 1.5
     """Times as long as before that first and further tokens may take, where the service has no latency target."""
     drain_s: Positive = DRAIN_S
+    prefixes: Annotated[int, msgspec.Meta(ge=8, le=ASKED)] = ASKED
+    """After which next tokens are compared."""
 
 
 async def migrate(host: Host, asked: Migrate, tell: Tell) -> Migration:
@@ -325,7 +327,8 @@ class Migrating:
         if ready.plan.workload.task != "generate":
             return Basis(None, (), True, False, None, "only models that write text are asked for next tokens")
         where = where_of(self.incumbents[0]) if self.incumbents else None
-        return await basis_of(ready.plan, self.before.plan if where is not None else None, where)
+        most = min(ASKED_IN_SERVICE, self.asked.prefixes)
+        return await basis_of(ready.plan, self.before.plan if where is not None else None, where, most=most)
 
     async def _examine(self, ready: Readied, basis: Basis) -> None:
         """Before it gets a request of anybody's."""
@@ -347,8 +350,8 @@ class Migrating:
     async def _compared(
         self, ready: Readied, engine: HostedEngine, basis: Basis, stage: Stage, *, most: int | None = None
     ) -> None:
-        more = {"most": most} if most is not None else {}
-        found = await checked(self.host.hardware, ready.plan, where_it_was(engine), basis, stage, **more)
+        most = min(most or ASKED, self.asked.prefixes)
+        found = await checked(self.host.hardware, ready.plan, where_it_was(engine), basis, stage, most=most)
         self.checks += found
         for one in found:
             if one.verdict == "unchecked":
