@@ -20,7 +20,10 @@ from tests.soak.streams import Counts, Streams, looked_at
 from bedplate.run.environments import Environment
 
 STREAMS, TOKENS, THINK_S = 2, 5, 0.4
-QUICK = ("--step", "50,100", "--step-seconds", "0.5", "--step-limit", "15", "--slower", "3", "--prefixes", "12")
+STEPS = ("--step", "50,100", "--step-seconds", "0.5", "--prefixes", "12")
+STRICT = (*STEPS, "--step-limit", "15", "--slower", "3")
+PATIENT = (*STEPS, "--step-limit", "120", "--slower", "30")
+"""For one that is good: what else runs on the machine is not its fault."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,7 @@ def served(site: Path, builtin_gguf: Path, llama_environment: Environment) -> It
 def under_load(served: Served, site: Path, *words: str) -> tuple[int, dict[str, Any], str, Counts]:
     """`bedplate migrate`, as a person calls it, while streams go on."""
     env = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "bedplate", "migrate", *words, "moving", *QUICK, "--json"]
+    command = [sys.executable, "-m", "bedplate", "migrate", words[0], "moving", *words[1:], "--json"]
 
     async def go() -> tuple[subprocess.CompletedProcess[str], Counts]:
         async with Streams(served.url, served.endpoint["model"], STREAMS, TOKENS, think_s=THINK_S) as streams:
@@ -80,7 +83,7 @@ def under_load(served: Served, site: Path, *words: str) -> tuple[int, dict[str, 
 def test_a_bad_challenger_is_taken_back_and_no_stream_notices(
     served: Served, site: Path, challenger: str, stage: str, reason: str
 ) -> None:
-    code, done, said, counts = under_load(served, site, challenger)
+    code, done, said, counts = under_load(served, site, challenger, *STRICT)
     assert code == 1, said
     assert (done["outcome"], done["stage"]) == ("rolled back", stage), done
     assert reason in done["reason"] or (challenger == "slow" and "answers came in" in done["reason"]), done["reason"]
@@ -94,7 +97,7 @@ def test_a_good_one_takes_over_and_no_stream_notices(served: Served, site: Path,
     planned = subprocess.run([sys.executable, "-m", "bedplate", *words], capture_output=True, text=True, env=env)
     (tmp_path / "plan.json").write_text(planned.stdout)
     before = served.engine().pid
-    code, done, said, counts = under_load(served, site, "llama.cpp", "--plan", str(tmp_path / "plan.json"))
+    code, done, said, counts = under_load(served, site, "llama.cpp", "--plan", str(tmp_path / "plan.json"), *PATIENT)
     assert code == 0, said
     assert done["outcome"] == "migrated" and done["side_by_side"] and done["cut"] == 0
     assert [step["percent"] for step in done["steps"]] == [50, 100]

@@ -76,7 +76,7 @@ class Recorder(Backend):
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
-        if name == "state" and self.states[-1:] != [value]:
+        if name == "_state" and self.states[-1:] != [value]:
             self.states.append(str(value))
         if name == "progress" and isinstance(value, float):
             self.seen_progress.append(value)
