@@ -84,11 +84,11 @@ def test_shorter_prompts() -> None:
 
 
 def test_a_larger_cache() -> None:
-    """vLLM with room for two of eight requests, then for all of them: its cache follows from the work it is told of."""
-    ready = ready_engine("vllm", Workload(concurrency=8, prompt_tokens=128, output_tokens=128, context_tokens=512))
+    """vLLM with room for five of sixteen requests, then for all: its cache follows from the work that it is told of."""
+    ready = ready_engine("vllm", Workload(concurrency=16, prompt_tokens=512, output_tokens=64, context_tokens=1024))
     one_user = replaced(ready.plan, workload=replaced(ready.plan.workload, concurrency=1))
     small = Ready(ready.planned, one_user, ready.environment, ready.folder)
-    before, after = (cells_of(one, *users, prompt=128, output=128) for one, users in ((small, (1, 8)), (ready, (8,))))
+    before, after = (cells_of(one, *users, prompt=512, output=64) for one, users in ((small, (1, 16)), (ready, (16,))))
     assert predicted(told(before), "KV cache") == pytest.approx(speed(after) / speed(before), rel=WITHIN)
 
 
