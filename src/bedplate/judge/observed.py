@@ -139,8 +139,8 @@ def _step_ms(good: Sequence[Sample]) -> float:
     made = sum(one.output_tokens or 0 for one in good) / max(1, sum(len(one.gaps_ms) + 1 for one in good))
     if gaps and ONE_TOKEN_EVENTS[0] <= made <= ONE_TOKEN_EVENTS[1]:
         usual = quantile(gaps, 0.5)
-        # Events that arrive in clumps have gaps of nothing, which are no steps. That most time is spent on the prompts of
-        # others makes few gaps long, and is no reason to doubt the usual one.
+        # Events that arrive in clumps have gaps of nothing, which are no steps. That most time is spent on the prompts
+        # of others makes few gaps long, and is no reason to doubt the usual one.
         if quantile(gaps, 0.25) >= ALIKE * usual and usual >= NOTHING * calm:
             return min(usual, quantile(tpots, 0.5))
     return calm
