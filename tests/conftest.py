@@ -55,8 +55,8 @@ def builtin_gguf(bedplate_home: Path) -> Path:
     return fetch_builtin()
 
 
-@pytest.fixture
-def one_core() -> Iterator[None]:
+@contextlib.contextmanager
+def on_one_core() -> Iterator[None]:
     """Threads of an engine that wait for each other come to a near standstill where other work has the cores."""
     if not hasattr(os, "sched_setaffinity"):
         yield
@@ -65,6 +65,12 @@ def one_core() -> Iterator[None]:
     os.sched_setaffinity(0, {max(before)})
     yield
     os.sched_setaffinity(0, before)
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    with on_one_core():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Served, gone, start_serve, wait_for
+from tests.conftest import Served, gone, on_one_core, start_serve, wait_for
 from tests.soak.challengers import installed
 from tests.soak.streams import Counts, Streams, looked_at
 
@@ -29,18 +28,6 @@ PATIENT = (*STEPS, "--step-limit", "120", "--slower", "30")
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return installed(tmp_path_factory.mktemp("challengers") / "site", pause_s=1.2)
-
-
-@contextlib.contextmanager
-def on_one_core() -> Iterator[None]:
-    """Engines with one thread each: two that share cores, and threads that wait for each other, nearly stand still."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
-    yield
-    os.sched_setaffinity(0, before)
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,14 @@ from rich.text import Text
 from bedplate.measure.bench import Teller
 from bedplate.measure.knee import MET, Knee, knee, met_share
 from bedplate.measure.summary import is_valid, summarized
+from bedplate.show.figures import TBD, figure, slowest
 from bedplate.show.terminal import console as console_for
 from bedplate.values import Refusal, replaced
 from bedplate.values.run import Cell, Flag, Load, Quality, Run, Subject
-from bedplate.values.summary import Percentiles, Summary
+from bedplate.values.summary import Summary
 from bedplate.values.units import seconds as time_words
 from bedplate.values.workload import LatencyTarget
 
-TBD = "TBD"
 HEADS = ("engine", "version", "weights", "load", "TTFT ms", "p99", "TPOT ms", "p99", "tok/s", "±", "peak GB", "quality",
          "limit")  # fmt: skip
 WIDTHS = (12, 14, 9, 9, 8, 8, 8, 8, 8, 6, 8, 8, 10)
@@ -77,27 +77,16 @@ def row_of(cell: Cell, limit: str = "") -> tuple[str, ...]:
         subject.engine_version or "",
         subject.quantization or "",
         load_words(cell.load),
-        _figure(found.ttft_ms.p50 if found.ttft_ms else None),
-        _tail(found.ttft_ms),
-        _figure(found.tpot_ms.p50 if found.tpot_ms else None),
-        _tail(found.tpot_ms),
-        _figure(found.output_tok_s),
+        figure(found.ttft_ms.p50 if found.ttft_ms else None),
+        slowest(found.ttft_ms),
+        figure(found.tpot_ms.p50 if found.tpot_ms else None),
+        slowest(found.tpot_ms),
+        figure(found.output_tok_s),
         _spread(found),
         TBD if peak is None else f"{peak / 1e9:.3g}",
         _quality(cell.quality),
         limit if is_valid(cell) else "invalid",
     )
-
-
-def _figure(value: float | None) -> str:
-    return TBD if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-
-
-def _tail(found: Percentiles | None) -> str:
-    """Of fewer than a hundred requests nobody knows the slowest hundredth; it is no more than the slowest of all."""
-    if found is None:
-        return TBD
-    return _figure(found.p99) if found.p99 is not None else f"<{_figure(found.max)}"
 
 
 def _spread(found: Summary) -> str:
@@ -128,7 +117,7 @@ def footnotes(run: Run) -> Iterator[Text]:
         yield Text(f" – {refusal.engine}: {refusal.why}", style="dim")
     for words in knee_lines(run):
         yield Text(f" {words}", style="bold")
-    if any(_tail(summarized(cell).ttft_ms).startswith("<") for cell in run.cells if cell.repeats):
+    if any(slowest(summarized(cell).ttft_ms).startswith("<") for cell in run.cells if cell.repeats):
         yield Text(" <  the slowest of fewer than 100 requests, which show no 99th percentile", style="dim")
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from bedplate.judge.words import difference_words, load_words, short_load, signed
 from bedplate.show.columns import Column, Columns
+from bedplate.show.figures import TBD, figure
 from bedplate.show.page import page_of
 from bedplate.values.run import Load
 from bedplate.values.units import memory, seconds, size
@@ -21,7 +22,6 @@ HEADS = {
     "migrate": ("Migrate", "bold cyan"),
     "not proven": ("Not proven", "bold yellow"),
 }
-TBD = "TBD"
 
 
 def render_verdict(verdict: Verdict) -> RenderableType:
@@ -61,8 +61,8 @@ def _both(
     """A's and B's figures; B's in colour where the difference is no chance."""
     found = [by_load.get((load, metric)) for load in loads]
     if any(found):
-        yield Column.of(f"{words} A", [_figure(one.a if one else None) for one in found], right=True)
-        yield Column.of("B", [Text(_figure(one.b), style=_style(one)) if one else TBD for one in found], right=True)
+        yield Column.of(f"{words} A", [figure(one.a if one else None) for one in found], right=True)
+        yield Column.of("B", [Text(figure(one.b), style=_style(one)) if one else TBD for one in found], right=True)
 
 
 def _repeats(by_load: dict[tuple[Load, Metric], Effect], load: Load) -> str:
@@ -73,12 +73,6 @@ def _repeats(by_load: dict[tuple[Load, Metric], Effect], load: Load) -> str:
         f"{found.repeats[0]}" if found.repeats[0] == found.repeats[1] else f"{found.repeats[0]} and {found.repeats[1]}"
     )
     return f"{each} in turns" if found.paired else each
-
-
-def _figure(value: float | None) -> str:
-    if value is None:
-        return TBD
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def _gain(one: Effect | None) -> Text:

@@ -11,13 +11,13 @@ from bedplate.decide.estimate.physics import attention_ops, kv_read_bytes, linea
 from bedplate.judge.argument import Candidate, argument, bottleneck_of, candidates, on_target, summaries
 from bedplate.measure.summary import why_invalid
 from bedplate.show import plots
+from bedplate.show.figures import TBD, figure, slowest
 from bedplate.values import LatencyTarget, Model
 from bedplate.values.diagnosis import Diagnosis
 from bedplate.values.run import Cell, Run
-from bedplate.values.summary import Percentiles, Summary
+from bedplate.values.summary import Summary
 from bedplate.values.verdict import Verdict
 
-TBD = "TBD"
 GB = 1e9
 
 
@@ -166,29 +166,16 @@ def _cells(one: Candidate, cell: Cell, summary: Summary, limit: str | None, firs
         (cell.subject.engine_version or "") if first else "",
         (one.quantization or "") if first else "",
         str(load.concurrency) if load.concurrency is not None else offered,
-        _figure(ttft.p50 if ttft else None),
-        _tail(ttft),
-        _figure(tpot.p50 if tpot else None),
-        _tail(tpot),
-        _figure(rate),
+        figure(ttft.p50 if ttft else None),
+        slowest(ttft),
+        figure(tpot.p50 if tpot else None),
+        slowest(tpot),
+        figure(rate),
         f"{(spread.high - spread.low) / 2 / rate:.1%}" if spread is not None and rate else TBD,
         f"{peak / GB:.2f}" if peak else TBD,
         f"{quality.agreement:.3f}" if quality is not None and quality.agreement is not None else TBD,
         limit or TBD,
     )
-
-
-def _figure(value: float | None) -> str:
-    if value is None:
-        return TBD
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _tail(found: Percentiles | None) -> str:
-    """Of fewer than a hundred requests nobody knows the slowest hundredth; it is no more than the slowest of all."""
-    if found is None:
-        return TBD
-    return _figure(found.p99) if found.p99 is not None else f"<{_figure(found.max)}"
 
 
 def _flags(shown: Sequence[Candidate]) -> tuple[str, ...]:
