@@ -6,6 +6,7 @@ Measurements are written by measure and read by decide; tenants and requests are
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import secrets
 import sqlite3
@@ -158,14 +159,24 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
                     hint="update bedplate, or point BEDPLATE_HOME elsewhere",
                 )
             if version < VERSION:  # readers of a store that is as it should be write nothing, and hold nobody up
-                connection.execute("PRAGMA journal_mode=WAL")
-                connection.executescript(SCHEMA)
-                connection.execute(f"PRAGMA user_version={VERSION}")
+                _bring_up_to_date(connection, path)
             yield connection
     except sqlite3.Error as error:
         raise _failure(error, path) from error
     finally:
         connection.close()
+
+
+def _bring_up_to_date(connection: sqlite3.Connection, path: Path) -> None:
+    """One at a time: SQLite refuses a second change of the journal's mode at once, however long it was told to wait."""
+    try:
+        with path.with_name(f"{path.name}.making").open("w") as mark:
+            fcntl.flock(mark, fcntl.LOCK_EX)
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.executescript(SCHEMA)
+            connection.execute(f"PRAGMA user_version={VERSION}")
+    except OSError as error:
+        raise _failure(error, path) from error
 
 
 def _failure(error: Exception, path: Path) -> OutsideFailed:
