@@ -41,12 +41,12 @@ from bedplate.run.prepare import UNPACKER, prepared_dir
 from bedplate.values import Decision, Hardware, Plan, Workload
 from bedplate.values.units import memory, seconds, size
 
-BUDGET_S = float(os.environ.get("BEDPLATE_FLEET_BUDGET_S", "1500"))
+BUDGET_S = float(os.environ.get("BEDPLATE_FLEET_BUDGET_S", "1680"))
 RESTART_LIMIT_S = 900.0
 LEAST_PREFIXES = 500
 ENOUGH_S = 60.0
 """For as long as this an engine that is quick is asked for more than the least."""
-MOST_S = 420.0
+MOST_S = 450.0
 """After this, one that is slow has been asked for enough: the others want their turn, too."""
 LEAST_START_S = 300.0
 ELASTIC = ("cancel", "4 at once", "schema", "agreement", "again", "restart")
