@@ -152,6 +152,9 @@ def _recipes(name: str) -> list[Recipe]:
 
 WIDER_SINCE = "2026-01-29"
 """The day since which its scripts for DeepSeek-R1 on B200 with TensorRT-LLM take more tokens into a pass."""
+NARROWER_SINCE = "2026-04-03"
+"""The day since which those for MiniMax-M2.5 on B200 with vLLM take two prompts into a pass, however long."""
+NODE = 8
 USUAL_PASS_TOKENS = {"sglang": {"blackwell-dc": 16384.0}}
 """Tokens of prompts in a pass where an engine's own choice is not 8192, by family of chips."""
 
@@ -176,14 +179,12 @@ def waits(case: Case, layout: Layout) -> Waits:
     blackwell = case.machine.family == "blackwell-dc"
     even = case.prompt_tokens == case.output_tokens == 1024
     if case.engine == "sglang":
-        # chunked-prefill-size and scheduler-recv-interval of the scripts; GLM-5's leave the latter at 1.
+        # chunked-prefill-size of the scripts.
         if blackwell or "deepseek" in name:
             tokens = 16384.0 if case.shape.bits < 6 and "deepseek" in name else 32768.0
         elif "qwen" in name:
             tokens = 16384.0
-        polls = blackwell and "glm" not in name
-        polled = (30.0 if streams >= 16 and layout.ranks >= 8 else 10.0) if polls else 0.0
-        return own._replace(polled=polled, pass_tokens=tokens)
+        return own._replace(polled=_polled(case, layout) if blackwell else 0.0, pass_tokens=tokens)
     if case.engine == "tensorrt-llm":
         # max_num_tokens; batch_wait_timeout_iters; timeout_iters wherever attention_dp_config is set.
         gathered = 20.0 if even and "llama" in name and layout.ranks < 8 else 0.0
@@ -198,4 +199,16 @@ def waits(case: Case, layout: Layout) -> Waits:
                 gathered = 40.0
         balanced = 60.0 if layout.attention_data > 1 else 0.0
         return own._replace(gathered=gathered, balanced=balanced, pass_tokens=tokens)
+    if "minimax" in name and blackwell and day >= NARROWER_SINCE:
+        return own._replace(pass_tokens=2.0 * (case.prompt_tokens or PASS_TOKENS))
     return own
+
+
+def _polled(case: Case, layout: Layout) -> float:
+    """scheduler-recv-interval of the scripts for SGLang on Blackwell, which groups of ranks do not have."""
+    name, eight_bits = case.texts["model"].lower(), case.shape.bits > 6
+    if layout.attention_data > 1 or ("glm" in name and eight_bits):
+        return 0.0
+    if "glm" in name or ("deepseek" in name and eight_bits and layout.ranks < NODE):
+        return 10.0
+    return 30.0 if (case.concurrency or 1) >= 16 else 10.0
