@@ -25,10 +25,12 @@ from bedplate.values.result import Result
 from bedplate.values.run import Cell, Run
 from bedplate.values.tenant import Tenant, TenantKey
 from bedplate.values.traffic import ServedRequest, UsageBy, UsageRow
+from bedplate.values.tuning import Refused, Tuned
 from bedplate.values.verdict import Verdict
 
-VERSION = 5
-"""1: results. 2: agreements. 3: runs and their cells. 4: tenants, their keys and requests. 5: verdicts.
+VERSION = 6
+"""1: results. 2: agreements. 3: runs and their cells. 4: tenants, their keys and requests. 5: verdicts. 6: tunings, and
+settings that they refused.
 
 Each has tables of its own: an older file needs nothing else.
 """
@@ -75,6 +77,24 @@ CREATE TABLE IF NOT EXISTS verdicts (
     id INTEGER PRIMARY KEY,
     at TEXT NOT NULL,
     machine TEXT NOT NULL,
+    model TEXT NOT NULL,
+    body TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS tunings (
+    number INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    at TEXT NOT NULL,
+    machine TEXT NOT NULL,
+    engine TEXT NOT NULL,
+    model TEXT NOT NULL,
+    body TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS tunings_by_machine ON tunings (machine, model, engine, at);
+CREATE TABLE IF NOT EXISTS refused_settings (
+    id INTEGER PRIMARY KEY,
+    at TEXT NOT NULL,
+    machine TEXT NOT NULL,
+    engine TEXT NOT NULL,
     model TEXT NOT NULL,
     body TEXT NOT NULL
 );
@@ -126,6 +146,8 @@ CREATE VIEW IF NOT EXISTS counted AS SELECT
 FROM requests;
 """
 PAGE = 5000
+ROWS_AT_ONCE = 100
+"""Of nine values each; older builds of SQLite take 999."""
 SALT_BYTES = 32
 
 R = TypeVar("R", bound=Record)
@@ -297,6 +319,45 @@ def last_verdict(machine: str, model: str, path: Path | None = None) -> tuple[st
         raise _failure(error, where) from error
 
 
+def verdicts(machine: str, model: str | None = None, path: Path | None = None) -> tuple[Verdict, ...]:
+    """What was said of two engines on this machine, the newest first."""
+    query = "SELECT body FROM verdicts WHERE machine = ? AND (? IS NULL OR model = ?) ORDER BY at DESC, id DESC LIMIT ?"
+    return _selected(query, Verdict, machine, model, path)
+
+
+def add_tuning(tuned: Tuned, path: Path | None = None) -> None:
+    """Keeps a tuning as it is now, in the place of what was kept of it before."""
+    _put(
+        "INSERT INTO tunings (id, at, machine, engine, model, body) VALUES (?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (id) DO UPDATE SET body = excluded.body",
+        (tuned.id, tuned.at, tuned.machine, tuned.engine, tuned.model, _line(tuned)),
+        path,
+    )
+
+
+def tunings(machine: str | None, model: str | None = None, path: Path | None = None) -> tuple[Tuned, ...]:
+    """What was tuned on this machine, or on any, the newest first."""
+    query = (
+        "SELECT body FROM tunings WHERE (? IS NULL OR machine = ?) AND (? IS NULL OR model = ?) "
+        "ORDER BY at DESC, number DESC LIMIT ?"
+    )
+    return _read(query, Tuned, (machine, machine, model, model, MOST_READ), path)
+
+
+def add_refused(refused: Refused, path: Path | None = None) -> None:
+    _put(
+        "INSERT INTO refused_settings (at, machine, engine, model, body) VALUES (?, ?, ?, ?, ?)",
+        (refused.at, refused.machine, refused.engine, refused.model, _line(refused)),
+        path,
+    )
+
+
+def refused_settings(machine: str, engine: str, path: Path | None = None) -> tuple[Refused, ...]:
+    """What no tuning proposes again on this machine, the newest first."""
+    query = "SELECT body FROM refused_settings WHERE machine = ? AND engine = ? ORDER BY at DESC, id DESC LIMIT ?"
+    return _read(query, Refused, (machine, engine, MOST_READ), path)
+
+
 def salt(path: Path | None = None) -> bytes:
     """A secret of this installation, made when it is first asked for: hashes made with it mean nothing elsewhere."""
     where = path or store_path()
@@ -365,18 +426,22 @@ def add_requests(requests: Sequence[ServedRequest], path: Path | None = None) ->
     """All of them or none. They outlive a process that is killed; of a machine that is, perhaps not the last ones."""
     with _opened(path or store_path()) as connection:
         connection.execute("PRAGMA synchronous=NORMAL")
-        connection.executemany(
-            "INSERT INTO requests (at_s, tenant, model, engine, outcome, prompt_tokens, cached_tokens, "
-            "completion_tokens, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            # One by one: each step of SQLite lets other threads go on, and the one that answers requests is among them.
-            (
-                (
+        # A hundred in one statement: SQLite lets other threads go on once for each, and one of these answers requests.
+        # To hand over to it and back for every row takes longer than the row; a hundred take less than a millisecond.
+        for begin in range(0, len(requests), ROWS_AT_ONCE):
+            some = requests[begin : begin + ROWS_AT_ONCE]
+            values: list[object] = []
+            for one in some:
+                values += (
                     one.at_s, one.tenant, one.model, one.engine, one.outcome,
                     one.prompt_tokens, one.cached_tokens, one.completion_tokens, _line(one),
-                )
-                for one in requests
-            ),
-        )  # fmt: skip
+                )  # fmt: skip
+            places = ", ".join(["(?, ?, ?, ?, ?, ?, ?, ?, ?)"] * len(some))
+            connection.execute(
+                "INSERT INTO requests (at_s, tenant, model, engine, outcome, prompt_tokens, cached_tokens, "  # noqa: S608
+                f"completion_tokens, body) VALUES {places}",
+                values,
+            )
 
 
 def requests(

@@ -23,7 +23,7 @@ def measured(engine: str, tok_s: float, **other: object) -> Result:
     base = Result(
         at="2026-11-01T10:00:00Z", machine=store.fingerprint(MACHINE), engine=engine, model=MODEL.name,
         quantization="FP8", concurrency=64, prompt_tokens=1024, output_tokens=256, ttft_ms=100, output_tok_s=tok_s,
-        quality=1.0,
+        output_tok_s_low=0.98 * tok_s, output_tok_s_high=1.02 * tok_s, quality=1.0,
     )  # fmt: skip
     return replaced(base, **other)
 
@@ -62,9 +62,10 @@ class TestOverturning:
             measured("sglang", 8000, model="another model"),
             measured("sglang", 8000, machine="another machine"),
             measured("sglang", 8000, output_tok_s=None),
+            measured("sglang", 8000, output_tok_s_low=None, output_tok_s_high=None),
         ],
         ids=["5 %", "wrong answers", "slower to begin", "other load", "other weights", "other prompts", "other model",
-             "other machine", "no figure"],
+             "other machine", "no figure", "measured once"],
     )  # fmt: skip
     def test_what_proves_nothing_moves_nothing(self, challenger: Result) -> None:
         found = decided(measured("vllm", 4000), challenger)
@@ -72,6 +73,24 @@ class TestOverturning:
 
     def test_a_challenger_alone_proves_nothing(self) -> None:
         assert decided(measured("sglang", 9000)).engine == "vllm"
+
+    @pytest.mark.parametrize(("in_flight", "engine"), [(16, "vllm"), (32, "sglang"), (128, "sglang"), (300, "vllm")])
+    def test_it_speaks_of_work_like_that_which_was_measured(self, in_flight: int, engine: str) -> None:
+        work = replaced(WORK, concurrency=in_flight)
+        results = (measured("vllm", 4000), measured("sglang", 5200))
+        assert decide(MACHINE, MODEL, work, results=results).engine == engine
+
+    def test_under_several_loads_the_nearest_counts(self) -> None:
+        at_64 = (measured("vllm", 4000), measured("sglang", 5200))
+        at_32 = (measured("vllm", 3000, concurrency=32), measured("sglang", 2500, concurrency=32))
+        for in_flight, engine in ((32, "vllm"), (40, "vllm"), (60, "sglang"), (64, "sglang")):
+            work = replaced(WORK, concurrency=in_flight)
+            assert decide(MACHINE, MODEL, work, results=(*at_64, *at_32)).engine == engine, in_flight
+
+    def test_beside_the_best_of_the_engine_itself(self) -> None:
+        """One that is laid out badly is easily beaten."""
+        bad = measured("vllm", 2000, parallelism=Parallelism(tensor=8))
+        assert decided(bad, measured("vllm", 5000), measured("sglang", 5200)).engine == "vllm"
 
     def test_what_cannot_run_here_is_not_chosen_whatever_was_measured(self) -> None:
         found = decided(measured("vllm", 4000), measured("exllamav2", 9000), measured("mlx", 9000))

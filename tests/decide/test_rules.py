@@ -27,7 +27,7 @@ from bedplate.values.names import ORCHESTRATOR_IDS
 
 SEEDS = Path(__file__).parents[2].parent / "shared" / "seeds"
 ALL: list[Rule[..., Any]] = [*PICKS, *DOUBTS, *CHALLENGES, *ORCHESTRATION, *REASONS]
-ELSEWHERE = {"evidence.calibrated", "build.cpu"}
+ELSEWHERE = {"evidence.calibrated", "build.cpu", "tuned.measured"}
 """Reasons that no intent on paper has: of what was measured, and of what this version of bedplate installs."""
 
 

@@ -203,6 +203,12 @@ def test_the_ranks_of_all_workers_together_are_divided_as_a_recipe_has_them() ->
         ({"engine": "SGLang", "hardware": CHIPS[1]}, Waits(polled=30, pass_tokens=32768, ahead=1)),
         ({"engine": "SGLang", "hardware": CHIPS[1], "concurrency": "8"}, Waits(polled=10, pass_tokens=32768, ahead=1)),
         ({"engine": "SGLang", "hardware": CHIPS[1], "model": "zhipuai/GLM-5"}, Waits(pass_tokens=32768, ahead=1)),
+        ({"engine": "SGLang", "hardware": CHIPS[1], "model": "Qwen/Qwen3.5-397B-A17B", "tensor_parallel": "4",
+          "parallelism": "tp4 pp1 attn_dp1 moe_tp1 moe_ep4"}, Waits(polled=30, pass_tokens=32768, ahead=1)),
+        ({"engine": "SGLang", "hardware": CHIPS[1], "model": "deepseek-ai/DeepSeek-R1", "tensor_parallel": "4",
+          "parallelism": "tp4 pp1 attn_dp1 moe_tp4 moe_ep1"}, Waits(polled=10, pass_tokens=32768, ahead=1)),
+        ({"engine": "SGLang", "hardware": CHIPS[1], "model": "deepseek-ai/DeepSeek-R1",
+          "parallelism": "tp1 pp1 attn_dp8 moe_tp1 moe_ep8"}, Waits(pass_tokens=32768, ahead=1)),
         ({"engine": "SGLang"}, Waits(ahead=1)),
     ],
 )  # fmt: skip
@@ -220,6 +226,12 @@ def test_scripts_before_a_change_took_one_prompt_into_a_pass() -> None:
     changes = {"engine": "TensorRT-LLM", "model": "deepseek-ai/DeepSeek-R1", "hardware": CHIPS[1], "concurrency": "64"}
     before = case(**changes, notes=RESULT.replace("2026-02-05", "2025-12-01"))
     assert recipes.waits(before, Layout(8)) == Waits(pass_tokens=64 + 1024 + 64)
+
+
+@pytest.mark.parametrize(("day", "tokens"), [("2026-03-28", 8192), ("2026-04-03", 2048)])
+def test_scripts_after_a_change_take_two_prompts_into_a_pass(day: str, tokens: int) -> None:
+    changes = {"engine": "vLLM", "model": "MiniMaxAI/MiniMax-M2.5", "hardware": CHIPS[1]}
+    assert recipes.waits(case(**changes, notes=RESULT.replace("2026-02-05", day)), Layout(4)).pass_tokens == tokens
 
 
 @pytest.mark.parametrize("notes", [RESULT, "gemm=fp8; source_file=gap-analysis.csv; silicon_concurrency=4"])

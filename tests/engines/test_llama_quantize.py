@@ -139,6 +139,24 @@ def test_weights_that_are_quantized_already_are_not_quantized_again(
     assert not (tmp_path / "smaller.gguf").exists()
 
 
+@pytest.mark.parametrize(("label", "off"), [("Q8_0", 0.02), ("F16", 0.001)])
+def test_where_that_is_allowed_they_become_what_they_were(
+    label: str, off: float, llama_environment: Environment, tmp_path: Path
+) -> None:
+    """More bits bring nothing back, and lose nothing either: the same weights, as kernels want them."""
+    written(tmp_path / "in.gguf")
+    run(llama_environment, str(tmp_path / "in.gguf"), str(tmp_path / "small.gguf"), "Q4_1")
+    done = run(
+        llama_environment, "--allow-requantize", str(tmp_path / "small.gguf"), str(tmp_path / "again.gguf"), label
+    )
+    assert done.returncode == 0, done.stderr
+    small, again = (gguf.GGUFReader(tmp_path / f"{name}.gguf") for name in ("small", "again"))
+    for before, after in zip(small.tensors, again.tensors, strict=True):
+        one, other = (gguf.quants.dequantize(each.data, each.tensor_type) for each in (before, after))
+        assert before.name == after.name and np.abs(one - other.reshape(one.shape)).max() < off * 4
+    assert [tensor.tensor_type.name for tensor in again.tensors].count(label) > 8
+
+
 def test_an_unknown_mixture_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         quantize.main(["in.gguf", "out.gguf", "Q9_K"])

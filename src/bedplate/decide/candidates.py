@@ -19,6 +19,7 @@ from bedplate.facts.known_models import with_label
 from bedplate.values import Fit, Hardware, Model, Parallelism, Refusal, Settings, Weights, replaced
 from bedplate.values.agreement import Agreement
 from bedplate.values.fit import DeviceNeed
+from bedplate.values.tuning import Tuned
 from bedplate.values.units import memory as as_memory
 
 LEAST_BITS = 3.0
@@ -57,6 +58,14 @@ class Candidate:
     """Of these settings."""
     max_concurrency: int
     expected: Expectation | None
+    unpacks: bool = False
+    """Whether `model` is first unpacked from the GGUF that was asked for."""
+    tuned: Tuned | None = None
+    """What its settings were found by, where they were tuned here."""
+
+    @property
+    def quantization(self) -> str | None:
+        return self.model.quantization or self.weights.label
 
     @property
     def cards(self) -> int:

@@ -35,6 +35,7 @@ from bedplate.values.intent import Operations
 from bedplate.values.model import Task
 from bedplate.values.record import Record
 from bedplate.values.result import Result
+from bedplate.values.units import figure
 from bedplate.values.units import size as as_size
 
 EVERYDAY_TOKENS = 8192
@@ -320,7 +321,7 @@ class _Asker:
             return replaced(entry, fits=False, why="its speed is not predicted here")
         if least is not None and speed is not None and speed.value < least:
             return replaced(
-                entry, fits=False, why=f"about {speed.value:.2g} tok/s for one stream, below what was asked"
+                entry, fits=False, why=f"about {figure(speed.value, 2)} tok/s for one stream, below what was asked"
             )
         if entry.max_concurrency < entry.in_flight:
             return replaced(entry, pace="some wait")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bedplate.decide.candidates import Candidate, about_memory, best, wrong_here
 from bedplate.decide.case import Case, with_tasks_agreed
-from bedplate.decide.evidence import Evidence, gathered
+from bedplate.decide.evidence import Better, Evidence, gathered, name_of
 from bedplate.decide.explain import expectations, reasons_for
 from bedplate.decide.planning import plan
 from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, Doubt, Pick
+from bedplate.decide.tuned import with_tuning
 from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import installing_within, short_name
@@ -17,6 +20,9 @@ from bedplate.values.agreement import Agreement
 from bedplate.values.intent import Operations
 from bedplate.values.record import estimate
 from bedplate.values.result import Result
+from bedplate.values.tuning import Tuned
+from bedplate.values.units import figure
+from bedplate.values.verdict import Verdict
 
 SHOWN_PORT = 8080
 """The port in a Decision's launch, which is there to be read and tried by hand; `serve` takes a free one."""
@@ -41,25 +47,33 @@ def decide(
     operations: Operations | None = None,
     results: tuple[Result, ...] = (),
     agreements: tuple[Agreement, ...] = (),
+    verdicts: tuple[Verdict, ...] = (),
+    tunings: tuple[Tuned, ...] = (),
     installable: bool = False,
 ) -> Decision:
     """Which engine, why, and what to expect. `wanted` asks for one engine by its id.
 
-    `results` is what was measured on this very machine, `agreements` whose answers were checked on it. `installable`
-    keeps to what this version of bedplate installs and starts by itself.
+    `results` is what was measured on this very machine, `agreements` whose answers were checked on it, `verdicts` what
+    was said of two engines there and `tunings` what was tuned there, the newest first. `installable` keeps to what this
+    version of bedplate installs and starts by itself.
     """
     asked = engine_by_id(wanted) if wanted is not None else None
     workload = with_tasks_agreed(model, workload)
-    folder = unpacked(model) if asked is not None and "gguf" not in (*asked.formats, *asked.converts) else None
+    folder = unpacked(model) if asked is not None and _needs_unpacking(asked) else None
     case = Case(hardware, folder or model, workload, operations or Operations())
     if model.max_context is not None and workload.request_tokens > model.max_context:
         return _too_long(case)
-    evidence = gathered(hardware, case.model, results, agreements)
+    evidence = gathered(hardware, case.model, results, agreements, verdicts, tunings)
     if workload.concurrency is not None or not (workload.requests_per_s or workload.think_time_s):
         decision = Search(case, evidence, installable).decision(asked)
     else:
         decision = _settled(case, evidence, asked, installable)
     return _unpacking(decision, model, case.model) if folder is not None else decision
+
+
+def _needs_unpacking(engine: Engine) -> bool:
+    """Of a GGUF: whether the engine is given a folder that is made of it."""
+    return "gguf" not in (*engine.formats, *engine.converts)
 
 
 def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
@@ -113,7 +127,9 @@ def _too_slow(decision: Decision, workload: Workload) -> str | None:
     answered = made.value / workload.output_tokens if made is not None else None
     if answered is None or asked is None or answered >= asked * KEEPS_UP:
         return None
-    return f"{asked:g} requests a second come, and about {answered:.2g} are answered: the queue grows without end"
+    return (
+        f"{asked:g} requests a second come, and about {figure(answered, 2)} are answered: the queue grows without end"
+    )
 
 
 class Search:
@@ -123,6 +139,8 @@ class Search:
         self.case, self.evidence, self.installable = case, evidence, installable
         self._found: dict[str, Candidate | Refusal] = {}
         self._wanted: Engine | None = None
+        self._overruled: tuple[str, Better] | None = None
+        """The engine that a rule names, and what was measured to be better."""
 
     def candidate(self, engine: Engine) -> Candidate | Refusal:
         if engine.id not in self._found:
@@ -141,12 +159,15 @@ class Search:
         self._wanted = asked
         chosen, reason = self._asked(asked) if asked is not None else self.picked()
         refused, challengers = self._others(chosen, asked)
-        case = self.case
+        source = self.case.model
+        folder = unpacked(source) if chosen is not None and chosen.unpacks else None
+        case = replace(self.case, model=folder) if folder is not None else self.case
         if chosen is None or reason is None:
             return Decision(
                 engine=None, model=case.model.name, quantization=case.model.quantization, fits=False,
                 max_concurrency=0, in_flight=case.in_flight, refused=refused, hints=self._hints(asked),
             )  # fmt: skip
+        chosen = with_tuning(chosen, case, self.evidence)
         nodes = -(-chosen.cards // max(1, chosen.hardware.cards_per_node)) if chosen.hardware.accelerators else 1
         orchestrator, above = self._orchestrated(nodes)
         estimate = expectations(chosen, case)
@@ -155,7 +176,7 @@ class Search:
             engine_version=chosen.engine.version,
             orchestrator=orchestrator,
             model=case.model.name,
-            quantization=chosen.model.quantization or chosen.weights.label,
+            quantization=chosen.quantization,
             parallelism=chosen.layout,
             fits=True,
             max_concurrency=chosen.max_concurrency,
@@ -170,7 +191,8 @@ class Search:
             challengers=challengers,
         )
         launch = chosen.engine.launch(plan(decision, case.model, case.workload), SHOWN_PORT)
-        return replaced(decision, launch=launch)
+        decision = replaced(decision, launch=launch)
+        return _unpacking(decision, source, folder) if folder is not None else decision
 
     def _asked(self, engine: Engine) -> tuple[Candidate | None, Reason | None]:
         found = self.candidate(engine)
@@ -213,15 +235,29 @@ class Search:
 
     def _overturned(self, chosen: Candidate) -> tuple[Candidate, Reason] | None:
         """Measured here and better: that outweighs any rule."""
-        pair = self.evidence.beats(chosen.engine.id)
-        other = all_engines().get(pair[0].engine) if pair is not None else None
-        found = self.candidate(other) if other is not None else None
-        if pair is None or not isinstance(found, Candidate):
+        work = replaced(self.case.workload, concurrency=self.case.in_flight)
+        for better in self.evidence.better_than(chosen.engine.id, chosen.quantization, work):
+            found = self._as_measured(better)
+            if found is not None:
+                self._overruled = chosen.engine.id, better
+                return found, Reason(rule=MEASURED[0], text=better.said, source=better.source)
+        return None
+
+    def _as_measured(self, better: Better) -> Candidate | None:
+        """The engine in the form in which it was measured, where it can be had in it."""
+        engine = all_engines().get(better.engine)
+        if engine is None:
             return None
-        gain = (pair[0].output_tok_s or 0) / (pair[1].output_tok_s or 1) - 1
-        text = f"measured here: {gain:.0%} more tokens per second than {chosen.engine.name} on the same work"
-        source = f"store: {pair[0].at} and {pair[1].at}, {pair[0].concurrency} in flight"
-        return found, Reason(rule=MEASURED[0], text=text, source=source)
+        found = self.candidate(engine)
+        if better.made_into is None:
+            return found if isinstance(found, Candidate) else None
+        if isinstance(found, Refusal) and _needs_unpacking(engine) and (folder := unpacked(self.case.model)):
+            if self.installable and not _installs(engine, self.case.hardware):
+                return None
+            found = best(engine, replace(self.case, model=folder), self.evidence, installable=self.installable)
+            found = replace(found, unpacks=True) if isinstance(found, Candidate) else found
+        same = isinstance(found, Candidate) and found.quantization == better.made_into
+        return found if isinstance(found, Candidate) and same else None
 
     def _others(
         self, chosen: Candidate | None, asked: Engine | None
@@ -245,6 +281,15 @@ class Search:
 
     def _said_of(self, engine: Engine, chosen: Candidate | None) -> Refusal | Challenger:
         case = self.case
+        if self._overruled is not None and engine.id == self._overruled[0]:
+            better = self._overruled[1]
+            by = f" by {better.gain - 1:.0%}" if better.gain > 1 else ""
+            again = f"bedplate bench --engines {engine.id},{better.engine} --turns 3"
+            return engine.refusal(
+                "outranked",
+                f"{name_of(better.engine)} was measured here to be better{by}, on work like this ({better.source})",
+                f"a newer comparison says otherwise: {again}",
+            )
         if refusal := engine.refuse(case.hardware, case.model, case.workload):
             return refusal
         doubt = doubt_of(engine, case)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bedplate.engines import all_engines
 from bedplate.engines.base import DEVICES
 from bedplate.facts.known_models import lookup, with_label
 from bedplate.values import Hardware, Model, Settings, Workload, replaced
 from bedplate.values.agreement import Agreement
 from bedplate.values.decision import Device
 from bedplate.values.result import Result
+from bedplate.values.run import Load
+from bedplate.values.tuning import Tuned
+from bedplate.values.verdict import SAME_SOURCE, Effect, Side, Verdict
 
 MOST_RESULTS = 200
 PROVEN_GAIN = 1.10
 """Tenths of a gain are within what a machine varies by from day to day; a move costs more than they bring."""
 LEAST_QUALITY = 0.95
+ALIKE = 2.0
+"""Work with up to twice or half as many in flight, and prompts and answers up to twice or half as long, is of the same
+class: the default loads of `bench` are no further apart, and between them who is faster seldom changes."""
+MEASURED_LOADS = ("output_tok_s", "e2e_ms")
+"""Of a verdict's effects, those that stand for one load each."""
 Measured = tuple[str, Device]
 """An engine, and what it computes on: a build for the CPU says nothing of the same engine's speed on a card."""
 
@@ -28,6 +38,10 @@ class Evidence:
     """How the measured speed compares with what was estimated for the same."""
     agreements: tuple[Agreement, ...] = ()
     """Whose answers with this model were checked here, the newest first."""
+    verdicts: tuple[Verdict, ...] = ()
+    """What was said of two engines with this model, the newest first."""
+    tunings: tuple[Tuned, ...] = ()
+    """What was tuned here with this model, the newest first."""
 
     def factor(self, engine: str, device: Device) -> float:
         return self.factors.get((engine, device), 1.0)
@@ -45,13 +59,134 @@ class Evidence:
         newest = next(checked, None)
         return newest if newest is not None and newest.verdict == "broken" else None
 
-    def beats(self, engine: str) -> tuple[Result, Result] | None:
-        """The measured pair in which another engine is clearly better than this one, if there is one."""
-        newest = _newest(self.results)
-        own = [result for result in newest if result.engine == engine]
-        others = [result for result in newest if result.engine != engine]
-        pairs = [(other, mine) for mine in own for other in others if other.comparable(mine) and _better(other, mine)]
-        return max(pairs, key=lambda pair: (pair[0].output_tok_s or 0) / (pair[1].output_tok_s or 1), default=None)
+    def better_than(self, engine: str, quantization: str | None, work: Workload) -> list[Better]:
+        """Those that were measured here to be clearly better on work like this one, the largest gain first.
+
+        A verdict on two engines outranks the results that it was reached from, and the newest outranks the others.
+        """
+        of_verdicts = dict(_judged(self.verdicts, engine, quantization, work))
+        of_results = dict(_compared(_newest(self.results), engine, quantization, work))
+        known = {**of_results, **of_verdicts}
+        return sorted((one for one in known.values() if one is not None), key=lambda one: -one.gain)
+
+
+@dataclass(frozen=True)
+class Better:
+    """An engine that was measured here to be better than another, and what shows it."""
+
+    engine: str
+    gain: float
+    """1.3: three tenths more."""
+    said: str
+    source: str
+    made_into: str | None = None
+    """The quantization that it was measured in, where that was made of the same weights as the other's."""
+
+
+def _judged(
+    verdicts: Sequence[Verdict], engine: str, quantization: str | None, work: Workload
+) -> Iterator[tuple[str, Better | None]]:
+    """What the newest verdict says of each challenger; `None`: that there is no ground to move to it."""
+    seen = set()
+    for verdict in verdicts:
+        a, b = verdict.a, verdict.b
+        near = _nearest(verdict.effects, work)
+        # Where who wins depends on the load, the results of the load that is asked for say more.
+        if a.engine != engine or b.engine in seen or near is None or verdict.constraint == "load":
+            continue
+        if not _of_these_weights(verdict, quantization):
+            continue
+        seen.add(b.engine)
+        holds = verdict.answer == "migrate" and _right(b)
+        yield b.engine, _from_verdict(verdict, near) if holds else None
+
+
+def _from_verdict(verdict: Verdict, near: Effect) -> Better:
+    b = verdict.b
+    made = b.quantization if b.quantization != verdict.a.quantization else None
+    source = f"store: verdict on {_runs(*verdict.a.runs, *b.runs)}"
+    said = f"measured here: {verdict.text}"
+    if made is not None and b.quality is not None:
+        said += f" Its {made} was {SAME_SOURCE}; {b.quality.note or 'its answers agree with the reference'}."
+    return Better(b.engine, near.gain.value, said, source, made)
+
+
+def _right(side: Side) -> bool:
+    """Whether its answers were checked, and are what its weights explain; not to be worse is the verdict's to say."""
+    found = side.quality
+    return found is not None and found.verdict == "ok" and (found.agreement or 0.0) >= LEAST_QUALITY
+
+
+def _of_these_weights(verdict: Verdict, quantization: str | None) -> bool:
+    """Whether it speaks of the weights at hand on one machine, and not of others that somebody looked past."""
+    for one in verdict.differences:
+        if one.what in ("machine", "weights") or (one.what == "quantization" and one.note != SAME_SOURCE):
+            return False
+    return verdict.a.quantization in (None, quantization)
+
+
+def _nearest(effects: Sequence[Effect], work: Workload) -> Effect | None:
+    near = [(apart, one) for one in effects if one.metric in MEASURED_LOADS and (apart := _apart(one.load, work))]
+    return min(near, key=lambda pair: pair[0])[1] if near else None
+
+
+def _compared(
+    newest: Sequence[Result], engine: str, quantization: str | None, work: Workload
+) -> Iterator[tuple[str, Better | None]]:
+    """What results say of each challenger, beside the best of this engine under the load nearest to the work."""
+    near = [(apart, one) for one in newest if one.engine == engine and (apart := _apart(_load(one), work))]
+    own = [one for _, one in sorted(near, key=lambda pair: (pair[0], -(pair[1].output_tok_s or 0)))]
+    fastest = sorted(newest, key=lambda one: -(one.output_tok_s or 0))
+    for name in dict.fromkeys(one.engine for one in newest if one.engine != engine):
+        theirs = [one for one in fastest if one.engine == name]
+        mine = next((one for one in own if any(_fair(other, one, quantization) for other in theirs)), None)
+        if mine is not None:
+            better = (other for other in theirs if _fair(other, mine, quantization) and _better(other, mine))
+            best = next(better, None)
+            yield name, _from_results(best, mine) if best is not None else None
+
+
+def _fair(other: Result, mine: Result, quantization: str | None) -> bool:
+    """What was made into another form says something only of the weights at hand."""
+    return other.comparable(mine) and mine.quantization in (other.quantization, quantization)
+
+
+def _from_results(other: Result, mine: Result) -> Better:
+    gain = (other.output_tok_s or 0) / (mine.output_tok_s or 1)
+    said = f"measured here: {gain - 1:.0%} more tokens per second than {name_of(mine.engine)} on the same work"
+    made = other.quantization if other.quantization != mine.quantization else None
+    if made is not None:
+        said += f"; its {made} was {SAME_SOURCE}, and {other.quality or 0:.0%} of its next tokens are the reference's"
+    where = _runs(mine.run, other.run) if mine.run and other.run else f"{other.at} and {mine.at}"
+    return Better(other.engine, gain, said, f"store: {where}, {other.concurrency} in flight", made)
+
+
+def name_of(engine: str) -> str:
+    known = all_engines().get(engine)
+    return known.name if known is not None else engine
+
+
+def _runs(*names: str | None) -> str:
+    known = list(dict.fromkeys(name for name in names if name))
+    return f"run{'s' if len(known) > 1 else ''} {', '.join(known)}"
+
+
+def _load(result: Result) -> Load:
+    return Load(concurrency=result.concurrency, prompt_tokens=result.prompt_tokens, output_tokens=result.output_tokens)
+
+
+def _apart(load: Load, work: Workload) -> float | None:
+    """How far a measured load is from what is asked for: 1 is the same; `None`: it is work of another class."""
+    pairs: list[tuple[float, float]]
+    if load.concurrency is not None:
+        pairs = [(load.concurrency, work.in_flight())]
+    elif load.requests_per_s is not None and work.requests_per_s is not None:
+        pairs = [(load.requests_per_s, work.requests_per_s)]
+    else:
+        return None
+    pairs += [(load.prompt_tokens, work.prompt_tokens), (load.output_tokens, work.output_tokens)]
+    ratios = [max(one / other, other / one) for one, other in pairs]
+    return math.prod(ratios) if max(ratios) <= ALIKE else None
 
 
 def _newest(results: Sequence[Result]) -> list[Result]:
@@ -59,8 +194,8 @@ def _newest(results: Sequence[Result]) -> list[Result]:
     found: dict[tuple[object, ...], Result] = {}
     for result in results:
         key = (
-            result.machine, result.engine, result.model, result.quantization, result.device, result.parallelism,
-            result.concurrency, result.prompt_tokens, result.output_tokens,
+            result.machine, result.engine, result.model, result.quantization, result.weights_id, result.device,
+            result.parallelism, result.concurrency, result.prompt_tokens, result.output_tokens,
         )  # fmt: skip
         if result.output_tok_s:
             found.setdefault(key, result)
@@ -68,12 +203,19 @@ def _newest(results: Sequence[Result]) -> list[Result]:
 
 
 def _better(one: Result, other: Result) -> bool:
-    """Faster by more than noise, no slower to the first token, and not wrong."""
+    """Faster by more than noise, no slower to the first token, and not wrong.
+
+    Weights that were made into another form have to be shown to answer as they did.
+    """
+    if one.quality is None and one.quantization != other.quantization:
+        return False
     if one.quality is not None and one.quality < LEAST_QUALITY:
         return False
     if (one.output_tok_s or 0) < PROVEN_GAIN * (other.output_tok_s or 0):
         return False
-    if (one.output_tok_s_low or one.output_tok_s or 0) <= (other.output_tok_s_high or other.output_tok_s or 0):
+    if one.output_tok_s_low is None or other.output_tok_s_high is None:
+        return False  # measured once: "a repeatable harness matters more than a single impressive run"
+    if one.output_tok_s_low <= other.output_tok_s_high:
         return False  # the one may be as fast as the other
     return one.ttft_ms is None or other.ttft_ms is None or one.ttft_ms <= other.ttft_ms * PROVEN_GAIN
 
@@ -85,7 +227,12 @@ def factor_of(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def gathered(
-    hardware: Hardware, model: Model, results: Sequence[Result], agreements: Sequence[Agreement] = ()
+    hardware: Hardware,
+    model: Model,
+    results: Sequence[Result],
+    agreements: Sequence[Agreement] = (),
+    verdicts: Sequence[Verdict] = (),
+    tunings: Sequence[Tuned] = (),
 ) -> Evidence:
     """The results as evidence: for this model they may overturn a rule, and all of them correct the estimates."""
     from bedplate.decide.estimate import expectation_for
@@ -109,6 +256,8 @@ def gathered(
         tuple(result for result in results if result.model == model.name),
         factors,
         tuple(one for one in agreements if one.model == model.name),
+        tuple(one for one in verdicts if one.model == model.name),
+        tuple(one for one in tunings if one.model == model.name),
     )
 
 

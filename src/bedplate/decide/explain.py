@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bedplate.decide.candidates import Candidate
 from bedplate.decide.case import Case
 from bedplate.decide.estimate import estimate_of
 from bedplate.decide.evidence import Evidence
 from bedplate.decide.rules import Rule
+from bedplate.decide.tuned import measured_estimate, tuning_words
 from bedplate.engines.base import SIXTEEN_BIT
 from bedplate.values import Estimate, Figure, Reason, replaced
+from bedplate.values.cost import per_million
 from bedplate.values.units import memory as as_memory
-
-SECONDS_PER_HOUR = 3600.0
 
 
 def expectations(candidate: Candidate, case: Case) -> Estimate:
     """Speed from the estimator, memory from the fit, money and energy from what the intent says of them."""
     made = estimate_of(candidate.expected) if candidate.expected is not None else Estimate()
     made = replaced(made, memory_gb=_memory_gb(candidate))
+    if candidate.tuned is not None:
+        made = measured_estimate(candidate.tuned, case, made)
     rate, operations = made.output_tok_s, case.operations
     if rate is None or rate.value <= 0:
         return made
     cards = max(1, candidate.cards)
-    if operations.price_per_hour is not None:
-        hourly = operations.price_per_hour * cards
-        source = f"{hourly:g} an hour over the estimated tokens per second"
-        made = replaced(made, cost_per_million_tokens=_per_million(hourly / SECONDS_PER_HOUR, rate, source))
-    if operations.watts is not None:
-        kilowatts = operations.watts * cards / 1000
-        source = f"{kilowatts:g} kW over the estimated tokens per second"
-        made = replaced(made, kwh_per_million_tokens=_per_million(kilowatts / SECONDS_PER_HOUR, rate, source))
-    return made
+    # Slower is dearer: the band turns round.
+    each = [per_million(operations.price, cards, tokens) for tokens in (rate.high, rate.value, max(rate.low, 1e-9))]
+    said = f"{cards} × {operations.price.words} over the estimated tokens per second"
+    return replaced(
+        made,
+        cost_per_million_tokens=_figure([one.cost_per_million_tokens for one in each], said),
+        kwh_per_million_tokens=_figure([one.kwh_per_million_tokens for one in each], said),
+    )
 
 
-def _per_million(each_second: float, rate: Figure, source: str) -> Figure:
-    """Slower is dearer: the band turns round."""
-    low, value, high = (each_second * 1e6 / tokens for tokens in (rate.high, rate.value, max(rate.low, 1e-9)))
+def _figure(ends: Sequence[float | None], source: str) -> Figure | None:
+    low, value, high = ends
+    if low is None or value is None or high is None:
+        return None
     return Figure(value=value, low=low, high=high, basis="estimate", source=source)
 
 
@@ -65,6 +67,12 @@ def reason(rule_id: str, source: str) -> Callable[[Says], Says]:
 def reasons_for(candidate: Candidate, case: Case, evidence: Evidence) -> tuple[Reason, ...]:
     said = ((rule, rule.says(candidate, case, evidence)) for rule in REASONS)
     return tuple(Reason(rule=rule.id, text=text, source=rule.source) for rule, text in said if text)
+
+
+@reason("tuned.measured", "store: measured here by bedplate tune; --untuned leaves it out")
+def tuned(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """Settings that were measured here to be better for such work than what is planned without measuring."""
+    return tuning_words(candidate.tuned) if candidate.tuned is not None else None
 
 
 @reason("fit.memory", "file header or facts, and the engine's overhead")

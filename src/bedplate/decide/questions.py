@@ -8,7 +8,7 @@ from bedplate.decide.choose import decide
 from bedplate.errors import BadQuestion
 from bedplate.facts.chips import Chip, chips
 from bedplate.facts.simulated import simulated
-from bedplate.values import Decision, Hardware, Model, Workload
+from bedplate.values import Decision, Hardware, Model, Workload, units
 from bedplate.values.intent import Operations
 from bedplate.values.record import Record
 
@@ -43,7 +43,7 @@ def changes(before: Decision, after: Decision) -> tuple[Change, ...]:
 
 def _figure(figure: object, unit: str) -> str:
     value = getattr(figure, "value", None)
-    return "TBD" if value is None else f"{value:,.3g} {unit}"
+    return "TBD" if value is None else f"{units.figure(value)} {unit}"
 
 
 def layout_words(decision: Decision) -> str:

@@ -27,7 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-NO_ENGINES = ("base", "parsers", "shared", "shipped")
+NO_ENGINES = ("base", "knobs", "parsers", "shared", "shipped")
 """What several engines share; every other module of this folder is one."""
 
 

@@ -23,6 +23,7 @@ from bedplate.values import (
     Workload,
 )
 from bedplate.values.decision import Device
+from bedplate.values.tuning import Knob
 
 RESERVED_SHARE = 0.05
 """Of the free memory, what is left to the system: a machine that swaps is slower than any other setting."""
@@ -30,6 +31,7 @@ Way = Literal["tensor", "pipeline", "data", "expert", "attention_data"]
 DEVICES: dict[str, Device] = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "xpu"}
 VENDOR_NAMES = {"nvidia": "NVIDIA", "amd": "AMD", "apple": "Apple", "intel": "Intel", "tenstorrent": "Tenstorrent"}
 SIXTEEN_BIT = ("BF16", "F16", "F32")
+HIGHEST_PORT = 65535
 EVERYDAY_CONTEXT = 8192
 """Context that a chat is given when nobody asked for a length: most conversations stay below it."""
 
@@ -204,6 +206,8 @@ class Engine:
     supervised_env: ClassVar[dict[str, str]] = {}
     """Beside the launch's own environment, what helps the supervisor and would only confuse a person."""
     uses: ClassVar[MemoryUse] = MemoryUse(spread=1.0, source="not known for this engine")
+    highest_port: ClassVar[int] = HIGHEST_PORT
+    """Of those that it can be told to listen on."""
     max_slots: ClassVar[int | None] = None
     """Requests that it computes at once at the most, whatever the memory."""
     default_slots: ClassVar[int] = 1
@@ -298,12 +302,20 @@ class Engine:
         """How many connections its HTTP server answers at once; `None`: as many as come."""
         return None
 
+    def beside_others(self, settings: Settings) -> dict[str, str]:
+        """Variables for one of several of it on the same processors, which would otherwise take the same ones."""
+        return {}
+
     def installation(self) -> tuple[Preparation, ...]:
         if self.recipe is None:
             return ()
         what, where = " ".join(self.recipe.packages), "an environment of its own"
         download, disk = self.recipe.download_bytes, self.recipe.disk_bytes
         return (Preparation(kind="install", what=what, where=where, download_bytes=download, disk_bytes=disk),)
+
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+        """What `bedplate tune` may turn of it here; none: it is not tuned."""
+        return ()
 
     def progress(self, line: str) -> float | None:
         """How much of the model is loaded, when this log line says so."""

@@ -28,12 +28,14 @@ from bedplate.engines.base import (
     short_name,
     source_folder,
 )
+from bedplate.engines.knobs import has_own_defaults, landed, scale
 from bedplate.engines.pytorch import ENGINE as CONVERTER
 from bedplate.engines.shared import total
 from bedplate.facts.known_models import GGUF_BITS
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload
 from bedplate.values.decision import Device
 from bedplate.values.record import estimate
+from bedplate.values.tuning import Choice, Knob
 
 MIN_HTTP_THREADS = 96
 SPARE_HTTP_THREADS = 8
@@ -107,6 +109,13 @@ CONVERT_BYTES_S = {"q8_0": 30e6}
 CONVERT_COPY_BYTES_S = 150e6
 """Its converter quantizes in Python on one core; 16-bit weights it hardly touches."""
 QUANTIZE_WEIGHTS_S_PER_CORE = 8e6
+OWN_SLOTS = 4
+"""What llama-server makes of `--parallel` where it is not given, with one cache for all (tools/server/server.cpp)."""
+REMADE = ("Q8_0", "F16", "Q5_0", "Q4_0")
+"""Types that llama.cpp multiplies in blocks on CPUs (ggml-cpu: llamafile/sgemm.cpp, repack.cpp), the most faithful
+first; others, Q4_1 among them, go row by row. Made of a file's own weights: more bits bring nothing back."""
+MICRO_BATCHES = (64, 128, 256, 512, 1024, 2048)
+BATCHES = (256, 512, 1024, 2048, 4096)
 
 _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
@@ -297,6 +306,10 @@ class LlamaCpp(Engine):
         built = settings.device not in self.built_for
         argv = [f"{BUILD}/bin/llama-server" if built else "llama-server"]
         argv += ["--model", _gguf(plan), "--alias", plan.model.served_name]
+        if has_own_defaults(settings):
+            # The ready-made library begins with one slot; the program that everybody starts, with these.
+            argv += ["--host", "127.0.0.1", "--port", str(port), "--parallel", str(OWN_SLOTS), "--kv-unified"]
+            return Launch(argv=(*argv, "--metrics"), prepare=self._preparation(plan, built))
         argv += ["--host", "127.0.0.1", "--port", str(port), "--threads-http", str(_http_threads(settings))]
         # The server divides its context among the slots, so ask for all of it at once.
         argv += ["--ctx-size", str(settings.context_tokens * settings.slots), "--parallel", str(settings.slots)]
@@ -314,7 +327,13 @@ class LlamaCpp(Engine):
             argv += ["--embeddings"]
         if template := with_tools(plan.model.chat_template):
             argv += ["--chat-template", template]
-        return Launch(argv=tuple(argv), prepare=self._preparation(plan, built))
+        return landed(Launch(argv=tuple(argv), prepare=self._preparation(plan, built)), settings)
+
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+        on_cpu = plan.settings.device == "cpu"
+        found = [_weights_knob(plan)] if on_cpu and plan.weights.format == "gguf" else []
+        found += _thread_knobs(hardware, plan) if on_cpu else []
+        return tuple(knob for knob in (*found, *_batch_knobs(plan), *_cache_knobs(plan)) if len(knob.choices) > 1)
 
     def variants(self, hardware: Hardware, device: Device) -> tuple[Variant, ...]:
         options = (*CMAKE_OPTIONS, *BACKENDS.get(device, ()), *_architectures(hardware, device))
@@ -333,14 +352,19 @@ class LlamaCpp(Engine):
         converted = plan.weights.made == "converted"
         quantized = converted and plan.weights.label in (*K_QUANTS, *SMALL_BLOCKS)
         steps = [] if built else list(self.installation())
+        if converted and plan.model.format == "gguf":
+            quantizer = f"{BUILD}/bin/{QUANTIZER}" if built else QUANTIZER
+            return (*steps, *(_source() if built else ()), *self._built(plan, built), _remade(plan, quantizer))
         if built or converted:
             steps += _source()
-        if built:
-            steps += _build(plan.settings, ["llama-server", *(["llama-quantize"] if quantized else [])])
+        steps += self._built(plan, built, quantizes=quantized)
         if converted:
             quantizer = f"{BUILD}/bin/{QUANTIZER}" if built else QUANTIZER
             steps += [*fetching(plan), *_conversion(plan, quantizer if quantized else None)]
         return tuple(steps)
+
+    def _built(self, plan: Plan, built: bool, *, quantizes: bool = True) -> list[Preparation]:
+        return _build(plan.settings, ["llama-server", *(["llama-quantize"] if quantizes else [])]) if built else []
 
     def connections(self, settings: Settings) -> int | None:
         return _http_threads(settings) - SPARE_HTTP_THREADS
@@ -496,6 +520,112 @@ def _conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
             )
         )  # fmt: skip
     return steps
+
+
+def _remade(plan: Plan, quantizer: str) -> Preparation:
+    """The weights of a GGUF file in another type: most kernels are written for a few of them."""
+    label, cores = plan.weights.label, plan.settings.threads or 4
+    weights = plan.model.parameters + plan.model.vision_parameters
+    took = estimate(weights / (QUANTIZE_WEIGHTS_S_PER_CORE * cores), 0.7, "135 million weights took 6 to 12 s")
+    return Preparation(
+        kind="convert", what=f"{plan.model.name} in {label}", where=made_path(plan), seconds=took,
+        disk_bytes=round(weights * GGUF_BITS.get(label, 16) / 8),
+        argv=(quantizer, "--allow-requantize", plan.model_path, made_path(plan), label, str(cores)),
+    )  # fmt: skip
+
+
+def _weights_knob(plan: Plan) -> Knob:
+    now, source = plan.weights.label, plan.model
+    kept = Choice(value=now)
+    sixteen = now in SIXTEEN_BIT
+    made = [label for label in REMADE if label != now and not (sixteen and label == "F16")]
+    return Knob(
+        name="weights",
+        meaning="the type that weights are stored and multiplied in; made of the file's own, once, and kept",
+        choices=(kept, *(Choice(value=label, weights=label) for label in made)) if source.files else (kept,),
+        now=now,
+        own="as the file has them",
+        alone=True,
+        limits=("compute", "memory bandwidth"),
+        risk=("answers", "memory"),
+        prior=0.7 if now not in REMADE else 0.3,
+        source="ggml-cpu of b11549: which types have kernels for whole blocks of rows",
+    )
+
+
+def _thread_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
+    cores, now = hardware.cpu.allowed_physical_cores, str(plan.settings.threads)
+    counts = sorted({max(1, cores // 2), cores, cores + 1, 2 * cores, plan.settings.threads or cores})
+    about = {"own": "as many as physical cores", "now": now, "ordered": True, "source": "docs/threads.md"}
+    return [
+        Knob(
+            name="threads", meaning="threads that generate", choices=scale(counts, "--threads"),
+            limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.3, **about,  # type: ignore[arg-type]
+        ),
+        Knob(
+            name="threads-batch", meaning="threads that read prompts", choices=scale(counts, "--threads-batch"),
+            limits=("compute",), prior=0.35, **about,  # type: ignore[arg-type]
+        ),
+        Knob(
+            name="poll", meaning="how eagerly threads wait for work, from 0 (they sleep) to 100 (they spin)",
+            choices=scale((0, 50, 100), "--poll"), now="50", own="50", ordered=True, limits=("runtime overhead",),
+            prior=0.1, source="common/common.h of b11549: cpu_params.poll",
+        ),
+    ]  # fmt: skip
+
+
+def _batch_knobs(plan: Plan) -> list[Knob]:
+    settings = plan.settings
+    asked = plan.workload.in_flight()
+    slots = sorted({1, max(1, asked // 2), asked, min(2 * asked, MAX_SLOTS), settings.slots})
+    batch = str(settings.batch_tokens or 2048)
+    source = "common/common.h of b11549: n_batch, n_ubatch, n_parallel"
+    return [
+        Knob(
+            name="ubatch", meaning="prompt tokens that are computed in one go", now=str(MICRO_BATCH), own="512",
+            choices=scale(MICRO_BATCHES, "--ubatch-size"), ordered=True, limits=("compute", "scheduler"),
+            risk=("memory",), prior=0.4, source=source,
+        ),
+        Knob(
+            name="batch", meaning="tokens of all requests that one step may hold", now=batch, own="2048",
+            choices=scale({*BATCHES, int(batch)}, "--batch-size"), ordered=True, limits=("compute", "scheduler"),
+            risk=("memory",), prior=0.35, source=source,
+        ),
+        Knob(
+            name="slots", meaning="requests that are computed at once; others wait", now=str(settings.slots), own="4",
+            choices=tuple(Choice(value=str(count), settings=(("slots", count),)) for count in slots), ordered=True,
+            limits=("scheduler", "KV cache", "memory bandwidth"), risk=("memory",), prior=0.25, source=source,
+        ),
+    ]  # fmt: skip
+
+
+def _cache_knobs(plan: Plan) -> list[Knob]:
+    kept, eight = Choice(value="f16"), ("--flash-attn", "on", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0")
+    source = "llama-server --help of b11549"
+    return [
+        Knob(
+            name="flash-attn", meaning="attention that keeps no matrix of scores", now="auto", own="auto",
+            choices=tuple(Choice(value=one, options=("--flash-attn", one)) for one in ("auto", "on", "off")),
+            limits=("compute", "memory bandwidth", "KV cache"), risk=("answers",), prior=0.35, source=source,
+        ),
+        Knob(
+            name="kv-unified", meaning="one cache for all slots, instead of one for each", now="off", own="on",
+            choices=(Choice(value="off"), Choice(value="on", options=("--kv-unified",))),
+            limits=("KV cache", "compute"), prior=0.2, source=source,
+        ),
+        Knob(
+            name="kv-type", meaning="what the cache is stored in", own="f16",
+            now="q8_0" if plan.settings.kv_type == "fp8" else "f16",
+            choices=(kept, Choice(value="q8_0", options=eight, settings=(("kv_type", "fp8"),))),
+            limits=("KV cache", "memory bandwidth"), risk=("answers",), prior=0.15, source=source,
+        ),
+        Knob(
+            name="prompt-cache", meaning="MiB of RAM for prompts of earlier requests", now="0", own="8192",
+            choices=(Choice(value="0"), Choice(value="8192", options=("--cache-ram", "8192"))),
+            limits=("KV cache",), risk=("memory",), prior=0.2 if plan.workload.shared_prefix_tokens else 0.02,
+            source=source,
+        ),
+    ]  # fmt: skip
 
 
 def _http_threads(settings: Settings) -> int:

@@ -15,8 +15,10 @@ from bedplate.engines.base import (
     everyday_context,
     known_failure,
 )
+from bedplate.engines.knobs import has_own_defaults, landed, scale
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
+from bedplate.values.tuning import Choice, Knob
 
 DEVICES: dict[Device, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "metal": "mps", "xpu": "xpu"}
 """PyTorch's names; AMD's cards answer to NVIDIA's."""
@@ -148,6 +150,9 @@ class PyTorch(Engine):
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, cards = plan.settings, plan.parallelism.pipeline
         argv = ["transformers-server", "serve", plan.model_path, "--host", "127.0.0.1", "--port", str(port)]
+        if has_own_defaults(settings):
+            env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
+            return Launch(argv=tuple(argv), env=env, prepare=self.installation())
         argv += ["--device", "auto" if cards > 1 else DEVICES.get(settings.device, "auto"), "--dtype", "auto"]
         if plan.weights.made == "while loading" and (method := QUANTIZATIONS.get(plan.weights.label)):
             argv += ["--quantization", method]
@@ -157,7 +162,12 @@ class PyTorch(Engine):
             argv += ["--continuous-batching", "--cb-num-blocks", str(pages)]
             if settings.batch_tokens is not None:
                 argv += ["--cb-max-batch-tokens", str(settings.batch_tokens)]
-        return Launch(argv=tuple(argv), env=_environment(plan), prepare=self.installation())
+        return landed(Launch(argv=tuple(argv), env=_environment(plan), prepare=self.installation()), settings)
+
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+        on_cpu = plan.settings.device == "cpu"
+        found = [*_batching_knobs(plan), *(_cpu_knobs(hardware, plan) if on_cpu else [])]
+        return tuple(knob for knob in found if len(knob.choices) > 1)
 
     def progress(self, line: str) -> float | None:
         # The line grows: the last figure is the newest.
@@ -166,6 +176,64 @@ class PyTorch(Engine):
 
     def explain(self, log: str) -> Failure | None:
         return known_failure(log, _KNOWN_FAILURES)
+
+
+_HELP = "transformers serve --help of 5.22.2"
+
+
+def _batching_knobs(plan: Plan) -> list[Knob]:
+    settings, asked = plan.settings, plan.workload.in_flight()
+    many = settings.slots > 1
+    slots = sorted({1, asked, 2 * asked, settings.slots})
+    tokens = (256, 512, 1024, 2048, 4096)
+    kept = Choice(value="default")
+    return [
+        Knob(
+            name="slots", meaning="requests that are computed at once, by continuous batching; 1: one after the other",
+            choices=tuple(Choice(value=str(count), settings=(("slots", count),)) for count in slots),
+            now=str(settings.slots), own="1", ordered=True, limits=("scheduler", "runtime overhead", "compute"),
+            risk=("answers", "memory"), prior=0.4, source=_HELP,
+        ),
+        Knob(
+            name="batch-tokens", meaning="tokens of all requests that one step of continuous batching may hold",
+            choices=(kept, *scale(tokens, "--cb-max-batch-tokens")) if many else (kept,), now="default",
+            own="from the free memory", limits=("compute", "scheduler"), risk=("memory",), prior=0.4, source=_HELP,
+        ),
+        Knob(
+            name="attention", meaning="which attention computes", now="default", own="chosen by Transformers",
+            choices=(kept, *(Choice(value=one, options=("--attn-implementation", one)) for one in ("sdpa", "eager"))),
+            limits=("compute", "runtime overhead"), risk=("answers", "start"), prior=0.3, source=_HELP,
+        ),
+        Knob(
+            name="compile", meaning="torch.compile before the first answers", now="off", own="off",
+            choices=(Choice(value="off"), Choice(value="on", options=("--compile",))),
+            limits=("runtime overhead", "compute"), risk=("start", "answers"), prior=0.3, source=_HELP,
+        ),
+    ]  # fmt: skip
+
+
+def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
+    cores = hardware.cpu.allowed_physical_cores
+    counts = sorted({max(1, cores // 2), cores, 2 * cores})
+    return [
+        Knob(
+            name="threads", meaning="threads that compute", now=str(plan.settings.threads), own="one for each core",
+            choices=tuple(Choice(value=str(n), variables=(("OMP_NUM_THREADS", str(n)),)) for n in counts),
+            ordered=True, limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.2,
+            source="OpenMP, which PyTorch computes with",
+        ),
+        Knob(
+            name="dtype", meaning="the type that it computes in", now="auto", own="auto: as stored",
+            choices=tuple(Choice(value=one, options=("--dtype", one)) for one in ("auto", "float32")),
+            limits=("compute", "memory bandwidth"), risk=("memory",), prior=0.15, source=_HELP,
+        ),
+        Knob(
+            name="spin", meaning="whether idle threads wait actively", now="default", own="for a while",
+            choices=(Choice(value="default"), Choice(value="active", variables=(("OMP_WAIT_POLICY", "active"),)),
+                     Choice(value="passive", variables=(("OMP_WAIT_POLICY", "passive"),))),
+            limits=("runtime overhead",), prior=0.15, source="OpenMP 5.2, OMP_WAIT_POLICY",
+        ),
+    ]  # fmt: skip
 
 
 def _environment(plan: Plan) -> dict[str, str]:

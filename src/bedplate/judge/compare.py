@@ -14,9 +14,10 @@ from bedplate.engines import all_engines
 from bedplate.judge.effect import effect, on_target
 from bedplate.judge.matching import Pair, matched
 from bedplate.judge.weighing import Case, Errors, weighed
-from bedplate.measure.summary import all_samples, summarized
+from bedplate.measure.summary import all_samples, spent, summarized
+from bedplate.values.cost import PerMillion, Price
 from bedplate.values.run import Cell, Quality
-from bedplate.values.verdict import Cost, Effect, Side, Verdict
+from bedplate.values.verdict import Cost, Effect, Side, Spent, Verdict
 from bedplate.values.workload import LatencyTarget
 
 CHANCE = 0.05
@@ -30,8 +31,12 @@ def compare(
     target: LatencyTarget | None = None,
     allow: Collection[str] = (),
     least_gain: float = PROVEN_GAIN,
+    prices: tuple[Price | None, Price | None] = (None, None),
 ) -> Verdict:
-    """Weighs b, the challenger, against a, which is in service. Raises BadQuestion where nothing compares."""
+    """Weighs b, the challenger, against a, which is in service. Raises BadQuestion where nothing compares.
+
+    `prices` are those of the machines that each side was measured on.
+    """
     found = matched(a, b, allow)
     pairs, confidence = found.pairs, 1 - CHANCE / len(found.pairs)
     main = _known(_main(pair, confidence) for pair in pairs)
@@ -52,10 +57,16 @@ def compare(
         b=other,
         effects=(*main, *ttft, *tpot),
         on_target=targets,
+        spent=_spent(pairs, prices),
         least_gain=least_gain,
         differences=found.differences,
         left_out=found.left_out,
     )
+
+
+def _spent(pairs: Sequence[Pair], prices: tuple[Price | None, Price | None]) -> tuple[Spent, ...]:
+    found = [Spent(load=pair.a.load, a=spent(pair.a, prices[0]), b=spent(pair.b, prices[1])) for pair in pairs]
+    return tuple(one for one in found if not one.a == one.b == PerMillion())
 
 
 def _known(found: Iterable[Effect | None]) -> tuple[Effect, ...]:

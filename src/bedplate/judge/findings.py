@@ -11,7 +11,7 @@ from bedplate.judge.spending import links_ms, prompt_ops_s, queue_limit, step_by
 from bedplate.judge.words import load_words
 from bedplate.values.diagnosis import AtLoad, Evidence, Limit
 from bedplate.values.run import Cell
-from bedplate.values.units import size
+from bedplate.values.units import figure, size
 
 FAR_MORE = 3.0
 """Times what a token of a prompt takes; a further stream that costs more than that is not what computing costs."""
@@ -60,7 +60,7 @@ def _bandwidth_evidence(cell: Cell, view: View, told: AtLoad, ground: Ground) ->
     achieved = sum(found) / view.step_ms * 1000
     basis = "as measured" if ground.bandwidth.basis == "measured" else f"that {ground.bandwidth.basis} says"
     yield Evidence(
-        text=f"a step of {view.step_ms:.3g} ms reads {size(found[0])} of weights and {size(found[1])} of cache: "
+        text=f"a step of {figure(view.step_ms)} ms reads {size(found[0])} of weights and {size(found[1])} of cache: "
         f"{size(achieved)}/s, {told.bandwidth_share:.0%} of the {size(ground.bandwidth.value)}/s {basis}",
         limit="memory bandwidth" if told.bandwidth_share >= 0.5 else None,
     )
@@ -70,7 +70,7 @@ def _floor_evidence(view: View, told: AtLoad) -> Iterator[Evidence]:
     if told.floor_ms:
         times = view.step_ms / told.floor_ms
         yield Evidence(
-            text=f"a step takes {times:.1f} times its floor of {told.floor_ms:.3g} ms",
+            text=f"a step takes {times:.1f} times its floor of {figure(told.floor_ms)} ms",
             limit="runtime overhead" if times >= 3 and told.limit == "runtime overhead" else None,
         )
 
@@ -85,9 +85,9 @@ def _growth_evidence(views: Sequence[tuple[Cell, View | None]]) -> Iterator[Evid
     if high.step_ms >= 1.3 * low.step_ms:
         limit = "compute" if each <= FAR_MORE * low.token_ms else "runtime overhead"
     yield Evidence(
-        text=f"a step grows from {low.step_ms:.3g} ms for {low.batch:.2g} to {high.step_ms:.3g} ms for "
-        f"{high.batch:.2g} streams: {max(0.0, each):.2g} ms for each further one, "
-        f"where a token of a prompt takes {low.token_ms:.2g} ms",
+        text=f"a step grows from {figure(low.step_ms)} ms for {figure(low.batch, 2)} to {figure(high.step_ms)} ms for "
+        f"{figure(high.batch, 2)} streams: {figure(max(0.0, each), 2)} ms for each further one, "
+        f"where a token of a prompt takes {figure(low.token_ms, 2)} ms",
         limit=limit,
     )
 
@@ -97,7 +97,7 @@ def _prompt_evidence(view: View, ground: Ground) -> Iterator[Evidence]:
         return
     rate = prompt_ops_s(view, ground)
     verb = "takes" if view.prefill_ms >= view.step_ms else "adds"
-    text = f"a prompt of {view.prompt:.0f} tokens {verb} {view.prefill_ms:.3g} ms by itself"
+    text = f"a prompt of {view.prompt:.0f} tokens {verb} {figure(view.prefill_ms)} ms by itself"
     if rate is not None:
         text += f": {flops(rate)}"
         if ground.operations is not None:
@@ -108,14 +108,14 @@ def _prompt_evidence(view: View, ground: Ground) -> Iterator[Evidence]:
 
 def flops(rate: float) -> str:
     """Operations per second, in the unit that keeps the figure short."""
-    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
+    return f"{figure(rate / 1e12)} TFLOP/s" if rate >= 1e12 else f"{figure(rate / 1e9)} GFLOP/s"
 
 
 def _queue_evidence(cell: Cell, view: View, views: Sequence[tuple[Cell, View | None]]) -> Iterator[Evidence]:
     alone = next((one for other, one in views if one is not None and other.load.concurrency == 1), None)
     if alone is not None and alone is not view:
         yield Evidence(
-            text=f"the first token comes after {view.ttft_ms:.3g} ms, alone after {alone.ttft_ms:.3g} ms",
+            text=f"the first token comes after {figure(view.ttft_ms)} ms, alone after {figure(alone.ttft_ms)} ms",
             limit=queue_limit(cell) if view.queue_ms > 0.5 * view.ttft_ms else None,
         )
     waiting = mean_of(repeat.engine.waiting_mean for repeat in cell.repeats)
@@ -149,7 +149,7 @@ def _links_evidence(cell: Cell, view: View, ground: Ground) -> Iterator[Evidence
         links = links_ms(view, ground, cell)
         yield Evidence(
             text=f"each of {ranks} devices sends {size(sent)} in a step{over}: "
-            f"about {links:.2g} of {view.step_ms:.3g} ms",
+            f"about {figure(links, 2)} of {figure(view.step_ms)} ms",
             limit="interconnect" if links > 0.3 * view.step_ms else None,
         )
 

@@ -82,12 +82,12 @@ def _together(a: Sequence[Cell], b: Sequence[Cell], allow: Collection[str]) -> M
 
 
 def _forms(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells by what was measured, apart from the loads: version, weights, device, build."""
+    """Cells by what was measured, apart from the loads: version, weights, device, build, way."""
     found: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
         one = cell.subject
         key = (one.engine, one.engine_version, one.model, one.quantization, one.weights_id, one.device, one.build,
-               one.url, cell.machine)  # fmt: skip
+               one.through_gateway, one.url, cell.machine)  # fmt: skip
         found.setdefault(key, []).append(cell)
     return list(found.values())
 

@@ -57,6 +57,20 @@ class Estimate(Record, frozen=True, kw_only=True):
     kwh_per_million_tokens: Figure | None = None
 
 
+class Turned(Record, frozen=True, kw_only=True):
+    """What tuning found beyond the settings that all engines share, in this engine's own words."""
+
+    knobs: tuple[tuple[str, str], ...] = ()
+    """Names and values, for people."""
+    options: tuple[str, ...] = ()
+    """Of its command line, in the place of those of the same name."""
+    without: tuple[str, ...] = ()
+    """Options that it is not given."""
+    variables: tuple[tuple[str, str], ...] = ()
+    own_defaults: bool = False
+    """Told nothing but the model and where to listen: what tuning is held against."""
+
+
 class Settings(Record, frozen=True, kw_only=True):
     """What the plan fixes about the engine, in terms that all engines share."""
 
@@ -76,6 +90,8 @@ class Settings(Record, frozen=True, kw_only=True):
     """Prompt tokens that are computed at once at the most; `None`: the engine's own default."""
     memory_share: float | None = None
     """Of each accelerator's memory, what the engine may take; `None`: it takes what it needs."""
+    turned: Turned | None = None
+    """What `bedplate tune` found here; `None`: nothing beyond the above."""
 
 
 class Weights(Record, frozen=True, kw_only=True):

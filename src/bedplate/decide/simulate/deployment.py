@@ -97,7 +97,7 @@ def deployed(
         low=found.spread.low,
         high=found.spread.high,
     )
-    paid = Paid(said.price_per_hour, said.watts)
+    paid = Paid(said.price_per_hour, said.watts, said.electricity_price)
     return Deployment(found.steps, limits, found.transfer, found.spread, cards, paid, replica)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bedplate.decide.simulate.fleet import Fleet, Ran
+from bedplate.values.cost import Price, per_million
 from bedplate.values.simulation import Outcome, Times
 from bedplate.values.workload import LatencyTarget
 
 MET = 0.95
 """Of the requests, those that must be on target for a layout to meet it; `bench` looks for its knee with the same."""
-HOUR_S = 3600.0
-MILLION = 1e6
 
 
 class Paid(NamedTuple):
@@ -19,6 +18,7 @@ class Paid(NamedTuple):
 
     price_per_hour: float | None = None
     watts: float | None = None
+    electricity_price: float | None = None
 
 
 def percentile(ordered: list[float], share: float) -> float:
@@ -58,6 +58,8 @@ def outcome(fleet: Fleet, ran: Ran, cards_each: int, target: LatencyTarget | Non
     cards = cards_each * fleet.replicas
     on_target = good / len(book) if target is not None and len(book) else None
     prompts = sum(book.prompt)
+    # All cards for the whole time, idle or not.
+    spent = per_million(Price(**paid._asdict()), cards, tokens / seconds)
     room_s = seconds * sum(one.capacity for one in ran.replicas)
     return Outcome(
         layout=fleet.layout,
@@ -81,11 +83,7 @@ def outcome(fleet: Fleet, ran: Ran, cards_each: int, target: LatencyTarget | Non
         busy_share=min(1.0, sum(one.busy_s for one in ran.replicas) / (seconds * len(ran.replicas))),
         preemptions=sum(one.preemptions for one in ran.replicas),
         cache_hit_share=min(1.0, sum(book.hits) / prompts) if book.hashes is not None and prompts else None,
-        cost_per_million_tokens=_per_million(paid.price_per_hour, cards * seconds / HOUR_S, tokens),
-        kwh_per_million_tokens=_per_million(paid.watts, cards * seconds / HOUR_S / 1000, tokens),
+        cost_per_million_tokens=spent.cost_per_million_tokens,
+        kwh_per_million_tokens=spent.kwh_per_million_tokens,
         meets=on_target >= MET if on_target is not None else None,
     )
-
-
-def _per_million(each: float | None, hours: float, tokens: int) -> float | None:
-    return each * hours / tokens * MILLION if each is not None and tokens else None

@@ -113,6 +113,7 @@ def answered(question: Question, answer: Outcome | None, tried: list[Outcome]) -
         tried=tuple(tried),
         price_per_hour=deployment.paid.price_per_hour,
         watts=deployment.paid.watts,
+        electricity_price=deployment.paid.electricity_price,
         notes=tuple(notes),
     )
 

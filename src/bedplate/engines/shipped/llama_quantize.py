@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """llama-quantize for the wheel of llama.cpp, which brings the library and not the program.
 
-    llama-quantize IN.gguf OUT.gguf Q4_K_M [THREADS]
+    llama-quantize [--allow-requantize] IN.gguf OUT.gguf Q4_K_M [THREADS]
 
 Reading, writing and each type's arithmetic are the library's own. Which tensor is given which type is told here, for
 the mixtures that bedplate plans, as llama-quant.cpp of llama.cpp b11549 has it (without an importance matrix).
@@ -31,9 +31,11 @@ BLOCKS = {"F32": 1, "F16": 1, "BF16": 1, "Q3_K": 256, "Q4_K": 256, "Q5_K": 256, 
 """Weights that share their scales; 32 for all others."""
 MIXTURES = {
     "Q8_0": ("Q8_0", 7), "Q6_K": ("Q6_K", 18), "Q5_K_M": ("Q5_K", 17), "Q4_K_M": ("Q4_K", 15), "Q3_K_M": ("Q3_K", 12),
-    "Q5_1": ("Q5_1", 9), "Q5_0": ("Q5_0", 8), "Q4_1": ("Q4_1", 3), "Q4_0": ("Q4_0", 2),
+    "Q5_1": ("Q5_1", 9), "Q5_0": ("Q5_0", 8), "Q4_1": ("Q4_1", 3), "Q4_0": ("Q4_0", 2), "F16": ("F16", 1),
+    "BF16": ("BF16", 32),
 }  # fmt: skip
 """The type of most tensors, and the number by which a file's header knows the mixture."""
+PLAIN = ("F32", "F16", "BF16")
 SMALLER_BLOCKS = {"Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """For rows that are no multiple of 256."""
 KEPT = (
@@ -92,6 +94,8 @@ class Chooser:
 
     def _mixed(self, name: str, columns: int) -> str:
         role, shape, label = role_of(name), self.shape, self.label
+        if self.base in ("F16", "BF16"):
+            return self.base
         if role == "output" or (role == "embedding" and shape.tied):
             if shape.architecture == "falcon" or columns % block(self.base):
                 return "Q8_0"
@@ -165,6 +169,16 @@ class InitParams(ctypes.Structure):
     _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.POINTER(ctypes.c_void_p)))
 
 
+class Traits(ctypes.Structure):
+    """The beginning of ggml_type_traits: how a type is turned back into 32 bits."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p), ("block", ctypes.c_int64), ("interleaved", ctypes.c_int64),
+        ("size", ctypes.c_size_t), ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+    )  # fmt: skip
+
+
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gguf_init_from_file": (ctypes.c_void_p, [ctypes.c_char_p, InitParams]),
     "gguf_init_empty": (ctypes.c_void_p, []),
@@ -194,8 +208,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_nrows": (ctypes.c_int64, [ctypes.c_void_p]),
     "ggml_n_dims": (ctypes.c_int, [ctypes.c_void_p]),
     "ggml_row_size": (ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]),
-    "ggml_fp16_to_fp32_row": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]),
-    "ggml_bf16_to_fp32_row": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]),
+    "ggml_get_type_traits": (ctypes.POINTER(Traits), [ctypes.c_int]),
     "ggml_quantize_init": (None, [ctypes.c_int]),
     "ggml_quantize_chunk": (
         ctypes.c_size_t,
@@ -301,6 +314,7 @@ class Source:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="llama-quantize", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--allow-requantize", action="store_true", help="also of weights that are quantized already")
     parser.add_argument("source", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("type", choices=tuple(MIXTURES))
@@ -309,13 +323,14 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.source.is_file():
         fail(f"there is no file {options.source}")
     try:
-        quantize(options.source, options.result, options.type, max(1, options.threads))
+        again = options.allow_requantize
+        quantize(options.source, options.result, options.type, max(1, options.threads), again=again)
     except BaseException:
         options.result.unlink(missing_ok=True)
         raise
 
 
-def quantize(path: Path, result: Path, label: str, threads: int) -> None:
+def quantize(path: Path, result: Path, label: str, threads: int, *, again: bool = False) -> None:
     library = Library()
     source = Source(library, path)
     tensors = source.tensors()
@@ -347,6 +362,8 @@ def quantize(path: Path, result: Path, label: str, threads: int) -> None:
         for number, tensor in enumerate(tensors, 1):
             at = library.gguf_find_tensor(header, tensor.name.encode())
             file.write(b"\0" * (begin + library.gguf_get_tensor_offset(header, at) - file.tell()))
+            if not again and chosen[tensor.name] != tensor.type and NAMES.get(tensor.type) not in PLAIN:
+                fail(f"{tensor.name} is quantized already; quantize weights of 16 bits or more, or --allow-requantize")
             for slab in rewritten(library, source, tensor, chosen[tensor.name], pool):
                 file.write(slab)
             what = NAMES.get(chosen[tensor.name], "as it is")
@@ -367,8 +384,6 @@ def rewritten(
     if tensor.type == wanted:
         yield memoryview(source.data)[tensor.start : tensor.start + tensor.size]
         return
-    if NAMES.get(tensor.type) not in ("F32", "F16", "BF16"):
-        fail(f"{tensor.name} is quantized already; quantize weights of 16 bits or more")
     library.ggml_quantize_init(wanted)
     row_in, row_out = library.ggml_row_size(tensor.type, tensor.columns), library.ggml_row_size(wanted, tensor.columns)
     slab_rows = max(1, SLAB_BYTES // (row_in + row_out))
@@ -396,8 +411,9 @@ def into(library: Library, tensor: Tensor, wanted: int, given: Any, where: int, 
     numbers = given
     if tensor.type != TYPES["F32"]:
         numbers = ctypes.create_string_buffer(4 * weights)
-        widen = library.ggml_fp16_to_fp32_row if tensor.type == TYPES["F16"] else library.ggml_bf16_to_fp32_row
-        widen(given, numbers, weights)
+        library.ggml_get_type_traits(tensor.type).contents.to_float(
+            ctypes.addressof(given), ctypes.addressof(numbers), weights
+        )
     size = library.ggml_quantize_chunk(wanted, numbers, where, 0, rows, tensor.columns, None)
     if not library.ggml_validate_row_data(wanted, where, size):
         fail(f"{tensor.name} has weights that are not finite numbers")

@@ -1,0 +1,171 @@
+"""How near does tuning come to the best there is? Every setting of a restricted space, measured once, beside the tuner.
+
+    python benchmarks/tune/sweep.py [--out sweep.json] [--only tune|sweep]
+
+Each setting is a fresh start of the real engine and one wave of requests, as the tuner's own measurements are. The best
+few of the sweep and what the tuner found are then measured in turns, since the best of many single measurements is
+partly luck. With --out, what is measured is kept, and going on finds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bedplate.facts.hardware import probe
+from bedplate.judge.tuning import Point, Teller
+from bedplate.measure.starting import facts_of, made_ready
+from bedplate.operate.tune import Tuner, chosen_plan, words_at
+from bedplate.run.progress import Silent
+from bedplate.show.terminal import console
+from bedplate.show.tune import teller_for
+from bedplate.store import fingerprint
+from bedplate.values import replaced
+from bedplate.values.run import Load
+from bedplate.values.tuning import Knob, Tuned
+
+SPACE = {
+    "weights": ("Q4_1", "Q8_0", "F16"),
+    "ubatch": ("64", "128", "256", "512"),
+    "threads": ("1", "2", "3"),
+    "threads-batch": ("1", "2", "3"),
+    "flash-attn": ("auto", "off"),
+}
+"""216 settings of llama.cpp. Weights that answer less faithfully than the file are not in it: speed alone would pick
+them."""
+LOAD = Load(concurrency=4, prompt_tokens=128, output_tokens=32)
+CONTENDERS = 5
+TURNS = 6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("sweep.json"))
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds for the tuner")
+    parser.add_argument("--only", choices=("tune", "sweep", "final"))
+    options = parser.parse_args()
+    kept = json.loads(options.out.read_text()) if options.out.exists() else {"sweep": {}, "tuned": None}
+    knobs = space()
+    if options.only in (None, "tune") and kept["tuned"] is None:
+        kept["tuned"] = tuned(knobs, options.budget)
+        options.out.write_text(json.dumps(kept, indent=1))
+    if options.only in (None, "sweep"):
+        sweep(knobs, kept, options.out)
+    if options.only in (None, "final") and kept["sweep"] and kept["tuned"]:
+        print("\n".join(report(knobs, kept)))
+
+
+def space() -> tuple[Knob, ...]:
+    hardware = probe()
+    chosen = chosen_plan("llama.cpp", hardware, facts_of(None, hardware, Silent()), LOAD, None)
+    found = []
+    for knob in chosen.engine.knobs(hardware, chosen.plan):
+        if knob.name in SPACE:
+            choices = tuple(one for one in knob.choices if one.value in SPACE[knob.name])
+            found.append(replaced(knob, choices=choices))
+    return tuple(found)
+
+
+def tuner(knobs: tuple[Knob, ...], budget_s: float, teller: Teller) -> Tuner:
+    hardware = probe()
+    facts = facts_of(None, hardware, Silent())
+    chosen = chosen_plan("llama.cpp", hardware, facts, LOAD, None)
+    kept = Tuned(
+        id=f"sweep-{time.time_ns()}", at=f"{time.time():.0f}", machine=fingerprint(hardware), hardware="", bedplate="",
+        engine="llama.cpp", engine_version=chosen.plan.engine_version, build="wheel", model=facts.name, load=LOAD,
+        workload=chosen.plan.workload, budget_s=budget_s,
+    )  # fmt: skip
+    return Tuner(hardware, facts, chosen, knobs, kept, Silent(), teller, None)
+
+
+def tuned(knobs: tuple[Knob, ...], budget_s: float) -> dict[str, object]:
+    teller = teller_for(console(sys.stderr))
+    with teller:
+        found = tuner(knobs, budget_s, teller).run()
+    best = found.side("tuned")
+    point = [[one.knob, one.value] for one in best.turned] if best is not None else []
+    own = sum(len(trial.taken) for trial in found.trials if trial.own_defaults)
+    return {"point": point, "measurements": found.measurements - own, "seconds": found.spent_s,
+            "record": msgspec.to_builtins(found)}  # fmt: skip
+
+
+def points(knobs: tuple[Knob, ...]) -> list[Point]:
+    """All settings; a knob that stands where it stood is not in them."""
+    every = itertools.product(*([(knob.name, one.value) for one in knob.choices] for knob in knobs))
+    now = {knob.name: knob.now for knob in knobs}
+    return [tuple(sorted((name, value) for name, value in one if now[name] != value)) for one in every]
+
+
+def sweep(knobs: tuple[Knob, ...], kept: dict[str, Any], out: Path) -> None:
+    one = tuner(knobs, math.inf, Teller())
+    one.ready = made_ready(one.chosen, Silent())
+    every, began = points(knobs), time.monotonic()
+    try:
+        for number, point in enumerate(every, 1):
+            name = words_at(point)
+            if name in kept["sweep"]:
+                continue
+            one.pool.close()  # each setting begins anew, and nothing else is loaded beside it
+            score = one._measure(point, None)
+            taken = one.trials[point].taken[-1] if score is not None else None
+            kept["sweep"][name] = None if taken is None else [taken.score, taken.output_tok_s, taken.ttft_ms]
+            out.write_text(json.dumps(kept, indent=1))
+            spent = time.monotonic() - began
+            told = f"{taken.output_tok_s:.1f} tok/s" if taken is not None else "failed"
+            print(f"{number:4d} of {len(every)}  {name}: {told}   {spent / 60:.1f} min", file=sys.stderr)
+    finally:
+        one.pool.close()
+
+
+def report(knobs: tuple[Knob, ...], kept: dict[str, Any]) -> list[str]:
+    by_name = {words_at(point): point for point in points(knobs)}
+    swept = {name: found for name, found in kept["sweep"].items() if found is not None}
+    pick = tuple(sorted((knob, value) for knob, value in kept["tuned"]["point"]))
+    top = sorted(swept, key=lambda name: -swept[name][0])[:CONTENDERS]
+    names = list(dict.fromkeys([*top, words_at(pick), words_at(())]))
+    one = tuner(knobs, math.inf, Teller())
+    one.ready = made_ready(one.chosen, Silent())
+    one.pool.most = len(names)
+    try:
+        for turn in range(TURNS):
+            for name in names if turn % 2 == 0 else names[::-1]:
+                one._measure(by_name.get(name, pick), None)
+    finally:
+        one.pool.close()
+    taken = {name: one.trials[by_name.get(name, pick)].taken for name in names}
+    middle = {name: statistics.median(each.score for each in found) for name, found in taken.items()}
+    best, mine = max(middle, key=lambda name: middle[name]), words_at(pick)
+    behind = [b.score - a.score for a, b in zip(taken[best], taken[mine], strict=True)]
+    spread = statistics.stdev(behind) / math.sqrt(len(behind)) if best != mine else 0.0
+    lines = ["| setting | swept: tok/s | TTFT ms | in turns: tok/s | TTFT ms |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name in sorted(middle, key=lambda name: -middle[name]):
+        speed = statistics.median(each.output_tok_s or 0 for each in taken[name])
+        first = statistics.median(each.ttft_ms or 0 for each in taken[name])
+        mark = " (**the tuner's**)" if name == mine else ""
+        lines.append(
+            f"| {name}{mark} | {swept[name][1]:.1f} | {swept[name][2]:.0f} | {speed:.1f} | {first:.0f} |"
+            if name in swept
+            else f"| {name}{mark} | | | {speed:.1f} | {first:.0f} |"
+        )
+    used, every = kept["tuned"]["measurements"], len(kept["sweep"])
+    spent = kept["tuned"]["seconds"]
+    ratio = math.exp(middle[mine] - middle[best])
+    return [
+        *lines, "",
+        f"- {every} settings were swept, {every - len(swept)} of them failed.",
+        f"- The tuner took {used} measurements, {used / every:.1%} of the sweep, and with its proof {spent:.0f} s.",
+        f"- By the objective, what it found has {ratio:.1%} of the best (± {1.96 * spread:.1%}), in {TURNS} turns.",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

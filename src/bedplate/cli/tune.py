@@ -1,0 +1,252 @@
+"""bedplate tune: the best settings of one engine on this machine, found by measuring."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bedplate.cli.options import EngineId, IntentFile, Json, ModelName, write_file
+
+if TYPE_CHECKING:
+    from bedplate.values.run import Load
+    from bedplate.values.tuning import Tuned
+    from bedplate.values.workload import Workload
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate tune
+  bedplate tune --engine vllm --concurrency 8 --budget 20m
+  bedplate tune model.gguf --slo ttft_ms=500,tpot_ms=50
+  bedplate tune --objective latency --concurrency 1
+  bedplate tune --knobs threads,ubatch
+  bedplate tune --list                     what can be turned, and what it would do; runs nothing
+  bedplate tune --resume last
+  bedplate tune --export tuned.json        what was found last, for others
+  bedplate tune --import tuned.json
+
+`plan` and `serve` then use what was found, and say so. Ctrl-C stops everything and keeps what was measured.
+Exit codes: 0 better settings are proven; 1 nothing better than the plan was proven."""
+
+
+class Goal(StrEnum):
+    throughput = "throughput"
+    latency = "latency"
+    memory = "memory"
+    energy = "energy"
+    cost = "cost"
+
+
+def tune(
+    model: ModelName = None,
+    file: IntentFile = None,
+    engine: EngineId = None,
+    objective: Annotated[Goal, typer.Option(help="What is to be best.")] = Goal.throughput,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET", help="Requests that miss it do not count: ttft_ms=500,tpot_ms=50.", show_default=False
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests in flight at once.", show_default="4")
+    ] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.", show_default="512")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.", show_default="128")] = None,
+    shared_prefix: Annotated[
+        int | None, typer.Option(min=0, help="Of each prompt, what all begin with.", show_default="0")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="TIME", help="How long it may take, once installed.", show_default="10m")
+    ] = None,
+    knobs: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Turn only these, with commas between them.", show_default=False),
+    ] = None,
+    lossy: Annotated[
+        bool,
+        typer.Option("--lossy", help="Allow weights that answer less faithfully, within what their bits explain."),
+    ] = False,
+    build: Annotated[
+        str, typer.Option(metavar="KIND", help="packages, or native: built from source for this machine.")
+    ] = "packages",
+    price: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Of an hour of this machine, for --objective cost.", show_default=False),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Show what can be turned; run nothing.")] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Go on with one that was ended; `last` is the newest.", show_default=False),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what was found to a small file; alone: the last.", show_default=False),
+    ] = None,
+    import_file: Annotated[
+        Path | None,
+        typer.Option("--import", metavar="FILE", help="Keep what was found elsewhere.", show_default=False),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the front as an SVG picture.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Find the best settings of one engine for your work on this machine, by measuring.
+
+    Starts from the plan, turns one knob after the other, and proves what wins against the engine's own defaults.
+    """
+    import sys
+
+    from bedplate.errors import BadQuestion
+
+    if build not in ("packages", "native"):
+        raise BadQuestion(f"--build {build!r} is not known", hint="packages or native")
+    if import_file is not None:
+        _show(_imported(import_file), json=json, plot=plot)
+        return
+    if export is not None and not (model or file or engine or knobs or resume or list_):
+        write_file(export, _exported(_last()))
+        return
+    named, load, workload = _work(
+        model, file, concurrency=concurrency, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
+        shared_prefix_tokens=shared_prefix,
+    )  # fmt: skip
+    if list_:
+        _list(named, engine, load, workload, native=build == "native", json=json)
+        return
+    from bedplate.measure.questions import read_budget, read_target
+    from bedplate.operate.tune import Stopped
+    from bedplate.operate.tune import tune as run
+    from bedplate.show.terminal import console
+    from bedplate.show.tune import teller_for
+
+    teller = teller_for(console(sys.stderr))
+    stopped: Stopped | None = None
+    with teller:
+        try:
+            tuned = run(
+                named,
+                engine=engine,
+                load=load,
+                objective=objective.value,
+                target=read_target(slo) if slo is not None else workload.latency if workload is not None else None,
+                budget_s=read_budget(budget) if budget is not None else None,
+                knobs=tuple(name.strip() for name in (knobs or "").split(",") if name.strip()),
+                lossy=lossy,
+                native=build == "native",
+                price_per_hour=price,
+                workload=workload,
+                resume="" if resume == "last" else resume,
+                progress=teller,
+                teller=teller,
+            )
+        except Stopped as error:
+            stopped, tuned = error, error.tuned
+    if export is not None:
+        write_file(export, _exported(tuned))
+    _show(tuned, json=json, plot=plot)
+    if stopped is not None:
+        console(sys.stderr).print(f" {stopped}", soft_wrap=True, markup=False)
+        raise typer.Exit(130)
+    raise typer.Exit(0 if tuned.proven else 1)
+
+
+def _work(model: str | None, file: Path | None, **lengths: int | None) -> tuple[str | None, Load, Workload | None]:
+    """The model and the load: as the options say, else as the intent file does, else as `bench` has it."""
+    from bedplate.errors import BadQuestion
+    from bedplate.values.run import Load
+
+    given = {name: value for name, value in lengths.items() if value is not None}
+    if file is None:
+        return model, Load(**{"concurrency": 4, **given}), None  # type: ignore[arg-type]
+    from bedplate.cli.options import intent_from
+
+    intent = intent_from(file, None, model=model)
+    if intent.services:
+        raise BadQuestion("one service is tuned at a time", hint="name its model and its load: bedplate tune MODEL")
+    if isinstance(intent.model, dict):
+        raise BadQuestion("model: facts can be planned, not tuned", hint="name a file, a folder or owner/name")
+    work = intent.workload
+    of_file = {
+        "concurrency": work.in_flight() if work.concurrency or work.users > 1 else 4,
+        "prompt_tokens": work.prompt_tokens,
+        "output_tokens": work.output_tokens,
+        "shared_prefix_tokens": work.shared_prefix_tokens,
+    }
+    return intent.model, Load(**{**of_file, **given}), work  # type: ignore[arg-type]
+
+
+def _list(
+    model: str | None, engine: str | None, load: Load, workload: Workload | None, *, native: bool, json: bool
+) -> None:
+    from bedplate.facts.hardware import probe
+    from bedplate.operate.tune import checked_knobs, chosen_plan
+    from bedplate.run.models import intended_model
+
+    hardware = probe()
+    chosen = chosen_plan(engine, hardware, intended_model(model), load, workload, native=native)
+    found = chosen.engine.knobs(hardware, chosen.plan)
+    checked_knobs(found, (), chosen)
+    if json:
+        from bedplate.values import to_json
+
+        print(to_json(found))  # noqa: T201
+        return
+    from bedplate.show.terminal import console
+    from bedplate.show.tune import render_knobs
+
+    console().print(render_knobs(chosen.engine.name, found))
+
+
+def _last() -> Tuned:
+    from bedplate.errors import BadQuestion
+    from bedplate.facts.hardware import probe
+    from bedplate.store import fingerprint, tunings
+
+    found = next((one for one in tunings(fingerprint(probe())) if one.finished and one.source is None), None)
+    if found is None:
+        raise BadQuestion("nothing was tuned here yet", hint="bedplate tune --export FILE tunes, and then writes it")
+    return found
+
+
+def _exported(tuned: Tuned) -> str:
+    """What others need: the settings, what they brought and on what machine; not each short measurement."""
+    from bedplate.values import replaced, to_json
+
+    return to_json(replaced(tuned, trials=())) + "\n"
+
+
+def _imported(path: Path) -> Tuned:
+    """Kept under the machine that it was found on: used at once on one like it, and a hint on others."""
+    from bedplate.errors import BadQuestion
+    from bedplate.store import add_tuning
+    from bedplate.values import from_json, replaced
+    from bedplate.values.tuning import Tuned
+
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
+    tuned = replaced(from_json(Tuned, text, origin=str(path)), source=path.name)
+    add_tuning(tuned)
+    return tuned
+
+
+def _show(tuned: Tuned, *, json: bool, plot: Path | None) -> None:
+    if plot is not None:
+        from bedplate.show.tune import front_svg
+
+        write_file(plot, front_svg(tuned))
+    if json:
+        from bedplate.values import to_json
+
+        print(to_json(tuned))  # noqa: T201
+        return
+    from bedplate.show.terminal import console
+    from bedplate.show.tune import render_tuned
+
+    console().print(render_tuned(tuned))

@@ -1,0 +1,98 @@
+"""Knobs as plans have them: from chosen values to a plan, and from a plan's own words to its command line. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bedplate.errors import BadQuestion
+from bedplate.values import Launch, Plan, Settings, Weights, replaced
+from bedplate.values.decision import Turned
+from bedplate.values.tuning import Choice, Knob
+
+
+def choice_of(knob: Knob, value: str) -> Choice:
+    found = next((one for one in knob.choices if one.value == value), None)
+    if found is None:
+        known = ", ".join(one.value for one in knob.choices)
+        raise BadQuestion(f"{knob.name} has no value {value!r}", hint=f"there are {known}")
+    return found
+
+
+def turned_plan(plan: Plan, knobs: Iterable[Knob], values: Mapping[str, str]) -> Plan:
+    """The plan with these knobs turned; those that stand where they stood change nothing."""
+    chosen = [
+        (knob, choice_of(knob, values[knob.name])) for knob in knobs if values.get(knob.name, knob.now) != knob.now
+    ]
+    if not chosen:
+        return plan
+    before = plan.settings.turned or Turned()
+    fields: dict[str, Any] = {}
+    options, without, variables, weights = before.options, before.without, dict(before.variables), plan.weights
+    for _, choice in chosen:
+        fields |= dict(choice.settings)
+        options += choice.options
+        without += choice.without
+        variables |= dict(choice.variables)
+        if choice.weights is not None and choice.weights != plan.weights.label:
+            weights = Weights(label=choice.weights, made="converted", format=plan.weights.format)
+    turned = Turned(
+        knobs=(*before.knobs, *((knob.name, choice.value) for knob, choice in chosen)),
+        options=options,
+        without=without,
+        variables=tuple(sorted(variables.items())),
+    )
+    return replaced(plan, weights=weights, settings=replaced(plan.settings, **fields, turned=turned))
+
+
+def with_own_defaults(plan: Plan) -> Plan:
+    return replaced(plan, settings=replaced(plan.settings, turned=Turned(own_defaults=True)))
+
+
+def has_own_defaults(settings: Settings) -> bool:
+    return settings.turned is not None and settings.turned.own_defaults
+
+
+def landed(launch: Launch, settings: Settings) -> Launch:
+    """The launch with what tuning found in the place of what the plan says of the same options."""
+    turned = settings.turned
+    if turned is None or turned.own_defaults:
+        return launch
+    argv = merged(launch.argv, turned.options, turned.without)
+    return replaced(launch, argv=argv, env={**launch.env, **dict(turned.variables)})
+
+
+def merged(argv: Sequence[str], options: Sequence[str], without: Sequence[str] = ()) -> tuple[str, ...]:
+    """A command line whose options of the same name are replaced; the last of several counts."""
+    head, groups = _grouped(argv)
+    _, more = _grouped(options)
+    new = {group[0]: group for group in more}
+    gone = {*new, *without, *(_opposite(name) for name in new)}
+    kept = [group for group in groups if group[0] not in gone]
+    return (*head, *(word for group in (*kept, *new.values()) for word in group))
+
+
+def _grouped(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """What comes before the first long option, and each of these with its values."""
+    head: list[str] = []
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            groups.append([word])
+        elif groups:
+            groups[-1].append(word)
+        else:
+            head.append(word)
+    return head, groups
+
+
+def _opposite(option: str) -> str:
+    return f"--{option.removeprefix('--no-')}" if option.startswith("--no-") else f"--no-{option.removeprefix('--')}"
+
+
+def scale(values: Iterable[int], option: str, *more: str) -> tuple[Choice, ...]:
+    """Numbers as choices of one or several options of the command line."""
+    return tuple(
+        Choice(value=str(value), options=tuple(word for name in (option, *more) for word in (name, str(value))))
+        for value in sorted(set(values))
+    )

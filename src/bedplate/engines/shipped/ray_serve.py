@@ -1,0 +1,260 @@
+"""A Ray node of a cluster on one machine and, on the head node, the Ray Serve application that answers for it.
+
+Runs in Ray's own environment, on what `ray[serve]` brings. Each replica starts the engine's own server, in the engine's
+environment and under a warden, and passes requests on to it. What it starts, and how, says a file that bedplate writes.
+
+    ray-serve head CONFIG --port PORT    starts the head node and the application, which answers on PORT
+    ray-serve node CONFIG --port PORT    starts a further node; PORT is where its agent says how it is
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import logging
+import logging.handlers
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import aiohttp
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+READY = "/bedplate/ready"
+APPLICATION = "bedplate"
+NODE = "BEDPLATE_RAY_NODE"
+RESOURCE = "bedplate_replica"
+LOG_BYTES, LOGS_KEPT = 10_000_000, 4
+TAIL_LINES = 50
+LOOK_S = 0.05
+HEAD_LIMIT_S = 300.0
+HOP = frozenset(["host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive"])
+
+
+class Replica:
+    """One engine and the way to it. It lives as long as its engine does; Serve then makes another."""
+
+    def __init__(self, engine: dict[str, Any]) -> None:
+        _keep_replica_on_loopback()
+        node = int(os.environ.get(NODE, "0"))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
+        self._ready = Path(engine["ready"])
+        env = dict(engine["envs"][node])
+        self._key = secrets.token_urlsafe(32) if engine["key_variable"] else None
+        if self._key is not None:
+            env[engine["key_variable"]] = self._key
+        argv = [word.replace("{port}", str(port)) for word in engine["argv"]]
+        env = {name: value.replace("{port}", str(port)) for name, value in env.items()}
+        # Its stdin is the warden's lifeline: when this process goes, however it goes, the engine goes too.
+        self._process = subprocess.Popen(
+            argv,
+            cwd=engine["cwd"],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self._session: aiohttp.ClientSession | None = None
+        threading.Thread(target=self._keep_log, args=(engine["logs"][node], argv), daemon=True).start()
+        self._wait_until_healthy(self._url + engine["health"], engine["limit_s"])
+        threading.Thread(target=self._end_with_engine, daemon=True).start()
+
+    def _keep_log(self, path: str, argv: list[str]) -> None:
+        log = logging.Logger("engine")
+        log.addHandler(logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOGS_KEPT))
+        log.info("# %s %s", time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(argv))
+        if self._process.stderr is not None:
+            for raw in self._process.stderr:
+                line = raw.decode("utf-8", "replace").rstrip()
+                self._tail.append(line)
+                log.info("%s", line)
+
+    def _wait_until_healthy(self, url: str, limit_s: float) -> None:
+        until = time.monotonic() + limit_s
+        while self._process.poll() is None and time.monotonic() < until:
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310
+                if answer.status == 200:
+                    return
+            time.sleep(LOOK_S)
+        code = self._process.poll()
+        how = f"ended with status {code}" if code is not None else f"was not ready after {limit_s:.0f} s"
+        self._process.kill()
+        raise RuntimeError(f"the engine {how}\n" + "\n".join(self._tail))
+
+    def _end_with_engine(self) -> None:
+        """Serve sees an actor that is gone at once, and one that is ill only when it next asks."""
+        self._process.wait()
+        os._exit(1)
+
+    def check_health(self) -> None:
+        if self._process.poll() is not None:
+            raise RuntimeError("the engine has ended")
+
+    async def __call__(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+        if request.url.path == READY:
+            return PlainTextResponse(
+                "ready" if self._ready.exists() else "starting", 200 if self._ready.exists() else 503
+            )
+        try:
+            answer = await self._asked(request)
+        except OSError as error:
+            message = f"the engine of this replica cannot be reached: {error}"
+            return JSONResponse({"error": {"message": message, "type": "server_error"}}, 502)
+        kind = answer.headers.get("content-type", "application/json")
+        if kind.startswith("text/event-stream"):
+            return StreamingResponse(_events(answer), answer.status, media_type=kind)
+        # Whole or not at all: a part of a body could pass for all of it.
+        async with answer:
+            return Response(await answer.read(), answer.status, media_type=kind)
+
+    async def _asked(self, request: Request) -> aiohttp.ClientResponse:
+        import aiohttp
+
+        if self._session is None:
+            # Engines limit how many they answer at once, and Serve how many it sends here.
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10), connector=aiohttp.TCPConnector(limit=0)
+            )
+        headers = {name: value for name, value in request.headers.items() if name not in HOP}
+        if self._key is not None:
+            headers["authorization"] = f"Bearer {self._key}"
+        target = f"{self._url}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
+        return await self._session.request(request.method, target, data=await request.body(), headers=headers)
+
+
+async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """As they come. Whoever stops reading hangs up on the engine, which then stops; what breaks off here raises."""
+    try:
+        async for data in answer.content.iter_any():
+            yield data
+    finally:
+        answer.close()
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["start"]:
+        return _start(sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=("head", "node"))
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--port", type=int, required=True)
+    asked = parser.parse_args()
+    config = json.loads(asked.config.read_text())
+    start = [sys.executable, "-I", __file__, "start"]
+    up, ready = Path(config["up"]), Path(config["engine"]["ready"])
+    if asked.role == "node":
+        _wait_for_head(up)
+        argv = [*start, *config["node"], "--dashboard-agent-listen-port", str(asked.port)]
+        os.execv(argv[0], argv)  # noqa: S606
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        agent = probe.getsockname()[1]
+    # What is left of an earlier life would tell that this one is there.
+    for mark in (up, ready):
+        mark.unlink(missing_ok=True)
+    head = subprocess.Popen([*start, *config["head"], "--dashboard-agent-listen-port", str(agent)])
+    _wait_for_port(config["address"], head)
+    threading.Thread(target=_serve, args=(config, asked.port), daemon=True).start()
+    return head.wait() or 1
+
+
+def _start(words: list[str]) -> int:
+    """`ray start` that stays in this process's place, on loopback."""
+    from ray.scripts import scripts
+
+    _stay_on_loopback()
+    sys.argv = ["ray", *words]
+    scripts.main()
+    return 0
+
+
+def _stay_on_loopback() -> None:
+    """Ray takes 127.0.0.1 for a slip and listens to the network instead, where anybody could run what they like."""
+    from ray._private import services
+
+    services.resolve_ip_for_localhost = lambda host: host
+
+
+def _keep_replica_on_loopback() -> None:
+    """So does the port on which replicas would take calls from each other."""
+    from ray.serve._private import replica
+
+    bind = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", "127.0.0.1"))
+
+
+def _wait_for_head(up: Path) -> None:
+    """A node that comes before the head node has written itself into the books is turned away."""
+    until = time.monotonic() + HEAD_LIMIT_S
+    while not up.exists():
+        if time.monotonic() > until:
+            sys.exit("the head node is not there")
+        time.sleep(LOOK_S)
+
+
+def _wait_for_port(address: str, process: subprocess.Popen[bytes]) -> None:
+    host, _, port = address.rpartition(":")
+    until = time.monotonic() + HEAD_LIMIT_S
+    while process.poll() is None:
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                sys.exit(f"nothing answers at {address}")
+            time.sleep(LOOK_S)
+
+
+def _serve(config: dict[str, Any], port: int) -> None:
+    """Deploys the application. Without it the node is of no use, and ends."""
+    try:
+        import ray
+        from ray import serve
+
+        _stay_on_loopback()
+        ray.init(address=config["address"], namespace=APPLICATION, log_to_driver=False)
+        Path(config["up"]).touch()
+        quiet = {"enable_access_log": False, "log_level": "WARNING"}
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
+        replica = serve.deployment(
+            Replica,
+            name="engine",
+            num_replicas=config["replicas"],
+            max_ongoing_requests=config["ongoing"],
+            # One for each node, and so as many as there are nodes.
+            ray_actor_options={"num_cpus": 0, "resources": {RESOURCE: 1}},
+            health_check_period_s=2,
+            max_constructor_retry_count=2,
+            graceful_shutdown_timeout_s=5,
+            logging_config=quiet,
+        )
+        serve.run(replica.bind(config["engine"]), name=APPLICATION, route_prefix="/")
+        Path(config["engine"]["ready"]).touch()
+        print(f"{config['replicas']} replicas are ready", flush=True)  # noqa: T201 - its log
+    except BaseException:
+        logging.getLogger().exception("the application could not be deployed")
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

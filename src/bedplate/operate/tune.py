@@ -1,0 +1,860 @@
+"""The best settings of one engine for one kind of work on this machine, found by measuring.
+
+Engines that are compared stay loaded side by side where memory allows, and are measured in turns with short waves of
+requests. What wins is proven at the end in closed loops, as `compare` weighs any two engines.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bedplate import store
+from bedplate._version import __version__
+from bedplate.engines.knobs import turned_plan, with_own_defaults
+from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
+from bedplate.facts.hardware import probe
+from bedplate.judge.compare import compare
+from bedplate.judge.diagnose import bottleneck, ground_for
+from bedplate.judge.tuning import (
+    Climbed,
+    Lever,
+    Move,
+    Point,
+    Teller,
+    climb,
+    front_of,
+    gain_figure,
+    levers_of,
+    score_of,
+)
+from bedplate.measure.agreement import Comparison, Pairs, ask, floor_for, quick_ones, verdict_of
+from bedplate.measure.agreement import compare as compare_answers
+from bedplate.measure.bench import (
+    CONTEXT_SPARE,
+    LEAST_CONTEXT,
+    WARMUP_S,
+    environment_of,
+    hardware_words,
+    stoppable,
+)
+from bedplate.measure.flags import BUSY, SWAPPED_BYTES, flags_of
+from bedplate.measure.load import OwnError, Prepared, Target, measure_apart, prepare
+from bedplate.measure.load import run as run_loop
+from bedplate.measure.reference import reference_for
+from bedplate.measure.starting import Planned, Ready, Started, facts_of, made_ready, planned, running, why
+from bedplate.measure.statistics import half_width
+from bedplate.measure.summary import meets, output_tok_s, summarized, tpots, ttfts
+from bedplate.measure.watch import Meters, Metrics, Watcher
+from bedplate.measure.wave import warmed, wave
+from bedplate.operate.answers import Where, basis_of
+from bedplate.run.prepare import content_id
+from bedplate.run.prepare import prepare as prepare_weights
+from bedplate.run.progress import Progress, Silent
+from bedplate.store import fingerprint
+from bedplate.values import Hardware, Model, Plan, Settings, Workload, replaced
+from bedplate.values.record import Figure
+from bedplate.values.run import Cell, Load, Quality, Repeat, Subject
+from bedplate.values.tuning import (
+    Knob,
+    Objective,
+    Proof,
+    Refused,
+    RefusedKind,
+    Side,
+    Step,
+    Taken,
+    Trial,
+    Tuned,
+    Turn,
+    words_of,
+)
+from bedplate.values.verdict import Answer, Effect, Metric, Verdict
+from bedplate.values.workload import LatencyTarget
+
+if TYPE_CHECKING:
+    from bedplate.measure.builds import BuildExaminer
+
+BUDGET_S = 600.0
+LEAST_GAIN = 1.03
+"""Changing a setting costs nothing, so that less of a gain than for a move to another engine is worth it."""
+TURNS = 3
+PROOF_S = 6.0
+REQUEST_LIMIT_S = 300.0
+MOST_WAITED = {"throughput": 1.45, "cost": 1.45}
+"""Times the best's own wave that a contender is waited for; other objectives may be worth a slower one."""
+WAITED_ELSE = 2.5
+MEMORY_SHARE = 0.6
+"""Of the free memory, what engines that wait for their turn may hold together."""
+MOST_ALIVE = 5
+PROOF_SHARE = 0.6
+"""Of the whole time, what the proof may take at the most."""
+ROUND_PROOF = 100_000
+"""Prompts of the proof are others than those of the search, which no cache may know."""
+LEAST_SEEN, FEW_TOKENS = 3, 16
+"""Requests that a diagnosis needs of a load; alone, their prompt and a few tokens say enough."""
+SPEED_KEPT = 0.9
+"""Of the plan's throughput, what less memory or energy must not go below."""
+ASKED, ASK_AT_ONCE = 48, 4
+"""Next tokens that are compared, and how many of them at a time."""
+LAST_LINES = 3
+OWN: Point = (("", "own defaults"),)
+"""What stands for the engine's own defaults where a setting is expected."""
+
+
+class Stopped(KeyboardInterrupt):
+    """Somebody stopped it; `tuned` has what was measured until then."""
+
+    def __init__(self, tuned: Tuned) -> None:
+        super().__init__(f"stopped; go on with: bedplate tune --resume {tuned.id}")
+        self.tuned = tuned
+
+
+def tune(
+    model: str | None = None,
+    *,
+    engine: str | None = None,
+    load: Load | None = None,
+    objective: Objective = "throughput",
+    target: LatencyTarget | None = None,
+    budget_s: float | None = None,
+    knobs: Sequence[str] = (),
+    more_knobs: Sequence[Knob] = (),
+    lossy: bool = False,
+    native: bool = False,
+    price_per_hour: float | None = None,
+    workload: Workload | None = None,
+    resume: str | None = None,
+    progress: Progress | None = None,
+    teller: Teller | None = None,
+    path: Path | None = None,
+) -> Tuned:
+    """Measures until the best settings are proven or time is up, and keeps what it finds in the store.
+
+    `knobs` restricts what is turned; `more_knobs` adds to it. `lossy` allows weights that answer less faithfully than
+    the plan's, within what their bits explain. `resume` goes on with one that was ended; "" is the newest.
+    """
+    progress, teller = progress or Silent(), teller or Teller()
+    hardware = probe()
+    before = _unfinished(resume, hardware, path) if resume is not None else None
+    if before is not None:
+        model, engine, load, objective = before.asked_model, before.engine, before.load, before.objective
+        target, knobs, lossy, native = before.target, before.knobs, before.lossy, before.build == "native"
+        price_per_hour, workload = before.price_per_hour, before.workload
+    load = load or Load(concurrency=4)
+    facts = facts_of(model, hardware, progress)
+    chosen = chosen_plan(engine, hardware, facts, load, workload, native=native)
+    found = (*chosen.engine.knobs(hardware, chosen.plan), *more_knobs)
+    checked_knobs(found, knobs, chosen)
+    kept = before or Tuned(
+        id=f"{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
+        at=_now(),
+        machine=fingerprint(hardware),
+        hardware=hardware_words(hardware),
+        bedplate=__version__,
+        engine=chosen.engine.id,
+        engine_version=chosen.plan.engine_version,
+        build="native" if native else "wheel",
+        model=facts.name,
+        asked_model=model,
+        weights_id=content_id(facts)[:12] if facts.files else None,
+        load=load,
+        workload=chosen.plan.workload,
+        parallelism=chosen.plan.parallelism,
+        objective=objective,
+        target=target,
+        price_per_hour=price_per_hour,
+        lossy=lossy,
+        knobs=tuple(knobs),
+        budget_s=budget_s or BUDGET_S,
+    )
+    if before is not None and budget_s is not None:
+        kept = replaced(kept, budget_s=kept.spent_s + budget_s)
+    return Tuner(hardware, facts, chosen, found, kept, progress, teller, path).run()
+
+
+def chosen_plan(
+    engine: str | None, hardware: Hardware, facts: Model, load: Load, workload: Workload | None, *, native: bool = False
+) -> Planned:
+    """What `serve` would start for this load without any tuning: the engine that was asked for, or decided."""
+    from bedplate.decide import decide
+
+    longest = load.prompt_tokens + load.output_tokens
+    context = max(LEAST_CONTEXT, longest + CONTEXT_SPARE)
+    work = replaced(
+        workload or Workload(),
+        concurrency=load.concurrency,
+        prompt_tokens=load.prompt_tokens,
+        output_tokens=load.output_tokens,
+        shared_prefix_tokens=load.shared_prefix_tokens,
+        context_tokens=min(context, facts.max_context or context),
+    )
+    if engine is None:
+        engine = decide(hardware, facts, work, installable=True).engine
+        if engine is None:
+            raise AnswerIsNo(f"{facts.name} cannot be served here", hint="bedplate plan says why")
+    return planned(engine, hardware, facts, work, native=native)
+
+
+def checked_knobs(found: Sequence[Knob], asked: Sequence[str], chosen: Planned) -> None:
+    if not found:
+        raise AnswerIsNo(
+            f"bedplate does not know what to turn of {chosen.engine.name}", hint="llama.cpp, vllm and pytorch are tuned"
+        )
+    known = [knob.name for knob in found]
+    for name in asked:
+        if name not in known:
+            raise BadQuestion(f"{chosen.engine.name} has no knob {name!r} here", hint=f"there are {', '.join(known)}")
+
+
+def _unfinished(resume: str, hardware: Hardware, path: Path | None) -> Tuned:
+    kept = store.tunings(fingerprint(hardware), path=path)
+    found = [one for one in kept if (one.id.startswith(resume) if resume else not one.finished) and one.source is None]
+    if not found:
+        raise BadQuestion(
+            f"no tuning is called {resume}" if resume else "no tuning was ended before its time",
+            hint=f"there are {', '.join(one.id for one in kept[:5])}" if kept else "bedplate tune begins one",
+        )
+    if found[0].finished:
+        raise BadQuestion(f"tuning {found[0].id} has come to its end", hint="bedplate tune begins another")
+    return found[0]
+
+
+@dataclass
+class Alive:
+    """An engine that answers, and what is read of it."""
+
+    ready: Ready
+    started: Started
+    target: Target
+    meters: Meters
+    stack: ExitStack
+
+    @property
+    def where(self) -> Where:
+        return Where(self.started.url, self.started.key, self.ready.plan.model.served_name)
+
+
+@dataclass
+class Pool:
+    """Engines that stay loaded between their turns, the one that was used longest ago given up first."""
+
+    most: int
+    running: dict[Point, Alive] = field(default_factory=dict)
+
+    def get(self, point: Point, make: Callable[[], Ready]) -> Alive:
+        if (one := self.running.pop(point, None)) is not None:
+            if not one.started.died:
+                self.running[point] = one  # used last
+                return one
+            one.stack.close()
+        while len(self.running) >= self.most:
+            self.end(next(iter(self.running)))
+        ready = make()
+        stack = ExitStack()
+        try:
+            started = stack.enter_context(running(ready, Silent()))
+        except BaseException:
+            stack.close()
+            raise
+        meters = Meters()
+        meters.pid = started.pid
+        meters.on_card = ready.plan.settings.device not in ("cpu", "metal")
+        host, port = started.backend.address or ("127.0.0.1", 0)
+        meters.metrics = Metrics(f"http://{host}:{port}", started.backend.engine_key, ready.planned.engine.read)
+        target = Target.of(started.url, key=started.key, model=ready.plan.model.served_name)
+        self.running[point] = Alive(ready, started, target, meters, stack)
+        return self.running[point]
+
+    def end(self, point: Point) -> None:
+        if (one := self.running.pop(point, None)) is not None:
+            one.stack.close()
+
+    def close(self) -> None:
+        for point in list(self.running):
+            self.end(point)
+
+
+class Tuner:
+    """One tuning under way."""
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        facts: Model,
+        chosen: Planned,
+        knobs: Sequence[Knob],
+        kept: Tuned,
+        progress: Progress,
+        teller: Teller,
+        path: Path | None,
+    ) -> None:
+        self.hardware, self.facts, self.chosen, self.knobs = hardware, facts, chosen, tuple(knobs)
+        self.kept, self.progress, self.teller, self.path = kept, progress, teller, path
+        self.pool = Pool(1)
+        self.ready: Ready | None = None
+        self.prepared: Prepared | None = None
+        self.pairs: Pairs = ()
+        self.qualities: dict[Point, Quality] = {}
+        self.best: Point = ()
+        self.answers_of: dict[Point, tuple[bool, Quality]] = {}
+        self.trials: dict[Point, Trial] = {point_of(one): one for one in kept.trials}
+        self._replay = {point: list(one.taken) for point, one in self.trials.items()}
+        self._wave_s: dict[Point, float] = {}
+        self._number = sum(len(one.taken) for one in kept.trials)
+        self._own: OwnError | bool = True
+        self._spent_before = kept.spent_s
+        self._began = time.monotonic()
+
+    # the whole
+
+    def run(self) -> Tuned:
+        self.ready = made_ready(self.chosen, self.progress, _examiner(self.chosen))
+        self.kept = replaced(self.kept, engine_version=self.ready.plan.engine_version, build=self.ready.build)
+        self.pool.most = self._room(None)
+        self.teller.begun(self.kept, self.knobs)
+        self._began = time.monotonic()
+        with stoppable():
+            try:
+                found = self._searched()
+                self._prove(found)
+                self._keep(finished=True)
+            except KeyboardInterrupt:
+                self._keep()
+                raise Stopped(self.kept) from None
+            except BedplateError:
+                self._keep()
+                raise
+            finally:
+                self.pool.close()
+        return self.kept
+
+    @property
+    def spent_s(self) -> float:
+        return self._spent_before + time.monotonic() - self._began
+
+    @property
+    def left_s(self) -> float:
+        return self.kept.budget_s - self.spent_s
+
+    def _keep(self, **changes: object) -> None:
+        trials = tuple(self.trials.values())
+        count = sum(len(one.taken) for one in trials)
+        wrong = {one.turned for one in self.kept.refused}
+        sound = [one for one in trials if one.own_defaults or not one.turned or one.turned not in wrong]
+        front = front_of(sound, lambda one: "own defaults" if one.own_defaults else words_of(one.turned))
+        self.kept = replaced(
+            self.kept, trials=trials, measurements=count, spent_s=round(self.spent_s, 1), front=front, **changes
+        )
+        store.add_tuning(self.kept, self.path)
+
+    # the search
+
+    def _searched(self) -> Climbed:
+        self._first_look()
+        only = self.kept.knobs
+        levers = hinted(levers_of(self.knobs, self.kept.limit, only), self._hints())
+        return climb(
+            levers,
+            self._measure,
+            accept=self._accept,
+            more=self._more,
+            refused=self._refused(),
+            width=max(1, self.pool.most - 1) if self.pool.most > 1 else 3,
+        )
+
+    def _first_look(self) -> None:
+        """The plan as it is, and the engine's own defaults: what everything is held against, and what binds."""
+        self.kept = replaced(self.kept, steps=(), proofs=(), sides=())
+        if self._measure((), None) is None:
+            raise OutsideFailed(
+                f"{self.chosen.engine.name} could not be measured as planned", cause=self._last_refusal(),
+                hint=f"bedplate bench --engines {self.chosen.engine.id}",
+            )  # fmt: skip
+        self.pool.most = self._room(self.trials[()])
+        plan_quality = self._quality(())
+        if plan_quality.verdict == "broken":
+            raise AnswerIsNo(
+                f"{self.chosen.engine.name} gives wrong answers here as planned", cause=plan_quality.note,
+                hint="nothing that is faster would help; bedplate plan --why-not says more",
+            )  # fmt: skip
+        self._diagnose()
+        self._measure(OWN, None)
+
+    def _diagnose(self) -> None:
+        """What binds, from the plan's wave and from a request alone; what is known of it stays."""
+        if self.kept.diagnosis is not None:
+            return
+        load = self.kept.load
+        alone = replaced(load, concurrency=1, output_tokens=min(load.output_tokens, FEW_TOKENS))
+        cells = []
+        for one in [alone, load] if load.concurrency != 1 else [load]:
+            self._say(f"the plan with {one.concurrency} in flight, to see what binds")
+            repeats = [self._planned] if one is load and self._planned is not None else []
+            while sum(len(repeat.samples) for repeat in repeats) < LEAST_SEEN:
+                repeat, _ = self._watched(self._alive(()), one, REQUEST_LIMIT_S)
+                if repeat is None:
+                    return
+                repeats.append(repeat)
+            cells.append(self._cell((), one, tuple(repeats), "plan"))
+        ground = ground_for(cells[-1].subject, self.facts, self.hardware, environment_of(self.hardware))
+        found = bottleneck(cells, ground)
+        self.kept = replaced(self.kept, limit=found.limit, diagnosis=found.text)
+        self.teller.diagnosed(found)
+
+    def _measure(self, point: Point, bar: float | None) -> float | None:
+        """One wave; what was measured before this run was ended is not measured again."""
+        if replay := self._replay.get(point):
+            return replay.pop(0).score
+        turned = turns_of(point)
+        try:
+            alive = self._alive(point)
+            self._say(words_at(point))
+            limit_s = self._limit_s(point, bar)
+            repeat, used = self._watched(alive, self.kept.load, limit_s)
+        except (OutsideFailed, AnswerIsNo) as error:
+            self.pool.end(point)
+            self._refuse(point, "start", why(error), _tail(error))
+            return None
+        except OSError as error:
+            died = point in self.pool.running and self.pool.running[point].started.died
+            self.pool.end(point)
+            self._refuse(point, "died" if died else "errors", str(error) or type(error).__name__, ())
+            return None
+        if used.swapped_bytes is not None and used.swapped_bytes > SWAPPED_BYTES:
+            self._refuse(point, "swapped", f"{used.swapped_bytes / 1e6:.0f} MB went to swap while it was measured", ())
+            return None
+        taken = self._taken(repeat, used, limit_s, bar)
+        if taken is None:
+            failed = [one.error or one.outcome for one in repeat.samples if one.outcome != "ok"] if repeat else []
+            self._refuse(point, "errors", failed[0] if failed else "no figures for this objective", tuple(failed[:3]))
+            return None
+        if not taken.cut:
+            self._wave_s[point] = taken.seconds
+        if not point and self._planned is None:
+            self._planned = repeat
+        before = self.trials.get(point) or Trial(
+            turned=turned, own_defaults=point == OWN, start_s=round(alive.started.start_s, 2)
+        )
+        self.trials[point] = replaced(before, taken=(*before.taken, taken))
+        self._keep()
+        self.teller.taken(turned, taken, self.kept)
+        return taken.score
+
+    def _limit_s(self, point: Point, bar: float | None) -> float:
+        usual = self._wave_s.get(self.best)
+        if bar is None or usual is None or point == self.best:
+            return REQUEST_LIMIT_S
+        return usual * MOST_WAITED.get(self.kept.objective, WAITED_ELSE) + 0.5
+
+    def _watched(self, alive: Alive, load: Load, limit_s: float) -> tuple[Repeat | None, _Used]:
+        with Watcher(alive.meters) as watcher:
+            watcher.mark("begin")
+            self._number += 1
+            repeat = run_loop(wave(alive.target, load, self._known(alive), self._number, limit_s))
+            watcher.mark("end")
+        use, engine = watcher.seen()
+        if use.other_cpu_share is not None and use.other_cpu_share > BUSY and not self._busy_told:
+            self._busy_told = True
+            share = f"{use.other_cpu_share:.0%}"
+            note = (
+                f"other programs took {share} of the processors while this was measured: the figures are worse for it"
+            )
+            self.kept = replaced(self.kept, notes=(*self.kept.notes, note))
+            self.progress.note(note)
+        energy = use.energy_j
+        made = sum(one.output_tokens or 0 for one in repeat.samples) if repeat is not None else 0
+        peak = use.peak_gpu_bytes if alive.meters.on_card and use.peak_gpu_bytes else use.peak_memory_bytes
+        used = _Used(peak, energy / made if energy is not None and made else None, use.swapped_bytes)
+        return (replaced(repeat, use=use, engine=engine) if repeat is not None else None), used
+
+    _busy_told = False
+    _planned: Repeat | None = None
+    """The plan's own first wave."""
+
+    def _known(self, alive: Alive) -> Prepared:
+        """What the load generator has to know of the endpoint; all settings of one engine cut text alike."""
+        if self.prepared is None:
+            self.prepared = run_loop(prepare(alive.target, self.kept.load))
+        return self.prepared
+
+    def _taken(self, repeat: Repeat | None, used: _Used, limit_s: float, bar: float | None) -> Taken | None:
+        tuned = self.kept
+        if repeat is None:
+            # Who is slower than the bar by so much is out of the race; by how much nobody needs to know.
+            return None if bar is None else Taken(at=_now(), seconds=round(limit_s, 3), score=bar, cut=True)
+        if any(one.outcome != "ok" for one in repeat.samples):
+            return None
+        speed = output_tok_s(repeat, tuned.load)
+        first, each = _middle(ttfts(repeat.samples)), _middle(tpots(repeat.samples))
+        share = None
+        if tuned.target is not None:
+            share = statistics.fmean(meets(one, tuned.target) for one in repeat.samples)
+        plan = self.trials.get(())
+        floor = plan.best.output_tok_s if plan is not None and plan.best is not None else None
+        score = score_of(
+            tuned.objective, output_tok_s=speed, ttft_ms=first, tpot_ms=each, peak_memory_bytes=used.memory_bytes,
+            energy_j_per_token=used.energy_j, on_target=share, floor_tok_s=SPEED_KEPT * floor if floor else None,
+        )  # fmt: skip
+        if score is None:
+            if tuned.objective == "energy":
+                raise AnswerIsNo("nothing here tells how much energy is used", hint="NVIDIA cards and Intel's RAPL do")
+            return None
+        return Taken(
+            at=repeat.at or _now(), seconds=round(repeat.seconds, 3), score=score, output_tok_s=speed, ttft_ms=first,
+            tpot_ms=each, peak_memory_bytes=used.memory_bytes, energy_j_per_token=used.energy_j,
+        )  # fmt: skip
+
+    def _more(self) -> bool:
+        return self.left_s > self._reserve_s()
+
+    def _reserve_s(self) -> float:
+        """What the proof will take, by what the waves took: each stretch of a closed loop is two of them."""
+        waves = [self._wave_s.get(point) for point in {OWN, (), self.best}]
+        each = [WARMUP_S + max(PROOF_S, one) + one for one in waves if one is not None]
+        return min(TURNS * sum(each), PROOF_SHARE * self.kept.budget_s)
+
+    def _say(self, what: str) -> None:
+        own, best = self.trials.get(OWN), self.trials.get(self.best)
+        ahead = ""
+        if own is not None and best is not None and own.best is not None and best.best is not None:
+            ahead = f"best so far {math.exp(best.best.score - own.best.score):.2f} × the engine's own defaults"
+            ahead += f" ({words_at(self.best)})"
+        self.teller.doing(what, ahead, max(0.0, self.left_s))
+
+    # engines
+
+    def _alive(self, point: Point) -> Alive:
+        fresh = point not in self.pool.running
+        if fresh:
+            self._say(f"starting {words_at(point)}")
+        alive = self.pool.get(point, lambda: self._readied(point))
+        if fresh:
+            run_loop(warmed(alive.target, self.kept.load, self._known(alive), REQUEST_LIMIT_S))
+        return alive
+
+    def _plan_at(self, point: Point) -> Plan:
+        plan = self.ready.plan if self.ready is not None else self.chosen.plan
+        return with_own_defaults(plan) if point == OWN else turned_plan(plan, self.knobs, dict(point))
+
+    def _readied(self, point: Point) -> Ready:
+        if self.ready is None:
+            raise RuntimeError("nothing is installed yet")
+        plan, base = self._plan_at(point), self.ready
+        folder = base.folder
+        if plan.weights != base.plan.weights:
+            steps = self.chosen.engine.launch(plan, 0).prepare
+            by_hand = self.chosen.engine.by_hand(plan)
+            steps = tuple(step for step in steps if step not in by_hand)
+            folder = prepare_weights(plan, steps, base.environment, self.progress)
+        return Ready(replace(self.chosen, plan=plan), plan, base.environment, folder)
+
+    def _room(self, trial: Trial | None) -> int:
+        """How many engines may be loaded at once; those that take a card's memory in advance come one by one."""
+        settings: Settings = self.chosen.plan.settings
+        if settings.memory_share is not None or settings.device != "cpu":
+            return 1
+        each = trial.best.peak_memory_bytes if trial is not None and trial.best is not None else None
+        if each is None:
+            return 2
+        import psutil
+
+        free = psutil.virtual_memory().available + each * len(self.pool.running)
+        return max(2, min(MOST_ALIVE, int(MEMORY_SHARE * free / (1.5 * each))))
+
+    # answers
+
+    def _accept(self, point: Point, move: Move) -> bool:
+        """A winner is kept only if it answers as the plan does, where it may answer otherwise."""
+        knob = next(one for one in self.knobs if one.name == move.lever.name)
+        if "answers" in knob.risk:
+            found = self._quality(point)
+            if found.verdict != "ok":
+                kind: RefusedKind = "answers"
+                self._refuse(point, kind, found.note or "its answers could not be checked", self._evidence, move)
+                return False
+        self.best = point
+        return True
+
+    def _quality(self, point: Point) -> Quality:
+        """Next tokens beside the reference's, or beside the plan's own where there is none."""
+        alive = self._alive(point)
+        self._say(f"comparing answers of {words_at(point)}")
+        plan = self.ready.plan if self.ready is not None else self.chosen.plan
+        if not self.pairs:
+            reference = reference_for(plan.source or plan.model)
+            if reference is not None:
+                self.pairs = quick_ones(reference.known(), ASKED)
+            else:
+                self.pairs = run_loop(basis_of(plan, plan, alive.where, most=ASKED)).pairs
+                self.kept = replaced(
+                    self.kept,
+                    notes=(
+                        *self.kept.notes,
+                        "there is no reference for these weights: answers are held against the plan's own",
+                    ),
+                )
+        said = run_loop(
+            ask(alive.where.url, self.pairs, model=alive.where.name, key=alive.where.key, in_flight=ASK_AT_ONCE)
+        )
+        found = compare_answers(self.pairs, said)
+        floor = floor_for(plan) if not self.kept.lossy else min(floor_for(plan), floor_for(alive.ready.plan))
+        verdict, note = verdict_of(found, floor)
+        self._evidence = evidence_words(found)
+        quality = Quality(
+            asked=found.asked,
+            agreement=found.agreed / found.answered if found.answered else None,
+            verdict=verdict,
+            note=note,
+        )
+        self.qualities[point] = quality
+        return quality
+
+    _evidence: tuple[str, ...] = ()
+
+    # what is never proposed again
+
+    def _refused(self) -> set[tuple[str, str]]:
+        known = store.refused_settings(self.kept.machine, self.kept.engine, path=self.path)
+        same = [one for one in known if (one.engine_version, one.model) == (self.kept.engine_version, self.kept.model)]
+        # What answers too loosely for one may be what another asks for.
+        same = [one for one in same if one.kind != "answers" or not self.kept.lossy]
+        self.kept = replaced(self.kept, refused=tuple(dict.fromkeys((*self.kept.refused, *same))))
+        return {(one.turn.knob, one.turn.value) for one in same}
+
+    def _refuse(
+        self, point: Point, kind: RefusedKind, why_: str, evidence: tuple[str, ...], move: Move | None = None
+    ) -> None:
+        turned = turns_of(point)
+        changed = [one for one in turned if (one.knob, one.value) not in self.best]
+        turn = (
+            Turn(knob=move.lever.name, value=move.value)
+            if move is not None
+            else (changed or [Turn(knob="plan", value="as planned")])[0]
+        )
+        if point == OWN:
+            turn = Turn(knob="own defaults", value="on")
+        found = Refused(
+            at=_now(), machine=self.kept.machine, engine=self.kept.engine, engine_version=self.kept.engine_version,
+            model=self.kept.model, turn=turn, turned=turned, kind=kind, why=why_, evidence=evidence,
+        )  # fmt: skip
+        self.kept = replaced(self.kept, refused=(*self.kept.refused, found))
+        if point not in ((), OWN):
+            store.add_refused(found, self.path)
+        self.teller.refused(found)
+
+    def _last_refusal(self) -> str | None:
+        return self.kept.refused[-1].why if self.kept.refused else None
+
+    def _hints(self) -> set[str]:
+        """Knobs that helped the same engine with this model elsewhere."""
+        others = store.tunings(None, path=self.path)
+        found = [one for one in others if one.engine == self.kept.engine and one.model == self.kept.model]
+        return {step.turn.knob for one in found if one.id != self.kept.id for step in one.steps}
+
+    # the proof
+
+    def _prove(self, found: Climbed) -> None:
+        self.best = found.best
+        steps = tuple(
+            Step(
+                turn=Turn(knob=one.move.lever.name, value=one.move.value),
+                before=one.before,
+                gain=gain_figure(one.gains),
+            )
+            for one in found.kept
+        )
+        notes = self.kept.notes if found.whole else (*self.kept.notes, "time was up before everything was tried")
+        self._keep(steps=steps, notes=notes)
+        for step in steps:
+            self.teller.kept(step)
+        names = {OWN: "own defaults", (): "plan", **({self.best: "tuned"} if self.best else {})}
+        points = [point for point in names if point in self.trials]
+        if self.best and self.best not in self.qualities:
+            self._quality(self.best)
+        self.pool.most = max(self.pool.most, len(points)) if self.pool.most > 1 else 1
+        repeats: dict[Point, list[Repeat]] = {point: [] for point in points}
+        for turn in range(TURNS):
+            for point in points if turn % 2 == 0 else points[::-1]:
+                self._say(f"proof, turn {turn + 1} of {TURNS}: {names[point]}")
+                repeats[point].append(self._stretch(point, len(repeats[point])))
+        cells = {point: self._cell(point, self.kept.load, tuple(repeats[point]), names[point]) for point in points}
+        cells = {point: replaced(cell, flags=flags_of(cell)) for point, cell in cells.items()}
+        sides = tuple(self._side(point, cells[point], names[point]) for point in points)
+        proofs = tuple(self._proof(cells, names, point) for point in (OWN, ()) if self.best and point in cells)
+        self.kept = replaced(self.kept, sides=sides, proofs=proofs)
+
+    def _stretch(self, point: Point, number: int) -> Repeat:
+        alive, load = self._alive(point), self.kept.load
+        with Watcher(alive.meters) as watcher:
+            repeat = measure_apart(
+                alive.target,
+                load,
+                prepared=self._known(alive),
+                seconds=PROOF_S,
+                warmup_s=WARMUP_S,
+                least_requests=load.concurrency,
+                most_seconds=REQUEST_LIMIT_S,
+                timeout_s=REQUEST_LIMIT_S,
+                round=ROUND_PROOF + self._number,
+                check=self._own,
+                watch=watcher.mark,
+            )
+        self._number += 1
+        client = repeat.client
+        if client.error_p50_ms is not None and client.error_p99_ms is not None:
+            self._own = OwnError(
+                p50_ms=client.error_p50_ms, p99_ms=client.error_p99_ms, streams=load.concurrency or 1, samples=0
+            )
+        use, engine = watcher.seen()
+        return replaced(repeat, use=use, engine=engine)
+
+    def _cell(self, point: Point, load: Load, repeats: tuple[Repeat, ...], name: str) -> Cell:
+        plan = self._plan_at(point)
+        subject = Subject(
+            engine=plan.engine, engine_version=plan.engine_version, model=self.facts.name,
+            quantization=plan.weights.label, weights_id=self.kept.weights_id, device=plan.settings.device,
+            parallelism=plan.parallelism, settings=plan.settings, build=self.kept.build,
+            start_s=self.trials[point].start_s,
+        )  # fmt: skip
+        return Cell(
+            id=f"{self.kept.id}:{name}:{load.concurrency}", run=self.kept.id, at=repeats[0].at or _now(),
+            machine=self.kept.machine, subject=subject, load=load, repeats=repeats,
+            warmup=sum(one.warmup for one in repeats), exact_output=all(one.exact_output for one in repeats),
+            quality=self.qualities.get(point), notes=name, halt="most",
+        )  # fmt: skip
+
+    def _side(self, point: Point, cell: Cell, name: str) -> Side:
+        found, plan = summarized(cell), self._plan_at(point)
+        launch = self.chosen.engine.launch(plan, 8080)
+        peak = (
+            found.peak_gpu_bytes if cell.subject.device != "cpu" and found.peak_gpu_bytes else found.peak_memory_bytes
+        )
+        return Side(
+            name=name,  # type: ignore[arg-type]
+            turned=turns_of(point),
+            settings=plan.settings,
+            weights=plan.weights,
+            argv=launch.argv,
+            variables=tuple(launch.env.items()),
+            output_tok_s=_figure([output_tok_s(one, cell.load) for one in cell.repeats]),
+            ttft_ms=_figure([_middle(ttfts(one.samples)) for one in cell.repeats]),
+            tpot_ms=_figure([_middle(tpots(one.samples)) for one in cell.repeats]),
+            peak_memory_bytes=peak,
+            energy_j_per_token=found.energy_j_per_token,
+            quality=cell.quality,
+            cell=cell.id,
+        )
+
+    def _proof(self, cells: dict[Point, Cell], names: dict[Point, str], against: Point) -> Proof:
+        other, tuned = cells[against], cells[self.best]
+        try:
+            verdict = compare(
+                [other], [tuned], target=self.kept.target, allow=("quantization", "weights"), least_gain=LEAST_GAIN
+            )
+        except BadQuestion as error:
+            return Proof(against=names[against], answer="not proven", text=why(error))  # type: ignore[arg-type]
+        speed, first = _effect(verdict, "output_tok_s"), _effect(verdict, "ttft_ms")
+        return Proof(
+            against=names[against],  # type: ignore[arg-type]
+            answer=answer_of(self.kept.objective, verdict, other, tuned),
+            text=verdict.text,
+            output_tok_s=speed.gain if speed is not None else None,
+            ttft_ms=first.gain if first is not None else None,
+        )
+
+
+@dataclass(frozen=True)
+class _Used:
+    memory_bytes: int | None
+    energy_j: float | None
+    """For each token."""
+    swapped_bytes: int | None
+
+
+def answer_of(objective: Objective, verdict: Verdict, other: Cell, tuned: Cell) -> Answer:
+    """What `compare` says of the throughput; for other objectives the same care, on their own figures."""
+    if objective in ("throughput", "cost") or verdict.constraint in ("quality", "errors"):
+        return verdict.answer
+    speed = _effect(verdict, "output_tok_s")
+    if objective == "latency":
+        first, each = _effect(verdict, "ttft_ms"), _effect(verdict, "tpot_ms")
+        if first is None or each is None:
+            return "not proven"
+        gain = first.gain.value * each.gain.value
+        sure = min(first.sure_high, each.sure_high) >= 1 and max(first.sure_low, each.sure_low) > 1
+        return "migrate" if gain >= LEAST_GAIN**2 and sure else "not proven"
+    one, two = summarized(other), summarized(tuned)
+    before, after = (
+        (one.peak_memory_bytes, two.peak_memory_bytes)
+        if objective == "memory"
+        else (one.energy_j_per_token, two.energy_j_per_token)
+    )
+    if not before or not after or speed is None:
+        return "not proven"
+    return "migrate" if before / after >= LEAST_GAIN and speed.gain.high >= SPEED_KEPT else "not proven"
+
+
+def _effect(verdict: Verdict, metric: Metric) -> Effect | None:
+    return next((one for one in verdict.effects if one.metric == metric), None)
+
+
+def hinted(levers: Sequence[Lever], names: set[str]) -> tuple[Lever, ...]:
+    """What helped elsewhere comes before the rest, and after what changes everything."""
+    return tuple(sorted(levers, key=lambda lever: (not lever.alone, lever.name not in names)))
+
+
+def point_of(trial: Trial) -> Point:
+    return OWN if trial.own_defaults else tuple(sorted((one.knob, one.value) for one in trial.turned))
+
+
+def turns_of(point: Point) -> tuple[Turn, ...]:
+    return () if point == OWN else tuple(Turn(knob=knob, value=value) for knob, value in point)
+
+
+def words_at(point: Point) -> str:
+    return "the engine's own defaults" if point == OWN else "the plan" if not point else words_of(turns_of(point))
+
+
+def evidence_words(found: Comparison) -> tuple[str, ...]:
+    return tuple(
+        f"after …{one.prefix[-40:]!r} it says {one.got!r}, and not {one.expected!r}"
+        for one in found.evidence[:LAST_LINES]
+    )
+
+
+def _tail(error: BedplateError) -> tuple[str, ...]:
+    return tuple(part for part in (error.cause, error.hint) if part)
+
+
+def _middle(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _figure(values: Sequence[float | None]) -> Figure | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    middle, wide = statistics.fmean(known), half_width(known) or 0.0
+    words = f"{len(known)} repeats in turns"
+    return Figure(value=middle, low=max(0.0, middle - wide), high=middle + wide, basis="measured", source=words)
+
+
+def _examiner(chosen: Planned) -> BuildExaminer | None:
+    if not chosen.native:
+        return None
+    from bedplate.measure.builds import BuildExaminer
+
+    return BuildExaminer()
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,88 @@
+"""One simulated replica, calibrated on one and four requests in flight, against what was measured with more."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUNS = ROOT / "tests" / "captures" / "runs"
+WITHIN = 0.20
+
+
+@pytest.fixture(scope="module")
+def here() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("simulate_here", ROOT / "benchmarks" / "simulate" / "here.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = found  # for its named tuples
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def lines(here: ModuleType) -> dict[tuple[str, int], Any]:
+    found: dict[tuple[str, int], Any] = {}
+    for name in ("two-cores-llama", "two-cores-vllm", "h200-llama"):
+        (one,) = here.held(here.read(RUNS / f"{name}.json.xz"))
+        found |= {(name, line.in_flight): line for line in one.lines}
+    return found
+
+
+def off(ours: float, theirs: float) -> float:
+    return ours / theirs - 1
+
+
+FORETOLD = [("two-cores-llama", 8), ("two-cores-vllm", 8), ("two-cores-vllm", 16), ("h200-llama", 16)]
+
+
+@pytest.mark.parametrize("which", FORETOLD, ids=lambda which: f"{which[0]}-{which[1]}")
+def test_throughput_and_time_per_token_are_foretold(lines: dict[tuple[str, int], Any], which: tuple[str, int]) -> None:
+    line = lines[which]
+    assert line.role == "foretold"
+    assert abs(off(line.ours.tok_s, line.theirs.tok_s)) < WITHIN
+    assert abs(off(line.ours.tpot, line.theirs.tpot)) < WITHIN
+
+
+@pytest.mark.parametrize("which", FORETOLD, ids=lambda which: f"{which[0]}-{which[1]}")
+def test_the_slowest_first_tokens_are_foretold(lines: dict[tuple[str, int], Any], which: tuple[str, int]) -> None:
+    """vLLM at 8 computed two to four prompts in a pass, dearer for each than the one that it had at 4."""
+    wide = 0.30 if which == ("two-cores-vllm", 8) else WITHIN
+    assert abs(off(lines[which].ours.ttft_p95, lines[which].theirs.ttft_p95)) < wide
+
+
+@pytest.mark.parametrize("which", [("two-cores-llama", 4), ("two-cores-vllm", 4), ("h200-llama", 4)], ids=str)
+def test_what_it_was_calibrated_on_comes_out(lines: dict[tuple[str, int], Any], which: tuple[str, int]) -> None:
+    line = lines[which]
+    assert line.role == "learnt from"
+    assert abs(off(line.ours.ttft, line.theirs.ttft)) < 0.1 and abs(off(line.ours.tok_s, line.theirs.tok_s)) < 0.11
+
+
+def test_a_further_sequence_costs_between_a_prompts_token_and_the_last_one(here: ModuleType) -> None:
+    guess = here.Guess(pass_s=0.01, sequence_s=0.004, prompt_token_s=0.001, share=1.0)
+    steps = guess.steps(16, 64, 4).decode_s
+    assert steps[4] - steps[3] == pytest.approx(0.004)
+    assert steps[16] - steps[15] == pytest.approx(0.002)
+    dear = here.Guess(pass_s=0.01, sequence_s=0.001, prompt_token_s=0.004, share=1.0)
+    assert dear.decode_s(16, 4) == pytest.approx(0.026), "never more than the last one"
+
+
+def test_the_speeds_of_an_uneven_machine_are_spread_about_one(here: ModuleType) -> None:
+    assert here.speeds(0.0) == [1.0] * 9
+    found = here.speeds(0.2)
+    assert sum(found) / 9 == pytest.approx(1.0) and found == sorted(found) and found[-1] / found[0] > 1.5
+
+
+def test_a_percentile_is_straight_between_ranks(here: ModuleType) -> None:
+    assert here.share_of([1.0], 0.95) == 1.0
+    assert here.share_of([0.0, 10.0], 0.5) == 5.0
+    assert here.share_of([float(one) for one in range(21)], 0.95) == 19.0
+
+
+def test_an_engine_that_was_not_measured_at_all_of_them_is_left_out(here: ModuleType) -> None:
+    assert here.held(here.read(RUNS / "h200-llama.json.xz"), learn=(1, 2)) == []

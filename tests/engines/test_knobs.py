@@ -1,0 +1,103 @@
+"""Knobs: every value of every engine lands in its command line, which stays one that the engine takes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engines.argv import parsed, published
+from tests.engines.plans import machine, model, plan
+
+from bedplate.engines import engine
+from bedplate.engines.knobs import merged, turned_plan, with_own_defaults
+from bedplate.errors import BadQuestion
+from bedplate.facts.known_models import with_label
+from bedplate.values import Plan, from_json, replaced, to_json
+from bedplate.values.tuning import Choice, Knob
+
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+WORDS = st.lists(st.sampled_from(["--a", "--b", "--no-c", "--c", "1", "x y", "-m"]), max_size=8)
+
+
+def planned(engine_id: str, on: str) -> Plan:
+    one = engine(engine_id)
+    which = model(LLAMA, folder=True)
+    if engine_id == "llama.cpp":
+        which = replaced(with_label(which, "Q4_1"), format="gguf", files=("/models/it is here/a.gguf",))
+    return plan(one, machine(on, 1), which)
+
+
+CASES = [("llama.cpp", "cpu"), ("llama.cpp", "RTX 4090"), ("vllm", "cpu"), ("vllm", "H100 SXM"), ("pytorch", "cpu"),
+         ("pytorch", "RTX 4090")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("engine_id", "on"), CASES)
+def test_every_value_of_every_knob_gives_a_command_that_the_engine_takes(engine_id: str, on: str) -> None:
+    one, chosen = engine(engine_id), planned(engine_id, on)
+    knobs = one.knobs(machine(on, 1), chosen)
+    assert knobs and len({knob.name for knob in knobs}) == len(knobs)
+    before = one.launch(chosen, 8000)
+    file = {"llama.cpp": "llama_cpp"}.get(engine_id, engine_id)
+    for knob in knobs:
+        values = [choice.value for choice in knob.choices]
+        assert knob.now in values and len(set(values)) == len(values) and 0 < knob.prior < 1
+        for choice in knob.choices:
+            turned = turned_plan(chosen, knobs, {knob.name: choice.value})
+            after = one.launch(turned, 8000)
+            if choice.value == knob.now:
+                assert turned == chosen
+                continue
+            assert after != before, f"{knob.name} {choice.value} changes nothing"
+            words = list(after.argv)
+            start = next(number for number, word in enumerate(words) if word.startswith("--"))
+            parsed(file, [*(["MODEL"] if published(file)["positional"] else []), *words[start:]])
+            for name, value in choice.variables:
+                assert after.env[name] == value
+            assert from_json(Plan, to_json(turned)) == turned
+
+
+@pytest.mark.parametrize(("engine_id", "on"), CASES)
+def test_own_defaults_name_the_model_the_address_and_little_else(engine_id: str, on: str) -> None:
+    one, chosen = engine(engine_id), planned(engine_id, on)
+    bare = one.launch(with_own_defaults(chosen), 8000)
+    options = {word for word in bare.argv if word.startswith("--")}
+    assert {"--host", "--port"} <= options and len(options) <= 7
+    assert not options & {"--threads", "--max-num-seqs", "--continuous-batching", "--enforce-eager", "--cache-ram"}
+
+
+def test_the_shipped_launcher_takes_what_is_turned() -> None:
+    parser: argparse.ArgumentParser = importlib.import_module("bedplate.engines.shipped.llama_server").parser()
+    one, chosen = engine("llama.cpp"), planned("llama.cpp", "cpu")
+    knobs = one.knobs(machine("cpu"), chosen)
+    last = {knob.name: knob.choices[-1].value for knob in knobs}
+    options = parser.parse_args(one.launch(turned_plan(chosen, knobs, last), 8000).argv[1:])
+    assert options.ubatch_size == 2048 and options.cache_type_k == "q8_0"
+    bare = parser.parse_args(one.launch(with_own_defaults(chosen), 8000).argv[1:])
+    assert (bare.parallel, bare.kv_unified, bare.threads) == (4, True, -1)
+
+
+def test_weights_of_a_gguf_are_made_of_itself() -> None:
+    one, chosen = engine("llama.cpp"), planned("llama.cpp", "cpu")
+    turned = turned_plan(chosen, one.knobs(machine("cpu"), chosen), {"weights": "Q8_0"})
+    steps = [step for step in one.launch(turned, 0).prepare if step.kind == "convert"]
+    assert [step.argv[:3] for step in steps] == [("llama-quantize", "--allow-requantize", "/models/it is here/a.gguf")]
+    assert steps[0].where in one.launch(turned, 0).argv and turned.weights.made == "converted"
+
+
+def test_a_value_that_there_is_not_is_said() -> None:
+    knob = Knob(name="a", meaning="", choices=(Choice(value="1"),), now="1", own="1", prior=0.5, source="")
+    with pytest.raises(BadQuestion, match="no value '2'"):
+        turned_plan(planned("vllm", "cpu"), (knob,), {"a": "2"})
+
+
+@given(WORDS, WORDS)
+def test_merged_words_hold_each_new_option_once_and_with_its_value(argv: list[str], options: list[str]) -> None:
+    said = [word for word in options if word.startswith("--")]
+    found = merged(argv, options)
+    for name in said:
+        assert found.count(name) == 1
+    assert set(found) <= {*argv, *options}
+    assert merged(found, options) == found

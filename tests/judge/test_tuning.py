@@ -1,0 +1,186 @@
+"""The search: finds the best of made-up engines through noise, with few measurements, and never what is refused."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engines.plans import machine, model, plan
+
+from bedplate.engines import engine
+from bedplate.judge.tuning import Climbed, Lever, Move, Point, climb, front_of, levers_of, score_of, turned
+from bedplate.values.tuning import Taken, Trial, Turn, words_of
+
+NOISE = 0.02
+
+
+class Made:
+    """An engine on paper: each knob has its effects, some values only together with others; measuring is noisy."""
+
+    def __init__(self, seed: int, noise: float = NOISE, sizes: tuple[int, ...] = (4, 5, 3, 2, 2)) -> None:
+        self.dice = random.Random(seed)
+        self.noise, self.asked = noise, list[Point]()
+        self.levers = tuple(self._lever(number, size) for number, size in enumerate(sizes))
+        self.effects = {
+            (lever.name, value): 0.0 if value == lever.now else self._effect(lever, value)
+            for lever in self.levers
+            for value in lever.values
+        }
+        self.drift = 0.0
+
+    def _lever(self, number: int, size: int) -> Lever:
+        values = tuple(str(2**one) for one in range(size))
+        return Lever(
+            f"k{number}", values, values[0 if number % 2 else size // 2], ordered=number in (1, 2), alone=not number
+        )
+
+    def _effect(self, lever: Lever, value: str) -> float:
+        if lever.alone:
+            return self.dice.choice((-1.0, -0.2, 0.4, 1.0))
+        if lever.ordered:  # one hill
+            return -0.06 * abs(lever.values.index(value) - self.dice.randrange(2) - lever.values.index(lever.now))
+        return self.dice.choice((-0.3, 0.0, 0.0, 0.15))
+
+    def true(self, point: Point) -> float:
+        at = dict(point)
+        return sum(self.effects[lever.name, at.get(lever.name, lever.now)] for lever in self.levers)
+
+    def measure(self, point: Point, bar: float | None) -> float | None:
+        self.asked.append(point)
+        self.drift += self.dice.gauss(0, self.noise / 4)
+        found = self.true(point) + self.drift + self.dice.gauss(0, self.noise)
+        return bar if bar is not None and found < bar else found
+
+    def best(self) -> float:
+        return sum(max(self.effects[lever.name, value] for value in lever.values) for lever in self.levers)
+
+    def settings(self) -> int:
+        return math.prod(len(lever.values) for lever in self.levers)
+
+
+def climbed(made: Made, **more: Callable[[], bool]) -> Climbed:
+    return climb(made.levers, made.measure, **more)  # type: ignore[arg-type]
+
+
+def test_it_comes_within_five_percent_of_the_best_with_a_tenth_of_the_measurements() -> None:
+    near, spent = 0, []
+    for seed in range(60):
+        made = Made(seed)
+        found = climbed(made)
+        near += made.true(found.best) >= made.best() - math.log(1.05)
+        spent.append(len(made.asked) / made.settings())
+    assert near >= 54  # nine in ten, through noise
+    assert max(spent) <= 0.2 and sum(spent) / len(spent) <= 0.1
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.floats(0.0, 0.08))
+def test_it_never_ends_far_below_where_it_began(seed: int, noise: float) -> None:
+    made = Made(seed, noise)
+    found = climbed(made)
+    assert made.true(found.best) >= made.true(()) - 0.12
+    assert len(found.kept) == 0 or made.asked.count(found.best) >= 2  # nothing is kept that was measured once
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6))
+def test_the_same_measurements_give_the_same_search(seed: int) -> None:
+    one, other = Made(seed), Made(seed)
+    assert climbed(one) == climbed(other) and one.asked == other.asked
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.sampled_from(["k0", "k1", "k3"]))
+def test_what_was_refused_is_never_asked_for(seed: int, name: str) -> None:
+    made = Made(seed)
+    lever = next(one for one in made.levers if one.name == name)
+    refused = {(name, value) for value in lever.values if value != lever.now}
+    found = climb(made.levers, made.measure, refused=refused)
+    assert all(name not in dict(point) for point in (*made.asked, found.best))
+
+
+def test_what_fails_is_left_out_and_the_rest_goes_on() -> None:
+    made = Made(3)
+    broken = {value for value in made.levers[0].values if value != made.levers[0].now}
+
+    def measure(point: Point, bar: float | None) -> float | None:
+        return None if dict(point).get("k0") in broken else made.measure(point, bar)
+
+    found = climb(made.levers, measure)
+    assert "k0" not in dict(found.best) and found.whole
+
+
+def test_a_winner_that_answers_wrongly_is_not_kept_and_the_next_one_is() -> None:
+    lever = Lever("weights", ("own", "wrong", "right"), "own", alone=True)
+    speeds = {"own": 0.0, "wrong": 1.0, "right": 0.7}
+    seen: list[str] = []
+
+    def measure(point: Point, bar: float | None) -> float | None:
+        return speeds[dict(point).get("weights", "own")]
+
+    def accept(point: Point, move: Move) -> bool:
+        seen.append(move.value)
+        return move.value != "wrong"
+
+    found = climb((lever,), measure, accept=accept)
+    assert seen == ["wrong", "right"]
+    assert dict(found.best) == {"weights": "right"}
+
+
+def test_it_stops_when_time_is_up_and_says_so() -> None:
+    made, left = Made(5), [6]
+
+    def more() -> bool:
+        left[0] -= 1
+        return left[0] > 0
+
+    assert not climbed(made, more=more).whole
+
+
+def test_a_knob_turned_back_is_not_turned() -> None:
+    lever = Lever("a", ("1", "2"), "1")
+    assert turned(turned((), lever, "2"), lever, "1") == ()
+
+
+def test_the_diagnosis_decides_what_comes_first() -> None:
+    llama, on = engine("llama.cpp"), machine("cpu")
+    knobs = llama.knobs(on, plan(llama, on, model("Qwen/Qwen3-32B")))
+    by_compute = [lever.name for lever in levers_of(knobs, "compute")]
+    by_cache = [lever.name for lever in levers_of(knobs, "KV cache")]
+    assert by_compute.index("ubatch") < by_compute.index("kv-type")
+    assert by_cache.index("kv-type") < by_cache.index("ubatch")
+    assert [lever.name for lever in levers_of(knobs, None, {"threads"})] == ["threads"]
+
+
+def taken(tok_s: float, ttft: float, memory: int) -> Taken:
+    return Taken(at="", seconds=1, score=math.log(tok_s), output_tok_s=tok_s, ttft_ms=ttft, peak_memory_bytes=memory)
+
+
+@given(st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100), st.integers(1, 100)), min_size=1, max_size=12))
+def test_nobody_on_the_front_is_beaten_by_another(figures: list[tuple[float, float, int]]) -> None:
+    trials = [
+        Trial(turned=(Turn(knob="n", value=str(number)),), taken=(taken(*one),)) for number, one in enumerate(figures)
+    ]
+    front = front_of(trials, lambda trial: words_of(trial.turned))
+    assert front
+    for one in front:
+        assert not any(
+            a >= one.output_tok_s and b <= one.ttft_ms and c <= (one.peak_memory_bytes or 0)
+            and (a, b, c) != (one.output_tok_s, one.ttft_ms, one.peak_memory_bytes)
+            for a, b, c in figures
+        )  # fmt: skip
+
+
+def test_scores_know_their_objective() -> None:
+    slow = {"output_tok_s": 10.0, "ttft_ms": 1000.0, "tpot_ms": 50.0, "peak_memory_bytes": 100}
+    fast = {"output_tok_s": 20.0, "ttft_ms": 500.0, "tpot_ms": 40.0, "peak_memory_bytes": 200}
+    for objective in ("throughput", "latency", "cost"):
+        assert score_of(objective, **fast) > score_of(objective, **slow)  # type: ignore[arg-type, operator]
+    assert score_of("memory", **fast) < score_of("memory", **slow)  # type: ignore[arg-type, operator]
+    assert score_of("energy", **fast) is None  # type: ignore[arg-type]
+    # Less memory at half the speed is no gain, and tokens that come too late do not count.
+    assert score_of("memory", **slow, floor_tok_s=20.0) < score_of("memory", **fast, floor_tok_s=20.0)  # type: ignore[arg-type, operator]
+    assert score_of("throughput", **fast, on_target=0.4) < score_of("throughput", **slow)  # type: ignore[arg-type, operator]

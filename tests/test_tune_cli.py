@@ -1,0 +1,116 @@
+"""`tune` as people call it: what can be turned, files in and out, wrong questions; nothing is run here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.commands import invoke
+from tests.decide.test_tuned import tuned_for
+
+from bedplate import store
+from bedplate.facts.hardware import probe
+from bedplate.run.builtin import fetch_builtin
+from bedplate.values import from_json, replaced
+from bedplate.values.tuning import Refused, Trial, Tuned, Turn
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+
+
+def kept_here(**changes: object) -> Tuned:
+    machine = store.fingerprint(probe())
+    tuned = replaced(tuned_for(ubatch="256"), machine=machine, trials=(Trial(),), **changes)
+    store.add_tuning(tuned)
+    return tuned
+
+
+def test_the_list_says_what_each_knob_does_and_runs_nothing() -> None:
+    found = invoke("tune", "--list", "--engine", "llama.cpp")
+    assert found.code == 0 and "ubatch" in found.out and "prompt tokens that are computed in one go" in found.out
+    knobs = json.loads(invoke("tune", "--list", "--engine", "vllm", "--json").out)
+    assert {"batch-tokens", "threads"} <= {knob["name"] for knob in knobs}
+    assert all(knob["source"] and knob["meaning"] for knob in knobs)
+
+
+def test_a_file_goes_out_small_and_comes_back_whole(tmp_path: Path) -> None:
+    tuned = kept_here()
+    file = tmp_path / "tuned.json"
+    assert invoke("tune", "--export", str(file)).code == 0
+    written = from_json(Tuned, file.read_bytes())
+    assert written == replaced(tuned, trials=())
+    assert invoke("tune", "--import", str(file)).code == 0
+    assert store.tunings(tuned.machine)[0].source == "tuned.json"
+
+
+def test_a_damaged_file_is_no_tuning(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    file.write_text('{"schema": "tuning/1", "engine": 3}')
+    found = invoke("tune", "--import", str(file))
+    assert found.code == 2 and "not a Tuned" in found.err
+    assert invoke("tune", "--import", str(tmp_path / "none.json")).code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--export", "x.json"), "nothing was tuned here yet"),
+        (("--resume", "last"), "no tuning was ended"),
+        (("--budget", "soon"), "is no time"),
+        (("--slo", "fast"), "is no target"),
+        (("--build", "mine"), "is not known"),
+        (("--engine", "nobody"), "no engine is called"),
+    ],
+)
+def test_wrong_questions_are_said_before_anything_runs(arguments: tuple[str, ...], message: str) -> None:
+    found = invoke("tune", *arguments)
+    assert found.code == 2 and message in found.err
+
+
+def test_a_knob_that_there_is_not_is_said(builtin_gguf: Path) -> None:
+    fetch_builtin()
+    found = invoke("tune", "--engine", "llama.cpp", "--knobs", "luck")
+    assert found.code == 2 and "no knob 'luck'" in found.err and "ubatch" in found.err
+
+
+def test_one_that_has_ended_is_not_gone_on_with() -> None:
+    tuned = kept_here()
+    assert "has come to its end" in invoke("tune", "--resume", tuned.id).err
+
+
+def test_the_plan_uses_what_was_found_unless_told_otherwise() -> None:
+    from tests.decide.test_tuned import MODEL, WORK
+
+    from bedplate.decide import decide
+    from bedplate.decide.planning import plan
+
+    machine = probe()
+    before = plan(decide(machine, MODEL, WORK, "llama.cpp"), MODEL, WORK)
+    made = tuned_for(ubatch="256")
+    sides = (
+        replaced(made.sides[0], settings=before.settings, weights=before.weights),
+        replaced(made.sides[1], settings=replaced(before.settings, turned=made.sides[1].settings.turned)),
+    )
+    store.add_tuning(replaced(made, machine=store.fingerprint(machine), sides=sides))
+    asked = ("plan", "--engine", "llama.cpp", "--concurrency", "4", "--output-tokens", "128", "--json")
+    found = json.loads(invoke(*asked).out)
+    assert "tuned.measured" in [reason["rule"] for reason in found["reasons"]]
+    assert "--ubatch-size" in found["launch"]["argv"]
+    plain = json.loads(invoke(*asked, "--untuned").out)
+    assert "tuned.measured" not in [reason["rule"] for reason in plain["reasons"]]
+
+
+def test_the_store_keeps_the_last_word_on_a_tuning_and_all_refusals() -> None:
+    first = kept_here(finished=False)
+    store.add_tuning(replaced(first, measurements=7))
+    assert [one.measurements for one in store.tunings(first.machine)] == [7]
+    assert store.tunings("elsewhere") == () and len(store.tunings(None)) == 1
+    refused = Refused(
+        at="2026-11-15T10:00:00Z", machine="m", engine="llama.cpp", engine_version="1", model="a",
+        turn=Turn(knob="weights", value="Q4_0"), turned=(), kind="answers", why="30 of 48", evidence=("after …",),
+    )  # fmt: skip
+    store.add_refused(refused)
+    assert store.refused_settings("m", "llama.cpp") == (refused,) and store.refused_settings("m", "vllm") == ()
