@@ -30,6 +30,8 @@ QUICK_ROUNDS = {1: 4, 16: 4, 64: 4, 256: 3}
 # A direct p99 this far from the engine's own first token says more about the machine than about any gateway.
 NOISY_MS = 1.0
 CROWDED_SHARE = 0.15
+SETTLE_S = 1.0
+"""Until what a gateway does after an answer, such as to write it down, is done and booked."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Summary:
     added_p99_ms: dict[int, float | None]
     cpu_s_per_100k: dict[int, float | None]
     requests_per_s: float | None
+    cpu_us_per_request: float | None
     rss_mb: float | None
     streams: int
     failed: int
@@ -179,7 +182,11 @@ class Bench:
             if pid is not None:
                 result.rss_mb = max(result.rss_mb or 0.0, tree_rss_mb(pid))
             say(f"  {name}, {streams} streams: {describe(level)}")
+        cpu = tree_cpu_s(pid) if pid else 0.0
         result.plain = self.load("plain", port, "--seconds", str(self.settings.plain_seconds))
+        if pid is not None:
+            time.sleep(SETTLE_S)
+            result.plain["cpu_us"] = (tree_cpu_s(pid) - cpu) * 1e6 / max(1, result.plain["requests"])
         say(f"  {name}, plain: {result.plain['per_second']:,.0f} requests/s, {result.plain['errors']} errors")
         return result
 
@@ -274,6 +281,7 @@ def summarize(name: str, repeats: list[Repeat | None], direct: list[Repeat | Non
         added_p99_ms={n: added(repeats, direct, n, "ttft_p99_ms") for n in levels},
         cpu_s_per_100k={n: median(each.levels[n].cpu_s_per_100k for each in ran) for n in levels},
         requests_per_s=median(each.plain["per_second"] for each in ran),
+        cpu_us_per_request=median(each.plain.get("cpu_us") for each in ran),
         rss_mb=median(each.rss_mb for each in ran),
         streams=sum(report["started"] for report in reports),
         failed=sum(report["errors"] + report["truncated"] for report in reports),
@@ -291,7 +299,7 @@ def table(summaries: Sequence[Summary], levels: Sequence[int]) -> str:
     """The results as a markdown table."""
     top = max(levels)
     heads = ["gateway", *(f"+TTFT p50 / p99 ms, {n} streams" for n in levels)]
-    heads += ["plain req/s", f"CPU-s / 100k chunks ({top})", "RSS MB", "failed streams"]
+    heads += ["plain req/s", "CPU-µs / plain request", f"CPU-s / 100k chunks ({top})", "RSS MB", "failed streams"]
     rows = [heads, ["---", *["---:"] * (len(heads) - 1)]]
     for each in summaries:
         if each.name == DIRECT:
@@ -299,7 +307,8 @@ def table(summaries: Sequence[Summary], levels: Sequence[int]) -> str:
         else:
             cells = [f"{number(each.added_p50_ms[n])} / {number(each.added_p99_ms[n])}" for n in levels]
         cells = [cell + ("*" if n in each.cut else "") for cell, n in zip(cells, levels, strict=True)]
-        cells += [number(each.requests_per_s, 0), number(each.cpu_s_per_100k[top]), number(each.rss_mb, 0)]
+        cells += [number(each.requests_per_s, 0), number(each.cpu_us_per_request, 0)]
+        cells += [number(each.cpu_s_per_100k[top]), number(each.rss_mb, 0)]
         rows.append([each.name, *cells, f"{each.failed} of {each.streams}"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -15,12 +15,17 @@ from bedplate.values.traffic import ServedRequest
 SPAN_S = 600
 WINDOW_S = 60
 """Times and rates are of the answers that ended in so many seconds up to then."""
+SPELL_S = 5
+"""What each tenant did is kept by so many seconds, since there may be many of them."""
+MOST_TENANTS = 500
+"""Tenants whose past is kept for their own pages; of those beyond, what they used since the start."""
 MOST_RECENT = 200
 """Requests of a model that are kept to judge by."""
 _STEP = math.log(1.02)
 """Times are counted in classes that are 2 % wide, so that a busy second takes no more room than a calm one."""
 
 Counts = dict[int, int]
+NOBODY: Mapping[str, int] = {}
 
 
 class Standing(NamedTuple):
@@ -34,25 +39,35 @@ class Standing(NamedTuple):
 
 
 class Tally:
-    """What ended within one second, of one model."""
+    """What ended within one second, of one model; or within one spell, of one tenant."""
 
-    __slots__ = ("completion_tokens", "ended", "failed", "standing", "tpot", "ttft")
+    __slots__ = (
+        "completion_tokens", "ended", "failed", "prompt_tokens", "standing", "tpot", "ttft", "turned_away",
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        self.ended = self.failed = self.completion_tokens = 0
+        self.ended = self.failed = self.turned_away = self.prompt_tokens = self.completion_tokens = 0
         self.ttft: Counts = {}
         self.tpot: Counts = {}
         self.standing = Standing(0, 0)
 
 
 class Second:
-    __slots__ = ("at_s", "models", "tenants")
+    __slots__ = ("at_s", "models")
 
     def __init__(self, at_s: int) -> None:
         self.at_s = at_s
         self.models: dict[str, Tally] = {}
-        self.tenants: dict[str, int] = {}
-        """Tokens of each."""
+
+
+class Spell:
+    """Some seconds, by tenant."""
+
+    __slots__ = ("at_s", "tenants")
+
+    def __init__(self, at_s: int) -> None:
+        self.at_s = at_s
+        self.tenants: dict[str, Tally] = {}
 
 
 class Used:
@@ -70,46 +85,65 @@ class Recorder:
 
     def __init__(self, now_s: float | None = None) -> None:
         self.seconds: deque[Second] = deque(maxlen=SPAN_S + WINDOW_S)
+        self.spells: deque[Spell] = deque(maxlen=(SPAN_S + WINDOW_S) // SPELL_S)
         self.used: dict[str, Used] = {}
         self.recent: dict[str, deque[ServedRequest]] = {}
         self._now = Second(int(time.time() if now_s is None else now_s))
+        self._spell = Spell(self._now.at_s)
 
     def hear(self, request: ServedRequest) -> None:
         prompt, completion = request.prompt_tokens or 0, request.completion_tokens or 0
         used = self.used.get(request.tenant)
         if used is None:
             used = self.used[request.tenant] = Used()
+        own = self._own(request.tenant)
         if request.outcome == "turned_away":
             used.turned_away += 1
+            own.turned_away += 1
             return
+        failed = request.outcome == "failed"
         used.requests += 1
-        used.failed += request.outcome == "failed"
+        used.failed += failed
         used.prompt_tokens += prompt
         used.cached_tokens += request.cached_tokens or 0
         used.completion_tokens += completion
-        tenants = self._now.tenants
-        tenants[request.tenant] = tenants.get(request.tenant, 0) + prompt + completion
         tally = self._tally(request.model)
-        tally.ended += 1
-        tally.failed += request.outcome == "failed"
-        tally.completion_tokens += completion
+        for one in (tally, own):
+            one.ended += 1
+            one.failed += failed
+            one.prompt_tokens += prompt
+            one.completion_tokens += completion
         if request.ttft_ms is not None and request.outcome == "ok":
-            count(tally.ttft, request.ttft_ms)
+            ttft = class_of(request.ttft_ms)
+            tally.ttft[ttft] = tally.ttft.get(ttft, 0) + 1
+            own.ttft[ttft] = own.ttft.get(ttft, 0) + 1
             if completion > 1:
-                count(tally.tpot, (request.duration_ms - request.ttft_ms) / (completion - 1))
+                tpot = class_of((request.duration_ms - request.ttft_ms) / (completion - 1))
+                tally.tpot[tpot] = tally.tpot.get(tpot, 0) + 1
+                own.tpot[tpot] = own.tpot.get(tpot, 0) + 1
             self.recent[request.model].append(request)
 
-    def close(self, standings: Mapping[str, Standing], now_s: float | None = None) -> None:
-        """The second is over; `standings` is how each model stands at its end."""
+    def close(
+        self, standings: Mapping[str, Standing], now_s: float | None = None, *, in_flight: Mapping[str, int] = NOBODY
+    ) -> None:
+        """The second is over; `standings` is how each model stands at its end, `in_flight` what each tenant has."""
         for model, standing in standings.items():
             self._tally(model).standing = standing
         self.seconds.append(self._now)
         # Later than the last one whatever the clock does: a page asks for what came after the last that it has.
         self._now = Second(max(self._now.at_s + 1, int(time.time() if now_s is None else now_s)))
+        if self._now.at_s >= self._spell.at_s + SPELL_S:
+            for tenant, number in in_flight.items():
+                if number or tenant in self._spell.tenants:
+                    self._own(tenant).standing = Standing(number, 0)
+            self.spells.append(self._spell)
+            self._spell = Spell(self._now.at_s)
 
     def tokens_of(self, tenant: str) -> int:
-        """In the last `SPAN_S` seconds."""
-        return sum(second.tenants.get(tenant, 0) for second in (*_last(self.seconds, SPAN_S), self._now))
+        """In the last `SPAN_S` seconds, to within a spell."""
+        spells = (*islice(self.spells, max(0, len(self.spells) - SPAN_S // SPELL_S), None), self._spell)
+        own = [tally for spell in spells if (tally := spell.tenants.get(tenant)) is not None]
+        return sum(tally.prompt_tokens + tally.completion_tokens for tally in own)
 
     def window(self, model: str) -> list[Tally]:
         """The last minute, up to the end of the last second."""
@@ -124,6 +158,24 @@ class Recorder:
             models={model: series([second.models.get(model) for second in seconds], new) for model in models},
         )
 
+    def history_of(self, tenant: str, since_s: float = 0.0) -> History:
+        """One tenant's own, spell by spell."""
+        spells = list(self.spells)
+        new = min(SPAN_S // SPELL_S, sum(spell.at_s > since_s for spell in spells))
+        return History(
+            at_s=tuple(spell.at_s for spell in spells[len(spells) - new :]),
+            own=series([spell.tenants.get(tenant) for spell in spells], new, SPELL_S),
+        )
+
+    def _own(self, tenant: str) -> Tally:
+        tenants = self._spell.tenants
+        tally = tenants.get(tenant)
+        if tally is None:
+            tally = Tally()
+            if len(tenants) < MOST_TENANTS:
+                tenants[tenant] = tally
+        return tally
+
     def _tally(self, model: str) -> Tally:
         tally = self._now.models.get(model)
         if tally is None:
@@ -137,10 +189,8 @@ def _last(seconds: deque[Second], number: int) -> Iterator[Second]:
     return islice(seconds, max(0, len(seconds) - number), None)
 
 
-def count(counts: Counts, ms: float) -> None:
-    """Puts a time into its class."""
-    found = round(math.log(ms if ms > 0.001 else 0.001) / _STEP)
-    counts[found] = counts.get(found, 0) + 1
+def class_of(ms: float) -> int:
+    return round(math.log(ms if ms > 0.001 else 0.001) / _STEP)
 
 
 def times(all_counts: Iterable[Counts]) -> Times:
@@ -151,40 +201,44 @@ def times(all_counts: Iterable[Counts]) -> Times:
     return Times(p50_ms=low, p95_ms=high)
 
 
-def series(tallies: Sequence[Tally | None], new: int) -> Series:
-    """The last `new` of these seconds, with times and rates over the minute up to each."""
+def series(tallies: Sequence[Tally | None], new: int, each_s: int = 1) -> Series:
+    """The last `new` of these seconds, or of what lasts `each_s`, with times and rates over the minute up to each."""
     first = len(tallies) - new
-    rows = list(islice(_windows(tallies, first), new))
+    rows = list(islice(_windows(tallies, first, each_s), new))
     columns: list[tuple[object, ...]] = list(zip(*rows, strict=True)) if rows else [()] * len(_COLUMNS)
     return Series(**dict(zip(_COLUMNS, columns, strict=True)))  # type: ignore[arg-type]
 
 
 _COLUMNS = (
-    "in_flight", "waiting", "memory_bytes", "gpu_bytes", "kv_use", "ended", "failed", "output_tok_s",
-    "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "tpot_p95_ms",
+    "in_flight", "waiting", "memory_bytes", "gpu_bytes", "kv_use", "ended", "failed", "turned_away", "tokens",
+    "output_tok_s", "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "tpot_p95_ms",
 )  # fmt: skip
 
 
-def _windows(tallies: Sequence[Tally | None], first: int) -> Iterator[tuple[float | None, ...]]:
+def _windows(tallies: Sequence[Tally | None], first: int, each_s: int) -> Iterator[tuple[float | None, ...]]:
     """One row for each second from `first` on; the window slides, so that each second is added and taken away once."""
     ttft: Counts = {}
     tpot: Counts = {}
-    ended = failed = tokens = 0
-    begin = max(0, first - WINDOW_S + 1)
+    ended = failed = turned_away = prompt = completion = 0
+    window = WINDOW_S // each_s
+    begin = max(0, first - window + 1)
     for number in range(begin, len(tallies)):
-        leaving = tallies[number - WINDOW_S] if number - WINDOW_S >= begin else None
+        leaving = tallies[number - window] if number - window >= begin else None
         for tally, sign in ((tallies[number], 1), (leaving, -1)):
             if tally is not None:
                 _add(ttft, tally.ttft, sign)
                 _add(tpot, tally.tpot, sign)
                 ended += sign * tally.ended
                 failed += sign * tally.failed
-                tokens += sign * tally.completion_tokens
+                turned_away += sign * tally.turned_away
+                prompt += sign * tally.prompt_tokens
+                completion += sign * tally.completion_tokens
         if number >= first:
             here = tallies[number]
             standing = here.standing if here is not None else Standing(0, 0)
-            rate = round(tokens / min(WINDOW_S, number + 1), 2)
-            yield (*standing, ended, failed, rate, *_quantiles(ttft), *_quantiles(tpot))
+            rate = round(completion / min(WINDOW_S, (number + 1) * each_s), 2)
+            counted = (ended, failed, turned_away, prompt + completion, rate)
+            yield (*standing, *counted, *_quantiles(ttft), *_quantiles(tpot))
 
 
 def _add(to: Counts, counts: Counts, sign: int) -> None:

@@ -51,6 +51,8 @@ WARM_AT_ONCE = 4
 UNDER_LOAD = 16
 """Prefixes that are asked for again while it has all of the traffic."""
 SWAP_TRIES = 2
+WRONG_ANSWERS: tuple[Stage, ...] = ("answers", "answers under load")
+"""Where a challenger was found to be broken, and not only slow or frail."""
 Percent = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
@@ -77,14 +79,15 @@ class Migrate(Record, frozen=True, kw_only=True):
 async def migrate(host: Host, asked: Migrate, tell: Tell) -> Migration:
     """Returns what came of it; raises where it could not even be tried, or where no engine is left."""
     service = host.service(asked.model)
-    if host.state != "ready" or service.loading is not None or service.unloading:
-        raise AnswerIsNo(f"{service.name} is being loaded, unloaded or migrated already", hint="try again in a while")
-    # Whoever loads or unloads looks at this, and a host that ends cancels it.
-    service.loading = cast("asyncio.Task[None]", asyncio.current_task())
-    try:
+    service.check_own()
+    if host.state != "ready" or service.doing is not None:
+        raise AnswerIsNo(
+            f"{service.name} cannot be migrated now",
+            cause=f"it is busy: {service.doing}" if service.doing is not None else f"the host is {host.state}",
+            hint="try again in a while",
+        )
+    with service.engaged(f"migrating to {asked.engine}"):
         return await Migrating(host, service, asked, tell).run()
-    finally:
-        service.loading = None
 
 
 class Refused(Exception):
@@ -119,8 +122,14 @@ class Migrating:
         self._tell(text)
         self.host.say(text)
 
+    def _doing(self, how_far: str) -> None:
+        busy = self.service.busy
+        if busy is not None:
+            self.service.busy = busy._replace(doing=f"migrating to {self.asked.engine}: {how_far}")
+
     async def run(self) -> Migration:
         try:
+            self._doing("it is made ready")
             ready = await self._readied()
             if self._is_the_same(ready):
                 raise BadQuestion(
@@ -169,27 +178,64 @@ class Migrating:
         try:
             beside = f" beside {named(self.before.plan)}" if self.incumbents else ""
             self.say(f"starting {named(ready.plan)}{beside}")
+            self._doing("it is started and examined")
             basis = await self._basis(ready)
             baseline = self._usual.since()
             await self._start(ready, share=0.0)
             await self._examine(ready, basis)
             await self._move(ready, basis, baseline)
         except Refused as refused:
-            await self._take_back()
-            return self._rolled_back(ready, refused, side_by_side=True)
+            return await self._back(ready, refused)
         except BaseException:
-            self._restore()
-            with contextlib.suppress(Exception):
-                await asyncio.shield(self._take_back())
+            if self._serves(self.incumbents) or not self._serves(self.challengers):
+                self._restore()
+                with contextlib.suppress(Exception):
+                    await asyncio.shield(self._take_back())
             raise
         await self._retire(self.incumbents)
         return self._migrated(ready, side_by_side=True)
+
+    async def _back(self, ready: Readied, refused: Refused) -> Migration:
+        """To the engine that was in service; if that has died meanwhile, to a new one of the same kind."""
+        if not self.incumbents or self._serves(self.incumbents):
+            await self._take_back()
+            return self._rolled_back(ready, refused, side_by_side=True)
+        died = self._death(self.incumbents[0]) or "it is not there"
+        self._note(f"{named(self.before.plan)} cannot take the requests back: {died}")
+        dead, self.incumbents = self.incumbents, []
+        wrong = refused.stage in WRONG_ANSWERS
+        # What answers, if slowly, goes on answering meanwhile; nobody is given wrong answers for want of others.
+        may_stay = not wrong and self._serves(self.challengers)
+        with contextlib.nullcontext() if may_stay else self._held():
+            await self._retire(dead if may_stay else [*dead, *self.challengers])
+            try:
+                await self._start_again(give_up=not may_stay)
+            except OutsideFailed as error:
+                if may_stay and self._serves(self.challengers):
+                    return self._kept(ready, refused, error)
+                self.service.failure = error.message
+                raise
+        if may_stay:
+            await self._retire(self.challengers)
+        return self._rolled_back(ready, refused, side_by_side=True)
+
+    def _kept(self, ready: Readied, refused: Refused, error: OutsideFailed) -> Migration:
+        """The challenger stays for want of anything better."""
+        reason = f"{refused.reason}; it stays all the same, since nothing else is left: {error.message}"
+        self._note(f"{named(ready.plan)}: {reason}")
+        return replaced(self._migrated(ready, side_by_side=True), stage=refused.stage, reason=reason)
+
+    @staticmethod
+    def _serves(engines: Sequence[HostedEngine]) -> bool:
+        """Whether any of them answers, whatever it went through before."""
+        return any(engine.state == "ready" for engine in engines)
 
     async def _move(self, ready: Readied, basis: Basis, baseline: Sequence[Seen]) -> None:
         steps = self.asked.steps
         for percent in steps if steps[-1:] == (100.0,) else (*steps, 100.0):
             self._share(percent)
             self.say(f"{percent:g} % of the requests go to {named(ready.plan)}")
+            self._doing(f"{percent:g} % of the requests go there")
             await self._observe(percent, baseline)
         await self._examine_again(ready, basis)
 
@@ -218,6 +264,7 @@ class Migrating:
         basis = await self._basis(ready)
         baseline = self._usual.since()
         self.say(f"{named(ready.plan)} does not fit beside {named(self.before.plan)}: new requests wait meanwhile")
+        self._doing("new requests wait meanwhile")
         with self._held():
             await self._retire(self.incumbents)
             self.incumbents = []
@@ -256,8 +303,8 @@ class Migrating:
             self.held_s += time.monotonic() - began
             gateway.release(name)
 
-    async def _start_again(self) -> None:
-        """The engine that was in service before; more than once, since nothing else is left."""
+    async def _start_again(self, *, give_up: bool = True) -> None:
+        """The engine that was in service before; more than once, and then given up where nothing else is left."""
         before = self.before
         self.say(f"starting {named(before.plan)} again")
         for attempt in range(SWAP_TRIES):
@@ -266,8 +313,9 @@ class Migrating:
                 return
             except OutsideFailed as error:
                 if attempt == SWAP_TRIES - 1:
-                    self.service.failure = error.message
-                    self.host.gateway.give_up(self.service.name, f"no engine could be started: {error.message}")
+                    if give_up:
+                        self.service.failure = error.message
+                        self.host.gateway.give_up(self.service.name, f"no engine could be started: {error.message}")
                     raise OutsideFailed(
                         f"{named(before.plan)} could not be started again: {error.message}",
                         cause=error.cause,

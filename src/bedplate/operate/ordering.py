@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from bedplate.errors import BadQuestion
-from bedplate.values.intent import Intent, ModelNamed, Service
+from bedplate.operate.orchestrated import REPLICAS
+from bedplate.values.endpoint import Orchestrator
+from bedplate.values.intent import Intent, ModelNamed, Service, Tenant
 from bedplate.values.service import Order, Wanted
+from bedplate.values.tenant import Declared, is_name
 from bedplate.values.units import parsed_seconds
+
+LEAST_SHARE = 0.01
+"""For those who said nothing, together, where others have claimed everything: they wait longest, and not for ever."""
 
 
 def order_of(
@@ -16,6 +23,7 @@ def order_of(
     engine: str | None = None,
     replicas: int | None = None,
     ttl: str | None = None,
+    on: Orchestrator | None = None,
     **listening: Any,
 ) -> Order:
     """The intent's services, or its one model; `listening` are further fields of the order."""
@@ -25,10 +33,10 @@ def order_of(
             workload=intent.workload,
             operations=intent.operations,
             engine=engine,
-            replicas=replicas or 1,
+            replicas=replicas or (REPLICAS if on is not None else 1),
             ttl_s=ttl_seconds(ttl, "--ttl"),
         )
-        return Order(services=(wanted,), **listening)
+        return Order(services=(wanted,), tenants=declared(intent.tenants), on=on, **listening)
     if intent.pools:
         raise BadQuestion(
             "pools: these are machines on paper, and serve runs on this one",
@@ -40,7 +48,32 @@ def order_of(
                 f"{option}: the intent has {len(intent.services)} services, each with its own",
                 hint=f"say it in the file: {option.strip('-')}: {value}",
             )
-    return Order(services=tuple(_wanted(one, index, intent) for index, one in enumerate(intent.services)), **listening)
+    services = tuple(_wanted(one, index, intent) for index, one in enumerate(intent.services))
+    return Order(services=services, tenants=declared(intent.tenants), on=on, **listening)
+
+
+def declared(tenants: Sequence[Tenant]) -> tuple[Declared, ...]:
+    """Shares become weights, so that equal ones are 1, which is what a tenant has of whom nothing is said.
+
+    What nobody has claimed is divided among those who said nothing, as in a plan.
+    """
+    for index, one in enumerate(tenants):
+        if not is_name(one.name):
+            hint = "letters, digits and . _ @ -, at most 64"
+            raise BadQuestion(f"tenants[{index}].name: {one.name!r} cannot be the name of a tenant here", hint=hint)
+    said = [one.share for one in tenants if one.share is not None]
+    silent = len(tenants) - len(said)
+    left = max(LEAST_SHARE, 1 - sum(said)) / silent if silent else 0.0
+    return tuple(
+        Declared(
+            name=one.name,
+            weight=round((one.share or left) * len(tenants), 6) if said else None,
+            requests_per_minute=one.requests_per_minute,
+            tokens_per_minute=one.tokens_per_minute,
+            in_flight=one.in_flight,
+        )
+        for one in tenants
+    )
 
 
 def _wanted(service: Service, index: int, intent: Intent) -> Wanted:
@@ -52,6 +85,7 @@ def _wanted(service: Service, index: int, intent: Intent) -> Wanted:
         replicas=service.replicas,
         ttl_s=ttl_seconds(service.ttl, f"services[{index}].ttl"),
         preload=service.preload,
+        tenants=service.tenants,
     )
 
 

@@ -21,12 +21,11 @@ from bedplate.operate.live import WINDOW_S, Recorder, Standing, Tally, times
 from bedplate.run.gateway.pages import Shown, Visit
 from bedplate.show.live import live_page
 from bedplate.show.probe import one_line
-from bedplate.values.live import Binding, History, LastVerdict, Live, LiveEngine, LiveModel, TenantUse
-from bedplate.values.tenant import DEFAULT_TENANT
+from bedplate.values.live import Binding, LastVerdict, Live, LiveEngine, LiveModel, TenantUse
 
 if TYPE_CHECKING:
     from bedplate.operate.host import Host, HostedEngine, HostedService
-    from bedplate.run.gateway.tenants import Member
+    from bedplate.run.gateway.tenants import Bucket, Member
     from bedplate.values import Hardware, Plan
     from bedplate.values.traffic import ServedRequest
 
@@ -118,7 +117,9 @@ class LiveFigures:
         return time.monotonic() - self._looked_at < LOOKED_S
 
     def tick(self) -> None:
-        self.recorder.close({name: self._standing(service) for name, service in self.host.services.items()})
+        standings = {name: self._standing(service) for name, service in self.host.services.items()}
+        in_flight = {member.name: member.in_flight for member in self.host.gateway.tenants.members()}
+        self.recorder.close(standings, in_flight=in_flight)
 
     async def look(self) -> float:
         """Asks the system, and while somebody looks, the engines. Says how long it took."""
@@ -144,15 +145,14 @@ class LiveFigures:
         return Shown(found.body, "text/html; charset=utf-8", found.headers)
 
     def figures(self, visit: Visit) -> Shown:
-        live = self.live(visit.tenant or "", _number(visit.query.get("since", "0")))
+        live = self.live(visit.tenant or "", _number(visit.query.get("since", "0")), whole=visit.sees_all)
         return Shown(
             msgspec.json.encode(live), JSON, {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
         )
 
-    def live(self, tenant: str, since_s: float = 0.0) -> Live:
-        """Whoever holds the endpoint's own key sees everything; a tenant sees what is served, and its own use."""
+    def live(self, tenant: str, since_s: float = 0.0, *, whole: bool) -> Live:
+        """The whole is for those who run the endpoint; a tenant sees what is served, and its own use."""
         host = self.host
-        whole = tenant == DEFAULT_TENANT
         if whole:
             self._looked_at = time.monotonic()
         members = [one for one in host.gateway.tenants.members() if whole or one.name == tenant]
@@ -166,12 +166,18 @@ class LiveFigures:
             at_s=time.time(),
             began_s=self.began_s,
             hardware=one_line(host.hardware) if whole else None,
-            models=tuple(self._model(one) if whole else _seen_by_tenant(one) for one in host.services.values()),
+            models=tuple(self._model(one) if whole else _seen_by_tenant(one) for one in self._shown_to(tenant, whole)),
             tenants=tuple(self._use(member) for member in members),
             verdict=self._verdict if whole else None,
             notes=tuple(host.notes) if whole else (),
-            history=self.recorder.history(host.services, since_s) if whole else History(),
+            history=self.recorder.history(host.services, since_s)
+            if whole
+            else self.recorder.history_of(tenant, since_s),
         )
+
+    def _shown_to(self, tenant: str, whole: bool) -> list[HostedService]:
+        services = self.host.services.values()
+        return [one for one in services if whole or not one.wanted.tenants or tenant in one.wanted.tenants]
 
     def _model(self, service: HostedService) -> LiveModel:
         window = self.recorder.window(service.name)
@@ -181,6 +187,7 @@ class LiveFigures:
         return LiveModel(
             model=service.name,
             state=service.state,
+            busy=service.doing,
             reason=service.failure,
             task=service.readied.plan.workload.task,
             quantization=service.readied.plan.weights.label,
@@ -245,7 +252,9 @@ class LiveFigures:
             recent_tokens=self.recorder.tokens_of(member.name),
             weight=member.weight,
             requests_per_minute=member.requests.per_minute if member.requests is not None else None,
+            requests_left=_left(member.requests),
             tokens_per_minute=member.tokens.per_minute if member.tokens is not None else None,
+            tokens_left=_left(member.tokens),
             most_in_flight=member.max_in_flight,
         )
 
@@ -362,6 +371,7 @@ def _seen_by_tenant(service: HostedService) -> LiveModel:
     return LiveModel(
         model=service.name,
         state=service.state,
+        busy=service.doing,
         task=plan.workload.task,
         quantization=plan.weights.label,
         context_tokens=plan.settings.context_tokens,
@@ -378,6 +388,10 @@ def _seen_by_tenant(service: HostedService) -> LiveModel:
             for engine in service.engines
         ),
     )
+
+
+def _left(bucket: Bucket | None) -> int | None:
+    return max(0, int(bucket.level(time.monotonic()))) if bucket is not None else None
 
 
 def _slots(service: HostedService) -> int | None:

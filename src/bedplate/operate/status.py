@@ -54,6 +54,7 @@ def _model(service: HostedService, sizes: dict[str, int | None], drifted: str | 
         model=service.name,
         state=service.state,
         why=tuple(f"{reason.text} ({reason.rule})" for reason in service.readied.decided.decision.reasons),
+        busy=service.doing,
         reason=service.failure,
         quantization=plan.weights.label,
         context_tokens=plan.settings.context_tokens,
@@ -64,6 +65,7 @@ def _model(service: HostedService, sizes: dict[str, int | None], drifted: str | 
         workload=service.wanted.workload,
         drift=drifted,
         engines=tuple(_engine(engine, sizes.get(engine.id)) for engine in service.engines),
+        on=service.on.above if service.on is not None else None,
     )
 
 
@@ -71,8 +73,8 @@ def _engine(engine: HostedEngine, size: int | None) -> EngineStatus:
     backend, settings = engine.backend, engine.plan.settings
     return EngineStatus(
         id=engine.id,
-        engine=engine.plan.engine,
-        version=engine.plan.engine_version,
+        engine=engine.supervisor.engine.id,
+        version=engine.supervisor.engine.version or "" if engine.part.name else engine.plan.engine_version,
         state=backend.state,
         reason=backend.reason,
         progress=backend.progress,
@@ -87,4 +89,5 @@ def _engine(engine: HostedEngine, size: int | None) -> EngineStatus:
         memory_bytes=size,
         planned_bytes=sum(engine.need.values()),
         log=str(engine.log),
+        part=engine.part.name,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 from bedplate import store
 from bedplate.errors import BadQuestion
 from bedplate.values.record import replaced
-from bedplate.values.tenant import DEFAULT_TENANT, Tenant, TenantKey, is_name, key_digest
+from bedplate.values.tenant import DEFAULT_TENANT, LIMITS, Declared, Tenant, TenantKey, is_name, key_digest
 from bedplate.values.traffic import UsageBy, UsageReport, UsageRow
 
 KEY_MARK = "bp-"
@@ -52,6 +53,32 @@ def change(name: str, changes: dict[str, Any], path: Path | None = None) -> Tena
     tenant = _changed(found or Tenant(name=name), changes)
     store.put_tenant(tenant, path)
     return tenant
+
+
+def remarks(declared: Sequence[Declared], stored: Sequence[Tenant]) -> tuple[str, ...]:
+    """What is odd about the tenants that an endpoint was started for, beside those that have keys."""
+    if not declared:
+        return ()
+    known = {one.name: one for one in stored}
+    named = {one.name for one in declared}
+    found = []
+    keyless = [one.name for one in declared if not (one.name in known and known[one.name].keys)]
+    if keyless := [name for name in keyless if name != DEFAULT_TENANT]:
+        have, commands = (
+            ("has" if len(keyless) == 1 else "have"),
+            " and ".join(f"bedplate keys add {n}" for n in keyless),
+        )
+        found.append(f"{' and '.join(keyless)} {have} no key yet and cannot ask for anything: {commands}")
+    for one in declared:
+        usual = Tenant(name=one.name)
+        for field in LIMITS:
+            here, there = getattr(one, field), getattr(known.get(one.name, usual), field)
+            if here is not None and there not in (here, getattr(usual, field)):
+                what = field.replace("_", " ")
+                found.append(f"{one.name}: {what} {here:g} of the file holds here, not the {there:g} of bedplate keys")
+    if others := [one.name for one in stored if one.keys and one.name not in named]:
+        found.append(f"not in the file, and let in by their keys all the same: {', '.join(others)}")
+    return tuple(found)
 
 
 def revoke(which: str, path: Path | None = None) -> tuple[str, ...]:

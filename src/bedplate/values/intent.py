@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from bedplate.values.cost import Price
 from bedplate.values.record import Record
+from bedplate.values.tenant import Limit
 from bedplate.values.workload import Count, Positive, Workload
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
@@ -30,6 +32,12 @@ class Operations(Record, frozen=True, kw_only=True):
     """Of one accelerator, or of the machine when it has none."""
     watts: Positive | None = None
     """Of one accelerator, or of the machine when it has none."""
+    electricity_price: Positive | None = None
+    """Of one kWh, in the currency of `price_per_hour`."""
+
+    @property
+    def price(self) -> Price:
+        return Price(price_per_hour=self.price_per_hour, watts=self.watts, electricity_price=self.electricity_price)
 
 
 class Pool(Record, frozen=True, kw_only=True):
@@ -82,6 +90,10 @@ class Tenant(Record, frozen=True, kw_only=True):
     name: Name
     share: Fraction | None = None
     """The part of the platform that is theirs when all are busy."""
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    in_flight: Limit | None = None
+    """Requests that they may have under way at once. Limits are those of `serve`; a plan does not ask for them."""
 
 
 class Deploy(Record, frozen=True, kw_only=True):

@@ -67,6 +67,8 @@ class LiveModel(Record, frozen=True, kw_only=True):
 
     model: str
     state: Literal["unloaded", "loading", "ready", "unloading", "failed"]
+    busy: str | None = None
+    """What is being done with it: loading, migrating to …; `None`: nothing out of the ordinary."""
     reason: str | None = None
     """Why it is not served, although it should be."""
     task: str = "generate"
@@ -108,7 +110,10 @@ class TenantUse(Record, frozen=True, kw_only=True):
     weight: float
     requests_per_minute: int | None = None
     """What it may, likewise below; `None`: no limit."""
+    requests_left: int | None = None
+    """Of these, at once."""
     tokens_per_minute: int | None = None
+    tokens_left: int | None = None
     most_in_flight: int | None = None
 
 
@@ -122,13 +127,17 @@ class LastVerdict(Record, frozen=True, kw_only=True):
 
 
 class Series(Record, frozen=True, kw_only=True):
-    """One model, second by second; each tuple is as long as the history's `at_s`."""
+    """One model, second by second, or one tenant; each tuple is as long as the history's `at_s`."""
 
     in_flight: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
     """In the minute up to there; likewise below."""
     failed: tuple[int, ...] = ()
+    turned_away: tuple[int, ...] = ()
+    """Beside those that ended; known of tenants only."""
+    tokens: tuple[int, ...] = ()
+    """Of prompts and answers."""
     output_tok_s: tuple[float, ...] = ()
     ttft_p50_ms: tuple[float | None, ...] = ()
     ttft_p95_ms: tuple[float | None, ...] = ()
@@ -143,6 +152,8 @@ class History(Record, frozen=True, kw_only=True):
     at_s: tuple[int, ...] = ()
     """Seconds since 1970, the oldest first."""
     models: dict[str, Series] = msgspec.field(default_factory=dict)
+    own: Series | None = None
+    """Of the tenant that looks, where that is all it may see."""
 
 
 class Live(Record, frozen=True, kw_only=True):

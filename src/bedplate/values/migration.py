@@ -67,9 +67,9 @@ class Migration(Record, frozen=True, kw_only=True):
     """The challenger."""
     outcome: Literal["migrated", "rolled back"]
     stage: Stage | None = None
-    """Where it was taken back."""
+    """Where it was taken back, or found to be no good."""
     reason: str | None = None
-    """Why it was."""
+    """Why; of one that migrated all the same, because nothing else was left."""
     side_by_side: bool
     """Whether both ran at once; else requests were held while one went and the other came."""
     took_s: float

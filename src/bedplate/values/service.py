@@ -7,8 +7,10 @@ from typing import Literal
 import msgspec
 
 from bedplate.values.decision import Device
+from bedplate.values.endpoint import Above, Orchestrator
 from bedplate.values.intent import Name, Operations
 from bedplate.values.record import Record
+from bedplate.values.tenant import Declared
 from bedplate.values.workload import Count, Positive, Workload
 
 Build = Literal["packages", "native"]
@@ -30,6 +32,10 @@ class Wanted(Record, frozen=True, kw_only=True):
     """Loaded on demand, and unloaded after this long without a request; `None`: it stays loaded."""
     preload: bool = False
     """Loaded at the start, although it may be unloaded later."""
+    untuned: bool = False
+    """Without what `bedplate tune` found here."""
+    tenants: tuple[Name, ...] = ()
+    """Who may use it, beside the operator; none named: everybody."""
 
     @property
     def on_demand(self) -> bool:
@@ -54,6 +60,12 @@ class Order(Record, frozen=True, kw_only=True):
     """A folder for what is asked and answered; `None`: none of it is kept."""
     memory_budget_bytes: Count | None = None
     """The most that all engines may take together; `None`: what is free."""
+    tenants: tuple[Declared, ...] = ()
+    """Who the endpoint is for; none named: whoever has a key."""
+    bundle: str | None = None
+    """The folder or archive that everything comes from; nothing outside is reached then."""
+    on: Orchestrator | None = None
+    """What runs the engines; `None`: bedplate itself."""
 
 
 class ServiceRecord(Record, frozen=True, kw_only=True):
@@ -100,6 +112,8 @@ class EngineStatus(Record, frozen=True, kw_only=True):
     planned_bytes: int
     """What the fit arithmetic counts it for, at the most."""
     log: str
+    part: str | None = None
+    """What it is within an orchestrator; `None`: an engine that bedplate runs itself."""
 
 
 class ModelStatus(Record, frozen=True, kw_only=True):
@@ -109,6 +123,8 @@ class ModelStatus(Record, frozen=True, kw_only=True):
     state: Literal["unloaded", "loading", "ready", "unloading", "failed"]
     why: tuple[str, ...] = ()
     """The reasons for its engine, the first of them the rule that chose it."""
+    busy: str | None = None
+    """What is being done with it: loading, migrating to …; `None`: nothing out of the ordinary."""
     reason: str | None = None
     """Why it is not loaded, where that is not what was asked for."""
     quantization: str | None = None
@@ -122,6 +138,8 @@ class ModelStatus(Record, frozen=True, kw_only=True):
     drift: str | None = None
     """How the observed work differs from that, and what it would mean."""
     engines: tuple[EngineStatus, ...] = ()
+    on: Above | None = None
+    """What stands above its engines."""
 
 
 class HostStatus(Record, frozen=True, kw_only=True):

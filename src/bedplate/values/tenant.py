@@ -34,7 +34,23 @@ class Tenant(Record, frozen=True, kw_only=True):
     tokens_per_minute: Limit | None = None
     in_flight: Limit | None = None
     """Requests that it may have under way at once."""
+    admin: bool = False
+    """Whether it may see what others use: all metrics, and the whole of the live page."""
     keys: tuple[TenantKey, ...] = ()
+
+
+class Declared(Record, frozen=True, kw_only=True):
+    """A tenant as whoever starts an endpoint names it; `None`: nothing is said, and the store's word holds."""
+
+    name: Name
+    weight: Weight | None = None
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    in_flight: Limit | None = None
+
+
+LIMITS = ("weight", "requests_per_minute", "tokens_per_minute", "in_flight")
+"""What a tenant may have."""
 
 
 def is_name(text: str) -> bool:

@@ -13,7 +13,7 @@ PREFIX_BLOCK_BYTES = 512
 UsageBy = Literal["tenant", "model", "engine", "day"]
 
 
-class ServedRequest(Record, frozen=True, kw_only=True, gc=False):
+class ServedRequest(Record, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """One request as the gateway saw it: its shape, never its content."""
 
     at_s: float

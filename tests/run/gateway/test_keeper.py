@@ -65,8 +65,21 @@ async def test_a_stream_is_kept_as_its_shape(path: Path) -> None:
     assert (row.outcome, row.status, row.stream, row.finish) == ("ok", 200, True, "length")
     assert (row.prompt_tokens, row.completion_tokens, row.max_tokens) == (7, 3, 64)
     assert row.ttft_ms is not None and row.wait_ms is not None
-    assert 0 < row.wait_ms <= row.ttft_ms <= row.duration_ms
+    assert 0 <= row.wait_ms <= row.ttft_ms <= row.duration_ms
     assert len(row.prefix_hashes) == 1 and row.text_bytes < row.body_bytes
+
+
+def test_however_many_come_at_once_each_is_kept_in_its_order(path: Path) -> None:
+    many = [
+        ServedRequest(
+            at_s=float(number), tenant="a", model="m", api="chat", outcome="ok", status=200, body_bytes=number,
+            duration_ms=1.0, completion_tokens=None if number % 2 else number,
+        )
+        for number in range(2 * store.ROWS_AT_ONCE + 1)
+    ]  # fmt: skip
+    store.add_requests(many, path)
+    store.add_requests([], path)
+    assert rows(path) == many
 
 
 async def test_every_way_to_end_is_kept(path: Path) -> None:

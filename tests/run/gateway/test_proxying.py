@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import json
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bedplate.run.gateway import BackendState, sse
+from bedplate.run.gateway.watch import Times
 
 from .scripted import (
     ANSWER,
@@ -480,6 +485,16 @@ async def test_an_unknown_model_is_not_found() -> None:
         assert not house.engine.seen
 
 
+async def test_while_models_are_still_made_known_an_unknown_one_may_be_so_in_a_moment() -> None:
+    """A client that comes back to an endpoint that has been started again must not take its model for gone."""
+    async with serving() as house:
+        house.gateway.starting = True
+        answer = await (await house.client()).post(CHAT, chat(model="gpt-5"))
+        assert (answer.status, answer.error["code"]) == (503, "engine_loading")
+        assert answer.headers["retry-after"] == "1"
+        assert (await (await house.client()).post(CHAT, chat())).status == 200
+
+
 async def test_several_backends_are_told_apart_by_name() -> None:
     async with serving(backend_at(1, "large", names=frozenset(["large"]), state="loading")) as house:
         client = await house.client()
@@ -646,3 +661,39 @@ async def test_a_page_handler_that_hangs_up_when_idle_takes_no_stream_with_it() 
         assert await client.chunk() == b""
         assert (await client.get("/health")).status == 200
         await until(lambda: house.metric("requests_in_flight") == 0, "the stream to end")
+
+
+# what time it is
+
+
+async def test_every_answer_says_when_it_was_given() -> None:
+    async with serving(api_key="sk-own") as house:
+        key = {"authorization": "Bearer sk-own"}
+        client = await house.client()
+        house.engine.answer(plain(ANSWER))
+        house.engine.answer(whole_stream(delta("a"), DONE))
+        answers = [
+            await client.post(CHAT, chat(), **key),
+            await client.post(CHAT, chat(stream=True), **key),
+            await client.get("/health"),
+            await client.post(CHAT, chat(model="nobody's"), **key),
+            await client.post(CHAT, chat()),
+        ]
+        assert [answer.status for answer in answers] == [200, 200, 200, 404, 401]
+        for answer in answers:
+            at = parsedate_to_datetime(answer.headers["date"])
+            assert abs((at - dt.datetime.now(dt.UTC)).total_seconds()) < 5
+
+
+# the times that are counted
+
+
+@given(st.lists(st.floats(0, 5000), max_size=50))
+def test_a_histogram_counts_what_took_at_most_so_long(times_s: list[float]) -> None:
+    bounds = (0.01, 0.5, 2.5, 1800.0)
+    found = Times(bounds)
+    for took_s in times_s:
+        found.observe(took_s)
+    expected = [(str(bound), sum(one <= bound for one in times_s)) for bound in bounds]
+    assert found.buckets() == [*expected, ("+Inf", len(times_s))]
+    assert found.sum_s == pytest.approx(sum(times_s))

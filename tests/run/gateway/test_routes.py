@@ -399,6 +399,28 @@ async def test_a_model_that_is_known_is_started_by_its_first_request() -> None:
         assert (await ask(house, chat(model="large"))).status == 404
 
 
+async def test_a_model_that_is_not_loaded_is_found_by_all_of_its_names() -> None:
+    async with serving() as house:
+        wanted: list[str] = []
+        house.gateway.wanted = wanted.append
+        house.gateway.known("large", aliases=("owner/Large", "large.gguf"))
+        for loaded in (False, True, False):
+            large = Engine()
+            await large.start()
+            backend = backend_at(large.port, "large")
+            if loaded:
+                house.gateway.add(backend)
+            asking = [asyncio.ensure_future(ask(house, chat(model=name))) for name in ("Owner/large", "LARGE.gguf")]
+            if not loaded:
+                await until(lambda: house.waiting() == 2, "both to wait")
+                assert wanted.pop() == "large" and not wanted
+                house.gateway.add(backend)
+            assert [a.status for a in await within(asyncio.gather(*asking))] == [200] * 2
+            assert await within(house.gateway.remove(backend))
+            await large.stop()
+        assert (await ask(house, chat(model="small.gguf"))).status == 200
+
+
 async def test_a_model_that_is_started_on_demand_holds_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bedplate.run.gateway.routes.MOST_HELD", 2)
     async with serving() as house:

@@ -372,3 +372,28 @@ def test_the_head_comes_with_the_first_event_in_one_write() -> None:
     first, second = asyncio.run(pass_through())
     assert first.startswith(b"HTTP/1.1 200 OK\r\n") and first.endswith(chunk(delta("a")))
     assert second == chunk(delta("b"))
+
+
+# why an answer ended
+
+
+@given(st.lists(st.sampled_from([
+    b'"finish_reason":"stop"', b'"finish_reason": "length"', b'"stop_reason":"end_turn"', b'"finish_reason":null',
+    b'"finish_reason":"NOT THIS"', b'"a_reason":"x"', b'_reason"', b"text ", b"\n\n",
+]), max_size=8))  # fmt: skip
+def test_the_last_reason_that_is_given_is_the_one(parts: list[bytes]) -> None:
+    data = b"".join(parts)
+    said = sse._FINISH.findall(data)
+    assert sse.finish_reason(data) == (said[-1].decode() if said else None)
+    assert sse.finish_reason(b'"finish_reason":"first"', data) == (said[-1].decode() if said else "first")
+
+
+# what the model reads
+
+
+@given(st.lists(st.text(max_size=30), min_size=1, max_size=3), st.booleans(), st.integers(1, 200))
+def test_the_beginning_of_what_is_read_and_its_length(words: list[str], tools: bool, most: int) -> None:
+    messages = [{"role": "user", "content": word} for word in words]
+    body = json.dumps({"messages": messages, **({"tools": words} if tools else {})}).encode()
+    whole = (json.dumps(words).encode() if tools else b"") + json.dumps(messages).encode()
+    assert sse.read_asked(body).text(most) == (whole[:most], len(whole))

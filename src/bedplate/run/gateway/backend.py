@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from time import monotonic
 from typing import Literal, NamedTuple
 
 BackendState = Literal["loading", "ready", "restarting", "failed", "stopped"]
@@ -53,6 +54,8 @@ class Backend:
         self.names = frozenset(name.lower() for name in (model, *aliases))
         self.changed: Callable[[Backend], None] | None = None
         """Told of a new state or share; the gateway's own."""
+        self.begun: Callable[[], None] | None = None
+        """Told in the very moment when it is given a request."""
         self.on_end: Callable[[Ended], None] | None = None
         """Told of each request that it is done with, for those who compare engines."""
         self._state: BackendState = "loading"
@@ -74,8 +77,14 @@ class Backend:
         """Requests that the engine computes at once. Where several tenants share it, no more are sent to it, since
         what waits inside of an engine waits in its order and not by whose turn it is."""
         self.context_tokens: int | None = None
+        self.attempts = 1
+        """How often it may be given one request: more than once where several engines stand behind its address."""
+        self.wants_name = False
+        """Whether requests must name the model by the very name that it is served under."""
         self.in_flight = 0
         """Requests that it has been given and that have not ended."""
+        self.last_used = monotonic()
+        """When it was last given one, or done with one; on the monotonic clock."""
         self.health = Health()
 
     @property

@@ -6,9 +6,10 @@ import asyncio
 from collections import deque
 from http import HTTPStatus
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import httptools
+import msgspec
 
 from bedplate.run.gateway import sse
 from bedplate.run.gateway.exchange import Exchange
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.backend import Backend
     from bedplate.run.gateway.routes import Route
     from bedplate.run.gateway.server import Gateway
-    from bedplate.run.gateway.tenants import Member
+    from bedplate.run.gateway.tenants import Key, Member, Unaccepted
 
 MAX_HEAD_BYTES = 64 * 1024
 REQUEST_TIMEOUT_S = 30.0
@@ -42,7 +43,7 @@ _STATUS_LINES = {s.value: b"HTTP/1.1 %d %s\r\nserver: bedplate\r\n" % (s.value, 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class Request(NamedTuple):
+class Request(msgspec.Struct, gc=False):
     method: bytes
     target: bytes
     path: bytes
@@ -59,8 +60,8 @@ class ClientConnection(asyncio.Protocol):
     """One client's connection. Requests that arrive while one is being answered wait for their turn."""
 
     __slots__ = (
-        "_arrived_bytes", "_body", "_body_bytes", "_chunked", "_closing", "_current", "_discarding", "_gateway",
-        "_head_bytes", "_head_pieces_bytes", "_headers", "_inner", "_keep_alive", "_linger_until", "_member",
+        "_arrived_bytes", "_body", "_body_bytes", "_chunked", "_closing", "_current", "_discarding", "_fed", "_gateway",
+        "_head_bytes", "_head_pieces_bytes", "_headers", "_inner", "_keep_alive", "_key", "_linger_until", "_member",
         "_owes_continue", "_parser", "_paused", "_rejection", "_stage", "_target", "_transport", "_waiting", "deadline",
     )  # fmt: skip
 
@@ -69,6 +70,8 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._current: Exchange | InnerConnection | None = None
+        self._key: Key | None = None
+        """The last one that came on this connection and was good."""
         self._member: Member | None = None
         self._keep_alive = False
         self._chunked = True
@@ -79,6 +82,7 @@ class ClientConnection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._arrived_bytes = 0
+        self._fed = 0
         self._head_bytes = 0
         self._head_pieces_bytes = 0
         self._stage = _IDLE
@@ -113,9 +117,8 @@ class ClientConnection(asyncio.Protocol):
                 self._expect_within(LINGER_S)
                 self.deadline = min(self.deadline or 0.0, self._linger_until)
             return
-        if self._current is None and not self._paused:
-            self._expect_within(REQUEST_TIMEOUT_S)
         was_in_head = self._stage == _IN_HEAD
+        self._fed = len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
@@ -125,11 +128,16 @@ class ClientConnection(asyncio.Protocol):
             self._failed_inside(error)
         except httptools.HttpParserError as error:
             self._reject(400, f"the request is not valid HTTP: {error}", "bad_http")
-        if was_in_head and self._stage == _IN_HEAD:
-            # The parser keeps a header to itself until it is whole, however long it grows.
-            self._head_pieces_bytes += len(data)
-            if self._head_pieces_bytes > MAX_HEAD_BYTES:
-                self._reject_head()
+        if self._stage == _IN_HEAD:
+            if was_in_head:
+                # The parser keeps a header to itself until it is whole, however long it grows.
+                self._head_pieces_bytes += len(data)
+                if self._head_pieces_bytes > MAX_HEAD_BYTES:
+                    self._reject_head()
+            else:
+                self._head_bytes = len(data)  # at the most: the end of another request may be in it
+        if self._stage != _IDLE and self._current is None and not self._paused and not self._discarding:
+            self._expect_within(REQUEST_TIMEOUT_S)
 
     def eof_received(self) -> bool:
         return False
@@ -167,20 +175,40 @@ class ClientConnection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._target += url
-        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._stage == _IN_HEAD:  # else it is a trailer: nobody here has use for one, and it is no header
+        if self._stage == _IN_HEAD:
             self._headers.append((name.lower(), value))
-        self._count_head(len(name) + len(value))
+            return
+        # It is a trailer: nobody here has use for one, and it is no header.
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._reject_head()
 
     def on_headers_complete(self) -> None:
         if self._discarding or self._parser.should_upgrade():
             return
         self._stage = _IN_BODY
-        if not self._target.startswith(b"/"):
+        if self._head_bytes + self._head_pieces_bytes + self._fed > MAX_HEAD_BYTES:  # else it cannot be larger
+            self._head_bytes = len(self._target) + sum(len(name) + len(value) for name, value in self._headers)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._reject_head()
+                return
+        if self._target[:1] != b"/":
             self._target = _origin_form(self._target)
-        if not self._may_pass():
+        given = by_name = length = b""
+        expects = False
+        for name, value in self._headers:
+            if name == b"content-length":  # all digits, and only one of them: the parser sees to it
+                length = value
+            elif name == b"authorization":
+                if value[:7].lower() == b"bearer ":
+                    given = value[7:].strip()
+            elif name == b"x-api-key":
+                by_name = by_name or value.strip()
+            elif name == b"expect":
+                expects = value.lower() == b"100-continue"
+        if not self._gateway.tenants.is_open and not self._may_pass(given or by_name):
             self._reject(
                 401,
                 "a key is needed here, and none or a wrong one was given; send it as 'Authorization: Bearer KEY'",
@@ -189,14 +217,9 @@ class ClientConnection(asyncio.Protocol):
                 extra=b"www-authenticate: Bearer\r\n",
             )
             return
-        expects = False
-        for name, value in self._headers:
-            if name == b"content-length":  # all digits, and only one of them: the parser sees to it
-                if int(value) > self._gateway.max_body_bytes:
-                    self._reject_body()
-                    return
-            elif name == b"expect":
-                expects = value.lower() == b"100-continue"
+        if length and int(length) > self._gateway.max_body_bytes:
+            self._reject_body()
+            return
         if expects and self._parser.get_http_version() == "1.1":
             if self._is_free():
                 self.write_raw(_CONTINUE)
@@ -206,8 +229,10 @@ class ClientConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         if self._discarding:
             return
-        self._body_bytes += len(body)
-        self._take_up(len(body))
+        size = len(body)
+        self._body_bytes += size
+        self._arrived_bytes += size
+        self._gateway.arriving_bytes += size
         if self._body_bytes > self._gateway.max_body_bytes:
             self._reject_body()
         elif self._gateway.arriving_bytes > MAX_ARRIVING_BYTES:
@@ -226,20 +251,21 @@ class ClientConnection(asyncio.Protocol):
             return
         self._stage = _IDLE
         self._owes_continue = False
-        modern = self._parser.get_http_version() == "1.1"
+        parser, target, body = self._parser, self._target, self._body
+        modern = parser.get_http_version() == "1.1"
         request = Request(
-            method=self._parser.get_method(),
-            target=self._target,
-            path=self._target.partition(b"?")[0],
-            headers=self._headers,
-            body=b"".join(self._body),
-            keep_alive=modern and self._parser.should_keep_alive(),
-            member=self._member,
-            chunked=modern,
+            parser.get_method(),
+            target,
+            target.partition(b"?")[0] if b"?" in target else target,
+            self._headers,
+            body[0] if len(body) == 1 else b"".join(body),
+            modern and parser.should_keep_alive(),
+            self._member,
+            modern,
         )
         self._body = []
         self._discarding = not request.keep_alive
-        if self._is_free():
+        if self._current is None and not self._waiting and not self._paused:
             self._answer(request)
             return
         self._waiting.append(request)
@@ -257,21 +283,25 @@ class ClientConnection(asyncio.Protocol):
         """A whole answer."""
         if self._transport is None:
             return
-        keep = self._stays_open()
+        if not self._keep_alive or self._closing:
+            extra += b"connection: close\r\n"
         self._transport.write(
-            b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n%b"
-            % (_status_line(status), content_type, len(body), extra, b"" if keep else b"connection: close\r\n", body)
+            b"%b%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n%b"
+            % (_status_line(status), self._gateway.date, content_type, len(body), extra, body)
         )
         self._answered()
 
     def begin_stream(self, head: bytes, data: bytes) -> None:
         if self._transport is None:
             return
+        date = self._gateway.date
         if not self._chunked:
-            self._transport.write(b"%bconnection: close\r\n\r\n%b" % (head, data))
+            self._transport.write(b"%b%bconnection: close\r\n\r\n%b" % (head, date, data))
             return
         close = b"" if self._stays_open() else b"connection: close\r\n"
-        self._transport.write(b"%btransfer-encoding: chunked\r\n%b\r\n%x\r\n%b\r\n" % (head, close, len(data), data))
+        self._transport.write(
+            b"%b%btransfer-encoding: chunked\r\n%b\r\n%x\r\n%b\r\n" % (head, date, close, len(data), data)
+        )
 
     def write_stream(self, data: bytes) -> None:
         if self._transport is None:
@@ -335,7 +365,9 @@ class ClientConnection(asyncio.Protocol):
     # inside
 
     def _answer(self, request: Request) -> None:
-        self._take_up(-len(request.body))
+        size = len(request.body)
+        self._arrived_bytes -= size
+        self._gateway.arriving_bytes -= size
         self.deadline = None
         self._keep_alive = request.keep_alive
         self._chunked = request.chunked
@@ -352,43 +384,45 @@ class ClientConnection(asyncio.Protocol):
             self.respond(400, sse.error_body(f"the body cannot be used: {error}", "invalid_request_error", "bad_body"))
             return
         route = self._gateway.route_for(asked.model)
+        if route is None and self._gateway.starting:
+            message = "bedplate is starting, and not all of its models are known yet"
+            self.respond(503, sse.error_body(message, "server_error", "engine_loading"), extra=b"retry-after: 1\r\n")
+            return
         if route is None:
             served = ", ".join(self._gateway.models)
             message = f"the model {asked.model!r} is not served here; served: {served}"
             self.respond(404, sse.error_body(message, "invalid_request_error", "model_not_found", "model"))
             return
         member = request.member or self._gateway.tenants.default
-        cost_tokens = member.cost_tokens(len(request.body), asked.most_tokens)
-        if not self._is_admitted(route, member, cost_tokens, api, asked, request):
+        if route.allowed is not None and member.name not in route.allowed and not member.is_admin:
+            message = f"you may not use {route.model}"
+            self.respond(403, sse.error_body(message, "permission_error", "model_not_allowed", "model"))
             return
-        exchange = Exchange(self, request, api, asked, self._gateway, route, member, cost_tokens)
-        self._current = exchange
+        now = monotonic()
+        cost_tokens = member.cost_tokens(size, asked.most_tokens)
+        why = member.limited(cost_tokens, now) if member.is_limited else None
+        if why is None and not route.is_free:
+            why = self._gateway.unaccepted(route, member, size)
+        if why is not None:
+            self._turn_away(route, member, api, asked, size, why)
+            return
+        self._current = exchange = Exchange(self, request, api, asked, self._gateway, route, member, cost_tokens, now)
         exchange.start()
 
-    def _is_admitted(
-        self, route: Route, member: Member, cost_tokens: float, api: sse.Api, asked: sse.Asked, request: Request
-    ) -> bool:
-        """Whether there is a place for the request; one that is turned away is told when to come again."""
-        now = monotonic()
-        kind = "rate_limit_error"
-        status = 429
-        if limited := member.limited(cost_tokens, now):
-            message, code, retry_after_s = limited
-        elif unaccepted := self._gateway.unaccepted(route, member, len(request.body)):
-            status, message, code, retry_after_s = unaccepted
-            kind = kind if status == 429 else "server_error"
-        else:
-            return True
-        self._gateway.turned_away(route, member, api, asked, len(request.body), status)
-        extra = b"retry-after: %d\r\n%b" % (retry_after_s, member.headers(now))
-        self.respond(status, sse.error_body(message, kind, code), extra=extra)
-        return False
+    def _turn_away(
+        self, route: Route, member: Member, api: sse.Api, asked: sse.Asked, num_bytes: int, why: Unaccepted
+    ) -> None:
+        """There is no place for the request; it is told when to come again."""
+        kind = "rate_limit_error" if why.status == 429 else "server_error"
+        self._gateway.turned_away(route, member, api, asked, num_bytes, why.status)
+        extra = b"retry-after: %d\r\n%b" % (why.retry_after_s, member.headers())
+        self.respond(why.status, sse.error_body(why.message, kind, why.code), extra=extra)
 
     def _answered(self) -> None:
         self._current = None
         if self._transport is None:
             return
-        if not self._stays_open():
+        if not self._keep_alive or self._closing:
             self._close()
         elif self._waiting:
             self._transport.resume_reading()
@@ -422,19 +456,15 @@ class ClientConnection(asyncio.Protocol):
             self._transport.close()
             self._expect_within(STALLED_READER_S)
 
-    def _may_pass(self) -> bool:
-        tenants = self._gateway.tenants
-        if tenants.is_open:
-            self._member = None
+    def _may_pass(self, given: bytes) -> bool:
+        tenants, key = self._gateway.tenants, self._key
+        if key is None or not key.is_still(given, tenants.turn):
+            self._key = key = tenants.find(given)
+        if key is not None:
+            self._member = key.member
             return True
-        given = b""
-        for name, value in self._headers:
-            if name == b"authorization" and value[:7].lower() == b"bearer ":
-                given = value[7:].strip()
-            elif name == b"x-api-key" and not given:
-                given = value.strip()
-        self._member = tenants.find(given)
-        return self._member is not None or self._target.partition(b"?")[0] in OPEN_PATHS
+        self._member = None
+        return self._target.partition(b"?")[0] in OPEN_PATHS
 
     def _take_up(self, num_bytes: int) -> None:
         """Counts bodies that are here and not yet on their way."""
@@ -445,11 +475,6 @@ class ClientConnection(asyncio.Protocol):
         self._waiting.clear()
         self._body = []
         self._take_up(-self._arrived_bytes)
-
-    def _count_head(self, num_bytes: int) -> None:
-        self._head_bytes += num_bytes
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._reject_head()
 
     def _reject_head(self) -> None:
         self._reject(431, f"the request's head is larger than {MAX_HEAD_BYTES:,} bytes", "head_too_large")
@@ -498,11 +523,9 @@ class ClientConnection(asyncio.Protocol):
         self._body = []
         self._take_up(sum(len(request.body) for request in self._waiting) - self._arrived_bytes)
         body = sse.error_body(message, kind, code)
-        self._rejection = b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b" % (
-            _status_line(status),
-            len(body),
-            extra,
-            body,
+        self._rejection = (
+            b"%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%b\r\n%b"
+            % (_status_line(status), self._gateway.date, len(body), extra, body)
         )
         if self._is_free():
             self._send_rejection()
@@ -520,10 +543,10 @@ class ClientConnection(asyncio.Protocol):
         self._rejection = None
         self._closing = True
         self._expect_within(LINGER_S)
-        self._linger_until = asyncio.get_running_loop().time() + MAX_LINGER_S
+        self._linger_until = monotonic() + MAX_LINGER_S
 
     def _expect_within(self, duration_s: float) -> None:
-        self.deadline = asyncio.get_running_loop().time() + duration_s
+        self.deadline = monotonic() + duration_s
 
 
 def _origin_form(target: bytes) -> bytes:

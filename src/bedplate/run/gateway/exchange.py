@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from time import monotonic, time
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from bedplate.run.gateway import sse
 from bedplate.run.gateway.backend import Ended
 from bedplate.run.gateway.keeper import Words
-from bedplate.run.gateway.shapes import conversation_of, prefix_hashes
+from bedplate.run.gateway.shapes import PREFIX_BYTES, conversation_of, prefix_hashes
 from bedplate.values.traffic import ServedRequest
 
 if TYPE_CHECKING:
@@ -38,10 +38,8 @@ MAX_ANSWER_BYTES = 256_000_000
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
 
 
-class _Ended(NamedTuple):
-    outcome: Outcome
-    engine: str | None
-    at: float
+_End = tuple[Outcome, str | None, float]
+"""How it ended, which engine had it, and when."""
 
 
 class Exchange:
@@ -65,6 +63,7 @@ class Exchange:
         route: Route,
         member: Member,
         cost_tokens: float,
+        now: float,
     ) -> None:
         self._client = client
         self._request = request
@@ -77,7 +76,7 @@ class Exchange:
         self.cost_tokens = cost_tokens
         """What it was charged with on its way in."""
         self.num_bytes = len(request.body)
-        self.joined_at = self.sent_at = self._started = monotonic()
+        self.joined_at = self.sent_at = self._started = now
         self._limits = b""
         self._meter = route.ways[0].meter if route.ways else route.meter_of_none()
         self._way: Way | None = None
@@ -92,10 +91,12 @@ class Exchange:
         keeper = gateway.keeper
         has_readers = gateway.seen is not None or (keeper is not None and keeper.content is not None)
         self._sent_on: list[bytes] | None = [] if has_readers else None
-        self._asked_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+        self._asked_usage = False
         self._body = request.body
-        if asked.stream and api in ("chat", "completions") and not self._asked_usage:
-            self._body = sse.with_usage_asked(request.body, asked)
+        if asked.stream:
+            self._asked_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+            if not self._asked_usage and (api == "chat" or api == "completions"):
+                self._body = sse.with_usage_asked(request.body, asked)
         self._forget_answer()
 
     def _forget_answer(self) -> None:
@@ -110,11 +111,14 @@ class Exchange:
         self._usage = sse.Usage()
 
     def start(self) -> None:
+        member = self.member
         self._meter.in_flight += 1
-        self.member.admit(self.cost_tokens, self._started)
+        member.in_flight += 1
+        if member.has_limits:
+            member.charge(self.cost_tokens, self._started)
         self._route.take(self)
-        if self.member.has_limits:  # while the engine works
-            self._limits = self.member.headers(self._started)
+        if member.has_limits:  # while the engine works
+            self._limits = member.headers()
 
     # from its route
 
@@ -151,12 +155,12 @@ class Exchange:
 
     def pause(self) -> None:
         """The client reads more slowly than the engine writes."""
-        if self._connection is not None and self._connection.transport is not None:
-            self._connection.transport.pause_reading()
+        if self._connection is not None:
+            self._connection.pause()
 
     def resume(self) -> None:
-        if self._connection is not None and self._connection.transport is not None:
-            self._connection.transport.resume_reading()
+        if self._connection is not None:
+            self._connection.resume()
 
     def stop(self, message: str) -> None:
         """Ends the exchange because the endpoint itself goes away."""
@@ -168,28 +172,29 @@ class Exchange:
 
     def engine_ready(self, connection: EngineConnection) -> None:
         self._connection = connection
-        request = self._request
-        head = [b"POST ", request.target, _SENT_HEAD % len(self._body)]
-        if key := connection.pool.backend.engine_key:
+        request, body = self._request, self._body
+        backend = connection.pool.backend
+        if backend.wants_name and self._asked.model != backend.model:
+            body = sse.with_model(body, backend.model)
+        head = [b"POST ", request.target, _SENT_HEAD % len(body)]
+        if key := backend.engine_key:
             head += (b"authorization: Bearer ", key.encode(), b"\r\n")
-        not_forwarded = _NOT_FORWARDED
         for name, value in request.headers:
-            if name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
-                not_forwarded = not_forwarded.union(word.strip().lower() for word in value.split(b","))
-        for name, value in request.headers:
-            if name not in not_forwarded:
+            if name not in _NOT_FORWARDED:
                 head += (name, b": ", value, b"\r\n")
-        head += (b"\r\n", self._body)
+            elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
+                request.headers = _without_named(request.headers)
+                self.engine_ready(connection)
+                return
+        head += (b"\r\n", body)
         connection.send(self, b"".join(head))
 
-    def engine_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def engine_head(self, status: int, content_type: bytes) -> None:
         self._status = status
-        for name, value in headers:
-            if name == b"content-type":
-                self._type = value
+        self._type = content_type
         # The head waits for the first event: one packet instead of two, and an engine that dies before its first
         # token can still be answered with a proper status.
-        self._streaming = status == 200 and self._type[:17].lower() == b"text/event-stream"
+        self._streaming = status == 200 and content_type[:17].lower() == b"text/event-stream"
 
     def engine_body(self, data: bytes) -> None:
         if not self._streaming:
@@ -338,14 +343,16 @@ class Exchange:
                 return
         else:
             backend.health.succeeded()
-        body = b"".join(self._answer)
+        answer = self._answer
+        body = answer[0] if len(answer) == 1 else b"".join(answer)
         if self._status >= 400:
             body = sse.as_openai_error(self._status, body)
             self._type = b"application/json"
         else:
             sse.read_body_usage(body, self._usage)
             self._last_events = body
-        self._keep(body)
+        if self._sent_on is not None:
+            self._keep(body)
         record = self._finish("ok" if self._status < 400 else "refused")
         self._client.respond(self._status, body, content_type=self._type or b"application/json", extra=self._limits)
         self._keep_record(record)
@@ -363,11 +370,11 @@ class Exchange:
             self._client.end_stream()
         self._keep_record(record)
 
-    def _finish(self, outcome: Outcome) -> _Ended:
+    def _finish(self, outcome: Outcome) -> _End:
         """Frees its place before the client can ask for more. What is kept of it is written down after the answer."""
         self.over = True
         ended = monotonic()
-        usage = self._usage
+        usage, member = self._usage, self.member
         used = None
         if usage.prompt_tokens is not None or usage.completion_tokens is not None:
             used = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
@@ -376,19 +383,24 @@ class Exchange:
         engine = None
         way, self._way = self._way, None
         if way is not None:
-            engine = way.backend.engine
+            backend = way.backend
+            engine = backend.engine
             if outcome == "cancelled":
-                way.backend.health.ended_otherwise()
-            if way.backend.on_end is not None:
-                way.backend.on_end(self._ended(outcome))
-            self._route.ended(self, way, used)
-        self.member.ended(self.cost_tokens, used, usage.completion_tokens, ended)
-        self._meter.in_flight -= 1
-        self._meter.record(self._api, outcome, self._started, self._first, ended, usage)
-        self._gateway.meters.tenant(self.member.name).record(outcome, usage)
-        return _Ended(outcome, engine, ended)
+                backend.health.ended_otherwise()
+            if backend.on_end is not None:
+                backend.on_end(self._ended(outcome))
+            self._route.ended(self, way, used, ended)
+        member.ended(self.cost_tokens, used, usage.completion_tokens, ended)
+        meter = self._meter
+        meter.in_flight -= 1
+        meter.record(self._api, outcome, self._started, self._first, ended, usage)
+        own = member.meter
+        if own is None:
+            own = member.meter = self._gateway.meters.tenant(member.name)
+        own.record(outcome, usage)
+        return outcome, engine, ended
 
-    def _keep_record(self, end: _Ended) -> None:
+    def _keep_record(self, end: _End) -> None:
         keeper, seen = self._gateway.keeper, self._gateway.seen
         if keeper is None and seen is None:
             return
@@ -407,10 +419,10 @@ class Exchange:
                 context = {"message": "a request could not be looked at", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(context)
 
-    def _row(self, end: _Ended) -> ServedRequest:
+    def _row(self, end: _End) -> ServedRequest:
         outcome, engine, ended = end
         usage, asked, started = self._usage, self._asked, self._started
-        text = asked.text
+        text, text_bytes = asked.text(PREFIX_BYTES)
         return ServedRequest(
             at_s=time() - (ended - started),
             tenant=self.member.name,
@@ -430,5 +442,11 @@ class Exchange:
             duration_ms=1000 * (ended - started),
             finish=sse.finish_reason(*self._before_last, self._last_events) if outcome == "ok" else None,
             prefix_hashes=prefix_hashes(text, self._gateway.tenants.salt),
-            text_bytes=len(text),
+            text_bytes=text_bytes,
         )
+
+
+def _without_named(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Without those that `connection` says are for the next hop alone."""
+    named = {word.strip().lower() for name, value in headers if name == b"connection" for word in value.split(b",")}
+    return [(name, value) for name, value in headers if name not in named and name != b"connection"]

@@ -88,11 +88,17 @@ class FairQueue(Generic[W]):
     def __init__(self) -> None:
         self._lines: dict[str, Line[W]] = {}
         self._heap: list[tuple[float, int, str]] = []
-        self._count = 0
+        self.count = 0
+        """Requests that wait."""
         self._number = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one tenant was here lately."""
+        return len(self._lines) > 1
 
     def line(self, name: str, weight: float) -> Line[W]:
         line = self._lines.get(name)
@@ -108,7 +114,7 @@ class FairQueue(Generic[W]):
         """Stands at the end of its line, or at its beginning when it has had its turn once."""
         self.wake(line)
         (line.queue.appendleft if first else line.queue.append)(waiting)
-        self._count += 1
+        self.count += 1
         line.note(now)
         if len(line.queue) == 1:
             self._enter(line)
@@ -126,7 +132,7 @@ class FairQueue(Generic[W]):
             line.queue.remove(waiting)
         except ValueError:
             return False
-        self._count -= 1
+        self.count -= 1
         if not line.queue:
             line._entry = None
         return True
@@ -147,7 +153,7 @@ class FairQueue(Generic[W]):
                 aside.append(line)
                 continue
             found = line, line.queue.popleft()
-            self._count -= 1
+            self.count -= 1
             if line.queue:
                 aside.append(line)
         for line in aside:
@@ -168,20 +174,25 @@ class FairQueue(Generic[W]):
         else:
             line.in_flight += 1
         line.charged = cost_tokens
-        self._charge(line, cost_tokens)
+        line.served += cost_tokens / line.weight
+        if line.queue:
+            self._enter(line)
 
     def left(self, line: Line[W], refund_tokens: float = 0.0) -> None:
         """A request has ended, or goes elsewhere; what it was charged too much is given back."""
         line.in_flight -= 1
-        self._charge(line, -refund_tokens)
+        line.served -= refund_tokens / line.weight
+        if line.queue:
+            self._enter(line)
 
     def ended(self, line: Line[W], charged_tokens: float, cost_tokens: float | None) -> None:
         """A request has ended for good; `cost_tokens` is what it did cost, where that is known."""
-        if cost_tokens is None:
-            self.left(line)
-            return
-        line.mean_cost += SMOOTHING * (cost_tokens - line.mean_cost)
-        self.left(line, charged_tokens - cost_tokens)
+        line.in_flight -= 1
+        if cost_tokens is not None:
+            line.mean_cost += SMOOTHING * (cost_tokens - line.mean_cost)
+            line.served -= (charged_tokens - cost_tokens) / line.weight
+        if line.queue:
+            self._enter(line)
 
     def forget_idle(self, now: float) -> None:
         """Lines of tenants that have not been here for a while."""
@@ -209,11 +220,6 @@ class FairQueue(Generic[W]):
             if unused > 0 and line.served <= lowest + lead:
                 kept[line.name] = unused
         return kept
-
-    def _charge(self, line: Line[W], tokens: float) -> None:
-        line.served += tokens / line.weight
-        if line.queue:
-            self._enter(line)
 
     def _enter(self, line: Line[W]) -> None:
         if len(self._heap) > 64 + 4 * len(self._lines):  # mostly entries that no longer hold

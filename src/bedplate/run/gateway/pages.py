@@ -29,6 +29,8 @@ class Visit(NamedTuple):
 
     tenant: str | None
     """Whose key came with it; nobody's at the paths that need none."""
+    sees_all: bool
+    """Whether it may see what others use: the operator, an admin, and everybody where no key is asked for."""
     accept: str
     query: Mapping[str, str]
 
@@ -49,8 +51,7 @@ def pages(gateway: Gateway) -> web.Application:
         page = gateway.handed.get(request.path)
         if page is None or request.method not in ("GET", "HEAD"):
             return await handler(request)  # type: ignore[no-any-return]
-        tenant = DEFAULT_TENANT if gateway.tenants.is_open else request.headers.get(TENANT_HEADER)
-        shown = page(Visit(tenant, request.headers.get("Accept", ""), request.query))
+        shown = page(_visit(gateway, request))
         if shown is None:
             return await handler(request)  # type: ignore[no-any-return]
         return web.Response(body=shown.body, headers={"Content-Type": shown.content_type, **shown.headers})
@@ -72,17 +73,24 @@ def pages(gateway: Gateway) -> web.Application:
 
     async def models(request: web.Request) -> web.Response:
         wanted = request.match_info.get("name")
+        visit = _visit(gateway, request)
         if wanted is None:
-            return _json({"object": "list", "data": [_row_of(route) for route in gateway.routes]})
+            rows = [_row_of(route) for route in gateway.routes if _may_use(route, visit)]
+            return _json({"object": "list", "data": rows})
         route = gateway.route_for(wanted)
-        if route is None:
+        if route is None or not _may_use(route, visit):
             message = f"the model {wanted!r} is not served here"
             return _error(404, message, "model_not_found")
         return _json(_row_of(route))
 
-    async def metrics(_: web.Request) -> web.Response:
+    async def metrics(request: web.Request) -> web.Response:
+        visit = _visit(gateway, request)
+        if visit.sees_all:
+            body = gateway.meters.text(gateway.routes, gateway.keeper.lost if gateway.keeper is not None else 0)
+        else:
+            body = gateway.meters.text_of(visit.tenant or "")
         return web.Response(
-            body=gateway.meters.text(gateway.routes, gateway.keeper.lost if gateway.keeper is not None else 0),
+            body=body,
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
@@ -99,6 +107,18 @@ def pages(gateway: Gateway) -> web.Application:
     app.router.add_get("/models", models)
     app.router.add_get("/v1/models/{name:.+}", models)
     return app
+
+
+def _visit(gateway: Gateway, request: web.Request) -> Visit:
+    tenants = gateway.tenants
+    name = DEFAULT_TENANT if tenants.is_open else request.headers.get(TENANT_HEADER)
+    member = tenants.member(name) if name is not None else None
+    sees_all = tenants.is_open or (member is not None and member.is_admin)
+    return Visit(name, sees_all, request.headers.get("Accept", ""), request.query)
+
+
+def _may_use(route: Route, visit: Visit) -> bool:
+    return visit.sees_all or route.allowed is None or visit.tenant in route.allowed
 
 
 def _state_of(route: Route) -> dict[str, object]:

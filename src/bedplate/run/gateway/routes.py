@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from bedplate.run.gateway.fair import SMOOTHING, FairQueue, Line
+from bedplate.run.gateway.tenants import Unaccepted
 from bedplate.run.gateway.upstream import EnginePool
 from bedplate.run.gateway.watch import Meter, Meters
 
@@ -39,15 +40,6 @@ class Hold(NamedTuple):
     """Whether it ends by itself when there is an engine."""
 
 
-class Unaccepted(NamedTuple):
-    """Why a request is not taken, as its answer says it."""
-
-    status: int
-    message: str
-    code: str
-    retry_after_s: int
-
-
 class Way:
     """One backend with its connections and figures."""
 
@@ -62,15 +54,15 @@ class Way:
         self.drained = asyncio.Event()
         self.removed = False
 
-    def limit(self, *, by_slots: bool) -> int | None:
+    def limit(self, by_slots: bool) -> int | None:
         """Requests that may be in it at once."""
         limit, slots = self.backend.max_connections, self.backend.slots
         if not by_slots or slots is None:
             return limit
-        return slots if limit is None else min(limit, slots)
+        return slots if limit is None or slots < limit else limit
 
-    def has_room(self, *, by_slots: bool) -> bool:
-        limit = self.limit(by_slots=by_slots)
+    def has_room(self, by_slots: bool) -> bool:
+        limit = self.limit(by_slots)
         return limit is None or self.pool.active < limit
 
 
@@ -82,7 +74,11 @@ class Route:
         self.ways: list[Way] = []
         self.is_ready = False
         """Whether any backend takes new requests."""
-        self.names: frozenset[str] = frozenset([model.lower()])
+        self.aliases: frozenset[str] = frozenset([model.lower()])
+        """What it is called, whether an engine is there or not."""
+        self.names: frozenset[str] = self.aliases
+        self.allowed: frozenset[str] | None = None
+        """The tenants that may use it; `None`: all of them."""
         self.on_demand = False
         """Whether an engine for it is started when somebody asks."""
         self.wanted = False
@@ -122,7 +118,7 @@ class Route:
 
     def drop(self, way: Way) -> None:
         self.ways.remove(way)
-        self.names = frozenset([self.model.lower()]).union(*(one.backend.names for one in self.ways))
+        self.names = self.aliases.union(*(one.backend.names for one in self.ways))
         way.backend.changed = None
         self._changed(way.backend)
 
@@ -173,7 +169,7 @@ class Route:
     @property
     def is_free(self) -> bool:
         """Whether a request can be taken without a further look."""
-        return self.is_ready and self.held is None and not self.waiting
+        return self.is_ready and self.held is None and not self.waiting.count
 
     def expected_wait_s(self, line: Line[Exchange]) -> float | None:
         """About how long a new request of this tenant would wait, from how long requests took lately."""
@@ -188,10 +184,16 @@ class Route:
 
     def take(self, exchange: Exchange) -> None:
         """Sends it to an engine, now or when it is its turn."""
-        if self.held is None and not self.waiting and (not self.by_slots or self._may_pass(exchange.line)):
+        waiting = self.waiting
+        # Seats are only kept where there is somebody else to keep them for.
+        if (
+            self.held is None
+            and not waiting.count
+            and (not (self.by_slots and waiting.is_shared) or self._may_pass(exchange.line))
+        ):
             way = self._choose(exchange)
             if way is not None:
-                self._send(exchange, way)
+                self._send(exchange, way, exchange.sent_at)
                 return
         self._wait(exchange)
         if self.on_demand and not self.is_ready:
@@ -201,15 +203,15 @@ class Route:
         """The same request once more, before all others of its tenant."""
         way = self._choose(exchange) if self.held is None else None
         if way is not None:
-            self._send(exchange, way)
+            self._send(exchange, way, monotonic())
         elif self.held is not None or self.is_ready:
             self._wait(exchange, first=True)
         else:
             self._end(exchange)
 
     def another_than(self, tried: list[Backend]) -> bool:
-        """Whether there is a backend that has not been tried."""
-        return any(way.backend.takes_new and way.backend not in tried for way in self.ways)
+        """Whether there is a backend that has not been tried, or not often enough."""
+        return any(way.backend.takes_new and tried.count(way.backend) < way.backend.attempts for way in self.ways)
 
     def forget(self, exchange: Exchange) -> None:
         """The client of a waiting request went away."""
@@ -220,23 +222,26 @@ class Route:
     def left(self, exchange: Exchange, way: Way) -> None:
         """A request that was in an engine goes to another."""
         self.waiting.left(exchange.line, exchange.cost_tokens)
-        self._freed(way)
+        self._freed(way, monotonic())
 
-    def ended(self, exchange: Exchange, way: Way, cost_tokens: float | None) -> None:
+    def ended(self, exchange: Exchange, way: Way, cost_tokens: float | None, now: float) -> None:
         """A request that was in an engine is over; `cost_tokens` is what it did cost, where that is known."""
         self.waiting.ended(exchange.line, exchange.cost_tokens, cost_tokens)
         if cost_tokens:
-            took_s = monotonic() - exchange.sent_at
+            took_s = now - exchange.sent_at
             self._service_s = (
                 took_s if not self._service_s else self._service_s + SMOOTHING * (took_s - self._service_s)
             )
-        self._freed(way)
+        self._freed(way, now)
 
-    def _freed(self, way: Way) -> None:
-        way.backend.in_flight -= 1
-        if way.removed and not way.backend.in_flight:
+    def _freed(self, way: Way, now: float) -> None:
+        backend = way.backend
+        backend.in_flight -= 1
+        backend.last_used = now
+        if way.removed and not backend.in_flight:
             way.drained.set()
-        self.look()
+        if self.waiting.count:
+            self.look()
 
     def hold(self, most: int, wait_s: float, *, until_ready: bool = False) -> None:
         self.held = Hold(most, wait_s, until_ready)
@@ -276,7 +281,7 @@ class Route:
 
     def look(self) -> None:
         """Something may be able to go. Through the loop, so that what has just ended is counted as ended."""
-        if self.waiting and not self._draining:
+        if self.waiting.count and not self._draining:
             self._draining = True
             asyncio.get_running_loop().call_soon(self._drain)
 
@@ -303,7 +308,7 @@ class Route:
                 continue
             way = self._choose(exchange)
             if way is not None:
-                self._send(exchange, way)
+                self._send(exchange, way, now)
             elif self.another_than(exchange.tried):
                 self._join(exchange, first=True)  # until there is room in one that it has not tried
                 return
@@ -335,20 +340,23 @@ class Route:
             why = Unaccepted(503, f"no engine is running for {self.model}", "not_running", RETRY_AFTER_S)
         exchange.not_served(why.message, why.code, why.retry_after_s)
 
-    def _send(self, exchange: Exchange, way: Way) -> None:
-        now = monotonic()
-        way.backend.in_flight += 1
-        way.backend.health.sent()
+    def _send(self, exchange: Exchange, way: Way, now: float) -> None:
+        backend = way.backend
+        if backend.begun is not None:
+            backend.begun()
+        backend.in_flight += 1
+        backend.last_used = now
+        backend.health.sent()
         self.waiting.seated(exchange.line, exchange.cost_tokens, now)
         exchange.sent_to(way, now)
         way.pool.take(exchange)
 
     def _has_room(self) -> bool:
-        return any(way.has_room(by_slots=self.by_slots) for way in self._able(()))
+        return any(way.has_room(self.by_slots) for way in self._able(()))
 
     def _able(self, tried: Sequence[Backend]) -> list[Way]:
         """Backends that take new requests and are well; when none is well, all are as good as each other."""
-        able = [way for way in self.ways if way.backend.takes_new and way.backend not in tried]
+        able = [way for way in self.ways if way.backend.takes_new and tried.count(way.backend) < way.backend.attempts]
         if len(able) < 2:
             return able
         now = monotonic()
@@ -361,7 +369,7 @@ class Route:
         seats = free = 0
         for way in self.ways:
             if way.backend.takes_new:
-                limit = way.limit(by_slots=True)
+                limit = way.limit(True)
                 if limit is None:
                     return None, None
                 seats += limit
@@ -378,9 +386,9 @@ class Route:
         """A backend with room that takes new requests, by share first, and among replicas by prefix and load."""
         if len(self.ways) == 1 and not exchange.tried:
             way = self.ways[0]
-            return way if self.is_ready and way.has_room(by_slots=self.by_slots) else None
+            return way if self.is_ready and way.has_room(self.by_slots) else None
         able = self._able(exchange.tried)
-        with_room = [way for way in able if way.has_room(by_slots=self.by_slots)]
+        with_room = [way for way in able if way.has_room(self.by_slots)]
         if len(able) < 2 or not with_room:
             return with_room[0] if with_room else None
         group = self._next_group(able, with_room)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from email.utils import formatdate
 from time import monotonic, time
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,8 @@ from aiohttp import web
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.run.gateway.client import MAX_HEAD_BYTES, ClientConnection
 from bedplate.run.gateway.pages import Page, pages
-from bedplate.run.gateway.routes import Route, Unaccepted, Way
-from bedplate.run.gateway.tenants import Tenants
+from bedplate.run.gateway.routes import Route, Way
+from bedplate.run.gateway.tenants import Tenants, Unaccepted
 from bedplate.run.gateway.watch import Meter, Meters
 from bedplate.values.traffic import ServedRequest
 
@@ -59,16 +60,21 @@ class Gateway:
         """Called after each request that was accepted, with its words: for those who try the same on another engine."""
         self.wanted: Callable[[str], None] | None = None
         """Called when a request comes for a model that is known and has no engine: somebody should start one."""
+        self.starting = False
+        """While models are still being made known: one that is not known yet may be so in a moment."""
         self.connections: set[ClientConnection] = set()
         self.arriving_bytes = 0
         """Of requests that are not whole yet, or wait behind another of the same connection."""
         self._left = asyncio.Event()
         self.meters = Meters()
         self.url = ""
+        self.date = _date()
+        """The header that says what time it is, not older than two seconds."""
         self.handed: dict[str, Page] = {}
         """Pages of others, by path: they go before the gateway's own."""
         self._routes: dict[str, Route] = {}
         self._by_name: dict[str, Route] = {}
+        self._allowed: dict[str, frozenset[str] | None] = {}
         self._leaving: set[asyncio.Task[bool]] = set()
         for backend in backends:
             self.add(backend)
@@ -172,11 +178,24 @@ class Gateway:
         task.add_done_callback(self._leaving.discard)
         return task
 
-    def known(self, *models: str) -> None:
-        """Models that may be asked for though no engine runs for them: `wanted` is then called, and requests wait."""
+    def known(self, *models: str, aliases: Iterable[str] = ()) -> None:
+        """Models that may be asked for though no engine runs for them: `wanted` is then called, and requests wait.
+
+        `aliases` are what else each of them is called, as a backend of it would be.
+        """
+        names = frozenset(name.lower() for name in aliases)
         for model in models:
-            (self._routes.get(model) or self._new_route(model)).on_demand = True
+            route = self._routes.get(model) or self._new_route(model)
+            route.on_demand = True
+            route.aliases |= names
+            route.names |= names
         self._name_routes()
+
+    def allow(self, model: str, tenants: Iterable[str]) -> None:
+        """Only these may use the model, and whoever may see everything; with none named, everybody may."""
+        self._allowed[model] = frozenset(tenants) or None
+        if (route := self._routes.get(model)) is not None:
+            route.allowed = self._allowed[model]
 
     def unknown(self, model: str) -> None:
         """The model is not started on demand any more; what waits for it is answered, unless it has a backend."""
@@ -266,6 +285,7 @@ class Gateway:
 
     def _new_route(self, model: str) -> Route:
         route = self._routes[model] = Route(model, self.meters)
+        route.allowed = self._allowed.get(model)
         route.by_slots = self.tenants.several
         route.max_wait_s = self.max_wait_s
         route.want = lambda: self.wanted(model) if self.wanted is not None else None
@@ -327,10 +347,10 @@ class Gateway:
 
     async def _sweep(self) -> None:
         """One timer for all connections: a timer for each would cost more than the requests."""
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_SWEEP_S)
-            now = loop.time()
+            self.date = _date()
+            now = monotonic()
             for connection in [c for c in self.connections if c.deadline is not None and c.deadline < now]:
                 connection.timed_out()
             self.tick()
@@ -345,6 +365,10 @@ class Gateway:
         for route in list(self._routes.values()):
             route.by_slots = self.tenants.several
             route.tick(now)
+
+
+def _date() -> bytes:
+    return b"date: %b\r\n" % formatdate(usegmt=True).encode()
 
 
 def bind_failure(error: OSError, host: str, port: int) -> OutsideFailed | BadQuestion:

@@ -11,6 +11,8 @@ from bedplate.run.gateway import sse
 from bedplate.values.traffic import PREFIX_BLOCK_BYTES
 
 MAX_BLOCKS = 128
+PREFIX_BYTES = PREFIX_BLOCK_BYTES * MAX_BLOCKS
+"""Of a text, what is looked at."""
 CONVERSATION_BYTES = 2048
 
 
@@ -24,10 +26,12 @@ _decode_speaker = msgspec.json.Decoder(_Speaker).decode
 
 def prefix_hashes(text: bytes, salt: bytes) -> tuple[int, ...]:
     """One number of 63 bits for each block of the text's beginning, each standing for all of it up to there."""
+    blake2b, key = hashlib.blake2b, salt[:64]
+    if len(text) <= PREFIX_BLOCK_BYTES:  # most of them
+        return (int.from_bytes(blake2b(text, key=key, digest_size=8).digest(), "big") >> 1,) if text else ()
     hashes = []
     before = b""
-    blake2b, key = hashlib.blake2b, salt[:64]
-    for at in range(0, min(len(text), PREFIX_BLOCK_BYTES * MAX_BLOCKS), PREFIX_BLOCK_BYTES):
+    for at in range(0, min(len(text), PREFIX_BYTES), PREFIX_BLOCK_BYTES):
         before = blake2b(before + text[at : at + PREFIX_BLOCK_BYTES], key=key, digest_size=8).digest()
         hashes.append(int.from_bytes(before, "big") >> 1)
     return tuple(hashes)
@@ -47,7 +51,7 @@ def conversation_of(asked: sse.Asked, salt: bytes) -> int | None:
                 return _number(opening, salt)
         except sse.UNREADABLE:
             continue
-    beginning = asked.text[:CONVERSATION_BYTES]
+    beginning, _ = asked.text(CONVERSATION_BYTES)
     return _number(beginning, salt) if beginning else None
 
 

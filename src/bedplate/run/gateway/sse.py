@@ -63,16 +63,27 @@ class Asked(msgspec.Struct):
     @property
     def most_tokens(self) -> int | None:
         """How long the answer may be."""
+        if self.max_completion_tokens is None and self.max_output_tokens is None and self.max_tokens is None:
+            return None
         for asked in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
             if type(asked) is int and asked >= 0:
                 return asked
         return None
 
-    @property
-    def text(self) -> bytes:
-        """What the model reads, in the order in which templates put it, as JSON."""
+    def _has_messages_alone(self) -> bool:
+        """As most of them have."""
+        return self.tools is self.system is self.instructions is self.prompt is self.input is _NOTHING
+
+    def text(self, most_bytes: int) -> tuple[bytes, int]:
+        """The beginning of what the model reads, as JSON in the order in which templates put it, and all its length."""
+        length = len(self.messages)
+        if length <= most_bytes and self._has_messages_alone():
+            return bytes(self.messages), length
         parts = (self.tools, self.system, self.instructions, self.messages, self.prompt, self.input)
-        return b"".join([memoryview(part) for part in parts if part is not _NOTHING])
+        views = [memoryview(part) for part in parts if part is not _NOTHING]
+        length = sum(map(len, views))
+        # A long one is not copied for the sake of its beginning.
+        return b"".join(views if length <= most_bytes else [view[:most_bytes] for view in views])[:most_bytes], length
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -167,6 +178,16 @@ def with_usage_asked(body: bytes, asked: Asked) -> bytes:
     return msgspec.json.encode(fields)
 
 
+def with_model(body: bytes, name: str) -> bytes:
+    """The body with this model named in it, for whoever knows no other name of it and takes no request without one."""
+    said = msgspec.json.encode(name)
+    if b'"model"' not in body:
+        brace = body.index(b"{") + 1
+        joint = b"" if body[brace:].lstrip()[:1] == b"}" else b","
+        return b'%s"model":%s%s%s' % (body[:brace], said, joint, body[brace:])
+    return msgspec.json.encode({**_decode_fields(body), "model": msgspec.Raw(said)})
+
+
 def whole_events(data: bytes) -> int:
     """How many bytes of `data` are whole events; what follows must wait for its end."""
     if data.endswith((b"\n\n", b"\r\n\r\n")):
@@ -214,8 +235,12 @@ def read_body_usage(body: bytes, usage: Usage) -> None:
 def finish_reason(*events: bytes) -> str | None:
     """Why the answer ended, as the last of these events that says so has it."""
     for data in reversed(events):
-        if said := _FINISH.findall(data):
-            return str(said[-1].decode())
+        # From its end, since it stands there, and answers may be long.
+        at = data.rfind(b'_reason"')
+        while at >= 0:
+            if said := _FINISH.match(data, max(0, at - 7)) or _FINISH.match(data, max(0, at - 5)):
+                return str(said[1].decode())
+            at = data.rfind(b'_reason"', 0, at)
     return None
 
 

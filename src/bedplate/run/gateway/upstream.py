@@ -19,7 +19,10 @@ CONNECT_TIMEOUT_S = 10.0
 class EngineConnection(asyncio.Protocol):
     """One keep-alive connection to the engine; carries one exchange at a time."""
 
-    __slots__ = ("_ends_at_close", "_headers", "_parser", "address", "exchange", "pool", "transport", "used")
+    __slots__ = (
+        "_ends_at_close", "_has_end", "_parser", "_paused", "_status", "_type", "address", "exchange", "pool",
+        "transport", "used",
+    )  # fmt: skip
 
     def __init__(self, pool: EnginePool, address: tuple[str, int]) -> None:
         self.pool = pool
@@ -28,13 +31,27 @@ class EngineConnection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.used = False
         self._parser = httptools.HttpResponseParser(self)
-        self._headers: list[tuple[bytes, bytes]] = []
+        self._type = b""
+        self._status = 0
+        self._has_end = False
+        """Whether the answer says where it ends."""
         self._ends_at_close = False
+        self._paused = False
 
     def send(self, exchange: Exchange, request: bytes) -> None:
         self.exchange = exchange
         if self.transport is not None:
             self.transport.write(request)
+
+    def pause(self) -> None:
+        if self.transport is not None:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and self.transport is not None:
+            self._paused = False
+            self.transport.resume_reading()
 
     def drop(self) -> None:
         """Hangs up, which is how an engine learns that nobody wants the rest of the answer."""
@@ -72,25 +89,30 @@ class EngineConnection(asyncio.Protocol):
     # httptools' side
 
     def on_message_begin(self) -> None:
-        self._headers = []
+        self._type = b""
+        self._has_end = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        name = name.lower()
+        if name == b"content-type":
+            self._type = value
+        elif name == b"content-length" or name == b"transfer-encoding":
+            self._has_end = True
 
     def on_headers_complete(self) -> None:
-        if self._parser.get_status_code() < 200:
+        self._status = status = self._parser.get_status_code()
+        if status < 200:
             return  # "100 Continue" and its like announce an answer, and are none
-        names = {name for name, _ in self._headers}
-        self._ends_at_close = b"content-length" not in names and b"transfer-encoding" not in names
+        self._ends_at_close = not self._has_end
         if self.exchange is not None:
-            self.exchange.engine_head(self._parser.get_status_code(), self._headers)
+            self.exchange.engine_head(status, self._type)
 
     def on_body(self, body: bytes) -> None:
         if self.exchange is not None:
             self.exchange.engine_body(body)
 
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() < 200:
+        if self._status < 200:
             return
         if exchange := self._let_go(reusable=self._parser.should_keep_alive()):
             exchange.engine_done()
@@ -124,18 +146,14 @@ class EnginePool:
         self.freed: Callable[[], None] = lambda: None
         """Told when one more exchange could have a connection."""
         self._idle: list[EngineConnection] = []
-        self._active = 0
-        self._connecting: set[asyncio.Task[None]] = set()
-
-    @property
-    def active(self) -> int:
+        self.active = 0
         """Connections that carry an exchange, or are being made for one."""
-        return self._active
+        self._connecting: set[asyncio.Task[None]] = set()
 
     def take(self, exchange: Exchange) -> None:
         """Finds a connection and hands it to the exchange, now or as soon as there is one."""
         fresh = exchange.tried_again
-        self._active += 1
+        self.active += 1
         address = self.backend.address
         while self._idle and not fresh:
             connection = self._idle.pop()
@@ -150,7 +168,7 @@ class EnginePool:
     def give_back(self, connection: EngineConnection, *, reusable: bool, was_active: bool) -> None:
         if reusable and connection.transport is not None and not connection.transport.is_closing():
             # The last bytes of an answer may have been too much for a slow client; the next one is not to wait for it.
-            connection.transport.resume_reading()
+            connection.resume()
             self._idle.append(connection)
         else:
             with contextlib.suppress(ValueError):
@@ -200,5 +218,5 @@ class EnginePool:
             self._freed()
 
     def _freed(self) -> None:
-        self._active -= 1
+        self.active -= 1
         self.freed()

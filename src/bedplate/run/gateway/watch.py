@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from bedplate.run.gateway.sse import Usage
 
@@ -23,32 +27,11 @@ _TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2
 class Meters:
     """All series of one gateway.
 
-    What is only counted is kept in plain numbers, which cost a tenth of the library's own, and read when asked for.
+    All is kept in plain numbers, which cost a tenth of the library's own, and read when asked for.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.ttft = Histogram(
-            "bedplate_time_to_first_token_seconds",
-            "From the request's last byte to the first event of its stream",
-            _LABELS,
-            buckets=_TTFT_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.token_time = Histogram(
-            "bedplate_time_per_output_token_seconds",
-            "Time between the first and the last event, for each token after the first",
-            _LABELS,
-            buckets=_TOKEN_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.duration = Histogram(
-            "bedplate_request_seconds",
-            "From the request's last byte to the end of its answer",
-            _LABELS,
-            buckets=_REQUEST_BUCKETS_S,
-            registry=self.registry,
-        )
         self._meters: dict[tuple[str, str], Meter] = {}
         self._tenants: dict[str, TenantMeter] = {}
         self._routes: list[Route] = []
@@ -59,7 +42,7 @@ class Meters:
         """Backends of one model and engine share their series."""
         meter = self._meters.get((model, engine))
         if meter is None:
-            meter = self._meters[model, engine] = Meter(self, model, engine)
+            meter = self._meters[model, engine] = Meter()
         return meter
 
     def tenant(self, name: str) -> TenantMeter:
@@ -71,6 +54,12 @@ class Meters:
     def text(self, routes: list[Route], unlogged: int = 0) -> bytes:
         self._routes, self._unlogged = routes, unlogged
         return generate_latest(self.registry)
+
+    def text_of(self, tenant: str) -> bytes:
+        """What one tenant may see: its own series, and nothing from which another's could be told."""
+        own = CollectorRegistry()
+        own.register(_Collected(list(self._collect_tenants({tenant: self.tenant(tenant)}))))
+        return generate_latest(own)
 
     def collect(self) -> Iterator[Metric]:
         """For the registry: every number as it is now."""
@@ -84,17 +73,38 @@ class Meters:
             for (api, outcome), count in meter.ended.items():
                 requests.add_metric((*labels, api, outcome), count)
         yield from (requests, in_flight, tokens)
-        yield from self._collect_tenants()
+        yield from self._collect_times()
+        yield from self._collect_tenants(self._tenants)
         yield from self._collect_routes()
 
-    def _collect_tenants(self) -> Iterator[Metric]:
+    def _collect_times(self) -> Iterator[Metric]:
+        ttft = HistogramMetricFamily(
+            "bedplate_time_to_first_token_seconds",
+            "From the request's last byte to the first event of its stream",
+            labels=_LABELS,
+        )
+        token_time = HistogramMetricFamily(
+            "bedplate_time_per_output_token_seconds",
+            "Time between the first and the last event, for each token after the first",
+            labels=_LABELS,
+        )
+        duration = HistogramMetricFamily(
+            "bedplate_request_seconds", "From the request's last byte to the end of its answer", labels=_LABELS
+        )
+        for labels, meter in self._meters.items():
+            for family, times in ((ttft, meter.ttft), (token_time, meter.token_time), (duration, meter.duration)):
+                family.add_metric(labels, times.buckets(), times.sum_s)
+        yield from (ttft, token_time, duration)
+
+    @staticmethod
+    def _collect_tenants(tenants: Mapping[str, TenantMeter]) -> Iterator[Metric]:
         requests = CounterMetricFamily(
             "bedplate_tenant_requests", "Requests that ended, by tenant", labels=("tenant", "outcome")
         )
         tokens = CounterMetricFamily(
             "bedplate_tenant_tokens", "Tokens as the engine counted them, by tenant", labels=("tenant", "kind")
         )
-        for name, meter in self._tenants.items():
+        for name, meter in tenants.items():
             tokens.add_metric((name, "prompt"), meter.prompt_tokens)
             tokens.add_metric((name, "completion"), meter.completion_tokens)
             for outcome, count in meter.ended.items():
@@ -122,45 +132,73 @@ class Meters:
         yield from (up, restarts, waiting, unlogged)
 
 
+class _Collected:
+    """Metrics that are there already, as a registry takes them."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
 class TenantMeter:
     """The series of one tenant."""
 
     __slots__ = ("completion_tokens", "ended", "prompt_tokens")
 
     def __init__(self) -> None:
-        self.ended: dict[str, int] = {}
+        self.ended: dict[str, int] = defaultdict(int)
         self.prompt_tokens = self.completion_tokens = 0
 
     def record(self, outcome: str, usage: Usage | None = None) -> None:
-        self.ended[outcome] = self.ended.get(outcome, 0) + 1
+        self.ended[outcome] += 1
         if usage is not None:
             self.prompt_tokens += usage.prompt_tokens or 0
             self.completion_tokens += usage.completion_tokens or 0
 
 
+class Times:
+    """A histogram as Prometheus has them: how many took at most so long."""
+
+    __slots__ = ("_bounds_s", "_counts", "sum_s")
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, took_s: float) -> None:
+        self._counts[bisect_left(self._bounds_s, took_s)] += 1
+        self.sum_s += took_s
+
+    def buckets(self) -> list[tuple[str, float]]:
+        bounds = (*map(floatToGoString, self._bounds_s), "+Inf")
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+
+
 class Meter:
     """The series of one model and engine, looked up once."""
 
-    __slots__ = ("_duration", "_token_time", "_ttft", "completion_tokens", "ended", "in_flight", "prompt_tokens")
+    __slots__ = ("completion_tokens", "duration", "ended", "in_flight", "prompt_tokens", "token_time", "ttft")
 
-    def __init__(self, meters: Meters, model: str, engine: str) -> None:
-        labels = (model, engine)
+    def __init__(self) -> None:
         self.in_flight = 0
         self.prompt_tokens = self.completion_tokens = 0
-        self.ended: dict[tuple[str, str], int] = {}
-        self._ttft = meters.ttft.labels(*labels)
-        self._token_time = meters.token_time.labels(*labels)
-        self._duration = meters.duration.labels(*labels)
+        self.ended: dict[tuple[str, str], int] = defaultdict(int)
+        self.ttft = Times(_TTFT_BUCKETS_S)
+        self.token_time = Times(_TOKEN_BUCKETS_S)
+        self.duration = Times(_REQUEST_BUCKETS_S)
 
     def turned_away(self, api: str) -> None:
-        self.ended[api, "turned_away"] = self.ended.get((api, "turned_away"), 0) + 1
+        self.ended[api, "turned_away"] += 1
 
     def record(self, api: str, outcome: str, started: float, first: float | None, ended: float, usage: Usage) -> None:
-        self.ended[api, outcome] = self.ended.get((api, outcome), 0) + 1
-        self._duration.observe(ended - started)
+        self.ended[api, outcome] += 1
+        self.duration.observe(ended - started)
         if first is not None:
-            self._ttft.observe(first - started)
+            self.ttft.observe(first - started)
             if usage.completion_tokens is not None and usage.completion_tokens > 1:
-                self._token_time.observe((ended - first) / (usage.completion_tokens - 1))
+                self.token_time.observe((ended - first) / (usage.completion_tokens - 1))
         self.prompt_tokens += usage.prompt_tokens or 0
         self.completion_tokens += usage.completion_tokens or 0
