@@ -152,7 +152,7 @@ def test_every_command_on_a_page_exists_with_its_options(page: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "bedplate tune",
+        "bedplate paint",
         "bedplate serve --no-such-option",
         "bedplate engines purge",
         "bedplate plan m.gguf --port 1",

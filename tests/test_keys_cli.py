@@ -63,6 +63,15 @@ def test_limits_can_be_changed_and_taken_away() -> None:
     assert len(tenant.keys) == 1
 
 
+def test_an_admin_may_see_what_all_use_until_that_is_taken_back() -> None:
+    assert invoke("keys", "add", "ops", "--admin").code == 0
+    assert store.tenants()[0].admin and "ops (admin)" in invoke("keys").out
+    invoke("keys", "set", "ops", "--weight", "2")
+    assert store.tenants()[0].admin, "what is not named stays"
+    invoke("keys", "set", "ops", "--no-admin")
+    assert not store.tenants()[0].admin and "(admin)" not in invoke("keys").out
+
+
 def test_the_default_tenant_can_be_limited_without_a_key() -> None:
     assert invoke("keys", "set", "default", "--in-flight", "2").code == 0
     tenants = Tenants("sk-own")

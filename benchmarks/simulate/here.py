@@ -4,13 +4,17 @@
     python benchmarks/simulate/here.py run.json [--learn 1 4] [--foretell 8 16]
 
 Four figures are fitted: what a pass takes, what each sequence and each prompt token add to it, and how much of a
-prompt's time others wait for. They are learnt from mean TTFT, mean TPOT and throughput of the
-closed loops named with `--learn`; what is said of the others is foretold.
+prompt's time others wait for. They are learnt from mean TTFT, mean TPOT, throughput and the usual gap between tokens of
+the closed loops named with `--learn`; what is said of the others is foretold. Two things are known of what was not
+measured. A further sequence costs no more than the last ones did, and no less than a token of a prompt, since a matrix
+product only gets better with more rows: between the two, their geometric mean is taken. And requests that run alone
+all do the same work, so what they differ by is the machine's: the loop is run at nine speeds that are spread like that.
 """
 
 from __future__ import annotations
 
 import argparse
+import lzma
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -18,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bedplate.decide.simulate import Book, Fleet, Limits, Steps, simulate
-from bedplate.decide.simulate.outcome import percentile
+from bedplate.decide.simulate.times import faster
 from bedplate.values import from_json
 from bedplate.values.run import Cell, Run
 
@@ -40,6 +44,8 @@ class Seen(NamedTuple):
     requests: int = 0
     gap: float | None = None
     """The median between two tokens: a pass in which no prompt was computed."""
+    firsts: tuple[float, ...] = ()
+    """Of each request."""
 
 
 class Asked(NamedTuple):
@@ -62,9 +68,14 @@ class Guess(NamedTuple):
     prompt_token_s: float
     share: float
 
-    def steps(self, slots: int, batch: int) -> Steps:
+    def decode_s(self, count: int, learnt: int) -> float:
+        """Of a pass in which so many get a token, where no more than `learnt` were seen."""
+        further_s = math.sqrt(self.sequence_s * min(self.sequence_s, self.prompt_token_s))
+        return self.pass_s + self.sequence_s * min(count, learnt) + further_s * max(0, count - learnt)
+
+    def steps(self, slots: int, batch: int, learnt: int) -> Steps:
         return Steps(
-            decode_s=tuple(self.pass_s + self.sequence_s * count for count in range(slots + 1)),
+            decode_s=tuple(self.decode_s(count, learnt) for count in range(slots + 1)),
             context_s=tuple([0.0] * (slots + 1)),
             # A pass of prompts reads the weights once, as every pass does.
             prompt_s=tuple(self.pass_s + self.prompt_token_s * tokens for tokens in range(batch + 1)),
@@ -72,6 +83,35 @@ class Guess(NamedTuple):
             once_s=self.pass_s,
             accept_s=ACCEPT_S,
         )
+
+
+def share_of(ordered: Sequence[float], share: float) -> float:
+    """A percentile, straight between two ranks: of a few dozen requests the nearest rank is nearly the slowest."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def unevenness(cell: Cell) -> float:
+    """How far the machine's speed goes up and down, as the standard deviation of a logarithm.
+
+    Half the distance between the 16th and the 84th percentile: one request that was held up says little of the others.
+    """
+    logs = sorted(
+        math.log(one.ttft_ms)
+        for repeat in cell.repeats
+        for one in repeat.samples
+        if one.outcome == "ok" and one.ttft_ms
+    )
+    return (share_of(logs, 0.84) - share_of(logs, 0.16)) / 2 if len(logs) > 2 else 0.0
+
+
+def speeds(spread: float, count: int = 9) -> list[float]:
+    """Factors on all times, log-normal, one for each ninth of the chances; their mean is 1."""
+    normal = statistics.NormalDist()
+    factors = [math.exp(spread * normal.inv_cdf((number + 0.5) / count)) for number in range(count)]
+    return [factor / statistics.fmean(factors) for factor in factors]
 
 
 def measured(cell: Cell) -> Seen | None:
@@ -85,7 +125,16 @@ def measured(cell: Cell) -> Seen | None:
     tokens = sum((one.output_tokens or 1) - 1 for one in samples)
     # Where events carry several tokens or parts of one, the gaps between them say nothing of passes.
     gap = statistics.median(gaps) if gaps and ONE_TOKEN[0] <= len(gaps) / max(1, tokens) <= ONE_TOKEN[1] else None
-    return Seen(statistics.mean(firsts), statistics.mean(each), tok_s, percentile(firsts, 0.95), len(samples), gap)
+    return Seen(statistics.mean(firsts), statistics.mean(each), tok_s, share_of(firsts, 0.95), len(samples), gap)
+
+
+def foretold(steps: Steps, limits: Limits, asked: Asked, spread: float) -> Seen:
+    """The loop at all speeds that the machine has, as one."""
+    loops = [looped(faster(steps, 1 / factor), limits, asked) for factor in speeds(spread)]
+    firsts = sorted(first for loop in loops for first in loop.firsts)
+    each = statistics.fmean(loop.tpot for loop in loops)
+    rate = statistics.fmean(loop.tok_s for loop in loops)
+    return Seen(statistics.fmean(firsts), each, rate, share_of(firsts, 0.95), len(firsts))
 
 
 def looped(steps: Steps, limits: Limits, asked: Asked) -> Seen:
@@ -115,7 +164,8 @@ def looped(steps: Steps, limits: Limits, asked: Asked) -> Seen:
     if not firsts:
         return Seen(1e9, 1e9, 1e-9, 1e9)
     firsts.sort()
-    return Seen(statistics.mean(firsts), statistics.mean(each), tokens / longest, percentile(firsts, 0.95), len(firsts))
+    mean, rate = statistics.mean(firsts), tokens / longest
+    return Seen(mean, statistics.mean(each), rate, share_of(firsts, 0.95), len(firsts), firsts=tuple(firsts))
 
 
 def asked_of(cell: Cell, lone: Seen | None) -> Asked:
@@ -134,7 +184,7 @@ def calibrated(seen: dict[int, Seen], asked: dict[int, Asked], limits: Limits) -
 
     def cost(logs: Sequence[float]) -> float:
         guess = _guess(logs)
-        steps = guess.steps(limits.slots, limits.batch_tokens)
+        steps = guess.steps(limits.slots, limits.batch_tokens, max(seen))
         off = 0.0
         for concurrency, one in seen.items():
             got = looped(steps, limits, asked[concurrency])
@@ -205,6 +255,55 @@ def limits_of(cell: Cell, longest: int, most: int) -> Limits:
     return Limits(slots, max(batch, slots + 1), slots * (-(-longest // 16) + 1), reserves=True)
 
 
+class Line(NamedTuple):
+    """One load of one engine, simulated and measured."""
+
+    engine: str
+    prompt: int
+    output: int
+    in_flight: int
+    ours: Seen
+    theirs: Seen
+    role: str
+    """learnt from, foretold, or nothing."""
+
+
+class Held(NamedTuple):
+    """One engine, calibrated and held against the loads that it was not calibrated on."""
+
+    lines: tuple[Line, ...]
+    guess: Guess
+    spread: float
+
+
+def held(run: Run, learn: Sequence[int] = (1, 4), foretell: Sequence[int] = (8, 16)) -> list[Held]:
+    """Every engine of a run; those that were not measured at all of `learn` have no lines."""
+    found = []
+    for (engine, prompt, output), cells in loops_of(run).items():
+        seen = {count: one for count, cell in cells.items() if (one := measured(cell)) is not None}
+        learnt = {count: seen[count] for count in learn if count in seen}
+        if len(learnt) < len(learn):
+            continue
+        limits = limits_of(next(iter(cells.values())), prompt + output, max(seen))
+        asked = {count: asked_of(cells[count], seen.get(1)) for count in seen}
+        guess = calibrated(learnt, asked, limits)
+        steps = guess.steps(limits.slots, limits.batch_tokens, max(learnt))
+        spread = unevenness(cells[min(learnt)])
+        lines = []
+        for count, one in sorted(seen.items()):
+            role = "learnt from" if count in learnt else "foretold" if count in foretell else ""
+            got = foretold(steps, limits, asked[count], spread)
+            lines.append(Line(engine, prompt, output, count, got, one, role))
+        found.append(Held(tuple(lines), guess, spread))
+    return found
+
+
+def read(path: Path) -> Run:
+    """A file that `bedplate bench --json` printed, packed or not."""
+    raw = path.read_bytes()
+    return from_json(Run, lzma.decompress(raw) if path.suffix == ".xz" else raw, str(path))
+
+
 def off(ours: float, theirs: float) -> str:
     return f"{ours:,.0f} for {theirs:,.0f} ({ours / theirs - 1:+.0%})"
 
@@ -218,29 +317,19 @@ def main() -> None:
     print("| engine | tokens | in flight | requests | tok/s | TTFT p95 ms | TTFT mean ms | TPOT mean ms | |")
     print("| --- | --- | ---: | ---: | --- | --- | --- | --- | --- |")
     for path in options.runs:
-        run = from_json(Run, path.read_bytes(), str(path))
-        for (engine, prompt, output), cells in loops_of(run).items():
-            seen = {count: one for count, cell in cells.items() if (one := measured(cell)) is not None}
-            learnt = {count: seen[count] for count in options.learn if count in seen}
-            if len(learnt) < len(options.learn):
-                print(f"| {engine} | {prompt} + {output} | – | – | not measured at {options.learn} | | | | |")
-                continue
-            limits = limits_of(next(iter(cells.values())), prompt + output, max(seen))
-            asked = {count: asked_of(cells[count], seen.get(1)) for count in seen}
-            guess = calibrated(learnt, asked, limits)
-            steps = guess.steps(limits.slots, limits.batch_tokens)
-            for count, one in sorted(seen.items()):
-                got = looped(steps, limits, asked[count])
-                role = "learnt from" if count in learnt else "foretold" if count in options.foretell else ""
+        for one in held(read(path), options.learn, options.foretell):
+            for line in one.lines:
+                ours, theirs = line.ours, line.theirs
                 print(
-                    f"| {engine} | {prompt} + {output} | {count} | {one.requests} | {off(got.tok_s, one.tok_s)} "
-                    f"| {off(got.ttft_p95, one.ttft_p95)} | {off(got.ttft, one.ttft)} | {off(got.tpot, one.tpot)} "
-                    f"| {role} |"
+                    f"| {line.engine} | {line.prompt} + {line.output} | {line.in_flight} | {theirs.requests} "
+                    f"| {off(ours.tok_s, theirs.tok_s)} | {off(ours.ttft_p95, theirs.ttft_p95)} "
+                    f"| {off(ours.ttft, theirs.ttft)} | {off(ours.tpot, theirs.tpot)} | {line.role} |"
                 )
+            guess = one.guess
             print(
                 f"| | | | | pass {guess.pass_s * 1000:.2f} ms + {guess.sequence_s * 1000:.2f} each "
-                f"+ {guess.prompt_token_s * 1e6:.0f} µs for a prompt token; share {guess.share:.2f} "
-                "| | | | |"
+                f"+ {guess.prompt_token_s * 1e6:.0f} µs for a prompt token; share {guess.share:.2f}; "
+                f"speed ± {one.spread:.0%} | | | | |"
             )
 
 

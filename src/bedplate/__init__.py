@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from bedplate.facts.hardware import probe as probe
     from bedplate.measure.bench import bench as bench
     from bedplate.operate.serving import serve as serve
+    from bedplate.operate.tune import tune as tune
     from bedplate.run.models import known_model as inspect
 
-__all__ = ["__version__", "bench", "decide", "inspect", "plan", "probe", "serve"]
+__all__ = ["__version__", "bench", "decide", "inspect", "plan", "probe", "serve", "tune"]
 
 _FACE = {
     "bench": ("bedplate.measure.bench", "bench"),
@@ -26,6 +27,7 @@ _FACE = {
     "plan": ("bedplate.decide.planning", "plan"),
     "probe": ("bedplate.facts.hardware", "probe"),
     "serve": ("bedplate.operate.serving", "serve"),
+    "tune": ("bedplate.operate.tune", "tune"),
 }
 
 

@@ -19,13 +19,15 @@ from tests.conftest import gone, wait_for
 
 from bedplate import store
 from bedplate.engines import engine
-from bedplate.errors import BedplateError
+from bedplate.errors import BedplateError, OutsideFailed
 from bedplate.facts.hardware import probe
-from bedplate.measure.bench import bench, closed_loads, longest_s
+from bedplate.measure.bench import _usual_turns, bench, closed_loads, longest_s
 from bedplate.measure.load import serve_null
-from bedplate.measure.starting import installed_engines
+from bedplate.measure.starting import Planned, installed_engines
+from bedplate.measure.summary import differences
+from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment, make_environment
-from bedplate.values import from_json
+from bedplate.values import from_json, replaced
 from bedplate.values.run import Run
 
 pytestmark = pytest.mark.timeout(900)
@@ -211,6 +213,36 @@ def test_a_real_engine_is_started_measured_checked_and_stopped(
     assert len(store.results(store.fingerprint(probe()))) == len(valid)
 
 
+def test_through_the_gateway_it_is_the_same_engine_and_said_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bedplate_home: Path,
+    builtin_gguf: Path,
+    llama_environment: Environment,
+    one_core: None,
+) -> None:
+    for folder in ("engines", "models"):
+        (tmp_path / folder).symlink_to(bedplate_home / folder)
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
+    asked = ("--engines", "llama.cpp", "--through-gateway", "--concurrency", "2", *SHORT, "--repeats", "1")
+    done = command("bench", *asked, "--no-quality", "--json")
+    assert done.code == 0, done.err
+    assert "through the gateway" in done.err.splitlines()[0]
+    run = from_json(Run, done.out)
+    (cell,) = run.cells
+    (repeat,) = cell.repeats
+    assert cell.subject.through_gateway and cell.notes == "through the gateway" and cell.subject.build == "wheel"
+    assert repeat.samples and all(sample.outcome == "ok" for sample in repeat.samples)
+    assert repeat.exact_prompt and repeat.exact_output and repeat.delivered_tokens
+    # The engine's own metrics and processes are looked at where it is, whoever stands before it.
+    assert repeat.engine.scrapes >= 2 and repeat.engine.running_max == 2
+    assert repeat.use.engine_cpu_s is not None and repeat.use.engine_cpu_s > 0
+    direct = replaced(cell, subject=replaced(cell.subject, through_gateway=False))
+    told = differences(direct, cell)
+    assert not told.meaningless
+    assert [one.b for one in told.printed if one.what == "measured"] == ["through the gateway"]
+
+
 def test_what_is_installed_is_measured_without_being_named(home: Path, bedplate_home: Path) -> None:
     hardware = probe()
     assert installed_engines(hardware) == ()
@@ -237,6 +269,37 @@ def test_turns_are_taken_and_repeats_shared_out(home: Path, null: str) -> None:
     assert len(one.repeats) == len(two.repeats) == 2 and one.halt is not None
     moments = sorted((repeat.at or "", cell.id) for cell in run.cells for repeat in cell.repeats)
     assert [cell == one.id for _, cell in moments] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(("subjects", "repeats", "turns"), [(1, 5, 1), (2, 5, 2), (7, 5, 2), (2, 1, 1)])
+def test_several_engines_take_two_turns_unless_it_is_said(subjects: int, repeats: int, turns: int) -> None:
+    assert _usual_turns(subjects, repeats) == turns
+
+
+def test_an_endpoint_has_nobody_to_take_turns_with(home: Path, null: str) -> None:
+    run = bench(url=null, loads=closed_loads((1,), prompt_tokens=24, output_tokens=8), seconds=0.3, repeats=2,
+                check_quality=False)  # fmt: skip
+    assert run.matrix is not None and run.matrix.turns == 1
+
+
+def test_what_fails_once_is_not_started_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines by default take two turns; one of them fails to start, the other is measured in both."""
+    from bedplate.measure import bench as module
+
+    tried: list[tuple[str, int]] = []
+
+    def measure(one: module.Bench, subject: Planned, turn: int) -> None:
+        tried.append((subject.engine.id, turn))
+        if subject.engine.id == "pytorch":
+            raise OutsideFailed("it does not start")
+
+    monkeypatch.setattr(module, "_measure_engine", measure)
+    monkeypatch.setattr(module, "facts_of", lambda *asked: replaced(builtin_facts(), files=()))
+    loads = closed_loads((1,), prompt_tokens=24, output_tokens=8)
+    with pytest.raises(OutsideFailed, match="nothing could be measured"):
+        bench(engines=("llama.cpp", "pytorch"), loads=loads)
+    assert tried == [("llama.cpp", 0), ("pytorch", 0), ("llama.cpp", 1)]
+    assert [one.engine for one in store.run().left_out] == ["pytorch"]
 
 
 def test_a_trace_is_replayed(home: Path, null: str, tmp_path: Path) -> None:

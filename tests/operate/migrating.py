@@ -10,41 +10,23 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from tests.operate.stub_hosts import stub_environment, stub_readied
+from tests.operate.stub_hosts import HANDLER, LISTEN, stub_environment, stub_readied
 
 from bedplate.operate.host import Host
 from bedplate.operate.migrate import Migrate, Migrating
 from bedplate.run.serving import Readied
 from bedplate.values import replaced
 
-SERVER = """
-import hashlib, http.server, json, os, sys, time
-words = sys.argv[1:]
-SEED, PAUSE_S, DIES_AFTER = {seed!r}, {pause_s}, {dies_after}
-WORDS = [" river", " stone", " lamp", " cloud", " house", " bread", " winter", " song"]
-asked_for = 0
-def word(prompt, number=0):
-    return WORDS[hashlib.sha256(f"{{SEED}} {{prompt}} {{number}}".encode()).digest()[0] % 8]
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    def answer(self, value):
-        body = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-    def do_GET(self):
-        self.answer({{}})
+WRITES = """
+    asked_for = 0
     def do_POST(self):
-        global asked_for
-        asked_for += 1
-        if DIES_AFTER and asked_for > DIES_AFTER:
+        Handler.asked_for += 1
+        if DIES_AFTER and Handler.asked_for > DIES_AFTER:
             os._exit(9)
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked = self.asked()
         count = asked.get("max_tokens", 1)
         words = len(str(asked.get("prompt") or asked["messages"][-1]["content"]).split())
-        usage = {{"prompt_tokens": words, "completion_tokens": count, "total_tokens": words + count}}
+        usage = {"prompt_tokens": words, "completion_tokens": count, "total_tokens": words + count}
         chat = "prompt" not in asked
         said = [str(os.getpid())] * count if chat else [word(asked["prompt"], number) for number in range(count)]
         if asked.get("stream"):
@@ -53,8 +35,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if chat:
             time.sleep(PAUSE_S * count)
         text = said[0] if chat else "".join(said)
-        told = {{"message": {{"role": "assistant", "content": text}}}} if chat else {{"text": text}}
-        self.answer({{"choices": [{{**told, "finish_reason": "length"}}], "usage": usage}})
+        told = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        self.answer({"choices": [{**told, "finish_reason": "length"}], "usage": usage})
     def stream(self, said, chat, usage):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -62,26 +44,25 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         for number, text in enumerate(said):
             time.sleep(PAUSE_S)
-            told = {{"delta": {{"content": text}}}} if chat else {{"text": text}}
+            told = {"delta": {"content": text}} if chat else {"text": text}
             end = "length" if number == len(said) - 1 else None
-            self.event({{"id": "a", "choices": [{{"index": 0, **told, "finish_reason": end}}]}})
-        self.event({{"id": "a", "choices": [], "usage": usage}})
+            self.event({"id": "a", "choices": [{"index": 0, **told, "finish_reason": end}]})
+        self.event({"id": "a", "choices": [], "usage": usage})
         self.wfile.write(b"data: [DONE]\\n\\n")
         self.close_connection = True
     def event(self, value):
         self.wfile.write(b"data: " + json.dumps(value).encode() + b"\\n\\n")
         self.wfile.flush()
-    def log_message(self, *_): pass
-class Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
-Server(("127.0.0.1", int(words[words.index("--port") + 1])), Handler).serve_forever()
+WORDS = [" river", " stone", " lamp", " cloud", " house", " bread", " winter", " song"]
+def word(prompt, number=0):
+    return WORDS[hashlib.sha256(f"{SEED} {prompt} {number}".encode()).digest()[0] % 8]
 """
 
 
 def made(folder: Path, name: str, *, seed: str = "same", pause_s: float = 0.01, dies_after: int = 0) -> Readied:
     """An engine for the model `alpha`; those of one seed say the same."""
-    script = SERVER.format(seed=seed, pause_s=pause_s, dies_after=dies_after)
+    settings = f"SEED, PAUSE_S, DIES_AFTER = {seed!r}, {pause_s}, {dies_after}"
+    script = f"{HANDLER}{WRITES}{settings}{LISTEN}"
     environment = msgspec.structs.replace(stub_environment(folder / name, script), version=name)
     ready = stub_readied("alpha", environment)
     return dataclasses.replace(ready, plan=replaced(ready.plan, engine_version=name))

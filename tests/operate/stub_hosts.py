@@ -26,8 +26,8 @@ from bedplate.run.serving import Decided, Listen, Readied
 from bedplate.values import Hardware, Workload, replaced
 from bedplate.values.service import Wanted
 
-SERVER = """
-import http.server, json, os, sys, time
+HANDLER = """
+import hashlib, http.server, json, os, sys, time
 words = sys.argv[1:]
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -38,19 +38,29 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+    def asked(self):
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
     def do_GET(self):
         self.answer({})
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        time.sleep(asked.get("max_tokens", 0) / 1000)
-        self.answer({
-            "choices": [{"message": {"role": "assistant", "content": str(os.getpid())}, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},
-        })
     def log_message(self, *_): pass
-print("listening", flush=True)
-http.server.ThreadingHTTPServer(("127.0.0.1", int(words[words.index("--port") + 1])), Handler).serve_forever()
 """
+"""How the program of a stub begins; what it does with a POST follows, and then `LISTEN`."""
+LISTEN = """
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+print("listening", flush=True)
+Server(("127.0.0.1", int(words[words.index("--port") + 1])), Handler).serve_forever()
+"""
+SERVER = f"""{HANDLER}
+    def do_POST(self):
+        asked = self.asked()
+        time.sleep(asked.get("max_tokens", 0) / 1000)
+        self.answer({{
+            "choices": [{{"message": {{"role": "assistant", "content": str(os.getpid())}}, "finish_reason": "stop"}}],
+            "usage": {{"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}},
+        }})
+{LISTEN}"""
 DIES = "import sys; print('no good'); sys.exit(3)"
 WORK = Workload(concurrency=2, context_tokens=1024)
 

@@ -21,7 +21,19 @@ from bedplate import store
 from bedplate.engines import EngineState
 from bedplate.operate.binding import IDLE, TOO_FEW, binding
 from bedplate.operate.host import Host
-from bedplate.operate.live import MOST_RECENT, SPAN_S, WINDOW_S, Recorder, Standing, Tally, count, series, times
+from bedplate.operate.live import (
+    MOST_RECENT,
+    MOST_TENANTS,
+    SPAN_S,
+    SPELL_S,
+    WINDOW_S,
+    Recorder,
+    Standing,
+    Tally,
+    class_of,
+    series,
+    times,
+)
 from bedplate.operate.page import FIGURES, LiveFigures, put_up
 from bedplate.run.environments import Environment
 from bedplate.run.gateway.tenants import KeyDigest, Tenants
@@ -68,7 +80,7 @@ class TestCounting:
     def test_quantiles_are_within_a_class_of_what_was_heard(self, values: list[float]) -> None:
         counts: dict[int, int] = {}
         for value in values:
-            count(counts, value)
+            counts[class_of(value)] = counts.get(class_of(value), 0) + 1
         found = times([counts])
         assert found.p50_ms == pytest.approx(nearest_rank(values, 0.5), rel=0.016)
         assert found.p95_ms == pytest.approx(nearest_rank(values, 0.95), rel=0.016)
@@ -132,11 +144,46 @@ class TestCounting:
         assert recorder.tokens_of("ann") == 222 and recorder.tokens_of("bob") == 0
 
 
+class TestATenantsOwn:
+    def test_it_has_the_minute_up_to_each_spell_and_nothing_of_others(self) -> None:
+        recorder = Recorder(1000.0)
+        for second in range(120):
+            recorder.hear(served(tenant="ann", ttft_ms=100.0))
+            recorder.hear(served(tenant="bob", ttft_ms=9000.0, completion_tokens=5000))
+            if second % 10 == 0:
+                recorder.hear(served(tenant="ann", outcome="turned_away", status=429, duration_ms=0.0))
+            recorder.close({"alpha": Standing(7, 3)}, now_s=1001.0 + second, in_flight={"ann": 2, "bob": 5})
+        found = recorder.history_of("ann")
+        own = found.own
+        assert own is not None and not found.models
+        assert found.at_s == tuple(range(1000, 1120, SPELL_S)) and len(own.ended) == len(found.at_s)
+        assert (own.ended[-1], own.turned_away[-1], own.failed[-1]) == (60, 6, 0)
+        assert own.tokens[-1] == 60 * 111 and own.output_tok_s[-1] == pytest.approx(11)
+        assert own.ttft_p50_ms[-1] == pytest.approx(100, rel=0.016) and own.ttft_p95_ms[-1] == own.ttft_p50_ms[-1]
+        assert set(own.in_flight) == {2} and set(own.waiting) == {0} and set(own.memory_bytes) == {None}
+        later = recorder.history_of("ann", since_s=1100)
+        assert later.at_s == (1105, 1110, 1115) and later.own is not None and later.own.ended == own.ended[-3:]
+        nobody = recorder.history_of("carol").own
+        assert nobody is not None and set(nobody.ended) == {0} and set(nobody.ttft_p50_ms) == {None}
+
+    def test_however_many_tenants_there_are_only_so_many_have_a_past(self) -> None:
+        recorder = Recorder(1000.0)
+        for number in range(MOST_TENANTS + 10):
+            recorder.hear(served(tenant=f"t{number}"))
+        recorder.close({}, now_s=1000.0 + SPELL_S)
+        assert len(recorder.spells[-1].tenants) == MOST_TENANTS
+        assert recorder.used[f"t{MOST_TENANTS + 9}"].requests == 1
+        for second in range(2 * SPAN_S):
+            recorder.close({}, now_s=1010.0 + second)
+        assert len(recorder.spells) == (SPAN_S + WINDOW_S) // SPELL_S
+        assert len(recorder.history_of("t0").at_s) == SPAN_S // SPELL_S
+
+
 def tally_of(values: list[float]) -> Tally:
     tally = Tally()
     tally.ended, tally.completion_tokens = len(values), 3 * len(values)
     for value in values:
-        count(tally.ttft, value)
+        tally.ttft[class_of(value)] = tally.ttft.get(class_of(value), 0) + 1
     return tally
 
 
@@ -198,11 +245,12 @@ async def live_of(host: Host, key: str | None = None, **headers: str) -> Live:
     return from_json(Live, text)
 
 
-def close_door(host: Host) -> None:
+def close_door(host: Host, *, admin: bool = False) -> None:
     """As `--api-key` and `keys add ann` would."""
     tenants = Tenants(OPERATOR)
     tenants.replace(
-        (Tenant(name="ann", tokens_per_minute=100_000),), (KeyDigest(key_digest(ANNS.encode(), tenants.salt), "ann"),)
+        (Tenant(name="ann", tokens_per_minute=100_000, requests_per_minute=60, in_flight=4, admin=admin),),
+        (KeyDigest(key_digest(ANNS.encode(), tenants.salt), "ann"),),
     )
     host.gateway.tenants = tenants
 
@@ -332,7 +380,28 @@ class TestWhoMaySee:
             (model,) = own.models
             assert model.model == "alpha" and model.in_flight is None and model.ended is None and model.binding is None
             assert model.engines[0].memory_bytes is None and model.engines[0].in_flight is None
-            assert not own.notes and not own.history.at_s and own.verdict is None and own.hardware is None
+            assert not own.notes and not own.history.models and own.verdict is None and own.hardware is None
+            assert own.history.own is not None and own.tenants[0].tokens_left == 100_000
+            assert "default" not in to_json(replaced(own, name="x"))
+
+        with_page(stub, tmp_path, then)
+
+    def test_an_admin_sees_what_the_operator_sees(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host, figures: LiveFigures) -> None:
+            close_door(host, admin=True)
+            figures.tick()
+            seen = await live_of(host, ANNS)
+            assert (seen.eyes, seen.tenant) == ("all", "ann")
+            assert {one.name for one in seen.tenants} == {"ann", "default"} and seen.history.models
+
+        with_page(stub, tmp_path, then)
+
+    def test_a_tenant_is_shown_what_it_may_use(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host, figures: LiveFigures) -> None:
+            await add(host, stub_readied("beta", stub, tenants=("bob",)))
+            close_door(host)
+            assert [one.model for one in (await live_of(host, ANNS)).models] == ["alpha"]
+            assert [one.model for one in (await live_of(host, OPERATOR)).models] == ["alpha", "beta"]
 
         with_page(stub, tmp_path, then)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.operate.migrating import Load, asked, made, offered, quickly
 from tests.operate.stub_hosts import DIES, add, needs, pid_in, stub_environment, stub_readied, with_host
 from tests.run.test_supervisor import until
 
-from bedplate.errors import AnswerIsNo, BadQuestion
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.operate.host import Host
 from bedplate.operate.migrate import Migrating, as_planned, migrate, read_steps
 from bedplate.values.migration import Migration
@@ -53,6 +56,7 @@ class TestSideBySide:
             assert [one.against for one in done.checks] == ["the engine in service"] * 2
             assert {one.verdict for one in done.checks} == {"ok"}
             assert "10 % of the requests go to llama.cpp two (Q4_1)" in told.lines
+            assert host.service().doing is None
             assert from_json(Migration, to_json(done)) == done and done.exit_code == 0
 
         with_host(then, tmp_path)
@@ -130,7 +134,7 @@ class TestSideBySide:
             await host.add_service(replaced(first.decided.wanted, ttl_s=600.0), first)
             assert not host.engines
             moving = asyncio.create_task(migrate(host, quickly("llama.cpp"), Told()))
-            await until(lambda: host.service().loading, "the migration to begin")
+            await until(lambda: host.service().busy, "the migration to begin")
             ((status, _),) = await asked(host, 1)
             done = await moving
             assert status == 200 and done.outcome == "migrated"
@@ -146,6 +150,85 @@ class TestSideBySide:
             done = await migrate(host, quickly("llama.cpp"), Told())
             assert done.outcome == "migrated" and len(done.notes) == 3
             assert done.notes[0].startswith("only 0 requests came")
+
+        with_host(then, tmp_path)
+
+
+class TestWhenTheOneInServiceDies:
+    """While a challenger is tried. The engine in service is gone for good: it is killed, and starts no more."""
+
+    def killed(self, host: Host, folder: Path) -> None:
+        (engine,) = (one for one in host.engines if one.plan.engine_version == "one")
+        (folder / "one" / "bin" / "llama-server").write_text(DIES)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+
+    async def moved(self, host: Host, folder: Path, *, revive: bool = False, **more: Any) -> Migration:
+        """A migration in which that happens as soon as the challenger is there."""
+        program = folder / "one" / "bin" / "llama-server"
+        good = program.read_text()
+        moving = asyncio.create_task(migrate(host, quickly("llama.cpp", **more), Told()))
+        await until(lambda: len(host.engines) == 2 and host.engines[1].state == "ready", "the challenger")
+        self.killed(host, folder)
+        await until(lambda: host.engines[0].state != "ready", "the death to be seen")
+        if revive:
+            program.write_text(good)
+        return await moving
+
+    def test_another_of_its_kind_takes_the_requests_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offered(monkeypatch, **{"llama.cpp": made(tmp_path, "slow", pause_s=0.1)})
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one"))
+            async with Load(host, 4) as load:
+                await until(lambda: len(load.statuses) > 10, "some requests")
+                done = await self.moved(host, tmp_path, revive=True)
+            assert done.outcome == "rolled back" and done.stage == "traffic", done
+            (engine,) = host.engines
+            assert (engine.plan.engine_version, engine.state, engine.backend.share) == ("one", "ready", 1.0)
+            assert ((await asked(host, 1))[0])[0] == 200 and host.service().doing is None
+
+        with_host(then, tmp_path)
+
+    def test_the_challenger_stays_when_it_is_the_only_one_that_answers(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slow = made(tmp_path, "slow", pause_s=0.1)
+        offered(monkeypatch, **{"llama.cpp": slow})
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one"))
+            async with Load(host, 4) as load:
+                await until(lambda: len(load.statuses) > 10, "some requests")
+                done = await self.moved(host, tmp_path)
+            assert (done.outcome, done.stage) == ("migrated", "traffic"), done
+            assert "times as long" in (done.reason or "") and "nothing else is left" in (done.reason or "")
+            (engine,) = host.engines
+            assert engine.plan.engine_version == "slow" and engine.backend.share == 1.0
+            assert host.service().readied is slow and host.service().failure is None
+            assert ((await asked(host, 1))[0])[0] == 200
+
+        with_host(then, tmp_path)
+
+    def test_nobody_is_given_wrong_answers_for_want_of_others(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, **{"llama.cpp": made(tmp_path, "other", seed="other")})
+        # The answers are compared once the engine in service is gone.
+        real = Migrating._examine
+
+        async def later(self: Migrating, ready: Any, basis: Any) -> None:
+            TestWhenTheOneInServiceDies().killed(self.host, tmp_path)
+            await until(lambda: self.host.engines[0].state != "ready", "the death to be seen")
+            await real(self, ready, basis)
+
+        monkeypatch.setattr(Migrating, "_examine", later)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one"))
+            with pytest.raises(OutsideFailed, match="could not be started again"):
+                await migrate(host, quickly("llama.cpp"), Told())
+            assert not host.engines and host.service().state == "failed"
 
         with_host(then, tmp_path)
 
@@ -217,7 +300,7 @@ class TestWhatIsAsked:
             await add(host, first)
             with pytest.raises(BadQuestion, match="serves alpha already"):
                 await migrate(host, quickly("llama.cpp"), Told())
-            assert host.service().loading is None
+            assert host.service().busy is None
 
         with_host(then, tmp_path)
 
@@ -227,9 +310,10 @@ class TestWhatIsAsked:
         async def then(host: Host) -> None:
             await add(host, made(tmp_path, "one"))
             moving = asyncio.create_task(migrate(host, quickly("llama.cpp", steps=(50.0,)), Told()))
-            await until(lambda: host.service().loading, "the first to begin")
-            with pytest.raises(AnswerIsNo, match="migrated already"):
+            await until(lambda: host.service().busy, "the first to begin")
+            with pytest.raises(AnswerIsNo, match="cannot be migrated now") as caught:
                 await migrate(host, quickly("llama.cpp"), Told())
+            assert "migrating to llama.cpp" in str(caught.value.cause)
             done = await moving
             assert done.outcome == "migrated" and [step.percent for step in done.steps] == [50, 100]
 

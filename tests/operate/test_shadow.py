@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 from tests.engines.plans import machine
 from tests.operate.migrating import Load, made
 from tests.operate.stub_hosts import add, with_host
-from tests.operate.traffic import request
+from tests.operate.traffic import repeat, request
 from tests.run.test_supervisor import until
 
 from bedplate import store
 from bedplate.errors import AnswerIsNo
+from bedplate.measure.load import Target
+from bedplate.measure.load.preparing import Prepared
 from bedplate.operate import shadow as shadowing
+from bedplate.operate.episodes import load_of
 from bedplate.operate.host import Host
 from bedplate.operate.shadow import (
     Shadow,
@@ -31,7 +35,9 @@ from bedplate.operate.shadow import (
 from bedplate.run.serving import Readied
 from bedplate.values.migration import Checked
 from bedplate.values.record import from_json, replaced, to_json
+from bedplate.values.run import Repeat
 from bedplate.values.shadow import Shadowed
+from bedplate.values.workload import RequestShape
 
 
 @pytest.fixture(autouse=True)
@@ -49,13 +55,30 @@ def offered(monkeypatch: pytest.MonkeyPatch, one: Readied, *, live: bool) -> Non
     monkeypatch.setattr(Shadowing, "_made_ready", ready)
 
 
-def record_some(count: int = 6) -> None:
+def record_some(count: int = 4) -> None:
     now = time.time()
     store.add_requests([request(now - 600 + 60 * number, completion_tokens=6) for number in range(count)])
 
 
 def tell(text: str) -> None:
     return None
+
+
+def is_still(pid: int | None) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+
+def addresses(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Where stretches are replayed."""
+    found: set[str] = set()
+    apart = shadowing._apart
+
+    async def noted(call: Any) -> Any:
+        found.add(call.target.url)
+        return await apart(call)
+
+    monkeypatch.setattr(shadowing, "_apart", noted)
+    return found
 
 
 class TestReplay:
@@ -121,6 +144,117 @@ class TestReplay:
 
         with_host(then, tmp_path)
 
+    def test_while_somebody_asks_everything_but_the_engine_in_service_stands_still(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.05), live=False)
+        record_some(3)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.05))
+            trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
+            await until(lambda: sum(one.state == "ready" for one in host.engines) == 3, "both to be there", 30)
+            async with Load(host, 1) as load:
+                await until(lambda: len(load.statuses) >= 2, "real answers", 20)
+                assert [is_still(one.pid) for one in host.engines] == [False, True, True]
+            await until(lambda: not any(is_still(one.pid) for one in host.engines), "them to go on")
+            assert (await trying).turns >= 2
+            assert set(load.statuses) == {200}
+
+        with_host(then, tmp_path)
+
+    def test_one_that_loads_stands_still_as_well(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Python itself takes a while to be there: the first requests come before it is."""
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.001), live=False)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.02))
+            trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
+            await until(lambda: len(host.engines) == 2 and host.engines[1].pid is not None, "its process")
+            async with Load(host, 1) as load:
+                await until(lambda: len(load.statuses) >= 2, "real answers", 20)
+                assert is_still(host.engines[1].pid)
+            done = await trying
+            challenger = next(one.subject for one in store.run(done.run).cells if one.subject.engine_version == "two")
+            assert challenger.start_s is None, "it would count the standstill"
+
+        with_host(then, tmp_path)
+
+    def test_the_engine_in_service_is_left_alone_where_there_is_room_for_another(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.001), live=False)
+        asked = addresses(monkeypatch)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.001))
+            done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
+            assert len(asked) == 2 and host.engines[0].url not in asked
+            assert not any("itself" in note for note in done.notes)
+
+        with_host(then, tmp_path)
+
+    def test_without_room_for_another_it_is_asked_itself_and_that_is_said(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.001), live=False)
+        asked = addresses(monkeypatch)
+        monkeypatch.setattr(Host, "check_room", lambda self, need, what: None)
+        monkeypatch.setattr(Host, "has_room", lambda self, need: False)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.001))
+            done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
+            assert len(asked) == 2 and host.engines[0].url in asked
+            assert any("no room for one more" in note and "itself is asked" in note for note in done.notes)
+
+        with_host(then, tmp_path)
+
+    def test_what_is_not_timed_goes_on_where_it_was(self, tmp_path: Path) -> None:
+        """Else an endpoint that is asked every few seconds would never get beyond the comparison of answers."""
+        begun: list[int] = []
+
+        async def work() -> int:
+            begun.append(1)
+            await asyncio.sleep(0.5)
+            return 7
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.02))
+            one = Shadowing(host, host.service(), Shadow(engine="llama.cpp", for_s=50), tell)
+            working = asyncio.create_task(one._carried_on(work(), False))
+            async with Load(host, 1) as load:
+                await until(lambda: len(load.statuses) >= 2, "real answers", 20)
+                assert one._still.is_still
+            assert await working == 7 and begun == [1]
+
+        with_host(then, tmp_path)
+
+    def test_a_stretch_that_is_interrupted_again_and_again_is_made_shorter(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shapes = tuple(RequestShape(started_s=float(n), prompt_tokens=9, output_tokens=9) for n in range(7))
+        lengths: list[int] = []
+
+        async def guarded(self: Shadowing, work: Any, most: int | None = None) -> Repeat:
+            (call,) = [cell.cell_contents for cell in work.__closure__ or ()] or work.__defaults__
+            lengths.append(len(call.shapes))
+            if most is not None and len(call.shapes) > 2:
+                raise shadowing.Interrupted
+            return repeat(0, duration_ms=9.0)
+
+        monkeypatch.setattr(Shadowing, "_guarded", guarded)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one"))
+            one = Shadowing(host, host.service(), Shadow(engine="llama.cpp"), tell)
+            target, prepared = Target.of("http://127.0.0.1:9"), Prepared(model="m", api="chat")
+            both, load = (target, target), load_of([shapes], "alpha")
+            assert await one._pair((0, 1), both, load, (prepared, prepared), shapes, 0) is not None
+            assert lengths == [7, 3, 1, 1], "as many to one side as to the other"
+
+        with_host(then, tmp_path)
+
     def test_an_endpoint_that_is_never_idle_gives_no_verdict(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -132,7 +266,7 @@ class TestReplay:
             async with Load(host, 3):
                 with pytest.raises(AnswerIsNo, match="could not be compared"):
                     await shadow(host, Shadow(engine="llama.cpp", for_s=1), tell)
-            assert len(host.engines) == 1 and host.service().loading is None
+            assert len(host.engines) == 1 and host.service().busy is None
 
         with_host(then, tmp_path)
 
@@ -142,7 +276,7 @@ class TestReplay:
         async def then(host: Host) -> None:
             await add(host, made(tmp_path, "one", pause_s=0.2))
             trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", for_s=50), tell))
-            await until(lambda: len(host.engines) == 2 and host.engines[1].state == "ready", "the challenger")
+            await until(lambda: len(host.engines) >= 2 and host.engines[1].state == "ready", "the challenger")
             trying.cancel()
             await asyncio.gather(trying, return_exceptions=True)
             assert len(host.engines) == 1
@@ -150,10 +284,12 @@ class TestReplay:
         with_host(then, tmp_path)
 
 
-async def _start_at_once(self: Shadowing, ready: Readied, need: Any, env: dict[str, str], live: bool) -> Any:
-    return await self.host.add_engine(
-        ready.plan, ready.environment, ready.folder, service=self.service.name, share=0.0, need=need
+async def _start_at_once(self: Shadowing, launch: Any, live: bool, ours: list[Any]) -> Any:
+    started = await self.host.add_engine(
+        launch.plan, launch.environment, launch.folder, service=self.service.name, share=0.0, need=launch.need
     )
+    ours.append(started)
+    return started
 
 
 class TestLive:

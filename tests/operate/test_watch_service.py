@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.operate.traffic import repeat, request, subject
 from bedplate import store
 from bedplate.decide import decide
 from bedplate.engines import engine
-from bedplate.errors import AnswerIsNo, BadQuestion
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.judge.compare import compare
 from bedplate.measure.bench import environment_of
 from bedplate.operate import watch as watching
@@ -28,7 +29,16 @@ from bedplate.operate.notify import checked_url, post
 from bedplate.operate.outlook import AskOutlook, driver_of, late
 from bedplate.operate.outlook import outlook as outlook_of
 from bedplate.operate.releases import package_of, parse
-from bedplate.operate.watch import Watching, challengers, conclusion, remembered, triggered, unpinned, watch_once
+from bedplate.operate.watch import (
+    Watching,
+    challengers,
+    conclusion,
+    part_of,
+    remembered,
+    triggered,
+    unpinned,
+    watch_once,
+)
 from bedplate.run.builtin import builtin_facts
 from bedplate.values import Workload, replaced
 from bedplate.values.decision import Challenger
@@ -130,8 +140,18 @@ class TestChallengers:
 
 class TestConclusion:
     def test_nobody_to_compare_with_is_stay(self) -> None:
+        answer, text, best = conclusion(outlook(engine="llama.cpp"), [])
+        assert (answer, best) == ("stay", None) and "no challenger could be measured" in text
+
+    def test_a_plan_that_would_choose_another_is_not_answered_by_silence(self) -> None:
         answer, text, best = conclusion(outlook(), [])
-        assert (answer, best) == ("stay", None) and "could be measured" in text
+        assert (answer, best) == ("not proven", "llama.cpp") and "could not be measured" in text
+
+    def test_a_small_budget_is_enough_for_one_and_a_spent_one_for_none(self) -> None:
+        assert part_of(20.0, 3, is_first=True) == 20.0
+        assert part_of(19.9, 2, is_first=False) is None
+        assert part_of(90.0, 3, is_first=True) == 30.0 and part_of(70.0, 2, is_first=False) == 35.0
+        assert part_of(40.0, 2, is_first=False) == 30.0
 
     def test_the_largest_proven_gain_wins(self) -> None:
         some, more = shadowed("a", "b", 400, 300, run="r1"), shadowed("a", "c", 400, 100, run="r2")
@@ -146,7 +166,7 @@ class TestOnce:
     @pytest.fixture
     def asked(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         """What a host would answer, without one."""
-        state: dict[str, Any] = {"asked": [], "shadow": None, "outlook": outlook()}
+        state: dict[str, Any] = {"asked": [], "shadow": None, "outlook": outlook(), "say": None}
 
         def ask(record: ServiceRecord, do: str, arguments: Any, **more: Any) -> Any:
             state["asked"].append((do, arguments))
@@ -163,7 +183,8 @@ class TestOnce:
         asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
         done = watch_once(RECORD, Watching(budget_s=60))
         assert (done.answer, done.challenger, done.exit_code, done.migration) == ("migrate", "llama.cpp", 10, None)
-        assert [do for do, _ in asked["asked"]] == ["outlook", "shadow"], "nothing is moved without being asked to"
+        assert [do for do, _ in asked["asked"]] == ["outlook", "shadow", "say"], "nothing is moved without being asked"
+        assert asked["asked"][2][1].text.startswith("watch: migrate to llama.cpp: "), "the service's log has it"
         assert asked["asked"][1][1].engine == "llama.cpp" and asked["asked"][1][1].for_s <= 60
         assert done.report is not None and "<html" in Path(done.report).read_text()
         assert "llama.cpp" in Path(done.report).read_text()
@@ -184,12 +205,21 @@ class TestOnce:
         assert watch_once(RECORD, Watching(auto=True)).migration is None
         asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100, run="r2")
         assert watch_once(RECORD, Watching(auto=True)).migration == asked["migrate"]
-        assert asked["asked"][-1][1].engine == "llama.cpp"
+        (moved,) = [arguments for do, arguments in asked["asked"] if do == "migrate"]
+        assert moved.engine == "llama.cpp" and asked["asked"][-1][1].text.endswith("; migration: migrated")
+
+    def test_a_migration_that_fails_is_part_of_the_result(self, asked: dict[str, Any]) -> None:
+        asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
+        asked["migrate"] = AnswerIsNo("llama.cpp cannot be installed", cause="no space")
+        done = watch_once(RECORD, Watching(auto=True))
+        assert done.answer == "migrate" and done.migration is None
+        assert done.notes[-1] == "the migration failed: llama.cpp cannot be installed: no space"
 
     def test_a_challenger_that_cannot_be_tried_is_named(self, asked: dict[str, Any]) -> None:
         asked["shadow"] = AnswerIsNo("it does not fit beside what is loaded", cause="9 GB are needed")
         done = watch_once(RECORD, Watching())
-        assert done.answer == "stay" and done.untried[0].why == "it does not fit beside what is loaded: 9 GB are needed"
+        assert done.answer == "not proven" and done.exit_code == 20
+        assert done.untried[0].why == "it does not fit beside what is loaded: 9 GB are needed"
         assert done.report is None
 
     def test_the_webhook_gets_the_result(self, asked: dict[str, Any], hook: Hook) -> None:
@@ -212,6 +242,42 @@ class TestOnce:
         state.write_text("{broken")
         assert remembered("chat", "alpha") is None
         assert watch_once(RECORD, Watching()).triggers[0].kind == "schedule"
+
+
+class TestAgainAndAgain:
+    def test_it_says_what_it_does_and_ends_with_the_service(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A control socket that is not there belongs to a service that has ended."""
+        said: list[str] = []
+        told: list[Watched] = []
+        gone = replaced(RECORD, pid=2**22, socket=str(tmp_path / "none.sock"))
+        watching.watch(gone, Watching(tell=said.append), told.append)
+        assert "every 24 h" in said[0] and "nothing is moved without --auto" in said[0]
+        assert said[1:] == ["chat has ended, and so does its watch"] and told == []
+
+    def test_it_looks_when_its_time_has_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Twice the first look and the schedule; then the service ends."""
+        answers = iter([outlook(), outlook(), outlook()])
+        clock = iter([1000.0, 1010.0, 1070.0])
+
+        def ask(record: ServiceRecord, do: str, arguments: Any, **more: Any) -> Any:
+            if do == "outlook":
+                found = next(answers, None)
+                if found is None:
+                    raise OutsideFailed("no answer")
+                return found
+            raise AnswerIsNo("it does not fit") if do == "shadow" else OutsideFailed("gone")
+
+        slept: list[float] = []
+        monkeypatch.setattr(watching, "ask", ask)
+        monkeypatch.setattr(watching, "newest", lambda packages: {})
+        clocks = SimpleNamespace(time=lambda: next(clock), sleep=slept.append, monotonic=time.monotonic)
+        monkeypatch.setattr("bedplate.operate.watch.time", clocks)
+        told: list[Watched] = []
+        watching.watch(replaced(RECORD, pid=2**22, socket="none"), Watching(every_s=60.0), told.append)
+        assert [one.triggers[0].kind for one in told] == ["schedule", "schedule"]
+        assert "70.0 s" in told[1].triggers[0].text and set(slept) == {60.0}
 
 
 class TestOutlook:

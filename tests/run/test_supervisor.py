@@ -28,6 +28,7 @@ from bedplate.run.environments import Environment
 from bedplate.run.gateway import Backend
 from bedplate.run.supervisor import (
     EARLY_DEATHS,
+    LATER_DEATHS,
     MAX_BACK_OFF_S,
     MIN_BACK_OFF_S,
     Death,
@@ -388,10 +389,13 @@ class TestPolicy:
     def test_work_resets_the_wait(self, history: list[Death]) -> None:
         assert back_off_s([*history, Death(1, "", was_ready=True, worked=True)]) == MIN_BACK_OFF_S
 
-    @given(st.lists(deaths, min_size=1, max_size=30))
-    def test_it_is_given_up_after_three_early_deaths_in_a_row_and_not_before(self, history: list[Death]) -> None:
-        in_a_row = [not death.was_ready for death in history[-EARLY_DEATHS:]]
-        assert (give_up(history, Fake()) is not None) == (len(in_a_row) == EARLY_DEATHS and all(in_a_row))
+    @given(st.lists(deaths, min_size=1, max_size=30), st.integers(0, 2 * LATER_DEATHS))
+    def test_it_is_given_up_after_early_deaths_in_a_row_and_not_before(self, history: list[Death], more: int) -> None:
+        """Three, or ten of one that has been ready before."""
+        history = [*history, *[Death(-9, "", was_ready=False, worked=False)] * more]
+        most = LATER_DEATHS if any(death.was_ready for death in history) else EARLY_DEATHS
+        in_a_row = [not death.was_ready for death in history[-most:]]
+        assert (give_up(history, Fake()) is not None) == (len(in_a_row) == most and all(in_a_row))
 
     def test_a_lasting_failure_is_given_up_at_once_but_only_before_it_was_ready(self) -> None:
         class Telling(Fake):

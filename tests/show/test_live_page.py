@@ -17,7 +17,7 @@ from tests.operate.stub_hosts import add, stub_environment, stub_readied
 from tests.operate.test_live import ANNS, OPERATOR, close_door, served
 
 from bedplate.operate.host import Host
-from bedplate.operate.live import Second, Standing
+from bedplate.operate.live import Second, Spell, Standing
 from bedplate.operate.memory import Room
 from bedplate.operate.page import LiveFigures, put_up
 from bedplate.progress import Silent
@@ -107,13 +107,16 @@ def a_past(figures: LiveFigures, models: tuple[str, ...]) -> None:
     """Ten minutes in which something happened, up to now."""
     now = time.time()
     figures.recorder._now = Second(int(now) - 600)
+    figures.recorder._spell = Spell(int(now) - 600)
     for second in range(600):
         for model in models:
             for number in range(second % 3):
                 request = served(now - 600 + second, ttft_ms=80.0 + second % 40 + 30 * number, duration_ms=900.0)
-                figures.recorder.hear(replaced(request, model=model))
+                for tenant in ("default", "ann"):
+                    figures.recorder.hear(replaced(request, model=model, tenant=tenant))
         standing = Standing(second % 5, second % 2, 400_000_000 + 100_000 * second)
-        figures.recorder.close(dict.fromkeys(models, standing), now - 599 + second)
+        in_flight = {"default": 3, "ann": second % 4}
+        figures.recorder.close(dict.fromkeys(models, standing), now - 599 + second, in_flight=in_flight)
 
 
 def looking(tmp_path: Path, models: tuple[str, ...], then: Callable[[Tab, Host, LiveFigures], Awaitable[None]]) -> None:
@@ -194,20 +197,21 @@ def test_all_of_it_works_without_a_mouse(tmp_path: Path) -> None:
     looking(tmp_path, ("alpha",), then)
 
 
+async def enter(tab: Tab, key: str) -> None:
+    await tab.until("!document.getElementById('door').hidden && document.activeElement.id == 'key'")
+    await tab.write(key)
+    await tab.press("Enter")
+
+
 @needs_browser
 def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) -> None:
     door, why = "!document.getElementById('door').hidden", "document.getElementById('doorwhy').textContent"
     names = "[...document.querySelectorAll('#tenants tr')].map(row => row.cells[0].textContent)"
-    charts = "getComputedStyle(document.getElementById('charts')).display"
-
-    async def enter(tab: Tab, key: str) -> None:
-        await tab.until(f"{door} && document.activeElement.id == 'key'")
-        await tab.write(key)
-        await tab.press("Enter")
+    charts, own = (f"getComputedStyle(document.getElementById('{id}')).display" for id in ("charts", "ours"))
 
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
         close_door(host)
-        figures.recorder.hear(served(time.time(), tenant="ann"))
+        before = figures.recorder.used["ann"].requests
         await tab.open(host.url, 360, "dark")
         await tab.until(door)
         assert "alpha" not in await tab.value("document.body.innerText")
@@ -215,14 +219,14 @@ def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) ->
         await tab.until(f"{why}.includes('does not open')")
         await enter(tab, ANNS)
         assert await tab.until(names) == ["ann"]
-        assert await tab.value(charts) == "none"
+        assert await tab.value(charts) == "none" and await tab.value(own) == "grid"
         # Kept for this tab, and used for prompts as well.
         await tab.open(host.url, 360, "dark")
         await tab.until(SHOWN)
         await tab.value("document.getElementById('prompt').focus()")
         await tab.press("Enter")
         await tab.until(f"{TOLD}.includes('200 tokens')")
-        assert figures.recorder.used["ann"].requests == 2
+        assert figures.recorder.used["ann"].requests == before + 1
         await tab.value("document.getElementById('forget').click()")
         await tab.open(host.url, 360, "dark")
         await tab.until(door)
@@ -230,9 +234,40 @@ def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) ->
         assert await tab.value("sessionStorage.length") == 0
         await enter(tab, OPERATOR)
         assert sorted(await tab.until(names)) == ["ann", "default"]
-        assert await tab.value(charts) == "grid"
+        assert await tab.value(charts) == "grid" and await tab.value(own) == "none"
         # The browser itself notes each refused request; nothing else may be there.
         tab.complaints[:] = [one for one in tab.complaints if "401" not in one]
+
+    looking(tmp_path, ("alpha",), then)
+
+
+@needs_browser
+def test_a_tenant_sees_its_own_past_and_how_near_its_limits_are(tmp_path: Path) -> None:
+    async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
+        close_door(host)
+        found = host.gateway.tenants.member("ann")
+        assert found is not None
+        found.admit(90_000, time.monotonic())
+        await tab.open(host.url, 360, "dark")
+        await enter(tab, ANNS)
+        await tab.until(SHOWN)
+        for width, theme in ((360, "dark"), (800, "dark"), (1280, "light")):
+            await tab.open(host.url, width, theme)
+            await tab.until(SHOWN)
+            assert await tab.value("document.documentElement.scrollWidth") <= width
+            drawn = "[...document.querySelectorAll('#ours .plot .a')].map(one => one.getBBox().width)"
+            assert [found > 100 for found in await tab.until(drawn)] == [True] * 6
+        limits = await tab.value("[...document.querySelectorAll('#limits tr')].map(row => row.innerText.split('\\t'))")
+        assert [row[:2] for row in limits] == [
+            ["requests a minute", "60"], ["tokens a minute", "100.0k"], ["requests in flight", "4"],
+        ]  # fmt: skip
+        assert float(limits[1][2].rstrip("k")) < 50 and limits[2][2] == "3"
+        await tab.value("document.querySelector('#chart-own-ttft .plot').focus()")
+        await tab.press("ArrowLeft")
+        spoken = await tab.value("document.activeElement.getAttribute('aria-valuetext')")
+        assert re.match(r"\d+ s ago: [\d.]+ ms p50, [\d.]+ ms p95", spoken), spoken
+        assert "default" not in await tab.value("document.body.innerText")
+        tab.complaints[:] = [one for one in tab.complaints if "401" not in one]  # before there was a key
 
     looking(tmp_path, ("alpha",), then)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bedplate.errors import BadQuestion
-from bedplate.values.units import parsed_bytes, parsed_seconds
+from bedplate.values.units import figure, parsed_bytes, parsed_seconds
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,20 @@ def test_neither(text: str) -> None:
         parsed_seconds(text, "--ttl")
     with pytest.raises(BadQuestion, match="--memory-budget: "):
         parsed_bytes(text if text != "m" else "mm", "--memory-budget")
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "shown"),
+    [(4567.8, 3, "4,568"), (999.4, 3, "999"), (99.96, 3, "100"), (9.824, 3, "9.82"), (0.5, 3, "0.5"), (0, 3, "0"),
+     (0.00001234, 3, "0.00001234"), (1234567, 3, "1,234,567"), (123.4, 2, "123"), (9.87, 2, "9.9"),
+     (-4567.8, 3, "-4,568")],
+)  # fmt: skip
+def test_figures(value: float, digits: int, shown: str) -> None:
+    assert figure(value, digits) == shown
+
+
+@given(st.floats(min_value=1e-6, max_value=1e12), st.integers(1, 5))
+def test_a_figure_is_never_written_with_an_exponent_and_says_the_value(value: float, digits: int) -> None:
+    shown = figure(value, digits)
+    assert "e" not in shown
+    assert float(shown.replace(",", "")) == pytest.approx(value, rel=0.6 * 10 ** (1 - digits))

@@ -192,4 +192,5 @@ def test_sizes_in_decimal_units(given_bytes: float, shown: str) -> None:
 
 def test_memory_in_binary_units_and_durations() -> None:
     assert memory(25_275_125_760) == "23.5 GiB" and memory(1024) == "1 KiB"
-    assert [seconds(s) for s in (0.035, 1.44, 125.0)] == ["35 ms", "1.4 s", "2 min 05 s"]
+    written = [seconds(s) for s in (0.035, 1.44, 125.0, 9000.0, 86_400.0)]
+    assert written == ["35 ms", "1.4 s", "2 min 05 s", "2 h 30 min", "24 h"]

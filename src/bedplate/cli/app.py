@@ -10,6 +10,7 @@ import typer
 from bedplate._version import __version__
 from bedplate.cli import (
     bench,
+    bundle,
     compare,
     diagnose,
     doctor,
@@ -31,6 +32,7 @@ from bedplate.cli import (
     simulate,
     status,
     stop,
+    tune,
     usage,
     watch,
     workload,
@@ -66,6 +68,7 @@ app.command(epilog=migrate.EXAMPLES)(migrate.migrate)
 app.command(epilog=watch.EXAMPLES)(watch.watch)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
 app.command(epilog=bench.EXAMPLES)(bench.bench)
+app.command(epilog=tune.EXAMPLES)(tune.tune)
 app.command(epilog=compare.EXAMPLES)(compare.compare)
 app.command(epilog=diagnose.EXAMPLES)(diagnose.diagnose)
 app.command(epilog=report.EXAMPLES)(report.report)
@@ -75,6 +78,7 @@ app.command(epilog=probe.EXAMPLES)(probe.probe)
 app.command(epilog=workload.EXAMPLES)(workload.workload)
 app.command(epilog=estimate.EXAMPLES)(estimate.estimate)
 app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
+app.command(epilog=bundle.EXAMPLES)(bundle.bundle)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
 engines_use.register(engines.app)
 app.add_typer(engines.app, name="engines")

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import Json, ModelName, write_file
+from bedplate.cli.options import (
+    ElectricityPrice,
+    IntentFile,
+    Json,
+    ModelName,
+    PricePerHour,
+    price_from,
+    write_file,
+)
 
 if TYPE_CHECKING:
     from bedplate.measure.exchange import Form
@@ -24,6 +32,7 @@ EXAMPLES = """Examples:
   bedplate bench --slo ttft_ms=500,tpot_ms=50
   bedplate bench --url http://127.0.0.1:8000 --concurrency 1,8
   bedplate bench --url https://api.example.com/v1 --key-env API_KEY --model gpt-x
+  bedplate bench --price-per-hour 2.5 --electricity-price 0.3
   bedplate bench --resume last
   bedplate bench --csv -o rows.csv
 
@@ -38,6 +47,7 @@ class Arrivals(StrEnum):
 
 def bench(
     model: ModelName = None,
+    file: IntentFile = None,
     engines: Annotated[
         str,
         typer.Option(metavar="IDS", help="Engines, with commas between them; `all` installs what can run here."),
@@ -62,8 +72,13 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.5, help="Measured time of one repeat.")] = 10.0,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of a cell at the most.")] = 5,
     turns: Annotated[
-        int, typer.Option(min=1, help="Start every engine so often, in turns: what drifts is then shared out.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Start every engine so often, in turns: what drifts is then shared out.",
+            show_default="2 with several engines, else 1",
+        ),
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="Measured time of all cells together.", show_default="4m for each engine"),
@@ -74,6 +89,8 @@ def bench(
             metavar="TARGET", help="ttft_ms=500,tpot_ms=50: find the highest load that meets it.", show_default=False
         ),
     ] = None,
+    price_per_hour: PricePerHour = None,
+    electricity_price: ElectricityPrice = None,
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="Measure this endpoint, and start nothing.", show_default=False)
     ] = None,
@@ -148,12 +165,13 @@ def bench(
         seed=seed,
     )
     target = read_target(slo) if slo is not None else None
+    price = price_from(file, price_per_hour, electricity_price)
     teller = teller_for(console(sys.stdout if form is None or output is not None else sys.stderr), _limits)
     stopped: Stopped | None = None
     with teller:
         try:
             run = measure(
-                model,
+                model if model is not None or file is None else _model_in(file),
                 engines=engine_list(engines),
                 loads=loads,
                 url=url,
@@ -164,6 +182,7 @@ def bench(
                 turns=turns,
                 budget_s=read_budget(budget) if budget is not None else None,
                 target=target,
+                price=price,
                 trace=trace,
                 through_gateway=through_gateway,
                 check_quality=quality,
@@ -180,6 +199,17 @@ def bench(
     if stopped is not None:
         console(sys.stderr).print(f" {stopped}", soft_wrap=True, markup=False)
         raise typer.Exit(130)
+
+
+def _model_in(file: Path) -> str | None:
+    """The model that an intent names; of its workload nothing is taken, since a benchmark has loads of its own."""
+    from bedplate.errors import BadQuestion
+    from bedplate.facts.intent import read_intent
+
+    named = read_intent(file).model
+    if isinstance(named, dict):
+        raise BadQuestion("model: facts can be planned, not measured", hint="name a file, a folder or owner/name")
+    return named
 
 
 def _form(*, json: bool, csv: bool, jsonl: bool, output: Path | None) -> Form | None:

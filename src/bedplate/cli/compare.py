@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import Json
+from bedplate.cli.options import ElectricityPrice, Json, PricePerHour, price_from
 
 if TYPE_CHECKING:
     from bedplate.measure.kept import Kept
+    from bedplate.values.cost import Price
     from bedplate.values.verdict import Verdict
 
 EXAMPLES = """Examples:
@@ -44,6 +45,8 @@ def compare(
             metavar="WHAT", help="Compare although quantization, weights or machine differ.", show_default=False
         ),
     ] = None,
+    price_per_hour: PricePerHour = None,
+    electricity_price: ElectricityPrice = None,
     json: Json = False,
 ) -> None:
     """Weigh two engines by what was measured: stay, migrate or not proven.
@@ -67,6 +70,10 @@ def compare(
         target=target,
         allow=tuple(allow or ()),
         least_gain=PROVEN_GAIN if least_gain is None else 1 + least_gain / 100,
+        prices=(
+            price_from(None, price_per_hour, electricity_price, _price(mine)),
+            price_from(None, price_per_hour, electricity_price, _price(theirs)),
+        ),
     )
     _keep(verdict)
     if json:
@@ -79,6 +86,12 @@ def compare(
 
         console().print(render_verdict(verdict))
     raise typer.Exit(verdict.exit_code)
+
+
+def _price(side: Kept) -> Price | None:
+    """As it was said when it was measured; of several runs, the last that says one."""
+    said = [side.environments[cell.run].price for cell in side.cells if cell.run in side.environments]
+    return next((price for price in reversed(said) if price is not None), None)
 
 
 def _keep(verdict: Verdict) -> None:

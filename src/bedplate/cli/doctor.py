@@ -76,13 +76,14 @@ def _checked() -> Iterator[EngineCheck]:
     from bedplate.engines import all_engines
     from bedplate.facts.doctor import EngineCheck
     from bedplate.home import engines_dir
+    from bedplate.operate.orchestrated import recipe_of
     from bedplate.run.environments import installed, why_not
 
     engines = all_engines()
     whole = installed()
     for environment in whole:
         engine = engines.get(environment.engine)
-        recipe = engine.recipe if engine is not None else None
+        recipe = engine.recipe if engine is not None else recipe_of(environment.engine)
         try:
             why = UNKNOWN if recipe is None else why_not(Path(environment.path), recipe, CHECK_LIMIT_S)
         except OSError as error:

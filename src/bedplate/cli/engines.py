@@ -104,10 +104,13 @@ def build(engine: EngineName) -> None:
 def remove(engine: EngineName) -> None:
     """Remove an engine's environments; the next `serve` installs it again."""
     from bedplate.engines import engine as engine_by_id
+    from bedplate.run.environments import installed
     from bedplate.run.environments import remove as remove_environments
     from bedplate.values.units import size
 
-    gone = remove_environments(engine_by_id(engine).id)
+    # What `serve --on` installs is here, too, and no engine.
+    there = {environment.engine for environment in installed()}
+    gone = remove_environments(engine if engine in there else engine_by_id(engine).id)
     freed = sum(environment.disk_bytes for environment in gone)
     typer.echo(f"removed {engine}: {size(freed)} freed")
 

@@ -17,6 +17,7 @@ app = typer.Typer(
 \b
   bedplate keys add alice --requests-per-minute 60 --in-flight 4
   bedplate keys add ci --weight 0.5 --expires 30d
+  bedplate keys add prometheus --admin > prometheus.key
   bedplate keys set alice --tokens-per-minute 100000 --in-flight none
   bedplate keys list --json
   bedplate keys revoke alice
@@ -38,6 +39,15 @@ Tokens = Annotated[
 ]
 InFlight = Annotated[
     str | None, typer.Option("--in-flight", metavar="N", help="Requests under way at once.", show_default=False)
+]
+
+Admin = Annotated[
+    bool | None,
+    typer.Option(
+        "--admin/--no-admin",
+        help="It may see what all use: every metric, and the whole of the live page. New: no.",
+        show_default=False,
+    ),
 ]
 
 
@@ -77,13 +87,14 @@ def add(
             metavar="SPAN", help="How long the key is valid: 12h, 30d. Default: for ever.", show_default=False
         ),
     ] = None,
+    admin: Admin = None,
     json: Json = False,
 ) -> None:
     """Make a key for a tenant and print it, once. A tenant may have several keys."""
     from bedplate.operate.tenants import add_key
     from bedplate.values.units import parsed_seconds
 
-    changes = _changes(weight, requests_per_minute, tokens_per_minute, in_flight)
+    changes = _changes(weight, requests_per_minute, tokens_per_minute, in_flight, admin)
     valid_s = parsed_seconds(expires, "--expires") if expires is not None else None
     tenant, key = add_key(name, changes, valid_s)
     if json:
@@ -102,13 +113,14 @@ def set_(
     requests_per_minute: Requests = None,
     tokens_per_minute: Tokens = None,
     in_flight: InFlight = None,
+    admin: Admin = None,
 ) -> None:
     """Change what a tenant may have. `default` is whoever uses the key that serve was given."""
     from bedplate.operate.tenants import change
     from bedplate.show.tenants import render_tenants
     from bedplate.show.terminal import console
 
-    tenant = change(name, _changes(weight, requests_per_minute, tokens_per_minute, in_flight))
+    tenant = change(name, _changes(weight, requests_per_minute, tokens_per_minute, in_flight, admin))
     console().print(render_tenants((tenant,)))
 
 
@@ -124,9 +136,14 @@ def revoke(
 
 
 def _changes(
-    weight: float | None, requests_per_minute: str | None, tokens_per_minute: str | None, in_flight: str | None
+    weight: float | None,
+    requests_per_minute: str | None,
+    tokens_per_minute: str | None,
+    in_flight: str | None,
+    admin: bool | None,
 ) -> dict[str, Any]:
-    changes: dict[str, Any] = {} if weight is None else {"weight": weight}
+    given_plainly = {"weight": weight, "admin": admin}
+    changes: dict[str, Any] = {name: value for name, value in given_plainly.items() if value is not None}
     for field, given in (
         ("requests_per_minute", requests_per_minute),
         ("tokens_per_minute", tokens_per_minute),

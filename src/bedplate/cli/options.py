@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from bedplate.values.cost import Price
     from bedplate.values.intent import Intent
 
 Json = Annotated[bool, typer.Option("--json", help="Print the value as JSON.")]
@@ -43,6 +44,7 @@ Fields = Annotated[
         show_default=False,
     ),
 ]
+Untuned = Annotated[bool, typer.Option("--untuned", help="Leave out what `bedplate tune` found here.")]
 EngineId = Annotated[str | None, typer.Option("--engine", metavar="ID", help="Ask for one engine.", show_default=False)]
 Users = Annotated[int | None, typer.Option(min=1, help="People who may be active at once.", show_default=False)]
 Concurrency = Annotated[int | None, typer.Option(min=1, help="Requests in flight at once.", show_default=False)]
@@ -51,6 +53,42 @@ Context = Annotated[
 ]
 PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a usual prompt.", show_default=False)]
 OutputTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a usual answer.", show_default=False)]
+PricePerHour = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        metavar="PRICE",
+        help="Of one accelerator, or of the machine when it has none: the cost of a million tokens is then shown.",
+        show_default=False,
+    ),
+]
+ElectricityPrice = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0, metavar="PRICE", help="Of one kWh, in the same currency; added to the cost.", show_default=False
+    ),
+]
+
+
+def price_from(
+    file: Path | None, price_per_hour: float | None, electricity_price: float | None, known: Price | None = None
+) -> Price | None:
+    """What the options say, else the intent's operations, else what is `known`; `None`: nobody says anything."""
+    from bedplate.errors import BadQuestion
+    from bedplate.facts.intent import read_intent
+    from bedplate.values import replaced
+    from bedplate.values.cost import Price
+
+    price = known or Price()
+    if file is not None:
+        said = read_intent(file).operations.price
+        price = replaced(price, **{name: one for name in said.__struct_fields__ if (one := getattr(said, name))})
+    given = {"price_per_hour": price_per_hour, "electricity_price": electricity_price}
+    for name, value in given.items():
+        if value is not None and not value > 0:
+            raise BadQuestion(f"--{name.replace('_', '-')}: must be more than 0", hint="leave it out for no price")
+    price = replaced(price, **{name: value for name, value in given.items() if value is not None})
+    return price if price.said else None
 
 
 def write_file(path: Path, text: str) -> None:
@@ -62,12 +100,12 @@ def write_file(path: Path, text: str) -> None:
         raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error
 
 
-def intent_from(file: Path | None, fields: list[str] | None, **options: Any) -> Intent:
-    """The file's intent, or an empty one, with what the command line says instead."""
+def intent_from(file: Path | None, fields: list[str] | None, *, base: Intent | None = None, **options: Any) -> Intent:
+    """The file's intent, or `base`, or an empty one, with what the command line says instead."""
     from bedplate.facts.intent import override, parsed_fields, read_intent
     from bedplate.values.intent import Intent
 
-    intent = read_intent(file) if file is not None else Intent()
+    intent = read_intent(file) if file is not None else base or Intent()
     given = {name: value for name, value in options.items() if value is not None}
     given |= parsed_fields(fields or [])
     return override(intent, **given) if given else intent

@@ -18,6 +18,7 @@ from bedplate.cli.options import (
     ModelName,
     OutputTokens,
     PromptTokens,
+    Untuned,
     Users,
 )
 
@@ -83,6 +84,7 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    untuned: Untuned = False,
     json: Json = False,
 ) -> None:
     """Say which engine fits, why, and how to launch it.
@@ -100,16 +102,16 @@ def plan(
     elif procure:
         _procure(intent, json=json)
     elif what_if is not None:
-        _what_if(intent, what_if, engine, json=json)
+        _what_if(intent, what_if, engine, json=json, untuned=untuned)
     else:
-        _decision(intent, engine, why_not, emit, output, json=json)
+        _decision(intent, engine, why_not, emit, output, json=json, untuned=untuned)
 
 
-def _decided(intent: Intent, engine: str | None) -> tuple[Hardware, Model, Decision]:
+def _decided(intent: Intent, engine: str | None, *, untuned: bool = False) -> tuple[Hardware, Model, Decision]:
     from bedplate.decide import decide
     from bedplate.facts.intent import resolved_hardware
     from bedplate.run.models import intended_model
-    from bedplate.store import agreements, fingerprint, results
+    from bedplate.store import agreements, fingerprint, results, tunings, verdicts
     from bedplate.values import replaced
 
     machine = resolved_hardware(intent)
@@ -117,7 +119,8 @@ def _decided(intent: Intent, engine: str | None) -> tuple[Hardware, Model, Decis
     store_key = fingerprint(machine)
     decision = decide(
         machine, facts, intent.workload, engine, operations=intent.operations, results=results(store_key),
-        agreements=agreements(store_key, facts.name),
+        agreements=agreements(store_key, facts.name), verdicts=verdicts(store_key, facts.name),
+        tunings=() if untuned else tuple(one for one in tunings(store_key, facts.name) if one.build != "native"),
     )  # fmt: skip
     notes = (
         (*machine.notes, *intent.notes, *decision.notes)
@@ -128,14 +131,21 @@ def _decided(intent: Intent, engine: str | None) -> tuple[Hardware, Model, Decis
 
 
 def _decision(
-    intent: Intent, engine: str | None, why_not: str | None, emit: str | None, output: Path | None, *, json: bool
+    intent: Intent,
+    engine: str | None,
+    why_not: str | None,
+    emit: str | None,
+    output: Path | None,
+    *,
+    json: bool,
+    untuned: bool,
 ) -> None:
     import sys
 
     from bedplate.values import to_json
 
     _check_target(emit)
-    machine, facts, decision = _decided(intent, engine)
+    machine, facts, decision = _decided(intent, engine, untuned=untuned)
     if emit == "command":
         _written(_emitted(intent, facts, decision), output)
         sys.exit(0)
@@ -210,7 +220,7 @@ def _emitted(intent: Intent, facts: Model, decision: Decision) -> str:
     return script(planned(decision, facts, intent.workload), decision)
 
 
-def _what_if(intent: Intent, changed: str, engine: str | None, *, json: bool) -> None:
+def _what_if(intent: Intent, changed: str, engine: str | None, *, json: bool, untuned: bool) -> None:
     import sys
 
     from bedplate.decide.questions import changes
@@ -218,8 +228,8 @@ def _what_if(intent: Intent, changed: str, engine: str | None, *, json: bool) ->
     from bedplate.show.decision import render_changes
     from bedplate.values import to_json
 
-    _, _, before = _decided(intent, engine)
-    _, _, after = _decided(override(intent, **parsed_fields([changed])), engine)
+    _, _, before = _decided(intent, engine, untuned=untuned)
+    _, _, after = _decided(override(intent, **parsed_fields([changed])), engine, untuned=untuned)
     found = changes(before, after)
     if json:
         _written(to_json({"what_if": changed, "changes": found, "before": before, "after": after}), None)

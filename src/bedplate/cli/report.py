@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import write_file
+from bedplate.cli.options import ElectricityPrice, PricePerHour, price_from, write_file
 
 if TYPE_CHECKING:
     from bedplate.judge.argument import Candidate
@@ -45,6 +45,8 @@ def report(
     incumbent: Annotated[
         str | None, typer.Option(metavar="ENGINE", help="The engine in service today.", show_default=False)
     ] = None,
+    price_per_hour: PricePerHour = None,
+    electricity_price: ElectricityPrice = None,
 ) -> None:
     """Make one page of what was measured: the argument, the table, the plots, and how to repeat it.
 
@@ -58,6 +60,7 @@ def report(
 
     target = read_target(slo) if slo is not None else None
     found = [_run(name) for name in runs] if runs else [_run(None)]
+    found = [_priced(run, price_per_hour, electricity_price) for run in found]
     cells = [cell for run in found for cell in run.cells]
     told = [model for run in found for model in run.models]
     diagnosis = diagnosis_of(cells, {run.id: run.environment for run in found}, probe(), told) if cells else None
@@ -81,6 +84,13 @@ def _run(named: str | None) -> Run:
     if named is not None and (named.endswith(".json") or Path(named).is_file()):
         return run_of_file(Path(named))
     return store.run(named)
+
+
+def _priced(run: Run, price_per_hour: float | None, electricity_price: float | None) -> Run:
+    from bedplate.values import replaced
+
+    price = price_from(None, price_per_hour, electricity_price, run.environment.price)
+    return replaced(run, environment=replaced(run.environment, price=price))
 
 
 def _facts(cells: list[Cell], told: list[Model]) -> dict[tuple[str, str | None], Model]:

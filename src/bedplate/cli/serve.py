@@ -17,11 +17,13 @@ from bedplate.cli.options import (
     ModelName,
     OutputTokens,
     PromptTokens,
+    Untuned,
     Users,
 )
 
 if TYPE_CHECKING:
     from bedplate.values import Decision, Endpoint, Hardware, Model
+    from bedplate.values.intent import Intent
     from bedplate.values.service import Order, Wanted
 
 EXAMPLES = """Examples:
@@ -33,8 +35,10 @@ EXAMPLES = """Examples:
   bedplate serve --engine llama.cpp --build native
   BEDPLATE_API_KEY=secret bedplate serve --host 0.0.0.0
   bedplate serve model.gguf --replicas 2
+  bedplate serve --on ray --replicas 2
   bedplate serve -f bedplate.yaml --memory-budget 8GiB
   bedplate serve -d --name chat        then: bedplate ps, status, logs, stop
+  bedplate serve --bundle bedplate-bundle.tar
   bedplate serve --name chat --systemd > ~/.config/systemd/user/bedplate-chat.service
 
 Ctrl-C stops everything; answers under way get a few seconds to finish."""
@@ -43,6 +47,11 @@ Ctrl-C stops everything; answers under way get a few seconds to finish."""
 class Build(StrEnum):
     packages = "packages"
     native = "native"
+
+
+class On(StrEnum):
+    dynamo = "dynamo"
+    ray = "ray"
 
 
 def serve(
@@ -74,6 +83,7 @@ def serve(
             "It is used if it then runs and answers as the ready-made one does."
         ),
     ] = Build.packages,
+    untuned: Untuned = False,
     max_body_mb: Annotated[int, typer.Option(min=1, help="The largest request that is taken, in MB.")] = 32,
     log_content: Annotated[
         Path | None,
@@ -96,6 +106,13 @@ def serve(
     replicas: Annotated[
         int | None, typer.Option(min=1, max=64, help="So many of the engine, side by side.", show_default=False)
     ] = None,
+    on: Annotated[
+        On | None,
+        typer.Option(
+            help="Have the replicas run by Dynamo, with its KV router, or by Ray Serve, on a cluster on this machine.",
+            show_default=False,
+        ),
+    ] = None,
     ttl: Annotated[
         str | None,
         typer.Option(
@@ -110,6 +127,14 @@ def serve(
             metavar="SIZE", help="The most that all engines may take: 8GiB. Default: what is free.", show_default=False
         ),
     ] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Serve from what `bedplate bundle` made, a folder or a .tar; nothing outside is reached.",
+            show_default=False,
+        ),
+    ] = None,
     systemd: Annotated[
         bool, typer.Option("--systemd", help="Print a systemd unit that serves this; run nothing.")
     ] = False,
@@ -121,18 +146,26 @@ def serve(
     """
     from bedplate.cli.options import intent_from
     from bedplate.operate.ordering import order_of
+    from bedplate.values import replaced
     from bedplate.values.units import parsed_bytes
 
+    packed = None
+    if bundle is not None:
+        own = {"a model": model, "--file": file, "--engine": engine, "--build": build is not Build.packages, "--on": on}
+        packed, engine = _in_bundle(bundle, [name for name, given in own.items() if given])
     intent = intent_from(
         file, fields, model=model, users=users, concurrency=concurrency, context=context,
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens,
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens, base=packed,
     )  # fmt: skip
     order = order_of(
         intent, engine=engine, replicas=replicas, ttl=ttl, name=name, host=host, port=port, api_key=api_key or None,
-        max_body_bytes=max_body_mb * 1_000_000, build=build.value, check=check,
+        on=on.value if on is not None else None, max_body_bytes=max_body_mb * 1_000_000, build=build.value, check=check,
         log_content=str(log_content) if log_content is not None else None,
         memory_budget_bytes=parsed_bytes(memory_budget, "--memory-budget") if memory_budget is not None else None,
+        bundle=str(bundle.expanduser().absolute()) if bundle is not None else None,
     )  # fmt: skip
+    if untuned:
+        order = replaced(order, services=tuple(replaced(one, untuned=True) for one in order.services))
     fallback = file.stem if file is not None and len(order.services) > 1 else None
     if systemd:
         _print_unit(order, context_, fallback)
@@ -140,6 +173,21 @@ def serve(
         _detached(order, fallback, json=json)
     else:
         _foreground(order, fallback, json=json)
+
+
+def _in_bundle(bundle: Path, refused: list[str]) -> tuple[Intent, str]:
+    """What was asked for when the bundle was made, and its engine."""
+    from bedplate.errors import BadQuestion
+    from bedplate.operate.bundled import read_bundle
+    from bedplate.values.intent import Intent
+
+    if refused:
+        raise BadQuestion(
+            f"--bundle has its own model and engine: {' and '.join(refused)} cannot be given with it",
+            hint="bedplate bundle packs another",
+        )
+    found = read_bundle(bundle)
+    return Intent(workload=found.wanted.workload, operations=found.wanted.operations), found.plan.engine
 
 
 def _foreground(order: Order, fallback: str | None, *, json: bool) -> None:

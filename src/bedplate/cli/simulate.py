@@ -247,7 +247,7 @@ def _deployment(intent: Intent, stream: Stream, engine: str | None, *, traced: b
     from bedplate.decide.simulate import Lengths, deployed
     from bedplate.facts.intent import resolved_hardware
     from bedplate.run.models import intended_model
-    from bedplate.store import agreements, fingerprint, results
+    from bedplate.store import agreements, fingerprint, results, verdicts
 
     machine, facts = resolved_hardware(intent), intended_model(intent.model)
     work = _planned(intent.workload, stream, facts.max_context, traced=traced)
@@ -255,7 +255,7 @@ def _deployment(intent: Intent, stream: Stream, engine: str | None, *, traced: b
     measured = results(key)
     decision = decide(
         machine, facts, work, engine, operations=intent.operations, results=measured,
-        agreements=agreements(key, facts.name),
+        agreements=agreements(key, facts.name), verdicts=verdicts(key, facts.name),
     )  # fmt: skip
     lengths = Lengths(stream.mean_prompt, stream.mean_output)
     return deployed(machine, facts, decision, work, lengths, operations=intent.operations, results=measured)

@@ -273,23 +273,29 @@ def _queued(labels: Tree, queue: str | None) -> Tree:
 
 def arguments(unit: Served, role: str) -> tuple[str, ...]:
     """The engine's own options without its server's, and what Dynamo adds for the role."""
-    words = list(unit.launch.argv)
-    start = next(index for index, word in enumerate(words) if word.startswith("--"))
     found = ["--model", unit.model_path] if unit.engine.id != "sglang" else []
     if unit.engine.id == "tensorrt-llm":
         found += ["--served-model-name", unit.plan.model.served_name]
-    index = start
+    found += engine_options(unit.engine.id, unit.launch.argv)
+    return tuple(_paired([*found, *_role_options(unit, role), *parser_options(unit.launch.argv)]))
+
+
+def engine_options(engine: str, argv: Sequence[str]) -> list[str]:
+    """Of an engine's launch, the options that are not its server's, without the model."""
+    words = list(argv)
+    found: list[str] = []
+    index = next(index for index, word in enumerate(words) if word.startswith("--"))
     while index < len(words):
         word = words[index]
         has_value = index + 1 < len(words) and not words[index + 1].startswith("--")
-        if word in SERVER_FLAGS or word in SERVER_OPTIONS or (word == "--model" and unit.engine.id == "vllm"):
+        if word in SERVER_FLAGS or word in SERVER_OPTIONS or (word == "--model" and engine == "vllm"):
             index += 2 if has_value else 1
             continue
         found.append(TENSORRT_NAMES.get(word, word))
         if has_value:
             found.append(words[index + 1])
         index += 2 if has_value else 1
-    return tuple(_paired([*found, *_role_options(unit, role), *_parsers(unit)]))
+    return found
 
 
 def _role_options(unit: Served, role: str) -> list[str]:
@@ -320,8 +326,9 @@ def _role_options(unit: Served, role: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _parsers(unit: Served) -> list[str]:
-    words = list(unit.launch.argv)
+def parser_options(argv: Sequence[str]) -> list[str]:
+    """Who reads tool calls and thoughts out of the text: the front end, where it knows how."""
+    words = list(argv)
     found: list[str] = []
     for names, option, known in (
         (("--tool-call-parser", "--tool_parser"), "--dyn-tool-call-parser", TOOLS | {"harmony"}),

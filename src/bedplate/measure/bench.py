@@ -47,6 +47,7 @@ from bedplate.run.prepare import content_id
 from bedplate.run.progress import Progress, Silent
 from bedplate.store import fingerprint
 from bedplate.values import Hardware, Model, Refusal, Workload, replaced
+from bedplate.values.cost import Price
 from bedplate.values.run import Cell, Environment, Load, Matrix, Quality, Repeat, Run, Subject
 from bedplate.values.units import memory
 from bedplate.values.workload import LatencyTarget, RequestShape
@@ -56,6 +57,7 @@ HALF_WIDTH = 0.05
 ENGINE_BUDGET_S = 240.0
 """Measured time for each engine, where nobody says."""
 LEAST_REPEATS = 3
+USUAL_TURNS = 2
 WARMUP_S = 2.0
 CONTEXT_SPARE = 128
 """Room for what a chat template adds."""
@@ -132,9 +134,10 @@ def bench(
     served_model: str | None = None,
     seconds: float = 10.0,
     repeats: int = 5,
-    turns: int = 1,
+    turns: int | None = None,
     budget_s: float | None = None,
     target: LatencyTarget | None = None,
+    price: Price | None = None,
     trace: Path | None = None,
     through_gateway: bool = False,
     check_quality: bool = True,
@@ -148,6 +151,7 @@ def bench(
     """Measures each engine under each load and keeps what it finds in the store; returns the run.
 
     `engines` are ids, or "installed", or "all" that can be installed; with `url` an endpoint is measured instead.
+    `turns` are two where several engines are measured, unless it is said.
     Ctrl-C stops everything and keeps what is done; `resume` goes on with a run that was ended before its time.
     """
     progress, teller = progress or Silent(), teller or Teller()
@@ -172,17 +176,23 @@ def bench(
         trace_path=None if trace is None else str(trace.absolute()),
         seconds=seconds,
         repeats=repeats,
-        turns=turns,
+        turns=turns or _usual_turns(1 if url is not None else len(engines), repeats),
         budget_s=budget_s or ENGINE_BUDGET_S * max(1, len(engines) if url is None else 1),
         target=target,
         through_gateway=through_gateway,
         check_quality=check_quality,
         native=native,
     )
-    run = Run(id=_new_id(), at=_now(), environment=environment_of(hardware, command), matrix=matrix)
+    environment = replaced(environment_of(hardware, command), price=price if price is not None and price.said else None)
+    run = Run(id=_new_id(), at=_now(), environment=environment, matrix=matrix)
     one = Bench(run, hardware, progress, teller, path)
     one.shapes = _shapes(matrix)
     return _measured(one)
+
+
+def _usual_turns(subjects: int, repeats: int) -> int:
+    """Several take turns, A B B A: what changes steadily on the machine is then the same for all of them."""
+    return min(USUAL_TURNS, repeats) if subjects > 1 else 1
 
 
 def closed_loads(
@@ -241,7 +251,7 @@ def _shapes(matrix: Matrix) -> tuple[RequestShape, ...]:
 
 def _measured(one: Bench) -> Run:
     """All cells that are not measured yet. What was kept stays, however it ends."""
-    with _stoppable():
+    with stoppable():
         try:
             if one.matrix.url is not None:
                 _measure_endpoint(one)
@@ -263,7 +273,7 @@ class Stopped(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
+def stoppable() -> Iterator[None]:
     """Being asked to end is for the whole run what Ctrl-C is: engines are stopped, what is done is kept."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -300,14 +310,16 @@ def _measure_engines(one: Bench) -> None:
     one.teller.begun(one.whole(), [_subject(one, subject) for subject in one.subjects], idle_share())
     for refusal in refused:
         one.teller.left_out(refusal)
+    failed: set[str] = set()
     for turn in range(matrix.turns):
         # Those who went last go first in the next turn: what drifts with time is shared out.
         for subject in one.subjects if turn % 2 == 0 else one.subjects[::-1]:
-            if not _missing(one, subject, turn):
+            if subject.engine.id in failed or not _missing(one, subject, turn):
                 continue
             try:
                 _measure_engine(one, subject, turn)
             except (OutsideFailed, AnswerIsNo) as error:
+                failed.add(subject.engine.id)
                 refusal = Refusal(engine=subject.engine.id, kind="impossible", why=why(error), hint=error.hint)
                 one.keep_run(left_out=(*one.run.left_out, refusal))
                 one.teller.left_out(refusal)
@@ -594,6 +606,7 @@ def _started_subject(one: Bench, ready: Ready, started: Started) -> Subject:
         _subject(one, ready.planned),
         engine_version=ready.plan.engine_version,
         build=ready.build,
+        through_gateway=one.matrix.through_gateway,
         argv=started.argv,
         start_s=started.start_s,
         install_bytes=ready.environment.disk_bytes or None,
@@ -646,7 +659,8 @@ def hardware_words(hardware: Hardware) -> str:
     cpu = hardware.cpu
     names = [card.name for card in hardware.accelerators]
     cards = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU"
-    return f"{cpu.name}, {cpu.allowed_cores:g} cores, {memory(hardware.memory.total_bytes)} RAM, {cards}"
+    cores = f"{cpu.allowed_cores:g} core{'' if cpu.allowed_cores == 1 else 's'}"
+    return f"{cpu.name}, {cores}, {memory(hardware.memory.total_bytes)} RAM, {cards}"
 
 
 def _new_id() -> str:

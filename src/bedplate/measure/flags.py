@@ -63,7 +63,8 @@ def _outcomes(cell: Cell) -> Iterator[Flag]:
         text = f"{_of(others, samples)} requests failed: {first}"
         yield Flag(kind="errors", text=text, invalid=len(others) / len(samples) > FAILED)
     if len(samples) - len(bad) < LEAST_REQUESTS:
-        yield Flag(kind="short", text=f"only {len(samples) - len(bad)} requests ended well")
+        good = len(samples) - len(bad)
+        yield Flag(kind="short", text=f"only {good} request{'' if good == 1 else 's'} ended well")
 
 
 def _of(some: Sequence[Sample], samples: Sequence[Sample]) -> str:

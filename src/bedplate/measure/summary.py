@@ -8,11 +8,12 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from bedplate.measure.statistics import half_width, percentiles, serial_correlation
+from bedplate.values.cost import PerMillion, Price, per_million
 from bedplate.values.decision import Settings
 from bedplate.values.result import Result
-from bedplate.values.run import Cell, Load, Repeat, Run, Sample
+from bedplate.values.run import Cell, Load, Repeat, Run, Sample, Subject
 from bedplate.values.summary import Interval, Percentiles, Row, Summary
-from bedplate.values.verdict import Difference, Differences
+from bedplate.values.verdict import SAME_SOURCE, Difference, Differences
 from bedplate.values.workload import LatencyTarget
 
 LEAST_BLOCKS = 5
@@ -207,9 +208,21 @@ def _peak(values: Iterable[int | None]) -> int | None:
 # the row
 
 
-def row(cell: Cell, hardware: str | None = None) -> Row:
+def spent(cell: Cell, price: Price | None, found: Summary | None = None) -> PerMillion:
+    """Money and energy of a million output tokens, by what was measured; energy by the stated watts where it was not.
+
+    Tokens alone are counted: prompts are a part of what they cost.
+    """
+    found = found or summarized(cell)
+    layout = cell.subject.parallelism
+    cards = layout.tensor * layout.pipeline * layout.data if cell.subject.device not in (None, "cpu") else 1
+    return per_million(price, cards, found.output_tok_s, found.energy_j_per_token)
+
+
+def row(cell: Cell, hardware: str | None = None, price: Price | None = None) -> Row:
     """Flat, its fields in the order of a table's columns; `hardware` in words, else the machine's fingerprint."""
     found, subject, quality = summarized(cell), cell.subject, cell.quality
+    paid = spent(cell, price, found)
     ttft, tpot, gap, e2e = found.ttft_ms, found.tpot_ms, found.gap_ms, found.e2e_ms
     on_card = subject.device not in (None, "cpu")
     peak = found.peak_gpu_bytes if on_card and found.peak_gpu_bytes is not None else found.peak_memory_bytes
@@ -249,6 +262,8 @@ def row(cell: Cell, hardware: str | None = None) -> Row:
         quality=quality.agreement if quality else None,
         quality_verdict=quality.verdict if quality else "unchecked",
         energy_j_per_token=found.energy_j_per_token,
+        cost_per_million_tokens=paid.cost_per_million_tokens,
+        kwh_per_million_tokens=paid.kwh_per_million_tokens,
         arrivals=cell.load.arrivals,
         offered_per_s=cell.load.requests_per_s,
         seed=cell.load.seed,
@@ -263,7 +278,7 @@ def row(cell: Cell, hardware: str | None = None) -> Row:
 
 
 def rows(run: Run) -> tuple[Row, ...]:
-    return tuple(row(cell, run.environment.hardware) for cell in run.cells)
+    return tuple(row(cell, run.environment.hardware, run.environment.price) for cell in run.cells)
 
 
 def _part(found: Percentiles | None, name: str) -> float | None:
@@ -363,7 +378,7 @@ def _apart(one: float, other: float) -> float:
 def _small_differences(a: Cell, b: Cell) -> Iterator[Difference]:
     one, other = a.subject, b.subject
     if one.weights_id is not None and one.weights_id == other.weights_id:
-        yield from _differs("quantization", one.quantization, other.quantization, "made of the same weights")
+        yield from _differs("quantization", one.quantization, other.quantization, SAME_SOURCE)
     yield from _differs("seed", a.load.seed, b.load.seed, "other prompts, of the same length")
     for what, mine, theirs in _lengths(a, b):
         if SAME_LENGTH < _apart(mine, theirs) <= OTHER_WORK:
@@ -371,9 +386,14 @@ def _small_differences(a: Cell, b: Cell) -> Iterator[Difference]:
     yield from _differs("exact output lengths", _yes(a.exact_output), _yes(b.exact_output))
     yield from _differs("device", one.device, other.device)
     yield from _differs("build", one.build, other.build)
+    yield from _differs("measured", _place(one), _place(other))
     yield from _differs("layout", _layout(a), _layout(b))
     yield from _settings(one.settings, other.settings)
     yield from _differs("endpoint", one.url, other.url)
+
+
+def _place(subject: Subject) -> str:
+    return "through the gateway" if subject.through_gateway else "at the endpoint itself"
 
 
 def warmed(cell: Cell) -> int:
@@ -427,6 +447,8 @@ def result_of(cell: Cell, summary: Summary | None = None) -> Result | None:
         engine_version=subject.engine_version,
         model=subject.model,
         quantization=subject.quantization,
+        weights_id=subject.weights_id,
+        run=cell.run,
         device=subject.device,
         parallelism=subject.parallelism,
         concurrency=cell.load.concurrency,

@@ -169,6 +169,8 @@ def _result(cell: Cell, in_flight: int) -> Result | None:
         engine_version=subject.engine_version,
         model=subject.model,
         quantization=subject.quantization,
+        weights_id=subject.weights_id,
+        run=cell.run,
         device=subject.device,
         parallelism=subject.parallelism,
         concurrency=in_flight,

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from bedplate.decide.memory import fit
 from bedplate.decide.together import HOST, Need
@@ -16,6 +16,7 @@ from bedplate.engines import Failure
 from bedplate.engines import engine as engine_by_id
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
 from bedplate.operate.memory import Holder, Room, summed, to_unload
+from bedplate.operate.orchestrated import Part
 from bedplate.run.gateway import Backend, BackendState, Gateway
 from bedplate.run.gateway.keeper import Keeper
 from bedplate.run.supervisor import EngineLog, Supervisor
@@ -23,12 +24,15 @@ from bedplate.run.trials import PATIENT
 from bedplate.values.units import memory, seconds
 
 if TYPE_CHECKING:
+    from bedplate.engines import Engine
+    from bedplate.operate.orchestrated import Member, Orchestration
     from bedplate.progress import Progress
     from bedplate.run.environments import Environment
     from bedplate.run.serving import Listen, Readied
     from bedplate.values import Hardware, Plan
     from bedplate.values.service import Wanted
 
+ALONE = Part()
 DRAIN_S = 30.0
 """How long answers under way may take before their engine ends all the same."""
 LONGEST_WAIT_S = 120.0
@@ -39,29 +43,28 @@ LOOK_S = 0.5
 RETRY_S = 10
 MOST_NOTES = 20
 
+ON_ATTEMPTS = 2
+"""How often a request may be sent to an orchestrator, as long as its client has seen nothing of an answer."""
+
 ServiceState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 
 
 class HostedBackend(Backend):
-    """A backend that knows when it was last used."""
+    """A backend of a plan."""
 
-    def __init__(self, model: str, plan: Plan, aliases: Iterable[str], share: float) -> None:
-        self.last_used = time.monotonic()
-        self._in_flight = 0
-        super().__init__(model, plan.engine, plan.engine_version, aliases, share=share)
-        engine = engine_by_id(plan.engine)
-        self.max_connections = engine.connections(plan.settings)
+    def __init__(
+        self, model: str, plan: Plan, aliases: Iterable[str], share: float, on: Orchestration | None = None
+    ) -> None:
+        name, version = (plan.engine, plan.engine_version) if on is None else (on.above.orchestrator, on.above.version)
+        super().__init__(model, name, version, aliases, share=share)
         self.slots = plan.settings.slots
         self.context_tokens = plan.settings.context_tokens
-
-    @property
-    def in_flight(self) -> int:
-        return self._in_flight
-
-    @in_flight.setter
-    def in_flight(self, number: int) -> None:
-        self._in_flight = number
-        self.last_used = time.monotonic()
+        if on is None:
+            self.max_connections = engine_by_id(plan.engine).connections(plan.settings)
+        else:
+            self.slots *= on.above.replicas
+            self.attempts = ON_ATTEMPTS if on.above.replicas > 1 else 1
+            self.wants_name = True
 
 
 class HostedEngine:
@@ -77,6 +80,7 @@ class HostedEngine:
         need: Need,
         backend: HostedBackend,
         supervisor: Supervisor,
+        part: Part,
     ) -> None:
         self.id = id
         """Unique in its host: `llama.cpp-1`."""
@@ -88,6 +92,7 @@ class HostedEngine:
         self.need = need
         self.backend = backend
         self.supervisor = supervisor
+        self.part = part
         self.ready_since: float | None = None
         """On the monotonic clock."""
         self.leaving = False
@@ -112,13 +117,24 @@ class HostedEngine:
         return f"http://{address[0]}:{address[1]}" if address is not None else None
 
 
+class Busy(NamedTuple):
+    """What is being done with a service, so that nobody else begins something meanwhile."""
+
+    doing: str
+    """Loading, migrating to …: as people are told."""
+    task: asyncio.Task[Any]
+    """A host that ends cancels it."""
+
+
 class HostedService:
     """One model of a host, and the engines that answer for it now."""
 
-    def __init__(self, wanted: Wanted, readied: Readied) -> None:
+    def __init__(self, wanted: Wanted, readied: Readied, on: Orchestration | None = None) -> None:
         self.wanted = wanted
         self.readied = readied
         """What its engines are started from; a migration replaces it."""
+        self.on = on
+        """What runs its engines, where bedplate does not do so itself."""
         self.name = readied.name
         self.engines: list[HostedEngine] = []
         self.failure: str | None = None
@@ -126,13 +142,32 @@ class HostedService:
         self.at_rest = asyncio.Event()
         """Not while its engines are being ended."""
         self.at_rest.set()
-        self.loading: asyncio.Task[None] | None = None
+        self.busy: Busy | None = None
         self.reserved = False
         """Whether its needs are counted before its engines are there."""
 
     @property
     def on_demand(self) -> bool:
         return self.wanted.on_demand
+
+    @contextlib.contextmanager
+    def engaged(self, doing: str) -> Iterator[None]:
+        """The current task has it for itself. Whoever loads, unloads or migrates looks at `busy` first."""
+        task = asyncio.current_task()
+        if task is None or self.busy is not None:
+            raise RuntimeError(f"{self.name} is busy: {self.busy.doing if self.busy is not None else 'no task'}")
+        self.busy = Busy(doing, task)
+        try:
+            yield
+        finally:
+            self.busy = None
+
+    @property
+    def doing(self) -> str | None:
+        """In words; `None`: nothing out of the ordinary."""
+        if self.unloading:
+            return "unloading"
+        return self.busy.doing if self.busy is not None else None
 
     @property
     def unloading(self) -> bool:
@@ -155,11 +190,24 @@ class HostedService:
     def state(self) -> ServiceState:
         if self.unloading:
             return "unloading"
-        if any(engine.state == "ready" for engine in self.engines):
+        if self.answers("ready"):
             return "ready"
-        if self.failure is not None and self.loading is None:
+        if self.failure is not None and self.busy is None:
             return "failed"
-        return "loading" if self.engines or self.loading is not None else "unloaded"
+        return "loading" if self.engines or self.busy is not None else "unloaded"
+
+    def check_own(self) -> None:
+        """Refuses to swap engines that somebody else runs."""
+        if self.on is not None:
+            raise AnswerIsNo(
+                f"{self.name} runs on {self.on.above.orchestrator.capitalize()}, whose engines bedplate does not swap",
+                hint="serve it without --on to migrate or shadow it, or stop it and serve it anew",
+            )
+
+    def answers(self, *states: BackendState) -> bool:
+        """Whether in these states there is one to pass requests to, and one that computes."""
+        parts = [engine.part for engine in self.engines if engine.state in states]
+        return any(part.routed for part in parts) and any(part.computes for part in parts)
 
 
 class Host:
@@ -183,6 +231,8 @@ class Host:
         )
         self.services: dict[str, HostedService] = {}
         """By the name that clients send."""
+        self.on_request: Callable[[], None] | None = None
+        """Told of each request in the moment when it goes to an engine: for what has to give way to it."""
         self.notes: deque[str] = deque(maxlen=MOST_NOTES)
         self.log = EngineLog(logs / f"{name}.log")
         self.state: Literal["starting", "ready", "stopping"] = "starting"
@@ -254,7 +304,7 @@ class Host:
     async def stop(self) -> None:
         """Lets answers under way finish for `grace_s`, then ends everything."""
         self.state = "stopping"
-        loads = [service.loading for service in self.services.values() if service.loading is not None]
+        loads = [service.busy.task for service in self.services.values() if service.busy is not None]
         for task in (*self._tasks, *loads):
             task.cancel()
         await self.gateway.stop(self.grace_s)
@@ -262,27 +312,31 @@ class Host:
         for engine in self.engines:
             engine.leaving = True
         await asyncio.gather(*(engine.supervisor.stop() for engine in self.engines))
+        for service in self.services.values():
+            if service.on is not None:
+                service.on.close()
         self.log.close()
 
     # services
 
-    async def add_service(self, wanted: Wanted, readied: Readied) -> HostedService:
+    async def add_service(self, wanted: Wanted, readied: Readied, on: Orchestration | None = None) -> HostedService:
         """Makes it known, and loads it unless that waits for its first request."""
         name = readied.name
         if name in self.services:
             raise BadQuestion(f"{name} is served already", hint="each model of an endpoint has a name of its own")
-        self.services[name] = service = HostedService(wanted, readied)
+        self.services[name] = service = HostedService(wanted, readied, on)
+        self.gateway.allow(name, wanted.tenants)
         if wanted.on_demand:
-            self.gateway.known(name)
+            self.gateway.known(name, aliases=self._aliases(readied.plan))
         if not wanted.on_demand or wanted.preload:
             await self.load(service)
         return service
 
     async def load(self, service: HostedService) -> None:
         """Starts its engines, once there is room for them. Raises what keeps them from it."""
-        if service.loading is None:
-            service.loading = asyncio.create_task(self._load(service))
-        await asyncio.shield(service.loading)
+        if service.busy is None:
+            service.busy = Busy("loading", asyncio.create_task(self._load(service)))
+        await asyncio.shield(service.busy.task)
 
     async def unload(self, service: HostedService, drain_s: float = DRAIN_S) -> None:
         service.at_rest.clear()
@@ -294,47 +348,65 @@ class Host:
 
     async def _load(self, service: HostedService) -> None:
         began = time.monotonic()
-        readied = service.readied
         try:
             await service.at_rest.wait()
             if service.engines:
                 return
             await self._make_room(service)
             service.failure = None
-            starts = [
-                asyncio.create_task(
-                    self.add_engine(
-                        readied.plan,
-                        readied.environment,
-                        readied.folder,
-                        service=service.name,
-                        need=need,
-                        env=readied.env(replica),
-                    )
-                )
-                for replica, need in enumerate(readied.needs)
-            ]
             try:
-                await asyncio.gather(*starts)
+                for stage in self._stages(service):
+                    await _all_of(stage)
             except BaseException:
-                for start in starts:
-                    start.cancel()
-                await asyncio.gather(*starts, return_exceptions=True)
                 await self.unload(service, 0)
                 raise
+            if service.on is not None:
+                self._later(service.on.keep(service.engines))
             if self.state == "ready":
                 self.say(f"{service.name} is loaded, after {seconds(time.monotonic() - began)}")
         except BedplateError as error:
             service.failure = f"{error.message}: {error.cause}" if error.cause else error.message
             raise
         finally:
-            service.loading = None
+            service.busy = None
             service.reserved = False
+
+    def _stages(self, service: HostedService) -> Iterator[list[Coroutine[Any, Any, HostedEngine]]]:
+        """What is started together, stage after stage."""
+        readied, on = service.readied, service.on
+        if on is None:
+            yield [
+                self.add_engine(
+                    readied.plan,
+                    readied.environment,
+                    readied.folder,
+                    service=service.name,
+                    need=need,
+                    env=readied.env(replica),
+                )
+                for replica, need in enumerate(readied.needs)
+            ]
+            return
+        for stage in on.stages():
+            yield [self._add_member(service, on, member) for member in stage]
+
+    async def _add_member(self, service: HostedService, on: Orchestration, member: Member) -> HostedEngine:
+        readied = service.readied
+        return await self.add_engine(
+            readied.plan,
+            on.environment,
+            readied.folder,
+            service=service.name,
+            need=member.need,
+            env=member.env,
+            engine=member.engine,
+            part=member.part,
+        )
 
     def _want(self, model: str) -> None:
         """The gateway says that a request came for a model that has no engine ready; the request waits."""
         service = self.services.get(model)
-        if service is None or self.state == "stopping" or service.loading is not None:
+        if service is None or self.state == "stopping" or service.busy is not None:
             return
         if not service.engines or service.unloading:  # else one that died is on its way back
             self._later(self._load_for_request(service))
@@ -403,12 +475,15 @@ class Host:
         share: float = 1.0,
         need: Need | None = None,
         env: Mapping[str, str] | None = None,
+        engine: Engine | None = None,
+        part: Part = ALONE,
     ) -> HostedEngine:
         """Starts one more engine for a service, and returns when it is ready. Raises when it does not get so far.
 
         `service` is the model that it answers for, where that has another name than the plan's. `share` is its part of
         the requests; with 0 it gets none until `engine.backend.share` is set. Without `need` there must be room for it
-        beside everything that is loaded, by the same arithmetic as a plan's.
+        beside everything that is loaded, by the same arithmetic as a plan's. `engine` is what is launched where that is
+        not the plan's own, and `part` what it is to the service.
         """
         name = service or plan.model.served_name
         owner = self.services.get(name)
@@ -417,25 +492,28 @@ class Host:
         if need is None:
             need = self.need_of(plan)
             self.check_room(need, f"another engine for {name}")
-        engine = self._made(owner, plan, environment, folder, share, need, env)
-        owner.engines.append(engine)
-        self.gateway.add(engine.backend)
-        engine.supervisor.start()
+        made = self._made(owner, plan, environment, folder, share, need, env, engine, part)
+        # Whoever looks for the first one finds one that answers.
+        owner.engines.insert(0 if part.routed and part.name else len(owner.engines), made)
+        if part.routed:
+            self.gateway.add(made.backend)
+        made.supervisor.start()
         try:
-            await engine.supervisor.ready()
+            await made.supervisor.ready()
         except BaseException:
-            await self.remove_engine(engine, 0)
+            await self.remove_engine(made, 0)
             raise
-        engine.ready_since = engine.backend.last_used = time.monotonic()
-        self._later(self._watch(owner, engine))
-        return engine
+        made.ready_since = made.backend.last_used = time.monotonic()
+        self._later(self._watch(owner, made))
+        return made
 
     async def remove_engine(self, engine: HostedEngine, drain_s: float = DRAIN_S) -> bool:
         """Gives it nothing new, lets its answers finish for `drain_s`, and ends it. Whether all of them did finish."""
         engine.leaving = True
-        done = False
+        done = not engine.part.routed
         try:
-            done = await self.gateway.remove(engine.backend, within_s=drain_s)
+            if not done:
+                done = await self.gateway.remove(engine.backend, within_s=drain_s)
             if not done:
                 await self.gateway.remove(engine.backend, within_s=0, cut=True)
         finally:
@@ -479,25 +557,33 @@ class Host:
         share: float,
         need: Need,
         env: Mapping[str, str] | None,
+        launched: Engine | None,
+        part: Part,
     ) -> HostedEngine:
-        backend = HostedBackend(owner.name, plan, self._aliases(plan), share)
+        backend = HostedBackend(owner.name, plan, self._aliases(plan), share, owner.on if part.name else None)
+        backend.begun = self._begun
+        launched = launched or engine_by_id(plan.engine)
         taken = {engine.id for engine in self.engines}
-        number = next(n for n in range(1, len(taken) + 2) if f"{plan.engine}-{n}" not in taken)
-        id = f"{plan.engine}-{number}"
+        number = next(n for n in range(1, len(taken) + 2) if f"{launched.id}-{n}" not in taken)
+        id = f"{launched.id}-{number}"
         log = self._logs / f"{self.name}@{id}.log"
         more = {**(PATIENT if self._shares_cores(plan) else {}), **(env or {})}
-        supervisor = Supervisor(plan, engine_by_id(plan.engine), environment, backend, log, self.say, folder, env=more)
-        return HostedEngine(id, owner.name, plan, environment, folder, need, backend, supervisor)
+        supervisor = Supervisor(plan, launched, environment, backend, log, self.say, folder, env=more)
+        return HostedEngine(id, owner.name, plan, environment, folder, need, backend, supervisor, part)
 
     def _shares_cores(self, plan: Plan) -> bool:
         """Whether engines have more threads together than there are cores: then threads that spin stop each other."""
         planned = [one.readied.plan for one in self.services.values() for _ in one.readied.needs]
-        running = [engine.plan for engine in self.engines]
+        running = [engine.plan for engine in self.engines if engine.part.computes]
         threads = max(sum(one.settings.threads or 0 for one in plans) for plans in (planned, [*running, plan]))
         return threads > self.hardware.cpu.allowed_physical_cores
 
     def _aliases(self, plan: Plan) -> tuple[str, ...]:
         return (plan.model.name, *plan.model.files)
+
+    def _begun(self) -> None:
+        if self.on_request is not None:
+            self.on_request()
 
     async def _ended(self, engine: HostedEngine) -> None:
         await engine.supervisor.stop()
@@ -512,7 +598,7 @@ class Host:
 
     def _lost(self, owner: HostedService, engine: HostedEngine, failure: Failure) -> None:
         """An engine was given up. The service goes on while it has others, and the host while it has services."""
-        if any(other.state != "failed" for other in owner.engines):
+        if owner.answers("loading", "ready", "restarting", "stopped"):
             return
         owner.failure = failure.message
         if owner.on_demand:
@@ -532,7 +618,7 @@ class Host:
             now = time.monotonic()
             for service in self.services.values():
                 ttl_s = service.wanted.ttl_s
-                if ttl_s is None or service.state != "ready" or self._in_use(service) or service.loading is not None:
+                if ttl_s is None or service.state != "ready" or self._in_use(service) or service.busy is not None:
                     continue
                 if now - service.last_used > ttl_s:
                     self.say(f"{service.name} is unloaded: no request for {seconds(now - service.last_used)}")
@@ -542,6 +628,18 @@ class Host:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _all_of(starts: Iterable[Coroutine[Any, Any, HostedEngine]]) -> None:
+    """All of them, or none: when one fails, the others are not waited for."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _label(plan: Plan) -> str | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bedplate.values.service import HostStatus, ServiceRecord
 
 DRAIN_S = 30.0
+MOST_SAID = 2000
 
 
 class Stop(Record, frozen=True, kw_only=True):
@@ -24,6 +25,17 @@ class Stop(Record, frozen=True, kw_only=True):
 class Stopping(Record, frozen=True, kw_only=True):
     in_flight: int
     """Answers under way when it was asked."""
+
+
+class Say(Record, frozen=True, kw_only=True):
+    """For those who do something beside a host, and have something to tell its operator."""
+
+    text: Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_SAID)]
+
+
+async def say(host: Host, asked: Say, tell: Tell) -> Nothing:
+    host.say(" ".join(asked.text.split()))
+    return Nothing()
 
 
 async def stop(host: Host, asked: Stop, tell: Tell) -> Stopping:
@@ -47,6 +59,7 @@ def operations(record: ServiceRecord) -> dict[str, Operation]:
     return {
         "migrate": Operation(Migrate, migrate, goes_on=True),
         "outlook": Operation(AskOutlook, outlook),
+        "say": Operation(Say, say),
         "shadow": Operation(Shadow, shadow),
         "status": Operation(Nothing, status),
         "stop": Operation(Stop, stop, goes_on=True),

@@ -47,12 +47,12 @@ def _outlook(host: Host, service: HostedService) -> Outlook:
     work, requests = _work(service)
     hardware, machine = host.hardware, fingerprint(host.hardware)
     try:
-        past, agreed = store.results(machine), store.agreements(machine)
+        past, agreed, judged = store.results(machine), store.agreements(machine), store.verdicts(machine)
     except BedplateError:  # what was found earlier is not known
-        past, agreed = (), ()
+        past, agreed, judged = (), (), ()
     decision = decide(
         hardware, service.readied.decided.facts, work, operations=wanted.operations, results=past, agreements=agreed,
-        installable=True,
+        verdicts=judged, installable=True,
     )  # fmt: skip
     return Outlook(
         model=service.name,

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bedplate.errors import BadQuestion, BedplateError, OutsideFailed
 from bedplate.facts.hardware import probe
@@ -22,8 +22,10 @@ from bedplate.operate.control import ControlServer
 from bedplate.operate.host import Host, HostedService
 from bedplate.operate.memory import Room
 from bedplate.operate.operations import operations
+from bedplate.operate.orchestrated import NAMES, Kind, Orchestration, kind_for
 from bedplate.operate.page import put_up
 from bedplate.operate.systemd import notify
+from bedplate.operate.tenants import remarks
 from bedplate.progress import Progress, Silent
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES
 from bedplate.run.serving import Decided, Listen, Readied, check_port, decided, readied
@@ -32,6 +34,9 @@ from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
 from bedplate.values.intent import Operations
 from bedplate.values.service import Build, Order, ServiceRecord, Wanted
 from bedplate.values.units import seconds
+
+if TYPE_CHECKING:
+    from bedplate.operate.bundled import Opened
 
 Check = Callable[[Hardware, Plan, str, str | None], Coroutine[Any, Any, None]]
 """Looks at the answers of an engine: its private URL, and the key that it asks for."""
@@ -98,32 +103,57 @@ def serve_order(
     """Serves what was ordered until a signal or a request to stop; `fallback` is its name where the order has none."""
     listen = listen or listening(order)
     refuse_early(order, listen)
+    if order.bundle is None:
+        _serve_order(order, hooks, listen, fallback, detached)
+        return
+    from bedplate.operate.bundled import opened
+
+    with opened(Path(order.bundle), hooks.progress) as bundle:
+        _serve_order(bundle.order(order), hooks, listen, fallback, detached, bundle)
+
+
+def _serve_order(
+    order: Order, hooks: Hooks, listen: Listen, fallback: str | None, detached: bool, bundle: Opened | None = None
+) -> None:
+    above = kind_for(order)
     hardware = probe()
     found = decided(
-        order.services,
+        order.services if above is None else above.services,
         hardware,
         hooks.progress,
         build=order.build,
         budget_bytes=order.memory_budget_bytes,
         tell=hooks.on_decision,
+        models=[bundle.facts] if bundle is not None else None,
     )
+    if bundle is not None:
+        bundle.agreed(found[0], hooks.progress)
     check_names(found)
     logs = writable(logs_dir())
     record = records.claimed(order.name, fallback or found[0].name, detached=detached)
     try:
         hooks.on_claim(record)
-        made = [readied(one, hooks.progress, build=order.build, examiner=hooks.examiner) for one in found]
-        _run(_Session(order, hooks, listen, hardware, made, record, logs).run())
+        made = [_readied(one, order, hooks, above) for one in found]
+        on = above.orchestration(made[0], record.name, logs) if above is not None else None
+        _run(_Session(order, hooks, listen, hardware, made, record, logs, on).run())
     finally:
         records.forget(record)
 
 
+def _readied(one: Decided, order: Order, hooks: Hooks, above: Kind | None) -> Readied:
+    if above is not None:
+        return above.readied(one, hooks.progress, hooks.examiner)
+    return readied(one, hooks.progress, build=order.build, examiner=hooks.examiner)
+
+
 def refuse_early(order: Order, listen: Listen | None = None) -> None:
-    """What can be told before anything is looked at, fetched or installed: the system, the name and the port."""
+    """What can be told before anything is looked at, fetched or installed: the system, the name and the port, and
+    whether an orchestrator can do what is asked."""
     if os.name != "posix":
         raise OutsideFailed("serving needs Linux or macOS", hint="on Windows, run bedplate inside of WSL")
     if order.name is not None:
         _check_free(order.name)
+    kind_for(order)
     _check_port(listen or listening(order))
 
 
@@ -171,9 +201,10 @@ class _Session:
         made: Sequence[Readied],
         record: ServiceRecord,
         logs: Path,
+        on: Orchestration | None = None,
     ) -> None:
         self.order, self.hooks, self.listen, self.hardware = order, hooks, listen, hardware
-        self.made, self.record, self.logs = made, record, logs
+        self.made, self.record, self.logs, self.on = made, record, logs, on
         self._checks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -182,7 +213,9 @@ class _Session:
         host = Host(self.record.name, self.listen, self.hardware, self.hooks.progress, self.logs, room=room)
         control = ControlServer(host, operations(self.record))
         live = put_up(host)
+        declare_tenants(host, self.order)
         # The port first: without it nothing else is worth starting.
+        host.gateway.starting = True
         await host.start()
         stopping = asyncio.create_task(host.stopping.wait())
         watching = asyncio.create_task(live.run())
@@ -218,6 +251,7 @@ class _Session:
         gc.collect()
         gc.freeze()
         host.state = "ready"
+        host.gateway.starting = False
         self.record = records.changed(self.record, state="ready")
         host.say(f"ready at {host.url}/v1, process {os.getpid()}", aloud=False)
         self.hooks.on_ready(self._endpoint(host))
@@ -231,13 +265,17 @@ class _Session:
     async def _added(self, host: Host, one: Readied, stopping: asyncio.Task[bool]) -> bool:
         """Whether it is there, and nobody has said stop meanwhile."""
         wanted = one.decided.wanted
-        adding = asyncio.create_task(host.add_service(wanted, one))
+        adding = asyncio.create_task(host.add_service(wanted, one, self.on))
         if wanted.on_demand and not wanted.preload:
             await adding
             return not host.stopping.is_set()
         loop, name = asyncio.get_running_loop(), host_engine_name(one)
         many = f"{wanted.replicas} × " if wanted.replicas > 1 else ""
-        with self.hooks.progress.step(f"starting {many}{name}", 100) as done:
+        on = ""
+        if self.on is not None:
+            on, above = f" on {NAMES[self.on.above.orchestrator]}", self.on.above
+            name = name if above.real else above.workers
+        with self.hooks.progress.step(f"starting {many}{name}{on}", 100) as done:
             began = told = loop.time()
             while not adding.done() and not host.stopping.is_set():
                 service = host.services.get(one.name)
@@ -258,23 +296,32 @@ class _Session:
         return Endpoint(
             url=f"{host.url}/v1",
             model=first.name,
-            engine=first.plan.engine,
-            engine_version=first.plan.engine_version,
+            engine=first.plan.engine if self.on is None else self.on.above.workers,
+            engine_version=first.plan.engine_version if self.on is None else self.on.above.workers_version,
             needs_key=host.gateway.needs_key,
             pid=os.getpid(),
             log=str(host.engines[0].log if host.engines else host.log.path),
             name=host.name,
             models=tuple(host.services),
+            on=self.on.above if self.on is not None else None,
         )
 
     def _begin_checks(self, host: Host) -> None:
-        if self.hooks.check is None:
+        if self.hooks.check is None or (self.on is not None and not self.on.above.real):
             return
         for service in host.services.values():
             if service.engines and (url := service.engines[0].url) is not None:
                 plan, key = service.readied.plan, service.engines[0].backend.engine_key
                 work = functools.partial(self.hooks.check, self.hardware, plan, url, key)
                 self._checks.append(asyncio.create_task(_checked(work, host)))
+
+
+def declare_tenants(host: Host, order: Order) -> None:
+    """Who was named in the order is let in by its key, and has what was said there."""
+    keeper = host.gateway.keeper
+    host.gateway.tenants.declare(order.tenants)
+    for text in remarks(order.tenants, keeper.tenants if keeper is not None else ()):
+        host.say(text)
 
 
 def host_engine_name(one: Readied) -> str:

@@ -1,7 +1,7 @@
 """Tries a challenger on the endpoint's own work: beside it on another device, or with recorded shapes when it is idle.
 
 Real requests come first. Nothing of this is in their way: the challenger gets no traffic of the gateway's, and on a
-shared device everything stops as soon as somebody asks for something.
+shared device it is another of the incumbent's kind that is asked, and both stand still while somebody asks.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
-import os
+import itertools
 import random
 import secrets
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -34,11 +34,13 @@ from bedplate.measure.load.preparing import Prepared
 from bedplate.operate.answers import Basis, Where, basis_of, checked, warmed
 from bedplate.operate.challenger import Noted, named, where_it_was, where_of
 from bedplate.operate.episodes import Episode, assumed, cell_of, episodes, load_of, recorded, results_of
+from bedplate.operate.standstill import Standstill
+from bedplate.run.environments import Environment
 from bedplate.run.gateway.backend import Ended
 from bedplate.run.prepare import content_id
 from bedplate.run.serving import VISIBLE, Readied, decided, readied
 from bedplate.store import fingerprint
-from bedplate.values import Hardware, replaced
+from bedplate.values import Hardware, Plan, replaced
 from bedplate.values.migration import Checked
 from bedplate.values.record import Record
 from bedplate.values.run import Cell, Load, Quality, Repeat, Run, Sample, Subject
@@ -53,14 +55,21 @@ if TYPE_CHECKING:
     from bedplate.operate.host import Host, HostedEngine, HostedService
 
 LOOK_S = 0.005
-"""How soon it is noticed that somebody asks for something."""
+"""How soon requests are noticed that wait and have not gone to an engine; those that have are told at once."""
 IDLE_S = 1.0
 """Without a request, before it goes on."""
+LOAD_IDLE_S = 0.2
+"""Likewise for an engine that loads, of which nothing has to be done anew."""
+TELL_AFTER_S = 5.0
+SETTLE_LOOK_S = 0.1
+SETTLED_SHARE = 0.2
+LONGEST_SETTLE_S = 10.0
+"""What was interrupted is computed for a while yet: until the engines take less than this share of a core."""
 WARMUP_S = 0.3
 REQUEST_LIMIT_S = 300.0
 TRIES = 3
-LOWEST = 19
-"""The priority of a challenger that loads beside an engine in use."""
+MOST_INTERRUPTED = 2
+"""Times that a stretch is begun anew before it is made shorter."""
 WINDOW_S = 20.0
 LEAST_IN_WINDOW = 4
 MOST_IN_FLIGHT = 64
@@ -79,7 +88,7 @@ class Shadow(Record, frozen=True, kw_only=True):
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
     """Of the requests: live ones, or recorded ones that are replayed."""
     for_s: Positive = 600.0
-    """The most that it may take once the challenger is ready."""
+    """The most that it may take once the challenger is ready and its answers have been compared."""
     since_s: Positive = 86_400.0
     """How far back recorded requests are taken from."""
 
@@ -88,18 +97,30 @@ class TimeUp(Exception):
     """It has had its time."""
 
 
+class Interrupted(Exception):
+    """Somebody asked for something, too often."""
+
+
+class _Start(NamedTuple):
+    """What an engine is started from."""
+
+    plan: Plan
+    environment: Environment
+    folder: Path | None
+    need: Need
+    env: Mapping[str, str]
+
+
 async def shadow(host: Host, asked: Shadow, tell: Tell) -> Shadowed:
     service = host.service(asked.model)
-    if host.state != "ready" or service.loading is not None or not service.engines:
+    service.check_own()
+    if host.state != "ready" or service.busy is not None or not service.engines:
         raise AnswerIsNo(
             f"{service.name} is not loaded, or is being loaded or migrated",
             hint="send it a request, or try again in a while",
         )
-    service.loading = cast("asyncio.Task[None]", asyncio.current_task())
-    try:
+    with service.engaged(f"shadowed by {asked.engine}"):
         return await Shadowing(host, service, asked, tell).run()
-    finally:
-        service.loading = None
 
 
 class Shadowing:
@@ -113,8 +134,13 @@ class Shadowing:
         self.run_id = f"{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         self._at = _now()
         self._began = time.monotonic()
-        self._until = float("inf")
-        self._quiet_since = time.monotonic()
+        self._until = self._began + asked.for_s
+        self._still = Standstill()
+        self._asked_at = float("-inf")
+        self._doing: asyncio.Task[Any] | None = None
+        self._interrupted = False
+        self._held_up = False
+        self._stage = "its start"
 
     def say(self, text: str) -> None:
         self._tell(text)
@@ -130,30 +156,37 @@ class Shadowing:
         self.host.check_room(need, f"{named(ready.plan)} beside {named(self.incumbent.plan)}")
         if not live:
             self.say(f"{named(ready.plan)} shares a device with {named(self.incumbent.plan)}: only idle time is used")
-        began = time.monotonic()
-        challenger = await self._started(ready, need, env, live)
-        start_s = time.monotonic() - began
-        self._until = time.monotonic() + self.asked.for_s
+            self.host.on_request = self._give_way
+        ours: list[HostedEngine] = []
         try:
-            await (
-                warmed(where_it_was(challenger), 1)
-                if live
-                else self._guarded(lambda: warmed(where_it_was(challenger), 1))
-            )
-            qualities = await self._qualities(ready, challenger, live)
-            sides = await (self._live(ready, challenger) if live else self._replayed(ready, challenger))
+            began = time.monotonic()
+            launch = _Start(ready.plan, ready.environment, ready.folder, need, env)
+            challenger = await self._started(launch, live, ours)
+            start_s = time.monotonic() - began if not self._held_up else None
+            asked = self.incumbent if live else await self._stand_in(ours)
+            self._until = time.monotonic() + self.asked.for_s
+            await self._carried_on(warmed(where_it_was(challenger), 1), live)
+            qualities = await self._qualities(ready, asked, challenger, live)
+            self._until = time.monotonic() + self.asked.for_s
+            sides = await (self._live(ready, challenger) if live else self._replayed(ready, asked, challenger))
             cells = await asyncio.to_thread(self._cells, ready, sides, qualities, start_s, live)
         except TimeUp as error:
             raise AnswerIsNo(
                 f"{named(ready.plan)} could not be compared in {seconds(self.asked.for_s)}",
-                cause=f"the endpoint was hardly ever idle: it was interrupted {self.pauses} times",
+                cause=f"the endpoint was hardly ever idle: it was interrupted {self.pauses} times"
+                if self.pauses
+                else f"nobody asked for anything, but {self._stage} took so long",
                 hint="give it more time: --for 1h",
             ) from error
         finally:
-            await asyncio.shield(self.host.remove_engine(challenger, 5))
-        return await asyncio.to_thread(self._judged, cells, sides, live)
+            self.host.on_request = None
+            self._still.go()  # one that stands still does not hear that it is to end
+            await asyncio.shield(asyncio.gather(*(self.host.remove_engine(one, 5) for one in ours)))
+        done = await asyncio.to_thread(self._judged, cells, sides, live)
+        self.host.say(f"shadow of {named(ready.plan)}: {done.verdict.answer}: {done.verdict.text}", aloud=False)
+        return done
 
-    # the challenger
+    # the challenger, and somebody to compare it with
 
     def _made_ready(self, progress: Noted) -> tuple[Readied, Need, dict[str, str], bool]:
         """On cards that nobody uses where there are some; with what it needs, and whether it has them for itself."""
@@ -168,32 +201,53 @@ class Shadowing:
         live = computes_on(device, need).isdisjoint(taken)
         return ready, need, visible(device, need, hardware), live
 
-    async def _started(self, ready: Readied, need: Need, env: dict[str, str], live: bool) -> HostedEngine:
+    async def _stand_in(self, ours: list[HostedEngine]) -> HostedEngine:
+        """One more of the engine in service, whose own cache and queue then know nothing of all this. It is also the
+        fairer one to compare with: both are started beside others and have nobody else to serve."""
+        mine = self.incumbent
+        alone = f"{named(mine.plan)} itself is asked"
+        if not self.host.has_room(mine.need):
+            self.note(f"there is no room for one more of it, so {alone}: a request may wait for the step that it is at")
+            return mine
+        launch = _Start(mine.plan, mine.environment, mine.folder, mine.need, mine.supervisor.env)
+        try:
+            return await self._started(launch, False, ours)
+        except AnswerIsNo as error:
+            self.note(f"{error.message}: {error.cause}" if error.cause else error.message)
+            self.note(f"so {alone}: a request may wait for the step that it is at")
+            return mine
+
+    async def _started(self, launch: _Start, live: bool, ours: list[HostedEngine]) -> HostedEngine:
         if not live:
             await self._idle()
-        self.say(f"starting {named(ready.plan)}; it gets none of the endpoint's requests")
+        again = "one more " if launch.plan is self.incumbent.plan else ""
+        self.say(f"starting {again}{named(launch.plan)}; it gets none of the endpoint's requests")
         before = {engine.id for engine in self.service.engines}
-        start = asyncio.create_task(
-            self.host.add_engine(
-                ready.plan, ready.environment, ready.folder, service=self.service.name, share=0.0, need=need, env=env
-            )
-        )
+        adding = self.host.add_engine(
+            launch.plan, launch.environment, launch.folder,
+            service=self.service.name, share=0.0, need=launch.need, env=launch.env,
+        )  # fmt: skip
+        start = asyncio.create_task(adding)
         try:
             while not start.done():
-                await asyncio.wait({start}, timeout=0.1)
+                await asyncio.wait({start}, timeout=2 * LOOK_S)
                 for engine in self.service.engines:
-                    if not live and engine.id not in before and engine.pid is not None:
-                        _prioritized(engine.pid, LOWEST)
-            challenger = await start
+                    if not live and engine.id not in before:
+                        self._still.add(engine)
+                if not live and self._looked():
+                    self._held_up = True
+            engine = await start
         except OutsideFailed as error:
-            raise AnswerIsNo(f"{named(ready.plan)} cannot be tried: {error.message}", cause=error.cause) from error
+            cause = error.cause or ("it stood still while requests came" if self._held_up else None)
+            raise AnswerIsNo(f"{named(launch.plan)} cannot be tried: {error.message}", cause=cause) from error
         except BaseException:
+            self._still.go()
             start.cancel()
             await asyncio.gather(start, return_exceptions=True)
             raise
-        if not live and challenger.pid is not None and not _prioritized(challenger.pid, 0):
-            self.note("the challenger runs at a low priority: on a machine that others use, too, it may seem slower")
-        return challenger
+        ours.append(engine)
+        await asyncio.to_thread(self._still.look)
+        return engine
 
     # only when nobody asks
 
@@ -202,37 +256,102 @@ class Shadowing:
             service.in_flight or self.host.gateway.waiting(service.name) for service in self.host.services.values()
         )
 
+    def _give_way(self) -> None:
+        """Somebody asks for something: from this moment on nothing of ours moves."""
+        self._asked_at = time.monotonic()
+        self._still.stop()
+        if self._doing is not None and not self._doing.cancelling():
+            self._doing.cancel()
+
     async def _idle(self) -> None:
-        quiet_since = time.monotonic()
-        while time.monotonic() - quiet_since < IDLE_S:
+        began, told = time.monotonic(), False
+        while True:
+            if self._is_busy():
+                self._give_way()
+                if not told and time.monotonic() - began > TELL_AFTER_S:
+                    self._tell("waiting until nobody asks for anything")
+                    told = True
+            left_s = self._asked_at + IDLE_S - time.monotonic()
+            if left_s <= 0:
+                return
             if time.monotonic() > self._until:
                 raise TimeUp
-            await asyncio.sleep(LOOK_S if not self._is_busy() else 10 * LOOK_S)
-            if self._is_busy():
-                quiet_since = time.monotonic()
+            await asyncio.sleep(min(left_s, 10 * LOOK_S))
 
-    async def _guarded(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Does it while nobody asks for anything; begins anew when it was interrupted."""
-        while True:
+    def _looked(self) -> bool:
+        """Lets what is not timed go on when nobody asks, and stand still when somebody does. Whether somebody does."""
+        if self._is_busy():
+            self._give_way()
+            return True
+        if self._still.is_still and time.monotonic() - self._asked_at > LOAD_IDLE_S:
+            self._still.go()
+        return False
+
+    async def _carried_on(self, work: Coroutine[Any, Any, T], live: bool) -> T:
+        """Of work that is not timed nothing has to be done anew: those who answer stand still meanwhile."""
+        doing = asyncio.create_task(work)
+        try:
+            while not doing.done():
+                await asyncio.wait({doing}, timeout=2 * LOOK_S if not live else None)
+                if not live and self._looked() and time.monotonic() > self._until:
+                    raise TimeUp
+        finally:
+            if not doing.done():
+                doing.cancel()
+                await asyncio.gather(doing, return_exceptions=True)
+        return doing.result()
+
+    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, T]], most: int | None = None) -> T:
+        """Does it while nobody asks for anything; begins anew when it was interrupted, `most` times."""
+        for number in itertools.count():
+            if number == most:
+                raise Interrupted
             await self._idle()
-            doing = asyncio.ensure_future(work())
+            if time.monotonic() > self._until:
+                raise TimeUp
+            self._still.go()
+            await self._settled()
+            if self._still.is_still:
+                continue
+            doing = asyncio.create_task(work())
+            self._doing = doing
             try:
                 while not doing.done():
                     await asyncio.wait({doing}, timeout=LOOK_S)
                     if self._is_busy():
-                        break
-                if doing.done():
-                    return doing.result()
+                        self._give_way()
             finally:
+                self._doing = None
                 if not doing.done():
                     doing.cancel()
                     await asyncio.gather(doing, return_exceptions=True)
+            if not doing.cancelled():
+                return doing.result()
             self.pauses += 1
+            self._interrupted = True
+        raise AssertionError("it counts for ever")
+
+    async def _settled(self) -> None:
+        """The next stretch must not pay for what was interrupted."""
+        if not self._interrupted:
+            return
+        until, before_s = time.monotonic() + LONGEST_SETTLE_S, await asyncio.to_thread(self._still.busy_s)
+        while time.monotonic() < until:
+            await asyncio.sleep(SETTLE_LOOK_S)
+            if self._still.is_still:
+                return
+            busy_s = await asyncio.to_thread(self._still.busy_s)
+            if busy_s - before_s < SETTLED_SHARE * SETTLE_LOOK_S:
+                break
+            before_s = busy_s
+        self._interrupted = False
 
     # answers
 
-    async def _qualities(self, ready: Readied, challenger: HostedEngine, live: bool) -> tuple[Quality, Quality]:
-        mine, theirs = where_of(self.incumbent), where_it_was(challenger)
+    async def _qualities(
+        self, ready: Readied, asked: HostedEngine, challenger: HostedEngine, live: bool
+    ) -> tuple[Quality, Quality]:
+        mine, theirs = where_of(asked), where_it_was(challenger)
         if ready.plan.workload.task != "generate" or mine is None:
             return Quality(note="not asked for"), Quality(note="not asked for")
         incumbent = self.incumbent.plan
@@ -246,19 +365,23 @@ class Shadowing:
             )
 
         self.say("answers are compared")
-        return await both() if live else await self._guarded(both)
+        self._stage = "comparing answers"
+        found = await (self._carried_on(both(), live) if asked is not self.incumbent or live else self._guarded(both))
+        for plan, one in zip((incumbent, ready.plan), found, strict=True):
+            self._tell(f"answers of {named(plan)} are {one.verdict}: {one.note}")
+        return found
 
     # in turns
 
-    async def _replayed(self, ready: Readied, challenger: HostedEngine) -> Sides:
+    async def _replayed(self, ready: Readied, asked: HostedEngine, challenger: HostedEngine) -> Sides:
         shapes, source = await asyncio.to_thread(self._shapes, ready)
         chosen = episodes(shapes, self.asked.share)
         load = load_of(chosen, source)
-        targets = [
-            Target.of(w.url, key=w.key, model=w.name) for w in (where_it_was(self.incumbent), where_it_was(challenger))
-        ]
+        targets = [Target.of(w.url, key=w.key, model=w.name) for w in (where_it_was(asked), where_it_was(challenger))]
+        self._stage = "finding out how it counts tokens"
         prepared = [await self._guarded(lambda t=t: prepare(t, load, shapes=shapes_of(chosen))) for t in targets]  # type: ignore[misc]
-        sides, late = Sides(load, [], []), 0
+        self._stage = "a stretch of requests"
+        sides, late, restarts = Sides(load, [], []), 0, asked.backend.restarts
         for number, episode in enumerate(chosen):
             # Whoever went second goes first the next time: what drifts is shared out.
             order = (0, 1) if number % 2 == 0 else (1, 0)
@@ -267,6 +390,8 @@ class Shadowing:
             except TimeUp:
                 self.note(f"time was up after {number} of {len(chosen)} stretches")
                 break
+            if asked.backend.restarts != restarts:
+                raise AnswerIsNo(f"{named(asked.plan)} stopped while it was compared with", cause=asked.backend.reason)
             if pair is None:
                 late += 1
                 continue
@@ -289,13 +414,21 @@ class Shadowing:
         number: int,
     ) -> dict[int, Repeat] | None:
         """Both sides right after each other; once more where the client itself was held up."""
-        for attempt in range(TRIES):
+        attempt = 0
+        while attempt < TRIES:
             pair: dict[int, Repeat] = {}
-            for side in order:
-                call = _call(targets[side], load, prepared[side], episode, TRIES * number + attempt)
-                pair[side] = await self._guarded(lambda call=call: _apart(call))  # type: ignore[misc]
+            try:
+                for side in order:
+                    call = _call(targets[side], load, prepared[side], episode, TRIES * number + attempt)
+                    most = MOST_INTERRUPTED if len(episode) > 1 else None
+                    pair[side] = await self._guarded(lambda call=call: _apart(call), most)  # type: ignore[misc]
+            except Interrupted:
+                # Real requests leave it less time than it needs: half of them, then.
+                episode = episode[: len(episode) // 2]
+                continue
             if not any(repeat.client.limit for repeat in pair.values()):
                 return pair
+            attempt += 1
         return None
 
     def _shapes(self, ready: Readied) -> tuple[tuple[RequestShape, ...], str]:
@@ -334,7 +467,7 @@ class Shadowing:
     # the verdict
 
     def _cells(
-        self, ready: Readied, sides: Sides, qualities: tuple[Quality, Quality], start_s: float, live: bool
+        self, ready: Readied, sides: Sides, qualities: tuple[Quality, Quality], start_s: float | None, live: bool
     ) -> tuple[Cell, Cell]:
         machine, before = fingerprint(self.host.hardware), self.service.readied
         notes = "live requests, once they were answered" if live else "recorded shapes, in idle time"
@@ -649,23 +782,6 @@ def usage_in(stream: bytes) -> tuple[int | None, int | None, str | None]:
         except (msgspec.DecodeError, UnicodeDecodeError, AttributeError):
             continue
     return prompt, output, finish
-
-
-def _prioritized(pid: int, priority: int) -> bool:
-    """All threads of a process and of those below it. Whether it may; going up again needs privileges."""
-    from bedplate.measure.watch import tree_of
-
-    done = True
-    for one in tree_of(pid):
-        tasks = Path(f"/proc/{one}/task")
-        for thread in [entry.name for entry in tasks.iterdir()] if tasks.is_dir() else [str(one)]:
-            try:
-                os.setpriority(os.PRIO_PROCESS, int(thread), priority)
-            except ProcessLookupError:
-                continue
-            except OSError:
-                done = False
-    return done
 
 
 def _now() -> str:

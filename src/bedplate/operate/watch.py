@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import time
 from collections.abc import Callable, Sequence
@@ -16,9 +17,10 @@ from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFaile
 from bedplate.facts.hardware import probe
 from bedplate.home import home, writable
 from bedplate.measure.starting import is_installed
-from bedplate.operate.control import ask
+from bedplate.operate.control import Nothing, ask
 from bedplate.operate.migrate import Migrate
 from bedplate.operate.notify import post
+from bedplate.operate.operations import MOST_SAID, Say
 from bedplate.operate.outlook import AskOutlook
 from bedplate.operate.releases import newest, package_of
 from bedplate.operate.shadow import Shadow
@@ -69,14 +71,20 @@ def watch_once(record: ServiceRecord, asked: Watching) -> Watched:
 def watch(record: ServiceRecord, asked: Watching, told: Callable[[Watched], None]) -> None:
     """Looks again and again, for as long as the service runs. `told` hears of each evaluation."""
     looked_at_releases = float("-inf")
+    asked.tell(
+        f"watching {record.name}: a look every {seconds(asked.every_s)}, or when something changes; "
+        f"{'a proven gain is migrated to' if asked.auto else 'nothing is moved without --auto'}"
+    )
     while True:
         try:
             found = ask(record, "outlook", AskOutlook(model=asked.model), answer=Outlook, limit_s=120)
-        except OutsideFailed:
+        except OutsideFailed as error:
             from bedplate.operate.records import is_alive
 
             if not is_alive(record):
-                raise
+                asked.tell(f"{record.name} has ended, and so does its watch")
+                return
+            asked.tell(f"{error.message}; asking again in {seconds(RETRY_S)}")
             time.sleep(RETRY_S)  # too busy to say
             continue
         before = remembered(record.name, found.model)
@@ -170,14 +178,22 @@ def _evaluated(
         took_s=round(time.monotonic() - began, 3),
     )
     if asked.auto and answer == "migrate" and best is not None:
-        done = replaced(done, migration=_moved(record, asked, found, best))
+        done = _moved(record, asked, done, best)
     done = _written(done, found)
-    asked.tell(f"{done.answer}: {done.text}")
+    _logged(record, done)
     if asked.webhook is not None and (why := post(asked.webhook, to_json(done))) is not None:
         done = replaced(done, notes=(*done.notes, f"the webhook was not told: {why}"))
-        asked.tell(done.notes[-1])
     remember(record.name, found.model, now)
     return done
+
+
+def _logged(record: ServiceRecord, done: Watched) -> None:
+    """In the service's own log, which its operator reads; one that has ended meanwhile has no use for it."""
+    moved = f"; migration: {done.migration.outcome}" if done.migration is not None else ""
+    to = f" to {done.challenger}" if done.answer == "migrate" else ""
+    with contextlib.suppress(BedplateError):
+        said = Say(text=f"watch: {done.answer}{to}: {done.text}{moved}"[:MOST_SAID])
+        ask(record, "say", said, answer=Nothing)
 
 
 def challengers(found: Outlook, installed: Sequence[str]) -> tuple[list[str], list[Untried]]:
@@ -191,7 +207,9 @@ def challengers(found: Outlook, installed: Sequence[str]) -> tuple[list[str], li
         if name in installed or name == decision.engine:
             tried.append(name)
         else:
-            untried.append(Untried(engine=name, why="it is not installed here: bedplate engines install, or bench it"))
+            untried.append(
+                Untried(engine=name, why=f"it is not installed here; bedplate shadow {name} would do that and try it")
+            )
     return tried, untried
 
 
@@ -203,11 +221,11 @@ def _tried(record: ServiceRecord, asked: Watching, found: Outlook) -> tuple[list
     shadows: list[Shadowed] = []
     until = time.monotonic() + asked.budget_s
     for position, name in enumerate(names):
-        left_s = (until - time.monotonic()) / (len(names) - position)
-        if left_s < min(LEAST_BUDGET_S, asked.budget_s):
+        for_s = part_of(until - time.monotonic(), len(names) - position, is_first=position == 0)
+        if for_s is None:
             untried.append(Untried(engine=name, why=f"the budget of {seconds(asked.budget_s)} was spent"))
             continue
-        wanted = Shadow(engine=name, model=found.model, share=asked.share, for_s=left_s)
+        wanted = Shadow(engine=name, model=found.model, share=asked.share, for_s=for_s)
         try:
             shadows.append(ask(record, "shadow", wanted, answer=Shadowed, tell=asked.tell, limit_s=None))
         except (AnswerIsNo, BadQuestion, OutsideFailed) as error:
@@ -218,10 +236,20 @@ def _tried(record: ServiceRecord, asked: Watching, found: Outlook) -> tuple[list
     return shadows, untried
 
 
+def part_of(left_s: float, challengers: int, *, is_first: bool) -> float | None:
+    """How long the next of so many may take; `None`: what is left is not worth beginning. The first is always tried."""
+    if left_s < LEAST_BUDGET_S and not is_first:
+        return None
+    return max(left_s / challengers, min(LEAST_BUDGET_S, left_s))
+
+
 def conclusion(found: Outlook, shadows: Sequence[Shadowed]) -> tuple[Answer, str, str | None]:
     """The answer of all comparisons together: one proven gain is enough, the largest counts. Pure."""
+    planned = found.decision.engine
+    if not shadows and planned is not None and planned != found.engine:
+        return "not proven", f"A plan would choose {planned} today, and it could not be measured.", planned
     if not shadows:
-        return "stay", f"no challenger to {found.engine} could be measured here.", None
+        return "stay", f"A plan would choose {found.engine} again, and no challenger could be measured.", None
     moves = [one for one in shadows if one.verdict.answer == "migrate"]
     if moves:
         best = max(moves, key=_gain)
@@ -250,13 +278,14 @@ def unpinned(now: Seen) -> list[str]:
     ]
 
 
-def _moved(record: ServiceRecord, asked: Watching, found: Outlook, engine: str) -> Migration | None:
+def _moved(record: ServiceRecord, asked: Watching, done: Watched, engine: str) -> Watched:
     try:
-        wanted = Migrate(engine=engine, model=found.model)
-        return ask(record, "migrate", wanted, answer=Migration, tell=asked.tell, limit_s=None)
+        wanted = Migrate(engine=engine, model=done.model)
+        moved = ask(record, "migrate", wanted, answer=Migration, tell=asked.tell, limit_s=None)
     except BedplateError as error:
-        asked.tell(f"the migration failed: {error.message}")
-        return None
+        why = f"{error.message}: {error.cause}" if error.cause else error.message
+        return replaced(done, notes=(*done.notes, f"the migration failed: {why}"))
+    return replaced(done, migration=moved)
 
 
 # what is kept

@@ -23,7 +23,7 @@ from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.home import disk_failure, engines_dir, locked, need_free, writable
 from bedplate.run.child import run_child
 from bedplate.run.progress import Progress, Silent
-from bedplate.run.uv import python_for_engines, run_uv, torch_arguments, torch_backend
+from bedplate.run.uv import pinned_packages, python_for_engines, run_uv, torch_arguments, torch_backend
 from bedplate.values import Launch
 from bedplate.values.decision import Device
 from bedplate.values.units import size
@@ -314,12 +314,14 @@ def _install(engine: Engine, recipe: Recipe, path: Path, device: Device, progres
         with progress.step(what, recipe.disk_bytes) as done:
             run_uv(["venv", "--relocatable", "--python", python_for_engines(), str(staging)], what, path.parent)
             python = str(_interpreter(staging))
+            # A bundle has what all of this came to where it was made, and no more.
+            pinned = pinned_packages(engine.id)
             backend = torch_backend(recipe.packages, device)
-            wanted = torch_arguments(recipe.packages, backend, _python_version(staging))
+            wanted = pinned or torch_arguments(recipe.packages, backend, _python_version(staging))
             run_uv(["pip", "install", "--python", python, *wanted], what, path.parent, done)
-            if recipe.bare:
+            if recipe.bare and not pinned:
                 run_uv(["pip", "install", "--python", python, "--no-deps", *recipe.bare], what, path.parent)
-            if recipe.removes:
+            if recipe.removes and not pinned:
                 run_uv(["pip", "uninstall", "--python", python, *recipe.removes], what, path.parent)
         _put_programs(recipe, _interpreter(staging).parent)
         for library in recipe.libraries:

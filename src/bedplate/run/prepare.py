@@ -440,11 +440,11 @@ def _content(source: Model) -> str:
     files = [Path(file) for file in source.files]
     if files and source.format != "gguf":
         files = sorted(file for file in files[0].parent.iterdir() if file.is_file() and not file.name.startswith("."))
-    parts = [(file.name if source.format != "gguf" else "", _sha256(file)) for file in files]
+    parts = [(file.name if source.format != "gguf" else "", file_sha256(file)) for file in files]
     return hashlib.sha256(repr(parts or source.name).encode()).hexdigest()
 
 
-def _sha256(file: Path) -> str:
+def file_sha256(file: Path) -> str:
     """Remembered for as long as the file has this size and time."""
     try:
         stat = file.stat()

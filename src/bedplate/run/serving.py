@@ -26,11 +26,13 @@ from bedplate.run.native import NotUsable, buildable, toolchain
 from bedplate.run.prepare import prepare
 from bedplate.run.progress import Progress
 from bedplate.run.trials import Examiner, native_environment
-from bedplate.store import agreements, fingerprint, results
+from bedplate.store import agreements, fingerprint, results, tunings, verdicts
 from bedplate.values import Decision, Hardware, Model, Plan, Workload, replaced
 from bedplate.values.agreement import Agreement
 from bedplate.values.result import Result
 from bedplate.values.service import Build, Wanted
+from bedplate.values.tuning import Tuned
+from bedplate.values.verdict import Verdict
 
 T = TypeVar("T")
 
@@ -89,11 +91,11 @@ class Readied:
         return self.decided.part.needs
 
     def env(self, replica: int) -> dict[str, str]:
-        """What a replica is told beside its launch: which accelerators are its own."""
+        """What a replica is told beside its launch: which accelerators are its own, and that it is not alone."""
         cards = self.decided.part.cards[replica]
         variable = VISIBLE.get(self.plan.settings.device)
         if not cards or variable is None:
-            return {}
+            return engine_by_id(self.plan.engine).beside_others(self.plan.settings) if len(self.needs) > 1 else {}
         order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if variable == "CUDA_VISIBLE_DEVICES" else {}
         return {variable: ",".join(str(index) for index in cards), **order}
 
@@ -118,12 +120,21 @@ def decided(
     build: Build = "packages",
     budget_bytes: int | None = None,
     tell: Callable[[Hardware, Model, Wanted, Decision], None] = lambda hardware, model, wanted, decision: None,
+    models: Sequence[Model] | None = None,
 ) -> tuple[Decided, ...]:
-    """An engine for each model, so that all of them fit together; models that are not here are fetched first."""
+    """An engine for each model, so that all of them fit together; models that are not here are fetched first.
+
+    `models` are their facts, where somebody knows them already.
+    """
     if build == "native":
         wanted = [replaced(one, engine=_to_be_built(one.engine, hardware).id) for one in wanted]
-    models = [_facts(one.model, hardware, progress) for one in wanted]
-    past = _Past(_remembered(results, hardware, progress), _remembered(agreements, hardware, progress))
+    models = models or [_facts(one.model, hardware, progress) for one in wanted]
+    past = _Past(
+        _remembered(results, hardware, progress),
+        _remembered(agreements, hardware, progress),
+        _remembered(verdicts, hardware, progress),
+        _remembered(tunings, hardware, progress),
+    )
     asks = [
         Ask(facts.name, one.workload, _decides(one, facts, build, past), one.replicas, one.on_demand)
         for one, facts in zip(wanted, models, strict=True)
@@ -148,6 +159,12 @@ class _Past:
 
     results: tuple[Result, ...]
     agreements: tuple[Agreement, ...]
+    verdicts: tuple[Verdict, ...]
+    tunings: tuple[Tuned, ...]
+
+    def tuned(self, build: Build, untuned: bool) -> tuple[Tuned, ...]:
+        """Of the very build that is to be served."""
+        return () if untuned else tuple(one for one in self.tunings if (one.build == "native") == (build == "native"))
 
 
 def _decides(wanted: Wanted, facts: Model, build: Build, past: _Past) -> Callable[[Hardware, Workload], Decision]:
@@ -164,6 +181,8 @@ def _decides(wanted: Wanted, facts: Model, build: Build, past: _Past) -> Callabl
             operations=wanted.operations,
             results=past.results,
             agreements=past.agreements,
+            verdicts=past.verdicts,
+            tunings=past.tuned(build, wanted.untuned),
             installable=not for_all,
         )
         if build == "native" and decision.engine is not None:
@@ -174,14 +193,20 @@ def _decides(wanted: Wanted, facts: Model, build: Build, past: _Past) -> Callabl
 
 
 def readied(
-    one: Decided, progress: Progress, *, build: Build = "packages", examiner: Examiner | None = None
+    one: Decided,
+    progress: Progress,
+    *,
+    build: Build = "packages",
+    examiner: Examiner | None = None,
+    environment: Environment | None = None,
 ) -> Readied:
-    """Installs and converts what is missing."""
+    """Installs and converts what is missing; `environment` is one that has the engine among other things."""
     chosen, steps = one.plan, one.decision.launch.prepare if one.decision.launch is not None else ()
     asked = one.wanted.engine
     if asked is not None and (words := _idle_words(engine_by_id(asked), one.hardware, chosen)):
         progress.note(words)
-    environment = _environment(chosen, one.hardware, build, progress, examiner)
+    if environment is None:
+        environment = _environment(chosen, one.hardware, build, progress, examiner)
     if environment.server is not None or build == "native":
         chosen = replaced(chosen, engine_version=environment.version)
     if is_builtin(one.wanted.model):

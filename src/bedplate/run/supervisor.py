@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import secrets
 import signal
 import socket
@@ -17,6 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from bedplate.engines import Engine, Failure
+from bedplate.engines.base import HIGHEST_PORT
 from bedplate.errors import OutsideFailed
 from bedplate.run.environments import Environment, command, variables
 from bedplate.run.gateway import Backend
@@ -34,6 +36,9 @@ KILL_GRACE_S = 10.0
 """A process in the middle of a system call cannot be killed; after this it is left to its warden."""
 EARLY_DEATHS = 3
 """Deaths before the engine was ever ready, in a row, after which another start would be a waste."""
+LATER_DEATHS = 10
+"""Likewise of one that has been ready before with the same plan: what ends it now, such as the memory that another
+program takes, may pass."""
 SLOWEST_DISK_BYTES_S = 20_000_000
 START_LIMIT_S = 60.0
 """Loading is given up when it takes longer than reading the weights at the rate above, and this, and does nothing."""
@@ -42,6 +47,7 @@ LONGEST_START_S = 1800.0
 LOOK_S = 5.0
 BUSY_SHARE = 0.02
 """Of a core. An engine that loads, compiles or warms up takes what it can get; one that waits for ever, none."""
+LOWEST_PORT = 10_000
 MIN_BACK_OFF_S, MAX_BACK_OFF_S = 0.1, 10.0
 
 
@@ -82,7 +88,8 @@ def give_up(deaths: list[Death], engine: Engine) -> Failure | None:
     known = engine.explain(last.log) if early else None
     if known is not None and known.lasting:
         return known
-    return explain(last, engine) if early >= EARLY_DEATHS else None
+    most = EARLY_DEATHS if early == len(deaths) else LATER_DEATHS
+    return explain(last, engine) if early >= most else None
 
 
 def explain(death: Death, engine: Engine) -> Failure:
@@ -380,7 +387,7 @@ class Supervisor:
 
     async def _live_once(self) -> Death:
         backend = self.backend
-        port = free_port()
+        port = free_port(self.engine.highest_port)
         launch = self.engine.launch(self.plan, port)
         self.process = process = EngineProcess(self.log, self._read_line)
         self.log.tail.clear()
@@ -446,15 +453,11 @@ class Supervisor:
         await asyncio.sleep(wait_s)
 
     def _variables(self, launch: Launch) -> dict[str, str]:
-        """Our own environment, less the keys in it that are none of the engine's business, and with one of its own."""
-        given = {name: value for name, value in os.environ.items() if name not in SECRETS}
-        if weights_are_here(self.plan):
-            given = offline(given)
-        given |= {**self.engine.supervised_env, **launch.env, **self.env}
+        given = surroundings(self.plan, self.engine, self.environment, launch, self.env)
         if self.engine.key_variable is not None:
             self.backend.engine_key = secrets.token_urlsafe(32)
             given[self.engine.key_variable] = self.backend.engine_key
-        return variables(Path(self.environment.path), given)
+        return given
 
     def _read_line(self, line: str) -> None:
         try:
@@ -466,9 +469,22 @@ class Supervisor:
             self.backend.progress = done
 
 
-def free_port() -> int:
+def surroundings(
+    plan: Plan, engine: Engine, environment: Environment, launch: Launch, more: Mapping[str, str]
+) -> dict[str, str]:
+    """An engine's variables: our own, less the keys among them that are none of its business, and its launch's."""
+    given = {name: value for name, value in os.environ.items() if name not in SECRETS}
+    if weights_are_here(plan):
+        given = offline(given)
+    return variables(Path(environment.path), {**given, **engine.supervised_env, **launch.env, **more})
+
+
+def free_port(highest: int = HIGHEST_PORT) -> int:
     """A private port that is free now. Should another program be quicker, the engine is started again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    while True:
+        # Those that the system chooses by itself are high ones.
+        wanted = 0 if highest == HIGHEST_PORT else random.randint(LOWEST_PORT, highest)  # noqa: S311
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", wanted))
+            port: int = probe.getsockname()[1]
+            return port

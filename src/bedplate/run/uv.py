@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
+from typing import NamedTuple
 
 from bedplate.errors import OutsideFailed
 from bedplate.run.child import run_child
@@ -23,6 +26,41 @@ _NO_NETWORK = re.compile(
 _REASON = re.compile(r"\s*(?:error:|×|cause:|Caused by:|├─▶|╰─▶)\s*")
 """How a line of uv's chain of causes begins; versions draw it differently."""
 _LEADS_ELSEWHERE = frozenset(["VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME", "PYTHONPATH"])
+
+
+class Wheels(NamedTuple):
+    """A folder of packages that are all there is, where nothing outside is reached."""
+
+    folder: Path
+    pinned: Mapping[str, Path]
+    """By engine: the file with its packages, pinned by version and hash."""
+
+
+_only: ContextVar[Wheels | None] = ContextVar("wheels", default=None)
+
+
+@contextlib.contextmanager
+def only_from(wheels: Wheels) -> Iterator[None]:
+    """All that is installed in here comes from this folder; uv opens no connection."""
+    before = _only.set(wheels)
+    try:
+        yield
+    finally:
+        _only.reset(before)
+
+
+def pinned_packages(engine_id: str) -> list[str] | None:
+    """What to give `uv pip install` for an engine where only a folder of wheels is there; `None`: it is not so."""
+    wheels = _only.get()
+    if wheels is None:
+        return None
+    if engine_id not in wheels.pinned:
+        raise OutsideFailed(
+            f"the bundle has no packages for {engine_id}",
+            cause=f"it has those for {', '.join(wheels.pinned) or 'no engine'}, and nothing else is reached",
+            hint=f"bedplate bundle --engine {engine_id}, where there is a package index",
+        )
+    return ["--no-deps", "--require-hashes", "--requirement", str(wheels.pinned[engine_id])]
 
 
 def uv_binary() -> str:
@@ -102,6 +140,10 @@ def run_uv(arguments: list[str], what: str, folder: Path, written: Callable[[int
     """Runs uv, which works in `folder`. `written` is called now and then with the bytes it has written so far."""
     # Without --project, a uv.toml or pyproject.toml where the user happens to stand would have its say.
     command = [uv_binary(), "--no-progress", "--color", "never", "--project", str(folder), *arguments]
+    if (wheels := _only.get()) is not None:
+        command.append("--offline")
+        if arguments[:2] == ["pip", "install"]:
+            command += ["--no-index", "--find-links", str(wheels.folder)]
     if os.environ.get("PIP_NO_INDEX", "0").lower() in ("1", "true", "yes", "on") and arguments[:2] == [
         "pip",
         "install",

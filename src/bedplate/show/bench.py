@@ -14,10 +14,11 @@ from rich.text import Text
 
 from bedplate.measure.bench import Teller
 from bedplate.measure.knee import MET, Knee, knee, met_share
-from bedplate.measure.summary import is_valid, summarized
+from bedplate.measure.summary import is_valid, spent, summarized
 from bedplate.show.figures import TBD, figure, slowest
 from bedplate.show.terminal import console as console_for
 from bedplate.values import Refusal, replaced
+from bedplate.values.cost import Price
 from bedplate.values.run import Cell, Flag, Load, Quality, Run, Subject
 from bedplate.values.summary import Summary
 from bedplate.values.units import seconds as time_words
@@ -26,7 +27,11 @@ from bedplate.values.workload import LatencyTarget
 HEADS = ("engine", "version", "weights", "load", "TTFT ms", "p99", "TPOT ms", "p99", "tok/s", "±", "peak GB", "quality",
          "limit")  # fmt: skip
 WIDTHS = (12, 14, 9, 9, 8, 8, 8, 8, 8, 6, 8, 8, 10)
-RIGHT = frozenset(range(3, 12))
+FIRST_FIGURE = 3
+PAID_HEADS, PAID_WIDTHS = ("cost per M", "kWh per M"), (10, 9)
+"""Of a million output tokens; shown where somebody has said a price."""
+LAST = 2
+"""Columns that stand behind those: quality, limit."""
 SLOW_S = 1.0
 Judge = Callable[[Run], dict[str, str]]
 MOMENTS = {
@@ -57,6 +62,8 @@ def title(run: Run, idle: float | None, models: Iterable[str] = ()) -> str:
         parts.append(f"{first.prompt_tokens} in, {first.output_tokens} out{shared}")
         if run.cells and all(repeat.exact_output for cell in run.cells for repeat in cell.repeats):
             parts[-1] += ", exact"
+    if matrix is not None and matrix.through_gateway:
+        parts.append("through the gateway")
     parts.append(run.environment.hardware)
     if idle is not None:
         parts.append(f"idle {idle:.0%}")
@@ -68,7 +75,22 @@ def client_words(run: Run) -> str | None:
     return f"client error ≤ {max(errors):.1f} ms" if errors else None
 
 
-def row_of(cell: Cell, limit: str = "") -> tuple[str, ...]:
+def heads(price: Price | None) -> tuple[str, ...]:
+    return HEADS if price is None else (*HEADS[:-LAST], *PAID_HEADS, *HEADS[-LAST:])
+
+
+def _widths(price: Price | None) -> tuple[int, ...]:
+    return WIDTHS if price is None else (*WIDTHS[:-LAST], *PAID_WIDTHS, *WIDTHS[-LAST:])
+
+
+def _paid(cell: Cell, found: Summary, price: Price | None) -> tuple[str, ...]:
+    if price is None:
+        return ()
+    each = spent(cell, price, found)
+    return figure(each.cost_per_million_tokens), figure(each.kwh_per_million_tokens)
+
+
+def row_of(cell: Cell, limit: str = "", price: Price | None = None) -> tuple[str, ...]:
     """The columns of one cell, as text."""
     found, subject = summarized(cell), cell.subject
     peak = found.peak_gpu_bytes if found.peak_gpu_bytes is not None else found.peak_memory_bytes
@@ -83,7 +105,8 @@ def row_of(cell: Cell, limit: str = "") -> tuple[str, ...]:
         slowest(found.tpot_ms),
         figure(found.output_tok_s),
         _spread(found),
-        TBD if peak is None else f"{peak / 1e9:.3g}",
+        TBD if peak is None else figure(peak / 1e9),
+        *_paid(cell, found, price),
         _quality(cell.quality),
         limit if is_valid(cell) else "invalid",
     )
@@ -141,18 +164,19 @@ def _knee_words(found: Knee, target: LatencyTarget) -> str:
     rate = summarized(found.holds).requests_s
     share = met_share(found.holds, target) or 0.0
     words = f"up to {_heavy(found.holds.load)} meet {asked} ({share:.0%} of requests; {MET:.0%} needed)"
-    words += f": {rate:.3g} requests/s" if rate is not None else ""
+    words += f": {figure(rate)} requests/s" if rate is not None else ""
     return words + (f"; {_heavy(found.breaks.load)} do not" if found.breaks is not None else "; more was not tried")
 
 
 def _heavy(load: Load) -> str:
-    return f"{load.concurrency} in flight" if load.arrivals == "closed" else f"{load.requests_per_s:.3g} requests/s"
+    return f"{load.concurrency} in flight" if load.arrivals == "closed" else f"{figure(load.requests_per_s)} requests/s"
 
 
 def render_run(run: Run, idle: float | None = None, limits: dict[str, str] | None = None) -> RenderableType:
     """A whole run as it is."""
-    rows = [row_of(cell, (limits or {}).get(cell.id, "")) for cell in run.cells]
-    return Group(_head(run, idle), Text(""), _table(rows), *footnotes(run), _tail_line(run))
+    price = run.environment.price
+    rows = [row_of(cell, (limits or {}).get(cell.id, ""), price) for cell in run.cells]
+    return Group(_head(run, idle), Text(""), _table(rows, price), *footnotes(run), _tail_line(run))
 
 
 def _head(run: Run, idle: float | None, models: Iterable[str] = ()) -> Text:
@@ -164,10 +188,11 @@ def _tail_line(run: Run) -> Text:
     return Text(f"\n run {run.id}   bedplate bench --resume {run.id} · --csv · --json", style="dim")
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Table:
+def _table(rows: Sequence[Sequence[str]], price: Price | None = None) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
-    for number, name in enumerate(HEADS):
-        table.add_column(name, justify="right" if number in RIGHT else "left", no_wrap=True)
+    columns = heads(price)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if _is_right(number, columns) else "left", no_wrap=True)
     last: tuple[str, ...] = ()
     for row in rows:
         same = last[:3] == tuple(row[:3])
@@ -199,6 +224,10 @@ class BenchTeller(Teller):
 
     def finished(self, run: Run) -> None: ...
 
+    @property
+    def price(self) -> Price | None:
+        return self.run.environment.price if self.run is not None else None
+
     def limits(self, cells: Sequence[Cell]) -> dict[str, str]:
         whole = [cell for cell in cells if cell.repeats]
         return self._judge(replaced(self.run, cells=tuple(whole))) if self.run is not None and whole else {}
@@ -222,12 +251,15 @@ class Lines(BenchTeller):
     def begun(self, run: Run, subjects: Sequence[Subject], idle: float) -> None:
         super().begun(run, subjects, idle)
         self.console.print(Text(f" {title(run, idle, [one.model for one in subjects])}"), soft_wrap=True)
-        self.console.print(Text(_line(HEADS), style="dim"), soft_wrap=True)
+        self.console.print(Text(_line(heads(self.price), self.price), style="dim"), soft_wrap=True)
 
     def done(self, cell: Cell) -> None:
         self.cells[cell.id] = cell
+        if cell.halt is None:  # another turn of it comes
+            return
         mine = [one for one in self.cells.values() if one.subject.engine == cell.subject.engine]
-        self.console.print(Text(_line(row_of(cell, self.limits(mine).get(cell.id, "")))), soft_wrap=True)
+        row = row_of(cell, self.limits(mine).get(cell.id, ""), self.price)
+        self.console.print(Text(_line(row, self.price)), soft_wrap=True)
 
     def left_out(self, refusal: Refusal) -> None:
         self.console.print(Text(f" – {refusal.engine}: {refusal.why}"), soft_wrap=True)
@@ -238,11 +270,16 @@ class Lines(BenchTeller):
         self.console.print(_tail_line(run), soft_wrap=True)
 
 
-def _line(row: Sequence[str]) -> str:
+def _line(row: Sequence[str], price: Price | None = None) -> str:
     return " " + " ".join(
-        value.rjust(width) if number in RIGHT else value.ljust(width)
-        for number, (value, width) in enumerate(zip(row, WIDTHS, strict=True))
+        value.rjust(width) if _is_right(number, row) else value.ljust(width)
+        for number, (value, width) in enumerate(zip(row, _widths(price), strict=True))
     )
+
+
+def _is_right(number: int, columns: Sequence[str]) -> bool:
+    """Figures are, and all but the names of the engine and of what binds."""
+    return FIRST_FIGURE <= number < len(columns) - 1
 
 
 class Filling(BenchTeller):
@@ -307,7 +344,7 @@ class Filling(BenchTeller):
                 cells=tuple(self.cells.values()),
             )  # fmt: skip
             models = [subject.model for subject in self.subjects]
-            parts += [_head(shown, self.idle, models), Text(""), _table(list(self._rows()))]
+            parts += [_head(shown, self.idle, models), Text(""), _table(list(self._rows()), self.price)]
         if self._status:
             parts.append(Text(f" {self._status} …", style="dim"))
         self._live.update(Group(*parts), refresh=True)
@@ -315,17 +352,18 @@ class Filling(BenchTeller):
     def _rows(self) -> Iterator[tuple[str, ...]]:
         """Every cell that was asked for, measured or not."""
         loads = self.run.matrix.loads if self.run is not None and self.run.matrix is not None else ()
+        blank = [""] * (len(heads(self.price)) - FIRST_FIGURE - 2)
         for subject in self.subjects:
             mine = [cell for cell in self.cells.values() if cell.subject.engine == subject.engine]
             known = [cell.load for cell in mine]
             for load in (*loads, *(load for load in known if load not in loads)):
                 cell = next((cell for cell in mine if cell.load == load), None)
                 if cell is not None and cell.id in self._now:
-                    yield (*_names(subject), load_words(load), TBD, *[""] * 7, self._now[cell.id])
+                    yield (*_names(subject), load_words(load), TBD, *blank[1:], self._now[cell.id])
                 elif cell is not None and cell.repeats:
-                    yield row_of(cell)
+                    yield row_of(cell, price=self.price)
                 else:
-                    yield (*_names(subject), load_words(load), TBD, *[""] * 8)
+                    yield (*_names(subject), load_words(load), TBD, *blank)
 
 
 def _names(subject: Subject) -> tuple[str, str, str]:

@@ -48,6 +48,7 @@ def _table(verdict: Verdict) -> RenderableType:
         Column.of("better by", [_gain(by_load.get((load, main))) for load in loads], right=True),
         *_both(by_load, loads, "ttft_ms", "TTFT ms"),
         *_both(by_load, loads, "tpot_ms", "TPOT ms"),
+        *_paid(verdict, loads),
         Column.of("repeats", [_repeats(by_load, load) for load in loads], right=True),
     ]
     lengths = {(load.prompt_tokens, load.output_tokens) for load in loads}
@@ -63,6 +64,18 @@ def _both(
     if any(found):
         yield Column.of(f"{words} A", [figure(one.a if one else None) for one in found], right=True)
         yield Column.of("B", [Text(figure(one.b), style=_style(one)) if one else TBD for one in found], right=True)
+
+
+def _paid(verdict: Verdict, loads: list[Load]) -> Iterator[Column]:
+    """Of a million output tokens, where a price was given or energy measured."""
+    by_load = {one.load: one for one in verdict.spent}
+    for words, name in (("cost per M", "cost_per_million_tokens"), ("kWh per M", "kwh_per_million_tokens")):
+        sides = {
+            side: [getattr(getattr(by_load.get(load), side, None), name, None) for load in loads] for side in ("a", "b")
+        }
+        if any(value is not None for values in sides.values() for value in values):
+            yield Column.of(f"{words} A", [figure(value) for value in sides["a"]], right=True)
+            yield Column.of("B", [figure(value) for value in sides["b"]], right=True)
 
 
 def _repeats(by_load: dict[tuple[Load, Metric], Effect], load: Load) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 from bedplate.decide.questions import Change, layout_words
 from bedplate.show.probe import one_line
 from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, Refusal, Settings, Workload
-from bedplate.values.units import memory, seconds, size
+from bedplate.values.units import figure, memory, seconds, size
 
 
 def page() -> Table:
@@ -153,7 +153,7 @@ def ranged(figure: Figure, unit: str) -> str:
 
 def short(value: float) -> str:
     """Three figures that matter; nobody reads more of an estimate."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return figure(value)
 
 
 def _speed_row(decision: Decision) -> tuple[Text, Text]:

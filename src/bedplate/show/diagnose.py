@@ -10,13 +10,14 @@ from rich.text import Text
 
 from bedplate.judge.words import short_load, signed
 from bedplate.show.columns import Column, Columns
+from bedplate.show.figures import TBD, figure
 from bedplate.show.page import page_of
+from bedplate.values import units
 from bedplate.values.diagnosis import AtLoad, Bottleneck, Diagnosis, Limit, Prediction
 
 LIMITS: tuple[Limit, ...] = (
     "scheduler", "compute", "memory bandwidth", "KV cache", "interconnect", "runtime overhead",
 )  # fmt: skip
-TBD = "TBD"
 METRICS = {"output_tok_s": "tokens a second", "ttft_ms": "time to the first token", "tpot_ms": "time per token",
            "e2e_ms": "time of a request"}  # fmt: skip
 
@@ -42,10 +43,10 @@ def _table(loads: tuple[AtLoad, ...]) -> RenderableType:
     """Where the time of a request goes, by limit, for each load; a limit that takes none of it has no column."""
     seen = [limit for limit in LIMITS if any(spent.limit == limit for load in loads for spent in load.spent)]
     columns = [
-        Column.of("request ms", [_figure(load.request_ms) for load in loads], right=True),
+        Column.of("request ms", [figure(load.request_ms) for load in loads], right=True),
         *(Column.of(limit, [_share(load, limit) for load in loads], right=True) for limit in seen),
-        Column.of("step ms", [_figure(load.step_ms) for load in loads], right=True),
-        Column.of("floor ms", [_figure(load.floor_ms) for load in loads], right=True),
+        Column.of("step ms", [figure(load.step_ms) for load in loads], right=True),
+        Column.of("floor ms", [figure(load.floor_ms) for load in loads], right=True),
         Column.of("bandwidth", [_percent(load.bandwidth_share) for load in loads], right=True),
         Column.of("limit", [load.limit or "cannot tell" for load in loads]),
     ]
@@ -57,12 +58,6 @@ def _share(load: AtLoad, limit: Limit) -> Text:
         return Text(TBD)
     share = sum(spent.share for spent in load.spent if spent.limit == limit)
     return Text(f"{share:.0%}", style="bold" if limit == load.limit else "dim")
-
-
-def _figure(value: float | None) -> str:
-    if value is None:
-        return TBD
-    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
 
 
 def _percent(share: float | None) -> str:
@@ -84,5 +79,5 @@ def _prediction(one: Prediction) -> str:
     gain = one.gain
     if one.metric == "output_tok_s":
         return f"{one.change}: {METRICS[one.metric]} {signed(gain.value)} ({signed(gain.low)} … {signed(gain.high)})"
-    times = f"{gain.value:.2g} times shorter ({gain.low:.2g} … {gain.high:.2g})"
+    times = f"{units.figure(gain.value, 2)} times shorter ({units.figure(gain.low, 2)} … {units.figure(gain.high, 2)})"
     return f"{one.change}: {METRICS[one.metric]} {times}"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from bedplate.values import units
 from bedplate.values.summary import Percentiles
 
 TBD = "TBD"
 
 
 def figure(value: float | None) -> str:
-    if value is None:
-        return TBD
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+    return TBD if value is None else units.figure(value)
 
 
 def slowest(found: Percentiles | None) -> str:

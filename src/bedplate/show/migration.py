@@ -9,11 +9,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from bedplate.show.columns import Column, Columns
+from bedplate.show.figures import figure
 from bedplate.show.page import page_of
 from bedplate.values.migration import Migration, Party
 from bedplate.values.units import seconds
-
-TBD = "TBD"
 
 
 def render_migration(done: Migration) -> RenderableType:
@@ -21,6 +20,8 @@ def render_migration(done: Migration) -> RenderableType:
         head = Text.assemble(
             (f"Migrated to {done.b.engine}.", "bold green"), f"  {done.model} goes on without a break."
         )
+        if done.reason is not None:
+            head = Text.assemble((f"{done.b.engine} stays.", "bold yellow"), f"  {done.stage}: {done.reason}.")
     else:
         head = Text.assemble(
             ("Rolled back.", "bold yellow"),
@@ -42,10 +43,10 @@ def _steps(done: Migration) -> RenderableType:
             Column.of("for", [seconds(step.seconds) for step in steps], right=True),
             Column.of("requests", [str(step.challenger.requests) for step in steps], right=True),
             Column.of("failed", [str(step.challenger.failed) for step in steps], right=True),
-            Column.of("TTFT ms", [_ms(step.challenger.ttft_ms) for step in steps], right=True),
-            Column.of("before", [_ms(step.beside.ttft_ms) for step in steps], right=True),
-            Column.of("TPOT ms", [_ms(step.challenger.tpot_ms) for step in steps], right=True),
-            Column.of("before", [_ms(step.beside.tpot_ms) for step in steps], right=True),
+            Column.of("TTFT ms", [figure(step.challenger.ttft_ms) for step in steps], right=True),
+            Column.of("before", [figure(step.beside.ttft_ms) for step in steps], right=True),
+            Column.of("TPOT ms", [figure(step.challenger.tpot_ms) for step in steps], right=True),
+            Column.of("before", [figure(step.beside.tpot_ms) for step in steps], right=True),
         ),
     )
 
@@ -69,9 +70,3 @@ def _rows(done: Migration) -> Iterator[tuple[str, str, str]]:
 def _name(one: Party) -> str:
     many = f"{one.replicas} × " if one.replicas > 1 else ""
     return f"{many}{one.engine} {one.engine_version} {one.quantization or ''}".rstrip()
-
-
-def _ms(value: float | None) -> str:
-    if value is None:
-        return TBD
-    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from bedplate._version import __version__
 from bedplate.decide.estimate.physics import attention_ops, kv_read_bytes, linear_ops, shape_of, weights_read_bytes
 from bedplate.judge.argument import Candidate, argument, bottleneck_of, candidates, on_target, summaries
-from bedplate.measure.summary import why_invalid
+from bedplate.measure.summary import spent, why_invalid
 from bedplate.show import plots
 from bedplate.show.figures import TBD, figure, slowest
 from bedplate.values import LatencyTarget, Model
+from bedplate.values.cost import Price
 from bedplate.values.diagnosis import Diagnosis
 from bedplate.values.run import Cell, Run
 from bedplate.values.summary import Summary
@@ -67,6 +68,10 @@ COLUMNS = (
     Column("TTFT ms"), Column("p99"), Column("TPOT ms"), Column("p99"), Column("tok/s"), Column("±"),
     Column("peak GB"), Column("quality"), Column("limit", text=True),
 )  # fmt: skip
+PAID = {"cost_per_million_tokens": Column("cost per M"), "kwh_per_million_tokens": Column("kWh per M")}
+"""Of a million output tokens; each is shown where it is known of any row."""
+LAST = 2
+"""Columns behind those: quality, limit."""
 
 
 def page_of(
@@ -84,6 +89,7 @@ def page_of(
     names = sorted({cell.subject.model for cell in cells}) or ["no model yet"]
     bottleneck = bottleneck_of(found.choice, diagnosis) if found.choice is not None else None
     hardware = dict.fromkeys(run.environment.hardware for run in runs)
+    paid = Paid({run.id: run.environment.price for run in runs}, cells)
     return Page(
         title=f"{', '.join(names)} on {first.environment.hardware}",
         headline=found.headline,
@@ -91,8 +97,8 @@ def page_of(
         because=found.because,
         verdict=verdict,
         change=bottleneck.changes[0].text if bottleneck is not None and bottleneck.changes else None,
-        columns=COLUMNS,
-        rows=_rows(runs, shown, found.choice, diagnosis),
+        columns=(*COLUMNS[:-LAST], *(PAID[name] for name in paid.names), *COLUMNS[-LAST:]),
+        rows=_rows(runs, shown, found.choice, diagnosis, paid),
         flags=_flags(shown),
         plots=_plots(runs, shown, found.choice, models or {}, target),
         not_measured=found.not_measured,
@@ -136,7 +142,11 @@ def _md_row(cells: Sequence[str]) -> str:
 
 
 def _rows(
-    runs: Sequence[Run], shown: Sequence[Candidate], choice: Candidate | None, diagnosis: Diagnosis | None
+    runs: Sequence[Run],
+    shown: Sequence[Candidate],
+    choice: Candidate | None,
+    diagnosis: Diagnosis | None,
+    paid: Paid,
 ) -> tuple[Row, ...]:
     rows: list[Row] = []
     for one in shown:
@@ -145,14 +155,30 @@ def _rows(
         chosen = choice is not None and one.name == choice.name
         ordered = sorted(summaries(one), key=lambda pair: (pair[0].load.concurrency or 0, pair[0].at))
         for number, (cell, summary) in enumerate(ordered):
-            rows.append(Row(_cells(one, cell, summary, limits.get(cell.id), number == 0), number == 0, chosen))
+            values = _cells(one, cell, summary, limits.get(cell.id), number == 0)
+            values = (*values[:-LAST], *paid.words(cell, summary), *values[-LAST:])
+            rows.append(Row(values, number == 0, chosen))
     measured = {one.engine for one in shown}
     for run in runs:
         for engine in run.matrix.engines if run.matrix is not None else ():
             if engine not in measured:
                 measured.add(engine)
-                rows.append(Row((engine, *[TBD] * (len(COLUMNS) - 1)), first=True, chosen=False))
+                others = len(COLUMNS) - 1 + len(paid.names)
+                rows.append(Row((engine, *[TBD] * others), first=True, chosen=False))
     return tuple(rows)
+
+
+class Paid:
+    """What a million tokens cost in each cell, by the prices of the runs."""
+
+    def __init__(self, prices: Mapping[str, Price | None], cells: Sequence[Cell]) -> None:
+        self._prices = prices
+        each = [spent(cell, prices.get(cell.run)) for cell in cells]
+        self.names = tuple(name for name in PAID if any(getattr(one, name) is not None for one in each))
+
+    def words(self, cell: Cell, summary: Summary) -> tuple[str, ...]:
+        each = spent(cell, self._prices.get(cell.run), summary)
+        return tuple(figure(getattr(each, name)) for name in self.names)
 
 
 def _cells(one: Candidate, cell: Cell, summary: Summary, limit: str | None, first: bool) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ def _fixed() -> list[tuple[str, ...]]:
         ),
         (
             f"`{MEASURED[0]}`",
-            "What was measured here, on the same work, to be clearly faster and not wrong outweighs any rule.",
+            "What was measured here, on work like this, to be clearly faster and not wrong outweighs any rule.",
             MEASURED[1],
         ),
     ]

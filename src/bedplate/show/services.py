@@ -48,7 +48,7 @@ def _row(record: ServiceRecord, status: HostStatus | None) -> list[str | Text]:
     engines = [engine for model in status.models for engine in model.engines]
     return [
         status.name,
-        _state(state),
+        Text.assemble(_state(state), *(f", {one}" for one in _doing(status.models))),
         status.url or "–",
         ", ".join(model.model for model in status.models),
         ", ".join(dict.fromkeys(engine.engine for engine in engines)) or "none loaded",
@@ -57,6 +57,13 @@ def _row(record: ServiceRecord, status: HostStatus | None) -> list[str | Text]:
         lasting(status.uptime_s),
         str(status.pid),
     ]
+
+
+def _doing(models: Sequence[ModelStatus]) -> list[str]:
+    """In a few words: how far it is stands in the status."""
+    return list(
+        dict.fromkeys(model.busy.partition(":")[0] for model in models if model.busy and model.busy != model.state)
+    )
 
 
 def _state(state: str) -> Text:
@@ -91,8 +98,12 @@ def _model(model: ModelStatus) -> RenderableType:
         about.append(f"idle for {lasting(model.idle_s)}")
     words = " · ".join(part for part in about if part)
     grid.add_row("Model", Text.assemble((model.model, "bold"), "  ", _state(model.state), f"  {words}"))
+    if model.busy is not None and model.busy != model.state:
+        grid.add_row("", Text(model.busy, style="yellow"))
     if model.reason is not None:
         grid.add_row("", Text(model.reason, style="red"))
+    if model.on is not None:
+        grid.add_row("On", Text(model.on.text, style="" if model.on.real else "yellow"))
     for number, engine in enumerate(model.engines):
         grid.add_row("" if number else "Engine", _engine(engine))
     if not model.engines:
@@ -116,6 +127,8 @@ def _engine(engine: EngineStatus) -> Text:
         told.append(f"up {lasting(engine.uptime_s)}")
     if engine.share == 0:
         told.append("gets no new requests")
+    if engine.part is not None:
+        told.insert(0, engine.part)
     on = f"{engine.device}, {engine.threads} threads" if engine.threads and engine.device == "cpu" else engine.device
     line = Text.assemble((engine.id, "bold"), f" {engine.version}  ", _state(engine.state), f"  {' · '.join(told)}")
     line.append(f" · {on} · {engine.slots} slots", "dim")

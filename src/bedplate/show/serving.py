@@ -17,11 +17,13 @@ def render_ready(endpoint: Endpoint, then: str = "Ctrl-C stops everything") -> R
     command = curl(endpoint.url.removesuffix("/v1"), endpoint.needs_key).replace("\n", "\n        ")
     if several:
         command = command.replace("-d '{", f'-d \'{{"model":"{endpoint.model}",')
+    on = Text(f"        {endpoint.on.text}\n", style="" if endpoint.on.real else "yellow") if endpoint.on else Text()
     models = f"models {', '.join(endpoint.models)}" if several else f"model {endpoint.model}"
     return Text.assemble(
         ("\n Ready  ", "bold green"),
         (endpoint.url, "bold"),
         f"       {models}\n",
+        on,
         f"        {command}\n",
         (f"        {then}\n", "dim"),
     )

@@ -22,11 +22,16 @@ def render_shadow(done: Shadowed) -> RenderableType:
 
 
 def _how(done: Shadowed) -> Iterator[tuple[str, str, str]]:
-    paused = f", interrupted {done.pauses} times" if done.pauses else ""
-    yield "How", f"{HOW[done.how]}: {done.requests} requests in {done.turns} turns{paused}", "measured"
+    paused = f", interrupted {_counted(done.pauses, 'time')}" if done.pauses else ""
+    asked = f"{_counted(done.requests, 'request')} in {_counted(done.turns, 'turn')}"
+    yield "How", f"{HOW[done.how]}: {asked}{paused}", "measured"
     yield "Took", f"{seconds(done.took_s)}; kept as {done.run}", ""
     for note in done.notes:
         yield "Note", note, ""
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def render_watched(done: Watched) -> RenderableType:
@@ -44,6 +49,8 @@ def _rows(done: Watched) -> Iterator[tuple[str, str, str]]:
         yield "Plan", f"a plan would choose {done.planned} today", ""
     for one in done.shadows:
         yield "Tried", f"{one.verdict.b.engine}: {one.verdict.answer}. {one.verdict.text}", f"run {one.run}"
+        for note in one.notes:
+            yield "", note, ""
     for untried in done.untried:
         yield "Not tried", f"{untried.engine}: {untried.why}", ""
     if done.migration is not None:

@@ -11,8 +11,10 @@ from rich.text import Text
 
 from bedplate.decide.simulate.search import Told
 from bedplate.show.decision import short
+from bedplate.show.figures import figure
 from bedplate.show.terminal import TerminalProgress
 from bedplate.values import Parallelism
+from bedplate.values.cost import Price
 from bedplate.values.simulation import Engine, Outcome, Simulation, Times, Traffic
 from bedplate.values.workload import LatencyTarget
 
@@ -89,7 +91,7 @@ def _layout(layout: Parallelism) -> str:
 
 
 def _traffic(one: Traffic) -> str:
-    rate = f"{one.requests_per_s:,.3g} a second" if one.requests_per_s is not None else "all at once"
+    rate = f"{figure(one.requests_per_s)} a second" if one.requests_per_s is not None else "all at once"
     return (
         f"{one.requests:,} requests · {rate} · {one.prompt_tokens:,.0f} + {one.output_tokens:,.0f} tokens on average"
         + (" · with shared beginnings" if one.shared else "")
@@ -135,20 +137,20 @@ def _rows(found: Simulation, answer: Outcome) -> Iterator[tuple[str, str, str]]:
     energy = answer.kwh_per_million_tokens
     yield (
         "Costs",
-        f"{'TBD' if cost is None else f'{cost:,.3g}'} per million tokens · "
-        f"{'TBD' if energy is None else f'{energy:,.3g}'} kWh",
+        f"{figure(cost)} per million tokens · {figure(energy)} kWh",
         _paid(found),
     )
     yield "Rests on", found.replica.source, f"eight of ten passes × {found.replica.low:.2f} to {found.replica.high:.2f}"
 
 
 def _paid(found: Simulation) -> str:
-    missing = [
-        name for name, value in (("price_per_hour", found.price_per_hour), ("watts", found.watts)) if value is None
-    ]
+    paid = found.price_per_hour if found.electricity_price is None else found.electricity_price
+    missing = [name for name, value in (("price_per_hour", paid), ("watts", found.watts)) if value is None]
     if missing:
         return f"{' and '.join(missing)}: not in the intent's operations"
-    return f"{found.price_per_hour:g} an hour and {found.watts:g} W a card"
+    card = Price(price_per_hour=found.price_per_hour, watts=found.watts).words
+    electricity = f", {found.electricity_price:g} a kWh" if found.electricity_price is not None else ""
+    return f"{card} a card{electricity}"
 
 
 def _band(found: Simulation) -> str:
@@ -175,7 +177,7 @@ def _tried(tried: tuple[Outcome, ...]) -> Table:
             short(one.output_tok_s),
             short(one.ttft_ms.p95) if one.ttft_ms is not None else "",
             short(one.tpot_ms.p95) if one.tpot_ms is not None else "",
-            f"{one.cost_per_million_tokens:,.3g}" if one.cost_per_million_tokens is not None else "TBD",
+            figure(one.cost_per_million_tokens),
             style="" if one.meets else "dim",
         )
     return table

@@ -22,7 +22,7 @@ def render_tenants(tenants: Sequence[Tenant], now: dt.datetime | None = None) ->
         return Text(" no keys: endpoints on this machine ask for none, unless serve was given one", style="dim")
     moment = now or dt.datetime.now(dt.UTC)
     return Columns(
-        Column.of("tenant", [Text(one.name, style="bold") for one in tenants]),
+        Column.of("tenant", [_name(one) for one in tenants]),
         (
             Column.of("weight", [f"{one.weight:g}" for one in tenants], right=True),
             Column.of("requests/min", [_limit(one.requests_per_minute) for one in tenants], right=True),
@@ -62,6 +62,10 @@ def usage_csv(report: UsageReport) -> str:
     for row in report.rows:
         writer.writerow((row.key, *(getattr(row, field) for field in fields)))
     return out.getvalue()
+
+
+def _name(tenant: Tenant) -> Text:
+    return Text.assemble((tenant.name, "bold"), (" (admin)" if tenant.admin else "", "dim"))
 
 
 def _limit(value: int | None) -> str:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.facts.workload import to_workload
-from bedplate.values.units import seconds
+from bedplate.values.units import figure, seconds
 from bedplate.values.workload import Arrivals, InFlight, Lengths, PrefixReuse, Spread, TraceSummary
 
 FORMATS = {
@@ -146,12 +146,12 @@ def _rest(summary: TraceSummary) -> RenderableType:
 
 def rate_lines(arrivals: Arrivals) -> list[str]:
     rate = arrivals.requests_per_s or 0.0
-    often = f"{rate:.3g} requests a second" if rate >= 0.1 else f"{rate * 60:.3g} requests a minute"
+    often = f"{figure(rate)} requests a second" if rate >= 0.1 else f"{figure(rate * 60)} requests a minute"
     if len(arrivals.series) < 2:
         return [often]
     each = long_time(arrivals.span_s / len(arrivals.series))
     highest = max(arrivals.series)
-    return [often, f"{sparkline(arrivals.series)}  each mark is {each}; the highest {highest:.3g} a second"]
+    return [often, f"{sparkline(arrivals.series)}  each mark is {each}; the highest {figure(highest)} a second"]
 
 
 def sparkline(values: tuple[float, ...]) -> str:
@@ -164,7 +164,7 @@ def sparkline(values: tuple[float, ...]) -> str:
 def burst_words(arrivals: Arrivals) -> str:
     """How uneven the arrivals are, in words and then in figures."""
     peaks = [
-        f"{ratio:.3g} × in the busiest {name}"
+        f"{figure(ratio)} × in the busiest {name}"
         for ratio, name in (
             (arrivals.peak_to_mean_1s, "second"),
             (arrivals.peak_to_mean_10s, "10 seconds"),

@@ -41,7 +41,7 @@ def from_json(kind: type[R], text: str | bytes, origin: str = "input") -> R:
     """Reads a record; what is wrong with it is said with the field's path."""
     try:
         return msgspec.json.decode(text, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadQuestion(f"{origin} is not a {kind.__name__} of this version of bedplate", cause=str(error)) from error
 
 

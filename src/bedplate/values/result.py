@@ -18,6 +18,10 @@ class Result(Record, frozen=True, kw_only=True):
     engine_version: str | None = None
     model: str
     quantization: str | None = None
+    weights_id: str | None = None
+    """Of the weights, or of those that they were made of: the beginning of the SHA-256; `None`: not recorded."""
+    run: str | None = None
+    """The run that it was measured in."""
     device: Device | None = None
     """What it computed on; `None`: the accelerators, where there are any."""
     parallelism: Parallelism = Parallelism()
@@ -39,8 +43,14 @@ class Result(Record, frozen=True, kw_only=True):
         return (
             self.machine == other.machine
             and self.model == other.model
-            and self.quantization == other.quantization
+            and self._same_weights(other)
             and self.concurrency == other.concurrency
             and self.prompt_tokens == other.prompt_tokens
             and self.output_tokens == other.output_tokens
         )
+
+    def _same_weights(self, other: Result) -> bool:
+        """By what they were made of, where that is recorded of both; else by their name."""
+        if self.weights_id is not None and other.weights_id is not None:
+            return self.weights_id == other.weights_id
+        return self.quantization == other.quantization

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from bedplate.values.cost import Price
 from bedplate.values.decision import Device, Parallelism, Refusal, Settings
 from bedplate.values.model import Model
 from bedplate.values.record import Record
@@ -161,6 +162,8 @@ class Subject(Record, frozen=True, kw_only=True):
     settings: Settings | None = None
     build: str | None = None
     """wheel, native, adopted."""
+    through_gateway: bool = False
+    """Whether it was measured through bedplate's gateway, and not at the engine's own port."""
     url: str | None = None
     """Of an endpoint that bedplate did not start."""
     argv: tuple[str, ...] = ()
@@ -230,6 +233,8 @@ class Environment(Record, frozen=True, kw_only=True):
     bandwidth_bytes_s: float | None = None
     """Measured here by `probe --measure`; `None`: not measured."""
     operations_s: float | None = None
+    price: Price | None = None
+    """As somebody said it."""
 
 
 class Matrix(Record, frozen=True, kw_only=True):

@@ -76,7 +76,7 @@ class Outcome(Record, frozen=True, kw_only=True):
     cache_hit_share: Share | None
     """Of the prompts' tokens, those that were found in a prefix cache; nothing where the traffic shares nothing."""
     cost_per_million_tokens: float | None
-    """Of output, all cards paid for the whole time; nothing without a price."""
+    """Of output, all cards and their electricity paid for the whole time; nothing without a price."""
     kwh_per_million_tokens: float | None
     """All cards at the stated watts for the whole time; nothing without watts."""
     meets: bool | None
@@ -125,4 +125,6 @@ class Simulation(Record, frozen=True, kw_only=True):
     price_per_hour: float | None = None
     """Of one card; watts likewise."""
     watts: float | None = None
+    electricity_price: float | None = None
+    """Of one kWh."""
     notes: tuple[str, ...] = ()

@@ -98,6 +98,9 @@ class Row(Record, frozen=True, kw_only=True):
     quality: float | None
     quality_verdict: str
     energy_j_per_token: float | None
+    cost_per_million_tokens: float | None
+    """Of output, in the currency of the price that was given."""
+    kwh_per_million_tokens: float | None
     arrivals: str
     offered_per_s: float | None
     seed: int

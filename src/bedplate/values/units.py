@@ -10,6 +10,14 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 864
 _STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
+def figure(value: float, digits: int = 3) -> str:
+    """A measured or estimated figure: the digits that matter, thousands set apart, and never an exponent."""
+    if abs(value) >= 10**digits - 0.5:
+        return f"{value:,.0f}"
+    short = f"{value:.{digits}g}"
+    return short if "e" not in short else f"{value:.9f}".rstrip("0").rstrip(".")
+
+
 def size(num_bytes: float) -> str:
     """Decimal units for files and weights (98 MB), as download pages and vendors' sheets have them."""
     return _scaled(num_bytes, 1000.0, ("B", "kB", "MB", "GB", "TB"))
@@ -26,7 +34,10 @@ def seconds(duration_s: float) -> str:
     if duration_s < 90:
         return f"{duration_s:.1f} s"
     minutes, rest = divmod(round(duration_s), 60)
-    return f"{minutes} min {rest:02d} s"
+    if minutes < 120:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(round(duration_s / 60), 60)
+    return f"{hours} h {minutes:02d} min" if minutes else f"{hours} h"
 
 
 def _scaled(value: float, step: float, units: tuple[str, ...]) -> str:

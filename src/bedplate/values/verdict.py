@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from bedplate.values.cost import PerMillion
 from bedplate.values.record import Figure, Record
 from bedplate.values.run import Load, Quality
 
@@ -11,6 +12,8 @@ Answer = Literal["stay", "migrate", "not proven"]
 Metric = Literal["output_tok_s", "ttft_ms", "tpot_ms", "e2e_ms"]
 Constraint = Literal["throughput", "latency", "quality", "errors", "moving costs", "noise", "load"]
 """What drove the answer. noise: the measurements are too few or too unsteady; load: who wins depends on it."""
+SAME_SOURCE = "made of the same weights"
+"""The note beside quantizations that differ, where it is recorded what both were made of."""
 EXIT_CODES: dict[Answer, int] = {"stay": 0, "migrate": 10, "not proven": 20}
 
 
@@ -47,6 +50,14 @@ class Effect(Record, frozen=True, kw_only=True):
     """Whether the repeats took turns, so that what drifts is the same on both sides."""
     noise: float | None
     """Standard deviation of the (logarithm of the) gain from repeat to repeat."""
+
+
+class Spent(Record, frozen=True, kw_only=True):
+    """What a million output tokens cost on both sides under one load, at the prices that were given."""
+
+    load: Load
+    a: PerMillion
+    b: PerMillion
 
 
 class OnTarget(Record, frozen=True, kw_only=True):
@@ -96,6 +107,8 @@ class Verdict(Record, frozen=True, kw_only=True):
     b: Side
     effects: tuple[Effect, ...]
     on_target: tuple[OnTarget, ...] = ()
+    spent: tuple[Spent, ...] = ()
+    """Nothing where nobody said a price and no energy was measured."""
     least_gain: float
     """The gain below which moving costs more than it brings."""
     differences: tuple[Difference, ...] = ()

@@ -1,0 +1,475 @@
+"""Packs what it takes to serve a model at a site that reaches nothing outside: whole or not there."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import importlib.metadata
+import io
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from bedplate import _version
+from bedplate.decide import decide
+from bedplate.decide import plan as planned
+from bedplate.deploy.emit import emitted
+from bedplate.deploy.images import image_for
+from bedplate.deploy.platform import one_service
+from bedplate.engines import Engine, Recipe
+from bedplate.engines import engine as engine_by_id
+from bedplate.engines.base import short_name
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.facts.hardware import probe
+from bedplate.facts.intent import resolved_hardware
+from bedplate.home import need_free
+from bedplate.operate.bundle_texts import readme, serve_script
+from bedplate.operate.ordering import order_of
+from bedplate.progress import Progress, Silent
+from bedplate.run import wheels
+from bedplate.run.environments import make_environment
+from bedplate.run.models import intended_model
+from bedplate.run.prepare import MANIFEST as PREPARED_MANIFEST
+from bedplate.run.prepare import prepared_dir
+from bedplate.run.serving import decided, readied
+from bedplate.run.uv import python_for_engines, run_uv
+from bedplate.values import Decision, Hardware, Model, Plan, replaced, to_json
+from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile, Packed, Site
+from bedplate.values.intent import Intent
+from bedplate.values.service import Wanted
+from bedplate.values.units import size
+
+CHUNK_BYTES = 1 << 20
+SUMS = "SHA256SUMS"
+ENGINE_PINS, OWN_PINS = "engine-requirements.txt", "bedplate-requirements.txt"
+SLACK_BYTES = 4_000_000
+"""The small files, and an archive's own padding."""
+
+
+@dataclass
+class Load:
+    """All that goes into a bundle, known before the first byte is written."""
+
+    wanted: Wanted
+    hardware: Hardware
+    plan: Plan
+    decision: Decision
+    model_files: list[tuple[str, Path]] = field(default_factory=list)
+    """Path in the bundle, and where it is."""
+    prepared: list[Path] = field(default_factory=list)
+    engine: list[importlib.metadata.Distribution] = field(default_factory=list)
+    own: list[importlib.metadata.Distribution] = field(default_factory=list)
+    carried: list[importlib.metadata.Distribution] = field(default_factory=list)
+    """Packages that the engine borrows a library from, where the system lacks it."""
+    recipe: Recipe | None = None
+    python: str = ""
+    image: str | None = None
+    more: dict[str, str] = field(default_factory=dict)
+    """Small files of text."""
+
+    @property
+    def distributions(self) -> list[importlib.metadata.Distribution]:
+        return list({wheels.pin(one): one for one in (*self.own, *self.engine, *self.carried)}.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """At the most: packages are pressed."""
+        files = sum(file.stat().st_size for _, file in self.model_files)
+        kept = sum(file.stat().st_size for _, file in self.prepared_files() if not file.is_symlink())
+        return files + kept + sum(_size_of(one) for one in self.distributions) + SLACK_BYTES
+
+    def prepared_files(self) -> Iterator[tuple[str, Path]]:
+        for folder in self.prepared:
+            for file in sorted(folder.rglob("*")):
+                if file.is_symlink() or file.is_file():
+                    yield f"prepared/{folder.name}/{file.relative_to(folder).as_posix()}", file
+
+
+def default_output(plan: Plan) -> Path:
+    return Path(f"bedplate-{short_name(plan.model).lower()}-{plan.engine}.tar")
+
+
+def make_bundle(
+    intent: Intent, engine: str | None = None, output: Path | None = None, progress: Progress | None = None
+) -> Packed:
+    """The bundle for this machine and others like it; for hardware on paper, one that names the image instead."""
+    progress = progress or Silent()
+    if os.name != "posix":
+        raise OutsideFailed("a bundle serves on Linux or macOS", hint="on Windows, run bedplate inside of WSL")
+    if intent.services:
+        raise BadQuestion("a bundle serves one model, and the intent has services", hint="name one: --set model=NAME")
+    if output is not None:
+        _check_output(output)
+    with tempfile.TemporaryDirectory(prefix="bedplate-bundle-") as scratch:
+        load = _on_paper(intent, engine) if intent.hardware is not None else _for_here(intent, engine, progress)
+        if load.recipe is not None:
+            load.carried = _carried(load.recipe, Path(scratch), progress)
+        output = (output or default_output(load.plan)).expanduser().absolute()
+        _check_output(output)
+        return _written(load, output, progress)
+
+
+def _check_output(output: Path) -> None:
+    if output.exists() or output.is_symlink():
+        raise BadQuestion(f"{output} is there already", hint="name another with -o, or remove it first")
+    if not output.absolute().parent.is_dir():
+        raise BadQuestion(f"the folder {output.absolute().parent} is not there", hint="make it first, or name another")
+
+
+# what goes in
+
+
+def _for_here(intent: Intent, engine: str | None, progress: Progress) -> Load:
+    """All that `serve` would decide, install and convert, without starting it."""
+    wanted = order_of(intent, engine=engine).services[0]
+    hardware = probe()
+    if engine is not None and engine_by_id(engine).recipe is None:
+        return _on_paper(intent, engine, hardware)
+    (found,) = decided([wanted], hardware, progress)
+    chosen = engine_by_id(found.plan.engine)
+    recipe = chosen.recipe_for(found.plan.settings.device)
+    if recipe is None:
+        return _on_paper(intent, chosen.id, hardware)
+    made = readied(found, progress)
+    # Somebody else's environment is not ours to copy.
+    environment = make_environment(chosen, progress, made.plan.settings.device, own=True)
+    if _minor(environment.python) != _own_python():
+        raise AnswerIsNo(
+            f"{chosen.name} is installed for Python {environment.python}, bedplate runs on {platform.python_version()}",
+            cause="a site would need both",
+            hint="make the bundle without UV_PYTHON",
+        )
+    load = Load(wanted, hardware, made.plan, found.decision, recipe=recipe, python=_minor(environment.python))
+    load.engine = list(wheels.distributions(Path(environment.path)).values())
+    _take_model(load)
+    if made.folder is not None:
+        load.prepared = _chain_of(made.folder)
+    load.own = wheels.needed_by("bedplate")
+    return load
+
+
+def _on_paper(intent: Intent, engine: str | None, hardware: Hardware | None = None) -> Load:
+    """For a machine that is not this one, or an engine that only an image has: nothing is installed here."""
+    wanted = order_of(replaced(intent, hardware=None), engine=engine).services[0]
+    hardware = hardware or resolved_hardware(intent)
+    facts = intended_model(intent.model)
+    decision = decide(hardware, facts, intent.workload, engine, operations=intent.operations)
+    plan = planned(decision, facts, intent.workload)
+    chosen = engine_by_id(plan.engine)
+    image = image_for(chosen, plan.settings.device, None, hardware.cpu.arch, None)
+    if image is None or image.dockerfile is not None:
+        why = "on paper nothing is installed" if intent.hardware is not None else "bedplate cannot install it"
+        raise AnswerIsNo(
+            f"{chosen.name} cannot be bundled for {_machine_words(hardware)}",
+            cause=f"{why}, and nobody publishes an image that has it",
+            hint="make the bundle on a machine like the one that it is for, or choose another engine with --engine",
+        )
+    load = Load(wanted, hardware, plan, decision, image=image.name, python=_own_python())
+    if not (plan.source or plan.model).files:
+        raise AnswerIsNo(
+            f"the files of {plan.model.name} are not on this machine",
+            hint=f"hf download {plan.model.name} --local-dir FOLDER, then name that folder",
+        )
+    _take_model(load)
+    load.own = wheels.needed_by("bedplate")
+    load.more = {f"compose/{name}": text for name, text in _compose(intent, hardware, facts, decision).items()}
+    load.more["images.txt"] = f"{image.name}\n"
+    return load
+
+
+def _compose(intent: Intent, hardware: Hardware, facts: Model, decision: Decision) -> dict[str, str]:
+    return dict(emitted(one_service(intent, hardware, facts, intent.workload, decision), "compose"))
+
+
+def _take_model(load: Load) -> None:
+    """Its files, and the plan with their places in the bundle."""
+    source = load.plan.source or load.plan.model
+    files = [Path(file) for file in source.files]
+    if not files:
+        return  # downloaded by a step of the plan, and kept with what that has made
+    if source.format == "gguf":
+        name = short_name(source)
+        one_file = len(files) == 1 and files[0].suffix.lower() != ".gguf"  # a store that names files by their hash
+        load.model_files = [(f"model/{name}.gguf" if one_file else f"model/{file.name}", file) for file in files]
+    else:
+        top = files[0].parent
+        found = [file for file in sorted(top.rglob("*")) if file.is_file() and not _hidden(file.relative_to(top))]
+        load.model_files = [(f"model/{file.relative_to(top).as_posix()}", file) for file in found]
+    for _, file in load.model_files:
+        if not os.access(file, os.R_OK):
+            raise OutsideFailed(f"cannot read {file}", hint="is the model still there, and may this user read it?")
+    places = {str(file): path for path, file in load.model_files}
+    inside = replaced(source, files=tuple(places[file] for file in source.files))
+    load.plan = replaced(load.plan, **{"source" if load.plan.source is not None else "model": inside})
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _chain_of(folder: Path) -> list[Path]:
+    """A folder with converted weights, and those that it links to."""
+    found = [folder]
+    for link in folder.iterdir():
+        if link.is_symlink() and (other := prepared_dir() / link.readlink().parts[1]).is_dir():
+            found += [one for one in _chain_of(other) if one not in found]
+    return [one for one in found if (one / PREPARED_MANIFEST).is_file()]
+
+
+def _carried(recipe: Recipe, scratch: Path, progress: Progress) -> list[importlib.metadata.Distribution]:
+    """Small packages with a library that this system may have and the other may lack."""
+    found: list[importlib.metadata.Distribution] = []
+    for number, library in enumerate(recipe.libraries if sys.platform.startswith("linux") else ()):
+        folder = scratch / f"carrier{number}"
+        arguments = ["pip", "install", "--no-deps", "--only-binary", ":all:", "--target", str(folder)]
+        try:
+            run_uv([*arguments, "--python", python_for_engines(), library.package], "fetching a library", scratch)
+        except OutsideFailed as error:
+            progress.note(f"{library.soname} is not packed ({error.cause}): the site's system must have it")
+            continue
+        found += wheels.distributions(folder).values()
+    return found
+
+
+# how it is written
+
+
+class _Sink(Protocol):
+    def write(self, path: str, size_bytes: int, source: BinaryIO, mode: int) -> None: ...
+
+    def link(self, path: str, to: str) -> None: ...
+
+
+class _Folder:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def write(self, path: str, size_bytes: int, source: BinaryIO, mode: int) -> None:
+        file = self._root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("xb") as out:
+            shutil.copyfileobj(source, out, CHUNK_BYTES)
+        file.chmod(mode)
+
+    def link(self, path: str, to: str) -> None:
+        (self._root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self._root / path).symlink_to(to)
+
+
+class _Archive:
+    def __init__(self, archive: tarfile.TarFile) -> None:
+        self._archive = archive
+
+    def write(self, path: str, size_bytes: int, source: BinaryIO, mode: int) -> None:
+        info = self._info(path)
+        info.size, info.mode = size_bytes, mode
+        self._archive.addfile(info, source)
+
+    def link(self, path: str, to: str) -> None:
+        info = self._info(path)
+        info.type, info.linkname = tarfile.SYMTYPE, to
+        self._archive.addfile(info)
+
+    @staticmethod
+    def _info(path: str) -> tarfile.TarInfo:
+        return tarfile.TarInfo(f"{TOP}/{path}")
+
+
+class _Read(io.RawIOBase):
+    """A file that is hashed and counted as it is read."""
+
+    def __init__(self, file: BinaryIO, tell: Callable[[int], None]) -> None:
+        self._file, self._tell = file, tell
+        self.hash, self.count = hashlib.sha256(), 0
+
+    def read(self, count: int = -1) -> bytes:
+        data = self._file.read(count)
+        self.hash.update(data)
+        self.count += len(data)
+        self._tell(len(data))
+        return data
+
+
+class _Writer:
+    """Adds files, and keeps what the manifest will say of them."""
+
+    def __init__(self, sink: _Sink, tell: Callable[[int], None], note: Callable[[str], None]) -> None:
+        self._sink, self._tell, self._done = sink, tell, 0
+        self.note = note
+        self.files: list[BundledFile] = []
+
+    def told(self, count: int) -> None:
+        self._done += count
+        self._tell(self._done)
+
+    def file(self, path: str, source: Path, *, silent: bool = False) -> BundledFile:
+        before = source.stat()
+        with source.open("rb") as opened:
+            reading = _Read(opened, (lambda count: None) if silent else self.told)
+            self._sink.write(path, before.st_size, reading, 0o755 if before.st_mode & 0o111 else 0o644)  # type: ignore[arg-type]
+        if reading.count != before.st_size:
+            raise OutsideFailed(f"{source} changed while it was packed", hint="try again when nothing writes to it")
+        return self._kept(BundledFile(path=path, size_bytes=reading.count, sha256=reading.hash.hexdigest()))
+
+    def text(self, path: str, text: str, *, listed: bool = True) -> None:
+        data = text.encode()
+        mode = 0o755 if text.startswith("#!") else 0o644
+        self._sink.write(path, len(data), io.BytesIO(data), mode)
+        if listed:
+            self._kept(BundledFile(path=path, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+
+    def link(self, path: str, to: str) -> None:
+        self._sink.link(path, to)
+        self._kept(BundledFile(path=path, link=to))
+
+    def _kept(self, file: BundledFile) -> BundledFile:
+        self.files.append(file)
+        return file
+
+
+def _written(load: Load, output: Path, progress: Progress) -> Packed:
+    total = load.size_bytes
+    largest = max((_size_of(one) for one in load.distributions), default=0)
+    need_free(output.parent, total + largest, "the bundle")
+    progress.note(
+        f"packing {load.plan.model.name} and {load.image or load.plan.engine}, {size(total)} at most, to {output}"
+    )
+    for leftover in output.parent.glob(f".making-{output.name}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix=f".making-{output.name}-", dir=output.parent, ignore_cleanup_errors=True
+        ) as holder:
+            staging = Path(holder) / "bundle"
+            with progress.step("packing", total) as tell, _sink(output, staging) as sink:
+                bundle = _filled(load, _Writer(sink, tell, progress.note), Path(holder))
+            staging.chmod(0o644 if staging.is_file() else 0o755)
+            staging.rename(output)
+    except OSError as error:
+        hint = "free some space, or name another place with -o"
+        raise OutsideFailed(f"cannot write {output}", cause=error.strerror or str(error), hint=hint) from error
+    return Packed(path=str(output), size_bytes=_on_disk(output), bundle=bundle)
+
+
+@contextmanager
+def _sink(output: Path, staging: Path) -> Iterator[_Sink]:
+    if output.suffix == ".tar":
+        with tarfile.open(staging, "x:", format=tarfile.PAX_FORMAT) as archive:
+            yield _Archive(archive)
+    else:
+        staging.mkdir()
+        yield _Folder(staging)
+
+
+def _filled(load: Load, writer: _Writer, scratch: Path) -> Bundle:
+    packed = {wheels.pin(one): _packed(one, writer, scratch) for one in load.distributions}
+    for path, file in load.model_files:
+        writer.file(path, file)
+    for path, file in load.prepared_files():
+        if file.is_symlink():
+            writer.link(path, str(file.readlink()))
+        else:
+            writer.file(path, file)
+    engine, own = ([wheels.pin(one) for one in some] for some in (load.engine, load.own))
+    if engine:
+        writer.text(ENGINE_PINS, _pins(engine, packed))
+    own_pins = _pins(own, packed)
+    writer.text(OWN_PINS, own_pins)
+    for path, text in load.more.items():
+        writer.text(path, text)
+    writer.text("plan.json", to_json(load.plan) + "\n")
+    writer.text("decision.json", to_json(load.decision) + "\n")
+    glibc = platform.libc_ver()[1] or None if sys.platform.startswith("linux") else None
+    bundle = Bundle(
+        bedplate=_version.__version__,
+        made_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        site=Site(
+            python=load.python,
+            platform=sysconfig.get_platform(),
+            glibc=wheels.least_glibc([Path(one.path).name for one in packed.values()], glibc),
+        ),
+        wanted=replaced(load.wanted, engine=load.plan.engine, model=load.plan.model.name),
+        hardware=load.hardware,
+        plan=load.plan,
+        recipe=_recipe_words(load.recipe),
+        packages=tuple(sorted(engine)),
+        own_packages=tuple(sorted(own)),
+        image=load.image,
+        prepared=tuple(folder.name for folder in load.prepared),
+    )
+    writer.text("README.txt", readme(replaced(bundle, files=tuple(writer.files))))
+    if load.image is None:
+        uv = next(file.path for pin, file in packed.items() if pin.startswith("uv=="))
+        writer.text("serve", serve_script(bundle, OWN_PINS, hashlib.sha256(own_pins.encode()).hexdigest()[:10], uv))
+    bundle = replaced(bundle, files=tuple(writer.files))
+    manifest = to_json(bundle) + "\n"
+    sums = [f"{one.sha256}  {one.path}\n" for one in bundle.files if one.link is None]
+    sums.append(f"{hashlib.sha256(manifest.encode()).hexdigest()}  {MANIFEST}\n")
+    writer.text(SUMS, "".join(sums), listed=False)
+    writer.text(MANIFEST, manifest, listed=False)
+    return bundle
+
+
+def _packed(one: importlib.metadata.Distribution, writer: _Writer, scratch: Path) -> BundledFile:
+    before = 0
+
+    def tell(done: int) -> None:
+        nonlocal before
+        writer.told(done - before)
+        before = done
+
+    telling = wheels.Telling(tell, writer.note)
+    if one.name == "bedplate" and wheels.is_editable(one):
+        import bedplate
+
+        wheel = wheels.pack_source(one, Path(bedplate.__file__).parent, scratch, telling)
+    else:
+        wheel = wheels.pack(one, scratch, telling)
+    try:
+        return writer.file(f"wheels/{wheel.name}", wheel, silent=True)
+    finally:
+        wheel.unlink()
+
+
+def _pins(pins: list[str], packed: dict[str, BundledFile]) -> str:
+    return "".join(f"{pin} --hash=sha256:{packed[pin].sha256}\n" for pin in sorted(pins))
+
+
+def _recipe_words(recipe: Recipe | None) -> tuple[str, ...]:
+    return (*recipe.packages, *recipe.bare) if recipe is not None else ()
+
+
+def recipe_of(engine: Engine, plan: Plan) -> tuple[str, ...]:
+    """What this version of bedplate would make the engine's environment of."""
+    return _recipe_words(engine.recipe_for(plan.settings.device))
+
+
+def _size_of(one: importlib.metadata.Distribution) -> int:
+    return wheels.wheel_bytes(one)
+
+
+def _on_disk(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _own_python() -> str:
+    return _minor(platform.python_version())
+
+
+def _machine_words(hardware: Hardware) -> str:
+    cards = [card.name for card in hardware.accelerators]
+    return f"{len(cards)} × {cards[0]}" if cards else hardware.cpu.name

@@ -1,0 +1,130 @@
+"""What a bundle says to a person who has it and no network: a page to read, and a program to start."""
+
+from __future__ import annotations
+
+from bedplate.values.bundle import MANIFEST, Bundle
+from bedplate.values.units import size
+
+_README = """bedplate bundle: {model}, with {engine}
+
+Made {made_at} by bedplate {version}. All that is needed is in this folder; nothing outside is reached.
+
+It needs
+  {needs}
+  {disk} of disk beside this folder, for what is installed from it
+
+Check the copy
+  sha256sum --check --quiet SHA256SUMS
+
+{start}
+What is in here
+  model/                     {weights}
+  wheels/                    {wheels} packages{of_engine}, bedplate and what it needs
+  plan.json, decision.json   what was decided for {machine}, and why
+  {manifest}       every file with its size and sha256
+"""
+
+_SERVE = """Serve
+  ./serve                    installs bedplate from here, once, and serves at http://127.0.0.1:8080/v1
+  ./serve --port 9000 -d     any option of `bedplate serve`
+
+or, into a Python environment of your own
+  pip install --no-index --find-links wheels bedplate=={version}
+  bedplate serve --bundle .
+"""
+
+_IMAGE = """Serve
+  {engine} is run by a container image, which is not in here. Where there is a network:
+      docker pull {image}
+      docker save {image} -o image.tar
+  and at the site:
+      docker load -i image.tar
+      docker compose -f compose/compose.yaml up
+  The model's files are in model/; compose/ says where they are looked for.
+"""
+
+_SCRIPT = """#!/bin/sh
+# Installs bedplate from this folder, once, and serves what the folder holds. Nothing outside is reached.
+set -eu
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+kept=${{BEDPLATE_HOME:-${{XDG_CACHE_HOME:-$HOME/.cache}}/bedplate}}/bundles
+env=$kept/bedplate-{version}-{pins_id}
+if [ ! -x "$env/bin/bedplate" ]; then
+    python=
+    for one in ${{UV_PYTHON:-}} python{python} python3 python; do
+        if command -v "$one" >/dev/null 2>&1 &&
+            "$one" -c 'import sys, sysconfig as s
+sys.exit(sys.version_info[:2] != {python_tuple} or s.get_platform() != "{platform}")' 2>/dev/null; then
+            python=$(command -v "$one")
+            break
+        fi
+    done
+    if [ -z "$python" ]; then
+        echo "error: this bundle is for Python {python} on {platform}, and there is none on the PATH" >&2
+        echo "hint: install it, or name one: UV_PYTHON=/path/to/python{python} $0" >&2
+        exit 1
+    fi
+    mkdir -p "$kept"
+    making=$(mktemp -d "$kept/.making-XXXXXX")
+    trap 'rm -rf "$making"' EXIT
+    echo " installing bedplate {version} to $env" >&2
+    "$python" -m zipfile -e "$here"/{uv} "$making/tool"
+    uv=$(echo "$making"/tool/uv-*.data/scripts/uv)
+    chmod +x "$uv"
+    "$uv" --quiet --offline --no-config venv --relocatable --python "$python" "$making/env"
+    "$uv" --quiet --offline --no-config pip install --python "$making/env/bin/python" --no-deps --no-index \\
+        --find-links "$here/wheels" --require-hashes --requirement "$here/{pins}"
+    rm -rf "$env"
+    mv "$making/env" "$env"
+    rm -rf "$making"
+    trap - EXIT
+fi
+exec "$env/bin/python" -I -m bedplate serve --bundle "$here" "$@"
+"""
+
+
+def readme(bundle: Bundle) -> str:
+    site, plan = bundle.site, bundle.plan
+    source = plan.source or plan.model
+    needs = [f"Python {site.python} on {site.platform}"]
+    if site.glibc is not None:
+        needs.append(f"glibc {site.glibc} or newer")
+    if bundle.image is not None:
+        needs.append(f"the image {bundle.image}")
+    packages = {*bundle.packages, *bundle.own_packages}
+    start = (_SERVE if bundle.image is None else _IMAGE).format(
+        version=bundle.bedplate, engine=plan.engine, image=bundle.image
+    )
+    disk = sum(file.size_bytes for file in bundle.files if file.path.startswith("wheels/"))
+    return _README.format(
+        model=source.name,
+        engine=f"{plan.engine} {plan.engine_version}",
+        made_at=bundle.made_at,
+        version=bundle.bedplate,
+        needs="\n  ".join(needs),
+        disk=f"about {size(4 * disk)}",
+        start=start,
+        weights=f"{source.quantization or source.format}, {size(source.weight_bytes)}",
+        wheels=len(packages),
+        of_engine=f": {plan.engine}" if bundle.packages else ": none of the engine",
+        machine=bundle.hardware.cpu.name
+        if not bundle.hardware.accelerators
+        else f"{len(bundle.hardware.accelerators)} × {bundle.hardware.accelerators[0].name}",
+        manifest=MANIFEST,
+    )
+
+
+def serve_script(bundle: Bundle, pins: str, pins_id: str, uv: str) -> str:
+    """POSIX shell, since there may be nothing else yet; uv comes out of its own wheel.
+
+    Another set of packages, which `pins_id` tells apart, gets another environment.
+    """
+    return _SCRIPT.format(
+        version=bundle.bedplate,
+        python=bundle.site.python,
+        python_tuple=tuple(int(part) for part in bundle.site.python.split(".")),
+        platform=bundle.site.platform,
+        uv=uv,
+        pins=pins,
+        pins_id=pins_id,
+    )

@@ -1,0 +1,312 @@
+"""Serves from a bundle: checked against its manifest, installed from its wheels alone, with no connection opened."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from bedplate.engines import engine as engine_by_id
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.home import disk_failure, home, locked, need_free, writable
+from bedplate.operate.bundle import ENGINE_PINS, recipe_of
+from bedplate.progress import Progress, Silent
+from bedplate.run.prepare import MANIFEST as PREPARED_MANIFEST
+from bedplate.run.prepare import file_sha256, prepared_dir
+from bedplate.run.serving import Decided
+from bedplate.run.uv import Wheels, only_from
+from bedplate.run.wheels import version
+from bedplate.store import fingerprint
+from bedplate.values import Hardware, Model, Plan, from_json, replaced
+from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile
+from bedplate.values.service import Order
+from bedplate.values.units import size
+
+MOST_MANIFEST_BYTES = 64 << 20
+SHOWN = 3
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A bundle whose files are there and are the ones that were packed."""
+
+    bundle: Bundle
+    root: Path
+
+    @property
+    def facts(self) -> Model:
+        """The model, with its files where they are now."""
+        source = self.bundle.plan.source or self.bundle.plan.model
+        return replaced(source, files=tuple(str(self.root / file) for file in source.files))
+
+    def order(self, order: Order) -> Order:
+        """What was ordered, of the model in here."""
+        files = self.facts.files
+        model = (files[0] if files[0].endswith(".gguf") else str(Path(files[0]).parent)) if files else self.facts.name
+        return replaced(order, services=tuple(replaced(one, model=model) for one in order.services))
+
+    def agreed(self, found: Decided, progress: Progress) -> None:
+        """Says where this machine's plan is another than the bundle's; refuses one that its packages cannot run."""
+        bundled, here = self.bundle.plan, found.plan
+        if here.engine != bundled.engine or here.settings.device != bundled.settings.device:
+            raise AnswerIsNo(
+                f"the bundle has {bundled.engine} for {bundled.settings.device}, "
+                f"and this machine's plan is {here.engine} for {here.settings.device}",
+                hint="make the bundle on a machine like this one",
+            )
+        if recipe_of(engine_by_id(here.engine), here) != self.bundle.recipe:
+            raise AnswerIsNo(
+                f"the bundle's {here.engine} is not the one that this bedplate starts",
+                cause=f"it was made by another version: {', '.join(self.bundle.recipe)}",
+                hint=f"use the bedplate in the bundle: {self.root / 'serve'}",
+            )
+        other = found.wanted.workload != self.bundle.wanted.workload
+        for line in differences(self.bundle.hardware, found.hardware, bundled, here, asked_otherwise=other):
+            progress.note(line)
+
+
+def differences(
+    before: Hardware, now: Hardware, bundled: Plan, here: Plan, *, asked_otherwise: bool = False
+) -> list[str]:
+    """What is not as it was where the bundle was made; nothing where the plan is the same."""
+    changed = [
+        f"{name.replace('_', ' ')} {getattr(here.settings, name)} instead of {getattr(bundled.settings, name)}"
+        for name in here.settings.__struct_fields__
+        if getattr(here.settings, name) != getattr(bundled.settings, name)
+    ]
+    if here.parallelism != bundled.parallelism:
+        changed.append("divided among the accelerators in another way")
+    if here.weights != bundled.weights:
+        changed.append(f"weights {here.weights.label} instead of {bundled.weights.label}")
+    other = fingerprint(before) != fingerprint(now)
+    if not changed and not other:
+        return []
+    why = "other work is asked for than the bundle was made for" if asked_otherwise else "less is free here"
+    if other:
+        why = f"the bundle was planned for {_words(before)}, this machine is {_words(now)}"
+    return [f"{why}: planned again, {'; '.join(changed) if changed else 'with the same settings'}"]
+
+
+def _words(hardware: Hardware) -> str:
+    cards = hardware.accelerators
+    memory = f"{hardware.memory.total_bytes / (1 << 30):.0f} GiB"
+    what = f"{len(cards)} × {cards[0].name}" if cards else f"{hardware.cpu.name}, {hardware.cpu.allowed_cores:g} cores"
+    return f"{what}, {memory}"
+
+
+# opening one
+
+
+def read_bundle(path: Path) -> Bundle:
+    """The manifest of a folder or an archive; nothing else of it is looked at."""
+    path = path.expanduser()
+    if not path.exists():
+        raise BadQuestion(f"there is no bundle {path}", hint="bedplate bundle makes one")
+    try:
+        if path.is_dir():
+            raw = (path / MANIFEST).read_bytes()
+        else:
+            with tarfile.open(path, "r:") as archive:
+                raw = _member(archive, MANIFEST).read(MOST_MANIFEST_BYTES)
+    except (KeyError, FileNotFoundError, tarfile.TarError, EOFError) as error:
+        raise OutsideFailed(
+            f"{path} is no bundle of bedplate, or it is cut short: {MANIFEST}, which is written last, is not in it",
+            cause=str(error) if isinstance(error, tarfile.TarError) else None,
+            hint="copy it again, and compare its size with that of the original",
+        ) from error
+    except OSError as error:
+        raise OutsideFailed(f"cannot read {path}", cause=error.strerror or str(error)) from error
+    bundle = from_json(Bundle, raw, f"{path / MANIFEST if path.is_dir() else path}")
+    if bad := next((file for file in bundle.files if not file.inside), None):
+        raise OutsideFailed(f"{path} is not to be trusted: {bad.path} leads out of it", hint="where is it from?")
+    return bundle
+
+
+def _member(archive: tarfile.TarFile, path: str) -> BinaryIO:
+    found = archive.extractfile(f"{TOP}/{path}")
+    if found is None:
+        raise KeyError(path)
+    return found  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def opened(path: Path, progress: Progress | None = None) -> Iterator[Opened]:
+    """While this is open, whatever is installed comes out of the bundle, and nothing outside is reached."""
+    progress = progress or Silent()
+    path = path.expanduser().absolute()
+    bundle = read_bundle(path)
+    check_site(bundle)
+    root = path if path.is_dir() else _unpacked(path, bundle, progress)
+    check_files(bundle, root, progress)
+    try:
+        _put_prepared(bundle, root)
+    except OSError as error:
+        raise disk_failure(error, prepared_dir()) from error
+    with only_from(Wheels(root / "wheels", {bundle.plan.engine: root / ENGINE_PINS})):
+        yield Opened(bundle, root)
+
+
+def check_site(bundle: Bundle) -> None:
+    """Whether the packages can run here at all, before anything is unpacked."""
+    if bundle.image is not None:
+        raise AnswerIsNo(
+            f"{bundle.plan.engine} of this bundle is run by a container image: {bundle.image}",
+            hint="its README.txt says how: docker load, then docker compose -f compose/compose.yaml up",
+        )
+    site = bundle.site
+    python = ".".join(map(str, sys.version_info[:2]))
+    if site.platform != sysconfig.get_platform():
+        raise AnswerIsNo(
+            f"the bundle is for {site.platform}, and this machine is {sysconfig.get_platform()}",
+            hint="make the bundle on a machine like this one",
+        )
+    if site.python != python and "UV_PYTHON" not in os.environ:
+        raise AnswerIsNo(
+            f"the bundle's packages are for Python {site.python}, and this bedplate runs on {python}",
+            hint=f"its own program looks for the right one: ./serve; or run bedplate with python{site.python}",
+        )
+    glibc = platform.libc_ver()[1]
+    if site.glibc is not None and glibc and version(glibc) < version(site.glibc):
+        raise AnswerIsNo(
+            f"the bundle's packages need glibc {site.glibc} or newer, and this system has {glibc}",
+            hint="use a newer system, or make the bundle on one like this",
+        )
+
+
+def check_files(bundle: Bundle, root: Path, progress: Progress | None = None) -> None:
+    """Each file against the manifest. One that was found good is hashed again only when its size or time changes."""
+    wrong: list[str] = []
+    done = 0
+    with (progress or Silent()).step("checking the bundle", bundle.size_bytes) as tell:
+        for file in bundle.files:
+            if (why := _wrong(file, root / file.path)) is not None:
+                wrong.append(f"{file.path} {why}")
+            done += file.size_bytes
+            tell(done)
+    _refuse_damaged(wrong, bundle, f"copy it to {root} again; sha256sum --check SHA256SUMS names the files too")
+
+
+def _refuse_damaged(wrong: list[str], bundle: Bundle, hint: str) -> None:
+    if wrong:
+        more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise OutsideFailed(
+            f"the bundle is damaged: {len(wrong)} of {len(bundle.files)} files are not as they were packed",
+            cause=", ".join(wrong[:SHOWN]) + more,
+            hint=hint,
+        )
+
+
+def _wrong(file: BundledFile, path: Path) -> str | None:
+    if file.link is not None:
+        return None if path.is_symlink() and str(path.readlink()) == file.link else "is no longer a link"
+    if not path.is_file():
+        return "is missing"
+    if (found := path.stat().st_size) != file.size_bytes:
+        return f"has {found:,} bytes instead of {file.size_bytes:,}"
+    return None if file_sha256(path) == file.sha256 else "has another sha256"
+
+
+def _wrong_in(archive: tarfile.TarFile, file: BundledFile) -> str | None:
+    """As `_wrong`, of a file that is still in its archive."""
+    try:
+        member = archive.getmember(f"{TOP}/{file.path}")
+        if file.link is not None:
+            return None if member.linkname == file.link else "is no longer a link"
+        digest = hashlib.sha256()
+        with _member(archive, file.path) as source:
+            while chunk := source.read(CHUNK_BYTES):
+                digest.update(chunk)
+    except (KeyError, tarfile.TarError, EOFError, OSError):
+        return "is missing or cut short"
+    return None if digest.hexdigest() == file.sha256 else "has another sha256"
+
+
+def _unpacked(path: Path, bundle: Bundle, progress: Progress) -> Path:
+    """An archive's files in bedplate's own folder; its manifest is put there last, so what has one is whole."""
+    with tarfile.open(path, "r:") as archive:
+        raw = _member(archive, MANIFEST).read()
+        root = home() / "bundles" / hashlib.sha256(raw).hexdigest()[:16]
+        writable(root.parent)
+        with locked(root, f"unpacking {path.name}", progress.note):
+            if (root / MANIFEST).is_file():
+                return root
+            shutil.rmtree(root, ignore_errors=True)
+            need_free(root.parent, bundle.size_bytes, f"what is in {path.name}")
+            progress.note(f"unpacking {path} ({size(bundle.size_bytes)}) to {root}")
+            try:
+                _unpack(archive, bundle, root, progress)
+                check_files(bundle, root)
+                (root / MANIFEST).write_bytes(raw)
+            except (KeyError, tarfile.TarError, EOFError) as error:
+                shutil.rmtree(root, ignore_errors=True)
+                raise OutsideFailed(f"{path} is damaged", cause=str(error), hint="copy it again") from error
+            except OutsideFailed as error:
+                shutil.rmtree(root, ignore_errors=True)
+                raise OutsideFailed(error.message, cause=error.cause, hint=f"copy {path} again") from error
+            except OSError as error:
+                raise disk_failure(error, root) from error
+    return root
+
+
+def _unpack(archive: tarfile.TarFile, bundle: Bundle, root: Path, progress: Progress) -> None:
+    """Only what the manifest names: an archive may hold anything."""
+    done = 0
+    with progress.step("unpacking", bundle.size_bytes) as tell:
+        for file in bundle.files:
+            target = root / file.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if file.link is not None:
+                target.symlink_to(file.link)
+                continue
+            with _member(archive, file.path) as source, target.open("xb") as out:
+                while chunk := source.read(CHUNK_BYTES):
+                    out.write(chunk)
+                    done += len(chunk)
+                    tell(done)
+            target.chmod(0o755 if archive.getmember(f"{TOP}/{file.path}").mode & 0o111 else 0o644)
+
+
+def _put_prepared(bundle: Bundle, root: Path) -> None:
+    """Converted weights where `prepare` looks for them: links, since a bundle may lie on what cannot be written."""
+    for name in bundle.prepared:
+        source, folder = root / "prepared" / name, prepared_dir() / name
+        writable(prepared_dir())
+        with locked(folder, "linking converted weights"):
+            if (folder / PREPARED_MANIFEST).is_file() and all(one.exists() for one in folder.iterdir()):
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            for one in source.iterdir():
+                if one.name == PREPARED_MANIFEST:
+                    continue
+                (folder / one.name).symlink_to(one.readlink() if one.is_symlink() else one)
+            shutil.copyfile(source / PREPARED_MANIFEST, folder / PREPARED_MANIFEST)
+
+
+def checked(path: Path, progress: Progress | None = None) -> Bundle:
+    """The manifest of a bundle whose files, all of them read now, are those that were packed."""
+    path = path.expanduser().absolute()
+    bundle = read_bundle(path)
+    if path.is_dir():
+        check_files(bundle, path, progress)
+        return bundle
+    wrong: list[str] = []
+    done = 0
+    with tarfile.open(path, "r:") as archive, (progress or Silent()).step("checking", bundle.size_bytes) as tell:
+        for file in bundle.files:
+            if (why := _wrong_in(archive, file)) is not None:
+                wrong.append(f"{file.path} {why}")
+            done += file.size_bytes
+            tell(done)
+    _refuse_damaged(wrong, bundle, f"copy {path} again")
+    return bundle

@@ -1,0 +1,309 @@
+"""Installed packages as wheels again, file by file as their own list has them: what ran here runs elsewhere.
+
+No index is asked, so what was built here, or came from an index that another site cannot reach, is packed as well.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib.metadata
+import io
+import re
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from bedplate.errors import OutsideFailed
+
+_OF_THE_INSTALLER = frozenset(["INSTALLER", "REQUESTED", "RECORD", "RECORD.jws", "direct_url.json", "uv_cache.json"])
+"""In a package's own folder, what is about this installation and not about the package."""
+_SCRIPT_FOLDERS = frozenset(["bin", "Scripts"])
+_MOVED = re.compile(rb"#!/bin/sh\n'''exec' .*\n' '''\n")
+"""How a script for Python begins in an environment that may be moved, or that lies too deep."""
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+"""The earliest that the format knows: the same files give the same bytes."""
+_LEGACY_GLIBC = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014": (2, 17)}
+CHUNK_BYTES = 1 << 20
+
+
+class Telling(NamedTuple):
+    """Who is told on the way."""
+
+    done: Callable[[int], None] = lambda count: None
+    """The bytes that were packed so far."""
+    note: Callable[[str], None] = lambda text: None
+
+
+SILENT = Telling()
+
+
+class Member(NamedTuple):
+    """One file of a package: where it is, where it goes in the wheel, and its hash as the package's list has it."""
+
+    file: Path
+    path: str
+    sha256: str | None = None
+    script: bool = False
+
+
+def distributions(folder: Path) -> dict[str, importlib.metadata.Distribution]:
+    """What is installed in an environment or a folder, by name as indexes have it."""
+    folders = [str(one) for one in folder.rglob("site-packages") if one.is_dir()] or [str(folder)]
+    found: dict[str, importlib.metadata.Distribution] = {}
+    for one in importlib.metadata.distributions(path=folders):
+        found.setdefault(normal(one.name), one)
+    return found
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pin(one: importlib.metadata.Distribution) -> str:
+    return f"{normal(one.name)}=={one.version}"
+
+
+def needed_by(name: str) -> list[importlib.metadata.Distribution]:
+    """A package of this Python and all that it needs, as they are installed here."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    asked: set[tuple[str, str]] = set()
+    ahead: list[tuple[str, frozenset[str], bool]] = [(normal(name), frozenset(), True)]
+    while ahead:
+        package, extras, must = ahead.pop()
+        new = {(package, extra) for extra in ("", *extras)} - asked
+        if not new:
+            continue
+        asked |= new
+        try:
+            one = importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError:
+            if not must:
+                continue  # for another system, by its marker
+            raise OutsideFailed(
+                f"{package} is not installed as a package, so it cannot be packed",
+                hint="install bedplate with pip, uv or pipx, and make the bundle with that one",
+            ) from None
+        found[package] = one
+        ahead += [wanted for text in one.requires or () if (wanted := _required(text, extras)) is not None]
+    return [found[package] for package in sorted(found)]
+
+
+def _required(text: str, extras: frozenset[str]) -> tuple[str, frozenset[str], bool] | None:
+    """A requirement as name, extras, and whether it holds everywhere; `None`: only with an extra that is not asked."""
+    words, _, marker = text.partition(";")
+    found = re.match(r"\s*([\w.-]+)\s*(?:\[([^\]]*)\])?", words)
+    if found is None:
+        return None
+    of = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", marker)
+    if of is not None and normal(of[1]) not in extras:
+        return None
+    wanted = frozenset(normal(one.strip()) for one in (found[2] or "").split(",") if one.strip())
+    return normal(found[1]), wanted, not marker.strip()
+
+
+def wheel_bytes(one: importlib.metadata.Distribution) -> int:
+    """How much a package's files take: a wheel of it is no larger."""
+    return sum(member.file.stat().st_size for member in _members(one) if member.file.is_file())
+
+
+def pack(one: importlib.metadata.Distribution, folder: Path, tell: Telling = SILENT) -> Path:
+    """Writes the package's wheel into `folder`; each file is compared with the hash that came with the package."""
+    if is_editable(one):
+        raise OutsideFailed(
+            f"{one.name} is used from where it is written, so it cannot be packed",
+            hint=f"install it as a package: pip install {one.name}=={one.version}",
+        )
+    return _written(one, _members(one), folder, tell)
+
+
+def is_editable(one: importlib.metadata.Distribution) -> bool:
+    return re.search(r'"editable"\s*:\s*true', one.read_text("direct_url.json") or "") is not None
+
+
+def pack_source(one: importlib.metadata.Distribution, package: Path, folder: Path, tell: Telling = SILENT) -> Path:
+    """As `pack`, for pure Python that may be used from where it is written: its files are those in `package`."""
+    info = _info(one)
+    about = [member for member in _members(one) if PurePosixPath(member.path).parts[0] == info]
+    sources = (file for file in sorted(package.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
+    code = [Member(file, f"{package.name}/{file.relative_to(package).as_posix()}") for file in sources]
+    return _written(one, [*code, *about], folder, tell, tags=["py3-none-any"])
+
+
+def _info(one: importlib.metadata.Distribution) -> str:
+    """The name of its own folder, which begins as its wheel does."""
+    for file in one.files or ():
+        if file.name == "METADATA" and len(file.parts) == 2 and file.parts[0].endswith(".dist-info"):
+            return file.parts[0]
+    raise OutsideFailed(
+        f"{one.name} {one.version} was installed without a list of its files, so it cannot be packed",
+        hint="install it with pip or uv in an environment of its own, not with the system's package manager",
+    )
+
+
+def _members(one: importlib.metadata.Distribution) -> list[Member]:
+    info = _info(one)
+    data = f"{info.removesuffix('.dist-info')}.data"
+    made = {point.name for point in one.entry_points if point.group in ("console_scripts", "gui_scripts")}
+    found = []
+    for file in one.files or ():
+        if "__pycache__" in file.parts or (file.parts[0] == info and file.parts[-1] in _OF_THE_INSTALLER):
+            continue
+        place = Path(str(one.locate_file(file)))
+        known = _hex(file.hash.value) if file.hash is not None and file.hash.mode == "sha256" else None
+        if file.parts[0] != ".." and not file.is_absolute():
+            found.append(Member(place, file.as_posix(), known))
+            continue
+        # Beside the packages: programs, headers, and what belongs below the environment's own folder.
+        rest = [part for part in file.parts if part != ".."]
+        if rest[0] in _SCRIPT_FOLDERS:
+            if PurePosixPath(rest[-1]).stem not in made and rest[-1] not in made:
+                found.append(Member(place, f"{data}/scripts/{'/'.join(rest[1:])}", known, script=True))
+        elif rest[:2] == ["include", "site"]:
+            found.append(Member(place, f"{data}/headers/{'/'.join(rest[4:])}", known))
+        else:
+            found.append(Member(place, f"{data}/data/{'/'.join(rest)}", known))
+    return found
+
+
+def _written(
+    one: importlib.metadata.Distribution,
+    members: Iterable[Member],
+    folder: Path,
+    tell: Telling,
+    tags: list[str] | None = None,
+) -> Path:
+    info = _info(one)
+    target = folder / f"{info.removesuffix('.dist-info')}-{_tag(fitting(tags or _tags(one)))}.whl"
+    staging = target.with_suffix(".making")
+    rows: list[tuple[str, str, int | str]] = []
+    done = 0
+    with zipfile.ZipFile(staging, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for member in members:
+            found, size = _added(archive, member, one, tell, done)
+            rows.append((member.path, f"sha256={_url_safe(found)}", size))
+            done += size
+        if tags is not None:
+            text = "".join(f"Tag: {tag}\n" for tag in tags)
+            wheel = f"Wheel-Version: 1.0\nGenerator: bedplate\nRoot-Is-Purelib: true\n{text}".encode()
+            if not any(path == f"{info}/WHEEL" for path, _, _ in rows):
+                archive.writestr(_entry(f"{info}/WHEEL", 0o644), wheel)
+                rows.append((f"{info}/WHEEL", f"sha256={_url_safe(hashlib.sha256(wheel).hexdigest())}", len(wheel)))
+        listed = io.StringIO()
+        csv.writer(listed, lineterminator="\n").writerows([*rows, (f"{info}/RECORD", "", "")])
+        archive.writestr(_entry(f"{info}/RECORD", 0o644), listed.getvalue())
+    return staging.rename(target)
+
+
+def _added(
+    archive: zipfile.ZipFile, member: Member, one: importlib.metadata.Distribution, tell: Telling, before: int
+) -> tuple[str, int]:
+    """Its hash and size; so many bytes were packed before it."""
+    digest, size = hashlib.sha256(), 0
+    hashed = hashlib.sha256() if member.script else digest
+    try:
+        mode = member.file.stat().st_mode & 0o777
+        large = member.file.stat().st_size > 1 << 30
+        with archive.open(_entry(member.path, mode), "w", force_zip64=large) as out:
+            for number, chunk in enumerate(_chunks(member.file)):
+                if member.script:
+                    hashed.update(chunk)
+                    chunk = _as_packed(chunk) if number == 0 else chunk
+                digest.update(chunk)
+                size += len(chunk)
+                out.write(chunk)
+                tell.done(before + size)
+    except OSError as error:
+        raise OutsideFailed(
+            f"{one.name} {one.version} is not whole: {member.path} cannot be read",
+            cause=error.strerror or str(error),
+            hint="install it again (an engine: bedplate engines remove ID, and then this once more)",
+        ) from error
+    if member.sha256 is not None and hashed.hexdigest() != member.sha256:
+        # Libraries are stripped to save space, and what runs here is what is wanted; but somebody should know.
+        tell.note(f"{one.name} {one.version}: {member.path} is not what its package lists; it is packed as it is")
+    return digest.hexdigest(), size
+
+
+def _as_packed(start: bytes) -> bytes:
+    """A script for Python without the path of the Python that it was installed for."""
+    if moved := _MOVED.match(start):
+        return b"#!python\n" + start[moved.end() :]
+    line, _, rest = start.partition(b"\n")
+    return b"#!python\n" + rest if line.startswith(b"#!") and b"python" in line else start
+
+
+def _chunks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        while chunk := opened.read(CHUNK_BYTES):
+            yield chunk
+
+
+def _entry(path: str, mode: int) -> zipfile.ZipInfo:
+    entry = zipfile.ZipInfo(path, _EPOCH)
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    entry.external_attr = (0o100000 | (0o755 if mode & 0o111 else 0o644)) << 16
+    return entry
+
+
+def _tags(one: importlib.metadata.Distribution) -> list[str]:
+    text = one.read_text("WHEEL") or ""
+    return re.findall(r"^Tag:\s*(\S+)\s*$", text, re.MULTILINE) or ["py3-none-any"]
+
+
+def fitting(tags: Sequence[str], python: tuple[int, int] = sys.version_info[:2]) -> list[str]:
+    """Tags by which this Python takes a wheel that it runs: some wheels were renamed, and still have others inside."""
+    major, minor = python
+    kept = [tag for tag in tags if _is_for(tag, major, minor)]
+    return kept or [f"cp{major}{minor}-none-{tag.split('-', 2)[-1]}" for tag in tags]
+
+
+def _is_for(tag: str, major: int, minor: int) -> bool:
+    interpreter, abi, _ = (*tag.split("-", 2), "", "")[:3]
+    if interpreter == f"cp{major}{minor}":
+        return True
+    found = re.fullmatch(rf"(py|cp){major}(\d*)", interpreter)
+    older = found is not None and int(found[2] or 0) <= minor
+    return older and found is not None and (found[1] == "py" or abi == "abi3")
+
+
+def _tag(tags: Iterable[str]) -> str:
+    """All of a wheel's tags as its name has them: the parts of each kind, joined by dots."""
+    parts: list[dict[str, None]] = [{}, {}, {}]
+    for tag in tags:
+        for kind, part in zip(parts, tag.split("-", 2), strict=False):
+            kind[part] = None
+    return "-".join(".".join(kind) or "any" for kind in parts)
+
+
+def least_glibc(names: Iterable[str], own: str | None) -> str | None:
+    """The glibc that wheels of these names need; what only says `linux` may need the one that it was built with."""
+    needed: list[tuple[int, int]] = []
+    for name in names:
+        here: list[tuple[int, int]] = []
+        for part in name.removesuffix(".whl").rpartition("-")[2].split("."):
+            if found := re.match(r"manylinux_(\d+)_(\d+)_", part):
+                here.append((int(found[1]), int(found[2])))
+            elif found := re.match(r"(manylinux\d+)_", part):
+                here.append(_LEGACY_GLIBC.get(found[1], (2, 17)))
+            elif part.startswith("linux_") and own is not None:
+                here.append(version(own))
+        if here:
+            needed.append(min(here))
+    return ".".join(map(str, max(needed))) if needed else None
+
+
+def version(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    return int(major or 0), int(re.match(r"\d*", minor)[0] or 0)  # type: ignore[index]
+
+
+def _hex(encoded: str) -> str:
+    return base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).hex()
+
+
+def _url_safe(digest: str) -> str:
+    return base64.urlsafe_b64encode(bytes.fromhex(digest)).rstrip(b"=").decode()

@@ -1,0 +1,275 @@
+"""`serve --on ray` and `serve --on dynamo` for real: clients notice nothing, whatever is killed below them.
+
+Streams run all the time while processes are killed. Each of them must end whole, or say that it did not; and what was
+killed must come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import psutil
+import pytest
+from tests.conftest import gone, wait_for
+from tests.fleet.serving import Serving, serving
+
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked for as Linux shows them"),
+]
+BACK_S = 180.0
+"""For what was killed to come back, on a machine that may be busy."""
+STREAMS = 4
+
+
+@contextlib.contextmanager
+def orchestrated(*arguments: str) -> Iterator[Serving]:
+    with serving("--replicas", "2", "--context", "2048", *arguments) as one:
+        one.wait_ready()
+        yield one
+
+
+def command(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def found(one: Serving, pattern: str) -> list[psutil.Process]:
+    """Its processes whose command reads like this, wardens left out; the oldest first."""
+    below = [process for process in one.descendants() if "warden.py" not in command(process)]
+    return sorted((p for p in below if re.search(pattern, command(p))), key=lambda p: p.pid)
+
+
+def status(one: Serving) -> dict[str, Any]:
+    argv = [sys.executable, "-m", "bedplate", "status", one.endpoint["name"], "--json"]
+    answered: dict[str, Any] = json.loads(subprocess.run(argv, capture_output=True, check=True, text=True).stdout)
+    return answered
+
+
+def says_something(one: Serving, **more: Any) -> str:
+    with openai.OpenAI(base_url=one.endpoint["url"], api_key="none", max_retries=0, timeout=120) as client:
+        messages: Any = [{"role": "user", "content": "Count to ten."}]
+        answer = client.chat.completions.create(model=one.endpoint["model"], messages=messages, max_tokens=8, **more)
+        if not more.get("stream"):
+            assert answer.usage.completion_tokens > 0
+            return str(answer.choices[0].message.content)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
+        assert text
+        return text
+
+
+async def stream(session: aiohttp.ClientSession, url: str, number: int, tokens: int) -> str:
+    """How one stream ended: whole, error (and said so), refused (with a status), or cut."""
+    body = {
+        "messages": [{"role": "user", "content": f"Tell story number {number}."}], "stream": True,
+        "max_tokens": tokens, "ignore_eos": True, "min_tokens": tokens,
+    }  # fmt: skip
+    last = b""
+    async with session.post(f"{url}/chat/completions", json=body) as answer:
+        if answer.status != 200:
+            told = await answer.json()
+            return "refused" if answer.status in (500, 502, 503) and told["error"]["message"] else "cut"
+        try:
+            async for raw in answer.content:
+                last = raw.strip() or last
+        except aiohttp.ClientPayloadError:
+            return "error"
+    if last == b"data: [DONE]":
+        return "whole"
+    return "error" if b'"error"' in last else "cut"
+
+
+async def under_streams(
+    one: Serving, happens: Callable[[], Awaitable[None]], tokens: int = 96
+) -> collections.Counter[str]:
+    """How streams ended that began before, while and after something happened."""
+    ended: collections.Counter[str] = collections.Counter()
+    over = asyncio.Event()
+    numbers = iter(range(10**9))
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
+
+        async def client() -> None:
+            while not over.is_set():
+                ended[await stream(session, one.endpoint["url"], next(numbers), tokens)] += 1
+                await asyncio.sleep(0.05)
+
+        clients = [asyncio.create_task(client()) for _ in range(STREAMS)]
+        await asyncio.sleep(2)
+        try:
+            await happens()
+            await asyncio.sleep(2)
+        finally:
+            over.set()
+            await asyncio.gather(*clients)
+    return ended
+
+
+def survives(one: Serving, kill: Callable[[], int], is_back: Callable[[int], bool], tokens: int = 96) -> None:
+    """Kills something under streams; waits until it is back; then everything is as before."""
+
+    async def happens() -> None:
+        killed = kill()
+        until = time.monotonic() + BACK_S
+        while not await asyncio.to_thread(is_back, killed):
+            assert time.monotonic() < until, f"{killed} was killed and did not come back within {BACK_S:.0f} s"
+            await asyncio.sleep(0.2)
+
+    ended = asyncio.run(under_streams(one, happens, tokens))
+    print(dict(ended))
+    assert ended["whole"] and not ended["cut"], ended
+    assert says_something(one, stream=True)
+
+
+def killed(processes: list[psutil.Process], index: int = -1) -> int:
+    processes[index].kill()
+    return processes[index].pid
+
+
+class TestRay:
+    ENGINE = r"bin/llama-server .*--port"
+    REPLICA = r"^ray::ServeReplica"
+    RAYLET = r"/raylet/raylet "
+
+    @pytest.fixture(scope="class")
+    def one(self, builtin_gguf: Path) -> Iterator[Serving]:
+        with orchestrated("--on", "ray", "--engine", "llama.cpp") as one:
+            yield one
+            if one.process.poll() is None:
+                one.stop()
+
+    def whole(self, one: Serving, but: int) -> bool:
+        """All of it is there, and what was killed is something else now."""
+        counts = [len(found(one, pattern)) for pattern in (self.ENGINE, self.REPLICA, self.RAYLET)]
+        return counts == [2, 2, 2] and not psutil.pid_exists(but) and self.answers(one)
+
+    def answers(self, one: Serving) -> bool:
+        try:
+            return bool(says_something(one))
+        except openai.APIError:
+            return False
+
+    def test_a_cluster_of_two_nodes_with_a_replica_on_each(self, one: Serving) -> None:
+        on: Any = one.endpoint["on"]
+        assert on["orchestrator"] == "ray" and on["workers"] == "llama.cpp" and on["real"] and on["replicas"] == 2
+        raylets = found(one, self.RAYLET)
+        assert len(raylets) == 2
+        # Each replica is below a raylet of its own.
+        owners = [next(r.pid for r in raylets if r in replica.parents()) for replica in found(one, self.REPLICA)]
+        assert sorted(owners) == sorted(raylet.pid for raylet in raylets)
+        (model,) = status(one)["models"]
+        assert [engine["part"] for engine in model["engines"]] == ["head node", "node"]
+        assert all(engine["state"] == "ready" for engine in model["engines"])
+
+    def test_the_same_clients_work(self, one: Serving) -> None:
+        assert says_something(one) and says_something(one, stream=True)
+        with openai.OpenAI(base_url=one.endpoint["url"], api_key="none") as client:
+            assert client.models.list().data[0].id == one.endpoint["model"]
+
+    def test_nothing_listens_to_the_network(self, one: Serving) -> None:
+        open_to_all = [
+            (command(process)[:80], connection.laddr)
+            for process in one.descendants()
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+            and connection.laddr.ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
+        ]
+        assert not open_to_all
+
+    def test_an_engine_that_is_killed(self, one: Serving) -> None:
+        survives(one, lambda: killed(found(one, self.ENGINE)), lambda pid: self.whole(one, pid))
+
+    def test_a_replica_that_is_killed(self, one: Serving) -> None:
+        survives(one, lambda: killed(found(one, self.REPLICA), 0), lambda pid: self.whole(one, pid))
+
+    def test_a_node_that_is_killed(self, one: Serving) -> None:
+        node = max(found(one, self.RAYLET), key=lambda raylet: raylet.create_time())
+        survives(one, lambda: killed([node]), lambda pid: self.whole(one, pid))
+
+    def test_the_head_node_that_is_killed(self, one: Serving) -> None:
+        gcs = r"/gcs/gcs_server "
+        survives(one, lambda: killed(found(one, gcs)), lambda pid: self.whole(one, pid))
+
+    def test_nothing_is_left_of_it(self, one: Serving) -> None:
+        """Last: also after bedplate itself was killed, where only wardens are left to clean up."""
+        below = one.descendants()
+        assert len(below) > 10
+        one.process.send_signal(signal.SIGKILL)
+        wait_for(lambda: gone(below), "all of Ray to end", 30)
+
+    def test_a_signal_ends_all_of_it(self, builtin_gguf: Path) -> None:
+        with orchestrated("--on", "ray", "--engine", "llama.cpp") as one:
+            folder = next(Path(word) for p in found(one, "ray-serve") for word in p.cmdline() if "bedplate-" in word)
+            one.stop()
+            assert not folder.parent.exists()
+
+
+class TestDynamo:
+    FRONT = r"-m dynamo\.frontend"
+
+    @pytest.fixture(scope="class", params=["mocker", "vllm"])
+    def one(self, request: pytest.FixtureRequest, builtin_gguf: Path) -> Iterator[Serving]:
+        with orchestrated("--on", "dynamo", "--engine", request.param) as one:
+            yield one
+            if one.process.poll() is None:
+                one.stop()
+
+    def worker(self, one: Serving) -> str:
+        return r"bin/dynamo-vllm" if one.endpoint["engine"] == "vllm" else r"-m dynamo\.mocker"
+
+    def test_it_says_whether_its_workers_compute(self, one: Serving) -> None:
+        on: Any = one.endpoint["on"]
+        assert on["orchestrator"] == "dynamo" and on["real"] is (one.endpoint["engine"] == "vllm")
+        assert ("a real vLLM" if on["real"] else "nothing computes") in on["text"]
+        assert len(found(one, self.worker(one))) >= 2 and len(found(one, self.FRONT)) == 1
+        (model,) = status(one)["models"]
+        assert [engine["part"] for engine in model["engines"]] == ["front end", "worker", "worker"]
+
+    def test_the_same_clients_work(self, one: Serving) -> None:
+        assert says_something(one) and says_something(one, stream=True)
+
+    def test_requests_that_name_no_model_are_taken(self, one: Serving) -> None:
+        async def asked() -> int:
+            async with aiohttp.ClientSession() as session:
+                body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+                async with session.post(f"{one.endpoint['url']}/chat/completions", json=body) as answer:
+                    return answer.status
+
+        assert asyncio.run(asked()) == 200
+
+    def test_a_worker_that_is_killed_costs_no_answer(self, one: Serving) -> None:
+        pattern = self.worker(one)
+        before = {process.pid for process in found(one, pattern)}
+
+        def is_back(pid: int) -> bool:
+            engines = status(one)["models"][0]["engines"]
+            return all(engine["state"] == "ready" for engine in engines) and not psutil.pid_exists(pid)
+
+        survives(one, lambda: killed(found(one, pattern)), is_back)
+        assert before != {process.pid for process in found(one, pattern)}
+
+    def test_a_front_end_that_is_killed(self, one: Serving) -> None:
+        def is_back(pid: int) -> bool:
+            new = [process.pid for process in found(one, self.FRONT)]
+            return bool(new) and pid not in new and status(one)["models"][0]["state"] == "ready"
+
+        survives(one, lambda: killed(found(one, self.FRONT)), is_back)
+
+    def test_nothing_is_left_of_it(self, one: Serving) -> None:
+        below = one.descendants()
+        os.kill(one.process.pid, signal.SIGKILL)
+        wait_for(lambda: gone(below), "all of Dynamo to end", 30)

@@ -1,0 +1,323 @@
+"""Bundles that are not what they should be: damaged, cut short, for another machine, or no bundles at all."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import shutil
+import tarfile
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.commands import invoke
+
+from bedplate.decide import decide, plan
+from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
+from bedplate.facts.hardware import probe
+from bedplate.operate.bundle import _chain_of, make_bundle
+from bedplate.operate.bundled import Opened, check_files, check_site, checked, differences, opened, read_bundle
+from bedplate.progress import Silent
+from bedplate.run.builtin import builtin_facts
+from bedplate.run.prepare import prepared_dir
+from bedplate.run.serving import Decided, decided
+from bedplate.run.uv import pinned_packages, run_uv
+from bedplate.values import replaced, to_json
+from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile, Site
+from bedplate.values.intent import Intent
+from bedplate.values.service import Wanted
+from bedplate.values.workload import Workload
+
+CONTENT = {"wheels/a.whl": b"not a real wheel", "model/tiny.gguf": b"weights " * 40, "README.txt": b"read me\n"}
+
+
+@pytest.fixture(scope="module")
+def manifest() -> Bundle:
+    """What a bundle of the built-in model would say, with three small files in the place of its own."""
+    hardware, facts = probe(), builtin_facts()
+    chosen = plan(decide(hardware, facts, Workload(origin="default"), "llama.cpp"), facts, Workload(origin="default"))
+    return Bundle(
+        bedplate="0.1.0",
+        made_at="2026-11-15T12:00:00+00:00",
+        site=_here(),
+        wanted=Wanted(engine="llama.cpp"),
+        hardware=hardware,
+        plan=replaced(chosen, model=replaced(facts, files=("model/tiny.gguf",))),
+        recipe=("xllamacpp==2026.10.11549",),
+        files=tuple(
+            BundledFile(path=path, size_bytes=len(data), sha256=sha256(data).hexdigest())
+            for path, data in CONTENT.items()
+        ),
+    )
+
+
+def _here() -> Site:
+    import platform
+    import sysconfig
+
+    python = ".".join(platform.python_version_tuple()[:2])
+    return Site(python=python, platform=sysconfig.get_platform(), glibc="2.5")
+
+
+def folder(root: Path, bundle: Bundle) -> Path:
+    for path, data in CONTENT.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)
+    (root / MANIFEST).write_text(to_json(bundle))
+    return root
+
+
+def archive(path: Path, bundle: Bundle) -> Path:
+    with tarfile.open(path, "w") as out:
+        for name, data in {**CONTENT, MANIFEST: to_json(bundle).encode()}.items():
+            info = tarfile.TarInfo(f"{TOP}/{name}")
+            info.size = len(data)
+            out.addfile(info, io.BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize("make", [folder, archive], ids=["folder", "archive"])
+def test_a_whole_bundle_is_found_whole(make: Callable[..., Path], manifest: Bundle, tmp_path: Path) -> None:
+    assert checked(make(tmp_path / "one", manifest)) == manifest
+
+
+@pytest.mark.parametrize(
+    ("happens", "words"),
+    [
+        (lambda root: (root / "model/tiny.gguf").write_bytes(b"Weights " * 40), "model/tiny.gguf has another sha256"),
+        (lambda root: (root / "model/tiny.gguf").write_bytes(b"weights"), "has 7 bytes instead of 320"),
+        (lambda root: (root / "wheels/a.whl").unlink(), "wheels/a.whl is missing"),
+    ],
+    ids=["changed", "shorter", "missing"],
+)
+def test_damage_names_the_file(happens: Callable[[Path], Any], words: str, manifest: Bundle, tmp_path: Path) -> None:
+    root = folder(tmp_path / "one", manifest)
+    check_files(manifest, root)
+    happens(root)
+    with pytest.raises(OutsideFailed, match="damaged: 1 of 3 files") as raised, opened(root):
+        pass
+    assert words in str(raised.value.cause) and "copy it" in str(raised.value.hint)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
+def test_an_archive_with_a_flipped_bit_or_a_missing_end_is_an_error_or_whole(
+    where: float, bit: int, cut: bool, manifest: Bundle, tmp_path: Path
+) -> None:
+    """Never anything else: some bytes of an archive are padding, and some of a manifest are words."""
+    data = bytearray(archive(tmp_path / "made.tar", manifest).read_bytes())
+    at = int(where * len(data))
+    if cut:
+        del data[at:]
+    else:
+        data[at] ^= 1 << bit
+    (tmp_path / "bad.tar").write_bytes(data)
+    try:
+        found = checked(tmp_path / "bad.tar")
+    except BedplateError as error:
+        assert error.message
+    else:
+        assert [file.sha256 for file in found.files] == [file.sha256 for file in manifest.files]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "null", '{"schema": "bundle/9"}', "\x00\xff", '{"schema": "bundle/1", "files": 3}']
+)
+def test_a_garbled_manifest_is_an_error_that_says_so(text: str, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(BadQuestion, match="is not a Bundle"):
+        read_bundle(tmp_path)
+
+
+def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BadQuestion, match="no bundle"):
+        read_bundle(tmp_path / "nowhere")
+    with pytest.raises(OutsideFailed, match="no bundle of bedplate"):
+        read_bundle(tmp_path)
+    (tmp_path / "text.tar").write_text("hello")
+    with pytest.raises(OutsideFailed, match="no bundle of bedplate"):
+        read_bundle(tmp_path / "text.tar")
+
+
+@pytest.mark.parametrize(
+    ("path", "link", "inside"),
+    [
+        ("model/a.gguf", None, True),
+        ("/etc/passwd", None, False),
+        ("model/../../a", None, False),
+        ("", None, False),
+        ("prepared/one/x", "../two/x", True),
+        ("prepared/one/x", "../../../x", False),
+        ("prepared/one/x", "/etc/passwd", False),
+        ("x", "..", False),
+    ],
+)
+def test_no_file_and_no_link_leads_out_of_a_bundle(
+    path: str, link: str | None, inside: bool, manifest: Bundle, tmp_path: Path
+) -> None:
+    file = BundledFile(path=path, link=link)
+    assert file.inside == inside
+    root = folder(tmp_path / "one", replaced(manifest, files=(file,)))
+    if not inside:
+        with pytest.raises(OutsideFailed, match="leads out of it"):
+            read_bundle(root)
+
+
+@pytest.mark.parametrize(
+    ("site", "words"),
+    [
+        ({"platform": "linux-riscv64"}, "the bundle is for linux-riscv64"),
+        ({"python": "3.9"}, "for Python 3.9, and this bedplate runs on"),
+        ({"glibc": "9.99"}, "need glibc 9.99 or newer"),
+    ],
+)
+def test_another_kind_of_machine_is_refused_before_anything_is_unpacked(
+    site: dict[str, str], words: str, manifest: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UV_PYTHON", raising=False)
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+    other = replaced(manifest, site=replaced(_here(), **site))
+    with pytest.raises(AnswerIsNo, match=words) as raised, opened(archive(tmp_path / "one.tar", other)):
+        pass
+    assert raised.value.hint and not (tmp_path / "home").exists()
+
+
+def test_an_engine_of_an_image_is_not_started(manifest: Bundle) -> None:
+    with pytest.raises(AnswerIsNo, match="container image: nvcr"):
+        check_site(replaced(manifest, image="nvcr.io/nvidia/tensorrt-llm/release:1.2"))
+
+
+def _decided(model: str) -> Decided:
+    (found,) = decided([Wanted(engine="llama.cpp")], probe(), Silent(), models=[builtin_facts()])
+    return found
+
+
+def test_a_plan_that_is_the_same_is_not_worth_a_word_and_another_is_explained(manifest: Bundle, tmp_path: Path) -> None:
+    found = _decided("llama.cpp")
+    same = differences(found.hardware, found.hardware, found.plan, found.plan)
+    assert same == []
+    fewer = replaced(found.plan, settings=replaced(found.plan.settings, slots=found.plan.settings.slots + 3))
+    (line,) = differences(found.hardware, found.hardware, fewer, found.plan)
+    assert "slots" in line and line.startswith("less is free here: planned again")
+    (line,) = differences(found.hardware, found.hardware, fewer, found.plan, asked_otherwise=True)
+    assert line.startswith("other work is asked for")
+    elsewhere = replaced(found.hardware, cpu=replaced(found.hardware.cpu, name="Another CPU"))
+    (line,) = differences(elsewhere, found.hardware, found.plan, found.plan)
+    assert "planned for Another CPU" in line and "with the same settings" in line
+
+
+def test_packages_for_another_device_or_of_another_version_are_refused(manifest: Bundle, tmp_path: Path) -> None:
+    found = _decided("llama.cpp")
+    for_cuda = replaced(manifest.plan, settings=replaced(manifest.plan.settings, device="cuda"))
+    with pytest.raises(AnswerIsNo, match=r"has llama\.cpp for cuda"):
+        Opened(replaced(manifest, plan=for_cuda), tmp_path).agreed(found, Silent())
+    with pytest.raises(AnswerIsNo, match="not the one that this bedplate starts"):
+        Opened(replaced(manifest, recipe=("xllamacpp==1",)), tmp_path).agreed(found, Silent())
+
+
+def test_while_it_is_open_nothing_is_installed_from_anywhere_else(manifest: Bundle, tmp_path: Path) -> None:
+    root = folder(tmp_path / "one", manifest)
+    assert pinned_packages("llama.cpp") is None
+    with opened(root):
+        assert "--require-hashes" in (pinned_packages("llama.cpp") or [])
+        with pytest.raises(OutsideFailed, match="no packages for vllm"):
+            pinned_packages("vllm")
+        with pytest.raises(OutsideFailed, match="installing six failed"):
+            run_uv(["pip", "install", "--target", str(tmp_path / "six"), "six"], "installing six", tmp_path)
+    assert pinned_packages("llama.cpp") is None
+
+
+def test_a_bundles_model_and_engine_are_its_own(manifest: Bundle, tmp_path: Path) -> None:
+    root = folder(tmp_path / "one", manifest)
+    answer = invoke("serve", "other.gguf", "--bundle", str(root), "--engine", "vllm")
+    assert answer.code == 2 and "a model and --engine cannot be given with it" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("intent", "output", "words"),
+    [
+        (Intent(), "there", "is there already"),
+        (Intent(), "nowhere/one.tar", "is not there"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_first(
+    intent: Intent, output: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(BadQuestion, match=words):
+        make_bundle(intent, output=tmp_path / output)
+
+
+def test_several_services_are_refused(tmp_path: Path) -> None:
+    from bedplate.values.intent import Service
+
+    with pytest.raises(BadQuestion, match="a bundle serves one model"):
+        make_bundle(Intent(services=(Service(model="a"), Service(model="b"))), output=tmp_path / "one.tar")
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without bedplate's own packages, most of which is uv; tests/e2e/test_bundle.py packs them all."""
+    monkeypatch.setattr("bedplate.run.wheels.needed_by", lambda name: [importlib.metadata.distribution("filelock")])
+
+
+def test_for_a_machine_on_paper_the_image_is_named_and_an_engine_without_one_refused(
+    builtin_gguf: Path, tmp_path: Path, light: None
+) -> None:
+    paper = Intent(hardware="RTX 4090", model=str(builtin_gguf))
+    packed = make_bundle(paper, "llama.cpp", tmp_path / "one")
+    assert packed.bundle.image is not None and "server-cuda" in packed.bundle.image and not packed.bundle.packages
+    root = tmp_path / "one"
+    assert (root / "images.txt").read_text().strip() == packed.bundle.image
+    assert any((root / "compose").iterdir()) and not (root / "serve").exists()
+    assert "docker save" in (root / "README.txt").read_text()
+    assert checked(root) == packed.bundle
+    with pytest.raises(AnswerIsNo, match="cannot be bundled"):
+        make_bundle(paper, "pytorch", tmp_path / "two")
+    assert not (tmp_path / "two").exists() and not list(tmp_path.glob(".making*"))
+
+
+def kept_conversion(folder: Path, name: str, made: str, link: tuple[str, str] | None = None) -> Path:
+    one = folder / name
+    one.mkdir(parents=True)
+    (one / made).write_text(f"weights of {name}")
+    (one / "bedplate.json").write_text("{}")
+    if link is not None:
+        (one / link[0]).symlink_to(link[1])
+    return one
+
+
+def test_converted_weights_are_found_where_they_are_looked_for_and_nothing_is_copied(
+    manifest: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps, the second with a link to what the first has made, as `prepare` keeps them."""
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "maker"))
+    first = kept_conversion(prepared_dir(), "aaaa", "folder")
+    last = kept_conversion(prepared_dir(), "bbbb", "model-fp8", ("folder", "../aaaa/folder"))
+    assert _chain_of(last) == [last, first]
+
+    root = folder(tmp_path / "bundle", replaced(manifest, prepared=("bbbb", "aaaa")))
+    shutil.copytree(prepared_dir(), root / "prepared", symlinks=True)
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "site"))
+    for _ in range(2):  # a second start finds them there
+        with opened(root):
+            pass
+    there = prepared_dir() / "bbbb"
+    assert (there / "bedplate.json").is_file() and not (there / "bedplate.json").is_symlink()
+    assert (there / "model-fp8").is_symlink() and (there / "model-fp8").read_text() == "weights of bbbb"
+    assert (there / "folder").read_text() == "weights of aaaa"
+
+    moved = (tmp_path / "bundle").rename(tmp_path / "elsewhere")
+    with opened(moved):
+        assert (there / "model-fp8").read_text() == "weights of bbbb", "links follow a bundle that was moved"
+
+
+def test_an_engine_that_only_an_image_has_is_named_here_too(builtin_gguf: Path, tmp_path: Path, light: None) -> None:
+    packed = make_bundle(Intent(), "ollama", tmp_path / "one")
+    assert packed.bundle.image is not None and packed.bundle.image.startswith("ollama/ollama:")
+    assert (tmp_path / "one" / "model" / builtin_gguf.name).is_file()

