@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import on_one_core
+from tests.conftest import on_one_core, wait_for
 from tests.operate.traffic import request
 from tests.soak.kills import (
+    TOKEN,
     Answer,
     Judged,
+    Kept,
     Life,
+    Orphans,
     Outcome,
     body_of,
     compared,
@@ -155,10 +161,18 @@ def test_memory_that_grows_is_seen_within_a_life_and_from_one_to_the_next() -> N
     assert "first and last third" in wrong
 
 
-def test_fewer_kills_than_asked_for_is_no_success() -> None:
-    from tests.soak.kills import Kept, Orphans
+def test_a_process_that_is_below_nobody_is_seen() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={TOKEN: "mine"})
+    orphans = Orphans("mine")
+    try:
+        wait_for(lambda: orphans.look(None) == 1 or None, "it to be seen")
+        assert orphans.look(os.getpid()) == 0 and Orphans("other").look(None) == 0
+    finally:
+        process.communicate()
 
-    done = Outcome([answer(100)], [], [life([100] * 60)], [], Orphans("t"), 0, Kept(found=1), "ok", 5, 60.0)
+
+def test_fewer_kills_than_asked_for_is_no_success() -> None:
+    done = Outcome([answer(100)], [], [life([100] * 60)], [], 0, Orphans("t"), 0, Kept(found=1), "ok", 5, 60.0)
     assert done.violations() == ["0 kills of 5"] and "| whole answers | 1," in done.table()
 
 

@@ -399,10 +399,10 @@ class TestHost:
         async def then(host: Host) -> None:
             one = stub_readied("alpha", stub, replicas=2)
             service = await host.add_service(one.decided.wanted, one, StubOrchestration(stub))
-            for engine in [engine for engine in service.engines if engine.part.name in lost]:
+            for member in [member for member in service.engines if member.part.name in lost]:
                 assert service.state == "ready" and not host.fatal.done()
-                engine.backend.state = "failed"
-                host._lost(service, engine, Failure(message="no good", hint="none"))
+                member.backend.state = "failed"
+                host._lost(service, member, Failure(message="no good", hint="none"))
             assert service.state == "failed" and isinstance(host.fatal.result(), BedplateError)
 
         with_host(then, tmp_path)

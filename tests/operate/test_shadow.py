@@ -45,7 +45,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store of its own: what one test measures is evidence in the next."""
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(shadowing, "IDLE_S", 0.05)
-    monkeypatch.setattr(shadowing, "WARMUP_S", 0.05)
 
 
 def offered(monkeypatch: pytest.MonkeyPatch, one: Readied, *, live: bool) -> None:

@@ -51,6 +51,7 @@ AGE_S = 8.0
 MOST_GROWTH = 0.05
 MOST_MORE_FILES = 8
 STREAMED_SHARE = 0.8
+GIVEN_UP = 3
 CALM_SHARE = 1 / 3
 """Of the time, in which bedplate itself is not killed."""
 CALM_KINDS = {"replica": 6, "all engines": 3, "warden": 1}
@@ -230,6 +231,8 @@ class Service:
         self.port = free_port()
         self.lives: list[Life] = []
         self.own_ends: list[str] = []
+        self.given_up = 0
+        """Starts that ended with 3, since an engine was killed three times before it was ready for the first time."""
         self.model = ""
         self._log = log
         self._env = {**os.environ, TOKEN: self.token, "NO_COLOR": "1"}
@@ -276,7 +279,10 @@ class Service:
             life.died_s = time.time()
             await reading
             if not self._stopping and life.killed_s is None:
-                self.own_ends.append(f"with {life.code} after {life.died_s - life.born_s:.1f} s")
+                if life.code == GIVEN_UP and life.ready_s is None:
+                    self.given_up += 1
+                else:
+                    self.own_ends.append(f"with {life.code} after {life.died_s - life.born_s:.1f} s")
                 if not self._first.is_set():
                     raise RuntimeError(f"bedplate does not start; its log: {self._log.name}")
 
@@ -524,6 +530,7 @@ class Outcome:
     kills: list[Kill]
     lives: list[Life]
     own_ends: list[str]
+    given_up: int
     orphans: Orphans
     left: int
     kept: Kept
@@ -556,6 +563,7 @@ class Outcome:
             ("wrong or doubled records", f"{len(self.kept.wrong)}; integrity of the store: {self.store}"),
             *((one.what, _grown(one)) for one in growth(self.lives)[0]),
             ("back after a kill", _back(self.kills)),
+            ("starts that bedplate gave up", f"{self.given_up}, and says so: an engine was killed again and again"),
         ]  # fmt: skip
         return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows)])
 
@@ -618,8 +626,8 @@ async def soaked(options: argparse.Namespace, log: IO[bytes], say: Callable[[str
     deaths = [life.killed_s for life in service.lives if life.killed_s is not None]
     kept = compared(clients.answers, store.requests(clients.answers[0].sent_s - 1, path=where), deaths)
     return Outcome(
-        clients.answers, killer.kills, service.lives, service.own_ends, orphans, left, kept, integrity(where),
-        options.kills, time.monotonic() - began,
+        clients.answers, killer.kills, service.lives, service.own_ends, service.given_up, orphans, left, kept,
+        integrity(where), options.kills, time.monotonic() - began,
     )  # fmt: skip
 
 

@@ -65,7 +65,6 @@ SETTLE_LOOK_S = 0.1
 SETTLED_SHARE = 0.2
 LONGEST_SETTLE_S = 10.0
 """What was interrupted is computed for a while yet: until the engines take less than this share of a core."""
-WARMUP_S = 0.3
 REQUEST_LIMIT_S = 300.0
 TRIES = 3
 MOST_INTERRUPTED = 2
@@ -600,7 +599,8 @@ def _call(target: Target, load: Load, prepared: Prepared, episode: Episode, numb
         load=load,
         prepared=prepared,
         seconds=span_s,
-        warmup_s=WARMUP_S,
+        # A stretch has few requests, which would wait behind those of a warm-up; both sides have been warmed up before.
+        warmup_s=0.0,
         most_seconds=span_s + REQUEST_LIMIT_S,
         timeout_s=REQUEST_LIMIT_S,
         round=number,
