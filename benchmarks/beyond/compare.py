@@ -197,14 +197,15 @@ def costs(system: System, settings: Settings) -> list[Cost]:
             ]
             samples = [sample for repeat in repeats for sample in repeat.samples]
             good = [sample for sample in samples if sample.outcome == "ok"]
+            firsts = sorted(s.ttft_ms for s in good if s.ttft_ms is not None)
             speeds = [speed for repeat in repeats if (speed := output_tok_s(repeat)) is not None]
             one = Cost(
                 system=system.name,
                 engine=engine_of(endpoint),
                 concurrency=concurrency,
-                ttft_p50_ms=quantile([s.ttft_ms for s in good if s.ttft_ms is not None], 0.5),
-                ttft_p95_ms=quantile([s.ttft_ms for s in good if s.ttft_ms is not None], 0.95),
-                tpot_p50_ms=quantile([s.tpot_ms for s in good if s.tpot_ms is not None], 0.5),
+                ttft_p50_ms=quantile(firsts, 0.5),
+                ttft_p95_ms=quantile(firsts, 0.95),
+                tpot_p50_ms=quantile(sorted(s.tpot_ms for s in good if s.tpot_ms is not None), 0.5),
                 tok_s=sum(speeds) / len(speeds) if speeds else 0.0,
                 requests=len(samples),
                 failed=len(samples) - len(good),
@@ -299,7 +300,7 @@ def under_traffic(system: System, endpoint: Mapping[str, Any], settings: Setting
     told, took_s = run(closed_loop(url, model, prompts[warm:], concurrency, ANSWER_TOKENS))
     good = [one for one in told if one.whole and one.ttft_ms is not None]
     known = [one for one in good if one.cached_tokens is not None]
-    firsts = [one.ttft_ms for one in good if one.ttft_ms is not None]
+    firsts = sorted(one.ttft_ms for one in good if one.ttft_ms is not None)
     asked = sum(one.prompt_tokens for one in known)
     found = Routed(
         system=system.name,

@@ -180,6 +180,17 @@ class TestRay:
         with openai.OpenAI(base_url=one.endpoint["url"], api_key="none") as client:
             assert client.models.list().data[0].id == one.endpoint["model"]
 
+    def test_both_replicas_get_requests(self, one: Serving) -> None:
+        async def nothing() -> None:
+            await asyncio.sleep(5)
+
+        def used() -> list[float]:
+            return [sum(process.cpu_times()[:2]) for process in found(one, self.ENGINE)]
+
+        before = used()
+        asyncio.run(under_streams(one, nothing))
+        assert all(after - was > 0.5 for was, after in zip(before, used(), strict=True))
+
     def test_nothing_listens_to_the_network(self, one: Serving) -> None:
         open_to_all = [
             (command(process)[:80], connection.laddr)

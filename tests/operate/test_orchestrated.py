@@ -186,6 +186,7 @@ class TestRay:
         assert head[:3] == ("--head", "--port", "1234") and node[:2] == ("--address", "127.0.0.1:1234")
         assert "--disable-usage-stats" in head and head[head.index("--include-dashboard") + 1] == "false"
         assert on_ray.VARIABLES["RAY_USAGE_STATS_ENABLED"] == "0"
+        assert on_ray.VARIABLES["RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING"] == "0"
 
     def test_each_node_knows_its_number_and_says_how_it_is(self) -> None:
         head = on_ray.Head(Path("c.json"), "llama.cpp", "t").launch(vllm_plan(), 4321)

@@ -66,6 +66,8 @@ VARIABLES = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "10000",
     "RAY_health_check_failure_threshold": "5",
+    # The proxy would keep to the replica on its own node, as long as that is not full; here all are equally near.
+    "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",
     # Its workers are started by scripts of its own, into which nothing of the user's is to get.
     "PYTHONPATH": "",
 }
