@@ -138,6 +138,8 @@ class TestDynamo:
         words = on_dynamo.MockerWorker(self.place, 0).launch(vllm_plan(), 4321).argv
         assert words[words.index("--model-path") + 1] == "/models/it is here"
         assert words[words.index("--model-name") + 1] == vllm_plan().model.served_name
+        most = int(words[words.index("--num-gpu-blocks-override") + 1]) * on_dynamo.BLOCK_TOKENS
+        assert vllm_plan().settings.context_tokens <= most < 8 * vllm_plan().settings.context_tokens
 
     def test_a_worker_explains_what_vllm_says(self) -> None:
         log = "ValueError: Model architectures ['Nope'] are not supported for now"

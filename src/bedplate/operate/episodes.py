@@ -25,7 +25,7 @@ MOST_REQUESTS = 8
 MOST_SPAN_S = 10.0
 MOST_TOKENS = 512
 """Of answers in one stretch: a short one is soon begun again when somebody interrupts it."""
-LEAST_EPISODES = 3
+LEAST_EPISODES = 6
 MOST_EPISODES = 24
 WRITES = MODEL_APIS - {"embeddings"}
 

@@ -43,7 +43,7 @@ LOOK_S = 0.5
 RETRY_S = 10
 MOST_NOTES = 20
 
-ON_ATTEMPTS = 2
+ON_ATTEMPTS = 3
 """How often a request may be sent to an orchestrator, as long as its client has seen nothing of an answer."""
 
 ServiceState = Literal["unloaded", "loading", "ready", "unloading", "failed"]

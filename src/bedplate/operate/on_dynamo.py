@@ -245,10 +245,14 @@ class MockerWorker(Worker):
     name = "Dynamo's mocker"
 
     def launch(self, plan: Plan, port: int) -> Launch:
+        at_once = min(plan.settings.slots, plan.workload.in_flight()) * plan.workload.request_tokens
+        # As much cache as vLLM is given on a CPU.
+        blocks = -(-max(plan.settings.context_tokens, at_once) // BLOCK_TOKENS) * 11 // 10
         argv = (
             "python", "-m", "dynamo.mocker", "--model-path", self.place.model,
             "--model-name", plan.model.served_name, "--max-num-seqs", str(plan.settings.slots),
-            "--max-model-len", str(plan.settings.context_tokens), "--block-size", str(BLOCK_TOKENS), *PLANES,
+            "--max-model-len", str(plan.settings.context_tokens), "--block-size", str(BLOCK_TOKENS),
+            "--num-gpu-blocks-override", str(blocks), *PLANES,
         )  # fmt: skip
         return Launch(argv=argv, env=self._variables(port))
 

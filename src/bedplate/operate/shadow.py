@@ -172,9 +172,7 @@ class Shadowing:
         except TimeUp as error:
             raise AnswerIsNo(
                 f"{named(ready.plan)} could not be compared in {seconds(self.asked.for_s)}",
-                cause=f"the endpoint was hardly ever idle: it was interrupted {self.pauses} times"
-                if self.pauses
-                else f"nobody asked for anything, but {self._stage} took so long",
+                cause=self._why_late(),
                 hint="give it more time: --for 1h",
             ) from error
         finally:
@@ -184,6 +182,13 @@ class Shadowing:
         done = await asyncio.to_thread(self._judged, cells, sides, live)
         self.host.say(f"shadow of {named(ready.plan)}: {done.verdict.answer}: {done.verdict.text}", aloud=False)
         return done
+
+    def _why_late(self) -> str:
+        if self.pauses:
+            return f"the endpoint was hardly ever idle: it was interrupted {self.pauses} times"
+        if time.monotonic() - self._asked_at < 2 * IDLE_S:
+            return f"the endpoint was not idle for {seconds(IDLE_S)} at a time"
+        return f"nobody asked for anything, but {self._stage} took so long"
 
     # the challenger, and somebody to compare it with
 
