@@ -11,9 +11,8 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,15 +46,16 @@ from bedplate.measure.bench import (
     stoppable,
 )
 from bedplate.measure.flags import BUSY, SWAPPED_BYTES, flags_of
-from bedplate.measure.load import OwnError, Prepared, Target, measure_apart, prepare
+from bedplate.measure.load import OwnError, Prepared, measure_apart, prepare
 from bedplate.measure.load import run as run_loop
 from bedplate.measure.reference import reference_for
-from bedplate.measure.starting import Planned, Ready, Started, facts_of, made_ready, planned, running, why
+from bedplate.measure.starting import Planned, Ready, facts_of, made_ready, planned, why
 from bedplate.measure.statistics import half_width
 from bedplate.measure.summary import meets, output_tok_s, summarized, tpots, ttfts
-from bedplate.measure.watch import Meters, Metrics, Watcher
+from bedplate.measure.watch import Watcher
 from bedplate.measure.wave import warmed, wave
-from bedplate.operate.answers import Where, basis_of
+from bedplate.operate.answers import basis_of
+from bedplate.operate.loaded import Alive, Pool
 from bedplate.run.prepare import content_id
 from bedplate.run.prepare import prepare as prepare_weights
 from bedplate.run.progress import Progress, Silent
@@ -226,61 +226,6 @@ def _unfinished(resume: str, hardware: Hardware, path: Path | None) -> Tuned:
     if found[0].finished:
         raise BadQuestion(f"tuning {found[0].id} has come to its end", hint="bedplate tune begins another")
     return found[0]
-
-
-@dataclass
-class Alive:
-    """An engine that answers, and what is read of it."""
-
-    ready: Ready
-    started: Started
-    target: Target
-    meters: Meters
-    stack: ExitStack
-
-    @property
-    def where(self) -> Where:
-        return Where(self.started.url, self.started.key, self.ready.plan.model.served_name)
-
-
-@dataclass
-class Pool:
-    """Engines that stay loaded between their turns, the one that was used longest ago given up first."""
-
-    most: int
-    running: dict[Point, Alive] = field(default_factory=dict)
-
-    def get(self, point: Point, make: Callable[[], Ready]) -> Alive:
-        if (one := self.running.pop(point, None)) is not None:
-            if not one.started.died:
-                self.running[point] = one  # used last
-                return one
-            one.stack.close()
-        while len(self.running) >= self.most:
-            self.end(next(iter(self.running)))
-        ready = make()
-        stack = ExitStack()
-        try:
-            started = stack.enter_context(running(ready, Silent()))
-        except BaseException:
-            stack.close()
-            raise
-        meters = Meters()
-        meters.pid = started.pid
-        meters.on_card = ready.plan.settings.device not in ("cpu", "metal")
-        host, port = started.backend.address or ("127.0.0.1", 0)
-        meters.metrics = Metrics(f"http://{host}:{port}", started.backend.engine_key, ready.planned.engine.read)
-        target = Target.of(started.url, key=started.key, model=ready.plan.model.served_name)
-        self.running[point] = Alive(ready, started, target, meters, stack)
-        return self.running[point]
-
-    def end(self, point: Point) -> None:
-        if (one := self.running.pop(point, None)) is not None:
-            one.stack.close()
-
-    def close(self) -> None:
-        for point in list(self.running):
-            self.end(point)
 
 
 class Tuner:
