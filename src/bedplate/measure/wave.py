@@ -18,6 +18,9 @@ from bedplate.measure.load.target import Target
 from bedplate.measure.load.wire import Exchange, ask
 from bedplate.values.run import Load, Repeat
 
+APART_S, ALL_WITHIN_S = 0.02, 0.2
+"""How far requests begin apart. Did they come at once, chance would decide how many of their prompts an engine computes
+in its first pass, and the time to first token of the same setting would be one of two that differ by half."""
 WARM_TOKENS = 4
 WARM_PROMPT = 24
 
@@ -32,7 +35,11 @@ async def wave(target: Target, load: Load, prepared: Prepared, number: int, limi
     driven = Driven()
     driven.at = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
     driven.begin_ns = monotonic_ns()
-    tasks = [asyncio.create_task(ask(target, request, limit_s)) for request in requests]
+    apart_s = min(APART_S, ALL_WITHIN_S / streams)
+    tasks = [
+        asyncio.create_task(_begun_after(place * apart_s, target, request, limit_s))
+        for place, request in enumerate(requests)
+    ]
     try:
         exchanges: list[Exchange] = list(await asyncio.gather(*tasks))
     except TimeoutError:
@@ -48,6 +55,11 @@ async def wave(target: Target, load: Load, prepared: Prepared, number: int, limi
         exchange.prompt_tokens, exchange.output_tokens = load.prompt_tokens, load.output_tokens
     driven.exchanges = exchanges
     return told(driven, target, prepared, None)
+
+
+async def _begun_after(seconds: float, target: Target, request: bytes, limit_s: float) -> Exchange:
+    await asyncio.sleep(seconds)
+    return await ask(target, request, limit_s)
 
 
 async def warmed(target: Target, load: Load, prepared: Prepared, limit_s: float) -> None:
