@@ -178,6 +178,19 @@ class TestDifferences:
     def test_other_work_is_not_compared(self, change: dict[str, object]) -> None:
         assert differences(whole(), replaced(whole(), **change)).meaningless
 
+    @pytest.mark.parametrize(
+        "load",
+        [
+            Load(concurrency=4, prompt_tokens=64, output_tokens=32, shared_prefix_tokens=32),
+            Load(arrivals="replay", requests_per_s=2, trace="chat", prompt_tokens=64, output_tokens=32),
+        ],
+    )
+    def test_what_a_cache_brings_counts_where_the_work_repeats_itself(self, load: Load) -> None:
+        one = replaced(whole("x"), load=load)
+        other = replaced(whole("y"), load=load, repeats=(made_repeat([made_sample(cached_tokens=32)]),))
+        found = differences(one, other)
+        assert not found.meaningless and [each.what for each in found.printed] == ["prompt tokens from a cache"]
+
     def test_other_weights_are_not_compared_unless_they_are_made_of_the_same(self) -> None:
         one = whole()
 

@@ -24,7 +24,7 @@ import msgspec
 
 from bedplate import store
 from bedplate.decide.together import Need, need_of
-from bedplate.errors import AnswerIsNo, OutsideFailed
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.judge.compare import compare
 from bedplate.measure.bench import environment_of
 from bedplate.measure.load import Target, prepare
@@ -497,7 +497,11 @@ class Shadowing:
                 store.add_cell(cell)
             for result in results_of(a, b):
                 store.add(result)
-        verdict = compare([a], [b], target=self.service.wanted.workload.latency)
+        try:
+            verdict = compare([a], [b], target=self.service.wanted.workload.latency)
+        except BadQuestion as error:
+            names = f"{b.subject.engine} cannot be held against {a.subject.engine} by what was measured"
+            raise AnswerIsNo(names, cause=error.cause, hint=f"bedplate diagnose {self.run_id}") from error
         if live and self.asked.share < ALL:
             verdict = at_less_load(verdict, self.asked.share)
         with contextlib.suppress(OutsideFailed):
