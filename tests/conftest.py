@@ -189,3 +189,12 @@ def served(builtin_gguf: Path, llama_environment: Environment) -> Iterator[Serve
     below = one.descendants()
     assert one.stop() == 0
     wait_for(lambda: gone(below), "the engine's processes to end")
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, bedplate_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A store and services of its own; engines and models are those of all tests."""
+    for name in ("engines", "models"):
+        (tmp_path / name).symlink_to(bedplate_home / name)
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
+    yield tmp_path

@@ -175,16 +175,8 @@ def test_being_stopped_keeps_what_is_done(home: Path, null: str, number: int) ->
 
 
 def test_a_real_engine_is_started_measured_checked_and_stopped(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    bedplate_home: Path,
-    builtin_gguf: Path,
-    llama_environment: Environment,
-    one_core: None,
+    own_home: Path, builtin_gguf: Path, llama_environment: Environment, one_core: None
 ) -> None:
-    for folder in ("engines", "models"):
-        (tmp_path / folder).symlink_to(bedplate_home / folder)
-    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
     process = started("--engines", "llama.cpp", "--concurrency", "1,2", *SHORT, "--seconds", "1", "--json")
     wait_for(lambda: kept_cells() >= 1, "the first cell to be kept", 500)
     below = psutil.Process(process.pid).children(recursive=True)
@@ -214,16 +206,8 @@ def test_a_real_engine_is_started_measured_checked_and_stopped(
 
 
 def test_through_the_gateway_it_is_the_same_engine_and_said_so(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    bedplate_home: Path,
-    builtin_gguf: Path,
-    llama_environment: Environment,
-    one_core: None,
+    own_home: Path, builtin_gguf: Path, llama_environment: Environment, one_core: None
 ) -> None:
-    for folder in ("engines", "models"):
-        (tmp_path / folder).symlink_to(bedplate_home / folder)
-    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
     asked = ("--engines", "llama.cpp", "--through-gateway", "--concurrency", "2", *SHORT, "--repeats", "1")
     done = command("bench", *asked, "--no-quality", "--json")
     assert done.code == 0, done.err

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,15 +34,6 @@ from tests.soak.shadows import Timed, table
 
 from bedplate.run.environments import Environment
 from bedplate.values.record import replaced
-
-
-@pytest.fixture
-def own_home(tmp_path: Path, bedplate_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A store and services of its own; engines and models are those of all tests."""
-    for name in ("engines", "models"):
-        (tmp_path / name).symlink_to(bedplate_home / name)
-    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
-    yield tmp_path
 
 
 def test_ten_kills_and_nothing_is_lost(

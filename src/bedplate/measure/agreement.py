@@ -7,7 +7,6 @@ favourite. docs/agreement.md says where the figures here come from.
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from bedplate.engines.base import SIXTEEN_BIT
+from bedplate.measure.moments import now_text
 from bedplate.measure.prefixes import spread
 from bedplate.measure.reference import Known, Reference, reference_for
 from bedplate.store import add_agreement, agreements, fingerprint
@@ -322,7 +322,7 @@ async def check_served(
         return
     pairs = quick_ones(reference.known())
     said = await ask(url, pairs, model=plan.model.served_name, key=key, in_flight=QUICK_IN_FLIGHT)
-    found = judged(plan, reference, compare(pairs, said), at=_now(), machine=machine)
+    found = judged(plan, reference, compare(pairs, said), at=now_text(), machine=machine)
     tell(found)
     if found.verdict != "unchecked" or any(isinstance(one, Failed) and one.lasting for one in said):
         add_agreement(found, path)
@@ -338,7 +338,3 @@ def _found_good(plan: Plan, reference: Reference, earlier: Iterable[Agreement]) 
     )
     newest = next(of_this, None)
     return newest is not None and newest.verdict != "broken"
-
-
-def _now() -> str:
-    return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import hashlib
 import os
 import platform
-import secrets
 import signal
 import threading
 import time
@@ -29,6 +27,7 @@ from bedplate.measure.knee import next_load
 from bedplate.measure.load import OwnError, Prepared, Rule, Target, measure_apart, output_tok_s, prepare
 from bedplate.measure.load import run as run_loop
 from bedplate.measure.load.repeating import halt
+from bedplate.measure.moments import new_run_id, now_text
 from bedplate.measure.starting import (
     Planned,
     Ready,
@@ -184,7 +183,7 @@ def bench(
         native=native,
     )
     environment = replaced(environment_of(hardware, command), price=price if price is not None and price.said else None)
-    run = Run(id=_new_id(), at=_now(), environment=environment, matrix=matrix)
+    run = Run(id=new_run_id(), at=now_text(), environment=environment, matrix=matrix)
     one = Bench(run, hardware, progress, teller, path)
     one.shapes = _shapes(matrix)
     return _measured(one)
@@ -498,7 +497,12 @@ class Measuring:
         if kept is not None and _enough(one, kept, self.turn):
             return
         cell = kept or Cell(
-            id=cell_id, run=one.run.id, at=_now(), machine=one.run.environment.machine, subject=self.subject, load=load
+            id=cell_id,
+            run=one.run.id,
+            at=now_text(),
+            machine=one.run.environment.machine,
+            subject=self.subject,
+            load=load,
         )
         cell = replaced(cell, subject=self.subject, quality=self.quality, notes=self.notes)
         one.teller.measuring(cell, "preparing")
@@ -553,7 +557,7 @@ class Measuring:
         with Watcher(self.meters) as watcher:
 
             def watch(moment: str) -> None:
-                moments[moment] = _now(milliseconds=True)
+                moments[moment] = now_text(milliseconds=True)
                 watcher.mark(moment)
                 one.teller.measuring(cell, moment)
 
@@ -661,15 +665,6 @@ def hardware_words(hardware: Hardware) -> str:
     cards = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU"
     cores = f"{cpu.allowed_cores:g} core{'' if cpu.allowed_cores == 1 else 's'}"
     return f"{cpu.name}, {cores}, {memory(hardware.memory.total_bytes)} RAM, {cards}"
-
-
-def _new_id() -> str:
-    return f"{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
-def _now(*, milliseconds: bool = False) -> str:
-    now = dt.datetime.now(dt.UTC)
-    return now.isoformat(timespec="milliseconds" if milliseconds else "seconds").replace("+00:00", "Z")
 
 
 __all__ = ["Bench", "Stopped", "Teller", "bench", "closed_loads"]

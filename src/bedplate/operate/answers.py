@@ -6,7 +6,6 @@ docs/agreement.md says why next tokens, and what stored bits explain.
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,6 +34,7 @@ from bedplate.measure.agreement import (
 )
 from bedplate.measure.garbled import garbled
 from bedplate.measure.likelihood import read_listed
+from bedplate.measure.moments import now_text
 from bedplate.measure.prefixes import fixed_prefixes, spread
 from bedplate.measure.reference import Known, reference_for
 from bedplate.store import fingerprint
@@ -204,7 +204,7 @@ async def checked(
             plan,
             basis.reference,
             compare(by_reference, [answers[prefix] for prefix, _ in by_reference]),
-            at=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            at=now_text(),
             machine=fingerprint(hardware),
         )
         found.append(_of_agreement(agreement, stage))

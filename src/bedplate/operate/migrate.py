@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import datetime as dt
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import msgspec
 from bedplate.decide.planning import plan as plan_of
 from bedplate.decide.together import need_of
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
+from bedplate.measure.moments import now_text
 from bedplate.operate.answers import ASKED, ASKED_IN_SERVICE, Basis, basis_of, checked, warmed
 from bedplate.operate.challenger import Noted, named, where_it_was, where_of
 from bedplate.operate.sides import LEAST_SEEN, Limits, Seen, Tally, latency, stuck, worse
@@ -112,7 +112,7 @@ class Migrating:
         self.notes: list[str] = []
         self.cut = self.held_most = 0
         self.held_s = 0.0
-        self._at = dt.datetime.now(dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        self._at = now_text()
         self._began = time.monotonic()
         self._shares = {engine.id: engine.backend.share for engine in self.incumbents}
         self._usual = Tally(engine.backend for engine in self.incumbents)

@@ -11,7 +11,6 @@ import contextlib
 import datetime as dt
 import itertools
 import random
-import secrets
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from bedplate.measure.load import Target, prepare
 from bedplate.measure.load.apart import Call, Said, raised
 from bedplate.measure.load.own import LAG_SHARE, LEAST_LAG_MS, MOST_CPU
 from bedplate.measure.load.preparing import Prepared
+from bedplate.measure.moments import new_run_id, now_text
 from bedplate.operate.answers import Basis, Where, basis_of, checked, warmed
 from bedplate.operate.challenger import Noted, named, where_it_was, where_of
 from bedplate.operate.episodes import Episode, assumed, cell_of, episodes, load_of, recorded, results_of
@@ -130,8 +130,8 @@ class Shadowing:
         self.incumbent: HostedEngine = service.engines[0]
         self.pauses = 0
         self.notes: list[str] = []
-        self.run_id = f"{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-        self._at = _now()
+        self.run_id = new_run_id()
+        self._at = now_text()
         self._began = time.monotonic()
         self._until = self._began + asked.for_s
         self._still = Standstill()
@@ -791,7 +791,3 @@ def usage_in(stream: bytes) -> tuple[int | None, int | None, str | None]:
         except (msgspec.DecodeError, UnicodeDecodeError, AttributeError):
             continue
     return prompt, output, finish
-
-
-def _now() -> str:
-    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -6,9 +6,7 @@ requests. What wins is proven at the end in closed loops, as `compare` weighs an
 
 from __future__ import annotations
 
-import datetime as dt
 import math
-import secrets
 import statistics
 import time
 from collections.abc import Sequence
@@ -48,6 +46,7 @@ from bedplate.measure.bench import (
 from bedplate.measure.flags import BUSY, SWAPPED_BYTES, flags_of
 from bedplate.measure.load import OwnError, Prepared, measure_apart, prepare
 from bedplate.measure.load import run as run_loop
+from bedplate.measure.moments import new_run_id, now_text
 from bedplate.measure.reference import reference_for
 from bedplate.measure.starting import Planned, Ready, facts_of, made_ready, planned, why
 from bedplate.measure.statistics import half_width
@@ -155,8 +154,8 @@ def tune(
     found = (*chosen.engine.knobs(hardware, chosen.plan), *more_knobs)
     checked_knobs(found, knobs, chosen)
     kept = before or Tuned(
-        id=f"{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
-        at=_now(),
+        id=new_run_id(),
+        at=now_text(milliseconds=True),
         machine=fingerprint(hardware),
         hardware=hardware_words(hardware),
         bedplate=__version__,
@@ -435,7 +434,11 @@ class Tuner:
         tuned = self.kept
         if repeat is None:
             # Who is slower than the bar by so much is out of the race; by how much nobody needs to know.
-            return None if bar is None else Taken(at=_now(), seconds=round(limit_s, 3), score=bar, cut=True)
+            return (
+                None
+                if bar is None
+                else Taken(at=now_text(milliseconds=True), seconds=round(limit_s, 3), score=bar, cut=True)
+            )
         if any(one.outcome != "ok" for one in repeat.samples):
             return None
         speed = output_tok_s(repeat, tuned.load)
@@ -454,7 +457,8 @@ class Tuner:
                 raise AnswerIsNo("nothing here tells how much energy is used", hint="NVIDIA cards and Intel's RAPL do")
             return None
         return Taken(
-            at=repeat.at or _now(), seconds=round(repeat.seconds, 3), score=score, output_tok_s=speed, ttft_ms=first,
+            at=repeat.at or now_text(milliseconds=True),
+            seconds=round(repeat.seconds, 3), score=score, output_tok_s=speed, ttft_ms=first,
             tpot_ms=each, peak_memory_bytes=used.memory_bytes, energy_j_per_token=used.energy_j,
         )  # fmt: skip
 
@@ -588,7 +592,8 @@ class Tuner:
         if point == OWN:
             turn = Turn(knob="own defaults", value="on")
         found = Refused(
-            at=_now(), machine=self.kept.machine, engine=self.kept.engine, engine_version=self.kept.engine_version,
+            at=now_text(milliseconds=True),
+            machine=self.kept.machine, engine=self.kept.engine, engine_version=self.kept.engine_version,
             model=self.kept.model, turn=turn, turned=turned, kind=kind, why=why_, evidence=evidence,
         )  # fmt: skip
         self.kept = replaced(self.kept, refused=(*self.kept.refused, found))
@@ -671,7 +676,8 @@ class Tuner:
             start_s=self.trials[point].start_s,
         )  # fmt: skip
         return Cell(
-            id=f"{self.kept.id}:{name}:{load.concurrency}", run=self.kept.id, at=repeats[0].at or _now(),
+            id=f"{self.kept.id}:{name}:{load.concurrency}", run=self.kept.id,
+            at=repeats[0].at or now_text(milliseconds=True),
             machine=self.kept.machine, subject=subject, load=load, repeats=repeats,
             warmup=sum(one.warmup for one in repeats), exact_output=all(one.exact_output for one in repeats),
             quality=self.qualities.get(point), notes=name, halt="most",
@@ -799,7 +805,3 @@ def _examiner(chosen: Planned) -> BuildExaminer | None:
     from bedplate.measure.builds import BuildExaminer
 
     return BuildExaminer()
-
-
-def _now() -> str:
-    return dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

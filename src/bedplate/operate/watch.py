@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from bedplate.engines import engine as engine_by_id
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.home import home, writable
+from bedplate.measure.moments import now_text
 from bedplate.measure.starting import is_installed
 from bedplate.operate.control import Nothing, ask
 from bedplate.operate.migrate import Migrate
@@ -155,7 +155,7 @@ def triggered(found: Outlook, before: Seen | None, now: Seen, every_s: float) ->
 def _evaluated(
     record: ServiceRecord, asked: Watching, found: Outlook, triggers: tuple[Trigger, ...], now: Seen
 ) -> Watched:
-    began, at = time.monotonic(), _now()
+    began, at = time.monotonic(), now_text()
     for trigger in triggers:
         asked.tell(f"{trigger.kind}: {trigger.text}")
     shadows, untried = _tried(record, asked, found)
@@ -335,7 +335,3 @@ def remember(service: str, model: str, seen: Seen) -> None:
         partial.replace(path)
     except OSError as error:
         raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error
-
-
-def _now() -> str:
-    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
