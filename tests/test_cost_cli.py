@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.commands import invoke
+from tests.commands import run as command
 from tests.runs import made_cell, made_run
 
 from bedplate.cli.options import price_from
 from bedplate.errors import BadQuestion
 from bedplate.measure.exchange import written
+from bedplate.measure.load import serve_null
 from bedplate.measure.summary import row, spent
 from bedplate.show.bench import Lines, render_run
 from bedplate.values import Parallelism, replaced, to_json
@@ -83,6 +85,16 @@ def test_rows_carry_both_figures() -> None:
     assert float(rows[0]["kwh_per_million_tokens"]) == pytest.approx(0.2778, rel=0.01)
     bare = list(csv.DictReader(io.StringIO(written(priced(None), "csv"))))
     assert bare[0]["cost_per_million_tokens"] == ""
+
+
+def test_a_run_that_is_measured_keeps_the_price_that_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
+    asked = ("--prompt-tokens", "24", "--output-tokens", "8", "--seconds", "0.5", "--repeats", "1", "--no-quality")
+    with serve_null(first_ms=10, interval_ms=1, tokens=8) as null:
+        done = command("bench", "--url", null.url, "--concurrency", "2", *asked, "--price-per-hour", "3.6")
+    assert done.code == 0 and "cost per M" in done.out, done.err
+    (kept,) = csv.DictReader(io.StringIO(invoke("bench", "--resume", "last", "--csv").out))
+    assert float(kept["cost_per_million_tokens"]) == pytest.approx(1000 / float(kept["tok_per_s"]), rel=0.01)
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """What distribution costs and brings on one box: bedplate's own replicas, Ray Serve and Dynamo, through one endpoint.
 
-    python benchmarks/beyond/compare.py --json beyond.json
+    python benchmarks/beyond/compare.py --json beyond.json --only llama,mocker
+    python benchmarks/beyond/compare.py --json beyond.json                      the rest of it
 
 Two tables. The first is what each layer costs: the same engine and the same load, with and without it. The second is
-what a router brings: prompts that share their beginnings, sent by what is cached where, or in turns.
+what a router brings: prompts that share their beginnings, sent by what is cached where, or in turns. Every case is a
+fixed number of requests, is written down as soon as it is measured, and is not measured again.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,15 +32,22 @@ from typing import Any
 import aiohttp
 import psutil
 
+from bedplate.errors import BedplateError
 from bedplate.measure.load import Target, measure_apart, output_tok_s, prepare, run
 from bedplate.measure.statistics import quantile
 from bedplate.values.run import Load
 
-READY_S = 1800.0
+REPLICAS = 2
+CONTEXT_TOKENS = 2048
+SLOTS = 8
+READY_S = 900.0
 """Of a first start, which installs and converts."""
 STOP_S = 60.0
+LONGEST_CASE_S = 240.0
+ROUTED_IN_FLIGHT = 4
 ANSWER_TOKENS = 16
 """Where prompts are what takes time."""
+FEWEST_FOR_P95 = 20
 WORDS = [
     "river", "stone", "copper", "lantern", "orchard", "winter", "signal", "harbor", "meadow", "engine", "paper",
     "silver", "thunder", "garden", "mirror", "candle", "forest", "window", "letter", "bridge", "summer", "market",
@@ -46,122 +56,181 @@ WORDS = [
 
 
 @dataclass(frozen=True)
-class System:
-    """One way to run two engines behind one endpoint."""
+class Visit:
+    """One start of two engines behind one endpoint, and what is measured there."""
 
     name: str
     arguments: tuple[str, ...]
+    layer: str | None = None
+    """Its row in the first table."""
+    router: str | None = None
+    """Its row in the second; visits with the same one are taken together."""
+    texts: int = 1
+    """Which traffic the router gets: the same for all with this number."""
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 LLAMA, VLLM = ("--engine", "llama.cpp"), ("--engine", "vllm")
-COSTS = {
-    "llama": System("llama.cpp", LLAMA),
-    "llama-ray": System("llama.cpp on Ray", ("--on", "ray", *LLAMA)),
-    "vllm": System("vLLM", VLLM),
-    "vllm-ray": System("vLLM on Ray", ("--on", "ray", *VLLM)),
-    "vllm-dynamo": System("vLLM on Dynamo", ("--on", "dynamo", *VLLM)),
-}
+RAY, DYNAMO = ("--on", "ray"), ("--on", "dynamo")
+MOCKER = (*DYNAMO, "--engine", "mocker")
 IN_TURNS = {"DYN_ROUTER_MODE": "round-robin"}
-ROUTES = {
-    "vllm-kv": System("Dynamo, KV router, vLLM", ("--on", "dynamo", *VLLM)),
-    "vllm-turns": System("Dynamo, round robin, vLLM", ("--on", "dynamo", *VLLM), IN_TURNS),
-    "vllm-gateway": System("bedplate's gateway, vLLM", VLLM),
-    "vllm-serve": System("Ray Serve, vLLM", ("--on", "ray", *VLLM)),
-    "mocker-kv": System("Dynamo, KV router, mocker", ("--on", "dynamo", "--engine", "mocker")),
-    "mocker-turns": System("Dynamo, round robin, mocker", ("--on", "dynamo", "--engine", "mocker"), IN_TURNS),
-}
+KV, TURNS = "Dynamo, KV router, vLLM", "Dynamo, round robin, vLLM"
+VISITS = (
+    Visit("llama", LLAMA, layer="llama.cpp"),
+    Visit("llama-ray", (*RAY, *LLAMA), layer="llama.cpp on Ray"),
+    Visit("vllm", VLLM, layer="vLLM", router="bedplate's gateway, vLLM"),
+    Visit("vllm-ray", (*RAY, *VLLM), layer="vLLM on Ray", router="Ray Serve, vLLM"),
+    # The two policies that are compared come A B B A, so that a machine that becomes slower favours neither.
+    Visit("dynamo-kv-1", (*DYNAMO, *VLLM), layer="vLLM on Dynamo", router=KV),
+    Visit("dynamo-turns-1", (*DYNAMO, *VLLM), router=TURNS, env=IN_TURNS),
+    Visit("dynamo-turns-2", (*DYNAMO, *VLLM), router=TURNS, texts=2, env=IN_TURNS),
+    Visit("dynamo-kv-2", (*DYNAMO, *VLLM), router=KV, texts=2),
+    Visit("mocker-kv", MOCKER, router="Dynamo, KV router, mocker"),
+    Visit("mocker-turns", MOCKER, router="Dynamo, round robin, mocker", env=IN_TURNS),
+)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for."""
+    """What is asked of every system alike; one file has results of one of these."""
 
-    names: tuple[str, ...]
-    replicas: int
-    concurrency: tuple[int, ...]
-    seconds: float
-    repeats: int
     prompt_tokens: int
     output_tokens: int
+    alone: int
+    """Measured requests, one at a time."""
+    at_once: int
+    """And four at a time."""
     prefixes: int
     prefix_words: int
+    warm_requests: int
     requests: int
+
+    @property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """Requests in flight, and how many are measured."""
+        return ((1, self.alone), (4, self.at_once))
 
 
 @dataclass(frozen=True)
-class Cost:
-    """One system at one concurrency."""
+class Case:
+    """What was measured in one visit under one load, request by request."""
 
-    system: str
+    visit: str
+    kind: str
+    """layer or router."""
     engine: str
     concurrency: int
-    ttft_p50_ms: float
-    ttft_p95_ms: float
-    tpot_p50_ms: float
-    tok_s: float
+    at: str
+    ttft_ms: tuple[float, ...]
+    tpot_ms: tuple[float, ...]
+    tokens: float
+    """Of answers, within the measured time."""
+    seconds: float
     requests: int
     failed: int
-    memory_gb: float
-
-
-@dataclass(frozen=True)
-class Routed:
-    """One router under traffic of shared beginnings."""
-
-    system: str
-    engine: str
-    concurrency: int
-    ttft_p50_ms: float
-    ttft_p95_ms: float
-    tok_s: float
-    cached: float | None
-    """Of the prompts' tokens, those that a cache held, where the endpoint says so."""
-    requests: int
-    failed: int
+    memory_gb: float | None = None
+    prompt_tokens: int = 0
+    """Of prompts whose answers tell how much of them was cached."""
+    cached_tokens: int = 0
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def now() -> str:
+    return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+
+
+# what is kept
+
+
+class Kept:
+    """The file of results; without a path, only what this run finds."""
+
+    def __init__(self, path: Path | None, settings: Settings) -> None:
+        self.path, self.settings = path, settings
+        self.cases: dict[tuple[str, str, int], Case] = {}
+        if path is None or not path.exists():
+            return
+        told = json.loads(path.read_text())
+        if told["settings"] != asdict(settings):
+            sys.exit(f"{path} was measured with {told['settings']}; take another file, or the same settings")
+        for one in told["cases"]:
+            self.put(Case(**{**one, "ttft_ms": tuple(one["ttft_ms"]), "tpot_ms": tuple(one["tpot_ms"])}))
+
+    def put(self, case: Case) -> None:
+        self.cases[case.visit, case.kind, case.concurrency] = case
+
+    def add(self, case: Case) -> None:
+        self.put(case)
+        if self.path is None:
+            return
+        told = {
+            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+            "settings": asdict(self.settings),
+            "cases": [asdict(one) for one in self.cases.values()],
+        }
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(json.dumps(told, indent=1))
+        fresh.replace(self.path)
+
+    def missing(self, visit: Visit) -> list[tuple[str, int, int]]:
+        """Kind, requests in flight, and how many are measured, of what is still to be done there."""
+        wanted = [("layer", at_once, count) for at_once, count in self.settings.layers] if visit.layer else []
+        if visit.router:
+            wanted.append(("router", ROUTED_IN_FLIGHT, self.settings.requests))
+        return [one for one in wanted if (visit.name, one[0], one[1]) not in self.cases]
+
+    def of(self, kind: str, names: Sequence[str], concurrency: int) -> list[Case]:
+        return [self.cases[key] for name in names if (key := (name, kind, concurrency)) in self.cases]
+
+
+# serving
+
+
 @contextlib.contextmanager
-def served(system: System, replicas: int, context: int) -> Iterator[dict[str, Any]]:
+def served(visit: Visit) -> Iterator[dict[str, Any]]:
     """The endpoint of `bedplate serve`, for the length of a with block; nothing of it is left afterwards."""
     command = [sys.executable, "-m", "bedplate", "serve", "--json", "--port", "0", "--no-check"]
-    command += ["--replicas", str(replicas), "--context", str(context), "--concurrency", "8", *system.arguments]
+    command += ["--replicas", str(REPLICAS), "--context", str(CONTEXT_TOKENS), "--concurrency", str(SLOTS)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, env={**os.environ, **system.env}, start_new_session=True
-        )
-        timer = _kill_after(process, READY_S)
+            [*command, *visit.arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
+            env={**os.environ, **visit.env}, start_new_session=True,
+        )  # fmt: skip
+        timer = threading.Timer(READY_S, process.kill)
+        timer.daemon = True
+        timer.start()
         try:
             line = process.stdout.readline() if process.stdout is not None else b""
             timer.cancel()
             if not line:
                 log.seek(0)
-                raise RuntimeError(f"{system.name} did not start: {log.read().decode(errors='replace')[-1500:]}")
+                raise RuntimeError(f"{visit.name} did not start: {log.read().decode(errors='replace')[-1500:]}")
             yield json.loads(line)
         finally:
             timer.cancel()
-            below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
-            process.kill()
-            process.wait()
-            _, left = psutil.wait_procs(below, timeout=10)
-            if left:
-                say(f"! {system.name} left {len(left)} processes behind")
+            stopped(process, visit.name)
 
 
-def _kill_after(process: subprocess.Popen[bytes], seconds: float) -> Any:
-    import threading
-
-    timer = threading.Timer(seconds, process.kill)
-    timer.daemon = True
-    timer.start()
-    return timer
+def stopped(process: subprocess.Popen[bytes], name: str) -> None:
+    """Asks it to end. What is left would be in the figures of the next one: it is told, and killed."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        below = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        _, left = psutil.wait_procs(below, timeout=10)
+        for one in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        if left:
+            say(f"! {name} left {len(left)} processes behind")
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def memory_gb(pid: int) -> float:
@@ -180,41 +249,28 @@ def engine_of(endpoint: Mapping[str, Any]) -> str:
 # what a layer costs
 
 
-def costs(system: System, settings: Settings) -> list[Cost]:
-    found = []
-    with served(system, settings.replicas, 2048) as endpoint:
-        target = Target.of(endpoint["url"])
-        for concurrency in settings.concurrency:
-            load = Load(
-                concurrency=concurrency, prompt_tokens=settings.prompt_tokens, output_tokens=settings.output_tokens
-            )
-            prepared = run(prepare(target, load))
-            repeats = [
-                measure_apart(
-                    target, load, prepared=prepared, seconds=settings.seconds, round=100 * concurrency + number
-                )
-                for number in range(settings.repeats)
-            ]
-            samples = [sample for repeat in repeats for sample in repeat.samples]
-            good = [sample for sample in samples if sample.outcome == "ok"]
-            firsts = sorted(s.ttft_ms for s in good if s.ttft_ms is not None)
-            speeds = [speed for repeat in repeats if (speed := output_tok_s(repeat)) is not None]
-            one = Cost(
-                system=system.name,
-                engine=engine_of(endpoint),
-                concurrency=concurrency,
-                ttft_p50_ms=quantile(firsts, 0.5),
-                ttft_p95_ms=quantile(firsts, 0.95),
-                tpot_p50_ms=quantile(sorted(s.tpot_ms for s in good if s.tpot_ms is not None), 0.5),
-                tok_s=sum(speeds) / len(speeds) if speeds else 0.0,
-                requests=len(samples),
-                failed=len(samples) - len(good),
-                memory_gb=memory_gb(endpoint["pid"]),
-            )
-            times = f"TTFT {one.ttft_p50_ms:.0f}/{one.ttft_p95_ms:.0f} ms"
-            say(f"  {one.system}, {concurrency} in flight: {times}, {one.tok_s:.1f} tok/s")
-            found.append(one)
-    return found
+def layer(visit: Visit, endpoint: Mapping[str, Any], settings: Settings, concurrency: int, count: int) -> Case:
+    target = Target.of(endpoint["url"])
+    load = Load(concurrency=concurrency, prompt_tokens=settings.prompt_tokens, output_tokens=settings.output_tokens)
+    repeat = measure_apart(
+        target, load, prepared=run(prepare(target, load)), seconds=1.0, least_requests=count,
+        most_seconds=LONGEST_CASE_S, round=concurrency,
+    )  # fmt: skip
+    good = [sample for sample in repeat.samples if sample.outcome == "ok"]
+    return Case(
+        visit=visit.name,
+        kind="layer",
+        engine=engine_of(endpoint),
+        concurrency=concurrency,
+        at=now(),
+        ttft_ms=tuple(sample.ttft_ms for sample in good if sample.ttft_ms is not None),
+        tpot_ms=tuple(sample.tpot_ms for sample in good if sample.tpot_ms is not None),
+        tokens=(output_tok_s(repeat) or 0.0) * repeat.seconds,
+        seconds=repeat.seconds,
+        requests=len(repeat.samples),
+        failed=len(repeat.samples) - len(good),
+        memory_gb=memory_gb(endpoint["pid"]),
+    )
 
 
 # what a router brings
@@ -235,7 +291,7 @@ def traffic(settings: Settings, seed: int) -> list[str]:
     """Prompts that begin with one of a few long texts each, in an order of chance that is the same for everybody."""
     chance = random.Random(seed)
     texts = [" ".join(chance.choices(WORDS, k=settings.prefix_words)) for _ in range(settings.prefixes)]
-    order = [texts[number % len(texts)] for number in range(settings.requests)]
+    order = [texts[number % len(texts)] for number in range(settings.warm_requests + settings.requests)]
     chance.shuffle(order)
     return [f"{text} {' '.join(chance.choices(WORDS, k=16))}" for text in order]
 
@@ -273,13 +329,13 @@ async def closed_loop(
 ) -> tuple[list[Told], float]:
     """All of them, so many at once; and how long that took."""
     waiting, found = iter(prompts), []
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LONGEST_CASE_S)) as session:
 
         async def client() -> None:
             for prompt in waiting:
                 try:
                     found.append(await ask(session, url, model, prompt, tokens))
-                except aiohttp.ClientError:
+                except (aiohttp.ClientError, TimeoutError):
                     found.append(Told())
 
         began = time.perf_counter()
@@ -287,128 +343,172 @@ async def closed_loop(
         return found, time.perf_counter() - began
 
 
-def routed(system: System, settings: Settings) -> list[Routed]:
-    with served(system, settings.replicas, 2048) as endpoint:
-        # Each with texts of its own: what is cached of others only takes room.
-        return [under_traffic(system, endpoint, settings, concurrency) for concurrency in settings.concurrency]
+def warmed(endpoint: Mapping[str, Any], settings: Settings) -> None:
+    """A few requests to each engine, since what comes first takes longer anywhere."""
+    chance = random.Random("warm-up")
+    prompts = [" ".join(chance.choices(WORDS, k=settings.prompt_tokens)) for _ in range(8)]
+    run(closed_loop(endpoint["url"], endpoint["model"], prompts, ROUTED_IN_FLIGHT, ANSWER_TOKENS))
 
 
-def under_traffic(system: System, endpoint: Mapping[str, Any], settings: Settings, concurrency: int) -> Routed:
-    prompts = traffic(settings, seed=concurrency)
-    warm, url, model = len(prompts) // 4, endpoint["url"], endpoint["model"]
-    run(closed_loop(url, model, prompts[:warm], concurrency, ANSWER_TOKENS))
-    told, took_s = run(closed_loop(url, model, prompts[warm:], concurrency, ANSWER_TOKENS))
+def router(visit: Visit, endpoint: Mapping[str, Any], settings: Settings) -> Case:
+    prompts, warm = traffic(settings, visit.texts), settings.warm_requests
+    url, model = endpoint["url"], endpoint["model"]
+    run(closed_loop(url, model, prompts[:warm], ROUTED_IN_FLIGHT, ANSWER_TOKENS))
+    told, took_s = run(closed_loop(url, model, prompts[warm:], ROUTED_IN_FLIGHT, ANSWER_TOKENS))
     good = [one for one in told if one.whole and one.ttft_ms is not None]
     known = [one for one in good if one.cached_tokens is not None]
-    firsts = sorted(one.ttft_ms for one in good if one.ttft_ms is not None)
-    asked = sum(one.prompt_tokens for one in known)
-    found = Routed(
-        system=system.name,
+    return Case(
+        visit=visit.name,
+        kind="router",
         engine=engine_of(endpoint),
-        concurrency=concurrency,
-        ttft_p50_ms=quantile(firsts, 0.5),
-        ttft_p95_ms=quantile(firsts, 0.95),
-        tok_s=sum(one.output_tokens for one in good) / took_s,
-        cached=sum(one.cached_tokens or 0 for one in known) / asked if asked else None,
+        concurrency=ROUTED_IN_FLIGHT,
+        at=now(),
+        ttft_ms=tuple(one.ttft_ms for one in good if one.ttft_ms is not None),
+        tpot_ms=(),
+        tokens=sum(one.output_tokens for one in good),
+        seconds=took_s,
         requests=len(told),
         failed=len(told) - len(good),
+        prompt_tokens=sum(one.prompt_tokens for one in known),
+        cached_tokens=sum(one.cached_tokens or 0 for one in known),
     )
-    times = f"TTFT {found.ttft_p50_ms:.0f}/{found.ttft_p95_ms:.0f} ms"
-    say(f"  {found.system}, {concurrency} in flight: {times}, {found.tok_s:.1f} tok/s, cached {share(found.cached)}")
-    return found
 
 
-def share(part: float | None) -> str:
-    return "not told" if part is None else f"{part:.0%}"
+# all of it
+
+
+def visited(visit: Visit, kept: Kept) -> None:
+    """Starts it, and measures what is missing there."""
+    began = time.monotonic()
+    with served(visit) as endpoint:
+        say(f"{visit.name}: ready after {time.monotonic() - began:.0f} s")
+        warmed(endpoint, kept.settings)
+        for kind, concurrency, count in kept.missing(visit):
+            if kind == "layer":
+                case = layer(visit, endpoint, kept.settings, concurrency, count)
+            else:
+                case = router(visit, endpoint, kept.settings)
+            kept.add(case)
+            came = f"TTFT {p50(case.ttft_ms)} ms, {case.tokens / case.seconds:.1f} tok/s"
+            spent = f"{case.failed} of {case.requests} failed, {time.monotonic() - began:.0f} s so far"
+            say(f"  {kind}, {concurrency} in flight: {came}, {spent}")
+
+
+def named(words: Sequence[str]) -> list[Visit]:
+    """Those with one of these names, or with one of these words in their names, in their own order."""
+    parts = {part for visit in VISITS for part in (visit.name, *visit.name.split("-"))}
+    if unknown := [word for word in words if word not in parts]:
+        sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join(visit.name for visit in VISITS)}")
+    return [visit for visit in VISITS if not words or {visit.name, *visit.name.split("-")} & set(words)]
 
 
 # the tables
 
 
-def cost_table(rows: Sequence[Cost]) -> str:
+def p50(values: Sequence[float], digits: int = 0) -> str:
+    return f"{quantile(sorted(values), 0.5):.{digits}f}" if values else "-"
+
+
+def p95(values: Sequence[float]) -> str:
+    """Of few requests the slowest, which is marked."""
+    if not values:
+        return "-"
+    few = len(values) < FEWEST_FOR_P95
+    return f"< {max(values):.0f}" if few else f"{quantile(sorted(values), 0.95):.0f}"
+
+
+def joined(cases: Sequence[Case]) -> Case:
+    """The requests of several visits as one."""
+    first = cases[0]
+    return Case(
+        visit=first.visit,
+        kind=first.kind,
+        engine=first.engine,
+        concurrency=first.concurrency,
+        at=first.at,
+        ttft_ms=tuple(one for case in cases for one in case.ttft_ms),
+        tpot_ms=tuple(one for case in cases for one in case.tpot_ms),
+        tokens=sum(case.tokens for case in cases),
+        seconds=sum(case.seconds for case in cases),
+        requests=sum(case.requests for case in cases),
+        failed=sum(case.failed for case in cases),
+        memory_gb=first.memory_gb,
+        prompt_tokens=sum(case.prompt_tokens for case in cases),
+        cached_tokens=sum(case.cached_tokens for case in cases),
+    )
+
+
+def layer_table(kept: Kept) -> str:
     lines = [
         "| | engine | in flight | TTFT ms p50 | p95 | TPOT ms p50 | tok/s | memory GB | failed |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [
-        f"| {one.system} × 2 | {one.engine} | {one.concurrency} | {one.ttft_p50_ms:.0f} | {one.ttft_p95_ms:.0f} "
-        f"| {one.tpot_p50_ms:.1f} | {one.tok_s:.1f} | {one.memory_gb:.1f} | {one.failed} of {one.requests} |"
-        for one in rows
+        f"| {visit.layer} × {REPLICAS} | {one.engine} | {concurrency} | {p50(one.ttft_ms)} | {p95(one.ttft_ms)} "
+        f"| {p50(one.tpot_ms, 1)} | {one.tokens / one.seconds:.1f} | {one.memory_gb or 0:.1f} "
+        f"| {one.failed} of {one.requests} |"
+        for concurrency, _ in kept.settings.layers
+        for visit in VISITS
+        for one in kept.of("layer", [visit.name], concurrency)
     ]
     return "\n".join(lines)
 
 
-def route_table(rows: Sequence[Routed]) -> str:
+def router_table(kept: Kept) -> str:
     lines = [
-        "| | engine | in flight | TTFT ms p50 | p95 | tok/s | prompt cached | failed |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| | engine | TTFT ms p50 | p95 | tok/s | prompt cached | failed |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    lines += [
-        f"| {one.system} × 2 | {one.engine} | {one.concurrency} | {one.ttft_p50_ms:.0f} | {one.ttft_p95_ms:.0f} "
-        f"| {one.tok_s:.1f} | {share(one.cached)} | {one.failed} of {one.requests} |"
-        for one in rows
-    ]
+    for label in dict.fromkeys(visit.router for visit in VISITS if visit.router):
+        cases = kept.of("router", [visit.name for visit in VISITS if visit.router == label], ROUTED_IN_FLIGHT)
+        if cases:
+            one = joined(cases)
+            cached = f"{one.cached_tokens / one.prompt_tokens:.0%}" if one.prompt_tokens else "not told"
+            lines.append(
+                f"| {label} × {REPLICAS} | {one.engine} | {p50(one.ttft_ms)} | {p95(one.ttft_ms)} "
+                f"| {one.tokens / one.seconds:.1f} | {cached} | {one.failed} of {one.requests} |"
+            )
     return "\n".join(lines)
-
-
-def settings_from(arguments: argparse.Namespace) -> Settings:
-    known = {**COSTS, **ROUTES}
-    names = tuple(arguments.only.split(",")) if arguments.only else tuple(known)
-    if unknown := [name for name in names if name not in known]:
-        sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
-    return Settings(
-        names=names,
-        replicas=2,
-        concurrency=tuple(int(word) for word in arguments.concurrency.split(",")),
-        seconds=arguments.seconds,
-        repeats=arguments.repeats,
-        prompt_tokens=arguments.prompt_tokens,
-        output_tokens=arguments.output_tokens,
-        prefixes=arguments.prefixes,
-        prefix_words=arguments.prefix_words,
-        requests=arguments.requests,
-    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", metavar="NAMES", help=f"of {', '.join((*COSTS, *ROUTES))}")
-    parser.add_argument("--concurrency", default="1,4,8")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of one repeat in the first table")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--only", metavar="WORDS", default="", help=f"of {', '.join(one.name for one in VISITS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="what is in it is not measured again")
+    parser.add_argument("--tables", action="store_true", help="measures nothing")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--alone", type=int, default=8, help="measured requests of the first table, one at a time")
+    parser.add_argument("--at-once", type=int, default=24, help="and four at a time")
     parser.add_argument("--prefixes", type=int, default=12, help="long texts that prompts begin with")
     parser.add_argument("--prefix-words", type=int, default=500, help="of each of them")
-    parser.add_argument("--requests", type=int, default=144, help="in the second table; a quarter of them is warm-up")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--warm-requests", type=int, default=24, help="before those of the second table")
+    parser.add_argument("--requests", type=int, default=60, help="measured for the second table, in each visit")
     arguments = parser.parse_args()
-    settings = settings_from(arguments)
-    paid: list[Cost] = []
-    brought: list[Routed] = []
-    for name in settings.names:
-        say(name)
+    settings = Settings(
+        prompt_tokens=arguments.prompt_tokens,
+        output_tokens=arguments.output_tokens,
+        alone=arguments.alone,
+        at_once=arguments.at_once,
+        prefixes=arguments.prefixes,
+        prefix_words=arguments.prefix_words,
+        warm_requests=arguments.warm_requests,
+        requests=arguments.requests,
+    )
+    kept = Kept(arguments.json, settings)
+    # Whoever ends this, by a signal or a time limit, ends what it serves.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before its time"))
+    failed = 0
+    for visit in named([word for word in arguments.only.split(",") if word]):
+        if arguments.tables or not kept.missing(visit):
+            continue
         try:
-            if name in COSTS:
-                paid += costs(COSTS[name], settings)
-            else:
-                brought += routed(ROUTES[name], settings)
-        except RuntimeError as error:
-            say(f"! {error}")
-        if arguments.json:
-            kept = {
-                "at": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-                "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-                "settings": asdict(settings),
-                "costs": [asdict(one) for one in paid],
-                "routes": [asdict(one) for one in brought],
-            }
-            arguments.json.write_text(json.dumps(kept, indent=1))
-    if paid:
-        print(f"\n{cost_table(paid)}")
-    if brought:
-        print(f"\n{route_table(brought)}")
-    return 0
+            visited(visit, kept)
+        except (BedplateError, RuntimeError, OSError) as error:
+            failed += 1
+            say(f"! {visit.name}: {error}")
+    print(f"{layer_table(kept)}\n\n{router_table(kept)}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

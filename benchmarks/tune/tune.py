@@ -76,6 +76,8 @@ def table(found: list[Tuned]) -> list[str]:
             f"{tuned.limit or 'nobody knows what'}."
         )
         lines += [f"  - {step.turn.knob} {step.turn.value}: {times(step.gain)}" for step in tuned.steps]
+        lines += [f"  - {side.name}, turn by turn: {turns(side)}" for side in tuned.sides]
+        lines += [f"  - against {one.against}: {one.answer}. {one.text}" for one in tuned.proofs]
         lines += [f"  - refused: {words_of((one.turn,))}: {one.why}" for one in tuned.refused]
         lines += [f"  - {note}" for note in tuned.notes]
     return lines
@@ -99,6 +101,10 @@ def row(tuned: Tuned, side: Side) -> str:
         spread(side.output_tok_s), spread(side.ttft_ms), spread(side.tpot_ms), peak, answers, speed, first,
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def turns(side: Side) -> str:
+    return ", ".join(f"{one.output_tok_s or 0:.1f} tok/s and {one.ttft_ms or 0:.0f} ms" for one in side.taken)
 
 
 def spread(found: Figure | None) -> str:

@@ -44,6 +44,7 @@ def test_every_value_of_every_knob_gives_a_command_that_the_engine_takes(engine_
     for knob in knobs:
         values = [choice.value for choice in knob.choices]
         assert knob.now in values and len(set(values)) == len(values) and 0 < knob.prior < 1
+        assert set(knob.first) < set(values) and knob.now not in knob.first and (knob.ordered or not knob.first)
         for choice in knob.choices:
             turned = turned_plan(chosen, knobs, {knob.name: choice.value})
             after = one.launch(turned, 8000)
@@ -77,6 +78,24 @@ def test_the_shipped_launcher_takes_what_is_turned() -> None:
     assert options.ubatch_size == 2048 and options.cache_type_k == "q8_0"
     bare = parser.parse_args(one.launch(with_own_defaults(chosen), 8000).argv[1:])
     assert (bare.parallel, bare.kv_unified, bare.threads) == (4, True, -1)
+
+
+def test_a_step_that_holds_one_prompt_is_where_batches_begin() -> None:
+    """And a token of each other request: one token less, and every prompt but the first needs a second step."""
+    one, chosen = engine("llama.cpp"), planned("llama.cpp", "cpu")
+    asked = chosen.workload.prompt_tokens + chosen.settings.slots
+    (batch,) = (knob for knob in one.knobs(machine("cpu"), chosen) if knob.name == "batch")
+    assert batch.first == (str(asked),) and str(asked) in [choice.value for choice in batch.choices]
+    long = replaced(chosen, workload=replaced(chosen.workload, prompt_tokens=4000))
+    (batch,) = (knob for knob in one.knobs(machine("cpu"), long) if knob.name == "batch")
+    assert batch.first == ()
+
+
+def test_what_an_engine_does_not_heed_on_a_processor_is_no_knob_there() -> None:
+    names = {knob.name for knob in engine("vllm").knobs(machine("cpu"), planned("vllm", "cpu"))}
+    assert "threads" in names and "async-scheduling" not in names
+    knobs = {knob.name: knob for knob in engine("llama.cpp").knobs(machine("cpu"), planned("llama.cpp", "cpu"))}
+    assert "poll" not in knobs and [one.value for one in knobs["flash-attn"].choices] == ["auto", "off"]
 
 
 def test_weights_of_a_gguf_are_made_of_itself() -> None:

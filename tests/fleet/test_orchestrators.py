@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -55,10 +56,28 @@ def found(one: Serving, pattern: str) -> list[psutil.Process]:
     return sorted((p for p in below if re.search(pattern, command(p))), key=lambda p: p.pid)
 
 
-def status(one: Serving) -> dict[str, Any]:
-    argv = [sys.executable, "-m", "bedplate", "status", one.endpoint["name"], "--json"]
-    answered: dict[str, Any] = json.loads(subprocess.run(argv, capture_output=True, check=True, text=True).stdout)
+def bedplate(*words: str) -> dict[str, Any]:
+    """What it prints as JSON."""
+    argv = [sys.executable, "-m", "bedplate", *words, "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    answered: dict[str, Any] = json.loads(done.stdout)
     return answered
+
+
+def status(one: Serving) -> dict[str, Any]:
+    return bedplate("status", one.endpoint["name"])
+
+
+def open_to_all(processes: list[psutil.Process]) -> list[tuple[str, Any]]:
+    """What of them listens to more than this machine."""
+    return [
+        (command(process)[:80], connection.laddr)
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+        and connection.laddr.ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
+    ]
 
 
 def says_something(one: Serving, **more: Any) -> str:
@@ -192,14 +211,7 @@ class TestRay:
         assert all(after - was > 0.5 for was, after in zip(before, used(), strict=True))
 
     def test_nothing_listens_to_the_network(self, one: Serving) -> None:
-        open_to_all = [
-            (command(process)[:80], connection.laddr)
-            for process in one.descendants()
-            for connection in process.net_connections("inet")
-            if connection.status == psutil.CONN_LISTEN
-            and connection.laddr.ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
-        ]
-        assert not open_to_all
+        assert not open_to_all(one.descendants())
 
     def test_an_engine_that_is_killed(self, one: Serving) -> None:
         survives(one, lambda: killed(found(one, self.ENGINE)), lambda pid: self.whole(one, pid))
@@ -230,7 +242,7 @@ class TestRay:
 
 
 class TestDynamo:
-    FRONT = r"-m dynamo\.frontend"
+    FRONT = r"bin/dynamo-front"
 
     @pytest.fixture(scope="class", params=["mocker", "vllm"])
     def one(self, request: pytest.FixtureRequest, builtin_gguf: Path) -> Iterator[Serving]:
@@ -252,6 +264,27 @@ class TestDynamo:
 
     def test_the_same_clients_work(self, one: Serving) -> None:
         assert says_something(one) and says_something(one, stream=True)
+
+    def test_nothing_listens_to_the_network(self, one: Serving) -> None:
+        assert not open_to_all(one.descendants())
+
+    def test_a_prompt_goes_where_its_beginning_is_cached(self, one: Serving) -> None:
+        """Round robin would send every second request to the worker that has not seen it."""
+        text = " ".join(f"word{number}" for number in range(300))
+
+        async def cached(session: aiohttp.ClientSession, number: int) -> tuple[int, int]:
+            body = {"model": one.endpoint["model"], "prompt": f"{text} {number}", "max_tokens": 2}
+            async with session.post(f"{one.endpoint['url']}/completions", json=body) as answer:
+                usage = (await answer.json())["usage"]
+                return usage["prompt_tokens"], (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+        async def asked() -> list[tuple[int, int]]:
+            async with aiohttp.ClientSession() as session:
+                return [await cached(session, number) for number in range(8)]
+
+        (_, first), *later = asyncio.run(asked())
+        assert first == 0
+        assert all(known > 0.8 * prompt for prompt, known in later), later
 
     def test_requests_that_name_no_model_are_taken(self, one: Serving) -> None:
         async def asked() -> int:
@@ -284,3 +317,20 @@ class TestDynamo:
         below = one.descendants()
         os.kill(one.process.pid, signal.SIGKILL)
         wait_for(lambda: gone(below), "all of Dynamo to end", 30)
+
+
+@pytest.mark.parametrize(("on", "engine"), [("ray", "llama.cpp"), ("dynamo", "mocker")])
+def test_in_the_background_it_stays_until_it_is_stopped(on: str, engine: str, builtin_gguf: Path) -> None:
+    words = ("-d", "--port", "0", "--no-check", "--replicas", "2", "--context", "2048", "--on", on, "--engine", engine)
+    endpoint = bedplate("serve", *words)
+    host = psutil.Process(endpoint["pid"])
+    below = host.children(recursive=True)
+    try:
+        assert endpoint["on"]["orchestrator"] == on and len(below) >= 6
+        one: Any = SimpleNamespace(endpoint=endpoint)
+        assert says_something(one) and says_something(one, stream=True)
+        (model,) = status(one)["models"]
+        assert model["state"] == "ready" and model["on"]["text"] == endpoint["on"]["text"]
+    finally:
+        bedplate("stop", endpoint["name"])
+    wait_for(lambda: gone([host, *below]), "all of it to end", 30)

@@ -61,7 +61,7 @@ class Made:
         return math.prod(len(lever.values) for lever in self.levers)
 
 
-def climbed(made: Made, **more: Callable[[], bool]) -> Climbed:
+def climbed(made: Made, **more: Callable[[Point], bool]) -> Climbed:
     return climb(made.levers, made.measure, **more)  # type: ignore[arg-type]
 
 
@@ -133,11 +133,50 @@ def test_a_winner_that_answers_wrongly_is_not_kept_and_the_next_one_is() -> None
 def test_it_stops_when_time_is_up_and_says_so() -> None:
     made, left = Made(5), [6]
 
-    def more() -> bool:
+    def more(point: Point) -> bool:
         left[0] -= 1
         return left[0] > 0
 
     assert not climbed(made, more=more).whole
+    assert len(made.asked) < 6
+
+
+def test_what_there_is_no_time_for_is_left_out_and_the_rest_goes_on() -> None:
+    lever, other = Lever("slow", ("1", "2"), "1"), Lever("quick", ("1", "2"), "1")
+    asked: list[Point] = []
+
+    def measure(point: Point, bar: float | None) -> float | None:
+        asked.append(point)
+        return len(point) / 2
+
+    found = climb((lever, other), measure, more=lambda point: "slow" not in dict(point))
+    assert dict(found.best) == {"quick": "2"} and not found.whole
+    assert all("slow" not in dict(point) for point in asked)
+
+
+def test_other_values_of_the_knob_that_won_are_not_tried_in_its_place() -> None:
+    lever = Lever("weights", ("own", "a", "b", "c"), "own", alone=True)
+    speeds = {"own": 0.0, "a": 0.3, "b": 0.2, "c": 0.1}
+    asked: list[str] = []
+
+    def measure(point: Point, bar: float | None) -> float | None:
+        asked.append(dict(point).get("weights", "own"))
+        return speeds[asked[-1]]
+
+    assert dict(climb((lever,), measure).best) == {"weights": "a"}
+    assert asked.count("c") == 1 and asked.count("b") <= 2
+
+
+def test_a_scale_is_begun_where_its_knob_says() -> None:
+    lever = Lever("batch", ("256", "516", "1024", "2048", "4096"), "2048", ordered=True, first=("516",))
+    asked: list[str] = []
+
+    def measure(point: Point, bar: float | None) -> float | None:
+        asked.append(dict(point).get("batch", "2048"))
+        return {"516": 0.4, "256": 0.1}.get(asked[-1], 0.0)
+
+    assert dict(climb((lever,), measure).best) == {"batch": "516"}
+    assert asked[:2] == ["2048", "516"] and "256" in asked and "4096" not in asked
 
 
 def test_a_knob_turned_back_is_not_turned() -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,11 +107,41 @@ class TestDynamo:
         monkeypatch.delenv("DYN_ROUTER_MODE", raising=False)
         launch = on_dynamo.Front(self.place).launch(vllm_plan(), 4321)
         assert launch.argv == (
-            "python", "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", "4321", "--router-mode", "kv",
+            "dynamo-front", "--http-host", "127.0.0.1", "--http-port", "4321", "--router-mode", "kv",
             "--migration-limit", "3", "--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq",
         )  # fmt: skip
         assert launch.health_path == "/v1/models/qwen%2Fqwen3-32b"
         assert launch.env["DYN_FILE_KV"] == "/tmp/b/found" and launch.env["DYN_TCP_RPC_HOST"] == "127.0.0.1"
+
+    @pytest.mark.parametrize("worker", [on_dynamo.VllmWorker, on_dynamo.MockerWorker])
+    def test_what_is_in_caches_is_told_in_the_services_own_folder(self, worker: Any) -> None:
+        """To the relay in the front end, which reads the same variable."""
+        told = {one.launch(vllm_plan(), 4321).env["DYN_ZMQ_BROKER_URL"]
+                for one in (on_dynamo.Front(self.place), worker(self.place, 1))}  # fmt: skip
+        assert told == {"xsub=ipc:///tmp/b/published , xpub=ipc:///tmp/b/heard"}
+        assert all("dynamo-front" in dict(recipe.programs) for recipe in (
+            on_dynamo.ALONE, on_dynamo.WITH_VLLM_CPU, on_dynamo.WITH_VLLM_CUDA
+        ))  # fmt: skip
+
+    def test_what_is_published_is_heard_through_the_relay(self, tmp_path: Path) -> None:
+        zmq = pytest.importorskip("zmq", reason="the relay is made of pyzmq")
+        from bedplate.engines.shipped.dynamo_front import begin_relay, places
+
+        publishers, subscribers = places(f"xsub=ipc://{tmp_path}/in , xpub=ipc://{tmp_path}/out")
+        context = zmq.Context()
+        publisher, subscriber = context.socket(zmq.PUB), context.socket(zmq.SUB)
+        try:
+            publisher.connect(publishers)  # as workers do, which are there before the front end
+            subscriber.connect(subscribers)
+            subscriber.subscribe(b"kv")
+            kept = begin_relay(publishers, subscribers)
+            until_s = time.monotonic() + 20
+            while not subscriber.poll(50):
+                assert time.monotonic() < until_s, "nothing was heard"
+                publisher.send_multipart([b"kv", b"stored"])
+            assert subscriber.recv_multipart() == [b"kv", b"stored"] and kept
+        finally:
+            context.destroy(linger=0)
 
     def test_its_own_variables_choose_the_router(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DYN_ROUTER_MODE", "round-robin")

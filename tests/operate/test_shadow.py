@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conftest import wait_for
 from tests.engines.plans import machine
 from tests.operate.migrating import Load, made
 from tests.operate.stub_hosts import add, with_host
@@ -17,7 +26,7 @@ from tests.operate.traffic import repeat, request
 from tests.run.test_supervisor import until
 
 from bedplate import store
-from bedplate.errors import AnswerIsNo
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.measure.load import Target
 from bedplate.measure.load.preparing import Prepared
 from bedplate.operate import shadow as shadowing
@@ -29,15 +38,20 @@ from bedplate.operate.shadow import (
     computes_on,
     quality_of,
     shadow,
-    usage_in,
     visible,
 )
+from bedplate.operate.shadow_elsewhere import told
+from bedplate.operate.shadow_mirror import as_long, usage_in
 from bedplate.run.serving import Readied
+from bedplate.run.supervisor import free_port
 from bedplate.values.migration import Checked
 from bedplate.values.record import from_json, replaced, to_json
 from bedplate.values.run import Repeat
 from bedplate.values.shadow import Shadowed
 from bedplate.values.workload import RequestShape
+
+JUNK = st.recursive(st.none() | st.text() | st.integers(), lambda one: st.lists(one) | st.dictionaries(st.text(), one))
+"""In the place of a list of models."""
 
 
 @pytest.fixture(autouse=True)
@@ -251,6 +265,8 @@ class TestReplay:
             both, load = (target, target), load_of([shapes], "alpha")
             assert await one._pair((0, 1), both, load, (prepared, prepared), shapes, 0) is not None
             assert lengths == [7, 3, 1, 1], "as many to one side as to the other"
+            assert await one._pair((0, 1), both, load, (prepared, prepared), shapes, 1) is not None
+            assert lengths[4:] == [1, 1], "and those to come begin with no more"
 
         with_host(then, tmp_path)
 
@@ -323,6 +339,91 @@ class TestLive:
         with_host(then, tmp_path)
 
 
+class TestElsewhere:
+    def test_live_requests_go_to_an_endpoint_that_somebody_else_started(self, tmp_path: Path) -> None:
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "slow", pause_s=0.02))
+            (first,) = host.engines
+            with elsewhere(made(tmp_path, "fast", pause_s=0.005)) as url:
+                asked = Shadow(engine="vllm", share=1.0, for_s=6, url=url, served_model="alpha")
+                async with Streams(host, 4):
+                    done = await shadow(host, asked, tell)
+            assert host.engines == (first,) and first.backend.on_end is None, "nothing is started here"
+            assert done.how == "live" and done.turns >= 3 and done.requests > 10
+            assert done.verdict.answer == "migrate", done.verdict.text
+            assert done.verdict.b.engine == "vllm" and done.verdict.b.quality is not None
+            assert done.verdict.b.quality.verdict == "ok"
+            assert {one.what: one.b for one in done.verdict.differences}["endpoint"] == url
+            machine = done.verdict.machine
+            assert store.results(machine) == () and store.verdicts(machine) == (), "plans are for this machine"
+
+        with_host(then, tmp_path)
+
+    def test_one_that_says_other_things_is_broken(self, tmp_path: Path) -> None:
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "slow", pause_s=0.02))
+            with elsewhere(made(tmp_path, "fast", seed="other", pause_s=0.005)) as url:
+                asked = Shadow(engine="vllm", share=1.0, for_s=2, url=url, served_model="alpha")
+                async with Streams(host, 2):
+                    done = await shadow(host, asked, tell)
+            assert done.verdict.answer == "stay" and done.verdict.b.quality is not None
+            assert done.verdict.b.quality.verdict == "broken"
+
+        with_host(then, tmp_path)
+
+    def test_one_that_is_not_there_is_said(self, tmp_path: Path) -> None:
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one"))
+            asked = Shadow(engine="vllm", url="http://127.0.0.1:9", served_model="alpha")
+            with pytest.raises(OutsideFailed, match="cannot be reached"):
+                await shadow(host, asked, tell)
+            assert host.service().busy is None
+
+        with_host(then, tmp_path)
+
+    def test_another_engine_than_was_named_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def listed(target: Target) -> bytes:
+            return b'{"data": [{"id": "alpha", "engine": "sglang", "engine_version": "1"}]}'
+
+        monkeypatch.setattr("bedplate.operate.shadow_elsewhere._listed", listed)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one"))
+            refused = pytest.raises(BadQuestion, match=r"served by sglang at .*, and vllm was asked for")
+            with elsewhere(made(tmp_path, "fast", pause_s=0.001)) as url, refused:
+                await shadow(host, Shadow(engine="vllm", url=url, served_model="alpha"), tell)
+
+        with_host(then, tmp_path)
+
+    def test_what_an_endpoint_tells_of_itself(self) -> None:
+        rows = [{"id": "a", "engine": "vllm", "engine_version": "0.31"}, {"id": "b", "owned_by": "x"}, {"id": "c"}]
+        listed = json.dumps({"data": rows}).encode()
+        assert told(listed, "a") == ("vllm", "0.31")
+        assert told(listed, "b") == told(listed, "c") == told(listed, "d") == (None, None)
+
+    @given(st.binary() | JUNK.map(lambda value: json.dumps({"data": value}).encode()))
+    def test_whatever_it_lists_is_no_error(self, listed: bytes) -> None:
+        assert told(listed, "a") == (None, None)
+
+
+@contextmanager
+def elsewhere(one: Readied) -> Iterator[str]:
+    """The engine's program as somebody else would start it; its address."""
+    port = free_port()
+    words = [sys.executable, f"{one.environment.path}/bin/llama-server", "--port", str(port)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_for(lambda: listens(port), "it to listen")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 class Streams:
     """So many streams in flight."""
 
@@ -366,6 +467,17 @@ class TestParts:
         assert quality_of((good,)).agreement == 1.0
         assert quality_of((replaced(good, verdict="unchecked", why="no API"),)).note == "no API"
         assert quality_of(()).verdict == "unchecked"
+
+    def test_a_request_is_sent_again_for_an_answer_of_the_same_length(self) -> None:
+        body = {"messages": [], "stream": True, "max_tokens": 400, "stop": ["."]}
+        asked = as_long(body, 7, ("usage", "ignore_eos", "min_tokens"))
+        assert (asked["max_tokens"], asked["ignore_eos"], asked["min_tokens"]) == (7, True, 7) and "stop" not in asked
+        assert asked["stream_options"] == {"include_usage": True} and body["stop"] == ["."]
+        assert as_long({"max_completion_tokens": 9}, 7, ())["max_completion_tokens"] == 7
+        shaped = as_long({"response_format": {"type": "json_object"}, "stop": ["}"]}, 7, ("ignore_eos",))
+        assert "ignore_eos" not in shaped and shaped["stop"] == ["}"], "its end belongs to its shape"
+        assert as_long({"n": 2}, 14, ("ignore_eos",)).keys() == {"n", "stream_options"}
+        assert "max_tokens" not in as_long({}, None, ("ignore_eos",)), "nobody has counted it"
 
     def test_usage_is_read_from_a_stream_and_from_noise(self) -> None:
         stream = (

@@ -11,6 +11,7 @@ from tests.conftest import gone, wait_for
 
 from bedplate import store
 from bedplate.facts.hardware import probe
+from bedplate.judge import proving
 from bedplate.judge.tuning import Teller
 from bedplate.operate import tune as tuning
 from bedplate.operate.tune import Stopped, Tuner, chosen_plan, tune
@@ -26,10 +27,9 @@ LOAD = Load(concurrency=2, prompt_tokens=32, output_tokens=8)
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "PROOF_S", 0.2)
-    monkeypatch.setattr(tuning, "WARMUP_S", 0.1)
     monkeypatch.setattr(tuning, "ASKED", 12)
-    monkeypatch.setattr(tuning, "TURNS", 1)
+    for name, value in (("LEAST_TURNS", 1), ("MOST_TURNS", 1), ("LEAST_WORK_S", 0.1)):
+        monkeypatch.setattr(proving, name, value)
 
 
 @pytest.fixture

@@ -159,7 +159,21 @@ class TestConclusion:
         assert conclusion(outlook(), [some, more])[::2] == ("migrate", "c")
 
     def test_slower_ones_are_stay(self) -> None:
-        assert conclusion(outlook(), [shadowed("a", "b", 100, 400)])[0] == "stay"
+        assert conclusion(outlook(engine="llama.cpp"), [shadowed("a", "b", 100, 400)])[::2] == ("stay", "b")
+
+    def test_slower_ones_say_nothing_of_the_plans_choice(self) -> None:
+        answer, text, best = conclusion(outlook(), [shadowed("pytorch", "vllm", 100, 400)])
+        assert (answer, best) == ("not proven", "llama.cpp") and "could not be measured" in text
+        assert conclusion(outlook(), [shadowed("pytorch", "llama.cpp", 100, 400)])[0] == "stay"
+
+    def test_the_largest_gain_is_one_in_speed_and_not_in_first_tokens(self) -> None:
+        faster, sooner = shadowed("a", "b", 400, 200, run="r1"), shadowed("a", "c", 400, 300, run="r2")
+        effects = [
+            replaced(one, gain=replaced(one.gain, value=9.0)) if one.metric == "ttft_ms" else one
+            for one in sooner.verdict.effects
+        ]
+        sooner = replaced(sooner, verdict=replaced(sooner.verdict, effects=tuple(effects)))
+        assert conclusion(outlook(), [faster, sooner])[::2] == ("migrate", "b")
 
 
 class TestOnce:

@@ -33,6 +33,11 @@ from typing import IO, Any, NamedTuple
 import aiohttp
 import psutil
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.soak.crowd import Crowd
+
 from bedplate import store
 from bedplate.values.traffic import ServedRequest
 
@@ -172,43 +177,31 @@ def body_of(number: int, model: str, tokens: int, *, stream: bool) -> bytes:
     return json.dumps(body).encode()
 
 
-class Clients:
-    """So many at a time, one request after the other; whoever is turned away or cut off comes again."""
+class Clients(Crowd):
+    """Whoever is turned away or cut off comes again."""
 
     def __init__(self, url: str, model: str, count: int, think_s: float, dice: random.Random) -> None:
-        self.url, self.model, self.count, self.think_s = url, model, count, think_s
+        super().__init__(url, model, count, think_s=think_s, limit_s=REQUEST_LIMIT_S)
         self.answers: list[Answer] = []
         self.on_whole: Callable[[Answer], None] = lambda answer: None
         self._dice = dice
-        self._number = 0
-        self._stopping = False
 
-    async def __aenter__(self) -> Clients:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_LIMIT_S))
-        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(self.count)]
-        return self
+    def pause_s(self) -> float:
+        return self._dice.uniform(0.5, 1.5) * max(self.think_s, 0.1)
 
-    async def __aexit__(self, *_: object) -> None:
-        self._stopping = True
-        await asyncio.gather(*self._tasks)
-        await self._session.close()
+    async def one(self, number: int) -> None:
+        answer = await self._answered(number)
+        self.answers.append(answer)
+        if answer.judged.outcome == "whole":
+            self.on_whole(answer)
 
-    async def _go_on(self) -> None:
-        while not self._stopping:
-            answer = await self._one()
-            self.answers.append(answer)
-            if answer.judged.outcome == "whole":
-                self.on_whole(answer)
-            await asyncio.sleep(self._dice.uniform(0.5, 1.5) * max(self.think_s, 0.1))
-
-    async def _one(self) -> Answer:
-        self._number += 1
+    async def _answered(self, number: int) -> Answer:
         tokens, stream = self._dice.randint(3, 12), self._dice.random() < STREAMED_SHARE
-        body = body_of(self._number, self.model, tokens, stream=stream)
+        body = body_of(number, self.model, tokens, stream=stream)
         sent_s = time.time()
         try:
             headers = {"Content-Type": "application/json"}
-            async with self._session.post(f"{self.url}/chat/completions", data=body, headers=headers) as answer:
+            async with self.session.post(f"{self.url}/chat/completions", data=body, headers=headers) as answer:
                 text = (await answer.read()).decode("utf-8", "replace")
             found = judged(answer.status, text, stream=stream, tokens=tokens)
         except TimeoutError:

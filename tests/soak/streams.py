@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from tests.soak.crowd import Crowd
 
 REQUEST_LIMIT_S = 900.0
 
@@ -73,38 +74,18 @@ def looked_at(text: str, asked_tokens: int) -> tuple[str, str] | None:
     return None
 
 
-class Streams:
+class Streams(Crowd):
     """`async with Streams(...)`: from then to the end there are always so many in flight."""
 
     def __init__(self, url: str, model: str, count: int, tokens: int, *, think_s: float = 0.0) -> None:
-        self.url, self.model, self.count, self.tokens, self.think_s = url, model, count, tokens, think_s
+        super().__init__(url, model, count, think_s=think_s, limit_s=REQUEST_LIMIT_S)
+        self.tokens = tokens
         self.counts = Counts()
-        self._number = 0
-        self._stopping = False
-        self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Streams:
-        timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
-        self._session = aiohttp.ClientSession(timeout=timeout)
-        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(self.count)]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Every answer that was begun is waited for."""
-        self._stopping = True
-        await asyncio.gather(*self._tasks)
-        await self._session.close()
-
-    async def _go_on(self) -> None:
-        while not self._stopping:
-            await self.one()
-            await asyncio.sleep(self.think_s)
-
-    async def one(self) -> None:
-        self._number += 1
+    async def one(self, number: int) -> None:
         body = {
             "model": self.model,
-            "messages": [{"role": "user", "content": f"Story number {self._number}: tell me about a river."}],
+            "messages": [{"role": "user", "content": f"Story number {number}: tell me about a river."}],
             "max_tokens": self.tokens,
             "temperature": 0,
             "stream": True,
@@ -113,7 +94,7 @@ class Streams:
         began = time.monotonic()
         pieces: list[bytes] = []
         try:
-            async with self._session.post(f"{self.url}/chat/completions", json=body) as answer:
+            async with self.session.post(f"{self.url}/chat/completions", json=body) as answer:
                 async for piece in answer.content.iter_any():
                     if not pieces and answer.status == 200:
                         self.counts.ttft_s.append(time.monotonic() - began)

@@ -15,6 +15,7 @@ EXAMPLES = """Examples:
 \b
   bedplate shadow vllm
   bedplate shadow pytorch chat --share 25% --for 30m
+  bedplate shadow vllm chat --url https://gpu-2.example.com/v1 --key-env CHALLENGER_KEY
 
 Exit codes: 0 stay; 10 migrate; 20 not proven; 1 it could not be compared; 3 something outside failed."""
 
@@ -32,6 +33,23 @@ def shadow(
     ] = "10m",
     since: Annotated[str, typer.Option(metavar="TIME", help="How far back recorded requests are taken from.")] = "24h",
     build: Annotated[Build, typer.Option(help="packages: what its makers built; native: built here.")] = Build.packages,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where ENGINE serves the model already, on a device of its own; nothing is started here. "
+            "The sampled requests go there as they are.",
+            show_default=False,
+        ),
+    ] = None,
+    key_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The environment variable with that endpoint's key.", show_default=False),
+    ] = None,
+    served_model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What the model is called there. Default: the first.", show_default=False),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Try an engine on the endpoint's own work, and say stay, migrate or not proven. Real requests come first.
@@ -40,6 +58,9 @@ def shadow(
     in turns while nobody asks for anything.
     """
     from bedplate.engines import engine as engine_by_id
+    from bedplate.errors import BadQuestion
+    from bedplate.measure.bench import key_from
+    from bedplate.measure.load import Target
     from bedplate.operate.control import ask
     from bedplate.operate.questions import read_share, read_time
     from bedplate.operate.records import chosen
@@ -48,6 +69,11 @@ def shadow(
     from bedplate.values import to_json
     from bedplate.values.shadow import Shadowed
 
+    if url is None and (key_env is not None or served_model is not None):
+        raise BadQuestion("--key-env and --served-model are those of the endpoint at --url, and there is none")
+    if url is not None and build is not Build.packages:
+        raise BadQuestion("--build is for what is started here, and with --url nothing is")
+    key = key_from(key_env)
     wanted = Shadow(
         engine=engine_by_id(engine).id,
         model=model,
@@ -55,6 +81,9 @@ def shadow(
         for_s=read_time(limit, "--for"),
         since_s=read_time(since, "--since"),
         build=build.value,
+        url=Target.of(url, key=key).url if url is not None else None,
+        key=key,
+        served_model=served_model,
     )
     done = ask(chosen(name), "shadow", wanted, answer=Shadowed, tell=TerminalProgress().note, limit_s=None)
     if json:

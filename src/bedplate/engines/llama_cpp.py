@@ -111,11 +111,15 @@ CONVERT_COPY_BYTES_S = 150e6
 QUANTIZE_WEIGHTS_S_PER_CORE = 8e6
 OWN_SLOTS = 4
 """What llama-server makes of `--parallel` where it is not given, with one cache for all (tools/server/server.cpp)."""
-REMADE = ("Q8_0", "F16", "Q5_0", "Q4_0")
+REMADE = ("Q8_0", "F16", "Q4_0")
 """Types that llama.cpp multiplies in blocks on CPUs (ggml-cpu: llamafile/sgemm.cpp, repack.cpp), the most faithful
-first; others, Q4_1 among them, go row by row. Made of a file's own weights: more bits bring nothing back."""
+first; others, Q4_1 among them, go row by row. Made of a file's own weights: more bits bring nothing back. Q5_0 is one
+of them, too, and has to be unpacked: 1.1 times as fast as Q4_1, where Q8_0 was 1.4 times (docs/tune.md)."""
 MICRO_BATCHES = (64, 128, 256, 512, 1024, 2048)
 BATCHES = (256, 512, 1024, 2048, 4096)
+LEAST_BATCH = 128
+FEW_CORES = 4
+"""Below, a core that does not compute is missed at once; with many, memory may be what they wait for."""
 
 _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
@@ -332,8 +336,9 @@ class LlamaCpp(Engine):
     def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
         on_cpu = plan.settings.device == "cpu"
         found = [_weights_knob(plan)] if on_cpu and plan.weights.format == "gguf" else []
-        found += _thread_knobs(hardware, plan) if on_cpu else []
-        return tuple(knob for knob in (*found, *_batch_knobs(plan), *_cache_knobs(plan)) if len(knob.choices) > 1)
+        found += _thread_knobs(hardware, plan) if on_cpu else _card_knobs(plan)
+        found += [*_batch_knobs(plan), *_cache_knobs(plan), _speculation_knob(plan)]
+        return tuple(knob for knob in found if len(knob.choices) > 1)
 
     def variants(self, hardware: Hardware, device: Device) -> tuple[Variant, ...]:
         options = (*CMAKE_OPTIONS, *BACKENDS.get(device, ()), *_architectures(hardware, device))
@@ -534,6 +539,9 @@ def _remade(plan: Plan, quantizer: str) -> Preparation:
     )  # fmt: skip
 
 
+_HELP = "llama-server --help of b11549"
+
+
 def _weights_knob(plan: Plan) -> Knob:
     now, source = plan.weights.label, plan.model
     kept = Choice(value=now)
@@ -556,22 +564,64 @@ def _weights_knob(plan: Plan) -> Knob:
 def _thread_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
     cores, now = hardware.cpu.allowed_physical_cores, str(plan.settings.threads)
     counts = sorted({max(1, cores // 2), cores, cores + 1, 2 * cores, plan.settings.threads or cores})
-    about = {"own": "as many as physical cores", "now": now, "ordered": True, "source": "docs/threads.md"}
+    about = {
+        "own": "as many as physical cores", "now": now, "ordered": True, "source": "docs/threads.md",
+        "first": (str(cores + 1),) if cores < FEW_CORES else (),
+    }  # fmt: skip
+    spinning = Choice(value="active", variables=(("OMP_WAIT_POLICY", "active"),))
+    sleeping = Choice(value="passive", variables=(("OMP_WAIT_POLICY", "passive"),))
+    pinned = Choice(value="on", variables=(("OMP_PLACES", "cores"), ("OMP_PROC_BIND", "close")))
     return [
         Knob(
             name="threads", meaning="threads that generate", choices=scale(counts, "--threads"),
-            limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.3, **about,  # type: ignore[arg-type]
+            limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.12, **about,  # type: ignore[arg-type]
         ),
         Knob(
             name="threads-batch", meaning="threads that read prompts", choices=scale(counts, "--threads-batch"),
-            limits=("compute",), prior=0.35, **about,  # type: ignore[arg-type]
+            limits=("compute",), prior=0.2, **about,  # type: ignore[arg-type]
+        ),
+        # Its own --poll is for builds without OpenMP, which neither the wheel nor the build from source is.
+        Knob(
+            name="spin", meaning="whether threads that wait for each other do so actively", now="default",
+            own="for a while", choices=(Choice(value="default"), spinning, sleeping), limits=("runtime overhead",),
+            prior=0.12, source="ggml-cpu.c of b11549: GGML_USE_OPENMP; OpenMP 5.2, OMP_WAIT_POLICY",
         ),
         Knob(
-            name="poll", meaning="how eagerly threads wait for work, from 0 (they sleep) to 100 (they spin)",
-            choices=scale((0, 50, 100), "--poll"), now="50", own="50", ordered=True, limits=("runtime overhead",),
-            prior=0.1, source="common/common.h of b11549: cpu_params.poll",
+            name="pinning", meaning="each thread stays on a core of its own", now="off", own="off",
+            choices=(Choice(value="off"), pinned), limits=("runtime overhead", "memory bandwidth"), prior=0.12,
+            source="OpenMP 5.2, OMP_PROC_BIND",
         ),
     ]  # fmt: skip
+
+
+def _card_knobs(plan: Plan) -> list[Knob]:
+    settings, total = plan.settings, plan.model.num_layers + 1
+    layers, experts = settings.gpu_layers, settings.host_expert_layers
+    on_card = _around(layers, total) if layers is not None and layers < total else []
+    on_host = _around(experts, plan.model.num_layers) if experts else []
+    split = ("layer", "row") if plan.parallelism.pipeline > 1 else ("layer",)
+    where = {"limits": ("memory bandwidth", "compute", "KV cache"), "risk": ("memory", "start"), "source": _HELP}
+    return [
+        Knob(
+            name="gpu-layers", meaning="layers on the card; the host computes the rest", now=str(layers),
+            choices=tuple(Choice(value=str(count), settings=(("gpu_layers", count),)) for count in on_card),
+            own="all that fit", ordered=True, prior=0.5, **where,  # type: ignore[arg-type]
+        ),
+        Knob(
+            name="host-experts", meaning="layers whose experts stay on the host", now=str(experts), own="none",
+            choices=tuple(Choice(value=str(count), settings=(("host_expert_layers", count),)) for count in on_host),
+            ordered=True, prior=0.5, **where,  # type: ignore[arg-type]
+        ),
+        Knob(
+            name="split", meaning="how several cards share the model: by layers, or each matrix by its rows",
+            choices=tuple(Choice(value=one, options=("--split-mode", one)) for one in split), now="layer", own="layer",
+            limits=("interconnect", "memory bandwidth", "compute"), risk=("memory", "start"), prior=0.3, source=_HELP,
+        ),
+    ]  # fmt: skip
+
+
+def _around(now: int, most: int) -> list[int]:
+    return sorted({max(0, min(most, now + step)) for step in (-4, -2, -1, 0, 1, 2, 4)})
 
 
 def _batch_knobs(plan: Plan) -> list[Knob]:
@@ -579,53 +629,71 @@ def _batch_knobs(plan: Plan) -> list[Knob]:
     asked = plan.workload.in_flight()
     slots = sorted({1, max(1, asked // 2), asked, min(2 * asked, MAX_SLOTS), settings.slots})
     batch = str(settings.batch_tokens or 2048)
+    # One whole prompt, and a token of each other request: prompts that come together are then computed one after the
+    # other, and only the last of them waits for all.
+    one_prompt = plan.workload.prompt_tokens + settings.slots
+    alone = (one_prompt,) if asked > 1 and LEAST_BATCH <= one_prompt < int(batch) else ()
     source = "common/common.h of b11549: n_batch, n_ubatch, n_parallel"
     return [
         Knob(
             name="ubatch", meaning="prompt tokens that are computed in one go", now=str(MICRO_BATCH), own="512",
             choices=scale(MICRO_BATCHES, "--ubatch-size"), ordered=True, limits=("compute", "scheduler"),
-            risk=("memory",), prior=0.4, source=source,
+            risk=("memory",), prior=0.35, source=source,
         ),
         Knob(
             name="batch", meaning="tokens of all requests that one step may hold", now=batch, own="2048",
-            choices=scale({*BATCHES, int(batch)}, "--batch-size"), ordered=True, limits=("compute", "scheduler"),
-            risk=("memory",), prior=0.35, source=source,
+            choices=scale({*BATCHES, *alone, int(batch)}, "--batch-size"), first=tuple(map(str, alone)), ordered=True,
+            limits=("compute", "scheduler"), risk=("memory",), prior=0.45 if alone else 0.3,
+            source=f"{source}; server-context.cpp: prompts fill a step up to n_batch",
         ),
         Knob(
             name="slots", meaning="requests that are computed at once; others wait", now=str(settings.slots), own="4",
             choices=tuple(Choice(value=str(count), settings=(("slots", count),)) for count in slots), ordered=True,
-            limits=("scheduler", "KV cache", "memory bandwidth"), risk=("memory",), prior=0.25, source=source,
+            limits=("scheduler", "KV cache", "memory bandwidth"), risk=("memory",), prior=0.2, source=source,
         ),
     ]  # fmt: skip
 
 
 def _cache_knobs(plan: Plan) -> list[Knob]:
     kept, eight = Choice(value="f16"), ("--flash-attn", "on", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0")
-    source = "llama-server --help of b11549"
+    on_cpu = plan.settings.device == "cpu"
+    # On a processor nothing speaks against it, so that `auto` is `on`.
+    flash = ("auto", "off") if on_cpu else ("auto", "on", "off")
     return [
         Knob(
             name="flash-attn", meaning="attention that keeps no matrix of scores", now="auto", own="auto",
-            choices=tuple(Choice(value=one, options=("--flash-attn", one)) for one in ("auto", "on", "off")),
-            limits=("compute", "memory bandwidth", "KV cache"), risk=("answers",), prior=0.35, source=source,
+            choices=tuple(Choice(value=one, options=("--flash-attn", one)) for one in flash),
+            limits=("compute", "memory bandwidth", "KV cache"), risk=("answers",), prior=0.4, source=_HELP,
         ),
         Knob(
             name="kv-unified", meaning="one cache for all slots, instead of one for each", now="off", own="on",
             choices=(Choice(value="off"), Choice(value="on", options=("--kv-unified",))),
-            limits=("KV cache", "compute"), prior=0.2, source=source,
+            limits=("KV cache", "compute"), prior=0.2, source=_HELP,
         ),
         Knob(
             name="kv-type", meaning="what the cache is stored in", own="f16",
             now="q8_0" if plan.settings.kv_type == "fp8" else "f16",
             choices=(kept, Choice(value="q8_0", options=eight, settings=(("kv_type", "fp8"),))),
-            limits=("KV cache", "memory bandwidth"), risk=("answers",), prior=0.15, source=source,
+            # On processors 16-bit floats are made 32-bit ones before each use, while 8-bit integers are multiplied.
+            limits=("KV cache", "memory bandwidth", "compute") if on_cpu else ("KV cache", "memory bandwidth"),
+            risk=("answers",), prior=0.25, source=_HELP,
         ),
         Knob(
             name="prompt-cache", meaning="MiB of RAM for prompts of earlier requests", now="0", own="8192",
             choices=(Choice(value="0"), Choice(value="8192", options=("--cache-ram", "8192"))),
             limits=("KV cache",), risk=("memory",), prior=0.2 if plan.workload.shared_prefix_tokens else 0.02,
-            source=source,
+            source=_HELP,
         ),
     ]  # fmt: skip
+
+
+def _speculation_knob(plan: Plan) -> Knob:
+    kinds = ("ngram-simple", "ngram-mod")
+    return Knob(
+        name="speculation", meaning="guesses of the next tokens from what was said before (n-gram)", now="off",
+        own="off", choices=(Choice(value="off"), *(Choice(value=one, options=("--spec-type", one)) for one in kinds)),
+        limits=("memory bandwidth", "runtime overhead"), risk=("answers",), prior=0.05, source=_HELP,
+    )  # fmt: skip
 
 
 def _http_threads(settings: Settings) -> int:

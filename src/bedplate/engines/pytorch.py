@@ -165,8 +165,9 @@ class PyTorch(Engine):
         return landed(Launch(argv=tuple(argv), env=_environment(plan), prepare=self.installation()), settings)
 
     def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
-        on_cpu = plan.settings.device == "cpu"
-        found = [*_batching_knobs(plan), *(_cpu_knobs(hardware, plan) if on_cpu else [])]
+        device = plan.settings.device
+        found = [*_batching_knobs(plan), *(_cpu_knobs(hardware, plan) if device == "cpu" else [])]
+        found += _card_knobs(plan) if device == "cuda" else []
         return tuple(knob for knob in found if len(knob.choices) > 1)
 
     def progress(self, line: str) -> float | None:
@@ -185,8 +186,10 @@ def _batching_knobs(plan: Plan) -> list[Knob]:
     settings, asked = plan.settings, plan.workload.in_flight()
     many = settings.slots > 1
     slots = sorted({1, asked, 2 * asked, settings.slots})
-    tokens = (256, 512, 1024, 2048, 4096)
+    tokens = (512, 1024, 2048)
     kept = Choice(value="default")
+    # Where there is no card, sdpa is what Transformers chooses.
+    ways = ("eager",) if settings.device == "cpu" else ("sdpa", "eager")
     return [
         Knob(
             name="slots", meaning="requests that are computed at once, by continuous batching; 1: one after the other",
@@ -201,12 +204,13 @@ def _batching_knobs(plan: Plan) -> list[Knob]:
         ),
         Knob(
             name="attention", meaning="which attention computes", now="default", own="chosen by Transformers",
-            choices=(kept, *(Choice(value=one, options=("--attn-implementation", one)) for one in ("sdpa", "eager"))),
+            choices=(kept, *(Choice(value=one, options=("--attn-implementation", one)) for one in ways)),
             limits=("compute", "runtime overhead"), risk=("answers", "start"), prior=0.3, source=_HELP,
         ),
         Knob(
             name="compile", meaning="torch.compile before the first answers", now="off", own="off",
-            choices=(Choice(value="off"), Choice(value="on", options=("--compile",))),
+            # Continuous batching does not heed it (cli/serving/utils.py: it stands for a cache of fixed size).
+            choices=(Choice(value="off"), *(() if many else (Choice(value="on", options=("--compile",)),))),
             limits=("runtime overhead", "compute"), risk=("start", "answers"), prior=0.3, source=_HELP,
         ),
     ]  # fmt: skip
@@ -232,6 +236,18 @@ def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
             choices=(Choice(value="default"), Choice(value="active", variables=(("OMP_WAIT_POLICY", "active"),)),
                      Choice(value="passive", variables=(("OMP_WAIT_POLICY", "passive"),))),
             limits=("runtime overhead",), prior=0.15, source="OpenMP 5.2, OMP_WAIT_POLICY",
+        ),
+    ]  # fmt: skip
+
+
+def _card_knobs(plan: Plan) -> list[Knob]:
+    graphs = Choice(value="on", options=("--cb-use-cuda-graph",))
+    return [
+        Knob(
+            name="graphs", meaning="CUDA graphs: a step's kernels are started at once, and not one by one",
+            choices=(Choice(value="default"), graphs) if plan.settings.slots > 1 else (Choice(value="default"),),
+            now="default", own="only where attention takes no mask", limits=("runtime overhead",),
+            risk=("answers", "memory", "start"), prior=0.6, source=_HELP,
         ),
     ]  # fmt: skip
 

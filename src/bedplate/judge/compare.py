@@ -32,13 +32,14 @@ def compare(
     allow: Collection[str] = (),
     least_gain: float = PROVEN_GAIN,
     prices: tuple[Price | None, Price | None] = (None, None),
+    chance: float = CHANCE,
 ) -> Verdict:
     """Weighs b, the challenger, against a, which is in service. Raises BadQuestion where nothing compares.
 
-    `prices` are those of the machines that each side was measured on.
+    `prices` are those of the machines that each side was measured on. `chance` is smaller for who looks several times.
     """
     found = matched(a, b, allow)
-    pairs, confidence = found.pairs, 1 - CHANCE / len(found.pairs)
+    pairs, confidence = found.pairs, 1 - chance / len(found.pairs)
     main = _known(_main(pair, confidence) for pair in pairs)
     ttft = _known(effect(pair.a, pair.b, "ttft_ms", confidence) for pair in pairs)
     tpot = _known(effect(pair.a, pair.b, "tpot_ms", confidence) for pair in pairs)

@@ -58,6 +58,8 @@ class Teller:
 
     def kept(self, step: Step) -> None: ...
 
+    def worked(self, name: str, turn: int, taken: Taken, tuned: Tuned) -> None: ...
+
     def refused(self, refused: Refused) -> None: ...
 
 
@@ -69,6 +71,8 @@ class Lever(NamedTuple):
     now: str
     ordered: bool = False
     alone: bool = False
+    first: tuple[str, ...] = ()
+    """Where to begin on a scale, instead of beside where it stands."""
 
 
 class Move(NamedTuple):
@@ -102,7 +106,7 @@ def levers_of(knobs: Iterable[Knob], limit: Limit | None, only: Collection[str] 
     wanted = [knob for knob in knobs if not only or knob.name in only]
     ranked = sorted(wanted, key=lambda knob: (not knob.alone, -worth(knob)))
     return tuple(
-        Lever(knob.name, tuple(choice.value for choice in knob.choices), knob.now, knob.ordered, knob.alone)
+        Lever(knob.name, tuple(choice.value for choice in knob.choices), knob.now, knob.ordered, knob.alone, knob.first)
         for knob in ranked
     )
 
@@ -120,23 +124,26 @@ def climb(
     measure: Measure,
     *,
     accept: Callable[[Point, Move], bool] = lambda point, move: True,
-    more: Callable[[], bool] = lambda: True,
+    more: Callable[[Point], bool] = lambda point: True,
     refused: Collection[tuple[str, str]] = (),
     start: Point = (),
     width: int = WIDTH,
 ) -> Climbed:
-    """The best setting that was found. `accept` has the last word on a winner; `more`: whether there is time left."""
-    best, kept = start, list[Kept]()
+    """The best setting that was found. `accept` has the last word on a winner; `more`: is there time to measure it?"""
+    best, kept, whole = start, list[Kept](), True
     meter = _Meter(measure, width)
     queue = deque(move for lever in levers for move in _first_moves(lever, best))
     tried: dict[tuple[str, str], int] = {}
-    while queue and more():
+    while queue and more(best):
         moves = _round(queue, best, width, refused)
-        if not moves:
+        in_time = [move for move in moves if more(turned(best, move.lever, move.value))]
+        whole = whole and in_time == moves
+        if not in_time:
             continue
-        for move in moves:
+        for move in in_time:
             tried[_key(move)] = tried.get(_key(move), 0) + 1
-        ranked = _race(best, moves, meter, more)
+        ranked, over = _race(best, in_time, meter, more)
+        whole = whole and not over
         sure = [(move, gains) for move, gains in ranked if _is_sure(gains)]
         winner = next((one for one in sure if accept(turned(best, one[0].lever, one[0].value), one[0])), None)
         again: list[Move] = []
@@ -147,18 +154,23 @@ def climb(
             kept.append(Kept(move, before, tuple(gains)))
             again += _further(move, before)
         if sure:
-            # Left behind by one that was kept, or by one that turned out wrong.
+            # Left behind by one that was kept, or by one that turned out wrong. Another value of the knob that won
+            # would take the winner's place, and was slower than it.
             lost = {_key(one) for one, _ in sure}
-            again += [one for one, found in ranked if found[0] >= LEAST and _key(one) not in lost]
+            won = winner[0].lever.name if winner is not None else None
+            left = [one for one, found in ranked if found[0] >= LEAST and _key(one) not in lost]
+            again += [one for one in left if one.lever.name != won]
         queue.extendleft(reversed([one for one in again if tried.get(_key(one), 0) < TRIES and one not in queue]))
-    return Climbed(best, tuple(kept), not queue)
+    return Climbed(best, tuple(kept), whole and not queue)
 
 
 def _first_moves(lever: Lever, best: Point) -> list[Move]:
-    """Of a scale the neighbours; of others all values."""
+    """Of a scale its beginning or the neighbours; of others all values."""
     here = _value(best, lever)
     others = [value for value in lever.values if value != here]
-    if lever.ordered and here in lever.values:
+    if lever.ordered and lever.first:
+        others = [value for value in lever.first if value in others]
+    elif lever.ordered and here in lever.values:
         at = lever.values.index(here)
         others = [*lever.values[at + 1 : at + 2], *lever.values[max(0, at - 1) : at]]
     return [Move(lever, value) for value in others]
@@ -208,14 +220,12 @@ class _Meter:
 
 
 def _race(
-    best: Point, moves: Sequence[Move], measure: _Meter, more: Callable[[], bool]
-) -> list[tuple[Move, list[float]]]:
-    """The contenders with their gains over the best, turn by turn; the most promising first."""
+    best: Point, moves: Sequence[Move], measure: _Meter, more: Callable[[Point], bool]
+) -> tuple[list[tuple[Move, list[float]]], bool]:
+    """The contenders with their gains over the best, turn by turn, the most promising first; and was time up?"""
     gains: dict[Move, list[float]] = {move: [] for move in moves}
-    alive, base = list(moves), None
+    alive, base, over = list(moves), None, False
     for turn in range(TURNS):
-        if turn and not more():
-            break
         order: list[Move | None] = [None, *alive] if turn % 2 == 0 else [*reversed(alive), None]
         scores: dict[Move | None, float | None] = {}
         if not turn and (base := measure.recent(best)) is not None:
@@ -223,21 +233,25 @@ def _race(
             order, scores[None] = order[1:], base
         for one in order:
             point = best if one is None else turned(best, one.lever, one.value)
+            if over := not more(point):
+                break
             scores[one] = measure(point, None if one is None or base is None else base - CUT)
             if one is None:
                 base = scores[None]
-        if base is None:
-            return []  # the best itself has failed: nothing can be told beside it
+        if None in scores and base is None:
+            return [], over  # the best itself has failed: nothing can be told beside it
+        if None not in scores:
+            break  # time was up before what they are held against had its turn
         for move in alive:
-            if (score := scores[move]) is not None:
+            if (score := scores.get(move)) is not None and base is not None:
                 gains[move].append(score - base)
-        alive = [one for one in alive if scores[one] is not None and statistics.fmean(gains[one]) >= LEAST]
+        alive = [one for one in alive if scores.get(one) is not None and statistics.fmean(gains[one]) >= LEAST]
         alive.sort(key=lambda one: -statistics.fmean(gains[one]))
         alive = alive[: max(1, math.ceil(len(alive) / 2))]
-        if not alive or (turn and len(alive) == 1 and _is_sure(gains[alive[0]])):
+        if over or not alive or (turn and len(alive) == 1 and _is_sure(gains[alive[0]])):
             break
     found = [(move, gains[move]) for move in moves if gains[move]]
-    return sorted(found, key=lambda one: (one[0] not in alive, -statistics.fmean(one[1])))
+    return sorted(found, key=lambda one: (one[0] not in alive, -statistics.fmean(one[1]))), over
 
 
 def _is_sure(gains: Sequence[float]) -> bool:

@@ -419,7 +419,7 @@ def _checked(one: Bench, ready: Ready, started: Started) -> Quality:
 def _measure_endpoint(one: Bench) -> None:
     """Any endpoint, known by its URL alone."""
     matrix = one.matrix
-    key = _key(matrix.key_env)
+    key = key_from(matrix.key_env)
     target = Target.of(str(matrix.url), key=key, model=matrix.served_model)
     prepared = run_loop(prepare(target, matrix.loads[0], shapes=one.shapes))
     meters = Meters()
@@ -444,7 +444,8 @@ def _measure_endpoint(one: Bench) -> None:
         Measuring(one, subject, target, meters, quality, turn, prepared=prepared).all()
 
 
-def _key(variable: str | None) -> str | None:
+def key_from(variable: str | None) -> str | None:
+    """What an environment variable holds, which other users do not see as they see options."""
     if variable is None:
         return None
     value = os.environ.get(variable)

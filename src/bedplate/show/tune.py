@@ -96,6 +96,10 @@ class TuneTeller(Teller):
         words = f" ✓ kept {step.turn.knob} {step.turn.value} (was {step.before}): {gain_words(step.gain)}"
         self._console.print(Text(words, style="green"), soft_wrap=True)
 
+    def worked(self, name: str, turn: int, taken: Taken, tuned: Tuned) -> None:
+        words = f" proof, turn {turn + 1}  {name}: {figure(taken.output_tok_s)} tok/s · TTFT {figure(taken.ttft_ms)} ms"
+        self._console.print(Text(f"{words} · in {seconds(taken.seconds)}"), soft_wrap=True)
+
     def refused(self, refused: Refused) -> None:
         where = words_of((refused.turn,))
         self._console.print(Text(f" ✗ {where}: {refused.why}", style="yellow"), soft_wrap=True)

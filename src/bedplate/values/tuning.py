@@ -46,6 +46,8 @@ class Knob(Record, frozen=True, kw_only=True):
     """The engine's own default, in words."""
     ordered: bool = False
     """Whether its values are a scale, on which one can go on in the direction that helped."""
+    first: tuple[str, ...] = ()
+    """Where on its scale to begin; nothing: beside where it stands."""
     alone: bool = False
     """Whether it changes so much that the others are tried only after it."""
     limits: tuple[Limit, ...] = ()
@@ -137,6 +139,8 @@ class Side(Record, frozen=True, kw_only=True):
     energy_j_per_token: float | None = None
     quality: Quality | None = None
     cell: str | None = None
+    taken: tuple[Taken, ...] = ()
+    """Turn by turn."""
 
 
 class Proof(Record, frozen=True, kw_only=True):

@@ -75,7 +75,9 @@ async def test_thousands_of_idle_connections_cost_little_and_disturb_nobody() ->
             began = asyncio.get_running_loop().time()
             for _ in range(20):
                 assert (await ask(house)).json == ANSWER
-            assert asyncio.get_running_loop().time() - began < 2.0
+            took_s = asyncio.get_running_loop().time() - began
+            print(f"{IDLE} idle: {taken / IDLE:,.0f} bytes each; a request beside them {1000 * took_s / 20:.1f} ms")
+            assert took_s < 2.0
             for pipe in idle:
                 pipe.close()
             await until(lambda: not house.gateway.connections, "all to be gone")

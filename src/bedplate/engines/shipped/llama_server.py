@@ -12,6 +12,8 @@ import signal
 import sys
 import threading
 
+SPECULATION = ("draft-simple", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="llama-server", description=__doc__, allow_abbrev=False)
@@ -37,6 +39,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-ctv", "--cache-type-v", help="f16, q8_0, q4_0 …")
     p.add_argument("-cram", "--cache-ram", type=int, help="MiB for prompts of earlier requests; 0: none")
     p.add_argument("-kvu", "--kv-unified", action="store_true", help="one cache for all slots")
+    p.add_argument("--spec-type", choices=("none", *SPECULATION), default="none", help="how tokens are guessed ahead")
+    p.add_argument("-md", "--spec-draft-model", help="GGUF file of a small model that guesses (draft-simple)")
+    p.add_argument("--spec-draft-n-max", type=int, help="tokens that it guesses at a time")
     p.add_argument("--fit", choices=("on", "off"), default="on", help="shrink unset options until they fit")
     p.add_argument("--chat-template", help="a template to use instead of the model's own")
     p.add_argument("--embeddings", "--embedding", action="store_true", help="answer /v1/embeddings only")
@@ -76,6 +81,13 @@ def params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
     if options.poll is not None:
         p.cpuparams.poll = options.poll
         p.cpuparams_batch.poll = options.poll
+    if options.spec_type != "none":
+        name = f"COMMON_SPECULATIVE_TYPE_{options.spec_type.replace('-', '_').upper()}"
+        p.speculative.types = [getattr(xllamacpp.common_speculative_type, name)]
+    if options.spec_draft_model is not None:
+        p.speculative.draft.mparams.path = options.spec_draft_model
+    if options.spec_draft_n_max is not None:
+        p.speculative.draft.n_max = options.spec_draft_n_max
     if options.alias is not None:
         p.model_alias = {options.alias} if isinstance(p.model_alias, set) else options.alias
     if options.timeout is not None:

@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ from bedplate.measure.load.target import Target
 from bedplate.values.record import Record
 from bedplate.values.run import Load, Repeat
 from bedplate.values.workload import RequestShape
+
+C = TypeVar("C")
 
 
 class Call(Record, frozen=True, kw_only=True):
@@ -53,6 +55,8 @@ class Said(Record, frozen=True, kw_only=True):
     moment: str | None = None
     repeat: Repeat | None = None
     problem: Problem | None = None
+    nothing: bool = False
+    """Whether it has come to its end without a repeat."""
 
 
 def measure_apart(
@@ -84,9 +88,15 @@ def measure_apart(
         shapes=tuple(shapes),
         check=check,
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bedplate.measure.load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    found = heard("bedplate.measure.load", call, watch)
+    if found is None:
+        raise errors.OutsideFailed("the load generator has measured nothing")
+    return found
+
+
+def heard(module: str, call: Record, watch: Watch | None) -> Repeat | None:
+    """What a process of this module says to a call; `None`: that it measured nothing."""
+    process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with process:
         try:
             return _listen(process, call, watch)
@@ -94,7 +104,7 @@ def measure_apart(
             process.terminate()
 
 
-def _listen(process: subprocess.Popen[bytes], call: Call, watch: Watch | None) -> Repeat:
+def _listen(process: subprocess.Popen[bytes], call: Record, watch: Watch | None) -> Repeat | None:
     if process.stdin is None or process.stdout is None:
         raise errors.OutsideFailed("the load generator has no pipes")
     with contextlib.suppress(BrokenPipeError):
@@ -102,7 +112,7 @@ def _listen(process: subprocess.Popen[bytes], call: Call, watch: Watch | None) -
         process.stdin.flush()
     for line in process.stdout:
         said = msgspec.json.decode(line, type=Said)
-        if said.repeat is not None:
+        if said.repeat is not None or said.nothing:
             return said.repeat
         if said.problem is not None:
             raise raised(said.problem)
@@ -117,16 +127,24 @@ def raised(problem: Problem) -> errors.BedplateError:
 
 
 def main() -> None:
+    def measured(call: Call, watch: Watch) -> Coroutine[Any, Any, Repeat]:
+        arguments: dict[str, Any] = {name: getattr(call, name) for name in call.__struct_fields__}
+        return measure(**arguments, watch=watch)
+
+    answered(Call, measured)
+
+
+def answered(kind: type[C], work: Callable[[C, Watch], Coroutine[Any, Any, Repeat | None]]) -> None:
     """Reads one call, writes what happens and at last the repeat, one JSON object a line. Ends when its caller does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the caller decides
-    call = msgspec.json.decode(sys.stdin.buffer.readline(), type=Call)
+    call = msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
     _end_with_caller()
     with contextlib.suppress(OSError, AttributeError):
         # It takes little, and what it waits for a processor would be booked on the engine. Needs privileges.
         os.setpriority(os.PRIO_PROCESS, 0, -10)
-    arguments: dict[str, Any] = {name: getattr(call, name) for name in call.__struct_fields__}
     try:
-        said = Said(repeat=run(measure(**arguments, watch=lambda moment: _say(Said(moment=moment)))))
+        repeat = run(work(call, lambda moment: _say(Said(moment=moment))))
+        said = Said(repeat=repeat, nothing=repeat is None)
     except errors.BedplateError as error:
         problem = Problem(kind=type(error).__name__, message=error.message, hint=error.hint, cause=error.cause)
         said = Said(problem=problem)

@@ -1,0 +1,156 @@
+"""The budget holds: a whole tuning with engines on paper and a clock of its own, from the first look to the proof."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.engines.plans import machine, model
+from tests.judge.made_cells import GOOD, made_repeat, made_sample
+
+from bedplate.engines import engine
+from bedplate.facts.known_models import with_label
+from bedplate.judge.tuning import Point, Teller
+from bedplate.operate.loaded import Alive
+from bedplate.operate.tune import OWN, Tuner, _Used, chosen_plan
+from bedplate.run.progress import Silent
+from bedplate.values import replaced
+from bedplate.values.run import Load, Quality, Repeat
+from bedplate.values.tuning import Tuned
+
+LOAD = Load(concurrency=4, prompt_tokens=64, output_tokens=32)
+MIB_300 = 300 << 20
+
+
+class Paper(Tuner):
+    """Nothing is started: waves take what they take, longer by chance, and so do starts, conversions and answers."""
+
+    def __init__(self, path: Path, budget_s: float, seed: int, **about: float) -> None:
+        self.now = 0.0
+        self.clock = lambda: self.now
+        self.dice = random.Random(seed)
+        self.about = {"wave": 17.0, "start": 1.5, "convert": 6.0, "check": 8.0, "own": 1.15, "noise": 0.1, **about}
+        on, one = machine("cpu", 1), engine("llama.cpp")
+        facts = model("meta-llama/Llama-3.1-8B-Instruct", folder=True)
+        facts = replaced(with_label(facts, "Q4_1"), format="gguf", files=("/models/a.gguf",))
+        chosen = chosen_plan(one.id, on, facts, LOAD, None)
+        kept = Tuned(
+            id=f"paper-{seed}", at="2026-11-15T10:00:00Z", machine="paper", hardware="", bedplate="", engine=one.id,
+            engine_version=chosen.plan.engine_version, build="wheel", model=facts.name, load=LOAD,
+            workload=chosen.plan.workload, budget_s=budget_s,
+        )  # fmt: skip
+        super().__init__(on, facts, chosen, one.knobs(on, chosen.plan), kept, Silent(), Teller(), path)
+        self.pool.most = 5
+
+    def run(self) -> Tuned:
+        self._prove(self._searched())
+        self._keep(finished=True)
+        return self.kept
+
+    def passes(self, seconds: float) -> float:
+        took_s = seconds * self.dice.lognormvariate(0, self.about["noise"])
+        self.now += took_s
+        return took_s
+
+    def wave(self, point: Point) -> float:
+        faster = {"Q8_0": 0.65, "Q4_0": 0.6, "F16": 0.95, "Q5_0": 0.9}.get(dict(point).get("weights", ""), 1.0)
+        return self.about["wave"] * (self.about["own"] if point == OWN else faster)
+
+    def repeat(self, took_s: float, rounds: int) -> Repeat:
+        """Four streams, as fast as it says."""
+        each_ms = 1000 * took_s / rounds
+        samples = [
+            made_sample(0.0, each_ms / 2, each_ms / 2 / 31, 32, prompt_tokens=64) for _ in range(rounds * 4)
+        ]  # fmt: skip
+        return made_repeat(samples, self.now - took_s, took_s, delivered_tokens=float(rounds * 4 * 32))
+
+    # what a real one does
+
+    def _alive(self, point: Point) -> Alive:
+        if point not in self.pool.running:
+            while len(self.pool.running) >= self.pool.most:
+                self.pool.end(next(iter(self.pool.running)))
+            if self._conversion_s(point):
+                self._convert_s[self._plan_at(point).weights.label] = self.passes(self.about["convert"])
+            self._start_s[point] = self.passes(self.about["start"])
+        alive: Any = SimpleNamespace(point=point, started=SimpleNamespace(start_s=1.0, died=False), stack=ExitStack())
+        self.pool.running[point] = self.pool.running.pop(point, alive)
+        return cast(Alive, alive)
+
+    def _watched(self, alive: Alive, load: Load, limit_s: float) -> tuple[Repeat | None, _Used]:
+        before, used = self.now, _Used(MIB_300, None, 0)
+        took_s = self.passes(self.wave(cast(Any, alive).point))
+        if took_s > limit_s:
+            self.now = before + limit_s
+            return None, used
+        return self.repeat(took_s, 1), used
+
+    def _worked(self, point: Point, turn: int, rounds: int, limit_s: float) -> Repeat | None:
+        self._alive(point)
+        return self.repeat(self.passes(rounds * self.wave(point)), rounds)
+
+    def _quality(self, point: Point) -> Quality:
+        self._alive(point)
+        self._check_s = max(self._check_s, self.passes(self.about["check"]))
+        wrong = dict(point).get("weights") == "Q4_0"
+        self.qualities[point] = replaced(GOOD, verdict="broken", note="wrong") if wrong else GOOD
+        return self.qualities[point]
+
+    def _diagnose(self) -> None:
+        self.passes(self.about["wave"] / 2)
+
+    def _rest(self, point: Point) -> None:
+        self.passes(0.2)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 10**6), st.floats(0.3, 30), st.floats(0.5, 15), st.floats(300, 1200), st.floats(1, 2))
+def test_a_tuning_takes_no_longer_than_it_may(
+    tmp_path: Path, seed: int, wave: float, start: float, budget_s: float, own: float
+) -> None:
+    tuner = Paper(tmp_path / "store.sqlite", budget_s, seed, wave=wave, start=start, own=own)
+    found = tuner.run()
+    assert tuner.now <= 1.05 * budget_s
+    assert found.finished and found.spent_s <= 1.05 * budget_s
+    names = {side.name for side in found.sides}
+    # Where time is short it is held against one opponent alone.
+    assert "plan" in names or names == {"own defaults", "tuned"}
+
+
+def test_ten_minutes_hold_a_search_that_finds_the_weights_and_a_proof_of_them(tmp_path: Path) -> None:
+    proven = 0
+    for seed in range(6):
+        tuner = Paper(tmp_path / f"{seed}.sqlite", 600, seed)
+        found = tuner.run()
+        best = found.side("tuned")
+        assert tuner.now <= 630 and best is not None and ("weights", "Q8_0") in best.settings.turned.knobs  # type: ignore[union-attr]
+        assert {one.turn.value for one in found.refused} <= {"Q4_0"}
+        assert min(len(side.taken) for side in found.sides) >= 3 and len(found.sides) == 3
+        own = found.proof("own defaults")
+        assert own is not None and own.output_tok_s is not None
+        proven += found.proven and own.answer == "migrate"
+        assert own.output_tok_s.value == pytest.approx(1.15 / 0.65, rel=0.2)
+    assert proven >= 5
+
+
+def test_a_proof_that_is_plain_ends_before_its_time_and_one_that_is_not_goes_on(tmp_path: Path) -> None:
+    plain = Paper(tmp_path / "store.sqlite", 3000, 1, noise=0.01).run()
+    unclear = Paper(tmp_path / "other.sqlite", 3000, 1, noise=0.35)
+    assert plain.proven and max(len(side.taken) for side in plain.sides) == 3
+    assert plain.spent_s < 1500
+    unclear.best = (("weights", "Q8_0"),)
+    for point in (OWN, (), unclear.best):
+        unclear._measure(point, None)
+    assert max(map(len, unclear._turns().values())) > 3
+
+
+def test_where_there_is_no_time_for_both_it_says_so(tmp_path: Path) -> None:
+    found = Paper(tmp_path / "store.sqlite", 600, 2, wave=45.0, own=2.0).run()
+    assert found.spent_s <= 630
+    assert any("no time to hold it against" in note or "time was up" in note for note in found.notes)

@@ -1,0 +1,45 @@
+"""So many clients at a time, each with one request after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Self
+
+import aiohttp
+
+
+class Crowd:
+    """`async with`: from then to the end there are always so many. `one` says what each of them asks for."""
+
+    def __init__(self, url: str, model: str, count: int, *, think_s: float, limit_s: float) -> None:
+        self.url, self.model, self.count = url, model, count
+        self.think_s = think_s
+        """Between an answer and the next request."""
+        self._limit_s = limit_s
+        self._number = 0
+        self._over = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._limit_s))
+        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(self.count)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Every answer that was begun is waited for."""
+        self._over.set()
+        await asyncio.gather(*self._tasks)
+        await self.session.close()
+
+    async def _go_on(self) -> None:
+        while not self._over.is_set():
+            self._number += 1
+            await self.one(self._number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), self.pause_s())
+
+    async def one(self, number: int) -> None:
+        raise NotImplementedError
+
+    def pause_s(self) -> float:
+        return self.think_s
