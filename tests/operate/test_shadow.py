@@ -18,6 +18,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.commands import invoke
 from tests.conftest import wait_for
 from tests.engines.plans import machine
 from tests.operate.migrating import Load, made
@@ -394,6 +395,20 @@ class TestElsewhere:
                 await shadow(host, Shadow(engine="vllm", url=url, served_model="alpha"), tell)
 
         with_host(then, tmp_path)
+
+    @pytest.mark.parametrize(
+        ("words", "why"),
+        [
+            (("--key-env", "KEY"), "those of the endpoint at --url"),
+            (("--served-model", "alpha"), "those of the endpoint at --url"),
+            (("--url", "http://127.0.0.1:9", "--build", "native"), "with --url nothing is"),
+            (("--url", "http://127.0.0.1:9", "--key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY is not set"),
+            (("--url", "ftp://127.0.0.1"), "not an HTTP URL"),
+        ],
+    )
+    def test_questions_that_make_no_sense_are_told_so(self, words: tuple[str, ...], why: str) -> None:
+        answer = invoke("shadow", "vllm", *words)
+        assert answer.code == 2 and why in answer.err
 
     def test_what_an_endpoint_tells_of_itself(self) -> None:
         rows = [{"id": "a", "engine": "vllm", "engine_version": "0.31"}, {"id": "b", "owned_by": "x"}, {"id": "c"}]

@@ -117,6 +117,12 @@ class TestStale:
         found = {one.id[0]: bool(one.stale) for one in kept()}
         assert found == {"a": True, "b": False, "c": True}
 
+    def test_compiled_for_an_environment_that_is_gone(self, tmp_path: Path) -> None:
+        put("a" * 20, built_for=[str(tmp_path / "gone" / "python"), "9.0"])
+        put("b" * 20, built_for=[sys.executable, "9.0"])
+        found = {one.id[0]: (one.stale, one.built_for[-1]) for one in kept()}
+        assert found == {"a": ("the environment that it was compiled for is gone", "9.0"), "b": (None, "9.0")}
+
     def test_a_killed_conversion_left_something_behind(self) -> None:
         put("a" * 20)
         rest = prepared_dir() / f".making-{'e' * 20}-xyz"

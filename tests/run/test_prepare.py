@@ -18,16 +18,17 @@ import psutil
 import pytest
 from tests.conftest import gone, wait_for
 
-from bedplate.engines import Engine, Recipe
+from bedplate.engines import Engine, Failure, Recipe
 from bedplate.engines.base import made_path
 from bedplate.errors import OutsideFailed
+from bedplate.facts.simulated import simulated
 from bedplate.home import home
 from bedplate.run import prepare as module
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment
 from bedplate.run.prepare import Prepared, offline, prepare, prepared_dir
 from bedplate.run.progress import Silent
-from bedplate.values import Plan, Preparation, Settings, Weights, Workload, replaced
+from bedplate.values import Hardware, Plan, Preparation, Settings, Weights, Workload, replaced
 
 ROOT = Path(__file__).parents[2]
 MAKE = """
@@ -56,6 +57,7 @@ class Fake(Engine):
     id = "fake"
     name = "Fake"
     version = "1"
+    vendors = ("nvidia",)
     recipe: ClassVar[Recipe | None] = Recipe(
         packages=("fake==1",), download_bytes=1, disk_bytes=1, check="", programs=(("own", "transformers_server.py"),)
     )
@@ -249,6 +251,159 @@ class TestOnce:
         assert place.read_text() == "3"
 
 
+COMPILE = """
+import os, pathlib
+pathlib.Path("kernels/ext").mkdir(parents=True)
+with open({compiled!r}, "a") as file:
+    file.write(os.environ["MAX_JOBS"] + " ")
+pathlib.Path("kernels/ext/ext.so").write_text(str(os.stat({compiled!r}).st_size))
+"""
+USE = """
+import pathlib, sys
+pathlib.Path(sys.argv[2]).mkdir()
+pathlib.Path(sys.argv[2], "weights").write_text("made with " + pathlib.Path("kernels/ext/ext.so").read_text())
+"""
+
+
+def card(name: str) -> Hardware:
+    return simulated({"accelerator": name, "count": 2, "ram_gb": 64, "os": "linux"})
+
+
+ADA, HOPPER = card("RTX 4090"), card("H100 SXM")
+
+
+class Kernels:
+    """An engine's plans: its kernels are compiled, and what its launch and its conversions see of them is told."""
+
+    def __init__(self, own: Environment, tmp_path: Path) -> None:
+        self.own, self.log, self.folder = own, tmp_path / "compiled", tmp_path
+
+    def compile(self, jobs: int = 3) -> Preparation:
+        script = COMPILE.format(compiled=str(self.log))
+        return Preparation(
+            kind="build", what="kernels", where="kernels", argv=("env", f"MAX_JOBS={jobs}", "python", "-c", script)
+        )
+
+    def served(
+        self, model: str, *, converted: bool = True, hardware: Hardware = ADA, jobs: int = 3, **changed: object
+    ) -> Path:
+        source = self.folder / f"{model}.gguf"
+        source.write_text(model)
+        steps = [self.compile(jobs)]
+        if converted:
+            argv = ("python", "-c", USE, str(source), "result")
+            steps.append(Preparation(kind="convert", what="it", where="result", argv=argv))
+        own = msgspec.structs.replace(self.own, **changed)
+        folder = prepare(plan_for(source), steps, own, hardware=hardware)
+        assert folder is not None
+        return folder
+
+    @property
+    def times(self) -> int:
+        return len(self.log.read_text().split())
+
+
+@pytest.fixture
+def kernels(own: Environment, tmp_path: Path) -> Kernels:
+    return Kernels(own, tmp_path)
+
+
+class TestCompiled:
+    def test_once_for_all_models_as_they_are_or_converted(self, kernels: Kernels) -> None:
+        plain = kernels.served("one", converted=False)
+        first, second = kernels.served("one"), kernels.served("two")
+        assert len({plain, first, second}) == 3 and kernels.times == 1
+        for folder in (first, second):
+            assert (folder / "result" / "weights").read_text() == "made with 2"
+            assert (folder / "kernels").resolve() == plain / "kernels"
+        assert sorted(path.name for path in plain.iterdir()) == ["bedplate.json", "kernels"]
+
+    def test_by_a_step_of_their_own_before_the_conversion(self, kernels: Kernels, source: Path) -> None:
+        notes = Notes()
+        steps = [step("make", source, "folder"), kernels.compile(), step("make", "folder", "result")]
+        folder = prepare(plan_for(source), steps, kernels.own, notes, ADA)
+        told = [note.split(" (")[0] for note in notes.notes if " to /" in note]
+        assert told == ["converting folder", "building kernels", "converting result"]
+        assert folder is not None and {"folder", "kernels", "result"} <= {path.name for path in folder.iterdir()}
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"hardware": HOPPER},
+            {"version": "2"},
+            {"packages": ("fake==1", "torch==2.12.0")},
+            {"python": "3.13"},
+            {"path": "elsewhere"},
+        ],
+    )
+    def test_again_for_another_card_version_torch_or_environment(
+        self, kernels: Kernels, own: Environment, tmp_path: Path, changed: dict[str, object]
+    ) -> None:
+        first = kernels.served("one")
+        if "path" in changed:
+            shutil.copytree(own.path, tmp_path / "elsewhere", symlinks=True)
+            changed = {"path": str(tmp_path / "elsewhere")}
+        # The weights stay what they are; their folder leads to the other kernels from now on.
+        assert kernels.served("one", **changed) == first and kernels.times == 2  # type: ignore[arg-type]
+        assert (first / "kernels" / "ext" / "ext.so").read_text() == "4"
+        assert (first / "result" / "weights").read_text() == "made with 2"
+        assert kernels.served("one") == first and kernels.times == 2
+        assert (first / "kernels" / "ext" / "ext.so").read_text() == "2"
+
+    def test_again_with_another_compiler(
+        self, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys.modules[__name__], "plan_for", lambda source: on_a_card(source))
+        nvcc = tmp_path / "bin" / "nvcc"
+        nvcc.parent.mkdir()
+        monkeypatch.setenv("PATH", str(nvcc.parent), prepend=os.pathsep)
+        for release, times in (("12.8", 1), ("13.0", 2), ("12.8", 2)):
+            nvcc.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}\n")
+            nvcc.chmod(0o755)
+            kernels.served("one", converted=False)
+            assert kernels.times == times
+
+    def test_what_else_is_installed_and_how_many_compilers_work_is_no_reason(
+        self, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kernels.served("one", packages=("fake==1", "numpy==1"))
+        kernels.served("two", packages=("fake==1", "numpy==2"), jobs=5)
+        assert kernels.log.read_text() == "3 "
+        monkeypatch.setenv("MAX_JOBS", "1")
+        kernels.served("two", jobs=5, version="2")
+        assert kernels.log.read_text() == "3 1 "
+
+    def test_a_conversion_is_compared_with_weights_and_not_with_them(self, kernels: Kernels, checker: Path) -> None:
+        assert read_record(kernels.served("one")).checked == ("one.gguf result 16 made with 2",)
+
+    def test_what_they_are_for_is_kept(self, kernels: Kernels) -> None:
+        folder = kernels.served("one", converted=False, packages=("fake==1", "torch==2.11.0"))
+        interpreter = str(kernels.own.interpreter)
+        assert read_record(folder).built_for == (interpreter, "1", "Python 3", "fake==1", "torch==2.11.0", "8.9")
+
+    def test_a_lock_that_a_killed_loader_left_goes_unless_somebody_loads(self, kernels: Kernels) -> None:
+        import fcntl
+
+        folder = kernels.served("one", converted=False)
+
+        def again(lock: Path) -> bool:
+            lock.touch()
+            for mark in module._held.values():
+                os.close(mark)
+            module._held.clear()
+            kernels.served("one", converted=False)
+            return lock.exists()
+
+        assert not again(folder / "kernels" / "ext" / "lock")
+        with Path(f"{folder}.use").open() as mark:
+            fcntl.flock(mark, fcntl.LOCK_SH)
+            assert again(folder / "kernels" / "ext" / "lock")
+
+
+def on_a_card(source: Path, plain: object = plan_for) -> Plan:
+    return replaced(plain(source), settings=Settings(slots=1, context_tokens=512, device="cuda"))  # type: ignore[operator]
+
+
 class TestWhere:
     def test_a_step_says_in_whose_environment_it_runs(
         self, own: Environment, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -354,6 +509,16 @@ class TestFailing:
         log = Path(str(caught.value.hint).rpartition(": ")[2])
         assert log.is_relative_to(own_home) and "what it did" in log.read_text()
         assert leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
+
+    def test_a_failure_that_its_engine_knows_is_explained(
+        self, own: Environment, source: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        known = Failure(message="it is too wide", hint="take a narrower one")
+        monkeypatch.setattr(Fake, "explain", lambda self, log: known if "what it did" in log else None)
+        with pytest.raises(OutsideFailed) as caught:
+            prepare(plan_for(source), [step("break", source, "folder")], own)
+        assert (caught.value.message, caught.value.cause) == ("converting folder failed", "it is too wide")
+        assert str(caught.value.hint).startswith("take a narrower one; its log may say more: ")
 
     def test_a_step_that_makes_nothing_has_failed(self, own: Environment, source: Path) -> None:
         idle = Preparation(kind="convert", what="it", where="it", argv=("python", "-c", "print('done')"))

@@ -22,6 +22,8 @@ from bedplate.values.record import estimate
 
 BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
 CONVERT_WEIGHTS_S = 2.5e6
+WIDTH_STEP = 32
+COMPILE_CORE_S, COMPILED = 2160.0, "2.3 min with 16 jobs beside an H200"
 # Of exllamav2/architecture.py in 0.3.2, as the `model_type` that configurations of these classes carry. It takes any
 # other class for a Llama, and computes nonsense where it is none.
 _MODEL_TYPES = """
@@ -109,6 +111,9 @@ class ExLlamaV2(ServedByBedplate):
             return refused
         if model.architecture not in (*ARCHITECTURES, "unknown") and model.format != "facts":
             return self.refusal("impossible", f"does not know the architecture {model.architecture}", "exllamav3 may")
+        if odd := _odd_widths(model):
+            why = f"needs widths that are multiples of {WIDTH_STEP}, and this model has {odd}"
+            return self.refusal("impossible", why, "another model; llama.cpp takes any width")
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
             why = f"takes 16-bit weights or GPTQ, not {model.quantization}"
@@ -142,13 +147,29 @@ class ExLlamaV2(ServedByBedplate):
         if cards > 1:
             # It fills one card after the other, of all that it sees.
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) for number in range(cards))
-        steps = [*self.installation(), compilation("exllamav2", plan.settings)]
+        steps = [*self.installation(), compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILED)]
         if converted:
             steps += [*fetching(plan), _conversion(plan)]
         return Launch(argv=tuple(argv), env=env, prepare=tuple(steps))
 
     def explain(self, log: str) -> Failure | None:
         return known_failure(log, _KNOWN_FAILURES) or super().explain(log)
+
+
+def _odd_widths(model: Model) -> str:
+    """Those that it cannot compute with: what comes out of a matrix is padded to 32 (linear.py, pad32), and what goes
+    into the next one is not; and weights of 3 and 5 bits are packed by 32 rows (cuda/q_matrix.cu)."""
+    head = model.head_dim
+    if head is None and model.hidden_size and model.num_heads:
+        head = model.hidden_size // model.num_heads
+    widths = {
+        "a hidden size": model.hidden_size,
+        "an MLP's inner width": model.intermediate_size,
+        "an expert's inner width": model.moe_intermediate_size,
+        "queries together": head * model.num_heads if head and model.num_heads else None,
+        "keys together": head * model.num_kv_heads if head and model.num_kv_heads else None,
+    }
+    return " and ".join(f"{what} of {width}" for what, width in widths.items() if width and width % WIDTH_STEP)
 
 
 def _method(model: Model) -> str:

@@ -23,9 +23,11 @@ from bedplate.values.record import estimate
 
 BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
 PAGE_TOKENS = 256
+WIDTH_STEP = 128
 COMPILE_JOBS = 6
 BYTES_PER_JOB = 3 << 30
 """Of the host's memory, what compiling one of its larger files takes."""
+COMPILE_CORE_S, COMPILED = 4900.0, "4.5 to 5.4 min with 16 jobs, 13 min with 6, beside an H200"
 CONVERT_WEIGHTS_S = 7e6
 # Of exllamav3/architecture/architectures.py in 1.6.5, as the `model_type` that configurations of these classes carry.
 # Drafting models are left out.
@@ -38,6 +40,12 @@ qwen2_5_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwe
 seed_oss smollm3 solar_open spark2_5 step3p5 step3p7
 """
 ARCHITECTURES = frozenset(_MODEL_TYPES.split())
+# Version 1.6.5 pads every matrix to multiples of 128 (modules/linear.py, pad_to). Attention, plain MLPs and experts cut
+# off again what was added (trim_padded_out); gated MLPs (modules/mlp.py, GatedMLP), delta nets and short convolutions
+# do not, and their result is wider than what it is added to (modules/transformer.py). The architectures here have none
+# of these, such as gpt-oss with its 2880; in all others the hidden size must divide. Heads and the MLP's inner width may
+# be anything: what reads them is padded likewise.
+_ANY_WIDTH = frozenset("apertus arcee gpt_oss minimax_m2 mixtral nemotron_h qwen3_moe qwen3_vl_moe".split())
 
 _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
@@ -52,6 +60,13 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
         Failure(
             message="this version of ExLlamaV3 does not know the architecture {what}",
             hint="a newer one may: see whether bedplate has an update, or choose another engine with --engine",
+        ),
+    ),
+    (
+        r"size of tensor a \((?P<has>\d+)\) must match the size of tensor b \((?P<gets>\d+)\) at non-singleton dim\w* 2",
+        Failure(
+            message="ExLlamaV3 pads matrices to multiples of 128: the model is {has} wide, and its layers became {gets}",
+            hint="choose another engine with --engine, or a model whose hidden size is a multiple of 128",
         ),
     ),
     (
@@ -120,6 +135,10 @@ class ExLlamaV3(ServedByBedplate):
             return self.refusal("impossible", f"does not know the architecture {model.architecture}", self.strength)
         if model.architecture.startswith("gemma4") and re.search(r"\bE\dB\b", model.name, re.IGNORECASE):
             return self.refusal("impossible", "does not run Gemma 4's small E models", "a larger Gemma 4")
+        width = model.hidden_size
+        if width is not None and width % WIDTH_STEP and model.architecture not in _ANY_WIDTH:
+            why = f"needs a hidden size that is a multiple of {WIDTH_STEP}, and this model's is {width}"
+            return self.refusal("impossible", why, "a wider or narrower model; exllamav2 takes multiples of 32")
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
             why = f"makes nothing of weights in {model.quantization} that serves this work"
@@ -158,7 +177,7 @@ class ExLlamaV3(ServedByBedplate):
             argv += ["--cache-bits", "8"]
         if settings.batch_tokens is not None:
             argv += ["--chunk-tokens", str(settings.batch_tokens)]
-        steps = [*self.installation(), compilation("exllamav3", settings)]
+        steps = [*self.installation(), compilation("exllamav3", settings, COMPILE_CORE_S, COMPILED)]
         if converted:
             steps += [*fetching(plan), _conversion(plan)]
         return Launch(argv=tuple(argv), env=kernels_env("exllamav3"), prepare=tuple(steps))
@@ -178,18 +197,18 @@ def kernels_env(package: str) -> dict[str, str]:
     return {"TORCH_EXTENSIONS_DIR": _kernels(package)}
 
 
-def compilation(package: str, settings: Settings, core_seconds: float = 4680.0) -> Preparation:
+def compilation(package: str, settings: Settings, core_seconds: float, basis: str) -> Preparation:
     """The first import compiles the package's kernels; better here than while somebody waits for the first answer."""
     jobs = settings.threads or COMPILE_JOBS
     where = _kernels(package)
-    lines = (*_with_kernels(package), f'os.environ.setdefault("MAX_JOBS", "{jobs}")', f"import {package}")
+    lines = (*_with_kernels(package), f"import {package}")
     return Preparation(
         kind="build",
         what=f"{package}'s CUDA kernels; wants nvcc and a C++ compiler",
         where=where,
-        seconds=estimate(core_seconds / jobs, 0.5, "13 min with 6 jobs beside an H200"),
+        seconds=estimate(core_seconds / jobs, 0.5, basis),
         disk_bytes=500_000_000,
-        argv=("python", "-c", "; ".join(lines)),
+        argv=("env", f"MAX_JOBS={jobs}", "python", "-c", "; ".join(lines)),
     )
 
 

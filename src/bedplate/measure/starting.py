@@ -132,7 +132,7 @@ def made_ready(one: Planned, progress: Progress, examiner: Examiner | None = Non
     if theirs:
         by_hand = engine.by_hand(chosen)
         steps = tuple(step for step in steps if step not in by_hand)
-    return Ready(one, chosen, environment, prepare(chosen, steps, environment, progress))
+    return Ready(one, chosen, environment, prepare(chosen, steps, environment, progress, one.hardware))
 
 
 class _Host:

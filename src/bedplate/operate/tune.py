@@ -554,7 +554,8 @@ class Tuner:
         folder = base.folder
         if plan.weights != base.plan.weights:
             began = self.clock()
-            folder = prepare_weights(plan, self._conversions(plan), base.environment, self.progress)
+            steps = self._conversions(plan)
+            folder = prepare_weights(plan, steps, base.environment, self.progress, self.chosen.hardware)
             self._convert_s.setdefault(plan.weights.label, self.clock() - began)
         return Ready(replace(self.chosen, plan=plan), plan, base.environment, folder)
 

@@ -35,6 +35,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     stale: str | None
     """Why nothing will ask for it again; `None`: the next start that needs it takes it."""
     checked: tuple[str, ...] = ()
+    built_for: tuple[str, ...] = ()
+    """Of what was compiled: the interpreter, packages, cards and compiler that it is for."""
 
 
 def kept() -> list[Kept]:
@@ -150,6 +152,7 @@ def _read(folder: Path) -> Kept | None:
         in_use=in_use,
         stale=_stale(record),
         checked=record.checked,
+        built_for=record.built_for,
     )
 
 
@@ -160,7 +163,11 @@ def _stale(record: Prepared) -> str | None:
         now = identity(engine_by_id(record.engine), record.argv)
     except BedplateError:
         return f"this version of bedplate knows no engine {record.engine}"
-    return None if now == record.identity else "other packages or programs made it than would make it today"
+    if now != record.identity:
+        return "other packages or programs made it than would make it today"
+    if record.built_for and not Path(record.built_for[0]).exists():
+        return "the environment that it was compiled for is gone"
+    return None
 
 
 def _own_bytes(folder: Path) -> int:

@@ -218,6 +218,12 @@ def find_gpu_compiler(device: Device, environ: Mapping[str, str]) -> Path | None
     return next((path.resolve() for home in homes if (path := home / BIN / program).is_file()), None)
 
 
+def describe_gpu_compiler(device: Device, environ: Mapping[str, str]) -> str:
+    """Where it is, and what it says of itself; empty where there is none, or nothing to compile for."""
+    found = find_gpu_compiler(device, environ) if device in GPU_COMPILERS else None
+    return f"{found} {_last_line(str(found), '--version')}".strip() if found else ""
+
+
 def _numbers(path: Path) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", path.name)))
 

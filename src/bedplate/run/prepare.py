@@ -19,15 +19,17 @@ import msgspec
 
 from bedplate.engines import Engine, SourceBuild, all_engines
 from bedplate.engines import engine as engine_by_id
-from bedplate.engines.base import SIXTEEN_BIT, made_path
+from bedplate.engines.base import SIXTEEN_BIT, cards_of, made_path
 from bedplate.errors import BedplateError, OutsideFailed
+from bedplate.facts.chips import chip_of
 from bedplate.facts.known_models import with_label
 from bedplate.home import disk_failure, home, locked, logs_dir, need_free, writable
 from bedplate.run.child import run_child
 from bedplate.run.environments import Environment, command, find_environment, make_environment, shipped, variables
 from bedplate.run.progress import Progress, Silent
 from bedplate.run.uv import tell_writes
-from bedplate.values import Launch, Model, Plan, Preparation
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation
+from bedplate.values.decision import Device
 from bedplate.values.units import seconds, size
 
 UNPACKER = "gguf-to-folder"
@@ -35,6 +37,10 @@ SLACK = 1.1
 """On top of the weights: tokenizers, and what a conversion writes on its way."""
 SECRETS = frozenset(["BEDPLATE_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY"])
 LEADS_ELSEWHERE = frozenset(["PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"])
+JOBS = "MAX_JOBS"
+"""How many compilers work at once changes nothing of what they make, and is the user's to say."""
+ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
+"""What PyTorch compiles for, where somebody says so."""
 MANIFEST = "bedplate.json"
 CHECK = "conversion_check.py"
 CHECK_LIMIT_S = 1800.0
@@ -57,6 +63,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Of the packages and the program that made it; empty: made before that was kept."""
     checked: tuple[str, ...] = ()
     """What was compared with the source, and what came of it."""
+    built_for: tuple[str, ...] = ()
+    """Of what was compiled: the interpreter, packages, compiler and cards that it is for."""
 
 
 @dataclass
@@ -67,6 +75,7 @@ class Step:
     engine: Engine
     folder: Path
     before: tuple[Step, ...]
+    built_for: tuple[str, ...] = ()
 
     @property
     def done(self) -> bool:
@@ -80,6 +89,15 @@ class Step:
     def inputs(self) -> tuple[Step, ...]:
         """The earlier steps whose results its command names."""
         return tuple(one for one in self.before if any(one.step.where in word for word in self.step.argv))
+
+    @property
+    def seen(self) -> tuple[Step, ...]:
+        """The earlier steps whose results lie beside its own. What is compiled is no model's, and sees none."""
+        return self.inputs if self.step.kind == "build" else self.before
+
+    @property
+    def made(self) -> Path:
+        return self.folder / self.step.where
 
 
 def prepared_dir() -> Path:
@@ -101,21 +119,26 @@ def weights_are_here(plan: Plan) -> bool:
 
 
 def prepare(
-    plan: Plan, steps: Sequence[Preparation], environment: Environment, progress: Progress | None = None
+    plan: Plan,
+    steps: Sequence[Preparation],
+    environment: Environment,
+    progress: Progress | None = None,
+    hardware: Hardware | None = None,
 ) -> Path | None:
     """Takes the steps that were not taken before. Returns the folder that the launch must run in; `None`: anywhere.
 
     Steps name what they make, and each other's results, relative to that folder. Each has a folder of its own with
     links to what came before it, so that plans share what they have in common. As long as this process lives, what it
-    was given here is in use, and nobody removes it.
+    was given here is in use, and nobody removes it. What is compiled is for the cards of `hardware`.
     """
     progress = progress or Silent()
-    chain = _chain(plan, steps)
+    chain = _chain(plan, steps, environment, hardware)
     try:
         if chain:
             writable(prepared_dir())
             for one in chain:
-                hold(one.folder)
+                if hold(one.folder) and one.step.kind == "build":
+                    _unlock(one.made)
         if missing := _missing(chain):
             wanted = sum(SLACK * (one.step.disk_bytes or 0) for one in missing)
             need_free(prepared_dir(), round(wanted), "the converted weights")
@@ -126,9 +149,38 @@ def prepare(
         for one in chain:
             if one.done:
                 os.utime(one.folder / MANIFEST)  # when it was last used
+        if chain:
+            _point(_last(chain), chain)
     except OSError as error:
         raise disk_failure(error, prepared_dir()) from error
-    return chain[-1].folder if chain else None
+    return _last(chain).folder if chain else None
+
+
+def _last(chain: tuple[Step, ...]) -> Step:
+    """The step in whose folder the launch runs: that of the weights, since one of compiled code is every model's."""
+    return next((one for one in reversed(chain) if one.step.kind != "build"), chain[-1])
+
+
+def _point(last: Step, chain: tuple[Step, ...]) -> None:
+    """Links in the launch's folder to what was compiled for these packages and cards: weights outlive both."""
+    for one in chain:
+        link, leads_to = last.folder / one.step.where, Path("..") / one.folder.name / one.step.where
+        if one is last or one.step.kind != "build" or not one.made.exists():
+            continue
+        if link.is_symlink() and link.readlink() == leads_to:
+            continue
+        if link.is_dir() and not link.is_symlink():
+            shutil.rmtree(link)
+        beside = last.folder / f".{one.folder.name}-{os.getpid()}"
+        beside.unlink(missing_ok=True)
+        beside.symlink_to(leads_to)
+        beside.replace(link)
+
+
+def _unlock(made: Path) -> None:
+    """PyTorch's loader, killed, leaves its lock beside what it loads, and every later one would wait for ever."""
+    for lock in made.glob("*/lock"):
+        lock.unlink(missing_ok=True)
 
 
 def _missing(chain: tuple[Step, ...]) -> list[Step]:
@@ -143,7 +195,7 @@ def _missing(chain: tuple[Step, ...]) -> list[Step]:
             want(earlier)
 
     for one in chain:
-        if one is chain[-1] or one.step.kind == "build":
+        if one is _last(chain) or one.step.kind == "build":
             want(one)
     return [one for one in chain if one.folder.name in wanted]
 
@@ -151,18 +203,26 @@ def _missing(chain: tuple[Step, ...]) -> list[Step]:
 _held: dict[Path, int] = {}
 
 
-def hold(folder: Path) -> None:
-    """Marks what is kept there as in use for as long as this process lives."""
+def hold(folder: Path) -> bool:
+    """Marks what is kept there as in use for as long as this process lives. Whether nobody else used it just now."""
     if folder in _held or os.name != "posix":
-        return
+        return False
     import fcntl
 
     mark = os.open(f"{folder}.use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        alone = True
+    except BlockingIOError:
+        alone = False
     fcntl.flock(mark, fcntl.LOCK_SH)
     _held[folder] = mark
+    return alone
 
 
-def _chain(plan: Plan, steps: Sequence[Preparation]) -> tuple[Step, ...]:
+def _chain(
+    plan: Plan, steps: Sequence[Preparation], environment: Environment, hardware: Hardware | None
+) -> tuple[Step, ...]:
     """The steps other than installs and builds of the engine, each with the folder that is its own."""
     source = plan.source or plan.model
     by_hand = engine_by_id(plan.engine).by_hand(plan)
@@ -175,14 +235,36 @@ def _chain(plan: Plan, steps: Sequence[Preparation]) -> tuple[Step, ...]:
                 f"this version of bedplate does not prepare {step.what} by itself", hint=f"make {step.where} by hand"
             )
         engine = _tool(step, plan)
-        # What is compiled serves every model.
-        before = "" if step.kind == "build" else content
         # By content, wherever the files are now.
-        words = [_without_place(word, source) for word in step.argv]
+        words = [_without_place(word, source) for word in step.argv if not word.startswith(f"{JOBS}=")]
+        own: tuple[str, ...] = ()
+        if step.kind == "build":
+            # What is compiled serves every model, on cards of one kind.
+            own = _built_for(engine, environment, hardware, plan.settings.device)
+        before: object = own if step.kind == "build" else content
         key = hashlib.sha256(repr((before, words, identity(engine, step.argv))).encode()).hexdigest()[:20]
         content = content if step.kind == "build" else key
-        chain = (*chain, Step(step, engine, prepared_dir() / key, chain))
+        chain = (*chain, Step(step, engine, prepared_dir() / key, chain, own))
     return chain
+
+
+def _built_for(
+    engine: Engine, environment: Environment, hardware: Hardware | None, device: Device
+) -> tuple[str, ...]:
+    """What compiled code depends on beside its source; its paths are in the compiler's commands, so they count."""
+    if engine.id != environment.engine:
+        return ()
+    from bedplate.run.native import describe_gpu_compiler
+
+    named = {"torch", *(package.partition("==")[0] for package in (engine.recipe.packages[:1] if engine.recipe else ()))}
+    packages = sorted(package for package in environment.packages if package.partition("==")[0] in named)
+    cards = cards_of(hardware, engine.vendors) if hardware is not None else []
+    chips = [(card, chip_of(card)) for card in cards]
+    capabilities = {card.compute_capability or (chip.capability if chip else None) or card.name for card, chip in chips}
+    asked = os.environ.get(ARCHITECTURES)
+    compiler = describe_gpu_compiler(device, os.environ)
+    found = (environment.version, f"Python {environment.python}", *packages, *sorted(capabilities), asked, compiler)
+    return (str(environment.interpreter), *(one for one in found if one))
 
 
 def _tool(step: Preparation, plan: Plan) -> Engine:
@@ -248,6 +330,7 @@ class _Taking:
                 made_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
                 identity=identity(one.engine, step.argv),
                 checked=checked,
+                built_for=one.built_for,
             )
             (staging / MANIFEST).write_bytes(msgspec.json.encode(record))
             if one.folder.exists():
@@ -264,10 +347,9 @@ class _Taking:
         return found
 
     def _link(self, staging: Path) -> None:
-        for earlier in self.one.before:
-            link = staging / earlier.step.where
-            if earlier.step.kind != "build":
-                link.symlink_to(Path("..") / earlier.folder.name / earlier.step.where)
+        for earlier in self.one.seen:
+            if earlier.step.kind != "build" or earlier.made.exists():
+                (staging / earlier.step.where).symlink_to(Path("..") / earlier.folder.name / earlier.step.where)
         for build in (engine.build for engine in all_engines().values() if engine.build is not None):
             if any(word.startswith(f"{build.tree}/") for word in self.one.step.argv):
                 (staging / build.tree).parent.mkdir(parents=True)
@@ -275,7 +357,7 @@ class _Taking:
 
     def _clear(self, staging: Path) -> None:
         """Leaves what was to be made and the links to what came before; working folders and the like go."""
-        kept = {self.one.step.where, *(earlier.step.where for earlier in self.one.before)}
+        kept = {self.one.step.where, *(earlier.step.where for earlier in self.one.seen)}
         for path in staging.iterdir():
             if path.name in kept:
                 continue
@@ -330,8 +412,9 @@ class _Taking:
 
     def _source_of(self, staging: Path) -> Path | None:
         """What the step read: the last earlier result that its command names, else the model's own files."""
-        if self.one.inputs:
-            return staging / self.one.inputs[-1].step.where
+        weights = [one for one in self.one.inputs if one.step.kind != "build"]
+        if weights:
+            return staging / weights[-1].step.where
         source = self.plan.source or self.plan.model
         if not source.files:
             return None
@@ -347,6 +430,9 @@ class _Taking:
         return details.bits if details is not None and details.bits else 4.0
 
     def _failed(self, why: str, output: str) -> OutsideFailed:
+        if known := self.one.engine.explain(output):
+            hint = f"{known.hint}; {self._log_hint()}"
+            return OutsideFailed(f"{self.one.doing} failed", cause=known.message, hint=hint)
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         cause = lines[-1][:600] if lines and why.startswith("exit status") else why
         if lines and cause == why:
@@ -396,7 +482,7 @@ def _command(environment: Environment, argv: Sequence[str]) -> tuple[list[str], 
         words.pop(0)
         while "=" in words[0]:
             name, _, value = words.pop(0).partition("=")
-            more[name] = value
+            more[name] = os.environ.get(name, value) if name == JOBS else value
     if words[0] == "hf":
         return [sys.executable, "-m", "huggingface_hub.cli.hf", *words[1:]], more
     if words[0] in ("python", "python3") and words[1].endswith(".py"):

@@ -215,7 +215,7 @@ def readied(
     if environment.server is not None and not environment.built and any(step.kind == "convert" for step in steps):
         # Beside a server of somebody else's there may be none of the programs that make weights for it.
         tools = make_environment(engine_by_id(chosen.engine), progress, own=True)
-    return Readied(one, chosen, environment, prepare(chosen, steps, tools, progress))
+    return Readied(one, chosen, environment, prepare(chosen, steps, tools, progress, one.hardware))
 
 
 def _to_be_built(engine: str | None, hardware: Hardware) -> Engine:

@@ -347,6 +347,9 @@ class ExLlama(Reader):
 
         self.path, self.package, self.name = path, package, package
         self._loaded: Any = None
+        if (kernels := Path(f"{package}-kernels")).is_dir():
+            # Compiled before the conversion; without a word on them the import would compile them again.
+            os.environ["TORCH_EXTENSIONS_DIR"] = str(kernels.absolute())
         # Of its tokenizer.json, as bedplate's server for it has it.
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
 
