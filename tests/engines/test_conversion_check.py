@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -142,6 +144,18 @@ class TestKinds:
         done = subprocess.run([sys.executable, "-I", str(PROGRAM), str(tmp_path / "a"), str(tmp_path)],
                               capture_output=True, text=True)  # fmt: skip
         assert done.returncode == 0 and "not compared: nothing is known that compares" in done.stdout
+
+
+def test_exllama_takes_the_kernels_that_were_compiled_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = SimpleNamespace(from_file=lambda path: path)
+    monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=files))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "of the user")
+    monkeypatch.chdir(tmp_path)
+    check.ExLlama(tmp_path, "exllamav3")
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == "of the user"
+    (tmp_path / "exllamav3-kernels").mkdir()
+    check.ExLlama(tmp_path, "exllamav3")
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "exllamav3-kernels")
 
 
 def compared(llama: Environment, source: Path, result: Path, bits: str = "16") -> subprocess.CompletedProcess[str]:

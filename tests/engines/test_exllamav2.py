@@ -82,6 +82,24 @@ def test_what_cannot_be_is_refused(card: str, name: str, why: str) -> None:
     assert refused is not None and refused.kind == "impossible" and why in refused.why
 
 
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        # SmolLM2-135M, whose width ExLlamaV3 does not take.
+        ({"hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "intermediate_size": 1536}, None),
+        ({"hidden_size": 4544, "head_dim": None, "num_heads": 71}, None),
+        ({"hidden_size": 560}, "a hidden size of 560"),
+        ({"intermediate_size": 11000}, "an MLP's inner width of 11000"),
+        ({"head_dim": 80, "num_heads": 33}, "queries together of 2640"),
+        ({"head_dim": 80, "num_kv_heads": 1}, "keys together of 80"),
+        ({"hidden_size": None, "intermediate_size": None, "num_heads": None, "num_kv_heads": None}, None),
+    ],
+)
+def test_widths_are_multiples_of_32(shape: dict[str, int | None], why: str | None) -> None:
+    refused = EXL.refuse(machine("RTX 4090"), replaced(model(LLAMA), **shape), Workload())
+    assert (refused.why.partition("this model has ")[2] if refused is not None else None) == why
+
+
 class Tokens:
     """As much of a tensor as the server looks at."""
 

@@ -65,6 +65,23 @@ class TestLaunch:
         assert [step.kind for step in steps] == ["install", "build", "download", "convert"]
         assert steps[1].argv[-1].endswith("; import exllamav3") and steps[1].seconds is not None
 
+    def test_kernels_conversion_and_server_name_one_folder(self) -> None:
+        launch = EXL.launch(plan(EXL, RTX, model(LLAMA)), 1)
+        _, build, _, convert = launch.prepare
+        assert launch.env == {"TORCH_EXTENSIONS_DIR": build.where}
+        assert all(
+            f'os.path.abspath("{build.where}")' in step.argv[step.argv.index("-c") + 1] for step in (build, convert)
+        )
+
+    def test_of_the_step_only_how_many_compile_at_once_depends_on_the_machine(self) -> None:
+        chosen = plan(EXL, RTX, model(LLAMA))
+        one, two = (
+            EXL.launch(replaced(chosen, settings=replaced(chosen.settings, threads=threads)), 1).prepare[1]
+            for threads in (2, 16)
+        )
+        assert one.argv[:2] == ("env", "MAX_JOBS=2") and two.argv[:2] == ("env", "MAX_JOBS=16")
+        assert one.argv[2:] == two.argv[2:]
+
 
 class TestWhatItTakes:
     def test_bits_per_weight(self) -> None:
@@ -87,11 +104,36 @@ class TestWhatItTakes:
             ("RTX 4090", "deepseek-ai/DeepSeek-V3.2", "does not know the architecture deepseek_v32"),
             ("RTX 4090", "google/gemma-4-E4B-it", "small E models"),
             ("RTX 4090", "nvidia/DeepSeek-V3-0324-NVFP4", "weights in NVFP4"),
+            ("RTX 4090", "HuggingFaceTB/SmolLM2-135M-Instruct", "multiple of 128, and this model's is 576"),
         ],
     )
     def test_what_cannot_be_is_refused(self, card: str, name: str, why: str) -> None:
         refused = EXL.refuse(machine(card), model(name), Workload())
         assert refused is not None and refused.kind == "impossible" and why in refused.why
+
+    @pytest.mark.parametrize(
+        ("architecture", "width", "runs"),
+        [
+            # Wide as the models of these names are: SmolLM2-135M and 360M, Qwen2.5-0.5B, Gemma 3 1B, gpt-oss.
+            ("llama", 576, False),
+            ("llama", 960, False),
+            ("qwen2", 896, True),
+            ("gemma3_text", 1152, True),
+            ("gpt_oss", 2880, True),
+            # Experts alone are cut to the model's width; a gated MLP beside them is not.
+            ("qwen3_moe", 2000, True),
+            ("glm4_moe", 2000, False),
+            ("llama", None, True),
+        ],
+    )
+    def test_widths_that_its_layers_are_padded_beyond(self, architecture: str, width: int | None, runs: bool) -> None:
+        # Neither the heads' width (9 of 64) nor the MLP's (1500) must divide.
+        shape = replaced(
+            model(LLAMA), architecture=architecture, hidden_size=width, num_heads=9, head_dim=64, intermediate_size=1500
+        )
+        refused = EXL.refuse(RTX, shape, Workload())
+        assert (refused is None) == runs
+        assert runs or (refused is not None and refused.kind == "impossible" and "exllamav2" in str(refused.hint))
 
     def test_turing_is_the_oldest(self) -> None:
         assert EXL.refuse(machine("NVIDIA T4", 1), model(LLAMA), Workload()) is None
@@ -160,6 +202,13 @@ class TestPlacement:
         # model/config.py of 1.6.5.
         ("AssertionError: Unknown architecture LlumaForCausalLM in /m/config.json", "LlumaForCausalLM", True),
         ("RuntimeError: Error building extension 'exllamav3_ext'", "did not compile", True),
+        # Of 1.6.5 on an H200, converting SmolLM2-135M.
+        (
+            "RuntimeError: The size of tensor a (576) must match the size of tensor b (640) "
+            "at non-singleton dimension 2",
+            "the model is 576 wide, and its layers became 640",
+            True,
+        ),
         # torch/utils/cpp_extension.py.
         ("OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.", "nvcc", True),
         ("bedplate-engine: cannot listen on 127.0.0.1:8000: port is in use", "the private port was taken", False),

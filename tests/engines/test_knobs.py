@@ -12,10 +12,10 @@ from tests.engines.argv import parsed, published
 from tests.engines.plans import machine, model, plan
 
 from bedplate.engines import engine
-from bedplate.engines.knobs import merged, turned_plan, with_own_defaults
+from bedplate.engines.knobs import draft_knob, merged, turned_plan, with_own_defaults
 from bedplate.errors import BadQuestion
 from bedplate.facts.known_models import with_label
-from bedplate.values import Plan, from_json, replaced, to_json
+from bedplate.values import Parallelism, Plan, from_json, replaced, to_json
 from bedplate.values.tuning import Choice, Knob
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -67,6 +67,38 @@ def test_own_defaults_name_the_model_the_address_and_little_else(engine_id: str,
     options = {word for word in bare.argv if word.startswith("--")}
     assert {"--host", "--port"} <= options and len(options) <= 7
     assert not options & {"--threads", "--max-num-seqs", "--continuous-batching", "--enforce-eager", "--cache-ram"}
+
+
+@pytest.mark.parametrize(("engine_id", "file"), [("llama.cpp", "llama_cpp"), ("vllm", "vllm")])
+def test_a_small_model_may_guess_ahead(engine_id: str, file: str) -> None:
+    one, chosen = engine(engine_id), planned(engine_id, "cpu")
+    knob = draft_knob(one.drafting("/models/small one.gguf"), "/models/small one.gguf")
+    argv = one.launch(turned_plan(chosen, (knob,), {"draft": "small one.gguf"}), 8000).argv
+    assert any("/models/small one.gguf" in word for word in argv)
+    start = next(number for number, word in enumerate(argv) if word.startswith("--"))
+    parsed(file, [*(["MODEL"] if published(file)["positional"] else []), *argv[start:]])
+    assert turned_plan(chosen, (knob,), {"draft": "off"}) == chosen
+
+
+def test_several_cards_may_be_divided_otherwise() -> None:
+    one, on = engine("vllm"), machine("H100 SXM", 4)
+    chosen = plan(one, on, model(LLAMA, folder=True), layout=Parallelism(tensor=4))
+    knob = next(knob for knob in one.knobs(on, chosen) if knob.name == "layout")
+    assert [choice.value for choice in knob.choices] == ["4 x 1", "1 x 4", "2 x 2"]
+    argv = one.launch(turned_plan(chosen, (knob,), {"layout": "2 x 2"}), 8000).argv
+    for option in ("--tensor-parallel-size", "--pipeline-parallel-size"):
+        assert argv.count(option) == 1 and argv[argv.index(option) + 1] == "2"
+
+
+def test_what_stays_on_the_host_may_be_more_or_less() -> None:
+    one, on = engine("llama.cpp"), machine("RTX 4090", 1)
+    whole = planned("llama.cpp", "RTX 4090")
+    partly = replaced(whole, settings=replaced(whole.settings, gpu_layers=20))
+    assert "gpu-layers" not in [knob.name for knob in one.knobs(on, whole)]
+    knob = next(knob for knob in one.knobs(on, partly) if knob.name == "gpu-layers")
+    assert [choice.value for choice in knob.choices] == ["16", "18", "19", "20", "21", "22", "24"]
+    argv = one.launch(turned_plan(partly, (knob,), {"gpu-layers": "24"}), 8000).argv
+    assert argv[argv.index("--n-gpu-layers") + 1] == "24"
 
 
 def test_the_shipped_launcher_takes_what_is_turned() -> None:

@@ -6,8 +6,10 @@ is judged here, so that it wants a machine that nobody else uses.
 
 from __future__ import annotations
 
+import os
 import statistics
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 from tests.judge.real_engine import measured_cells, ready_engine, with_settings
@@ -19,7 +21,7 @@ from bedplate.measure.starting import Ready
 from bedplate.measure.summary import summarized
 from bedplate.run.models import known_model
 from bedplate.run.progress import Silent
-from bedplate.values import Hardware, Workload, replaced
+from bedplate.values import Hardware, Workload, replaced, to_json
 from bedplate.values.diagnosis import Bottleneck, Limit
 from bedplate.values.run import Cell, Load
 
@@ -57,6 +59,12 @@ def predicted(found: Bottleneck, limit: Limit) -> float:
     return next(one.gain.value for one in found.predictions if one.metric == "output_tok_s")
 
 
+def kept(name: str, *sides: list[Cell]) -> None:
+    """Where somebody asks for it, what was measured: a gain that was not foretold wants an explanation."""
+    if folder := os.environ.get("BEDPLATE_KEEP_CELLS"):
+        Path(folder, f"{name}.json").write_text(to_json([cell for cells in sides for cell in cells]), encoding="utf-8")
+
+
 def test_more_slots() -> None:
     few = ready_engine("llama.cpp", Workload(concurrency=8, prompt_tokens=32, output_tokens=48), slots=1)
     before, after = cells_of(few, 1, 8), cells_of(with_settings(few, slots=8), 8)
@@ -89,6 +97,7 @@ def test_a_larger_cache() -> None:
     one_user = replaced(ready.plan, workload=replaced(ready.plan.workload, concurrency=1))
     small = Ready(ready.planned, one_user, ready.environment, ready.folder)
     before, after = (cells_of(one, *users, prompt=512, output=64) for one, users in ((small, (1, 16)), (ready, (16,))))
+    kept("larger-cache", before, after)
     assert predicted(told(before), "KV cache") == pytest.approx(speed(after) / speed(before), rel=WITHIN)
 
 

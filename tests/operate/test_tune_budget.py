@@ -154,3 +154,23 @@ def test_where_there_is_no_time_for_both_it_says_so(tmp_path: Path) -> None:
     found = Paper(tmp_path / "store.sqlite", 600, 2, wave=45.0, own=2.0).run()
     assert found.spent_s <= 630
     assert any("no time to hold it against" in note or "time was up" in note for note in found.notes)
+
+
+class Disturbed(Paper):
+    """In the second turn somebody else has the processors while the engine's own defaults are measured."""
+
+    def _worked(self, point: Point, turn: int, rounds: int, limit_s: float) -> Repeat | None:
+        repeat = super()._worked(point, turn, rounds, limit_s)
+        if repeat is None or turn != 1 or point != OWN:
+            return repeat
+        return replaced(repeat, seconds=3 * repeat.seconds, use=replaced(repeat.use, other_cpu_share=0.5))
+
+
+def test_a_turn_in_which_others_had_the_processors_counts_for_nobody(tmp_path: Path) -> None:
+    found = Disturbed(tmp_path / "store.sqlite", 900, 3, noise=0.02).run()
+    own, best = found.side("own defaults"), found.side("tuned")
+    assert own is not None and best is not None
+    assert len(own.taken) == len(best.taken) >= 3
+    assert max(one.seconds for one in own.taken) < 2 * min(one.seconds for one in own.taken)
+    assert found.notes[-1] == f"of {len(own.taken) + 1} turns 1 do not count: others had the processors"
+    assert found.proven

@@ -29,6 +29,7 @@ from bedplate.run.environments import Environment
 from bedplate.run.prepare import Prepared, offline, prepare, prepared_dir
 from bedplate.run.progress import Silent
 from bedplate.values import Hardware, Plan, Preparation, Settings, Weights, Workload, replaced
+from bedplate.values.decision import Device
 
 ROOT = Path(__file__).parents[2]
 MAKE = """
@@ -285,7 +286,14 @@ class Kernels:
         )
 
     def served(
-        self, model: str, *, converted: bool = True, hardware: Hardware = ADA, jobs: int = 3, **changed: object
+        self,
+        model: str,
+        *,
+        converted: bool = True,
+        hardware: Hardware = ADA,
+        device: Device = "cpu",
+        jobs: int = 3,
+        **changed: object,
     ) -> Path:
         source = self.folder / f"{model}.gguf"
         source.write_text(model)
@@ -294,7 +302,8 @@ class Kernels:
             argv = ("python", "-c", USE, str(source), "result")
             steps.append(Preparation(kind="convert", what="it", where="result", argv=argv))
         own = msgspec.structs.replace(self.own, **changed)
-        folder = prepare(plan_for(source), steps, own, hardware=hardware)
+        plan = replaced(plan_for(source), settings=Settings(slots=1, context_tokens=512, device=device))
+        folder = prepare(plan, steps, own, hardware=hardware)
         assert folder is not None
         return folder
 
@@ -353,14 +362,13 @@ class TestCompiled:
     def test_again_with_another_compiler(
         self, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sys.modules[__name__], "plan_for", lambda source: on_a_card(source))
         nvcc = tmp_path / "bin" / "nvcc"
         nvcc.parent.mkdir()
         monkeypatch.setenv("PATH", str(nvcc.parent), prepend=os.pathsep)
         for release, times in (("12.8", 1), ("13.0", 2), ("12.8", 2)):
             nvcc.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}\n")
             nvcc.chmod(0o755)
-            kernels.served("one", converted=False)
+            kernels.served("one", converted=False, device="cuda")
             assert kernels.times == times
 
     def test_what_else_is_installed_and_how_many_compilers_work_is_no_reason(
@@ -375,6 +383,18 @@ class TestCompiled:
 
     def test_a_conversion_is_compared_with_weights_and_not_with_them(self, kernels: Kernels, checker: Path) -> None:
         assert read_record(kernels.served("one")).checked == ("one.gguf result 16 made with 2",)
+
+    def test_what_is_built_after_the_weights_lies_beside_those_of_each_model(
+        self, own: Environment, source: Path, tmp_path: Path
+    ) -> None:
+        script = "open('options', 'w').write('of all')"
+        options = Preparation(kind="build", what="options", where="options", argv=("python", "-c", script))
+        other = tmp_path / "other.gguf"
+        other.write_text("other bits")
+        for one, weights in ((source, "bits+"), (other, "other bits+")):
+            folder = prepare(plan_for(one), [step("make", one, "result"), options], own)
+            assert folder is not None and (folder / "options").read_text() == "of all"
+            assert (folder / "result" / "weights").read_text() == weights
 
     def test_what_they_are_for_is_kept(self, kernels: Kernels) -> None:
         folder = kernels.served("one", converted=False, packages=("fake==1", "torch==2.11.0"))
@@ -398,10 +418,6 @@ class TestCompiled:
         with Path(f"{folder}.use").open() as mark:
             fcntl.flock(mark, fcntl.LOCK_SH)
             assert again(folder / "kernels" / "ext" / "lock")
-
-
-def on_a_card(source: Path, plain: object = plan_for) -> Plan:
-    return replaced(plain(source), settings=Settings(slots=1, context_tokens=512, device="cuda"))  # type: ignore[operator]
 
 
 class TestWhere:

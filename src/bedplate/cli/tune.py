@@ -70,6 +70,10 @@ def tune(
         bool,
         typer.Option("--lossy", help="Allow weights that answer less faithfully, within what their bits explain."),
     ] = False,
+    draft: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A small model of the same tokens that may guess ahead.", show_default=False),
+    ] = None,
     build: Annotated[
         str, typer.Option(metavar="KIND", help="packages, or native: built from source for this machine.")
     ] = "packages",
@@ -137,6 +141,7 @@ def tune(
                 budget_s=read_budget(budget) if budget is not None else None,
                 knobs=tuple(name.strip() for name in (knobs or "").split(",") if name.strip()),
                 lossy=lossy,
+                draft=str(draft) if draft is not None else None,
                 native=build == "native",
                 price_per_hour=price,
                 workload=workload,

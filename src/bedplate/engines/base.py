@@ -317,6 +317,10 @@ class Engine:
         """What `bedplate tune` may turn of it here; none: it is not tuned."""
         return ()
 
+    def drafting(self, model: str) -> tuple[str, ...]:
+        """The options by which a small model of the same tokens guesses ahead; none: it cannot."""
+        return ()
+
     def progress(self, line: str) -> float | None:
         """How much of the model is loaded, when this log line says so."""
         return None

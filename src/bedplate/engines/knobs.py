@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from bedplate.errors import BadQuestion
@@ -43,6 +44,17 @@ def turned_plan(plan: Plan, knobs: Iterable[Knob], values: Mapping[str, str]) ->
         variables=tuple(sorted(variables.items())),
     )
     return replaced(plan, weights=weights, settings=replaced(plan.settings, **fields, turned=turned))
+
+
+def draft_knob(options: Sequence[str], model: str) -> Knob:
+    """Whether a small model of the same tokens guesses ahead."""
+    name = PurePath(model).name
+    return Knob(
+        name="draft", meaning=f"{name} guesses the next tokens, and they are checked together", now="off", own="off",
+        choices=(Choice(value="off"), Choice(value=name, options=tuple(options))),
+        limits=("memory bandwidth", "runtime overhead"), risk=("answers", "memory", "start"), prior=0.5,
+        source="asked for",
+    )  # fmt: skip
 
 
 def with_own_defaults(plan: Plan) -> Plan:

@@ -340,6 +340,9 @@ class LlamaCpp(Engine):
         found += [*_batch_knobs(plan), *_cache_knobs(plan), _speculation_knob(plan)]
         return tuple(knob for knob in found if len(knob.choices) > 1)
 
+    def drafting(self, model: str) -> tuple[str, ...]:
+        return ("--spec-type", "draft-simple", "--spec-draft-model", model)
+
     def variants(self, hardware: Hardware, device: Device) -> tuple[Variant, ...]:
         options = (*CMAKE_OPTIONS, *BACKENDS.get(device, ()), *_architectures(hardware, device))
         found = [Variant(options=(*options, "-DGGML_NATIVE=ON"))]

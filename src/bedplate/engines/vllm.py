@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from bedplate.engines.base import (
@@ -297,6 +298,9 @@ class Vllm(Engine):
         on_cpu = plan.settings.device == "cpu"
         found = [*_scheduler_knobs(plan), *(_cpu_knobs(hardware) if on_cpu else _card_knobs(plan))]
         return tuple(knob for knob in found if len(knob.choices) > 1)
+
+    def drafting(self, model: str) -> tuple[str, ...]:
+        return ("--speculative-config", json.dumps({"model": model, "num_speculative_tokens": 4}))
 
     def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch:
         """The command of one node of several; the first one answers requests."""

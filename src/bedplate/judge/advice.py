@@ -21,6 +21,8 @@ MODEL_SPREAD = 0.25
 """How far predictions from measured steps and prompts may be off."""
 OVERHEAD_REMOVED = (0.35, 0.7, 1.0)
 """Of the runtime's own part, what other settings or another engine take away: at the least, likely, at the most."""
+MOST_PROMPT = 2.0
+"""Times its time alone, what a prompt may cost among others; vLLM's on two cores cost 1.6 to 1.9 times as much."""
 FEW_STREAMS = 8
 """Below so many, more requests at once still share much of a step."""
 
@@ -126,7 +128,16 @@ def cycle_ms(view: View, batch: float) -> float:
 
     In the time of one request each of the others ends once and brings a new prompt.
     """
-    return batch * view.prefill_ms + view.tokens * _step_ms(view, batch)
+    return batch * _prompt_ms(view) + view.tokens * _step_ms(view, batch)
+
+
+def _prompt_ms(view: View) -> float:
+    """What a prompt costs among others: that of a request alone, or more, where steps that hold one took longer.
+
+    Where it is more than twice as much, something else was in the way.
+    """
+    among_others = (view.prefill_ms + view.behind_ms + view.stalled_ms - view.step_ms) / view.batch
+    return min(max(view.prefill_ms, among_others), MOST_PROMPT * view.prefill_ms)
 
 
 def _step_ms(view: View, batch: float) -> float:

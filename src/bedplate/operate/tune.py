@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from bedplate import store
 from bedplate._version import __version__
-from bedplate.engines.knobs import turned_plan, with_own_defaults
+from bedplate.engines.knobs import draft_knob, turned_plan, with_own_defaults
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.judge.compare import CHANCE, compare
 from bedplate.judge.diagnose import bottleneck, ground_for
-from bedplate.judge.proving import LATE_SHARE, SURELY, Times, reserve_s, shaped, take_turns
+from bedplate.judge.proving import LATE_SHARE, LEAST_TURNS, SURELY, Times, reserve_s, shaped, take_turns
 from bedplate.judge.tuning import (
     Climbed,
     Lever,
@@ -44,7 +44,7 @@ from bedplate.measure.bench import (
     hardware_words,
     stoppable,
 )
-from bedplate.measure.flags import BUSY, SWAPPED_BYTES, flags_of
+from bedplate.measure.flags import BUSY, SWAPPED_BYTES, TOO_BUSY, flags_of
 from bedplate.measure.load import OwnError, Prepared, prepare
 from bedplate.measure.load import run as run_loop
 from bedplate.measure.moments import new_run_id, now_text
@@ -130,6 +130,7 @@ def tune(
     knobs: Sequence[str] = (),
     more_knobs: Sequence[Knob] = (),
     lossy: bool = False,
+    draft: str | None = None,
     native: bool = False,
     price_per_hour: float | None = None,
     workload: Workload | None = None,
@@ -140,8 +141,9 @@ def tune(
 ) -> Tuned:
     """Measures until the best settings are proven or time is up, and keeps what it finds in the store.
 
-    `knobs` restricts what is turned; `more_knobs` adds to it. `lossy` allows weights that answer less faithfully than
-    the plan's, within what their bits explain. `resume` goes on with one that was ended; "" is the newest.
+    `knobs` restricts what is turned; `more_knobs` adds to it, and so does `draft`, a small model that may guess ahead.
+    `lossy` allows weights that answer less faithfully than the plan's, within what their bits explain. `resume` goes on
+    with one that was ended; "" is the newest.
     """
     progress, teller = progress or Silent(), teller or Teller()
     hardware = probe()
@@ -149,11 +151,11 @@ def tune(
     if before is not None:
         model, engine, load, objective = before.asked_model, before.engine, before.load, before.objective
         target, knobs, lossy, native = before.target, before.knobs, before.lossy, before.build == "native"
-        price_per_hour, workload = before.price_per_hour, before.workload
+        price_per_hour, workload, draft = before.price_per_hour, before.workload, before.draft
     load = load or Load(concurrency=4)
     facts = facts_of(model, hardware, progress)
     chosen = chosen_plan(engine, hardware, facts, load, workload, native=native)
-    found = (*chosen.engine.knobs(hardware, chosen.plan), *more_knobs)
+    found = (*chosen.engine.knobs(hardware, chosen.plan), *more_knobs, *_drafting(chosen, draft))
     checked_knobs(found, knobs, chosen)
     kept = before or Tuned(
         id=new_run_id(),
@@ -175,6 +177,7 @@ def tune(
         price_per_hour=price_per_hour,
         lossy=lossy,
         knobs=tuple(knobs),
+        draft=draft,
         budget_s=budget_s or BUDGET_S,
     )
     if before is not None and budget_s is not None:
@@ -203,6 +206,18 @@ def chosen_plan(
         if engine is None:
             raise AnswerIsNo(f"{facts.name} cannot be served here", hint="bedplate plan says why")
     return planned(engine, hardware, facts, work, native=native)
+
+
+def _drafting(chosen: Planned, draft: str | None) -> tuple[Knob, ...]:
+    if draft is None:
+        return ()
+    path = Path(draft).expanduser().absolute()
+    options = chosen.engine.drafting(str(path))
+    if not options:
+        raise BadQuestion(f"{chosen.engine.name} takes no draft model here", hint="llama.cpp and vllm do")
+    if not path.exists():
+        raise BadQuestion(f"there is no {draft}", hint="--draft is a file or a folder on this machine")
+    return (draft_knob(options, str(path)),)
 
 
 def checked_knobs(found: Sequence[Knob], asked: Sequence[str], chosen: Planned) -> None:
@@ -727,7 +742,14 @@ class Tuner:
         starts = math.fsum(self._starting_s(one) for one in (self.best, *against) if one not in self.pool.running)
         shape = shaped(times, self.best, against, self.left_s - starts)
         late_s = LATE_SHARE * self.kept.budget_s
-        repeats: dict[Point, list[Repeat]] = {point: [] for point in shape.sides}
+        repeats: dict[Point, dict[int, Repeat]] = {point: {} for point in shape.sides}
+        torn: set[int] = set()
+
+        def sound() -> dict[Point, list[Repeat]]:
+            """Without the turns in which others had the processors, on every side alike."""
+            return {
+                side: [one for turn, one in taken.items() if turn not in torn] for side, taken in repeats.items()
+            }  # fmt: skip
 
         def measure(side: Point, turn: int) -> float | None:
             self._say(f"proof, turn {turn + 1}: {self._name(side)}")
@@ -735,19 +757,26 @@ class Tuner:
             repeat = self._worked(side, turn, shape.rounds, self.left_s + 2 * late_s)
             if repeat is None:
                 return None
-            repeats[side].append(repeat)
+            repeats[side][turn] = repeat
+            if self.chosen.plan.settings.device == "cpu" and (repeat.use.other_cpu_share or 0) > TOO_BUSY:
+                torn.add(turn)
             self.teller.worked(self._name(side), turn, self._turn_of(repeat), self.kept)
             return self.clock() - began
 
         def settled() -> set[Point]:
-            return {one for one in against if one in repeats and self._settled(repeats, one)}
+            taken = sound()
+            if min(map(len, taken.values())) < LEAST_TURNS:
+                return set()
+            return {one for one in against if one in taken and self._settled(taken, one)}
 
         found = take_turns(shape, self.best, times, measure, settled, lambda: self.left_s, late_s)
         notes = [f"there was no time to hold it against {self._name(one)}" for one in against if one not in shape.sides]
         if found.cut and self.best:
             notes.append(f"time was up after {found.turns} turns of the proof")
+        if torn:
+            notes.append(f"of {found.turns} turns {len(torn)} do not count: others had the processors")
         self.kept = replaced(self.kept, notes=(*self.kept.notes, *notes))
-        return repeats
+        return sound()
 
     def _proof_cell(self, point: Point, repeats: Sequence[Repeat]) -> Cell:
         cell = self._cell(point, self.kept.load, tuple(repeats), self._name(point))

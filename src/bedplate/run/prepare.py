@@ -28,7 +28,7 @@ from bedplate.run.child import run_child
 from bedplate.run.environments import Environment, command, find_environment, make_environment, shipped, variables
 from bedplate.run.progress import Progress, Silent
 from bedplate.run.uv import tell_writes
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation
+from bedplate.values import Accelerator, Hardware, Launch, Model, Plan, Preparation
 from bedplate.values.decision import Device
 from bedplate.values.units import seconds, size
 
@@ -248,23 +248,24 @@ def _chain(
     return chain
 
 
-def _built_for(
-    engine: Engine, environment: Environment, hardware: Hardware | None, device: Device
-) -> tuple[str, ...]:
+def _built_for(engine: Engine, environment: Environment, hardware: Hardware | None, device: Device) -> tuple[str, ...]:
     """What compiled code depends on beside its source; its paths are in the compiler's commands, so they count."""
     if engine.id != environment.engine:
         return ()
     from bedplate.run.native import describe_gpu_compiler
 
-    named = {"torch", *(package.partition("==")[0] for package in (engine.recipe.packages[:1] if engine.recipe else ()))}
+    own = engine.recipe.packages[:1] if engine.recipe is not None else ()
+    named = {"torch", *(package.partition("==")[0] for package in own)}
     packages = sorted(package for package in environment.packages if package.partition("==")[0] in named)
-    cards = cards_of(hardware, engine.vendors) if hardware is not None else []
-    chips = [(card, chip_of(card)) for card in cards]
-    capabilities = {card.compute_capability or (chip.capability if chip else None) or card.name for card, chip in chips}
-    asked = os.environ.get(ARCHITECTURES)
-    compiler = describe_gpu_compiler(device, os.environ)
-    found = (environment.version, f"Python {environment.python}", *packages, *sorted(capabilities), asked, compiler)
-    return (str(environment.interpreter), *(one for one in found if one))
+    cards = {_capability(card) for card in cards_of(hardware, engine.vendors)} if hardware is not None else set()
+    found = [environment.version, f"Python {environment.python}", *packages, *sorted(cards)]
+    found += [os.environ.get(ARCHITECTURES, ""), describe_gpu_compiler(device, os.environ)]
+    return (str(environment.server or environment.interpreter), *filter(None, found))
+
+
+def _capability(card: Accelerator) -> str:
+    chip = chip_of(card)
+    return card.compute_capability or (chip.capability if chip is not None else None) or card.name
 
 
 def _tool(step: Preparation, plan: Plan) -> Engine:

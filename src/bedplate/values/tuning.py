@@ -191,6 +191,8 @@ class Tuned(Record, frozen=True, kw_only=True):
     price_per_hour: float | None = None
     lossy: bool = False
     knobs: tuple[str, ...] = ()
+    draft: str | None = None
+    """A small model that may guess ahead, which was asked for."""
     """Those that were allowed; none: all."""
     budget_s: float
     spent_s: float = 0.0
