@@ -12,16 +12,23 @@ import aiohttp
 class Crowd:
     """`async with`: from then to the end there are always so many. `one` says what each of them asks for."""
 
-    def __init__(self, url: str, model: str, count: int, *, think_s: float, limit_s: float) -> None:
+    def __init__(
+        self, url: str, model: str, count: int, *, think_s: float, limit_s: float, key: str | None = None
+    ) -> None:
         self.url, self.model, self.count = url, model, count
         self.think_s = think_s
         """Between an answer and the next request."""
         self._limit_s = limit_s
+        self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         self._number = 0
         self._over = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._limit_s))
+        self.session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=self._limit_s),
+            connector=aiohttp.TCPConnector(limit=0),
+            headers=self._headers,
+        )
         self._tasks = [asyncio.create_task(self._go_on()) for _ in range(self.count)]
         return self
 

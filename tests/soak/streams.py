@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ class Counts:
     """What became of all requests."""
 
     whole: int = 0
+    tokens: int = 0
+    """Of whole answers, as they counted them."""
     failed: list[str] = field(default_factory=list)
     """No answer, an error, or an error in the midst of one."""
     truncated: list[str] = field(default_factory=list)
@@ -41,6 +44,7 @@ class Counts:
         wrong = looked_at(text, asked_tokens)
         if wrong is None:
             self.whole += 1
+            self.tokens += max(map(int, re.findall(r'"completion_tokens": ?(\d+)', text)))
         else:
             {"failed": self.failed, "truncated": self.truncated, "duplicated": self.duplicated}[wrong[0]].append(
                 wrong[1]
@@ -77,8 +81,10 @@ def looked_at(text: str, asked_tokens: int) -> tuple[str, str] | None:
 class Streams(Crowd):
     """`async with Streams(...)`: from then to the end there are always so many in flight."""
 
-    def __init__(self, url: str, model: str, count: int, tokens: int, *, think_s: float = 0.0) -> None:
-        super().__init__(url, model, count, think_s=think_s, limit_s=REQUEST_LIMIT_S)
+    def __init__(
+        self, url: str, model: str, count: int, tokens: int, *, think_s: float = 0.0, key: str | None = None
+    ) -> None:
+        super().__init__(url, model, count, think_s=think_s, limit_s=REQUEST_LIMIT_S, key=key)
         self.tokens = tokens
         self.counts = Counts()
 
