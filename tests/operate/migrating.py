@@ -108,4 +108,4 @@ class Load:
 
 
 def quickly(engine: str, **more: Any) -> Migrate:
-    return Migrate(engine=engine, least_step_s=0.2, most_step_s=3.0, **more)
+    return Migrate(engine=engine, **{"least_step_s": 0.2, "most_step_s": 3.0, **more})

@@ -1,6 +1,6 @@
 """Two tenants of the same weight at one real engine: one has a few streams, the other floods.
 
-    python tests/soak/flood.py --seconds 40 --rounds 2
+    python tests/soak/flood.py --seconds 60 --rounds 2
 
 Serves the built-in model with llama.cpp of BEDPLATE_HOME. The first tenant is measured alone and beside the flood, in
 alternating order. Prints a table, and ends with 1 when its 95th percentile of the time to the first token is more than
@@ -50,11 +50,11 @@ class Seen:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each part of a round")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each part of a round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--flood", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=96)
     sys.exit(asyncio.run(run(parser.parse_args())))
 
 
