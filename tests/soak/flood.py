@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import copy
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--flood", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=96)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it serves ends with it, as at Ctrl-C
     sys.exit(asyncio.run(run(parser.parse_args())))
 
 
