@@ -11,6 +11,12 @@ from bedplate.values import Launch, Plan, Settings, Weights, replaced
 from bedplate.values.decision import Turned
 from bedplate.values.tuning import Choice, Knob
 
+SPIN = (
+    Choice(value="default"),
+    *(Choice(value=how, variables=(("OMP_WAIT_POLICY", how),)) for how in ("active", "passive")),
+)
+"""How OpenMP's threads wait for each other."""
+
 
 def choice_of(knob: Knob, value: str) -> Choice:
     found = next((one for one in knob.choices if one.value == value), None)

@@ -28,7 +28,7 @@ from bedplate.engines.base import (
     short_name,
     source_folder,
 )
-from bedplate.engines.knobs import has_own_defaults, landed, scale
+from bedplate.engines.knobs import SPIN, has_own_defaults, landed, scale
 from bedplate.engines.pytorch import ENGINE as CONVERTER
 from bedplate.engines.shared import total
 from bedplate.facts.known_models import GGUF_BITS
@@ -337,7 +337,7 @@ class LlamaCpp(Engine):
         on_cpu = plan.settings.device == "cpu"
         found = [_weights_knob(plan)] if on_cpu and plan.weights.format == "gguf" else []
         found += _thread_knobs(hardware, plan) if on_cpu else _card_knobs(plan)
-        found += [*_batch_knobs(plan), *_cache_knobs(plan), _speculation_knob(plan)]
+        found += [*_batch_knobs(plan), *_cache_knobs(plan), _speculation_knob()]
         return tuple(knob for knob in found if len(knob.choices) > 1)
 
     def drafting(self, model: str) -> tuple[str, ...]:
@@ -571,8 +571,6 @@ def _thread_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
         "own": "as many as physical cores", "now": now, "ordered": True, "source": "docs/threads.md",
         "first": (str(cores + 1),) if cores < FEW_CORES else (),
     }  # fmt: skip
-    spinning = Choice(value="active", variables=(("OMP_WAIT_POLICY", "active"),))
-    sleeping = Choice(value="passive", variables=(("OMP_WAIT_POLICY", "passive"),))
     pinned = Choice(value="on", variables=(("OMP_PLACES", "cores"), ("OMP_PROC_BIND", "close")))
     return [
         Knob(
@@ -586,7 +584,7 @@ def _thread_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
         # Its own --poll is for builds without OpenMP, which neither the wheel nor the build from source is.
         Knob(
             name="spin", meaning="whether threads that wait for each other do so actively", now="default",
-            own="for a while", choices=(Choice(value="default"), spinning, sleeping), limits=("runtime overhead",),
+            own="for a while", choices=SPIN, limits=("runtime overhead",),
             prior=0.12, source="ggml-cpu.c of b11549: GGML_USE_OPENMP; OpenMP 5.2, OMP_WAIT_POLICY",
         ),
         Knob(
@@ -690,7 +688,7 @@ def _cache_knobs(plan: Plan) -> list[Knob]:
     ]  # fmt: skip
 
 
-def _speculation_knob(plan: Plan) -> Knob:
+def _speculation_knob() -> Knob:
     kinds = ("ngram-simple", "ngram-mod")
     return Knob(
         name="speculation", meaning="guesses of the next tokens from what was said before (n-gram)", now="off",

@@ -15,7 +15,7 @@ from bedplate.engines.base import (
     everyday_context,
     known_failure,
 )
-from bedplate.engines.knobs import has_own_defaults, landed, scale
+from bedplate.engines.knobs import SPIN, has_own_defaults, landed, scale
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
 from bedplate.values.tuning import Choice, Knob
@@ -233,9 +233,7 @@ def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
         ),
         Knob(
             name="spin", meaning="whether idle threads wait actively", now="default", own="for a while",
-            choices=(Choice(value="default"), Choice(value="active", variables=(("OMP_WAIT_POLICY", "active"),)),
-                     Choice(value="passive", variables=(("OMP_WAIT_POLICY", "passive"),))),
-            limits=("runtime overhead",), prior=0.15, source="OpenMP 5.2, OMP_WAIT_POLICY",
+            choices=SPIN, limits=("runtime overhead",), prior=0.15, source="OpenMP 5.2, OMP_WAIT_POLICY",
         ),
     ]  # fmt: skip
 
