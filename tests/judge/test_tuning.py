@@ -6,12 +6,24 @@ import math
 import random
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engines.plans import machine, model, plan
 
 from bedplate.engines import engine
-from bedplate.judge.tuning import Climbed, Lever, Move, Point, climb, front_of, levers_of, score_of, turned
+from bedplate.judge.tuning import (
+    Climbed,
+    Lever,
+    Move,
+    Point,
+    climb,
+    front_of,
+    gain_figure,
+    levers_of,
+    score_of,
+    turned,
+)
 from bedplate.values.tuning import Taken, Trial, Turn, words_of
 
 NOISE = 0.02
@@ -179,6 +191,113 @@ def test_a_scale_is_begun_where_its_knob_says() -> None:
     assert asked[:2] == ["2048", "516"] and "256" in asked and "4096" not in asked
 
 
+class Scripted:
+    """Lever a, b, ... with two values each: the differences to the best, as they come; measuring drifts."""
+
+    def __init__(self, drift: float = 0.0, **gains: list[float]) -> None:
+        self.levers = tuple(Lever(name, ("off", "on"), "off") for name in gains)
+        self.gains, self.drift, self.asked = {name: iter(one) for name, one in gains.items()}, drift, list[Point]()
+
+    def measure(self, point: Point, bar: float | None) -> float | None:
+        self.asked.append(point)
+        return sum(next(self.gains[name]) for name, _ in point) + self.drift * len(self.asked)
+
+    def times(self, name: str) -> int:
+        return sum(name in dict(point) for point in self.asked)
+
+
+ON = "on"
+MIXED = [0.3, -0.2]
+"""Two turns of one that varies a lot."""
+
+
+def test_the_best_is_measured_before_and_after_so_that_what_drifts_drops_out() -> None:
+    made = Scripted(drift=0.05, a=[0.04] * 7)
+    found = climb(made.levers, made.measure)
+    assert dict(found.best) == {"a": ON}
+    assert found.kept[0].gains == pytest.approx((0.04, 0.04))
+
+
+def test_one_that_is_left_alone_goes_in_pairs_with_the_best() -> None:
+    made = Scripted(a=[0.07, 0.0, 0.02, 0.0, 0.07])
+    climb(made.levers, made.measure)
+    assert made.asked == [(), *((("a", ON),), ()) * 5]
+
+
+def test_what_was_measured_just_now_is_not_measured_again() -> None:
+    made = Scripted(a=[-1.0])
+    climb(made.levers, made.measure, seen=0.0)
+    assert made.asked == [(("a", ON),)]  # and who is far behind need not be held against it once more
+
+
+def test_a_race_goes_on_while_there_is_hope() -> None:
+    made = Scripted(a=[0.07, 0.0, 0.02, 0.0, 0.07])
+    (kept,) = climb(made.levers, made.measure).kept
+    assert len(kept.gains) == 5
+    hopeless = Scripted(a=[0.07, -0.03, 1.0, 1.0])
+    assert not climb(hopeless.levers, hopeless.measure).kept and hopeless.times("a") == 2
+
+
+def test_what_all_contenders_vary_by_is_what_a_gain_is_held_against() -> None:
+    alone = Scripted(d=[0.05] * 7)
+    assert climb(alone.levers, alone.measure, width=1).kept
+    # Where others went up and down by a third, two equal gains of a twentieth are luck.
+    among = Scripted(a=[*MIXED], b=[*MIXED], c=[*MIXED], d=[0.05] * 7)
+    assert not climb(among.levers, among.measure, width=1).kept
+    assert among.times("d") == 2
+    # And where all others hardly vary, a small gain is one.
+    steady = Scripted(a=[0.03, 0.029, 0.03], b=[0.03, 0.029], d=[0.05, 0.01])
+    found = climb(steady.levers, steady.measure, width=1, accept=lambda point, move: move.lever.name == "d")
+    assert dict(found.best) == {"d": ON} and len(found.kept[0].gains) == 2
+    before = Scripted(d=[0.05, 0.01])
+    assert not climb(before.levers, before.measure, width=1, more=lambda point: len(before.asked) < 5).kept
+
+
+def test_a_great_gain_that_was_seen_once_when_time_was_up_goes_to_the_proof() -> None:
+    for gain, answers, taken in ((2.0, True, True), (0.3, True, False), (2.0, False, False)):
+        made, asked = Scripted(a=[gain] * 7), list[Point]()
+
+        def more(point: Point, made: Scripted = made) -> bool:
+            return len(made.asked) < 2
+
+        def accept(point: Point, move: Move, asked: list[Point] = asked, answers: bool = answers) -> bool:
+            asked.append(point)
+            return answers
+
+        found = climb(made.levers, made.measure, accept=accept, more=more)
+        assert bool(found.best) == taken and not found.whole
+        assert [one.gains for one in found.kept] == ([(gain,)] if taken else [])
+        assert bool(asked) == (gain > 1)
+    assert gain_figure([2.0]).source == "one short run"
+
+
+def test_who_is_in_time_goes_on_without_those_who_are_not() -> None:
+    made = Scripted(a=[0.2] * 7, b=[0.5] * 7)
+    found = climb(made.levers, made.measure, more=lambda point: "b" not in dict(point) or len(made.asked) < 1)
+    assert dict(found.best) == {"a": ON} and not found.whole and not made.times("b")
+
+
+def test_what_the_engine_does_by_itself_comes_first_where_that_was_better() -> None:
+    vllm, on = engine("vllm"), machine("cpu")
+    knobs = vllm.knobs(on, plan(vllm, on, model("Qwen/Qwen3-32B")))
+    usual = [lever.name for lever in levers_of(knobs, "KV cache", hints={"split-kv"})]
+    better = levers_of(knobs, "KV cache", hints={"split-kv"}, as_own=True)
+    assert usual[0] == "split-kv" and usual[1] != "compile"
+    assert better[0].name == "compile" and better[0].first == (ON,) and better[1].name == "split-kv"
+
+
+def test_other_values_come_after_the_one_to_begin_with() -> None:
+    lever = Lever("way", ("a", "b", "c"), "a", first=("c",))
+    asked: list[str] = []
+
+    def measure(point: Point, bar: float | None) -> float | None:
+        asked.append(dict(point).get("way", "a"))
+        return 0.0
+
+    climb((lever,), measure)
+    assert asked[:3] == ["a", "c", "b"]
+
+
 def test_a_knob_turned_back_is_not_turned() -> None:
     lever = Lever("a", ("1", "2"), "1")
     assert turned(turned((), lever, "2"), lever, "1") == ()
@@ -220,6 +339,9 @@ def test_scores_know_their_objective() -> None:
         assert score_of(objective, **fast) > score_of(objective, **slow)  # type: ignore[arg-type, operator]
     assert score_of("memory", **fast) < score_of("memory", **slow)  # type: ignore[arg-type, operator]
     assert score_of("energy", **fast) is None  # type: ignore[arg-type]
+    # Half the time to the first token is worth a seventh of the tokens.
+    sooner = {**slow, "output_tok_s": 8.6, "ttft_ms": 500.0}
+    assert score_of("throughput", **sooner) > score_of("throughput", **slow)  # type: ignore[arg-type, operator]
     # Less memory at half the speed is no gain, and tokens that come too late do not count.
     assert score_of("memory", **slow, floor_tok_s=20.0) < score_of("memory", **fast, floor_tok_s=20.0)  # type: ignore[arg-type, operator]
     assert score_of("throughput", **fast, on_target=0.4) < score_of("throughput", **slow)  # type: ignore[arg-type, operator]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,30 +16,53 @@ from tests.engines.plans import machine, model
 from tests.judge.made_cells import GOOD, made_repeat, made_sample
 
 from bedplate.engines import engine
+from bedplate.engines.vllm import COMPILE_S
 from bedplate.facts.known_models import with_label
 from bedplate.judge.tuning import Point, Teller
-from bedplate.operate.loaded import Alive
-from bedplate.operate.tune import OWN, Tuner, _Used, chosen_plan
+from bedplate.measure.starting import Ready
+from bedplate.operate.loaded import Alive, Pool
+from bedplate.operate.tune import OWN, Tuner, _Used, chosen_plan, point_of
 from bedplate.run.progress import Silent
 from bedplate.values import replaced
 from bedplate.values.run import Load, Quality, Repeat
-from bedplate.values.tuning import Tuned
+from bedplate.values.tuning import Trial, Tuned
 
 LOAD = Load(concurrency=4, prompt_tokens=64, output_tokens=32)
 MIB_300 = 300 << 20
 
 
+class PaperPool(Pool):
+    """Starts and conversions only take their time."""
+
+    def __init__(self, tuner: Paper, most: int) -> None:
+        super().__init__(most)
+        self.tuner = tuner
+
+    def get(self, point: Point, make: Callable[[], Ready]) -> Alive:
+        tuner = self.tuner
+        alive: Any = SimpleNamespace(point=point, started=SimpleNamespace(start_s=1.0, died=False), stack=ExitStack())
+        if point not in self.running:
+            while len(self.running) >= self.most:
+                self.end(next(iter(self.running)))
+            if tuner._conversion_s(point):
+                tuner._convert_s[tuner._plan_at(point).weights.label] = tuner.passes(tuner.about["convert"])
+            tuner.passes(tuner.start(point))
+        self.running[point] = self.running.pop(point, alive)
+        return self.running[point]
+
+
 class Paper(Tuner):
     """Nothing is started: waves take what they take, longer by chance, and so do starts, conversions and answers."""
 
-    def __init__(self, path: Path, budget_s: float, seed: int, **about: float) -> None:
+    def __init__(self, path: Path, budget_s: float, seed: int, engine_id: str = "llama.cpp", **about: float) -> None:
         self.now = 0.0
         self.clock = lambda: self.now
         self.dice = random.Random(seed)
         self.about = {"wave": 17.0, "start": 1.5, "convert": 6.0, "check": 8.0, "own": 1.15, "noise": 0.1, **about}
-        on, one = machine("cpu", 1), engine("llama.cpp")
+        on, one = machine("cpu", 1), engine(engine_id)
         facts = model("meta-llama/Llama-3.1-8B-Instruct", folder=True)
-        facts = replaced(with_label(facts, "Q4_1"), format="gguf", files=("/models/a.gguf",))
+        if engine_id == "llama.cpp":
+            facts = replaced(with_label(facts, "Q4_1"), format="gguf", files=("/models/a.gguf",))
         chosen = chosen_plan(one.id, on, facts, LOAD, None)
         kept = Tuned(
             id=f"paper-{seed}", at="2026-11-15T10:00:00Z", machine="paper", hardware="", bedplate="", engine=one.id,
@@ -46,7 +70,7 @@ class Paper(Tuner):
             workload=chosen.plan.workload, budget_s=budget_s,
         )  # fmt: skip
         super().__init__(on, facts, chosen, one.knobs(on, chosen.plan), kept, Silent(), Teller(), path)
-        self.pool.most = 5
+        self.pool = PaperPool(self, 5)
 
     def run(self) -> Tuned:
         self._prove(self._searched())
@@ -72,16 +96,10 @@ class Paper(Tuner):
 
     # what a real one does
 
-    def _alive(self, point: Point) -> Alive:
-        if point not in self.pool.running:
-            while len(self.pool.running) >= self.pool.most:
-                self.pool.end(next(iter(self.pool.running)))
-            if self._conversion_s(point):
-                self._convert_s[self._plan_at(point).weights.label] = self.passes(self.about["convert"])
-            self._start_s[point] = self.passes(self.about["start"])
-        alive: Any = SimpleNamespace(point=point, started=SimpleNamespace(start_s=1.0, died=False), stack=ExitStack())
-        self.pool.running[point] = self.pool.running.pop(point, alive)
-        return cast(Alive, alive)
+    def _warm(self, alive: Alive) -> None: ...
+
+    def start(self, point: Point) -> float:
+        return self.about["start"]
 
     def _watched(self, alive: Alive, load: Load, limit_s: float) -> tuple[Repeat | None, _Used]:
         before, used = self.now, _Used(MIB_300, None, 0)
@@ -174,3 +192,79 @@ def test_a_turn_in_which_others_had_the_processors_counts_for_nobody(tmp_path: P
     assert max(one.seconds for one in own.taken) < 2 * min(one.seconds for one in own.taken)
     assert found.notes[-1] == f"of {len(own.taken) + 1} turns 1 do not count: others had the processors"
     assert found.proven
+
+
+def test_own_defaults_that_are_much_slower_are_not_waited_for_and_not_held_to_be_unsafe(tmp_path: Path) -> None:
+    tuner = Paper(tmp_path / "store.sqlite", 900, 4, own=40.0, noise=0.02)
+    found = tuner.run()
+    (own,) = [one for one in found.trials if one.own_defaults]
+    assert [one.cut for one in own.taken] == [True] and own.taken[0].seconds < 7 * 17
+    assert not [one for one in found.refused if one.kind != "answers"]
+    assert found.side("own defaults") is None and found.proven
+
+
+class Watched(Paper):
+    """Who was loaded beside whom while it was measured."""
+
+    def __init__(self, path: Path, budget_s: float, seed: int) -> None:
+        super().__init__(path, budget_s, seed)
+        self.beside: list[tuple[Point, set[Point]]] = []
+
+    def _watched(self, alive: Alive, load: Load, limit_s: float) -> tuple[Repeat | None, _Used]:
+        self.beside.append((cast(Any, alive).point, set(self.pool.running)))
+        return super()._watched(alive, load, limit_s)
+
+
+def test_nobody_is_measured_beside_an_engine_that_spins_while_it_is_idle(tmp_path: Path) -> None:
+    tuner = Watched(tmp_path / "store.sqlite", 900, 5)
+    tuner.kept = replaced(tuner.kept, knobs=("spin", "pinning"))
+    tuner.run()
+    spinning = (("spin", "active"),)
+    assert any(point == spinning for point, _ in tuner.beside)
+    assert any(len(running) > 2 for _, running in tuner.beside)
+    assert not [point for point, running in tuner.beside if spinning in running and point != spinning]
+    tuner.best = spinning
+    assert list(tuner._times().starts) == [spinning]  # in the proof it is started anew before each piece of work
+
+
+class Compiling(Paper):
+    """vLLM on a processor: compiled it is faster, as it is by itself, and takes two minutes to start."""
+
+    def __init__(self, path: Path, budget_s: float, seed: int) -> None:
+        super().__init__(path, budget_s, seed, engine_id="vllm", wave=10.0, start=35.0, own=0.7, noise=0.03)
+        self.pool.most = 2
+
+    def _room(self, trial: Trial | None) -> int:
+        return 2
+
+    def wave(self, point: Point) -> float:
+        return 10.0 * (0.7 if self.compiles(point) else 1.0)
+
+    def start(self, point: Point) -> float:
+        return 150.0 if self.compiles(point) else 35.0
+
+    def compiles(self, point: Point) -> bool:
+        return point == OWN or ("compile", "on") in point
+
+    def _diagnose(self) -> None:
+        super()._diagnose()
+        self.kept = replaced(self.kept, limit="runtime overhead")
+
+
+def test_what_own_defaults_do_better_than_the_plan_is_tried_first_though_it_is_slow_to_start(tmp_path: Path) -> None:
+    tuner = Compiling(tmp_path / "store.sqlite", 1200, 6)
+    found = tuner.run()
+    first = next(one for one in found.trials if one.turned)
+    assert ("compile", "on") in point_of(first)
+    assert found.steps[0].turn.knob == "compile" and found.spent_s <= 1260
+
+
+def test_a_slow_start_is_expected_of_those_alone_that_have_a_reason(tmp_path: Path) -> None:
+    tuner = Compiling(tmp_path / "store.sqlite", 1200, 7)
+    compiled, other = (("compile", "on"),), (("batch-tokens", "512"),)
+    tuner._start_s = {(): 35.0}
+    assert tuner._starting_s(other) == 35 and tuner._starting_s(compiled) == 35 + COMPILE_S
+    tuner._start_s |= {OWN: 150.0}
+    assert tuner._starting_s(other) == 35 and tuner._starting_s(compiled) == 150
+    tuner._start_s |= {(*other, *compiled): 140.0}
+    assert tuner._starting_s(compiled) == 140

@@ -13,7 +13,8 @@ from bedplate.values.tuning import Choice, Knob
 
 SPIN = (
     Choice(value="default"),
-    *(Choice(value=how, variables=(("OMP_WAIT_POLICY", how),)) for how in ("active", "passive")),
+    Choice(value="active", variables=(("OMP_WAIT_POLICY", "active"),), restless=True),
+    Choice(value="passive", variables=(("OMP_WAIT_POLICY", "passive"),)),
 )
 """How OpenMP's threads wait for each other."""
 

@@ -568,7 +568,8 @@ def _thread_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
     cores, now = hardware.cpu.allowed_physical_cores, str(plan.settings.threads)
     counts = sorted({max(1, cores // 2), cores, cores + 1, 2 * cores, plan.settings.threads or cores})
     about = {
-        "own": "as many as physical cores", "now": now, "ordered": True, "source": "docs/threads.md",
+        "own": "as many as physical cores", "own_choice": str(cores), "now": now, "ordered": True,
+        "source": "docs/threads.md",
         "first": (str(cores + 1),) if cores < FEW_CORES else (),
     }  # fmt: skip
     pinned = Choice(value="on", variables=(("OMP_PLACES", "cores"), ("OMP_PROC_BIND", "close")))
@@ -643,13 +644,15 @@ def _batch_knobs(plan: Plan) -> list[Knob]:
         ),
         Knob(
             name="batch", meaning="tokens of all requests that one step may hold", now=batch, own="2048",
-            choices=scale({*BATCHES, *alone, int(batch)}, "--batch-size"), first=tuple(map(str, alone)), ordered=True,
+            own_choice="2048", first=tuple(map(str, alone)), ordered=True,
+            choices=scale({*BATCHES, *alone, int(batch)}, "--batch-size"),
             limits=("compute", "scheduler"), risk=("memory",), prior=0.45 if alone else 0.3,
             source=f"{source}; server-context.cpp: prompts fill a step up to n_batch",
         ),
         Knob(
             name="slots", meaning="requests that are computed at once; others wait", now=str(settings.slots), own="4",
             choices=tuple(Choice(value=str(count), settings=(("slots", count),)) for count in slots), ordered=True,
+            own_choice="4" if 4 in slots else None,
             limits=("scheduler", "KV cache", "memory bandwidth"), risk=("memory",), prior=0.2, source=source,
         ),
     ]  # fmt: skip
@@ -668,7 +671,7 @@ def _cache_knobs(plan: Plan) -> list[Knob]:
         ),
         Knob(
             name="kv-unified", meaning="one cache for all slots, instead of one for each", now="off", own="on",
-            choices=(Choice(value="off"), Choice(value="on", options=("--kv-unified",))),
+            choices=(Choice(value="off"), Choice(value="on", options=("--kv-unified",))), own_choice="on",
             limits=("KV cache", "compute"), prior=0.2, source=_HELP,
         ),
         Knob(
@@ -681,7 +684,7 @@ def _cache_knobs(plan: Plan) -> list[Knob]:
         ),
         Knob(
             name="prompt-cache", meaning="MiB of RAM for prompts of earlier requests", now="0", own="8192",
-            choices=(Choice(value="0"), Choice(value="8192", options=("--cache-ram", "8192"))),
+            choices=(Choice(value="0"), Choice(value="8192", options=("--cache-ram", "8192"))), own_choice="8192",
             limits=("KV cache",), risk=("memory",), prior=0.2 if plan.workload.shared_prefix_tokens else 0.02,
             source=_HELP,
         ),

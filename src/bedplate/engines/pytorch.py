@@ -194,8 +194,8 @@ def _batching_knobs(plan: Plan) -> list[Knob]:
         Knob(
             name="slots", meaning="requests that are computed at once, by continuous batching; 1: one after the other",
             choices=tuple(Choice(value=str(count), settings=(("slots", count),)) for count in slots),
-            now=str(settings.slots), own="1", ordered=True, limits=("scheduler", "runtime overhead", "compute"),
-            risk=("answers", "memory"), prior=0.4, source=_HELP,
+            now=str(settings.slots), own="1", own_choice="1", ordered=True,
+            limits=("scheduler", "runtime overhead", "compute"), risk=("answers", "memory"), prior=0.4, source=_HELP,
         ),
         Knob(
             name="batch-tokens", meaning="tokens of all requests that one step of continuous batching may hold",

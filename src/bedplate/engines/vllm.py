@@ -47,6 +47,8 @@ FEW_CORES = 4
 LARGE_CARD_BYTES = 70 * GIB
 LARGE_BATCH_TOKENS, BATCH_TOKENS = 8192, 2048
 """Its own defaults for cards from 70 GiB and for smaller ones (engine/arg_utils.py)."""
+COMPILE_S = 90.0
+"""What compiling adds to a start on a CPU, until one was seen."""
 MASTER_PORT = 29501
 # CMakeLists.txt of v0.28.0rc2, HIP_SUPPORTED_ARCHS.
 GFX = (
@@ -385,11 +387,12 @@ def _scheduler_knobs(plan: Plan) -> list[Knob]:
         ),
         Knob(
             name="compile", meaning="graphs are captured and compiled at the start, which needs a C++ compiler",
-            choices=(Choice(value="off"), Choice(value="on", without=("--enforce-eager",)))
+            choices=(Choice(value="off"), Choice(value="on", without=("--enforce-eager",), start_s=COMPILE_S))
             if settings.device == "cpu" else
             (Choice(value="on"), Choice(value="off", options=("--enforce-eager",))),
-            now="off" if settings.device == "cpu" else "on", own="on", limits=("runtime overhead", "compute"),
-            risk=("start",), prior=0.6 if settings.device == "cpu" else 0.05, source=_ARGUMENTS,
+            now="off" if settings.device == "cpu" else "on", own="on", own_choice="on",
+            limits=("runtime overhead", "compute"), risk=("start",), prior=0.6 if settings.device == "cpu" else 0.05,
+            source=_ARGUMENTS,
         ),
         Knob(
             name="speculation", meaning="guesses of the next tokens from what stands in the prompt (n-gram)", now="off",

@@ -1,9 +1,10 @@
 """Which setting is best: a race of short measurements, in turns with the best so far. Pure: somebody else measures.
 
-One change at a time from the best so far, those first that the diagnosis speaks for. All contenders of a round are
-measured in turns with the best, so that what drifts drops out of their differences; after each turn the slower half and
-all that show no gain are left behind, and only a gain that is no chance is kept. A knob whose values are a scale is
-followed in the direction that helped. What looked good beside a winner is tried again on top of it.
+One change at a time from the best so far, those first that the diagnosis speaks for. The contenders of a round are
+measured between two measurements of the best, turn by turn, so that what drifts drops out of their differences; after
+each turn the slower half and all that show no gain are left behind, and only a gain that is no chance is kept. What
+chance does is seen from all that was measured more than once. A knob whose values are a scale is followed in the
+direction that helped. What looked good beside a winner is tried again on top of it.
 """
 
 from __future__ import annotations
@@ -23,18 +24,23 @@ from bedplate.values.workload import LatencyTarget
 LEAST = 0.02
 """In logarithms: what shows less of a gain in its first turn is not looked at again."""
 NOISE = 0.03
-"""Standard deviation of the difference of two short measurements in turns that is taken for granted; two or three of
-them say too little about their own (docs/compare.md: what real engines vary by)."""
+"""Standard deviation of the difference of two short measurements in turns that is taken for granted until enough was
+seen (docs/compare.md: what real engines vary by)."""
+ENOUGH = 3
+"""Repeats, of all contenders together, that say more about it than what is taken for granted."""
 SURE = 1.64
 """A gain is kept when it lies so many standard errors above nothing: one chance in twenty for each change."""
-TURNS = 4
+MOST_TURNS = 7
 WIDTH = 4
 TRIES = 2
 CUT = math.log(1.4)
 """A contender that is slower than the best by more is not waited for."""
-SOONER = 0.15
-"""What a sooner first token counts for beside throughput: of settings that are about as fast, the one that answers
-first."""
+CLOSE = 0.1
+"""Where nobody comes so close to the best in a turn, it need not be measured once more to see that they lose."""
+GREAT = math.log(1.4)
+"""What gains so much goes to the proof even where there was no time to see it twice."""
+SOONER = 0.25
+"""What a sooner first token counts for beside throughput: half the time is worth a fifth more tokens."""
 SPOKEN_FOR, SPOKEN_AGAINST = 2.0, 0.6
 """What a diagnosis adds to a knob that may move the limit that binds, and takes from one that moves another."""
 
@@ -72,7 +78,7 @@ class Lever(NamedTuple):
     ordered: bool = False
     alone: bool = False
     first: tuple[str, ...] = ()
-    """Where to begin on a scale, instead of beside where it stands."""
+    """Where to begin; on a scale instead of beside where it stands."""
 
 
 class Move(NamedTuple):
@@ -95,20 +101,37 @@ class Climbed(NamedTuple):
     """Whether everything was tried that was worth it; else time was up."""
 
 
-def levers_of(knobs: Iterable[Knob], limit: Limit | None, only: Collection[str] = ()) -> tuple[Lever, ...]:
-    """In the order in which they are tried: by what is known of them, and by what binds."""
+def levers_of(
+    knobs: Iterable[Knob],
+    limit: Limit | None,
+    only: Collection[str] = (),
+    *,
+    hints: Collection[str] = (),
+    as_own: bool = False,
+) -> tuple[Lever, ...]:
+    """In the order in which they are tried: by what is known of them, and by what binds.
+
+    `hints`: what helped elsewhere comes before the rest, and after what changes everything. `as_own`: whether the
+    engine's own defaults were better than the plan; then what they do otherwise comes first of all.
+    """
 
     def worth(knob: Knob) -> float:
         if limit is None or not knob.limits:
             return knob.prior
         return knob.prior * (SPOKEN_FOR if limit in knob.limits else SPOKEN_AGAINST)
 
+    def begin(knob: Knob) -> tuple[str, ...]:
+        return (knob.own_choice,) if as_own and knob.own_choice not in (None, knob.now) else ()
+
     wanted = [knob for knob in knobs if not only or knob.name in only]
-    ranked = sorted(wanted, key=lambda knob: (not knob.alone, -worth(knob)))
+    ranked = sorted(wanted, key=lambda knob: (not begin(knob), not knob.alone, knob.name not in hints, -worth(knob)))
     return tuple(
-        Lever(knob.name, tuple(choice.value for choice in knob.choices), knob.now, knob.ordered, knob.alone, knob.first)
+        Lever(
+            knob.name, tuple(choice.value for choice in knob.choices), knob.now, knob.ordered, knob.alone,
+            begin(knob) or knob.first,
+        )
         for knob in ranked
-    )
+    )  # fmt: skip
 
 
 def turned(point: Point, lever: Lever, value: str) -> Point:
@@ -127,11 +150,17 @@ def climb(
     more: Callable[[Point], bool] = lambda point: True,
     refused: Collection[tuple[str, str]] = (),
     start: Point = (),
+    seen: float | None = None,
     width: int = WIDTH,
 ) -> Climbed:
-    """The best setting that was found. `accept` has the last word on a winner; `more`: is there time to measure it?"""
+    """The best setting that was found. `accept` has the last word on a winner; `more`: is there time to measure it?
+
+    `seen`: the score of where it starts, if that was measured just now.
+    """
     best, kept, whole = start, list[Kept](), True
-    meter = _Meter(measure, width)
+    meter, noise = _Meter(measure, width), _Noise()
+    if seen is not None:
+        meter.remember(best, seen)
     queue = deque(move for lever in levers for move in _first_moves(lever, best))
     tried: dict[tuple[str, str], int] = {}
     while queue and more(best):
@@ -142,9 +171,11 @@ def climb(
             continue
         for move in in_time:
             tried[_key(move)] = tried.get(_key(move), 0) + 1
-        ranked, over = _race(best, in_time, meter, more)
-        whole = whole and not over
-        sure = [(move, gains) for move, gains in ranked if _is_sure(gains)]
+        ranked, late = _race(best, in_time, meter, noise, more)
+        whole = whole and not late
+        sure = [(move, gains) for move, gains in ranked if noise.is_sure(gains)]
+        if late and not sure:
+            sure = [(move, gains) for move, gains in ranked if statistics.fmean(gains) >= GREAT]
         winner = next((one for one in sure if accept(turned(best, one[0].lever, one[0].value), one[0])), None)
         again: list[Move] = []
         if winner is not None:
@@ -165,11 +196,12 @@ def climb(
 
 
 def _first_moves(lever: Lever, best: Point) -> list[Move]:
-    """Of a scale its beginning or the neighbours; of others all values."""
+    """Of a scale its beginning or the neighbours; of others all values, its beginning first."""
     here = _value(best, lever)
     others = [value for value in lever.values if value != here]
-    if lever.ordered and lever.first:
-        others = [value for value in lever.first if value in others]
+    begin = [value for value in lever.first if value in others]
+    if begin:
+        others = begin if lever.ordered else [*begin, *(value for value in others if value not in begin)]
     elif lever.ordered and here in lever.values:
         at = lever.values.index(here)
         others = [*lever.values[at + 1 : at + 2], *lever.values[max(0, at - 1) : at]]
@@ -211,54 +243,88 @@ class _Meter:
         self._count += 1
         score = self._measure(point, bar)
         if score is not None:
-            self._last[point] = (self._count, score)
+            self.remember(point, score)
         return score
+
+    def remember(self, point: Point, score: float) -> None:
+        self._last[point] = (self._count, score)
 
     def recent(self, point: Point) -> float | None:
         at, score = self._last.get(point, (-math.inf, 0.0))
         return score if self._count - at <= self._fresh else None
 
 
+class _Noise:
+    """What the difference of two short measurements varies by, here and now.
+
+    Two or three turns of one contender say too little about it, those of all contenders together soon enough.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[list[float]] = []
+
+    def watch(self, gains: Iterable[list[float]]) -> None:
+        """Gains that grow from turn to turn."""
+        self._seen.extend(gains)
+
+    def spread(self, gains: Sequence[float]) -> float:
+        repeated = [one for one in self._seen if len(one) > 1]
+        count = sum(len(one) - 1 for one in repeated)
+        if count < ENOUGH:
+            return max(NOISE, statistics.stdev(gains) if len(gains) > 1 else 0.0)
+        return math.sqrt(sum(statistics.variance(one) * (len(one) - 1) for one in repeated) / count)
+
+    def is_sure(self, gains: Sequence[float]) -> bool:
+        return len(gains) > 1 and statistics.fmean(gains) > self._bar(gains, len(gains))
+
+    def is_hopeful(self, gains: Sequence[float]) -> bool:
+        """Whether it would be sure in the end if it went on like this."""
+        return statistics.fmean(gains) > self._bar(gains, MOST_TURNS)
+
+    def _bar(self, gains: Sequence[float], turns: int) -> float:
+        return max(LEAST, SURE * self.spread(gains) / math.sqrt(turns))
+
+
 def _race(
-    best: Point, moves: Sequence[Move], measure: _Meter, more: Callable[[Point], bool]
+    best: Point, moves: Sequence[Move], measure: _Meter, noise: _Noise, more: Callable[[Point], bool]
 ) -> tuple[list[tuple[Move, list[float]]], bool]:
-    """The contenders with their gains over the best, turn by turn, the most promising first; and was time up?"""
+    """The contenders with their gains over the best, turn by turn, the most promising first; and was time too short?
+
+    In each turn the best is measured before and after them, and after one turn is before the next: a contender that is
+    left alone goes in pairs with it.
+    """
     gains: dict[Move, list[float]] = {move: [] for move in moves}
-    alive, base, over = list(moves), None, False
-    for turn in range(TURNS):
-        order: list[Move | None] = [None, *alive] if turn % 2 == 0 else [*reversed(alive), None]
-        scores: dict[Move | None, float | None] = {}
-        if not turn and (base := measure.recent(best)) is not None:
-            # Whoever lost against it was measured just now; only a gain that repeats itself counts.
-            order, scores[None] = order[1:], base
-        for one in order:
-            point = best if one is None else turned(best, one.lever, one.value)
-            if over := not more(point):
-                break
-            scores[one] = measure(point, None if one is None or base is None else base - CUT)
-            if one is None:
-                base = scores[None]
-        if None in scores and base is None:
-            return [], over  # the best itself has failed: nothing can be told beside it
-        if None not in scores:
-            break  # time was up before what they are held against had its turn
-        for move in alive:
-            if (score := scores.get(move)) is not None and base is not None:
-                gains[move].append(score - base)
-        alive = [one for one in alive if scores.get(one) is not None and statistics.fmean(gains[one]) >= LEAST]
+    noise.watch(gains.values())
+    alive, late = list(moves), False
+    before = measure.recent(best)
+    if before is None and (before := measure(best, None)) is None:
+        return [], late  # the best itself has failed: nothing can be told beside it
+    for turn in range(MOST_TURNS):
+        scores: dict[Move, float] = {}
+        for move in alive if turn % 2 == 0 else alive[::-1]:
+            point = turned(best, move.lever, move.value)
+            if not more(point):
+                late = True
+            elif (score := measure(point, before - CUT)) is not None:
+                scores[move] = score
+        over, after = not more(best), before
+        if not over and any(score > before - CLOSE for score in scores.values()):
+            if (again := measure(best, None)) is None:
+                return [], late
+            after = again
+        for move, score in scores.items():
+            gains[move].append(score - (before + after) / 2)
+        alive = [move for move in alive if move in scores and statistics.fmean(gains[move]) >= LEAST]
         alive.sort(key=lambda one: -statistics.fmean(gains[one]))
         alive = alive[: max(1, math.ceil(len(alive) / 2))]
-        if over or not alive or (turn and len(alive) == 1 and _is_sure(gains[alive[0]])):
+        if over or not alive:
+            late = late or over
             break
+        if turn and len(alive) == 1 and (noise.is_sure(gains[alive[0]]) or not noise.is_hopeful(gains[alive[0]])):
+            break
+        before = after
     found = [(move, gains[move]) for move in moves if gains[move]]
-    return sorted(found, key=lambda one: (one[0] not in alive, -statistics.fmean(one[1]))), over
-
-
-def _is_sure(gains: Sequence[float]) -> bool:
-    if len(gains) < 2:
-        return False
-    spread = max(NOISE, statistics.stdev(gains))
-    return statistics.fmean(gains) > SURE * spread / math.sqrt(len(gains))
+    return sorted(found, key=lambda one: (one[0] not in alive, -statistics.fmean(one[1]))), late
 
 
 def _value(point: Point, lever: Lever) -> str:
@@ -275,7 +341,7 @@ def gain_figure(gains: Sequence[float]) -> Figure:
     spread = max(NOISE, statistics.stdev(gains) if count > 1 else 0.0)
     reach = student_t(0.95, max(2, count - 1)) * spread / math.sqrt(count)
     low, high = math.exp(middle - reach), math.exp(middle + reach)
-    words = f"{count} short runs in turns"
+    words = f"{count} short runs in turns" if count > 1 else "one short run"
     return Figure(value=math.exp(middle), low=low, high=high, basis="measured", source=words)
 
 

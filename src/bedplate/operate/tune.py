@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 from bedplate import store
 from bedplate._version import __version__
-from bedplate.engines.knobs import draft_knob, turned_plan, with_own_defaults
+from bedplate.engines.knobs import choice_of, draft_knob, turned_plan, with_own_defaults
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.judge.compare import CHANCE, compare
 from bedplate.judge.diagnose import bottleneck, ground_for
 from bedplate.judge.proving import LATE_SHARE, LEAST_TURNS, SURELY, Times, reserve_s, shaped, take_turns
 from bedplate.judge.tuning import (
+    NOISE,
     Climbed,
-    Lever,
     Move,
     Point,
     Teller,
@@ -90,6 +90,8 @@ REQUEST_LIMIT_S, LEAST_LIMIT_S = 300.0, 30.0
 MOST_WAITED = {"throughput": 1.45, "cost": 1.45}
 """Times the best's own wave that a contender is waited for; other objectives may be worth a slower one."""
 WAITED_ELSE = 2.5
+SLOW = 6.0
+"""Likewise, for those that are in no race: the engine's own defaults."""
 MEMORY_SHARE = 0.6
 """Of the free memory, what engines that wait for their turn may hold together."""
 MOST_ALIVE = 5
@@ -324,22 +326,25 @@ class Tuner:
     # the search
 
     def _searched(self) -> Climbed:
-        self._first_look()
-        only = self.kept.knobs
-        levers = hinted(levers_of(self.knobs, self.kept.limit, only), self._hints())
+        seen = self._first_look()
+        levers = levers_of(
+            self.knobs, self.kept.limit, self.kept.knobs, hints=self._hints(), as_own=self._own_is_better()
+        )
         return climb(
             levers,
             self._measure,
             accept=self._accept,
             more=self._more,
             refused=self._refused(),
+            seen=seen,
             width=max(1, self.pool.most - 1) if self.pool.most > 1 else 3,
         )
 
-    def _first_look(self) -> None:
+    def _first_look(self) -> float:
         """The plan as it is, and the engine's own defaults: what everything is held against, and what binds."""
         self.kept = replaced(self.kept, steps=(), proofs=(), sides=())
-        if self._measure((), None) is None:
+        planned = self._measure((), None)
+        if planned is None:
             raise OutsideFailed(
                 f"{self.chosen.engine.name} could not be measured as planned", cause=self._last_refusal(),
                 hint=f"bedplate bench --engines {self.chosen.engine.id}",
@@ -353,6 +358,12 @@ class Tuner:
             )  # fmt: skip
         self._diagnose()
         self._measure(OWN, None)
+        return planned
+
+    def _own_is_better(self) -> bool:
+        """Whether the engine by itself does something that the plan should do as well."""
+        own, plan = (one.best if (one := self.trials.get(point)) is not None else None for point in (OWN, ()))
+        return own is not None and plan is not None and own.score - plan.score > NOISE
 
     def _diagnose(self) -> None:
         """What binds, from the plan's wave and from a request alone; what is known of it stays."""
@@ -379,11 +390,10 @@ class Tuner:
         """One wave; what was measured before this run was ended is not measured again."""
         if replay := self._replay.get(point):
             return replay.pop(0).score
-        turned = turns_of(point)
         try:
             alive = self._alive(point)
             self._say(words_at(point))
-            limit_s = self._limit_s(point, bar)
+            limit_s = self._limit_s(bar)
             self._rest(point)
             repeat, used = self._watched(alive, self.kept.load, limit_s)
         except (OutsideFailed, AnswerIsNo) as error:
@@ -399,25 +409,33 @@ class Tuner:
             self._refuse(point, "swapped", f"{used.swapped_bytes / 1e6:.0f} MB went to swap while it was measured", ())
             return None
         taken = self._taken(repeat, used, limit_s, bar)
+        if taken is not None and bar is None and taken.cut:
+            # Slow is not dangerous: it has lost, and nothing speaks against trying it another time.
+            self._add(point, alive, taken)
+            return None
         if taken is None:
             failed = [one.error or one.outcome for one in repeat.samples if one.outcome != "ok"] if repeat else []
             self._refuse(point, "errors", failed[0] if failed else "no figures for this objective", tuple(failed[:3]))
             return None
         if not point and self._planned is None:
             self._planned = repeat
+        self._add(point, alive, taken)
+        return taken.score
+
+    def _add(self, point: Point, alive: Alive, taken: Taken) -> None:
         before = self.trials.get(point) or Trial(
-            turned=turned, own_defaults=point == OWN, start_s=round(alive.started.start_s, 2)
+            turned=turns_of(point), own_defaults=point == OWN, start_s=round(alive.started.start_s, 2)
         )
         self.trials[point] = replaced(before, taken=(*before.taken, taken))
         self._keep()
-        self.teller.taken(turned, taken, self.kept)
-        return taken.score
+        self.teller.taken(turns_of(point), taken, self.kept)
 
-    def _limit_s(self, point: Point, bar: float | None) -> float:
+    def _limit_s(self, bar: float | None) -> float:
         usual = self._wave_s(self.best)
-        if bar is None or usual is None or point == self.best:
-            return min(REQUEST_LIMIT_S, max(self.left_s, LEAST_LIMIT_S))
-        return usual * MOST_WAITED.get(self.kept.objective, WAITED_ELSE) + 0.5
+        if usual is not None and bar is not None:
+            return usual * MOST_WAITED.get(self.kept.objective, WAITED_ELSE) + 0.5
+        longest = min(REQUEST_LIMIT_S, max(self.left_s, LEAST_LIMIT_S))
+        return longest if usual is None else min(longest, max(SLOW * usual, LEAST_LIMIT_S))
 
     def _watched(self, alive: Alive, load: Load, limit_s: float) -> tuple[Repeat | None, _Used]:
         with Watcher(alive.meters) as watcher:
@@ -466,10 +484,8 @@ class Tuner:
         tuned = self.kept
         if repeat is None:
             # Who is slower than the bar by so much is out of the race; by how much nobody needs to know.
-            return (
-                None
-                if bar is None
-                else Taken(at=now_text(milliseconds=True), seconds=round(limit_s, 3), score=bar, cut=True)
+            return Taken(
+                at=now_text(milliseconds=True), seconds=round(limit_s, 3), score=LOST if bar is None else bar, cut=True
             )
         if any(one.outcome != "ok" for one in repeat.samples):
             return None
@@ -509,7 +525,26 @@ class Tuner:
         return waves if point in self.pool.running else waves + self._conversion_s(point) + self._starting_s(point)
 
     def _starting_s(self, point: Point) -> float:
-        return self._start_s.get(point, max(self._start_s.values(), default=0.0))
+        """As it was seen; else as the plan's, with what each turned knob adds to it."""
+        if point in self._start_s:
+            return self._start_s[point]
+        if point == OWN:
+            return max(self._start_s.values(), default=0.0)
+        return self._start_s.get((), 0.0) + math.fsum(self._added_s(knob, value) for knob, value in point)
+
+    def _added_s(self, name: str, value: str) -> float:
+        knob, usual = self._knob(name), self._start_s.get((), 0.0)
+        planned_s = choice_of(knob, value).start_s
+        seen = [took_s for point, took_s in self._start_s.items() if (name, value) in point]
+        if not seen and planned_s and value == knob.own_choice and OWN in self._start_s:
+            seen = [self._start_s[OWN]]
+        return max(0.0, min(seen) - usual) if seen else planned_s
+
+    def _knob(self, name: str) -> Knob:
+        return next(one for one in self.knobs if one.name == name)
+
+    def _is_restless(self, point: Point) -> bool:
+        return point != OWN and any(choice_of(self._knob(name), value).restless for name, value in point)
 
     def _conversion_s(self, point: Point) -> float:
         plan, base = self._plan_at(point), self._plan_at(())
@@ -530,11 +565,11 @@ class Tuner:
         return reserve_s(self._times(), self.best, against, budget_s=self.kept.budget_s, other_s=other_s)
 
     def _times(self) -> Times:
-        """Of the sides of a proof; those that cannot stay loaded beside each other start before each piece of work."""
+        """Of the sides of a proof; those that cannot stay loaded beside others start before each piece of work."""
         sides = [one for one in dict.fromkeys((OWN, self.best, ())) if one in self.trials]
         waves = {one: found for one in sides if (found := self._wave_s(one)) is not None}
         alone = self._proof_room(sides) < len(sides)
-        return Times(waves, {one: self._starting_s(one) for one in sides} if alone else {})
+        return Times(waves, {one: self._starting_s(one) for one in sides if alone or self._is_restless(one)})
 
     def _say(self, what: str) -> None:
         own, best = self.trials.get(OWN), self.trials.get(self.best)
@@ -548,15 +583,20 @@ class Tuner:
 
     def _alive(self, point: Point) -> Alive:
         fresh = point not in self.pool.running
+        for other in [one for one in self.pool.running if one != point and self._is_restless(one)]:
+            self.pool.end(other)
         if fresh:
             self._say(f"starting {words_at(point)}")
         began, converting = self.clock(), math.fsum(self._convert_s.values())
         alive = self.pool.get(point, lambda: self._readied(point))
         if fresh:
-            run_loop(warmed(alive.target, self.kept.load, self._known(alive), REQUEST_LIMIT_S))
+            self._warm(alive)
             converted = math.fsum(self._convert_s.values()) - converting
             self._start_s[point] = self.clock() - began - converted
         return alive
+
+    def _warm(self, alive: Alive) -> None:
+        run_loop(warmed(alive.target, self.kept.load, self._known(alive), REQUEST_LIMIT_S))
 
     def _plan_at(self, point: Point) -> Plan:
         plan = self.ready.plan if self.ready is not None else self.chosen.plan
@@ -615,8 +655,7 @@ class Tuner:
 
     def _accept(self, point: Point, move: Move) -> bool:
         """A winner is kept only if it answers as the plan does, where it may answer otherwise."""
-        knob = next(one for one in self.knobs if one.name == move.lever.name)
-        if "answers" in knob.risk:
+        if "answers" in self._knob(move.lever.name).risk:
             found = self._quality(point)
             if found.verdict != "ok":
                 kind: RefusedKind = "answers"
@@ -927,11 +966,6 @@ def answer_of(objective: Objective, verdict: Verdict, other: Cell, tuned: Cell) 
 
 def _effect(verdict: Verdict, metric: Metric) -> Effect | None:
     return next((one for one in verdict.effects if one.metric == metric), None)
-
-
-def hinted(levers: Sequence[Lever], names: set[str]) -> tuple[Lever, ...]:
-    """What helped elsewhere comes before the rest, and after what changes everything."""
-    return tuple(sorted(levers, key=lambda lever: (not lever.alone, lever.name not in names)))
 
 
 def point_of(trial: Trial) -> Point:

@@ -34,6 +34,11 @@ class Choice(Record, frozen=True, kw_only=True):
     """Fields of `Settings`, for what all engines share."""
     weights: str | None = None
     """The label of weights that are made of the model's own."""
+    start_s: float = 0.0
+    """What it adds to a start, as far as is known before one was seen."""
+    restless: bool = False
+    """Whether its engine keeps the processors busy while it has nothing to do, so that nobody can be measured beside
+    it."""
 
 
 class Knob(Record, frozen=True, kw_only=True):
@@ -44,6 +49,8 @@ class Knob(Record, frozen=True, kw_only=True):
     """Its value in the plan."""
     own: str
     """The engine's own default, in words."""
+    own_choice: str | None = None
+    """The same as one of the choices, where it is one of them."""
     ordered: bool = False
     """Whether its values are a scale, on which one can go on in the direction that helped."""
     first: tuple[str, ...] = ()
@@ -191,9 +198,9 @@ class Tuned(Record, frozen=True, kw_only=True):
     price_per_hour: float | None = None
     lossy: bool = False
     knobs: tuple[str, ...] = ()
+    """Those that were allowed; none: all."""
     draft: str | None = None
     """A small model that may guess ahead, which was asked for."""
-    """Those that were allowed; none: all."""
     budget_s: float
     spent_s: float = 0.0
     measurements: int = 0
