@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -130,9 +130,9 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def wait_for(look: Callable[[], T | None], what: str, seconds: float = 30) -> T:
-    """Looks until there is something to see."""
+    """Looks until there is something to see: an empty collection is nothing yet, an exit status of 0 is something."""
     deadline = time.monotonic() + seconds
-    while (seen := look()) is None or seen is False:
+    while (seen := look()) is None or seen is False or (isinstance(seen, Sized) and not len(seen)):
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.02)
     return seen

@@ -14,6 +14,8 @@ import aiohttp
 from tests.soak.crowd import Crowd
 
 REQUEST_LIMIT_S = 900.0
+TURNED_AWAY = {503: '"held_full"', 429: '"overloaded"'}
+"""How a gateway says that it has no room, before it accepts anything."""
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Counts:
     took_s: list[float] = field(default_factory=list)
 
     def add(self, status: int, retry_after: str | None, text: str, asked_tokens: int) -> None:
-        if status == 503 and retry_after is not None and '"held_full"' in text:
+        if retry_after is not None and TURNED_AWAY.get(status, "\0") in text:
             self.turned_away += 1
             return
         if status != 200:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from typing import Any
 
 from .scripted import DONE, STREAM_END, STREAM_HEAD, chunk, delta
 
@@ -49,13 +50,16 @@ class SlottedEngine:
                 self.most_at_once = max(self.most_at_once, self._at_once)
                 try:
                     async with self._slots:
+                        await self.read(asked)
                         await self._answer(writer, asked.get("max_tokens") or self._tokens)
                 finally:
                     self._at_once -= 1
         writer.close()
 
-    async def _answer(self, writer: asyncio.StreamWriter, tokens: int) -> None:
+    async def read(self, asked: dict[str, Any]) -> None:
         await asyncio.sleep(self._ttft_s)
+
+    async def _answer(self, writer: asyncio.StreamWriter, tokens: int) -> None:
         writer.write(STREAM_HEAD + chunk(delta("a")))
         for _ in range(EVENTS - 1):
             await asyncio.sleep(tokens * self._token_s / (EVENTS - 1))

@@ -8,17 +8,18 @@ import statistics
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.run.gateway import Gateway
-from bedplate.run.gateway.fair import SEAT_KEPT_S, FairQueue
+from bedplate.run.gateway.fair import LEAD_READING, SEAT_KEPT_S, FairQueue, Line
 from bedplate.run.gateway.tenants import KeyDigest
 from bedplate.values.tenant import Tenant, key_digest
 
-from .scripted import CHAT, Client, backend_at, chat, request, within
+from .scripted import CHAT, Client, backend_at, chat, request, until, within
 from .slotted import SlottedEngine
 
 
@@ -111,6 +112,55 @@ def test_a_tenant_keeps_the_seats_that_it_used_up_to_its_part_and_for_a_while() 
     assert queue.take(2, 8, later) and queue.take(1, 8, later)
 
 
+def crowded(flood_tokens: float = 0.0) -> tuple[FairQueue[Job], Line[Job], Line[Job]]:
+    """One that floods with a long line, and one with two requests under way, which are both being read."""
+    queue: FairQueue[Job] = FairQueue()
+    flood, quiet = queue.line("flood", 1), queue.line("quiet", 1)
+    for line in (flood, quiet):
+        line.mean_cost = 100.0
+    for _ in range(2):
+        queue.seated(quiet, 100, 0.0)
+    for _ in range(20):
+        queue.join(flood, Job("flood"), 0.0)
+    quiet.reading = 2
+    quiet.served += flood_tokens
+    return queue, flood, quiet
+
+
+def test_a_flood_waits_until_the_prompts_of_others_are_read() -> None:
+    queue, flood, quiet = crowded()
+    assert queue.take(6, 8, 0.1) is None and not queue.may_pass(flood, 6, 8, 0.1)
+    assert queue.may_pass(quiet, 6, 8, 0.1)  # who stays within its part never waits for that
+    quiet.reading = 0
+    found = queue.take(6, 8, 0.1)
+    assert found is not None and found[0] is flood
+    queue.seated(flood, 100, 0.1)
+    flood.reading = 1
+    assert queue.take(5, 8, 0.1) is None  # one of four seats reads at a time
+    flood.reading = 0
+    assert queue.take(5, 8, 0.1) is not None
+
+
+@given(
+    ahead=st.floats(0, 2000),
+    reading=st.integers(0, 2),
+    own=st.integers(0, 4),
+)
+def test_whoever_falls_behind_waits_for_no_prompt(ahead: float, reading: int, own: int) -> None:
+    """Else one that always reads a prompt would starve the others."""
+    queue, flood, quiet = crowded(ahead)
+    quiet.reading, flood.reading = reading, own
+    is_behind = quiet.served > flood.served + LEAD_READING * 100
+    assert (queue.take(6, 8, 0.1) is not None) == (is_behind or not (reading or own))
+
+
+def test_among_floods_nobody_waits_for_a_prompt_of_another() -> None:
+    queue, flood, quiet = crowded()
+    for _ in range(20):
+        queue.join(quiet, Job("quiet"), 0.1)
+    assert queue.take(6, 8, 0.1) is not None and flood.reading == 0
+
+
 def test_nobody_keeps_all_seats() -> None:
     """However heavy the other, one seat at least can be had."""
     queue: FairQueue[Job] = FairQueue()
@@ -150,8 +200,8 @@ class Streams:
 
 
 @contextlib.asynccontextmanager
-async def shared(**weights: float) -> AsyncIterator[tuple[SlottedEngine, int]]:
-    engine = SlottedEngine(SLOTS)
+async def shared(engine: SlottedEngine | None = None, **weights: float) -> AsyncIterator[tuple[SlottedEngine, int]]:
+    engine = engine or SlottedEngine(SLOTS)
     await engine.start()
     backend = backend_at(engine.port, slots=SLOTS)
     gateway = Gateway([backend])
@@ -246,3 +296,53 @@ async def test_weights_divide_an_engine_that_both_wait_for() -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert ratio == pytest.approx(3.0, rel=0.2)
+
+
+class GatedEngine(SlottedEngine):
+    """Reads a prompt for as long as nobody lets it go on."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots, ttft_s=0.0)
+        self.came: list[str] = []
+        self.gates: list[asyncio.Event] = []
+
+    async def read(self, asked: dict[str, Any]) -> None:
+        self.came.append(str(asked["user"]))
+        self.gates.append(asyncio.Event())
+        await self.gates[-1].wait()
+
+    async def have_come(self, count: int) -> None:
+        await until(lambda: len(self.came) >= count, f"{count} requests at the engine")
+
+
+async def test_at_a_real_gateway_a_flood_is_sent_when_the_others_first_token_is_here() -> None:
+    engine = GatedEngine(SLOTS)
+    async with shared(engine) as (_, port), contextlib.AsyncExitStack() as stack:
+        quiet, *flood = [Client(*await within(asyncio.open_connection("127.0.0.1", port))) for _ in range(12)]
+        for client in (quiet, *flood):
+            stack.callback(client.writer.close)
+
+        def ask(client: Client, tenant: str) -> None:
+            body = chat(stream=True, max_tokens=12, user=tenant)
+            client.writer.write(request(CHAT, body, authorization=f"Bearer {KEYS[tenant].decode()}"))
+
+        ask(quiet, "quiet")
+        await until(lambda: engine.came == ["quiet"], "the first request")
+        for client in flood:
+            ask(client, "flood")
+        # With one more than its part of the seats it is seen to be one. Those are answered, and their seats are free.
+        await until(lambda: engine.came == ["quiet"] + 5 * ["flood"], "the flood's first requests")
+        for gate in engine.gates[1:]:
+            gate.set()
+        for client in flood[:5]:
+            assert (await client.head()).status == 200
+            while await client.chunk():
+                pass
+        assert engine.came == ["quiet"] + 5 * ["flood"]
+        engine.gates[0].set()
+        assert (await quiet.head()).status == 200
+        for number in range(5, len(flood)):  # and from now on one at a time
+            await engine.have_come(number + 2)
+            assert len(engine.came) == number + 2
+            engine.gates[-1].set()
+            assert (await flood[number].head()).status == 200

@@ -50,7 +50,7 @@ class Exchange:
         "_affinity", "_answer", "_answer_bytes", "_api", "_asked", "_asked_usage", "_before_last", "_body", "_client",
         "_connection", "_first", "_gateway", "_held", "_last_events", "_limits", "_meter", "_request", "_route",
         "_sent_on", "_started", "_status", "_streaming", "_type", "_usage", "_way", "cost_tokens", "joined_at", "line",
-        "member", "num_bytes", "over", "sent_at", "tried", "tried_again",
+        "member", "num_bytes", "over", "reading", "sent_at", "streams", "tried", "tried_again",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +88,9 @@ class Exchange:
         self.tried: list[Backend] = []
         """Backends that could not answer it."""
         self.over = False
+        self.streams = bool(asked.stream)
+        self.reading = False
+        """Whether an engine has it and has not said a word yet."""
         keeper = gateway.keeper
         has_readers = gateway.seen is not None or (keeper is not None and keeper.content is not None)
         self._sent_on: list[bytes] | None = [] if has_readers else None
@@ -226,6 +229,8 @@ class Exchange:
         if self._first is None:
             self._first = monotonic()
             self._backend.worked = True
+            if self.reading:
+                self._route.has_read(self)
             self._client.begin_stream(_STREAM_HEAD + self._limits, data)
         else:
             self._client.write_stream(data)

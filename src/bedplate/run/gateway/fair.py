@@ -12,6 +12,10 @@ FIRST_COST_TOKENS = 500.0
 """What a request is taken to cost before any has ended."""
 LEAD_REQUESTS = 4
 """Requests for each of its seats that a tenant may be ahead of others and still keep its seats."""
+LEAD_READING = 2
+"""Requests that others may be ahead of a tenant that crowds, and it still waits until their prompts are read."""
+READ_AT_ONCE = 4
+"""Of the seats of a tenant that crowds, one in so many may be reading a prompt while somebody else uses its own."""
 SMOOTHING = 0.1
 
 
@@ -41,6 +45,7 @@ class Line(Generic[W]):
         "mean_cost",
         "name",
         "queue",
+        "reading",
         "served",
         "weight",
     )
@@ -50,6 +55,8 @@ class Line(Generic[W]):
         self.weight = weight
         self.queue: deque[W] = deque()
         self.in_flight = 0
+        self.reading = 0
+        """Streams under way whose first token has not come: the engine reads their prompts."""
         self.served = 0.0
         """Tokens that it was given, by its weight; who has the least goes next."""
         self.mean_cost = FIRST_COST_TOKENS
@@ -140,7 +147,8 @@ class FairQueue(Generic[W]):
     def take(self, free_seats: int | None, seats: int | None, now: float) -> tuple[Line[W], W] | None:
         """The next request, if any of those that wait may have one of the free seats."""
         aside: list[Line[W]] = []
-        kept = self._kept(seats, now) if seats is not None else {}
+        parts = self._parts(seats, now) if seats is not None else {}
+        kept = self._kept(parts, now)
         all_kept = sum(kept.values())
         found: tuple[Line[W], W] | None = None
         while self._heap and found is None:
@@ -149,7 +157,9 @@ class FairQueue(Generic[W]):
             if line is None or line._entry != (served, number):
                 continue
             line._entry = None
-            if free_seats is not None and free_seats <= all_kept - kept.get(name, 0):
+            if free_seats is not None and (
+                free_seats <= all_kept - kept.get(name, 0) or self._gives_way(line, parts, now)
+            ):
                 aside.append(line)
                 continue
             found = line, line.queue.popleft()
@@ -162,8 +172,9 @@ class FairQueue(Generic[W]):
 
     def may_pass(self, line: Line[W], free_seats: int, seats: int, now: float) -> bool:
         """Whether a tenant may have a free seat at once when nobody waits."""
-        kept = self._kept(seats, now)
-        return free_seats > sum(kept.values()) - kept.get(line.name, 0)
+        parts = self._parts(seats, now)
+        kept = self._kept(parts, now)
+        return free_seats > sum(kept.values()) - kept.get(line.name, 0) and not self._gives_way(line, parts, now)
 
     def seated(self, line: Line[W], cost_tokens: float, now: float) -> None:
         """A request is on its way to the engine, and is charged what it will probably cost."""
@@ -200,26 +211,50 @@ class FairQueue(Generic[W]):
             if line.is_idle and not line.wants(now):
                 del self._lines[name]
 
-    def _kept(self, seats: int, now: float) -> dict[str, int]:
+    def _parts(self, seats: int, now: float) -> dict[str, int]:
+        """The fair part of the seats of each tenant that was here lately; nothing where there is only one."""
+        active = [line for line in self._lines.values() if line.wants(now)]
+        if len(active) < 2:
+            return {}
+        weights = sum(line.weight for line in active)
+        return {line.name: int(seats * line.weight / weights) for line in active}
+
+    def _kept(self, parts: dict[str, int], now: float) -> dict[str, int]:
         """Free seats that are kept for somebody: what each used lately, up to its fair part of all of them.
 
         Without them a tenant whose request comes a moment after another's took the seat would wait for the end of
         that one. Whoever was served more than its part keeps none.
         """
-        active = [line for line in self._lines.values() if line.wants(now)]
-        if len(active) < 2:
+        if not parts:
             return {}
-        weights = sum(line.weight for line in active)
-        lowest = min(line.served for line in active)
+        lowest = min(self._lines[name].served for name in parts)
         kept = {}
-        for line in active:
-            fair = int(seats * line.weight / weights)
-            unused = min(fair, line.wants(now)) - line.in_flight
-            # What is under way is charged by guess, so that a lead of a few requests for each seat says nothing.
-            lead = LEAD_REQUESTS * fair * max(line.mean_cost, line.charged) / line.weight
-            if unused > 0 and line.served <= lowest + lead:
-                kept[line.name] = unused
+        for name, part in parts.items():
+            line = self._lines[name]
+            unused = min(part, line.wants(now)) - line.in_flight
+            if unused > 0 and line.served <= lowest + LEAD_REQUESTS * part * _cost(line):
+                kept[name] = unused
         return kept
+
+    def _gives_way(self, line: Line[W], parts: dict[str, int], now: float) -> bool:
+        """Whether a tenant that wants more than its part waits until another's prompts are read.
+
+        An engine reads prompts one after the other, or all of them at half the pace: beside a flood every first token
+        would wait for a prompt of the flood's, too. Those that stay within their parts go at once. Whoever falls
+        behind those that it waits for does not wait any longer: tokens are shared as before.
+        """
+        part = parts.get(line.name)
+        if part is None or line.wants(now) <= part:
+            return False
+        lead = LEAD_READING * _cost(line)
+        within = [
+            other
+            for name, fair in parts.items()
+            if name != line.name and (other := self._lines[name]).wants(now) <= fair
+        ]
+        if not within or max(other.served for other in within) > line.served + lead:
+            return False
+        return line.reading >= max(1, part // READ_AT_ONCE) or any(other.reading for other in within)
 
     def _enter(self, line: Line[W]) -> None:
         if len(self._heap) > 64 + 4 * len(self._lines):  # mostly entries that no longer hold
@@ -229,3 +264,8 @@ class FairQueue(Generic[W]):
         self._number += 1
         line._entry = (line.served, self._number)
         heapq.heappush(self._heap, (line.served, self._number, line.name))
+
+
+def _cost(line: Line[W]) -> float:
+    """What one of its requests costs, by weight; what is under way is charged by guess."""
+    return max(line.mean_cost, line.charged) / line.weight

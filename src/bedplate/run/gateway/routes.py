@@ -219,13 +219,24 @@ class Route:
             self.waiting_bytes -= exchange.num_bytes
             self.look()
 
+    def has_read(self, exchange: Exchange) -> None:
+        """Its first token is here, or none will come from the engine that it is at."""
+        exchange.reading = False
+        exchange.line.reading -= 1
+        if self.waiting.count:
+            self.look()
+
     def left(self, exchange: Exchange, way: Way) -> None:
         """A request that was in an engine goes to another."""
+        if exchange.reading:
+            self.has_read(exchange)
         self.waiting.left(exchange.line, exchange.cost_tokens)
         self._freed(way, monotonic())
 
     def ended(self, exchange: Exchange, way: Way, cost_tokens: float | None, now: float) -> None:
         """A request that was in an engine is over; `cost_tokens` is what it did cost, where that is known."""
+        if exchange.reading:
+            self.has_read(exchange)
         self.waiting.ended(exchange.line, exchange.cost_tokens, cost_tokens)
         if cost_tokens:
             took_s = now - exchange.sent_at
@@ -348,6 +359,9 @@ class Route:
         backend.last_used = now
         backend.health.sent()
         self.waiting.seated(exchange.line, exchange.cost_tokens, now)
+        if exchange.streams:  # of others nobody knows when their prompts are read
+            exchange.reading = True
+            exchange.line.reading += 1
         exchange.sent_to(way, now)
         way.pool.take(exchange)
 
