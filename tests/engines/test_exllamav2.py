@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,3 +197,18 @@ def test_one_request_at_a_time_against_a_stand_in(monkeypatch: pytest.MonkeyPatc
     assert [piece.token for piece in backend.step()] == [6]
     backend.cancel(two)
     assert cancelled == [jobs[1]]
+
+
+@pytest.mark.parametrize(
+    ("config", "base"),
+    [
+        ({"rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"}}, 100000.0),
+        ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6}}, None),
+        ({}, None),
+    ],
+)
+def test_positions_turn_as_newer_configurations_say(config: dict[str, Any], base: float | None, tmp_path: Path) -> None:
+    """Written by Transformers 5; where ExLlamaV2 finds its own word, that is as good."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
+    assert program._turning_base(str(tmp_path)) == base

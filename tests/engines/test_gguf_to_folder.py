@@ -108,3 +108,21 @@ def test_what_begins_a_text(fields: dict[str, Any], begins: bool) -> None:
     without = SimpleNamespace(bos_token=None, add_bos_token=False)
     program.set_begin(without, Header(**fields))
     assert without.add_bos_token is False
+
+
+class TestPositions:
+    def test_how_they_turn_is_said_in_older_words_too(self) -> None:
+        now = {"rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"}, "hidden_size": 576}
+        assert program.with_older_names(now) == {**now, "rope_theta": 100000.0}
+
+    def test_what_is_scaled_says_how(self) -> None:
+        scaled = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
+        found = program.with_older_names({"rope_parameters": scaled})
+        assert found["rope_theta"] == 500000.0 and found["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
+
+    @pytest.mark.parametrize(
+        "config",
+        [{"rope_theta": 1e6}, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {"rope_parameters": None}],
+    )
+    def test_what_has_no_single_one_stays_as_it_is(self, config: dict[str, Any]) -> None:
+        assert program.with_older_names(config) == config

@@ -186,6 +186,25 @@ class TestWeights:
         assert target is not None
         assert [form.label for form in VLLM.weights(target, model(name), Workload())] == offered
 
+    @pytest.mark.parametrize(
+        ("sets", "label", "said"),
+        [
+            (("neon", "dotprod"), "F32", ("--dtype", "float32")),
+            (("neon", "dotprod", "bf16"), "BF16", ()),
+            (("avx2",), "BF16", ()),
+        ],
+    )
+    def test_a_cpu_of_arm_that_does_not_know_bf16_computes_in_32_bits(
+        self, sets: tuple[str, ...], label: str, said: tuple[str, ...]
+    ) -> None:
+        """Seen on a Neoverse N1: vLLM 0.32.0 dies of its first request in BF16."""
+        here = machine("cpu")
+        here = replaced(here, cpu=replaced(here.cpu, instruction_sets=sets))
+        chosen = plan(VLLM, here, model(LLAMA))
+        argv = VLLM.launch(chosen, 1).argv
+        at = argv.index("--dtype") if "--dtype" in argv else len(argv)
+        assert chosen.weights.label == label and argv[at : at + 2] == said
+
     def test_work_that_needs_precision_gets_eight_bits_or_more(self) -> None:
         target = VLLM.target(machine("B200"))
         assert target is not None

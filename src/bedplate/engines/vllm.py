@@ -50,6 +50,8 @@ LARGE_BATCH_TOKENS, BATCH_TOKENS = 8192, 2048
 COMPILE_S = 90.0
 """What compiling adds to a start on a CPU, until one was seen."""
 MASTER_PORT = 29501
+WIDE = frozenset(["fp32"])
+"""Of a CPU that computes in 32 bits alone."""
 # CMakeLists.txt of v0.28.0rc2, HIP_SUPPORTED_ARCHS.
 GFX = (
     "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150",
@@ -232,6 +234,15 @@ class Vllm(Engine):
             or refuse_stored(self, hardware, model, workload)
         )
 
+    def target(self, hardware: Hardware) -> Target | None:
+        found = super().target(hardware)
+        if found is None or found.device != "cpu":
+            return found
+        # Its wheel for ARM computes BF16 with instructions that came with ARMv8.6: on a Neoverse N1 it dies of its
+        # first request, and in F16 a token takes minutes there.
+        sets = hardware.cpu.instruction_sets
+        return Target(device="cpu", count=1, features=WIDE) if "neon" in sets and "bf16" not in sets else found
+
     def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label, method = stored_as(model)
         if method == "16-bit":
@@ -241,6 +252,8 @@ class Vllm(Engine):
         return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),)
 
     def _of_plain(self, target: Target, model: Model, workload: Workload, label: str) -> tuple[Weights, ...]:
+        if target.features == WIDE:
+            return (Weights(label="F32", made="as it is" if label == "F32" else "while loading", format="safetensors"),)
         found = [plain_form(label, target)]
         if workload.task == "generate" and _quantizes_while_loading(target, model):
             found.append(Weights(label="FP8", made="while loading", format="safetensors"))
@@ -501,7 +514,7 @@ def _stored(plan: Plan) -> list[str]:
         return []
     if plan.weights.label == "FP8":
         return ["--quantization", "fp8_per_channel"]
-    return ["--dtype", "half" if plan.weights.label == "F16" else "bfloat16"]
+    return ["--dtype", {"F16": "half", "F32": "float32"}.get(plan.weights.label, "bfloat16")]
 
 
 def _layout(plan: Plan) -> list[str]:
@@ -527,7 +540,8 @@ def _cache_bytes(plan: Plan) -> int:
     """Cache for one request of the longest kind, or for those that are expected at once; whole blocks of it."""
     model, workload = plan.model, plan.workload
     at_once = min(plan.settings.slots, workload.in_flight()) * model.kv_bytes(workload.request_tokens)
-    return round(1.1 * max(model.kv_bytes(plan.settings.context_tokens), at_once, GIB // 16))
+    wide = 2 if plan.weights.label == "F32" else 1  # it is kept in what is computed in
+    return round(1.1 * wide * max(model.kv_bytes(plan.settings.context_tokens), at_once, GIB // 16))
 
 
 def _install(device: str) -> tuple[Preparation, ...]:

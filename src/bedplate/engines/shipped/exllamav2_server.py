@@ -32,6 +32,7 @@ class ExLlamaV2(OneByOne):
         tokens = -(-options.context // PAGE_TOKENS) * PAGE_TOKENS
         config = exllamav2.ExLlamaV2Config(options.model)
         config.arch_compat_overrides()
+        config.rotary_embedding_base = _turning_base(options.model) or config.rotary_embedding_base
         config.max_seq_len = tokens
         model = exllamav2.ExLlamaV2(config)
         kinds = {None: "ExLlamaV2Cache", 8: "ExLlamaV2Cache_Q8", 6: "ExLlamaV2Cache_Q6", 4: "ExLlamaV2Cache_Q4"}
@@ -66,6 +67,16 @@ class ExLlamaV2(OneByOne):
         finally:
             if not ended:
                 self.generator.cancel(job)
+
+
+def _turning_base(folder: str) -> float | None:
+    """Of a configuration as Transformers 5 writes it, whose words for it ExLlamaV2 0.3.2 does not know."""
+    config = read_json(Path(folder) / "config.json")
+    turning = config.get("rope_parameters")
+    if "rope_theta" in config or not isinstance(turning, dict):
+        return None
+    base = turning.get("rope_theta")
+    return float(base) if isinstance(base, int | float) else None
 
 
 def _ends(folder: str, known: list[int | None]) -> list[int]:

@@ -16,6 +16,7 @@ Runs inside of PyTorch's environment: torch, transformers, accelerate and gguf.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -142,8 +143,22 @@ def unpack(options: argparse.Namespace) -> None:
     say("writing")
     model.save_pretrained(options.folder)
     tokenizer.save_pretrained(options.folder)
+    config = options.folder / "config.json"
+    config.write_text(json.dumps(with_older_names(json.loads(config.read_text())), indent=2) + "\n")
     for file in options.folder.iterdir():
         file.chmod(0o644)  # weights are written for their owner alone
+
+
+def with_older_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Says how positions turn in the words of Transformers 4, too: what knows no others turns them by a default, and
+    reads long texts wrongly without a word (ExLlamaV2 0.3.2)."""
+    turning = config.get("rope_parameters")
+    if not isinstance(turning, dict) or "rope_theta" not in turning:
+        return config
+    older = {"rope_theta": turning["rope_theta"]}
+    if turning.get("rope_type", "default") != "default":
+        older["rope_scaling"] = {name: value for name, value in turning.items() if name != "rope_theta"}
+    return {**older, **config}
 
 
 class Header:
