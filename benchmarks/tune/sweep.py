@@ -42,7 +42,7 @@ SPACE = {
 }
 """216 settings of llama.cpp. Weights that answer less faithfully than the file are not in it: speed alone would pick
 them."""
-LOAD = Load(concurrency=4, prompt_tokens=128, output_tokens=32)
+LOAD = Load(concurrency=4, prompt_tokens=64, output_tokens=16)
 CONTENDERS = 5
 TURNS = 6
 

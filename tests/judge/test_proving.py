@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.judge.effect import turns_of
-from bedplate.judge.proving import LEAST_TURNS, MOST_TURNS, PROOF_SHARE, Times, reserve_s, shaped, take_turns
+from bedplate.judge.proving import (
+    LEAST_TURNS,
+    MOST_TURNS,
+    PROOF_SHARE,
+    WHOLE_SHARE,
+    Times,
+    reserve_s,
+    shaped,
+    take_turns,
+)
 from bedplate.judge.tuning import Point
 
 OWN: Point = (("", "own defaults"),)
@@ -43,9 +53,19 @@ def test_a_search_leaves_what_the_proof_needs_and_no_more_than_its_share(
 ) -> None:
     times = Times({OWN: own, PLAN: plan, TUNED: tuned})
     left = reserve_s(times, TUNED, (OWN, PLAN), budget_s=budget_s, other_s=other_s)
-    shape = shaped(times, TUNED, (OWN, PLAN), left - other_s)
-    assert left <= PROOF_SHARE * budget_s
+    shape = shaped(times, TUNED, (OWN, PLAN), left - other_s + 1e-6)
+    whole_s = LEAST_TURNS * times.turn_s((OWN, TUNED, PLAN), 1) + other_s
+    if left > PROOF_SHARE * budget_s:
+        assert left == pytest.approx(whole_s) and left <= WHOLE_SHARE * budget_s and len(shape.sides) == 3
     assert left >= PROOF_SHARE * budget_s or LEAST_TURNS * shape.seconds + other_s <= left * (1 + 1e-9)
+
+
+def test_for_want_of_time_more_of_it_goes_to_the_proof_where_that_holds_the_winner_against_both() -> None:
+    slow = Times({OWN: 42.0, PLAN: 41.0, TUNED: 25.0})
+    left = reserve_s(slow, TUNED, (OWN, PLAN), budget_s=600)
+    assert PROOF_SHARE * 600 < left <= WHOLE_SHARE * 600
+    assert shaped(slow, TUNED, (OWN, PLAN), left + 1e-6).sides == (OWN, TUNED, PLAN)
+    assert reserve_s(slow, TUNED, (OWN, PLAN), budget_s=500) <= PROOF_SHARE * 500
 
 
 class Sides:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.engines.plans import machine, model, plan
 
 from bedplate.engines import engine
+from bedplate.facts.known_models import with_label
 from bedplate.judge.tuning import (
     Climbed,
     Lever,
@@ -24,6 +25,7 @@ from bedplate.judge.tuning import (
     score_of,
     turned,
 )
+from bedplate.values import replaced
 from bedplate.values.tuning import Taken, Trial, Turn, words_of
 
 NOISE = 0.02
@@ -271,6 +273,23 @@ def test_a_great_gain_that_was_seen_once_when_time_was_up_goes_to_the_proof() ->
     assert gain_figure([2.0]).source == "one short run"
 
 
+def test_in_haste_a_gain_beyond_the_noise_is_measured_once() -> None:
+    made = Scripted(a=[0.07] * 20, b=[0.04] * 20)
+    found = climb(made.levers, made.measure, hasty=True, width=1)
+    assert [len(one.gains) for one in found.kept] == [1, 2]
+    assert made.asked[:2] == [(), (("a", ON),)]
+    careful = Scripted(a=[0.07] * 20, b=[0.04] * 20)
+    assert [len(one.gains) for one in climb(careful.levers, careful.measure, width=1).kept] == [2, 2]
+
+
+def test_weights_that_answer_less_faithfully_are_tried_only_if_that_is_allowed() -> None:
+    llama, on = engine("llama.cpp"), machine("cpu")
+    facts = replaced(with_label(model("Qwen/Qwen3-32B"), "Q4_1"), format="gguf", files=("/models/a.gguf",))
+    knobs = llama.knobs(on, plan(llama, on, facts))
+    strict, loose = (levers_of(knobs, None, {"weights"}, lossy=lossy)[0].values for lossy in (False, True))
+    assert set(strict) == {"Q4_1", "Q8_0", "F16"} and set(loose) == {*strict, "Q4_0"}
+
+
 def test_who_is_in_time_goes_on_without_those_who_are_not() -> None:
     made = Scripted(a=[0.2] * 7, b=[0.5] * 7)
     found = climb(made.levers, made.measure, more=lambda point: "b" not in dict(point) or len(made.asked) < 1)
@@ -284,6 +303,15 @@ def test_what_the_engine_does_by_itself_comes_first_where_that_was_better() -> N
     better = levers_of(knobs, "KV cache", hints={"split-kv"}, as_own=True)
     assert usual[0] == "split-kv" and usual[1] != "compile"
     assert better[0].name == "compile" and better[0].first == (ON,) and better[1].name == "split-kv"
+
+
+def test_32_bits_come_first_where_a_processor_multiplies_no_bf16() -> None:
+    torch, on = engine("pytorch"), machine("cpu")
+    first = {}
+    for sets in (("avx2",), ("avx2", "avx512_bf16")):
+        here = replaced(on, cpu=replaced(on.cpu, instruction_sets=sets))
+        first[sets[-1]] = levers_of(torch.knobs(here, plan(torch, here, model("Qwen/Qwen3-32B"))), "compute")[0].name
+    assert first["avx2"] == "dtype" and first["avx512_bf16"] != "dtype"
 
 
 def test_other_values_come_after_the_one_to_begin_with() -> None:

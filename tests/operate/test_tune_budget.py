@@ -17,6 +17,7 @@ from tests.judge.made_cells import GOOD, made_repeat, made_sample
 
 from bedplate.engines import engine
 from bedplate.engines.vllm import COMPILE_S
+from bedplate.errors import OutsideFailed
 from bedplate.facts.known_models import with_label
 from bedplate.judge.tuning import Point, Teller
 from bedplate.measure.starting import Ready
@@ -172,6 +173,32 @@ def test_where_there_is_no_time_for_both_it_says_so(tmp_path: Path) -> None:
     found = Paper(tmp_path / "store.sqlite", 600, 2, wave=45.0, own=2.0).run()
     assert found.spent_s <= 630
     assert any("no time to hold it against" in note or "time was up" in note for note in found.notes)
+
+
+def test_where_there_is_time_for_few_waves_it_finds_the_weights_and_proves_them_against_both(tmp_path: Path) -> None:
+    for seed in range(4):
+        tuner = Paper(tmp_path / f"{seed}.sqlite", 600, seed, wave=40.0, start=3.0, check=15.0, own=1.03, noise=0.03)
+        found = tuner.run()
+        best = found.side("tuned")
+        assert tuner.now <= 630 and best is not None and ("weights", "Q8_0") in best.settings.turned.knobs  # type: ignore[union-attr]
+        assert not [one for one in found.trials if one.own_defaults]  # they are measured in the proof alone
+        assert [len(side.taken) for side in found.sides] == [3, 3, 3] and found.proven
+
+
+class Stubborn(Paper):
+    """Its own defaults do not start."""
+
+    def start(self, point: Point) -> float:
+        if point == OWN:
+            raise OutsideFailed("it did not start")
+        return super().start(point)
+
+
+def test_own_defaults_that_do_not_start_leave_the_proof_against_the_plan(tmp_path: Path) -> None:
+    for wave in (40.0, 5.0):
+        found = Stubborn(tmp_path / f"{wave}.sqlite", 600, 2, wave=wave, start=3.0, noise=0.03).run()
+        assert [side.name for side in found.sides] == ["plan", "tuned"] and found.proven
+        assert [one.turn.knob for one in found.refused] == ["own defaults"]
 
 
 class Disturbed(Paper):

@@ -553,7 +553,9 @@ def _weights_knob(plan: Plan) -> Knob:
     return Knob(
         name="weights",
         meaning="the type that weights are stored and multiplied in; made of the file's own, once, and kept",
-        choices=(kept, *(Choice(value=label, weights=label) for label in made)) if source.files else (kept,),
+        choices=(kept, *(Choice(value=label, weights=label, lossy=_is_lossy(label, now)) for label in made))
+        if source.files
+        else (kept,),
         now=now,
         own="as the file has them",
         alone=True,
@@ -562,6 +564,11 @@ def _weights_knob(plan: Plan) -> Knob:
         prior=0.7 if now not in REMADE else 0.3,
         source="ggml-cpu of b11549: which types have kernels for whole blocks of rows",
     )
+
+
+def _is_lossy(label: str, now: str) -> bool:
+    """With fewer bits than there are, and too few to tell 16-bit weights from."""
+    return GGUF_BITS.get(label, 16.0) < min(GGUF_BITS.get(now, 16.0), GGUF_BITS["Q8_0"])
 
 
 def _thread_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:

@@ -180,6 +180,7 @@ class PyTorch(Engine):
 
 
 _HELP = "transformers serve --help of 5.22.2"
+BF16_SETS = frozenset(["avx512_bf16", "amx_bf16", "bf16"])
 
 
 def _batching_knobs(plan: Plan) -> list[Knob]:
@@ -219,6 +220,8 @@ def _batching_knobs(plan: Plan) -> list[Knob]:
 def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
     cores = hardware.cpu.allowed_physical_cores
     counts = sorted({max(1, cores // 2), cores, 2 * cores})
+    # Where nothing multiplies BF16, each number is made a 32-bit one first.
+    has_bf16 = bool(BF16_SETS & set(hardware.cpu.instruction_sets))
     return [
         Knob(
             name="threads", meaning="threads that compute", now=str(plan.settings.threads), own="one for each core",
@@ -229,7 +232,7 @@ def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
         Knob(
             name="dtype", meaning="the type that it computes in", now="auto", own="auto: as stored",
             choices=tuple(Choice(value=one, options=("--dtype", one)) for one in ("auto", "float32")),
-            limits=("compute", "memory bandwidth"), risk=("memory",), prior=0.15, source=_HELP,
+            limits=("compute", "memory bandwidth"), risk=("memory",), prior=0.15 if has_bf16 else 0.7, source=_HELP,
         ),
         Knob(
             name="spin", meaning="whether idle threads wait actively", now="default", own="for a while",

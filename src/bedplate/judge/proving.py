@@ -22,6 +22,8 @@ LEAST_WORK_S = 6.0
 MOST_ROUNDS = 64
 PROOF_SHARE = 0.45
 """Of the whole time, what a search leaves to the proof at the most."""
+WHOLE_SHARE = 0.65
+"""Likewise, where it takes that for the least proof against all that it has to be held against."""
 SPARE = 1.1
 """Work takes longer than it took: by so much is it expected to."""
 LATE_SHARE = 0.03
@@ -93,6 +95,10 @@ def reserve_s(times: Times, tuned: Point, against: Sequence[Point], *, budget_s:
     if tuned not in times.waves:
         return most_s
     found = shaped(times, tuned, against, most_s - other_s)
+    all_sides = [tuned, *(one for one in against if one in times.waves)]
+    whole_s = LEAST_TURNS * times.turn_s(all_sides, 1) + other_s
+    if len(found.sides) < len(all_sides) and whole_s <= WHOLE_SHARE * budget_s:
+        return whole_s
     return min(LEFT_TURNS * found.seconds + other_s, most_s)
 
 

@@ -108,11 +108,13 @@ def levers_of(
     *,
     hints: Collection[str] = (),
     as_own: bool = False,
+    lossy: bool = True,
 ) -> tuple[Lever, ...]:
     """In the order in which they are tried: by what is known of them, and by what binds.
 
     `hints`: what helped elsewhere comes before the rest, and after what changes everything. `as_own`: whether the
-    engine's own defaults were better than the plan; then what they do otherwise comes first of all.
+    engine's own defaults were better than the plan; then what they do otherwise comes first of all. `lossy`: whether
+    values are tried that answer less faithfully than the plan.
     """
 
     def worth(knob: Knob) -> float:
@@ -123,15 +125,14 @@ def levers_of(
     def begin(knob: Knob) -> tuple[str, ...]:
         return (knob.own_choice,) if as_own and knob.own_choice not in (None, knob.now) else ()
 
+    def values(knob: Knob) -> tuple[str, ...]:
+        return tuple(one.value for one in knob.choices if lossy or not one.lossy or one.value == knob.now)
+
     wanted = [knob for knob in knobs if not only or knob.name in only]
     ranked = sorted(wanted, key=lambda knob: (not begin(knob), not knob.alone, knob.name not in hints, -worth(knob)))
     return tuple(
-        Lever(
-            knob.name, tuple(choice.value for choice in knob.choices), knob.now, knob.ordered, knob.alone,
-            begin(knob) or knob.first,
-        )
-        for knob in ranked
-    )  # fmt: skip
+        Lever(knob.name, values(knob), knob.now, knob.ordered, knob.alone, begin(knob) or knob.first) for knob in ranked
+    )
 
 
 def turned(point: Point, lever: Lever, value: str) -> Point:
@@ -152,13 +153,15 @@ def climb(
     start: Point = (),
     seen: float | None = None,
     width: int = WIDTH,
+    hasty: bool = False,
 ) -> Climbed:
     """The best setting that was found. `accept` has the last word on a winner; `more`: is there time to measure it?
 
-    `seen`: the score of where it starts, if that was measured just now.
+    `seen`: the score of where it starts, if that was measured just now. `hasty`: there is time for few measurements, so
+    that a gain need not repeat itself.
     """
     best, kept, whole = start, list[Kept](), True
-    meter, noise = _Meter(measure, width), _Noise()
+    meter, noise = _Meter(measure, width), _Noise(hasty)
     if seen is not None:
         meter.remember(best, seen)
     queue = deque(move for lever in levers for move in _first_moves(lever, best))
@@ -260,7 +263,8 @@ class _Noise:
     Two or three turns of one contender say too little about it, those of all contenders together soon enough.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hasty: bool) -> None:
+        self.hasty = hasty
         self._seen: list[list[float]] = []
 
     def watch(self, gains: Iterable[list[float]]) -> None:
@@ -275,7 +279,8 @@ class _Noise:
         return math.sqrt(sum(statistics.variance(one) * (len(one) - 1) for one in repeated) / count)
 
     def is_sure(self, gains: Sequence[float]) -> bool:
-        return len(gains) > 1 and statistics.fmean(gains) > self._bar(gains, len(gains))
+        """In haste one turn may be enough."""
+        return (self.hasty or len(gains) > 1) and statistics.fmean(gains) > self._bar(gains, len(gains))
 
     def is_hopeful(self, gains: Sequence[float]) -> bool:
         """Whether it would be sure in the end if it went on like this."""
@@ -308,7 +313,8 @@ def _race(
             elif (score := measure(point, before - CUT)) is not None:
                 scores[move] = score
         over, after = not more(best), before
-        if not over and any(score > before - CLOSE for score in scores.values()):
+        lead = max(scores.values(), default=-math.inf) - before
+        if not over and lead > -CLOSE and not noise.is_sure([lead]):
             if (again := measure(best, None)) is None:
                 return [], late
             after = again
@@ -320,7 +326,9 @@ def _race(
         if over or not alive:
             late = late or over
             break
-        if turn and len(alive) == 1 and (noise.is_sure(gains[alive[0]]) or not noise.is_hopeful(gains[alive[0]])):
+        first, single = gains[alive[0]], len(alive) == 1
+        settled = (single or noise.hasty) and noise.is_sure(first)
+        if settled or (turn and single and not noise.is_hopeful(first)):
             break
         before = after
     found = [(move, gains[move]) for move in moves if gains[move]]

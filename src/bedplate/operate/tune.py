@@ -20,9 +20,8 @@ from bedplate._version import __version__
 from bedplate.engines.knobs import choice_of, draft_knob, turned_plan, with_own_defaults
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
 from bedplate.facts.hardware import probe
-from bedplate.judge.compare import CHANCE, compare
 from bedplate.judge.diagnose import bottleneck, ground_for
-from bedplate.judge.proving import LATE_SHARE, LEAST_TURNS, SURELY, Times, reserve_s, shaped, take_turns
+from bedplate.judge.proving import LATE_SHARE, LEAST_TURNS, Times, reserve_s, shaped, take_turns
 from bedplate.judge.tuning import (
     NOISE,
     Climbed,
@@ -50,26 +49,25 @@ from bedplate.measure.load import run as run_loop
 from bedplate.measure.moments import new_run_id, now_text
 from bedplate.measure.reference import reference_for
 from bedplate.measure.starting import Planned, Ready, facts_of, made_ready, planned, why
-from bedplate.measure.statistics import half_width
-from bedplate.measure.summary import meets, output_tok_s, summarized, tpots, ttfts
+from bedplate.measure.summary import meets, output_tok_s, tpots, ttfts
 from bedplate.measure.watch import Watcher
 from bedplate.measure.wave import Work, warmed, wave, wave_apart
 from bedplate.operate.answers import basis_of
 from bedplate.operate.loaded import Alive, Pool
+from bedplate.operate.tune_proof import LOST, SPEED_KEPT, is_settled, middle, proof_of, side_of, turn_of
 from bedplate.run.prepare import content_id
 from bedplate.run.prepare import prepare as prepare_weights
 from bedplate.run.progress import Progress, Silent
 from bedplate.store import fingerprint
 from bedplate.values import Hardware, Model, Plan, Preparation, Settings, Workload, replaced
-from bedplate.values.record import Figure
 from bedplate.values.run import Cell, Load, Quality, Repeat, Subject
 from bedplate.values.tuning import (
     Knob,
     Objective,
-    Proof,
     Refused,
     RefusedKind,
     Side,
+    SideName,
     Step,
     Taken,
     Trial,
@@ -77,19 +75,18 @@ from bedplate.values.tuning import (
     Turn,
     words_of,
 )
-from bedplate.values.verdict import Answer, Effect, Metric, Verdict
 from bedplate.values.workload import LatencyTarget
 
 if TYPE_CHECKING:
     from bedplate.measure.builds import BuildExaminer
 
 BUDGET_S = 600.0
-LEAST_GAIN = 1.03
-"""Changing a setting costs nothing, so that less of a gain than for a move to another engine is worth it."""
 REQUEST_LIMIT_S, LEAST_LIMIT_S = 300.0, 30.0
 MOST_WAITED = {"throughput": 1.45, "cost": 1.45}
 """Times the best's own wave that a contender is waited for; other objectives may be worth a slower one."""
 WAITED_ELSE = 2.5
+MANY_WAVES = 30
+"""Where the whole time holds fewer of the plan's waves, there is haste."""
 SLOW = 6.0
 """Likewise, for those that are in no race: the engine's own defaults."""
 MEMORY_SHARE = 0.6
@@ -101,15 +98,12 @@ ROUND_PROOF = 100_000
 """Prompts of the proof are others than those of the search, which no cache may know."""
 LEAST_SEEN, FEW_TOKENS = 3, 16
 """Requests that a diagnosis needs of a load; alone, their prompt and a few tokens say enough."""
-SPEED_KEPT = 0.9
-"""Of the plan's throughput, what less memory or energy must not go below."""
 ASKED, ASK_AT_ONCE = 48, 4
 """Next tokens that are compared, and how many of them at a time."""
 MOST_REST_S, REST_LOOK_S, AT_REST_PERCENT = 2.0, 0.1, 20.0
 LAST_LINES = 3
-LOST = -20.0
-"""The score of what brought nothing: in logarithms, and a number that JSON can carry."""
-OWN: Point = (("", "own defaults"),)
+OWN_KNOB = "own defaults"
+OWN: Point = (("", OWN_KNOB),)
 """What stands for the engine's own defaults where a setting is expected."""
 
 
@@ -328,8 +322,9 @@ class Tuner:
     def _searched(self) -> Climbed:
         seen = self._first_look()
         levers = levers_of(
-            self.knobs, self.kept.limit, self.kept.knobs, hints=self._hints(), as_own=self._own_is_better()
-        )
+            self.knobs, self.kept.limit, self.kept.knobs, hints=self._hints(), as_own=self._own_is_better(),
+            lossy=self.kept.lossy,
+        )  # fmt: skip
         return climb(
             levers,
             self._measure,
@@ -337,11 +332,15 @@ class Tuner:
             more=self._more,
             refused=self._refused(),
             seen=seen,
+            hasty=self._hasty,
             width=max(1, self.pool.most - 1) if self.pool.most > 1 else 3,
         )
 
     def _first_look(self) -> float:
-        """The plan as it is, and the engine's own defaults: what everything is held against, and what binds."""
+        """The plan as it is, and the engine's own defaults: what everything is held against, and what binds.
+
+        In haste the latter are measured in the proof alone.
+        """
         self.kept = replaced(self.kept, steps=(), proofs=(), sides=())
         planned = self._measure((), None)
         if planned is None:
@@ -357,8 +356,15 @@ class Tuner:
                 hint="nothing that is faster would help; bedplate plan --why-not says more",
             )  # fmt: skip
         self._diagnose()
-        self._measure(OWN, None)
+        if not self._hasty:
+            self._measure(OWN, None)
         return planned
+
+    @property
+    def _hasty(self) -> bool:
+        """Whether there is time for few waves only."""
+        wave_s = self._wave_s(())
+        return wave_s is not None and self.kept.budget_s < MANY_WAVES * wave_s
 
     def _own_is_better(self) -> bool:
         """Whether the engine by itself does something that the plan should do as well."""
@@ -372,7 +378,7 @@ class Tuner:
         load = self.kept.load
         alone = replaced(load, concurrency=1, output_tokens=min(load.output_tokens, FEW_TOKENS))
         cells = []
-        for one in [alone, load] if load.concurrency != 1 else [load]:
+        for one in [alone, load] if load.concurrency != 1 and not self._hasty else [load]:
             self._say(f"the plan with {one.concurrency} in flight, to see what binds")
             repeats = [self._planned] if one is load and self._planned is not None else []
             while sum(len(repeat.samples) for repeat in repeats) < LEAST_SEEN:
@@ -490,7 +496,7 @@ class Tuner:
         if any(one.outcome != "ok" for one in repeat.samples):
             return None
         speed = output_tok_s(repeat, tuned.load)
-        first, each = _middle(ttfts(repeat.samples)), _middle(tpots(repeat.samples))
+        first, each = middle(ttfts(repeat.samples)), middle(tpots(repeat.samples))
         share = None
         if tuned.target is not None:
             share = statistics.fmean(meets(one, tuned.target) for one in repeat.samples)
@@ -557,19 +563,26 @@ class Tuner:
     def _reserve_s(self) -> float:
         """What the proof will take, by what the waves took."""
         checked = self._check_s if self.best not in self.qualities else 0.0
-        sides = [one for one in (OWN, (), self.best) if one in self.trials]
-        starts = math.fsum(self._starting_s(one) for one in dict.fromkeys(sides) if one not in self.pool.running)
-        against = [one for one in (OWN, ()) if one != self.best]
+        sides, against = self._sides(), [one for one in (OWN, ()) if one != self.best]
+        starts = math.fsum(self._starting_s(one) for one in sides if one not in self.pool.running)
         # One more look at answers: who wins last may have to be looked at.
         other_s = checked + self._check_s + starts
         return reserve_s(self._times(), self.best, against, budget_s=self.kept.budget_s, other_s=other_s)
 
     def _times(self) -> Times:
         """Of the sides of a proof; those that cannot stay loaded beside others start before each piece of work."""
-        sides = [one for one in dict.fromkeys((OWN, self.best, ())) if one in self.trials]
+        sides = self._sides()
         waves = {one: found for one in sides if (found := self._wave_s(one)) is not None}
+        if OWN in sides and OWN not in self.trials and () in waves:
+            waves[OWN] = waves[()]  # until it is seen
         alone = self._proof_room(sides) < len(sides)
         return Times(waves, {one: self._starting_s(one) for one in sides if alone or self._is_restless(one)})
+
+    def _sides(self) -> list[Point]:
+        """Of a proof, in their order."""
+        failed = any(one.turn.knob == OWN_KNOB for one in self.kept.refused)
+        known = {*self.trials, *([OWN] if self._hasty and not failed else [])}
+        return [one for one in dict.fromkeys((OWN, self.best, ())) if one in known]
 
     def _say(self, what: str) -> None:
         own, best = self.trials.get(OWN), self.trials.get(self.best)
@@ -722,7 +735,7 @@ class Tuner:
             else (changed or list(turned)[-1:] or [Turn(knob="plan", value="as planned")])[0]
         )
         if point == OWN:
-            turn = Turn(knob="own defaults", value="on")
+            turn = Turn(knob=OWN_KNOB, value="on")
         found = Refused(
             at=now_text(milliseconds=True),
             machine=self.kept.machine, engine=self.kept.engine, engine_version=self.kept.engine_version,
@@ -763,24 +776,31 @@ class Tuner:
         repeats = self._turns()
         cells = {point: self._proof_cell(point, taken) for point, taken in repeats.items() if taken}
         order = [point for point in dict.fromkeys((OWN, (), self.best)) if point in cells]
-        sides = tuple(self._side(point, cells[point], self._name(point)) for point in order)
-        proofs = tuple(self._proof(cells, point) for point in (OWN, ()) if self.best in cells and point in cells)
-        self.kept = replaced(self.kept, sides=sides, proofs=proofs if self.best else ())
+        sides = tuple(self._side(point, cells[point]) for point in order)
+        others = [point for point in (OWN, ()) if self.best in cells and point in cells and self.best]
+        proofs = tuple(proof_of(self.kept, self._name(one), cells[one], cells[self.best]) for one in others)
+        self.kept = replaced(self.kept, sides=sides, proofs=proofs)
 
-    def _name(self, point: Point) -> str:
+    def _side(self, point: Point, cell: Cell) -> Side:
+        plan = self._plan_at(point)
+        return side_of(self._name(point), turns_of(point), plan, self.chosen.engine.launch(plan, 8080), cell)
+
+    def _name(self, point: Point) -> SideName:
         return "own defaults" if point == OWN else "tuned" if point else "plan"
 
     def _turns(self) -> dict[Point, list[Repeat]]:
         """The sides' repeats: as many turns as it takes, or as there is time for."""
-        against = [one for one in (OWN, ()) if one != self.best and one in self.trials]
+        if OWN in self._sides() and OWN not in self.trials:
+            self._try_own()
+        against = [one for one in self._sides() if one != self.best]
         self.pool.most = self._proof_room([self.best, *against])
         for point in list(self.pool.running):
             if point not in (self.best, *against):
                 self.pool.end(point)
         times = self._times()
         starts = math.fsum(self._starting_s(one) for one in (self.best, *against) if one not in self.pool.running)
-        shape = shaped(times, self.best, against, self.left_s - starts)
         late_s = LATE_SHARE * self.kept.budget_s
+        shape = shaped(times, self.best, against, self.left_s + late_s - starts)
         repeats: dict[Point, dict[int, Repeat]] = {point: {} for point in shape.sides}
         torn: set[int] = set()
 
@@ -799,14 +819,20 @@ class Tuner:
             repeats[side][turn] = repeat
             if self.chosen.plan.settings.device == "cpu" and (repeat.use.other_cpu_share or 0) > TOO_BUSY:
                 torn.add(turn)
-            self.teller.worked(self._name(side), turn, self._turn_of(repeat), self.kept)
+            self.teller.worked(self._name(side), turn, turn_of(repeat, self.kept.load), self.kept)
             return self.clock() - began
 
         def settled() -> set[Point]:
             taken = sound()
             if min(map(len, taken.values())) < LEAST_TURNS:
                 return set()
-            return {one for one in against if one in taken and self._settled(taken, one)}
+            if not self.best:
+                return set(against)
+            best = self._proof_cell(self.best, taken[self.best])
+            return {
+                one for one in against
+                if one in taken and is_settled(self.kept, self._proof_cell(one, taken[one]), best)
+            }  # fmt: skip
 
         found = take_turns(shape, self.best, times, measure, settled, lambda: self.left_s, late_s)
         notes = [f"there was no time to hold it against {self._name(one)}" for one in against if one not in shape.sides]
@@ -817,22 +843,17 @@ class Tuner:
         self.kept = replaced(self.kept, notes=(*self.kept.notes, *notes))
         return sound()
 
+    def _try_own(self) -> None:
+        """In haste they come last; if they do not even start, that must not end the proof against the plan."""
+        try:
+            self._alive(OWN)
+        except (OutsideFailed, AnswerIsNo, OSError) as error:
+            self.pool.end(OWN)
+            self._refuse(OWN, "start", str(error), ())
+
     def _proof_cell(self, point: Point, repeats: Sequence[Repeat]) -> Cell:
         cell = self._cell(point, self.kept.load, tuple(repeats), self._name(point))
         return replaced(cell, flags=flags_of(cell))
-
-    def _settled(self, repeats: dict[Point, list[Repeat]], against: Point) -> bool:
-        """Whether more turns would not change what is proven; held to less chance than the last word is."""
-        if not self.best:
-            return True
-        one, other = (self._proof_cell(point, repeats[point]) for point in (against, self.best))
-        try:
-            verdict = self._verdict(one, other, chance=SURELY)
-        except BadQuestion:
-            return False
-        speed = _effect(verdict, "output_tok_s")
-        slower = speed is not None and speed.sure_high < 1 and self.kept.objective in ("throughput", "cost")
-        return slower or answer_of(self.kept.objective, verdict, one, other) == "migrate"
 
     def _worked(self, point: Point, turn: int, rounds: int, limit_s: float) -> Repeat | None:
         """One piece of work; the same prompts for each side of a turn."""
@@ -861,23 +882,13 @@ class Tuner:
         use, engine = watcher.seen()
         return replaced(repeat, use=use, engine=engine)
 
-    def _turn_of(self, repeat: Repeat) -> Taken:
-        load, energy = self.kept.load, repeat.use.energy_j
-        speed, first, each = output_tok_s(repeat, load), _middle(ttfts(repeat.samples)), _middle(tpots(repeat.samples))
-        made = sum(one.output_tokens or 0 for one in repeat.samples)
-        return Taken(
-            at=repeat.at or "", seconds=round(repeat.seconds, 3), score=math.log(speed) if speed else LOST,
-            output_tok_s=speed, ttft_ms=first, tpot_ms=each, peak_memory_bytes=repeat.use.peak_memory_bytes,
-            energy_j_per_token=energy / made if energy is not None and made else None,
-        )  # fmt: skip
-
     def _cell(self, point: Point, load: Load, repeats: tuple[Repeat, ...], name: str) -> Cell:
         plan = self._plan_at(point)
         subject = Subject(
             engine=plan.engine, engine_version=plan.engine_version, model=self.facts.name,
             quantization=plan.weights.label, weights_id=self.kept.weights_id, device=plan.settings.device,
             parallelism=plan.parallelism, settings=plan.settings, build=self.kept.build,
-            start_s=self.trials[point].start_s,
+            start_s=self.trials[point].start_s if point in self.trials else None,
         )  # fmt: skip
         return Cell(
             id=f"{self.kept.id}:{name}:{load.concurrency}", run=self.kept.id,
@@ -888,50 +899,6 @@ class Tuner:
             quality=self.qualities.get(point), notes=name, halt="most",
         )  # fmt: skip
 
-    def _side(self, point: Point, cell: Cell, name: str) -> Side:
-        found, plan = summarized(cell), self._plan_at(point)
-        launch = self.chosen.engine.launch(plan, 8080)
-        peak = (
-            found.peak_gpu_bytes if cell.subject.device != "cpu" and found.peak_gpu_bytes else found.peak_memory_bytes
-        )
-        return Side(
-            name=name,  # type: ignore[arg-type]
-            turned=turns_of(point),
-            settings=plan.settings,
-            weights=plan.weights,
-            argv=launch.argv,
-            variables=tuple(launch.env.items()),
-            output_tok_s=_figure([output_tok_s(one, cell.load) for one in cell.repeats]),
-            ttft_ms=_figure([_middle(ttfts(one.samples)) for one in cell.repeats]),
-            tpot_ms=_figure([_middle(tpots(one.samples)) for one in cell.repeats]),
-            peak_memory_bytes=peak,
-            energy_j_per_token=found.energy_j_per_token,
-            quality=cell.quality,
-            cell=cell.id,
-            taken=tuple(self._turn_of(one) for one in cell.repeats),
-        )
-
-    def _verdict(self, other: Cell, tuned: Cell, chance: float = CHANCE) -> Verdict:
-        return compare(
-            [other], [tuned], target=self.kept.target, allow=("quantization", "weights"), least_gain=LEAST_GAIN,
-            chance=chance,
-        )  # fmt: skip
-
-    def _proof(self, cells: dict[Point, Cell], against: Point) -> Proof:
-        other, tuned, name = cells[against], cells[self.best], self._name(against)
-        try:
-            verdict = self._verdict(other, tuned)
-        except BadQuestion as error:
-            return Proof(against=name, answer="not proven", text=why(error))  # type: ignore[arg-type]
-        speed, first = _effect(verdict, "output_tok_s"), _effect(verdict, "ttft_ms")
-        return Proof(
-            against=name,  # type: ignore[arg-type]
-            answer=answer_of(self.kept.objective, verdict, other, tuned),
-            text=verdict.text,
-            output_tok_s=speed.gain if speed is not None else None,
-            ttft_ms=first.gain if first is not None else None,
-        )
-
 
 @dataclass(frozen=True)
 class _Used:
@@ -939,33 +906,6 @@ class _Used:
     energy_j: float | None
     """For each token."""
     swapped_bytes: int | None
-
-
-def answer_of(objective: Objective, verdict: Verdict, other: Cell, tuned: Cell) -> Answer:
-    """What `compare` says of the throughput; for other objectives the same care, on their own figures."""
-    if objective in ("throughput", "cost") or verdict.constraint in ("quality", "errors"):
-        return verdict.answer
-    speed = _effect(verdict, "output_tok_s")
-    if objective == "latency":
-        first, each = _effect(verdict, "ttft_ms"), _effect(verdict, "tpot_ms")
-        if first is None or each is None:
-            return "not proven"
-        gain = first.gain.value * each.gain.value
-        sure = min(first.sure_high, each.sure_high) >= 1 and max(first.sure_low, each.sure_low) > 1
-        return "migrate" if gain >= LEAST_GAIN**2 and sure else "not proven"
-    one, two = summarized(other), summarized(tuned)
-    before, after = (
-        (one.peak_memory_bytes, two.peak_memory_bytes)
-        if objective == "memory"
-        else (one.energy_j_per_token, two.energy_j_per_token)
-    )
-    if not before or not after or speed is None:
-        return "not proven"
-    return "migrate" if before / after >= LEAST_GAIN and speed.gain.high >= SPEED_KEPT else "not proven"
-
-
-def _effect(verdict: Verdict, metric: Metric) -> Effect | None:
-    return next((one for one in verdict.effects if one.metric == metric), None)
 
 
 def point_of(trial: Trial) -> Point:
@@ -989,19 +929,6 @@ def evidence_words(found: Comparison) -> tuple[str, ...]:
 
 def _tail(error: BedplateError) -> tuple[str, ...]:
     return tuple(part for part in (error.cause, error.hint) if part)
-
-
-def _middle(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-def _figure(values: Sequence[float | None]) -> Figure | None:
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    middle, wide = statistics.fmean(known), half_width(known) or 0.0
-    words = f"{len(known)} repeats in turns"
-    return Figure(value=middle, low=max(0.0, middle - wide), high=middle + wide, basis="measured", source=words)
 
 
 def _examiner(chosen: Planned) -> BuildExaminer | None:

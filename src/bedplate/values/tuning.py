@@ -15,6 +15,7 @@ Objective = Literal["throughput", "latency", "memory", "energy", "cost"]
 Risk = Literal["answers", "memory", "start"]
 """What a knob may do beside changing the speed: change answers, take more memory, keep the engine from starting."""
 RefusedKind = Literal["start", "died", "swapped", "answers", "errors"]
+SideName = Literal["own defaults", "plan", "tuned"]
 NEAR = 2.0
 """Lengths and numbers in flight within this factor are the same class of work."""
 USUAL_IN_FLIGHT = 4
@@ -34,6 +35,8 @@ class Choice(Record, frozen=True, kw_only=True):
     """Fields of `Settings`, for what all engines share."""
     weights: str | None = None
     """The label of weights that are made of the model's own."""
+    lossy: bool = False
+    """Whether it answers less faithfully than the plan, by what is known of it."""
     start_s: float = 0.0
     """What it adds to a start, as far as is known before one was seen."""
     restless: bool = False
@@ -133,7 +136,7 @@ class Step(Record, frozen=True, kw_only=True):
 class Side(Record, frozen=True, kw_only=True):
     """One of those that are compared at the end, measured in turns with the others."""
 
-    name: Literal["own defaults", "plan", "tuned"]
+    name: SideName
     turned: tuple[Turn, ...] = ()
     settings: Settings
     weights: Weights
@@ -153,7 +156,7 @@ class Side(Record, frozen=True, kw_only=True):
 class Proof(Record, frozen=True, kw_only=True):
     """The tuned settings beside others, as `compare` weighs them."""
 
-    against: Literal["own defaults", "plan"]
+    against: SideName
     answer: Answer
     text: str
     output_tok_s: Figure | None = None
