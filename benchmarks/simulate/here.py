@@ -6,9 +6,10 @@
 Four figures are fitted: what a pass takes, what each sequence and each prompt token add to it, and how much of a
 prompt's time others wait for. They are learnt from mean TTFT, mean TPOT, throughput and the mean gap between tokens of
 the closed loops named with `--learn`; what is said of the others is foretold. Two things are known of what was not
-measured. A further sequence costs no more than the last ones did, and no less than a token of a prompt, since a matrix
-product only gets better with more rows: between the two, their geometric mean is taken. And requests that run alone
-all do the same work, so what they differ by is the machine's: the loop is run at nine speeds that are spread like that.
+measured. A further sequence costs no less than a token of a prompt, since a matrix product only gets better with more
+rows; where the last ones cost more than that, the geometric mean of the two is taken, and where they cost less, reading
+the weights hid a part of them, which it does not for many. And requests that run alone all do the same work, so what
+they differ by is the machine's: the loop is run at nine speeds that are spread like that.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Guess(NamedTuple):
 
     def decode_s(self, count: int, learnt: int) -> float:
         """Of a pass in which so many get a token, where no more than `learnt` were seen."""
-        further_s = math.sqrt(self.sequence_s * min(self.sequence_s, self.prompt_token_s))
+        further_s = math.sqrt(self.prompt_token_s * max(self.sequence_s, self.prompt_token_s))
         return self.pass_s + self.sequence_s * min(count, learnt) + further_s * max(0, count - learnt)
 
     def steps(self, slots: int, batch: int, learnt: int) -> Steps:
