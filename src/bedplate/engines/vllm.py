@@ -239,7 +239,7 @@ class Vllm(Engine):
         if found is None or found.device != "cpu":
             return found
         # Its wheel for ARM computes BF16 with instructions that came with ARMv8.6: on a Neoverse N1 it dies of its
-        # first request, and in F16 a token takes minutes there.
+        # first request, and in F16 a token takes seconds there.
         sets = hardware.cpu.instruction_sets
         return Target(device="cpu", count=1, features=WIDE) if "neon" in sets and "bf16" not in sets else found
 
