@@ -146,7 +146,7 @@ def test_known_failures(line: str, says: str) -> None:
     assert EXL.explain("all is well") is None
 
 
-def test_one_request_at_a_time_against_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_request_at_a_time_against_a_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the names that 0.3.2 has; the package itself computes on a GPU only."""
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
@@ -183,10 +183,11 @@ def test_one_request_at_a_time_against_a_stand_in(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(program, "HuggingFaceText", lambda folder: None)
     backend = program.ExLlamaV2()
     done: list[float] = []
-    argv = ("exllamav2-server", "--model", "m", "--context", "1000", "--cache-bits", "8")
+    (tmp_path / "config.json").write_text('{"rope_parameters": {"rope_theta": 100000.0}}')
+    argv = ("exllamav2-server", "--model", str(tmp_path), "--context", "1000", "--cache-bits", "8")
     backend.load(served(argv), done.append)
     assert kept["cache"] == ("q8", 1024, True) and kept["paged"] is False and config.max_seq_len == 1024
-    assert done == [0.45, 1.0]
+    assert done == [0.45, 1.0] and config.rotary_embedding_base == 100000.0
 
     one = core.Request(prompt=[1, 2], max_tokens=9, temperature=0)
     backend.admit(one)

@@ -32,7 +32,8 @@ class ExLlamaV2(OneByOne):
         tokens = -(-options.context // PAGE_TOKENS) * PAGE_TOKENS
         config = exllamav2.ExLlamaV2Config(options.model)
         config.arch_compat_overrides()
-        config.rotary_embedding_base = _turning_base(options.model) or config.rotary_embedding_base
+        if (base := _turning_base(options.model)) is not None:
+            config.rotary_embedding_base = base
         config.max_seq_len = tokens
         model = exllamav2.ExLlamaV2(config)
         kinds = {None: "ExLlamaV2Cache", 8: "ExLlamaV2Cache_Q8", 6: "ExLlamaV2Cache_Q6", 4: "ExLlamaV2Cache_Q4"}
