@@ -138,9 +138,10 @@ def main() -> None:
     try:
         server = xllamacpp.Server(params(options))  # answers for as long as it is referred to
     except RuntimeError as error:
-        # The server has logged the cause already; a traceback would only bury it.
+        # The server has logged the cause already; a traceback would only bury it. An ordinary end writes out what its
+        # log's own thread has not written yet.
         print(f"llama-server: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        os._exit(1)
+        sys.exit(1)
     stopped.wait()
     _ = server
     # Threads that still generate, or wait for their parent, would hold up an ordinary exit.
