@@ -480,9 +480,9 @@ def main() -> int:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--alone", type=int, default=8, help="measured requests of the first table, one at a time")
     parser.add_argument("--at-once", type=int, default=24, help="and four at a time")
-    parser.add_argument("--prefixes", type=int, default=12, help="long texts that prompts begin with")
+    parser.add_argument("--prefixes", type=int, default=30, help="long texts that prompts begin with")
     parser.add_argument("--prefix-words", type=int, default=500, help="of each of them")
-    parser.add_argument("--warm-requests", type=int, default=24, help="before those of the second table")
+    parser.add_argument("--warm-requests", type=int, default=60, help="before those of the second table")
     parser.add_argument("--requests", type=int, default=60, help="measured for the second table, in each visit")
     arguments = parser.parse_args()
     settings = Settings(
