@@ -778,7 +778,10 @@ class Tuner:
         order = [point for point in dict.fromkeys((OWN, (), self.best)) if point in cells]
         sides = tuple(self._side(point, cells[point]) for point in order)
         others = [point for point in (OWN, ()) if self.best in cells and point in cells and self.best]
-        proofs = tuple(proof_of(self.kept, self._name(one), cells[one], cells[self.best]) for one in others)
+        proofs = tuple(
+            proof_of(self.kept, "own defaults" if one == OWN else "plan", cells[one], cells[self.best])
+            for one in others
+        )
         self.kept = replaced(self.kept, sides=sides, proofs=proofs)
 
     def _side(self, point: Point, cell: Cell) -> Side:

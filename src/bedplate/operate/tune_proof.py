@@ -15,7 +15,7 @@ from bedplate.measure.summary import output_tok_s, summarized, tpots, ttfts
 from bedplate.values import Launch, Plan
 from bedplate.values.record import Figure
 from bedplate.values.run import Cell, Load, Repeat
-from bedplate.values.tuning import Objective, Proof, Side, SideName, Taken, Tuned, Turn
+from bedplate.values.tuning import Objective, Opponent, Proof, Side, SideName, Taken, Tuned, Turn
 from bedplate.values.verdict import Answer, Effect, Metric, Verdict
 
 LEAST_GAIN = 1.03
@@ -37,7 +37,7 @@ def is_settled(tuned: Tuned, other: Cell, best: Cell) -> bool:
     return slower or answer_of(tuned.objective, verdict, other, best) == "migrate"
 
 
-def proof_of(tuned: Tuned, against: SideName, other: Cell, best: Cell) -> Proof:
+def proof_of(tuned: Tuned, against: Opponent, other: Cell, best: Cell) -> Proof:
     """The last word on two sides."""
     try:
         verdict = _verdict(tuned, other, best)

@@ -15,7 +15,8 @@ Objective = Literal["throughput", "latency", "memory", "energy", "cost"]
 Risk = Literal["answers", "memory", "start"]
 """What a knob may do beside changing the speed: change answers, take more memory, keep the engine from starting."""
 RefusedKind = Literal["start", "died", "swapped", "answers", "errors"]
-SideName = Literal["own defaults", "plan", "tuned"]
+Opponent = Literal["own defaults", "plan"]
+SideName = Opponent | Literal["tuned"]
 NEAR = 2.0
 """Lengths and numbers in flight within this factor are the same class of work."""
 USUAL_IN_FLIGHT = 4
@@ -156,7 +157,7 @@ class Side(Record, frozen=True, kw_only=True):
 class Proof(Record, frozen=True, kw_only=True):
     """The tuned settings beside others, as `compare` weighs them."""
 
-    against: SideName
+    against: Opponent
     answer: Answer
     text: str
     output_tok_s: Figure | None = None

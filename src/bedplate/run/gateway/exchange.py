@@ -229,8 +229,7 @@ class Exchange:
         if self._first is None:
             self._first = monotonic()
             self._backend.worked = True
-            if self.reading:
-                self._route.has_read(self)
+            self._route.has_read(self)
             self._client.begin_stream(_STREAM_HEAD + self._limits, data)
         else:
             self._client.write_stream(data)

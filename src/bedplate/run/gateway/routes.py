@@ -221,6 +221,8 @@ class Route:
 
     def has_read(self, exchange: Exchange) -> None:
         """Its first token is here, or none will come from the engine that it is at."""
+        if not exchange.reading:
+            return
         exchange.reading = False
         exchange.line.reading -= 1
         if self.waiting.count:
@@ -228,15 +230,13 @@ class Route:
 
     def left(self, exchange: Exchange, way: Way) -> None:
         """A request that was in an engine goes to another."""
-        if exchange.reading:
-            self.has_read(exchange)
+        self.has_read(exchange)
         self.waiting.left(exchange.line, exchange.cost_tokens)
         self._freed(way, monotonic())
 
     def ended(self, exchange: Exchange, way: Way, cost_tokens: float | None, now: float) -> None:
         """A request that was in an engine is over; `cost_tokens` is what it did cost, where that is known."""
-        if exchange.reading:
-            self.has_read(exchange)
+        self.has_read(exchange)
         self.waiting.ended(exchange.line, exchange.cost_tokens, cost_tokens)
         if cost_tokens:
             took_s = now - exchange.sent_at
