@@ -47,6 +47,7 @@ def test_every_option_and_value_is_known(chosen: Plan) -> None:
         if step.kind == "convert":
             assert step.argv[:2] == ("python", "-c")
             assert '"exllamav2-kernels"' in step.argv[2] and '"exllamav2.conversion.convert_exl2"' in step.argv[2]
+            assert 'os.environ["EXLLAMA_NO_SDPA"] = "1"; import runpy' in step.argv[2]
             options = parsed("exllamav2", step.argv[3:])
             assert options["-cf"] == said.model == step.where and f"{options['-b']}BPW" == chosen.weights.label
     assert (chosen.weights.made == "converted") == any(step.kind == "convert" for step in launch.prepare)
@@ -188,6 +189,7 @@ def test_one_request_at_a_time_against_a_stand_in(monkeypatch: pytest.MonkeyPatc
     backend.load(served(argv), done.append)
     assert kept["cache"] == ("q8", 1024, True) and kept["paged"] is False and config.max_seq_len == 1024
     assert done == [0.45, 1.0] and config.rotary_embedding_base == 100000.0
+    assert config.no_sdpa, "its version gives PyTorch's attention no mask"
 
     one = core.Request(prompt=[1, 2], max_tokens=9, temperature=0)
     backend.admit(one)

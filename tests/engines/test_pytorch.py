@@ -14,7 +14,7 @@ from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.pytorch import PyTorch
 from bedplate.facts.simulated import simulated
-from bedplate.values import Hardware, Parallelism, Plan, Settings, Workload
+from bedplate.values import Hardware, Parallelism, Plan, Settings, Workload, replaced
 
 TORCH = PyTorch()
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -76,6 +76,26 @@ class TestWhatItTakes:
         on = machine("H100 SXM")
         assert labels(on, LLAMA) == [("BF16", "as it is"), ("INT8", "while loading"), ("NF4", "while loading")]
         assert labels(on, LLAMA, precision_sensitive=True) == [("BF16", "as it is"), ("INT8", "while loading")]
+
+    @pytest.mark.parametrize(
+        ("sets", "offered", "said"),
+        [
+            (("neon", "dotprod"), [("F32", "while loading")], "float32"),
+            (("neon", "dotprod", "bf16"), [("BF16", "as it is")], "auto"),
+            (("avx2",), [("BF16", "as it is")], "auto"),
+        ],
+    )
+    def test_a_cpu_of_arm_that_does_not_know_bf16_computes_in_32_bits(
+        self, sets: tuple[str, ...], offered: list[tuple[str, str]], said: str
+    ) -> None:
+        """Seen on a Neoverse N1: in BF16 it takes minutes where 32 bits take seconds."""
+        here = machine("cpu")
+        here = replaced(here, cpu=replaced(here.cpu, instruction_sets=sets))
+        chosen = plan(TORCH, here, model(LLAMA))
+        assert labels(here, LLAMA) == offered
+        assert parsed("pytorch", TORCH.launch(chosen, 1).argv[2:])["--dtype"] == said
+        dtype = next(knob for knob in TORCH.knobs(here, chosen) if knob.name == "dtype")
+        assert dtype.now == said and dtype.prior == (0.7 if sets == ("avx2",) else 0.15)
 
     def test_fp8_where_the_card_computes_in_it(self) -> None:
         assert labels(machine("H100 SXM"), "deepseek-ai/DeepSeek-R1") == [("FP8", "as it is")]

@@ -61,6 +61,11 @@ class TestPower:
     def test_and_over_four_loads(self) -> None:
         assert self.answers(1.15, 15, seed=4, loads=(1, 4, 8, 16))["migrate"] >= 12
 
+    def test_with_the_same_work_on_both_sides_as_seldom(self) -> None:
+        noise = Noise(6, request=0.06, repeat=0.02, drift=0.02)
+        pairs = [made_pair(noise, 1.0, 3, (4,)) for _ in range(120)]
+        assert sum(compare(a, b, least_gain=1.03, same_work=True).answer == "migrate" for a, b in pairs) <= 3
+
     def test_a_loss_of_15_percent_is_never_a_reason_to_move(self) -> None:
         found = self.answers(1 / 1.15, 30, seed=5)
         assert found["stay"] >= 24 and found["migrate"] == 0
@@ -323,6 +328,22 @@ class TestTurns:
 
     def test_without_moments_nobody_knows(self) -> None:
         assert turns_of([None, None, None], ["a", "b", "c"]) == []
+
+
+class TestSameWork:
+    """Four prompts at once are read one after the other: their times differ because somebody is last, not by chance."""
+
+    def test_the_turns_alone_tell_what_varies(self) -> None:
+        a, b = pair(1.0, repeats=3)
+        a = each_sample(a, lambda number, sample: replaced(sample, ttft_ms=(1 + number % 4) * 1000))
+        b = each_sample(b, lambda number, sample: replaced(sample, ttft_ms=(1 + number % 4) * 500))
+        wide, narrow = (
+            next(one for one in compare(a, b, same_work=same).effects if one.metric == "ttft_ms").gain
+            for same in (False, True)
+        )
+        assert narrow.value == wide.value == pytest.approx(2.0)
+        assert wide.low < 1.9 and wide.high > 2.1
+        assert narrow.low == pytest.approx(2.0) and narrow.high == pytest.approx(2.0)
 
 
 class TestFigures:

@@ -21,7 +21,10 @@ from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal,
 from bedplate.values.record import estimate
 
 BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
-CONVERT_WEIGHTS_S = 2.5e6
+CONVERT_WEIGHTS_S, CONVERT_LAYER_S, CONVERT_START_S = 2.5e6, 5.0, 12.0
+# Without flash-attn, version 0.3.2 takes PyTorch's attention for reading prompts and calibrating, and gives it no mask
+# (attn.py, _attn_torch): each token sees those after it, and the text is nonsense. Its plain attention has one.
+MASKED = {"EXLLAMA_NO_SDPA": "1"}
 WIDTH_STEP = 32
 COMPILE_CORE_S, COMPILED = 2160.0, "2.3 min with 16 jobs beside an H200"
 # Of exllamav2/architecture.py in 0.3.2, as the `model_type` that configurations of these classes carry. It takes any
@@ -180,7 +183,7 @@ def _conversion(plan: Plan) -> Preparation:
     bits, result = plan.weights.label.removesuffix("BPW"), made_path(plan)
     weights = plan.model.parameters + plan.model.vision_parameters
     kept = 2 * (plan.model.vocab_size or 0) * (plan.model.hidden_size or 0)
-    argv = [*module_argv("exllamav2", "conversion.convert_exl2"), "--in_dir", source_folder(plan)]
+    argv = [*module_argv("exllamav2", "conversion.convert_exl2", MASKED), "--in_dir", source_folder(plan)]
     argv += ["--out_dir", f"{result}-work", "--compile_full", result, "--bits", bits]
     return Preparation(
         kind="convert",
@@ -188,7 +191,11 @@ def _conversion(plan: Plan) -> Preparation:
         where=result,
         # Twice: what it has done so far lies in the working folder until all is done.
         disk_bytes=round(2 * (weights * float(bits) / 8 + kept)),
-        seconds=estimate(weights / CONVERT_WEIGHTS_S, 0.7, "assumed: it measures every layer first, then quantizes"),
+        seconds=estimate(
+            CONVERT_START_S + CONVERT_LAYER_S * plan.model.num_layers + weights / CONVERT_WEIGHTS_S,
+            0.7,
+            "203 s for SmolLM2-135M on an H200; it measures every layer first, then quantizes",
+        ),
         argv=tuple(argv),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from bedplate.engines.base import (
     SIXTEEN_BIT,
@@ -28,7 +29,7 @@ COMPILE_JOBS = 6
 BYTES_PER_JOB = 3 << 30
 """Of the host's memory, what compiling one of its larger files takes."""
 COMPILE_CORE_S, COMPILED = 4680.0, "4.5 to 5.4 min with 16 jobs, 13 min with 6, beside an H200"
-CONVERT_WEIGHTS_S = 7e6
+CONVERT_WEIGHTS_S, CONVERT_LAYER_S, CONVERT_START_S = 7e6, 3.2, 18.0
 # Of exllamav3/architecture/architectures.py in 1.6.5, as the `model_type` that configurations of these classes carry.
 # Drafting models are left out.
 _MODEL_TYPES = """
@@ -214,9 +215,11 @@ def compilation(package: str, settings: Settings, core_seconds: float, basis: st
     )
 
 
-def module_argv(package: str, module: str) -> list[str]:
+def module_argv(package: str, module: str, env: Mapping[str, str] | None = None) -> list[str]:
     """`python -m` with the kernels that are compiled already: without, the import would compile them again."""
-    lines = (*_with_kernels(package), "import runpy", f'runpy.run_module("{package}.{module}", run_name="__main__")')
+    also = [f'os.environ["{name}"] = "{value}"' for name, value in (env or {}).items()]
+    run = ("import runpy", f'runpy.run_module("{package}.{module}", run_name="__main__")')
+    lines = (*_with_kernels(package), *also, *run)
     return ["python", "-c", "; ".join(lines)]
 
 
@@ -243,7 +246,9 @@ def _conversion(plan: Plan) -> Preparation:
         # Twice: what it has done so far lies in the working folder until all is done.
         disk_bytes=round(2 * (weights * float(bits) / 8 + kept)),
         seconds=estimate(
-            weights / CONVERT_WEIGHTS_S, 0.7, "its README: minutes for small models, a few hours for 70 B on one card"
+            CONVERT_START_S + CONVERT_LAYER_S * model.num_layers + weights / CONVERT_WEIGHTS_S,
+            0.7,
+            "its README: a few hours for 70 B on one card; an H200: 134 s for 30 layers of a small model, 26 s for 2",
         ),
         argv=tuple(argv),
     )

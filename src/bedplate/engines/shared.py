@@ -12,6 +12,8 @@ EVERYDAY_CONTEXT = 8192
 """Context that a chat is given when nobody asked for a length; paged caches take it only when it is used."""
 GIB = 1 << 30
 COMPRESSOR = "llmcompressor==0.14.0.1"
+WIDE = frozenset(["fp32"])
+"""Of a target that should compute in 32 bits."""
 
 Known = tuple[tuple[str, Failure], ...]
 """Patterns, the most telling first: a log of a failed start often ends with a general line about it."""
@@ -244,3 +246,11 @@ def hub_variables(plan: Plan) -> dict[str, str]:
 def joined(options: Iterable[tuple[str, object | None]]) -> list[str]:
     """Options with values, those without one left out."""
     return [word for name, value in options if value is not None for word in (name, str(value))]
+
+
+def wide_on_older_arm(found: Target | None, hardware: Hardware) -> Target | None:
+    """BF16 came to ARM with version 8.6. What was built for it dies there, or takes a hundred times as long."""
+    sets = hardware.cpu.instruction_sets
+    if found is None or found.device != "cpu" or "neon" not in sets or "bf16" in sets:
+        return found
+    return Target(device="cpu", count=1, features=WIDE)

@@ -23,6 +23,7 @@ from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
     TORCH,
+    WIDE,
     Known,
     compressing,
     everyday_settings,
@@ -36,6 +37,7 @@ from bedplate.engines.shared import (
     refuse_stored,
     stored_as,
     total,
+    wide_on_older_arm,
 )
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
@@ -50,7 +52,6 @@ LARGE_BATCH_TOKENS, BATCH_TOKENS = 8192, 2048
 COMPILE_S = 90.0
 """What compiling adds to a start on a CPU, until one was seen."""
 MASTER_PORT = 29501
-WIDE = frozenset(["fp32"])
 """Of a CPU that computes in 32 bits alone."""
 # CMakeLists.txt of v0.28.0rc2, HIP_SUPPORTED_ARCHS.
 GFX = (
@@ -235,13 +236,8 @@ class Vllm(Engine):
         )
 
     def target(self, hardware: Hardware) -> Target | None:
-        found = super().target(hardware)
-        if found is None or found.device != "cpu":
-            return found
-        # Its wheel for ARM computes BF16 with instructions that came with ARMv8.6: on a Neoverse N1 it dies of its
-        # first request, and in F16 a token takes seconds there.
-        sets = hardware.cpu.instruction_sets
-        return Target(device="cpu", count=1, features=WIDE) if "neon" in sets and "bf16" not in sets else found
+        # On a Neoverse N1 its wheel dies of its first request in BF16, and in F16 a token takes seconds.
+        return wide_on_older_arm(super().target(hardware), hardware)
 
     def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label, method = stored_as(model)

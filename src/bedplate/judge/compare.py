@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from bedplate.decide.evidence import PROVEN_GAIN
 from bedplate.engines import all_engines
@@ -17,7 +18,7 @@ from bedplate.judge.weighing import Case, Errors, weighed
 from bedplate.measure.summary import all_samples, spent, summarized
 from bedplate.values.cost import PerMillion, Price
 from bedplate.values.run import Cell, Quality
-from bedplate.values.verdict import Cost, Effect, Side, Spent, Verdict
+from bedplate.values.verdict import Cost, Effect, Metric, Side, Spent, Verdict
 from bedplate.values.workload import LatencyTarget
 
 CHANCE = 0.05
@@ -33,16 +34,19 @@ def compare(
     least_gain: float = PROVEN_GAIN,
     prices: tuple[Price | None, Price | None] = (None, None),
     chance: float = CHANCE,
+    same_work: bool = False,
 ) -> Verdict:
     """Weighs b, the challenger, against a, which is in service. Raises BadQuestion where nothing compares.
 
     `prices` are those of the machines that each side was measured on. `chance` is smaller for who looks several times.
+    `same_work`: both did the same requests in each turn.
     """
     found = matched(a, b, allow)
     pairs, confidence = found.pairs, 1 - chance / len(found.pairs)
-    main = _known(_main(pair, confidence) for pair in pairs)
-    ttft = _known(effect(pair.a, pair.b, "ttft_ms", confidence) for pair in pairs)
-    tpot = _known(effect(pair.a, pair.b, "tpot_ms", confidence) for pair in pairs)
+    of = functools.partial(effect, confidence=confidence, same_work=same_work)
+    main = _known(_main(pair, of) for pair in pairs)
+    ttft = _known(of(pair.a, pair.b, "ttft_ms") for pair in pairs)
+    tpot = _known(of(pair.a, pair.b, "tpot_ms") for pair in pairs)
     targets = tuple(on_target(pair.a, pair.b, target, confidence) for pair in pairs) if target is not None else ()
     one, other = (_side([pair[number] for pair in pairs], pairs[-1][1 - number]) for number in (0, 1))
     case = Case(one, other, main, ttft, targets, _errors(pairs), least_gain, confidence)
@@ -74,13 +78,13 @@ def _known(found: Iterable[Effect | None]) -> tuple[Effect, ...]:
     return tuple(one for one in found if one is not None)
 
 
-def _main(pair: Pair, confidence: float) -> Effect | None:
+def _main(pair: Pair, of: Callable[[Cell, Cell, Metric], Effect | None]) -> Effect | None:
     """Tokens per second where the loop is closed and tokens are counted; else the time of a request.
 
     An open loop gets as many tokens as it asks for, from either side.
     """
-    speed = effect(pair.a, pair.b, "output_tok_s", confidence) if pair.a.load.arrivals == "closed" else None
-    return speed or effect(pair.a, pair.b, "e2e_ms", confidence)
+    speed = of(pair.a, pair.b, "output_tok_s") if pair.a.load.arrivals == "closed" else None
+    return speed or of(pair.a, pair.b, "e2e_ms")
 
 
 def _errors(pairs: Sequence[Pair]) -> Errors:

@@ -45,6 +45,10 @@ class Level(NamedTuple):
     within: list[list[float]]
     moments: list[str | None]
 
+    def as_it_was(self) -> Level:
+        """Without what other requests might have shown."""
+        return Level(self.logs, [[value] for value in self.logs], self.moments)
+
     def grouped(self, groups: Iterable[Sequence[int]]) -> Level:
         """Groups of repeats as one each, by their means."""
         found = Level([], [], [])
@@ -61,10 +65,16 @@ class Level(NamedTuple):
         return found
 
 
-def effect(a: Cell, b: Cell, metric: Metric, confidence: float) -> Effect | None:
-    """`None` where one side has nothing of the metric. `confidence` is the one that holds for all loads at once."""
+def effect(a: Cell, b: Cell, metric: Metric, confidence: float, *, same_work: bool = False) -> Effect | None:
+    """`None` where one side has nothing of the metric. `confidence` is the one that holds for all loads at once.
+
+    `same_work`: in each turn both did the very same requests. Which ones they were is then no chance that other ones
+    could have shown, and the turns alone tell what varies.
+    """
     dice = random.Random(SEED)  # noqa: S311
     one, other = (_level(cell, metric, dice) for cell in (a, b))
+    if same_work:
+        one, other = one.as_it_was(), other.as_it_was()
     if not one.logs or not other.logs:
         return None
     turns = turns_of(one.moments, other.moments) if a.run == b.run else []

@@ -55,8 +55,9 @@ def proof_of(tuned: Tuned, against: Opponent, other: Cell, best: Cell) -> Proof:
 
 def _verdict(tuned: Tuned, other: Cell, best: Cell, chance: float = CHANCE) -> Verdict:
     return compare(
-        [other], [best], target=tuned.target, allow=("quantization", "weights"), least_gain=LEAST_GAIN, chance=chance
-    )
+        [other], [best], target=tuned.target, allow=("quantization", "weights"), least_gain=LEAST_GAIN, chance=chance,
+        same_work=True,
+    )  # fmt: skip
 
 
 def answer_of(objective: Objective, verdict: Verdict, other: Cell, tuned: Cell) -> Answer:

@@ -379,6 +379,8 @@ class ExLlama(Reader):
 
         config = exllamav2.ExLlamaV2Config(str(self.path))
         config.no_flash_attn = True
+        # Version 0.3.2 gives PyTorch's attention no causal mask; its own has one.
+        config.no_sdpa = True
         config.max_seq_len = 512
         model = exllamav2.ExLlamaV2(config)
         model.load()

@@ -34,6 +34,8 @@ class ExLlamaV2(OneByOne):
         config.arch_compat_overrides()
         if (base := _turning_base(options.model)) is not None:
             config.rotary_embedding_base = base
+        # Version 0.3.2 gives PyTorch's attention no causal mask; its own has one.
+        config.no_sdpa = True
         config.max_seq_len = tokens
         model = exllamav2.ExLlamaV2(config)
         kinds = {None: "ExLlamaV2Cache", 8: "ExLlamaV2Cache_Q8", 6: "ExLlamaV2Cache_Q6", 4: "ExLlamaV2Cache_Q4"}
