@@ -244,6 +244,20 @@ class TestAskedFor:
             decide(box(), MODEL, Workload(), "lama")
 
 
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        (("neon",), "32-bit weights: this processor has no instructions for BF16"),
+        (("neon", "bf16"), "16-bit weights fit"),
+    ],
+)
+def test_an_older_arm_processor_is_told_why_it_computes_in_32_bits(sets: tuple[str, ...], why: str) -> None:
+    here = box()
+    here = replaced(here, cpu=replaced(here.cpu, arch="aarch64", instruction_sets=sets))
+    found = decide(here, find_model("Qwen/Qwen3-0.6B"), Workload(), "pytorch")
+    assert why in [reason.text for reason in found.reasons]
+
+
 class TestInstallable:
     def test_only_what_bedplate_installs_and_starts_is_chosen(self) -> None:
         for hardware in (box(), machine("RTX 4090"), machine("Apple M3 Max 40-core")):

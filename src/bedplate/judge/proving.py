@@ -22,7 +22,7 @@ LEAST_WORK_S = 6.0
 MOST_ROUNDS = 64
 PROOF_SHARE = 0.45
 """Of the whole time, what a search leaves to the proof at the most."""
-WHOLE_SHARE = 0.65
+WHOLE_SHARE = 0.75
 """Likewise, where it takes that for the least proof against all that it has to be held against."""
 SPARE = 1.1
 """Work takes longer than it took: by so much is it expected to."""
@@ -70,10 +70,12 @@ class Times(NamedTuple):
 def shaped(times: Times, tuned: Point, against: Sequence[Point], seconds: float) -> Shape:
     """The best proof that there is time for: against all, else against one; with more work a turn where it fits.
 
-    Where there is not even time for the least, the least it is.
+    Of two it is the plan, which comes last: what is not better than that is not used. Where there is not even time for
+    the least, the least it is.
     """
     known = [one for one in against if one in times.waves]
-    fields = [_ordered(tuned, field) for field in ([known, *([one] for one in known)] if len(known) > 1 else [known])]
+    single = [[one] for one in reversed(known)] if len(known) > 1 else []
+    fields = [_ordered(tuned, field) for field in [known, *single]]
     for sides in fields:
         shortest = min(times.waves[one] for one in sides)
         rounds = min(MOST_ROUNDS, max(2, math.ceil(LEAST_WORK_S / max(shortest, 1e-3))))

@@ -7,6 +7,7 @@ it has to fit into one budget: a search ends early enough for its proof.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from bedplate import store
 from bedplate._version import __version__
-from bedplate.engines.knobs import choice_of, draft_knob, turned_plan, with_own_defaults
+from bedplate.engines.knobs import build_knob, choice_of, draft_knob, is_native, turned_plan, with_own_defaults
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.judge.diagnose import bottleneck, ground_for
@@ -55,6 +56,8 @@ from bedplate.measure.wave import Work, warmed, wave, wave_apart
 from bedplate.operate.answers import basis_of
 from bedplate.operate.loaded import Alive, Pool
 from bedplate.operate.tune_proof import LOST, SPEED_KEPT, is_settled, middle, proof_of, side_of, turn_of
+from bedplate.run.environments import Environment, find_adopted
+from bedplate.run.native import usable_build
 from bedplate.run.prepare import content_id
 from bedplate.run.prepare import prepare as prepare_weights
 from bedplate.run.progress import Progress, Silent
@@ -151,7 +154,7 @@ def tune(
     load = load or Load(concurrency=4)
     facts = facts_of(model, hardware, progress)
     chosen = chosen_plan(engine, hardware, facts, load, workload, native=native)
-    found = (*chosen.engine.knobs(hardware, chosen.plan), *more_knobs, *_drafting(chosen, draft))
+    found = (*all_knobs(chosen), *more_knobs, *_drafting(chosen, draft))
     checked_knobs(found, knobs, chosen)
     kept = before or Tuned(
         id=new_run_id(),
@@ -202,6 +205,15 @@ def chosen_plan(
         if engine is None:
             raise AnswerIsNo(f"{facts.name} cannot be served here", hint="bedplate plan says why")
     return planned(engine, hardware, facts, work, native=native)
+
+
+def all_knobs(chosen: Planned) -> tuple[Knob, ...]:
+    """The engine's own, and whether it is the build for this machine, where there is one beside the ready-made."""
+    found = chosen.engine.knobs(chosen.hardware, chosen.plan)
+    if not found or chosen.native or find_adopted(chosen.engine) is not None:
+        return found
+    there = usable_build(chosen.engine, chosen.hardware, chosen.plan.settings.device)
+    return (build_knob(), *found) if there is not None else found
 
 
 def _drafting(chosen: Planned, draft: str | None) -> tuple[Knob, ...]:
@@ -613,7 +625,10 @@ class Tuner:
 
     def _plan_at(self, point: Point) -> Plan:
         plan = self.ready.plan if self.ready is not None else self.chosen.plan
-        return with_own_defaults(plan) if point == OWN else turned_plan(plan, self.knobs, dict(point))
+        if point == OWN:
+            return with_own_defaults(plan)
+        found = turned_plan(plan, self.knobs, dict(point))
+        return replaced(found, engine_version=self._built.version) if is_native(found.settings) else found
 
     def _readied(self, point: Point) -> Ready:
         if self.ready is None:
@@ -625,7 +640,16 @@ class Tuner:
             steps = self._conversions(plan)
             folder = prepare_weights(plan, steps, base.environment, self.progress, self.chosen.hardware)
             self._convert_s.setdefault(plan.weights.label, self.clock() - began)
-        return Ready(replace(self.chosen, plan=plan), plan, base.environment, folder)
+        environment = self._built if is_native(plan.settings) else base.environment
+        return Ready(replace(self.chosen, plan=plan), plan, environment, folder)
+
+    @functools.cached_property
+    def _built(self) -> Environment:
+        """Beside the ready-made engine."""
+        there = usable_build(self.chosen.engine, self.hardware, self.chosen.plan.settings.device)
+        if there is None:
+            raise OutsideFailed(f"the build of {self.chosen.engine.name} for this machine is not there any more")
+        return there
 
     def _conversions(self, plan: Plan) -> tuple[Preparation, ...]:
         by_hand = self.chosen.engine.by_hand(plan)
@@ -890,7 +914,8 @@ class Tuner:
         subject = Subject(
             engine=plan.engine, engine_version=plan.engine_version, model=self.facts.name,
             quantization=plan.weights.label, weights_id=self.kept.weights_id, device=plan.settings.device,
-            parallelism=plan.parallelism, settings=plan.settings, build=self.kept.build,
+            parallelism=plan.parallelism, settings=plan.settings,
+            build="native" if is_native(plan.settings) else self.kept.build,
             start_s=self.trials[point].start_s if point in self.trials else None,
         )  # fmt: skip
         return Cell(

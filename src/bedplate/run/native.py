@@ -17,7 +17,7 @@ import msgspec
 
 from bedplate.engines import Engine, SourceBuild, Variant
 from bedplate.engines.base import cards_of
-from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.errors import BadQuestion, BedplateError, OutsideFailed
 from bedplate.home import disk_failure, engines_dir, locked, logs_dir, need_free, writable
 from bedplate.run.child import run_child
 from bedplate.run.environments import Environment, disk_bytes, keep, now, read
@@ -126,6 +126,16 @@ def build_environment(
 def built_here(engine: Engine, hardware: Hardware, device: Device) -> Environment | None:
     """The build for this machine, if it is there; `NotUsable` when it was made and found to be no good."""
     return _made(_paths(engine, buildable(engine), hardware, device)[1])
+
+
+def usable_build(engine: Engine, hardware: Hardware, device: Device) -> Environment | None:
+    """The build for this machine, if it is there and good; no reason why it is not."""
+    if engine.build is None:
+        return None
+    try:
+        return built_here(engine, hardware, device)
+    except (BedplateError, NotUsable):
+        return None
 
 
 def _paths(

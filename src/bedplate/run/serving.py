@@ -17,12 +17,13 @@ from bedplate.decide.together import Ask, Need, Part, together
 from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import cards_of
+from bedplate.engines.knobs import is_native
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.run.builtin import fetch_builtin
 from bedplate.run.environments import Environment, find_adopted, make_environment
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES, bind_failure
 from bedplate.run.models import fetched_model, is_builtin, local_model
-from bedplate.run.native import NotUsable, buildable, toolchain
+from bedplate.run.native import NotUsable, buildable, toolchain, usable_build
 from bedplate.run.prepare import prepare
 from bedplate.run.progress import Progress
 from bedplate.run.trials import Examiner, native_environment
@@ -207,7 +208,7 @@ def readied(
         progress.note(words)
     if environment is None:
         environment = _environment(chosen, one.hardware, build, progress, examiner)
-    if environment.server is not None or build == "native":
+    if environment.server is not None or environment.built:
         chosen = replaced(chosen, engine_version=environment.version)
     if is_builtin(one.wanted.model):
         fetch_builtin(progress)
@@ -244,6 +245,14 @@ def _environment(
 ) -> Environment:
     engine, device = engine_by_id(chosen.engine), chosen.settings.device
     if build != "native":
+        if not is_native(chosen.settings):
+            return make_environment(engine, progress, device)
+        if there := usable_build(engine, hardware, device):
+            return there
+        progress.note(
+            f"tuning found the build of {engine.name} for this machine better, and it is not here: the ready-made one "
+            f"has the same settings; --build native builds it"
+        )
         return make_environment(engine, progress, device)
     try:
         return native_environment(engine, hardware, device, progress, examiner, chosen.source or chosen.model)

@@ -67,6 +67,8 @@ class Turned(Record, frozen=True, kw_only=True):
     without: tuple[str, ...] = ()
     """Options that it is not given."""
     variables: tuple[tuple[str, str], ...] = ()
+    native: bool = False
+    """In the engine as it was built for this machine, where that is there."""
     own_defaults: bool = False
     """Told nothing but the model and where to listen: what tuning is held against."""
 

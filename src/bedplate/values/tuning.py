@@ -36,6 +36,8 @@ class Choice(Record, frozen=True, kw_only=True):
     """Fields of `Settings`, for what all engines share."""
     weights: str | None = None
     """The label of weights that are made of the model's own."""
+    native: bool = False
+    """Whether the engine as it was built for this machine takes the place of the ready-made one."""
     lossy: bool = False
     """Whether it answers less faithfully than the plan, by what is known of it."""
     start_s: float = 0.0
