@@ -254,8 +254,12 @@ class TestAskedFor:
 def test_an_older_arm_processor_is_told_why_it_computes_in_32_bits(sets: tuple[str, ...], why: str) -> None:
     here = box()
     here = replaced(here, cpu=replaced(here.cpu, arch="aarch64", instruction_sets=sets))
-    found = decide(here, find_model("Qwen/Qwen3-0.6B"), Workload(), "pytorch")
+    model = find_model("Qwen/Qwen3-0.6B")
+    found = decide(here, model, Workload(), "pytorch")
     assert why in [reason.text for reason in found.reasons]
+    assert found.memory is not None and found.settings is not None
+    cache = model.kv_bytes(found.settings.context_tokens, 32 if why.startswith("32") else 16)
+    assert found.memory.devices[0].kv_bytes == cache
 
 
 class TestInstallable:

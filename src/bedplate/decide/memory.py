@@ -153,7 +153,7 @@ def _on_cards(cards: Sequence[Accelerator], model: Model, engine: Engine, layout
 
 def _on_host(hardware: Hardware, model: Model, engine: Engine, asked: Asked) -> Fit:
     usable = round(hardware.memory.available_bytes * (1 - RESERVED_SHARE))
-    cache_each = model.kv_bytes(asked.tokens)
+    cache_each = model.kv_bytes(asked.tokens, engine.cache_bits(model))
     use = engine.uses
 
     def overhead(requests: int) -> float:

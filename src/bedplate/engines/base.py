@@ -268,6 +268,10 @@ class Engine:
             memory_share=self.uses.share if self.uses.share < 1 else None,
         )
 
+    def cache_bits(self, model: Model) -> int:
+        """Of each key and value on a host, as long as nobody asks for fewer."""
+        return 16
+
     def overhead_bytes(self, model: Model, settings: Settings) -> float:
         """What it takes on its host beside weights and cache."""
         return self.uses.process_bytes + self.activation_bytes(model, settings.context_tokens)

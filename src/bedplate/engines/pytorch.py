@@ -16,7 +16,7 @@ from bedplate.engines.base import (
     known_failure,
 )
 from bedplate.engines.knobs import SPIN, has_own_defaults, landed, scale
-from bedplate.engines.shared import WIDE, wide_on_older_arm
+from bedplate.engines.shared import WIDE, computed_bits, wide_on_older_arm
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
 from bedplate.values.tuning import Choice, Knob
@@ -153,6 +153,9 @@ class PyTorch(Engine):
         threads = hardware.cpu.allowed_physical_cores
         settled = replaced(super().settle(hardware, model, workload), context_tokens=everyday_context(model, workload))
         return replaced(settled, threads=threads) if settled.device == "cpu" else settled
+
+    def cache_bits(self, model: Model) -> int:
+        return computed_bits(model)
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, cards = plan.settings, plan.parallelism.pipeline

@@ -248,6 +248,11 @@ def joined(options: Iterable[tuple[str, object | None]]) -> list[str]:
     return [word for name, value in options if value is not None for word in (name, str(value))]
 
 
+def computed_bits(model: Model) -> int:
+    """What PyTorch computes in, and keeps keys and values in."""
+    return 32 if model.quantization == "F32" else 16
+
+
 def wide_on_older_arm(found: Target | None, hardware: Hardware) -> Target | None:
     """BF16 came to ARM with version 8.6. What was built for it dies there, or takes a hundred times as long."""
     sets = hardware.cpu.instruction_sets

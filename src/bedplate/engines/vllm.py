@@ -26,6 +26,7 @@ from bedplate.engines.shared import (
     WIDE,
     Known,
     compressing,
+    computed_bits,
     everyday_settings,
     explained,
     highest,
@@ -272,6 +273,9 @@ class Vllm(Engine):
         sizes = [card.memory_bytes or 0 for card in hardware.accelerators if card.vendor in self.vendors]
         large = min(sizes, default=0) >= LARGE_CARD_BYTES
         return replaced(settings, batch_tokens=LARGE_BATCH_TOKENS if large else BATCH_TOKENS)
+
+    def cache_bits(self, model: Model) -> int:
+        return computed_bits(model)
 
     def recipe_for(self, device: Device) -> Recipe | None:
         return {"cpu": self.recipe, "cuda": CUDA_RECIPE}.get(device)
