@@ -54,7 +54,6 @@ LARGE_BATCH_TOKENS, BATCH_TOKENS = 8192, 2048
 COMPILE_S = 90.0
 """What compiling adds to a start on a CPU, until one was seen."""
 MASTER_PORT = 29501
-"""Of a CPU that computes in 32 bits alone."""
 # CMakeLists.txt of v0.28.0rc2, HIP_SUPPORTED_ARCHS.
 GFX = (
     "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150",
