@@ -131,6 +131,19 @@ def test_what_is_slower_than_it_was_costs_no_more_than_one_piece_of_work(
     assert sides.now <= left_s + late_s + max(0.0, slower - 1) * max(work.values()) + 1e-6
 
 
+def test_without_one_of_the_others_it_goes_on_against_the_last() -> None:
+    sides = Sides({PLAN: 17.0, TUNED: 12.0}, 2000)
+
+    def measure(side: Point, turn: int) -> float | None:
+        return None if side == OWN else sides.measure(side, turn)
+
+    shape = shaped(TIMES, TUNED, (OWN, PLAN), 300)
+    done = lambda: {PLAN} if len(sides.order) >= 6 else set()  # noqa: E731
+    found = take_turns(shape, TUNED, TIMES, measure, done, sides.left, 0.0)
+    assert not found.cut and found.turns == 3 and {side for side, _ in sides.order} == {PLAN, TUNED}
+    assert len(turns_of(sides.moments(PLAN), sides.moments(TUNED))) == 3
+
+
 def test_who_fails_ends_it() -> None:
     shape = shaped(TIMES, TUNED, (OWN, PLAN), 300)
     found = take_turns(shape, TUNED, TIMES, lambda side, turn: None, set, lambda: 300.0, 0.0)

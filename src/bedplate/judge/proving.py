@@ -115,9 +115,9 @@ def take_turns(
 ) -> Proven:
     """Measures until it is settled or time is up.
 
-    `measure` does one side's piece of work of a turn, and says how long that took; `None` ends it. `settled`: the sides
-    against which nothing more has to be shown, which are left out from then on. `late_s`: how far beyond its time a
-    piece of work may reach.
+    `measure` does one side's piece of work of a turn, and says how long that took; `None`: it did not, and the proof
+    goes on against the other one. `settled`: the sides against which nothing more has to be shown, which are left out
+    from then on. `late_s`: how far beyond its time a piece of work may reach.
     """
     expected = {side: times.work_s(side, shape.rounds) for side in shape.sides}
     sides = list(shape.sides)
@@ -129,7 +129,10 @@ def take_turns(
                 return Proven(turn, cut=True)
             took_s = measure(side, turn)
             if took_s is None:
-                return Proven(turn, cut=True)
+                sides = [one for one in sides if one != side]
+                if side == tuned or sides == [tuned]:
+                    return Proven(turn, cut=True)
+                continue
             expected[side] = max(took_s, (expected[side] + took_s) / 2)
         if turn + 1 >= LEAST_TURNS:
             done = settled()

@@ -90,8 +90,8 @@ MOST_WAITED = {"throughput": 1.45, "cost": 1.45}
 WAITED_ELSE = 2.5
 MANY_WAVES = 30
 """Where the whole time holds fewer of the plan's waves, there is haste."""
-SLOW = 6.0
-"""Likewise, for those that are in no race: the engine's own defaults."""
+SLOW, HASTY_SLOW = 6.0, 2.5
+"""Times the plan's own wave that the engine's own defaults are waited for: in the first look, and in haste."""
 MEMORY_SHARE = 0.6
 """Of the free memory, what engines that wait for their turn may hold together."""
 MOST_ALIVE = 5
@@ -615,13 +615,19 @@ class Tuner:
         began, converting = self.clock(), math.fsum(self._convert_s.values())
         alive = self.pool.get(point, lambda: self._readied(point))
         if fresh:
-            self._warm(alive)
+            self._warm(alive, self._own_limit_s(1, REQUEST_LIMIT_S) if point == OWN else REQUEST_LIMIT_S)
             converted = math.fsum(self._convert_s.values()) - converting
             self._start_s[point] = self.clock() - began - converted
         return alive
 
-    def _warm(self, alive: Alive) -> None:
-        run_loop(warmed(alive.target, self.kept.load, self._known(alive), REQUEST_LIMIT_S))
+    def _warm(self, alive: Alive, limit_s: float) -> None:
+        run_loop(warmed(alive.target, self.kept.load, self._known(alive), limit_s))
+
+    def _own_limit_s(self, rounds: int, most_s: float) -> float:
+        """How long the engine's own defaults are waited for where they are seen in the proof alone."""
+        if OWN in self.trials or (usual := self._wave_s(())) is None or not self._hasty:
+            return most_s
+        return min(most_s, max(HASTY_SLOW * rounds * usual, LEAST_LIMIT_S))
 
     def _plan_at(self, point: Point) -> Plan:
         plan = self.ready.plan if self.ready is not None else self.chosen.plan
@@ -839,9 +845,16 @@ class Tuner:
 
         def measure(side: Point, turn: int) -> float | None:
             self._say(f"proof, turn {turn + 1}: {self._name(side)}")
-            began = self.clock()
-            repeat = self._worked(side, turn, shape.rounds, self.left_s + 2 * late_s)
+            began, limit_s, failed = self.clock(), self.left_s + 2 * late_s, len(self.kept.refused)
+            if side == OWN:
+                limit_s = self._own_limit_s(shape.rounds, limit_s)
+            repeat = self._worked(side, turn, shape.rounds, limit_s)
             if repeat is None:
+                del repeats[side]
+                if side == OWN and len(self.kept.refused) == failed:
+                    usual_s = shape.rounds * (self._wave_s(()) or 0.0)
+                    words = f"own defaults had not done in {limit_s:.0f} s what takes the plan {usual_s:.0f}"
+                    self.kept = replaced(self.kept, notes=(*self.kept.notes, words))
                 return None
             repeats[side][turn] = repeat
             if self.chosen.plan.settings.device == "cpu" and (repeat.use.other_cpu_share or 0) > TOO_BUSY:
