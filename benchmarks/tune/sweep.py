@@ -16,6 +16,7 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ them."""
 LOAD = Load(concurrency=4, prompt_tokens=64, output_tokens=16)
 CONTENDERS = 5
 SLOW = "slow"
+ENDLESS_S = 1e9
 TURNS = 6
 
 
@@ -86,7 +88,8 @@ def tuner(knobs: tuple[Knob, ...], budget_s: float, teller: Teller) -> Tuner:
         engine="llama.cpp", engine_version=chosen.plan.engine_version, build="wheel", model=facts.name, load=LOAD,
         workload=chosen.plan.workload, budget_s=budget_s,
     )  # fmt: skip
-    return Tuner(hardware, facts, chosen, knobs, kept, Silent(), teller, None)
+    # A store of its own: nothing is known of earlier tunings, and nothing is left to later ones.
+    return Tuner(hardware, facts, chosen, knobs, kept, Silent(), teller, Path(tempfile.mkdtemp()) / "store.sqlite")
 
 
 def tuned(knobs: tuple[Knob, ...], budget_s: float) -> dict[str, object]:
@@ -108,7 +111,7 @@ def points(knobs: tuple[Knob, ...]) -> list[Point]:
 
 
 def sweep(knobs: tuple[Knob, ...], kept: dict[str, Any], out: Path) -> None:
-    one = tuner(knobs, math.inf, Teller())
+    one = tuner(knobs, ENDLESS_S, Teller())
     one.ready = made_ready(one.chosen, Silent())
     every, began = points(knobs), time.monotonic()
     try:
@@ -141,7 +144,7 @@ def report(knobs: tuple[Knob, ...], kept: dict[str, Any]) -> list[str]:
     pick = tuple(sorted((knob, value) for knob, value in kept["tuned"]["point"]))
     top = sorted(swept, key=lambda name: -swept[name][0])[:CONTENDERS]
     names = list(dict.fromkeys([*top, words_at(pick), words_at(())]))
-    one = tuner(knobs, math.inf, Teller())
+    one = tuner(knobs, ENDLESS_S, Teller())
     one.ready = made_ready(one.chosen, Silent())
     one.pool.most = len(names)
     try:
