@@ -86,7 +86,7 @@ def test_the_build_for_this_machine_may_take_the_place_of_the_ready_made() -> No
     assert is_native(built.settings) and not is_native(chosen.settings)
     threads = Knob(
         name="threads", meaning="", now="2", own="2", choices=(Choice(value="1", options=("--threads", "1")),),
-        source="",
+        prior=0.5, source="",
     )  # fmt: skip
     assert is_native(turned_plan(built, (threads,), {"threads": "1"}).settings), "what was turned before stays"
     assert engine("llama.cpp").launch(built, 8000).argv == engine("llama.cpp").launch(chosen, 8000).argv
