@@ -120,16 +120,15 @@ def sweep(knobs: tuple[Knob, ...], kept: dict[str, Any], out: Path) -> None:
             if name in kept["sweep"]:
                 continue
             one.pool.close()  # each setting begins anew, and nothing else is loaded beside it
-            leader = one.trials.get(one.best)
-            score = one._measure(point, leader.best.score if leader is not None and leader.best is not None else None)
+            leader = one.trials[one.best].best if one.best in one.trials else None
+            score = one._measure(point, leader.score if leader is not None else None)
             taken = one.trials[point].taken[-1] if score is not None else None
             if taken is None or taken.cut:
                 kept["sweep"][name], told = None if taken is None else SLOW, "failed" if taken is None else SLOW
             else:
                 kept["sweep"][name] = [taken.score, taken.output_tok_s, taken.ttft_ms]
                 told = f"{taken.output_tok_s:.1f} tok/s"
-                best = leader.best if leader is not None else None
-                one.best = point if best is None or taken.score > best.score else one.best
+                one.best = point if leader is None or taken.score > leader.score else one.best
             out.write_text(json.dumps(kept, indent=1))
             spent = time.monotonic() - began
             print(f"{number:4d} of {len(every)}  {name}: {told}   {spent / 60:.1f} min", file=sys.stderr)

@@ -126,7 +126,8 @@ class PyTorch(Engine):
         return None
 
     def target(self, hardware: Hardware) -> Target | None:
-        # On a Neoverse N1 four prompts of 64 tokens took 3.8 s in 32 bits, and had no answer after six minutes in BF16.
+        # On a Neoverse N1 four requests of 512 + 128 tokens took 44 s in 32 bits, and were not done after five minutes
+        # in BF16.
         return wide_on_older_arm(super().target(hardware), hardware)
 
     def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:

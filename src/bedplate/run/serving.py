@@ -245,14 +245,13 @@ def _environment(
 ) -> Environment:
     engine, device = engine_by_id(chosen.engine), chosen.settings.device
     if build != "native":
-        if not is_native(chosen.settings):
-            return make_environment(engine, progress, device)
-        if there := usable_build(engine, hardware, device):
-            return there
-        progress.note(
-            f"tuning found the build of {engine.name} for this machine better, and it is not here: the ready-made one "
-            f"has the same settings; --build native builds it"
-        )
+        if is_native(chosen.settings):
+            if there := usable_build(engine, hardware, device):
+                return there
+            progress.note(
+                f"tuning found the build of {engine.name} for this machine better, and it is not here: the ready-made "
+                f"one has the same settings; --build native builds it"
+            )
         return make_environment(engine, progress, device)
     try:
         return native_environment(engine, hardware, device, progress, examiner, chosen.source or chosen.model)
