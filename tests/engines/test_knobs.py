@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ from bedplate.engines import engine
 from bedplate.engines.knobs import build_knob, draft_knob, is_native, merged, turned_plan, with_own_defaults
 from bedplate.errors import BadQuestion
 from bedplate.facts.known_models import with_label
-from bedplate.values import Parallelism, Plan, from_json, replaced, to_json
+from bedplate.values import Model, Parallelism, Plan, Workload, from_json, replaced, to_json
 from bedplate.values.tuning import Choice, Knob
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -30,17 +32,40 @@ def planned(engine_id: str, on: str) -> Plan:
     return plan(one, machine(on, 1), which)
 
 
-CASES = [("llama.cpp", "cpu"), ("llama.cpp", "RTX 4090"), ("vllm", "cpu"), ("vllm", "H100 SXM"), ("pytorch", "cpu"),
-         ("pytorch", "RTX 4090")]  # fmt: skip
+CASES = [
+    ("llama.cpp", "cpu"), ("llama.cpp", "RTX 4090"), ("vllm", "cpu"), ("vllm", "H100 SXM"), ("pytorch", "cpu"),
+    ("pytorch", "RTX 4090"), ("sglang", "cpu"), ("sglang", "H100 SXM"), ("sglang", "MI300X"), ("mlx", "cpu"),
+    ("mistral.rs", "cpu"), ("onnxruntime", "cpu"), ("onnxruntime", "RTX 4090"), ("exllamav3", "RTX 4090"),
+    ("exllamav2", "RTX 4090"),
+]  # fmt: skip
+SHIPPED = {
+    "mistral.rs": ("mistralrs_server", "MistralRs"), "onnxruntime": ("onnxruntime_server", "OnnxRuntime"),
+    "exllamav3": ("exllamav3_server", "ExLlamaV3"), "exllamav2": ("exllamav2_server", "ExLlamaV2"),
+}  # fmt: skip
+
+
+def taken(engine_id: str, argv: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engine's published options have it, or the server that bedplate ships with it."""
+    start = next(number for number, word in enumerate(argv) if word.startswith("--"))
+    if engine_id in SHIPPED:
+        name, backend = SHIPPED[engine_id]
+        core = importlib.import_module("bedplate.engines.shipped.openai_server")
+        monkeypatch.setitem(sys.modules, "openai_server", core)
+        program = importlib.import_module(f"bedplate.engines.shipped.{name}")
+        core.parser_for(getattr(program, backend)).parse_args(argv[start:])
+        return
+    file = {"llama.cpp": "llama_cpp"}.get(engine_id, engine_id)
+    parsed(file, [*(["MODEL"] if published(file)["positional"] else []), *argv[start:]])
 
 
 @pytest.mark.parametrize(("engine_id", "on"), CASES)
-def test_every_value_of_every_knob_gives_a_command_that_the_engine_takes(engine_id: str, on: str) -> None:
+def test_every_value_of_every_knob_gives_a_command_that_the_engine_takes(
+    engine_id: str, on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, chosen = engine(engine_id), planned(engine_id, on)
     knobs = one.knobs(machine(on, 1), chosen)
     assert knobs and len({knob.name for knob in knobs}) == len(knobs)
     before = one.launch(chosen, 8000)
-    file = {"llama.cpp": "llama_cpp"}.get(engine_id, engine_id)
     for knob in knobs:
         values = [choice.value for choice in knob.choices]
         assert knob.now in values and len(set(values)) == len(values) and 0 < knob.prior < 1
@@ -52,9 +77,7 @@ def test_every_value_of_every_knob_gives_a_command_that_the_engine_takes(engine_
                 assert turned == chosen
                 continue
             assert after != before, f"{knob.name} {choice.value} changes nothing"
-            words = list(after.argv)
-            start = next(number for number, word in enumerate(words) if word.startswith("--"))
-            parsed(file, [*(["MODEL"] if published(file)["positional"] else []), *words[start:]])
+            taken(engine_id, after.argv, monkeypatch)
             for name, value in choice.variables:
                 assert after.env[name] == value
             assert from_json(Plan, to_json(turned)) == turned
@@ -65,19 +88,56 @@ def test_own_defaults_name_the_model_the_address_and_little_else(engine_id: str,
     one, chosen = engine(engine_id), planned(engine_id, on)
     bare = one.launch(with_own_defaults(chosen), 8000)
     options = {word for word in bare.argv if word.startswith("--")}
-    assert {"--host", "--port"} <= options and len(options) <= 7
+    needed = {"sglang": 5} if on == "cpu" else {}  # what it does not run without there
+    assert {"--host", "--port"} <= options and len(options) - needed.get(engine_id, 0) <= 7
     assert not options & {"--threads", "--max-num-seqs", "--continuous-batching", "--enforce-eager", "--cache-ram"}
+    assert not options & {"--decode-concurrency", "--max-running-requests", "--chunk-tokens", "--spin"}
 
 
-@pytest.mark.parametrize(("engine_id", "file"), [("llama.cpp", "llama_cpp"), ("vllm", "vllm")])
-def test_a_small_model_may_guess_ahead(engine_id: str, file: str) -> None:
+@pytest.mark.parametrize("engine_id", ["llama.cpp", "vllm", "mlx"])
+def test_a_small_model_may_guess_ahead(engine_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, chosen = engine(engine_id), planned(engine_id, "cpu")
     knob = draft_knob(one.drafting("/models/small one.gguf"), "/models/small one.gguf")
     argv = one.launch(turned_plan(chosen, (knob,), {"draft": "small one.gguf"}), 8000).argv
     assert any("/models/small one.gguf" in word for word in argv)
-    start = next(number for number, word in enumerate(argv) if word.startswith("--"))
-    parsed(file, [*(["MODEL"] if published(file)["positional"] else []), *argv[start:]])
+    taken(engine_id, argv, monkeypatch)
     assert turned_plan(chosen, (knob,), {"draft": "off"}) == chosen
+
+
+def test_weights_may_be_made_of_16_bit_ones() -> None:
+    one, chosen = engine("mlx"), planned("mlx", "cpu")
+    assert chosen.weights.made == "as it is"
+    turned = turned_plan(chosen, one.knobs(machine("cpu"), chosen), {"weights": "8-BIT"})
+    assert (turned.weights.label, turned.weights.format, turned.weights.made) == ("8-BIT", "mlx", "converted")
+    steps = [step for step in one.launch(turned, 0).prepare if step.kind == "convert"]
+    assert [step.where for step in steps] == [one.launch(turned, 0).argv[2]]
+
+
+def test_more_at_once_than_a_graph_holds_begins_with_as_many_as_it_does() -> None:
+    one, chosen = engine("exllamav3"), planned("exllamav3", "RTX 4090")
+    crowded = next(knob for knob in one.knobs(machine("RTX 4090", 1), chosen) if knob.name == "slots")
+    assert (chosen.settings.slots, crowded.first) == (16, ("8",))
+    few = replaced(chosen, settings=replaced(chosen.settings, slots=4))
+    assert next(knob for knob in one.knobs(machine("RTX 4090", 1), few) if knob.name == "slots").first == ()
+    assert one.launch(chosen, 8000).env["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in one.launch(with_own_defaults(chosen), 8000).env
+
+
+def test_a_plan_for_several_reads_one_prompt_in_a_step() -> None:
+    one, work = engine("llama.cpp"), Workload(concurrency=4, prompt_tokens=512)
+
+    def batch(on: str, model_: Model, work: Workload) -> str | None:
+        argv = one.launch(plan(one, machine(on, 1), model_, workload=work), 8000).argv
+        return argv[argv.index("--batch-size") + 1] if "--batch-size" in argv else None
+
+    gguf = planned("llama.cpp", "cpu").model
+    assert batch("cpu", gguf, work) == "516" == batch("RTX 4090", gguf, work)
+    assert batch("cpu", gguf, replaced(work, concurrency=1)) is None, "nobody waits behind another"
+    assert batch("cpu", gguf, replaced(work, prompt_tokens=4000)) is None, "longer than a step anyway"
+    short = replaced(work, prompt_tokens=200)
+    assert (batch("cpu", gguf, short), batch("RTX 4090", gguf, short)) == ("204", None), "a card wants more at once"
+    assert batch("cpu", replaced(gguf, vision_parameters=1000), work) is None, "pictures are read whole"
+    assert batch("cpu", replaced(gguf, task="embed"), work) is None, "vectors come of whole texts"
 
 
 def test_the_build_for_this_machine_may_take_the_place_of_the_ready_made() -> None:
@@ -127,8 +187,12 @@ def test_the_shipped_launcher_takes_what_is_turned() -> None:
 
 def test_a_step_that_holds_one_prompt_is_where_batches_begin() -> None:
     """And a token of each other request: one token less, and every prompt but the first needs a second step."""
-    one, chosen = engine("llama.cpp"), planned("llama.cpp", "cpu")
-    asked = chosen.workload.prompt_tokens + chosen.settings.slots
+    one, found = engine("llama.cpp"), planned("llama.cpp", "cpu")
+    asked = found.workload.prompt_tokens + found.settings.slots
+    assert found.settings.batch_tokens == asked
+    (batch,) = (knob for knob in one.knobs(machine("cpu"), found) if knob.name == "batch")
+    assert (batch.now, batch.first) == (str(asked), ())
+    chosen = replaced(found, settings=replaced(found.settings, batch_tokens=None))
     (batch,) = (knob for knob in one.knobs(machine("cpu"), chosen) if knob.name == "batch")
     assert batch.first == (str(asked),) and str(asked) in [choice.value for choice in batch.choices]
     long = replaced(chosen, workload=replaced(chosen.workload, prompt_tokens=4000))

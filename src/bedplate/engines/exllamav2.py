@@ -16,9 +16,11 @@ from bedplate.engines.base import (
     source_folder,
 )
 from bedplate.engines.exllamav3 import compilation, compile_jobs, kernels_env, module_argv
+from bedplate.engines.knobs import eight_bit_cache, landed, worth_turning
 from bedplate.engines.shipped import CORE, ServedByBedplate
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.record import estimate
+from bedplate.values.tuning import Knob
 
 BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
 CONVERT_WEIGHTS_S, CONVERT_LAYER_S, CONVERT_START_S = 2.5e6, 5.0, 12.0
@@ -153,7 +155,11 @@ class ExLlamaV2(ServedByBedplate):
         steps = [*self.installation(), compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILED)]
         if converted:
             steps += [*fetching(plan), _conversion(plan)]
-        return Launch(argv=tuple(argv), env=env, prepare=tuple(steps))
+        return landed(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), plan.settings)
+
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+        # Without flash-attn it computes one request after another, and there is little else to turn.
+        return worth_turning([eight_bit_cache(plan, "cache.py of 0.3.2: ExLlamaV2Cache_Q8")])
 
     def explain(self, log: str) -> Failure | None:
         return known_failure(log, _KNOWN_FAILURES) or super().explain(log)

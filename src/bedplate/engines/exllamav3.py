@@ -18,10 +18,18 @@ from bedplate.engines.base import (
     made_path,
     source_folder,
 )
+from bedplate.engines.knobs import eight_bit_cache, has_own_defaults, landed, slots_knob, worth_turning
 from bedplate.engines.shipped import CORE, ServedByBedplate
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.record import estimate
+from bedplate.values.tuning import Choice, Knob
 
+OWN_SLOTS, CHUNK, CHUNKS = 256, 2048, (512, 1024, 2048, 4096)
+"""Of its generator; how long its cache is, it has to be told."""
+GRAPHED = 8
+"""Requests up to which a whole step is one CUDA graph (MAX_BSZ in modules/attention_fn/bc_attn.py, MAX_BSZN in
+modules/mlp.py of 1.6.5)."""
+_GRAPHS = "generator/generator.py of 1.6.5: max_batch_size; modules/attention_fn/bc_attn.py: MAX_BSZ; docs/h200.md"
 BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
 PAGE_TOKENS = 256
 WIDTH_STEP = 128
@@ -172,6 +180,8 @@ class ExLlamaV3(ServedByBedplate):
         if converted:
             argv[argv.index("--model") + 1] = made_path(plan)
         argv += ["--cache-tokens", str(-(-settings.context_tokens // PAGE_TOKENS) * PAGE_TOKENS * settings.slots)]
+        if has_own_defaults(settings):
+            argv[argv.index("--slots") + 1] = str(OWN_SLOTS)
         if (cards := layout.tensor * layout.pipeline) > 1:
             argv += ["--cards", str(cards)]
         if layout.tensor > 1:
@@ -183,7 +193,30 @@ class ExLlamaV3(ServedByBedplate):
         steps = [*self.installation(), compilation("exllamav3", settings, COMPILE_CORE_S, COMPILED)]
         if converted:
             steps += [*fetching(plan), _conversion(plan)]
-        return Launch(argv=tuple(argv), env=kernels_env("exllamav3"), prepare=tuple(steps))
+        env = kernels_env("exllamav3")
+        if not has_own_defaults(settings):
+            # Tokens become vectors on the host. From some batch on PyTorch divides that among all cores, which then
+            # wait for each other in a loop: a fifth slower, and eight cores busy (docs/h200.md).
+            env["OMP_NUM_THREADS"] = "1"
+        return landed(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), settings)
+
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+        settings, asked = plan.settings, plan.workload.in_flight()
+        chunk = settings.batch_tokens or CHUNK
+        found = slots_knob(plan, {1, GRAPHED, asked, 2 * asked}, own=None, source=_GRAPHS)
+        # Above that many a step's kernels are started one by one, which the card waits for.
+        crowded = settings.slots > GRAPHED
+        return worth_turning([
+            replaced(found, first=(str(GRAPHED),), prior=0.7) if crowded else found,
+            Knob(
+                name="chunk", meaning="tokens of a prompt that are computed in one go", now=str(chunk), own=str(CHUNK),
+                own_choice=str(CHUNK), ordered=True, risk=("memory",), prior=0.25, limits=("compute", "scheduler"),
+                choices=tuple(Choice(value=str(n), settings=(("batch_tokens", n),))
+                              for n in sorted({*CHUNKS, chunk})),
+                source="generator/generator.py of 1.6.5: max_chunk_size",
+            ),
+            eight_bit_cache(plan, "cache/ of 1.6.5: CacheLayer_quant"),
+        ])  # fmt: skip
 
     def explain(self, log: str) -> Failure | None:
         return known_failure(log, _KNOWN_FAILURES) or super().explain(log)

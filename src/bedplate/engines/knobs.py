@@ -43,7 +43,8 @@ def turned_plan(plan: Plan, knobs: Iterable[Knob], values: Mapping[str, str]) ->
         without += choice.without
         variables |= dict(choice.variables)
         if choice.weights is not None and choice.weights != plan.weights.label:
-            weights = Weights(label=choice.weights, made="converted", format=plan.weights.format)
+            stored = choice.weights_format or plan.weights.format
+            weights = Weights(label=choice.weights, made="converted", format=stored)
     turned = Turned(
         knobs=(*before.knobs, *((knob.name, choice.value) for knob, choice in chosen)),
         options=options,
@@ -74,6 +75,43 @@ def build_knob() -> Knob:
         limits=("compute", "memory bandwidth", "runtime overhead"), risk=("answers", "start"), prior=0.8,
         source="bedplate engines build",
     )  # fmt: skip
+
+
+def slots_knob(plan: Plan, counts: Iterable[int], *, own: int | None, source: str, prior: float = 0.2) -> Knob:
+    """For engines whose plan says how many they compute at once."""
+    now = plan.settings.slots
+    known = sorted({now, *(one for one in (*counts, own) if one is not None and one > 0)})
+    return Knob(
+        name="slots", meaning="requests that are computed at once; others wait", now=str(now), own=str(own or "none"),
+        own_choice=None if own is None else str(own), ordered=True,
+        choices=tuple(Choice(value=str(count), settings=(("slots", count),)) for count in known),
+        limits=("scheduler", "KV cache", "runtime overhead"), risk=("memory",), prior=prior, source=source,
+    )  # fmt: skip
+
+
+def threads_knob(plan: Plan, cores: int, *, own: str, source: str, prior: float = 0.2) -> Knob:
+    """For engines whose server takes `--threads`."""
+    counts = {max(1, cores // 2), cores, 2 * cores, plan.settings.threads or cores}
+    return Knob(
+        name="threads", meaning="threads that compute", now=str(plan.settings.threads or cores), own=own,
+        choices=scale(counts, "--threads"), ordered=True, prior=prior, source=source,
+        limits=("compute", "memory bandwidth", "runtime overhead"),
+    )  # fmt: skip
+
+
+def eight_bit_cache(plan: Plan, source: str) -> Knob:
+    """For engines whose plan may store the cache in 8 bits."""
+    return Knob(
+        name="kv-type", meaning="what the cache is stored in", own="16 bits", own_choice="16 bits",
+        now="8 bits" if plan.settings.kv_type == "fp8" else "16 bits",
+        choices=(Choice(value="16 bits", settings=(("kv_type", "16-bit"),)),
+                 Choice(value="8 bits", settings=(("kv_type", "fp8"),))),
+        limits=("KV cache", "memory bandwidth"), risk=("answers", "start"), prior=0.15, source=source,
+    )  # fmt: skip
+
+
+def worth_turning(knobs: Iterable[Knob]) -> tuple[Knob, ...]:
+    return tuple(knob for knob in knobs if len(knob.choices) > 1)
 
 
 def is_native(settings: Settings) -> bool:

@@ -28,7 +28,7 @@ from bedplate.engines.base import (
     short_name,
     source_folder,
 )
-from bedplate.engines.knobs import SPIN, has_own_defaults, landed, scale
+from bedplate.engines.knobs import SPIN, has_own_defaults, landed, scale, worth_turning
 from bedplate.engines.pytorch import ENGINE as CONVERTER
 from bedplate.engines.shared import total
 from bedplate.facts.known_models import GGUF_BITS
@@ -117,6 +117,7 @@ first; others, Q4_1 among them, go row by row. Made of a file's own weights: mor
 of them, too, and has to be unpacked: 1.1 times as fast as Q4_1, where Q8_0 was 1.4 times (docs/tune.md)."""
 MICRO_BATCHES = (64, 128, 256, 512, 1024, 2048)
 BATCHES = (256, 512, 1024, 2048, 4096)
+OWN_BATCH = 2048
 LEAST_BATCH = 128
 FEW_CORES = 4
 """Below, a core that does not compute is missed at once; with many, memory may be what they wait for."""
@@ -292,13 +293,15 @@ class LlamaCpp(Engine):
         stated = workload.concurrency is not None or workload.users > 1
         target = self.target(hardware)
         device = target.device if target is not None else "cpu"
+        slots = min(in_flight if stated else max(in_flight, EVERYDAY_SLOTS), MAX_SLOTS)
         return Settings(
-            slots=min(in_flight if stated else max(in_flight, EVERYDAY_SLOTS), MAX_SLOTS),
+            slots=slots,
             context_tokens=everyday_context(model, workload),
             threads=hardware.cpu.allowed_physical_cores,
             device=device,
             # The output counts as a layer of its own.
             gpu_layers=0 if device == "cpu" else model.num_layers + 1,
+            batch_tokens=_one_prompt(model, workload, slots, LEAST_BATCH if device == "cpu" else MICRO_BATCH),
         )
 
     def overhead_bytes(self, model: Model, settings: Settings) -> float:
@@ -338,7 +341,7 @@ class LlamaCpp(Engine):
         found = [_weights_knob(plan)] if on_cpu and plan.weights.format == "gguf" else []
         found += _thread_knobs(hardware, plan) if on_cpu else _card_knobs(plan)
         found += [*_batch_knobs(plan), *_cache_knobs(plan), _speculation_knob()]
-        return tuple(knob for knob in found if len(knob.choices) > 1)
+        return worth_turning(found)
 
     def drafting(self, model: str) -> tuple[str, ...]:
         return ("--spec-type", "draft-simple", "--spec-draft-model", model)
@@ -633,15 +636,24 @@ def _around(now: int, most: int) -> list[int]:
     return sorted({max(0, min(most, now + step)) for step in (-4, -2, -1, 0, 1, 2, 4)})
 
 
+def _one_prompt(model: Model, workload: Workload, slots: int, least: int) -> int | None:
+    """A step that holds one whole prompt and a token of each other request.
+
+    Prompts that come together are then computed one after the other, and only the last of them waits for all.
+    """
+    # Pictures, and texts that become vectors, are read in one step however long they are.
+    whole = model.vision_parameters or "embed" in (model.task, workload.task)
+    tokens = workload.prompt_tokens + slots
+    return tokens if workload.in_flight() > 1 and not whole and least <= tokens < OWN_BATCH else None
+
+
 def _batch_knobs(plan: Plan) -> list[Knob]:
     settings = plan.settings
     asked = plan.workload.in_flight()
     slots = sorted({1, max(1, asked // 2), asked, min(2 * asked, MAX_SLOTS), settings.slots})
-    batch = str(settings.batch_tokens or 2048)
-    # One whole prompt, and a token of each other request: prompts that come together are then computed one after the
-    # other, and only the last of them waits for all.
-    one_prompt = plan.workload.prompt_tokens + settings.slots
-    alone = (one_prompt,) if asked > 1 and LEAST_BATCH <= one_prompt < int(batch) else ()
+    batch = str(settings.batch_tokens or OWN_BATCH)
+    one_prompt = _one_prompt(plan.model, plan.workload, settings.slots, LEAST_BATCH)
+    alone = () if one_prompt is None or one_prompt >= int(batch) else (one_prompt,)
     source = "common/common.h of b11549: n_batch, n_ubatch, n_parallel"
     return [
         Knob(
@@ -650,8 +662,8 @@ def _batch_knobs(plan: Plan) -> list[Knob]:
             risk=("memory",), prior=0.35, source=source,
         ),
         Knob(
-            name="batch", meaning="tokens of all requests that one step may hold", now=batch, own="2048",
-            own_choice="2048", first=tuple(map(str, alone)), ordered=True,
+            name="batch", meaning="tokens of all requests that one step may hold", now=batch, own=str(OWN_BATCH),
+            own_choice=str(OWN_BATCH), first=tuple(map(str, alone)), ordered=True,
             choices=scale({*BATCHES, *alone, int(batch)}, "--batch-size"),
             limits=("compute", "scheduler"), risk=("memory",), prior=0.45 if alone else 0.3,
             source=f"{source}; server-context.cpp: prompts fill a step up to n_batch",

@@ -11,11 +11,14 @@ from bedplate.engines.base import (
     Target,
     known_failure,
 )
+from bedplate.engines.knobs import has_own_defaults, landed, threads_knob, worth_turning
 from bedplate.engines.shipped import CORE, ServedByBedplate
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values.tuning import Choice, Knob
 
 ISQ = {"Q8_0": "Q8_0", "Q6_K": "Q6K", "Q5_K_M": "Q5K", "Q4_K_M": "Q4K"}
 """In-situ quantization, by the names of GGUF's types that come nearest."""
+FAITHFUL = frozenset(["BF16", "F16", "F32", "Q8_0"])
 # Runner's Architecture in the wheel's own stubs, as configurations call them.
 _FOLDERS = """
 mistral gemma mixtral llama phi phi3 qwen2 gemma2 starcoder2 phimoe deepseek_v2 deepseek_v3 qwen3 glm4 glm4_moe
@@ -139,13 +142,34 @@ class MistralRs(ServedByBedplate):
         argv = self.server_argv("mistralrs-server", plan, port)
         if plan.weights.made == "while loading":
             argv += ["--isq", ISQ[plan.weights.label]]
-        if plan.settings.threads is not None:
+        if plan.settings.threads is not None and not has_own_defaults(plan.settings):
             argv += ["--threads", str(plan.settings.threads)]
         env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
-        return Launch(argv=tuple(argv), env=env, prepare=self.installation())
+        return landed(Launch(argv=tuple(argv), env=env, prepare=self.installation()), plan.settings)
+
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+        found = [_weights_knob(plan)]
+        if plan.settings.device == "cpu":
+            cores, source = hardware.cpu.allowed_physical_cores, "rayon and candle, which it computes with"
+            found.append(threads_knob(plan, cores, own="one for each core", source=source, prior=0.3))
+        return worth_turning(found)
 
     def explain(self, log: str) -> Failure | None:
         return known_failure(log, _KNOWN_FAILURES) or super().explain(log)
+
+
+def _weights_knob(plan: Plan) -> Knob:
+    """What it makes of 16-bit weights while it loads them, which it does each time anew."""
+    now = plan.weights.label
+    known = (now, *(one for one in ISQ if one != now)) if plan.weights.format == "safetensors" else (now,)
+    return Knob(
+        name="weights", meaning="the type that weights are quantized to while they are loaded", now=now,
+        own="as they are stored", alone=True,
+        choices=tuple(Choice(value=one, options=("--isq", ISQ[one]) if one != now else (), lossy=one not in FAITHFUL)
+                      for one in known),
+        limits=("memory bandwidth", "compute"), risk=("answers", "start"), prior=0.6,
+        source="mistralrs 0.9.5: in_situ_quant",
+    )  # fmt: skip
 
 
 ENGINE = MistralRs()

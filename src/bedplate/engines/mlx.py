@@ -13,8 +13,10 @@ from bedplate.engines.base import (
     known_failure,
     made_path,
 )
+from bedplate.engines.knobs import has_own_defaults, landed, scale, slots_knob, worth_turning
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Weights, Workload
 from bedplate.values.record import estimate
+from bedplate.values.tuning import Choice, Knob
 
 BITS = {"8-BIT": 8, "6-BIT": 6, "4-BIT": 4}
 CONVERT_START_S = 6.0
@@ -22,6 +24,10 @@ CONVERT_BYTES_S = 200e6
 LONG_ANSWER = 4096
 PROMPT_CONCURRENCY = 8
 """mlx_lm.server's own default: prompts that are read at once."""
+OWN_SLOTS, OWN_STEP = 32, 2048
+PREFILL_STEPS = (256, 512, 1024, 2048, 4096)
+EIGHT = 8
+_OPTIONS = "mlx_lm/server.py of 0.32.2: its options"
 # The files of mlx_lm/models in mlx-lm 0.32.2, each the `model_type` of a configuration, and what its MODEL_REMAPPING
 # takes for one of them.
 _MODEL_TYPES = """
@@ -160,6 +166,10 @@ class Mlx(Engine):
         settings, converted = plan.settings, plan.weights.made == "converted"
         argv = ["mlx-server", "--model", made_path(plan) if converted else plan.model_path]
         argv += ["--host", "127.0.0.1", "--port", str(port)]
+        env = {"HF_HUB_OFFLINE": "1"} if plan.model.files or converted else {}
+        steps = (*self.installation(), *([_conversion(plan)] if converted else []))
+        if has_own_defaults(settings):
+            return Launch(argv=tuple(argv), env=env, prepare=steps)
         argv += ["--decode-concurrency", str(settings.slots)]
         argv += ["--prompt-concurrency", str(min(settings.slots, PROMPT_CONCURRENCY))]
         # It would keep the last ten conversations, however long; the plan has counted what all slots can hold.
@@ -172,12 +182,50 @@ class Mlx(Engine):
             argv += ["--prefill-step-size", str(settings.batch_tokens)]
         if settings.kv_type == "fp8":
             argv += ["--kv-bits", "8"]
-        env = {"HF_HUB_OFFLINE": "1"} if plan.model.files or converted else {}
-        steps = (*self.installation(), *([_conversion(plan)] if converted else []))
-        return Launch(argv=tuple(argv), env=env, prepare=steps)
+        return landed(Launch(argv=tuple(argv), env=env, prepare=steps), settings)
+
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+        settings, asked = plan.settings, plan.workload.in_flight()
+        step = settings.batch_tokens or OWN_STEP
+        readers = min(settings.slots, PROMPT_CONCURRENCY)
+        return worth_turning([
+            _weights_knob(plan),
+            slots_knob(plan, (1, asked, 2 * asked), own=OWN_SLOTS, source=_OPTIONS),
+            Knob(
+                name="prefill-step", meaning="tokens of a prompt that are computed in one go", now=str(step),
+                own=str(OWN_STEP), own_choice=str(OWN_STEP), ordered=True,
+                choices=tuple(Choice(value=str(n), settings=(("batch_tokens", n),))
+                              for n in sorted({*PREFILL_STEPS, step})),
+                limits=("compute", "scheduler"), risk=("memory",), prior=0.3, source=_OPTIONS,
+            ),
+            Knob(
+                name="prompts-at-once", meaning="prompts that are read together, before any of them is answered",
+                now=str(readers), own=str(PROMPT_CONCURRENCY), ordered=True,
+                choices=scale({1, max(1, readers // 2), readers}, "--prompt-concurrency"),
+                limits=("scheduler", "compute"), risk=("memory",), prior=0.35, source=_OPTIONS,
+            ),
+        ])  # fmt: skip
+
+    def drafting(self, model: str) -> tuple[str, ...]:
+        return ("--draft-model", model)
 
     def explain(self, log: str) -> Failure | None:
         return known_failure(log, _KNOWN_FAILURES)
+
+
+def _weights_knob(plan: Plan) -> Knob:
+    now = plan.weights.label
+    # Weights that are quantized already are not made others of.
+    makes = plan.model.format != "mlx" and now in (*SIXTEEN_BIT, *BITS)
+    made = [label for label in BITS if label != now] if makes else []
+    return Knob(
+        name="weights", meaning="bits that weights are stored in; made of the model's own, once, and kept", now=now,
+        own="as they come", alone=True,
+        choices=(Choice(value=now), *(Choice(value=one, weights=one, weights_format="mlx", lossy=BITS[one] < EIGHT)
+                                      for one in made)),
+        limits=("memory bandwidth", "compute"), risk=("answers", "memory"), prior=0.6,
+        source="mlx_lm.convert --help of 0.32.2",
+    )  # fmt: skip
 
 
 def _conversion(plan: Plan) -> Preparation:

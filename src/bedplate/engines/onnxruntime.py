@@ -15,14 +15,17 @@ from bedplate.engines.base import (
     made_path,
     source_folder,
 )
+from bedplate.engines.knobs import has_own_defaults, landed, slots_knob, threads_knob, worth_turning
 from bedplate.engines.shipped import CORE, ServedByBedplate
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.record import estimate
+from bedplate.values.tuning import Choice, Knob
 
 PRECISIONS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "INT8": "int8", "INT4": "int4"}
 """As GenAI's builder calls them."""
 BYTES_PER_WEIGHT = {"F32": 4.0, "BF16": 2.0, "F16": 2.0, "INT8": 1.13, "INT4": 0.64}
 """Whole weights are shared in blocks of 32 by a 32-bit scale: what SmolLM2's files came to."""
+MADE_ON_CPU, MADE = ("F32", "INT8", "INT4"), ("BF16", "INT8", "INT4")
 BUILD_WEIGHTS_S = 30e6
 BUILD_START_S = 20.0
 # The builder's own list (models/builder.py of 0.18.0, by architecture), as configurations call them.
@@ -167,13 +170,32 @@ class OnnxRuntime(ServedByBedplate):
         if converted:
             argv[argv.index("--model") + 1] = made_path(plan)
         argv += ["--device", "cuda" if settings.device == "cuda" else "cpu"]
-        if settings.threads is not None:
+        if settings.threads is not None and not has_own_defaults(settings):
             argv += ["--threads", str(settings.threads)]
         steps = [self._installed(plan)]
         if converted:
             reads = _reads(plan.model, plan.workload)
             steps.append(_export(plan) if reads else _build(plan))
-        return Launch(argv=tuple(argv), prepare=tuple(steps))
+        return landed(Launch(argv=tuple(argv), prepare=tuple(steps)), settings)
+
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+        settings, asked = plan.settings, plan.workload.in_flight()
+        found = [_weights_knob(plan)]
+        if not _reads(plan.model, plan.workload):
+            source = "its server takes turns on a CPU, and batches on a card"
+            found.append(slots_knob(plan, (1, asked, 2 * asked), own=None, source=source))
+        if settings.device == "cpu":
+            cores = hardware.cpu.allowed_physical_cores
+            source = "onnxruntime 1.31.1: intra_op_num_threads, session.intra_op.allow_spinning"
+            found.append(threads_knob(plan, cores, own="one for each core", source=source))
+            found.append(
+                Knob(
+                    name="spin", meaning="whether threads that wait for work do so actively", now="on", own="on",
+                    choices=(Choice(value="on"), Choice(value="off", options=("--spin", "off"))),
+                    limits=("runtime overhead", "compute"), prior=0.2, source=source,
+                )
+            )  # fmt: skip
+        return worth_turning(found)
 
     def _installed(self, plan: Plan) -> Preparation:
         (step,) = self.installation()
@@ -190,6 +212,19 @@ class OnnxRuntime(ServedByBedplate):
 def _reads(model: Model, workload: Workload) -> bool:
     """Whether it reads text and writes none: an encoder."""
     return "generate" not in (model.task, workload.task) or model.architecture in READERS
+
+
+def _weights_knob(plan: Plan) -> Knob:
+    now = plan.weights.label
+    makes = plan.weights.made == "converted" and not _reads(plan.model, plan.workload)
+    made = [one for one in (MADE_ON_CPU if plan.settings.device == "cpu" else MADE) if one != now] if makes else []
+    return Knob(
+        name="weights", meaning="the type that weights are stored in; made of the model's own, once, and kept", now=now,
+        own="as they are built", alone=True,
+        choices=(Choice(value=now), *(Choice(value=one, weights=one, lossy=one == "INT4") for one in made)),
+        limits=("memory bandwidth", "compute"), risk=("answers", "memory"), prior=0.5,
+        source="onnxruntime_genai.models.builder of 0.18.0: --precision",
+    )  # fmt: skip
 
 
 def _build(plan: Plan) -> Preparation:

@@ -15,7 +15,7 @@ from bedplate.engines.base import (
     everyday_context,
     known_failure,
 )
-from bedplate.engines.knobs import SPIN, has_own_defaults, landed, scale
+from bedplate.engines.knobs import SPIN, has_own_defaults, landed, scale, worth_turning
 from bedplate.engines.shared import WIDE, computed_bits, wide_on_older_arm
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
@@ -180,7 +180,7 @@ class PyTorch(Engine):
         device = plan.settings.device
         found = [*_batching_knobs(plan), *(_cpu_knobs(hardware, plan) if device == "cpu" else [])]
         found += _card_knobs(plan) if device == "cuda" else []
-        return tuple(knob for knob in found if len(knob.choices) > 1)
+        return worth_turning(found)
 
     def progress(self, line: str) -> float | None:
         # The line grows: the last figure is the newest.

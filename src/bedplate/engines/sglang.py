@@ -16,6 +16,7 @@ from bedplate.engines.base import (
     fetching,
     made_path,
 )
+from bedplate.engines.knobs import has_own_defaults, landed, slots_knob, worth_turning
 from bedplate.engines.parsers import Parsers, parsers_for
 from bedplate.engines.shared import (
     HUB,
@@ -49,9 +50,11 @@ from bedplate.values import (
     replaced,
 )
 from bedplate.values.decision import Device
+from bedplate.values.tuning import Choice, Knob
 
 # All of this by the source of 0.5.23 (its wheel), unless another version is named.
 DIST_PORT = 25000
+CHUNKS, SHARES = (512, 1024, 2048, 4096, 8192, 16384), (0.8, 0.85, 0.9)
 # python/sglang/kernels/aot/setup_rocm.py of v0.5.18.
 GFX = ("gfx942", "gfx950", "gfx1250")
 RUNS = frozenset([
@@ -231,14 +234,18 @@ class Sglang(Engine):
         on_cpu = settings.device == "cpu"
         argv = ["sglang-server" if on_cpu else "sglang", "serve", "--model-path", path]
         argv += ["--served-model-name", plan.model.served_name]
-        argv += ["--host", "127.0.0.1", "--port", str(port), "--context-length", str(settings.context_tokens)]
+        argv += ["--host", "127.0.0.1", "--port", str(port)]
+        if has_own_defaults(settings):
+            # On a CPU it does not run without what stands there.
+            argv += [*_loaded_as(plan), "--enable-metrics", *(_on_cpu(plan) if on_cpu else [])]
+            return Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan))
+        argv += ["--context-length", str(settings.context_tokens)]
         # It divides this among the ranks of attention; replicas have as many each.
         merged = plan.parallelism.data // layout.data
         argv += ["--max-running-requests", str(settings.slots * merged)]
         argv += joined([("--mem-fraction-static", settings.memory_share)])
         argv += joined([("--chunked-prefill-size", settings.batch_tokens)])
-        if plan.weights.made == "while loading":
-            argv += ["--quantization", "fp8"] if plan.weights.label == "FP8" else ["--dtype", "bfloat16"]
+        argv += _loaded_as(plan)
         if settings.kv_type == "fp8":
             argv += ["--kv-cache-dtype", "fp8_e4m3"]
         argv += _layout(layout)
@@ -248,7 +255,11 @@ class Sglang(Engine):
             parsers = parsers_for(plan.model, PARSERS)
             argv += joined([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
         argv += ["--enable-metrics", *(_on_cpu(plan) if on_cpu else [])]
-        return Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan))
+        return landed(Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan)), settings)
+
+    def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
+        on_cpu = plan.settings.device == "cpu"
+        return worth_turning([*_scheduler_knobs(plan), *(_cpu_knobs(hardware, plan) if on_cpu else _card_knobs(plan))])
 
     def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch:
         """The command of one node of several; the first one answers requests."""
@@ -302,6 +313,99 @@ class Sglang(Engine):
             steps += fetching(plan)
             steps += compressing(plan, "NVFP4" if plan.weights.label == "NVFP4" else "W4A16_ASYM")
         return tuple(steps)
+
+
+_ARGUMENTS = "srt/server_args.py of 0.5.23"
+
+
+def _scheduler_knobs(plan: Plan) -> list[Knob]:
+    settings, asked = plan.settings, plan.workload.in_flight()
+    chunk = "default" if settings.batch_tokens is None else str(settings.batch_tokens)
+    sizes = sorted({*CHUNKS, *([settings.batch_tokens] if settings.batch_tokens is not None else [])})
+    chunks = tuple(Choice(value=str(n), settings=(("batch_tokens", n),)) for n in sizes)
+    return [
+        Knob(
+            name="chunk", meaning="tokens of prompts that one step may hold; longer ones come in pieces", now=chunk,
+            choices=chunks if settings.batch_tokens is not None else (Choice(value="default"), *chunks),
+            own="2048 to 16384, by the card's memory", ordered=settings.batch_tokens is not None,
+            limits=("compute", "scheduler"), risk=("memory",), prior=0.35, source=_ARGUMENTS,
+        ),
+        slots_knob(plan, {max(1, asked // 2), asked, 2 * asked}, own=None, source=_ARGUMENTS),
+        Knob(
+            name="mixed-chunk", meaning="pieces of prompts and tokens of answers share a step", now="off", own="off",
+            choices=(Choice(value="off"), Choice(value="on", options=("--enable-mixed-chunk",))),
+            limits=("scheduler", "compute"), prior=0.25, source=_ARGUMENTS,
+        ),
+        Knob(
+            name="prefix-cache", meaning="beginnings of prompts that were seen before are not computed again",
+            choices=(Choice(value="on"), Choice(value="off", options=("--disable-radix-cache",))), now="on", own="on",
+            limits=("runtime overhead", "compute"), prior=0.05 if plan.workload.shared_prefix_tokens else 0.15,
+            source=_ARGUMENTS,
+        ),
+    ]  # fmt: skip
+
+
+def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
+    cores, now = hardware.cpu.allowed_physical_cores, plan.settings.threads
+    counts = sorted({max(1, cores // 2), cores, now or cores})
+    return [
+        Knob(
+            name="threads", meaning="threads that compute", now=str(now or cores), own="one for each core",
+            choices=tuple(Choice(value=str(n), variables=(("OMP_NUM_THREADS", str(n)),)) for n in counts),
+            ordered=True, limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.2,
+            source="OpenMP, which PyTorch computes with",
+        ),
+    ]  # fmt: skip
+
+
+def _card_knobs(plan: Plan) -> list[Knob]:
+    settings = plan.settings
+    share = "default" if settings.memory_share is None else f"{settings.memory_share:g}"
+    shares = tuple(Choice(value=f"{n:g}", options=("--mem-fraction-static", f"{n:g}")) for n in SHARES)
+    backends = ("flashinfer", "fa3", "triton") if settings.device == "cuda" else ("triton", "aiter")
+    return [
+        Knob(
+            name="memory-share", meaning="of the card's memory, what weights and cache may take", now=share,
+            choices=(Choice(value=share), *(one for one in shares if one.value != share)),
+            own="by the card's memory", limits=("KV cache",), risk=("memory", "start"), prior=0.1, source=_ARGUMENTS,
+        ),
+        Knob(
+            name="kv-type", meaning="what the cache is stored in", own="auto: as the weights",
+            now="fp8" if settings.kv_type == "fp8" else "auto",
+            choices=(Choice(value="auto", settings=(("kv_type", "16-bit"),)),
+                     Choice(value="fp8", settings=(("kv_type", "fp8"),))),
+            limits=("KV cache", "memory bandwidth"), risk=("answers", "start"), prior=0.15, source=_ARGUMENTS,
+        ),
+        Knob(
+            name="attention", meaning="which attention kernels compute", now="default", own="chosen for the card",
+            choices=(Choice(value="default"),
+                     *(Choice(value=one, options=("--attention-backend", one)) for one in backends)),
+            limits=("compute", "memory bandwidth", "KV cache"), risk=("start", "answers"), prior=0.25,
+            source=_ARGUMENTS,
+        ),
+        Knob(
+            name="graphs", meaning="CUDA graphs: a step's kernels are started at once, and not one by one", now="on",
+            choices=(Choice(value="on"), Choice(value="off", options=("--disable-cuda-graph",))), own="on",
+            limits=("runtime overhead",), risk=("memory",), prior=0.05, source=_ARGUMENTS,
+        ),
+        Knob(
+            name="overlap", meaning="the next step is planned while one is computed", now="on", own="on",
+            choices=(Choice(value="on"), Choice(value="off", options=("--disable-overlap-schedule",))),
+            limits=("scheduler", "runtime overhead"), prior=0.1, source=_ARGUMENTS,
+        ),
+        Knob(
+            name="speculation", meaning="guesses of the next tokens from what was said before (n-gram)", now="off",
+            choices=(Choice(value="off"), Choice(value="n-gram", options=("--speculative-algorithm", "NGRAM"))),
+            own="off", limits=("memory bandwidth", "runtime overhead"), risk=("start", "memory"), prior=0.1,
+            source=_ARGUMENTS,
+        ),
+    ]  # fmt: skip
+
+
+def _loaded_as(plan: Plan) -> list[str]:
+    if plan.weights.made != "while loading":
+        return []
+    return ["--quantization", "fp8"] if plan.weights.label == "FP8" else ["--dtype", "bfloat16"]
 
 
 def _on_cpu(plan: Plan) -> list[str]:

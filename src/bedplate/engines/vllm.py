@@ -16,7 +16,7 @@ from bedplate.engines.base import (
     fetching,
     made_path,
 )
-from bedplate.engines.knobs import has_own_defaults, landed
+from bedplate.engines.knobs import has_own_defaults, landed, worth_turning
 from bedplate.engines.parsers import Parsers, parsers_for
 from bedplate.engines.shared import (
     GIB,
@@ -312,7 +312,7 @@ class Vllm(Engine):
     def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
         on_cpu = plan.settings.device == "cpu"
         found = [*_scheduler_knobs(plan), *(_cpu_knobs(hardware) if on_cpu else _card_knobs(plan))]
-        return tuple(knob for knob in found if len(knob.choices) > 1)
+        return worth_turning(found)
 
     def drafting(self, model: str) -> tuple[str, ...]:
         return ("--speculative-config", json.dumps({"model": model, "num_speculative_tokens": 4}))
@@ -450,7 +450,8 @@ def _card_knobs(plan: Plan) -> list[Knob]:
         Knob(
             name="kv-type", meaning="what the cache is stored in", own="auto: as the weights",
             now="fp8" if plan.settings.kv_type == "fp8" else "auto",
-            choices=(Choice(value="auto"), Choice(value="fp8", settings=(("kv_type", "fp8"),))),
+            choices=(Choice(value="auto", settings=(("kv_type", "16-bit"),)),
+                     Choice(value="fp8", settings=(("kv_type", "fp8"),))),
             limits=("KV cache", "memory bandwidth"), risk=("answers", "start"), prior=0.15, source=_ARGUMENTS,
         ),
         Knob(

@@ -222,7 +222,7 @@ def _drafting(chosen: Planned, draft: str | None) -> tuple[Knob, ...]:
     path = Path(draft).expanduser().absolute()
     options = chosen.engine.drafting(str(path))
     if not options:
-        raise BadQuestion(f"{chosen.engine.name} takes no draft model here", hint="llama.cpp and vllm do")
+        raise BadQuestion(f"{chosen.engine.name} takes no draft model here", hint="llama.cpp, vllm and mlx do")
     if not path.exists():
         raise BadQuestion(f"there is no {draft}", hint="--draft is a file or a folder on this machine")
     return (draft_knob(options, str(path)),)
@@ -231,7 +231,7 @@ def _drafting(chosen: Planned, draft: str | None) -> tuple[Knob, ...]:
 def checked_knobs(found: Sequence[Knob], asked: Sequence[str], chosen: Planned) -> None:
     if not found:
         raise AnswerIsNo(
-            f"bedplate does not know what to turn of {chosen.engine.name}", hint="llama.cpp, vllm and pytorch are tuned"
+            f"bedplate does not know what to turn of {chosen.engine.name}", hint="bedplate plan names engines that fit"
         )
     known = [knob.name for knob in found]
     for name in asked:

@@ -36,6 +36,8 @@ class Choice(Record, frozen=True, kw_only=True):
     """Fields of `Settings`, for what all engines share."""
     weights: str | None = None
     """The label of weights that are made of the model's own."""
+    weights_format: str | None = None
+    """What these are stored in; nothing: as the plan's."""
     native: bool = False
     """Whether the engine as it was built for this machine takes the place of the ready-made one."""
     lossy: bool = False

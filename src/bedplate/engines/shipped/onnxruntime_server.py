@@ -29,6 +29,7 @@ else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # an isolated Python leaves the script's folder out
     from openai_server import Backend, HuggingFaceText, Piece, Refused, Request, read_json, serve
 
+SPINNING = "session.intra_op.allow_spinning"
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 BATCH_TOKENS = 16384
 """Tokens, padding included, that an encoder reads at once: longer lists of texts are divided."""
@@ -40,6 +41,7 @@ class OnnxRuntime(Backend):
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--threads", type=int, help="threads that compute")
+        parser.add_argument("--spin", choices=("on", "off"), default="on", help="threads that wait do so actively")
         parser.add_argument("--device", choices=tuple(PROVIDERS), default="cpu")
         parser.add_argument(
             "--batching",
@@ -87,8 +89,10 @@ class Writer:
         if options.device != "cpu":
             config.clear_providers()
             config.append_provider(options.device)
-        if options.threads:
-            session = {"intra_op_num_threads": options.threads}
+        session: dict[str, Any] = {"intra_op_num_threads": options.threads} if options.threads else {}
+        if options.spin == "off":
+            session[SPINNING] = "0"
+        if session:
             config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
         self.model: Any = og.Model(config)
 
@@ -285,6 +289,8 @@ class Reader:
         settings = onnxruntime.SessionOptions()
         if options.threads:
             settings.intra_op_num_threads = options.threads
+        if options.spin == "off":
+            settings.add_session_config_entry(SPINNING, "0")
         wanted = [PROVIDERS[options.device], "CPUExecutionProvider"]
         self._session: Any = onnxruntime.InferenceSession(str(_onnx_file(folder)), settings, providers=wanted)
         self._inputs = {one.name for one in self._session.get_inputs()}
