@@ -68,7 +68,7 @@ class TestLaunch:
     def test_kernels_conversion_and_server_name_one_folder(self) -> None:
         launch = EXL.launch(plan(EXL, RTX, model(LLAMA)), 1)
         _, build, _, convert = launch.prepare
-        assert launch.env == {"TORCH_EXTENSIONS_DIR": build.where}
+        assert launch.env == {"TORCH_EXTENSIONS_DIR": build.where, "OMP_NUM_THREADS": "1"}
         assert all(
             f'os.path.abspath("{build.where}")' in step.argv[step.argv.index("-c") + 1] for step in (build, convert)
         )

@@ -46,7 +46,7 @@ RESTART_LIMIT_S = 900.0
 LEAST_PREFIXES = 500
 ENOUGH_S = 60.0
 """For as long as this an engine that is quick is asked for more than the least."""
-MOST_S = 450.0
+MOST_S = 510.0
 """After this, one that is slow has been asked for enough: the others want their turn, too."""
 LEAST_START_S = 300.0
 ELASTIC = ("cancel", "4 at once", "schema", "agreement", "again", "restart")

@@ -67,6 +67,16 @@ class TestWhatIsSaid:
         cpu = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
         assert serving._idle_words(LLAMA, machine("cpu"), cpu) is None
 
+    def test_instructions_that_would_stay_unused(self, own_home: Path) -> None:
+        x86 = machine("cpu")
+        chosen = engine_plan(LLAMA, x86, model("Qwen/Qwen3-32B"), label="Q4_K_M")
+        assert serving._unused_words(LLAMA, x86, chosen) is None
+        arm = replaced(x86, cpu=replaced(x86.cpu, instruction_sets=("neon", "dotprod")))
+        words = str(serving._unused_words(LLAMA, arm, chosen))
+        assert "without dot product instructions" in words and "--build native builds it here" in words
+        elsewhere = replaced(chosen, settings=replaced(chosen.settings, device="cuda"))
+        assert serving._unused_words(LLAMA, arm, elsewhere) is None
+
 
 class TestABuildThatIsNoGood:
     @pytest.fixture(autouse=True)

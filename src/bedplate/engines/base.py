@@ -94,6 +94,8 @@ class SourceBuild(msgspec.Struct, frozen=True, kw_only=True):
     """Processor time of a whole build, likewise."""
     basis: str
     """Where these figures are from."""
+    brings: tuple[tuple[str, str], ...] = ()
+    """Instruction sets that it uses and the ready-made one does not, each with what that was seen to bring."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -240,6 +240,7 @@ class LlamaCpp(Engine):
         core_seconds=BUILD_CORE_SECONDS,
         gpu_core_seconds=GPU_BUILD_CORE_SECONDS,
         basis=BUILD_BASIS,
+        brings=(("dotprod", "1.8 times the tokens per second on two Neoverse-N1 cores"),),
     )
     # The server then tells its load progress on stdout, and ends when its stdin closes.
     supervised_env: ClassVar[dict[str, str]] = {"LLAMA_SERVER_ROUTER_PORT": "1"}

@@ -127,7 +127,8 @@ class Ollama(Engine):
         return tuple(Weights(label=one, made="converted", format="gguf") for one in kept)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        settings = LLAMA_CPP.settle(hardware, model, workload)
+        # Its steps hold 512 tokens, of all who ask in turn.
+        settings = replaced(LLAMA_CPP.settle(hardware, model, workload), batch_tokens=None)
         alone = "embed" in (model.task, workload.task) or model.architecture.replace("_", "") in ONE_AT_A_TIME
         return replaced(settings, slots=1) if alone else settings
 

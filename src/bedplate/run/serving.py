@@ -19,6 +19,7 @@ from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import cards_of
 from bedplate.engines.knobs import is_native
 from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.facts.cpu import INSTRUCTION_SETS
 from bedplate.run.builtin import fetch_builtin
 from bedplate.run.environments import Environment, find_adopted, make_environment
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES, bind_failure
@@ -240,6 +241,21 @@ def _idle_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
     return f"the ready-made {engine.name} computes on the CPU alone; for the {cards}: --build native builds it here"
 
 
+def _unused_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
+    """That a ready-made build leaves instructions of this processor unused, where one that is made here would not."""
+    if engine.build is None or chosen.settings.device != "cpu":
+        return None
+    known = [one for one in engine.build.brings if one[0] in hardware.cpu.instruction_sets]
+    if not known:
+        return None
+    name, brought = known[0]
+    how = "--build native uses it" if usable_build(engine, hardware, "cpu") else "--build native builds it here"
+    return (
+        f"the ready-made {engine.name} is compiled without {INSTRUCTION_SETS[name]} instructions, which this processor "
+        f"has; a build with them brought {brought}: {how}, and `bedplate tune` proves it"
+    )
+
+
 def _environment(
     chosen: Plan, hardware: Hardware, build: Build, progress: Progress, examiner: Examiner | None
 ) -> Environment:
@@ -252,7 +268,10 @@ def _environment(
                 f"tuning found the build of {engine.name} for this machine better, and it is not here: the ready-made "
                 f"one has the same settings; --build native builds it"
             )
-        return make_environment(engine, progress, device)
+        environment = make_environment(engine, progress, device)
+        if environment.server is None and (words := _unused_words(engine, hardware, chosen)):
+            progress.note(words)
+        return environment
     try:
         return native_environment(engine, hardware, device, progress, examiner, chosen.source or chosen.model)
     except NotUsable as error:
