@@ -481,3 +481,15 @@ def test_an_embedder_is_planned_for_what_it_reads(most: int) -> None:
     assert chosen.workload.task == "embed" and chosen.workload.request_tokens == min(512, most)
     asked = decide(box(), small, Workload(prompt_tokens=most + 1))
     assert asked.engine is None and asked.hints, "what somebody asked for is not made shorter"
+
+
+@pytest.mark.parametrize("engine_id", ["pytorch", "vllm", "mlx", "onnxruntime"])
+def test_what_is_unpacked_is_read_where_it_lies_whatever_the_model_is_called(engine_id: str) -> None:
+    facts = replaced(builtin_facts(), name="acme/My Model v1", files=("/models/My Model v1.gguf",))
+    on = simulated({"cpu": "AMD EPYC 9654", "ram_gb": 64, "os": "linux"})
+    decision = decide(on, facts, Workload(), engine_id)
+    assert decision.launch is not None and decision.unpacks
+    unpacks, *rest = [step for step in decision.launch.prepare if step.kind == "convert"]
+    assert (unpacks.argv[1], unpacks.where) == ("/models/My Model v1.gguf", "My-Model-v1")
+    reads = rest[0].argv if rest else decision.launch.argv
+    assert "My-Model-v1" in reads and not {"My Model v1", "acme/My Model v1"} & set(reads)

@@ -62,7 +62,7 @@ class Paper(Tuner):
         self.about = {"wave": 17.0, "start": 1.5, "convert": 6.0, "check": 8.0, "own": 1.15, "noise": 0.1, **about}
         on, one = machine("cpu", 1), engine(engine_id)
         facts = model("meta-llama/Llama-3.1-8B-Instruct", folder=True)
-        if engine_id == "llama.cpp":
+        if engine_id in ("llama.cpp", "onnxruntime"):
             facts = replaced(with_label(facts, "Q4_1"), format="gguf", files=("/models/a.gguf",))
         chosen = chosen_plan(one.id, on, facts, LOAD, None)
         kept = Tuned(
@@ -307,3 +307,10 @@ def test_a_slow_start_is_expected_of_those_alone_that_have_a_reason(tmp_path: Pa
     assert tuner._starting_s(other) == 35 and tuner._starting_s(compiled) == 150
     tuner._start_s |= {(*other, *compiled): 140.0}
     assert tuner._starting_s(compiled) == 140
+
+
+def test_other_weights_are_made_of_what_the_file_is_unpacked_to(tmp_path: Path) -> None:
+    tuner = Paper(tmp_path / "store.sqlite", 60.0, 1, "onnxruntime")
+    steps = [step for step in tuner._conversions(tuner._plan_at((("weights", "F32"),))) if step.kind == "convert"]
+    assert [step.argv[0] for step in steps] == ["gguf-to-folder", "python"]
+    assert steps[0].where in steps[1].argv and "fp32" in steps[1].argv

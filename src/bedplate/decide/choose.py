@@ -13,7 +13,7 @@ from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRA
 from bedplate.decide.tuned import with_tuning
 from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
-from bedplate.engines.base import installing_within, short_name
+from bedplate.engines.base import installing_within
 from bedplate.facts.unpack import unpacked
 from bedplate.values import Challenger, Decision, Hardware, Model, Preparation, Reason, Refusal, Workload, replaced
 from bedplate.values.agreement import Agreement
@@ -80,7 +80,7 @@ def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
     """The decision for unpacked weights, with the step that unpacks them first of all."""
     if decision.launch is None:
         return decision
-    where, unpacker = short_name(folder), engine_by_id(UNPACKER)
+    where, unpacker = folder.short_name, engine_by_id(UNPACKER)
     step = Preparation(
         kind="convert",
         what=f"{source.name} from {source.quantization} GGUF to a folder of 16-bit weights",

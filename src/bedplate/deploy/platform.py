@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from bedplate.decide import plan as planned
 from bedplate.decide.portfolio import machine_of
-from bedplate.engines.base import short_name
 from bedplate.errors import AnswerIsNo
 from bedplate.facts.chips import chip_of
 from bedplate.values import Decision, Hardware, Model, Plan, Workload
@@ -46,7 +45,7 @@ class Platform:
 def one_service(intent: Intent, hardware: Hardware, model: Model, workload: Workload, decision: Decision) -> Platform:
     """A machine, or a row of them, with one model."""
     plan = planned(decision, model, workload)
-    name = slug(short_name(model))
+    name = slug(model.short_name)
     pool = _pool_of(intent, hardware)
     layout = decision.parallelism
     used = layout.tensor * layout.pipeline * layout.data

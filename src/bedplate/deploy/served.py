@@ -13,7 +13,7 @@ from bedplate.deploy.images import CONVERTER, HUB_PACKAGE, PYTHON, Image, image_
 from bedplate.deploy.platform import NO_NETWORK, Placed, cards_per_node, spans_nodes_without_network
 from bedplate.engines import Engine
 from bedplate.engines import engine as engine_by_id
-from bedplate.engines.base import made_path, short_name
+from bedplate.engines.base import made_path
 from bedplate.engines.ollama import creating, modelfile
 from bedplate.engines.shared import COMPRESSOR
 from bedplate.engines.tensorrt_llm import OPTIONS_FILE, options
@@ -312,9 +312,9 @@ def _inside(plan: Plan, data: int) -> Plan:
         first = PurePath(model.files[0])
         kept = on_volume(first.name) if first.suffix == ".gguf" else f"{on_volume(first.parent.name)}/{first.name}"
     elif model.format == "gguf" or (plan.weights.format == "gguf" and plan.weights.made == "as it is"):
-        kept = on_volume(f"{short_name(model)}.gguf")
+        kept = on_volume(f"{model.short_name}.gguf")
     else:
-        kept = f"{on_volume(short_name(model))}/config.json"
+        kept = f"{on_volume(model.short_name)}/config.json"
     return replaced(
         plan,
         model=replaced(model, files=(kept,)),

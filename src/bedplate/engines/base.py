@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import PurePath
 from typing import ClassVar, Literal
 
 import msgspec
@@ -382,13 +381,13 @@ def known_failure(log: str, known: Iterable[tuple[str, Failure]]) -> Failure | N
 
 def made_path(plan: Plan) -> str:
     """Where a conversion puts the model: beside whoever runs the command."""
-    name = f"{short_name(plan.model)}-{plan.weights.label}"
+    name = f"{plan.model.short_name}-{plan.weights.label}"
     return f"{name}.gguf" if plan.weights.format == "gguf" else name
 
 
 def source_folder(plan: Plan) -> str:
     """The folder with the original weights that a conversion reads."""
-    return plan.model_path if plan.model.files else short_name(plan.model)
+    return plan.model_path if plan.model.files else plan.model.short_name
 
 
 def fetching(plan: Plan) -> tuple[Preparation, ...]:
@@ -407,11 +406,6 @@ def fetching(plan: Plan) -> tuple[Preparation, ...]:
 def installing_within(helper: Engine) -> tuple[Preparation, ...]:
     """The environment of another engine, which a step of this one's plan runs in."""
     return tuple(msgspec.structs.replace(step, within=helper.id) for step in helper.installation())
-
-
-def short_name(model: Model) -> str:
-    """A model's name as part of a file's: without its owner, and without spaces."""
-    return "-".join(PurePath(model.name).name.split()) or "model"
 
 
 def _version(text: str | None) -> tuple[int, int] | None:

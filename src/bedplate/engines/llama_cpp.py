@@ -25,7 +25,6 @@ from bedplate.engines.base import (
     installing_within,
     known_failure,
     made_path,
-    short_name,
     source_folder,
 )
 from bedplate.engines.knobs import SPIN, has_own_defaults, landed, scale, worth_turning
@@ -503,7 +502,7 @@ def _conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
     """
     label, result, folder = plan.weights.label, made_path(plan), source_folder(plan)
     # Whatever they become, the 16 bits are the same.
-    first = f"{short_name(plan.model)}-16-bit.gguf" if quantizer else result
+    first = f"{plan.model.short_name}-16-bit.gguf" if quantizer else result
     outtype = {"Q8_0": "q8_0", "F16": "f16", "BF16": "bf16"}.get(label, "auto")
     weights = plan.model.parameters + plan.model.vision_parameters
     first_bytes = round(weights * (16 if quantizer else GGUF_BITS.get(label, 4.5 if "FP4" in label else 16)) / 8)

@@ -14,7 +14,6 @@ from bedplate.engines.base import (
     Target,
     fetching,
     known_failure,
-    short_name,
     source_folder,
 )
 from bedplate.engines.llama_cpp import LlamaCpp
@@ -248,14 +247,14 @@ finally:
 
 
 def _modelfile_path(plan: Plan) -> str:
-    return f"{short_name(plan.model)}-{plan.weights.label}.Modelfile"
+    return f"{plan.model.short_name}-{plan.weights.label}.Modelfile"
 
 
 def _sources(plan: Plan) -> tuple[str, ...]:
     """A folder of original weights, or all parts of a GGUF file."""
     if plan.weights.made == "converted":
         return (source_folder(plan),)
-    return plan.model.files or (f"{short_name(plan.model)}.gguf",)
+    return plan.model.files or (f"{plan.model.short_name}.gguf",)
 
 
 def _from(path: str) -> str:

@@ -232,7 +232,8 @@ def _build(plan: Plan) -> Preparation:
     cuda = plan.settings.device == "cuda"
     result = made_path(plan)
     argv = ["python", "-m", "onnxruntime_genai.models.builder"]
-    argv += ["--input", plan.model_path] if plan.model.files else ["--model_name", plan.model.name]
+    here = plan.model.files or plan.model.is_unpacked
+    argv += ["--input", plan.model_path] if here else ["--model_name", plan.model.name]
     argv += ["--output", result, "--precision", PRECISIONS[plan.weights.label]]
     argv += ["--execution_provider", "cuda" if cuda else "cpu"]
     if cuda:

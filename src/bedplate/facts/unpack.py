@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bedplate.values.model import Model
+from bedplate.values.model import UNPACKED, Model
 from bedplate.values.record import replaced
 
 ARCHITECTURES = {
@@ -27,7 +27,7 @@ def unpacked(model: Model) -> Model | None:
         format="safetensors",
         architecture=architecture,
         files=(),
-        origin=f"unpacked from {model.quantization} GGUF",
+        origin=f"{UNPACKED} {model.quantization} GGUF",
         quantization="BF16",
         quantization_details=None,
         tensor_groups=(),

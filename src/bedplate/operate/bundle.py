@@ -27,7 +27,6 @@ from bedplate.deploy.images import image_for
 from bedplate.deploy.platform import one_service
 from bedplate.engines import Engine, Recipe
 from bedplate.engines import engine as engine_by_id
-from bedplate.engines.base import short_name
 from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.facts.intent import resolved_hardware
@@ -95,7 +94,7 @@ class Load:
 
 
 def default_output(plan: Plan) -> Path:
-    return Path(f"bedplate-{short_name(plan.model).lower()}-{plan.engine}.tar")
+    return Path(f"bedplate-{plan.model.short_name.lower()}-{plan.engine}.tar")
 
 
 def make_bundle(
@@ -197,7 +196,7 @@ def _take_model(load: Load) -> None:
     if not files:
         return  # downloaded by a step of the plan, and kept with what that has made
     if source.format == "gguf":
-        name = short_name(source)
+        name = source.short_name
         one_file = len(files) == 1 and files[0].suffix.lower() != ".gguf"  # a store that names files by their hash
         load.model_files = [(f"model/{name}.gguf" if one_file else f"model/{file.name}", file) for file in files]
     else:

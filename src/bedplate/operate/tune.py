@@ -658,8 +658,14 @@ class Tuner:
         return there
 
     def _conversions(self, plan: Plan) -> tuple[Preparation, ...]:
-        by_hand = self.chosen.engine.by_hand(plan)
-        return tuple(step for step in self.chosen.engine.launch(plan, 0).prepare if step not in by_hand)
+        """With what the decision does first, such as to unpack the file that was asked for; it is not fetched then."""
+        engine, decided = self.chosen.engine, self.chosen.decision.launch
+        planned = engine.launch(self.chosen.plan, 0).prepare
+        first = [step for step in (decided.prepare if decided is not None else ()) if step not in planned]
+        made = {("download", step.where) for step in first}
+        left_out = engine.by_hand(plan)
+        steps = engine.launch(plan, 0).prepare
+        return (*first, *(one for one in steps if one not in left_out and (one.kind, one.where) not in made))
 
     def _room(self, trial: Trial | None) -> int:
         """How many engines may be loaded at once; those that take a card's memory in advance come one by one."""

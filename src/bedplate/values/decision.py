@@ -176,8 +176,8 @@ class Plan(Record, frozen=True, kw_only=True):
 
     @property
     def model_path(self) -> str:
-        """What the engine is given: the file or the folder where there is one, else the hub id."""
+        """What the engine is given: the file or the folder where there is one or will be, else the hub id."""
         if not self.model.files:
-            return self.model.name
+            return self.model.short_name if self.model.is_unpacked else self.model.name
         path = self.model.files[0]
         return path if path.endswith(".gguf") else str(PurePath(path).parent)

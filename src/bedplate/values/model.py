@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal
 
 from bedplate.values.record import Basis, Record
@@ -77,6 +78,10 @@ class Quantization(Record, frozen=True, kw_only=True):
     activation_bits: int | None = None
 
 
+UNPACKED = "unpacked from"
+"""How the origin of a folder begins that is made of a GGUF file here, and lies beside whoever runs the command."""
+
+
 class Model(Record, frozen=True, kw_only=True):
     schema: Literal["model/1"] = "model/1"
     name: str
@@ -142,6 +147,16 @@ class Model(Record, frozen=True, kw_only=True):
     def served_name(self) -> str:
         """The name that clients send: lower case and without spaces, as they are used to."""
         return "-".join(self.name.split()).lower()
+
+    @property
+    def short_name(self) -> str:
+        """As part of a file's name: without its owner, and without spaces."""
+        return "-".join(PurePath(self.name).name.split()) or "model"
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether it will be the folder of its short name, which is made of a GGUF file first."""
+        return not self.files and (self.origin or "").startswith(UNPACKED)
 
     @property
     def bits_per_weight(self) -> float | None:
