@@ -20,13 +20,15 @@ from bedplate.engines.vllm import COMPILE_S
 from bedplate.errors import OutsideFailed
 from bedplate.facts.known_models import with_label
 from bedplate.judge.tuning import Point, Teller
+from bedplate.measure.reference import shipped_references
 from bedplate.measure.starting import Ready
+from bedplate.operate import tune as tuning
 from bedplate.operate.loaded import Alive, Pool
 from bedplate.operate.tune import OWN, Tuner, _Used, chosen_plan, point_of
 from bedplate.run.progress import Silent
 from bedplate.values import replaced
 from bedplate.values.run import Load, Quality, Repeat
-from bedplate.values.tuning import Trial, Tuned
+from bedplate.values.tuning import Taken, Trial, Tuned
 
 LOAD = Load(concurrency=4, prompt_tokens=64, output_tokens=32)
 MIB_300 = 300 << 20
@@ -314,3 +316,17 @@ def test_other_weights_are_made_of_what_the_file_is_unpacked_to(tmp_path: Path) 
     steps = [step for step in tuner._conversions(tuner._plan_at((("weights", "F32"),))) if step.kind == "convert"]
     assert [step.argv[0] for step in steps] == ["gguf-to-folder", "python"]
     assert steps[0].where in steps[1].argv and "fp32" in steps[1].argv
+
+
+def test_an_engine_that_reads_slowly_is_asked_for_fewer_answers(tmp_path: Path) -> None:
+    known = shipped_references()[0].known()
+
+    def asked(ttft_ms: float, budget_s: float) -> int:
+        tuner = Paper(tmp_path / "store.sqlite", budget_s, 1)
+        taken = Taken(at="2026-11-16T10:00:00Z", seconds=1.0, score=0.0, ttft_ms=ttft_ms)
+        tuner.trials[()] = Trial(taken=(taken,))
+        return len(tuner._affordable(known))
+
+    assert asked(100.0, 600.0) == tuning.ASKED == asked(100.0, 60.0)
+    assert asked(60_000.0, 240.0) == tuning.LEAST_ASKED
+    assert tuning.LEAST_ASKED < asked(8_000.0, 240.0) < asked(8_000.0, 600.0) <= tuning.ASKED

@@ -103,6 +103,8 @@ LEAST_SEEN, FEW_TOKENS = 3, 16
 """Requests that a diagnosis needs of a load; alone, their prompt and a few tokens say enough."""
 ASKED, ASK_AT_ONCE = 48, 4
 """Next tokens that are compared, and how many of them at a time."""
+CHECK_SHARE, LEAST_ASKED = 0.2, 12
+"""Of the time, what one comparison may take; an engine that reads slowly is asked for fewer."""
 MOST_REST_S, REST_LOOK_S, AT_REST_PERCENT = 2.0, 0.1, 20.0
 LAST_LINES = 3
 OWN_KNOB = "own defaults"
@@ -721,7 +723,7 @@ class Tuner:
         if not self.pairs:
             reference = reference_for(plan.source or plan.model)
             if reference is not None:
-                self.pairs = quick_ones(reference.known(), ASKED)
+                self.pairs = self._affordable(reference.known())
             else:
                 self.pairs = run_loop(basis_of(plan, plan, alive.where, most=ASKED)).pairs
                 self.kept = replaced(
@@ -747,6 +749,19 @@ class Tuner:
         self.qualities[point] = quality
         self._check_s = max(self._check_s, self.clock() - began)
         return quality
+
+    def _affordable(self, known: Pairs) -> Pairs:
+        """As many as are read in a part of the time; a few are asked in any case."""
+        wanted, seen = quick_ones(known, ASKED), self.trials.get(())
+        first = seen.best.ttft_ms if seen is not None and seen.best is not None else None
+        if not first:
+            return wanted
+        load = self.kept.load
+        # As if one were read after the other: of those that are read together, each takes less.
+        tokens_s = load.prompt_tokens * ((load.concurrency or 1) + 1) / 2 / (first / 1000)
+        each_s = sum(one.tokens for _, one in wanted) / len(wanted) / tokens_s
+        count = int(CHECK_SHARE * self.kept.budget_s / each_s)
+        return wanted if count >= ASKED else quick_ones(known, max(LEAST_ASKED, count))
 
     _evidence: tuple[str, ...] = ()
 
