@@ -196,7 +196,7 @@ class ExLlamaV3(ServedByBedplate):
         env = kernels_env("exllamav3")
         if not has_own_defaults(settings):
             # Tokens become vectors on the host. From some batch on PyTorch divides that among all cores, which then
-            # wait for each other in a loop: a fifth slower, and eight cores busy (docs/h200.md).
+            # wait for each other in a loop: slower, with eight cores busy (docs/h200.md).
             env["OMP_NUM_THREADS"] = "1"
         return landed(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), settings)
 

@@ -754,7 +754,7 @@ class Tuner:
         """As many as are read in a part of the time; a few are asked in any case."""
         wanted, seen = quick_ones(known, ASKED), self.trials.get(())
         first = seen.best.ttft_ms if seen is not None and seen.best is not None else None
-        if not first:
+        if not first or not wanted:
             return wanted
         load = self.kept.load
         # As if one were read after the other: of those that are read together, each takes less.
