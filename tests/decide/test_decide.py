@@ -493,3 +493,14 @@ def test_what_is_unpacked_is_read_where_it_lies_whatever_the_model_is_called(eng
     assert (unpacks.argv[1], unpacks.where) == ("/models/My Model v1.gguf", "My-Model-v1")
     reads = rest[0].argv if rest else decision.launch.argv
     assert "My-Model-v1" in reads and not {"My Model v1", "acme/My Model v1"} & set(reads)
+
+
+@pytest.mark.parametrize(("stored", "made"), [("Q4_1", "INT8"), ("Q8_0", "INT4"), ("F16", "INT4")])
+def test_what_was_rounded_to_few_bits_is_not_rounded_so_again(stored: str, made: str) -> None:
+    """Where nothing says how fast the machine is, the fewest bits that are good enough."""
+    on = simulated({"cpu": "AMD EPYC 9654", "ram_gb": 64, "os": "linux"})
+    memory, cpu = replaced(on.memory, bandwidth_bytes_s=None), replaced(on.cpu, name="nobody knows it")
+    unknown = replaced(on, memory=memory, cpu=cpu)
+    facts = replaced(builtin_facts(), quantization=stored, files=("/models/a.gguf",))
+    decision = decide(unknown, facts, Workload(), "onnxruntime")
+    assert decision.weights is not None and decision.weights.label == made

@@ -17,6 +17,7 @@ from bedplate.engines import engine
 from bedplate.engines.knobs import build_knob, draft_knob, is_native, merged, turned_plan, with_own_defaults
 from bedplate.errors import BadQuestion
 from bedplate.facts.known_models import with_label
+from bedplate.facts.simulated import simulated
 from bedplate.values import Model, Parallelism, Plan, Workload, from_json, replaced, to_json
 from bedplate.values.tuning import Choice, Knob
 
@@ -105,9 +106,10 @@ def test_a_small_model_may_guess_ahead(engine_id: str, monkeypatch: pytest.Monke
 
 
 def test_weights_may_be_made_of_16_bit_ones() -> None:
-    one, chosen = engine("mlx"), planned("mlx", "cpu")
+    one, mac = engine("mlx"), simulated({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
+    chosen = plan(one, mac, model(LLAMA, folder=True))
     assert chosen.weights.made == "as it is"
-    turned = turned_plan(chosen, one.knobs(machine("cpu"), chosen), {"weights": "8-BIT"})
+    turned = turned_plan(chosen, one.knobs(mac, chosen), {"weights": "8-BIT"})
     assert (turned.weights.label, turned.weights.format, turned.weights.made) == ("8-BIT", "mlx", "converted")
     steps = [step for step in one.launch(turned, 0).prepare if step.kind == "convert"]
     assert [step.where for step in steps] == [one.launch(turned, 0).argv[2]]

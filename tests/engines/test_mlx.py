@@ -45,7 +45,8 @@ class TestLaunch:
                 assert step.argv[0] == "mlx_lm.convert"
                 converted = parsed("mlx_convert", step.argv[1:])
                 assert converted["--mlx-path"] == said["--model"] == step.where
-                assert chosen.weights.label == f"{converted['--q-bits']}-BIT"
+                bits = converted.get("--q-bits")
+                assert chosen.weights.label == (f"{bits}-BIT" if bits else "F32")
                 assert step.disk_bytes and step.seconds and step.seconds.low < step.seconds.high
         assert (chosen.weights.made == "converted") == any(step.kind == "convert" for step in launch.prepare)
 
@@ -60,7 +61,7 @@ class TestLaunch:
 
     def test_on_a_cpu_weights_are_converted_in_a_type_that_its_kernels_get_right(self) -> None:
         def converted(on: Hardware) -> tuple[str, ...]:
-            steps = MLX.launch(plan(MLX, on, model(LLAMA), label="4-BIT"), 1).prepare
+            steps = MLX.launch(plan(MLX, on, model(LLAMA), label="8-BIT"), 1).prepare
             return next(step.argv for step in steps if step.kind == "convert")
 
         assert "float32" in converted(machine("cpu")) and "float32" not in converted(MAC)
@@ -71,6 +72,12 @@ class TestWhatItTakes:
         made = [("8-BIT", "converted"), ("6-BIT", "converted"), ("4-BIT", "converted")]
         assert labels(MAC, LLAMA) == [("BF16", "as it is"), *made]
         assert labels(MAC, LLAMA, precision_sensitive=True) == [("BF16", "as it is"), made[0]]
+
+    def test_on_a_cpu_few_bits_bring_nothing(self) -> None:
+        assert labels(machine("cpu"), LLAMA) == [("F32", "converted"), ("8-BIT", "converted")]
+        steps = MLX.launch(plan(MLX, machine("cpu"), model(LLAMA), label="F32"), 1).prepare
+        (made,) = [step for step in steps if step.kind == "convert"]
+        assert "--quantize" not in made.argv and made.disk_bytes == 4 * model(LLAMA).parameters
 
     def test_packed_by_others(self) -> None:
         assert labels(MAC, "openai/gpt-oss-20b") == [("MXFP4", "as it is")]

@@ -15,10 +15,13 @@ from bedplate.engines.base import (
 )
 from bedplate.engines.knobs import has_own_defaults, landed, scale, slots_knob, worth_turning
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Weights, Workload
+from bedplate.values.decision import Device
 from bedplate.values.record import estimate
 from bedplate.values.tuning import Choice, Knob
 
 BITS = {"8-BIT": 8, "6-BIT": 6, "4-BIT": 4}
+ON_CPU = ("F32", "8-BIT")
+"""Its CPU kernels compute few bits no faster than many, and 4-bit weights in bfloat16 wrote bad text."""
 CONVERT_START_S = 6.0
 CONVERT_BYTES_S = 200e6
 LONG_ANSWER = 4096
@@ -156,10 +159,11 @@ class Mlx(Engine):
             return (Weights(label=label, made="as it is", format="mlx"),)
         if label in REPACKED:
             return (Weights(label=label, made="as it is", format="safetensors"),)
-        labels = ["8-BIT"] if workload.precision_sensitive else list(BITS)
-        made = tuple(Weights(label=one, made="converted", format="mlx") for one in labels)
+        labels = [one for one in _made_on(target.device) if not (workload.precision_sensitive and _is_lossy(one))]
+        made = tuple(Weights(label=one, made="converted", format="mlx") for one in labels if one != label)
         if label in SIXTEEN_BIT or model.format == "facts":
-            return (Weights(label=label, made="as it is", format="safetensors"), *made)
+            as_it_is = Weights(label=label, made="as it is", format="safetensors")
+            return made if target.device == "cpu" and label != "F32" else (as_it_is, *made)
         return made if label == "FP8" and model.architecture in FP8_ARCHITECTURES else ()
 
     def launch(self, plan: Plan, port: int) -> Launch:
@@ -213,15 +217,23 @@ class Mlx(Engine):
         return known_failure(log, _KNOWN_FAILURES)
 
 
+def _made_on(device: Device) -> tuple[str, ...]:
+    return ON_CPU if device == "cpu" else tuple(BITS)
+
+
+def _is_lossy(label: str) -> bool:
+    return BITS.get(label, 16) < EIGHT
+
+
 def _weights_knob(plan: Plan) -> Knob:
     now = plan.weights.label
     # Weights that are quantized already are not made others of.
     makes = plan.model.format != "mlx" and now in (*SIXTEEN_BIT, *BITS)
-    made = [label for label in BITS if label != now] if makes else []
+    made = [label for label in _made_on(plan.settings.device) if label != now] if makes else []
     return Knob(
         name="weights", meaning="bits that weights are stored in; made of the model's own, once, and kept", now=now,
         own="as they come", alone=True,
-        choices=(Choice(value=now), *(Choice(value=one, weights=one, weights_format="mlx", lossy=BITS[one] < EIGHT)
+        choices=(Choice(value=now), *(Choice(value=one, weights=one, weights_format="mlx", lossy=_is_lossy(one))
                                       for one in made)),
         limits=("memory bandwidth", "compute"), risk=("answers", "memory"), prior=0.6,
         source="mlx_lm.convert --help of 0.32.2",
@@ -229,18 +241,21 @@ def _weights_knob(plan: Plan) -> Knob:
 
 
 def _conversion(plan: Plan) -> Preparation:
-    bits, result = BITS[plan.weights.label], made_path(plan)
-    argv = ["mlx_lm.convert", "--hf-path", plan.model_path, "--mlx-path", result, "--quantize", "--q-bits", str(bits)]
-    if plan.settings.device == "cpu":
+    bits, result, on_cpu = BITS.get(plan.weights.label), made_path(plan), plan.settings.device == "cpu"
+    argv = ["mlx_lm.convert", "--hf-path", plan.model_path, "--mlx-path", result]
+    if bits is not None:
+        argv += ["--quantize", "--q-bits", str(bits)]
+    if on_cpu:
         # In bfloat16 its CPU kernels were slow and wrote bad text; in float32 they were right.
-        argv += ["--dtype", "float32", "--q-group-size", "32"]
+        argv += ["--dtype", "float32", *(["--q-group-size", "32"] if bits is not None else [])]
+    # A scale and a bias for each group: of 16 bits for 64 weights, and of 32 bits for 32 of them on a CPU.
+    stored_bits = 32.0 if bits is None else bits + (2.0 if on_cpu else 0.5)
     weights = plan.model.parameters + plan.model.vision_parameters
     return Preparation(
         kind="convert",
-        what=f"{plan.model.name} to {bits} bits",
+        what=f"{plan.model.name} to {bits or 32} bits",
         where=result,
-        # A scale and a bias for each group: of 16 bits for 64 weights, and of 32 bits for 32 of them on a CPU.
-        disk_bytes=round(weights * (bits + (2.0 if plan.settings.device == "cpu" else 0.5)) / 8),
+        disk_bytes=round(weights * stored_bits / 8),
         seconds=estimate(
             CONVERT_START_S + 2 * weights / CONVERT_BYTES_S,
             0.6,

@@ -159,6 +159,11 @@ class Model(Record, frozen=True, kw_only=True):
         return not self.files and (self.origin or "").startswith(UNPACKED)
 
     @property
+    def unpacked_from(self) -> str | None:
+        """The type that its weights have in that file."""
+        return (self.origin or "").removeprefix(UNPACKED).split()[0] if self.is_unpacked else None
+
+    @property
     def bits_per_weight(self) -> float | None:
         weights = self.parameters + self.vision_parameters
         return self.weight_bytes * 8 / weights if weights else None
