@@ -82,9 +82,8 @@ class Candidate:
     @property
     def nominal_bits(self) -> float:
         """As its name says it: Q3_K_M is a 3-bit quantization although it takes four."""
-        named = re.match(r"I?Q(\d)", self.weights.label)
-        details = self.model.quantization_details
-        return float(named[1]) if named else details.bits if details is not None else self.bits
+        named, details = _named_bits(self.weights.label), self.model.quantization_details
+        return named if named is not None else details.bits if details is not None else self.bits
 
 
 def best(
@@ -332,8 +331,13 @@ def _complexity(candidate: Candidate) -> tuple[int, ...]:
 
 
 def _everyday_bits(model: Model) -> float:
-    had = re.match(r"I?Q(\d)", model.unpacked_from or "")
-    return TWICE_BITS if had and int(had[1]) < TWICE_BITS else EVERYDAY_BITS
+    had = _named_bits(model.unpacked_from or "")
+    return TWICE_BITS if had is not None and had < TWICE_BITS else EVERYDAY_BITS
+
+
+def _named_bits(label: str) -> float | None:
+    named = re.match(r"I?Q(\d)", label)
+    return float(named[1]) if named else None
 
 
 def _preferred(fitting: list[Candidate], case: Case) -> Candidate:

@@ -18,11 +18,11 @@ from bedplate.engines.base import (
     made_path,
     source_folder,
 )
-from bedplate.engines.knobs import eight_bit_cache, has_own_defaults, landed, slots_knob, worth_turning
+from bedplate.engines.knobs import eight_bit_cache, field_scale, has_own_defaults, landed, slots_knob, worth_turning
 from bedplate.engines.shipped import CORE, ServedByBedplate
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.record import estimate
-from bedplate.values.tuning import Choice, Knob
+from bedplate.values.tuning import Knob
 
 OWN_SLOTS, CHUNK, CHUNKS = 256, 2048, (512, 1024, 2048, 4096)
 """Of its generator; how long its cache is, it has to be told."""
@@ -211,8 +211,7 @@ class ExLlamaV3(ServedByBedplate):
             Knob(
                 name="chunk", meaning="tokens of a prompt that are computed in one go", now=str(chunk), own=str(CHUNK),
                 own_choice=str(CHUNK), ordered=True, risk=("memory",), prior=0.25, limits=("compute", "scheduler"),
-                choices=tuple(Choice(value=str(n), settings=(("batch_tokens", n),))
-                              for n in sorted({*CHUNKS, chunk})),
+                choices=field_scale({*CHUNKS, chunk}, "batch_tokens"),
                 source="generator/generator.py of 1.6.5: max_chunk_size",
             ),
             eight_bit_cache(plan, "cache/ of 1.6.5: CacheLayer_quant"),

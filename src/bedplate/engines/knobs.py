@@ -80,11 +80,11 @@ def build_knob() -> Knob:
 def slots_knob(plan: Plan, counts: Iterable[int], *, own: int | None, source: str, prior: float = 0.2) -> Knob:
     """For engines whose plan says how many they compute at once."""
     now = plan.settings.slots
-    known = sorted({now, *(one for one in (*counts, own) if one is not None and one > 0)})
+    known = {now, *(one for one in (*counts, own) if one is not None and one > 0)}
     return Knob(
         name="slots", meaning="requests that are computed at once; others wait", now=str(now), own=str(own or "none"),
         own_choice=None if own is None else str(own), ordered=True,
-        choices=tuple(Choice(value=str(count), settings=(("slots", count),)) for count in known),
+        choices=field_scale(known, "slots"),
         limits=("scheduler", "KV cache", "runtime overhead"), risk=("memory",), prior=prior, source=source,
     )  # fmt: skip
 
@@ -169,3 +169,13 @@ def scale(values: Iterable[int], option: str, *more: str) -> tuple[Choice, ...]:
         Choice(value=str(value), options=tuple(word for name in (option, *more) for word in (name, str(value))))
         for value in sorted(set(values))
     )
+
+
+def field_scale(values: Iterable[int], field: str) -> tuple[Choice, ...]:
+    """Numbers as choices of one field of `Settings`."""
+    return tuple(Choice(value=str(value), settings=((field, value),)) for value in sorted(set(values)))
+
+
+def variable_scale(values: Iterable[int], variable: str) -> tuple[Choice, ...]:
+    """Numbers as choices of one environment variable."""
+    return tuple(Choice(value=str(value), variables=((variable, str(value)),)) for value in sorted(set(values)))

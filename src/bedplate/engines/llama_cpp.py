@@ -27,7 +27,7 @@ from bedplate.engines.base import (
     made_path,
     source_folder,
 )
-from bedplate.engines.knobs import SPIN, has_own_defaults, landed, scale, worth_turning
+from bedplate.engines.knobs import SPIN, field_scale, has_own_defaults, landed, scale, worth_turning
 from bedplate.engines.pytorch import ENGINE as CONVERTER
 from bedplate.engines.shared import total
 from bedplate.facts.known_models import GGUF_BITS
@@ -616,12 +616,12 @@ def _card_knobs(plan: Plan) -> list[Knob]:
     return [
         Knob(
             name="gpu-layers", meaning="layers on the card; the host computes the rest", now=str(layers),
-            choices=tuple(Choice(value=str(count), settings=(("gpu_layers", count),)) for count in on_card),
+            choices=field_scale(on_card, "gpu_layers"),
             own="all that fit", ordered=True, prior=0.5, **where,  # type: ignore[arg-type]
         ),
         Knob(
             name="host-experts", meaning="layers whose experts stay on the host", now=str(experts), own="none",
-            choices=tuple(Choice(value=str(count), settings=(("host_expert_layers", count),)) for count in on_host),
+            choices=field_scale(on_host, "host_expert_layers"),
             ordered=True, prior=0.5, **where,  # type: ignore[arg-type]
         ),
         Knob(
@@ -670,7 +670,7 @@ def _batch_knobs(plan: Plan) -> list[Knob]:
         ),
         Knob(
             name="slots", meaning="requests that are computed at once; others wait", now=str(settings.slots), own="4",
-            choices=tuple(Choice(value=str(count), settings=(("slots", count),)) for count in slots), ordered=True,
+            choices=field_scale(slots, "slots"), ordered=True,
             own_choice="4" if 4 in slots else None,
             limits=("scheduler", "KV cache", "memory bandwidth"), risk=("memory",), prior=0.2, source=source,
         ),

@@ -13,7 +13,7 @@ from bedplate.engines.base import (
     known_failure,
     made_path,
 )
-from bedplate.engines.knobs import has_own_defaults, landed, scale, slots_knob, worth_turning
+from bedplate.engines.knobs import field_scale, has_own_defaults, landed, scale, slots_knob, worth_turning
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Weights, Workload
 from bedplate.values.decision import Device
 from bedplate.values.record import estimate
@@ -198,8 +198,7 @@ class Mlx(Engine):
             Knob(
                 name="prefill-step", meaning="tokens of a prompt that are computed in one go", now=str(step),
                 own=str(OWN_STEP), own_choice=str(OWN_STEP), ordered=True,
-                choices=tuple(Choice(value=str(n), settings=(("batch_tokens", n),))
-                              for n in sorted({*PREFILL_STEPS, step})),
+                choices=field_scale({*PREFILL_STEPS, step}, "batch_tokens"),
                 limits=("compute", "scheduler"), risk=("memory",), prior=0.3, source=_OPTIONS,
             ),
             Knob(

@@ -15,7 +15,7 @@ from bedplate.engines.base import (
     everyday_context,
     known_failure,
 )
-from bedplate.engines.knobs import SPIN, has_own_defaults, landed, scale, worth_turning
+from bedplate.engines.knobs import SPIN, field_scale, has_own_defaults, landed, scale, variable_scale, worth_turning
 from bedplate.engines.shared import WIDE, computed_bits, wide_on_older_arm
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
@@ -211,7 +211,7 @@ def _batching_knobs(plan: Plan) -> list[Knob]:
     return [
         Knob(
             name="slots", meaning="requests that are computed at once, by continuous batching; 1: one after the other",
-            choices=tuple(Choice(value=str(count), settings=(("slots", count),)) for count in slots),
+            choices=field_scale(slots, "slots"),
             now=str(settings.slots), own="1", own_choice="1", ordered=True,
             limits=("scheduler", "runtime overhead", "compute"), risk=("answers", "memory"), prior=0.4, source=_HELP,
         ),
@@ -243,7 +243,7 @@ def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
     return [
         Knob(
             name="threads", meaning="threads that compute", now=str(plan.settings.threads), own="one for each core",
-            choices=tuple(Choice(value=str(n), variables=(("OMP_NUM_THREADS", str(n)),)) for n in counts),
+            choices=variable_scale(counts, "OMP_NUM_THREADS"),
             ordered=True, limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.2,
             source="OpenMP, which PyTorch computes with",
         ),

@@ -16,7 +16,7 @@ from bedplate.engines.base import (
     fetching,
     made_path,
 )
-from bedplate.engines.knobs import has_own_defaults, landed, slots_knob, worth_turning
+from bedplate.engines.knobs import field_scale, has_own_defaults, landed, slots_knob, variable_scale, worth_turning
 from bedplate.engines.parsers import Parsers, parsers_for
 from bedplate.engines.shared import (
     HUB,
@@ -322,7 +322,7 @@ def _scheduler_knobs(plan: Plan) -> list[Knob]:
     settings, asked = plan.settings, plan.workload.in_flight()
     chunk = "default" if settings.batch_tokens is None else str(settings.batch_tokens)
     sizes = sorted({*CHUNKS, *([settings.batch_tokens] if settings.batch_tokens is not None else [])})
-    chunks = tuple(Choice(value=str(n), settings=(("batch_tokens", n),)) for n in sizes)
+    chunks = field_scale(sizes, "batch_tokens")
     return [
         Knob(
             name="chunk", meaning="tokens of prompts that one step may hold; longer ones come in pieces", now=chunk,
@@ -351,7 +351,7 @@ def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
     return [
         Knob(
             name="threads", meaning="threads that compute", now=str(now or cores), own="one for each core",
-            choices=tuple(Choice(value=str(n), variables=(("OMP_NUM_THREADS", str(n)),)) for n in counts),
+            choices=variable_scale(counts, "OMP_NUM_THREADS"),
             ordered=True, limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.2,
             source="OpenMP, which PyTorch computes with",
         ),

@@ -16,7 +16,7 @@ from bedplate.engines.base import (
     fetching,
     made_path,
 )
-from bedplate.engines.knobs import has_own_defaults, landed, worth_turning
+from bedplate.engines.knobs import field_scale, has_own_defaults, landed, worth_turning
 from bedplate.engines.parsers import Parsers, parsers_for
 from bedplate.engines.shared import (
     GIB,
@@ -375,13 +375,13 @@ def _scheduler_knobs(plan: Plan) -> list[Knob]:
     return [
         Knob(
             name="batch-tokens", meaning="tokens of all requests that one step may hold; longer prompts come in chunks",
-            choices=tuple(Choice(value=str(n), settings=(("batch_tokens", n),)) for n in budgets), now=str(tokens),
+            choices=field_scale(budgets, "batch_tokens"), now=str(tokens),
             own="8192 on cards from 70 GiB, else 2048; on CPUs 4096 and fewer", ordered=True,
             limits=("compute", "scheduler"), risk=("memory",), prior=0.35, source=_ARGUMENTS,
         ),
         Knob(
             name="sequences", meaning="requests that are computed at once; others wait", now=str(settings.slots),
-            choices=tuple(Choice(value=str(n), settings=(("slots", n),)) for n in seqs), own="256 and more",
+            choices=field_scale(seqs, "slots"), own="256 and more",
             ordered=True, limits=("scheduler", "KV cache"), risk=("memory",), prior=0.2, source=_ARGUMENTS,
         ),
         Knob(
