@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bedplate.decide.estimate import Refused, recipes
-from bedplate.decide.estimate.batching import efficiencies, weight_type
+from bedplate.decide.estimate.batching import efficiencies, guessed, weight_type
 from bedplate.decide.estimate.rows import Case, resolve
 from bedplate.decide.estimate.serving import MOST_SEQUENCES, SETS_ASIDE, Asked, answer, asked
 from bedplate.decide.simulate import Book, Fleet, Lengths, Limits, Paid, outcome, simulate
@@ -84,6 +84,13 @@ def simulated(load: Load) -> Outcome | None:
         found.machine, case.shape, e, found.layout._replace(replicas=1), Lengths(prompt, output), slots=slots,
         batch_tokens=max(batch, slots + 1), kv_bits=found.kv_bits,
     )  # fmt: skip
+    if question.guessing:
+        # Of a pass that guesses ahead, the part of each token that comes out of it.
+        slower, accepted = guessed(e, question.guessing)
+        steps = steps._replace(
+            decode_s=tuple(one * slower / accepted for one in steps.decode_s),
+            context_s=tuple(one * slower / accepted for one in steps.context_s),
+        )
     if question.way == "wave":
         # Cold engines that get one wave of requests, for which the estimator has factors of its own.
         steps = steps._replace(

@@ -74,6 +74,16 @@ def test_attention_counts_each_pair_once(tokens: int, depth: int, window: int | 
     )
 
 
+def test_latents_that_each_token_chooses_for_itself_are_not_expanded_for_prompts() -> None:
+    expanded, chosen = (
+        shape_of(find_model(name)).attention[0] for name in ("deepseek-ai/DeepSeek-R1", "zai-org/GLM-5")
+    )
+    assert expanded.latent
+    assert expanded.unabsorbed_pair_ops < expanded.pair_ops
+    assert chosen.latent
+    assert chosen.unabsorbed_pair_ops == chosen.pair_ops
+
+
 def test_a_dense_token_costs_two_operations_for_each_weight() -> None:
     model = find_model("Meta-Llama-3-8B")
     embedding = next(part.parameters for part in model.parts if part.name == "embedding")

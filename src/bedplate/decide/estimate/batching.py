@@ -31,7 +31,7 @@ PASS_TOKENS = 8192.0
 CHANCE = 0.64
 """Of a deviation's square: with it, what lies above a mean in expectation is a root that has no corner."""
 OVERLAP = 3
-"""Reading and computing overlap: the larger of the two, a little more where they are alike (a norm of this order)."""
+"""Of two that go on at once, the larger counts, and a little more where they are alike: a norm of this order."""
 
 
 class Layout(NamedTuple):
@@ -181,11 +181,11 @@ class Efficiencies(NamedTuple):
     host: float
     """An engine's time for the four above against that of all engines."""
     host_shared: float
-    """Of that time, what each pass of a wave adds to the wait of those behind it."""
+    """Of that time, what the host needs for each pass of a wave."""
     steps_waited: float
     """Passes that go by before a lone request is taken in and its token is sent: polling and streaming intervals."""
     polled: float
-    """Of an interval at which an engine looks for new requests, what one of them waits."""
+    """Of an interval, in passes, at which an engine looks for new requests, what one of them waits."""
     gathered: float
     """Of the passes for which an engine gathers prompts, likewise."""
     balanced: float
@@ -203,6 +203,10 @@ class Efficiencies(NamedTuple):
     """Prompts that all arrive at once on an engine that is cold, against those of the steady state."""
     wave_token: float
     """Likewise the tokens of such a wave."""
+    guess: float
+    """What each token that is guessed ahead adds to a pass, against the pass without any."""
+    accepted: float
+    """Of such guesses, the share that holds if all before it did."""
     apart_token: float
     """Time per token of decode workers that compute no prompts, against the same work by itself."""
     apart_streams: float
@@ -220,9 +224,7 @@ class Efficiencies(NamedTuple):
     apart_far_s: float
     """What a message from node to node takes longer."""
     apart_uneven: float
-    """How unevenly requests are dealt out to decode workers and their ranks, in roots of the mean."""
-    apart_guessed: float
-    """Time per token with speculative decoding against that without."""
+    """How unevenly requests are dealt out to decode workers, in roots of the mean."""
     tuned: float
     """Throughput of a tuned submission with all requests at hand, against a server's under endless load."""
     tuned_server: float
@@ -421,7 +423,12 @@ def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequ
 
 def pass_s(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequences: Any, link_rates: Any) -> Any:
     reading, computing, links, fixed = pass_parts(w, e, tokens, cache_s, attending_s, sequences, link_rates)
-    return (reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP) + links + fixed
+    return overlapped(reading, computing) + links + fixed
+
+
+def overlapped(one: Any, other: Any) -> Any:
+    """Time of two that go on at once."""
+    return (one**OVERLAP + other**OVERLAP) ** (1 / OVERLAP)
 
 
 def decode_parts(w: Any, e: Any, batch: Any) -> Any:
@@ -446,6 +453,11 @@ def prefill_each_s(w: Any, e: Any, count: Any) -> Any:
     return pass_s(w, e, count * w.prompt, 0.0, count * w.prompt_attending_s, count, rates) / count
 
 
+def wave_each_s(w: Any, e: Any, together: Any, host_s: Any) -> Any:
+    """One prompt of a wave in passes of `together`, each of which the host launches while the last is computed."""
+    return overlapped(together * prefill_each_s(w, e, together), e.host_shared * host_s) / together
+
+
 def resident(w: Any, e: Any, complete: Any) -> Any:
     """Requests whose caches a group holds at once; `complete` (1 or 0): room for the whole answer is set aside."""
     held = complete * w.most_bytes + (1.0 - complete) * w.held_bytes * e.cache_held
@@ -462,11 +474,17 @@ def first_host_s(w: Any, e: Any) -> Any:
     )
 
 
-def steady(w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_WAITS) -> Any:
+def guessed(e: Any, guessing: Any) -> tuple[Any, Any]:
+    """How much longer a pass takes that guesses so many tokens ahead of each sequence, and how many come out of it."""
+    return 1.0 + e.guess * guessing, (1.0 - e.accepted ** (guessing + 1.0)) / (1.0 - e.accepted)
+
+
+def steady(w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_WAITS, guessing: Any = 0.0) -> Any:
     """Time to first token, time per token and batch of a group, `streams` requests being always in flight.
 
     Each token waits for its own pass and for its share of the prompts of others; what does not fit in memory queues.
     """
+    slower, accepted = guessed(e, guessing)
     own = streams / w.groups
     own = most(own + w.uneven * e.unevenness * own**0.5, 1.0)
     held = least(own, most_resident)
@@ -474,20 +492,29 @@ def steady(w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_W
     batch = held
     token_s = decode_s(w, e, batch)
     for _ in range(4):
-        token_s = decode_s(w, e, batch) + batch / w.pipeline / w.output * prompt_s * e.prompt_share
+        token_s = decode_s(w, e, batch) * slower / accepted + batch / w.pipeline / w.output * prompt_s * e.prompt_share
         batch = held * w.output * token_s / (w.output * token_s + prompt_s)
     busy = least(batch / w.output * prompt_s / token_s, BUSIEST)
     host_s = first_host_s(w, e)
-    together = most(least(waits.pass_tokens / w.prompt, held), 1.0)
-    wave_s = (held + waits.ahead * together) * (prefill_each_s(w, e, together) + e.host_shared * host_s / together)
+    most_together = most(waits.pass_tokens / w.prompt, 1.0)
+    together = most(least(most_together, held), 1.0)
+    # What arrives between two looks is computed together, and is there only when all of its pass is.
+    often = own * accepted / w.output
+    arrived = 1.0 + often * (waits.polled + waits.gathered)
+    taken = least(arrived, most_together)
+    arrived_s = (arrived + taken) / 2.0 * prefill_each_s(w, e, taken)
+    # The first of those that are gathered waits for all of it, those that come later for less.
+    gathered = waits.gathered * (1.0 - often * waits.gathered / (1.0 + often * waits.gathered) / 2.0)
+    wave_s = (held + waits.ahead * together) * wave_each_s(w, e, together, host_s)
     # Groups wait no longer than until each of them has a request that leaves.
     balanced = least(waits.balanced, 2.0 * w.output / own)
     first_s = (
         e.request_s
         + host_s
-        + e.steps_waited * decode_s(w, e, batch)
-        + (e.polled * waits.polled + e.gathered * waits.gathered + e.balanced * balanced) * token_s
-        + prompt_s * (1.0 + e.queue * busy / (1.0 - busy))
+        + e.steps_waited * decode_s(w, e, batch) * slower
+        + (e.polled * waits.polled + e.gathered * gathered + e.balanced * balanced) * token_s * accepted
+        + arrived_s
+        + prompt_s * e.queue * busy / (1.0 - busy)
         + e.burst * wave_s
     )
     queued_s = most(own / held - 1.0, 0.0) * (w.output * token_s + prompt_s)
@@ -524,8 +551,8 @@ def apart(q: Any, e: Any) -> Any:
     """
     known = least(q.decodes, 1.0)
     added = (1.0 + q.streams / (e.apart_streams * q.ranks)) ** e.apart_growth
-    # Routers deal requests out without looking at who has a place.
-    bins = most(known * q.decodes, 1.0) * q.ranks**q.dealt
+    # Routers deal requests out to workers without looking at who has a place.
+    bins = most(known * q.decodes, 1.0)
     over = (q.streams - q.slots) / bins
     spread = CHANCE * e.apart_uneven**2 * q.streams / bins * (1.0 - 1.0 / bins)
     held = q.streams - bins * (over + (over * over + spread + 1e-4) ** 0.5) / 2.0
@@ -533,16 +560,18 @@ def apart(q: Any, e: Any) -> Any:
     divided_s, dealt_s = decode_s(q.work, e, share), decode_s(q.spread, e, most(share / q.ranks, 1.0))
     said_s = divided_s ** (1.0 - q.dealt) * dealt_s**q.dealt
     pass_time_s = known * said_s + (1.0 - known) * least(divided_s, dealt_s)
-    token_s = pass_time_s * e.apart_token * e.apart_guessed**q.guessing
+    slower, accepted = guessed(e, q.guessing)
+    token_s = pass_time_s * e.apart_token * slower / accepted
     answer_s = q.work.output * token_s
-    together = most(PASS_TOKENS / q.prompts.prompt, 1.0)
-    one_s = q.streams * prefill_each_s(q.prompts, e, together) / q.prompts.groups
+    together = most(q.waits.pass_tokens / q.prompts.prompt, 1.0)
+    host_s = first_host_s(q.prompts, e) * most(q.prompts.prompt / q.waits.pass_tokens, 1.0)
+    one_s = q.streams * wave_each_s(q.prompts, e, together, host_s) / q.prompts.groups
     prefills = known * q.prefills + (1.0 - known) * (1.0 + one_s / answer_s) ** e.apart_sized
     backlog_s = one_s / prefills
     for_a_place_s = most(q.streams / held - 1.0, 0.0) * answer_s
     first_s = (
         e.request_s
-        + first_host_s(q.prompts, e)
+        + host_s
         + e.apart_first_s
         + e.steps_waited * token_s
         + prefill_s(q.prompts._replace(groups=least(q.prompts.groups, 1.0)), e)

@@ -172,14 +172,15 @@ def _attention(model: Model) -> tuple[Attention, ...]:
     for group in groups:
         if group.kind not in ATTENDING and not group.state_bytes:
             continue
-        latent = group.kind == "latent attention" or (group.kind == "sparse attention" and (group.kv_heads or 0) == 1)
+        sparse = group.kind == "sparse attention"
+        latent = group.kind == "latent attention" or (sparse and (group.kv_heads or 0) == 1)
         width = (group.key_dim or model.head_dim or 128) + (group.value_dim or model.head_dim or 128)
         attends = group.kind in ATTENDING
         window = group.window
         per_token = float(group.kv_bytes_per_token)
         if window and group.kv_bytes_window:
             per_token = group.kv_bytes_window / window
-        if group.kind == "sparse attention":
+        if sparse:
             window = SPARSE_TOKENS
         pair = 2.0 * heads * width * group.count * again if attends else 0.0
         found.append(
@@ -189,7 +190,8 @@ def _attention(model: Model) -> tuple[Attention, ...]:
                 window=window,
                 state_bytes=group.state_bytes,
                 pair_ops=pair,
-                unabsorbed_pair_ops=2.0 * heads * LATENT_HEAD * group.count if latent else pair,
+                # Where each token chooses whom it attends to, no engine expands what it chose.
+                unabsorbed_pair_ops=2.0 * heads * LATENT_HEAD * group.count if latent and not sparse else pair,
                 kv_heads=group.kv_heads or model.num_kv_heads or heads,
                 latent=latent,
             )

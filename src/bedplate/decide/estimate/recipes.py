@@ -1,6 +1,7 @@
-"""What InferenceX sets in its public recipes, and tables of its results leave out: workers, waits, lengths.
+"""What InferenceX sets in its public recipes, and tables of its results leave out: workers, waits, guesses, lengths.
 
-Its repository (github.com/SemiAnalysisAI/InferenceX) has them; none of its results are used here.
+Its repository (github.com/SemiAnalysisAI/InferenceX) has them, and NVIDIA's of workers (github.com/NVIDIA/srt-slurm);
+none of their results are used here.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from bedplate.decide.estimate.batching import PASS_TOKENS, Layout, Waits
 from bedplate.decide.estimate.calibration import table
@@ -33,9 +34,11 @@ class Setup(NamedTuple):
     dealt: float
     """Of those recipes, the share whose decode workers deal out sequences to their ranks."""
     guessing: float
-    """Likewise those with speculative decoding."""
+    """Tokens that are guessed ahead."""
     slots: float
     """Sequences that all decode workers take at once."""
+    pass_tokens: float = PASS_TOKENS
+    """Of prompts that a prefill worker's rank takes into one pass."""
 
 
 class Recipe(NamedTuple):
@@ -51,8 +54,11 @@ class Recipe(NamedTuple):
     decode_expert: int
     decode_dealt: int
     guessing: int
+    """Tokens that are guessed ahead."""
     batch: int
-    """Of a decode worker, or of each of its ranks where sequences are dealt out; 0 where the recipe's name has none."""
+    """Of a decode worker, or of each of its ranks where sequences are dealt out; 0 where that is not said."""
+    pass_tokens: int
+    """Of prompts in one pass of a prefill worker's rank, likewise."""
     image: str
     """The tag of the image that was run."""
     since: int
@@ -67,6 +73,24 @@ class Recipe(NamedTuple):
     @property
     def ranks(self) -> int:
         return self.prefills * self.prefill_ranks + self.decodes * self.decode_ranks
+
+
+class Server(NamedTuple):
+    """Likewise of workers that do both."""
+
+    least_streams: int
+    most_streams: int
+    ranks: int
+    expert: int
+    dealt: int
+    guessing: int
+    """Whether tokens are guessed ahead."""
+    image: str
+    since: int
+    until: int
+
+
+Of = TypeVar("Of", Recipe, Server)
 
 
 def is_result(case: Case) -> bool:
@@ -86,7 +110,7 @@ def setup_of(case: Case, prefill: Layout, decode: Layout) -> Setup | None:
     """
     if not is_result(case) or case.concurrency is None:
         return None
-    listed = _listed(case)
+    listed = _workers(_name(case))
     same = [r for r in listed if (r.prefill_ranks, r.decode_ranks) == (prefill.ranks, decode.ranks)]
     if not same and prefill.ranks == decode.ranks:
         # Some tables give the ranks of all workers together for each side.
@@ -98,7 +122,8 @@ def setup_of(case: Case, prefill: Layout, decode: Layout) -> Setup | None:
         or _nearest(same, case.concurrency)
     )
     found = [r for r in found if r.prefill_expert == prefill.expert] or found
-    found = _of_the_time(case, found)
+    found = _of_the_image(case, found)
+    found = _in_force(case, found) or found
     if not found:
         return None
     found = [r for r in found if not r.guessing] or found
@@ -112,15 +137,45 @@ def setup_of(case: Case, prefill: Layout, decode: Layout) -> Setup | None:
         dealt=sum(r.decode_dealt for r in found) / len(found),
         guessing=sum(r.guessing for r in found) / len(found),
         slots=_mean([r.slots for r in found]),
+        pass_tokens=_mean([r.pass_tokens or PASS_TOKENS for r in found]),
     )
 
 
-def _of_the_time(case: Case, recipes: list[Recipe]) -> list[Recipe]:
-    image, version = case.notes.get("image", "").rpartition(":")[2], case.version
-    found = [r for r in recipes if image and r.image == image] or [r for r in recipes if version and r.image == version]
-    found = found or recipes
+def guessing(case: Case, layout: Layout) -> float:
+    """Tokens that a server guesses ahead, the mean of the recipes that fit a row."""
+    if not is_result(case) or case.concurrency is None:
+        return 0.0
+    wanted = (layout.ranks, layout.expert, int(layout.attention_data > 1))
+    found = [
+        r
+        for r in _servers(_name(case))
+        if (r.ranks, r.expert, r.dealt) == wanted and r.least_streams <= case.concurrency <= r.most_streams
+    ]
+    # Recipes are not listed from the first: what none was in force for is older than any that guesses.
+    found = _of_the_image(case, _in_force(case, found))
+    return _guesses(case, layout) * sum(r.guessing for r in found) / len(found) if found else 0.0
+
+
+def _guesses(case: Case, layout: Layout) -> float:
+    """num_nextn_predict_layers and speculative-num-steps of the scripts."""
+    if case.engine == "tensorrt-llm":
+        return 1.0 if layout.attention_data > 1 else 3.0
+    return 2.0 if "deepseek" in case.texts["model"].lower() else 3.0
+
+
+def _in_force(case: Case, recipes: list[Of]) -> list[Of]:
+    """On the day of the measurement; what is changed is measured, so of those the ones that were changed last."""
     day = measured(case)[2:].replace("-", "")
-    return [r for r in found if r.since <= int(day) <= r.until] or found if day.isdigit() else found
+    if not day.isdigit():
+        return recipes
+    found = [r for r in recipes if r.since <= int(day) <= r.until]
+    return [r for r in found if r.since == max(one.since for one in found)]
+
+
+def _of_the_image(case: Case, recipes: list[Of]) -> list[Of]:
+    image, version = case.notes.get("image", "").rpartition(":")[2], case.version
+    found = [r for r in recipes if image and r.image == image]
+    return found or [r for r in recipes if version and r.image.removeprefix("v").startswith(version)] or recipes
 
 
 def _mean(counts: Sequence[float]) -> float:
@@ -135,23 +190,31 @@ def _nearest(recipes: list[Recipe], streams: int) -> list[Recipe]:
     return [r for r in recipes if apart(r) <= least + 1e-9] if least <= math.log(NEAR) else []
 
 
-def _listed(case: Case) -> list[Recipe]:
+def _name(case: Case) -> str:
+    """Of what a row is a result of, as the recipes are listed; nothing where they have no such."""
     name = case.texts["model"].lower().replace("_", "-")
     model = next((known for known in MODELS if known in name), None)
     chip = re.search(r"\b(GB?\d{3}|[HB]\d{3})\b", case.chip.name)
     if model is None or chip is None:
-        return []
-    bits = "fp4" if case.shape.bits < 6 else "fp8"
-    return _recipes(f"{model} {bits} {chip[1].lower()} {case.engine} {case.prompt_tokens} {case.output_tokens}")
+        return ""
+    bits = "fp4" if case.shape.bits < 6 else "fp8" if case.shape.bits < 12 else "bf16"
+    return f"{model} {bits} {chip[1].lower()} {case.engine} {case.prompt_tokens} {case.output_tokens}"
 
 
 @lru_cache(maxsize=256)
-def _recipes(name: str) -> list[Recipe]:
+def _workers(name: str) -> list[Recipe]:
     return [Recipe(*numbers) for numbers in table("recipes")["workers"].get(name, [])]
 
 
-WIDER_SINCE = "2026-01-29"
-"""The day since which its scripts for DeepSeek-R1 on B200 with TensorRT-LLM take more tokens into a pass."""
+@lru_cache(maxsize=256)
+def _servers(name: str) -> list[Server]:
+    return [Server(*numbers) for numbers in table("recipes")["servers"].get(name, [])]
+
+
+WIDER_SINCE = "2026-01-21"
+"""The day since which its scripts for DeepSeek-R1 with TensorRT-LLM take more tokens into a pass."""
+GATHERED_SINCE = "2026-01-29"
+"""The day since which those for its 8 bits on B200 gather prompts."""
 NARROWER_SINCE = "2026-04-03"
 """The day since which those for MiniMax-M2.5 on B200 with vLLM take two prompts into a pass, however long."""
 NODE = 8
@@ -169,7 +232,7 @@ def usual(engine: str, family: str) -> Waits:
     return Waits(pass_tokens=tokens, ahead=float(engine in AHEAD))
 
 
-def waits(case: Case, layout: Layout) -> Waits:
+def waits(case: Case, layout: Layout, guessing: float) -> Waits:
     """What a scheduler lets go by before it takes in what has arrived, and how much of it at once."""
     own = usual(case.engine, case.machine.family)
     if not is_result(case):
@@ -181,7 +244,7 @@ def waits(case: Case, layout: Layout) -> Waits:
     if case.engine == "sglang":
         # chunked-prefill-size of the scripts.
         if blackwell or "deepseek" in name:
-            tokens = 16384.0 if case.shape.bits < 6 and "deepseek" in name else 32768.0
+            tokens = 16384.0 if "deepseek" in name and (case.shape.bits < 6 or guessing) else 32768.0
         elif "qwen" in name:
             tokens = 16384.0
         return own._replace(polled=_polled(case, layout) if blackwell else 0.0, pass_tokens=tokens)
@@ -193,10 +256,13 @@ def waits(case: Case, layout: Layout) -> Waits:
         elif "gpt-oss" in name:
             tokens = 20000.0
         elif "deepseek" in name:
-            least = float(streams + (case.prompt_tokens or 0) + 64)
-            tokens = max(8192.0, least) if day >= WIDER_SINCE or "H200" in case.chip.name else least
-            if even and streams >= 64 and blackwell and case.shape.bits > 6 and day >= WIDER_SINCE:
-                gathered = 40.0
+            tokens = float(streams + (case.prompt_tokens or 0) + 64)
+            if guessing:
+                tokens += (guessing + 1) * streams / layout.attention_data - streams
+            elif day >= WIDER_SINCE:
+                tokens = max(8192.0, tokens)
+                if even and streams >= 64 and blackwell and case.shape.bits > 6 and day >= GATHERED_SINCE:
+                    gathered = 40.0
         balanced = 60.0 if layout.attention_data > 1 else 0.0
         return own._replace(gathered=gathered, balanced=balanced, pass_tokens=tokens)
     if "minimax" in name and blackwell and day >= NARROWER_SINCE:

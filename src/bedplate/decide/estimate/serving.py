@@ -104,7 +104,7 @@ class Question(NamedTuple):
     dealt: Any = 0.0
     """1 where they deal out sequences to their ranks, 0 where they divide each."""
     guessing: Any = 0.0
-    """1 where they decode speculatively."""
+    """Tokens that are guessed ahead of each sequence."""
 
 
 class Answer(NamedTuple):
@@ -134,7 +134,7 @@ def answer(question: Question, e: Any) -> Answer:
         return Answer(first, token, streamed_tok_s(w, first, token, streams), batch)
     room = least(resident(w, e, question.complete), question.slots * w.pipeline / w.groups)
     if way == "steady":
-        first, token, batch = steady(w, e, streams, room, question.waits)
+        first, token, batch = steady(w, e, streams, room, question.waits, question.guessing)
         return Answer(first, token, streamed_tok_s(w, first, token, streams), least(batch * w.groups, streams))
     if way == "wave":
         first, token, prompts = one_wave(w, e, streams, room)
@@ -309,7 +309,11 @@ def _asked(case: Case, way: Way, layout: Layout, lengths: tuple[int, int], strea
     bits = usual_kv_bits(case.shape)
     work = work_of(machine, case.shape, layout, *lengths, bits)
     complete = float(case.engine in SETS_ASIDE)
-    question = Question(way, work, work, work, streams, slots, complete, layout.tensor, recipes.waits(case, layout))
+    guessing = recipes.guessing(case, layout)
+    waits = recipes.waits(case, layout, guessing)
+    question = Question(
+        way, work, work, work, streams, slots, complete, layout.tensor, waits, guessing=guessing
+    )  # fmt: skip
     return Asked(question, machine, layout, lengths[0] + lengths[1] / 2, bits)
 
 
@@ -369,6 +373,7 @@ def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | 
         decodes=setup.decodes,
         dealt=setup.dealt,
         guessing=setup.guessing,
+        waits=Waits(pass_tokens=setup.pass_tokens),
     )
     return Asked(question, machine, decode, prompt + output / 2, bits)
 
