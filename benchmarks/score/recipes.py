@@ -77,25 +77,16 @@ class Workers:
         batch = int(named[1]) if named else 0
         found = re.search(r"CONFIG_FILE=([\w./-]+\.yaml)(?::(\w+)(?:\[(\d+)\])?)?", settings)
         prefill, decode = self.settings(found[1], found[2], int(found[3] or 0)) if found else ({}, {})
-        if "max-running-requests" in decode:
-            # Of all ranks together.
-            ranks = decode.get("dp-size") or decode.get("data-parallel-size") or 1
-            batch = int(decode["max-running-requests"]) // int(ranks)
-        batch = int(decode.get("max_batch_size") or batch)
-        ahead = decode.get("speculative-num-steps") or (decode.get("speculative_config") or {}).get(
-            "num_nextn_predict_layers"
-        )
-        guessed = int(ahead or USUAL_GUESSES) if guesses else 0
-        ranks = int(prefill.get("dp-size") or prefill.get("data-parallel-size") or 1)
-        requests = prefill.get("max_batch_size") or int(prefill.get("max-running-requests") or 0) // ranks
-        tokens = prefill.get("max_num_tokens") or int(prefill.get("chunked-prefill-size") or 0) // ranks
-        if not tokens or not requests:
-            return guessed, batch, 0
-        return (
-            guessed,
-            batch,
-            min(int(tokens), int(prefill.get("max-prefill-tokens") or tokens), int(requests) * prompt),
-        )
+        if decode:
+            # SGLang counts those of all ranks together.
+            each = int(decode.get("max-running-requests") or 0) // ranks(decode)
+            batch = int(decode.get("max_batch_size") or each or batch)
+        drafts = (decode.get("speculative_config") or {}).get("num_nextn_predict_layers")
+        guessed = int(decode.get("speculative-num-steps") or drafts or USUAL_GUESSES) if guesses else 0
+        tokens = int(prefill.get("max_num_tokens") or int(prefill.get("chunked-prefill-size") or 0) // ranks(prefill))
+        requests = int(prefill.get("max_batch_size") or int(prefill.get("max-running-requests") or 0) // ranks(prefill))
+        most = int(prefill.get("max-prefill-tokens") or tokens)
+        return guessed, batch, min(tokens, most, requests * prompt)
 
     def settings(self, path: str, part: str | None, place: int) -> tuple[dict[str, Any], dict[str, Any]]:
         if path not in self.read:
@@ -108,6 +99,11 @@ class Workers:
         backend = found.get("backend", {})
         both = backend.get("sglang_config") or backend.get("trtllm_config") or {}
         return both.get("prefill", {}), both.get("decode", {})
+
+
+def ranks(settings: dict[str, Any]) -> int:
+    """Those with sequences of their own."""
+    return int(settings.get("dp-size") or settings.get("data-parallel-size") or 1)
 
 
 def laid_over(below: Any, above: Any, place: int) -> Any:
