@@ -137,7 +137,26 @@ def test_every_chip_makes_a_machine() -> None:
     for chip in chips().values():
         machine = machine_from_chip(chip)
         assert machine.bandwidth_bytes_s > 0
-        assert machine.core_hz > 0 or not machine.ops_s, chip.name
+        assert machine.core_hz > 0, chip.name
+        assert machine.plain_ops_s > 0, chip.name
+
+
+def test_a_chip_whose_maker_says_no_rates_has_those_of_its_like() -> None:
+    silent, like = (
+        machine_from_chip(chips()["Apple M5 Max (40-core GPU)"]),
+        machine_from_chip(find_chip("M4 Max 40-core").chip),
+    )
+    rates = [machine.ops_s["fp16"] / machine.bandwidth_bytes_s for machine in (silent, like)]
+    assert rates[0] == pytest.approx(rates[1], rel=0.3)
+
+
+def test_a_card_that_is_in_no_list_has_the_rates_of_its_generation() -> None:
+    hardware = simulated({"accelerator": "RTX 4090"})
+    card = replaced(hardware.accelerators[0], name="NVIDIA Graphics Device")
+    unlisted, listed = machine_of(replaced(hardware, accelerators=(card,))), machine_of(hardware)
+    assert unlisted.family == listed.family
+    assert unlisted.ops_s["fp16"] == pytest.approx(listed.ops_s["fp16"], rel=0.5)
+    assert unlisted.plain_ops_s > 0
 
 
 def test_a_cpu_that_nobody_knows_still_has_cores() -> None:

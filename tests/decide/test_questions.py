@@ -97,6 +97,22 @@ class TestProcure:
         ((_, offer),) = procure(find_model("Qwen/Qwen3-8B"), Workload(), Operations(), [find_chip(chip).chip])
         assert offer is not None and offer.count == 1
 
+    def test_nobody_is_offered_a_laptop_with_eight_cards(self) -> None:
+        model, chip = find_model("Qwen/Qwen3-32B"), find_chip("RTX 4080 Laptop").chip
+        ((_, offer),) = procure(model, SERVING, Operations(), [chip])
+        assert offer is None
+        assert serves(decide(simulated({"accelerator": chip.name, "count": 8}), model, SERVING), SERVING)
+
+    @pytest.mark.parametrize("name", ["Qwen/Qwen3-32B", "Qwen/Qwen2.5-0.5B-Instruct"])
+    @pytest.mark.parametrize("users", [1, 50])
+    def test_chips_whose_makers_say_no_rates_are_asked_too(self, name: str, users: int) -> None:
+        silent = [chip for chip in purchasable() if not chip.dense_tera_ops]
+        assert {"Apple M5 Max (40-core GPU)", "NVIDIA GeForce RTX 3060 Laptop"} <= {chip.name for chip in silent}
+        offers = [offer for _, offer in procure(find_model(name), Workload(users=users), Operations(), silent) if offer]
+        assert offers
+        for offer in offers:
+            assert offer.decision.estimate.ttft_ms is not None, offer.accelerator
+
     def test_only_what_one_can_buy_is_asked(self) -> None:
         chips = purchasable()
         assert len(chips) > 30 and all(chip.year >= 2020 for chip in chips)

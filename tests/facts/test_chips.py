@@ -369,6 +369,8 @@ def test_a_size_or_count_of_cores_that_is_not_made_is_refused(text: str) -> None
         ("MI300Z", "AMD Instinct MI300X"),
         ("Apple M3 Maxx", "Apple M3 Max"),
         ("titan v", "NVIDIA TITAN RTX"),
+        ("RTX 9999", "NVIDIA GeForce RTX 5090"),
+        ("Radeon 9999", "AMD Radeon RX 9070"),
     ],
 )
 def test_an_unknown_chip_is_refused_with_the_nearest_names(text: str, nearest: str) -> None:

@@ -32,6 +32,7 @@ from bedplate.facts.hardware import (
     together,
     with_spec,
 )
+from bedplate.facts.simulated import simulated
 from bedplate.show.probe import cost, link_lines, one_line, render_hardware, short_name
 from bedplate.values import (
     Accelerator,
@@ -352,6 +353,9 @@ class TestShow:
 
     def test_one_line(self) -> None:
         assert one_line(self.XEON) == ("Intel Xeon, 2 cores allowed (of 2), AVX-512 AMX · 23.4 GiB RAM free · no GPU")
+
+    def test_one_line_of_a_machine_on_paper_does_not_name_what_nobody_said(self) -> None:
+        assert one_line(simulated({"accelerator": "RTX 4090", "ram_gb": 64})).startswith("8 cores allowed (of 8) · ")
 
     def test_one_line_with_cards(self) -> None:
         pair = replaced(self.XEON, accelerators=(self.H200, replaced(self.H200, index=1)))

@@ -14,6 +14,8 @@ from bedplate.values.record import Record
 
 OLDEST_YEAR = 2020
 COUNTS = (1, 2, 4, 8)
+LAPTOP = " Laptop"
+"""How the names of chips end of which a machine has one."""
 KINDS = ("datacenter", "workstation", "consumer", "apple", "edge")
 
 
@@ -85,7 +87,7 @@ def purchasable() -> tuple[Chip, ...]:
 
 
 def _offer(chip: Chip, model: Model, workload: Workload, operations: Operations) -> Offer | None:
-    for count in COUNTS if not chip.unified else (1,):
+    for count in (1,) if chip.unified or chip.name.endswith(LAPTOP) else COUNTS:
         try:
             machine = _machine(chip, count)
         except BadQuestion:

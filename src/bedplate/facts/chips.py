@@ -517,16 +517,24 @@ def _unknown(text: str, index: _Index) -> BadQuestion:
     shown = text.strip()
     if not shown:
         return BadQuestion("no chip is named", hint="say it as in: 8x H100 SXM")
-    nearest = ", ".join(_nearest_names("".join(_words(shown.lower())), index))
+    nearest = ", ".join(_nearest_names(shown.lower(), index))
     return BadQuestion(
         f"no chip is known as “{shown}”",
         hint=f"the nearest names are {nearest}" if nearest else "docs/chips.md says which chips are known",
     )
 
 
-def _nearest_names(key: str, index: _Index) -> tuple[str, ...]:
+def _nearest_names(text: str, index: _Index) -> tuple[str, ...]:
     import difflib
 
-    near = difflib.get_close_matches(key, index.aliases, n=6, cutoff=0.6)
-    names = dict.fromkeys(chip.name for alias in near for chip in index.aliases[alias])
+    # First those of the same make: of "RTX 9999" the letters are right, and no number is near.
+    make = re.match(r"[a-z]{3,}", text)
+    alike = {
+        chip.name.lower()[at:]: chip.name
+        for chip in chips().values()
+        if make is not None and (at := chip.name.lower().find(make[0])) >= 0
+    }
+    found = [alike[name] for name in difflib.get_close_matches(text, alike, n=5, cutoff=0.6)]
+    near = difflib.get_close_matches("".join(_words(text)), index.aliases, n=6, cutoff=0.6)
+    names = dict.fromkeys(found or (chip.name for alias in near for chip in index.aliases[alias]))
     return tuple(names)[:5]

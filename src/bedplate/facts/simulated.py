@@ -32,6 +32,8 @@ SYSTEM_BYTES = {"linux": 1 * GIB, "macos": 4 * GIB, "windows": 4 * GIB}
 DRIVER_BYTES, DRIVER_SHARE = 400 << 20, 0.0015
 # AMD lets firmware give up to 96 of 128 GB to the GPU (Variable Graphics Memory); Linux alone lends it half of the RAM.
 AMD_SHARE, AMD_LOW_SHARE = 3 / 4, 1 / 2
+UNNAMED_CPU = "unknown CPU"
+"""Of a machine on paper for which nobody says it."""
 CORES_PER_CARD = 8
 LEAST_RAM_BYTES = 16 * GIB
 SOCKETED = ("Xeon", "EPYC", "Altra", "NVIDIA Grace")
@@ -279,7 +281,7 @@ def _cpu(asked: _Fields, card: Chip | None, named: Match | None, cards: int) -> 
     chip = named.chip if named is not None else _own_cpu(card)
     said = asked.text("cpu")
     if chip is None:
-        name = said or "unknown CPU"
+        name = said or UNNAMED_CPU
         notes = (
             [f"hardware.cpu: {said} is in no list, so its bandwidth and instruction sets are unknown"] if said else []
         )

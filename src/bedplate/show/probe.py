@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import RenderableType
 
 from bedplate.facts.cpu import summarise
+from bedplate.facts.simulated import UNNAMED_CPU
 from bedplate.show.page import page_of
 from bedplate.values import Accelerator, Cache, Cpu, Figure, Hardware, Link, Memory
 from bedplate.values.hardware import PciePath
@@ -36,7 +37,9 @@ PATHS: dict[PciePath, str] = {
 
 def one_line(hardware: Hardware) -> str:
     """Such as "Intel Xeon, 2 cores allowed (of 2), AVX-512 AMX · 23.4 GiB RAM free · no GPU"."""
-    parts = [short_name(hardware.cpu.name), cores(hardware.cpu), summarise(hardware.cpu.instruction_sets)]
+    cpu = hardware.cpu
+    name = "" if cpu.name == UNNAMED_CPU else short_name(cpu.name)
+    parts = [name, cores(cpu), summarise(cpu.instruction_sets)]
     ram = f"{memory(hardware.memory.available_bytes)} RAM free"
     return " · ".join((", ".join(filter(None, parts)), ram, gpus(hardware)))
 

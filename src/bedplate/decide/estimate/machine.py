@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from bedplate.errors import BadQuestion
-from bedplate.facts.chips import Chip, find_chip
+from bedplate.facts.chips import Chip, chips, find_chip
 from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link
 
 # A streaming kernel reaches about this share of the sheet's bandwidth. Fitted efficiencies refer to the sheet, so a
@@ -133,14 +133,16 @@ def _machine(hardware: Hardware) -> Machine:
     fastest = max(near, key=lambda link: _value(link.bandwidth_bytes_s) or 0.0, default=None)
     across = next((link for link in between if link.kind == "network"), None)
     to_host = next((link for link in hardware.links if "host" in (link.a, link.b)), None)
-    ops = _measured_ops(hardware, dict(_ops(chip)) if chip else {})
+    kind = family(chip) if chip else _family_by_driver(card)
+    bandwidth = _bandwidth(card.bandwidth_bytes_s, chip)
+    ops = _measured_ops(hardware, dict(_ops(chip)) if chip else {}) or dict(_usual_ops(kind, bandwidth))
     return Machine(
         name=card.name,
         vendor=card.vendor,
-        family=family(chip) if chip else _family_by_driver(card),
+        family=kind,
         kind="gpu",
         devices=len(cards),
-        bandwidth_bytes_s=_bandwidth(card.bandwidth_bytes_s, chip),
+        bandwidth_bytes_s=bandwidth,
         ops_s=MappingProxyType(ops),
         memory_bytes=card.memory_bytes,
         unified=card.unified_memory,
@@ -152,8 +154,8 @@ def _machine(hardware: Hardware) -> Machine:
         host_bytes_s=_host_bandwidth(hardware),
         host_link_bytes_s=_value(to_host.bandwidth_bytes_s) if to_host else None,
         cores=hardware.cpu.allowed_physical_cores,
-        core_hz=_core_hz(family(chip), chip) if chip else 0.0,
-        plain_ops_s=_plain_ops(family(chip), chip) if chip else ops.get("fp16", 0.0),
+        core_hz=_core_hz(kind, chip) if chip else 0.0,
+        plain_ops_s=_plain_ops(kind, chip) if chip else ops.get("fp16", 0.0),
     )
 
 
@@ -271,7 +273,29 @@ def _of_cpu(
 
 
 def _ops(chip: Chip) -> Mapping[str, float]:
-    """The sheet's rates; a rate that a sheet leaves out follows from the others where the units are the same."""
+    """The sheet's rates, or those of its like where no maker says them."""
+    return _sheet_ops(chip) or _usual_ops(family(chip), chip.bandwidth_bytes_s)
+
+
+def _usual_ops(kind: str, bandwidth_bytes_s: float) -> Mapping[str, float]:
+    """What chips of a family compute for each byte that they read, in the median; of all where none of it is known."""
+    return MappingProxyType({name: ratio * bandwidth_bytes_s for name, ratio in _ops_per_byte(kind).items()})
+
+
+@lru_cache(maxsize=32)
+def _ops_per_byte(kind: str) -> dict[str, float]:
+    known = [(chip, rates) for chip in chips().values() if chip.kind != "cpu" and (rates := _sheet_ops(chip))]
+    alike = [one for one in known if family(one[0]) == kind] or known
+    found = {}
+    for name in ("fp16", "fp32"):
+        ratios = sorted(rates[name] / chip.bandwidth_bytes_s for chip, rates in alike if name in rates)
+        if ratios:
+            found[name] = ratios[len(ratios) // 2]
+    return found
+
+
+def _sheet_ops(chip: Chip) -> Mapping[str, float]:
+    """A rate that a sheet leaves out follows from the others where the units are the same."""
     rates = {str(name): tera * 1e12 for name, tera in chip.dense_tera_ops.items()}
     if "fp16" not in rates:
         known = next((rates[name] / ratio for name, ratio in (("bf16", 1), ("fp8", 2), ("fp4", 4)) if name in rates), 0)
