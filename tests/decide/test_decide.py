@@ -469,6 +469,11 @@ class TestArrivals:
         work = Workload(requests_per_s=1000, prompt_tokens=1000, output_tokens=200)
         decision = decide(machine("L4"), find_model("Qwen/Qwen3-8B"), work)
         assert "the queue grows without end" in decision.notes[0]
+        assert "machines like this would keep up" in decision.notes[0]
+        # What is said is of those who have a place, not of a queue that no number holds for.
+        assert decision.fits and decision.in_flight <= decision.max_concurrency
+        first = decision.estimate.ttft_ms
+        assert first is not None and first.value < 60_000
         slow = replaced(work, requests_per_s=0.05)
         assert "without end" not in decide(machine("L4"), find_model("Qwen/Qwen3-8B"), slow).notes[0]
 

@@ -86,6 +86,13 @@ class TestProcure:
         ((_, none),) = procure(model, impossible, Operations(), chips)
         assert none is None
 
+    def test_a_machine_that_falls_behind_is_no_offer(self) -> None:
+        model, chips = find_model("Qwen/Qwen3-8B"), [find_chip("L4").chip]
+        few, many = (Workload(requests_per_s=rate, prompt_tokens=1000, output_tokens=200) for rate in (0.1, 1000.0))
+        ((_, offer),), ((_, none),) = (tuple(procure(model, work, Operations(), chips)) for work in (few, many))
+        assert offer is not None and offer.count == 1
+        assert none is None
+
     def test_what_is_partly_on_the_host_is_no_offer(self) -> None:
         machine = simulated({"accelerator": "RTX 3070", "ram_gb": 128})
         decision = decide(machine, find_model("Qwen/Qwen3-30B-A3B"), Workload())

@@ -309,7 +309,7 @@ class _Asker:
             if isinstance(found, str) or in_flight in seen or len(seen) >= CORRECTIONS:
                 return found
             expected = found.candidate.expected
-            if expected is None:
+            if expected is None or in_flight > found.candidate.max_concurrency:
                 return found
             seen.add(in_flight)
             request_s = expected.ttft_s + expected.tpot_s * workload.output_tokens

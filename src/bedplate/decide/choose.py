@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from bedplate.decide.candidates import Candidate, about_memory, best, wrong_here
@@ -106,29 +107,36 @@ def _settled(case: Case, evidence: Evidence, asked: Engine | None, installable: 
     workload = case.workload
     request_s = FIRST_GUESS_S + GUESSED_TPOT_S * workload.output_tokens
     seen: set[int] = set()
+
+    def with_in_flight(count: int) -> Decision:
+        return Search(case.with_work(replaced(workload, concurrency=count)), evidence, installable).decision(asked)
+
     while True:
         in_flight = workload.in_flight(request_s)
-        decision = Search(case.with_work(replaced(workload, concurrency=in_flight)), evidence, installable).decision(
-            asked
-        )
+        decision = with_in_flight(in_flight)
         expected = decision.estimate
+        if decision.fits and in_flight > decision.max_concurrency and too_slow(decision, workload):
+            # All the places are taken, and more wait with every second: what is said is of those who have one.
+            decision = with_in_flight(decision.max_concurrency)
+            break
         if in_flight in seen or len(seen) >= ROUNDS or expected.ttft_ms is None or expected.tpot_ms is None:
             break
         seen.add(in_flight)
         request_s = (expected.ttft_ms.value + expected.tpot_ms.value * workload.output_tokens) / 1000
     rate = f"{workload.requests_per_s:g} requests a second" if workload.requests_per_s else f"{workload.users:,} users"
     note = f"{decision.in_flight:,} requests in flight: {rate}, about {request_s:.1f} s each (Little's law)"
-    return replaced(decision, notes=(_too_slow(decision, workload) or note, *decision.notes))
+    return replaced(decision, notes=(too_slow(decision, workload) or note, *decision.notes))
 
 
-def _too_slow(decision: Decision, workload: Workload) -> str | None:
+def too_slow(decision: Decision, workload: Workload) -> str | None:
     """More requests come than are answered: then no number in flight holds, since it grows as long as they come."""
     made, asked = decision.estimate.output_tok_s, workload.requests_per_s
     answered = made.value / workload.output_tokens if made is not None else None
     if answered is None or asked is None or answered >= asked * KEEPS_UP:
         return None
     return (
-        f"{asked:g} requests a second come, and about {figure(answered, 2)} are answered: the queue grows without end"
+        f"{asked:g} requests a second come, and about {figure(answered, 2)} are answered: the queue grows without end; "
+        f"about {math.ceil(asked / answered):,} machines like this would keep up"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from bedplate.decide.choose import decide
+from bedplate.decide.choose import decide, too_slow
 from bedplate.errors import BadQuestion
 from bedplate.facts.chips import Chip, chips
 from bedplate.facts.simulated import simulated
@@ -100,8 +100,8 @@ def _offer(chip: Chip, model: Model, workload: Workload, operations: Operations)
 
 
 def serves(decision: Decision, workload: Workload) -> bool:
-    """It fits, everyone is resident, and the targets, if there are any, are met by the estimate."""
-    if not decision.fits or decision.max_concurrency < decision.in_flight:
+    """It fits, everyone is resident, and what comes and the targets, if there are any, are met by the estimate."""
+    if not decision.fits or decision.max_concurrency < decision.in_flight or too_slow(decision, workload):
         return False
     if decision.memory is not None and decision.memory.offload is not None:
         return False

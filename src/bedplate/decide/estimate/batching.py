@@ -487,7 +487,8 @@ def steady(w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_W
     slower, accepted = guessed(e, guessing)
     own = streams / w.groups
     own = most(own + w.uneven * e.unevenness * own**0.5, 1.0)
-    held = least(own, most_resident)
+    # Of very many the smaller of the two would be lost in rounding.
+    held = most(least(own, most_resident), 1.0)
     prompt_s = prefill_s(w, e)
     batch = held
     token_s = decode_s(w, e, batch)
