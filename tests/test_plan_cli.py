@@ -26,6 +26,20 @@ def bash_reads(path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+class TestWork:
+    @pytest.mark.parametrize(
+        ("asked", "shown"),
+        [
+            (("--users", "7"), "7 users · 512 + 256 tokens"),
+            (("--set", "requests_per_s=2"), "2 requests a second · 512 + 256 tokens"),
+            (("--users", "200", "--set", "think_time_s=30"), "200 users who think for 30 s · 512 + 256 tokens"),
+            (("--users", "7", "--set", "requests_per_s=2", "--concurrency", "4"), "7 users · 512 + 256 tokens"),
+        ],
+    )
+    def test_whose_work_it_is(self, asked: tuple[str, ...], shown: str) -> None:
+        assert shown in " ".join(invoke(*CARD, *asked).out.split())
+
+
 class TestEngine:
     def test_one_that_can(self) -> None:
         answer = invoke(*CARD, "--engine", "llama.cpp", "--json")

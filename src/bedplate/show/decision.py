@@ -215,8 +215,12 @@ def model_line(model: Model) -> str:
 
 
 def work_line(workload: Workload, settings: Settings | None) -> str:
-    users = f"{workload.users:,} user{'s' if workload.users > 1 else ''}"
-    line = f"{users} · {workload.prompt_tokens:,} + {workload.output_tokens:,} tokens"
+    who = f"{workload.users:,} user{'s' if workload.users > 1 else ''}"
+    if workload.concurrency is None and workload.requests_per_s is not None:
+        who = f"{workload.requests_per_s:g} requests a second"
+    elif workload.concurrency is None and workload.think_time_s is not None:
+        who += f" who think for {workload.think_time_s:g} s"
+    line = f"{who} · {workload.prompt_tokens:,} + {workload.output_tokens:,} tokens"
     if settings is not None:
         line += f" → {settings.slots} at once, up to {settings.context_tokens:,} tokens each"
     return line
