@@ -89,6 +89,13 @@ class TestWhatIf:
         page = invoke(*CARD, "--what-if", "users=50,count=2").out
         assert "exllamav3" in page and "vllm" in page and "serve.default" in page
 
+    def test_a_count_in_the_machines_name_is_changed_too(self) -> None:
+        found = json.loads(invoke(*SERVERS, "--what-if", "count=2", "--json").out)
+        cards = [found[side]["memory"]["devices"][0]["count"] for side in ("before", "after")]
+        assert cards == [8, 2]
+        # A person who names no count, or a chip that nobody knows, is answered as before.
+        assert invoke("plan", "Qwen/Qwen3-8B", "--hardware", "4x H900", "--what-if", "count=2").code == 2
+
     def test_nothing_changes(self) -> None:
         assert "nothing changes" in invoke(*CARD, "--what-if", "price_per_hour=2").out
 

@@ -118,15 +118,30 @@ def override(intent: Intent, **options: Any) -> Intent:
 def _machine_fields(hardware: object, changed: str) -> dict[str, Any]:
     """The machine as a mapping of which one field can be changed."""
     if isinstance(hardware, dict) and "schema" not in hardware:
-        return hardware
+        return _uncounted(hardware) if changed == "count" else hardware
     if isinstance(hardware, str) and not hardware.endswith(".json") and not _is_file(Path(hardware)):
-        return {"accelerator": hardware}
+        named = {"accelerator": hardware}
+        return _uncounted(named) if changed == "count" else named
     if changed in ("accelerator", "cpu"):
         return {}
     raise BadQuestion(
         f"{changed}: can be changed of a machine on paper only",
         hint='name the machine first: --hardware "8x H100 SXM", or accelerator=…',
     )
+
+
+def _uncounted(hardware: dict[str, Any]) -> dict[str, Any]:
+    """Of "8x H100 SXM" the chip alone: how many there are is said anew."""
+    from bedplate.facts.chips import find_chip
+
+    named = hardware.get("accelerator")
+    if not isinstance(named, str):
+        return hardware
+    try:
+        found = find_chip(named, guess=True)
+    except BadQuestion:
+        return hardware
+    return {**hardware, "accelerator": found.chip.name} if found.counted else hardware
 
 
 def parsed_fields(texts: Iterable[str]) -> dict[str, Any]:
