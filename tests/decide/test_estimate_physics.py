@@ -96,6 +96,16 @@ def test_a_ring_sends_nearly_twice_the_hidden_states() -> None:
     assert all_reduce_bytes(10, shape, 4) == pytest.approx(2 * 3 / 4 * 10 * 4096 * 2)
 
 
+@pytest.mark.parametrize(("params_b", "active_b"), [(117, 5.1), (671, 37), (30.5, 3.3), (46.7, 12.9), (1000, 1)])
+def test_facts_of_a_mixture_leave_something_that_is_no_expert(params_b: float, active_b: float) -> None:
+    shape = shape_of(model_from_facts({"params_b": params_b, "active_params_b": active_b}))
+    assert shape.dense_params > 0 and shape.dense_bytes > 0
+    assert shape.dense_params + shape.expert_params == pytest.approx(params_b * 1e9)
+    assert shape.dense_params + shape.expert_params * shape.experts_active / shape.experts == pytest.approx(
+        active_b * 1e9, rel=0.05
+    )
+
+
 def test_facts_alone_make_a_shape() -> None:
     shape = shape_of(model_from_facts({"params_b": 30, "active_params_b": 3, "quantization": "Q4_K_M"}))
     assert shape.active_params == pytest.approx(3e9, rel=0.01)

@@ -19,6 +19,8 @@ ATTENDING = frozenset({
 })  # fmt: skip
 SPARSE_TOKENS = 2048
 """Tokens that a sparse-attention layer attends to (DeepSeek-V3.2 and GLM-5: index_topk)."""
+OF_EXPERTS = 0.6
+"""Of the weights that a token of a mixture uses, what is experts: DeepSeek-V3 and Qwen3's have 57 to 67 %."""
 LATENT_HEAD = 320
 """Key and value width of one head of latent attention when a prompt is computed unabsorbed: 128 + 64 and 128."""
 
@@ -109,13 +111,15 @@ def _shape(model: Model) -> Shape:
     if not model.parts:
         dense_bytes, dense_params = float(model.weight_bytes), float(model.parameters)
         if model.active_parameters and model.active_parameters < model.parameters:
-            # Only the sums are known: what one token leaves out is experts, an eighth of which it uses if nobody says.
-            share = active / experts if experts and active else 1 / 8
-            expert_params = (model.parameters - model.active_parameters) / (1 - share)
+            # Only the sums are known: what one token leaves out is experts, an eighth of which it uses if nobody says,
+            # and less where it uses less of all: the rest of what it uses is no expert.
+            used = model.active_parameters / model.parameters
+            share = active / experts if experts and active else min(1 / 8, OF_EXPERTS * used)
+            expert_params = min((model.parameters - model.active_parameters) / (1 - share), float(model.parameters))
             expert_bytes = expert_params * model.weight_bytes / model.parameters
             dense_params -= expert_params
             dense_bytes -= expert_bytes
-            experts, active = (experts, active) if experts and active else (64, 8)
+            experts, active = (experts, active) if experts and active else (round(8 / share), 8)
     if not expert_params:
         experts = active = 0
     details = model.quantization_details
