@@ -152,7 +152,7 @@ def guessing(case: Case, layout: Layout) -> float:
         if (r.ranks, r.expert, r.dealt) == wanted and r.least_streams <= case.concurrency <= r.most_streams
     ]
     # Recipes are not listed from the first: what none was in force for is older than any that guesses.
-    found = _of_the_image(case, _in_force(case, found))
+    found = _in_force(case, _of_the_image(case, found))
     return _guesses(case, layout) * sum(r.guessing for r in found) / len(found) if found else 0.0
 
 
