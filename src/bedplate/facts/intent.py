@@ -117,11 +117,10 @@ def override(intent: Intent, **options: Any) -> Intent:
 
 def _machine_fields(hardware: object, changed: str) -> dict[str, Any]:
     """The machine as a mapping of which one field can be changed."""
+    if isinstance(hardware, str) and not hardware.endswith(".json") and not _is_file(Path(hardware)):
+        hardware = {"accelerator": hardware}
     if isinstance(hardware, dict) and "schema" not in hardware:
         return _uncounted(hardware) if changed == "count" else hardware
-    if isinstance(hardware, str) and not hardware.endswith(".json") and not _is_file(Path(hardware)):
-        named = {"accelerator": hardware}
-        return _uncounted(named) if changed == "count" else named
     if changed in ("accelerator", "cpu"):
         return {}
     raise BadQuestion(

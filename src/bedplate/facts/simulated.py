@@ -15,7 +15,7 @@ from bedplate.facts.apple import default_wired_limit
 from bedplate.facts.chips import GIB, Chip, ChipLink, Match, find_chip, memory_bandwidth
 from bedplate.facts.devices import host_link
 from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link, Memory
-from bedplate.values.hardware import OperatingSystem, Pcie, Vendor
+from bedplate.values.hardware import UNNAMED_CPU, OperatingSystem, Pcie, Vendor
 from bedplate.values.record import Basis
 
 FIELDS = ("accelerator", "count", "gpus_per_node", "link", "network", "cpu", "cores", "ram_gb", "os", "arch")
@@ -32,8 +32,6 @@ SYSTEM_BYTES = {"linux": 1 * GIB, "macos": 4 * GIB, "windows": 4 * GIB}
 DRIVER_BYTES, DRIVER_SHARE = 400 << 20, 0.0015
 # AMD lets firmware give up to 96 of 128 GB to the GPU (Variable Graphics Memory); Linux alone lends it half of the RAM.
 AMD_SHARE, AMD_LOW_SHARE = 3 / 4, 1 / 2
-UNNAMED_CPU = "unknown CPU"
-"""Of a machine on paper for which nobody says it."""
 CORES_PER_CARD = 8
 LEAST_RAM_BYTES = 16 * GIB
 SOCKETED = ("Xeon", "EPYC", "Altra", "NVIDIA Grace")

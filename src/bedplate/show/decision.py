@@ -215,15 +215,25 @@ def model_line(model: Model) -> str:
 
 
 def work_line(workload: Workload, settings: Settings | None) -> str:
-    who = f"{workload.users:,} user{'s' if workload.users > 1 else ''}"
-    if workload.concurrency is None and workload.requests_per_s is not None:
-        who = f"{workload.requests_per_s:g} requests a second"
-    elif workload.concurrency is None and workload.think_time_s is not None:
-        who += f" who think for {workload.think_time_s:g} s"
-    line = f"{who} · {workload.prompt_tokens:,} + {workload.output_tokens:,} tokens"
+    line = f"{arrivals(workload) or users(workload)} · {workload.prompt_tokens:,} + {workload.output_tokens:,} tokens"
     if settings is not None:
         line += f" → {settings.slots} at once, up to {settings.context_tokens:,} tokens each"
     return line
+
+
+def users(workload: Workload) -> str:
+    return f"{workload.users:,} user{'s' if workload.users > 1 else ''}"
+
+
+def arrivals(workload: Workload) -> str | None:
+    """How requests come, where that is said and not how many there are at once."""
+    if workload.concurrency is not None:
+        return None
+    if workload.requests_per_s is not None:
+        return f"{workload.requests_per_s:g} requests a second"
+    if workload.think_time_s is not None:
+        return f"{users(workload)} who think for {workload.think_time_s:g} s"
+    return None
 
 
 def fit_line(found: Fit) -> str:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from bedplate.decide.candidates import READING_TOK_S
 from bedplate.decide.catalogue import PACES, Catalogue, Entry, Pace
-from bedplate.show.decision import short
+from bedplate.show.decision import arrivals, short
 from bedplate.show.probe import one_line
 from bedplate.values import Figure, Hardware, Workload
 from bedplate.values.units import memory
@@ -63,11 +63,8 @@ def _answer(found: Catalogue) -> str:
 
 
 def _requests(workload: Workload) -> str:
-    if workload.concurrency is None and workload.requests_per_s is not None:
-        return f"{workload.requests_per_s:g} requests a second"
-    if workload.concurrency is None and workload.think_time_s is not None:
-        return f"{workload.users:,} users who think for {workload.think_time_s:g} s"
-    return "one request at a time" if workload.in_flight() == 1 else f"{workload.in_flight():,} requests at once"
+    at_once = workload.in_flight()
+    return arrivals(workload) or ("one request at a time" if at_once == 1 else f"{at_once:,} requests at once")
 
 
 def _title(pace: Pace, least_tok_s: float | None) -> str:

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import RenderableType
 
 from bedplate.facts.cpu import summarise
-from bedplate.facts.simulated import UNNAMED_CPU
 from bedplate.show.page import page_of
 from bedplate.values import Accelerator, Cache, Cpu, Figure, Hardware, Link, Memory
-from bedplate.values.hardware import PciePath
+from bedplate.values.hardware import UNNAMED_CPU, PciePath
 from bedplate.values.units import memory, size
 
 Row = tuple[str, str, str]

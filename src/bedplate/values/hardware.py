@@ -36,6 +36,10 @@ class NumaNode(Record, frozen=True, kw_only=True):
     free_bytes: int | None = None
 
 
+UNNAMED_CPU = "unknown CPU"
+"""Of a machine on paper for which nobody says it."""
+
+
 class Cpu(Record, frozen=True, kw_only=True):
     name: str
     vendor: str | None = None

@@ -169,7 +169,8 @@ def _in_force(case: Case, recipes: list[Of]) -> list[Of]:
     if not day.isdigit():
         return recipes
     found = [r for r in recipes if r.since <= int(day) <= r.until]
-    return [r for r in found if r.since == max(one.since for one in found)]
+    last = max((r.since for r in found), default=0)
+    return [r for r in found if r.since == last]
 
 
 def _of_the_image(case: Case, recipes: list[Of]) -> list[Of]:

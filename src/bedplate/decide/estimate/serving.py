@@ -311,9 +311,7 @@ def _asked(case: Case, way: Way, layout: Layout, lengths: tuple[int, int], strea
     complete = float(case.engine in SETS_ASIDE)
     guessing = recipes.guessing(case, layout)
     waits = recipes.waits(case, layout, guessing)
-    question = Question(
-        way, work, work, work, streams, slots, complete, layout.tensor, waits, guessing=guessing
-    )  # fmt: skip
+    question = Question(way, work, work, work, streams, slots, complete, layout.tensor, waits, guessing=guessing)
     return Asked(question, machine, layout, lengths[0] + lengths[1] / 2, bits)
 
 
