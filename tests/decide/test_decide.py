@@ -400,13 +400,23 @@ class TestWhatWouldFit:
         )
         assert decide(replaced(hardware, accelerators=larger), find_model(model), work, wanted).fits
 
-    def test_so_many_cards_indeed_fit(self) -> None:
-        work, model = Workload(prompt_tokens=1000), find_model("meta-llama/Meta-Llama-3.1-70B")
-        decision = decide(machine("L4"), model, work, "vllm")
-        cards = int(re.findall(r"about (\d+) cards like these", " ".join(decision.hints))[0])
-        assert cards > 1
-        powers = next(power for power in (2, 4, 8, 16) if power >= cards)
-        assert decide(machine("L4", powers), model, work, "vllm").fits
+    @pytest.mark.parametrize(
+        ("name", "card", "count", "wanted"),
+        [
+            ("meta-llama/Meta-Llama-3.1-70B", "L4", 1, "vllm"),
+            ("meta-llama/Meta-Llama-3.1-70B", "RTX 4090", 1, "vllm"),
+            ("deepseek-ai/DeepSeek-R1", "H200 SXM", 5, "vllm"),
+            ("deepseek-ai/DeepSeek-R1", "A100 SXM 80GB", 6, "sglang"),
+            ("Qwen/Qwen3-235B-A22B", "RTX 3090", 4, "vllm"),
+            ("openai/gpt-oss-120b", "RTX 4090", 1, "vllm"),
+        ],
+    )
+    def test_so_many_cards_indeed_fit(self, name: str, card: str, count: int, wanted: str) -> None:
+        work, model = Workload(prompt_tokens=1000), find_model(name)
+        decision = decide(machine(card, count), model, work, wanted)
+        cards = int(re.findall(r"(\d+) cards like these", " ".join(decision.hints))[0])
+        assert cards > count
+        assert decide(machine(card, cards), model, work, wanted).fits
 
     def test_a_smaller_quantization_is_named_first_when_one_would_do(self) -> None:
         decision = decide(box(4 * GIB), EIGHT_B, Workload())

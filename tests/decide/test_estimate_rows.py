@@ -8,7 +8,7 @@ import io
 import statistics
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -299,3 +299,83 @@ def test_no_prediction_of_a_published_row_breaks_the_floor() -> None:
                     if 1 / float(row["value"]) < floor * 0.99:
                         beaten.append(row["row_id"])
     assert not beaten
+
+
+class TestNoNumber:
+    """What nobody can have measured, and what a cell does not say, is refused and not guessed."""
+
+    LOCAL: ClassVar[dict[str, str]] = {
+        "hardware": "RTX 4090", "count": "1", "engine": "llama.cpp", "model": "Llama 3.1 8B", "quantization": "Q4_K_M",
+        "concurrency": "1", "prompt_tokens": "512", "output_tokens": "128", "metric": "decode_tok_s_single",
+    }  # fmt: skip
+
+    def test_the_row_itself_is_answered(self) -> None:
+        assert isinstance(predict(self.LOCAL), Prediction)
+        assert predict({**self.LOCAL, "prompt_tokens": "1,024"}) == predict({**self.LOCAL, "prompt_tokens": "1024"})
+
+    @pytest.mark.parametrize(
+        ("changes", "why"),
+        [
+            ({"model": "Llama 3.1 70B", "quantization": "F16"}, "the weights, 131 GiB, do not fit in"),
+            ({"model": "Llama 3.1 70B", "quantization": "4-bit", "engine": "MLX", "hardware": "M1 8GB"}, "of 8 GiB"),
+            ({"engine": "TensorRT-LLM", "hardware": "MI300X", "quantization": "fp8"}, "TensorRT-LLM does not compute"),
+            ({"engine": "exllamav3", "hardware": "M4 Max", "quantization": "4.0bpw"}, "ExLlamaV3 does not compute on"),
+            ({"model": "BAAI/bge-m3", "quantization": "f16", "metric": "tpot_ms"}, "writes no text"),
+            ({"count": "-4"}, "count: '-4' is no number"),
+            ({"count": "many"}, "count: 'many' is no number"),
+            ({"output_tokens": "1e400"}, "output_tokens: '1e400' is no number"),
+            ({"concurrency": "lots"}, "concurrency: 'lots' is neither"),
+            ({"parallelism": "banana"}, "parallelism: 'banana' names no way"),
+            ({"tensor_parallel": "8"}, "divided among 8 devices, and there are 1"),
+            ({"prompt_tokens": "10000000"}, "was made for 131,072"),
+        ],
+    )  # fmt: skip
+    def test_it_is_refused_with_its_reason(self, changes: dict[str, str], why: str) -> None:
+        found = predict({**self.LOCAL, **changes})
+        assert isinstance(found, Refused) and why in found.why, found
+
+    @pytest.mark.parametrize(
+        ("name", "engine"),
+        [
+            ("ExLlama v3", "exllamav3"), ("llama cpp", "llama.cpp"), ("llama-server", "llama.cpp"),
+            ("ORT", "onnxruntime"),
+            ("LMStudio 0.4", "llama.cpp"), ("mistral-rs", "mistral.rs"), ("TurboRT", "other"),
+        ],
+    )  # fmt: skip
+    def test_engines_as_people_write_them(self, name: str, engine: str) -> None:
+        assert engine_of(name) == engine
+
+
+class TestFloors:
+    """No figure is better than what the sheet's rates allow."""
+
+    SERVED: ClassVar[dict[str, str]] = {
+        "hardware": "RTX 3090", "count": "8", "engine": "vLLM", "model": "Llama 3.1 8B", "quantization": "bf16",
+        "tensor_parallel": "1", "concurrency": "1", "prompt_tokens": "128", "output_tokens": "128",
+    }  # fmt: skip
+
+    def value(self, **changes: str) -> float:
+        found = predict({**self.SERVED, **changes})
+        assert isinstance(found, Prediction), found
+        return found.value
+
+    def test_one_request_is_on_one_replica(self) -> None:
+        alone = self.value(count="1", metric="output_tok_s_total")
+        assert self.value(metric="output_tok_s_total") == pytest.approx(alone)
+        assert alone < 936e9 / 15e9
+        assert self.value(concurrency="8", metric="output_tok_s_total") == pytest.approx(8 * alone, rel=0.01)
+
+    def test_stages_of_a_mixture_read_all_that_a_token_touches(self) -> None:
+        took = self.value(model="Mixtral-8x7B", parallelism="tp1 pp8", prompt_tokens="1024", metric="tpot_ms")
+        assert took > 12.5e9 * 2 / 936e9 * 1000
+
+    @pytest.mark.parametrize("engine", ["HF Transformers", "vLLM"])
+    def test_sixteen_bits_are_not_multiplied_by_units_for_eight(self, engine: str) -> None:
+        took = self.value(
+            hardware="H20 96GB", count="1", engine=engine, model="Qwen2.5-32B", prompt_tokens="8192", metric="ttft_ms"
+        )
+        assert took > 2 * 31e9 * 8192 / 148e12 * 1000
+
+    def test_what_each_has_in_its_cache_is_read(self) -> None:
+        shallow, deep = (self.value(count="1", context_depth=depth, metric="tpot_ms") for depth in ("0", "16384"))
+        assert deep - shallow > 16384 * 131072 / 936e9 * 1000

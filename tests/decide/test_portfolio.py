@@ -156,3 +156,29 @@ def test_cards_are_never_promised_twice(services: list[dict[str, Any]], big: int
     ]
     named = [{**service, "name": f"service {index}"} for index, service in enumerate(services)]
     check_cards(platform(*named, pools=pools), pools)
+
+
+class TestWhichPool:
+    def by_service(self, found: Portfolio) -> dict[str, tuple[str | None, int, str | None]]:
+        return {one.service: (one.pool, one.accelerators, one.decision.quantization) for one in found.placements}
+
+    def test_the_order_in_which_pools_are_written_means_nothing(self) -> None:
+        services = (CHAT, SMALL, EMBED)
+        assert self.by_service(platform(*services)) == self.by_service(platform(*services, pools=POOLS[::-1]))
+
+    def test_what_a_small_card_serves_well_is_not_put_on_a_large_one(self) -> None:
+        placed = self.by_service(platform(CHAT, SMALL, EMBED))
+        assert placed["drafts"][0] == "small" and placed["search"][0] == "cpus" and placed["chat"][0] == "big"
+
+    def test_what_nothing_serves_quickly_goes_where_it_is_quickest(self) -> None:
+        long = {**CHAT, "name": "long", "workload": {"concurrency": 200, "prompt_tokens": 6000, "output_tokens": 100}}
+        (placed,) = platform(long).placements
+        assert placed.pool == "big"
+
+    def test_cards_that_are_left_give_back_the_bits(self) -> None:
+        """Four bits hold everyone on fewer cards; where the others stay idle, that is no reason to answer worse."""
+        busy = {**CHAT, "workload": {"concurrency": 150, "prompt_tokens": 1024, "output_tokens": 256}}
+        alone = platform(busy, pools=POOLS[:1]).placements[0]
+        assert alone.decision.quantization == "FP8" and alone.decision.fits
+        tight = [{"name": "big", "accelerator": "H100 SXM", "count": 1}]
+        assert platform(busy, pools=tight).placements[0].decision.quantization == "AWQ-Int4"

@@ -14,9 +14,10 @@ from bedplate.decide.evidence import Evidence
 from bedplate.decide.layouts import layouts
 from bedplate.decide.memory import Asked, fit
 from bedplate.engines import Engine
-from bedplate.engines.base import RESERVED_SHARE, SIXTEEN_BIT, Target
+from bedplate.engines.base import RESERVED_SHARE, SIXTEEN_BIT, Target, cards_of
 from bedplate.facts.known_models import with_label
-from bedplate.values import Fit, Hardware, Model, Parallelism, Refusal, Settings, Weights, replaced
+from bedplate.facts.simulated import simulated
+from bedplate.values import Fit, Hardware, Model, Parallelism, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.agreement import Agreement
 from bedplate.values.fit import DeviceNeed
 from bedplate.values.tuning import Tuned
@@ -42,6 +43,10 @@ NEARLY = 0.8
 """A few more residents are no reason for coarser weights."""
 SERVER_EFFORT = 3
 """From this effort on an engine is a server: it batches, so that weights are read once for many."""
+CARDS = (2, 3, 4, 6, 8, 16, 24, 32, 48, 64)
+"""Numbers of cards that machines, and nodes together, have."""
+SURELY = 2
+"""Room for so many times a request's tokens needs no closer look: windows and states do not grow as fast."""
 SAME = 0.97
 """Layouts within three percent are equal as far as an estimate can tell; then the simpler one wins."""
 
@@ -109,7 +114,7 @@ def best(
     found = [candidate for form in forms if (candidate := _laid_out(engine, target, form, case, evidence))]
     fitting = [candidate for candidate in found if candidate.fit.fits]
     if not fitting:
-        return too_large(engine, min(found, key=lambda candidate: candidate.model.weight_bytes))
+        return too_large(engine, min(found, key=lambda candidate: candidate.model.weight_bytes), case.workload)
     sound = [candidate for candidate in fitting if wrong_here(candidate, evidence) is None]
     if not sound and not asked and (wrong := wrong_here(fitting[0], evidence)) is not None:
         return engine.refusal(
@@ -124,7 +129,7 @@ def wrong_here(candidate: Candidate, evidence: Evidence) -> Agreement | None:
     return evidence.broken(candidate.engine.id, version, candidate.weights.label, candidate.settings)
 
 
-def too_large(engine: Engine, nearest: Candidate) -> Refusal:
+def too_large(engine: Engine, nearest: Candidate, work: Workload) -> Refusal:
     """Why not even the smallest form fits, with figures."""
     fullest = max(nearest.fit.devices, key=lambda need: need.high_bytes - (need.usable_bytes or 0))
     own = fullest.overhead_bytes.high + fullest.activation_bytes.high
@@ -141,7 +146,7 @@ def too_large(engine: Engine, nearest: Candidate) -> Refusal:
         f"(weights {as_memory(fullest.weights_bytes)}, cache {as_memory(fullest.kv_bytes)}, its own {as_memory(own)}), "
         f"and may take {free}"
     )
-    return engine.refusal("impossible", why, "; or ".join(what_would_fit(nearest)))
+    return engine.refusal("impossible", why, "; or ".join(what_would_fit(nearest, work)))
 
 
 def about_memory(refusal: Refusal) -> bool:
@@ -149,7 +154,7 @@ def about_memory(refusal: Refusal) -> bool:
     return refusal.kind == "impossible" and "(weights " in refusal.why
 
 
-def what_would_fit(nearest: Candidate) -> tuple[str, ...]:
+def what_would_fit(nearest: Candidate, work: Workload) -> tuple[str, ...]:
     """The nearest things that would fit, nearest first; figures are rounded so that they still do."""
     hints: list[str] = []
     needs = nearest.fit.devices
@@ -159,17 +164,36 @@ def what_would_fit(nearest: Candidate) -> tuple[str, ...]:
         for _ in range(need.count)
     )
     model = nearest.model
-    if room > 0 and model.parameters and (bits := math.floor(room * 80 / model.parameters) / 10) >= 2:
+    if room > 0 and model.parameters and (bits := math.floor(room * 80 / model.parameters) / 10) >= LEAST_BITS:
         hints.append(f"a quantization of at most {bits:.1f} bits per weight (this one has {nearest.bits:.1f})")
     lacking = {need.device: _shortage(need, nearest.engine) * need.count for need in needs}
     where = " on the cards" if not lacking.get("host") else ""
     hints.append(f"{as_memory(sum(lacking.values()) * ROUNDING)} more free memory{where}")
-    unified = any(card.unified_memory for card in nearest.hardware.accelerators)
-    if needs[0].device != "host" and needs[0].usable_bytes and not unified:
-        cards = -(-sum(need.high_bytes * need.count for need in needs) // needs[0].usable_bytes)
-        if cards > needs[0].count:
-            hints.append(f"about {cards} cards like these")
+    if needs[0].device != "host" and (cards := _enough_cards(nearest, work)) is not None:
+        hints.append(f"{cards} cards like these")
     return tuple(hints)
+
+
+def _enough_cards(nearest: Candidate, work: Workload) -> int | None:
+    """How many more of the same it would take: the first number that people have of them, and that a layout is for."""
+    cards, chip = cards_of(nearest.hardware, nearest.engine.vendors), nearest.target.chip
+    each = nearest.fit.devices[0]
+    if chip is None or chip.unified or not each.usable_bytes:
+        return None
+    least = -(-each.weights_bytes * each.count // each.usable_bytes)
+    for count in CARDS:
+        if count <= len(cards) or count < least or count % chip.devices_per_card:
+            continue
+        machine = simulated({
+            "accelerator": chip.name, "count": count // chip.devices_per_card,
+            "ram_gb": max(1, nearest.hardware.memory.total_bytes >> 30),
+        })  # fmt: skip
+        ways = layouts(machine, nearest.engine, nearest.model)
+        if any(
+            fit(machine, nearest.model, work, nearest.engine, parallelism=way).fits for way in ways if way.data == 1
+        ):
+            return count
+    return None
 
 
 def _shortage(need: DeviceNeed, engine: Engine) -> float:
@@ -264,14 +288,39 @@ def room_for(
     each = -(-wanted.slots // layout.data)
     wanted = replaced(wanted, slots=max(1, each))
     if engine.paged:
-        slots = max(1, min(wanted.slots, room.max_concurrency // layout.data or 1))
-        return replaced(wanted, slots=slots), room
+        held = room.max_concurrency
+        if case.workload.request_tokens > case.workload.usual_tokens and wanted.device != "cpu" and room.fits:
+            # Cache is taken as requests grow: those of the usual length need not wait for the room of the longest. On
+            # a CPU the cache is given its size beforehand.
+            usual = replaced(case.workload, context_tokens=None)
+            held = fit(hardware, model, usual, engine, parallelism=layout).max_concurrency
+        context = _context_that_fits(engine, hardware, model, layout, case.workload, wanted.context_tokens, room)
+        slots = max(1, min(wanted.slots, held // layout.data or 1))
+        return replaced(wanted, slots=slots, context_tokens=context), room
     asked = Asked.of(engine, case.workload, None)
-    for settings in _smaller_and_smaller(wanted, min(-(-asked.in_flight // layout.data), each), asked.tokens):
+    asked_slots = min(-(-asked.in_flight // layout.data), each)
+    for settings in _smaller_and_smaller(wanted, asked_slots, asked.tokens):
         need = fit(hardware, model, case.workload, engine, parallelism=layout, settings=settings)
+        if need.offload is not None and settings.slots > asked_slots:
+            continue  # room that nobody asked for would drive weights out of the card
         if need.fits and need.max_concurrency >= settings.slots * layout.data:
             return _offload_settings(settings, model, need), need
     return settings, room
+
+
+def _context_that_fits(
+    engine: Engine, hardware: Hardware, model: Model, layout: Parallelism, work: Workload, wanted: int, room: Fit
+) -> int:
+    """The longest request that one may send: an engine that is told of longer ones than it can hold does not start."""
+    asked = min(work.request_tokens, wanted)
+    if not room.fits or room.max_concurrency // layout.data * asked >= SURELY * wanted:
+        return wanted
+    while wanted > asked:
+        alone = replaced(work, context_tokens=wanted, concurrency=1)
+        if fit(hardware, model, alone, engine, parallelism=layout).fits:
+            break
+        wanted = max(wanted // 2, asked)
+    return wanted
 
 
 def _offload_settings(settings: Settings, model: Model, need: Fit) -> Settings:
@@ -299,25 +348,46 @@ def _smaller_and_smaller(settings: Settings, asked_slots: int, asked_context: in
 
 
 def _best_layout(fitting: list[Candidate], case: Case) -> Candidate:
-    """For many, the most tokens per second over all cards; for a few, the fewest cards that feel quick."""
+    """For many, the most tokens per second over all cards; for a few, the fewest cards that feel quick.
+
+    Targets come first: of the layouts that keep them, or else the one that comes nearest.
+    """
     in_flight = case.in_flight
     useful = [one for one in fitting if one.layout.data <= max(1, in_flight)] or fitting
     most = max(one.max_concurrency for one in useful)
     holding = [one for one in useful if one.max_concurrency >= min(in_flight, most)]
-    pool = [one for one in holding if _meets(one, case)] or holding
+    pool = [one for one in holding if meets(one, case)]
+    if not pool and case.workload.latency is not None:
+        nearest = min(_overrun(one, case) for one in holding)
+        return min((one for one in holding if _overrun(one, case) * SAME <= nearest), key=_complexity)
+    pool = pool or holding
     if in_flight < MANY:
-        quick = [one for one in pool if one.expected is not None and one.expected.tpot_s <= COMFORT_TPOT_S]
+        quick = [one for one in pool if _quick(one, case)]
         return min(quick or pool, key=lambda one: (one.cards if quick else 0, -_speed(one), *_complexity(one)))
     fastest = max(_speed(one) for one in pool)
     return min((one for one in pool if _speed(one) >= fastest * SAME), key=_complexity)
 
 
-def _meets(candidate: Candidate, case: Case) -> bool:
+def meets(candidate: Candidate, case: Case) -> bool:
+    """Whether there are targets, and the estimate keeps them."""
+    return case.workload.latency is not None and _overrun(candidate, case) <= 1
+
+
+def _overrun(candidate: Candidate, case: Case) -> float:
+    """How many times as long as wanted the worse of its two times is; what cannot be predicted is the worst."""
     target, expected = case.workload.latency, candidate.expected
     if target is None or expected is None:
-        return False
-    in_time = target.ttft_ms is None or expected.ttft_s * 1000 <= target.ttft_ms
-    return in_time and (target.tpot_ms is None or expected.tpot_s * 1000 <= target.tpot_ms)
+        return math.inf
+    pairs = ((expected.ttft_s, target.ttft_ms), (expected.tpot_s, target.tpot_ms))
+    return max((took_s * 1000 / limit_ms for took_s, limit_ms in pairs if limit_ms is not None), default=0.0)
+
+
+def _quick(candidate: Candidate, case: Case) -> bool:
+    """Within the targets, or where there are none for it, as quick as people read."""
+    target, expected = case.workload.latency, candidate.expected
+    if target is not None and target.tpot_ms is not None:
+        return meets(candidate, case)
+    return expected is not None and expected.tpot_s <= COMFORT_TPOT_S
 
 
 def _speed(candidate: Candidate) -> float:
@@ -343,6 +413,8 @@ def _named_bits(label: str) -> float | None:
 def _preferred(fitting: list[Candidate], case: Case) -> Candidate:
     """Of the forms that fit: the first that holds everyone, and for a few, that is as quick as they read."""
     in_flight, least = case.in_flight, _everyday_bits(case.model)
+    # Cards that hold everything but let some wait are quicker for all than weights in RAM.
+    fitting = [one for one in fitting if one.fit.offload is None and one.nominal_bits >= least] or fitting
     holding = [one for one in fitting if one.max_concurrency >= in_flight]
     if not holding:
         # Some wait in any case; that is no reason to answer them all worse.
@@ -350,8 +422,8 @@ def _preferred(fitting: list[Candidate], case: Case) -> Candidate:
         most = max(one.max_concurrency for one in everyday)
         return next(one for one in everyday if one.max_concurrency >= NEARLY * most)
     if case.workload.precision_sensitive or fitting[0].engine.effort >= SERVER_EFFORT:
-        return holding[0]
+        kept = [one for one in holding if one.nominal_bits >= least and meets(one, case)]
+        return kept[0] if kept else holding[0]
     everyday = [one for one in holding if one.nominal_bits >= least] or holding
-    whole = [one for one in everyday if one.fit.offload is None] or everyday
-    quick = [one for one in whole if one.expected is not None and one.expected.tpot_s <= COMFORT_TPOT_S]
-    return quick[0] if quick else min(whole, key=lambda one: one.bits)
+    quick = [one for one in everyday if _quick(one, case)]
+    return quick[0] if quick else min(everyday, key=lambda one: (one.expected.tpot_s if one.expected else 0, one.bits))

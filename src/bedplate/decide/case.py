@@ -88,6 +88,12 @@ class Case:
         )
 
     @property
+    def before_turing(self) -> bool:
+        """NVIDIA cards that are older than what most servers' kernels are built for."""
+        capability = self.chip.capability if self.chip is not None else None
+        return capability is not None and float(capability) < 7.5
+
+    @property
     def moe(self) -> bool:
         return bool(self.model.num_experts and self.model.num_experts > 1)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from bedplate.decide.candidates import Candidate, about_memory, best, wrong_here
-from bedplate.decide.case import Case, with_tasks_agreed
+from bedplate.decide.candidates import SERVER_EFFORT, Candidate, about_memory, best, wrong_here
+from bedplate.decide.case import STORED_BITS, Case, with_tasks_agreed
 from bedplate.decide.evidence import Better, Evidence, gathered, name_of
 from bedplate.decide.explain import expectations, reasons_for
 from bedplate.decide.planning import plan
@@ -14,7 +14,8 @@ from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRA
 from bedplate.decide.tuned import with_tuning
 from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
-from bedplate.engines.base import installing_within
+from bedplate.engines.base import Target, installing_within
+from bedplate.facts.known_models import with_label
 from bedplate.facts.unpack import unpacked
 from bedplate.values import Challenger, Decision, Hardware, Model, Preparation, Reason, Refusal, Workload, replaced
 from bedplate.values.agreement import Agreement
@@ -34,6 +35,12 @@ KEEPS_UP = 0.9
 ROUNDS = 4
 """Little's law needs the time of a request, which depends on how many are in flight: a few rounds settle it."""
 
+FOUR_BITS = "AWQ-INT4"
+"""The form in which most models can be had in four bits, and which all servers take."""
+LAST_RESORT = "anywhere"
+"""The rule for what nothing is made for."""
+INCUMBENT = "operations.incumbent"
+"""The rule by which the engine in service stays."""
 UNPACKER = "pytorch"
 UNPACK_START_S = 15.0
 UNPACK_WEIGHTS_S = 15e6
@@ -69,7 +76,23 @@ def decide(
         decision = Search(case, evidence, installable).decision(asked)
     else:
         decision = _settled(case, evidence, asked, installable)
+    if asked is None and (better := _in_four_bits(decision, case, evidence, installable)):
+        decision = replaced(decision, notes=(*decision.notes, better))
     return _unpacking(decision, model, case.model) if folder is not None else decision
+
+
+def _in_four_bits(decision: Decision, case: Case, evidence: Evidence, installable: bool) -> str | None:
+    """Where many are left to an engine for few, because servers take these weights only as they are stored."""
+    for_few = decision.engine is None or decision.reasons[0].rule == LAST_RESORT
+    details = case.model.quantization_details
+    if not for_few or not case.many or case.cards == 0 or details is None or details.bits <= STORED_BITS:
+        return None
+    small = with_label(case.model, FOUR_BITS)
+    other = Search(replace(case, model=small), evidence, installable).decision(None)
+    if other.engine is None or engine_by_id(other.engine).effort < SERVER_EFFORT or other.estimate.output_tok_s is None:
+        return None
+    speed = f"about {figure(other.estimate.output_tok_s.value)} tok/s"
+    return f"stored in {FOUR_BITS}, it would be served by {other.engine} here, at {speed}: such files of it are better"
 
 
 def _needs_unpacking(engine: Engine) -> bool:
@@ -176,8 +199,7 @@ class Search:
                 max_concurrency=0, in_flight=case.in_flight, refused=refused, hints=self._hints(asked),
             )  # fmt: skip
         chosen = with_tuning(chosen, case, self.evidence)
-        nodes = -(-chosen.cards // max(1, chosen.hardware.cards_per_node)) if chosen.hardware.accelerators else 1
-        orchestrator, above = self._orchestrated(nodes)
+        orchestrator, above = self._orchestrated(_nodes(chosen))
         estimate = expectations(chosen, case)
         decision = Decision(
             engine=chosen.engine.id,
@@ -194,13 +216,25 @@ class Search:
             memory=chosen.fit,
             estimate=estimate,
             limit=chosen.expected.limit if chosen.expected is not None else None,
-            reasons=(reason, *reasons_for(chosen, case, self.evidence), *above),
+            reasons=(reason, *self._replaced(chosen, reason), *reasons_for(chosen, case, self.evidence), *above),
             refused=refused,
             challengers=challengers,
         )
         launch = chosen.engine.launch(plan(decision, case.model, case.workload), SHOWN_PORT)
         decision = replaced(decision, launch=launch)
         return _unpacking(decision, source, folder) if folder is not None else decision
+
+    def _replaced(self, chosen: Candidate, why: Reason) -> tuple[Reason, ...]:
+        """Why the engine in service does not stay, where it cannot. Who was asked for, or measured, says so itself."""
+        named = self.case.operations.incumbent
+        engine = all_engines().get(named) if named is not None else None
+        if engine is None or engine is chosen.engine or self._wanted is not None or self._overruled is not None:
+            return ()
+        said = self._said_of(engine, chosen)
+        if not isinstance(said, Refusal) or why.rule == INCUMBENT:
+            return ()
+        rule = next(rule for rule in PICKS if rule.id == INCUMBENT)
+        return (Reason(rule=rule.id, text=f"{engine.name} is in service, but: {said.why}", source=rule.source),)
 
     def _asked(self, engine: Engine) -> tuple[Candidate | None, Reason | None]:
         found = self.candidate(engine)
@@ -225,16 +259,17 @@ class Search:
         for engine_id in picked.engines:
             engine = engines.get(engine_id)
             found = self.candidate(engine) if engine is not None else None
-            if not isinstance(found, Candidate) or self._wastes(found):
+            if not isinstance(found, Candidate) or self._leaves_gpu_idle(found.target):
                 continue
             holds = found.max_concurrency >= self.case.in_flight
             if holds or not picked.holding or engine_id == picked.engines[-1]:
                 return found
         return None
 
-    def _wastes(self, found: Candidate) -> bool:
+    def _leaves_gpu_idle(self, target: Target | None) -> bool:
         """Whether it would compute on the CPU while accelerators that another engine uses stay idle."""
-        if self.installable or found.target.device != "cpu" or not self.case.hardware.accelerators:
+        on_cpu = target is not None and target.device == "cpu"
+        if self.installable or not on_cpu or not self.case.hardware.accelerators:
             return False
         return any(
             (target := engine.target(self.case.hardware)) is not None and target.device != "cpu"
@@ -304,11 +339,11 @@ class Search:
         if doubt is not None and chosen is not None:
             return engine.refusal(doubt.kind, doubt.why, doubt.hint)
         found = self.candidate(engine)
-        if isinstance(found, Refusal):
+        if isinstance(found, Refusal) and not self._leaves_gpu_idle(engine.target(case.hardware)):
             return found
         if doubt is not None:
             return engine.refusal(doubt.kind, doubt.why, doubt.hint)
-        if self._wastes(found):
+        if isinstance(found, Refusal) or self._leaves_gpu_idle(found.target):
             return engine.refusal(
                 "unsuitable", "would compute on the CPU here, and leave the GPU idle", engine.strength
             )
@@ -331,6 +366,16 @@ class Search:
         tried = [refusal for engine in engines if isinstance(refusal := self._found.get(engine.id), Refusal)]
         hints = [refusal.hint for refusal in tried if refusal.hint and about_memory(refusal)]
         return tuple(hints[0].split("; or ")) if hints else ()
+
+
+def _nodes(chosen: Candidate) -> int:
+    """Over how many operating systems it is spread. A rack whose cards share links is still many of them."""
+    if not chosen.hardware.accelerators:
+        return 1
+    chip, each = chosen.target.chip, chosen.hardware.cards_per_node
+    if chip is not None and chip.per_host is not None:
+        each = min(each, chip.per_host)
+    return -(-chosen.cards // max(1, each))
 
 
 def _installs(engine: Engine, hardware: Hardware) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bedplate.decide.candidates import Candidate
+from bedplate.decide.candidates import COMFORT_TPOT_S, PRECISE_BITS, ROUNDED_OFF, SERVER_EFFORT, Candidate, meets
 from bedplate.decide.case import Case
 from bedplate.decide.estimate import estimate_of
 from bedplate.decide.evidence import Evidence
@@ -13,6 +13,7 @@ from bedplate.decide.tuned import measured_estimate, tuning_words
 from bedplate.engines.base import SIXTEEN_BIT
 from bedplate.values import Estimate, Figure, Reason, replaced
 from bedplate.values.cost import per_million
+from bedplate.values.units import figure
 from bedplate.values.units import memory as as_memory
 
 
@@ -97,10 +98,11 @@ def split(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
 
 @reason("quant.fp8", "physics: half the bytes to read; the chip's data sheet")
 def fp8(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """On a chip that computes in FP8, weights are served in it."""
+    """On a chip that computes in FP8, weights are served in it; on others, where 16 bits do not hold everyone."""
     if candidate.weights.label != "FP8" or candidate.weights.made == "as it is":
         return None
-    return "FP8 units on this chip: half the bytes to read"
+    units = "fp8" in candidate.target.features
+    return "FP8 units on this chip: half the bytes to read" if units else "FP8 weights: half the bytes to read"
 
 
 @reason("quant.fp4", "physics: a quarter of the bytes to read; the chip's data sheet")
@@ -126,13 +128,38 @@ def unquantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | N
     return f"{bits}-bit weights: this work shows small errors" if small else f"{bits}-bit weights fit"
 
 
+@reason("quant.stored", 'seeds/002 "anything where precision matters at the decimal level"')
+def stored_small(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """Weights that come in few bits cannot be given back what they lost: work that shows small errors is warned."""
+    if not case.workload.precision_sensitive or candidate.nominal_bits >= PRECISE_BITS - ROUNDED_OFF:
+        return None
+    return (
+        f"THE WEIGHTS COME IN {candidate.quantization}, and this work shows small errors: compare its answers, "
+        "or take the model in 8 bits or more where there is such a one"
+    )
+
+
 @reason("quant.fit", 'seeds/002 "for text generation, 4-bit quantization is often acceptable"')
 def quantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """The most faithful weights that fit and keep up with a reader; below four bits only where nothing else fits."""
     label = candidate.weights.label
     if candidate.weights.made == "as it is" or label in (*SIXTEEN_BIT, "FP8", "NVFP4", "MXFP4"):
         return None
-    return f"{label}, {candidate.bits:.1f} bits per weight: the most faithful that fits and keeps up with a reader"
+    return f"{label}, {candidate.bits:.1f} bits per weight: {_why_these_bits(candidate, case)}"
+
+
+def _why_these_bits(candidate: Candidate, case: Case) -> str:
+    """As they were preferred: for everyone to be resident, then for speed, and else for what they say."""
+    expected = candidate.expected
+    if candidate.max_concurrency < case.in_flight:
+        return "the most faithful that holds about as many at once as any"
+    if case.workload.precision_sensitive or candidate.engine.effort >= SERVER_EFFORT:
+        return "the most faithful that fits"
+    if expected is None:
+        return "the smallest that do for text, since nothing says how fast others are"
+    if expected.tpot_s <= COMFORT_TPOT_S or meets(candidate, case):
+        return "the most faithful that fits and keeps up with a reader"
+    return "the quickest that fit; none keep up with a reader"
 
 
 @reason("layout.tensor", 'seeds/001 "interconnect (PCIe vs NVLink vs RDMA)"')
@@ -160,7 +187,11 @@ def expert(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
 def pipeline(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """Across slow links go stages of layers: they exchange once a stage and not twice a layer."""
     size = candidate.layout.pipeline
-    return f"{size} stages of layers: slow links carry one exchange a stage" if size > 1 else None
+    if size <= 1:
+        return None
+    if "tensor" not in candidate.engine.ways:
+        return f"{size} stages of layers: so does {candidate.engine.name} divide a model"
+    return f"{size} stages of layers: slow links carry one exchange a stage"
 
 
 @reason("layout.data", 'seeds/001 "tensor / pipeline / data parallel"')
@@ -189,10 +220,30 @@ def idle_gpu(candidate: Candidate, case: Case, evidence: Evidence) -> str | None
 @reason("fit.queue", "physics: the cache of one request times the requests")
 def queue(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """More requests than are resident at once wait, and that is said."""
-    at_once = min(candidate.max_concurrency, candidate.settings.slots * candidate.layout.data)
-    if at_once >= case.in_flight:
+    computed, longest = candidate.settings.slots * candidate.layout.data, candidate.max_concurrency
+    if min(computed, longest) >= case.in_flight:
         return None
-    return f"{at_once:,} of {case.in_flight:,} requests at once; the others wait"
+    if computed <= longest:
+        return f"{computed:,} of {case.in_flight:,} requests at once; the others wait"
+    usual, most = case.workload.usual_tokens, case.workload.request_tokens
+    of_usual = f"all {case.in_flight:,}" if computed >= case.in_flight else f"{computed:,} of {case.in_flight:,}"
+    return f"{of_usual} requests at once while they have {usual:,} tokens, {longest:,} of {most:,}; the others wait"
+
+
+@reason("latency.target", 'seeds/000 "latency as the critical constraint"')
+def in_time(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
+    """Layout and weights are chosen to keep the targets; where none does, the nearest, and that is said."""
+    target, expected = case.workload.latency, expectations(candidate, case)
+    if target is None:
+        return None
+    pairs = (("TTFT", expected.ttft_ms, target.ttft_ms), ("TPOT", expected.tpot_ms, target.tpot_ms))
+    asked = [(name, took, limit) for name, took, limit in pairs if limit is not None]
+    known = [(name, took.value, limit) for name, took, limit in asked if took is not None]
+    if len(known) < len(asked):
+        return "whether the latency targets are kept is not known: nothing says how fast this is"
+    said = ", ".join(f"{name} {figure(took)} ms of {figure(limit)}" for name, took, limit in known)
+    kept = all(took <= limit for _, took, limit in known)
+    return f"{'within the latency targets' if kept else 'MISSES the latency targets'}: {said}" if known else None
 
 
 @reason("evidence.calibrated", "store: what was measured on this machine")

@@ -55,16 +55,19 @@ class Asked:
     prompt_tokens: int
     in_flight: int
     ceiling: int
+    shared_tokens: int = 0
+    """Of each prompt, what is kept once for all: blocks of a paged cache are shared by those that begin alike."""
 
     @classmethod
     def of(cls, engine: Engine, workload: Workload, settings: Settings | None) -> Asked:
         ceiling = engine.max_slots or MOST_SLOTS
+        shared = min(workload.shared_prefix_tokens, workload.prompt_tokens) if engine.paged else 0
         if settings is None:
-            return cls(workload.request_tokens, workload.prompt_tokens, workload.in_flight(), ceiling)
+            return cls(workload.request_tokens, workload.prompt_tokens, workload.in_flight(), ceiling, shared)
         # Paged engines take cache as requests grow; the others set the whole context aside for each slot.
         tokens = workload.request_tokens if engine.paged else settings.context_tokens
         slots = min(settings.slots, workload.in_flight()) if engine.paged else settings.slots
-        return cls(tokens, min(workload.prompt_tokens, tokens), slots, ceiling)
+        return cls(tokens, min(workload.prompt_tokens, tokens), slots, ceiling, shared)
 
 
 def cards_for(hardware: Hardware, engine: Engine, layout: Parallelism) -> tuple[Accelerator, ...]:
@@ -87,9 +90,13 @@ def kv_bytes_on_device(model: Model, tokens: int, layout: Parallelism) -> float:
 
     With attention data parallelism a request is resident on its own rank alone.
     """
+    return model.kv_bytes(tokens) / _divides_cache(model, layout)
+
+
+def _divides_cache(model: Model, layout: Parallelism) -> int:
     ranks = max(1, layout.tensor // max(1, layout.attention_data))
     ranks = min(ranks, model.num_kv_heads or ranks) if model.kv_lora_rank is None else 1
-    return model.kv_bytes(tokens) / layout.pipeline / max(1, ranks)
+    return layout.pipeline * max(1, ranks)
 
 
 def weight_bytes_on_device(model: Model, layout: Parallelism) -> int:
@@ -128,14 +135,19 @@ def _on_cards(cards: Sequence[Accelerator], model: Model, engine: Engine, layout
     usable = round(free * use.share) if free is not None else None
     weights = weight_bytes_on_device(model, layout)
     cache_each = kv_bytes_on_device(model, asked.tokens, layout)
+    # Windows and states belong to each request; only what grows with every token is the same for all.
+    shared = model.kv_bytes_per_token * asked.shared_tokens / _divides_cache(model, layout)
     groups = max(1, layout.attention_data)
+
+    def cache(requests: int) -> float:
+        here = -(-requests // groups)
+        return cache_each * here - shared * (here - 1)
 
     def activations(requests: int) -> float:
         return engine.activation_bytes(model, asked.prompt_tokens * requests) / layout.tensor
 
     def high(requests: int) -> float:
-        cache = cache_each * -(-requests // groups)
-        return weights + cache + (activations(requests) + use.device_bytes) * (1 + use.spread)
+        return weights + cache(requests) + (activations(requests) + use.device_bytes) * (1 + use.spread)
 
     most = most_that(lambda requests: usable is not None and high(requests) <= usable, asked.ceiling)
     counted = max(1, min(-(-asked.in_flight // layout.data), most))
@@ -143,7 +155,7 @@ def _on_cards(cards: Sequence[Accelerator], model: Model, engine: Engine, layout
         device=smallest.name,
         count=len(cards),
         weights_bytes=weights,
-        kv_bytes=round(cache_each * -(-counted // groups)),
+        kv_bytes=round(cache(counted)),
         activation_bytes=estimate(activations(counted), use.spread, use.source),
         overhead_bytes=estimate(use.device_bytes, use.spread, use.source),
         usable_bytes=usable,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bedplate.decide.candidates import COMFORT_TPOT_S
 from bedplate.decide.choose import decide
 from bedplate.decide.together import Ask, Decides, together
 from bedplate.engines import engine as engine_by_id
 from bedplate.facts.simulated import simulated
-from bedplate.values import Decision, Hardware, Model
+from bedplate.values import Decision, Hardware, Model, Parallelism
 from bedplate.values.intent import Intent, Operations, Pool, Service
 from bedplate.values.portfolio import Placement, Portfolio
 from bedplate.values.record import replaced
@@ -89,10 +90,12 @@ def portfolio(intent: Intent, models: Sequence[Model]) -> Portfolio:
     # The largest first: what is small finds room in what is left.
     for index in sorted(range(len(asked)), key=lambda position: -asked[position].model.weight_bytes):
         placements[index] = _placed(asked[index], alone[index], standard, intent.pools, free)
+    pools = {pool.name: pool for pool in intent.pools}
+    placed = {index: _more_faithful(asked[index], one, pools, free) for index, one in placements.items()}
     return Portfolio(
         engine=standard,
         text=why,
-        placements=tuple(placements[index] for index in range(len(asked))),
+        placements=tuple(placed[index] for index in range(len(asked))),
         free=free,
         notes=intent.notes,
     )
@@ -110,13 +113,18 @@ def _standard(alone: Sequence[Decision]) -> tuple[str | None, str]:
 
 
 def _anywhere(asked: Asked, pools: Sequence[Pool]) -> Decision:
-    """The decision in the first pool that may hold it, before anybody has taken anything."""
+    """The decision in the largest pool that may hold it, before anybody has taken anything."""
     decisions = [
         decide(machine_of(pool, pool.count), asked.model, asked.service.workload, operations=asked.operations)
-        for pool in pools
+        for pool in sorted(pools, key=lambda pool: -_worth(pool, pool.count))
         if asked.service.pool in (None, pool.name)
     ]
     return next((decision for decision in decisions if decision.fits), decisions[0])
+
+
+def _worth(pool: Pool, count: int) -> int:
+    """What so many of its devices are to the platform, as far as anybody says: the memory of accelerators."""
+    return sum(card.memory_bytes or 0 for card in machine_of(pool, count).accelerators)
 
 
 def machine_of(pool: Pool, count: int) -> Hardware:
@@ -138,30 +146,69 @@ def machine_of(pool: Pool, count: int) -> Hardware:
 def _placed(
     asked: Asked, alone: Decision, standard: str | None, pools: Sequence[Pool], free: dict[str, int]
 ) -> Placement:
-    """The fewest devices that hold everyone, with the standard engine unless the rules chose another for a reason."""
+    """The least that holds everyone, with the standard engine unless the rules chose another for a reason."""
     own = alone.engine if alone.engine is not None else standard
     reason = alone.reasons[0] if alone.reasons and own != standard else None
     exception = f"{own}: {reason.text} ({reason.rule})" if reason is not None else None
-    best: tuple[int, Pool, Decision] | None = None
+    best: tuple[tuple[bool, float, str], int, Pool, Decision] | None = None
     for pool in pools:
         if asked.service.pool not in (None, pool.name):
             continue
         for count in _counts(free[pool.name]):
             decision = decide(machine_of(pool, count), asked.model, asked.service.workload, operations=asked.operations)
-            if decision.fits and decision.max_concurrency >= decision.in_flight:
-                if best is None or count < best[0]:
-                    best = (count, pool, decision)
-                break
+            if _holds(decision):
+                found = (_rank(decision, pool, count), count, pool, decision)
+                best = found if best is None or found[0] < best[0] else best
+                if _readable(decision):
+                    break
     if best is None:
-        lost = replaced(alone, engine=None, fits=False, launch=None) if alone.fits else alone
+        nothing = Parallelism()
+        lost = replaced(alone, engine=None, fits=False, launch=None, parallelism=nothing) if alone.fits else alone
         return Placement(service=asked.name, pool=None, accelerators=0, exception=exception, decision=lost)
-    count, pool, decision = best
+    _, count, pool, decision = best
     free[pool.name] -= count
     if decision.engine == standard:
         exception = None
     elif exception is None and decision.reasons:
         exception = f"{decision.engine}: {decision.reasons[0].text} ({decision.reasons[0].rule})"
     return Placement(service=asked.name, pool=pool.name, accelerators=count, exception=exception, decision=decision)
+
+
+def _more_faithful(asked: Asked, placed: Placement, pools: Mapping[str, Pool], free: dict[str, int]) -> Placement:
+    """With devices that nobody needs, weights of more bits, where they were rounded only to hold everyone."""
+    now = placed.decision
+    if placed.pool is None or now.weights is None or now.weights.made == "as it is" or not _few_bits(now):
+        return placed
+    pool = pools[placed.pool]
+    for count in _counts(placed.accelerators + free[pool.name]):
+        if count <= placed.accelerators:
+            continue
+        decision = decide(machine_of(pool, count), asked.model, asked.service.workload, operations=asked.operations)
+        if _holds(decision) and decision.engine == now.engine and not _few_bits(decision):
+            free[pool.name] -= count - placed.accelerators
+            return replaced(placed, accelerators=count, decision=decision)
+    return placed
+
+
+def _few_bits(decision: Decision) -> bool:
+    return decision.quantization is not None and decision.quantization.upper().endswith(("INT4", "FP4"))
+
+
+def _holds(decision: Decision) -> bool:
+    return decision.fits and decision.max_concurrency >= decision.in_flight
+
+
+def _rank(decision: Decision, pool: Pool, count: int) -> tuple[bool, float, str]:
+    """What keeps up with readers takes as little as possible; where nothing does, the quickest is taken."""
+    if _readable(decision) or decision.estimate.tpot_ms is None:
+        return False, _worth(pool, count), pool.name
+    return True, decision.estimate.tpot_ms.value, pool.name
+
+
+def _readable(decision: Decision) -> bool:
+    """Whether tokens come as fast as people read; what writes none is as it is."""
+    tpot = decision.estimate.tpot_ms
+    return tpot is None or tpot.value <= COMFORT_TPOT_S * 1000
 
 
 def _counts(free: int) -> list[int]:

@@ -106,6 +106,9 @@ def incumbent(case: Case) -> Pick | None:
     name = case.operations.incumbent
     if name is None:
         return None
+    if name == "ollama":
+        # It has a library of its own: what it would not import itself may be there.
+        return Pick((name, "llama.cpp"), "ollama, llama.cpp inside, is in service, and nothing measured here beats it")
     return Pick((name,), f"{name} is in service, and nothing measured here beats it")
 
 
@@ -204,7 +207,8 @@ def rtx(case: Case) -> Pick | None:
     if not case.rtx or not case.few or case.workload.precision_sensitive or case.workload.task != "generate":
         return None
     cards = f"{case.cards} cards" if case.cards > 1 else "one card"
-    return Pick(("exllamav3", "exllamav2", "llama.cpp"), f"{cards} of the RTX kind and {case.in_flight} at a time")
+    kind = "of the desk" if case.before_turing else "of the RTX kind"
+    return Pick(("exllamav3", "exllamav2", "llama.cpp"), f"{cards} {kind} and {case.in_flight} at a time")
 
 
 @pick(
@@ -286,7 +290,7 @@ def general_serving(case: Case) -> Pick | None:
     if case.vendor not in ("nvidia", "amd"):
         return None
     if case.in_flight == 1:
-        return Pick(("vllm", "pytorch"), "one request at a time over an API: vLLM for serving convenience")
+        return Pick(("vllm", "llama.cpp", "pytorch"), "one request at a time over an API, on GPUs")
     return Pick(("vllm",), f"{case.in_flight} requests at once over an API, on GPUs")
 
 
@@ -429,8 +433,8 @@ def ollama_instead_of_llama_cpp(case: Case) -> Doubt | None:
 
 @doubt("doubt.lmdeploy", "lmdeploy", 'seeds/000 "Keeping one standard engine"; no seed speaks of LMDeploy')
 def lmdeploy_without_evidence(case: Case) -> Doubt | None:
-    """LMDeploy serves what vLLM serves: a second server wants evidence, and is asked for it with 4-bit weights only."""
-    if case.operations.incumbent == "lmdeploy" or _four_bits_for_many(case):
+    """LMDeploy is vLLM's like: a second server wants evidence, asked for with 4-bit weights or on cards vLLM left."""
+    if case.operations.incumbent == "lmdeploy" or _four_bits_for_many(case) or _many_on_old_cards(case):
         return None
     hint = "it is in service already, or measured here to be faster"
     return Doubt("serves what vLLM serves: a second server of that kind wants evidence", hint, "outranked")
@@ -439,6 +443,10 @@ def lmdeploy_without_evidence(case: Case) -> Doubt | None:
 def _four_bits_for_many(case: Case) -> bool:
     stored = (case.model.quantization or "").upper()
     return case.many and case.vendor == "nvidia" and stored in ("AWQ-INT4", "GPTQ-INT4", "MXFP4")
+
+
+def _many_on_old_cards(case: Case) -> bool:
+    return case.many and case.before_turing
 
 
 # challenges: worth measuring, and the evidence that would justify each
@@ -503,7 +511,9 @@ def measure_mlx(case: Case, chosen: str) -> str | None:
     "InternLM/lmdeploy: README of 0.18.0, its own figures: gpt-oss at 1.5 times vLLM's speed on H800",
 )
 def measure_lmdeploy(case: Case, chosen: str) -> str | None:
-    """LMDeploy for weights in 4 bits and many on NVIDIA: its own figures are above vLLM's."""
+    """LMDeploy for many on NVIDIA: with 4-bit weights, where its own figures are above vLLM's; on cards vLLM left."""
+    if _many_on_old_cards(case):
+        return f"more tokens per second than {chosen} on your traffic: it divides layers over cards as old as these"
     if not _four_bits_for_many(case) or chosen not in ("vllm", "sglang", "tgi", "tensorrt-llm"):
         return None
     return f"more tokens per second than {chosen} on the same {case.model.quantization} weights and your traffic"

@@ -10,11 +10,12 @@ from bedplate.engines.base import (
     MemoryUse,
     Recipe,
     Target,
+    everyday_context,
     known_failure,
     made_path,
 )
 from bedplate.engines.knobs import field_scale, has_own_defaults, landed, scale, slots_knob, worth_turning
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Weights, Workload
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
 from bedplate.values.record import estimate
 from bedplate.values.tuning import Choice, Knob
@@ -115,7 +116,6 @@ class Mlx(Engine):
     cpu = True
     systems = ("macos", "linux")
     built_for = ("cpu", "metal")
-    paged = True
     effort = 1
     features = Features(
         batching="continuous",
@@ -165,6 +165,10 @@ class Mlx(Engine):
             as_it_is = Weights(label=label, made="as it is", format="safetensors")
             return made if target.device == "cpu" and label != "F32" else (as_it_is, *made)
         return made if label == "FP8" and model.architecture in FP8_ARCHITECTURES else ()
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        # Caches grow with their requests, and nothing but the plan says how far.
+        return replaced(super().settle(hardware, model, workload), context_tokens=everyday_context(model, workload))
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, converted = plan.settings, plan.weights.made == "converted"

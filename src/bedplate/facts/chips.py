@@ -98,6 +98,8 @@ class Chip(Record, frozen=True, kw_only=True):
     unified: bool = False
     """Its memory is the machine's memory."""
     link: ChipLink | None = None
+    per_host: int | None = None
+    """How many one operating system has, where links reach further than that."""
     pcie: tuple[int, int] | None = None
     """Generation and lanes."""
     host_link_gb_s: float | None = None

@@ -238,6 +238,8 @@ def _memory(
             f"hardware.ram_gb: how much memory has the {name}?",
             hint=f"it is sold with {sizes} GB" if sizes else "ram_gb: 64",
         )
+    if owner is not None and owner.chip.unified and ram_bytes == owner.chip.memory_bytes:
+        ram_bytes = owner.chip.reported_bytes or ram_bytes  # firmware keeps a part of what is sold
     held = min(SYSTEM_BYTES[system], ram_bytes // 8)
     return Memory(total_bytes=ram_bytes, available_bytes=ram_bytes - held, basis=basis), tuple(notes)
 

@@ -31,7 +31,7 @@ def render_serving(
     table = page()
     table.add_row("Hardware", Text(one_line(hardware)), "")
     table.add_row("Model", Text(model_line(model)), Text(model.origin or ""))
-    table.add_row("Work", Text(work_line(workload, decision.settings)), workload.origin)
+    table.add_row("Work", Text(work_line(workload, decision)), workload.origin)
     if decision.engine is not None:
         first = decision.reasons[0]
         table.add_row("Engine", Text(f"{decision.engine} {decision.engine_version}", style="bold green"), "")
@@ -55,13 +55,13 @@ def render_decision(
     table = page()
     table.add_row("For", Text(model_line(model)), Text(model.origin or ""))
     table.add_row("On", Text(one_line(hardware)), "")
-    table.add_row("Work", Text(work_line(workload, decision.settings)), workload.origin)
+    table.add_row("Work", Text(work_line(workload, decision)), workload.origin)
     for position, reason in enumerate(decision.reasons):
         table.add_row("Why" if position == 0 else "", Text(reason.text), Text(f"{reason.rule} · {reason.source}"))
     if decision.memory is not None:
         table.add_row("Memory", Text(fit_line(decision.memory)), Text(band(decision.estimate.memory_gb)))
     if decision.fits:
-        most = f"{decision.max_concurrency:,} requests of {workload.request_tokens:,} tokens are resident at once"
+        most = f"memory for {decision.max_concurrency:,} requests of {workload.request_tokens:,} tokens at once"
         table.add_row("Room", Text(most), "estimate")
         for label, value, basis in expect_rows(decision):
             table.add_row(label, Text(value), Text(basis))
@@ -214,10 +214,13 @@ def model_line(model: Model) -> str:
     return " · ".join(parts)
 
 
-def work_line(workload: Workload, settings: Settings | None) -> str:
-    line = f"{arrivals(workload) or users(workload)} · {workload.prompt_tokens:,} + {workload.output_tokens:,} tokens"
+def work_line(workload: Workload, decision: Decision) -> str:
+    settings, replicas = decision.settings, decision.parallelism.data
+    made = "" if workload.usual_tokens == workload.prompt_tokens else f" + {workload.output_tokens:,}"
+    line = f"{arrivals(workload) or users(workload)} · {workload.prompt_tokens:,}{made} tokens"
     if settings is not None:
-        line += f" → {settings.slots} at once, up to {settings.context_tokens:,} tokens each"
+        each = f" on each of {replicas} replicas" if replicas > 1 else ""
+        line += f" → at most {settings.slots} at once{each}, up to {settings.context_tokens:,} tokens each"
     return line
 
 

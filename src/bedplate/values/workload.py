@@ -54,9 +54,13 @@ class Workload(Record, frozen=True, kw_only=True):
 
     @property
     def request_tokens(self) -> int:
-        """The length of one request when it ends. What embeds or classifies makes no tokens."""
-        made = 0 if self.task in ("embed", "classify") else self.output_tokens
-        return max(self.prompt_tokens + made, self.context_tokens or 0)
+        """The length that one request may have when it ends."""
+        return max(self.usual_tokens, self.context_tokens or 0)
+
+    @property
+    def usual_tokens(self) -> int:
+        """The length that requests have when they end. What embeds or classifies makes no tokens."""
+        return self.prompt_tokens + (0 if self.task in ("embed", "classify") else self.output_tokens)
 
     def in_flight(self, request_s: float | None = None) -> int:
         """Requests in flight: as stated, else by Little's law from the arrival rate, or from users who think.

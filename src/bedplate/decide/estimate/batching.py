@@ -265,9 +265,18 @@ def usual_kv_bits(shape: Shape) -> float:
 
 
 def work_of(
-    machine: Machine, shape: Shape, layout: Layout, prompt: float, output: float, kv_bits: float, cached: float = 0.0
+    machine: Machine,
+    shape: Shape,
+    layout: Layout,
+    prompt: float,
+    output: float,
+    kv_bits: float,
+    cached: float = 0.0,
+    *,
+    shared: bool = True,
 ) -> Work:
-    """What a request of this shape asks of each rank. `cached` tokens of the prompt are in the cache already."""
+    """What a request of this shape asks of each rank. `cached` tokens of the prompt are in the cache already: once for
+    all requests, or each has its own."""
     tensor, groups, ranks, stages = layout.tensor, layout.attention_data, layout.ranks, layout.pipeline
     bandwidth = machine.bandwidth_bytes_s
     context = prompt + output / 2
@@ -276,7 +285,7 @@ def work_of(
     expert_rate = _matrix_rate(machine, shape, shape.expert_bytes, shape.expert_params)
     dense_unpacked = _unpacked(machine, shape, shape.dense_bytes, shape.dense_params)
     experts_unpacked = _unpacked(machine, shape, shape.expert_bytes, shape.expert_params)
-    cache = held = complete = pair_ops = 0.0
+    cache = held = complete = common = pair_ops = 0.0
     for group in shape.attention:
         split = 1 if group.latent else min(tensor, group.kv_heads)
         per_token = group.bytes_per_token * kv_bits / 16 / split
@@ -284,8 +293,10 @@ def work_of(
         seen = context if group.window is None else min(context, group.window)
         kept = group.window if group.window is not None and not group.latent else math.inf
         cache += per_token * seen + 2 * state
-        held += per_token * min(context, kept) + state
-        complete += per_token * min(prompt + output, kept) + state
+        once = min(cached, prompt) if shared and group.window is None else 0.0
+        held += per_token * (min(context, kept) - once) + state
+        complete += per_token * (min(prompt + output, kept) - once) + state
+        common += per_token * once
         pair_ops += group.pair_ops * seen / tensor
     new = max(1.0, prompt - cached)
     unabsorbed = attention_ops(shape, new, min(cached, prompt), absorbed=False) / tensor
@@ -330,7 +341,7 @@ def work_of(
         output=max(1.0, output),
         held_bytes=max(1.0, held / stages),
         most_bytes=max(1.0, complete / stages),
-        room_bytes=MEMORY_SHARE * (memory * (1 - RESERVED_SHARE) - weights / stages - OVERHEAD_BYTES),
+        room_bytes=MEMORY_SHARE * (memory * (1 - RESERVED_SHARE) - (weights + common) / stages - OVERHEAD_BYTES),
     )
 
 

@@ -69,7 +69,7 @@ def expectation_for(
     """
     engine = RUNS_INSIDE.get(engine, engine)
     machine = machine_of(hardware)
-    if machine.bandwidth_bytes_s <= 0 or model.task != "generate":
+    if machine.bandwidth_bytes_s <= 0 or model.task != "generate" or workload.task != "generate":
         return None
     shape = shape_of(model)
     replicas = max(1, layout.data)
@@ -109,18 +109,21 @@ def _locally(
     return Expectation(
         ttft_s=(prefill_s + step_s + waiting_s) * speed,
         tpot_s=tpot_s * speed,
-        output_tok_s=replicas * resident * output / request_s * factor,
+        output_tok_s=min(replicas * resident, workload.in_flight()) * output / request_s * factor,
         limit=limit_of_parts(parts),
         parts_s={name: part * speed for name, part in parts.items()},
         ttft_band=local.band_of("prefill_tok_s", question.key).inverse(),
         tpot_band=local.band_of(made, question.key).inverse(),
         output_band=local.band_of(made, question.key),
-        source=_source(question.key, factor),
+        source=_source(question, factor),
     )
 
 
-def _source(key: str, factor: float) -> str:
-    fitted = f"bytes and operations at the efficiencies of {key}, fitted on published rows"
+def _source(question: Question, factor: float) -> str:
+    who = f"engines {question.key}" if question.key.startswith("like ") else question.key
+    fitted = f"bytes and operations at the efficiencies of {who}, fitted on published rows"
+    if question.host is not None and question.host.assumed:
+        fitted += "; of the host's memory nothing is said, two channels of DDR5-4800 are assumed"
     return fitted if factor == 1.0 else f"{fitted}, times {factor:.2f} as measured on this machine"
 
 
@@ -134,10 +137,8 @@ def backend_of(engine: str, machine: Machine) -> str:
 
 def host_of(hardware: Hardware, shape: Shape, offload: Offload) -> Host | None:
     cpu = host_machine(hardware)
-    bandwidth = cpu.bandwidth_bytes_s or 0.0
-    if bandwidth <= 0:
-        # Two channels of DDR5-4800, the least that a machine of today has.
-        bandwidth = 76.8e9
+    # Two channels of DDR5-4800, the least that a machine of today has.
+    bandwidth = cpu.bandwidth_bytes_s or 76.8e9
     share = shape.expert_share if shape.experts and offload.kind == "experts" else _read_share(shape)
     read = offload.host_bytes * share
     return Host(
@@ -145,6 +146,7 @@ def host_of(hardware: Hardware, shape: Shape, offload: Offload) -> Host | None:
         bandwidth_bytes_s=bandwidth * HOST_READ_SHARE,
         cores_ops_s=cpu.ops_s.get("int8", 0.0) * HOST_COMPUTE_SHARE,
         params=read * 8 / max(shape.bits, 1.0),
+        assumed=not cpu.bandwidth_bytes_s,
     )
 
 

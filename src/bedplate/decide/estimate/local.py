@@ -137,6 +137,8 @@ class Host(NamedTuple):
     bandwidth_bytes_s: float
     cores_ops_s: float
     params: float
+    assumed: bool = False
+    """Whether nobody said what the host is."""
 
 
 class Work(NamedTuple):
@@ -298,7 +300,10 @@ def counted(
 def _host_s(host: Host | None, machine: Machine, shape: Shape, tokens: float, touched: float) -> float:
     if host is None or not host.bytes:
         return 0.0
-    computed_s = max(host.bytes / host.bandwidth_bytes_s, 2 * host.params * tokens / max(host.cores_ops_s, 1.0))
+    # The products of one token keep up with reading: published rows of CPUs follow their bandwidth. Those of further
+    # tokens are what may take longer.
+    products_s = 2 * host.params * (tokens - 1) / max(host.cores_ops_s, 1.0)
+    computed_s = max(host.bytes / host.bandwidth_bytes_s, products_s)
     if tokens > HOST_COPY_TOKENS and machine.host_link_bytes_s:
         # For many tokens it is quicker to bring the weights to the card.
         spread = touched / shape.expert_share if shape.experts and shape.expert_share else 1.0

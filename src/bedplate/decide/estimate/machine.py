@@ -24,6 +24,8 @@ CORE_OPS_PER_CYCLE = (
     ("i8mm", 256.0), ("dotprod", 128.0), ("neon", 32.0), ("avx", 32.0), ("rvv", 64.0),
 )  # fmt: skip
 PLAIN_OPS_PER_CYCLE = 16.0
+# Of a processor of which nothing is said: what all of the last ten years have.
+USUAL_SETS = {"x86": ("avx2",), "arm": ("neon",)}
 # 32-bit lanes of one multiprocessor or compute unit, by architecture; 128 where none is listed (vendors' whitepapers).
 LANES = {"volta": 64, "turing": 64, "ampere-dc": 64, "rdna2": 64}
 # Operations that one of them does in a cycle with warp-wide 16-bit matrix instructions, 16-bit accumulation. What
@@ -257,7 +259,7 @@ def _arch_family(arch: str) -> str:
 def _of_cpu(
     name: str, arch: str, sets: tuple[str, ...], cores: int, bandwidth_bytes_s: float, chip: Chip | None
 ) -> Machine:
-    found = {word.replace(".", "_") for word in sets}
+    found = {word.replace(".", "_") for word in sets or USUAL_SETS.get(_arch_family(arch), ())}
     per_cycle = next((ops for word, ops in CORE_OPS_PER_CYCLE if word in found), PLAIN_OPS_PER_CYCLE)
     server = any(word in name for word in ("Xeon", "EPYC", "Graviton", "Altra", "Ampere", "Grace"))
     kind = "server" if server else "small" if arch.startswith("riscv") else "desktop"

@@ -11,10 +11,12 @@ import msgspec
 
 from bedplate.decide.estimate.machine import Machine, machine_from_chip
 from bedplate.decide.estimate.physics import Shape, shape_of
+from bedplate.engines import all_engines
 from bedplate.errors import BadQuestion, BedplateError, OutsideFailed
-from bedplate.facts.chips import Chip, chips, find_chip
+from bedplate.facts.chips import Chip, Match, chips, find_chip
 from bedplate.facts.known_models import lookup, model_from_facts, understood
 from bedplate.values import Model, Parallelism, replaced
+from bedplate.values.units import memory as as_memory
 
 COLUMNS = (
     "row_id", "hardware", "count", "engine", "model", "quantization", "tensor_parallel", "parallelism", "concurrency",
@@ -30,15 +32,24 @@ METRICS = LOCAL_METRICS | SERVING_METRICS
 ENGINE_WORDS = (
     ("tensorrt", "tensorrt-llm"), ("trtllm", "tensorrt-llm"), ("trt-llm", "tensorrt-llm"), ("trt", "tensorrt-llm"),
     ("sglang", "sglang"), ("vllm", "vllm"), ("lmdeploy", "lmdeploy"), ("turbomind", "lmdeploy"),
-    ("mistral.rs", "mistral.rs"), ("mistralrs", "mistral.rs"), ("exllamav3", "exllamav3"), ("exl3", "exllamav3"),
+    ("mistral.rs", "mistral.rs"), ("mistralrs", "mistral.rs"), ("mistral-rs", "mistral.rs"),
+    ("exllamav3", "exllamav3"), ("exllama v3", "exllamav3"), ("exllama-v3", "exllamav3"), ("exllama3", "exllamav3"),
+    ("exl3", "exllamav3"),
     ("exllama", "exllamav2"), ("exl2", "exllamav2"), ("tabbyapi", "exllamav2"), ("mlx", "mlx"),
     ("text-generation-inference", "tgi"), ("text generation inference", "tgi"), ("tgi", "tgi"),
     ("onnx", "onnxruntime"), ("transformers", "pytorch"), ("pytorch", "pytorch"), ("torch", "pytorch"),
     ("hugging", "pytorch"), ("llama.cpp", "llama.cpp"), ("llamacpp", "llama.cpp"), ("llama-cpp", "llama.cpp"),
     ("ggml", "llama.cpp"), ("ollama", "llama.cpp"), ("lm studio", "llama.cpp"), ("koboldcpp", "llama.cpp"),
-    ("llamafile", "llama.cpp"), ("llama-bench", "llama.cpp"),
+    ("llamafile", "llama.cpp"), ("llama-bench", "llama.cpp"), ("llama cpp", "llama.cpp"), ("llama_cpp", "llama.cpp"),
+    ("llama-server", "llama.cpp"), ("llama-cli", "llama.cpp"), ("lmstudio", "llama.cpp"), ("lm-studio", "llama.cpp"),
 )  # fmt: skip
 GGUF_ENGINES = frozenset({"llama.cpp", "mistral.rs"})
+KNOWN_WAYS = re.compile(r"\d|tensor|pipeline|expert|data|layer|split|row|agg|single|none")
+UNSAID = frozenset({"", "none", "null", "nan", "n/a", "na", "-", "?", "tbd", "unknown", "default", "auto"})
+STRETCHED = 8
+"""Times the context that a model was made for: people stretch it, up to a point."""
+ROUNDED_UP = 1.02
+"""Sizes of files and of memory are both rounded."""
 PLAIN_GGUF_PARAMS = 50e9
 """Up to this size a GGUF repository that names no quantization is mostly Q8_0, above it mostly Q4_K_M."""
 
@@ -95,6 +106,8 @@ def resolve(row: Mapping[str, str | None]) -> Case | Refused:
     if engine is None:
         return Refused("no engine is named")
     notes = parsed_notes(texts["notes"])
+    if (unread := _unread(texts)) is not None:
+        return Refused(unread)
     try:
         chip = _chip(texts["hardware"])
         model = _model(texts["model"], texts["quantization"], engine, _hints(texts, notes))
@@ -135,6 +148,45 @@ def resolve(row: Mapping[str, str | None]) -> Case | Refused:
     )
 
 
+def _unread(texts: Mapping[str, str]) -> str | None:
+    """A cell that says something, and nothing that can be understood: leaving it out would answer another question."""
+    for name in ("count", "tensor_parallel", "prompt_tokens", "output_tokens", "context_depth"):
+        if texts[name].lower() not in UNSAID and _whole(texts[name], zero=True) is None:
+            return f"{name}: {texts[name][:40]!r} is no number"
+    if texts["concurrency"].lower() not in UNSAID and _concurrency(texts["concurrency"]) == (None, False):
+        return f"concurrency: {texts['concurrency'][:40]!r} is neither a number nor a word for as many as go"
+    if texts["parallelism"].lower() not in UNSAID and not KNOWN_WAYS.search(texts["parallelism"].lower()):
+        return f"parallelism: {texts['parallelism'][:40]!r} names no way to divide a model"
+    return None
+
+
+def _impossible(case: Case) -> str | None:
+    """Why there is no such run: nobody can have measured it, and a number would be made up."""
+    chip, engine = case.chip, all_engines().get(case.engine)
+    on_cpu = chip.kind == "cpu" or case.backend == "cpu"
+    name = engine.name if engine is not None else case.engine
+    if engine is not None and not (
+        engine.cpu if on_cpu else chip.vendor in engine.vendors or chip.kind == "accelerator"
+    ):
+        return f"{name} does not compute on {'CPUs' if on_cpu else chip.name}"
+    if case.model.task != "generate" and case.metric not in ("prefill_tok_s", "peak_memory_gb", "samples_s"):
+        return f"{case.model.name} writes no text"
+    tokens = (case.prompt_tokens or 0) + (case.output_tokens or 0) + (case.depth or 0)
+    if case.model.max_context and tokens > STRETCHED * case.model.max_context:
+        return f"{tokens:,} tokens, and {case.model.name} was made for {case.model.max_context:,}"
+    count, tensor = _whole(case.texts["count"]), _whole(case.texts["tensor_parallel"])
+    # Where a row says more of its layout than this, its count may be of something else.
+    if count is not None and tensor is not None and tensor > count and not case.parallelism:
+        return f"divided among {tensor} devices, and there are {count}"
+    memory = _chip_memory(case.texts["hardware"]) or case.machine.memory_bytes
+    if not on_cpu and memory is not None and case.metric not in SERVING_METRICS:
+        devices = (case.devices or 1) * chip.devices_per_card
+        if case.model.weight_bytes > ROUNDED_UP * memory * devices:
+            where = f"{devices} × {chip.name}" if devices > 1 else chip.name
+            return f"the weights, {as_memory(case.model.weight_bytes)}, do not fit in {where} of {as_memory(memory)}"
+    return None
+
+
 def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
     """The row's metric with its band, or why there is none. No row makes it raise; a damaged data file does."""
     try:
@@ -143,6 +195,8 @@ def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
         return Refused(f"cannot be understood: {error}")
     if isinstance(case, Refused):
         return case
+    if (why := _impossible(case)) is not None:
+        return Refused(why)
     try:
         return predicted(case)
     except OutsideFailed:
@@ -171,6 +225,8 @@ def engine_of(text: str) -> str | None:
     lowered = text.strip().lower()
     if not lowered:
         return None
+    if lowered == "ort":
+        return "onnxruntime"
     return next((engine for word, engine in ENGINE_WORDS if word in lowered), "other")
 
 
@@ -216,13 +272,24 @@ def _machine(chip_name: str, devices: int, threads: int | None, on_cpu: bool) ->
     return machine_from_chip(replaced(chip, kind="cpu") if on_cpu else chip, devices, threads=threads)
 
 
-@lru_cache(maxsize=4096)
 def _chip(text: str) -> Chip:
+    return _match(text).chip
+
+
+def _chip_memory(text: str) -> int | None:
+    """The size that the row names; of a chip that is sold with several, otherwise the largest."""
+    found = _match(text)
+    options = found.chip.memory_options_gib
+    return found.memory_bytes or (round(max(options) * 2**30) if options else None)
+
+
+@lru_cache(maxsize=4096)
+def _match(text: str) -> Match:
     if " / " in text:
         raise BadQuestion(f"{text!r} names more than one machine")
     plain = re.sub(r"^\s*virtualized\s+|^\s*\[[^\]]*\]\s*", "", text, flags=re.IGNORECASE)
     try:
-        return find_chip(plain, guess=True).chip
+        return find_chip(plain, guess=True)
     except BadQuestion:
         # What stands in parentheses says more of the same chip, or of the machine around it.
         outer = re.sub(r"\([^)]*\)|\[[^\]]*\]", " ", plain).strip()
@@ -230,7 +297,7 @@ def _chip(text: str) -> Chip:
         outer = re.sub(r"^.*?(?=\b(?:nvidia|amd|intel|apple|geforce|radeon)\b)", "", outer, flags=re.IGNORECASE)
         if not outer or outer == plain:
             raise
-        return find_chip(outer, guess=True).chip
+        return find_chip(outer, guess=True)
 
 
 def _cpu_of(chip: Chip) -> Chip:
@@ -260,16 +327,20 @@ def _backend(text: str, chip: Chip, engine_text: str) -> str:
 
 def _concurrency(text: str) -> tuple[int | None, bool]:
     """Requests in flight, and whether the row says that it is as many as go."""
-    found = re.match(r"\s*(\d{1,7})(?:\.0+)?\s*$", text)
+    found = re.match(r"\s*(\d{1,7})(?:\.0+)?\s*$", _without_commas(text))
     if found:
         return max(1, int(found[1])), False
     saturated = bool(re.search(r"max|infinite|saturat|offline|inf\b", text, re.IGNORECASE))
     return None, saturated
 
 
+def _without_commas(text: str) -> str:
+    return re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", text)
+
+
 def _whole(text: str, *, zero: bool = False) -> int | None:
-    """A count as tables have it: `8`, `8.0`; nothing where there is none."""
-    found = re.match(r"\s*(\d{1,12})(?:\.\d*)?\s*$", text)
+    """A count as tables have it: `8`, `8.0`, `1,024`; nothing where there is none."""
+    found = re.match(r"\s*(\d{1,12})(?:\.\d*)?\s*$", _without_commas(text))
     if found is None:
         return None
     value = int(found[1])

@@ -175,7 +175,7 @@ def under_load(
         found.token_s, _token_floor_s(machine, shape, layout, found.batch, prompt_tokens + output_tokens / 2, bits)
     )
     first_s = max(found.first_s, prefill_floor_s(shape, machine, work.prompt, layout.ranks * layout.pipeline))
-    tok_s = streamed_tok_s(work, first_s, token_s, streams) * layout.replicas
+    tok_s = streamed_tok_s(work, first_s, token_s, streams) * min(layout.replicas, concurrency)
     return Answer(first_s, token_s, tok_s, found.batch), work, e
 
 
@@ -266,7 +266,9 @@ def _metric(case: Case, found: Asked, got: Answer, floor_s: float) -> float:
     question, layout = found.question, found.layout
     work: Work = question.work
     first_s, token_s = float(got.first_s), max(float(got.token_s), floor_s)
-    tok_s = float(got.tok_s) * layout.replicas * min(1.0, float(got.token_s) / token_s)
+    # With fewer requests than replicas, some of them have none.
+    busy = min(layout.replicas, case.concurrency) if case.concurrency is not None else layout.replicas
+    tok_s = float(got.tok_s) * busy * min(1.0, float(got.token_s) / token_s)
     if case.metric == "tpot_ms":
         return token_s * 1e3
     if case.metric == "ttft_ms":
@@ -307,12 +309,13 @@ def asked(case: Case) -> Asked | Refused:
 def _asked(case: Case, way: Way, layout: Layout, lengths: tuple[int, int], streams: float, slots: float) -> Asked:
     machine = _machine(case.chip, layout.ranks * layout.pipeline)
     bits = usual_kv_bits(case.shape)
-    work = work_of(machine, case.shape, layout, *lengths, bits)
+    (prompt, output), depth = lengths, case.depth or 0
+    work = work_of(machine, case.shape, layout, prompt + depth, output, bits, depth, shared=False)
     complete = float(case.engine in SETS_ASIDE)
     guessing = recipes.guessing(case, layout)
     waits = recipes.waits(case, layout, guessing)
     question = Question(way, work, work, work, streams, slots, complete, layout.tensor, waits, guessing=guessing)
-    return Asked(question, machine, layout, lengths[0] + lengths[1] / 2, bits)
+    return Asked(question, machine, layout, depth + prompt + output / 2, bits)
 
 
 def _submission(case: Case, prompt: int, output: int) -> Asked | Refused:
@@ -502,4 +505,5 @@ def _token_floor_s(
     machine: Machine, shape: Shape, layout: Layout, batch: float, context: float, kv_bits: float
 ) -> float:
     """What no step of such a batch is faster than, at the sheet's rates; each stage of a pipeline has a part of it."""
-    return decode_floor_s(shape, machine, batch / layout.pipeline, context, layout.ranks, kv_bits)
+    # Stages work on different requests; with fewer requests than stages each still reads all of what one touches.
+    return decode_floor_s(shape, machine, max(1.0, batch / layout.pipeline), context, layout.ranks, kv_bits)
