@@ -145,6 +145,15 @@ class TestOffload:
         assert "two channels of DDR5-4800 are assumed" in (unsaid.source or "")
         assert "assumed" not in (said.source or "")
 
+    def test_layers_without_experts_are_not_counted_among_those_whose_experts_stay(self) -> None:
+        """DeepSeek's first three layers have none: 58 of 61 do."""
+        found = answer("deepseek-ai/DeepSeek-R1-0528", "RTX 4090", ram_gb=768)
+        assert found.memory is not None and (split := found.memory.offload) is not None
+        assert split.kind == "experts" and split.device_layers + split.host_layers == 58
+        assert found.launch is not None
+        argv = list(found.launch.argv)
+        assert argv[argv.index("--n-cpu-moe") + 1] == str(split.host_layers + 3)
+
     def test_many_wait_for_the_card_rather_than_for_ram(self) -> None:
         found = answer("Qwen/Qwen3-32B", "RTX 4090", users=50)
         assert found.memory is not None and found.memory.offload is None

@@ -198,6 +198,7 @@ class _Split:
     kind: str
     layers: int
     """Wholly on the cards."""
+    host_layers: int
     card_weights: int
     card_cache: int
 
@@ -214,7 +215,7 @@ def _offloaded(
     host_usable = round(hardware.memory.available_bytes * (1 - RESERVED_SHARE))
     cache_each = model.kv_bytes(asked.tokens)
     experts = _experts(model)
-    dense = model.weight_bytes - experts
+    dense, with_experts = model.weight_bytes - experts, model.num_moe_layers or layers
 
     def overhead(requests: int) -> float:
         return use.device_bytes + engine.activation_bytes(model, asked.prompt_tokens * requests)
@@ -223,10 +224,12 @@ def _offloaded(
         room = count * (usable - overhead(requests) * (1 + use.spread))
         cache = cache_each * requests
         if experts and room >= dense + cache:
-            kept = min(layers, int((room - dense - cache) // (experts / layers)))
-            return _Split("experts", kept, round(dense + kept * experts / layers), cache)
+            kept = min(with_experts, int((room - dense - cache) // (experts / with_experts)))
+            on_cards = round(dense + kept * experts / with_experts)
+            return _Split("experts", kept, with_experts - kept, on_cards, cache)
         kept = max(0, min(layers, int(room // ((model.weight_bytes + cache) / layers))))
-        return _Split("layers", kept, round(model.weight_bytes * kept / layers), round(cache * kept / layers))
+        on_cards = round(model.weight_bytes * kept / layers)
+        return _Split("layers", kept, layers - kept, on_cards, round(cache * kept / layers))
 
     def host(requests: int, part: _Split) -> DeviceNeed:
         cache = cache_each * requests - part.card_cache
@@ -258,7 +261,7 @@ def _offloaded(
         offload=Offload(
             kind="experts" if part.kind == "experts" else "layers",
             device_layers=part.layers,
-            host_layers=layers - part.layers,
+            host_layers=part.host_layers,
             host_bytes=on_host.weights_bytes,
         ),
     )
