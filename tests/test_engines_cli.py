@@ -186,6 +186,30 @@ def test_one_engine_has_a_page(engine: str) -> None:
     assert printed["features"]["source"] == (one.features.source if one.features else None)
 
 
+@pytest.mark.parametrize(
+    ("said", "engine"),
+    [("vLLM", "vllm"), ("TRT-LLM", "tensorrt-llm"), ("llama cpp", "llama.cpp"), ("ORT", "onnxruntime")],
+)
+def test_an_engine_goes_by_every_usual_spelling(said: str, engine: str) -> None:
+    printed = json.loads(invoke("engines", "show", said, "--hardware", "RTX 4090", "--json").out)
+    assert printed["engine"] == engine
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "engines build {}", "engines forget {}", "engines use {}", "engines remove {}", "migrate {}", "shadow {}",
+        "serve -f none.yaml --engine {}", "tune -f none.yaml --engine {}", "bundle -f none.yaml --engine {}",
+        "simulate -f none.yaml --engine {}", "bench -f none.yaml --engines llama.cpp,{}",
+    ],
+)  # fmt: skip
+def test_every_verb_that_names_an_engine_knows_its_spellings(words: str, own_home: Path) -> None:
+    wrong = invoke(*words.format("vLLLM").split())
+    assert wrong.code == 2 and "no engine is called 'vLLLM'" in wrong.err and "did you mean vllm" in wrong.err
+    # What else is wrong is only seen once the engine is known.
+    assert "no engine" not in invoke(*words.format("vLLM").split()).err
+
+
 def test_an_unknown_engine_is_a_wrong_question() -> None:
     assert invoke("engines", "show", "frobnicate").code == 2
     assert invoke("engines", "--hardware", "RTX 99999").code == 2

@@ -61,6 +61,13 @@ def test_an_intent_file_says_hardware_and_work(tmp_path: Path) -> None:
     assert answer.code == 0 and model["engine"] == "vllm" and model["in_flight"] == 40
 
 
+def test_pools_are_several_machines_and_the_answer_is_for_one(tmp_path: Path) -> None:
+    path = tmp_path / "bedplate.yaml"
+    path.write_text("pools: [{name: a, accelerator: H100 SXM, count: 8}]\nservices: [{model: Qwen/Qwen3-8B}]\n")
+    answer = invoke("models", "-f", str(path))
+    assert answer.code == 2 and "one machine" in answer.err and "--hardware" in answer.err and not answer.out
+
+
 def test_nothing_that_fits_is_a_no() -> None:
     page = invoke("models", "--hardware", "RTX 4090", "--search", "kimi-k2", "--set", "ram_gb=16")
     assert page.code == 1 and "None of" in page.out and "--all says why" in page.out

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from bedplate.errors import BadQuestion, BedplateError
 from bedplate.facts.hardware import probe
-from bedplate.facts.intent import MAX_CHARACTERS, intent_of, override, read_intent, resolved_hardware
+from bedplate.facts.intent import (
+    MAX_CHARACTERS,
+    intent_of,
+    override,
+    parsed_fields,
+    read_intent,
+    resolved_hardware,
+)
 from bedplate.values import Hardware, from_json, to_json
 from bedplate.values.intent import Intent, Operations, Service
 from bedplate.values.workload import LatencyTarget, Workload
@@ -171,6 +178,9 @@ def test_a_wrong_field_is_named_with_what_would_be_right(text: str, says: str) -
         ("pools: [{name: a, accelerator: H100, count: 4, gpus_per_node: 8}]", "pools[0].gpus_per_node: 8 on each node"),
         ("pools: [{name: a, cpu: x}, {name: a, cpu: y}]", "pools[0].name: a is the name of another one too"),
         ("pools: [{name: a, cpu: x}]\nservices: [{model: m, pool: b}]", "services[0].pool: nothing is called b"),
+        ("pools: [{name: a, accelerator: H100}]", "services: is missing: pools are machines"),
+        ("model: m\npools: [{name: a, accelerator: H100}]", "services: is missing"),
+        ("pools: [{name: a, accelerator: H100}]\nservices: []", "services: must not be empty: pools are machines"),
         ("services: [{model: m, tenants: [x]}]", "services[0].tenants[0]: nothing is called x"),
         ("tenants: [{name: a, share: 0.7}, {name: b, share: 0.7}]", "tenants: their shares make 140% together"),
     ],
@@ -200,7 +210,10 @@ def test_a_field_given_twice_is_named_with_both_lines() -> None:
             "workload: {prompt_tokens: 9, output_tokens: 9, context_tokens: 9}",
             "less than prompt and output, 18 together",
         ),
-        ("pools: [{name: a, accelerator: H100, count: 9, gpus_per_node: 8}]", "pools[0]: 9 accelerators at 8 a node"),
+        (
+            "pools: [{name: a, accelerator: H100, count: 9, gpus_per_node: 8}]\nservices: [{model: m}]",
+            "pools[0]: 9 accelerators at 8 a node",
+        ),
         ("services: [{model: m, workload: {users: 2, concurrency: 9}}]", "services[0].workload.concurrency"),
     ],
 )
@@ -215,11 +228,21 @@ def test_what_is_odd_is_noted_and_allowed(text: str, says: str) -> None:
         "workload: {concurrency: 64}",
         "workload: {users: 60, requests_per_s: 2, think_time_s: 30}",
         "workload: {context_tokens: 100}",
-        "pools: [{name: a, accelerator: H100, count: 16, gpus_per_node: 8}]",
+        "pools: [{name: a, accelerator: H100, count: 16, gpus_per_node: 8}]\nservices: [{model: m}]",
     ],
 )
 def test_what_is_not_odd_is_not_noted(text: str) -> None:
     assert read_intent(text + "\n").notes == ()
+
+
+def test_a_number_names_a_chip_where_a_chip_is_named() -> None:
+    assert read_intent("hardware: {accelerator: 4090, count: 2}\n").hardware == {"accelerator": "4090", "count": 2}
+    assert read_intent("hardware: 4090\n").hardware == "4090"
+    pools = read_intent("pools: [{name: a, accelerator: 3090, count: 4}]\nservices: [{model: m}]\n").pools
+    assert (pools[0].accelerator, pools[0].count) == ("3090", 4)
+    asked = override(read_intent("hardware: RTX 3090\n"), **parsed_fields(["accelerator=4090"]))
+    assert resolved_hardware(asked).accelerators[0].name == "NVIDIA GeForce RTX 4090"
+    assert "must be text" in complaint("hardware: true").message
 
 
 def test_words_that_old_yaml_takes_for_something_else_are_words() -> None:

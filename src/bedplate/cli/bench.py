@@ -14,6 +14,7 @@ from bedplate.cli.options import (
     Json,
     ModelName,
     PricePerHour,
+    engine_named,
     price_from,
     write_file,
 )
@@ -153,6 +154,8 @@ def bench(
     from bedplate.show.bench import teller_for
     from bedplate.show.terminal import console
 
+    asked = engine_list(engines)
+    named = asked if isinstance(asked, str) else tuple(dict.fromkeys(engine_named(one) for one in asked))
     loads = loads_of(
         concurrency=concurrency,
         rate=rate,
@@ -172,7 +175,7 @@ def bench(
         try:
             run = measure(
                 model if model is not None or file is None else _model_in(file),
-                engines=engine_list(engines),
+                engines=named,
                 loads=loads,
                 url=url,
                 key_env=key_env,
@@ -206,7 +209,10 @@ def _model_in(file: Path) -> str | None:
     from bedplate.errors import BadQuestion
     from bedplate.facts.intent import read_intent
 
-    named = read_intent(file).model
+    intent = read_intent(file)
+    if intent.services:
+        raise BadQuestion("one model is measured at a time, and the intent has services", hint="bedplate bench MODEL")
+    named = intent.model
     if isinstance(named, dict):
         raise BadQuestion("model: facts can be planned, not measured", hint="name a file, a folder or owner/name")
     return named

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from bedplate.cli.options import EngineId, Json
+from bedplate.cli.options import Json
 
 EXAMPLES = """Examples:
 
@@ -24,7 +24,8 @@ def diagnose(
             metavar="RUN", help="A run, RUN:ENGINE, an engine, or a file. Default: the newest run.", show_default=False
         ),
     ] = None,
-    engine: EngineId = None,
+    # Any name that a run has, also of an engine that bedplate does not know: others measure those, too.
+    engine: Annotated[str | None, typer.Option(metavar="ID", help="Ask for one engine.", show_default=False)] = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="What was measured, where the run does not say.", show_default=False),

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bedplate.cli.options import HardwareName, Json
+from bedplate.cli.options import EngineName, HardwareName, Json
 
 if TYPE_CHECKING:
     from bedplate.decide.engine_map import Row
     from bedplate.run.environments import Environment
     from bedplate.values import Hardware
-
-EngineName = Annotated[str, typer.Argument(metavar="ID", help="The engine, as `bedplate engines` names it.")]
 
 app = typer.Typer(
     help="Show the map: which engine for which hardware, what each can do, what is installed and measured here.",
@@ -101,18 +99,20 @@ def build(engine: EngineName) -> None:
 
 
 @app.command()
-def remove(engine: EngineName) -> None:
+def remove(
+    engine: Annotated[str, typer.Argument(metavar="ID", help="The engine, as `bedplate engines` names it.")],
+) -> None:
     """Remove an engine's environments; the next `serve` installs it again."""
-    from bedplate.engines import engine as engine_by_id
+    from bedplate.cli.options import engine_named
     from bedplate.run.environments import installed
     from bedplate.run.environments import remove as remove_environments
     from bedplate.values.units import size
 
     # What `serve --on` installs is here, too, and no engine.
     there = {environment.engine for environment in installed()}
-    gone = remove_environments(engine if engine in there else engine_by_id(engine).id)
-    freed = sum(environment.disk_bytes for environment in gone)
-    typer.echo(f"removed {engine}: {size(freed)} freed")
+    named = engine if engine in there else engine_named(engine)
+    freed = sum(environment.disk_bytes for environment in remove_environments(named))
+    typer.echo(f"removed {named}: {size(freed)} freed")
 
 
 def _machine(name: str | None) -> Hardware:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-EngineName = Annotated[str, typer.Argument(metavar="ID", help="The engine, as `bedplate engines` names it.")]
+from bedplate.cli.options import EngineName
+
 Python = Annotated[
     Path | None,
     typer.Option(

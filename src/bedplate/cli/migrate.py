@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import Json
+from bedplate.cli.options import Json, engine_named
 from bedplate.cli.serve import Build
 from bedplate.cli.status import ServiceName
 
@@ -26,7 +26,7 @@ Exit codes: 0 migrated; 1 rolled back, with the reason; 2 the question was wrong
 
 
 def migrate(
-    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="What is to serve from now on.")],
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="What is to serve from now on.", parser=engine_named)],
     name: ServiceName = None,
     model: Annotated[
         str | None,
@@ -55,7 +55,6 @@ def migrate(
     json: Json = False,
 ) -> None:
     """Swap the engine behind a running endpoint: nothing is lost, and a challenger that is worse is taken back."""
-    from bedplate.engines import engine as engine_by_id
     from bedplate.operate.control import ask
     from bedplate.operate.migrate import Migrate, read_steps
     from bedplate.operate.records import chosen
@@ -64,7 +63,7 @@ def migrate(
     from bedplate.values.migration import Migration
 
     wanted = Migrate(
-        engine=engine_by_id(engine).id,
+        engine=engine,
         model=model,
         decision=_decision(plan) if plan is not None else None,
         build=build.value,

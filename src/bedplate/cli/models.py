@@ -60,11 +60,17 @@ def models(
     import sys
 
     from bedplate.cli.options import intent_from
+    from bedplate.errors import BadQuestion
     from bedplate.facts.intent import resolved_hardware
 
     intent = intent_from(
         file, fields, hardware=hardware, users=users, concurrency=concurrency, context=context, task=task
     )
+    if intent.pools:
+        raise BadQuestion(
+            f"pools: models answers for one machine, and the intent has {len(intent.pools)} pools of them",
+            hint='ask for one of them: bedplate models --hardware "8x H100 SXM"',
+        )
     machine = resolved_hardware(intent)
     found = _found(intent, machine, search, least, everything)
     if json:

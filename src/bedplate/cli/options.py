@@ -12,6 +12,22 @@ if TYPE_CHECKING:
     from bedplate.values.cost import Price
     from bedplate.values.intent import Intent
 
+
+def engine_named(text: str) -> str:
+    """The id of the engine that a person names, in any usual spelling."""
+    from bedplate.engines import all_engines
+    from bedplate.errors import BadQuestion
+    from bedplate.values.names import engine_id, nearest_names
+
+    known = all_engines()
+    found = text if text in known else engine_id(text)
+    if found in known:
+        return found
+    near = [name for name in nearest_names(text) if name in known]
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise BadQuestion(f"no engine is called {text!r}", hint=f"{hint}known: {', '.join(known)}")
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print the value as JSON.")]
 ModelName = Annotated[
     str | None,
@@ -45,7 +61,13 @@ Fields = Annotated[
     ),
 ]
 Untuned = Annotated[bool, typer.Option("--untuned", help="Leave out what `bedplate tune` found here.")]
-EngineId = Annotated[str | None, typer.Option("--engine", metavar="ID", help="Ask for one engine.", show_default=False)]
+EngineId = Annotated[
+    str | None,
+    typer.Option("--engine", metavar="ID", help="Ask for one engine.", show_default=False, parser=engine_named),
+]
+EngineName = Annotated[
+    str, typer.Argument(metavar="ID", help="The engine, as `bedplate engines` names it.", parser=engine_named)
+]
 Users = Annotated[int | None, typer.Option(min=1, help="People who may be active at once.", show_default=False)]
 Concurrency = Annotated[int | None, typer.Option(min=1, help="Requests in flight at once.", show_default=False)]
 Context = Annotated[

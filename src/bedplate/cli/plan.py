@@ -20,6 +20,7 @@ from bedplate.cli.options import (
     PromptTokens,
     Untuned,
     Users,
+    engine_named,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +58,10 @@ def plan(
     fields: Fields = None,
     engine: EngineId = None,
     why_not: Annotated[
-        str | None, typer.Option(metavar="ENGINE", help="Explain why one engine was not chosen.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="ENGINE", help="Explain why one engine was not chosen.", show_default=False, parser=engine_named
+        ),
     ] = None,
     what_if: Annotated[
         str | None,
@@ -93,18 +97,67 @@ def plan(
     """
     from bedplate.cli.options import intent_from
 
+    _check_target(emit)
+    asked = {"--why-not": why_not, "--what-if": what_if, "--procure": procure or None, "--emit": emit}
+    questions = [option for option, value in asked.items() if value is not None]
+    _check_together(questions, engine, hardware, output, json=json)
     intent = intent_from(
         file, fields, model=model, hardware=hardware, users=users, concurrency=concurrency, context=context,
         prompt_tokens=prompt_tokens, output_tokens=output_tokens,
     )  # fmt: skip
     if intent.services:
+        _check_for_services(intent, [*(["--engine"] if engine else []), *questions])
         _portfolio(intent, emit, output, json=json)
     elif procure:
-        _procure(intent, json=json)
+        _procure(intent, output, json=json)
     elif what_if is not None:
-        _what_if(intent, what_if, engine, json=json, untuned=untuned)
+        _what_if(intent, what_if, engine, output, json=json, untuned=untuned)
     else:
         _decision(intent, engine, why_not, emit, output, json=json, untuned=untuned)
+
+
+def _check_together(
+    questions: list[str], engine: str | None, hardware: str | None, output: Path | None, *, json: bool
+) -> None:
+    """Refuses what would be left unanswered: one of two questions, or an option that the question does not ask for."""
+    from bedplate.errors import BadQuestion
+
+    if len(questions) > 1:
+        raise BadQuestion(
+            f"{' and '.join(questions)} cannot be had at once: each is a question with an answer of its own",
+            hint="run bedplate plan once for each",
+        )
+    if json and questions == ["--emit"]:
+        raise BadQuestion(
+            "--json and --emit cannot be had at once: what is emitted is a script or manifests, the JSON is the plan",
+            hint="run bedplate plan once for each",
+        )
+    if questions == ["--procure"]:
+        for option, value, why in (
+            ("--engine", engine, "the engine is decided for each machine"),
+            ("--hardware", hardware, "every known machine is asked"),
+        ):
+            if value is not None:
+                raise BadQuestion(f"{option} cannot be given with --procure: {why}", hint="leave out one of the two")
+    if output is not None and not json and questions != ["--emit"]:
+        raise BadQuestion(
+            f"-o {output}: a page for people is not written to a file",
+            hint="--emit command -o serve.sh writes a script; --json -o plan.json writes the plan",
+        )
+
+
+def _check_for_services(intent: Intent, asked: list[str]) -> None:
+    from bedplate.errors import BadQuestion
+
+    many = f"the intent has {len(intent.services)} service{'s' if len(intent.services) > 1 else ''}"
+    hints = {
+        "--engine": "say it in the file: the service's engine",
+        "--procure": "name one model: bedplate plan MODEL --procure",
+    }
+    for option in asked:
+        if option != "--emit":
+            one = "name one model and its machine: bedplate plan MODEL --hardware NAME " + option
+            raise BadQuestion(f"{option} is about one model, and {many}, planned together", hint=hints.get(option, one))
 
 
 def _decided(intent: Intent, engine: str | None, *, untuned: bool = False) -> tuple[Hardware, Model, Decision]:
@@ -144,7 +197,6 @@ def _decision(
 
     from bedplate.values import to_json
 
-    _check_target(emit)
     machine, facts, decision = _decided(intent, engine, untuned=untuned)
     if emit == "command":
         _written(_emitted(intent, facts, decision), output)
@@ -156,10 +208,8 @@ def _decision(
         platform = one_service(intent, machine, facts, intent.workload, decision)
         _emit_files(platform, emit, output, render_headline(decision))
     if why_not is not None:
-        from bedplate.engines import engine as engine_by_id
         from bedplate.show.decision import render_why_not
 
-        engine_by_id(why_not)
         shown = render_why_not(decision, why_not)
         if json:
             _written(to_json(shown[1]), output)
@@ -220,7 +270,9 @@ def _emitted(intent: Intent, facts: Model, decision: Decision) -> str:
     return script(planned(decision, facts, intent.workload), decision)
 
 
-def _what_if(intent: Intent, changed: str, engine: str | None, *, json: bool, untuned: bool) -> None:
+def _what_if(
+    intent: Intent, changed: str, engine: str | None, output: Path | None, *, json: bool, untuned: bool
+) -> None:
     import sys
 
     from bedplate.decide.questions import changes
@@ -232,13 +284,13 @@ def _what_if(intent: Intent, changed: str, engine: str | None, *, json: bool, un
     _, _, after = _decided(override(intent, **parsed_fields([changed])), engine, untuned=untuned)
     found = changes(before, after)
     if json:
-        _written(to_json({"what_if": changed, "changes": found, "before": before, "after": after}), None)
+        _written(to_json({"what_if": changed, "changes": found, "before": before, "after": after}), output)
     else:
         _out(render_changes(changed, before, after, found))
     sys.exit(0 if after.fits else 1)
 
 
-def _procure(intent: Intent, *, json: bool) -> None:
+def _procure(intent: Intent, output: Path | None, *, json: bool) -> None:
     import sys
 
     from bedplate.decide.questions import procure, purchasable
@@ -256,7 +308,7 @@ def _procure(intent: Intent, *, json: bool) -> None:
             if offer is not None:
                 offers.append(offer)
     if json:
-        _written(to_json(offers), None)
+        _written(to_json(offers), output)
     else:
         _out(render_offers(facts, intent.workload, tuple(offers), len(known)))
     sys.exit(0 if offers else 1)
@@ -271,7 +323,6 @@ def _portfolio(intent: Intent, emit: str | None, output: Path | None, *, json: b
     from bedplate.show.portfolio import render_portfolio
     from bedplate.values import to_json
 
-    _check_target(emit)
     if emit == "command":
         from bedplate.errors import BadQuestion
 
@@ -284,7 +335,7 @@ def _portfolio(intent: Intent, emit: str | None, output: Path | None, *, json: b
 
         _emit_files(many_services(intent, found, models, machine), emit, output, render_portfolio(found))
     if json:
-        _written(to_json(found), None)
+        _written(to_json(found), output)
     else:
         _out(render_portfolio(found))
     sys.exit(0 if found.fits else 1)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from bedplate.cli.options import Json
+from bedplate.cli.options import Json, engine_named
 from bedplate.cli.serve import Build
 from bedplate.cli.status import ServiceName
 
@@ -21,7 +21,10 @@ Exit codes: 0 stay; 10 migrate; 20 not proven; 1 it could not be compared; 3 som
 
 
 def shadow(
-    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="What might take the place of the one in service.")],
+    engine: Annotated[
+        str,
+        typer.Argument(metavar="ENGINE", help="What might take the place of the one in service.", parser=engine_named),
+    ],
     name: ServiceName = None,
     model: Annotated[
         str | None,
@@ -57,7 +60,6 @@ def shadow(
     On a device of its own it gets a sample of the live requests. On a shared one, recorded shapes are replayed to both
     in turns while nobody asks for anything.
     """
-    from bedplate.engines import engine as engine_by_id
     from bedplate.errors import BadQuestion
     from bedplate.measure.bench import key_from
     from bedplate.measure.load import Target
@@ -75,7 +77,7 @@ def shadow(
         raise BadQuestion("--build is for what is started here, and with --url nothing is")
     key = key_from(key_env)
     wanted = Shadow(
-        engine=engine_by_id(engine).id,
+        engine=engine,
         model=model,
         share=read_share(share),
         for_s=read_time(limit, "--for"),

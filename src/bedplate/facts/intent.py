@@ -26,6 +26,8 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "workload": Workload, "operations": Operations, "latency": LatencyTarget, "deploy": Deploy,
 }  # fmt: skip
 LISTS: dict[str, type[msgspec.Struct]] = {"pools": Pool, "services": Service, "tenants": Tenant}
+CHIPS = ("hardware", "accelerator", "cpu")
+"""Fields that may hold the name of a chip."""
 ALIASES = {"context": "context_tokens"}
 
 
@@ -48,7 +50,7 @@ def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str 
         # A test case: an intent, and what is expected of the answer.
         inner = {path.removeprefix("intent."): line for path, line in (lines or {}).items()}
         return intent_of(data["intent"], inner, origin)
-    given = _without_nulls(data)
+    given = _chips_as_text(_without_nulls(data))
     _check_keys(given, "", place)
     intent = _converted(given, Intent, "", place)
     _contradictions(intent, given, place)
@@ -219,6 +221,15 @@ def _without_nulls(data: Any) -> Any:
     return data
 
 
+def _chips_as_text(data: Any, field: str = "") -> Any:
+    """Many chips are called by a number alone, which YAML takes for a quantity: accelerator: 4090."""
+    if isinstance(data, dict):
+        return {key: _chips_as_text(value, key) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_chips_as_text(value) for value in data]
+    return str(data) if field in CHIPS and isinstance(data, int) and not isinstance(data, bool) else data
+
+
 def _check_keys(data: Any, path: str, place: _Place) -> None:
     if isinstance(data, dict):
         for key, value in data.items():
@@ -379,6 +390,10 @@ def _contradictions(intent: Intent, given: dict[str, Any], place: _Place) -> Non
         _check_names(field, [item.name for item in getattr(intent, field)], place)
     if (shares := sum(tenant.share or 0 for tenant in intent.tenants)) > 1.0001:
         raise place.complaint("tenants", f"their shares make {shares:.0%} together, and there is 100%")
+    if intent.pools and not intent.services:
+        what = "must not be empty" if "services" in given else "is missing"
+        hint = "services: [{model: Qwen/Qwen3-8B}]; where there is one machine, name it as hardware and leave pools out"
+        raise place.complaint("services", f"{what}: pools are machines, and services say what runs on them", hint)
 
 
 def _check_work(path: str, work: Workload, raw: dict[str, Any], model: object, place: _Place) -> None:

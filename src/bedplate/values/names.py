@@ -23,7 +23,7 @@ SPELLINGS = {
     "sglang": ("sgl", "sglangruntime"),
     "tensorrt-llm": ("trtllm", "trtllmserve", "tensorrt", "nvidiatensorrtllm", "tensorrtllmbackend"),
     "tgi": ("textgenerationinference", "huggingfacetgi", "hftgi", "huggingfacetextgenerationinference"),
-    "onnxruntime": ("onnx", "ort", "onnxruntimegenai", "microsoftonnxruntime"),
+    "onnxruntime": ("onnx", "ort", "onnxrt", "ortgenai", "onnxruntimegenai", "microsoftonnxruntime"),
     "pytorch": ("torch", "transformers", "hftransformers", "huggingfacetransformers", "pytorcheager", "torchserve"),
     "mistral.rs": ("mistralrsserver",),
     "ollama": ("ollamaserve", "ollamaserver"),
@@ -32,7 +32,10 @@ SPELLINGS = {
     "ray": ("rayserve", "rayserv", "rayllm", "rayservellm", "kuberay"),
     "kubernetes": ("k8s", "kserve", "openshift", "eks", "gke", "aks"),
 }  # fmt: skip
-VERSION = re.compile(r"[\s@=_v-]*[0-9]+\.[0-9].*$")
+VERSION = re.compile(r"[\s@=_v-]*[0-9]+\.[0-9].*$|[\s@=_-]+b[0-9]{3,}$|\s*\([^()]*\)\s*$")
+"""And what else follows a name: llama.cpp's builds are numbers without a dot; in brackets stands how it was built."""
+GENERATION = re.compile(r"^\s*(exllama)[\s_v-]*([23])\.[0-9]", re.IGNORECASE)
+"""Of ExLlama the first part of the version is part of the name: the two share no format."""
 
 
 def engine_id(text: str) -> str | None:
@@ -55,6 +58,8 @@ def nearest_names(text: str, count: int = 3) -> tuple[str, ...]:
 
 
 def _known(text: str) -> str | None:
+    if generation := GENERATION.match(text):
+        return f"{generation[1].lower()}v{generation[2]}"
     return _BY_NAME.get(_plain(text)) or _BY_NAME.get(_plain(VERSION.sub("", text[:200])))
 
 
