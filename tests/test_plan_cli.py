@@ -56,7 +56,13 @@ class TestEngine:
 
     def test_one_that_nobody_knows(self) -> None:
         answer = invoke(*CARD, "--engine", "vlm")
-        assert answer.code == 2 and "vllm" in answer.err
+        assert answer.code == 2 and "did you mean vllm" in answer.err
+
+    @pytest.mark.parametrize(
+        ("said", "engine"), [("vLLM", "vllm"), ("llama-cpp", "llama.cpp"), ("ExLlama v3", "exllamav3")]
+    )
+    def test_every_usual_spelling(self, said: str, engine: str) -> None:
+        assert from_json(Decision, invoke(*CARD, "--engine", said, "--json").out).engine == engine
 
 
 class TestWhyNot:
@@ -77,6 +83,10 @@ class TestWhyNot:
 
     def test_a_name_that_no_engine_has(self) -> None:
         assert invoke(*SERVERS, "--why-not", "cuda").code == 2
+        assert "did you mean" in invoke(*SERVERS, "--why-not", "tensorrt-lm").err
+
+    def test_every_usual_spelling(self) -> None:
+        assert json.loads(invoke(*SERVERS, "--why-not", "TRT-LLM", "--json").out)["engine"] == "tensorrt-llm"
 
 
 class TestWhatIf:
@@ -97,7 +107,21 @@ class TestWhatIf:
         assert invoke("plan", "Qwen/Qwen3-8B", "--hardware", "4x H900", "--what-if", "count=2").code == 2
 
     def test_nothing_changes(self) -> None:
-        assert "nothing changes" in invoke(*CARD, "--what-if", "price_per_hour=2").out
+        assert "nothing changes" in invoke(*CARD, "--what-if", "accelerator=4090").out
+
+    @pytest.mark.parametrize(
+        ("asked", "what", "after"),
+        [
+            ("price_per_hour=3", "cost per M tokens", ""),
+            ("watts=400", "energy per M tokens", "kWh"),
+            ("ttft_ms=1", "latency targets", "MISSES"),
+            ("ttft_ms=60000", "latency targets", "within"),
+        ],
+    )
+    def test_money_energy_and_latency_are_compared_too(self, asked: str, what: str, after: str) -> None:
+        (change,) = json.loads(invoke(*CARD, "--what-if", asked, "--json").out)["changes"]
+        assert change["what"] == what and after in change["after"]
+        assert change["before"] in ("none", "not known")
 
     def test_what_would_no_longer_fit_exits_with_one(self) -> None:
         answer = invoke(*CARD, "--what-if", "model=meta-llama/Meta-Llama-3.1-405B,ram_gb=16")
@@ -124,6 +148,20 @@ class TestProcure:
         assert all(offer["decision"]["max_concurrency"] >= 8 for offer in offers)
         answer = invoke(*asked)
         assert answer.code == 0 and f"{len(offers)} of 4 known chips" in answer.out and "H100" in answer.out
+
+    @pytest.mark.parametrize(
+        ("said", "columns"),
+        [
+            ((), []),
+            (("--set", "price_per_hour=2"), ["cost per M"]),
+            (("--set", "watts=400"), ["kWh per M"]),
+            (("--set", "price_per_hour=2,watts=400"), ["cost per M", "kWh per M"]),
+        ],
+    )
+    def test_money_and_energy_where_the_intent_says_them(self, said: tuple[str, ...], columns: list[str]) -> None:
+        asked = ("plan", "Qwen/Qwen3-8B", "--procure", *said)
+        head = next(line for line in invoke(*asked).out.splitlines() if line.startswith("cards"))
+        assert [name for name in ("cost per M", "kWh per M") if name in head] == columns
 
     def test_none_would(self) -> None:
         answer = invoke("plan", "meta-llama/Meta-Llama-3.1-405B", "--procure", "--set", "tpot_ms=0.01")
@@ -173,8 +211,7 @@ class TestEmit:
         bash_reads(path)
         text = path.read_text()
         assert 'pytorch="$HOME/.cache/bedplate-scripts/pytorch-' in text and "gguf==" in text
-        unpack = next(line for line in text.splitlines() if "|| " in line and "gguf-to-folder" in line)
-        assert '|| "$pytorch/bin/gguf-to-folder" ' in unpack
+        unpack = next(line for line in text.splitlines() if '"$pytorch/bin/gguf-to-folder" ' in line)
         assert text.index('chmod +x "$pytorch/bin/gguf-to-folder"') < text.index(unpack) < text.index("mlx_lm.convert")
 
     def test_what_is_not_decided_is_not_emitted(self, tmp_path: Path) -> None:
@@ -190,6 +227,62 @@ class TestEmit:
     def test_a_place_that_cannot_be_written(self, tmp_path: Path) -> None:
         answer = invoke(*CARD, "--emit", "command", "-o", str(tmp_path / "nowhere" / "serve.sh"))
         assert answer.code == 3 and "serve.sh" in answer.err
+
+
+class TestQuestionsThatAreNotAnswered:
+    """Nothing that was said is left out in silence; and it is refused before anything is looked at."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            ("--procure", "--why-not", "vllm"),
+            ("--procure", "--what-if", "users=5"),
+            ("--procure", "--emit", "command"),
+            ("--procure", "--engine", "vllm"),
+            ("--procure", "--hardware", "RTX 4090"),
+            ("--what-if", "users=5", "--why-not", "vllm"),
+            ("--what-if", "users=5", "--emit", "command"),
+            ("--why-not", "vllm", "--emit", "kubernetes"),
+            ("--emit", "command", "--json"),
+            ("--emit", "kubernetes", "--json"),
+            ("-o", "serve.sh"),
+            ("--why-not", "vllm", "-o", "why.txt"),
+            ("--what-if", "users=5", "-o", "changes.txt"),
+        ],
+    )
+    def test_options_that_exclude_each_other(self, options: tuple[str, ...]) -> None:
+        answer = invoke("plan", "no/such-model-at-all", *options)
+        assert answer.code == 2 and not answer.out and "no/such-model-at-all" not in answer.err
+        assert [option for option in options if option.startswith("-")][-1] in answer.err
+        assert "\n" in answer.err, "it has a hint"
+
+    @pytest.mark.parametrize(
+        "options", [("--procure",), ("--what-if", "users=5"), ("--why-not", "vllm"), ("--engine", "vllm")]
+    )
+    @pytest.mark.parametrize("pools", ["", "pools: [{name: a, accelerator: H100 SXM, count: 8}]\n"])
+    def test_services_are_planned_together(self, options: tuple[str, ...], pools: str, tmp_path: Path) -> None:
+        path = tmp_path / "bedplate.yaml"
+        path.write_text(f"{pools}services: [{{model: no/such-model-at-all}}]\n")
+        answer = invoke("plan", "-f", str(path), *options)
+        assert answer.code == 2 and options[0] in answer.err and "1 service" in answer.err and not answer.out
+
+    @pytest.mark.parametrize("services", ["", "services: []\n"])
+    def test_pools_without_services(self, services: str, tmp_path: Path) -> None:
+        path = tmp_path / "bedplate.yaml"
+        path.write_text(f"pools: [{{name: a, accelerator: H100 SXM, count: 8}}]\n{services}")
+        answer = run("plan", "-f", str(path))
+        assert answer.code == 2 and "error: services:" in answer.err and "hint: " in answer.err and not answer.out
+
+    def test_json_of_every_question_is_written_where_it_should_be(self, tmp_path: Path) -> None:
+        services = tmp_path / "services.yaml"
+        services.write_text("hardware: RTX 4090\nservices: [{model: Qwen/Qwen3-8B}]\n")
+        asked: tuple[tuple[str, ...], ...] = (
+            CARD, (*CARD, "--why-not", "vllm"), (*CARD, "--what-if", "users=5"), ("plan", "-f", str(services)),
+        )  # fmt: skip
+        for number, words in enumerate(asked):
+            path = tmp_path / f"{number}.json"
+            answer = invoke(*words, "--json", "-o", str(path))
+            assert answer.code == 0 and not answer.out and json.loads(path.read_text())
 
 
 class TestFields:
@@ -234,10 +327,23 @@ class TestFields:
         assert invoke(*CARD, "--set", field).code == 2
 
 
+def test_work_that_writes_nothing_has_no_time_between_tokens() -> None:
+    """Whatever else the model could do."""
+    decision = from_json(Decision, invoke(*CARD, "--set", "task=embed", "--json").out)
+    assert decision.fits and decision.estimate.tpot_ms is None and decision.estimate.output_tok_s is None
+
+
+def test_a_number_is_the_name_of_a_chip(tmp_path: Path) -> None:
+    path = tmp_path / "bedplate.yaml"
+    path.write_text("hardware: {accelerator: 4090}\nmodel: Qwen/Qwen3-8B\n")
+    assert "RTX 4090" in invoke("plan", "-f", str(path)).out
+    assert invoke("plan", "Qwen/Qwen3-8B", "--hardware", "RTX 3090", "--what-if", "accelerator=4090").code == 0
+
+
 def test_the_page_says_all_of_it() -> None:
     page = " ".join(invoke(*SERVERS, "--set", "price_per_hour=2.5").out.split())
-    for words in ("vllm", "serve.default", "seeds/000", "FP8", "sglang", "worth measuring", "resident at once", "Cost",
-                  "Launch", "--tensor-parallel-size"):  # fmt: skip
+    for words in ("vllm", "serve.default", "seeds/000", "FP8", "sglang", "worth measuring", "768 tokens at once",
+                  "Cost", "Launch", "--tensor-parallel-size"):  # fmt: skip
         assert words in page, words
 
 

@@ -16,6 +16,13 @@ OLDEST_YEAR = 2020
 COUNTS = (1, 2, 4, 8)
 LAPTOP = " Laptop"
 """How the names of chips end of which a machine has one."""
+PAID = (
+    ("cost per M tokens", "cost_per_million_tokens", ""),
+    ("energy per M tokens", "kwh_per_million_tokens", "kWh"),
+)
+"""Money has no unit: it is the currency of the price that was said."""
+IN_TIME = "latency.target"
+"""The reason that says whether the targets are kept."""
 KINDS = ("datacenter", "workstation", "consumer", "apple", "edge")
 
 
@@ -40,12 +47,20 @@ def changes(before: Decision, after: Decision) -> tuple[Change, ...]:
     for name, unit in (("ttft_ms", "ms"), ("tpot_ms", "ms"), ("output_tok_s", "tok/s"), ("memory_gb", "GB")):
         one, other = getattr(before.estimate, name), getattr(after.estimate, name)
         rows.append((name, _figure(one, unit), _figure(other, unit)))
+    for what, name, unit in PAID:
+        one, other = getattr(before.estimate, name), getattr(after.estimate, name)
+        rows.append((what, _figure(one, unit, "not known"), _figure(other, unit, "not known")))
+    rows.append(("latency targets", _in_time(before), _in_time(after)))
     return tuple(Change(what=what, before=one, after=other) for what, one, other in rows if one != other)
 
 
-def _figure(figure: object, unit: str) -> str:
+def _figure(figure: object, unit: str, unknown: str = "TBD") -> str:
     value = getattr(figure, "value", None)
-    return "TBD" if value is None else f"{units.figure(value)} {unit}"
+    return unknown if value is None else f"{units.figure(value)} {unit}".strip()
+
+
+def _in_time(decision: Decision) -> str:
+    return next((reason.text for reason in decision.reasons if reason.rule == IN_TIME), "none")
 
 
 def layout_words(decision: Decision) -> str:
@@ -94,7 +109,7 @@ def _offer(chip: Chip, model: Model, workload: Workload, operations: Operations)
             return None
         decision = decide(machine, model, workload, operations=operations)
         if serves(decision, workload):
-            watts = chip.watts * count if chip.watts is not None else None
+            watts = chip.watts * count * chip.devices_per_card if chip.watts is not None else None
             return Offer(accelerator=chip.name, count=count, watts=watts, decision=decision)
     return None
 
