@@ -82,6 +82,51 @@ def test_pipes_get_no_colours(builtin_gguf: Path) -> None:
     assert "\x1b[" not in run("plan", str(builtin_gguf)).stdout + run("inspect", "nothing.gguf").stderr
 
 
+PLAN = ("plan", "Qwen/Qwen3-8B", "--hardware", "RTX 4090")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "arguments", [PLAN, (*PLAN, "--json"), ("--version",), ("--help",), ("models", "--search", "qwen3-8b")]
+)
+def test_a_full_disk_is_somebody_elses_fault(arguments: tuple[str, ...], unbuffered: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "bedplate", *arguments],
+            stdout=full, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    assert done.returncode == 3 and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert "error: cannot write the output\ncaused by: No space left on device\nhint: " in done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [PLAN, (*PLAN, "--json"), ("--version",), ("--help",)])
+def test_a_reader_that_has_gone_is_no_error(arguments: tuple[str, ...], unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "bedplate", *arguments],
+        stdout=writer, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    os.close(writer)
+    assert done.returncode != 0 and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PYTHONIOENCODING": "latin-1"},
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_terminals_that_know_few_letters_get_the_page_all_the_same(env: dict[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "bedplate", *PLAN], capture_output=True, env={**os.environ, **env})
+    assert done.returncode == 0 and not done.stderr
+    assert b"512 + 256 tokens ? " in done.stdout, "the arrow is replaced"
+
+
 def environments(printed: str) -> list[str]:
     return [there["engine"] for engine in json.loads(printed)["engines"] for there in engine["installed"]]
 

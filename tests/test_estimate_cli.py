@@ -38,6 +38,13 @@ def test_standard_streams_work_too() -> None:
     assert next(csv.DictReader(io.StringIO(done.stdout)))["row_id"] == "a"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
+    marked = b"\xef\xbb\xbf" + (HEAD + GOOD).encode()
+    (tmp_path / "marked.csv").write_bytes(marked)
+    for done in (run("--rows", "-", stdin=marked), run("--rows", tmp_path / "marked.csv")):
+        assert next(csv.DictReader(io.StringIO(done.stdout)))["row_id"] == "a"
+
+
 def test_what_is_no_table_is_the_wrong_question(tmp_path: Path) -> None:
     missing = run("--rows", tmp_path / "none.csv")
     assert missing.returncode == 2 and "cannot read" in missing.stderr

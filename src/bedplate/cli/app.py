@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -38,6 +42,10 @@ from bedplate.cli import (
     workload,
 )
 
+if TYPE_CHECKING:
+    from bedplate.errors import BedplateError
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 app = typer.Typer(
     name="bedplate",
     help="You don't pick an inference engine, you pick a hardware strategy, and the engine follows.",
@@ -104,16 +112,44 @@ def _options(
 def main() -> None:
     from bedplate.errors import BedplateError
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Terminals that know no arrows get a question mark for one, and the page all the same.
+            stream.reconfigure(errors="replace")
     try:
-        app(prog_name="bedplate")
+        try:
+            app(prog_name="bedplate")
+        finally:
+            # Now, and not when Python ends: then nothing could say what went wrong.
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BedplateError as error:
-        from bedplate.show.terminal import show_error
-
-        show_error(error)
-        sys.exit(error.exit_code)
+        _fail(error)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output has gone, as `bedplate … | head` does it.
-        sys.stderr.close()
+        _forget_output()
         sys.exit(141)
+    except OSError as error:
+        # Of a file that cannot be opened the error has the name; this one is of what was open already.
+        if error.errno not in NO_ROOM or error.filename is not None:
+            raise
+        from bedplate.errors import OutsideFailed
+
+        _forget_output()
+        why, hint = error.strerror or str(error), "what is there is not all of it: make room, or write it elsewhere"
+        _fail(OutsideFailed("cannot write the output", cause=why, hint=hint))
+
+
+def _fail(error: BedplateError) -> NoReturn:
+    from bedplate.show.terminal import show_error
+
+    show_error(error)
+    sys.exit(error.exit_code)
+
+
+def _forget_output() -> None:
+    """Drops what is not written yet, lest Python tries it once more at its end and complains in its own way."""
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -55,7 +56,8 @@ def estimate(
 
 def _reading(name: str) -> AbstractContextManager[TextIO]:
     if name == "-":
-        return nullcontext(sys.stdin)
+        # As a file is read, whatever the terminal speaks: spreadsheets begin their tables with a byte order mark.
+        return nullcontext(io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline=""))
     return Path(name).open(encoding="utf-8-sig", newline="")
 
 
