@@ -75,10 +75,19 @@ class TestLaunch:
         assert step.argv == ("onnx-export", "--model", "/models/mini lm", "--output", "all-MiniLM-L6-v2-F32")
         assert served(launch.argv).model == "all-MiniLM-L6-v2-F32" and served(launch.argv).slots == 1
 
+    def test_an_encoder_that_is_not_here_is_fetched_first(self) -> None:
+        away = encoder(name="sentence-transformers/all-MiniLM-L6-v2", files=())
+        steps = ORT.launch(plan(ORT, CPU, away, workload=EMBED), 1).prepare
+        assert [step.kind for step in steps] == ["install", "download", "convert"]
+        assert steps[1].argv[:2] == ("hf", "download") and steps[1].where == steps[2].argv[2] == "all-MiniLM-L6-v2"
+
     def test_on_a_card_other_packages_are_installed(self) -> None:
         launch = ORT.launch(plan(ORT, machine("H100 SXM"), model(LLAMA)), 1)
         assert "onnxruntime-genai-cuda==0.18.0 onnxruntime-gpu==1.31.1 " in launch.prepare[0].what
         assert "use_paged_attention=true" in launch.prepare[1].argv and "cuda" in launch.argv
+        recipe, plain = ORT.recipe_for("cuda"), ORT.recipe_for("cpu")
+        assert recipe is not None and " ".join(recipe.packages) == launch.prepare[0].what
+        assert plain == ORT.recipe and plain != recipe
 
     def test_programs_and_their_shared_part_are_shipped(self) -> None:
         assert ORT.recipe is not None

@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
-from bedplate.deploy.images import CONVERTER, HUB_PACKAGE, PYTHON, Image, image_for
+from bedplate.deploy.images import (
+    CONVERTER,
+    HUB_PACKAGE,
+    MODEL_OPTIMIZER,
+    MODEL_OPTIMIZER_TAG,
+    PYTHON,
+    Image,
+    image_for,
+)
 from bedplate.deploy.platform import NO_NETWORK, Placed, cards_per_node, spans_nodes_without_network
 from bedplate.engines import Engine
 from bedplate.engines import engine as engine_by_id
@@ -422,16 +430,16 @@ def _converted(unit: Served) -> Step:
     if unit.engine.id == "llama.cpp":
         return Step("convert", CONVERTER, ("sh", "-c", _to_gguf(source, made, label)), note)
     if plan.weights.format == "safetensors" and steps and steps[-1].argv[:2] == ("python", "-c"):
-        script = steps[-1].argv[2].replace(repr(made_path(plan)), repr(made))
+        script = steps[-1].argv[2].replace(repr(made_path(plan)), repr(f"{made}.part"))
         command = f"pip install --quiet --user {COMPRESSOR} && python3 -c {shlex.quote(script)}"
-        return Step("convert", unit.image.name, ("sh", "-c", command), note, cards=unit.cards)
+        return Step("convert", unit.image.name, ("sh", "-c", _whole(made, command)), note, cards=unit.cards)
     if unit.engine.id == "tensorrt-llm" and steps:
-        script = f"[ -e {made} ] || ({_CLONED} && {_command(steps[-1], plan, made)})"
+        script = _whole(made, f"{_CLONED} && {_command(steps[-1], plan, made)}")
         return Step("convert", unit.image.name, ("sh", "-c", script), note, cards=unit.cards)
     if unit.image.dockerfile is not None and steps and all(step.within is None for step in steps):
         command = " && ".join(_command(step, plan, made) for step in steps)
         cards = unit.cards if plan.settings.device != "cpu" else 0
-        return Step("convert", unit.image.name, ("sh", "-c", command), note, cards=cards)
+        return Step("convert", unit.image.name, ("sh", "-c", _whole(made, command)), note, cards=cards)
     raise _cannot(
         unit.placed,
         f"{label} weights are made with tools that are in no image; a checkpoint that is {label} already needs none",
@@ -440,24 +448,29 @@ def _converted(unit: Served) -> Step:
 
 _CLONED = (
     # The image has its library; the program that the plan names is an example of it, by the version that it asks for.
-    "git clone --depth 1 --branch 0.37.0 https://github.com/NVIDIA/TensorRT-Model-Optimizer /cache/modelopt && "
-    "cd /cache/modelopt/examples/llm_ptq"
+    f"rm -rf /cache/modelopt && git clone --depth 1 --branch {MODEL_OPTIMIZER_TAG} {MODEL_OPTIMIZER} /cache/modelopt"
+    " && cd /cache/modelopt/examples/llm_ptq"
 )
 
 
+def _whole(made: str, command: str) -> str:
+    """What a command writes to a name of its own is called `made` at the end: a job that was ended is begun anew."""
+    return f"[ -e {made} ] || (rm -rf {made}.part && {command} && mv {made}.part {made})"
+
+
 def _command(step: Preparation, plan: Plan, made: str) -> str:
-    words = [word.replace(made_path(plan), made) for word in step.argv]
+    words = [f"{made}.part" if word == made_path(plan) else word.replace(made_path(plan), made) for word in step.argv]
     return shlex.join(["python3" if words[0] == "python" else words[0], *words[1:]])
 
 
 def _to_gguf(folder: str, made: str, label: str) -> str:
     plain = {"Q8_0": "q8_0", "F16": "f16", "BF16": "bf16"}
-    first = made if label in plain or label in ("MXFP4", "NVFP4") else f"{made}.16-bit"
+    quantized = label not in plain and label not in ("MXFP4", "NVFP4")
+    first = f"{made}.16-bit" if quantized else f"{made}.part"
     outtype = plain.get(label, "auto")
     convert = f"python3 /app/convert_hf_to_gguf.py {folder} --outfile {first} --outtype {outtype}"
-    if first == made:
-        return f"[ -e {made} ] || {convert}"
-    return f"[ -e {made} ] || ({convert} && /app/llama-quantize {first} {made} {label} && rm {first})"
+    quantize = f" && /app/llama-quantize {first} {made}.part {label} && rm {first}" if quantized else ""
+    return _whole(made, f"{convert}{quantize}")
 
 
 def _joined(words: tuple[str, ...]) -> Iterator[str]:

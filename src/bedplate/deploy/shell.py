@@ -9,34 +9,76 @@ import shlex
 from collections.abc import Iterator
 
 from bedplate._version import __version__
-from bedplate.engines import Engine
+from bedplate.deploy.images import COMPILED, HUB_PACKAGE, MODEL_OPTIMIZER, MODEL_OPTIMIZER_TAG
+from bedplate.engines import Engine, Recipe
 from bedplate.engines import engine as engine_by_id
+from bedplate.engines.shared import COMPRESSOR
 from bedplate.errors import AnswerIsNo
-from bedplate.values import Decision, Plan, Preparation
+from bedplate.values import Decision, Launch, Plan, Preparation
 from bedplate.values.units import seconds, size
 
+# In bash, `test || { a && b; }` goes on when `a` fails, whatever `set -e` says: commands stand one below the other.
 HEAD = """\
 #!/usr/bin/env bash
 # {title}
-# Made by bedplate {version}. Needs python3 with venv and a package index. What it makes is kept and used again.
+# Made by bedplate {version}. Needs {needs}. What it makes is kept and used again.
 # The endpoint: http://127.0.0.1:{port}
 set -euo pipefail
+for program in {programs}; do
+    command -v "$program" > /dev/null || {{ echo "this script needs $program" >&2; exit 1; }}
+done
+"""
+STEPS = """\
+# once NAME COMMAND: left out where the same command has ended well before, and what it made is still there.
+once() {
+    local name="$1"
+    shift
+    if [ ! -e "$name" ] || [ "$(cat "$name.done" 2> /dev/null)" != "$*" ]; then
+        rm -f "$name.done"
+        "$@"
+        printf '%s\\n' "$*" > "$name.done"
+    fi
+}
+# whole NAME COMMAND: the command writes NAME.part, which is called NAME when it is all there.
+whole() {
+    local name="$1"
+    shift
+    if [ ! -e "$name" ]; then
+        rm -rf "$name.part"
+        "$@"
+        mv "$name.part" "$name"
+    fi
+}
 """
 ENVIRONMENT = """\
 env="${{ENGINE_ENV:-$HOME/.cache/bedplate-scripts/{folder}}}"
+[ -x "$env/bin/uv" ] || {{
+    python3 -m venv "$env"
+    "$env/bin/pip" install --quiet uv
+}}
 export VIRTUAL_ENV="$env" PATH="$env/bin:$PATH"
-[ -x "$env/bin/uv" ] || {{ python3 -m venv "$env" && "$env/bin/pip" install --quiet uv; }}
 """
 HELPER = """\
 # {name} converts weights, in an environment of its own{sizes}.
 {variable}="$HOME/.cache/bedplate-scripts/{folder}"
 [ -e "${variable}/.installed" ] || {{
-    python3 -m venv "${variable}" && "${variable}/bin/pip" install --quiet uv
+    python3 -m venv "${variable}"
+    "${variable}/bin/pip" install --quiet uv
     "${variable}/bin/uv" pip install --python "${variable}/bin/python" {packages}
     touch "${variable}/.installed"
 }}
 """
+UNLOCKED = """\
+# A loader that was killed leaves its lock behind, and every later one would wait for it.
+rm -f {folder}/*/lock
+"""
 END_OF_PROGRAM = "END_OF_PROGRAM"
+HUB_CLIENT = ("uvx", "--from", HUB_PACKAGE)
+"""`hf` is in the environments of some engines alone."""
+OPTIMIZER_FOLDER = "modelopt"
+OPTIMIZER_PROGRAM = "hf_ptq.py"
+TOOLKITS = {"cuda": "the CUDA toolkit", "rocm": "ROCm with its compiler", "vulkan": "Vulkan's headers and glslc",
+            "xpu": "the oneAPI toolkit"}  # fmt: skip
 
 
 def script(plan: Plan, decision: Decision) -> str:
@@ -45,23 +87,76 @@ def script(plan: Plan, decision: Decision) -> str:
     launch = decision.launch
     if launch is None:
         raise AnswerIsNo(f"there is nothing to launch: {plan.engine} was not decided for")
+    device = plan.settings.device
+    recipe = engine.recipe_for(device)
     title = f"{plan.model.name} ({decision.quantization}) with {engine.name} {plan.engine_version}"
-    parts = [HEAD.format(title=title, version=__version__, port=_port(launch.argv))]
-    if not launch.argv[0].startswith("docker"):
-        programs = _programs(engine) if engine.recipe_for(plan.settings.device) is not None else ()
-        parts += [ENVIRONMENT.format(folder=f"{engine.id}-{plan.engine_version}"), *programs]
-    helpers = dict.fromkeys(step.within for step in launch.prepare if step.within not in (None, engine.id))
-    for helper in helpers:
+    needs = _needs(plan, launch, engine)
+    parts = [
+        HEAD.format(
+            title=title,
+            version=__version__,
+            needs=_listed([words for _, words in needs]),
+            programs=shlex.join(dict.fromkeys(program for program, _ in needs if program)),
+            port=_port(launch.argv),
+        )
+    ]
+    if not _in_container(launch):
+        own = any(step.kind == "install" and _is_own(step, engine) for step in launch.prepare)
+        # Packages for one kind of device stand in the way of those for another.
+        folder = f"{engine.id}-{plan.engine_version}{'' if device == 'cpu' else f'-{device}'}"
+        parts += [ENVIRONMENT.format(folder=folder), *(_programs(recipe) if recipe is not None and own else ())]
+    for helper in dict.fromkeys(step.within for step in launch.prepare if step.within not in (None, engine.id)):
         parts += _helper(engine_by_id(str(helper)))
-    parts += [_step(number, step, engine) for number, step in enumerate(launch.prepare) if not _is_helper(step, engine)]
+    steps = [step for step in launch.prepare if step.kind != "install" or _is_own(step, engine)]
+    if any(step.kind != "install" for step in steps) and not _in_container(launch):
+        parts.append(STEPS)
+    for number, step in enumerate(steps):
+        install = step.kind == "install"
+        parts.append(_install(number, step, recipe, launch.argv[0]) if install else _step(step, engine))
     parts += [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
     parts.append(f"exec {_wrapped(launch.argv)}")
     return "\n".join(parts) + "\n"
 
 
-def _programs(engine: Engine, variable: str = "env") -> Iterator[str]:
+def _needs(plan: Plan, launch: Launch, engine: Engine) -> list[tuple[str | None, str]]:
+    """What the script finds on the machine and does not bring: (program, in words)."""
+    if _in_container(launch):
+        return [("docker", "docker that may use the GPUs")]
+    found: list[tuple[str | None, str]] = [("python3", "python3 with venv"), (None, "a package index")]
+    recipe = engine.recipe_for(plan.settings.device)
+    for step in launch.prepare:
+        if step.kind == "install" and _is_own(step, engine) and not step.argv:
+            if recipe is None:
+                found.append((None, step.what))
+            elif plan.settings.device == "cpu":
+                found += [(None, library.soname) for library in recipe.libraries]
+        elif step.argv[:1] == ("tar",):
+            found.append(("tar", "tar"))
+        elif step.argv[:2] == ("cmake", "-S"):
+            found += [("cmake", "cmake"), (None, "a C++ compiler")]
+            found += [(None, TOOLKITS[plan.settings.device])] if plan.settings.device in TOOLKITS else []
+        elif _optimizes(step):
+            found.append(("git", "git"))
+    if engine.id in COMPILED:
+        found += [(None, "a C++ compiler"), (None, TOOLKITS["cuda"])]
+    return found
+
+
+def _in_container(launch: Launch) -> bool:
+    return launch.argv[0] == "docker"
+
+
+def _is_own(step: Preparation, engine: Engine) -> bool:
+    return step.within in (None, engine.id)
+
+
+def _optimizes(step: Preparation) -> bool:
+    return OPTIMIZER_PROGRAM in step.argv
+
+
+def _programs(recipe: Recipe, variable: str = "env") -> Iterator[str]:
     """Bedplate's own programs for an engine that has no server, or whose own has faults."""
-    for name, file in engine.recipe.programs if engine.recipe is not None else ():
+    for name, file in recipe.programs:
         text = (importlib.resources.files("bedplate.engines") / "shipped" / file).read_text(encoding="utf-8")
         lines = [f"{{ echo \"#!${variable}/bin/python\"; cat <<'{END_OF_PROGRAM}'", text.rstrip(), END_OF_PROGRAM]
         lines += [f'}} > "${variable}/bin/{name}"', f'chmod +x "${variable}/bin/{name}"', ""]
@@ -74,45 +169,85 @@ def _helper(helper: Engine) -> Iterator[str]:
     if helper.recipe is None or step is None:
         return
     sizes = f" ({_sizes(step)})" if _sizes(step) else ""
-    packages = shlex.join(_packages(helper))
+    packages = shlex.join(_packages(helper.recipe))
     folder = f"{helper.id}-{helper.version}"
     yield HELPER.format(name=helper.name, sizes=sizes, variable=_variable(helper), folder=folder, packages=packages)
-    yield from _programs(helper, _variable(helper))
+    yield from _programs(helper.recipe, _variable(helper))
 
 
 def _variable(helper: Engine) -> str:
     return re.sub(r"\W", "_", helper.id)
 
 
-def _is_helper(step: Preparation, engine: Engine) -> bool:
-    return step.kind == "install" and step.within not in (None, engine.id)
-
-
-def _packages(engine: Engine) -> tuple[str, ...]:
-    packages = engine.recipe.packages if engine.recipe is not None else ()
+def _packages(recipe: Recipe) -> tuple[str, ...]:
     # Without a word on it, torch comes with gigabytes for a GPU, also where there is none.
-    torch = any(package.startswith("torch==") for package in packages)
-    return (*(("--torch-backend", "auto") if torch else ()), *packages)
+    torch = any(package.startswith("torch==") for package in recipe.packages)
+    return (*(("--torch-backend", "auto") if torch else ()), *recipe.packages)
 
 
-def _step(number: int, step: Preparation, engine: Engine) -> str:
-    what = f"# {step.kind}: {step.what}{f' ({_sizes(step)})' if _sizes(step) else ''}"
+def _what(step: Preparation) -> str:
+    return f"# {step.kind}: {step.what}{f' ({_sizes(step)})' if _sizes(step) else ''}\n"
+
+
+def _step(step: Preparation, engine: Engine) -> str:
+    what = _what(step)
+    if not step.argv:
+        return f"{what.rstrip()}, to {step.where}\n"
+    if step.argv[:2] == ("docker", "pull"):
+        # Once it is here, nobody need be asked for it.
+        image = shlex.quote(step.argv[2])
+        return f"{what}docker image inspect {image} > /dev/null 2>&1 || {shlex.join(step.argv)}\n"
+    name, words = shlex.quote(step.where), _in_part(step)
+    if step.kind == "convert" and words != step.argv:
+        before = _cloned() if _optimizes(step) else ""
+        return f"{what}{before}whole {name} {_command(step, words, engine)}\n"
+    command = _command(step, step.argv, engine)
+    if " " in step.where:
+        # No file, but a store that may be told the same thing again.
+        return f"{what}{command}\n"
+    before = UNLOCKED.format(folder=name) if step.kind == "build" and engine.id in COMPILED else ""
+    return f"{what}{before}once {name} {command}\n"
+
+
+def _install(number: int, step: Preparation, recipe: Recipe | None, program: str) -> str:
+    if step.what == COMPRESSOR:
+        # Beside the engine it would change the versions of what both need.
+        packages = shlex.join(("--torch-backend", "auto", COMPRESSOR))
+        folder = COMPRESSOR.replace("==", "-")
+        return HELPER.format(name="LLM Compressor", sizes="", variable="compressor", folder=folder, packages=packages)
     argv = step.argv
-    if step.kind == "install" and not argv and engine.recipe is not None:
-        argv = ("uv", "pip", "install", *_packages(engine))
+    if not argv and recipe is not None:
+        argv = ("uv", "pip", "install", *_packages(recipe))
     if not argv:
-        return f"{what}, to {step.where}\n"
-    if step.kind == "install":
-        done = f'"$env/.installed-{number}"'
-        return f"{what}\n[ -e {done} ] || {{ {shlex.join(argv)} && touch {done}; }}\n"
-    return f"{what}\n[ -e {shlex.quote(step.where)} ] || {_command(step, engine)}\n"
+        missing = f"{{ echo {shlex.quote(f'this script needs {step.what}')} >&2; exit 1; }}"
+        return f"# Not installed here: {step.what}\ncommand -v {shlex.quote(program)} > /dev/null || {missing}\n"
+    done = f'"$env/.installed-{number}"'
+    return f"{_what(step)}[ -e {done} ] || {{\n    {shlex.join(argv)}\n    touch {done}\n}}\n"
 
 
-def _command(step: Preparation, engine: Engine) -> str:
-    if step.within in (None, engine.id):
-        return shlex.join(step.argv)
-    variable = _variable(engine_by_id(str(step.within)))
-    return f'"${variable}/bin/{step.argv[0]}" {shlex.join(step.argv[1:])}'
+def _in_part(step: Preparation) -> tuple[str, ...]:
+    """The command, with another name for what it makes; Python's code has it as a literal."""
+    part = f"{step.where}.part"
+    return tuple(part if word == step.where else word.replace(repr(step.where), repr(part)) for word in step.argv)
+
+
+def _cloned() -> str:
+    source = f"git clone --depth 1 --branch {MODEL_OPTIMIZER_TAG} {MODEL_OPTIMIZER} {OPTIMIZER_FOLDER}.part"
+    return f"whole {OPTIMIZER_FOLDER} {source}\n"
+
+
+def _command(step: Preparation, words: tuple[str, ...], engine: Engine) -> str:
+    """With each program where it is found: some are in another environment than the engine's."""
+    if not _is_own(step, engine):
+        return f'"${_variable(engine_by_id(str(step.within)))}/bin/{words[0]}" {shlex.join(words[1:])}'
+    if words[0] == "hf":
+        words = (*HUB_CLIENT, *words)
+    elif _optimizes(step):
+        program = f"{OPTIMIZER_FOLDER}/examples/llm_ptq/{OPTIMIZER_PROGRAM}"
+        words = tuple(program if word == OPTIMIZER_PROGRAM else word for word in words)
+    elif words[0] == "python" and "from llmcompressor import" in " ".join(words):
+        return f'"$compressor/bin/python" {shlex.join(words[1:])}'
+    return shlex.join(words)
 
 
 def _sizes(step: Preparation) -> str:
@@ -127,7 +262,7 @@ def _sizes(step: Preparation) -> str:
 
 
 def _port(argv: tuple[str, ...]) -> str:
-    return next((value for option, value in itertools.pairwise(argv) if option in ("--port", "-p")), "8080")
+    return next((value for option, value in itertools.pairwise(argv) if option in ("--port", "--server-port")), "8080")
 
 
 def _wrapped(argv: tuple[str, ...]) -> str:
@@ -139,3 +274,8 @@ def _wrapped(argv: tuple[str, ...]) -> str:
         else:
             lines[-1] += f" {shlex.quote(word)}"
     return " \\\n    ".join(lines)
+
+
+def _listed(words: list[str]) -> str:
+    *most, last = dict.fromkeys(words)
+    return f"{', '.join(most)} and {last}" if most else last

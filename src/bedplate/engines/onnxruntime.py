@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
 from bedplate.engines.base import (
     SIXTEEN_BIT,
     Failure,
@@ -11,6 +13,7 @@ from bedplate.engines.base import (
     MemoryUse,
     Recipe,
     Target,
+    fetching,
     known_failure,
     made_path,
     source_folder,
@@ -18,6 +21,7 @@ from bedplate.engines.base import (
 from bedplate.engines.knobs import has_own_defaults, landed, slots_knob, threads_knob, worth_turning
 from bedplate.engines.shipped import CORE, ServedByBedplate
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values.decision import Device
 from bedplate.values.record import estimate
 from bedplate.values.tuning import Choice, Knob
 
@@ -38,7 +42,34 @@ WRITERS = frozenset(_WRITERS.split())
 # Encoders that Transformers knows without code from elsewhere; the exporter checks what it made of each.
 _READERS = "albert bert camembert deberta-v2 distilbert electra modernbert mpnet roberta xlm-roberta"
 READERS = frozenset(_READERS.split())
-CUDA_PACKAGES = {"onnxruntime-genai": "onnxruntime-genai-cuda", "onnxruntime": "onnxruntime-gpu"}
+RECIPE = Recipe(
+    # From torch on: what makes ONNX models of others.
+    packages=(
+        "onnxruntime-genai==0.18.0",
+        "onnxruntime==1.31.1",
+        "tokenizers==0.23.3",
+        "jinja2==3.1.6",
+        "torch==2.13.0",
+        "transformers==5.22.2",
+        "onnx==1.23.2",
+        "onnx-ir==1.1.0",
+        "onnxscript==0.7.2",
+    ),
+    programs=(("onnxruntime-server", "onnxruntime_server.py"), ("onnx-export", "onnx_export.py"), CORE),
+    download_bytes=320_000_000,
+    disk_bytes=1_080_000_000,
+    check="import onnxruntime, onnxruntime_genai, tokenizers, jinja2, onnx_ir, torch, transformers",
+)
+_ON_CUDA = {"onnxruntime-genai": "onnxruntime-genai-cuda", "onnxruntime": "onnxruntime-gpu"}
+CUDA_RECIPE = msgspec.structs.replace(
+    RECIPE,
+    packages=tuple(
+        f"{_ON_CUDA.get(name, name)}=={version}"
+        for name, _, version in (one.partition("==") for one in RECIPE.packages)
+    ),
+    download_bytes=3_000_000_000,
+    disk_bytes=7_500_000_000,
+)
 
 _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
@@ -80,24 +111,7 @@ class OnnxRuntime(ServedByBedplate):
     id = "onnxruntime"
     name = "ONNX Runtime"
     version = "0.18.0"
-    recipe = Recipe(
-        # From torch on: what makes ONNX models of others.
-        packages=(
-            "onnxruntime-genai==0.18.0",
-            "onnxruntime==1.31.1",
-            "tokenizers==0.23.3",
-            "jinja2==3.1.6",
-            "torch==2.13.0",
-            "transformers==5.22.2",
-            "onnx==1.23.2",
-            "onnx-ir==1.1.0",
-            "onnxscript==0.7.2",
-        ),
-        programs=(("onnxruntime-server", "onnxruntime_server.py"), ("onnx-export", "onnx_export.py"), CORE),
-        download_bytes=320_000_000,
-        disk_bytes=1_080_000_000,
-        check="import onnxruntime, onnxruntime_genai, tokenizers, jinja2, onnx_ir, torch, transformers",
-    )
+    recipe = RECIPE
     formats = ("onnx",)
     converts = ("safetensors",)
     vendors = ("nvidia",)
@@ -175,7 +189,8 @@ class OnnxRuntime(ServedByBedplate):
         steps = [self._installed(plan)]
         if converted:
             reads = _reads(plan.model, plan.workload)
-            steps.append(_export(plan) if reads else _build(plan))
+            # The builder takes a hub id, the exporter a folder.
+            steps += [*fetching(plan), _export(plan)] if reads else [_build(plan)]
         return landed(Launch(argv=tuple(argv), prepare=tuple(steps)), settings)
 
     def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
@@ -197,13 +212,15 @@ class OnnxRuntime(ServedByBedplate):
             )  # fmt: skip
         return worth_turning(found)
 
+    def recipe_for(self, device: Device) -> Recipe | None:
+        return CUDA_RECIPE if device == "cuda" else self.recipe
+
     def _installed(self, plan: Plan) -> Preparation:
         (step,) = self.installation()
-        if plan.settings.device in self.built_for:
-            return step
-        named = [package.partition("==") for package in step.what.split()]
-        what = " ".join(f"{CUDA_PACKAGES.get(name, name)}=={version}" for name, _, version in named)
-        return replaced(step, what=what, download_bytes=3_000_000_000, disk_bytes=7_500_000_000)
+        recipe = self.recipe_for(plan.settings.device) or RECIPE
+        return replaced(
+            step, what=" ".join(recipe.packages), download_bytes=recipe.download_bytes, disk_bytes=recipe.disk_bytes
+        )
 
     def explain(self, log: str) -> Failure | None:
         return known_failure(log, _KNOWN_FAILURES) or super().explain(log)

@@ -1,0 +1,217 @@
+"""A plan as a script is run, with stand-ins for what it installs: each program that it calls must be there by then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.deploy.intents import made_platform
+from tests.deploy.walk import documents_in, pods_in
+
+from bedplate.decide import decide, plan
+from bedplate.deploy.emit import emitted as to_target
+from bedplate.deploy.shell import script
+from bedplate.engines import all_engines
+from bedplate.facts.intent import intent_of, resolved_hardware
+from bedplate.run.models import intended_model
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="an interpreter that is a script itself")
+
+XEON = {"cpu": "Intel Xeon Gold 6430", "cores": 32, "ram_gb": 128}
+MAC = {"accelerator": "Apple M3 Max 40-core", "ram_gb": 64, "os": "macos"}
+QWEN, LLAMA = "Qwen/Qwen3-8B", "meta-llama/Llama-3.2-3B-Instruct"
+LARGE, MIDDLE = "meta-llama/Meta-Llama-3.1-70B", "Qwen/Qwen3-32B"
+COMMON = ("bash", "cat", "chmod", "env", "mkdir", "mv", "rm", "sh", "touch")
+"""Beside what its head says: the least of any system."""
+
+
+def cards(name: str, count: int = 1) -> dict[str, Any]:
+    return {"accelerator": name, "count": count, "ram_gb": 128}
+
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "exllamav2": (QWEN, cards("RTX 3090", 2), "exllamav2"),
+    "exllamav3": (QWEN, cards("RTX 3090", 2), "exllamav3"),
+    "llama.cpp built": (QWEN, cards("RTX 3090", 2), "llama.cpp"),
+    "llama.cpp built, quantized": (QWEN, cards("RTX 3070"), "llama.cpp"),
+    "llama.cpp": (QWEN, XEON, "llama.cpp"),
+    "lmdeploy": (QWEN, cards("L40S", 2), "lmdeploy"),
+    "lmdeploy, quantized": (MIDDLE, cards("RTX 5090"), "lmdeploy"),
+    "mistral.rs": (QWEN, XEON, "mistral.rs"),
+    "mlx": (QWEN, MAC, "mlx"),
+    "ollama": (LLAMA, XEON, "ollama"),
+    "onnxruntime": (QWEN, XEON, "onnxruntime"),
+    "onnxruntime on a card": (QWEN, cards("RTX 3090", 2), "onnxruntime"),
+    "an encoder": ("BAAI/bge-m3", cards("RTX 4090"), "onnxruntime"),
+    "pytorch": (QWEN, XEON, "pytorch"),
+    "sglang": (QWEN, cards("L40S", 2), "sglang"),
+    "sglang on a CPU": (LLAMA, XEON, "sglang"),
+    "sglang for ROCm": (QWEN, cards("MI300X"), "sglang"),
+    "sglang, quantized": (MIDDLE, cards("RTX 5090"), "sglang"),
+    "tensorrt-llm": (QWEN, cards("H100 SXM"), "tensorrt-llm"),
+    "tensorrt-llm, quantized": (LARGE, cards("H100 SXM"), "tensorrt-llm"),
+    "tgi": (QWEN, cards("H100 SXM"), "tgi"),
+    "vllm": (QWEN, cards("L40S", 2), "vllm"),
+    "vllm on a CPU": (QWEN, XEON, "vllm"),
+    "vllm for ROCm": (QWEN, cards("MI300X"), "vllm"),
+    "vllm, quantized": (MIDDLE, cards("RTX 5090"), "vllm"),
+}
+CONVERTED = ("an encoder", "exllamav3", "llama.cpp built, quantized", "tensorrt-llm, quantized", "vllm, quantized")
+
+
+def emitted(name: str) -> str:
+    model, hardware, engine = CASES[name]
+    intent = intent_of({"hardware": hardware, "model": model})
+    facts = intended_model(intent.model)
+    decision = decide(resolved_hardware(intent), facts, intent.workload, engine)
+    assert decision.launch is not None, decision.refused
+    return script(plan(decision, facts, intent.workload), decision)
+
+
+@dataclass
+class Machine:
+    """One that has nothing but what a script says it needs."""
+
+    folder: Path
+    text: str
+    source: str
+
+    @classmethod
+    def made(cls, folder: Path, name: str) -> Machine:
+        text = emitted(name)
+        tools = folder / "tools"
+        tools.mkdir()
+        for program in COMMON:
+            (tools / program).symlink_to(str(shutil.which(program)))
+        stand_in = folder / "stand-in"
+        code = Path(__file__).with_name("stand_in.py").read_text()
+        stand_in.write_text(f"#!{sys.executable} -IS\n{code}")
+        stand_in.chmod(0o755)
+        (listed,) = [line for line in text.splitlines() if line.startswith("for program in ")]
+        needed = listed.removeprefix("for program in ").removesuffix("; do").split()
+        assert set(needed) <= {"python3", "tar", "cmake", "git", "docker"}
+        if "\n# Not installed here: " in text:
+            needed.append(CASES[name][2])
+        for program in needed:
+            (tools / program).symlink_to(stand_in)
+        (folder / "serve.sh").write_text(text)
+        (folder / "here").mkdir()
+        return cls(folder, text, CASES[name][0].rpartition("/")[2])
+
+    def run(self, breaks: str = "never") -> subprocess.CompletedProcess[str]:
+        (self.folder / "calls").unlink(missing_ok=True)
+        env = {"PATH": str(self.folder / "tools"), "HOME": str(self.folder), "SOURCE": self.source, "BREAKS": breaks}
+        env |= {"CALLS": str(self.folder / "calls"), "SELF": str(self.folder / "stand-in")}
+        command = [str(self.folder / "tools" / "bash"), str(self.folder / "serve.sh")]
+        return subprocess.run(command, env=env, cwd=self.folder / "here", capture_output=True, text=True, timeout=60)
+
+    def calls(self) -> list[list[str]]:
+        path = self.folder / "calls"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_script_reaches_its_server_on_a_bare_machine(name: str, tmp_path: Path) -> None:
+    machine = Machine.made(tmp_path, name)
+    done = machine.run()
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    first = machine.calls()
+    launched = machine.text[machine.text.rindex("\nexec ") + 6 :].split()
+    assert "quantized" not in name or "\nwhole " in machine.text
+    assert first[-1][0] == Path(launched[0]).name and "127.0.0.1" in machine.text
+    # A second time nothing is done again; Ollama's store is asked, which has it already.
+    assert machine.run().returncode == 0
+    again = [call for call in machine.calls()[:-1] if call[0] not in ("ollama", "docker")]
+    assert [call[0] for call in again] == (["python"] if name == "ollama" else [])
+    assert not list((tmp_path / "here").rglob("*.part"))
+
+
+def test_every_engine_is_run() -> None:
+    assert {engine for _, _, engine in CASES.values()} == set(all_engines())
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_what_was_interrupted_is_not_taken_for_finished(name: str, tmp_path: Path) -> None:
+    machine = Machine.made(tmp_path, name)
+    machine.run()
+    steps = [call for call in machine.calls()[:-1] if call[0] != "pip" and call[1:3] != ["-m", "venv"]]
+    assert len(steps) > 2
+    for step in steps:
+        shutil.rmtree(tmp_path / "here")
+        (tmp_path / "here").mkdir()
+        shutil.rmtree(tmp_path / ".cache")
+        broken = machine.run(breaks=" ".join(step))
+        assert broken.returncode == 1 and machine.calls()[-1] == step, (step, broken.stderr)
+        assert machine.run().returncode == 0
+        assert step in machine.calls() and machine.run().returncode == 0
+        assert step not in machine.calls()
+
+
+def test_a_card_has_its_own_packages_and_its_own_environment(tmp_path: Path) -> None:
+    on_card, on_cpu = emitted("onnxruntime on a card"), emitted("onnxruntime")
+    (install,) = [line for line in on_card.splitlines() if line.strip().startswith("uv pip install")]
+    assert " onnxruntime-genai-cuda==" in install and " onnxruntime-gpu==" in install
+    assert " onnxruntime==" not in install and " onnxruntime-genai==" not in install
+    folder = "bedplate-scripts/onnxruntime-0.18.0"
+    assert f"{folder}-cuda}}" in on_card and f"{folder}}}" in on_cpu
+
+
+def test_an_image_that_is_here_is_not_asked_for(tmp_path: Path) -> None:
+    machine = Machine.made(tmp_path, "tgi")
+    machine.run()
+    assert [call[1] for call in machine.calls()] == ["image", "run"]
+    machine.run(breaks="image inspect")
+    assert [call[1] for call in machine.calls()] == ["image", "pull", "run"]
+
+
+def test_what_a_script_lacks_is_said_before_anything_is_made(tmp_path: Path) -> None:
+    machine = Machine.made(tmp_path, "llama.cpp built")
+    (tmp_path / "tools" / "cmake").unlink()
+    done = machine.run()
+    assert done.returncode == 1 and done.stderr == "this script needs cmake\n" and not machine.calls()
+    head = machine.text.splitlines()[2]
+    assert "Needs python3 with venv, a package index, tar, cmake, a C++ compiler and the CUDA toolkit." in head
+
+
+def test_an_engine_that_nobody_installs_is_asked_for(tmp_path: Path) -> None:
+    machine = Machine.made(tmp_path, "vllm for ROCm")
+    (tmp_path / "tools" / "vllm").unlink()
+    done = machine.run()
+    assert done.returncode == 1 and done.stderr.startswith("this script needs vllm==") and "ROCm" in done.stderr
+
+
+def test_weights_that_are_here_already_are_used(tmp_path: Path) -> None:
+    machine = Machine.made(tmp_path, "an encoder")
+    (tmp_path / "here" / "bge-m3-F32").mkdir()
+    assert machine.run().returncode == 0
+    assert not [call for call in machine.calls() if call[0] == "onnx-export"]
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [("llama.cpp", "llama.cpp"), ("llama.cpp built, quantized", "llama.cpp"), ("exllamav3", "exllamav3"),
+     ("an encoder", "onnxruntime"), ("vllm, quantized", "vllm"), ("tensorrt-llm, quantized", "tensorrt-llm")],
+)  # fmt: skip
+def test_a_cluster_takes_no_half_converted_model_either(name: str, engine: str) -> None:
+    model, hardware, _ = CASES[name]
+    files = to_target(made_platform({"hardware": hardware, "model": model}, engine), "kubernetes")
+    pods = [pod for tree in documents_in(files) if tree["kind"] == "Job" for _, pod in pods_in(tree)]
+    (step,) = [one for pod in pods for one in pod["initContainers"] if one["name"] == "convert"]
+    command = " ".join([*step.get("command", []), *step.get("args", [])])
+    made = command[command.index("[ -e ") + 5 : command.index(" ] || (rm -rf ")]
+    assert made.startswith("/models/") and command.endswith(f" && mv {made}.part {made})")
+    assert command.count(f"{made}.part") == 3, "removed before, written, renamed"
+    assert subprocess.run(["sh", "-n", "-c", command[command.index("[ -e ") :]]).returncode == 0
+
+
+def test_an_image_for_a_card_has_the_packages_for_it() -> None:
+    model, hardware, _ = CASES["an encoder"]
+    files = to_target(made_platform({"hardware": hardware, "model": model}, "onnxruntime"), "kubernetes")
+    text = files["images/onnxruntime/Dockerfile"]
+    assert " onnxruntime-gpu==" in text and " onnxruntime==" not in text
