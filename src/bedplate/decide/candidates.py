@@ -16,7 +16,6 @@ from bedplate.decide.memory import Asked, fit
 from bedplate.engines import Engine
 from bedplate.engines.base import RESERVED_SHARE, SIXTEEN_BIT, Target, cards_of
 from bedplate.facts.known_models import with_label
-from bedplate.facts.simulated import simulated
 from bedplate.values import Fit, Hardware, Model, Parallelism, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.agreement import Agreement
 from bedplate.values.fit import DeviceNeed
@@ -176,6 +175,8 @@ def what_would_fit(nearest: Candidate, work: Workload) -> tuple[str, ...]:
 
 def _enough_cards(nearest: Candidate, work: Workload) -> int | None:
     """How many more of the same it would take: the first number that people have of them, and that a layout is for."""
+    from bedplate.facts.simulated import simulated  # most plans fit, and need no other machine
+
     cards, chip = cards_of(nearest.hardware, nearest.engine.vendors), nearest.target.chip
     each = nearest.fit.devices[0]
     if chip is None or chip.unified or not each.usable_bytes:
