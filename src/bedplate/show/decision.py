@@ -11,7 +11,7 @@ from rich.text import Text
 
 from bedplate.decide.questions import Change, layout_words
 from bedplate.show.probe import one_line
-from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, Refusal, Settings, Workload
+from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, Refusal, Workload
 from bedplate.values.units import figure, memory, seconds, size
 
 
