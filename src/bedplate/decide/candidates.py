@@ -379,8 +379,7 @@ def _overrun(candidate: Candidate, case: Case) -> float:
     target, expected = case.workload.latency, candidate.expected
     if target is None or expected is None:
         return math.inf
-    pairs = ((expected.ttft_s, target.ttft_ms), (expected.tpot_s, target.tpot_ms))
-    return max((took_s * 1000 / limit_ms for took_s, limit_ms in pairs if limit_ms is not None), default=0.0)
+    return target.overrun(expected.ttft_s * 1000, expected.tpot_s * 1000)
 
 
 def _quick(candidate: Candidate, case: Case) -> bool:

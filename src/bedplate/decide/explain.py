@@ -233,9 +233,10 @@ def queue(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
 @reason("latency.target", 'seeds/000 "latency as the critical constraint"')
 def in_time(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """Layout and weights are chosen to keep the targets; where none does, the nearest, and that is said."""
-    target, expected = case.workload.latency, expectations(candidate, case)
+    target = case.workload.latency
     if target is None:
         return None
+    expected = expectations(candidate, case)
     pairs = (("TTFT", expected.ttft_ms, target.ttft_ms), ("TPOT", expected.tpot_ms, target.tpot_ms))
     asked = [(name, took, limit) for name, took, limit in pairs if limit is not None]
     known = [(name, took.value, limit) for name, took, limit in asked if took is not None]

@@ -30,6 +30,10 @@ class Asked:
     def name(self) -> str:
         return self.service.name or self.model.name
 
+    def on(self, pool: Pool, count: int) -> Decision:
+        """What so many of a pool's devices would be given for it."""
+        return decide(machine_of(pool, count), self.model, self.service.workload, operations=self.operations)
+
 
 HERE = "this machine"
 
@@ -115,7 +119,7 @@ def _standard(alone: Sequence[Decision]) -> tuple[str | None, str]:
 def _anywhere(asked: Asked, pools: Sequence[Pool]) -> Decision:
     """The decision in the largest pool that may hold it, before anybody has taken anything."""
     decisions = [
-        decide(machine_of(pool, pool.count), asked.model, asked.service.workload, operations=asked.operations)
+        asked.on(pool, pool.count)
         for pool in sorted(pools, key=lambda pool: -_worth(pool, pool.count))
         if asked.service.pool in (None, pool.name)
     ]
@@ -124,7 +128,7 @@ def _anywhere(asked: Asked, pools: Sequence[Pool]) -> Decision:
 
 def _worth(pool: Pool, count: int) -> int:
     """What so many of its devices are to the platform, as far as anybody says: the memory of accelerators."""
-    return sum(card.memory_bytes or 0 for card in machine_of(pool, count).accelerators)
+    return count * sum(card.memory_bytes or 0 for card in machine_of(pool, 1).accelerators)
 
 
 def machine_of(pool: Pool, count: int) -> Hardware:
@@ -155,7 +159,7 @@ def _placed(
         if asked.service.pool not in (None, pool.name):
             continue
         for count in _counts(free[pool.name]):
-            decision = decide(machine_of(pool, count), asked.model, asked.service.workload, operations=asked.operations)
+            decision = asked.on(pool, count)
             if _holds(decision):
                 found = (_rank(decision, pool, count), count, pool, decision)
                 best = found if best is None or found[0] < best[0] else best
@@ -183,7 +187,7 @@ def _more_faithful(asked: Asked, placed: Placement, pools: Mapping[str, Pool], f
     for count in _counts(placed.accelerators + free[pool.name]):
         if count <= placed.accelerators:
             continue
-        decision = decide(machine_of(pool, count), asked.model, asked.service.workload, operations=asked.operations)
+        decision = asked.on(pool, count)
         if _holds(decision) and decision.engine == now.engine and not _few_bits(decision):
             free[pool.name] -= count - placed.accelerators
             return replaced(placed, accelerators=count, decision=decision)

@@ -123,8 +123,8 @@ def serves(decision: Decision, workload: Workload) -> bool:
     target, expected = workload.latency, decision.estimate
     if target is None:
         return True
-    pairs = ((target.ttft_ms, expected.ttft_ms), (target.tpot_ms, expected.tpot_ms))
-    return all(limit is None or (figure is not None and figure.value <= limit) for limit, figure in pairs)
+    first, each = (figure.value if figure is not None else None for figure in (expected.ttft_ms, expected.tpot_ms))
+    return target.overrun(first, each) <= 1
 
 
 def _machine(chip: Chip, count: int) -> Hardware:

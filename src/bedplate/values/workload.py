@@ -33,6 +33,13 @@ class LatencyTarget(Record, frozen=True, kw_only=True):
     ttft_ms: Positive | None = None
     tpot_ms: Positive | None = None
 
+    def overrun(self, ttft_ms: float | None, tpot_ms: float | None) -> float:
+        """How many times as long as wanted the worse of the two is, up to 1 where both are kept; what is wanted and not
+        known is the worst."""
+        pairs = ((ttft_ms, self.ttft_ms), (tpot_ms, self.tpot_ms))
+        times = (math.inf if took is None else took / limit for took, limit in pairs if limit is not None)
+        return max(times, default=0.0)
+
 
 class Workload(Record, frozen=True, kw_only=True):
     schema: Literal["workload/1"] = "workload/1"

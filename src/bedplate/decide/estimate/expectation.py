@@ -7,6 +7,7 @@ from bedplate.decide.estimate.calibration import Band, Expectation, Limit, limit
 from bedplate.decide.estimate.local import Host, Question
 from bedplate.decide.estimate.machine import Machine, host_machine, machine_of
 from bedplate.decide.estimate.physics import Shape, shape_of
+from bedplate.decide.estimate.rows import RUNS_INSIDE
 from bedplate.values import Estimate, Figure, Hardware, Model, Parallelism, Workload
 from bedplate.values.fit import Offload
 
@@ -14,8 +15,6 @@ HOST_READ_SHARE = 0.7
 """Of the host's bandwidth, what reading weights reaches (fitted on CPUs)."""
 HOST_COMPUTE_SHARE = 0.05
 """Of the cores' peak, what multiplying a prompt's tokens reaches."""
-RUNS_INSIDE = {"ollama": "llama.cpp"}
-"""Engines that start another one for the work: tables of the one are tables of the other."""
 BACKENDS = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "sycl"}
 
 

@@ -16,6 +16,7 @@ from bedplate.errors import BadQuestion, BedplateError, OutsideFailed
 from bedplate.facts.chips import Chip, Match, chips, find_chip
 from bedplate.facts.known_models import lookup, model_from_facts, understood
 from bedplate.values import Model, Parallelism, replaced
+from bedplate.values.names import engine_id
 from bedplate.values.units import memory as as_memory
 
 COLUMNS = (
@@ -28,21 +29,20 @@ SERVING_METRICS = frozenset({"ttft_ms", "tpot_ms", "output_tok_s_total", "output
                              "latency_ms"})  # fmt: skip
 LOCAL_METRICS = frozenset({"decode_tok_s_single", "prefill_tok_s", "total_tok_s_incl_prompt", "peak_memory_gb"})
 METRICS = LOCAL_METRICS | SERVING_METRICS
-# What stands in an engine's name, and the engine that it is; the first that is found decides.
+# What stands somewhere in an engine's name where it is no usual spelling of one; the first that is found decides.
 ENGINE_WORDS = (
     ("tensorrt", "tensorrt-llm"), ("trtllm", "tensorrt-llm"), ("trt-llm", "tensorrt-llm"), ("trt", "tensorrt-llm"),
     ("sglang", "sglang"), ("vllm", "vllm"), ("lmdeploy", "lmdeploy"), ("turbomind", "lmdeploy"),
-    ("mistral.rs", "mistral.rs"), ("mistralrs", "mistral.rs"), ("mistral-rs", "mistral.rs"),
-    ("exllamav3", "exllamav3"), ("exllama v3", "exllamav3"), ("exllama-v3", "exllamav3"), ("exllama3", "exllamav3"),
-    ("exl3", "exllamav3"),
+    ("mistral.rs", "mistral.rs"), ("mistralrs", "mistral.rs"), ("exllamav3", "exllamav3"), ("exl3", "exllamav3"),
     ("exllama", "exllamav2"), ("exl2", "exllamav2"), ("tabbyapi", "exllamav2"), ("mlx", "mlx"),
     ("text-generation-inference", "tgi"), ("text generation inference", "tgi"), ("tgi", "tgi"),
     ("onnx", "onnxruntime"), ("transformers", "pytorch"), ("pytorch", "pytorch"), ("torch", "pytorch"),
     ("hugging", "pytorch"), ("llama.cpp", "llama.cpp"), ("llamacpp", "llama.cpp"), ("llama-cpp", "llama.cpp"),
     ("ggml", "llama.cpp"), ("ollama", "llama.cpp"), ("lm studio", "llama.cpp"), ("koboldcpp", "llama.cpp"),
-    ("llamafile", "llama.cpp"), ("llama-bench", "llama.cpp"), ("llama cpp", "llama.cpp"), ("llama_cpp", "llama.cpp"),
-    ("llama-server", "llama.cpp"), ("llama-cli", "llama.cpp"), ("lmstudio", "llama.cpp"), ("lm-studio", "llama.cpp"),
+    ("llamafile", "llama.cpp"), ("llama-bench", "llama.cpp"),
 )  # fmt: skip
+RUNS_INSIDE = {"ollama": "llama.cpp"}
+"""Engines that start another one for the work: tables of the one are tables of the other."""
 GGUF_ENGINES = frozenset({"llama.cpp", "mistral.rs"})
 KNOWN_WAYS = re.compile(r"\d|tensor|pipeline|expert|data|layer|split|row|agg|single|none")
 UNSAID = frozenset({"", "none", "null", "nan", "n/a", "na", "-", "?", "tbd", "unknown", "default", "auto"})
@@ -225,9 +225,8 @@ def engine_of(text: str) -> str | None:
     lowered = text.strip().lower()
     if not lowered:
         return None
-    if lowered == "ort":
-        return "onnxruntime"
-    return next((engine for word, engine in ENGINE_WORDS if word in lowered), "other")
+    named = engine_id(text) or next((engine for word, engine in ENGINE_WORDS if word in lowered), "other")
+    return RUNS_INSIDE.get(named, named)
 
 
 def parsed_notes(text: str) -> dict[str, str]:

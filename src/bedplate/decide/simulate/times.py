@@ -20,9 +20,10 @@ from bedplate.decide.estimate.batching import (
     work_of,
 )
 from bedplate.decide.estimate.calibration import Band
-from bedplate.decide.estimate.expectation import RUNS_INSIDE, backend_of, host_of
+from bedplate.decide.estimate.expectation import backend_of, host_of
 from bedplate.decide.estimate.machine import Machine, machine_of
 from bedplate.decide.estimate.physics import Shape, decode_floor_s, prefill_floor_s, shape_of
+from bedplate.decide.estimate.rows import RUNS_INSIDE
 from bedplate.decide.estimate.serving import band, divided_as
 from bedplate.decide.simulate.fleet import Transfer
 from bedplate.decide.simulate.replica import Steps
