@@ -12,7 +12,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "bedplate"
 ROOMS = ["values", "facts", "engines", "decide", "deploy", "run", "measure", "judge", "show", "operate", "cli"]
-FOUNDATION = ["_version", "errors", "home", "progress", "store"]
+FOUNDATION = ["_version", "errors", "home", "interrupts", "progress", "store"]
 """Left of every room. `home` and `errors` speak in figures, so they may use the units in `values`."""
 
 

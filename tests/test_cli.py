@@ -82,6 +82,29 @@ def test_pipes_get_no_colours(builtin_gguf: Path) -> None:
     assert "\x1b[" not in run("plan", str(builtin_gguf)).stdout + run("inspect", "nothing.gguf").stderr
 
 
+@pytest.mark.parametrize(
+    ("module", "where", "name"), [("bedplate", "bedplate.cli", "main"), ("bedplate.operate.detached", "json", "decode")]
+)
+def test_an_interrupt_that_was_caught_is_not_what_it_ends_by(
+    module: str, where: str, name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "around.py").write_text(f"""
+import runpy, sys
+import bedplate.cli, bedplate.operate.detached
+from msgspec import json
+def interrupted(*_, **__):
+    try:
+        exec("raise KeyboardInterrupt")  # as where it comes while a dataclass is made
+    except KeyboardInterrupt:
+        sys.exit(130)
+{where}.{name} = interrupted
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+""")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "around"], stdin=subprocess.DEVNULL, capture_output=True, env=env)
+    assert done.returncode == 130, done
+
+
 PLAN = ("plan", "Qwen/Qwen3-8B", "--hardware", "RTX 4090")
 
 

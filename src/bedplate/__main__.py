@@ -1,4 +1,8 @@
 from bedplate.cli import main
+from bedplate.interrupts import forget_interrupts
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        forget_interrupts()

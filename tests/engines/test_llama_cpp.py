@@ -6,7 +6,10 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import signal
 import subprocess
+import sys
+import textwrap
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -208,9 +211,29 @@ def running(environment: Environment, launch: Launch) -> Iterator[tuple[psutil.P
         try:
             wait_for(healthy, "the engine to be ready")
             yield psutil.Process(process.pid), f"http://127.0.0.1:{port}"
-        finally:
             process.terminate()
-            assert process.wait(10) == 0
+            # It is healthy a moment before its constructor is back, until when a signal ends it as it ends anything.
+            assert process.wait(10) in (0, -signal.SIGTERM)
+        finally:
+            process.kill()  # lest what hangs is waited for here, and found by all tests after this one
+
+
+@contextlib.contextmanager
+def launched_around(loading: str) -> Iterator[subprocess.Popen[str]]:
+    """Our launcher with something else in the place of the wheel, which does `loading` and then serves nothing."""
+    script = f"""
+import ctypes, runpy, signal, sys, threading, time, types, unittest.mock
+def load(params):
+{textwrap.indent(textwrap.dedent(loading).strip(), "    ")}
+sys.modules["xllamacpp"] = types.SimpleNamespace(Server=load, CommonParams=unittest.mock.MagicMock)
+sys.argv = ["llama-server", "--model", "m.gguf"]
+runpy.run_path({str(LAUNCHER)!r}, run_name="__main__")
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +339,31 @@ print(json.dumps({
             "experts": r"blk\.0\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU,"
             r"blk\.1\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU",
         }  # fmt: skip
+
+    def test_it_ends_whichever_of_its_threads_is_told(self) -> None:
+        # A signal that comes just as the waiting begins is as one to another thread: the waiting itself hears nothing.
+        with launched_around("""
+            def tell():
+                seen, before = 0, None
+                while seen < 20:
+                    frame = sys._current_frames()[threading.main_thread().ident]
+                    now = frame.f_code, frame.f_lasti
+                    seen, before = (seen + 1 if now == before else 0), now
+                    time.sleep(0.005)
+                signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+            threading.Thread(target=tell, daemon=True).start()
+        """) as process:
+            assert process.wait(60) == 0
+
+    def test_it_can_be_stopped_while_it_loads(self) -> None:
+        # As the wheel does: Python's lock is held for as long as that takes.
+        with launched_around("""
+            print("loading", flush=True)
+            ctypes.PyDLL(None).sleep(600)
+        """) as process:
+            assert process.stdout is not None and process.stdout.readline() == "loading\n"
+            process.terminate()
+            assert process.wait(60) == -signal.SIGTERM
 
     def test_an_unknown_cache_type_names_the_known_ones(self, llama_environment: Environment) -> None:
         launch = Launch(argv=("llama-server", "--model", "m.gguf", "--cache-type-k", "q9"))

@@ -18,6 +18,7 @@ import msgspec
 
 from bedplate.errors import BedplateError, OutsideFailed
 from bedplate.home import logs_dir, writable
+from bedplate.interrupts import forget_interrupts
 from bedplate.operate.control import Error
 from bedplate.progress import Progress
 from bedplate.values import Decision, Endpoint, Hardware, Model
@@ -253,4 +254,7 @@ def _print_to(record: ServiceRecord) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    finally:
+        forget_interrupts()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
-import threading
 
 SPECULATION = ("draft-simple", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 
@@ -130,9 +130,9 @@ def params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
 
 def main() -> None:
     options = parser().parse_args()
-    stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+        # Loading holds Python's lock, and so would hold up any handler of ours.
+        signal.signal(number, signal.SIG_DFL)
     import xllamacpp
 
     try:
@@ -142,7 +142,14 @@ def main() -> None:
         # log's own thread has not written yet.
         print(f"llama-server: {error}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(1)
-    stopped.wait()
+    # What C writes when a signal comes is there to be read, whenever it came. A lock that a handler lets go of would be
+    # waited for without end where the signal comes just before the waiting begins.
+    told, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    told.recv(1)
     _ = server
     # Threads that still generate, or wait for their parent, would hold up an ordinary exit.
     os._exit(0)

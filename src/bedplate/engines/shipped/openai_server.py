@@ -1374,6 +1374,10 @@ def serve(backend: Backend, arguments: Sequence[str] | None = None) -> None:
 
 async def _serve(backend: Backend, options: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # From here on the loop itself is woken: it may be about to wait when the signal comes.
+        with contextlib.suppress(NotImplementedError):  # Windows
+            loop.add_signal_handler(number, os._exit, 0)
     worker = Worker(backend, options, loop)
     server = Server(backend, worker, options.served_name, os.environ.pop(KEY_VARIABLE, None) or None)
     listening = await loop.create_server(
