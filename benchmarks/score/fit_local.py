@@ -41,8 +41,8 @@ PRIOR = {
 }  # fmt: skip
 CPU_PRIOR = PRIOR | {
     "slack": (0.3, 1.6), "kv_read": (0.3, 1.5), "unpack_16": (0.2, 2.0), "unpack_8": (0.12, 2.0),
-    "unpack_4": (0.15, 2.0), "layer_s": (20e-6, 2.0), "tile": (4.0, 2.0), "gemm": (0.06, 2.0),
-    "gemm_moe": (0.05, 2.0), "attend": (0.02, 2.0), "pair": (3000.0, 3.0), "column": (0.5, 2.0),
+    "unpack_4": (0.15, 2.0), "layer_s": (20e-6, 2.0), "tile": (4.0, 2.0), "gemm": (0.9, 1.6),
+    "gemm_moe": (0.6, 1.8), "attend": (0.15, 2.0), "pair": (3000.0, 3.0), "column": (0.5, 2.0),
 }  # fmt: skip
 # What is known of some before anything is measured, as a factor on the base.
 EXPECTED = {
@@ -64,7 +64,7 @@ OF_MEMORY = (*OF_CHIPS,)
 """Likewise between kinds of memory."""
 SCALE = 0.06
 """Residuals of this size, in logarithms, weigh as much as one standard deviation of a prior."""
-ROUNDS = 30
+ROUNDS = 80
 NARROWEST = (0.93, 1.07)
 """A band is never narrower: two boxes of the same kind differ by as much."""
 MORE_WEIGHT = 0.4
@@ -248,9 +248,9 @@ def fit(table: Columns, start: Any = None, rounds: int = ROUNDS) -> Any:
             moved = logs.copy()
             moved[:, j] += 1e-4
             slopes[:, j] = (log_predicted(table, moved) - base) / 1e-4
-        # Weights that make squares of the softened residuals.
+        # Weights with which squares slope as the squares of the softened residuals do.
         sizes = np.maximum(abs(errors), 1e-9)
-        weight = table.weight * (softened(sizes) / sizes) ** 2
+        weight = table.weight * softened(sizes) / sizes / np.maximum(sizes, SCALE)
         size = len(table.names) * fields
         normal = np.zeros((size, size))
         slope = np.zeros(size)
@@ -267,7 +267,7 @@ def fit(table: Columns, start: Any = None, rounds: int = ROUNDS) -> Any:
         normal[np.diag_indices(size)] += inverse.ravel()
         kept = np.flatnonzero(used)
         system = normal[np.ix_(kept, kept)]
-        for _ in range(6):
+        for _ in range(14):
             step = np.zeros(size)
             step[kept] = np.linalg.solve(system + damping * np.diag(np.diag(system)), -slope[kept])
             candidate = effects + np.clip(step, -1.5, 1.5).reshape(effects.shape)
@@ -279,7 +279,7 @@ def fit(table: Columns, start: Any = None, rounds: int = ROUNDS) -> Any:
             return effects
         damping = max(1e-6, damping / 4)
         gained, now, errors, effects = now - then, then, errors_then, candidate
-        if gained < 1e-4 * now:
+        if gained < 1e-5 * now:
             break
     return effects
 

@@ -96,6 +96,18 @@ def test_more_requests_share_the_reading() -> None:
     assert together.tpot_s > alone.tpot_s
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm", "lmdeploy"])
+@pytest.mark.parametrize(
+    ("chip", "cards", "model"),
+    [("H100 SXM", 1, "Qwen3-8B"), ("A100 SXM 80GB", 4, "Llama-3.1-70B-Instruct"), ("RTX 4090", 1, "Qwen3-4B")],
+)
+def test_nobody_is_quicker_beside_others_than_alone(chip: str, cards: int, model: str, engine: str) -> None:
+    loads = [Workload(concurrency=n, prompt_tokens=512, output_tokens=256) for n in range(1, 17)]
+    hardware, layout = machine(chip, cards), Parallelism(tensor=cards)
+    found = [expected(hardware, model, engine, layout, work, slots=16).tpot_s for work in loads]
+    assert found == sorted(found)
+
+
 def test_requests_beyond_the_slots_wait() -> None:
     many = Workload(concurrency=16, prompt_tokens=512, output_tokens=256)
     assert expected(machine(), workload=many, slots=4).ttft_s > expected(machine(), workload=many, slots=16).ttft_s

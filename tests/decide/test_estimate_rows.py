@@ -379,3 +379,12 @@ class TestFloors:
     def test_what_each_has_in_its_cache_is_read(self) -> None:
         shallow, deep = (self.value(count="1", context_depth=depth, metric="tpot_ms") for depth in ("0", "16384"))
         assert deep - shallow > 16384 * 131072 / 936e9 * 1000
+
+
+def test_prompts_on_processors_are_near_what_was_published() -> None:
+    with (ROOT / "benchmarks" / "score" / "more" / "cpus.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"] == "prefill_tok_s"]
+    assert len({row["hardware"] for row in rows}) >= 9
+    off = {(row["row_id"], row["hardware"]): value(**row) / float(row["value"]) for row in rows}
+    assert {name: ratio for name, ratio in off.items() if not 1 / 2.3 < ratio < 2.3} == {}
+    assert 0.8 < statistics.median(off.values()) < 1.25

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from bedplate.decide.estimate import calibration
 from bedplate.decide.estimate.calibration import WIDE, Band, Limit
-from bedplate.decide.estimate.machine import Machine
+from bedplate.decide.estimate.machine import HALF_SHARE, Machine
 from bedplate.decide.estimate.physics import (
     Shape,
     all_reduce_bytes,
@@ -402,7 +402,7 @@ def matrix_ops_s(engine: str, machine: Machine, shape: Shape) -> float:
     rates = machine.ops_s
     half = rates.get("bf16") or rates.get("fp16") or rates.get("fp32") or machine.plain_ops_s
     if machine.kind == "cpu":
-        return rates["int8"] if shape.bits < 12 else rates["fp32"]
+        return machine.plain_ops_s * (1.0 if shape.bits < 12 else HALF_SHARE)
     if engine in ("llama.cpp", "mistral.rs", "exllamav2", "exllamav3", "other"):
         return machine.plain_ops_s or half
     if shape.method in ("nvfp4", "mxfp4") and "fp4" in rates and engine not in ("pytorch", "mlx"):

@@ -24,6 +24,17 @@ CORE_OPS_PER_CYCLE = (
     ("i8mm", 256.0), ("dotprod", 128.0), ("neon", 32.0), ("avx", 32.0), ("rvv", 64.0),
 )  # fmt: skip
 PLAIN_OPS_PER_CYCLE = 16.0
+# What kernels for 4-bit weights make of it: they unpack and scale as much as they multiply, so that sets which multiply
+# four times as much in a cycle are half as quick again. Published prompt speeds of llama.cpp over cores and clocks
+# (benchmarks/score/more/cpus.csv): 26 on Skylake, 22 on Zen 2, 28 to 36 with 512-bit dot products, 25 to 38 on Neoverse
+# V2. With AMX twice as much (ggml-org/llama.cpp, pull request 8998), without dot products 40 % (docs/tune.md).
+KERNEL_OPS_PER_CYCLE = (
+    ("amx_int8", 64.0), ("avx512_vnni", 32.0), ("avx_vnni", 26.0), ("avx512f", 28.0), ("avx2", 24.0),
+    ("i8mm", 32.0), ("dotprod", 24.0), ("neon", 10.0), ("avx", 12.0), ("rvv", 16.0),
+)  # fmt: skip
+PLAIN_KERNEL_OPS_PER_CYCLE = 4.0
+HALF_SHARE = 0.4
+"""Of that, what is left with 16-bit weights, which are multiplied as 32-bit numbers."""
 # Of a processor of which nothing is said: what all of the last ten years have.
 USUAL_SETS = {"x86": ("avx2",), "arm": ("neon",)}
 # 32-bit lanes of one multiprocessor or compute unit, by architecture; 128 where none is listed (vendors' whitepapers).
@@ -47,6 +58,11 @@ SHARED_CPU_BANDWIDTH = 0.6
 """Where a GPU has the same memory, what all CPU cores together draw of its bandwidth: their link to it is narrower. Two
 dies of Strix Halo read 32 bytes a cycle each, 128 of 256 GB/s; the cores of an M1 Max were measured at 243 of 400."""
 CORE_HZ = {"server": 2.6e9, "desktop": 3.6e9, "small": 2.0e9}
+SMALL_CORES = ("Intel N", "Atom", "Celeron", "Raspberry", "Rockchip", "Cortex-A", "GB10")
+"""Words in the names of processors that are made for little power, or half of whose cores are: threads that share a
+step evenly wait for the slowest."""
+SMALL_UNITS = 0.5
+"""Of the vector units of other cores, what these have."""
 NVIDIA_FAMILIES = (
     ((6, 1), "pascal"), ((7, 0), "volta"), ((7, 5), "turing"), ((8, 0), "ampere-dc"), ((8, 6), "ampere"),
     ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 0), "blackwell-dc"), ((11, 0), "blackwell"), ((12, 0), "blackwell"),
@@ -90,7 +106,8 @@ class Machine(NamedTuple):
     core_hz: float = 0.0
     """Cycles per second of all its multiprocessors, compute units or cores together."""
     plain_ops_s: float = 0.0
-    """16-bit matrix rate with instructions of the generation before, which portable kernels use; no sheet has it."""
+    """16-bit matrix rate with instructions of the generation before, which portable kernels use; no sheet has it. Of a
+    CPU, what kernels for 4-bit weights reach."""
 
     def rate(self, *types: str) -> float | None:
         """The rate of the first of `types` that the device has units for."""
@@ -261,8 +278,10 @@ def _of_cpu(
 ) -> Machine:
     found = {word.replace(".", "_") for word in sets or USUAL_SETS.get(_arch_family(arch), ())}
     per_cycle = next((ops for word, ops in CORE_OPS_PER_CYCLE if word in found), PLAIN_OPS_PER_CYCLE)
-    server = any(word in name for word in ("Xeon", "EPYC", "Graviton", "Altra", "Ampere", "Grace"))
-    kind = "server" if server else "small" if arch.startswith("riscv") else "desktop"
+    reached = next((ops for word, ops in KERNEL_OPS_PER_CYCLE if word in found), PLAIN_KERNEL_OPS_PER_CYCLE)
+    server = any(word in name for word in ("Xeon", "EPYC", "Graviton", "Altra", "Ampere", "Grace", "Neoverse"))
+    small = arch.startswith("riscv") or any(word in name for word in SMALL_CORES)
+    kind = "server" if server else "small" if small else "desktop"
     clock = CORE_HZ[kind]
     ops = {"int8": cores * per_cycle * clock, "fp32": cores * min(per_cycle, 64.0) / 2 * clock}
     return Machine(
@@ -270,7 +289,7 @@ def _of_cpu(
         bandwidth_bytes_s=bandwidth_bytes_s, ops_s=MappingProxyType(ops), memory_bytes=None, unified=True,
         consumer=not server, peer_bytes_s=None, peer_kind="none", per_node=1, network_bytes_s=None,
         host_bytes_s=bandwidth_bytes_s, host_link_bytes_s=None, cores=cores, core_hz=cores * clock,
-        plain_ops_s=ops["int8"],
+        plain_ops_s=cores * reached * clock * (SMALL_UNITS if kind == "small" else 1.0),
     )  # fmt: skip
 
 

@@ -192,6 +192,7 @@ def expect(
     cached_tokens: int = 0,
     kv_bits: float = 16.0,
     factor: float = 1.0,
+    least_token_s: float = 0.0,
 ) -> Expectation:
     """A plan's figures. `factor` is what measurements here say of this machine's speed against the fitted one."""
     divided = divided_as(layout)
@@ -200,6 +201,10 @@ def expect(
         output_tokens=output_tokens, slots=max(1, slots), cached_tokens=cached_tokens,
         kv_bits=kv_bits,
     )  # fmt: skip
+    slower_s = max(0.0, least_token_s - found.token_s)
+    token_s = found.token_s + slower_s
+    streams = max(1.0, concurrency / divided.replicas)
+    tok_s = streamed_tok_s(work, found.first_s, token_s, streams) * min(divided.replicas, concurrency)
     batch = max(1.0, min(concurrency / divided.replicas, slots) / work.groups)
     reading, computing, links, fixed = decode_parts(work, e, batch)
     cache = batch / work.pipeline * work.cache_s / e.cache_read
@@ -209,12 +214,12 @@ def expect(
         "KV cache": cache / factor,
         "compute": (computing + prompts) / factor,
         "interconnect": links / factor,
-        "runtime overhead": fixed / factor,
+        "runtime overhead": (fixed + slower_s) / factor,
     }
     return Expectation(
         ttft_s=found.first_s / factor,
-        tpot_s=found.token_s / factor,
-        output_tok_s=found.tok_s * factor,
+        tpot_s=token_s / factor,
+        output_tok_s=tok_s * factor,
         limit=limit_of_parts(parts),
         parts_s=parts,
         ttft_band=band("steady", "ttft_ms"),
