@@ -165,9 +165,9 @@ class TestTheRealFile:
         path.write_bytes(header(0, 2, body))
         best = 9.9
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.process_time()
             found = read_header(path)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.process_time() - start)
         assert found.vocabulary == 150_000
         # About 20 ms on an idle machine; the bound leaves room for a busy one.
         assert best < 0.25
@@ -673,9 +673,9 @@ def test_a_hostile_header_is_refused_at_once_and_without_memory(tmp_path: Path, 
     path = tmp_path / "hostile.gguf"
     path.write_bytes(HOSTILE[what])
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     error = refused(path)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert "hostile.gguf" in error.message
@@ -689,9 +689,9 @@ def test_a_large_file_of_tiny_strings_is_not_walked_to_its_end(tmp_path: Path) -
     path.write_bytes(header(0, 1, field(b"a.b", 9, struct.pack("<IQ", 8, 2**30))))
     with path.open("r+b") as file:
         file.truncate(16 << 30)
-    start = time.perf_counter()
+    start = time.process_time()
     error = refused(path)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert error.cause is not None
     assert "more than any vocabulary" in error.cause
 

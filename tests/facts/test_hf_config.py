@@ -320,9 +320,9 @@ class TestByHand:
         assert one.weight_bytes - read(quantization_config=plain).weight_bytes == 4096 * (4096 + 1024 + 1024 + 4096)
 
     def test_a_pattern_that_would_never_end_is_not_run(self) -> None:
-        began = time.monotonic()
+        began = time.process_time()
         read(quantization_config={"quant_method": "fp8", "ignore": ["re:(a+)+$", "re:(.*.*)*x", "*" * 400, "re:["]})
-        assert time.monotonic() - began < 2
+        assert time.process_time() - began < 2
 
     @pytest.mark.parametrize(
         ("architecture", "task"),
@@ -404,7 +404,7 @@ small = st.one_of(
 )
 
 
-@settings(max_examples=600, deadline=2000)
+@settings(max_examples=600)
 @given(
     changes=st.dictionaries(st.sampled_from(KEYS), st.one_of(values, small), max_size=8), kind=st.sampled_from(TYPES)
 )

@@ -260,9 +260,9 @@ class TestHostileText:
     def test_a_bomb_of_aliases_is_refused_at_once(self) -> None:
         lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
         lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
-        began = time.perf_counter()
+        began = time.process_time()
         assert "repeats itself too often" in complaint("\n".join(lines)).message
-        assert time.perf_counter() - began < 5
+        assert time.process_time() - began < 5
 
     def test_an_alias_to_itself_ends(self) -> None:
         assert complaint("model: &m {a: *m}\n").exit_code == 2

@@ -190,21 +190,21 @@ def test_the_first_look_up_takes_a_blink() -> None:
     code = (
         "import time; from bedplate.facts import known_models as k; best = 9.0\n"
         "for _ in range(5):\n"
-        "    k._data.cache_clear(); k._keys.cache_clear(); began = time.perf_counter()\n"
-        "    k.find_model('DeepSeek-R1'); best = min(best, time.perf_counter() - began)\n"
+        "    k._data.cache_clear(); k._keys.cache_clear(); began = time.process_time()\n"
+        "    k.find_model('DeepSeek-R1'); best = min(best, time.process_time() - began)\n"
         "print(best)"
     )
     took = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(took.stdout) < 0.1  # about 10 ms on a free core; machines of tests are busy
+    assert float(took.stdout) < 0.1  # about 10 ms on a core of today
 
 
-@settings(max_examples=200, deadline=1000)
+@settings(max_examples=200)
 @given(text=st.text(max_size=60))
 def test_any_text_is_understood_somehow(text: str) -> None:
     understood(text)
-    began = time.monotonic()
+    began = time.process_time()
     lookup(text)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize(

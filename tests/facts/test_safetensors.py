@@ -59,9 +59,9 @@ def test_the_weights_are_not_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(header({"a": entry("BF16", [1 << 20, 1 << 16], 0, 1 << 37)}))
         file.truncate(file.tell() + (1 << 37))
-    began = time.monotonic()
+    began = time.process_time()
     assert read_header(path).tensors[0].bytes == 1 << 37
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -94,10 +94,10 @@ def test_what_cannot_be(tensors: dict[str, Any], words: str, tmp_path: Path) -> 
 def test_a_length_that_no_header_has(length: int, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(struct.pack("<Q", length) + b"{}")
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(BadQuestion, match="damaged"):
         read_header(path)
-    assert time.monotonic() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 def test_cut_short(tmp_path: Path) -> None:
@@ -124,21 +124,21 @@ def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
     "text", ["[" * 200_000, '{"a":' * 200_000, '{"a":' + "[" * 100_000 + "]" * 100_000 + "}", "{", "nul", '{"a":1}' * 3]
 )
 def test_json_that_is_none_or_without_bottom(text: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(BadQuestion, match="damaged"):
         parse_header(text.encode(), "m.safetensors")
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_a_bomb_of_tensors() -> None:
     text = "{" + ",".join(f'"{number}":{{}}' for number in range(safetensors.MAX_TENSORS + 2)) + "}"
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(BadQuestion, match="damaged"):
         parse_header(text.encode(), "m.safetensors")
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=300)
 @given(data=st.binary(max_size=300))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     for call in (lambda: parse_header(data, "x"), lambda: parse_index(data, "x"), lambda: header_length(data, "x")):
@@ -158,7 +158,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=300)
 @given(tensors=st.dictionaries(st.text(max_size=5), entries, max_size=5))
 def test_any_header_is_read_or_refused(tensors: dict[str, Any]) -> None:
     try:

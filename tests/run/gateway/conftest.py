@@ -29,7 +29,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     PROBLEMS.clear()
     with asyncio.Runner(loop_factory=LOOPS[str(pyfuncitem.callspec.params["loop_kind"])]) as runner:
         runner.get_loop().set_exception_handler(_note)
-        runner.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 30))
+        runner.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 120))
     assert not PROBLEMS
     return True
 

@@ -18,7 +18,7 @@ from bedplate.run.gateway.client import ClientConnection
 from bedplate.run.gateway.upstream import EngineConnection
 
 T = TypeVar("T")
-PATIENCE_S = 5.0
+PATIENCE_S = 30.0
 """How long a test waits for what must happen."""
 
 CHAT = "/v1/chat/completions"
@@ -30,7 +30,9 @@ PROBLEMS: list[str] = []
 
 
 async def within(what: Awaitable[T], seconds: float = PATIENCE_S) -> T:
-    return await asyncio.wait_for(what, seconds)
+    # Not wait_for, which before Python 3.12 forgets a cancellation that comes with the result.
+    async with asyncio.timeout(seconds):
+        return await what
 
 
 async def until(look: Callable[[], object], what: str) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import resource
 import socket
+import time
 import tracemalloc
 from typing import Any
 
@@ -72,10 +72,10 @@ async def test_thousands_of_idle_connections_cost_little_and_disturb_nobody() ->
             taken = tracemalloc.get_traced_memory()[0] - before
             tracemalloc.stop()
             assert taken < IDLE * MOST_BYTES_FOR_AN_IDLE_CONNECTION
-            began = asyncio.get_running_loop().time()
+            began = time.process_time()  # the gateway's and the client's
             for _ in range(20):
                 assert (await ask(house)).json == ANSWER
-            took_s = asyncio.get_running_loop().time() - began
+            took_s = time.process_time() - began
             print(f"{IDLE} idle: {taken / IDLE:,.0f} bytes each; a request beside them {1000 * took_s / 20:.1f} ms")
             assert took_s < 2.0
             for pipe in idle:
@@ -150,14 +150,14 @@ async def test_bodies_of_many_slow_senders_are_bounded_together(framed: bytes, m
         slow = [await house.client() for _ in range(6)]
         for client in slow:
             await client.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n" + framed + b"\r\n\r\n" + part)
-        refused = 0
-        for client in slow:
-            with contextlib.suppress(TimeoutError):
-                answer = await asyncio.wait_for(client.answer(), 0.2)
-                assert (answer.status, answer.error["code"]) == (503, "overloaded")
-                assert "retry-after" in answer.headers
-                refused += 1
-        assert refused >= 2 and house.gateway.arriving_bytes <= 200_000
+        answers = [asyncio.ensure_future(client.answer()) for client in slow]
+        await until(lambda: sum(answer.done() for answer in answers) >= 2, "two to be refused")
+        assert house.gateway.arriving_bytes <= 200_000
+        for refused in (answer.result() for answer in answers if answer.done()):
+            assert (refused.status, refused.error["code"]) == (503, "overloaded")
+            assert "retry-after" in refused.headers
+        for answer in answers:
+            answer.cancel()
         for client in slow:
             await client.close()
         await until(lambda: not house.gateway.connections, "all to be gone")

@@ -24,6 +24,7 @@ from .scripted import (
     ANSWER,
     CHAT,
     DONE,
+    PATIENCE_S,
     STREAM_END,
     STREAM_HEAD,
     Bench,
@@ -111,22 +112,21 @@ async def test_a_refused_client_is_given_time_as_long_as_it_sends(monkeypatch: p
     """But not for ever."""
     monkeypatch.setattr(server, "_SWEEP_S", 0.01)
     monkeypatch.setattr(client, "LINGER_S", 0.2)
-    monkeypatch.setattr(client, "MAX_LINGER_S", 0.6)
+    monkeypatch.setattr(client, "MAX_LINGER_S", 3600)
     loop = asyncio.get_running_loop()
     async with serving(max_body_bytes=100) as house:
         patient, endless = await house.client(), await house.client()
         await patient.send(BY_LENGTH)
         assert (await patient.answer()).status == 413
-        began = loop.time()
         await until(lambda: not house.gateway.connections - {*others(house, patient)}, "the silent one to be closed")
-        assert loop.time() - began < 0.5
+        monkeypatch.setattr(client, "MAX_LINGER_S", 0.6)
         await endless.send(BY_LENGTH)
         began = loop.time()
         with pytest.raises(OSError):
-            while loop.time() - began < 5:
+            while loop.time() - began < PATIENCE_S:
                 await endless.send(b"x" * 1000)
                 await asyncio.sleep(0.01)
-        assert 0.4 < loop.time() - began < 3
+        assert loop.time() - began > 0.4
 
 
 def others(house: House, one: Any) -> list[Any]:
@@ -507,7 +507,7 @@ async def test_stopping_lets_a_stream_finish_and_takes_no_new_one() -> None:
         await busy.send(request(CHAT, STREAM))
         await busy.head()
         assert await busy.chunk() == delta("a")
-        stopping = asyncio.ensure_future(house.gateway.stop(5))
+        stopping = asyncio.ensure_future(house.gateway.stop(600))
         assert await idle.is_closed()
         with pytest.raises(OSError):
             await house.client()
@@ -516,7 +516,7 @@ async def test_stopping_lets_a_stream_finish_and_takes_no_new_one() -> None:
         assert await busy.chunk() == DONE
         assert await busy.chunk() == b""
         assert await busy.is_closed()
-        await within(stopping, 1)
+        await within(stopping)
 
 
 async def test_stopping_ends_what_takes_too_long_with_an_error() -> None:
@@ -542,7 +542,7 @@ async def test_stopping_ends_what_takes_too_long_with_an_error() -> None:
             assert answer.headers["connection"] == "close"
         for connection in (stream, plain_one, waiting):
             assert await connection.is_closed()
-        await within(stopping, 2)
+        await within(stopping)
         for seen in house.engine.seen:
             await within(seen.gone.wait())
         assert house.is_at_rest()
@@ -555,7 +555,7 @@ async def test_stopping_does_not_wait_for_a_client_that_does_not_read() -> None:
         connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await connection.send(request(CHAT, chat()))
         await until(lambda: house.outcome("ok") == 1, "the engine's answer")
-        await within(house.gateway.stop(0), 2)
+        await within(house.gateway.stop(0))
         assert not house.gateway.connections
 
 
@@ -574,7 +574,7 @@ async def test_stopping_while_a_connection_is_being_made_leaves_nothing() -> Non
         connection = await house.client()
         await connection.send(request(CHAT, chat()))
         await until(lambda: house.active() == 1, "the connection to be tried")
-        await within(house.gateway.stop(0), 2)
+        await within(house.gateway.stop(0))
         assert (await connection.answer()).status == 503
         await until(house.is_at_rest, "the attempt to be given up")
     for pipe in (silent, *fillers):

@@ -309,7 +309,8 @@ class Gateway:
         backend = way.backend
         if backend.in_flight:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(way.drained.wait(), within_s)
+                async with asyncio.timeout(within_s):
+                    await way.drained.wait()
         if backend.in_flight and not cut:
             return False
         if backend.in_flight:

@@ -195,10 +195,10 @@ class EnginePool:
             exchange.engine_away()
             return
         try:
-            _, connection = await asyncio.wait_for(
-                asyncio.get_running_loop().create_connection(lambda: EngineConnection(self, address), *address),
-                CONNECT_TIMEOUT_S,
-            )
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: EngineConnection(self, address), *address
+                )
         except (OSError, TimeoutError) as error:
             self._freed()
             exchange.engine_lost(f"it does not accept connections ({error})", False)
