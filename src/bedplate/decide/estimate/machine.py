@@ -17,24 +17,21 @@ from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link
 MEASURED_SHARE = 0.92
 # Below this share of the sheet, a measurement says that the machine is not the sheet's: fewer channels, a power cap.
 TRUSTED_SHARE = 0.8
-# What one core does in a cycle with 8-bit weights (multiply and add count as two): the widest dot product that its
-# instruction sets have, two issued in a cycle. Vendors' optimisation guides; clocks are typical all-core ones.
-CORE_OPS_PER_CYCLE = (
-    ("amx_int8", 2048.0), ("avx512_vnni", 256.0), ("avx_vnni", 128.0), ("avx512f", 128.0), ("avx2", 64.0),
-    ("i8mm", 256.0), ("dotprod", 128.0), ("neon", 32.0), ("avx", 32.0), ("rvv", 64.0),
-)  # fmt: skip
-PLAIN_OPS_PER_CYCLE = 16.0
-# What kernels for 4-bit weights make of it: they unpack and scale as much as they multiply, so that sets which multiply
-# four times as much in a cycle are half as quick again. Published prompt speeds of llama.cpp over cores and clocks
+# What one core does in a cycle with 8-bit weights (multiply and add count as two), by the widest dot product that its
+# instruction sets have. First the peak, two issued in a cycle: vendors' optimisation guides; clocks are typical ones of
+# all cores. Then what kernels for 4-bit weights make of it: they unpack and scale as much as they multiply, so sets
+# that multiply four times as much are half as quick again. Published prompt speeds of llama.cpp over cores and clocks
 # (benchmarks/score/more/cpus.csv): 26 on Skylake, 22 on Zen 2, 28 to 36 with 512-bit dot products, 25 to 38 on Neoverse
 # V2. With AMX twice as much (ggml-org/llama.cpp, pull request 8998), without dot products 40 % (docs/tune.md).
-KERNEL_OPS_PER_CYCLE = (
-    ("amx_int8", 64.0), ("avx512_vnni", 32.0), ("avx_vnni", 26.0), ("avx512f", 28.0), ("avx2", 24.0),
-    ("i8mm", 32.0), ("dotprod", 24.0), ("neon", 10.0), ("avx", 12.0), ("rvv", 16.0),
+CORE_OPS_PER_CYCLE = (
+    ("amx_int8", 2048.0, 64.0), ("avx512_vnni", 256.0, 32.0), ("avx_vnni", 128.0, 26.0), ("avx512f", 128.0, 28.0),
+    ("avx2", 64.0, 24.0), ("i8mm", 256.0, 32.0), ("dotprod", 128.0, 24.0), ("neon", 32.0, 10.0), ("avx", 32.0, 12.0),
+    ("rvv", 64.0, 16.0),
 )  # fmt: skip
-PLAIN_KERNEL_OPS_PER_CYCLE = 4.0
+PLAIN_OPS_PER_CYCLE = (16.0, 4.0)
+"""Both without any of these."""
 HALF_SHARE = 0.4
-"""Of that, what is left with 16-bit weights, which are multiplied as 32-bit numbers."""
+"""Of what kernels reach, what is left with 16-bit weights, which are multiplied as 32-bit numbers."""
 # Of a processor of which nothing is said: what all of the last ten years have.
 USUAL_SETS = {"x86": ("avx2",), "arm": ("neon",)}
 # 32-bit lanes of one multiprocessor or compute unit, by architecture; 128 where none is listed (vendors' whitepapers).
@@ -277,13 +274,12 @@ def _of_cpu(
     name: str, arch: str, sets: tuple[str, ...], cores: int, bandwidth_bytes_s: float, chip: Chip | None
 ) -> Machine:
     found = {word.replace(".", "_") for word in sets or USUAL_SETS.get(_arch_family(arch), ())}
-    per_cycle = next((ops for word, ops in CORE_OPS_PER_CYCLE if word in found), PLAIN_OPS_PER_CYCLE)
-    reached = next((ops for word, ops in KERNEL_OPS_PER_CYCLE if word in found), PLAIN_KERNEL_OPS_PER_CYCLE)
+    peak, reached = next((ops for word, *ops in CORE_OPS_PER_CYCLE if word in found), PLAIN_OPS_PER_CYCLE)
     server = any(word in name for word in ("Xeon", "EPYC", "Graviton", "Altra", "Ampere", "Grace", "Neoverse"))
     small = arch.startswith("riscv") or any(word in name for word in SMALL_CORES)
     kind = "server" if server else "small" if small else "desktop"
     clock = CORE_HZ[kind]
-    ops = {"int8": cores * per_cycle * clock, "fp32": cores * min(per_cycle, 64.0) / 2 * clock}
+    ops = {"int8": cores * peak * clock, "fp32": cores * min(peak, 64.0) / 2 * clock}
     return Machine(
         name=name, vendor=chip.vendor if chip else "other", family=_arch_family(arch), kind="cpu", devices=1,
         bandwidth_bytes_s=bandwidth_bytes_s, ops_s=MappingProxyType(ops), memory_bytes=None, unified=True,
