@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,12 @@ from bedplate.operate.shadow import (
     visible,
 )
 from bedplate.operate.shadow_elsewhere import told
-from bedplate.operate.shadow_mirror import as_long, usage_in
+from bedplate.operate.shadow_mirror import LEAST_IN_WINDOW, as_long, stretches_of, usage_in
 from bedplate.run.serving import Readied
 from bedplate.run.supervisor import free_port
 from bedplate.values.migration import Checked
 from bedplate.values.record import from_json, replaced, to_json
-from bedplate.values.run import Repeat
+from bedplate.values.run import Repeat, Sample
 from bedplate.values.shadow import Shadowed
 from bedplate.values.workload import RequestShape
 
@@ -338,6 +338,37 @@ class TestLive:
             assert any(one.what == "requests" for one in done.verdict.differences)
 
         with_host(then, tmp_path)
+
+
+class TestStretches:
+    """Of live requests, each of which counts as one turn."""
+
+    @pytest.mark.parametrize(
+        ("moments", "lengths"),
+        [
+            ((), []),
+            ((0.1, 0.2), [2]),
+            ((0.0, 0.1, 0.2, 0.3, 2.0), [5]),
+            ((0.0, 0.1, 0.2, 0.3, 2.0, 2.1, 2.2, 2.3), [4, 4]),
+            ((0.0, 0.1, 0.2, 0.3, 2.0, 2.1, 2.2, 2.3, 4.0, 4.1), [4, 6]),
+            ((0.0, 2.0, 4.0, 6.0, 8.0, 10.0), [6]),
+        ],
+    )
+    def test_what_is_left_at_the_end_belongs_to_the_stretch_before_it(
+        self, moments: tuple[float, ...], lengths: list[int]
+    ) -> None:
+        assert [len(one) for one in stretches_of(paired(moments), 1.0)] == lengths
+
+    @given(st.lists(st.floats(0, 100)), st.floats(0.1, 20))
+    def test_nothing_is_lost_and_time_goes_on(self, moments: list[float], window_s: float) -> None:
+        found = stretches_of(paired(moments), window_s)
+        assert [at_s for stretch in found for at_s, _, _ in stretch] == sorted(moments)
+        assert len(found) < 2 or min(map(len, found)) >= LEAST_IN_WINDOW
+
+
+def paired(moments: Iterable[float]) -> list[tuple[float, Sample, Sample]]:
+    (sample,) = repeat(0, duration_ms=9.0).samples
+    return [(at_s, sample, sample) for at_s in moments]
 
 
 class TestElsewhere:

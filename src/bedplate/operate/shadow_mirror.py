@@ -7,7 +7,7 @@ import datetime as dt
 import random
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -29,6 +29,10 @@ SHAPED = frozenset(("response_format", "tools", "grammar", "json_schema", "struc
 """Fields of requests whose answers end by themselves: what has to go on beyond that end is no text of their shape."""
 
 
+Pair = tuple[float, Sample, Sample]
+"""When it was answered, and how the engine in service and the challenger did."""
+
+
 class Sides(msgspec.Struct):
     """What was measured on both, turn by turn."""
 
@@ -47,7 +51,7 @@ class Mirror:
         self._began = time.monotonic()
         self._began_at = time.time()
         self._dice = random.Random(0)  # noqa: S311
-        self._pairs: list[tuple[float, Sample, Sample]] = []
+        self._pairs: list[Pair] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.skipped = 0
 
@@ -126,14 +130,7 @@ class Mirror:
 
     def sides(self, model: str, run: str) -> Sides:
         """Both sides in stretches of time, each with a few requests at the least."""
-        stretches: list[list[tuple[float, Sample, Sample]]] = []
-        for pair in sorted(self._pairs, key=lambda pair: pair[0]):
-            last = stretches[-1] if stretches else None
-            if last is None or (len(last) >= LEAST_IN_WINDOW and pair[0] - last[0][0] > self._window_s):
-                stretches.append([])
-            stretches[-1].append(pair)
-        if len(stretches) > 1 and len(stretches[-1]) < LEAST_IN_WINDOW:
-            stretches[-2] += stretches.pop()
+        stretches = stretches_of(self._pairs, self._window_s)
         if not stretches:
             raise AnswerIsNo("no live request was sampled", hint="give it more time, or a larger --share")
         mine = [sample for stretch in stretches for _, sample, _ in stretch]
@@ -148,12 +145,25 @@ class Mirror:
         a, b = ([self._repeat(stretch, side) for stretch in stretches] for side in (0, 1))
         return Sides(load, a, b)
 
-    def _repeat(self, stretch: Sequence[tuple[float, Sample, Sample]], side: int) -> Repeat:
+    def _repeat(self, stretch: Sequence[Pair], side: int) -> Repeat:
         at_s = stretch[0][0] + self._began_at + side / 1000  # so that the two sides of a stretch are neighbours
         moment = dt.datetime.fromtimestamp(at_s, dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         samples = tuple((mine, theirs)[side] for _, mine, theirs in stretch)
         span_s = max(1e-3, stretch[-1][0] - stretch[0][0] + max(sample.duration_ms for sample in samples) / 1000)
         return Repeat(at=moment, seconds=span_s, samples=samples)
+
+
+def stretches_of(pairs: Iterable[Pair], window_s: float) -> list[list[Pair]]:
+    """In the order of time; what is left at the end, too few to count alone, belongs to the stretch before it."""
+    found: list[list[Pair]] = []
+    for pair in sorted(pairs, key=lambda pair: pair[0]):
+        if not found or (len(found[-1]) >= LEAST_IN_WINDOW and pair[0] - found[-1][0][0] > window_s):
+            found.append([])
+        found[-1].append(pair)
+    if len(found) > 1 and len(found[-1]) < LEAST_IN_WINDOW:
+        rest = found.pop()
+        found[-1] += rest
+    return found
 
 
 def as_long(body: dict[str, Any], tokens: int | None, fields: Collection[str]) -> dict[str, Any]:
