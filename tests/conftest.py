@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterator, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -18,8 +18,10 @@ from typing import TypeVar
 import hypothesis
 import psutil
 import pytest
+from tests.quiet import Others
 
 from bedplate.engines import engine
+from bedplate.measure.flags import BUSY
 from bedplate.run.builtin import fetch_builtin
 from bedplate.run.environments import Environment, make_environment
 
@@ -32,6 +34,30 @@ hypothesis.settings.load_profile("untimed")
 # A shell that runs this in the background has Ctrl-C ignored by it, and by all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+OTHERS = pytest.StashKey[Others]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("measures"):
+        item.stash[OTHERS] = Others()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """See tests/quiet.py."""
+    report = yield
+    if report.when == "call" and report.failed and (others := item.stash.get(OTHERS, None)) is not None:
+        share, (file, line, _) = others.share(), item.location
+        if share > BUSY:
+            failed = call.excinfo.exconly().splitlines()[0] if call.excinfo is not None else "it failed"
+            why = f"others had {share:.0%} of the processors, and nothing can be measured then: {failed}"
+            report.outcome, report.longrepr = "skipped", (file, (line or 0) + 1, f"Skipped: {why}")
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -215,3 +215,10 @@ def test_an_image_for_a_card_has_the_packages_for_it() -> None:
     files = to_target(made_platform({"hardware": hardware, "model": model}, "onnxruntime"), "kubernetes")
     text = files["images/onnxruntime/Dockerfile"]
     assert " onnxruntime-gpu==" in text and " onnxruntime==" not in text
+
+
+def test_where_packages_differ_by_card_the_image_has_the_one_for_it() -> None:
+    model, hardware = "Qwen/Qwen3-4B", {"accelerator": "RTX 4090"}
+    files = to_target(made_platform({"hardware": hardware, "model": model}, "mistral.rs"), "kubernetes")
+    assert "/v0.9.5 mistralrs==0.9.5+cuda128.sm89 " in files["images/mistral.rs/Dockerfile"]
+    assert any(":0.9.5-sm89" in text for name, text in files.items() if name.endswith(".yaml"))

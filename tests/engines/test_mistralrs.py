@@ -56,6 +56,31 @@ class TestLaunch:
         assert said.model == "/m/a.gguf" and said.isq is None
 
 
+class TestPackages:
+    @pytest.mark.parametrize(
+        ("card", "package"),
+        [
+            ("RTX 4090", "mistralrs==0.9.5+cuda128.sm89"),
+            ("RTX 3090", "mistralrs==0.9.5+cuda128.sm86"),
+            ("H200 SXM", "mistralrs==0.9.5+cuda128.sm90"),
+            ("B300 SXM", "mistralrs==0.9.5+cuda128.sm100"),  # 10.3
+            ("GB10", "mistralrs==0.9.5+cuda129.sm121"),
+        ],
+    )
+    def test_on_nvidia_it_is_the_release_for_the_card(self, card: str, package: str) -> None:
+        (step,) = RS.launch(plan(RS, machine(card, 1), model(LLAMA)), 1).prepare
+        assert package in step.argv and "--find-links" in step.argv
+        assert any("/v0.9.5" in word for word in step.argv)
+
+    def test_older_cards_have_none_and_stay_idle(self) -> None:
+        target = RS.target(machine("NVIDIA T4"))
+        assert target is not None and target.device == "cpu"
+
+    def test_elsewhere_it_is_the_index_own(self) -> None:
+        (step,) = RS.launch(plan(RS, CPU, gguf()), 1).prepare
+        assert step.argv == () and step.what.startswith("mistralrs==0.9.5 ")
+
+
 class TestWhatItTakes:
     def test_forms(self) -> None:
         target = RS.target(CPU)

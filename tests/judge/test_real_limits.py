@@ -14,6 +14,7 @@ from bedplate.values.diagnosis import Bottleneck
 from bedplate.values.run import Cell, Load
 
 pytestmark = [
+    pytest.mark.measures,
     pytest.mark.timeout(900),
     # What is installed is installed on all cores.
     pytest.mark.usefixtures("builtin_gguf", "llama_environment", "one_core"),

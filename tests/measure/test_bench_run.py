@@ -30,7 +30,7 @@ from bedplate.run.environments import Environment, make_environment
 from bedplate.values import from_json, replaced
 from bedplate.values.run import Run
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.measures, pytest.mark.timeout(900)]
 SHORT = ("--prompt-tokens", "24", "--output-tokens", "8", "--seconds", "0.5", "--repeats", "2")
 
 

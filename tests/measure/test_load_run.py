@@ -54,6 +54,7 @@ def sends(data: bytes) -> Callable[[socket.socket, Asked], None]:
 # known timing
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_a_closed_loop_keeps_its_requests_in_flight_and_times_them(null: Null, api: str) -> None:
     load = Load(concurrency=4, prompt_tokens=32, output_tokens=8)
@@ -69,6 +70,7 @@ def test_a_closed_loop_keeps_its_requests_in_flight_and_times_them(null: Null, a
         assert math.isclose(sample.ttft_ms + sum(sample.gaps_ms), sample.duration_ms, abs_tol=0.01)
 
 
+@pytest.mark.measures
 def test_tokens_are_counted_by_when_they_came(null: Null) -> None:
     """Four streams of eight tokens in 85 ms at the least; a busy machine can only be slower."""
     repeat = measured(null.url, Load(concurrency=4, prompt_tokens=32, output_tokens=8), seconds=1.0)
@@ -78,6 +80,7 @@ def test_tokens_are_counted_by_when_they_came(null: Null) -> None:
     assert abs(repeat.delivered_tokens - begun) <= 4 * 8, "the two differ by what was in flight at the edges"
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize("arrivals", ["constant", "poisson", "burst"])
 def test_an_open_loop_sends_at_its_rate_whatever_comes_back(null: Null, arrivals: Any) -> None:
     load = Load(arrivals=arrivals, requests_per_s=40, burst=5, prompt_tokens=16, output_tokens=4)
@@ -90,6 +93,7 @@ def test_an_open_loop_sends_at_its_rate_whatever_comes_back(null: Null, arrivals
         assert repeat.in_flight_max >= 5
 
 
+@pytest.mark.measures
 def test_a_trace_is_replayed_with_its_own_lengths(null: Null) -> None:
     shapes = [RequestShape(started_s=7 + 0.1 * n, prompt_tokens=20 + n, output_tokens=2 + n) for n in range(6)]
     repeat = measured(null.url, Load(arrivals="replay", trace="test"), shapes=shapes, seconds=30, most_seconds=30)
@@ -101,17 +105,20 @@ def test_a_trace_is_replayed_with_its_own_lengths(null: Null) -> None:
     assert all(moment >= 0.1 * n - 0.001 for n, moment in enumerate(moments)), "none before its time"
 
 
+@pytest.mark.measures
 def test_measured_time_goes_on_until_enough_requests_have_ended(null: Null) -> None:
     repeat = measured(null.url, Load(concurrency=1, prompt_tokens=16, output_tokens=8), seconds=0.1, least_requests=4)
     assert sum(sample.outcome == "ok" for sample in repeat.samples) >= 4 and repeat.seconds >= 4 * 0.085
 
 
+@pytest.mark.measures
 def test_measured_time_is_over_when_it_may_be_no_longer(null: Null) -> None:
     load = Load(concurrency=1, prompt_tokens=16, output_tokens=100)
     repeat = measured(null.url, load, seconds=0.1, most_seconds=0.3, least_requests=100)
     assert repeat.seconds < 30 and all(sample.outcome == "ok" for sample in repeat.samples), "what began is waited for"
 
 
+@pytest.mark.measures
 def test_the_generator_tells_its_own_error(null: Null) -> None:
     own = run(self_check(8, seconds=0.5))
     assert own.streams == 8 and own.samples >= 4

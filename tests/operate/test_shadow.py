@@ -95,6 +95,7 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
+@pytest.mark.measures
 class TestReplay:
     def test_a_faster_challenger_is_proven_on_recorded_shapes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -309,6 +310,7 @@ async def _start_at_once(self: Shadowing, launch: Any, live: bool, ours: list[An
     return started
 
 
+@pytest.mark.measures
 class TestLive:
     def test_a_sample_of_the_requests_goes_to_both(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offered(monkeypatch, made(tmp_path, "fast", pause_s=0.005), live=True)
@@ -371,6 +373,7 @@ def paired(moments: Iterable[float]) -> list[tuple[float, Sample, Sample]]:
     return [(at_s, sample, sample) for at_s in moments]
 
 
+@pytest.mark.measures
 class TestElsewhere:
     def test_live_requests_go_to_an_endpoint_that_somebody_else_started(self, tmp_path: Path) -> None:
         async def then(host: Host) -> None:

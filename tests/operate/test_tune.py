@@ -23,7 +23,7 @@ from bedplate.run.progress import Silent
 from bedplate.values.run import Load, Repeat
 from bedplate.values.tuning import Choice, Knob, Refused, Taken, Tuned, Turn
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("one_core")]
+pytestmark = [pytest.mark.measures, pytest.mark.timeout(1800), pytest.mark.usefixtures("one_core")]
 LOAD = Load(concurrency=2, prompt_tokens=32, output_tokens=8)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bedplate.engines import Engine, Recipe
 from bedplate.engines.tensorrt_llm import IMAGE as TENSORRT_LLM
 from bedplate.engines.tgi import IMAGE as TGI
-from bedplate.values.decision import Device
+from bedplate.values.decision import Device, Settings
 
 LLAMA_CPP_BUILD = "b11515"
 DYNAMO_VERSION = "1.6.0"
@@ -52,9 +52,9 @@ class Image:
     """Beside the Dockerfile."""
 
 
-def image_for(engine: Engine, device: Device, gfx: str | None, arch: str, registry: str | None) -> Image | None:
-    """The image that runs an engine on such a device; `None` where there can be none."""
-    version = engine.version or "latest"
+def image_for(engine: Engine, settings: Settings, gfx: str | None, arch: str, registry: str | None) -> Image | None:
+    """The image that runs an engine as it is planned; `None` where there can be none."""
+    version, device = engine.version or "latest", settings.device
     if engine.id == "vllm":
         return _vllm(version, device, arch)
     if engine.id == "sglang":
@@ -70,7 +70,7 @@ def image_for(engine: Engine, device: Device, gfx: str | None, arch: str, regist
         return _llama_cpp(device)
     if engine.id == "ollama" and device in ("cpu", "cuda", "rocm"):
         return Image(f"ollama/ollama:{version}{'-rocm' if device == 'rocm' else ''}", "")
-    return _own(engine, device, registry)
+    return _own(engine, settings, registry)
 
 
 def _vllm(version: str, device: Device, arch: str) -> Image | None:
@@ -111,21 +111,23 @@ CONVERTER = f"ghcr.io/ggml-org/llama.cpp:full-{LLAMA_CPP_BUILD}"
 """llama.cpp with its converter and quantizer, in /app; conversions are work of the CPU."""
 
 
-def _own(engine: Engine, device: Device, registry: str | None) -> Image | None:
+def _own(engine: Engine, settings: Settings, registry: str | None) -> Image | None:
+    device = settings.device
     recipe = engine.recipe_for(device)
     if recipe is None or device not in ("cpu", "cuda") or engine.id == "mlx":
         return None
     base = CUDA if engine.id in COMPILED else None
     shipped = importlib.resources.files("bedplate.engines") / "shipped"
     files = tuple((name, (shipped / file).read_text(encoding="utf-8")) for name, file in recipe.programs)
-    name = f"{f'{registry}/' if registry else ''}bedplate-{engine.id.replace('.', '')}:{engine.version}"
+    card = f"-sm{settings.compute_capability.replace('.', '')}" if settings.compute_capability else ""
+    name = f"{f'{registry}/' if registry else ''}bedplate-{engine.id.replace('.', '')}:{engine.version}{card}"
     note = "nobody publishes one with a server: built from images/, and pushed to a registry of yours"
-    return Image(name, note, dockerfile=_dockerfile(engine, recipe, device, base), files=files)
+    return Image(name, note, dockerfile=_dockerfile(engine, recipe, settings, base), files=files)
 
 
-def _dockerfile(engine: Engine, recipe: Recipe, device: Device, base: str | None) -> str:
+def _dockerfile(engine: Engine, recipe: Recipe, settings: Settings, base: str | None) -> str:
     uv = "uv pip {} --python /opt/engine/bin/python"
-    backend = ("--torch-backend", "cpu" if device == "cpu" else "cu130")
+    backend = ("--torch-backend", "cpu" if settings.device == "cpu" else "cu130")
     torch = backend if any(one.startswith("torch==") for one in recipe.packages) else ()
     lines = [
         f"# {engine.name} {engine.version}, and bedplate's own server around it: the package brings none that serves.",
@@ -139,7 +141,7 @@ def _dockerfile(engine: Engine, recipe: Recipe, device: Device, base: str | None
             f"COPY --from={PYTHON} /usr/local/bin/uv /usr/local/bin/uv",
         ]
     lines += ["RUN uv venv --python 3.12 /opt/engine \\"]
-    lines += [f"    && {uv.format('install')} {shlex.join((*torch, *recipe.packages))}"]
+    lines += [f"    && {uv.format('install')} {shlex.join((*torch, *engine.requirements(settings)))}"]
     if recipe.bare:
         lines.append(f"RUN {uv.format('install')} --no-deps {shlex.join(recipe.bare)}")
     if recipe.removes:

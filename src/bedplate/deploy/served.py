@@ -267,7 +267,7 @@ def served(placed: Placed, deploy: Deploy, *, whole: bool = False) -> Served:
     first = placed.node.accelerators[0] if placed.node.accelerators and device != "cpu" else None
     chip = chip_of(first) if first is not None else None
     gfx = chip.gfx if chip is not None else None
-    image = image_for(engine, device, gfx, placed.node.cpu.arch, deploy.registry)
+    image = image_for(engine, placed.plan.settings, gfx, placed.node.cpu.arch, deploy.registry)
     if image is None:
         raise _cannot(placed, f"there is no image of {engine.name} for {device}, and none can be built of its packages")
     replicas = 1 if whole else max(1, layout.data) * placed.copies

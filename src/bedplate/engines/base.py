@@ -295,6 +295,11 @@ class Engine:
         """The recipe for what the plan computes on, where packages differ."""
         return self.recipe
 
+    def requirements(self, settings: Settings) -> tuple[str, ...]:
+        """What `uv pip install` is given for what the plan computes on; a recipe's packages, unless cards differ."""
+        recipe = self.recipe_for(settings.device)
+        return recipe.packages if recipe is not None else ()
+
     def variants(self, hardware: Hardware, device: Device) -> tuple[Variant, ...]:
         """How `build` is configured for this machine, the best first; none where it cannot be built for it."""
         return ()

@@ -13,11 +13,14 @@ from bedplate.engines.base import (
 )
 from bedplate.engines.knobs import has_own_defaults, landed, threads_knob, worth_turning
 from bedplate.engines.shipped import CORE, ServedByBedplate
-from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.tuning import Choice, Knob
 
 ISQ = {"Q8_0": "Q8_0", "Q6_K": "Q6K", "Q5_K_M": "Q5K", "Q4_K_M": "Q4K"}
 """In-situ quantization, by the names of GGUF's types that come nearest."""
+WHEELS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1))
+"""Compute capabilities that its release has packages for."""
+RELEASE = "https://github.com/EricLBuehler/mistral.rs/releases/expanded_assets/v0.9.5"
 FAITHFUL = frozenset(["BF16", "F16", "F32", "Q8_0"])
 # Runner's Architecture in the wheel's own stubs, as configurations call them.
 _FOLDERS = """
@@ -82,9 +85,9 @@ class MistralRs(ServedByBedplate):
     vendors = ("nvidia", "apple")
     cpu = True
     systems = ("linux", "macos", "windows")
-    # One package: Metal on Apple Silicon, elsewhere the CPU. CUDA's are release assets by toolkit and card.
+    # One package: Metal on Apple Silicon, elsewhere the CPU. CUDA's are release assets by toolkit and card (`_wheel`).
     built_for = ("cpu", "metal")
-    capability = (7, 0)
+    capability = WHEELS[0]
     effort = 1
     # Its package's runner refuses to be asked twice at once, and on CPUs prompts that it reads together fail.
     max_slots = 1
@@ -136,7 +139,12 @@ class MistralRs(ServedByBedplate):
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         chosen = super().settle(hardware, model, workload)
-        return replaced(chosen, threads=hardware.cpu.allowed_physical_cores) if chosen.device == "cpu" else chosen
+        if chosen.device == "cpu":
+            return replaced(chosen, threads=hardware.cpu.allowed_physical_cores)
+        target = self.target(hardware)
+        if chosen.device != "cuda" or target is None or target.capability is None:
+            return chosen
+        return replaced(chosen, compute_capability=".".join(map(str, target.capability)))
 
     def launch(self, plan: Plan, port: int) -> Launch:
         argv = self.server_argv("mistralrs-server", plan, port)
@@ -145,7 +153,21 @@ class MistralRs(ServedByBedplate):
         if plan.settings.threads is not None and not has_own_defaults(plan.settings):
             argv += ["--threads", str(plan.settings.threads)]
         env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
-        return landed(Launch(argv=tuple(argv), env=env, prepare=self.installation()), plan.settings)
+        return landed(Launch(argv=tuple(argv), env=env, prepare=self._preparation(plan.settings)), plan.settings)
+
+    def requirements(self, settings: Settings) -> tuple[str, ...]:
+        usual = super().requirements(settings)
+        if settings.device != "cuda":
+            return usual
+        return ("--find-links", RELEASE, f"mistralrs=={_wheel(settings.compute_capability)}", *usual[1:])
+
+    def _preparation(self, settings: Settings) -> tuple[Preparation, ...]:
+        if settings.device != "cuda":
+            return self.installation()
+        words = self.requirements(settings)
+        what = f"{' '.join(words[2:])}, of its release for CUDA"
+        argv = ("uv", "pip", "install", *words)
+        return (Preparation(kind="install", what=what, where="an environment of its own", argv=argv),)
 
     def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
         found = [_weights_knob(plan)]
@@ -156,6 +178,18 @@ class MistralRs(ServedByBedplate):
 
     def explain(self, log: str) -> Failure | None:
         return known_failure(log, _KNOWN_FAILURES) or super().explain(log)
+
+
+def _wheel(capability: str | None) -> str:
+    """Its guide's names (0.9.2): by the oldest toolkit that knows the card, which newer drivers run as well.
+
+    What is compiled for a card runs on later ones of the same generation.
+    """
+    card = tuple(map(int, capability.split("."))) if capability else WHEELS[0]
+    fitting = [one for one in WHEELS if one[0] == card[0] and one <= card]
+    major, minor = max(fitting, default=WHEELS[0])
+    toolkit = "cuda129" if (major, minor) == (12, 1) else "cuda128"
+    return f"{MistralRs.version}+{toolkit}.sm{major}{minor}"
 
 
 def _weights_knob(plan: Plan) -> Knob:

@@ -164,7 +164,7 @@ def _on_paper(intent: Intent, engine: str | None, hardware: Hardware | None = No
     decision = decide(hardware, facts, intent.workload, engine, operations=intent.operations)
     plan = planned(decision, facts, intent.workload)
     chosen = engine_by_id(plan.engine)
-    image = image_for(chosen, plan.settings.device, None, hardware.cpu.arch, None)
+    image = image_for(chosen, plan.settings, None, hardware.cpu.arch, None)
     if image is None or image.dockerfile is not None:
         why = "on paper nothing is installed" if intent.hardware is not None else "bedplate cannot install it"
         raise AnswerIsNo(

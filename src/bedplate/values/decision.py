@@ -92,6 +92,8 @@ class Settings(Record, frozen=True, kw_only=True):
     """Prompt tokens that are computed at once at the most; `None`: the engine's own default."""
     memory_share: float | None = None
     """Of each accelerator's memory, what the engine may take; `None`: it takes what it needs."""
+    compute_capability: str | None = None
+    """CUDA's, where it decides which package of the engine is installed."""
     turned: Turned | None = None
     """What `bedplate tune` found here; `None`: nothing beyond the above."""
 
