@@ -49,6 +49,9 @@ from bedplate.values import (
 PACKAGE = "tensorrt-llm==1.2.1"
 """On the public index it is a stub that fetches the wheel from NVIDIA's."""
 IMAGE = "nvcr.io/nvidia/tensorrt-llm/release:1.2.1"
+INDEX = "https://pypi.nvidia.com"
+SYSTEM = "CUDA's toolkit 13.1 and libopenmpi-dev"
+"""And PyTorch for CUDA 13.0, where the default is another: its guide for pip, on Ubuntu 24.04."""
 OPTIONS_FILE = "trtllm-options.yaml"
 # Model types whose classes the release notes up to 1.2 and the table of supported models name for the PyTorch backend;
 # what the table has from AutoDeploy alone, or came with 1.3, is left out.
@@ -224,9 +227,9 @@ class TensorRtLlm(Engine):
         steps = [
             Preparation(
                 kind="install",
-                what=f"{PACKAGE}, or inside of the container {IMAGE}",
+                what=f"{PACKAGE}, on a system with {SYSTEM}; or inside of the container {IMAGE}",
                 where="an environment of its own",
-                argv=("uv", "pip", "install", "--extra-index-url", "https://pypi.nvidia.com", PACKAGE),
+                argv=("uv", "pip", "install", "--torch-backend", "cu130", "--extra-index-url", INDEX, PACKAGE),
             )
         ]
         if plan.weights.made == "converted":
