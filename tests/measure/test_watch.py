@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -302,3 +303,37 @@ def test_a_stretch_that_never_began_says_nothing() -> None:
 def test_the_process_behind_a_port(page: str) -> None:
     assert watch.listening_pid(int(page.rpartition(":")[2])) == os.getpid()
     assert 0 <= watch.idle_share(0.05) <= 1
+
+
+def test_a_stretch_that_ends_while_it_looks_is_seen_to_its_end() -> None:
+    """Both moments come while the engine is slow to answer, and the watch is over right after them."""
+
+    class Slow(Meters):
+        looking, answered, looks = threading.Event(), threading.Event(), 0
+
+        def look(self) -> Look:
+            self.looks += 1
+            self.looking.set()
+            assert self.answered.wait(30)
+            return super().look()
+
+    meters = Slow()
+    meters.pid = os.getpid()
+    with Watcher(meters) as watcher:
+        watcher.mark("begin")
+        assert meters.looking.wait(30)
+        watcher.mark("end")
+        threading.Timer(0.1, meters.answered.set).start()
+    use, _ = watcher.seen()
+    assert use.peak_memory_bytes is not None and use.engine_cpu_s is not None and meters.looks == 2
+
+
+def test_a_stretch_that_is_over_before_anybody_looked_is_seen() -> None:
+    meters = Meters()
+    meters.pid = os.getpid()
+    watcher = Watcher(meters)
+    watcher.mark("begin")
+    watcher.mark("end")
+    with watcher:
+        pass
+    assert watcher.seen()[0].peak_memory_bytes is not None

@@ -20,7 +20,7 @@ from bedplate.run.environments import Environment
 
 STREAMS, TOKENS, THINK_S = 2, 5, 0.4
 STEPS = ("--step", "50,100", "--step-seconds", "0.5", "--prefixes", "12")
-STRICT = (*STEPS, "--step-limit", "15", "--slower", "3")
+STRICT = (*STEPS, "--step-limit", "60", "--slower", "3")
 PATIENT = (*STEPS, "--step-limit", "120", "--slower", "30")
 """For one that is good: what else runs on the machine is not its fault."""
 

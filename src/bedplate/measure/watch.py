@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import threading
 import time
@@ -25,6 +26,7 @@ from bedplate.values.run import EngineSeries, Use
 LOOK_S = 1.0
 SCRAPE_LIMIT_S = 2.0
 JOIN_S = 10.0
+OVER = "over"
 BUSY_CARD = 50
 """Percent: an idle card lowers its clock, and nobody throttles it."""
 POWERCAP = Path("/sys/class/powercap")
@@ -436,9 +438,7 @@ class Watcher:
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
-        self._wake = threading.Event()
-        self._moment = ""
-        self._ended = False
+        self._moments: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._first: Counters | None = None
         self._last: Counters | None = None
         self._looks: list[Look] = []
@@ -449,13 +449,11 @@ class Watcher:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._ended = True
-        self._wake.set()
+        self._moments.put(OVER)
         self._thread.join(JOIN_S)
 
     def mark(self, moment: str) -> None:
-        self._moment = moment
-        self._wake.set()
+        self._moments.put(moment)
 
     def seen(self) -> tuple[Use, EngineSeries]:
         """After the end of the stretch."""
@@ -469,17 +467,21 @@ class Watcher:
         return use, series_of(states)
 
     def _run(self) -> None:
-        while not self._ended:
-            self._wake.wait(LOOK_S)
-            self._wake.clear()
-            if self._moment == "begin" and self._first is None:
+        """Each moment has its turn, however late: a look may take as long as a busy engine takes to answer."""
+        while (moment := self._next()) != OVER:
+            if moment == "begin" and self._first is None:
                 self._first = self._meters.counters()
-                self._looks.append(self._meters.look())
-            elif self._moment == "end" and self._first is not None and self._last is None:
+            elif moment == "end" and self._first is not None and self._last is None:
                 self._last = self._meters.counters()
-                self._looks.append(self._meters.look())
-            elif self._moment == "begin":
-                self._looks.append(self._meters.look())
+            elif self._first is None or self._last is not None:
+                continue
+            self._looks.append(self._meters.look())
+
+    def _next(self) -> str | None:
+        """`None`: nothing for a while, so that it is time to look again."""
+        with contextlib.suppress(queue.Empty):
+            return self._moments.get(timeout=LOOK_S)
+        return None
 
 
 def listening_pid(port: int) -> int | None:
