@@ -26,7 +26,7 @@ serve: $(READY)
 	@exec $(BIN)/bedplate serve $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # Its environments and weights are fresh each time, made as a user's are, and gone afterwards; uv's cache stays.
 fleet: $(READY_DEV)

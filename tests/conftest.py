@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sized
@@ -18,7 +19,7 @@ from typing import TypeVar
 import hypothesis
 import psutil
 import pytest
-from tests.quiet import Others
+from tests.quiet import Others, Turns
 
 from bedplate.engines import engine
 from bedplate.measure.flags import BUSY
@@ -36,7 +37,23 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-OTHERS = pytest.StashKey[Others]()
+OTHERS, TURNS = pytest.StashKey[Others](), pytest.StashKey[Turns]()
+FOLDER = "BEDPLATE_TESTS_TURNS"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shared = tempfile.TemporaryDirectory(prefix="bedplate-tests-")
+        config.add_cleanup(shared.cleanup)
+        os.environ[FOLDER] = shared.name
+    config.stash[TURNS] = Turns(Path(os.environ[FOLDER]))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Outside of everything else, so that who waits for others does not run out of time meanwhile."""
+    with item.config.stash[TURNS].taken(alone=item.get_closest_marker("measures") is not None):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -88,7 +105,8 @@ def on_one_core() -> Iterator[None]:
         yield
         return
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(before, reverse=True)[worker % len(before)]})
     yield
     os.sched_setaffinity(0, before)
 

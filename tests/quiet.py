@@ -1,15 +1,40 @@
 """Tests that hold what was measured against what must come out need a machine that can be measured on.
 
-They are marked `measures`. Where one fails while others had the processors, it is skipped and says by how much: what is
-measured then is wrong, as `bedplate bench` says of its own figures. On a quiet machine it fails.
+They are marked `measures`, and no other test runs beside them. Where one fails while others had the processors, it is
+skipped and says by how much: what is measured then is wrong, as `bedplate bench` says of its own figures. On a quiet
+machine it fails.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
+
+
+class Turns:
+    """Between the processes that share the tests of one run: several at a time, or one alone."""
+
+    def __init__(self, folder: Path) -> None:
+        # Who waits for the room holds the gate: those who need it alone would never have their turn otherwise.
+        self._gate, self._room = ((folder / name).open("w") for name in ("gate", "room"))
+
+    @contextmanager
+    def taken(self, *, alone: bool) -> Iterator[None]:
+        fcntl.flock(self._gate, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        finally:
+            fcntl.flock(self._gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._room, fcntl.LOCK_UN)
 
 
 class Others:

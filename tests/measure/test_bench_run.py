@@ -30,7 +30,7 @@ from bedplate.run.environments import Environment, make_environment
 from bedplate.values import from_json, replaced
 from bedplate.values.run import Run
 
-pytestmark = [pytest.mark.measures, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 SHORT = ("--prompt-tokens", "24", "--output-tokens", "8", "--seconds", "0.5", "--repeats", "2")
 
 
@@ -80,6 +80,7 @@ def test_rows_and_summaries_go_to_files(home: Path, null: str, tmp_path: Path) -
     assert command("bench", "--resume", "last", "--csv").out == (tmp_path / "r.csv").read_text()
 
 
+@pytest.mark.measures
 def test_an_open_loop_and_a_knee(home: Path, null: str) -> None:
     opened = command("bench", "--url", null, "--rate", "20", *SHORT, "--no-quality", "--json")
     (cell,) = from_json(Run, opened.out).cells
@@ -246,6 +247,7 @@ def test_an_engine_that_cannot_serve_the_model_says_why(
     assert done.code == 1 and "exllamav3" in done.err and "GPU" in done.err
 
 
+@pytest.mark.measures
 def test_turns_are_taken_and_repeats_shared_out(home: Path, null: str) -> None:
     loads = closed_loads((1, 2), prompt_tokens=24, output_tokens=8)
     run = bench(url=null, loads=loads, seconds=0.3, repeats=2, turns=2, check_quality=False)

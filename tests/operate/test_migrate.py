@@ -78,6 +78,7 @@ class TestSideBySide:
 
         with_host(then, tmp_path)
 
+    @pytest.mark.measures
     def test_a_slow_one_is_taken_back_and_its_answers_are_waited_for(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -87,7 +88,7 @@ class TestSideBySide:
             await add(host, made(tmp_path, "one"))
             async with Load(host, 6) as load:
                 await until(lambda: len(load.statuses) > 10, "some requests")
-                done = await migrate(host, quickly("llama.cpp"), Told())
+                done = await migrate(host, quickly("llama.cpp", most_step_s=30.0), Told())
                 assert len(host.engines) == 1
             assert (done.outcome, done.stage, done.cut) == ("rolled back", "traffic", 0)
             assert "times as long" in (done.reason or "") and done.steps[-1].challenger.tpot_ms
@@ -175,6 +176,7 @@ class TestWhenTheOneInServiceDies:
             program.write_text(good)
         return await moving
 
+    @pytest.mark.measures
     def test_another_of_its_kind_takes_the_requests_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offered(monkeypatch, **{"llama.cpp": made(tmp_path, "slow", pause_s=0.1)})
 
@@ -190,6 +192,7 @@ class TestWhenTheOneInServiceDies:
 
         with_host(then, tmp_path)
 
+    @pytest.mark.measures
     def test_the_challenger_stays_when_it_is_the_only_one_that_answers(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -250,6 +253,7 @@ class TestOneAfterTheOther:
 
         with_host(then, tmp_path, budget_bytes=round(1.5 * needs(first)))
 
+    @pytest.mark.measures
     @pytest.mark.parametrize(("seed", "pause_s", "stage"), [("other", 0.01, "answers"), ("same", 0.1, "traffic")])
     def test_the_old_one_comes_back_when_the_new_one_is_no_good(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: str, pause_s: float, stage: str

@@ -19,7 +19,7 @@ from tests.soak.streams import Counts, Streams, looked_at
 from bedplate.run.environments import Environment
 
 STREAMS, TOKENS, THINK_S = 2, 5, 0.4
-STEPS = ("--step", "50,100", "--step-seconds", "0.5", "--prefixes", "12")
+STEPS = ("--step", "50,100", "--step-seconds", "0.5", "--prefixes", "6")
 STRICT = (*STEPS, "--step-limit", "60", "--slower", "3")
 PATIENT = (*STEPS, "--step-limit", "120", "--slower", "30")
 """For one that is good: what else runs on the machine is not its fault."""
@@ -63,7 +63,7 @@ def under_load(served: Served, site: Path, *words: str) -> tuple[int, dict[str, 
     ("challenger", "stage", "reason"),
     [
         ("wrong", "answers", "it gives wrong answers: 0 of "),
-        ("slow", "traffic", "times as long"),
+        pytest.param("slow", "traffic", "times as long", marks=pytest.mark.measures),
         ("dying", "start", "no good"),
     ],
 )

@@ -29,7 +29,7 @@ LOAD = Load(concurrency=2, prompt_tokens=32, output_tokens=8)
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "ASKED", 12)
+    monkeypatch.setattr(tuning, "ASKED", 6)
     for name, value in (("LEAST_TURNS", 1), ("MOST_TURNS", 1), ("LEAST_WORK_S", 0.1)):
         monkeypatch.setattr(proving, name, value)
 
