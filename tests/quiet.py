@@ -21,20 +21,19 @@ class Turns:
     """Between the processes that share the tests of one run: several at a time, or one alone."""
 
     def __init__(self, folder: Path) -> None:
-        # Who waits for the room holds the gate: those who need it alone would never have their turn otherwise.
-        self._gate, self._room = ((folder / name).open("w") for name in ("gate", "room"))
+        self._folder = folder
 
     @contextmanager
     def taken(self, *, alone: bool) -> Iterator[None]:
-        fcntl.flock(self._gate, fcntl.LOCK_EX)
-        try:
-            fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        finally:
-            fcntl.flock(self._gate, fcntl.LOCK_UN)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._room, fcntl.LOCK_UN)
+        with (self._folder / "room").open("w") as room:
+            # Who waits for the room holds the gate: those who need it alone would never have their turn otherwise.
+            with (self._folder / "gate").open("w") as gate:
+                fcntl.flock(gate, fcntl.LOCK_EX)
+                fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            try:
+                yield
+            finally:
+                fcntl.flock(room, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open, too
 
 
 class Others:

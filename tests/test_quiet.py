@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.conftest import wait_for
-from tests.quiet import Others
+from tests.quiet import Others, Turns
 
 ROOT = Path(__file__).parents[1]
 HOOKS = "from tests.conftest import pytest_runtest_makereport, pytest_runtest_setup\n"
 TESTS = """
 import pytest
-from tests.quiet import Others
+from tests.quiet import Others, Turns
 @pytest.mark.{mark}
 def test_it(monkeypatch):
     monkeypatch.setattr(Others, "share", lambda self: {share})
@@ -83,3 +84,22 @@ def test_what_is_ours_does_not() -> None:
             assert psutil.Process(child.pid) not in Others()._before
         finally:
             child.kill()
+
+
+def test_several_at_a_time_or_one_alone(tmp_path: Path) -> None:
+    mine, theirs = Turns(tmp_path), Turns(tmp_path)
+    done: list[str] = []
+
+    def measure() -> None:
+        with theirs.taken(alone=True):
+            done.append("alone")
+
+    with mine.taken(alone=False):
+        with theirs.taken(alone=False):
+            done.append("together")
+        other = threading.Thread(target=measure)
+        other.start()
+        other.join(0.2)
+        done.append("still there")
+    other.join(30)
+    assert done == ["together", "still there", "alone"]
