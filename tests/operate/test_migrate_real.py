@@ -19,7 +19,7 @@ from tests.soak.streams import Counts, Streams, looked_at
 from bedplate.run.environments import Environment
 
 STREAMS, TOKENS, THINK_S = 2, 5, 0.4
-STEPS = ("--step", "50,100", "--step-seconds", "0.5", "--prefixes", "6")
+STEPS = ("--step", "50,100", "--step-seconds", "0.5", "--prefixes", "8")
 STRICT = (*STEPS, "--step-limit", "60", "--slower", "3")
 PATIENT = (*STEPS, "--step-limit", "120", "--slower", "30")
 """For one that is good: what else runs on the machine is not its fault."""
