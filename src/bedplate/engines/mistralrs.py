@@ -20,7 +20,7 @@ ISQ = {"Q8_0": "Q8_0", "Q6_K": "Q6K", "Q5_K_M": "Q5K", "Q4_K_M": "Q4K"}
 """In-situ quantization, by the names of GGUF's types that come nearest."""
 WHEELS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1))
 """Compute capabilities that its release has packages for."""
-RELEASE = "https://github.com/EricLBuehler/mistral.rs/releases/expanded_assets/v0.9.5"
+RELEASE = "https://github.com/EricLBuehler/mistral.rs/releases/expanded_assets/v{}"
 FAITHFUL = frozenset(["BF16", "F16", "F32", "Q8_0"])
 # Runner's Architecture in the wheel's own stubs, as configurations call them.
 _FOLDERS = """
@@ -159,7 +159,9 @@ class MistralRs(ServedByBedplate):
         usual = super().requirements(settings)
         if settings.device != "cuda":
             return usual
-        return ("--find-links", RELEASE, f"mistralrs=={_wheel(settings.compute_capability)}", *usual[1:])
+        _, *rest = usual
+        engine = f"mistralrs=={_wheel(settings.compute_capability)}"
+        return ("--find-links", RELEASE.format(self.version), engine, *rest)
 
     def _preparation(self, settings: Settings) -> tuple[Preparation, ...]:
         if settings.device != "cuda":
