@@ -320,6 +320,8 @@ class TestFit:
         self, name: str, card: str, one: float, other: float, model: Model, work: Workload, tokens: int
     ) -> None:
         small, large = (with_free(machine(card), share) for share in sorted((one, other)))
+        # Of a prefix that is longer than the prompts, a longer prompt would have more in common with the others.
+        work = replaced(work, shared_prefix_tokens=min(work.shared_prefix_tokens, work.prompt_tokens))
         longer = replaced(work, prompt_tokens=work.prompt_tokens + tokens)
         base, roomier, busier = (
             fit(*case, name) for case in ((small, model, work), (large, model, work), (small, model, longer))
