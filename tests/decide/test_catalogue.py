@@ -266,7 +266,7 @@ def test_of_two_versions_the_newer_comes_first() -> None:
 # what may never happen
 
 
-@settings(max_examples=15, deadline=None)
+@settings(deadline=None)
 @given(
     name=st.sampled_from([known.name for known in KNOWN]),
     ram=st.integers(2, 256),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.commands import Answer, run
+from tests.conftest import HANG_S
 
 from bedplate.run.environments import Environment
 from bedplate.values import from_json
@@ -65,7 +66,7 @@ def cut_off(home: Path, *command: str, env: dict[str, str] | None = None) -> tup
     allowed = shutil.which("unshare") and subprocess.run([*namespace, "true"], capture_output=True).returncode == 0
     done = subprocess.run(
         [*(namespace if allowed else []), sys.executable, str(CUT_OFF), *command],
-        capture_output=True, text=True, env={**elsewhere(home), **(env or {})}, timeout=240,
+        capture_output=True, text=True, env={**elsewhere(home), **(env or {})}, timeout=HANG_S,
     )  # fmt: skip
     said = json.loads(done.stdout) if done.stdout.strip() else {}
     if said and allowed:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.errors import BadQuestion
@@ -404,7 +404,6 @@ small = st.one_of(
 )
 
 
-@settings(max_examples=600)
 @given(
     changes=st.dictionaries(st.sampled_from(KEYS), st.one_of(values, small), max_size=8), kind=st.sampled_from(TYPES)
 )

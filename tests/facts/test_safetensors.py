@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.errors import BadQuestion
@@ -138,7 +138,6 @@ def test_a_bomb_of_tensors() -> None:
     assert time.process_time() - began < 5
 
 
-@settings(max_examples=300)
 @given(data=st.binary(max_size=300))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     for call in (lambda: parse_header(data, "x"), lambda: parse_index(data, "x"), lambda: header_length(data, "x")):
@@ -158,7 +157,6 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
 @given(tensors=st.dictionaries(st.text(max_size=5), entries, max_size=5))
 def test_any_header_is_read_or_refused(tensors: dict[str, Any]) -> None:
     try:

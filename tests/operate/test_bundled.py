@@ -103,7 +103,7 @@ def test_damage_names_the_file(happens: Callable[[Path], Any], words: str, manif
     assert words in str(raised.value.cause) and "copy it" in str(raised.value.hint)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
 def test_an_archive_with_a_flipped_bit_or_a_missing_end_is_an_error_or_whole(
     where: float, bit: int, cut: bool, manifest: Bundle, tmp_path: Path

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import HANG_S
 
 from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.operate.control import ControlServer, Nothing, Operation, ask
@@ -185,7 +186,7 @@ def test_the_end_of_the_host_is_told_to_those_who_wait(tmp_path: Path, do: str) 
         await server.stop()
         with pytest.raises(OutsideFailed, match="is ending"):
             await waiting
-        await asyncio.wait_for(host.cancelled.wait(), 10)
+        await asyncio.wait_for(host.cancelled.wait(), HANG_S)
 
     asyncio.run(run())
 

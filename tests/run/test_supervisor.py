@@ -364,7 +364,7 @@ asyncio.run(main())
             processes = bedplate.children(recursive=True)
             assert len(processes) == 2
             bedplate.kill()
-        wait_for(lambda: gone(processes), "warden and engine to end", 10)
+        wait_for(lambda: gone(processes), "warden and engine to end")
 
 
 deaths = st.builds(
