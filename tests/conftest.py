@@ -53,8 +53,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-ENGINE_FIXTURES = {"builtin_gguf", "llama_environment", "serve", "served"}
-"""A test that asks for one of these runs a real engine or reads the real model: `make test` leaves it to `test-all`."""
+ENGINE_FIXTURES = {"llama_environment", "serve", "served"}
+"""A test that asks for one of these runs a real engine: `make test` leaves it to `test-all`."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -85,6 +85,7 @@ def test_plan_loads_no_server_and_no_numpy() -> None:
     assert not loaded & {"numpy", "aiohttp", "huggingface_hub", "torch", "prometheus_client"}
 
 
+@pytest.mark.measures
 def test_help_takes_little_more_than_its_command_line_library() -> None:
     """At most three times what importing typer takes beyond bare Python, by the best of several runs of each in turn.
 

@@ -288,6 +288,7 @@ def test_more_memory_never_makes_a_fit_fail_and_more_users_never_make_one(
     assert fits(ram, 1) or not fits(ram, users)
 
 
+@pytest.mark.measures
 def test_all_models_take_seconds() -> None:
     """Of this process's own time: the machine may be busy."""
     began = time.process_time()

@@ -146,6 +146,7 @@ def test_longer_prompts_never_come_sooner(chip: str, model: str, engine: str, pr
     assert second.tpot_s >= first.tpot_s * (1 - 1e-9)
 
 
+@pytest.mark.measures
 def test_an_estimate_costs_little() -> None:
     hardware, model = machine("H100 SXM", 8), find_model("Qwen3-30B-A3B")
 

@@ -158,6 +158,7 @@ class TestTheRealFile:
             path.write_bytes(file.read(1_000_000))
         assert "is cut short: its header alone needs" in refused(path).message
 
+    @pytest.mark.measures
     def test_a_vocabulary_of_150_thousand_is_stepped_over_quickly(self, tmp_path: Path) -> None:
         words = b"".join(string(b"some token %d" % number) for number in range(150_000))
         body = ARCHITECTURE + string(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 150_000) + words
@@ -668,6 +669,7 @@ HOSTILE_WORDS = {
 }
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_header_is_refused_at_once_and_without_memory(tmp_path: Path, what: str) -> None:
     path = tmp_path / "hostile.gguf"
@@ -684,6 +686,7 @@ def test_a_hostile_header_is_refused_at_once_and_without_memory(tmp_path: Path, 
     assert peak < 4 << 20
 
 
+@pytest.mark.measures
 def test_a_large_file_of_tiny_strings_is_not_walked_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "sparse.gguf"
     path.write_bytes(header(0, 1, field(b"a.b", 9, struct.pack("<IQ", 8, 2**30))))

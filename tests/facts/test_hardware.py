@@ -91,6 +91,7 @@ class TestProbe:
         hardware = probe()
         assert from_json(Hardware, to_json(hardware)) == hardware
 
+    @pytest.mark.measures
     @on_linux
     def test_is_quick_and_starts_no_process(self) -> None:
         probe()

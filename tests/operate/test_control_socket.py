@@ -93,7 +93,7 @@ def serving(folder: Path, then: Callable[[HostStub, ServiceRecord], Awaitable[No
         host = HostStub()
         server = ControlServer(host, OPERATIONS)  # type: ignore[arg-type]
         path = await server.start(folder / "run" / "chat.sock", "chat")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await then(host, record_at(path))
         await server.stop()
         assert not path.exists()
