@@ -1,9 +1,9 @@
-"""A Llama of any size with random weights, for speed alone: as a 16-bit folder, as GGUF, or as EXL3.
+"""Create a Llama of any size with random weights, for speed tests: as a 16-bit folder, GGUF or EXL3.
 
     python benchmarks/models/random_llama.py --like SMOLLM2_FOLDER --shape 8b --form bf16 --out OUT_FOLDER
     python benchmarks/models/random_llama.py --like SMOLLM2.gguf --shape 8b --form q4_k --out OUT.gguf
 
-The tokenizer is that of the model that it is like, so that every token has a text; hence the vocabulary is that one's.
+The tokenizer and the vocabulary are those of the model given with --like, so that every token has a text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Q8_0_BLOCK, Q8_0_BYTES = 32, 34
 SPREAD = 0.02
 """The usual standard deviation of an untrained model's weights."""
 MUL1 = 0x83DC_D12D
-"""The multiplier that names ExLlamaV3's usual codebook; stored beside each of its tensors."""
+"""The multiplier that names ExLlamaV3's usual codebook; stored with each of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ def write_gguf(shape: Shape, like: Path, out: Path, form: str) -> None:
 
     def q4_k(rows: int, columns: int) -> Any:
         blocks = np.empty((rows, columns // Q4_K_BLOCK, Q4_K_BYTES), np.uint8)
-        # A scale and a minimum of 32 in each sub-block, so that weights lie around nought. The high bits of the last
-        # four stand above those of the first four.
+        # A scale and a minimum of 32 in each sub-block, so that weights are centred on zero. The high bits of the last
+        # four are stored above those of the first four.
         blocks[..., :2] = np.frombuffer(np.float16(SPREAD / 256).tobytes(), np.uint8)
         blocks[..., 2:4] = np.frombuffer(np.float16(SPREAD / 256 * 7.5).tobytes(), np.uint8)
         blocks[..., 4:12] = 0xA0
@@ -235,7 +235,7 @@ def write_gguf(shape: Shape, like: Path, out: Path, form: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--like", type=Path, required=True, help="a model whose tokenizer it takes: folder, or GGUF")
+    parser.add_argument("--like", type=Path, required=True, help="model whose tokenizer is used: a folder or a GGUF")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--form", choices=("bf16", "exl3-4", "exl3-8", "f16", "q8_0", "q4_k"), required=True)
     parser.add_argument("--out", type=Path, required=True)
