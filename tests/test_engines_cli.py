@@ -114,7 +114,7 @@ def test_every_engine_is_described_with_a_source() -> None:
 
 
 def test_every_rule_about_one_engine_is_on_its_page() -> None:
-    about = [(rule.engine, rule.id) for rule in DOUBTS] + [(rule.engine, rule.id) for rule in CHALLENGES]
+    about = [(rule.engines[0], rule.id) for rule in (*DOUBTS, *CHALLENGES)]
     for engine, rule in about:
         assert rule in {line.rule for line in rules_of(engine)}
 
