@@ -20,7 +20,6 @@ from bedplate.decide.engine_map import (
     Row,
     RuleLine,
     cheat_sheet,
-    engines_named,
     measured_alike,
     row,
     rules_of,
@@ -115,7 +114,7 @@ def test_every_engine_is_described_with_a_source() -> None:
 
 
 def test_every_rule_about_one_engine_is_on_its_page() -> None:
-    about = [(rule.engine, rule.id) for rule in DOUBTS] + [(rule.engine, rule.id) for rule in CHALLENGES]
+    about = [(rule.engines[0], rule.id) for rule in (*DOUBTS, *CHALLENGES)]
     for engine, rule in about:
         assert rule in {line.rule for line in rules_of(engine)}
 
@@ -131,7 +130,7 @@ def test_a_pick_names_only_engines_whose_page_has_the_rule(path: Path) -> None:
     for rule in PICKS:
         picked = rule.says(case)
         if picked is not None and rule.id != "operations.incumbent":
-            assert set(picked.engines) <= engines_named(rule), rule.id
+            assert set(picked.engines) <= set(rule.engines), rule.id
 
 
 # measurements

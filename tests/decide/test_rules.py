@@ -65,8 +65,8 @@ class TestSources:
             assert SOURCE.match(rule.source), rule.source
 
     def test_rules_speak_of_engines_that_are_there(self) -> None:
-        assert {rule.engine for rule in ALL if rule.engine} <= set(all_engines())
-        assert {rule.engine for rule in DOUBTS} | {"vllm"} == set(all_engines())
+        assert {engine for rule in ALL for engine in rule.engines} <= set(all_engines())
+        assert {engine for rule in DOUBTS for engine in rule.engines} | {"vllm"} == set(all_engines())
         named = {
             node.value
             for node in ast.walk(ast.parse(inspect.getsource(rules)))
@@ -149,7 +149,7 @@ class TestReached:
         assert [
             name
             for name, decision in decisions().items()
-            if rule.engine in [challenger.engine for challenger in decision.challengers]
+            if rule.engines[0] in [challenger.engine for challenger in decision.challengers]
         ]
 
     def test_orchestrators_are_those_of_the_design(self) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType
-from typing import Any, Literal
+from typing import Literal
 
 from bedplate.decide.case import Case
 from bedplate.decide.choose import Search, doubt_of
 from bedplate.decide.evidence import Evidence
-from bedplate.decide.rules import CHALLENGES, DOUBTS, PICKS, Rule
+from bedplate.decide.rules import CHALLENGES, DOUBTS, PICKS
 from bedplate.engines import Engine, Features
 from bedplate.facts.known_models import model_from_facts
 from bedplate.values import Hardware, Model, Workload, replaced
@@ -219,30 +218,14 @@ def _line_of(rule: str, engine: str) -> int:
 def rules_of(engine: str) -> Iterator[RuleLine]:
     """Every rule that speaks of this engine."""
     for pick in PICKS:
-        if engine in engines_named(pick):
+        if engine in pick.engines:
             yield RuleLine(rule=pick.id, kind="may pick", text=pick.sentence, source=pick.source)
     for doubt in DOUBTS:
-        if doubt.engine == engine:
+        if engine in doubt.engines:
             yield RuleLine(rule=doubt.id, kind="doubts", text=doubt.sentence, source=doubt.source)
     for challenge in CHALLENGES:
-        if challenge.engine == engine:
+        if engine in challenge.engines:
             yield RuleLine(rule=challenge.id, kind="would measure", text=challenge.sentence, source=challenge.source)
-
-
-def engines_named(rule: Rule[..., Any]) -> frozenset[str]:
-    """The words that a rule's function may answer with: engines among them are those that it can pick."""
-    return frozenset(_words(rule.says.__code__))
-
-
-def _words(constant: object) -> Iterator[str]:
-    if isinstance(constant, str):
-        yield constant
-    elif isinstance(constant, CodeType):
-        for inner in constant.co_consts:
-            yield from _words(inner)
-    elif isinstance(constant, tuple | frozenset):
-        for inner in constant:
-            yield from _words(inner)
 
 
 def measured_alike(results: Sequence[Result]) -> dict[str, Result]:

@@ -39,7 +39,8 @@ class Rule(Generic[P, T]):
     id: str
     source: str
     says: Callable[P, T | None]
-    engine: str = ""
+    engines: tuple[str, ...] = ()
+    """Those that it may pick, or the one that it speaks of."""
 
     @property
     def sentence(self) -> str:
@@ -52,9 +53,11 @@ CHALLENGES: list[Rule[[Case, str], str]] = []
 ORCHESTRATION: list[Rule[[Case, int], Pick]] = []
 
 
-def pick(rule_id: str, source: str) -> Callable[[Callable[[Case], Pick | None]], Callable[[Case], Pick | None]]:
+def pick(
+    rule_id: str, engines: tuple[str, ...], source: str
+) -> Callable[[Callable[[Case], Pick | None]], Callable[[Case], Pick | None]]:
     def keep(says: Callable[[Case], Pick | None]) -> Callable[[Case], Pick | None]:
-        PICKS.append(Rule(rule_id, source, says))
+        PICKS.append(Rule(rule_id, source, says, engines))
         return says
 
     return keep
@@ -64,7 +67,7 @@ def doubt(
     rule_id: str, engine: str, source: str
 ) -> Callable[[Callable[[Case], Doubt | None]], Callable[[Case], Doubt | None]]:
     def keep(says: Callable[[Case], Doubt | None]) -> Callable[[Case], Doubt | None]:
-        DOUBTS.append(Rule(rule_id, source, says, engine))
+        DOUBTS.append(Rule(rule_id, source, says, (engine,)))
         return says
 
     return keep
@@ -74,7 +77,7 @@ def challenge(
     rule_id: str, engine: str, source: str
 ) -> Callable[[Callable[[Case, str], str | None]], Callable[[Case, str], str | None]]:
     def keep(says: Callable[[Case, str], str | None]) -> Callable[[Case, str], str | None]:
-        CHALLENGES.append(Rule(rule_id, source, says, engine))
+        CHALLENGES.append(Rule(rule_id, source, says, (engine,)))
         return says
 
     return keep
@@ -100,7 +103,11 @@ MEASURED = ("evidence.measured", "store: what was measured on this machine")
 # picks, in the order in which they are asked
 
 
-@pick("operations.incumbent", 'seeds/000 "default to vLLM, migrate only when a bottleneck is proven"')
+@pick(
+    "operations.incumbent",
+    ("ollama", "llama.cpp"),
+    'seeds/000 "default to vLLM, migrate only when a bottleneck is proven"',
+)
 def incumbent(case: Case) -> Pick | None:
     """The engine in service stays until something measured here is better."""
     name = case.operations.incumbent
@@ -114,6 +121,7 @@ def incumbent(case: Case) -> Pick | None:
 
 @pick(
     "task.not-llm",
+    ("onnxruntime", "pytorch"),
     'seeds/002 "serving non-LLM models where the autoregressive optimizations of vLLM/TGI are irrelevant"',
 )
 def not_an_llm(case: Case) -> Pick | None:
@@ -124,7 +132,11 @@ def not_an_llm(case: Case) -> Pick | None:
     return Pick(("onnxruntime", "pytorch"), f"the work is to {task}: an engine for writing text would add nothing")
 
 
-@pick("operations.portable", 'seeds/002 "Must be hardware-agnostic points to ONNX Runtime"')
+@pick(
+    "operations.portable",
+    ("onnxruntime", "vllm", "llama.cpp"),
+    'seeds/002 "Must be hardware-agnostic points to ONNX Runtime"',
+)
 def portable(case: Case) -> Pick | None:
     """What must run unchanged on other vendors' hardware runs on ONNX Runtime, where that can hold it."""
     if not case.operations.portable:
@@ -133,13 +145,17 @@ def portable(case: Case) -> Pick | None:
     return Pick(("onnxruntime", *others), "it must run unchanged on other vendors' hardware", holding=True)
 
 
-@pick("hardware.cpu", 'seeds/002 "CPU-only or consumer hardware points to llama.cpp"')
+@pick("hardware.cpu", ("llama.cpp",), 'seeds/002 "CPU-only or consumer hardware points to llama.cpp"')
 def no_accelerator(case: Case) -> Pick | None:
     """Without a GPU, llama.cpp: its kernels and formats are made for CPUs."""
     return None if case.hardware.accelerators else Pick(("llama.cpp",), "no GPU here: llama.cpp runs anywhere")
 
 
-@pick("format.given", 'seeds/001 "GGUF, ultimate portability", "EXL2 quant", "EXL3 quant"; seeds/004 "MLX quant"')
+@pick(
+    "format.given",
+    ("llama.cpp", "mistral.rs", "mlx", "exllamav3", "exllamav2", "onnxruntime"),
+    'seeds/001 "GGUF, ultimate portability", "EXL2 quant", "EXL3 quant"; seeds/004 "MLX quant"',
+)
 def format_given(case: Case) -> Pick | None:
     """Weights that are made for one engine are served by it: converting them back would cost time or quality."""
     made_for = {
@@ -152,7 +168,11 @@ def format_given(case: Case) -> Pick | None:
     return Pick(made_for, f"the weights are {case.model.format.upper()}") if made_for else None
 
 
-@pick("hardware.apple", 'seeds/001 "Mac workflows → MLX", "great for Mac-first workflows, not prod serving"')
+@pick(
+    "hardware.apple",
+    ("llama.cpp", "mlx"),
+    'seeds/001 "Mac workflows → MLX", "great for Mac-first workflows, not prod serving"',
+)
 def apple(case: Case) -> Pick | None:
     """A Mac runs MLX; when many share it, llama.cpp, which keeps a slot for each of them."""
     if case.vendor != "apple":
@@ -162,7 +182,7 @@ def apple(case: Case) -> Pick | None:
     return Pick(("mlx", "llama.cpp"), "Apple Silicon: unified memory, and the engine that is made for it")
 
 
-@pick("hardware.unusual", 'seeds/001 "laptop / edge / weird hardware → llama.cpp"')
+@pick("hardware.unusual", ("llama.cpp", "mistral.rs"), 'seeds/001 "laptop / edge / weird hardware → llama.cpp"')
 def unusual(case: Case) -> Pick | None:
     """Edge boxes, shared memory and GPUs that few engines know get the engine that runs everywhere."""
     if case.vendor is None or (case.many and case.vendor in ("nvidia", "amd")):
@@ -178,7 +198,9 @@ def unusual(case: Case) -> Pick | None:
 
 
 @pick(
-    "fit.offload", 'seeds/001 "best when VRAM is tight and RAM is plenty"; seeds/000 "low VRAM … plenty of system RAM"'
+    "fit.offload",
+    ("llama.cpp",),
+    'seeds/001 "best when VRAM is tight and RAM is plenty"; seeds/000 "low VRAM … plenty of system RAM"',
 )
 def tight_memory(case: Case) -> Pick | None:
     """A model whose 4-bit weights are larger than the cards' memory is split between cards and RAM."""
@@ -191,7 +213,11 @@ def tight_memory(case: Case) -> Pick | None:
     )
 
 
-@pick("format.stored", "physics: what is in four bits already loses again when it is stored anew")
+@pick(
+    "format.stored",
+    ("exllamav2", "vllm", "llama.cpp"),
+    "physics: what is in four bits already loses again when it is stored anew",
+)
 def stored_small(case: Case) -> Pick | None:
     """Weights that come in about four bits are served in them, by an engine that takes them so."""
     details = case.model.quantization_details
@@ -201,7 +227,11 @@ def stored_small(case: Case) -> Pick | None:
     return Pick(engines, f"the weights come in {case.model.quantization}, and are served so")
 
 
-@pick("hardware.rtx", 'seeds/000 "Consumer GPU 1-4x RTX -> ExLlamaV2 / ExLlamaV3"')
+@pick(
+    "hardware.rtx",
+    ("exllamav3", "exllamav2", "llama.cpp"),
+    'seeds/000 "Consumer GPU 1-4x RTX -> ExLlamaV2 / ExLlamaV3"',
+)
 def rtx(case: Case) -> Pick | None:
     """One to four RTX cards and a person or a few: ExLlama, whose quantization is made for them."""
     if not case.rtx or not case.few or case.workload.precision_sensitive or case.workload.task != "generate":
@@ -213,6 +243,7 @@ def rtx(case: Case) -> Pick | None:
 
 @pick(
     "operations.prototype",
+    ("pytorch", "vllm"),
     'seeds/002 "Prototyping, batch jobs that process one item at a time, or low-traffic internal tools"',
 )
 def prototype(case: Case) -> Pick | None:
@@ -224,6 +255,7 @@ def prototype(case: Case) -> Pick | None:
 
 @pick(
     "serve.compiled",
+    ("tensorrt-llm", "vllm"),
     'seeds/002 "a stable model that rarely changes", "committed to NVIDIA GPUs", "absolute maximum tokens-per-second"',
 )
 def compiled(case: Case) -> Pick | None:
@@ -235,7 +267,9 @@ def compiled(case: Case) -> Pick | None:
 
 
 @pick(
-    "serve.shared-prefix", 'seeds/000 "SGLang (RadixAttention)"; seeds/004 "structured generation and prefix sharing"'
+    "serve.shared-prefix",
+    ("sglang", "vllm"),
+    'seeds/000 "SGLang (RadixAttention)"; seeds/004 "structured generation and prefix sharing"',
 )
 def shared_prefix(case: Case) -> Pick | None:
     """Requests that share most of their prompt want a tree of prefixes."""
@@ -247,6 +281,7 @@ def shared_prefix(case: Case) -> Pick | None:
 
 @pick(
     "serve.structured",
+    ("sglang", "vllm"),
     'seeds/004 "Agentic/structured serving"; seeds/003 "Designed for batched tool-using agents and workflows"',
 )
 def structured(case: Case) -> Pick | None:
@@ -256,7 +291,7 @@ def structured(case: Case) -> Pick | None:
     return Pick(("sglang", "vllm"), f"structured output for {case.in_flight} requests at once")
 
 
-@pick("serve.moe-long", 'seeds/001 "complex infra / long context / MoE → SGLang"')
+@pick("serve.moe-long", ("sglang", "vllm"), 'seeds/001 "complex infra / long context / MoE → SGLang"')
 def moe_long(case: Case) -> Pick | None:
     """A mixture of experts with long requests, where the team runs more than one container."""
     if not _server_grade(case) or not (case.moe and case.long and case.many) or not case.allows("container"):
@@ -264,7 +299,7 @@ def moe_long(case: Case) -> Pick | None:
     return Pick(("sglang", "vllm"), f"a mixture of experts and requests of {case.workload.request_tokens:,} tokens")
 
 
-@pick("serve.long", 'seeds/000 "Complex infra, long context, MoE -> SGLang"')
+@pick("serve.long", ("sglang", "vllm"), 'seeds/000 "Complex infra, long context, MoE -> SGLang"')
 def very_long(case: Case) -> Pick | None:
     """Very long requests of many, on infrastructure that is a cluster anyway."""
     if not _server_grade(case) or not (case.very_long and case.many) or not case.allows("kubernetes"):
@@ -275,7 +310,9 @@ def very_long(case: Case) -> Pick | None:
 
 
 @pick(
-    "operations.huggingface", 'seeds/002 "your workflow already lives in HuggingFace"; TGI was archived in March 2026'
+    "operations.huggingface",
+    ("vllm",),
+    'seeds/002 "your workflow already lives in HuggingFace"; TGI was archived in March 2026',
 )
 def huggingface(case: Case) -> Pick | None:
     """For a team that lives on the hub, vLLM: it loads the same models, and TGI is no longer developed."""
@@ -284,7 +321,7 @@ def huggingface(case: Case) -> Pick | None:
     return Pick(("vllm",), "a team on the hub: vLLM loads its models as they are, and TGI is no longer developed")
 
 
-@pick("serve.default", 'seeds/000 "Default candidate for general production serving"')
+@pick("serve.default", ("vllm", "llama.cpp", "pytorch"), 'seeds/000 "Default candidate for general production serving"')
 def general_serving(case: Case) -> Pick | None:
     """Serving from GPUs is vLLM's: the broadest hardware and model coverage, and predictable."""
     if case.vendor not in ("nvidia", "amd"):
@@ -294,7 +331,11 @@ def general_serving(case: Case) -> Pick | None:
     return Pick(("vllm",), f"{case.in_flight} requests at once over an API, on GPUs")
 
 
-@pick("anywhere", 'seeds/001 "runs anywhere"')
+@pick(
+    "anywhere",
+    ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "sglang", "exllamav3", "mlx"),
+    'seeds/001 "runs anywhere"',
+)
 def anywhere(case: Case) -> Pick | None:
     """What nothing else serves, the engine that runs anywhere does, if it can."""
     simplest_first = ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "sglang", "exllamav3", "mlx")

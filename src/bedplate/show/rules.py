@@ -85,7 +85,7 @@ def _fixed() -> list[tuple[str, ...]]:
 def _said(rules: Iterable[Rule[..., Any]], engine: bool = False) -> list[tuple[str, ...]]:
     found = []
     for rule in rules:
-        cells = (f"`{rule.id}`", *((f"`{rule.engine}`",) if engine else ()), rule.sentence, rule.source)
+        cells = (f"`{rule.id}`", *((f"`{rule.engines[0]}`",) if engine else ()), rule.sentence, rule.source)
         found.append(cells)
     return found
 
