@@ -231,9 +231,21 @@ FEATURES = Features(
 
 
 RULES = (
-    RuleLine(rule="hardware.some", kind="may pick", text="A machine of this kind runs it.", source="seeds/001"),
-    RuleLine(rule="doubt.alpha", kind="doubts", text="For many it was not built, " * 4, source="seeds/004"),
-    RuleLine(rule="challenge.alpha", kind="would measure", text="It is worth measuring.", source="seeds/000"),
+    RuleLine(
+        rule="hardware.some",
+        kind="may pick",
+        text="A machine of this kind runs it.",
+        source="docs/rules.md#hardware.some",
+    ),
+    RuleLine(
+        rule="doubt.alpha", kind="doubts", text="For many it was not built, " * 4, source="docs/rules.md#doubt.alpha"
+    ),
+    RuleLine(
+        rule="challenge.alpha",
+        kind="would measure",
+        text="It is worth measuring.",
+        source="docs/rules.md#challenge.alpha",
+    ),
 )
 
 

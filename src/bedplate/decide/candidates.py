@@ -37,9 +37,9 @@ from bedplate.values.tuning import Tuned
 LEAST_BITS = 3.0
 """Below this, weights lose more than another engine or a smaller model would."""
 EVERYDAY_BITS = 4.0
-"""seeds/002 "for text generation, 4-bit quantization is often acceptable"."""
+"""landscape "for text generation, 4-bit quantization is often acceptable"."""
 PRECISE_BITS = 8.0
-"""seeds/002 "anything where precision matters at the decimal level": such work keeps eight bits."""
+"""landscape "anything where precision matters at the decimal level": such work keeps eight bits."""
 TWICE_BITS = 8.0
 """What was rounded to fewer is not rounded so again: of SmolLM2 in Q4_1, INT4 gives 588 of 1,000 next tokens as they
 should be, and INT8 914 of 960 (docs/fleet.md)."""

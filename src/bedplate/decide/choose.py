@@ -235,7 +235,7 @@ class Search:
         if not isinstance(said, Refusal) or why.rule == INCUMBENT:
             return ()
         rule = next(rule for rule in PICKS if rule.id == INCUMBENT)
-        return (Reason(rule=rule.id, text=f"{engine.name} is in service, but: {said.why}", source=rule.source),)
+        return (Reason(rule=rule.id, text=f"{engine.name} is in service, but: {said.why}", source=rule.citation),)
 
     def _asked(self, engine: Engine) -> tuple[Candidate | None, Reason | None]:
         found = self.candidate(engine)
@@ -252,7 +252,7 @@ class Search:
             picked = rule.says(self.case)
             found = self._first_able(picked) if picked is not None else None
             if picked is not None and found is not None:
-                return self._overturned(found) or (found, Reason(rule=rule.id, text=picked.text, source=rule.source))
+                return self._overturned(found) or (found, Reason(rule=rule.id, text=picked.text, source=rule.citation))
         return None, None
 
     def _first_able(self, picked: Pick) -> Candidate | None:
@@ -358,7 +358,7 @@ class Search:
     def _orchestrated(self, nodes: int) -> tuple[str | None, tuple[Reason, ...]]:
         for rule in ORCHESTRATION:
             if picked := rule.says(self.case, nodes):
-                return picked.engines[0], (Reason(rule=rule.id, text=picked.text, source=rule.source),)
+                return picked.engines[0], (Reason(rule=rule.id, text=picked.text, source=rule.citation),)
         return None, ()
 
     def _hints(self, asked: Engine | None) -> tuple[str, ...]:

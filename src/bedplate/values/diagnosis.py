@@ -9,7 +9,7 @@ from bedplate.values.run import Load
 from bedplate.values.verdict import Metric
 
 Limit = Literal["memory bandwidth", "KV cache", "interconnect", "scheduler", "runtime overhead", "compute"]
-"""The five of seeds/001, and compute, for long prompts and large batches."""
+"""The five that the source articles name (docs/rules.md), and compute, for long prompts and large batches."""
 ChangeKind = Literal["flag", "quantization", "engine", "hardware", "work", "measure"]
 
 
