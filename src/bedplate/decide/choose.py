@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from bedplate.decide.candidates import SERVER_EFFORT, Candidate, about_memory, best, wrong_here
+from bedplate.decide.candidates import SERVER_EFFORT, Candidate, best, wrong_here
 from bedplate.decide.case import STORED_BITS, Case, with_tasks_agreed
 from bedplate.decide.evidence import Better, Evidence, gathered, name_of
 from bedplate.decide.explain import expectations, reasons_for
 from bedplate.decide.planning import plan
 from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, Doubt, Pick
 from bedplate.decide.tuned import with_tuning
+from bedplate.decide.wording import describe_remedy
 from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import Target, installing_within
@@ -234,7 +235,7 @@ class Search:
         if not isinstance(said, Refusal) or why.rule == INCUMBENT:
             return ()
         rule = next(rule for rule in PICKS if rule.id == INCUMBENT)
-        return (Reason(rule=rule.id, text=f"{engine.name} is in service, but: {said.why}", source=rule.source),)
+        return (Reason(rule=rule.id, text=f"{engine.name} is in service, but: {said.why}", source=rule.citation),)
 
     def _asked(self, engine: Engine) -> tuple[Candidate | None, Reason | None]:
         found = self.candidate(engine)
@@ -251,7 +252,7 @@ class Search:
             picked = rule.says(self.case)
             found = self._first_able(picked) if picked is not None else None
             if picked is not None and found is not None:
-                return self._overturned(found) or (found, Reason(rule=rule.id, text=picked.text, source=rule.source))
+                return self._overturned(found) or (found, Reason(rule=rule.id, text=picked.text, source=rule.citation))
         return None, None
 
     def _first_able(self, picked: Pick) -> Candidate | None:
@@ -316,8 +317,8 @@ class Search:
         refused.sort(
             key=lambda refusal: (
                 asked is None or refusal.engine != asked.id,
-                chosen is not None or not about_memory(refusal) or not all_engines()[refusal.engine].offloads,
-                chosen is not None or not about_memory(refusal),
+                chosen is not None or refusal.shortage is None or not all_engines()[refusal.engine].offloads,
+                chosen is not None or refusal.shortage is None,
             )
         )
         return tuple(refused), tuple(challengers)
@@ -350,22 +351,22 @@ class Search:
         if chosen is None:
             return engine.refusal("outranked", "another engine was asked for", engine.strength)
         for rule in CHALLENGES:
-            if rule.engine == engine.id and (evidence := rule.says(case, chosen.engine.id)):
+            if engine.id in rule.engines and (evidence := rule.says(case, chosen.engine.id)):
                 return Challenger(engine=engine.id, evidence_needed=evidence)
         return engine.refusal("outranked", f"{chosen.engine.name} is the nearer choice here", engine.strength)
 
     def _orchestrated(self, nodes: int) -> tuple[str | None, tuple[Reason, ...]]:
         for rule in ORCHESTRATION:
             if picked := rule.says(self.case, nodes):
-                return picked.engines[0], (Reason(rule=rule.id, text=picked.text, source=rule.source),)
+                return picked.engines[0], (Reason(rule=rule.id, text=picked.text, source=rule.citation),)
         return None, ()
 
     def _hints(self, asked: Engine | None) -> tuple[str, ...]:
         """The nearest things that would fit: those of an engine that offloads, which needs least, before others."""
         engines = [asked] if asked is not None else sorted(all_engines().values(), key=lambda one: not one.offloads)
         tried = [refusal for engine in engines if isinstance(refusal := self._found.get(engine.id), Refusal)]
-        hints = [refusal.hint for refusal in tried if refusal.hint and about_memory(refusal)]
-        return tuple(hints[0].split("; or ")) if hints else ()
+        remedies = next((refusal.remedies for refusal in tried if refusal.remedies), ())
+        return tuple(map(describe_remedy, remedies))
 
 
 def _nodes(chosen: Candidate) -> int:
@@ -387,7 +388,7 @@ def _installs(engine: Engine, hardware: Hardware) -> bool:
 
 
 def doubt_of(engine: Engine, case: Case) -> Doubt | None:
-    return next((said for rule in DOUBTS if rule.engine == engine.id and (said := rule.says(case))), None)
+    return next((said for rule in DOUBTS if engine.id in rule.engines and (said := rule.says(case))), None)
 
 
 def _too_long(case: Case) -> Decision:
