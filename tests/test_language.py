@@ -16,11 +16,8 @@ PHRASES = ROOT / "tests" / "phrases.txt"
 
 NOT_YET = {
     "README.md#examples",
-    "docs/bundle.md",
     "docs/engines.md#examples",
-    "docs/h200.md",
     "docs/inspect.md#examples",
-    "docs/intent.md",
     "docs/plan.md#examples",
     "docs/rules.md",
     "docs/usage.md",
