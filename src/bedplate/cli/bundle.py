@@ -70,12 +70,12 @@ def bundle(
     from bedplate.values import to_json
 
     if check is not None:
-        from bedplate.operate.bundled import checked
+        from bedplate.bundling.opened import checked
 
         found = checked(check, TerminalProgress())
         shown, value = render_checked(check, found), to_json(found)
     else:
-        from bedplate.operate.bundle import make_bundle
+        from bedplate.bundling.make import make_bundle
 
         intent = intent_from(
             file, fields, model=model, hardware=hardware, users=users, concurrency=concurrency, context=context,

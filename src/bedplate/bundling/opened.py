@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from bedplate.bundling.make import ENGINE_PINS, recipe_of
 from bedplate.engines import engine as engine_by_id
 from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.home import disk_failure, home, locked, need_free, writable
-from bedplate.operate.bundle import ENGINE_PINS, recipe_of
 from bedplate.progress import Progress, Silent
 from bedplate.run.prepare import MANIFEST as PREPARED_MANIFEST
 from bedplate.run.prepare import file_sha256, prepared_dir
