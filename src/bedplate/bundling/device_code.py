@@ -7,6 +7,7 @@ the entry that fits the GPU and does not read the others, so their content can b
 from __future__ import annotations
 
 import mmap
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,13 +83,21 @@ def unused_on(entries: list[DeviceCode], architecture: int) -> list[DeviceCode]:
 
 
 def clear_unused(library: Path, architecture: int) -> int:
-    """Overwrites in place; returns how many bytes were cleared."""
-    cleared = 0
+    """Replaces the library by a copy with zeros in place of that code; returns how many bytes were cleared.
+
+    A copy, since the file may be a hard link into a package cache.
+    """
     if library.stat().st_size < _HEADER.size:
         return 0
-    with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
-        for entries in list(fat_binaries(data)):
-            for one in unused_on(entries, architecture):
-                data[one.start : one.start + one.size_bytes] = bytes(one.size_bytes)
-                cleared += one.size_bytes
-    return cleared
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        unused = [one for entries in fat_binaries(data) for one in unused_on(entries, architecture)]
+    if not unused:
+        return 0
+    copy = library.with_name(f"{library.name}.cleared")
+    shutil.copy2(library, copy)
+    with copy.open("r+b") as file:
+        for one in unused:
+            file.seek(one.start)
+            file.write(bytes(one.size_bytes))
+    copy.replace(library)
+    return sum(one.size_bytes for one in unused)
