@@ -56,7 +56,7 @@ GLIBC = "2.35"
 MACHINES = ("x86_64", "aarch64")
 DRIVERS = {"12": "525", "13": "580"}
 """The least driver for each major version of CUDA (minor version compatibility), by the toolkit's release notes."""
-PARTS = ("model", "bedplate")
+PARTS = ("engine", "model", "bedplate")
 LEAST_PIECE_BYTES = 1 << 20
 _MTIME = 315_532_800
 """1980: the same files give the same archive."""
@@ -136,9 +136,12 @@ def make_target_bundle(request: TargetRequest, progress: Progress | None = None)
         raise BadQuestion(f"--without: {min(unknown)!r} is not one of {', '.join(PARTS)}")
     if request.piece_bytes is not None and request.piece_bytes < LEAST_PIECE_BYTES:
         raise BadQuestion("--pieces: a piece has at least 1 MiB", hint="for example --pieces 48M")
-    named = [_engine_version(text) for text in request.engines or (("vllm" if target.cuda else "llama.cpp"),)]
+    if request.without == set(PARTS) or ("engine" in request.without and request.engines):
+        raise BadQuestion("--without leaves nothing to pack, or leaves out an engine that --engine asks for")
+    engines = request.engines or ("vllm" if target.cuda else "llama.cpp",)
+    named = [_engine_version(text) for text in engines if "engine" not in request.without]
     overlay = _Overlay.parse(request.overlay) if request.overlay is not None else None
-    default = f"bedplate-{'-'.join(one.id for one, _ in named)}-for-{target.name}"
+    default = "-".join(["bedplate", *(one.id for one, _ in named), "for", target.name])
     output = (request.output or Path(default)).expanduser().absolute()
     if output.exists() or output.is_symlink():
         raise BadQuestion(f"{output} is there already", hint="name another with -o, or remove it first")

@@ -29,6 +29,13 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Any, BinaryIO
+
+    Manifest = dict[str, Any]  # a JSON object of the manifest
 
 MANIFEST, DECOMPRESSOR = "bedplate-bundle.json", "zstandard.zip"
 INSTALLED = ".bedplate-bundle"
@@ -41,7 +48,7 @@ CHECK_LIMIT_S = 900
 class Failure(Exception):
     """What failed, and what to do."""
 
-    def __init__(self, code, message, hint=None, problems=()):
+    def __init__(self, code: int, message: str, hint: str | None = None, problems: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.code, self.message, self.hint, self.problems = code, message, hint, list(problems)
 
@@ -49,14 +56,14 @@ class Failure(Exception):
 class Progress:
     """Lines on the terminal's error stream, at most one in two seconds for a step."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._last = 0.0
 
-    def note(self, text):
+    def note(self, text: str) -> None:
         print(" " + text, file=sys.stderr, flush=True)
         self._last = time.monotonic()
 
-    def tell(self, label, done, total):
+    def tell(self, label: str, done: int, total: int) -> None:
         if time.monotonic() - self._last >= 2:
             self.note(f"{label}: {100 * done // max(1, total)} %")
 
@@ -64,9 +71,10 @@ class Progress:
 # what must be there
 
 
-def check_pieces(folder, manifest, progress):
+def check_pieces(folder: Path, manifest: Manifest, progress: Progress) -> list[str]:
     """Problems of the pieces, by size and sha256."""
-    total, done, problems = sum(piece["size_bytes"] for piece in manifest["pieces"]), 0, []
+    total, done = sum(piece["size_bytes"] for piece in manifest["pieces"]), 0
+    problems: list[str] = []
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         found = pool.map(lambda piece: (piece, piece_problem(folder, piece)), manifest["pieces"])
         for piece, problem in found:
@@ -79,7 +87,7 @@ def check_pieces(folder, manifest, progress):
     return problems
 
 
-def piece_problem(folder, piece):
+def piece_problem(folder: Path, piece: Manifest) -> str | None:
     path = folder / piece["name"]
     if not path.is_file():
         return "is missing"
@@ -92,10 +100,10 @@ def piece_problem(folder, piece):
     return None if digest.hexdigest() == piece["sha256"] else "is damaged: it has another sha256"
 
 
-def check_target(manifest, home):
+def check_target(manifest: Manifest, home: Path) -> list[str]:
     """What this machine lacks: one line each."""
     target = manifest["target"]
-    problems = []
+    problems: list[str] = []
     system, machine = platform.system().lower(), platform.machine().lower()
     if (system, machine) != (target["system"], target["machine"]):
         problems.append("the bundle is for {system} on {machine}".format(**target) + f"; this is {system} on {machine}")
@@ -123,13 +131,12 @@ def check_target(manifest, home):
     return problems
 
 
-def torch_problems(version, cuda, engine):
+def torch_problems(version: str, cuda: str | None, engine: str) -> list[str]:
     """Read from torch/version.py: importing it takes seconds."""
     needed = f"PyTorch {version} for CUDA {cuda} is needed by {engine}"
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
+    folder = torch_folder()
+    if folder is None:
         return [f"{needed}; {sys.executable} has none (run install.py with the Python that has it)"]
-    folder = Path(next(iter(spec.submodule_search_locations)))
     try:
         text = (folder / "version.py").read_text()
     except OSError:
@@ -146,7 +153,13 @@ def torch_problems(version, cuda, engine):
     return problems
 
 
-def gpu_problems(target):
+def torch_folder() -> Path | None:
+    spec = importlib.util.find_spec("torch")
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(places[0]) if places else None
+
+
+def gpu_problems(target: Manifest) -> list[str]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
@@ -177,13 +190,14 @@ def gpu_problems(target):
 class Joined(io.RawIOBase):
     """The pieces as one stream."""
 
-    def __init__(self, paths, tell):
-        self._paths, self._tell, self._file, self._done = list(paths), tell, None, 0
+    def __init__(self, paths: Iterable[Path], tell: Callable[[int], None]) -> None:
+        self._paths, self._tell, self._done = list(paths), tell, 0
+        self._file: BinaryIO | None = None
 
-    def readable(self):
+    def readable(self) -> bool:
         return True
 
-    def read(self, size=-1):
+    def read(self, size: int = -1) -> bytes:
         while True:
             if self._file is None:
                 if not self._paths:
@@ -198,7 +212,7 @@ class Joined(io.RawIOBase):
             self._file = None
 
 
-def load_decompressor(folder, scratch):
+def load_decompressor(folder: Path, scratch: Path) -> Any:
     """zstandard for this Python, from beside this file."""
     with zipfile.ZipFile(str(folder / DECOMPRESSOR)) as archive:
         archive.extractall(str(scratch))  # noqa: S202
@@ -209,7 +223,7 @@ def load_decompressor(folder, scratch):
         sys.path.remove(str(scratch))
 
 
-def unpack(folder, manifest, into, scratch, progress):
+def unpack(folder: Path, manifest: Manifest, into: Path, scratch: Path, progress: Progress) -> None:
     total = sum(piece["size_bytes"] for piece in manifest["pieces"])
     zstandard = load_decompressor(folder, scratch)
     paths = [folder / piece["name"] for piece in manifest["pieces"]]
@@ -222,7 +236,7 @@ def unpack(folder, manifest, into, scratch, progress):
         raise Failure(3, f"the bundle cannot be unpacked: {error}", "copy the pieces again") from error
 
 
-def make_environment(tree, place, engine=None):
+def make_environment(tree: Path, place: Path, engine: Manifest | None = None) -> None:
     """Makes an environment of an unpacked tree, which is renamed to `place` afterwards."""
     command = [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(tree)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -232,23 +246,23 @@ def make_environment(tree, place, engine=None):
     site = tree / "lib" / ("python" + python_version()) / "site-packages"
     if engine is not None:
         lines = []
-        if engine.get("torch"):
-            torch = importlib.util.find_spec("torch")
-            lines.append(str(Path(next(iter(torch.submodule_search_locations))).parent))
+        torch = torch_folder() if engine.get("torch") else None
+        if torch is not None:
+            lines.append(str(torch.parent))
         for name, value in sorted(engine.get("environment", {}).items()):
             lines.append(f"import os; os.environ.setdefault({name!r}, {value!r})")
         (site / "bedplate-overlay.pth").write_text("".join(line + "\n" for line in lines))
     write_programs(site, tree / "bin", place / "bin" / "python")
 
 
-def write_programs(site, folder, python):
+def write_programs(site: Path, folder: Path, python: Path) -> None:
     """The programs that the packages name. The guard matters: an engine may start its script again in a child."""
     first = f"#!{python}\n"
     if len(first) > 120 or " " in first:
         first = f"#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''\n"
     for file in sorted(site.glob("*.dist-info/entry_points.txt")):
         points = configparser.ConfigParser(delimiters=("=",), interpolation=None)
-        points.optionxform = str
+        points.optionxform = str  # type: ignore[assignment, method-assign]
         points.read(str(file))
         for name, point in points.items("console_scripts") if points.has_section("console_scripts") else ():
             module, _, function = point.partition("[")[0].strip().partition(":")
@@ -263,7 +277,7 @@ def write_programs(site, folder, python):
             program.chmod(0o755)
 
 
-def move_model(source, place):
+def move_model(source: Path, place: Path) -> None:
     """`place` is a file in a folder of its own, or the folder."""
     folder = place.parent if place.suffix.lower() == ".gguf" else place
     for file in sorted(path for path in source.rglob("*") if path.is_file()):
@@ -272,22 +286,24 @@ def move_model(source, place):
         file.replace(goal)
 
 
-def places(manifest, home):
+def places(manifest: Manifest, home: Path) -> list[tuple[str, Path, Manifest | None]]:
     """(tree in the archive, place, engine) of every environment."""
-    found = [(engine["path"], home / engine["place"], engine) for engine in manifest["engines"]]
+    found: list[tuple[str, Path, Manifest | None]] = [
+        (engine["path"], home / engine["place"], engine) for engine in manifest["engines"]
+    ]
     if manifest.get("own_place"):
         found.append(("bedplate", home / manifest["own_place"], None))
     return found
 
 
-def is_installed(manifest, home):
+def is_installed(manifest: Manifest, home: Path) -> bool:
     model = manifest.get("model_place")
     return all((place / INSTALLED).is_file() for _, place, _ in places(manifest, home)) and (
         model is None or (home / model).exists()
     )
 
 
-def install(folder, manifest, home, progress):
+def install(folder: Path, manifest: Manifest, home: Path, progress: Progress) -> None:
     if is_installed(manifest, home):
         progress.note("bundle {} is unpacked already".format(manifest["id"]))
     else:
@@ -311,18 +327,18 @@ def install(folder, manifest, home, progress):
         link(home / manifest["own_place"] / "bin" / "bedplate", home / "bin" / "bedplate")
 
 
-def link(program, place):
+def link(program: Path, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     new = place.with_name(f".{place.name}.{os.getpid()}")
     new.symlink_to(program)
     new.replace(place)
 
 
-def register(manifest, home, progress):
+def register(manifest: Manifest, home: Path, progress: Progress) -> list[str]:
     """Makes each engine known to bedplate; returns the commands that are left to the user."""
     bedplate = home / "bin" / "bedplate"
     program = str(bedplate) if bedplate.exists() else shutil.which("bedplate")
-    left = []
+    left: list[str] = []
     for engine in manifest["engines"]:
         place = home / engine["place"]
         python = place / "bin" / "python"
@@ -346,14 +362,14 @@ def register(manifest, home, progress):
     return left
 
 
-def run_check(engine, python, variables, progress):
+def run_check(engine: Manifest, python: Path, variables: dict[str, str], progress: Progress) -> None:
     progress.note("checking that {} {} can be imported".format(engine["name"], engine["version"]))
     run(
         [str(python), "-c", engine["check"]], variables, "{} was installed but does not run here".format(engine["name"])
     )
 
 
-def run(command, variables, failure):
+def run(command: list[str], variables: dict[str, str], failure: str) -> str:
     try:
         done = subprocess.run(
             command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=CHECK_LIMIT_S
@@ -367,7 +383,7 @@ def run(command, variables, failure):
     return said
 
 
-def loads(library):
+def loads(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -378,37 +394,37 @@ def loads(library):
 # small things
 
 
-def python_version():
+def python_version() -> str:
     return ".".join(map(str, sys.version_info[:2]))
 
 
-def numbers(version):
+def numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version)]
 
 
-def size(count):
+def size(count: int) -> str:
     for unit, step in (("GB", 1e9), ("MB", 1e6)):
         if count >= step:
             return f"{count / step:.1f} {unit}"
     return f"{count} bytes"
 
 
-def existing(folder):
+def existing(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
     return folder
 
 
-def default_home():
+def default_home() -> Path:
     """As bedplate has it on Linux."""
     if os.environ.get("BEDPLATE_HOME"):
         return Path(os.environ["BEDPLATE_HOME"])
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "bedplate"
 
 
-def read_manifest(folder):
+def read_manifest(folder: Path) -> Manifest:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest: Manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise Failure(3, f"cannot read {folder / MANIFEST}: {error}", "copy it beside install.py again") from error
     if manifest.get("schema") != "target-bundle/1":
@@ -416,7 +432,7 @@ def read_manifest(folder):
     return manifest
 
 
-def check(folder, manifest, home, progress):
+def check(folder: Path, manifest: Manifest, home: Path, progress: Progress) -> None:
     """Everything that is missing, before anything is unpacked."""
     pieces = [] if is_installed(manifest, home) else check_pieces(folder, manifest, progress)
     target = check_target(manifest, home)
@@ -427,14 +443,14 @@ def check(folder, manifest, home, progress):
         raise Failure(1, "this machine cannot run the bundle", "nothing was unpacked", target)
 
 
-def serve_commands(manifest, home):
+def serve_commands(manifest: Manifest, home: Path) -> list[str]:
     model = home / manifest["model_place"] if manifest.get("model_place") else None
     words = "" if model is None or model.parent.name == "builtin" else f" {model}"
     start = "BEDPLATE_HOME={} {}".format(home, home / "bin" / "bedplate")
     return ["{} serve{} --engine {}".format(start, words, engine["engine"]) for engine in manifest["engines"]]
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Installs a bundle of bedplate on this machine, without a network.")
     parser.add_argument("--home", type=Path, help="where to install; default: BEDPLATE_HOME, or ~/.cache/bedplate")
     parser.add_argument("--check", action="store_true", help="check the pieces and this machine; unpack nothing")
@@ -443,7 +459,7 @@ def main(arguments=None):
     folder = Path(__file__).resolve().parent
     home = (options.home or default_home()).expanduser().absolute()
     progress = Progress()
-    result = {"schema": "installed-bundle/1", "home": str(home), "installed": False, "problems": []}
+    result: dict[str, Any] = {"schema": "installed-bundle/1", "home": str(home), "installed": False, "problems": []}
     code = 0
     try:
         manifest = read_manifest(folder)
@@ -455,9 +471,8 @@ def main(arguments=None):
             install(folder, manifest, home, progress)
             result["installed"] = True
             result["commands"] = register(manifest, home, progress) + result["commands"]
-    except (Failure, OSError) as error:
-        if isinstance(error, OSError):
-            error = Failure(3, f"cannot write to {home}: {error}", "name another folder with --home")
+    except (Failure, OSError) as caught:
+        error = caught if isinstance(caught, Failure) else Failure(3, f"{caught}", "name another folder with --home")
         code = error.code
         result.update(error=error.message, hint=error.hint, problems=error.problems)
         print(f"error: {error.message}", file=sys.stderr)

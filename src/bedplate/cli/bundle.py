@@ -103,7 +103,7 @@ def bundle(
     ] = None,
     without: Annotated[
         str | None,
-        typer.Option(metavar="PARTS", help="With --for: leave out model, bedplate or both.", show_default=False),
+        typer.Option(metavar="PARTS", help="With --for: leave out engine, model or bedplate.", show_default=False),
     ] = None,
     json: Json = False,
 ) -> None:
