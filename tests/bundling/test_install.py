@@ -169,6 +169,37 @@ def test_no_manifest_and_a_wrong_option(site: Site) -> None:
     assert site.run("--nonsense")[0] == 2
 
 
+def test_bedplate_alone_needs_no_gpu(site: Site) -> None:
+    manifest = json.loads((site.bundle / MANIFEST).read_text()) | {"engines": []}
+    (site.bundle / MANIFEST).write_text(json.dumps(manifest))
+    site.has_gpu()
+    site.has_torch(None)
+    assert site.run("--check")[0] == 0
+
+
+def test_an_overlay_sees_the_pytorch_below_it_and_its_own_packages_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below, tree = tmp_path / "below", tmp_path / "tree"
+    own = tree / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    for package in (below / "torch", below / "shared", own / "shared", own / "engine_of_test"):
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(f"from_overlay = {package.is_relative_to(tree)}\n")
+    monkeypatch.syspath_prepend(str(below))
+    engine = {"torch": "2.11.0", "environment": {"ENGINE_OF_TEST": "0"}}
+    install.make_environment(tree, tree, engine)
+    code = "import torch, shared, engine_of_test, os, sys; "
+    code += "print(torch.from_overlay, shared.from_overlay, os.environ['ENGINE_OF_TEST'], sys.prefix)"
+
+    def run(**variables: str) -> list[str]:
+        env = {"PATH": "/usr/bin:/bin", **variables}
+        command = [str(tree / "bin" / "python"), "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout.split()
+
+    assert run() == ["False", "True", "0", str(tree)]
+    assert run(ENGINE_OF_TEST="1")[2] == "1", "what the user has set holds"
+
+
 def test_programs_can_be_started_again_by_a_child(tmp_path: Path) -> None:
     """An engine that spawns its workers imports the program's file again, which must not start a second server."""
     site = tmp_path / "site-packages"

@@ -119,7 +119,7 @@ def check_target(manifest: Manifest, home: Path) -> list[str]:
     torches = {engine["torch"]: engine["name"] for engine in manifest["engines"] if engine.get("torch")}
     for version, name in torches.items():
         problems += torch_problems(version, target.get("cuda"), name)
-    if target.get("cuda"):
+    if target.get("cuda") and manifest["engines"]:
         problems += gpu_problems(target)
     folder = existing(home)
     needed = 0 if is_installed(manifest, home) else manifest["unpacked_bytes"] + SLACK_BYTES
@@ -440,7 +440,8 @@ def check(folder: Path, manifest: Manifest, home: Path, progress: Progress) -> N
         hint = f"copy these files to {folder} again, then run this again"
         raise Failure(3, "the bundle is not complete", hint, pieces + target)
     if target:
-        raise Failure(1, "this machine cannot run the bundle", "nothing was unpacked", target)
+        hint = "nothing was unpacked; install what is missing, or make another bundle with bedplate bundle --for"
+        raise Failure(1, "this machine cannot run the bundle", hint, target)
 
 
 def serve_commands(manifest: Manifest, home: Path) -> list[str]:
