@@ -20,6 +20,7 @@ from bedplate.values.bundle import MANIFEST, BundledEngine, BundlePiece, BundleT
 
 PYTHON = str(getattr(sys, "_base_executable", sys.executable))
 PIECES = {"piece.000": b"a" * 1000, "piece.001": b"b" * 10}
+DECOMPRESSOR = b"not opened by checks"
 GPU = "NVIDIA H200, 580.95.05, 9.0"
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bundles for a target are for Linux")
 
@@ -33,7 +34,7 @@ class Site:
         for one in (self.bundle, self._packages, self._programs):
             one.mkdir()
         (self.bundle / "install.py").write_bytes(Path(install.__file__).read_bytes())
-        (self.bundle / "zstandard.zip").write_bytes(b"not read by checks")
+        (self.bundle / "zstandard.zip").write_bytes(DECOMPRESSOR)
         for name, content in PIECES.items():
             (self.bundle / name).write_bytes(content)
         self.has_gpu(GPU)
@@ -57,6 +58,9 @@ class Site:
         bundle = TargetBundle(
             id="abc", bedplate="0.1.0", made_at="2026-11-17T12:00:00+00:00", target=BundleTarget(**(given | target)),
             engines=(engine,), unpacked_bytes=unpacked_bytes, pieces=pieces,
+            decompressor=BundlePiece(
+                name="zstandard.zip", size_bytes=len(DECOMPRESSOR), sha256=hashlib.sha256(DECOMPRESSOR).hexdigest()
+            ),
         )  # fmt: skip
         (self.bundle / MANIFEST).write_text(to_json(bundle))
 
@@ -159,7 +163,8 @@ def test_a_missing_and_a_damaged_piece_are_told_with_what_the_machine_lacks(site
 
 def test_a_piece_that_was_cut_short(site: Site) -> None:
     (site.bundle / "piece.000").write_bytes(b"a" * 900)
-    refused(site, 3, "piece.000 has 900 bytes instead of 1000")
+    (site.bundle / "zstandard.zip").unlink()
+    refused(site, 3, "piece.000 has 900 bytes instead of 1000", "zstandard.zip is missing")
 
 
 def test_no_manifest_and_a_wrong_option(site: Site) -> None:

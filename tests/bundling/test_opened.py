@@ -121,6 +121,7 @@ def test_an_archive_with_a_flipped_bit_or_a_missing_end_is_an_error_or_whole(
     except BedplateError as error:
         assert error.message
     else:
+        assert isinstance(found, Bundle)
         assert [file.sha256 for file in found.files] == [file.sha256 for file in manifest.files]
 
 

@@ -95,9 +95,9 @@ def clear_unused(library: Path, architecture: int) -> int:
         return 0
     copy = library.with_name(f"{library.name}.cleared")
     shutil.copy2(library, copy)
-    with copy.open("r+b") as file:
+    with copy.open("r+b") as out:
         for one in unused:
-            file.seek(one.start)
-            file.write(bytes(one.size_bytes))
+            out.seek(one.start)
+            out.write(bytes(one.size_bytes))
     copy.replace(library)
     return sum(one.size_bytes for one in unused)

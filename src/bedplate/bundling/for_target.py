@@ -147,7 +147,10 @@ def make_target_bundle(request: TargetRequest, progress: Progress | None = None)
         raise BadQuestion(f"{output} is there already", hint="name another with -o, or remove it first")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=output.parent, ignore_cleanup_errors=True) as holder:
+        prefix = f".making-{output.name}-"
+        for leftover in output.parent.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=output.parent, ignore_cleanup_errors=True) as holder:
             scratch = Path(holder)
             (root := scratch / "contents").mkdir()
             download = _Download(target, scratch, progress)
@@ -285,7 +288,11 @@ class _Download:
         self._arguments = ["--python-platform", platform, "--python-version", target.python]
         self._arguments += ["--python", python_for_engines()]
 
-    def resolve(self, what: str, packages: Iterable[str], constraints: Sequence[str] = ()) -> list[str]:
+    def _torch_backend(self, packages: Iterable[str]) -> list[str]:
+        on_cpu = self.target.device == "cpu" and any(package.startswith("torch==") for package in packages)
+        return ["--torch-backend", "cpu"] if on_cpu else []
+
+    def resolve(self, what: str, packages: Sequence[str], constraints: Sequence[str] = ()) -> list[str]:
         """Pins of the packages and of everything that they require on the target."""
         folder = Path(tempfile.mkdtemp(prefix="resolve-", dir=self.scratch))
         wanted, limits, pins = (folder / name for name in ("wanted.in", "constraints.txt", "pins.txt"))
@@ -293,18 +300,26 @@ class _Download:
         limits.write_text("\n".join(constraints) + "\n")
         command = ["pip", "compile", str(wanted), "--constraint", str(limits), "--output-file", str(pins)]
         command += ["--no-annotate", "--no-header", "--quiet", *self._arguments]
-        if self.target.device == "cpu" and any(package.startswith("torch==") for package in packages):
-            command += ["--torch-backend", "cpu"]
+        command += self._torch_backend(packages)
         label = f"resolving {what} for {self.target.name} with Python {self.target.python}"
         with self.progress.step(label):
             try:
                 run_uv([*command, "--prerelease", "if-necessary-or-explicit"], label, folder)
             except OutsideFailed:
                 # Some engines pin packages that have only been released as previews.
-                run_uv([*command, "--prerelease", "allow"], label, folder)
+                self._run([*command, "--prerelease", "allow"], label, folder)
         return [line.strip() for line in pins.read_text().splitlines() if "==" in line or " @ " in line]
 
-    def install(self, what: str, pins: Iterable[str], folder: Path) -> None:
+    def _run(self, command: list[str], label: str, folder: Path) -> None:
+        try:
+            run_uv(command, label, folder)
+        except OutsideFailed as error:
+            if "unsatisfiable" not in (error.cause or ""):
+                raise
+            hint = f"the index has no such packages for Python {self.target.python} on {self.target.name}"
+            raise OutsideFailed(error.message, cause=error.cause, hint=hint) from error
+
+    def install(self, what: str, pins: Sequence[str], folder: Path) -> None:
         """Unpacks exactly these wheels; nothing is built."""
         file = Path(tempfile.mkdtemp(prefix="install-", dir=self.scratch)) / "pins.txt"
         file.write_text("\n".join(pins) + "\n")
@@ -523,10 +538,10 @@ def _write(
             info.size, info.mtime = before.st_size, _MTIME
             info.mode = 0o755 if before.st_mode & 0o111 else 0o644
             with file.open("rb") as source:
-                archive.addfile(info, _Counting(source, lambda count, so_far=done: tell(so_far + count)))  # type: ignore[arg-type, misc]
+                archive.addfile(info, _Counting(source, lambda count, so_far=done: tell(so_far + count)))  # type: ignore[misc]
             done += before.st_size
     pieces.close()
-    _add_decompressor(download, folder)
+    decompressor = _add_decompressor(download, folder)
     digest = hashlib.sha256("".join(piece.sha256 for piece in pieces.done).encode()).hexdigest()[:10]
     bundle = TargetBundle(
         id=digest,
@@ -541,9 +556,10 @@ def _write(
         unpacked_bytes=total,
         cleared_bytes=contents.cleared_bytes,
         pieces=tuple(pieces.done),
+        decompressor=decompressor,
     )
-    source = importlib.resources.files("bedplate.bundling") / INSTALLER
-    (folder / INSTALLER).write_bytes(source.read_bytes())
+    installer = importlib.resources.files("bedplate.bundling") / INSTALLER
+    (folder / INSTALLER).write_bytes(installer.read_bytes())
     (folder / "README.txt").write_text(target_readme(bundle))
     (folder / MANIFEST).write_text(to_json(bundle) + "\n")
     return bundle
@@ -582,10 +598,12 @@ def _compressor(scratch: Path, total: int) -> Any:
     return zstandard.ZstdCompressor(compression_params=options)
 
 
-def _add_decompressor(download: _Download, folder: Path) -> None:
+def _add_decompressor(download: _Download, folder: Path) -> BundlePiece:
     """The part of zstandard for the target that decompressing takes."""
     site = Path(tempfile.mkdtemp(prefix="zstandard-", dir=download.scratch))
     download.install("zstandard", [ZSTANDARD], site)
     with zipfile.ZipFile(folder / DECOMPRESSOR, "x", zipfile.ZIP_DEFLATED) as archive:
         for file in [site / "zstandard" / "__init__.py", *sorted((site / "zstandard").glob("backend_c.*.so"))]:
             archive.write(file, file.relative_to(site).as_posix())
+    content = (folder / DECOMPRESSOR).read_bytes()
+    return BundlePiece(name=DECOMPRESSOR, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     Manifest = dict[str, Any]  # a JSON object of the manifest
 
-MANIFEST, DECOMPRESSOR = "bedplate-bundle.json", "zstandard.zip"
+MANIFEST = "bedplate-bundle.json"
 INSTALLED = ".bedplate-bundle"
 """Written into a folder before it is renamed to its place: what has it is complete."""
 CHUNK_BYTES = 1 << 20
@@ -73,17 +73,16 @@ class Progress:
 
 def check_pieces(folder: Path, manifest: Manifest, progress: Progress) -> list[str]:
     """Problems of the pieces, by size and sha256."""
-    total, done = sum(piece["size_bytes"] for piece in manifest["pieces"]), 0
+    pieces = [*manifest["pieces"], manifest["decompressor"]]
+    total, done = sum(piece["size_bytes"] for piece in pieces), 0
     problems: list[str] = []
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda piece: (piece, piece_problem(folder, piece)), manifest["pieces"])
+        found = pool.map(lambda piece: (piece, piece_problem(folder, piece)), pieces)
         for piece, problem in found:
             done += piece["size_bytes"]
             progress.tell("checking the pieces", done, total)
             if problem is not None:
                 problems.append("{} {}".format(piece["name"], problem))
-    if not (folder / DECOMPRESSOR).is_file():
-        problems.append(f"{DECOMPRESSOR} is missing")
     return problems
 
 
@@ -212,9 +211,9 @@ class Joined(io.RawIOBase):
             self._file = None
 
 
-def load_decompressor(folder: Path, scratch: Path) -> Any:
+def load_decompressor(folder: Path, manifest: Manifest, scratch: Path) -> Any:
     """zstandard for this Python, from beside this file."""
-    with zipfile.ZipFile(str(folder / DECOMPRESSOR)) as archive:
+    with zipfile.ZipFile(str(folder / manifest["decompressor"]["name"])) as archive:
         archive.extractall(str(scratch))  # noqa: S202
     sys.path.insert(0, str(scratch))
     try:
@@ -225,13 +224,15 @@ def load_decompressor(folder: Path, scratch: Path) -> Any:
 
 def unpack(folder: Path, manifest: Manifest, into: Path, scratch: Path, progress: Progress) -> None:
     total = sum(piece["size_bytes"] for piece in manifest["pieces"])
-    zstandard = load_decompressor(folder, scratch)
+    zstandard = load_decompressor(folder, manifest, scratch)
     paths = [folder / piece["name"] for piece in manifest["pieces"]]
     joined = Joined(paths, lambda done: progress.tell("unpacking", done, total))
     try:
         reader = zstandard.ZstdDecompressor(max_window_size=1 << 30).stream_reader(joined)
         with tarfile.open(fileobj=reader, mode="r|") as archive:
-            archive.extractall(str(into), filter="data")
+            if hasattr(tarfile, "data_filter"):
+                archive.extraction_filter = tarfile.data_filter
+            archive.extractall(str(into))  # noqa: S202
     except (tarfile.TarError, zstandard.ZstdError, EOFError) as error:
         raise Failure(3, f"the bundle cannot be unpacked: {error}", "copy the pieces again") from error
 

@@ -330,7 +330,7 @@ def _checked_pieces(path: Path, bundle: TargetBundle, progress: Progress | None)
     wrong: list[str] = []
     done = 0
     with (progress or Silent()).step("checking", bundle.size_bytes) as tell:
-        for piece in bundle.pieces:
+        for piece in (*bundle.pieces, bundle.decompressor):
             file = BundledFile(path=piece.name, size_bytes=piece.size_bytes, sha256=piece.sha256)
             if not file.inside:
                 raise OutsideFailed(
@@ -340,5 +340,5 @@ def _checked_pieces(path: Path, bundle: TargetBundle, progress: Progress | None)
                 wrong.append(f"{piece.name} {why}")
             done += piece.size_bytes
             tell(done)
-    _refuse_damaged(wrong, len(bundle.pieces), f"copy these files to {path} again")
+    _refuse_damaged(wrong, len(bundle.pieces) + 1, f"copy these files to {path} again")
     return bundle

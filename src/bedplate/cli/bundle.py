@@ -130,8 +130,14 @@ def bundle(
         from bedplate.bundling.for_target import TargetRequest, make_target_bundle
         from bedplate.values.units import parsed_bytes
 
-        if hardware is not None:
-            raise BadQuestion("--hardware and --for exclude each other", hint="--for names the platform")
+        of_plan = {
+            "hardware": hardware, "users": users, "concurrency": concurrency, "context": context,
+            "prompt-tokens": prompt_tokens, "output-tokens": output_tokens,
+        }  # fmt: skip
+        if given := [f"--{name}" for name, value in of_plan.items() if value is not None]:
+            raise BadQuestion(
+                f"{given[0]} and --for exclude each other", hint="serve plans on the target; give it there"
+            )
         request = TargetRequest(
             target=target,
             python=python or f"{sys.version_info.major}.{sys.version_info.minor}",

@@ -159,6 +159,8 @@ class TargetBundle(Record, frozen=True, kw_only=True):
     """Code for other GPUs, which was overwritten with zeros."""
     pieces: tuple[BundlePiece, ...]
     """Parts of one tar archive, compressed with zstd."""
+    decompressor: BundlePiece
+    """zstandard for the target's Python."""
 
     @property
     def size_bytes(self) -> int:
