@@ -12,6 +12,7 @@ from tests.commands import invoke
 
 from bedplate.bundling.for_target import (
     TargetRequest,
+    _Download,
     _engine_contents,
     _Overlay,
     _Pieces,
@@ -21,7 +22,8 @@ from bedplate.bundling.for_target import (
     parse_target,
 )
 from bedplate.engines import all_engines, engine
-from bedplate.errors import AnswerIsNo, BadQuestion
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.progress import Silent
 
 
 def test_a_target_says_what_the_machine_must_have() -> None:
@@ -87,7 +89,7 @@ def test_every_overlay_names_its_source_and_a_check() -> None:
     overlays = [one for each in all_engines().values() for one in each.overlays]
     assert {one.packages[0] for one in overlays} >= {"vllm==0.26.0", "sglang==0.5.15"}
     for one in overlays:
-        assert one.source and one.check and "torch" in one.provided
+        assert one.source and one.check and one.as_of and "torch" in one.provided
         assert not set(one.provided) & set(one.unused)
 
 
@@ -127,6 +129,45 @@ def test_modules_for_other_pythons_are_left_out_where_this_ones_is_there(tmp_pat
     _remove(tmp_path, ("*/tests", "b/t.*", "nothing/*"))
     left = sorted(file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*") if file.is_file())
     assert left == ["a/_C.cpython-312-x.so", "b/_D.cpython-310-x.so"]
+
+
+@pytest.mark.parametrize(
+    ("refused", "notes"),
+    [((), 0), (("if-necessary-or-explicit",), 0), (("--exclude-newer",), 1)],
+    ids=["as it ran", "with previews", "an index without upload times"],
+)
+def test_packages_are_those_of_the_recipes_date_where_the_index_knows_dates(
+    refused: tuple[str, ...], notes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index is a stand-in that refuses some options, as an index does that has no upload times or only previews."""
+    asked: list[list[str]] = []
+
+    def compile_pins(arguments: list[str], what: str, folder: Path, written: object = None) -> None:
+        asked.append(arguments)
+        if set(refused) & set(arguments):
+            raise OutsideFailed(what, cause="requirements are unsatisfiable")
+        Path(arguments[arguments.index("--output-file") + 1]).write_text("one==1.0\ntwo==2.0\n")
+
+    class Notes(Silent):
+        def note(self, text: str) -> None:
+            said.append(text)
+
+    said: list[str] = []
+    monkeypatch.setattr("bedplate.bundling.for_target.run_uv", compile_pins)
+    download = _Download(parse_target("linux-x86_64-cuda13", "3.12"), tmp_path, Notes())
+    assert download.resolve("one", ["one"], (), "2026-11-17T11:00:00Z") == ["one==1.0", "two==2.0"]
+    assert len(said) == notes and "--exclude-newer" in asked[0]
+    assert "x86_64-manylinux_2_35" in asked[-1] and "3.12" in asked[-1]
+
+
+def test_nothing_that_resolves_names_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(arguments: list[str], what: str, folder: Path, written: object = None) -> None:
+        raise OutsideFailed(what, cause="requirements are unsatisfiable", hint="of this machine")
+
+    monkeypatch.setattr("bedplate.bundling.for_target.run_uv", refuse)
+    with pytest.raises(OutsideFailed) as caught:
+        _Download(parse_target("linux-x86_64-cpu", "3.12"), tmp_path, Silent()).resolve("one", ["one"])
+    assert "Python 3.12 on linux-x86_64-cpu" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(

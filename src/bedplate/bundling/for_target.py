@@ -230,6 +230,7 @@ class _EngineContents:
     """Patterns."""
     unused_files: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    as_of: str | None = None
 
 
 def _engine_contents(
@@ -247,6 +248,7 @@ def _engine_contents(
             (*recipe.provided, *recipe.unused) if overlay is not None else (),
             (*recipe.unused_files, *kernels),
             recipe.environment,
+            recipe.as_of,
         )
     installed = engine.recipe_for(target.device)
     if overlay is not None or installed is None or version not in (None, engine.version):
@@ -292,22 +294,31 @@ class _Download:
         on_cpu = self.target.device == "cpu" and any(package.startswith("torch==") for package in packages)
         return ["--torch-backend", "cpu"] if on_cpu else []
 
-    def resolve(self, what: str, packages: Sequence[str], constraints: Sequence[str] = ()) -> list[str]:
+    def resolve(
+        self, what: str, packages: Sequence[str], constraints: Sequence[str] = (), as_of: str | None = None
+    ) -> list[str]:
         """Pins of the packages and of everything that they require on the target."""
         folder = Path(tempfile.mkdtemp(prefix="resolve-", dir=self.scratch))
         wanted, limits, pins = (folder / name for name in ("wanted.in", "constraints.txt", "pins.txt"))
         wanted.write_text("\n".join(packages) + "\n")
         limits.write_text("\n".join(constraints) + "\n")
         command = ["pip", "compile", str(wanted), "--constraint", str(limits), "--output-file", str(pins)]
-        command += ["--no-annotate", "--no-header", "--quiet", *self._arguments]
-        command += self._torch_backend(packages)
+        command += ["--no-annotate", "--no-header", "--quiet", *self._arguments, *self._torch_backend(packages)]
         label = f"resolving {what} for {self.target.name} with Python {self.target.python}"
+        # Some engines pin packages that have only been released as previews, and some indexes have no upload times.
+        dates = [["--exclude-newer", as_of], []] if as_of is not None else [[]]
+        attempts = [[*date, "--prerelease", mode] for date in dates for mode in ("if-necessary-or-explicit", "allow")]
         with self.progress.step(label):
-            try:
-                run_uv([*command, "--prerelease", "if-necessary-or-explicit"], label, folder)
-            except OutsideFailed:
-                # Some engines pin packages that have only been released as previews.
-                self._run([*command, "--prerelease", "allow"], label, folder)
+            for number, options in enumerate(attempts):
+                try:
+                    self._run([*command, *options], label, folder)
+                except OutsideFailed:
+                    if number == len(attempts) - 1:
+                        raise
+                    continue
+                if as_of is not None and "--exclude-newer" not in options:
+                    self.progress.note(f"the index has no packages as of {as_of}: {what} gets newer ones")
+                break
         return [line.strip() for line in pins.read_text().splitlines() if "==" in line or " @ " in line]
 
     def _run(self, command: list[str], label: str, folder: Path) -> None:
@@ -340,7 +351,7 @@ def _add_engine(
 ) -> None:
     wanted = _engine_contents(engine, version, overlay, download.target)
     what = f"{engine.name} {wanted.version}"
-    resolved = download.resolve(what, wanted.packages, overlay.constraints if overlay is not None else ())
+    resolved = download.resolve(what, wanted.packages, overlay.constraints if overlay is not None else (), wanted.as_of)
     left_out = [
         pin
         for pin in resolved

@@ -68,6 +68,8 @@ class OverlayRecipe(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     packages: tuple[str, ...]
     """What is resolved for the target."""
+    as_of: str
+    """Releases after this moment are not taken: the packages are those that it ran with."""
     additional: tuple[str, ...] = ()
     """Packages that bedplate's own steps need in the same environment."""
     torch: str

@@ -149,6 +149,7 @@ _KNOWN_FAILURES: Known = (
 OVERLAY_0_5_15 = OverlayRecipe(
     version="0.5.15",
     packages=("sglang==0.5.15",),
+    as_of="2026-11-17T11:00:00Z",
     additional=("gguf==0.19.0",),
     torch="2.11.0",
     cuda="13",

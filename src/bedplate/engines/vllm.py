@@ -196,6 +196,7 @@ CUDA_RECIPE = Recipe(
 OVERLAY_0_26 = OverlayRecipe(
     version="0.26.0",
     packages=("vllm==0.26.0",),
+    as_of="2026-11-17T11:00:00Z",
     # Converts a GGUF file to the folder that it loads.
     additional=("gguf==0.19.0",),
     torch="2.11.0",
