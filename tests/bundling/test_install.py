@@ -205,6 +205,13 @@ def test_an_overlay_sees_the_pytorch_below_it_and_its_own_packages_first(
     assert run(ENGINE_OF_TEST="1")[2] == "1", "what the user has set holds"
 
 
+def test_commands_can_be_pasted_into_a_shell() -> None:
+    manifest = {"model_place": "models/bundled/one/a b.gguf", "engines": [{"engine": "vllm"}]}
+    (command,) = install.serve_commands(manifest, Path("/a home"))
+    place = "'/a home/models/bundled/one/a b.gguf'"
+    assert command == f"BEDPLATE_HOME='/a home' '/a home/bin/bedplate' serve {place} --engine vllm"
+
+
 def test_programs_can_be_started_again_by_a_child(tmp_path: Path) -> None:
     """An engine that spawns its workers imports the program's file again, which must not start a second server."""
     site = tmp_path / "site-packages"

@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -351,7 +352,7 @@ def register(manifest: Manifest, home: Path, progress: Progress) -> list[str]:
         run_check(engine, python, variables, progress)
         command = [program or "bedplate", "engines", "use", engine["engine"], "--python", str(python)]
         if program is None:
-            left.append("BEDPLATE_HOME={} {}".format(home, " ".join(command)))
+            left.append(shell_words(home, command))
             continue
         progress.note("registering {} {}".format(engine["name"], engine["version"]))
         said = run(command, variables, "{} was not registered".format(engine["name"]))
@@ -447,9 +448,15 @@ def check(folder: Path, manifest: Manifest, home: Path, progress: Progress) -> N
 
 def serve_commands(manifest: Manifest, home: Path) -> list[str]:
     model = home / manifest["model_place"] if manifest.get("model_place") else None
-    words = "" if model is None or model.parent.name == "builtin" else f" {model}"
-    start = "BEDPLATE_HOME={} {}".format(home, home / "bin" / "bedplate")
-    return ["{} serve{} --engine {}".format(start, words, engine["engine"]) for engine in manifest["engines"]]
+    named = [] if model is None or model.parent.name == "builtin" else [str(model)]
+    program = str(home / "bin" / "bedplate")
+    return [
+        shell_words(home, [program, "serve", *named, "--engine", engine["engine"]]) for engine in manifest["engines"]
+    ]
+
+
+def shell_words(home: Path, command: list[str]) -> str:
+    return " ".join(["BEDPLATE_HOME=" + shlex.quote(str(home)), *map(shlex.quote, command)])
 
 
 def main(arguments: list[str] | None = None) -> int:
