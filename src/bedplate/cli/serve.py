@@ -177,8 +177,8 @@ def serve(
 
 def _in_bundle(bundle: Path, refused: list[str]) -> tuple[Intent, str]:
     """What was asked for when the bundle was made, and its engine."""
+    from bedplate.bundling.opened import read_bundle
     from bedplate.errors import BadQuestion
-    from bedplate.operate.bundled import read_bundle
     from bedplate.values.intent import Intent
 
     if refused:

@@ -14,6 +14,7 @@ from bedplate.engines.base import (
     Failure,
     Features,
     MemoryUse,
+    OverlayRecipe,
     Recipe,
     SourceBuild,
     Target,
@@ -22,8 +23,8 @@ from bedplate.engines.base import (
 from bedplate.errors import BadQuestion, OutsideFailed
 
 __all__ = [
-    "BorrowedLibrary", "Engine", "EngineState", "Failure", "Features", "MemoryUse", "Recipe", "SourceBuild",
-    "Target", "Variant", "all_engines", "engine",
+    "BorrowedLibrary", "Engine", "EngineState", "Failure", "Features", "MemoryUse", "OverlayRecipe", "Recipe",
+    "SourceBuild", "Target", "Variant", "all_engines", "engine",
 ]  # fmt: skip
 
 

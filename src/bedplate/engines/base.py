@@ -62,6 +62,35 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Python that must run in the finished environment, or the environment is not taken for a good one."""
 
 
+class OverlayRecipe(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of the engine over a PyTorch that the machine has already: what is added, and what is left out."""
+
+    version: str
+    packages: tuple[str, ...]
+    """What is resolved for the target."""
+    as_of: str
+    """Releases after this moment are not taken: the packages are those that it ran with."""
+    additional: tuple[str, ...] = ()
+    """Packages that bedplate's own steps need in the same environment."""
+    torch: str
+    """The version of PyTorch that this version requires."""
+    cuda: str
+    """The major version of CUDA that its kernels are built with."""
+    provided: tuple[str, ...]
+    """Packages that come with PyTorch, as patterns."""
+    unused: tuple[str, ...] = ()
+    """Packages that serving text does not import, as patterns."""
+    unused_files: tuple[str, ...] = ()
+    """Files that it does not load, as patterns below site-packages."""
+    other_kernels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(major compute capability, patterns): kernels that it does not load on such a GPU, since it has others."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that it needs, unless the user has set them."""
+    check: str
+    """Python that must run in the finished environment."""
+    source: str
+
+
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """One way to configure a build; should what it makes not run here, the next one is tried."""
 
@@ -179,6 +208,8 @@ class Engine:
     """The pinned version that plans are made for."""
     recipe: ClassVar[Recipe | None] = None
     """`None`: planned for, but not installed by this version of bedplate."""
+    overlays: ClassVar[tuple[OverlayRecipe, ...]] = ()
+    """Versions that are bundled for machines that have a PyTorch already."""
     build: ClassVar[SourceBuild | None] = None
     """How it is built for a machine of its own; `None`: it is not built by bedplate."""
     formats: ClassVar[tuple[str, ...]] = ()

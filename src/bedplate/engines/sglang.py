@@ -10,6 +10,7 @@ from bedplate.engines.base import (
     Failure,
     Features,
     MemoryUse,
+    OverlayRecipe,
     Recipe,
     Target,
     cards_of,
@@ -19,9 +20,12 @@ from bedplate.engines.base import (
 from bedplate.engines.knobs import field_scale, has_own_defaults, landed, slots_knob, variable_scale, worth_turning
 from bedplate.engines.parsers import Parsers, parsers_for
 from bedplate.engines.shared import (
+    DATA_NOT_FOR_SERVING,
     HUB,
+    NOT_FOR_TEXT,
     PORT_IN_USE,
     TORCH,
+    TORCH_2_11_CUDA_13,
     Known,
     compressing,
     everyday_settings,
@@ -142,6 +146,25 @@ _KNOWN_FAILURES: Known = (
     ),
 )
 
+OVERLAY_0_5_15 = OverlayRecipe(
+    version="0.5.15",
+    packages=("sglang==0.5.15",),
+    as_of="2026-11-17T11:00:00Z",
+    additional=("gguf==0.19.0",),
+    torch="2.11.0",
+    cuda="13",
+    provided=TORCH_2_11_CUDA_13,
+    unused=NOT_FOR_TEXT,
+    unused_files=(*DATA_NOT_FOR_SERVING, "xgrammar/lib/libxgrammar.a"),
+    # sgl_kernel/load_utils.py chooses the folder by the GPU: sm90 for Hopper, sm100 for others.
+    other_kernels=(("9", ("sgl_kernel/sm100",)), ("10", ("sgl_kernel/sm90",)), ("12", ("sgl_kernel/sm90",))),
+    # With it, sampling and some FP8 products are compiled during the first start; attention is FA3 on Hopper anyway
+    # (server_args.py, srt/arg_groups/overrides.py: _sampling_backend_default).
+    environment=(("SGLANG_IS_FLASHINFER_AVAILABLE", "false"),),
+    check="import sglang, torch, sgl_kernel.flash_attn; assert torch.cuda.is_available()",
+    source="SGLang 0.5.15: requirements of its wheel; served on one H200 with PyTorch 2.11.0+cu130, November 2026",
+)
+
 
 class Sglang(Engine):
     id = "sglang"
@@ -158,6 +181,7 @@ class Sglang(Engine):
     # For GPUs it is planned and not installed; a CPU beside them does not stand in for them.
     built_for = ("cpu", "cuda", "rocm")
     recipe = CPU_RECIPE
+    overlays = (OVERLAY_0_5_15,)
     effort = 4
     features = Features(
         batching="continuous, prompts in chunks, scheduling overlapped with the GPU",

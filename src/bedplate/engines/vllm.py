@@ -11,6 +11,7 @@ from bedplate.engines.base import (
     Failure,
     Features,
     MemoryUse,
+    OverlayRecipe,
     Recipe,
     Target,
     fetching,
@@ -19,10 +20,13 @@ from bedplate.engines.base import (
 from bedplate.engines.knobs import field_scale, has_own_defaults, landed, worth_turning
 from bedplate.engines.parsers import Parsers, parsers_for
 from bedplate.engines.shared import (
+    DATA_NOT_FOR_SERVING,
     GIB,
     HUB,
+    NOT_FOR_TEXT,
     PORT_IN_USE,
     TORCH,
+    TORCH_2_11_CUDA_13,
     WIDE,
     Known,
     compressing,
@@ -189,6 +193,26 @@ CUDA_RECIPE = Recipe(
     disk_bytes=11_000_000_000,
     check=CHECK,
 )
+OVERLAY_0_26 = OverlayRecipe(
+    version="0.26.0",
+    packages=("vllm==0.26.0",),
+    as_of="2026-11-17T11:00:00Z",
+    # Converts a GGUF file to the folder that it loads.
+    additional=("gguf==0.19.0",),
+    torch="2.11.0",
+    cuda="13",
+    provided=TORCH_2_11_CUDA_13,
+    # CUTLASS' DSL has kernels for Blackwell alone here.
+    unused=(*NOT_FOR_TEXT, "nvidia-cutlass*"),
+    # The front end in Rust is started only by VLLM_RUST_FRONTEND_PATH (envs.py).
+    unused_files=(*DATA_NOT_FOR_SERVING, "vllm/vllm-rs"),
+    # Hopper has FlashAttention 3 (vllm_flash_attn/flash_attn_interface.py).
+    other_kernels=(("9", ("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",)),),
+    # Otherwise FlashInfer compiles its sampler during the first start, which takes minutes.
+    environment=(("VLLM_USE_FLASHINFER_SAMPLER", "0"),),
+    check=CHECK,
+    source="vLLM 0.26.0: requirements of its wheel; served on one H200 with PyTorch 2.11.0+cu130, November 2026",
+)
 
 
 class Vllm(Engine):
@@ -206,6 +230,7 @@ class Vllm(Engine):
     built_for = ("cpu", "cuda")
     effort = 3
     recipe = CPU_RECIPE
+    overlays = (OVERLAY_0_26,)
     features = Features(
         batching="continuous, prompts in chunks",
         kv_cache="paged, prefix cache by block hashes; FP8",
