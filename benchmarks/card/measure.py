@@ -20,11 +20,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import shlex
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tarfile
@@ -44,7 +46,10 @@ SAMPLED = (
     "timestamp,memory.used,utilization.gpu,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
 )
 QUESTION = "What is the capital of France? Answer in one sentence."
-HOLD = "import torch, time; held = torch.empty(int({gb} * 1e9), dtype=torch.uint8, device='cuda'); {then}"
+HOLD = """import torch, time
+free, _ = torch.cuda.mem_get_info()
+held = torch.empty({held}, dtype=torch.uint8, device="cuda")
+{then}"""
 WAIT = "print('held', flush=True); time.sleep(3600)"
 COMPUTE = (
     "a = torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16); print('held', flush=True)\nwhile True: a @ a"
@@ -57,6 +62,12 @@ class StepFailed(Exception):
 
 class OutOfTime(Exception):
     """The budget is used up; the step is taken up again by the next call."""
+
+
+EXPECTED = (
+    StepFailed, OSError, http.client.HTTPException, ValueError, LookupError, subprocess.SubprocessError,
+)  # fmt: skip
+"""What ends one step and not the others."""
 
 
 @dataclass(frozen=True)
@@ -199,9 +210,10 @@ class Taking:
 
     def torch_python(self) -> str:
         """A Python with PyTorch: that of an engine that is registered or installed, else this one."""
-        if self.given.torch_python:
-            return str(self.given.torch_python)
-        for engine in ("pytorch", "vllm", "sglang"):
+        return str(self.given.torch_python or self.python_of(("pytorch", "vllm", "sglang")))
+
+    def python_of(self, engines: Sequence[str]) -> str:
+        for engine in engines:
             for manifest in (home() / "engines" / engine).glob("*/bedplate.json"):
                 found = json.loads(manifest.read_text())
                 python = found.get("adopted") or str(manifest.parent / "bin" / "python")
@@ -210,15 +222,14 @@ class Taking:
         return sys.executable
 
     @contextlib.contextmanager
-    def held_memory(self, gb: float, then: str = WAIT) -> Iterator[None]:
-        """Another process that holds memory of the GPU, and with COMPUTE keeps it busy."""
+    def held_memory(self, held: str, then: str = WAIT) -> Iterator[None]:
+        """Another process that holds so many bytes of the GPU, of those that are `free`; with COMPUTE it is busy."""
         if self.tiny or self.given.dry_run:
-            print(f"  (another process holds {gb:g} GB of the GPU)")
+            print(f"  (another process holds {held} bytes of the GPU)")
             yield
             return
-        process = subprocess.Popen(
-            [self.torch_python(), "-c", HOLD.format(gb=gb, then=then)], stdout=subprocess.PIPE, start_new_session=True
-        )
+        words = [self.torch_python(), "-c", HOLD.format(held=held, then=then)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
         try:
             if process.stdout is not None:
                 process.stdout.readline()
@@ -439,7 +450,7 @@ def kill_core(step: Taking, endpoint: dict[str, Any], limit_s: float) -> None:
         row: dict[str, Any] = {"s": round(time.monotonic() - began, 1)}
         try:
             row["answer"] = step.ask(endpoint, 10)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             row["error"] = f"{type(error).__name__}: {error}"
         words = [sys.executable, "-m", "bedplate", "status", endpoint["name"], "--json"]
         told = subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -458,10 +469,10 @@ def take_out_of_memory(step: Taking) -> None:
     """Logs of a model that does not fit, first its weights and then its cache: the engine alone, without the plan."""
     if step.tiny:
         return
-    python, model = step.torch_python(), step.model("8b")
-    vllm = [python, str(Path(python).parent / "vllm"), "serve", model, "--port", "8899", "--enforce-eager"]
+    python, model = step.python_of(("vllm",)), step.model("8b")
+    vllm = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", "8899", "--enforce-eager"]
     env = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with step.held_memory(132.0):
+    with step.held_memory("free - 10 * 10**9"):
         words = [*vllm, "--gpu-memory-utilization", "0.05", "--max-model-len", "2048"]
         step.command(words, to="vllm-weights.log", limit_s=70, needed=False, env=env)
     words = [*vllm, "--gpu-memory-utilization", "0.13", "--max-model-len", "131072"]
@@ -471,7 +482,7 @@ def take_out_of_memory(step: Taking) -> None:
 def take_busy_gpu(step: Taking) -> None:
     """Another process holds 60 GB and computes: what doctor, plan, serve and bench say."""
     engine, model = step.engine("vllm"), step.model("8b")
-    with step.held_memory(60.0, COMPUTE):
+    with step.held_memory("60 * 10**9", COMPUTE):
         step.bedplate("doctor", to="doctor.txt", needed=False)
         step.bedplate("plan", model, "--engine", engine, "--concurrency", "64", to="plan.txt", needed=False)
         began = time.time()
@@ -634,7 +645,7 @@ def take_one(step: Step, given: argparse.Namespace, state: State, deadline: floa
     except KeyboardInterrupt:
         state.set(step.name, state="cut short", why="interrupted")
         raise
-    except (StepFailed, OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
+    except EXPECTED as error:
         outcome, why = "failed", f"{type(error).__name__}: {error}"
     took_s = round(time.monotonic() - taking.began, 1)
     taking.say(f"{outcome} after {took_s} s{f': {why}' if why else ''}")
@@ -659,13 +670,16 @@ def sampled_gpu(given: argparse.Namespace) -> Iterator[None]:
 
 
 def pack(given: argparse.Namespace) -> None:
-    """All of DIR but the models, and the store with every measurement, in one archive."""
+    """All of DIR but the models, and a copy of the store with every measurement, in one archive."""
+    if (store := home() / "store.sqlite").exists():
+        copy = given.out / "store.sqlite"
+        with contextlib.closing(sqlite3.connect(store)) as live, contextlib.closing(sqlite3.connect(copy)) as kept:
+            live.backup(kept)
     with tarfile.open(given.pack, "w:xz", preset=3) as archive:
         for path in sorted(given.out.rglob("*")):
             if path.is_file() and models_dir(given) not in path.parents and path.resolve() != given.pack.resolve():
-                archive.add(path, f"card/{path.relative_to(given.out)}")
-        if (store := home() / "store.sqlite").exists():
-            archive.add(store, "card/store.sqlite")
+                with contextlib.suppress(FileNotFoundError):  # what a background process has replaced meanwhile
+                    archive.add(path, f"card/{path.relative_to(given.out)}")
     print(f"{given.pack}: {given.pack.stat().st_size / 1e6:.1f} MB", flush=True)
 
 
