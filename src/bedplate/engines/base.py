@@ -213,6 +213,8 @@ class Engine:
     features: ClassVar[Features | None] = None
     supervised_env: ClassVar[dict[str, str]] = {}
     """Beside the launch's own environment, what helps the supervisor and would only confuse a person."""
+    compile_caches: ClassVar[tuple[str, ...]] = ()
+    """Environment variables with the folders where it keeps what it compiled, so that a later start finds it."""
     uses: ClassVar[MemoryUse] = MemoryUse(spread=1.0, source="not known for this engine")
     highest_port: ClassVar[int] = HIGHEST_PORT
     """Of those that it can be told to listen on."""

@@ -185,6 +185,11 @@ class Sglang(Engine):
         source="SGLang: mem_fraction_static and chunked_prefill_size defaults; graphs as its log reports",
     )
     default_slots = 256
+    # srt/environ.py of 0.5.15 and 0.5.23, PyTorch, Triton, and flashinfer/jit/env.py.
+    compile_caches = (
+        "SGLANG_CACHE_DIR", "SGLANG_DG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
+        "FLASHINFER_WORKSPACE_BASE",
+    )  # fmt: skip
     strength = "shared prefixes, structured output, long context or MoE at scale"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:

@@ -232,6 +232,8 @@ class Vllm(Engine):
         source="vLLM: defaults of gpu_memory_utilization and max_num_batched_tokens; graphs as its log reports",
     )
     default_slots = 256
+    # envs.py of 0.26.0 and 0.32.0, Triton, and flashinfer/jit/env.py.
+    compile_caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
     key_variable = "VLLM_API_KEY"
     strength = "many users over an API on data-centre GPUs"
 

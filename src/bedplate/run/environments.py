@@ -93,6 +93,11 @@ def environment_path(engine: Engine, recipe: Recipe, device: Device = "cpu") -> 
     return engines_dir() / engine.id / f"{engine.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
 
+def compiled_dir(engine_id: str, version: str) -> Path:
+    """Where a version of an engine keeps what it compiles for its models; it goes with the engine."""
+    return engines_dir() / engine_id / "compiled" / version
+
+
 def find_environment(engine: Engine, device: Device = "cpu") -> Environment | None:
     """The engine's environment for what it is to compute on; one that was adopted goes before bedplate's own."""
     if adopted := find_adopted(engine):
