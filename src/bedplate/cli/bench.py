@@ -14,7 +14,7 @@ from bedplate.cli.options import (
     Json,
     ModelName,
     PricePerHour,
-    engine_named,
+    engine_and_version,
     price_from,
     write_file,
 )
@@ -51,7 +51,10 @@ def bench(
     file: IntentFile = None,
     engines: Annotated[
         str,
-        typer.Option(metavar="IDS", help="Engines, with commas between them; `all` installs what can run here."),
+        typer.Option(
+            metavar="IDS",
+            help="Engines, with commas between them, each as ID or ID@VERSION; `all` installs what can run here.",
+        ),
     ] = "installed",
     concurrency: Annotated[
         str | None,
@@ -155,7 +158,7 @@ def bench(
     from bedplate.show.terminal import console
 
     asked = engine_list(engines)
-    named = asked if isinstance(asked, str) else tuple(dict.fromkeys(engine_named(one) for one in asked))
+    named = asked if isinstance(asked, str) else tuple(dict.fromkeys(engine_and_version(one) for one in asked))
     loads = loads_of(
         concurrency=concurrency,
         rate=rate,

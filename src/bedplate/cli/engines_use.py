@@ -54,8 +54,9 @@ def use(engine: EngineName, python: Python = None, program: Program = None) -> N
         typer.echo(f"{one.id} is {found.program} from now on: version {found.version}")
     else:
         raise BadQuestion("name either --python or --program", hint="bedplate engines use --help")
-    if one.version is not None and found.version != one.version:
-        typer.echo(f"its options were checked for {one.version}; another version may refuse some of them", err=True)
+    if one.version is not None and found.version not in (one.version, *one.checked_versions):
+        known = " and ".join((one.version, *one.checked_versions))
+        typer.echo(f"its options were checked for {known}; another version may refuse some of them", err=True)
 
 
 def forget(engine: EngineName) -> None:

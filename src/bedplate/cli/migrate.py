@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import Json, engine_named
+from bedplate.cli.options import Json, engine_and_version
 from bedplate.cli.serve import Build
 from bedplate.cli.status import ServiceName
 
@@ -26,7 +26,9 @@ Exit codes: 0 migrated; 1 rolled back, with the reason; 2 the question was wrong
 
 
 def migrate(
-    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="What is to serve from now on.", parser=engine_named)],
+    engine: Annotated[
+        str, typer.Argument(metavar="ENGINE", help="What is to serve from now on.", parser=engine_and_version)
+    ],
     name: ServiceName = None,
     model: Annotated[
         str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,18 @@ def engine_named(text: str) -> str:
     near = [name for name in nearest_names(text) if name in known]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise BadQuestion(f"no engine is called {text!r}", hint=f"{hint}known: {', '.join(known)}")
+
+
+def engine_and_version(text: str) -> str:
+    """The same, with the version where one is named: ID@VERSION."""
+    name, at, version = text.partition("@")
+    if not at:
+        return engine_named(text)
+    if not re.fullmatch(r"v?[0-9][\w.+-]*", version):
+        from bedplate.errors import BadQuestion
+
+        raise BadQuestion(f"{text!r} names no version after the @", hint="such as vllm@0.26.0")
+    return f"{engine_named(name)}@{version.removeprefix('v')}"
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the value as JSON.")]
@@ -63,7 +76,13 @@ Fields = Annotated[
 Untuned = Annotated[bool, typer.Option("--untuned", help="Leave out what `bedplate tune` found here.")]
 EngineId = Annotated[
     str | None,
-    typer.Option("--engine", metavar="ID", help="Ask for one engine.", show_default=False, parser=engine_named),
+    typer.Option(
+        "--engine",
+        metavar="ID[@VERSION]",
+        help="Ask for one engine.",
+        show_default=False,
+        parser=engine_and_version,
+    ),
 ]
 EngineName = Annotated[
     str, typer.Argument(metavar="ID", help="The engine, as `bedplate engines` names it.", parser=engine_named)

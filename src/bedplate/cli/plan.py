@@ -163,6 +163,7 @@ def _check_for_services(intent: Intent, asked: list[str]) -> None:
 def _decided(intent: Intent, engine: str | None, *, untuned: bool = False) -> tuple[Hardware, Model, Decision]:
     from bedplate.decide import decide
     from bedplate.facts.intent import resolved_hardware
+    from bedplate.run.environments import registered_versions
     from bedplate.run.models import intended_model
     from bedplate.store import agreements, fingerprint, results, tunings, verdicts
     from bedplate.values import replaced
@@ -174,6 +175,7 @@ def _decided(intent: Intent, engine: str | None, *, untuned: bool = False) -> tu
         machine, facts, intent.workload, engine, operations=intent.operations, results=results(store_key),
         agreements=agreements(store_key, facts.name), verdicts=verdicts(store_key, facts.name),
         tunings=() if untuned else tuple(one for one in tunings(store_key, facts.name) if one.build != "native"),
+        versions=registered_versions() if intent.hardware is None else None,
     )  # fmt: skip
     notes = (
         (*machine.notes, *intent.notes, *decision.notes)

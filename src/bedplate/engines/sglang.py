@@ -100,6 +100,10 @@ PARSERS: Mapping[str, Parsers] = {
     "mimo": Parsers("mimo", "mimo"),
     "lfm2": Parsers("lfm2"),
 }
+PARSERS_BY_VERSION: Mapping[str, Mapping[str, Parsers]] = {
+    # srt/function_call/function_call_parser.py and srt/parser/reasoning_parser.py of 0.5.15.
+    "0.5.15": {name: one for name, one in PARSERS.items() if name not in ("kimi-k3", "minimax-m3")},
+}
 X86 = ("x86_64", "amd64", "AMD64")
 CPU_SLOTS = 8
 CPU_BATCH_TOKENS = 2048
@@ -170,6 +174,8 @@ class Sglang(Engine):
     id = "sglang"
     name = "SGLang"
     version = "0.5.23"
+    # srt/server_args.py of its wheel: of what launches use, parsers and attention data parallelism differ.
+    checked_versions = ("0.5.15",)
     formats = ("safetensors",)
     vendors = ("nvidia", "amd")
     cpu = True
@@ -203,6 +209,11 @@ class Sglang(Engine):
         source="SGLang: mem_fraction_static and chunked_prefill_size defaults; graphs as its log reports",
     )
     default_slots = 256
+    # srt/environ.py of 0.5.15 and 0.5.23, PyTorch, Triton, and flashinfer/jit/env.py.
+    compile_caches = (
+        "SGLANG_CACHE_DIR", "SGLANG_DG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
+        "FLASHINFER_WORKSPACE_BASE",
+    )  # fmt: skip
     strength = "shared prefixes, structured output, long context or MoE at scale"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
@@ -272,11 +283,12 @@ class Sglang(Engine):
         argv += _loaded_as(plan)
         if settings.kv_type == "fp8":
             argv += ["--kv-cache-dtype", "fp8_e4m3"]
-        argv += _layout(layout)
+        argv += _layout(layout, self.options_version(plan.engine_version))
         if plan.workload.task == "embed":
             argv += ["--is-embedding"]
         else:
-            parsers = parsers_for(plan.model, PARSERS)
+            known = PARSERS_BY_VERSION.get(self.options_version(plan.engine_version) or "", PARSERS)
+            parsers = parsers_for(plan.model, known)
             argv += joined([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
         argv += ["--enable-metrics", *(_on_cpu(plan) if on_cpu else [])]
         return landed(Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan)), settings)
@@ -325,7 +337,7 @@ class Sglang(Engine):
         return self.refusal("impossible", why, "an NVIDIA or AMD GPU, or an x86 processor")
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
-        package, where = f"sglang=={self.version}", "an environment of its own"
+        package, where = f"sglang=={self.version_of(plan)}", "an environment of its own"
         if plan.settings.device == "cpu":
             return _install_for_cpu(where)
         if plan.settings.device == "rocm":
@@ -493,17 +505,18 @@ def _one_group(layout: Parallelism) -> Parallelism:
     )  # fmt: skip
 
 
-def _layout(layout: Parallelism) -> list[str]:
-    return joined(
-        (name, size if size > 1 else None)
-        for name, size in (
-            ("--tp-size", layout.tensor),
-            ("--pp-size", layout.pipeline),
-            ("--dp-size", layout.data),
-            ("--ep-size", layout.expert),
-            ("--attn-dp-size", layout.attention_data),
-        )
+def _layout(layout: Parallelism, version: str | None) -> list[str]:
+    # srt/server_args.py of 0.5.15: attention is divided by the one size of data parallelism, with a switch.
+    switch = version == "0.5.15" and layout.attention_data > 1
+    sizes = (
+        ("--tp-size", layout.tensor),
+        ("--pp-size", layout.pipeline),
+        ("--dp-size", layout.attention_data if switch else layout.data),
+        ("--ep-size", layout.expert),
+        ("--attn-dp-size", 1 if switch else layout.attention_data),
     )
+    argv = joined((name, size if size > 1 else None) for name, size in sizes)
+    return [*argv, "--enable-dp-attention"] if switch else argv
 
 
 ENGINE = Sglang()

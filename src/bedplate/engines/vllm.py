@@ -117,6 +117,10 @@ PARSERS: Mapping[str, Parsers] = {
     "seed-oss": Parsers("seed_oss", "seed_oss"),
     "lfm2": Parsers("lfm2"),
 }
+PARSERS_BY_VERSION: Mapping[str, Mapping[str, Parsers]] = {
+    # tool_parsers/__init__.py and reasoning/__init__.py of 0.26.0.
+    "0.26.0": {name: one for name, one in PARSERS.items() if name != "kimi-k3"},
+}
 _KNOWN_FAILURES: Known = (
     (
         r"To serve at least one request with the models?'s max seq len \((?P<length>\d+)\)"
@@ -219,6 +223,8 @@ class Vllm(Engine):
     id = "vllm"
     name = "vLLM"
     version = "0.32.0"
+    # engine/arg_utils.py and entrypoints/openai/cli_args.py of its wheel: of what launches use, only parsers differ.
+    checked_versions = ("0.26.0",)
     formats = ("safetensors",)
     vendors = ("nvidia", "amd", "intel")
     cpu = True
@@ -251,6 +257,8 @@ class Vllm(Engine):
         source="vLLM: defaults of gpu_memory_utilization and max_num_batched_tokens; graphs as its log reports",
     )
     default_slots = 256
+    # envs.py of 0.26.0 and 0.32.0, Triton, and flashinfer/jit/env.py.
+    compile_caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
     key_variable = "VLLM_API_KEY"
     strength = "many users over an API on data-centre GPUs"
 
@@ -376,12 +384,13 @@ class Vllm(Engine):
     def _talk(self, plan: Plan) -> list[str]:
         if plan.workload.task != "generate":
             return []
-        parsers = parsers_for(plan.model, PARSERS)
+        known = PARSERS_BY_VERSION.get(self.options_version(plan.engine_version) or "", PARSERS)
+        parsers = parsers_for(plan.model, known)
         tools = ["--enable-auto-tool-choice", "--tool-call-parser", parsers.tools] if parsers.tools else []
         return [*tools, *joined([("--reasoning-parser", parsers.reasoning)])]
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
-        steps = list(_install(plan.settings.device))
+        steps = list(_install(plan.settings.device, self.version_of(plan)))
         if plan.weights.made == "converted":
             steps += fetching(plan)
             steps += compressing(plan, "NVFP4" if plan.weights.label == "NVFP4" else "W4A16_ASYM")
@@ -559,7 +568,10 @@ def _layout(plan: Plan) -> list[str]:
 def _environment(plan: Plan) -> dict[str, str]:
     settings = plan.settings
     on_few = settings.device == "cpu" and not has_own_defaults(settings) and _few(settings.threads)
-    return {"VLLM_NO_USAGE_STATS": "1", **hub_variables(plan), **({RESERVED: "0"} if on_few else {})}
+    env = {"VLLM_NO_USAGE_STATS": "1", **hub_variables(plan), **({RESERVED: "0"} if on_few else {})}
+    # With it, 0.26.0 compiles FlashInfer's sampler for minutes on the first start (seen on an H200).
+    without = settings.device == "cuda" and plan.engine_version.startswith("0.26.")
+    return env | ({"VLLM_USE_FLASHINFER_SAMPLER": "0"} if without else {})
 
 
 def _few(cores: int | None) -> bool:
@@ -575,11 +587,11 @@ def _cache_bytes(plan: Plan) -> int:
     return round(1.1 * wide * max(model.kv_bytes(plan.settings.context_tokens), at_once, GIB // 16))
 
 
-def _install(device: str) -> tuple[Preparation, ...]:
+def _install(device: str, version: str | None) -> tuple[Preparation, ...]:
     where = "an environment of its own"
     if device == "cuda":
-        argv = ("uv", "pip", "install", "--torch-backend", "auto", f"vllm=={Vllm.version}")
-        return (Preparation(kind="install", what=f"vllm=={Vllm.version}", where=where, argv=argv),)
+        argv = ("uv", "pip", "install", "--torch-backend", "auto", f"vllm=={version}")
+        return (Preparation(kind="install", what=f"vllm=={version}", where=where, argv=argv),)
     if device == "cpu":
         recipe = CPU_RECIPE
         return (
@@ -599,7 +611,7 @@ def _install(device: str) -> tuple[Preparation, ...]:
             ),
         )
     built = {"rocm": "ROCm", "xpu": "Intel GPUs"}.get(device, device)
-    return (Preparation(kind="install", what=f"vllm=={Vllm.version} built for {built}", where=where),)
+    return (Preparation(kind="install", what=f"vllm=={version} built for {built}", where=where),)
 
 
 ENGINE = Vllm()
