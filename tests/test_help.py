@@ -7,7 +7,7 @@ import shlex
 
 import click
 import pytest
-from tests.commands import all_commands, invoke
+from tests.commands import all_commands
 
 from bedplate.cli.app import PANELS, name_of
 
@@ -17,15 +17,32 @@ every_command = pytest.mark.parametrize("name", COMMANDS)
 
 @every_command
 def test_every_parameter_has_help(name: str) -> None:
-    found = {parameter.name: getattr(parameter, "help", None) or "" for parameter in COMMANDS[name].params}
-    assert [parameter for parameter, text in found.items() if not text.endswith(".")] == []
+    command = COMMANDS[name]
+    context = click.Context(command)
+    undescribed = []
+    for parameter in command.params:
+        left, text = parameter.get_help_record(context) or ("", "")
+        if not re.search(r"[.](  \[.*\])?$", text):  # a sentence, and typer's remarks on defaults and ranges
+            undescribed.append((parameter.name, left, text))
+    assert undescribed == []
+
+
+def help_of(name: str) -> str:
+    return COMMANDS[name].get_help(click.Context(COMMANDS[name], info_name=name, terminal_width=80))
+
+
+@every_command
+def test_help_lists_arguments_once(name: str) -> None:
+    has_arguments = any(parameter.param_type_name == "argument" for parameter in COMMANDS[name].params)
+    titles = re.findall(r"^(.*arguments):$", help_of(name), re.MULTILINE | re.IGNORECASE)
+    assert titles == ["Arguments"] * has_arguments
 
 
 @every_command
 def test_help_has_a_summary_and_examples(name: str) -> None:
     words = [] if name == "bedplate" else name.split()
     assert (COMMANDS[name].help or "").splitlines()[0].endswith(".")
-    shown = invoke(*words, "--help").out
+    shown = help_of(name)
     lines = re.findall(r"^ +(?:[A-Z_]+=\S+ )?(bedplate .*)$", shown.partition("Examples:")[2], re.MULTILINE)
     calls = [line.partition("  ")[0].removesuffix("\\") for line in lines]  # what follows two spaces explains it
     examples = [example for call in calls for example in re.findall(r"bedplate ([^;|>]*)", call)]
@@ -42,7 +59,7 @@ def unknown_options(words: list[str]) -> set[str]:
 
 
 def test_help_groups_the_verbs() -> None:
-    shown = invoke("--help").out
+    shown = help_of("bedplate")
     titles = ["Run", "Decide", "Measure", "Change", "Scale out", "Administer"]
     assert list(PANELS) == titles
     found = re.findall(r"^([A-Z][a-z ]+):\n((?:  \S.*\n)+)", shown, re.MULTILINE)
@@ -55,4 +72,4 @@ def test_help_groups_the_verbs() -> None:
 
 
 def test_every_summary_of_the_overview_fits_on_its_line() -> None:
-    assert "..." not in invoke("--help").out.partition("Run:")[2]
+    assert "..." not in help_of("bedplate").partition("Run:")[2]

@@ -166,7 +166,7 @@ def test_kill_9_of_a_host_with_replicas_leaves_nothing(background: Background) -
     os.kill(endpoint["pid"], signal.SIGKILL)
     wait_for(lambda: gone(everything), "everything to end", 10)
     seen = run("ps")
-    assert "twins" not in seen.out and "twins" in seen.err and "ended without saying so" in seen.err
+    assert "twins" not in seen.out and "twins" in seen.err and "ended unexpectedly" in seen.err
     assert "twins" not in run("ps").err, "it is said once"
     assert_clear(run("status", "twins"), 1, "no service called twins")
 

@@ -63,11 +63,19 @@ PANELS: dict[str, tuple[ModuleType, ...]] = {
 
 
 class _HelpedArgument(TyperArgument):
-    """An argument that keeps its help: click 8.5 sets it to `None`, after typer before 0.25 has set it."""
+    """Keeps the help of an argument. typer before 0.25 sets `help` before click 8.5 resets it, and click would list
+    arguments with `help` once more, in a section of its own."""
 
     def __init__(self, *, help: str | None = None, **options: Any) -> None:
         super().__init__(help=help, **options)
-        self.help = help
+        self.help, self._text = None, help
+
+    def get_help_record(self, ctx: click.Context) -> Any:
+        self.help = self._text
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.help = None
 
 
 typer.main.TyperArgument = _HelpedArgument  # type: ignore[attr-defined]
