@@ -279,7 +279,7 @@ def test_a_program_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     program.chmod(0o755)
     said = invoke("engines", "use", "llama.cpp", "--program", str(program))
     assert said.code == 0 and f"now runs {program}: version 6123-79c1160b" in said.out
-    assert "another version may refuse" in said.err
+    assert "other versions may reject" in said.err
     page = invoke("engines", "show", "llama.cpp").out
     assert "6123-79c1160b" in page and str(program)[-20:] in page.replace("\n", "")
     assert f"no longer uses {program}" in invoke("engines", "forget", "llama.cpp").out
