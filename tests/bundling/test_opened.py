@@ -236,7 +236,7 @@ def test_while_it_is_open_nothing_is_installed_from_anywhere_else(manifest: Bund
 def test_a_bundles_model_and_engine_are_its_own(manifest: Bundle, tmp_path: Path) -> None:
     root = folder(tmp_path / "one", manifest)
     answer = invoke("serve", "other.gguf", "--bundle", str(root), "--engine", "vllm")
-    assert answer.code == 2 and "a model and --engine cannot be given with it" in answer.err
+    assert answer.code == 2 and "a model and --engine cannot be combined with it" in answer.err
 
 
 @pytest.mark.parametrize(

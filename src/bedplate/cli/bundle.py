@@ -1,4 +1,4 @@
-"""bedplate bundle: engine, model, plan and bedplate itself, packed for a site that reaches nothing outside."""
+"""bedplate bundle: engine, model, plan and bedplate itself, packed for an air-gapped site."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def bundle(
             "--output",
             "-o",
             metavar="PATH",
-            help="An archive, where it ends in .tar, or a folder. Default: bedplate-MODEL-ENGINE.tar.",
+            help="A .tar archive or a folder. Default: bedplate-MODEL-ENGINE.tar.",
             show_default=False,
         ),
     ] = None,
     check: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Pack nothing: compare a bundle with its own manifest.", show_default=False),
+        typer.Option(metavar="PATH", help="Verify a bundle against its manifest; pack nothing.", show_default=False),
     ] = None,
     target: Annotated[
         str | None,
@@ -107,10 +107,10 @@ def bundle(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Pack an engine, a model, its plan and bedplate itself for a site that reaches nothing outside.
+    """Pack an engine, a model and bedplate for an air-gapped site.
 
-    Decides, installs and converts as `serve` would, and packs what that came to. For hardware on paper, and engines
-    that only an image has, the image is named instead of packed.
+    Decides, installs and converts as `serve` does, and packs the result. For hypothetical hardware, and for engines
+    that run only from a container image, the bundle names the image and does not contain it.
     """
     from bedplate.cli.options import engine_named, intent_from
     from bedplate.errors import BadQuestion
