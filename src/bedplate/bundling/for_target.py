@@ -219,7 +219,7 @@ class _Overlay:
 
 @dataclass(frozen=True)
 class _EngineContents:
-    """What an engine's environment is made of, complete or as an overlay."""
+    """The packages of an engine's environment, complete or as an overlay."""
 
     version: str
     packages: tuple[str, ...]

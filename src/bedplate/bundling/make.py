@@ -1,4 +1,4 @@
-"""Packs what it takes to serve a model at a site that reaches nothing outside: whole or not there."""
+"""Packs everything that an air-gapped site needs to serve a model; a bundle is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def default_output(plan: Plan) -> Path:
 def make_bundle(
     intent: Intent, engine: str | None = None, output: Path | None = None, progress: Progress | None = None
 ) -> Packed:
-    """The bundle for this machine and others like it; for hardware on paper, one that names the image instead."""
+    """The bundle for machines like this one; for hypothetical hardware, one that names the image instead."""
     progress = progress or Silent()
     if os.name != "posix":
         raise OutsideFailed("a bundle serves on Linux or macOS", hint="on Windows, run bedplate inside of WSL")
@@ -172,7 +172,7 @@ def _on_paper(intent: Intent, engine: str | None, hardware: Hardware | None = No
     chosen = engine_by_id(plan.engine)
     image = image_for(chosen, plan.settings, None, hardware.cpu.arch, None)
     if image is None or image.dockerfile is not None:
-        why = "on paper nothing is installed" if intent.hardware is not None else "bedplate cannot install it"
+        why = "nothing is installed on hypothetical hardware" if intent.hardware is not None else "bedplate cannot install it"
         raise AnswerIsNo(
             f"{chosen.name} cannot be bundled for {_machine_words(hardware)}",
             cause=f"{why}, and nobody publishes an image that has it",
