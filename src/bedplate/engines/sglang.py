@@ -166,7 +166,8 @@ OVERLAY_0_5_15 = OverlayRecipe(
     # (server_args.py, srt/arg_groups/overrides.py: _sampling_backend_default).
     environment=(("SGLANG_IS_FLASHINFER_AVAILABLE", "false"),),
     check="import sglang, torch, sgl_kernel.flash_attn; assert torch.cuda.is_available()",
-    source="SGLang 0.5.15: requirements of its wheel; served on one H200 with PyTorch 2.11.0+cu130, November 2026",
+    source="SGLang 0.5.15: requirements of its wheel; served on one H200 with PyTorch 2.11.0+cu130 and Triton "
+    "attention, November 2026",
 )
 
 

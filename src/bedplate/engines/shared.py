@@ -31,6 +31,7 @@ NOT_FOR_TEXT = (
 """Images, sound, data sets, telemetry, and compilers. vLLM 0.26.0 and SGLang 0.5.15 served text without them on an
 H200 (November 2026); kernels that are compiled on first use take the machine's own nvcc."""
 DATA_NOT_FOR_SERVING = ("pycountry/locales", "sympy/*/tests", "scipy/*/tests", "mistral_common/data/*.*")
+"""Translations, tests, and tokenizers that only MistralTokenizer.v1() to .v7() read: models bring their own."""
 
 Known = tuple[tuple[str, Failure], ...]
 """Patterns, the most telling first: a log of a failed start often ends with a general line about it."""
