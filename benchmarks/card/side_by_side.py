@@ -81,7 +81,6 @@ class Side:
     meters: Meters
     started: Started
     prepared: Prepared | None = None
-    own: OwnError | bool = True
     repeats: dict[Load, list[Repeat]] = field(default_factory=dict)
 
 
@@ -136,17 +135,19 @@ def start(name: str, hardware: Hardware, facts: Model, work: Workload, share: fl
     return Side(name, subject, target, meters, started)
 
 
-def measure_once(side: Side, load: Load, number: int, seconds: float, most_s: float) -> None:
+def measure_once(side: Side, load: Load, number: int, seconds: float, most_s: float, own: dict[int, OwnError]) -> None:
+    """One round of one side. `own` has the client's own error by the number of streams, measured once each."""
+    streams = load.concurrency or 1
     side.prepared = run_loop(prepare(side.target, load, known=side.prepared))
     with Watcher(side.meters) as watcher:
         repeat = measure_apart(
             side.target, load, prepared=side.prepared, seconds=seconds, warmup_s=1.0, most_seconds=most_s,
-            timeout_s=REQUEST_LIMIT_S, round=number, check=side.own, watch=watcher.mark,
+            timeout_s=REQUEST_LIMIT_S, round=number, check=own.get(streams, True), watch=watcher.mark,
         )  # fmt: skip
     client = repeat.client
-    if side.own is True and client.error_p50_ms is not None and client.error_p99_ms is not None:
-        streams = load.concurrency or 1
-        side.own = OwnError(p50_ms=client.error_p50_ms, p99_ms=client.error_p99_ms, streams=streams, samples=0)
+    if client.error_p50_ms is not None and client.error_p99_ms is not None:
+        found = OwnError(p50_ms=client.error_p50_ms, p99_ms=client.error_p99_ms, streams=streams, samples=0)
+        own.setdefault(streams, found)
     use, engine = watcher.seen()
     side.repeats.setdefault(load, []).append(replaced(repeat, at=repeat.at or now_text(), use=use, engine=engine))
     speed = (repeat.delivered_tokens or 0.0) / repeat.seconds
@@ -188,7 +189,9 @@ def write(sides: Sequence[Side], out: Path, environment: Environment, run: str, 
                     allow=("quantization", "weights"), least_gain=LEAST_GAIN,
                 )  # fmt: skip
             except BedplateError as error:
-                verdicts.append({"a": a.name, "b": b.name, "load": words(load), "not comparable": error.message})
+                verdicts.append(
+                    {"a": a.name, "b": b.name, "load": words(load), "not comparable": f"{error.message}: {error.cause}"}
+                )
                 continue
             gains: dict[str, Any] = {}
             for effect in found.effects:
@@ -214,6 +217,7 @@ def main() -> None:
     hardware = probe()
     facts = facts_of(None if given.model == "builtin" else given.model, hardware, Progress())
     work, environment, run = work_of(loads, facts), environment_of(hardware, sys.argv), new_run_id()
+    own: dict[int, OwnError] = {}
     share = given.share or round(0.88 / len(names), 2)
     try:
         with ExitStack() as stack:
@@ -222,7 +226,7 @@ def main() -> None:
             for turn in range(given.rounds):
                 for place, load in enumerate(loads):
                     for side in sides if (turn + place) % 2 == 0 else reversed(sides):
-                        measure_once(side, load, place * 1000 + turn, given.seconds, 6 * given.seconds)
+                        measure_once(side, load, place * 1000 + turn, given.seconds, 6 * given.seconds, own)
                 write(sides, given.out, environment, run, facts, finished=turn == given.rounds - 1)
     except BedplateError as error:
         raise SystemExit(f"{error.message}: {error.cause or ''} ({error.hint or ''})") from error
