@@ -24,13 +24,13 @@ from typing import Any
 import msgspec
 
 from bedplate.facts.hardware import probe
-from bedplate.judge.tuning import Point, Teller
 from bedplate.measure.starting import facts_of, made_ready
-from bedplate.operate.tune import Tuner, chosen_plan, words_at
 from bedplate.run.progress import Silent
 from bedplate.show.terminal import console
 from bedplate.show.tune import teller_for
 from bedplate.store import fingerprint
+from bedplate.tuning.search import Point, Teller
+from bedplate.tuning.tune import Tuner, chosen_plan, words_at
 from bedplate.values import replaced
 from bedplate.values.run import Load
 from bedplate.values.tuning import Knob, Tuned

@@ -21,8 +21,8 @@ import pytest
 from tests.commands import Answer, run
 from tests.conftest import gone, wait_for
 
-from bedplate.operate import records
-from bedplate.operate.services import status_of
+from bedplate.hosting import records
+from bedplate.hosting.services import status_of
 from bedplate.run.environments import Environment
 from bedplate.values.record import from_json
 from bedplate.values.service import HostStatus

@@ -15,11 +15,11 @@ from bedplate.engines import engine
 from bedplate.engines.knobs import build_knob, turned_plan
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
-from bedplate.operate.serving import serve
 from bedplate.run import serving, trials
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment
 from bedplate.run.native import NotUsable, Verdict
+from bedplate.serving.serve import serve
 from bedplate.values import Settings, replaced
 
 __all__ = ["own_home"]

@@ -91,7 +91,7 @@ def add(
     json: Json = False,
 ) -> None:
     """Make a key for a tenant and print it, once. A tenant may have several keys."""
-    from bedplate.operate.tenants import add_key
+    from bedplate.hosting.tenants import add_key
     from bedplate.values.units import parsed_seconds
 
     changes = _changes(weight, requests_per_minute, tokens_per_minute, in_flight, admin)
@@ -116,7 +116,7 @@ def set_(
     admin: Admin = None,
 ) -> None:
     """Change what a tenant may have. `default` is whoever uses the key that serve was given."""
-    from bedplate.operate.tenants import change
+    from bedplate.hosting.tenants import change
     from bedplate.show.tenants import render_tenants
     from bedplate.show.terminal import console
 
@@ -129,7 +129,7 @@ def revoke(
     which: Annotated[str, typer.Argument(metavar="NAME|ID", help="A tenant with all of its keys, or one key.")],
 ) -> None:
     """Take keys back. Answers that are under way are not cut."""
-    from bedplate.operate.tenants import revoke as revoke_keys
+    from bedplate.hosting.tenants import revoke as revoke_keys
 
     gone = revoke_keys(which)
     typer.echo(f"revoked: {', '.join(gone) or 'no key, but its limits'}")

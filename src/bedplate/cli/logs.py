@@ -27,8 +27,8 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="The last lines of each log.")] = 100,
 ) -> None:
     """Show the logs of a service and of its engines; each under its name where there are several."""
-    from bedplate.operate.logs import chosen, last_lines
-    from bedplate.operate.logs import follow as followed
+    from bedplate.hosting.logs import chosen, last_lines
+    from bedplate.hosting.logs import follow as followed
 
     files = chosen(name)
     shown = _Shown(follow or len(files()) > 1)

@@ -145,7 +145,7 @@ def serve(
     Looks at this machine, decides which engine fits, installs it, launches it and keeps it running.
     """
     from bedplate.cli.options import intent_from
-    from bedplate.operate.ordering import order_of
+    from bedplate.hosting.ordering import order_of
     from bedplate.values import replaced
     from bedplate.values.units import parsed_bytes
 
@@ -191,8 +191,8 @@ def _in_bundle(bundle: Path, refused: list[str]) -> tuple[Intent, str]:
 
 
 def _foreground(order: Order, fallback: str | None, *, json: bool) -> None:
-    from bedplate.operate.checks import check_answers, examiner
-    from bedplate.operate.serving import Hooks, serve_order
+    from bedplate.cli.checks import check_answers, examiner
+    from bedplate.serving.serve import Hooks, serve_order
     from bedplate.show.terminal import TerminalProgress
 
     heads = _Heads(json=json)
@@ -207,13 +207,14 @@ def _foreground(order: Order, fallback: str | None, *, json: bool) -> None:
 
 
 def _detached(order: Order, fallback: str | None, *, json: bool) -> None:
-    from bedplate.operate.detached import start_detached
-    from bedplate.operate.serving import refuse_early
+    from bedplate.hosting.detached import start_detached
+    from bedplate.serving.serve import refuse_early
     from bedplate.show.terminal import TerminalProgress
 
     refuse_early(order)
     heads = _Heads(json=json)
     endpoint = start_detached(
+        "bedplate.cli.background",
         order,
         TerminalProgress(),
         lambda choice: heads.show(choice.hardware, choice.model, choice.wanted, choice.decision),
@@ -228,8 +229,8 @@ def _print_unit(order: Order, context: typer.Context, fallback: str | None) -> N
 
     from bedplate.cli.options import words_of
     from bedplate.errors import BadQuestion
-    from bedplate.operate.records import as_name, checked_name
-    from bedplate.operate.systemd import unit
+    from bedplate.hosting.records import as_name, checked_name
+    from bedplate.hosting.systemd import unit
 
     if context.params.get("api_key") and "BEDPLATE_API_KEY" not in os.environ:
         raise BadQuestion(

@@ -23,8 +23,8 @@ ServiceName = Annotated[
 
 def status(name: ServiceName = None, json: Json = False) -> None:
     """Show what is served by which engine and why, in flight, memory, restarts, and whether the work has changed."""
-    from bedplate.operate.records import chosen
-    from bedplate.operate.services import status_of
+    from bedplate.hosting.records import chosen
+    from bedplate.hosting.services import status_of
     from bedplate.show.terminal import console
     from bedplate.values import to_json
 

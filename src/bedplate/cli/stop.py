@@ -29,8 +29,8 @@ def stop(
     import sys
 
     from bedplate.errors import BadQuestion, BedplateError
-    from bedplate.operate.records import chosen, running
-    from bedplate.operate.services import stopped
+    from bedplate.hosting.records import chosen, running
+    from bedplate.hosting.services import stopped
     from bedplate.show.terminal import TerminalProgress, console, show_error
     from bedplate.values import to_json
     from bedplate.values.units import seconds

@@ -33,7 +33,7 @@ def usage(
 ) -> None:
     """Show requests and tokens that the endpoint served, by tenant, model, engine or day."""
     from bedplate.errors import BadQuestion
-    from bedplate.operate.tenants import usage as used
+    from bedplate.hosting.tenants import usage as used
     from bedplate.values.units import parsed_seconds
 
     if csv and json:

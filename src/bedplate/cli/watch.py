@@ -46,11 +46,11 @@ def watch(
     A new release, another driver, other work or a missed latency target are reasons to look. Challengers are measured
     while nobody asks for anything; nothing is moved without --auto.
     """
-    from bedplate.operate.notify import checked_url
-    from bedplate.operate.questions import read_share, read_time
-    from bedplate.operate.records import chosen
-    from bedplate.operate.watch import Watching, watch_once
-    from bedplate.operate.watch import watch as watching
+    from bedplate.changing.notify import checked_url
+    from bedplate.changing.watch import Watching, watch_once
+    from bedplate.changing.watch import watch as watching
+    from bedplate.cli.questions import read_share, read_time
+    from bedplate.hosting.records import chosen
     from bedplate.show.terminal import TerminalProgress
 
     asked = Watching(

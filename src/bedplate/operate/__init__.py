@@ -1,1 +1,1 @@
-"""What needs all of the other rooms on a live endpoint: services, and what changes them while they run."""
+"""Bundles: everything that it takes to serve one model at an air-gapped site."""

@@ -31,8 +31,8 @@ from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.facts.intent import resolved_hardware
 from bedplate.home import need_free
+from bedplate.hosting.ordering import order_of
 from bedplate.operate.bundle_texts import readme, serve_script
-from bedplate.operate.ordering import order_of
 from bedplate.progress import Progress, Silent
 from bedplate.run import wheels
 from bedplate.run.environments import make_environment
