@@ -23,15 +23,19 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
+def without_types(path: Path) -> ast.Module:
+    """A file without what it imports for a type checker alone."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return tree
+
+
 def imports(path: Path, for_types: bool = True) -> set[str]:
     """Every bedplate module that a file imports, also inside of functions; those for a type checker on request."""
     found: set[str] = set()
-    tree = ast.parse(path.read_text())
-    if not for_types:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                node.body = [ast.Pass()]
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text()) if for_types else without_types(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -55,6 +59,60 @@ def test_a_room_imports_only_from_rooms_to_its_left(path: Path) -> None:
             assert ROOMS.index(other) <= ROOMS.index(own), f"{path}: {own} may not import {other}"
         elif own in FOUNDATION:
             assert other == "values", f"{path}: {own} stands left of {other}"
+
+
+def module_graph(source: Path) -> dict[str, set[str]]:
+    """Each module of a package and the modules of it that it imports, also inside of functions; not those for types."""
+
+    def name_of(path: Path) -> str:
+        return ".".join(path.relative_to(source.parent).with_suffix("").parts).removesuffix(".__init__")
+
+    paths = {name_of(path): path for path in source.rglob("*.py")}
+    graph = {}
+    for name, path in paths.items():
+        found = set()
+        for node in ast.walk(without_types(path)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {one if one in paths else node.module for one in inside}
+        graph[name] = found & paths.keys() - {name}
+    return graph
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    """Modules that import each other in a circle, the first one again at the end."""
+    finished: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str] | None:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in finished:
+            return None
+        for other in sorted(graph[name]):
+            if (found := visit(other, [*path, name])) is not None:
+                return found
+        finished.add(name)
+        return None
+
+    return next((found for name in sorted(graph) if (found := visit(name, [])) is not None), None)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    cycle = find_cycle(module_graph(SOURCE))
+    assert cycle is None, " → ".join(cycle or ())
+
+
+def test_a_circle_is_found_in_functions_and_not_among_types(tmp_path: Path) -> None:
+    package = tmp_path / "made"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "first.py").write_text("from made.second import two\n")
+    (package / "second.py").write_text("def two():\n    from made import first\n")
+    assert find_cycle(module_graph(package)) == ["made.first", "made.second", "made.first"]
+    (package / "second.py").write_text("if TYPE_CHECKING:\n    from made.first import one\n")
+    assert find_cycle(module_graph(package)) is None
 
 
 def test_every_room_is_known() -> None:

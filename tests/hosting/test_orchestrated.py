@@ -32,7 +32,8 @@ from bedplate.facts.intent import read_intent
 from bedplate.hosting import on_dynamo, on_ray, orchestrated
 from bedplate.hosting.detached import Errand
 from bedplate.hosting.host import Host
-from bedplate.hosting.orchestrated import Member, Part, kind_for
+from bedplate.hosting.orchestrated import Member, Part
+from bedplate.hosting.orchestrators import kind_for
 from bedplate.hosting.ordering import order_of
 from bedplate.hosting.status import status
 from bedplate.run.environments import Environment

@@ -76,7 +76,7 @@ def _checked() -> Iterator[EngineCheck]:
     from bedplate.engines import all_engines
     from bedplate.facts.doctor import EngineCheck
     from bedplate.home import engines_dir
-    from bedplate.hosting.orchestrated import recipe_of
+    from bedplate.hosting.orchestrators import recipe_of
     from bedplate.run.environments import installed, why_not
 
     engines = all_engines()

@@ -15,18 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from bedplate.errors import BadQuestion
 from bedplate.values.endpoint import Above, Orchestrator
 
 if TYPE_CHECKING:
     from bedplate.decide.together import Need
-    from bedplate.engines import Engine, Recipe
+    from bedplate.engines import Engine
     from bedplate.hosting.host import HostedEngine
     from bedplate.run.environments import Environment
     from bedplate.run.progress import Progress
     from bedplate.run.serving import Decided, Readied
     from bedplate.run.trials import Examiner
-    from bedplate.values.service import Order, Wanted
+    from bedplate.values.service import Wanted
 
 REPLICAS = 2
 """Where nobody says how many: with one, there is nothing to orchestrate."""
@@ -86,44 +85,6 @@ class Kind(Protocol):
 
     def orchestration(self, one: Readied, name: str, logs: Path) -> Orchestration:
         """For the service of this name; nothing is started yet."""
-
-
-def kind_for(order: Order) -> Kind | None:
-    """What runs the engines of this order; `None`: bedplate itself. Raises what can be told before a look at anything.
-
-    One file for each orchestrator.
-    """
-    if order.on is None:
-        return None
-    if len(order.services) > 1:
-        raise BadQuestion(
-            f"--on {order.on}: {NAMES[order.on]} runs one model here, and there are {len(order.services)} services",
-            hint="serve them without --on, or one at a time",
-        )
-    if order.bundle is not None:
-        raise BadQuestion(f"--on {order.on}: a bundle has no {NAMES[order.on]} in it", hint="leave --on out")
-    if order.services[0].on_demand:
-        raise BadQuestion(f"--on {order.on}: a model on {NAMES[order.on]} stays loaded", hint="leave --ttl out")
-    if order.on == "dynamo":
-        from bedplate.hosting.on_dynamo import Dynamo
-
-        return Dynamo(order)
-    from bedplate.hosting.on_ray import Ray
-
-    return Ray(order)
-
-
-def recipe_of(id: str) -> Recipe | None:
-    """How an environment of this name is made, where it is an orchestrator's."""
-    if id == "dynamo":
-        from bedplate.hosting.on_dynamo import ALONE
-
-        return ALONE
-    if id == "ray":
-        from bedplate.hosting.on_ray import RECIPE
-
-        return RECIPE
-    return None
 
 
 def private_folder() -> Path:

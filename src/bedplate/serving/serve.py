@@ -22,7 +22,8 @@ from bedplate.hosting.control import ControlServer
 from bedplate.hosting.host import Host, HostedService
 from bedplate.hosting.memory import Room
 from bedplate.hosting.operations import host_operations
-from bedplate.hosting.orchestrated import NAMES, Kind, Orchestration, kind_for
+from bedplate.hosting.orchestrated import NAMES, Kind, Orchestration
+from bedplate.hosting.orchestrators import kind_for
 from bedplate.hosting.systemd import notify
 from bedplate.hosting.tenants import remarks
 from bedplate.page.page import put_up
