@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 
 from bedplate.facts.hardware import probe
-from bedplate.measure.starting import facts_of, made_ready
 from bedplate.run.progress import Silent
+from bedplate.run.ready import fetch_facts, readied
 from bedplate.show.terminal import console
 from bedplate.show.tune import teller_for
 from bedplate.store import fingerprint
@@ -70,7 +70,7 @@ def main() -> None:
 
 def space() -> tuple[Knob, ...]:
     hardware = probe()
-    chosen = chosen_plan("llama.cpp", hardware, facts_of(None, hardware, Silent()), LOAD, None)
+    chosen = chosen_plan("llama.cpp", hardware, fetch_facts(None, hardware, Silent()), LOAD, None)
     found = []
     for knob in chosen.engine.knobs(hardware, chosen.plan):
         if knob.name in SPACE:
@@ -81,7 +81,7 @@ def space() -> tuple[Knob, ...]:
 
 def tuner(knobs: tuple[Knob, ...], budget_s: float, teller: Teller) -> Tuner:
     hardware = probe()
-    facts = facts_of(None, hardware, Silent())
+    facts = fetch_facts(None, hardware, Silent())
     chosen = chosen_plan("llama.cpp", hardware, facts, LOAD, None)
     kept = Tuned(
         id=f"sweep-{time.time_ns()}", at=f"{time.time():.0f}", machine=fingerprint(hardware), hardware="", bedplate="",
@@ -112,7 +112,7 @@ def points(knobs: tuple[Knob, ...]) -> list[Point]:
 
 def sweep(knobs: tuple[Knob, ...], kept: dict[str, Any], out: Path) -> None:
     one = tuner(knobs, ENDLESS_S, Teller())
-    one.ready = made_ready(one.chosen, Silent())
+    one.ready = readied(one.chosen, Silent(), to_measure=True)
     every, began = points(knobs), time.monotonic()
     try:
         for number, point in enumerate(every, 1):
@@ -144,7 +144,7 @@ def report(knobs: tuple[Knob, ...], kept: dict[str, Any]) -> list[str]:
     top = sorted(swept, key=lambda name: -swept[name][0])[:CONTENDERS]
     names = list(dict.fromkeys([*top, words_at(pick), words_at(())]))
     one = tuner(knobs, ENDLESS_S, Teller())
-    one.ready = made_ready(one.chosen, Silent())
+    one.ready = readied(one.chosen, Silent(), to_measure=True)
     one.pool.most = len(names)
     try:
         for turn in range(TURNS):

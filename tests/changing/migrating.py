@@ -14,7 +14,7 @@ from tests.hosting.stub_hosts import HANDLER, LISTEN, stub_environment, stub_rea
 
 from bedplate.changing.migrate import Migrate, Migrating
 from bedplate.hosting.host import Host
-from bedplate.run.serving import Readied
+from bedplate.run.ready import Readied
 from bedplate.values import replaced
 
 WRITES = """

@@ -22,7 +22,6 @@ from tests.changing.migrating import Load, made
 from tests.changing.traffic import repeat, request
 from tests.commands import invoke
 from tests.conftest import wait_for
-from tests.engines.plans import machine
 from tests.hosting.stub_hosts import add, with_host
 from tests.run.test_supervisor import until
 
@@ -32,18 +31,20 @@ from bedplate.changing.episodes import load_of
 from bedplate.changing.shadow import (
     Shadow,
     Shadowing,
+    cards_in,
     computes_on,
     quality_of,
     shadow,
-    visible,
 )
 from bedplate.changing.shadow_elsewhere import told
 from bedplate.changing.shadow_mirror import LEAST_IN_WINDOW, as_long, stretches_of, usage_in
+from bedplate.decide.together import Need
 from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.hosting.host import Host
 from bedplate.measure.load import Target
 from bedplate.measure.load.preparing import Prepared
-from bedplate.run.serving import Readied
+from bedplate.run.ready import Readied, show_cards
+from bedplate.run.starting import EngineStart
 from bedplate.run.supervisor import free_port
 from bedplate.values.migration import Checked
 from bedplate.values.record import from_json, replaced, to_json
@@ -302,10 +303,8 @@ class TestReplay:
         with_host(then, tmp_path)
 
 
-async def _start_at_once(self: Shadowing, launch: Any, live: bool, ours: list[Any]) -> Any:
-    started = await self.host.add_engine(
-        launch.plan, launch.environment, launch.folder, service=self.service.name, share=0.0, need=launch.need
-    )
+async def _start_at_once(self: Shadowing, start: EngineStart, need: Need, live: bool, ours: list[Any]) -> Any:
+    started = await self.host.add_engine(start, service=self.service.name, share=0.0, need=need)
     ours.append(started)
     return started
 
@@ -502,9 +501,9 @@ class TestParts:
         assert computes_on("cpu", {"host": 1}) == {"cpu"} and computes_on("cpu", {"host": 1, "card 0": 5}) == {"cpu"}
 
     def test_a_challenger_sees_its_own_cards_alone(self) -> None:
-        found = visible("cuda", {"host": 1, "card 2": 5, "card 3": 5}, machine("cpu"))
+        found = show_cards("cuda", cards_in({"host": 1, "card 2": 5, "card 3": 5}))
         assert found == {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        assert visible("cpu", {"host": 1}, machine("cpu")) == {}
+        assert show_cards("cpu", cards_in({"host": 1})) == {}
 
     def test_broken_beside_either_is_broken(self) -> None:
         good = Checked(

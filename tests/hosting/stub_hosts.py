@@ -22,7 +22,8 @@ from bedplate.hosting.memory import Room
 from bedplate.progress import Silent
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment
-from bedplate.run.serving import Decided, Listen, Readied
+from bedplate.run.listening import Listen
+from bedplate.run.ready import Decided, Readied
 from bedplate.values import Hardware, Workload, replaced
 from bedplate.values.service import Wanted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ class TestEngines:
             (first,) = host.engines
             slow = asyncio.create_task(ask(host, "alpha", 2500))
             await until(lambda: first.backend.in_flight, "the slow answer to be under way")
-            second = await host.add_engine(one.plan, one.environment, one.folder, share=0)
+            second = await host.add_engine(one.start(), share=0)
             assert [engine.id for engine in host.engines] == ["llama.cpp-1", "llama.cpp-2"]
             assert pid_in(await ask(host, "alpha")) == first.pid
             second.backend.share = 1.0
@@ -57,7 +58,7 @@ class TestEngines:
             (first,) = host.engines
             slow = asyncio.create_task(ask(host, "alpha", 60_000))
             await until(lambda: first.backend.in_flight, "the slow answer to be under way")
-            await host.add_engine(one.plan, one.environment)
+            await host.add_engine(one.start())
             assert not await host.remove_engine(first, 0.1)
             code, body = await slow
             assert code in (502, 503) and body["error"]["message"]
@@ -71,7 +72,7 @@ class TestEngines:
             one = stub_readied("alpha", stub)
             await add(host, one)
             with pytest.raises(OutsideFailed, match="did not start"):
-                await host.add_engine(one.plan, broken, share=0)
+                await host.add_engine(replace(one.start(), environment=broken), share=0)
             assert len(host.engines) == 1 and pid_in(await ask(host, "alpha")) == host.engines[0].pid
 
         with_host(then, tmp_path)
@@ -92,7 +93,7 @@ class TestEngines:
         async def then(host: Host) -> None:
             await add(host, one)
             with pytest.raises(AnswerIsNo, match="does not fit beside") as caught:
-                await host.add_engine(one.plan, one.environment)
+                await host.add_engine(one.start())
             assert "budget" in str(caught.value.cause)
 
         with_host(then, tmp_path, budget_bytes=round(1.5 * needs(one)))
@@ -108,7 +109,7 @@ class TestEngines:
         async def then(host: Host) -> None:
             one = stub_readied("alpha", stub)
             with pytest.raises(BadQuestion, match="not served"):
-                await host.add_engine(one.plan, one.environment)
+                await host.add_engine(one.start())
             await add(host, one)
             with pytest.raises(BadQuestion, match="served already"):
                 await add(host, one)

@@ -21,7 +21,7 @@ from bedplate.hosting.memory import Room
 from bedplate.page.live import Second, Spell, Standing
 from bedplate.page.page import LiveFigures, put_up
 from bedplate.progress import Silent
-from bedplate.run.serving import Listen
+from bedplate.run.listening import Listen
 from bedplate.show.live import live_page, policy
 from bedplate.values import replaced
 

@@ -12,10 +12,10 @@ from tests.conftest import gone, wait_for
 
 from bedplate import store
 from bedplate.facts.hardware import probe
-from bedplate.measure.starting import made_ready
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment
 from bedplate.run.progress import Silent
+from bedplate.run.ready import readied
 from bedplate.tuning import rounds as proving
 from bedplate.tuning import tune as tuning
 from bedplate.tuning.search import Teller
@@ -165,9 +165,9 @@ def test_the_build_for_this_machine_is_measured_beside_the_ready_made_engine(
     native = (Turn(knob="build", value="native"),)
     assert native in [trial.turned for trial in found.trials] and not found.refused
     tuner = Tuner(hardware, builtin_facts(), chosen, all_knobs(chosen), found, Silent(), Teller(), own_store)
-    tuner.ready = made_ready(chosen, Silent())
+    tuner.ready = readied(chosen, Silent(), to_measure=True)
     point = (("build", "native"),)
-    assert tuner._readied(point).environment == built and tuner._plan_at(point).engine_version == "as built"
+    assert tuner._start_at(point).environment == built and tuner._plan_at(point).engine_version == "as built"
     subject = tuner._cell(point, LOAD, (Repeat(at="2026-11-16T10:00:00Z", seconds=1.0, samples=()),), "tuned").subject
     assert (subject.build, subject.engine_version) == ("native", "as built")
     assert not below_us()

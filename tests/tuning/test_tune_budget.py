@@ -20,8 +20,8 @@ from bedplate.engines.vllm import COMPILE_S
 from bedplate.errors import OutsideFailed
 from bedplate.facts.known_models import with_label
 from bedplate.measure.reference import shipped_references
-from bedplate.measure.starting import Ready
 from bedplate.run.progress import Silent
+from bedplate.run.starting import EngineStart
 from bedplate.tuning import tune as tuning
 from bedplate.tuning.pool import Alive, Pool
 from bedplate.tuning.search import Point, Teller
@@ -41,7 +41,7 @@ class PaperPool(Pool):
         super().__init__(most)
         self.tuner = tuner
 
-    def get(self, point: Point, make: Callable[[], Ready]) -> Alive:
+    def get(self, point: Point, make: Callable[[], EngineStart]) -> Alive:
         tuner = self.tuner
         alive: Any = SimpleNamespace(point=point, started=SimpleNamespace(start_s=1.0, died=False), stack=ExitStack())
         if point not in self.running:

@@ -19,10 +19,10 @@ from bedplate.changing.challenger import Noted, named, where_it_was, where_of
 from bedplate.changing.sides import LEAST_SEEN, Limits, Seen, Tally, latency, stuck, worse
 from bedplate.decide.planning import plan as plan_of
 from bedplate.decide.together import need_of
-from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.measure.answers import ASKED, ASKED_IN_SERVICE, Basis, basis_of, checked, warmed
 from bedplate.measure.moments import now_text
-from bedplate.run.serving import Decided, Readied, decided, readied
+from bedplate.run.ready import Decided, Readied, decided, readied
 from bedplate.values import Decision, replaced
 from bedplate.values.migration import Checked, Migration, Party, Stage, Step
 from bedplate.values.record import Record
@@ -162,7 +162,7 @@ class Migrating:
             from bedplate.measure.builds import BuildExaminer
 
             examiner = BuildExaminer()
-        return readied(one, progress, build=asked.build, examiner=examiner)
+        return readied(one, progress, examiner=examiner)
 
     def _is_the_same(self, ready: Readied) -> bool:
         old = self.before
@@ -328,7 +328,7 @@ class Migrating:
         try:
             self.challengers = await self._engines(ready, share)
         except OutsideFailed as error:
-            raise Refused("start", _clause(error)) from error
+            raise Refused("start", error.summary) from error
         # The same engine with other settings is no replica of the one in service.
         group = f"{ready.plan.engine} {ready.plan.engine_version}, since {self._began}"
         for engine in self.challengers:
@@ -338,15 +338,7 @@ class Migrating:
     async def _engines(self, ready: Readied, share: float) -> list[HostedEngine]:
         starts = [
             asyncio.create_task(
-                self.host.add_engine(
-                    ready.plan,
-                    ready.environment,
-                    ready.folder,
-                    service=self.service.name,
-                    share=share,
-                    need=need,
-                    env=ready.env(replica),
-                )
+                self.host.add_engine(ready.start(replica), service=self.service.name, share=share, need=need)
             )
             for replica, need in enumerate(ready.needs)
         ]
@@ -513,7 +505,3 @@ def _party(ready: Readied) -> Party:
         quantization=ready.plan.weights.label,
         replicas=len(ready.needs),
     )
-
-
-def _clause(error: BedplateError) -> str:
-    return f"{error.message}: {error.cause}" if error.cause else error.message

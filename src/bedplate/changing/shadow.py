@@ -13,9 +13,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
@@ -35,11 +36,11 @@ from bedplate.measure.load.apart import Call, Said, raised
 from bedplate.measure.load.own import LAG_SHARE, LEAST_LAG_MS, MOST_CPU
 from bedplate.measure.load.preparing import Prepared
 from bedplate.measure.moments import new_run_id, now_text
-from bedplate.run.environments import Environment
 from bedplate.run.prepare import content_id
-from bedplate.run.serving import VISIBLE, Readied, decided, readied
+from bedplate.run.ready import Readied, decided, readied, show_cards
+from bedplate.run.starting import EngineStart
 from bedplate.store import fingerprint
-from bedplate.values import Hardware, Plan, replaced
+from bedplate.values import Plan, replaced
 from bedplate.values.migration import Checked
 from bedplate.values.record import Record
 from bedplate.values.run import Cell, Load, Quality, Repeat, Run, Subject
@@ -101,16 +102,6 @@ class Interrupted(Exception):
     """Somebody asked for something, too often."""
 
 
-class _Start(NamedTuple):
-    """What an engine is started from."""
-
-    plan: Plan
-    environment: Environment
-    folder: Path | None
-    need: Need
-    env: Mapping[str, str]
-
-
 async def shadow(host: Host, asked: Shadow, tell: Tell) -> Shadowed:
     service = host.service(asked.model)
     service.check_own()
@@ -164,8 +155,7 @@ class Shadowing:
         ours: list[HostedEngine] = []
         try:
             began = time.monotonic()
-            launch = _Start(ready.plan, ready.environment, ready.folder, need, env)
-            challenger = await self._started(launch, live, ours)
+            challenger = await self._started(replace(ready.start(), env=env), need, live, ours)
             start_s = time.monotonic() - began if not self._held_up else None
             asked = self.incumbent if live else await self._stand_in(ours)
             self._until = time.monotonic() + self.asked.for_s
@@ -226,11 +216,11 @@ class Shadowing:
         free = tuple(card for card in host.hardware.accelerators if f"card {card.index}" not in taken)
         hardware = replaced(host.hardware, accelerators=free) if free else host.hardware
         (one,) = decided([wanted], hardware, progress, build=self.asked.build, budget_bytes=host.room.budget_bytes)
-        ready = readied(one, progress, build=self.asked.build)
+        ready = readied(one, progress)
         need = need_of(one.decision, hardware.accelerators)
         device = ready.plan.settings.device
         live = computes_on(device, need).isdisjoint(taken)
-        return ready, need, visible(device, need, hardware), live
+        return ready, need, show_cards(device, cards_in(need)), live
 
     async def _stand_in(self, ours: list[HostedEngine]) -> HostedEngine:
         """One more of the engine in service, whose own cache and queue then know nothing of all this. It is also the
@@ -240,41 +230,36 @@ class Shadowing:
         if not self.host.has_room(mine.need):
             self.note(f"there is no room for one more of it, so {alone}: a request may wait for the step that it is at")
             return mine
-        launch = _Start(mine.plan, mine.environment, mine.folder, mine.need, mine.supervisor.env)
         try:
-            return await self._started(launch, False, ours)
+            return await self._started(mine.start, mine.need, False, ours)
         except AnswerIsNo as error:
-            self.note(f"{error.message}: {error.cause}" if error.cause else error.message)
+            self.note(error.summary)
             self.note(f"so {alone}: a request may wait for the step that it is at")
             return mine
 
-    async def _started(self, launch: _Start, live: bool, ours: list[HostedEngine]) -> HostedEngine:
+    async def _started(self, start: EngineStart, need: Need, live: bool, ours: list[HostedEngine]) -> HostedEngine:
         if not live:
             await self._idle()
-        again = "one more " if launch.plan is self.incumbent.plan else ""
-        self.say(f"starting {again}{named(launch.plan)}; it gets none of the endpoint's requests")
+        again = "one more " if start.plan is self.incumbent.plan else ""
+        self.say(f"starting {again}{named(start.plan)}; it gets none of the endpoint's requests")
         before = {engine.id for engine in self.service.engines}
-        adding = self.host.add_engine(
-            launch.plan, launch.environment, launch.folder,
-            service=self.service.name, share=0.0, need=launch.need, env=launch.env,
-        )  # fmt: skip
-        start = asyncio.create_task(adding)
+        adding = asyncio.create_task(self.host.add_engine(start, service=self.service.name, share=0.0, need=need))
         try:
-            while not start.done():
-                await asyncio.wait({start}, timeout=2 * LOOK_S)
+            while not adding.done():
+                await asyncio.wait({adding}, timeout=2 * LOOK_S)
                 for engine in self.service.engines:
                     if not live and engine.id not in before:
                         self._still.add(engine)
                 if not live and self._looked():
                     self._held_up = True
-            engine = await start
+            engine = await adding
         except OutsideFailed as error:
             cause = error.cause or ("it stood still while requests came" if self._held_up else None)
-            raise AnswerIsNo(f"{named(launch.plan)} cannot be tried: {error.message}", cause=cause) from error
+            raise AnswerIsNo(f"{named(start.plan)} cannot be tried: {error.message}", cause=cause) from error
         except BaseException:
             self._still.go()
-            start.cancel()
-            await asyncio.gather(start, return_exceptions=True)
+            adding.cancel()
+            await asyncio.gather(adding, return_exceptions=True)
             raise
         ours.append(engine)
         await asyncio.to_thread(self._still.look)
@@ -560,14 +545,8 @@ def computes_on(device: str, need: Need) -> frozenset[str]:
     return cards if device != "cpu" and cards else frozenset(["cpu"])
 
 
-def visible(device: str, need: Need, hardware: Hardware) -> dict[str, str]:
-    """What shows it those cards alone, where there may be others."""
-    cards = [name.removeprefix("card ") for name in need if name.startswith("card ")]
-    variable = VISIBLE.get(device)
-    if not cards or variable is None:
-        return {}
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if variable == "CUDA_VISIBLE_DEVICES" else {}
-    return {variable: ",".join(cards), **order}
+def cards_in(need: Need) -> tuple[int, ...]:
+    return tuple(int(name.removeprefix("card ")) for name in need if name.startswith("card "))
 
 
 def quality_of(found: Sequence[Checked]) -> Quality:
@@ -604,7 +583,6 @@ def at_less_load(verdict: Verdict, share: float) -> Verdict:
 
 def subject_of(ready: Readied, start_s: float | None) -> Subject:
     facts, plan, environment = ready.decided.facts, ready.plan, ready.environment
-    build = "native" if environment.built else "adopted" if environment.adopted or environment.program else "wheel"
     return Subject(
         engine=plan.engine,
         engine_version=plan.engine_version,
@@ -614,7 +592,7 @@ def subject_of(ready: Readied, start_s: float | None) -> Subject:
         device=plan.settings.device,
         parallelism=plan.parallelism,
         settings=plan.settings,
-        build=build,
+        build=ready.build,
         start_s=start_s,
         install_bytes=environment.disk_bytes or None,
     )

@@ -23,7 +23,7 @@ from bedplate.home import home, writable
 from bedplate.hosting.control import Nothing, ask
 from bedplate.hosting.operations import MOST_SAID, Say
 from bedplate.measure.moments import now_text
-from bedplate.measure.starting import is_installed
+from bedplate.run.ready import is_installed
 from bedplate.values.migration import Migration
 from bedplate.values.record import from_json, replaced, to_json
 from bedplate.values.shadow import Shadowed
@@ -230,9 +230,7 @@ def _tried(record: ServiceRecord, asked: Watching, found: Outlook) -> tuple[list
         try:
             shadows.append(ask(record, "shadow", wanted, answer=Shadowed, tell=asked.tell, limit_s=None))
         except (AnswerIsNo, BadQuestion, OutsideFailed) as error:
-            untried.append(
-                Untried(engine=name, why=f"{error.message}: {error.cause}" if error.cause else error.message)
-            )
+            untried.append(Untried(engine=name, why=error.summary))
             asked.tell(f"{name}: {untried[-1].why}")
     return shadows, untried
 
@@ -288,8 +286,7 @@ def _moved(record: ServiceRecord, asked: Watching, done: Watched, engine: str) -
         wanted = Migrate(engine=engine, model=done.model)
         moved = ask(record, "migrate", wanted, answer=Migration, tell=asked.tell, limit_s=None)
     except BedplateError as error:
-        why = f"{error.message}: {error.cause}" if error.cause else error.message
-        return replaced(done, notes=(*done.notes, f"the migration failed: {why}"))
+        return replaced(done, notes=(*done.notes, f"the migration failed: {error.summary}"))
     return replaced(done, migration=moved)
 
 

@@ -6,30 +6,31 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from bedplate.decide.memory import fit
 from bedplate.decide.together import HOST, Need
 from bedplate.engines import Failure
-from bedplate.engines import engine as engine_by_id
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
 from bedplate.hosting.memory import Holder, Room, summed, to_unload
 from bedplate.hosting.orchestrated import Part
 from bedplate.run.gateway import Backend, BackendState, Gateway
 from bedplate.run.gateway.keeper import Keeper
+from bedplate.run.starting import EngineStart, PlanBackend, supervise
 from bedplate.run.supervisor import EngineLog, Supervisor
 from bedplate.run.trials import PATIENT
 from bedplate.values.units import memory, seconds
 
 if TYPE_CHECKING:
-    from bedplate.engines import Engine
     from bedplate.hosting.orchestrated import Member, Orchestration
     from bedplate.progress import Progress
-    from bedplate.run.environments import Environment
-    from bedplate.run.serving import Listen, Readied
+    from bedplate.run.listening import Listen
+    from bedplate.run.ready import Readied
     from bedplate.values import Hardware, Plan
+    from bedplate.values.endpoint import Above
     from bedplate.values.service import Wanted
 
 ALONE = Part()
@@ -49,36 +50,27 @@ ON_ATTEMPTS = 3
 ServiceState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 
 
-class HostedBackend(Backend):
-    """A backend of a plan."""
+class OrchestratedBackend(Backend):
+    """The part of an orchestrator that answers for all of its replicas."""
 
-    def __init__(
-        self, model: str, plan: Plan, aliases: Iterable[str], share: float, on: Orchestration | None = None
-    ) -> None:
-        name, version = (plan.engine, plan.engine_version) if on is None else (on.above.orchestrator, on.above.version)
-        super().__init__(model, name, version, aliases, share=share)
-        self.slots = plan.settings.slots
+    def __init__(self, model: str, plan: Plan, aliases: Iterable[str], share: float, above: Above) -> None:
+        super().__init__(model, above.orchestrator, above.version, aliases, share=share)
+        self.slots = plan.settings.slots * above.replicas
         self.context_tokens = plan.settings.context_tokens
-        if on is None:
-            self.max_connections = engine_by_id(plan.engine).connections(plan.settings)
-        else:
-            self.slots *= on.above.replicas
-            self.attempts = ON_ATTEMPTS if on.above.replicas > 1 else 1
-            self.wants_name = True
+        self.attempts = ON_ATTEMPTS if above.replicas > 1 else 1
+        self.wants_name = True
 
 
 class HostedEngine:
-    """One engine of a host: plan, environment, supervisor and backend."""
+    """One engine of a host: what it was started from, its supervisor and its backend."""
 
     def __init__(
         self,
         id: str,
         service: str,
-        plan: Plan,
-        environment: Environment,
-        folder: Path | None,
+        start: EngineStart,
         need: Need,
-        backend: HostedBackend,
+        backend: Backend,
         supervisor: Supervisor,
         part: Part,
     ) -> None:
@@ -86,9 +78,7 @@ class HostedEngine:
         """Unique in its host: `llama.cpp-1`."""
         self.service = service
         """The name of the model that it answers for."""
-        self.plan = plan
-        self.environment = environment
-        self.folder = folder
+        self.start = start
         self.need = need
         self.backend = backend
         self.supervisor = supervisor
@@ -96,6 +86,10 @@ class HostedEngine:
         self.ready_since: float | None = None
         """On the monotonic clock."""
         self.leaving = False
+
+    @property
+    def plan(self) -> Plan:
+        return self.start.plan
 
     @property
     def state(self) -> BackendState:
@@ -365,7 +359,7 @@ class Host:
             if self.state == "ready":
                 self.say(f"{service.name} is loaded, after {seconds(time.monotonic() - began)}")
         except BedplateError as error:
-            service.failure = f"{error.message}: {error.cause}" if error.cause else error.message
+            service.failure = error.summary
             raise
         finally:
             service.busy = None
@@ -376,14 +370,7 @@ class Host:
         readied, on = service.readied, service.on
         if on is None:
             yield [
-                self.add_engine(
-                    readied.plan,
-                    readied.environment,
-                    readied.folder,
-                    service=service.name,
-                    need=need,
-                    env=readied.env(replica),
-                )
+                self.add_engine(readied.start(replica), service=service.name, need=need)
                 for replica, need in enumerate(readied.needs)
             ]
             return
@@ -391,17 +378,10 @@ class Host:
             yield [self._add_member(service, on, member) for member in stage]
 
     async def _add_member(self, service: HostedService, on: Orchestration, member: Member) -> HostedEngine:
-        readied = service.readied
-        return await self.add_engine(
-            readied.plan,
-            on.environment,
-            readied.folder,
-            service=service.name,
-            need=member.need,
-            env=member.env,
-            engine=member.engine,
-            part=member.part,
+        start = EngineStart(
+            service.readied.plan, on.environment, service.readied.folder, member.env, launched=member.engine
         )
+        return await self.add_engine(start, service=service.name, need=member.need, part=member.part)
 
     def _want(self, model: str) -> None:
         """The gateway says that a request came for a model that has no engine ready; the request waits."""
@@ -467,32 +447,27 @@ class Host:
 
     async def add_engine(
         self,
-        plan: Plan,
-        environment: Environment,
-        folder: Path | None = None,
+        start: EngineStart,
         *,
         service: str | None = None,
         share: float = 1.0,
         need: Need | None = None,
-        env: Mapping[str, str] | None = None,
-        engine: Engine | None = None,
         part: Part = ALONE,
     ) -> HostedEngine:
         """Starts one more engine for a service, and returns when it is ready. Raises when it does not get so far.
 
         `service` is the model that it answers for, where that has another name than the plan's. `share` is its part of
         the requests; with 0 it gets none until `engine.backend.share` is set. Without `need` there must be room for it
-        beside everything that is loaded, by the same arithmetic as a plan's. `engine` is what is launched where that is
-        not the plan's own, and `part` what it is to the service.
+        beside everything that is loaded, by the same arithmetic as a plan's. `part` is what it is to the service.
         """
-        name = service or plan.model.served_name
+        name = service or start.plan.model.served_name
         owner = self.services.get(name)
         if owner is None:
             raise BadQuestion(f"{name} is not served here", hint=f"served: {', '.join(self.services)}")
         if need is None:
-            need = self.need_of(plan)
+            need = self.need_of(start.plan)
             self.check_room(need, f"another engine for {name}")
-        made = self._made(owner, plan, environment, folder, share, need, env, engine, part)
+        made = self._made(owner, start, share, need, part)
         # Whoever looks for the first one finds one that answers.
         owner.engines.insert(0 if part.routed and part.name else len(owner.engines), made)
         if part.routed:
@@ -548,28 +523,21 @@ class Host:
                 f"and there is {self.room.in_words()}",
             )
 
-    def _made(
-        self,
-        owner: HostedService,
-        plan: Plan,
-        environment: Environment,
-        folder: Path | None,
-        share: float,
-        need: Need,
-        env: Mapping[str, str] | None,
-        launched: Engine | None,
-        part: Part,
-    ) -> HostedEngine:
-        backend = HostedBackend(owner.name, plan, self._aliases(plan), share, owner.on if part.name else None)
+    def _made(self, owner: HostedService, start: EngineStart, share: float, need: Need, part: Part) -> HostedEngine:
+        plan, launched = start.plan, start.engine
+        backend: Backend
+        if owner.on is not None and part.name:
+            backend = OrchestratedBackend(owner.name, plan, self._aliases(plan), share, owner.on.above)
+        else:
+            backend = PlanBackend(owner.name, plan, self._aliases(plan), share)
         backend.begun = self._begun
-        launched = launched or engine_by_id(plan.engine)
         taken = {engine.id for engine in self.engines}
         number = next(n for n in range(1, len(taken) + 2) if f"{launched.id}-{n}" not in taken)
         id = f"{launched.id}-{number}"
-        log = self._logs / f"{self.name}@{id}.log"
-        more = {**(PATIENT if self._shares_cores(plan) else {}), **(env or {})}
-        supervisor = Supervisor(plan, launched, environment, backend, log, self.say, folder, env=more)
-        return HostedEngine(id, owner.name, plan, environment, folder, need, backend, supervisor, part)
+        if self._shares_cores(plan):
+            start = replace(start, env={**PATIENT, **start.env})
+        supervisor = supervise(start, backend, self._logs / f"{self.name}@{id}.log", self.say)
+        return HostedEngine(id, owner.name, start, need, backend, supervisor, part)
 
     def _shares_cores(self, plan: Plan) -> bool:
         """Whether engines have more threads together than there are cores: then threads that spin stop each other."""

@@ -27,14 +27,14 @@ from bedplate.engines.vllm import ENGINE as VLLM
 from bedplate.errors import AnswerIsNo, BadQuestion
 from bedplate.hosting.orchestrated import Member, Part, private_folder
 from bedplate.run.environments import Environment, make_environment
-from bedplate.run.serving import readied
+from bedplate.run.ready import readied
 from bedplate.values import Launch, Plan, replaced
 from bedplate.values.endpoint import Above
 
 if TYPE_CHECKING:
     from bedplate.hosting.host import HostedEngine
     from bedplate.run.progress import Progress
-    from bedplate.run.serving import Decided, Readied
+    from bedplate.run.ready import Decided, Readied
     from bedplate.run.trials import Examiner
     from bedplate.values.decision import Device
     from bedplate.values.service import Order, Wanted
@@ -267,7 +267,7 @@ class Orchestrated:
     def __init__(self, one: Readied, folder: Path, mocked: str | None) -> None:
         self.environment: Environment = one.environment
         self.needs: Sequence[Need] = one.needs
-        self.envs = [one.env(replica) for replica in range(len(one.needs))]
+        self.envs = [one.start(replica).env for replica in range(len(one.needs))]
         self.mocked = mocked
         self.place = Place(folder, located(one))
         self.above = above(len(one.needs), one.plan.settings.device, mocked)

@@ -24,7 +24,7 @@ from bedplate.errors import BadQuestion
 from bedplate.hosting.memory import summed
 from bedplate.hosting.orchestrated import Member, Part, private_folder
 from bedplate.run.environments import Environment, command, make_environment
-from bedplate.run.serving import readied
+from bedplate.run.ready import readied
 from bedplate.run.supervisor import LONGEST_START_S, free_port, surroundings
 from bedplate.run.trials import PATIENT
 from bedplate.run.warden import guarded
@@ -34,7 +34,7 @@ from bedplate.values.endpoint import Above
 if TYPE_CHECKING:
     from bedplate.hosting.host import HostedEngine
     from bedplate.run.progress import Progress
-    from bedplate.run.serving import Decided, Readied
+    from bedplate.run.ready import Decided, Readied
     from bedplate.run.trials import Examiner
     from bedplate.values.service import Order
 
@@ -78,7 +78,6 @@ class Ray:
 
     def __init__(self, order: Order) -> None:
         self.services = order.services
-        self.build = order.build
         (wanted,) = order.services
         if wanted.engine == "mocker":
             raise BadQuestion("--on ray: the mocker is Dynamo's", hint="--on dynamo --engine mocker")
@@ -87,7 +86,7 @@ class Ray:
 
     def readied(self, one: Decided, progress: Progress, examiner: Examiner | None = None) -> Readied:
         self.environment = make_environment(Packages(), progress)
-        return readied(one, progress, build=self.build, examiner=examiner)
+        return readied(one, progress, examiner=examiner)
 
     def orchestration(self, one: Readied, name: str, logs: Path) -> Orchestrated:
         return Orchestrated(one, self.environment, private_folder(), [logs / f"{name}@{file}" for file in _logs(one)])
@@ -239,7 +238,9 @@ def _engine(one: Readied, logs: Sequence[Path], folder: Path) -> dict[str, Any]:
     patient = PATIENT if (plan.settings.threads or 0) * len(one.needs) > cores else {}
     return {
         "argv": guarded(command(one.environment, launch)),
-        "envs": [_surroundings(one, launch, {**patient, **one.env(replica)}) for replica in range(len(one.needs))],
+        "envs": [
+            _surroundings(one, launch, {**patient, **one.start(replica).env}) for replica in range(len(one.needs))
+        ],
         "cwd": str(one.folder) if one.folder is not None else os.getcwd(),  # noqa: PTH109
         "health": launch.health_path,
         "key_variable": engine.key_variable,

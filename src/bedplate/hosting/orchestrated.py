@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bedplate.hosting.host import HostedEngine
     from bedplate.run.environments import Environment
     from bedplate.run.progress import Progress
-    from bedplate.run.serving import Decided, Readied
+    from bedplate.run.ready import Decided, Readied
     from bedplate.run.trials import Examiner
     from bedplate.values.service import Wanted
 

@@ -39,7 +39,7 @@ from bedplate.run.environments import make_environment
 from bedplate.run.models import intended_model
 from bedplate.run.prepare import MANIFEST as PREPARED_MANIFEST
 from bedplate.run.prepare import prepared_dir
-from bedplate.run.serving import decided, readied
+from bedplate.run.ready import decided, readied
 from bedplate.run.uv import python_for_engines, run_uv
 from bedplate.values import Decision, Hardware, Model, Plan, replaced, to_json
 from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile, Packed, Site

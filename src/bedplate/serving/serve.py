@@ -29,7 +29,8 @@ from bedplate.hosting.tenants import remarks
 from bedplate.page.page import put_up
 from bedplate.progress import Progress, Silent
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES
-from bedplate.run.serving import Decided, Listen, Readied, check_port, decided, readied
+from bedplate.run.listening import Listen, check_port
+from bedplate.run.ready import Decided, Readied, decided, readied
 from bedplate.run.trials import Examiner
 from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
 from bedplate.values.intent import Operations
@@ -134,17 +135,17 @@ def _serve_order(
     record = records.claimed(order.name, fallback or found[0].name, detached=detached)
     try:
         hooks.on_claim(record)
-        made = [_readied(one, order, hooks, above) for one in found]
+        made = [_readied(one, hooks, above) for one in found]
         on = above.orchestration(made[0], record.name, logs) if above is not None else None
         _run(_Session(order, hooks, listen, hardware, made, record, logs, on).run())
     finally:
         records.forget(record)
 
 
-def _readied(one: Decided, order: Order, hooks: Hooks, above: Kind | None) -> Readied:
+def _readied(one: Decided, hooks: Hooks, above: Kind | None) -> Readied:
     if above is not None:
         return above.readied(one, hooks.progress, hooks.examiner)
-    return readied(one, hooks.progress, build=order.build, examiner=hooks.examiner)
+    return readied(one, hooks.progress, examiner=hooks.examiner)
 
 
 def refuse_early(order: Order, listen: Listen | None = None) -> None:

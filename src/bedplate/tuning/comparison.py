@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from bedplate.errors import BadQuestion
 from bedplate.judge.compare import CHANCE, compare
-from bedplate.measure.starting import why
 from bedplate.measure.statistics import half_width
 from bedplate.measure.summary import output_tok_s, summarized, tpots, ttfts
 from bedplate.tuning.rounds import SURELY
@@ -42,7 +41,7 @@ def proof_of(tuned: Tuned, against: Opponent, other: Cell, best: Cell) -> Proof:
     try:
         verdict = _verdict(tuned, other, best)
     except BadQuestion as error:
-        return Proof(against=against, answer="not proven", text=why(error))
+        return Proof(against=against, answer="not proven", text=error.summary)
     speed, first = _effect(verdict, "output_tok_s"), _effect(verdict, "ttft_ms")
     return Proof(
         against=against,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from bedplate.measure.answers import Where
 from bedplate.measure.load import Target
-from bedplate.measure.starting import Ready, Started, running
-from bedplate.measure.watch import Meters, Metrics
-from bedplate.run.progress import Silent
+from bedplate.measure.watch import Meters, meters_of
+from bedplate.progress import Silent
+from bedplate.run.starting import EngineStart, Started, running
 from bedplate.tuning.search import Point
 
 
@@ -18,7 +18,6 @@ from bedplate.tuning.search import Point
 class Alive:
     """An engine that answers, and what is read of it."""
 
-    ready: Ready
     started: Started
     target: Target
     meters: Meters
@@ -26,7 +25,7 @@ class Alive:
 
     @property
     def where(self) -> Where:
-        return Where(self.started.url, self.started.key, self.ready.plan.model.served_name)
+        return Where(self.started.url, self.started.key, self.started.start.plan.model.served_name)
 
 
 @dataclass
@@ -36,7 +35,7 @@ class Pool:
     most: int
     running: dict[Point, Alive] = field(default_factory=dict)
 
-    def get(self, point: Point, make: Callable[[], Ready]) -> Alive:
+    def get(self, point: Point, make: Callable[[], EngineStart]) -> Alive:
         if (one := self.running.pop(point, None)) is not None:
             if not one.started.died:
                 self.running[point] = one  # used last
@@ -44,20 +43,11 @@ class Pool:
             one.stack.close()
         while len(self.running) >= self.most:
             self.end(next(iter(self.running)))
-        ready = make()
+        start = make()
         stack = ExitStack()
-        try:
-            started = stack.enter_context(running(ready, Silent()))
-        except BaseException:
-            stack.close()
-            raise
-        meters = Meters()
-        meters.pid = started.pid
-        meters.on_card = ready.plan.settings.device not in ("cpu", "metal")
-        host, port = started.backend.address or ("127.0.0.1", 0)
-        meters.metrics = Metrics(f"http://{host}:{port}", started.backend.engine_key, ready.planned.engine.read)
-        target = Target.of(started.url, key=started.key, model=ready.plan.model.served_name)
-        self.running[point] = Alive(ready, started, target, meters, stack)
+        started = stack.enter_context(running(start, Silent()))
+        target = Target.of(started.url, key=started.key, model=start.plan.model.served_name)
+        self.running[point] = Alive(started, target, meters_of(started), stack)
         return self.running[point]
 
     def end(self, point: Point) -> None:

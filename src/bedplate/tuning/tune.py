@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,6 @@ from bedplate.measure.load import OwnError, Prepared, prepare
 from bedplate.measure.load import run as run_loop
 from bedplate.measure.moments import new_run_id, now_text
 from bedplate.measure.reference import reference_for
-from bedplate.measure.starting import Planned, Ready, facts_of, made_ready, planned, why
 from bedplate.measure.summary import meets, output_tok_s, tpots, ttfts
 from bedplate.measure.watch import Watcher
 from bedplate.measure.wave import Work, warmed, wave, wave_apart
@@ -46,6 +45,8 @@ from bedplate.run.native import usable_build
 from bedplate.run.prepare import content_id
 from bedplate.run.prepare import prepare as prepare_weights
 from bedplate.run.progress import Progress, Silent
+from bedplate.run.ready import Decided, Readied, fetch_facts, plan_engine, readied
+from bedplate.run.starting import EngineStart
 from bedplate.store import fingerprint
 from bedplate.tuning.comparison import LOST, SPEED_KEPT, is_settled, middle, proof_of, side_of, turn_of
 from bedplate.tuning.pool import Alive, Pool
@@ -64,6 +65,7 @@ from bedplate.tuning.search import (
 )
 from bedplate.values import Hardware, Model, Plan, Preparation, Settings, Workload, replaced
 from bedplate.values.run import Cell, Load, Quality, Repeat, Subject
+from bedplate.values.service import Wanted
 from bedplate.values.tuning import (
     Knob,
     Objective,
@@ -154,8 +156,8 @@ def tune(
         target, knobs, lossy, native = before.target, before.knobs, before.lossy, before.build == "native"
         price_per_hour, workload, draft = before.price_per_hour, before.workload, before.draft
     load = load or Load(concurrency=4)
-    facts = facts_of(model, hardware, progress)
-    chosen = chosen_plan(engine, hardware, facts, load, workload, native=native)
+    facts = fetch_facts(model, hardware, progress)
+    chosen = chosen_plan(engine, hardware, facts, load, workload, native=native, path=path)
     found = (*all_knobs(chosen), *more_knobs, *_drafting(chosen, draft))
     checked_knobs(found, knobs, chosen)
     kept = before or Tuned(
@@ -187,8 +189,15 @@ def tune(
 
 
 def chosen_plan(
-    engine: str | None, hardware: Hardware, facts: Model, load: Load, workload: Workload | None, *, native: bool = False
-) -> Planned:
+    engine: str | None,
+    hardware: Hardware,
+    facts: Model,
+    load: Load,
+    workload: Workload | None,
+    *,
+    native: bool = False,
+    path: Path | None = None,
+) -> Decided:
     """What `serve` would start for this load without any tuning: the engine that was asked for, or decided."""
     from bedplate.decide import decide
 
@@ -206,19 +215,20 @@ def chosen_plan(
         engine = decide(hardware, facts, work, installable=True).engine
         if engine is None:
             raise AnswerIsNo(f"{facts.name} cannot be served here", hint="bedplate plan says why")
-    return planned(engine, hardware, facts, work, native=native)
+    wanted = Wanted(model=facts.name, workload=work, engine=engine, untuned=True)
+    return plan_engine(wanted, facts, hardware, Silent(), build="native" if native else "packages", path=path)
 
 
-def all_knobs(chosen: Planned) -> tuple[Knob, ...]:
+def all_knobs(chosen: Decided) -> tuple[Knob, ...]:
     """The engine's own, and whether it is the build for this machine, where there is one beside the ready-made."""
     found = chosen.engine.knobs(chosen.hardware, chosen.plan)
-    if not found or chosen.native or find_adopted(chosen.engine) is not None:
+    if not found or chosen.build == "native" or find_adopted(chosen.engine) is not None:
         return found
     there = usable_build(chosen.engine, chosen.hardware, chosen.plan.settings.device)
     return (build_knob(), *found) if there is not None else found
 
 
-def _drafting(chosen: Planned, draft: str | None) -> tuple[Knob, ...]:
+def _drafting(chosen: Decided, draft: str | None) -> tuple[Knob, ...]:
     if draft is None:
         return ()
     path = Path(draft).expanduser().absolute()
@@ -230,7 +240,7 @@ def _drafting(chosen: Planned, draft: str | None) -> tuple[Knob, ...]:
     return (draft_knob(options, str(path)),)
 
 
-def checked_knobs(found: Sequence[Knob], asked: Sequence[str], chosen: Planned) -> None:
+def checked_knobs(found: Sequence[Knob], asked: Sequence[str], chosen: Decided) -> None:
     if not found:
         raise AnswerIsNo(
             f"bedplate does not know what to turn of {chosen.engine.name}", hint="bedplate plan names engines that fit"
@@ -261,7 +271,7 @@ class Tuner:
         self,
         hardware: Hardware,
         facts: Model,
-        chosen: Planned,
+        chosen: Decided,
         knobs: Sequence[Knob],
         kept: Tuned,
         progress: Progress,
@@ -271,7 +281,7 @@ class Tuner:
         self.hardware, self.facts, self.chosen, self.knobs = hardware, facts, chosen, tuple(knobs)
         self.kept, self.progress, self.teller, self.path = kept, progress, teller, path
         self.pool = Pool(1)
-        self.ready: Ready | None = None
+        self.ready: Readied | None = None
         self.prepared: Prepared | None = None
         self.pairs: Pairs = ()
         self.qualities: dict[Point, Quality] = {}
@@ -292,7 +302,7 @@ class Tuner:
     # the whole
 
     def run(self) -> Tuned:
-        self.ready = made_ready(self.chosen, self.progress, _examiner(self.chosen))
+        self.ready = readied(self.chosen, self.progress, examiner=_examiner(self.chosen), to_measure=True)
         self.kept = replaced(self.kept, engine_version=self.ready.plan.engine_version, build=self.ready.build)
         self.pool.most = self._room(None)
         self.teller.begun(self.kept, self.knobs)
@@ -418,7 +428,7 @@ class Tuner:
             repeat, used = self._watched(alive, self.kept.load, limit_s)
         except (OutsideFailed, AnswerIsNo) as error:
             self.pool.end(point)
-            self._refuse(point, "start", why(error), _tail(error))
+            self._refuse(point, "start", error.summary, _tail(error))
             return None
         except OSError as error:
             died = point in self.pool.running and self.pool.running[point].started.died
@@ -615,7 +625,7 @@ class Tuner:
         if fresh:
             self._say(f"starting {words_at(point)}")
         began, converting = self.clock(), math.fsum(self._convert_s.values())
-        alive = self.pool.get(point, lambda: self._readied(point))
+        alive = self.pool.get(point, lambda: self._start_at(point))
         if fresh:
             self._warm(alive, self._own_limit_s(1, REQUEST_LIMIT_S) if point == OWN else REQUEST_LIMIT_S)
             converted = math.fsum(self._convert_s.values()) - converting
@@ -638,7 +648,7 @@ class Tuner:
         found = turned_plan(plan, self.knobs, dict(point))
         return replaced(found, engine_version=self._built.version) if is_native(found.settings) else found
 
-    def _readied(self, point: Point) -> Ready:
+    def _start_at(self, point: Point) -> EngineStart:
         if self.ready is None:
             raise RuntimeError("nothing is installed yet")
         plan, base = self._plan_at(point), self.ready
@@ -649,7 +659,7 @@ class Tuner:
             folder = prepare_weights(plan, steps, base.environment, self.progress, self.chosen.hardware)
             self._convert_s.setdefault(plan.weights.label, self.clock() - began)
         environment = self._built if is_native(plan.settings) else base.environment
-        return Ready(replace(self.chosen, plan=plan), plan, environment, folder)
+        return EngineStart(plan, environment, folder)
 
     @functools.cached_property
     def _built(self) -> Environment:
@@ -737,7 +747,7 @@ class Tuner:
             ask(alive.where.url, self.pairs, model=alive.where.name, key=alive.where.key, in_flight=ASK_AT_ONCE)
         )
         found = compare_answers(self.pairs, said)
-        floor = floor_for(plan) if not self.kept.lossy else min(floor_for(plan), floor_for(alive.ready.plan))
+        floor = floor_for(plan) if not self.kept.lossy else min(floor_for(plan), floor_for(alive.started.start.plan))
         verdict, note = verdict_of(found, floor)
         self._evidence = evidence_words(found)
         quality = Quality(
@@ -931,7 +941,7 @@ class Tuner:
         except (OutsideFailed, AnswerIsNo) as error:
             died = point in self.pool.running and self.pool.running[point].started.died
             self.pool.end(point)
-            self._refuse(point, "died" if died else "errors", why(error), _tail(error))
+            self._refuse(point, "died" if died else "errors", error.summary, _tail(error))
             return None
         if repeat is None:
             return None
@@ -993,8 +1003,8 @@ def _tail(error: BedplateError) -> tuple[str, ...]:
     return tuple(part for part in (error.cause, error.hint) if part)
 
 
-def _examiner(chosen: Planned) -> BuildExaminer | None:
-    if not chosen.native:
+def _examiner(chosen: Decided) -> BuildExaminer | None:
+    if chosen.build != "native":
         return None
     from bedplate.measure.builds import BuildExaminer
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-import msgspec
+from typing import Protocol, TypeVar
 
 from bedplate.decide import decide, plan
 from bedplate.decide.together import Ask, Need, Part, together
@@ -20,13 +16,13 @@ from bedplate.engines.base import cards_of
 from bedplate.engines.knobs import is_native
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.facts.cpu import INSTRUCTION_SETS
+from bedplate.progress import Progress
 from bedplate.run.builtin import fetch_builtin
-from bedplate.run.environments import Environment, find_adopted, make_environment
-from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES, bind_failure
+from bedplate.run.environments import Environment, find_adopted, find_environment, make_environment
 from bedplate.run.models import fetched_model, is_builtin, local_model
 from bedplate.run.native import NotUsable, buildable, toolchain, usable_build
 from bedplate.run.prepare import prepare
-from bedplate.run.progress import Progress
+from bedplate.run.starting import EngineStart
 from bedplate.run.trials import Examiner, native_environment
 from bedplate.store import agreements, fingerprint, results, tunings, verdicts
 from bedplate.values import Decision, Hardware, Model, Plan, Workload, replaced
@@ -37,21 +33,10 @@ from bedplate.values.tuning import Tuned
 from bedplate.values.verdict import Verdict
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
 """How a process is shown only some of the accelerators."""
-
-
-class Listen(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and for whom the endpoint answers."""
-
-    host: str = "127.0.0.1"
-    port: int = 8080
-    api_key: str | None = None
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    grace_s: float = 5.0
-    log_content: Path | None = None
-    """Where what is asked and answered is kept, for an operator who wants that."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +48,11 @@ class Decided:
     facts: Model
     part: Part
     plan: Plan
+    build: Build = "packages"
+
+    @property
+    def engine(self) -> Engine:
+        return engine_by_id(self.plan.engine)
 
     @property
     def decision(self) -> Decision:
@@ -92,26 +82,29 @@ class Readied:
         """Of each replica."""
         return self.decided.part.needs
 
-    def env(self, replica: int) -> dict[str, str]:
-        """What a replica is told beside its launch: which accelerators are its own, and that it is not alone."""
-        cards = self.decided.part.cards[replica]
-        variable = VISIBLE.get(self.plan.settings.device)
-        if not cards or variable is None:
-            return engine_by_id(self.plan.engine).beside_others(self.plan.settings) if len(self.needs) > 1 else {}
-        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if variable == "CUDA_VISIBLE_DEVICES" else {}
-        return {variable: ",".join(str(index) for index in cards), **order}
+    @property
+    def build(self) -> str:
+        """As runs and tunings name it."""
+        if self.environment.built:
+            return "native"
+        return "adopted" if self.environment.theirs else "wheel"
+
+    def start(self, replica: int = 0) -> EngineStart:
+        """One replica with the variables that give it its own accelerators, or tell it that it is not alone."""
+        cards, settings = self.decided.part.cards[replica], self.plan.settings
+        env = show_cards(settings.device, cards)
+        if not env and len(self.needs) > 1:
+            env = engine_by_id(self.plan.engine).beside_others(settings)
+        return EngineStart(self.plan, self.environment, self.folder, env)
 
 
-def check_port(listen: Listen) -> None:
-    """Refuses a port that is in use before anything is downloaded for it."""
-    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-    try:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((listen.host, listen.port))
-    except (OSError, OverflowError) as error:
-        failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, "ports go from 0 to 65535")
-        raise bind_failure(failure, listen.host, listen.port) from error
+def show_cards(device: str, cards: Sequence[int]) -> dict[str, str]:
+    """The variables by which a process sees these accelerators alone, by the driver's numbers; none: as they come."""
+    variable = VISIBLE.get(device)
+    if not cards or variable is None:
+        return {}
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if variable == "CUDA_VISIBLE_DEVICES" else {}
+    return {variable: ",".join(str(index) for index in cards), **order}
 
 
 def decided(
@@ -131,11 +124,39 @@ def decided(
     if build == "native":
         wanted = [replaced(one, engine=_to_be_built(one.engine, hardware).id) for one in wanted]
     models = models or [_facts(one.model, hardware, progress) for one in wanted]
+    return _planned(wanted, models, hardware, progress, build, budget_bytes, tell)
+
+
+def plan_engine(
+    wanted: Wanted,
+    facts: Model,
+    hardware: Hardware,
+    progress: Progress,
+    *,
+    build: Build = "packages",
+    path: Path | None = None,
+) -> Decided:
+    """One engine that is named, with all of the machine: planned as `serve` plans it, with what the store in `path` has
+    of earlier results and tunings. Raises `AnswerIsNo` where it cannot serve this model here."""
+    (one,) = _planned([wanted], [facts], hardware, progress, build, path=path)
+    return one
+
+
+def _planned(
+    wanted: Sequence[Wanted],
+    models: Sequence[Model],
+    hardware: Hardware,
+    progress: Progress,
+    build: Build,
+    budget_bytes: int | None = None,
+    tell: Callable[[Hardware, Model, Wanted, Decision], None] = lambda hardware, model, wanted, decision: None,
+    path: Path | None = None,
+) -> tuple[Decided, ...]:
     past = _Past(
-        _remembered(results, hardware, progress),
-        _remembered(agreements, hardware, progress),
-        _remembered(verdicts, hardware, progress),
-        _remembered(tunings, hardware, progress),
+        _remembered(results, hardware, progress, path),
+        _remembered(agreements, hardware, progress, path),
+        _remembered(verdicts, hardware, progress, path),
+        _remembered(tunings, hardware, progress, path),
     )
     asks = [
         Ask(facts.name, one.workload, _decides(one, facts, build, past), one.replicas, one.on_demand)
@@ -145,9 +166,16 @@ def decided(
     for one, facts, part in zip(wanted, models, parts, strict=True):
         tell(hardware, facts, one, part.decision)
     return tuple(
-        Decided(one, hardware, facts, part, plan(part.decision, facts, part.workload))
+        Decided(one, hardware, facts, part, plan(part.decision, facts, part.workload), build)
         for one, facts, part in zip(wanted, models, parts, strict=True)
     )
+
+
+def fetch_facts(model: str | None, hardware: Hardware, progress: Progress) -> Model:
+    """The facts of a model whose files are on this machine afterwards."""
+    if is_builtin(model):
+        fetch_builtin(progress)
+    return _facts(model, hardware, progress)
 
 
 def _facts(model: str | None, hardware: Hardware, progress: Progress) -> Model:
@@ -198,18 +226,21 @@ def readied(
     one: Decided,
     progress: Progress,
     *,
-    build: Build = "packages",
     examiner: Examiner | None = None,
     environment: Environment | None = None,
+    to_measure: bool = False,
 ) -> Readied:
-    """Installs and converts what is missing; `environment` is one that has the engine among other things."""
+    """Installs and converts what is missing; `environment` is one that has the engine among other things.
+
+    `to_measure`: no other build takes the place of one that cannot be used, and there is no advice on builds.
+    """
     chosen, steps = one.plan, one.decision.launch.prepare if one.decision.launch is not None else ()
     asked = one.wanted.engine
-    if asked is not None and (words := _idle_words(engine_by_id(asked), one.hardware, chosen)):
+    if asked is not None and not to_measure and (words := _idle_words(engine_by_id(asked), one.hardware, chosen)):
         progress.note(words)
     if environment is None:
-        environment = _environment(chosen, one.hardware, build, progress, examiner)
-    if environment.server is not None or environment.built:
+        environment = _environment(chosen, one.hardware, one.build, progress, examiner, to_measure)
+    if environment.theirs or environment.built:
         chosen = replaced(chosen, engine_version=environment.version)
     if is_builtin(one.wanted.model):
         fetch_builtin(progress)
@@ -257,7 +288,12 @@ def _unused_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | Non
 
 
 def _environment(
-    chosen: Plan, hardware: Hardware, build: Build, progress: Progress, examiner: Examiner | None
+    chosen: Plan,
+    hardware: Hardware,
+    build: Build,
+    progress: Progress,
+    examiner: Examiner | None,
+    to_measure: bool = False,
 ) -> Environment:
     engine, device = engine_by_id(chosen.engine), chosen.settings.device
     if build != "native":
@@ -269,28 +305,53 @@ def _environment(
                 f"one has the same settings; --build native builds it"
             )
         environment = make_environment(engine, progress, device)
-        if environment.server is None and (words := _unused_words(engine, hardware, chosen)):
+        if environment.server is None and not to_measure and (words := _unused_words(engine, hardware, chosen)):
             progress.note(words)
         return environment
     try:
         return native_environment(engine, hardware, device, progress, examiner, chosen.source or chosen.model)
     except NotUsable as error:
+        why, cause = f"the native build of {engine.name} is not used: {error.why}", "; ".join(error.evidence) or None
+        if to_measure:
+            raise OutsideFailed(why, cause=cause) from error
         if device not in engine.built_for:
-            raise OutsideFailed(
-                f"the native build of {engine.name} is not used: {error.why}",
-                cause="; ".join(error.evidence) or None,
-                hint=f"without --build native the CPU is used; bedplate engines remove {engine.id}, to build it again",
-            ) from error
-        for line in (f"WARNING: the native build of {engine.name} is not used: {error.why}", *error.evidence):
+            hint = f"without --build native the CPU is used; bedplate engines remove {engine.id}, to build it again"
+            raise OutsideFailed(why, cause=cause, hint=hint) from error
+        for line in (f"WARNING: {why}", *error.evidence):
             progress.note(line)
         progress.note(f"the ready-made {engine.name} {engine.version} is used instead")
         return make_environment(engine, progress, device)
 
 
-def _remembered(read: Callable[[str], tuple[T, ...]], hardware: Hardware, progress: Progress) -> tuple[T, ...]:
+def is_installed(engine: Engine, hardware: Hardware) -> bool:
+    """Whether it can be started here at once; what was built from source is started only where that is asked for."""
+    target = engine.target(hardware)
+    if target is None:
+        return False
+    if find_adopted(engine) is not None:
+        return True
+    devices = {target.device, "cpu" if engine.cpu else target.device}
+    return engine.recipe is not None and any(find_environment(engine, device) is not None for device in devices)
+
+
+def installed_engines(hardware: Hardware) -> tuple[str, ...]:
+    return tuple(engine.id for engine in all_engines().values() if is_installed(engine, hardware))
+
+
+def installable_engines() -> tuple[str, ...]:
+    return tuple(engine.id for engine in all_engines().values() if engine.recipe is not None)
+
+
+class _Reads(Protocol[T_co]):
+    """A function of the store, for one machine."""
+
+    def __call__(self, machine: str, *, path: Path | None = None) -> tuple[T_co, ...]: ...
+
+
+def _remembered(read: _Reads[T], hardware: Hardware, progress: Progress, path: Path | None) -> tuple[T, ...]:
     """What the store has of this machine; one that cannot be read is no reason not to serve."""
     try:
-        return read(fingerprint(hardware))
+        return read(fingerprint(hardware), path=path)
     except OutsideFailed as error:
         progress.note(f"{error.message}: what was found here earlier is not known")
         return ()
