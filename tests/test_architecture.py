@@ -115,6 +115,25 @@ def test_a_circle_is_found_in_functions_and_not_among_types(tmp_path: Path) -> N
     assert find_cycle(module_graph(package)) is None
 
 
+PROGRAMS = {"facts/measured/worker.py", "facts/measured/execute.py", "measure/load/null_server.py", "run/warden.py"}
+"""These run as processes of their own and speak to bedplate through their standard streams."""
+
+
+def test_only_the_command_line_prints() -> None:
+    """The rest raises, returns, renders, or writes to a console that it is given."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        if name.startswith(("cli/", "engines/shipped/")) or name in PROGRAMS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            stream = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if called in ("print", "rich.print", "Console", "typer.echo") or stream in ("sys.stdout", "sys.stderr"):
+                found.append(f"{name}:{node.lineno}: {called or stream}")  # type: ignore[attr-defined]
+    assert not found
+
+
 def test_every_room_is_known() -> None:
     rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert rooms <= set(ROOMS)

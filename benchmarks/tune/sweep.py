@@ -23,10 +23,10 @@ from typing import Any
 
 import msgspec
 
+from bedplate.cli.terminal import console
 from bedplate.facts.hardware import probe
 from bedplate.run.progress import Silent
 from bedplate.run.ready import fetch_facts, readied
-from bedplate.show.terminal import console
 from bedplate.show.tune import teller_for
 from bedplate.store import fingerprint
 from bedplate.tuning.search import Point, Teller

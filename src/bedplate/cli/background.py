@@ -9,10 +9,12 @@ import sys
 import msgspec
 
 from bedplate.errors import BedplateError
+from bedplate.home import logs_dir
 from bedplate.hosting.control import Error
-from bedplate.hosting.detached import Choice, Errand, Report, Reporter, log_to_service
+from bedplate.hosting.detached import MOST_EARLY_BYTES, Choice, Errand, Report, Reporter
 from bedplate.interrupts import forget_interrupts
 from bedplate.values import Endpoint
+from bedplate.values.service import ServiceRecord
 
 
 def main() -> int:
@@ -37,7 +39,7 @@ def main() -> int:
         on_decision=lambda hardware, model, wanted, decision: reporter.send(
             Report(choice=Choice(hardware=hardware, model=model, wanted=wanted, decision=decision))
         ),
-        on_claim=log_to_service,
+        on_claim=_log_to_service,
         on_ready=report_ready,
         check=check_answers if order.check else None,
         examiner=examiner(),
@@ -45,7 +47,7 @@ def main() -> int:
     try:
         serve_order(order, hooks, fallback=errand.fallback, detached=True)
     except BedplateError as error:
-        from bedplate.show.terminal import show_error
+        from bedplate.cli.terminal import show_error
 
         show_error(error)
         reporter.send(Report(error=Error.of(error)))
@@ -53,6 +55,16 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _log_to_service(record: ServiceRecord) -> None:
+    """Redirects everything that this process and its children print to the service's own log."""
+    path = logs_dir() / f"{record.name}@host.log"
+    large = path.exists() and path.stat().st_size > MOST_EARLY_BYTES
+    with path.open("wb" if large else "ab") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
 
 
 def _close_input() -> None:

@@ -65,8 +65,8 @@ def bundle(
     that only an image has, the image is named instead of packed.
     """
     from bedplate.cli.options import intent_from
+    from bedplate.cli.terminal import TerminalProgress, console
     from bedplate.show.bundle import render_checked, render_packed
-    from bedplate.show.terminal import TerminalProgress, console
     from bedplate.values import to_json
 
     if check is not None:

@@ -17,8 +17,8 @@ async def check_answers(hardware: Hardware, plan: Plan, url: str, key: str | Non
 
 
 def _show(agreement: Agreement) -> None:
+    from bedplate.cli.terminal import console
     from bedplate.show.serving import render_agreement
-    from bedplate.show.terminal import console
 
     console(sys.stderr).print(render_agreement(agreement), soft_wrap=True)
 

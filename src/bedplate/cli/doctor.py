@@ -49,8 +49,8 @@ def doctor(json: Json = False) -> None:
 
         print(to_json(report))  # noqa: T201
     else:
+        from bedplate.cli.terminal import console
         from bedplate.show.doctor import render_report
-        from bedplate.show.terminal import console
 
         console().print(render_report(report))
     sys.exit(0 if report.healthy else 1)

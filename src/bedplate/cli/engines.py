@@ -45,8 +45,8 @@ def engines(context: typer.Context, hardware: HardwareName = None, json: Json = 
         engines_there = [_with_environments(row, there) for row in found]
         _print_json({"schema": "engines/1", "cheat_sheet": sheet, "engines": engines_there})
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.engines import render_map
-    from bedplate.show.terminal import console
 
     console().print(render_map(machine, sheet, found, there))
 
@@ -65,8 +65,8 @@ def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) 
     if json:
         _print_json({"schema": "engine/1", **_with_environments(found, there)})
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.engines import render_engine
-    from bedplate.show.terminal import console
 
     console().print(render_engine(machine, found, there))
 
@@ -74,13 +74,13 @@ def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) 
 @app.command()
 def build(engine: EngineName) -> None:
     """Build an engine from its source for this machine, as `serve --build native` does; it is used with that option."""
+    from bedplate.cli.terminal import TerminalProgress
     from bedplate.engines import engine as engine_by_id
     from bedplate.errors import OutsideFailed
     from bedplate.facts.hardware import probe
     from bedplate.measure.builds import BuildExaminer
     from bedplate.run.native import NotUsable, buildable
     from bedplate.run.trials import native_environment
-    from bedplate.show.terminal import TerminalProgress
 
     one, machine = engine_by_id(engine), probe()
     buildable(one)

@@ -36,9 +36,9 @@ def estimate(
 
     Writes row_id, predicted, low, high and refused, one line for each row, in the table's order.
     """
+    from bedplate.cli.terminal import TerminalProgress, console
     from bedplate.decide.estimate.table import predictions, read_table
     from bedplate.errors import BadQuestion
-    from bedplate.show.terminal import TerminalProgress, console
 
     try:
         with _reading(rows) as source:

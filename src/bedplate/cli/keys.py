@@ -68,8 +68,8 @@ def list_(json: Json = False) -> None:
 
         print(to_json({"schema": "tenants/1", "tenants": found}))  # noqa: T201
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.tenants import render_tenants
-    from bedplate.show.terminal import console
 
     console().print(render_tenants(found))
 
@@ -116,9 +116,9 @@ def set_(
     admin: Admin = None,
 ) -> None:
     """Change what a tenant may have. `default` is whoever uses the key that serve was given."""
+    from bedplate.cli.terminal import console
     from bedplate.hosting.tenants import change
     from bedplate.show.tenants import render_tenants
-    from bedplate.show.terminal import console
 
     tenant = change(name, _changes(weight, requests_per_minute, tokens_per_minute, in_flight, admin))
     console().print(render_tenants((tenant,)))

@@ -56,9 +56,9 @@ def migrate(
 ) -> None:
     """Swap the engine behind a running endpoint: nothing is lost, and a challenger that is worse is taken back."""
     from bedplate.changing.migrate import Migrate, read_steps
+    from bedplate.cli.terminal import TerminalProgress, console
     from bedplate.hosting.control import ask
     from bedplate.hosting.records import chosen
-    from bedplate.show.terminal import TerminalProgress, console
     from bedplate.values import to_json
     from bedplate.values.migration import Migration
 

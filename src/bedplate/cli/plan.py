@@ -238,9 +238,9 @@ def _emit_files(platform: Platform, target: str, folder: Path | None, shown: Ren
     """What was decided first, for a person to see; then the files, or their text where no folder is named."""
     import sys
 
+    from bedplate.cli.terminal import console
     from bedplate.deploy.emit import as_one_stream, emitted
     from bedplate.show.emitted import render_files
-    from bedplate.show.terminal import console
 
     console(sys.stderr if folder is None else None).print(shown)
     files = emitted(platform, target)
@@ -293,10 +293,10 @@ def _what_if(
 def _procure(intent: Intent, output: Path | None, *, json: bool) -> None:
     import sys
 
+    from bedplate.cli.terminal import TerminalProgress
     from bedplate.decide.questions import procure, purchasable
     from bedplate.run.models import intended_model
     from bedplate.show.procure import render_offers
-    from bedplate.show.terminal import TerminalProgress
     from bedplate.values import to_json
 
     facts = intended_model(intent.model)
@@ -342,7 +342,7 @@ def _portfolio(intent: Intent, emit: str | None, output: Path | None, *, json: b
 
 
 def _out(what: RenderableType) -> None:
-    from bedplate.show.terminal import console
+    from bedplate.cli.terminal import console
 
     console().print(what)
 

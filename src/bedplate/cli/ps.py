@@ -15,8 +15,8 @@ def ps(json: Json = False) -> None:
     """List the services that run, in the foreground and in the background."""
     import sys
 
+    from bedplate.cli.terminal import console
     from bedplate.hosting.services import listed
-    from bedplate.show.terminal import console
     from bedplate.values import to_json
 
     found, ended = listed()

@@ -192,8 +192,8 @@ def _in_bundle(bundle: Path, refused: list[str]) -> tuple[Intent, str]:
 
 def _foreground(order: Order, fallback: str | None, *, json: bool) -> None:
     from bedplate.cli.checks import check_answers, examiner
+    from bedplate.cli.terminal import TerminalProgress
     from bedplate.serving.serve import Hooks, serve_order
-    from bedplate.show.terminal import TerminalProgress
 
     heads = _Heads(json=json)
     hooks = Hooks(
@@ -207,9 +207,9 @@ def _foreground(order: Order, fallback: str | None, *, json: bool) -> None:
 
 
 def _detached(order: Order, fallback: str | None, *, json: bool) -> None:
+    from bedplate.cli.terminal import TerminalProgress
     from bedplate.hosting.detached import start_detached
     from bedplate.serving.serve import refuse_early
-    from bedplate.show.terminal import TerminalProgress
 
     refuse_early(order)
     heads = _Heads(json=json)
@@ -256,8 +256,8 @@ class _Heads:
         import sys
 
         from bedplate._version import __version__
+        from bedplate.cli.terminal import console
         from bedplate.show.decision import render_serving
-        from bedplate.show.terminal import console
 
         out = console(sys.stderr if self._json else sys.stdout)
         if not self._titled:
@@ -273,7 +273,7 @@ def _show_ready(endpoint: Endpoint, then: str, *, json: bool) -> None:
 
         print(msgspec.json.encode(endpoint).decode(), flush=True)  # noqa: T201
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.serving import render_ready
-    from bedplate.show.terminal import console
 
     console().print(render_ready(endpoint, then), soft_wrap=True)

@@ -62,12 +62,12 @@ def shadow(
     """
     from bedplate.changing.shadow import Shadow
     from bedplate.cli.questions import read_share, read_time
+    from bedplate.cli.terminal import TerminalProgress, console
     from bedplate.errors import BadQuestion
     from bedplate.hosting.control import ask
     from bedplate.hosting.records import chosen
     from bedplate.measure.bench import key_from
     from bedplate.measure.load import Target
-    from bedplate.show.terminal import TerminalProgress, console
     from bedplate.values import to_json
     from bedplate.values.shadow import Shadowed
 

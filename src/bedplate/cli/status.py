@@ -23,9 +23,9 @@ ServiceName = Annotated[
 
 def status(name: ServiceName = None, json: Json = False) -> None:
     """Show what is served by which engine and why, in flight, memory, restarts, and whether the work has changed."""
+    from bedplate.cli.terminal import console
     from bedplate.hosting.records import chosen
     from bedplate.hosting.services import status_of
-    from bedplate.show.terminal import console
     from bedplate.values import to_json
 
     found = status_of(chosen(name))

@@ -28,10 +28,10 @@ def stop(
     """Stop a service: it takes nothing new, finishes its answers, and ends with its engines."""
     import sys
 
+    from bedplate.cli.terminal import TerminalProgress, console, show_error
     from bedplate.errors import BadQuestion, BedplateError
     from bedplate.hosting.records import chosen, running
     from bedplate.hosting.services import stopped
-    from bedplate.show.terminal import TerminalProgress, console, show_error
     from bedplate.values import to_json
     from bedplate.values.units import seconds
 

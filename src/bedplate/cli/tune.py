@@ -122,8 +122,8 @@ def tune(
     if list_:
         _list(named, engine, load, workload, native=build == "native", json=json)
         return
+    from bedplate.cli.terminal import console
     from bedplate.measure.questions import read_budget, read_target
-    from bedplate.show.terminal import console
     from bedplate.show.tune import teller_for
     from bedplate.tuning.tune import Stopped
     from bedplate.tuning.tune import tune as run
@@ -201,7 +201,7 @@ def _list(
 
         print(to_json(found))  # noqa: T201
         return
-    from bedplate.show.terminal import console
+    from bedplate.cli.terminal import console
     from bedplate.show.tune import render_knobs
 
     console().print(render_knobs(chosen.engine.name, found))
@@ -251,7 +251,7 @@ def _show(tuned: Tuned, *, json: bool, plot: Path | None) -> None:
 
         print(to_json(tuned))  # noqa: T201
         return
-    from bedplate.show.terminal import console
+    from bedplate.cli.terminal import console
     from bedplate.show.tune import render_tuned
 
     console().print(render_tuned(tuned))

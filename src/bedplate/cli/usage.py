@@ -50,6 +50,6 @@ def usage(
     if csv:
         print(usage_csv(report), end="")  # noqa: T201
         return
-    from bedplate.show.terminal import console
+    from bedplate.cli.terminal import console
 
     console().print(render_usage(report))

@@ -50,8 +50,8 @@ def watch(
     from bedplate.changing.watch import Watching, watch_once
     from bedplate.changing.watch import watch as watching
     from bedplate.cli.questions import read_share, read_time
+    from bedplate.cli.terminal import TerminalProgress
     from bedplate.hosting.records import chosen
-    from bedplate.show.terminal import TerminalProgress
 
     asked = Watching(
         model=model,
@@ -79,7 +79,7 @@ def _show(done: Watched, *, json: bool, line: bool) -> None:
 
         print(msgspec.json.encode(done).decode() if line else to_json(done), flush=True)  # noqa: T201
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.shadow import render_watched
-    from bedplate.show.terminal import console
 
     console().print(render_watched(done))

@@ -21,7 +21,7 @@ from bedplate.hosting.control import Error
 from bedplate.progress import Progress
 from bedplate.values import Decision, Endpoint, Hardware, Model
 from bedplate.values.record import Record
-from bedplate.values.service import Order, ServiceRecord, Wanted
+from bedplate.values.service import Order, Wanted
 
 STOP_S = 30.0
 EARLY_LOG = "detached.log"
@@ -195,13 +195,3 @@ class Reporter:
         if done != self._done:
             self._done = done
             self.send(Report(done=done))
-
-
-def log_to_service(record: ServiceRecord) -> None:
-    """Redirects everything that this process and its children print to the service's own log."""
-    path = logs_dir() / f"{record.name}@host.log"
-    large = path.exists() and path.stat().st_size > MOST_EARLY_BYTES
-    with path.open("wb" if large else "ab") as log:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(log.fileno(), stream.fileno())

@@ -93,7 +93,3 @@ def _said(rules: Iterable[Rule[..., Any]], engine: bool = False) -> list[tuple[s
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(rules_page(), end="")  # noqa: T201
