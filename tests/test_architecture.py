@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import time
@@ -113,6 +114,39 @@ def test_a_circle_is_found_in_functions_and_not_among_types(tmp_path: Path) -> N
     assert find_cycle(module_graph(package)) == ["made.first", "made.second", "made.first"]
     (package / "second.py").write_text("if TYPE_CHECKING:\n    from made.first import one\n")
     assert find_cycle(module_graph(package)) is None
+
+
+def package_graph() -> dict[str, set[str]]:
+    """Each package and the packages that it imports."""
+    graph: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for path in SOURCE.rglob("*.py"):
+        own = path.relative_to(SOURCE).parts[0]
+        if own in graph:
+            graph[own] |= {room_of(module) for module in imports(path)} & graph.keys() - {own}
+    return graph
+
+
+def without_implied(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """The arrows of a graph without those that a longer way replaces."""
+
+    def reached(name: str) -> set[str]:
+        return graph[name].union(*(reached(other) for other in graph[name]))
+
+    return {
+        (name, other)
+        for name, others in graph.items()
+        for other in others
+        if not any(other in reached(between) for between in others - {other})
+    }
+
+
+def test_the_page_on_architecture_shows_the_packages_and_their_imports() -> None:
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    assert re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE) == ROOMS
+    drawn = re.findall(r"^    (\w+) --> (\w+)$", page, re.MULTILINE)
+    arrows = sorted(without_implied(package_graph()), key=lambda arrow: [ROOMS.index(one) for one in arrow])
+    wanted = "\n".join(f"    {one} --> {other}" for one, other in arrows)
+    assert drawn == arrows, f"the diagram should be\n{wanted}"
 
 
 PROGRAMS = {"facts/measured/worker.py", "facts/measured/execute.py", "measure/load/null_server.py", "run/warden.py"}
