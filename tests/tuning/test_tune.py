@@ -16,9 +16,12 @@ from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment
 from bedplate.run.progress import Silent
 from bedplate.run.ready import readied
+from bedplate.tuning import answers
 from bedplate.tuning import rounds as proving
+from bedplate.tuning import state as states
 from bedplate.tuning import tune as tuning
 from bedplate.tuning.search import Teller
+from bedplate.tuning.state import TuningState
 from bedplate.tuning.tune import Stopped, Tuner, all_knobs, chosen_plan, tune
 from bedplate.values.run import Load, Repeat
 from bedplate.values.tuning import Choice, Knob, Refused, Taken, Tuned, Turn
@@ -29,7 +32,7 @@ LOAD = Load(concurrency=2, prompt_tokens=32, output_tokens=8)
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "ASKED", 6)
+    monkeypatch.setattr(answers, "ASKED", 6)
     for name, value in (("LEAST_TURNS", 1), ("MOST_TURNS", 1), ("LEAST_WORK_S", 0.1)):
         monkeypatch.setattr(proving, name, value)
 
@@ -91,8 +94,8 @@ def test_a_knob_that_is_faster_and_wrong_is_caught_and_never_proposed_again(
     assert store.refused_settings(found.machine, "llama.cpp", own_store) == (refused,)
     hardware, facts = probe(), builtin_facts()
     chosen = chosen_plan("llama.cpp", hardware, facts, LOAD, None)
-    again = Tuner(hardware, facts, chosen, (trap(path),), found, Silent(), Teller(), own_store)
-    assert again._refused() == {("depth", "few")}  # what a search leaves out: tests/tuning/test_search.py
+    again = Tuner(TuningState(hardware, facts, chosen, (trap(path),), found, Silent(), Teller(), own_store))
+    assert again._refused_before() == {("depth", "few")}  # what a search leaves out: tests/tuning/test_search.py
     assert not below_us()
 
 
@@ -159,15 +162,17 @@ def test_the_build_for_this_machine_is_measured_beside_the_ready_made_engine(
     hardware = probe()
     chosen = chosen_plan("llama.cpp", hardware, builtin_facts(), LOAD, None)
     assert "build" not in [knob.name for knob in all_knobs(chosen)]
-    monkeypatch.setattr(tuning, "usable_build", lambda *_: built)
+    for module in (tuning, states):
+        monkeypatch.setattr(module, "usable_build", lambda *_: built)
     assert all_knobs(chosen)[0].name == "build"
     found = tune(engine="llama.cpp", load=LOAD, knobs=("build",), budget_s=1800, path=own_store)
     native = (Turn(knob="build", value="native"),)
     assert native in [trial.turned for trial in found.trials] and not found.refused
-    tuner = Tuner(hardware, builtin_facts(), chosen, all_knobs(chosen), found, Silent(), Teller(), own_store)
-    tuner.ready = readied(chosen, Silent(), to_measure=True)
+    state = TuningState(hardware, builtin_facts(), chosen, all_knobs(chosen), found, Silent(), Teller(), own_store)
+    state.ready = readied(chosen, Silent(), to_measure=True)
     point = (("build", "native"),)
-    assert tuner._start_at(point).environment == built and tuner._plan_at(point).engine_version == "as built"
-    subject = tuner._cell(point, LOAD, (Repeat(at="2026-11-16T10:00:00Z", seconds=1.0, samples=()),), "tuned").subject
+    assert Tuner(state).engines.start_at(point).environment == built
+    assert state.plan_at(point).engine_version == "as built"
+    subject = state.cell(point, LOAD, (Repeat(at="2026-11-16T10:00:00Z", seconds=1.0, samples=()),), "tuned").subject
     assert (subject.build, subject.engine_version) == ("native", "as built")
     assert not below_us()

@@ -22,10 +22,16 @@ from bedplate.facts.known_models import with_label
 from bedplate.measure.reference import shipped_references
 from bedplate.run.progress import Silent
 from bedplate.run.starting import EngineStart
-from bedplate.tuning import tune as tuning
+from bedplate.tuning import answers
+from bedplate.tuning.answers import Answers
+from bedplate.tuning.engines import Engines
+from bedplate.tuning.points import OWN, point_of
 from bedplate.tuning.pool import Alive, Pool
+from bedplate.tuning.proof import Prover
 from bedplate.tuning.search import Point, Teller
-from bedplate.tuning.tune import OWN, Tuner, _Used, chosen_plan, point_of
+from bedplate.tuning.state import TuningState
+from bedplate.tuning.trials import Trials, Used
+from bedplate.tuning.tune import Tuner, chosen_plan
 from bedplate.values import replaced
 from bedplate.values.run import Load, Quality, Repeat
 from bedplate.values.tuning import Taken, Trial, Tuned
@@ -47,11 +53,71 @@ class PaperPool(Pool):
         if point not in self.running:
             while len(self.running) >= self.most:
                 self.end(next(iter(self.running)))
-            if tuner._conversion_s(point):
-                tuner._convert_s[tuner._plan_at(point).weights.label] = tuner.passes(tuner.about["convert"])
+            if tuner.budget.conversion_s(point):
+                label = tuner.state.plan_at(point).weights.label
+                tuner.budget.convert_s[label] = tuner.passes(tuner.about["convert"])
             tuner.passes(tuner.start(point))
         self.running[point] = self.running.pop(point, alive)
         return self.running[point]
+
+
+class PaperEngines(Engines):
+    def __init__(self, tuner: Paper) -> None:
+        super().__init__(tuner.state, tuner.budget, tuner.pool)
+        self.tuner = tuner
+
+    def warm(self, alive: Alive, limit_s: float) -> None: ...
+
+    def rest(self, point: Point) -> None:
+        self.tuner.passes(0.2)
+
+
+class PaperAnswers(Answers):
+    def __init__(self, tuner: Paper) -> None:
+        super().__init__(tuner.state, tuner.budget, tuner.engines)
+        self.tuner = tuner
+
+    def check(self, point: Point) -> Quality:
+        self.engines.get(point)
+        self.budget.check_s = max(self.budget.check_s, self.tuner.passes(self.tuner.about["check"]))
+        wrong = dict(point).get("weights") == "Q4_0"
+        self.state.qualities[point] = replaced(GOOD, verdict="broken", note="wrong") if wrong else GOOD
+        return self.state.qualities[point]
+
+
+class PaperTrials(Trials):
+    def __init__(self, tuner: Paper) -> None:
+        super().__init__(tuner.state, tuner.budget, tuner.engines)
+        self.tuner = tuner
+
+    def watch(self, alive: Alive, load: Load, limit_s: float) -> tuple[Repeat | None, Used]:
+        tuner, point = self.tuner, cast(Any, alive).point
+        tuner.beside.append((point, set(tuner.pool.running)))
+        before, used = tuner.now, Used(MIB_300, None, 0)
+        took_s = tuner.passes(tuner.wave(point))
+        if took_s > limit_s:
+            tuner.now = before + limit_s
+            return None, used
+        return tuner.repeat(took_s, 1), used
+
+    def diagnose(self) -> None:
+        self.tuner.passes(self.tuner.about["wave"] / 2)
+        self.tuner.diagnosed()
+
+
+class PaperProver(Prover):
+    def __init__(self, tuner: Paper) -> None:
+        super().__init__(tuner.state, tuner.budget, tuner.engines, tuner.answers)
+        self.tuner = tuner
+
+    def work(self, point: Point, turn: int, rounds: int, limit_s: float) -> Repeat | None:
+        self.engines.get(point)
+        tuner = self.tuner
+        before, took_s = tuner.now, tuner.passes(rounds * tuner.wave(point))
+        if took_s > limit_s:
+            tuner.now = before + limit_s
+            return None
+        return tuner.disturbed(tuner.repeat(took_s, rounds), point, turn)
 
 
 class Paper(Tuner):
@@ -59,26 +125,32 @@ class Paper(Tuner):
 
     def __init__(self, path: Path, budget_s: float, seed: int, engine_id: str = "llama.cpp", **about: float) -> None:
         self.now = 0.0
-        self.clock = lambda: self.now
         self.dice = random.Random(seed)
         self.about = {"wave": 17.0, "start": 1.5, "convert": 6.0, "check": 8.0, "own": 1.15, "noise": 0.1, **about}
+        self.beside: list[tuple[Point, set[Point]]] = []
+        """Who was loaded beside whom while it was measured."""
         on, one = machine("cpu", 1), engine(engine_id)
         facts = model("meta-llama/Llama-3.1-8B-Instruct", folder=True)
         if engine_id in ("llama.cpp", "onnxruntime"):
             facts = replaced(with_label(facts, "Q4_1"), format="gguf", files=("/models/a.gguf",))
-        chosen = chosen_plan(one.id, on, facts, LOAD, None)
+        chosen = chosen_plan(one.id, on, facts, LOAD, None, path=path)
         kept = Tuned(
             id=f"paper-{seed}", at="2026-11-15T10:00:00Z", machine="paper", hardware="", bedplate="", engine=one.id,
             engine_version=chosen.plan.engine_version, build="wheel", model=facts.name, load=LOAD,
             workload=chosen.plan.workload, budget_s=budget_s,
         )  # fmt: skip
-        super().__init__(on, facts, chosen, one.knobs(on, chosen.plan), kept, Silent(), Teller(), path)
-        self.pool = PaperPool(self, 5)
+        knobs = one.knobs(on, chosen.plan)
+        super().__init__(TuningState(on, facts, chosen, knobs, kept, Silent(), Teller(), path, lambda: self.now))
+        self.pool = self.budget.pool = PaperPool(self, 5)
+        self.engines = PaperEngines(self)
+        self.answers = PaperAnswers(self)
+        self.trials = PaperTrials(self)
+        self.prover = PaperProver(self)
 
     def run(self) -> Tuned:
-        self._prove(self._searched())
-        self._keep(finished=True)
-        return self.kept
+        self.prover.prove(self.search())
+        self.state.keep(finished=True)
+        return self.state.kept
 
     def passes(self, seconds: float) -> float:
         took_s = seconds * self.dice.lognormvariate(0, self.about["noise"])
@@ -97,41 +169,13 @@ class Paper(Tuner):
         ]  # fmt: skip
         return made_repeat(samples, self.now - took_s, took_s, delivered_tokens=float(rounds * 4 * 32))
 
-    # what a real one does
-
-    def _warm(self, alive: Alive, limit_s: float) -> None: ...
-
     def start(self, point: Point) -> float:
         return self.about["start"]
 
-    def _watched(self, alive: Alive, load: Load, limit_s: float) -> tuple[Repeat | None, _Used]:
-        before, used = self.now, _Used(MIB_300, None, 0)
-        took_s = self.passes(self.wave(cast(Any, alive).point))
-        if took_s > limit_s:
-            self.now = before + limit_s
-            return None, used
-        return self.repeat(took_s, 1), used
+    def diagnosed(self) -> None: ...
 
-    def _worked(self, point: Point, turn: int, rounds: int, limit_s: float) -> Repeat | None:
-        self._alive(point)
-        before, took_s = self.now, self.passes(rounds * self.wave(point))
-        if took_s > limit_s:
-            self.now = before + limit_s
-            return None
-        return self.repeat(took_s, rounds)
-
-    def _quality(self, point: Point) -> Quality:
-        self._alive(point)
-        self._check_s = max(self._check_s, self.passes(self.about["check"]))
-        wrong = dict(point).get("weights") == "Q4_0"
-        self.qualities[point] = replaced(GOOD, verdict="broken", note="wrong") if wrong else GOOD
-        return self.qualities[point]
-
-    def _diagnose(self) -> None:
-        self.passes(self.about["wave"] / 2)
-
-    def _rest(self, point: Point) -> None:
-        self.passes(0.2)
+    def disturbed(self, repeat: Repeat, point: Point, turn: int) -> Repeat:
+        return repeat
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -169,10 +213,10 @@ def test_a_proof_that_is_plain_ends_before_its_time_and_one_that_is_not_goes_on(
     unclear = Paper(tmp_path / "other.sqlite", 3000, 1, noise=0.35)
     assert plain.proven and max(len(side.taken) for side in plain.sides) == 3
     assert plain.spent_s < 1500
-    unclear.best = (("weights", "Q8_0"),)
-    for point in (OWN, (), unclear.best):
-        unclear._measure(point, None)
-    assert max(map(len, unclear._turns().values())) > 3
+    unclear.state.best = (("weights", "Q8_0"),)
+    for point in (OWN, (), unclear.state.best):
+        unclear.trials.measure(point, None)
+    assert max(map(len, unclear.prover.measure_sides().values())) > 3
 
 
 def test_where_there_is_no_time_for_both_it_says_so(tmp_path: Path) -> None:
@@ -210,9 +254,8 @@ def test_own_defaults_that_do_not_start_leave_the_proof_against_the_plan(tmp_pat
 class Disturbed(Paper):
     """In the second turn somebody else has the processors while the engine's own defaults are measured."""
 
-    def _worked(self, point: Point, turn: int, rounds: int, limit_s: float) -> Repeat | None:
-        repeat = super()._worked(point, turn, rounds, limit_s)
-        if repeat is None or turn != 1 or point != OWN:
+    def disturbed(self, repeat: Repeat, point: Point, turn: int) -> Repeat:
+        if turn != 1 or point != OWN:
             return repeat
         return replaced(repeat, seconds=3 * repeat.seconds, use=replaced(repeat.use, other_cpu_share=0.5))
 
@@ -244,28 +287,18 @@ def test_in_haste_the_proof_goes_on_without_them(tmp_path: Path) -> None:
     assert any(note.startswith("own defaults had not done in") for note in found.notes)
 
 
-class Watched(Paper):
-    """Who was loaded beside whom while it was measured."""
-
-    def __init__(self, path: Path, budget_s: float, seed: int) -> None:
-        super().__init__(path, budget_s, seed)
-        self.beside: list[tuple[Point, set[Point]]] = []
-
-    def _watched(self, alive: Alive, load: Load, limit_s: float) -> tuple[Repeat | None, _Used]:
-        self.beside.append((cast(Any, alive).point, set(self.pool.running)))
-        return super()._watched(alive, load, limit_s)
-
-
 def test_nobody_is_measured_beside_an_engine_that_spins_while_it_is_idle(tmp_path: Path) -> None:
-    tuner = Watched(tmp_path / "store.sqlite", 900, 5)
-    tuner.kept = replaced(tuner.kept, knobs=("spin", "pinning"))
+    tuner = Paper(tmp_path / "store.sqlite", 900, 5)
+    tuner.state.change(knobs=("spin", "pinning"))
     tuner.run()
     spinning = (("spin", "active"),)
     assert any(point == spinning for point, _ in tuner.beside)
     assert any(len(running) > 2 for _, running in tuner.beside)
     assert not [point for point, running in tuner.beside if spinning in running and point != spinning]
-    tuner.best = spinning
-    assert list(tuner._times().starts) == [spinning]  # in the proof it is started anew before each piece of work
+    tuner.state.best = spinning
+    assert list(tuner.budget.proof_times().starts) == [
+        spinning
+    ]  # in the proof it is started anew before each piece of work
 
 
 class Compiling(Paper):
@@ -274,9 +307,7 @@ class Compiling(Paper):
     def __init__(self, path: Path, budget_s: float, seed: int) -> None:
         super().__init__(path, budget_s, seed, engine_id="vllm", wave=10.0, start=35.0, own=0.7, noise=0.03)
         self.pool.most = 2
-
-    def _room(self, trial: Trial | None) -> int:
-        return 2
+        self.budget.engines_at_once = lambda trial: 2  # type: ignore[method-assign]
 
     def wave(self, point: Point) -> float:
         return 10.0 * (0.7 if self.compiles(point) else 1.0)
@@ -287,9 +318,8 @@ class Compiling(Paper):
     def compiles(self, point: Point) -> bool:
         return point == OWN or ("compile", "on") in point
 
-    def _diagnose(self) -> None:
-        super()._diagnose()
-        self.kept = replaced(self.kept, limit="runtime overhead")
+    def diagnosed(self) -> None:
+        self.state.change(limit="runtime overhead")
 
 
 def test_what_own_defaults_do_better_than_the_plan_is_tried_first_though_it_is_slow_to_start(tmp_path: Path) -> None:
@@ -303,17 +333,19 @@ def test_what_own_defaults_do_better_than_the_plan_is_tried_first_though_it_is_s
 def test_a_slow_start_is_expected_of_those_alone_that_have_a_reason(tmp_path: Path) -> None:
     tuner = Compiling(tmp_path / "store.sqlite", 1200, 7)
     compiled, other = (("compile", "on"),), (("batch-tokens", "512"),)
-    tuner._start_s = {(): 35.0}
-    assert tuner._starting_s(other) == 35 and tuner._starting_s(compiled) == 35 + COMPILE_S
-    tuner._start_s |= {OWN: 150.0}
-    assert tuner._starting_s(other) == 35 and tuner._starting_s(compiled) == 150
-    tuner._start_s |= {(*other, *compiled): 140.0}
-    assert tuner._starting_s(compiled) == 140
+    budget = tuner.budget
+    budget.start_s = {(): 35.0}
+    assert budget.starting_s(other) == 35 and budget.starting_s(compiled) == 35 + COMPILE_S
+    budget.start_s |= {OWN: 150.0}
+    assert budget.starting_s(other) == 35 and budget.starting_s(compiled) == 150
+    budget.start_s |= {(*other, *compiled): 140.0}
+    assert budget.starting_s(compiled) == 140
 
 
 def test_other_weights_are_made_of_what_the_file_is_unpacked_to(tmp_path: Path) -> None:
     tuner = Paper(tmp_path / "store.sqlite", 60.0, 1, "onnxruntime")
-    steps = [step for step in tuner._conversions(tuner._plan_at((("weights", "F32"),))) if step.kind == "convert"]
+    plan = tuner.state.plan_at((("weights", "F32"),))
+    steps = [step for step in tuner.state.conversions(plan) if step.kind == "convert"]
     assert [step.argv[0] for step in steps] == ["gguf-to-folder", "python"]
     assert steps[0].where in steps[1].argv and "fp32" in steps[1].argv
 
@@ -324,9 +356,9 @@ def test_an_engine_that_reads_slowly_is_asked_for_fewer_answers(tmp_path: Path) 
     def asked(ttft_ms: float, budget_s: float) -> int:
         tuner = Paper(tmp_path / "store.sqlite", budget_s, 1)
         taken = Taken(at="2026-11-16T10:00:00Z", seconds=1.0, score=0.0, ttft_ms=ttft_ms)
-        tuner.trials[()] = Trial(taken=(taken,))
-        return len(tuner._affordable(known))
+        tuner.state.trials[()] = Trial(taken=(taken,))
+        return len(tuner.answers.affordable(known))
 
-    assert asked(100.0, 600.0) == tuning.ASKED == asked(100.0, 60.0)
-    assert asked(60_000.0, 240.0) == tuning.LEAST_ASKED
-    assert tuning.LEAST_ASKED < asked(8_000.0, 240.0) < asked(8_000.0, 600.0) <= tuning.ASKED
+    assert asked(100.0, 600.0) == answers.ASKED == asked(100.0, 60.0)
+    assert asked(60_000.0, 240.0) == answers.LEAST_ASKED
+    assert answers.LEAST_ASKED < asked(8_000.0, 240.0) < asked(8_000.0, 600.0) <= answers.ASKED
