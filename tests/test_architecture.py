@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "bedplate"
 ROOMS = [
-    "values", "facts", "engines", "decide", "deploy", "run", "measure", "judge", "show", "bundling", "operate", "cli",
+    "values", "facts", "engines", "decide", "deploy", "run", "measure", "judge", "tuning", "show", "bundling",
+    "hosting", "changing", "page", "serving", "cli",
 ]  # fmt: skip
 FOUNDATION = ["_version", "errors", "home", "interrupts", "progress", "store"]
 """Left of every room. `home` and `errors` speak in figures, so they may use the units in `values`."""
@@ -22,15 +24,19 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
+def without_types(path: Path) -> ast.Module:
+    """A file without what it imports for a type checker alone."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return tree
+
+
 def imports(path: Path, for_types: bool = True) -> set[str]:
     """Every bedplate module that a file imports, also inside of functions; those for a type checker on request."""
     found: set[str] = set()
-    tree = ast.parse(path.read_text())
-    if not for_types:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                node.body = [ast.Pass()]
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text()) if for_types else without_types(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -54,6 +60,112 @@ def test_a_room_imports_only_from_rooms_to_its_left(path: Path) -> None:
             assert ROOMS.index(other) <= ROOMS.index(own), f"{path}: {own} may not import {other}"
         elif own in FOUNDATION:
             assert other == "values", f"{path}: {own} stands left of {other}"
+
+
+def module_graph(source: Path) -> dict[str, set[str]]:
+    """Each module of a package and the modules of it that it imports, also inside of functions; not those for types."""
+
+    def name_of(path: Path) -> str:
+        return ".".join(path.relative_to(source.parent).with_suffix("").parts).removesuffix(".__init__")
+
+    paths = {name_of(path): path for path in source.rglob("*.py")}
+    graph = {}
+    for name, path in paths.items():
+        found = set()
+        for node in ast.walk(without_types(path)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {one if one in paths else node.module for one in inside}
+        graph[name] = found & paths.keys() - {name}
+    return graph
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    """Modules that import each other in a circle, the first one again at the end."""
+    finished: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str] | None:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in finished:
+            return None
+        for other in sorted(graph[name]):
+            if (found := visit(other, [*path, name])) is not None:
+                return found
+        finished.add(name)
+        return None
+
+    return next((found for name in sorted(graph) if (found := visit(name, [])) is not None), None)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    cycle = find_cycle(module_graph(SOURCE))
+    assert cycle is None, " → ".join(cycle or ())
+
+
+def test_a_circle_is_found_in_functions_and_not_among_types(tmp_path: Path) -> None:
+    package = tmp_path / "made"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "first.py").write_text("from made.second import two\n")
+    (package / "second.py").write_text("def two():\n    from made import first\n")
+    assert find_cycle(module_graph(package)) == ["made.first", "made.second", "made.first"]
+    (package / "second.py").write_text("if TYPE_CHECKING:\n    from made.first import one\n")
+    assert find_cycle(module_graph(package)) is None
+
+
+def package_graph() -> dict[str, set[str]]:
+    """Each package and the packages that it imports."""
+    graph: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for path in SOURCE.rglob("*.py"):
+        own = path.relative_to(SOURCE).parts[0]
+        if own in graph:
+            graph[own] |= {room_of(module) for module in imports(path)} & graph.keys() - {own}
+    return graph
+
+
+def without_implied(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """The arrows of a graph without those that a longer way replaces."""
+
+    def reached(name: str) -> set[str]:
+        return graph[name].union(*(reached(other) for other in graph[name]))
+
+    return {
+        (name, other)
+        for name, others in graph.items()
+        for other in others
+        if not any(other in reached(between) for between in others - {other})
+    }
+
+
+def test_the_page_on_architecture_shows_the_packages_and_their_imports() -> None:
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    assert re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE) == ROOMS
+    drawn = re.findall(r"^    (\w+) --> (\w+)$", page, re.MULTILINE)
+    arrows = sorted(without_implied(package_graph()), key=lambda arrow: [ROOMS.index(one) for one in arrow])
+    wanted = "\n".join(f"    {one} --> {other}" for one, other in arrows)
+    assert drawn == arrows, f"the diagram should be\n{wanted}"
+
+
+PROGRAMS = {"facts/measured/worker.py", "facts/measured/execute.py", "measure/load/null_server.py", "run/warden.py"}
+"""These run as processes of their own and speak to bedplate through their standard streams."""
+
+
+def test_only_the_command_line_prints() -> None:
+    """The rest raises, returns, renders, or writes to a console that it is given."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        if name.startswith(("cli/", "engines/shipped/")) or name in PROGRAMS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            stream = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if called in ("print", "rich.print", "Console", "typer.echo") or stream in ("sys.stdout", "sys.stderr"):
+                found.append(f"{name}:{node.lineno}: {called or stream}")  # type: ignore[attr-defined]
+    assert not found
 
 
 def test_every_room_is_known() -> None:

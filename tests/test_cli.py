@@ -74,14 +74,14 @@ def test_pipes_get_no_colours(builtin_gguf: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "where", "name"), [("bedplate", "bedplate.cli", "main"), ("bedplate.operate.detached", "json", "decode")]
+    ("module", "where", "name"), [("bedplate", "bedplate.cli", "main"), ("bedplate.cli.background", "json", "decode")]
 )
 def test_an_interrupt_that_was_caught_is_not_what_it_ends_by(
     module: str, where: str, name: str, tmp_path: Path
 ) -> None:
     (tmp_path / "around.py").write_text(f"""
 import runpy, sys
-import bedplate.cli, bedplate.operate.detached
+import bedplate.cli, bedplate.cli.background
 from msgspec import json
 def interrupted(*_, **__):
     try:

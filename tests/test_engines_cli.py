@@ -114,7 +114,8 @@ def test_every_engine_is_described_with_a_source() -> None:
 
 
 def test_every_rule_about_one_engine_is_on_its_page() -> None:
-    about = [(rule.engines[0], rule.id) for rule in (*DOUBTS, *CHALLENGES)]
+    about = [(rule.engines[0], rule.id) for rule in DOUBTS]
+    about += [(rule.engines[0], rule.id) for rule in CHALLENGES]
     for engine, rule in about:
         assert rule in {line.rule for line in rules_of(engine)}
 

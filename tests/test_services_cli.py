@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tests.commands import invoke
 
-from bedplate.operate import records
+from bedplate.cli.terminal import console
+from bedplate.hosting import records
 from bedplate.show.services import lasting, render_list, render_status
-from bedplate.show.terminal import console
 from bedplate.values import Workload
 from bedplate.values.service import EngineStatus, HostStatus, ModelStatus
 

@@ -33,12 +33,14 @@ from bedplate.measure.bench import CONTEXT_SPARE, LEAST_CONTEXT, REQUEST_LIMIT_S
 from bedplate.measure.load import OwnError, Prepared, Target, measure_apart, prepare
 from bedplate.measure.load import run as run_loop
 from bedplate.measure.moments import new_run_id, now_text
-from bedplate.measure.starting import Started, facts_of, made_ready, planned, running
-from bedplate.measure.watch import Meters, Metrics, Watcher
+from bedplate.measure.watch import Meters, Watcher, meters_of
+from bedplate.progress import Silent
 from bedplate.run.prepare import content_id
-from bedplate.run.progress import Silent
+from bedplate.run.ready import fetch_facts, plan_engine, readied
+from bedplate.run.starting import Started, running
 from bedplate.values import Hardware, Launch, Model, Plan, Workload, replaced, to_json
 from bedplate.values.run import Cell, Environment, Load, Quality, Repeat, Run, Subject
+from bedplate.values.service import Wanted
 
 DEFAULTS = "defaults"
 SHARE_OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
@@ -106,18 +108,14 @@ def work_of(loads: Sequence[Load], facts: Model) -> Workload:
 
 def start(name: str, hardware: Hardware, facts: Model, work: Workload, share: float | None, stack: ExitStack) -> Side:
     engine_id, _, how = name.partition(":")
-    chosen = planned(engine_id, hardware, facts, work)
+    wanted = Wanted(model=facts.name, workload=work, engine=engine_id, untuned=True)
+    chosen = plan_engine(wanted, facts, hardware, Progress())
     if how == DEFAULTS:
         chosen = replace(chosen, plan=with_own_defaults(chosen.plan))
-    chosen = replace(chosen, engine=sharing(chosen.engine, share))
-    ready = made_ready(chosen, Progress())
+    ready = readied(chosen, Progress(), to_measure=True)
     say(f"starting {name}")
-    started = stack.enter_context(running(ready, Progress()))
+    started = stack.enter_context(running(replace(ready.start(), launched=sharing(chosen.engine, share)), Progress()))
     say(f"{name} is ready after {started.start_s:.1f} s: {' '.join(started.argv)}")
-    meters = Meters()
-    meters.pid = started.pid
-    meters.on_card = ready.plan.settings.device not in ("cpu", "metal")
-    meters.metrics = Metrics(started.url, started.key, chosen.engine.read)
     subject = Subject(
         engine=engine_id,
         engine_version=ready.plan.engine_version,
@@ -132,7 +130,7 @@ def start(name: str, hardware: Hardware, facts: Model, work: Workload, share: fl
         start_s=started.start_s,
     )
     target = Target.of(started.url, key=started.key, model=ready.plan.model.served_name)
-    return Side(name, subject, target, meters, started)
+    return Side(name, subject, target, meters_of(started), started)
 
 
 def measure_once(side: Side, load: Load, number: int, seconds: float, most_s: float, own: dict[int, OwnError]) -> None:
@@ -215,7 +213,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     names, loads = given.sides.split(","), [read_load(text) for text in given.loads.split(",")]
     hardware = probe()
-    facts = facts_of(None if given.model == "builtin" else given.model, hardware, Progress())
+    facts = fetch_facts(None if given.model == "builtin" else given.model, hardware, Progress())
     work, environment, run = work_of(loads, facts), environment_of(hardware, sys.argv), new_run_id()
     own: dict[int, OwnError] = {}
     share = given.share or round(0.88 / len(names), 2)

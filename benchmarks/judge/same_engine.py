@@ -22,11 +22,13 @@ from bedplate.facts.hardware import probe
 from bedplate.judge.compare import compare
 from bedplate.judge.effect import effect
 from bedplate.measure.load import Target, measure_apart
-from bedplate.measure.starting import facts_of, made_ready, planned, running
-from bedplate.run.progress import Silent
+from bedplate.progress import Silent
+from bedplate.run.ready import fetch_facts, plan_engine, readied
+from bedplate.run.starting import running
 from bedplate.store import fingerprint
 from bedplate.values import Workload, from_json, replaced, to_json
 from bedplate.values.run import Cell, Environment, Load, Quality, Repeat, Run, Sample, Subject
+from bedplate.values.service import Wanted
 
 GOOD = Quality(asked=100, agreement=1.0, verdict="ok", note="assumed here")
 
@@ -35,10 +37,12 @@ def measured(engine: str, load: Load, turns: int, seconds: float) -> Run:
     """Two processes in the order A B B A …; each repeat has new prompts, the same for both."""
     hardware = probe()
     work = Workload(concurrency=load.concurrency, prompt_tokens=load.prompt_tokens, output_tokens=load.output_tokens)
-    ready = made_ready(planned(engine, hardware, facts_of(None, hardware, Silent()), work), Silent())
+    wanted = Wanted(workload=work, engine=engine, untuned=True)
+    chosen = plan_engine(wanted, fetch_facts(None, hardware, Silent()), hardware, Silent())
+    ready = readied(chosen, Silent(), to_measure=True)
     found: tuple[list[Repeat], list[Repeat]] = ([], [])
     with ExitStack() as stack:
-        started = [stack.enter_context(running(ready, Silent())) for _ in found]
+        started = [stack.enter_context(running(ready.start(), Silent())) for _ in found]
         name = ready.plan.model.served_name
         targets = [Target.of(one.url, key=one.key, model=name) for one in started]
         for turn in range(turns):

@@ -23,14 +23,16 @@ from typing import Any
 
 import msgspec
 
+from bedplate.cli.terminal import console
 from bedplate.facts.hardware import probe
-from bedplate.judge.tuning import Point, Teller
-from bedplate.measure.starting import facts_of, made_ready
-from bedplate.operate.tune import Tuner, chosen_plan, words_at
 from bedplate.run.progress import Silent
-from bedplate.show.terminal import console
+from bedplate.run.ready import fetch_facts, readied
 from bedplate.show.tune import teller_for
 from bedplate.store import fingerprint
+from bedplate.tuning.points import words_at
+from bedplate.tuning.search import Point, Teller
+from bedplate.tuning.state import TuningState
+from bedplate.tuning.tune import Tuner, chosen_plan
 from bedplate.values import replaced
 from bedplate.values.run import Load
 from bedplate.values.tuning import Knob, Tuned
@@ -70,7 +72,7 @@ def main() -> None:
 
 def space() -> tuple[Knob, ...]:
     hardware = probe()
-    chosen = chosen_plan("llama.cpp", hardware, facts_of(None, hardware, Silent()), LOAD, None)
+    chosen = chosen_plan("llama.cpp", hardware, fetch_facts(None, hardware, Silent()), LOAD, None)
     found = []
     for knob in chosen.engine.knobs(hardware, chosen.plan):
         if knob.name in SPACE:
@@ -81,7 +83,7 @@ def space() -> tuple[Knob, ...]:
 
 def tuner(knobs: tuple[Knob, ...], budget_s: float, teller: Teller) -> Tuner:
     hardware = probe()
-    facts = facts_of(None, hardware, Silent())
+    facts = fetch_facts(None, hardware, Silent())
     chosen = chosen_plan("llama.cpp", hardware, facts, LOAD, None)
     kept = Tuned(
         id=f"sweep-{time.time_ns()}", at=f"{time.time():.0f}", machine=fingerprint(hardware), hardware="", bedplate="",
@@ -89,7 +91,8 @@ def tuner(knobs: tuple[Knob, ...], budget_s: float, teller: Teller) -> Tuner:
         workload=chosen.plan.workload, budget_s=budget_s,
     )  # fmt: skip
     # A separate store: earlier tunings have no influence, and later ones are not influenced.
-    return Tuner(hardware, facts, chosen, knobs, kept, Silent(), teller, Path(tempfile.mkdtemp()) / "store.sqlite")
+    path = Path(tempfile.mkdtemp()) / "store.sqlite"
+    return Tuner(TuningState(hardware, facts, chosen, knobs, kept, Silent(), teller, path))
 
 
 def tuned(knobs: tuple[Knob, ...], budget_s: float) -> dict[str, object]:
@@ -112,7 +115,8 @@ def points(knobs: tuple[Knob, ...]) -> list[Point]:
 
 def sweep(knobs: tuple[Knob, ...], kept: dict[str, Any], out: Path) -> None:
     one = tuner(knobs, ENDLESS_S, Teller())
-    one.ready = made_ready(one.chosen, Silent())
+    state = one.state
+    state.ready = readied(state.chosen, Silent(), to_measure=True)
     every, began = points(knobs), time.monotonic()
     try:
         for number, point in enumerate(every, 1):
@@ -120,15 +124,15 @@ def sweep(knobs: tuple[Knob, ...], kept: dict[str, Any], out: Path) -> None:
             if name in kept["sweep"]:
                 continue
             one.pool.close()  # each setting is started afresh, with no other engine loaded
-            leader = one.trials[one.best].best if one.best in one.trials else None
-            score = one._measure(point, leader.score if leader is not None else None)
-            taken = one.trials[point].taken[-1] if score is not None else None
+            leader = state.trials[state.best].best if state.best in state.trials else None
+            score = one.trials.measure(point, leader.score if leader is not None else None)
+            taken = state.trials[point].taken[-1] if score is not None else None
             if taken is None or taken.cut:
                 kept["sweep"][name], told = None if taken is None else SLOW, "failed" if taken is None else SLOW
             else:
                 kept["sweep"][name] = [taken.score, taken.output_tok_s, taken.ttft_ms]
                 told = f"{taken.output_tok_s:.1f} tok/s"
-                one.best = point if leader is None or taken.score > leader.score else one.best
+                state.best = point if leader is None or taken.score > leader.score else state.best
             out.write_text(json.dumps(kept, indent=1))
             spent = time.monotonic() - began
             print(f"{number:4d} of {len(every)}  {name}: {told}   {spent / 60:.1f} min", file=sys.stderr)
@@ -144,15 +148,16 @@ def report(knobs: tuple[Knob, ...], kept: dict[str, Any]) -> list[str]:
     top = sorted(swept, key=lambda name: -swept[name][0])[:CONTENDERS]
     names = list(dict.fromkeys([*top, words_at(pick), words_at(())]))
     one = tuner(knobs, ENDLESS_S, Teller())
-    one.ready = made_ready(one.chosen, Silent())
+    state = one.state
+    state.ready = readied(state.chosen, Silent(), to_measure=True)
     one.pool.most = len(names)
     try:
         for turn in range(TURNS):
             for name in names if turn % 2 == 0 else names[::-1]:
-                one._measure(by_name.get(name, pick), None)
+                one.trials.measure(by_name.get(name, pick), None)
     finally:
         one.pool.close()
-    taken = {name: one.trials[by_name.get(name, pick)].taken for name in names}
+    taken = {name: state.trials[by_name.get(name, pick)].taken for name in names}
     middle = {name: statistics.median(each.score for each in found) for name, found in taken.items()}
     best, mine = max(middle, key=lambda name: middle[name]), words_at(pick)
     behind = [b.score - a.score for a, b in zip(taken[best], taken[mine], strict=True)]

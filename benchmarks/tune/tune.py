@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
+from bedplate.cli.terminal import console
 from bedplate.errors import BedplateError
 from bedplate.measure.questions import read_budget
-from bedplate.operate.tune import tune
-from bedplate.show.terminal import console
 from bedplate.show.tune import teller_for
+from bedplate.tuning.tune import tune
 from bedplate.values.record import Figure
 from bedplate.values.run import Load
 from bedplate.values.tuning import Side, Tuned, words_of

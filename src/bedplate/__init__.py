@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from bedplate.decide.planning import plan as plan
     from bedplate.facts.hardware import probe as probe
     from bedplate.measure.bench import bench as bench
-    from bedplate.operate.serving import serve as serve
-    from bedplate.operate.tune import tune as tune
     from bedplate.run.models import known_model as inspect
+    from bedplate.serving.serve import serve as serve
+    from bedplate.tuning.tune import tune as tune
 
 __all__ = ["__version__", "bench", "decide", "inspect", "plan", "probe", "serve", "tune"]
 
@@ -26,8 +26,8 @@ _FACE = {
     "inspect": ("bedplate.run.models", "known_model"),
     "plan": ("bedplate.decide.planning", "plan"),
     "probe": ("bedplate.facts.hardware", "probe"),
-    "serve": ("bedplate.operate.serving", "serve"),
-    "tune": ("bedplate.operate.tune", "tune"),
+    "serve": ("bedplate.serving.serve", "serve"),
+    "tune": ("bedplate.tuning.tune", "tune"),
 }
 
 

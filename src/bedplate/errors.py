@@ -14,6 +14,11 @@ class BedplateError(Exception):
         self.hint = hint
         self.cause = cause
 
+    @property
+    def summary(self) -> str:
+        """Message and cause in one clause."""
+        return f"{self.message}: {self.cause}" if self.cause else self.message
+
 
 class AnswerIsNo(BedplateError):
     """The question was good and the answer is no: it does not fit, a check failed."""

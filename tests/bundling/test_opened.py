@@ -24,7 +24,7 @@ from bedplate.facts.hardware import probe
 from bedplate.progress import Silent
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.prepare import prepared_dir
-from bedplate.run.serving import Decided, decided
+from bedplate.run.ready import Decided, decided
 from bedplate.run.uv import pinned_packages, run_uv
 from bedplate.values import replaced, to_json
 from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile, Site

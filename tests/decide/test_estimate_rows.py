@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from bedplate.decide.estimate import calibration, local
 from bedplate.decide.estimate.calibration import table
 from bedplate.decide.estimate.local import Profile
-from bedplate.decide.estimate.rows import Case, Prediction, Refused, engine_of, layout_of, predict, resolve
+from bedplate.decide.estimate.prediction import predict
+from bedplate.decide.estimate.rows import Case, Prediction, Refused, engine_of, layout_of, resolve
 from bedplate.decide.estimate.table import predictions, read_table, write_table
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.values import Parallelism

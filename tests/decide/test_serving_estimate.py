@@ -24,7 +24,8 @@ from bedplate.decide.estimate.batching import (
 from bedplate.decide.estimate.calibration import Expectation, table
 from bedplate.decide.estimate.machine import Machine, machine_from_chip
 from bedplate.decide.estimate.physics import Shape, decode_floor_s, linear_ops, prefill_floor_s, shape_of
-from bedplate.decide.estimate.rows import Case, Prediction, Refused, predict, resolve
+from bedplate.decide.estimate.prediction import predict
+from bedplate.decide.estimate.rows import Case, Prediction, Refused, resolve
 from bedplate.decide.estimate.serving import Answer, Workers, arranged, expect, under_load
 from bedplate.facts.chips import find_chip
 from bedplate.facts.known_models import find_model

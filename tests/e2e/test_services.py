@@ -22,8 +22,8 @@ from tests.commands import Answer, run
 from tests.conftest import HANG_S, gone, wait_for
 from tests.contract.documents import check_document
 
-from bedplate.operate import records
-from bedplate.operate.services import status_of
+from bedplate.hosting import records
+from bedplate.hosting.services import status_of
 from bedplate.run.environments import Environment
 from bedplate.values.record import from_json
 from bedplate.values.service import HostStatus

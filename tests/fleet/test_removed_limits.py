@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from tests.judge.real_engine import measured_cells, ready_engine, with_settings
 from bedplate.facts.hardware import probe
 from bedplate.facts.measured import apply, measure
 from bedplate.judge.diagnose import bottleneck, ground_for
-from bedplate.measure.starting import Ready
 from bedplate.measure.summary import summarized
 from bedplate.run.models import known_model
 from bedplate.run.progress import Silent
+from bedplate.run.ready import Readied
 from bedplate.values import Hardware, Workload, replaced, to_json
 from bedplate.values.diagnosis import Bottleneck, Limit
 from bedplate.values.run import Cell, Load
@@ -50,7 +51,7 @@ def loads(*in_flight: int, prompt: int = 32, output: int = 48) -> list[Load]:
     return [Load(concurrency=count, prompt_tokens=prompt, output_tokens=output) for count in in_flight]
 
 
-def cells_of(ready: Ready, *in_flight: int, prompt: int = 32, output: int = 48) -> list[Cell]:
+def cells_of(ready: Readied, *in_flight: int, prompt: int = 32, output: int = 48) -> list[Cell]:
     return measured_cells(ready, loads(*in_flight, prompt=prompt, output=output), seconds=8.0, repeats=3)
 
 
@@ -95,7 +96,7 @@ def test_a_larger_cache() -> None:
     """vLLM with room for five of sixteen requests, then for all: its cache follows from the work that it is told of."""
     ready = ready_engine("vllm", Workload(concurrency=16, prompt_tokens=512, output_tokens=64, context_tokens=1024))
     one_user = replaced(ready.plan, workload=replaced(ready.plan.workload, concurrency=1))
-    small = Ready(ready.planned, one_user, ready.environment, ready.folder)
+    small = replace(ready, plan=one_user)
     before, after = (cells_of(one, *users, prompt=512, output=64) for one, users in ((small, (1, 16)), (ready, (16,))))
     kept("larger-cache", before, after)
     assert predicted(told(before), "KV cache") == pytest.approx(speed(after) / speed(before), rel=WITHIN)

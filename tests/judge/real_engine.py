@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from bedplate.facts.hardware import probe
 from bedplate.measure.load import Target, measure_apart
-from bedplate.measure.starting import Ready, facts_of, made_ready, planned, running
-from bedplate.measure.watch import Meters, Metrics, Watcher
-from bedplate.run.progress import Silent
+from bedplate.measure.watch import Meters, Watcher, meters_of
+from bedplate.progress import Silent
+from bedplate.run.ready import Readied, fetch_facts, plan_engine, readied
+from bedplate.run.starting import running
 from bedplate.store import fingerprint
 from bedplate.values import Workload, replaced
 from bedplate.values.run import Cell, Load, Quality, Repeat, Subject
+from bedplate.values.service import Wanted
 
 
-def ready_engine(engine: str, workload: Workload, **settings: object) -> Ready:
+def ready_engine(engine: str, workload: Workload, **settings: object) -> Readied:
     """Planned and installed as `bench` does it, with settings that a plan would not choose."""
     hardware = probe()
-    facts = facts_of(None, hardware, Silent())
-    ready = made_ready(planned(engine, hardware, facts, workload), Silent())
-    return with_settings(ready, **settings)
+    facts = fetch_facts(None, hardware, Silent())
+    chosen = plan_engine(Wanted(workload=workload, engine=engine, untuned=True), facts, hardware, Silent())
+    return with_settings(readied(chosen, Silent(), to_measure=True), **settings)
 
 
-def with_settings(ready: Ready, **settings: object) -> Ready:
+def with_settings(ready: Readied, **settings: object) -> Readied:
     plan = replaced(ready.plan, settings=replaced(ready.plan.settings, **settings))
-    return Ready(ready.planned, plan, ready.environment, ready.folder)
+    return replace(ready, plan=plan)
 
 
-def measured_cells(ready: Ready, loads: Iterable[Load], *, seconds: float = 3.0, repeats: int = 1) -> list[Cell]:
+def measured_cells(ready: Readied, loads: Iterable[Load], *, seconds: float = 3.0, repeats: int = 1) -> list[Cell]:
     cells = []
-    with running(ready, Silent()) as started:
-        meters = Meters()
-        meters.pid = started.pid
-        meters.metrics = Metrics(started.url, started.key, ready.planned.engine.read)
+    with running(ready.start(), Silent()) as started:
+        meters = meters_of(started)
         target = Target.of(started.url, key=started.key, model=ready.plan.model.served_name)
         subject = Subject(
             engine=ready.plan.engine, engine_version=ready.plan.engine_version, model=ready.plan.model.name,
@@ -44,12 +45,12 @@ def measured_cells(ready: Ready, loads: Iterable[Load], *, seconds: float = 3.0,
     return cells
 
 
-def _cell(ready: Ready, load: Load, subject: Subject, repeats: Sequence[Repeat]) -> Cell:
+def _cell(ready: Readied, load: Load, subject: Subject, repeats: Sequence[Repeat]) -> Cell:
     return Cell(
         id=f"{ready.plan.engine}-{load.concurrency}",
         run="real",
         at=repeats[0].at or "",
-        machine=fingerprint(ready.planned.hardware),
+        machine=fingerprint(ready.decided.hardware),
         subject=subject,
         load=load,
         repeats=tuple(repeats),

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from tests.commands import run as command
 from tests.conftest import HANG_S, gone, wait_for
+from tests.decide.test_tuned import MACHINE, tuned_for
 
 from bedplate import store
 from bedplate.engines import engine
@@ -23,12 +24,14 @@ from bedplate.errors import BedplateError, OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.measure.bench import _usual_turns, bench, closed_loads, longest_s
 from bedplate.measure.load import serve_null
-from bedplate.measure.starting import Planned, installed_engines
 from bedplate.measure.summary import differences
+from bedplate.progress import Silent
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment, make_environment
+from bedplate.run.ready import Decided, decided, installed_engines
 from bedplate.values import from_json, replaced
 from bedplate.values.run import Run
+from bedplate.values.service import Wanted
 
 pytestmark = pytest.mark.timeout(900)
 SHORT = ("--prompt-tokens", "24", "--output-tokens", "8", "--seconds", "0.5", "--repeats", "2")
@@ -275,18 +278,37 @@ def test_what_fails_once_is_not_started_again(home: Path, monkeypatch: pytest.Mo
 
     tried: list[tuple[str, int]] = []
 
-    def measure(one: module.Bench, subject: Planned, turn: int) -> None:
+    def measure(one: module.Bench, subject: Decided, turn: int) -> None:
         tried.append((subject.engine.id, turn))
         if subject.engine.id == "pytorch":
             raise OutsideFailed("it does not start")
 
     monkeypatch.setattr(module, "_measure_engine", measure)
-    monkeypatch.setattr(module, "facts_of", lambda *asked: replaced(builtin_facts(), files=()))
+    monkeypatch.setattr(module, "fetch_facts", lambda *asked: replaced(builtin_facts(), files=()))
     loads = closed_loads((1,), prompt_tokens=24, output_tokens=8)
     with pytest.raises(OutsideFailed, match="nothing could be measured"):
         bench(engines=("llama.cpp", "pytorch"), loads=loads)
     assert tried == [("llama.cpp", 0), ("pytorch", 0), ("llama.cpp", 1)]
     assert [one.engine for one in store.run().left_out] == ["pytorch"]
+
+
+def test_it_plans_with_the_tunings_that_serve_uses(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bedplate.measure import bench as module
+
+    store.add_tuning(replaced(tuned_for(ubatch="256"), machine=store.fingerprint(MACHINE)))
+    planned: list[Decided] = []
+    facts = replaced(builtin_facts(), files=())
+    monkeypatch.setattr(module, "probe", lambda: MACHINE)
+    monkeypatch.setattr(module, "fetch_facts", lambda *asked: facts)
+    monkeypatch.setattr(module, "_measure_engine", lambda one, subject, turn: planned.append(subject))
+    loads = closed_loads((4,), prompt_tokens=512, output_tokens=128)
+    bench(engines=("llama.cpp",), loads=loads)
+    bench(engines=("llama.cpp",), loads=loads, path=tmp_path / "another store")
+    tuned, untuned = planned
+    wanted = Wanted(engine="llama.cpp", workload=tuned.plan.workload)
+    (served,) = decided([wanted], MACHINE, Silent(), models=[facts])
+    assert tuned.plan == served.plan and tuned.plan.settings.turned is not None
+    assert untuned.plan.settings.turned is None
 
 
 def test_a_trace_is_replayed(home: Path, null: str, tmp_path: Path) -> None:

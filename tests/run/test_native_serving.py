@@ -15,11 +15,12 @@ from bedplate.engines import engine
 from bedplate.engines.knobs import build_knob, turned_plan
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
-from bedplate.operate.serving import serve
-from bedplate.run import serving, trials
+from bedplate.run import ready, trials
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment
+from bedplate.run.listening import Listen
 from bedplate.run.native import NotUsable, Verdict
+from bedplate.serving.serve import serve
 from bedplate.values import Settings, replaced
 
 __all__ = ["own_home"]
@@ -34,20 +35,20 @@ def environment(path: Path, version: str, **more: Any) -> Environment:
 
 class TestWhatIsBuilt:
     def test_the_only_engine_that_can_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(serving, "toolchain", lambda *_: None)
-        assert serving._to_be_built(None, machine("cpu")).id == "llama.cpp"
-        assert serving._to_be_built("llama.cpp", machine("cpu")).id == "llama.cpp"
+        monkeypatch.setattr(ready, "toolchain", lambda *_: None)
+        assert ready._to_be_built(None, machine("cpu")).id == "llama.cpp"
+        assert ready._to_be_built("llama.cpp", machine("cpu")).id == "llama.cpp"
 
     def test_no_other(self) -> None:
         with pytest.raises(BadQuestion, match="does not build vLLM"):
-            serving._to_be_built("vllm", machine("cpu"))
+            ready._to_be_built("vllm", machine("cpu"))
 
     def test_a_missing_compiler_is_told_before_anything_is_fetched(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path
     ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(OutsideFailed, match=r"C\+\+ compiler"):
-            serve(build="native", listen=serving.Listen(port=0))
+            serve(build="native", listen=Listen(port=0))
         assert not (own_home / "models").exists()
 
 
@@ -57,25 +58,25 @@ class TestWhatIsSaid:
         chosen = engine_plan(
             LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M", settings=Settings(slots=1, context_tokens=512)
         )
-        words = str(serving._idle_words(LLAMA, on, chosen))
+        words = str(ready._idle_words(LLAMA, on, chosen))
         assert "--build native" in words and on.accelerators[0].name in words and "CPU alone" in words
 
     def test_nothing_where_it_computes_on_the_card(self) -> None:
         on = machine("H100 SXM", 1)
         chosen = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        assert chosen.settings.device == "cuda" and serving._idle_words(LLAMA, on, chosen) is None
+        assert chosen.settings.device == "cuda" and ready._idle_words(LLAMA, on, chosen) is None
         cpu = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        assert serving._idle_words(LLAMA, machine("cpu"), cpu) is None
+        assert ready._idle_words(LLAMA, machine("cpu"), cpu) is None
 
     def test_instructions_that_would_stay_unused(self, own_home: Path) -> None:
         x86 = machine("cpu")
         chosen = engine_plan(LLAMA, x86, model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        assert serving._unused_words(LLAMA, x86, chosen) is None
+        assert ready._unused_words(LLAMA, x86, chosen) is None
         arm = replaced(x86, cpu=replaced(x86.cpu, instruction_sets=("neon", "dotprod")))
-        words = str(serving._unused_words(LLAMA, arm, chosen))
+        words = str(ready._unused_words(LLAMA, arm, chosen))
         assert "without dot product instructions" in words and "--build native builds it here" in words
         elsewhere = replaced(chosen, settings=replaced(chosen.settings, device="cuda"))
-        assert serving._unused_words(LLAMA, arm, elsewhere) is None
+        assert ready._unused_words(LLAMA, arm, elsewhere) is None
 
 
 class TestABuildThatIsNoGood:
@@ -84,13 +85,13 @@ class TestABuildThatIsNoGood:
         def refuses(*_: object) -> Environment:
             raise NotUsable("it gives wrong answers", ("after 'a' it says 'b'",))
 
-        monkeypatch.setattr(serving, "native_environment", refuses)
-        monkeypatch.setattr(serving, "make_environment", lambda *_, **__: environment(tmp_path, "ready-made"))
+        monkeypatch.setattr(ready, "native_environment", refuses)
+        monkeypatch.setattr(ready, "make_environment", lambda *_, **__: environment(tmp_path, "ready-made"))
 
     def test_on_a_cpu_the_ready_made_one_is_used_with_a_warning(self) -> None:
         notes = Notes()
         chosen = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
-        found = serving._environment(chosen, machine("cpu"), "native", notes, None)
+        found = ready._environment(chosen, machine("cpu"), "native", notes, None)
         assert found.version == "ready-made"
         said = "\n".join(notes.said)
         assert "WARNING" in said and "wrong answers" in said and "after 'a' it says 'b'" in said
@@ -99,8 +100,13 @@ class TestABuildThatIsNoGood:
         on = machine("H100 SXM", 1)
         chosen = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
         with pytest.raises(OutsideFailed, match="is not used: it gives wrong answers") as caught:
-            serving._environment(chosen, on, "native", Notes(), None)
+            ready._environment(chosen, on, "native", Notes(), None)
         assert "after 'a'" in str(caught.value.cause)
+
+    def test_a_measurement_takes_no_other_build(self) -> None:
+        chosen = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
+        with pytest.raises(OutsideFailed, match="is not used: it gives wrong answers"):
+            ready._environment(chosen, machine("cpu"), "native", Notes(), None, to_measure=True)
 
 
 class TestWhatTuningFound:
@@ -111,13 +117,13 @@ class TestWhatTuningFound:
         self, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         built = environment(tmp_path, "built", built=True)
-        monkeypatch.setattr(serving, "usable_build", lambda *_: built if there else None)
-        monkeypatch.setattr(serving, "make_environment", lambda *_, **__: environment(tmp_path, "ready-made"))
+        monkeypatch.setattr(ready, "usable_build", lambda *_: built if there else None)
+        monkeypatch.setattr(ready, "make_environment", lambda *_, **__: environment(tmp_path, "ready-made"))
         on, notes = machine("cpu"), Notes()
         plain = engine_plan(LLAMA, on, model("Qwen/Qwen3-32B"), label="Q4_K_M")
         tuned = turned_plan(plain, (build_knob(),), {"build": "native"})
-        assert serving._environment(plain, on, "packages", notes, None).version == "ready-made" and not notes.said
-        assert serving._environment(tuned, on, "packages", notes, None).version == ("built" if there else "ready-made")
+        assert ready._environment(plain, on, "packages", notes, None).version == "ready-made" and not notes.said
+        assert ready._environment(tuned, on, "packages", notes, None).version == ("built" if there else "ready-made")
         assert ("--build native builds it" in "".join(notes.said)) == (not there)
 
 

@@ -13,15 +13,15 @@ import pytest
 from tests.browser import Page as Tab
 from tests.browser import opened
 from tests.engines.plans import machine
-from tests.operate.stub_hosts import add, stub_environment, stub_readied
-from tests.operate.test_live import ANNS, OPERATOR, close_door, served
+from tests.hosting.stub_hosts import add, stub_environment, stub_readied
+from tests.page.test_live import ANNS, OPERATOR, close_door, served
 
-from bedplate.operate.host import Host
-from bedplate.operate.live import Second, Spell, Standing
-from bedplate.operate.memory import Room
-from bedplate.operate.page import LiveFigures, put_up
+from bedplate.hosting.host import Host
+from bedplate.hosting.memory import Room
+from bedplate.page.live import Second, Spell, Standing
+from bedplate.page.page import LiveFigures, put_up
 from bedplate.progress import Silent
-from bedplate.run.serving import Listen
+from bedplate.run.listening import Listen
 from bedplate.show.live import live_page, policy
 from bedplate.values import replaced
 

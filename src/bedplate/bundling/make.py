@@ -38,7 +38,7 @@ from bedplate.run.environments import make_environment
 from bedplate.run.models import intended_model
 from bedplate.run.prepare import MANIFEST as PREPARED_MANIFEST
 from bedplate.run.prepare import prepared_dir
-from bedplate.run.serving import decided, readied
+from bedplate.run.ready import decided, readied
 from bedplate.run.uv import python_for_engines, run_uv
 from bedplate.values import Decision, Hardware, Model, Plan, replaced, to_json
 from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile, Packed, Site
@@ -172,7 +172,8 @@ def _on_paper(intent: Intent, engine: str | None, hardware: Hardware | None = No
     chosen = engine_by_id(plan.engine)
     image = image_for(chosen, plan.settings, None, hardware.cpu.arch, None)
     if image is None or image.dockerfile is not None:
-        why = "nothing is installed on hypothetical hardware" if intent.hardware is not None else "bedplate cannot install it"
+        here = intent.hardware is None
+        why = "bedplate cannot install it" if here else "nothing is installed on hypothetical hardware"
         raise AnswerIsNo(
             f"{chosen.name} cannot be bundled for {_machine_words(hardware)}",
             cause=f"{why}, and nobody publishes an image that has it",

@@ -23,7 +23,7 @@ from bedplate.home import disk_failure, home, locked, need_free, writable
 from bedplate.progress import Progress, Silent
 from bedplate.run.prepare import MANIFEST as PREPARED_MANIFEST
 from bedplate.run.prepare import file_sha256, prepared_dir
-from bedplate.run.serving import Decided
+from bedplate.run.ready import Decided
 from bedplate.run.uv import Wheels, only_from
 from bedplate.run.wheels import version
 from bedplate.store import fingerprint

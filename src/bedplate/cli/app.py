@@ -177,7 +177,7 @@ def main() -> None:
 
 
 def _fail(error: BedplateError) -> NoReturn:
-    from bedplate.show.terminal import show_error
+    from bedplate.cli.terminal import show_error
 
     show_error(error)
     sys.exit(error.exit_code)

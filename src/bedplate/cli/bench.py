@@ -175,11 +175,11 @@ def bench(
     if import_file is not None:
         _imported(import_file, form, output)
         return
+    from bedplate.cli.terminal import console
     from bedplate.measure.bench import Stopped
     from bedplate.measure.bench import bench as measure
     from bedplate.measure.questions import engine_list, loads_of, read_budget, read_target
     from bedplate.show.bench import teller_for
-    from bedplate.show.terminal import console
 
     asked = engine_list(engines)
     named = asked if isinstance(asked, str) else tuple(dict.fromkeys(engine_and_version(one) for one in asked))
@@ -196,7 +196,8 @@ def bench(
     )
     target = read_target(slo) if slo is not None else None
     price = price_from(file, price_per_hour, electricity_price)
-    teller = teller_for(console(sys.stdout if form is None or output is not None else sys.stderr), _limits)
+    out = console(sys.stdout if form is None or output is not None else sys.stderr)
+    teller = teller_for(out, _limits, notes=console(sys.stderr))
     stopped: Stopped | None = None
     with teller:
         try:
@@ -276,9 +277,9 @@ def _limits(run: Run) -> dict[str, str]:
 
 def _imported(path: Path, form: Form | None, output: Path | None) -> None:
     from bedplate import store
+    from bedplate.cli.terminal import console
     from bedplate.measure.imports import read_run
     from bedplate.show.bench import render_run
-    from bedplate.show.terminal import console
 
     run = read_run(path)
     store.add_run(run)

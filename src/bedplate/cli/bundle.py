@@ -113,9 +113,9 @@ def bundle(
     that run only from a container image, the bundle names the image and does not contain it.
     """
     from bedplate.cli.options import engine_named, intent_from
+    from bedplate.cli.terminal import TerminalProgress, console
     from bedplate.errors import BadQuestion
     from bedplate.show.bundle import render_checked, render_packed, render_packed_for_target
-    from bedplate.show.terminal import TerminalProgress, console
     from bedplate.values import to_json
 
     only_for = {"python": python, "overlay": overlay, "capability": capability, "pieces": pieces, "without": without}

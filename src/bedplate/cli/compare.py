@@ -88,8 +88,8 @@ def compare(
 
         print(to_json(verdict))  # noqa: T201
     else:
+        from bedplate.cli.terminal import console
         from bedplate.show.compare import render_verdict
-        from bedplate.show.terminal import console
 
         console().print(render_verdict(verdict))
     raise typer.Exit(verdict.exit_code)

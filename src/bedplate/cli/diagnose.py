@@ -60,7 +60,7 @@ def diagnose(
 
         print(to_json(diagnosis))  # noqa: T201
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.diagnose import render_diagnosis
-    from bedplate.show.terminal import console
 
     console().print(render_diagnosis(diagnosis))

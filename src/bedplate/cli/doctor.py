@@ -49,8 +49,8 @@ def doctor(json: Json = False) -> None:
 
         print(to_json(report))  # noqa: T201
     else:
+        from bedplate.cli.terminal import console
         from bedplate.show.doctor import render_report
-        from bedplate.show.terminal import console
 
         console().print(render_report(report))
     sys.exit(0 if report.healthy else 1)
@@ -76,7 +76,7 @@ def _checked() -> Iterator[EngineCheck]:
     from bedplate.engines import all_engines
     from bedplate.facts.doctor import EngineCheck
     from bedplate.home import engines_dir
-    from bedplate.operate.orchestrated import recipe_of
+    from bedplate.hosting.orchestrators import recipe_of
     from bedplate.run.environments import installed, why_not
 
     engines = all_engines()

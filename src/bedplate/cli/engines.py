@@ -45,8 +45,8 @@ def engines(context: typer.Context, hardware: HardwareName = None, json: Json = 
         entries = tuple(add_environments(EngineEntry, row, there) for row in found)
         _print_json(EngineList(cheat_sheet=sheet, engines=entries))
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.engines import render_map
-    from bedplate.show.terminal import console
 
     console().print(render_map(machine, sheet, found, there))
 
@@ -74,8 +74,8 @@ def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) 
 
         _print_json(add_environments(EnginePage, found, there))
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.engines import render_engine
-    from bedplate.show.terminal import console
 
     console().print(render_engine(machine, found, there))
 
@@ -88,13 +88,13 @@ def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) 
 )
 def build(engine: EngineName) -> None:
     """Build an engine from source for this machine, as `serve --build native` does."""
+    from bedplate.cli.terminal import TerminalProgress
     from bedplate.engines import engine as engine_by_id
     from bedplate.errors import OutsideFailed
     from bedplate.facts.hardware import probe
     from bedplate.measure.builds import BuildExaminer
     from bedplate.run.native import NotUsable, buildable
     from bedplate.run.trials import native_environment
-    from bedplate.show.terminal import TerminalProgress
 
     one, machine = engine_by_id(engine), probe()
     buildable(one)

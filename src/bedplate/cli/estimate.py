@@ -38,9 +38,9 @@ def estimate(
 
     Writes row_id, predicted, low, high and refused, one line per row, in the order of the table.
     """
+    from bedplate.cli.terminal import TerminalProgress, console
     from bedplate.decide.estimate.table import predictions, read_table
     from bedplate.errors import BadQuestion
-    from bedplate.show.terminal import TerminalProgress, console
 
     try:
         with _reading(rows) as source:

@@ -26,8 +26,8 @@ def inspect(model: ModelName = None, json: Json = False) -> None:
 
         print(to_json(facts))  # noqa: T201
         return
+    from bedplate.cli.terminal import console
     from bedplate.facts.hardware import probe
     from bedplate.show.inspect import render_model
-    from bedplate.show.terminal import console
 
     console().print(render_model(facts, probe()))

@@ -87,8 +87,8 @@ def list_(json: Json = False) -> None:
 
         print(to_json(TenantList(tenants=tuple(found))))  # noqa: T201
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.tenants import render_tenants
-    from bedplate.show.terminal import console
 
     console().print(render_tenants(found))
 
@@ -117,7 +117,7 @@ def add(
     json: Json = False,
 ) -> None:
     """Create a key for a tenant and print it once. A tenant may have several keys."""
-    from bedplate.operate.tenants import add_key
+    from bedplate.hosting.tenants import add_key
     from bedplate.values.units import parsed_seconds
 
     changes = _changes(weight, requests_per_minute, tokens_per_minute, in_flight, admin)
@@ -150,9 +150,9 @@ def set_(
     admin: Admin = None,
 ) -> None:
     """Change the limits of a tenant. `default` is the tenant of the key that `serve` was given."""
-    from bedplate.operate.tenants import change
+    from bedplate.cli.terminal import console
+    from bedplate.hosting.tenants import change
     from bedplate.show.tenants import render_tenants
-    from bedplate.show.terminal import console
 
     tenant = change(name, _changes(weight, requests_per_minute, tokens_per_minute, in_flight, admin))
     console().print(render_tenants((tenant,)))
@@ -171,7 +171,7 @@ def revoke(
     ],
 ) -> None:
     """Revoke keys. Running requests are not interrupted."""
-    from bedplate.operate.tenants import revoke as revoke_keys
+    from bedplate.hosting.tenants import revoke as revoke_keys
 
     gone = revoke_keys(which)
     typer.echo(f"revoked: {', '.join(gone) or 'the limits of a tenant without keys'}")

@@ -30,8 +30,8 @@ def logs(
     ] = 100,
 ) -> None:
     """Show the logs of a service and its engines."""
-    from bedplate.operate.logs import chosen, last_lines
-    from bedplate.operate.logs import follow as followed
+    from bedplate.hosting.logs import chosen, last_lines
+    from bedplate.hosting.logs import follow as followed
 
     files = chosen(name)
     shown = _Shown(follow or len(files()) > 1)

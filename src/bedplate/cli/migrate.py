@@ -73,10 +73,10 @@ def migrate(
 
     No request is lost. If the new engine is worse, the old one takes over again.
     """
-    from bedplate.operate.control import ask
-    from bedplate.operate.migrate import Migrate, read_steps
-    from bedplate.operate.records import chosen
-    from bedplate.show.terminal import TerminalProgress, console
+    from bedplate.changing.migrate import Migrate, read_steps
+    from bedplate.cli.terminal import TerminalProgress, console
+    from bedplate.hosting.control import ask
+    from bedplate.hosting.records import chosen
     from bedplate.values import to_json
     from bedplate.values.migration import Migration
 

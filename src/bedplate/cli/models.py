@@ -90,9 +90,9 @@ def models(
 
 
 def _found(intent: Intent, machine: Hardware, search: str | None, least: float | None, everything: bool) -> Catalogue:
+    from bedplate.cli.terminal import TerminalProgress
     from bedplate.decide.catalogue import Catalogue, catalogue, copies_here, distinct_models, matching, ranked
     from bedplate.facts.library import local_models
-    from bedplate.show.terminal import TerminalProgress
     from bedplate.store import fingerprint, results
 
     wanted = matching(distinct_models(), search)
@@ -141,9 +141,9 @@ def _print_json(found: Catalogue, limit: int | None) -> None:
 def _print_page(
     found: Catalogue, intent: Intent, machine: Hardware, limit: int, least: float | None, plan: str
 ) -> None:
+    from bedplate.cli.terminal import console
     from bedplate.decide.catalogue import everyday
     from bedplate.show.models import render_models
-    from bedplate.show.terminal import console
 
     work = everyday(intent.workload)
     console().print(render_models(machine, work, found, limit=limit, least_tok_s=least, plan=plan))

@@ -244,9 +244,9 @@ def _emit_files(platform: Platform, target: str, folder: Path | None, shown: Ren
     """Prints the decision, then writes the files, or prints them if no folder is given."""
     import sys
 
+    from bedplate.cli.terminal import console
     from bedplate.deploy.emit import as_one_stream, emitted
     from bedplate.show.emitted import render_files
-    from bedplate.show.terminal import console
 
     console(sys.stderr if folder is None else None).print(shown)
     files = emitted(platform, target)
@@ -299,10 +299,10 @@ def _what_if(
 def _procure(intent: Intent, output: Path | None, *, json: bool) -> None:
     import sys
 
+    from bedplate.cli.terminal import TerminalProgress
     from bedplate.decide.questions import procure, purchasable
     from bedplate.run.models import intended_model
     from bedplate.show.procure import render_offers
-    from bedplate.show.terminal import TerminalProgress
     from bedplate.values import to_json
 
     facts = intended_model(intent.model)
@@ -351,7 +351,7 @@ def _portfolio(intent: Intent, emit: str | None, output: Path | None, *, json: b
 
 
 def _out(what: RenderableType) -> None:
-    from bedplate.show.terminal import console
+    from bedplate.cli.terminal import console
 
     console().print(what)
 

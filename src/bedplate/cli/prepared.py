@@ -36,8 +36,8 @@ def prepared(context: typer.Context, json: Json = False) -> None:
 
         print(to_json(PreparedList(prepared=tuple(found))))  # noqa: T201
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.prepared import render_prepared
-    from bedplate.show.terminal import console
 
     console().print(render_prepared(found))
 

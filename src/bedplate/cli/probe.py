@@ -31,9 +31,9 @@ def probe(
 
     hardware = probe_hardware(recall=not measure)
     if measure:
+        from bedplate.cli.terminal import TerminalProgress
         from bedplate.facts.measured import apply
         from bedplate.facts.measured import measure as measure_hardware
-        from bedplate.show.terminal import TerminalProgress
 
         hardware = apply(hardware, measure_hardware(hardware, TerminalProgress()))
     if json:
@@ -41,8 +41,8 @@ def probe(
 
         print(to_json(hardware))  # noqa: T201
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.probe import render_hardware
-    from bedplate.show.terminal import console
 
     out = console()
     out.print(render_hardware(hardware))

@@ -15,8 +15,8 @@ def ps(json: Json = False) -> None:
     """List the running services."""
     import sys
 
-    from bedplate.operate.services import listed
-    from bedplate.show.terminal import console
+    from bedplate.cli.terminal import console
+    from bedplate.hosting.services import listed
     from bedplate.values import to_json
 
     found, ended = listed()

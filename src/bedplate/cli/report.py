@@ -82,7 +82,7 @@ def report(
         return
     path = output or DEFAULT_FILE
     write_file(path, markdown(page) if md or path.suffix == ".md" else html(page))
-    from bedplate.show.terminal import console
+    from bedplate.cli.terminal import console
 
     console().print(f" {page.headline}  {path}", highlight=False, markup=False, soft_wrap=True)
 

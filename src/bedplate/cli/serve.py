@@ -149,7 +149,7 @@ def serve(
     Probes this machine, chooses an engine, installs it, starts it and keeps it running.
     """
     from bedplate.cli.options import intent_from
-    from bedplate.operate.ordering import order_of
+    from bedplate.hosting.ordering import order_of
     from bedplate.values import replaced
     from bedplate.values.units import parsed_bytes
 
@@ -195,9 +195,9 @@ def _in_bundle(bundle: Path, refused: list[str]) -> tuple[Intent, str]:
 
 
 def _foreground(order: Order, fallback: str | None, *, json: bool) -> None:
-    from bedplate.operate.checks import check_answers, examiner
-    from bedplate.operate.serving import Hooks, serve_order
-    from bedplate.show.terminal import TerminalProgress
+    from bedplate.cli.checks import check_answers, examiner
+    from bedplate.cli.terminal import TerminalProgress
+    from bedplate.serving.serve import Hooks, serve_order
 
     heads = _Heads(json=json)
     hooks = Hooks(
@@ -211,13 +211,14 @@ def _foreground(order: Order, fallback: str | None, *, json: bool) -> None:
 
 
 def _detached(order: Order, fallback: str | None, *, json: bool) -> None:
-    from bedplate.operate.detached import start_detached
-    from bedplate.operate.serving import refuse_early
-    from bedplate.show.terminal import TerminalProgress
+    from bedplate.cli.terminal import TerminalProgress
+    from bedplate.hosting.detached import start_detached
+    from bedplate.serving.serve import refuse_early
 
     refuse_early(order)
     heads = _Heads(json=json)
     endpoint = start_detached(
+        "bedplate.cli.background",
         order,
         TerminalProgress(),
         lambda choice: heads.show(choice.hardware, choice.model, choice.wanted, choice.decision),
@@ -232,8 +233,8 @@ def _print_unit(order: Order, context: typer.Context, fallback: str | None) -> N
 
     from bedplate.cli.options import words_of
     from bedplate.errors import BadQuestion
-    from bedplate.operate.records import as_name, checked_name
-    from bedplate.operate.systemd import unit
+    from bedplate.hosting.records import as_name, checked_name
+    from bedplate.hosting.systemd import unit
 
     if context.params.get("api_key") and "BEDPLATE_API_KEY" not in os.environ:
         raise BadQuestion(
@@ -259,8 +260,8 @@ class _Heads:
         import sys
 
         from bedplate._version import __version__
+        from bedplate.cli.terminal import console
         from bedplate.show.decision import render_serving
-        from bedplate.show.terminal import console
 
         out = console(sys.stderr if self._json else sys.stdout)
         if not self._titled:
@@ -276,7 +277,7 @@ def _show_ready(endpoint: Endpoint, then: str, *, json: bool) -> None:
 
         print(msgspec.json.encode(endpoint).decode(), flush=True)  # noqa: T201
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.serving import render_ready
-    from bedplate.show.terminal import console
 
     console().print(render_ready(endpoint, then), soft_wrap=True)

@@ -65,14 +65,14 @@ def shadow(
     shared hardware, recorded request shapes are replayed to both engines in turn while the endpoint is idle; real
     requests have priority.
     """
+    from bedplate.changing.shadow import Shadow
+    from bedplate.cli.questions import read_share, read_time
+    from bedplate.cli.terminal import TerminalProgress, console
     from bedplate.errors import BadQuestion
+    from bedplate.hosting.control import ask
+    from bedplate.hosting.records import chosen
     from bedplate.measure.bench import key_from
     from bedplate.measure.load import Target
-    from bedplate.operate.control import ask
-    from bedplate.operate.questions import read_share, read_time
-    from bedplate.operate.records import chosen
-    from bedplate.operate.shadow import Shadow
-    from bedplate.show.terminal import TerminalProgress, console
     from bedplate.values import to_json
     from bedplate.values.shadow import Shadowed
 

@@ -126,10 +126,10 @@ def simulate(
     import sys
 
     from bedplate.cli.options import intent_from
+    from bedplate.cli.terminal import TerminalProgress, console
     from bedplate.decide.simulate import Question, cheapest, one_layout
     from bedplate.errors import BadQuestion
     from bedplate.show.simulate import render_simulation, telling
-    from bedplate.show.terminal import console
     from bedplate.values import to_json
 
     intent = intent_from(
@@ -143,7 +143,7 @@ def simulate(
     deployment = _deployment(intent, stream, engine, traced=trace is not None)
     if layout is LayoutChoice.aggregated and prefills is not None:
         raise BadQuestion("--prefills needs --layout disaggregated")
-    with telling() as told:
+    with telling(TerminalProgress()) as told:
         question = Question(deployment, stream, target, router.value, seed, told)
         if low == high or prefills is not None:
             wanted: LayoutName = layout.value if layout is not None else "disaggregated" if prefills else "aggregated"

@@ -26,9 +26,9 @@ def status(name: ServiceName = None, json: Json = False) -> None:
 
     The engine and why it was chosen, running requests, memory, restarts, and whether the workload has changed.
     """
-    from bedplate.operate.records import chosen
-    from bedplate.operate.services import status_of
-    from bedplate.show.terminal import console
+    from bedplate.cli.terminal import console
+    from bedplate.hosting.records import chosen
+    from bedplate.hosting.services import status_of
     from bedplate.values import to_json
 
     found = status_of(chosen(name))

@@ -30,10 +30,10 @@ def stop(
     """Stop a service after it has finished its running requests."""
     import sys
 
+    from bedplate.cli.terminal import TerminalProgress, console, show_error
     from bedplate.errors import BadQuestion, BedplateError
-    from bedplate.operate.records import chosen, running
-    from bedplate.operate.services import stopped
-    from bedplate.show.terminal import TerminalProgress, console, show_error
+    from bedplate.hosting.records import chosen, running
+    from bedplate.hosting.services import stopped
     from bedplate.values import to_json
     from bedplate.values.units import seconds
 

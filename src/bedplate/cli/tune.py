@@ -148,11 +148,11 @@ def tune(
     if list_:
         _list(named, engine, load, workload, native=build == "native", json=json)
         return
+    from bedplate.cli.terminal import console
     from bedplate.measure.questions import read_budget, read_target
-    from bedplate.operate.tune import Stopped
-    from bedplate.operate.tune import tune as run
-    from bedplate.show.terminal import console
     from bedplate.show.tune import teller_for
+    from bedplate.tuning.tune import Stopped
+    from bedplate.tuning.tune import tune as run
 
     teller = teller_for(console(sys.stderr))
     stopped: Stopped | None = None
@@ -215,8 +215,8 @@ def _list(
     model: str | None, engine: str | None, load: Load, workload: Workload | None, *, native: bool, json: bool
 ) -> None:
     from bedplate.facts.hardware import probe
-    from bedplate.operate.tune import all_knobs, checked_knobs, chosen_plan
     from bedplate.run.models import intended_model
+    from bedplate.tuning.tune import all_knobs, checked_knobs, chosen_plan
 
     hardware = probe()
     chosen = chosen_plan(engine, hardware, intended_model(model), load, workload, native=native)
@@ -227,7 +227,7 @@ def _list(
 
         print(to_json(found))  # noqa: T201
         return
-    from bedplate.show.terminal import console
+    from bedplate.cli.terminal import console
     from bedplate.show.tune import render_knobs
 
     console().print(render_knobs(chosen.engine.name, found))
@@ -277,7 +277,7 @@ def _show(tuned: Tuned, *, json: bool, plot: Path | None) -> None:
 
         print(to_json(tuned))  # noqa: T201
         return
-    from bedplate.show.terminal import console
+    from bedplate.cli.terminal import console
     from bedplate.show.tune import render_tuned
 
     console().print(render_tuned(tuned))

@@ -35,7 +35,7 @@ def usage(
 ) -> None:
     """Show served requests and tokens by tenant, model, engine or day."""
     from bedplate.errors import BadQuestion
-    from bedplate.operate.tenants import usage as used
+    from bedplate.hosting.tenants import usage as used
     from bedplate.values.units import parsed_seconds
 
     if csv and json:
@@ -52,6 +52,6 @@ def usage(
     if csv:
         print(usage_csv(report), end="")  # noqa: T201
         return
-    from bedplate.show.terminal import console
+    from bedplate.cli.terminal import console
 
     console().print(render_usage(report))

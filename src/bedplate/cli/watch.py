@@ -55,12 +55,12 @@ def watch(
     Evaluates on a schedule, and after a new release, a driver change, a workload change or a missed latency target.
     Challengers are measured while the endpoint is idle. Without --auto nothing is migrated.
     """
-    from bedplate.operate.notify import checked_url
-    from bedplate.operate.questions import read_share, read_time
-    from bedplate.operate.records import chosen
-    from bedplate.operate.watch import Watching, watch_once
-    from bedplate.operate.watch import watch as watching
-    from bedplate.show.terminal import TerminalProgress
+    from bedplate.changing.notify import checked_url
+    from bedplate.changing.watch import Watching, watch_once
+    from bedplate.changing.watch import watch as watching
+    from bedplate.cli.questions import read_share, read_time
+    from bedplate.cli.terminal import TerminalProgress
+    from bedplate.hosting.records import chosen
 
     asked = Watching(
         model=model,
@@ -88,7 +88,7 @@ def _show(done: Watched, *, json: bool, line: bool) -> None:
 
         print(msgspec.json.encode(done).decode() if line else to_json(done), flush=True)  # noqa: T201
         return
+    from bedplate.cli.terminal import console
     from bedplate.show.shadow import render_watched
-    from bedplate.show.terminal import console
 
     console().print(render_watched(done))

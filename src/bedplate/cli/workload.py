@@ -111,7 +111,7 @@ def workload(
 
         print(to_json(summary))  # noqa: T201
         return
-    from bedplate.show.terminal import console
+    from bedplate.cli.terminal import console
     from bedplate.show.workload import render_summary
 
     console().print(render_summary(summary))

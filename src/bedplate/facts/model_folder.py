@@ -11,17 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from bedplate.errors import BadQuestion
 from bedplate.facts.hf_config import read_config
+from bedplate.facts.model_files import read_bytes, read_json
 from bedplate.facts.onnx import read_onnx
 from bedplate.facts.safetensors import MAX_INDEX_BYTES, MAX_TENSORS, Tensor, parse_index, read_header
 from bedplate.values import Model, replaced
 from bedplate.values.model import Part, TensorGroup
 
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
-MAX_CONFIG_BYTES = 4 << 20
 _MAX_TEMPLATE = 1 << 16
 _MAX_SHARDS = 4096
 Format = Literal["gguf", "safetensors", "mlx", "exl2", "exl3", "onnx", "facts"]
@@ -93,7 +91,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, as its index lists them, or all that are there."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        listed = parse_index(_bytes(index, MAX_INDEX_BYTES), index.name).files
+        listed = parse_index(read_bytes(index, MAX_INDEX_BYTES), index.name).files
         missing = [file for file in listed if not (folder / file).is_file()]
         if missing and len(missing) < len(listed):
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
@@ -115,7 +113,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _promised(folder: Path) -> int | None:
     index = folder / "model.safetensors.index.json"
-    return parse_index(_bytes(index, MAX_INDEX_BYTES), index.name).total_bytes if index.is_file() else None
+    return parse_index(read_bytes(index, MAX_INDEX_BYTES), index.name).total_bytes if index.is_file() else None
 
 
 def refuse_pickles(folder: Path) -> None:
@@ -273,37 +271,6 @@ def _template(folder: Path) -> dict[str, Any]:
             return {"has_chat_template": True, "chat_template": template if len(template) <= _MAX_TEMPLATE else None}
         return {"has_chat_template": bool(template)}
     return {}
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file of a model's folder; what writers of Python add to the format (Infinity, NaN) is passed over."""
-    return parse_json(_bytes(path, MAX_CONFIG_BYTES), path.name)
-
-
-def parse_json(data: bytes, name: str) -> Any:
-    try:
-        return msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        pass
-    import json
-
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadQuestion(f"{name} is not JSON", cause=str(error)[:200], hint="download it again") from None
-
-
-def _bytes(path: Path, most: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(most + 1)
-    except OSError as error:
-        raise BadQuestion(f"{path} cannot be read", cause=error.strerror or str(error), hint="check the path") from None
-    if len(data) > most:
-        raise BadQuestion(
-            f"{path.name} has more than {most >> 20} MiB, which no such file has", hint="check what it is"
-        )
-    return data
 
 
 def _folder_name(folder: Path) -> str:

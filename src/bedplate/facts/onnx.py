@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from bedplate.errors import BadQuestion
 from bedplate.facts.hf_config import read_config, task_of
 from bedplate.facts.hf_fields import Config, Unplannable
+from bedplate.facts.model_files import read_json
 from bedplate.values import Model, replaced
 from bedplate.values.model import LayerGroup, TensorGroup
 
@@ -35,8 +36,6 @@ class _Damaged(Exception):
 
 def read_onnx(folder: Path, fields: Any, *, name: str, origin: str | None) -> Model:
     """The model in a folder of .onnx files, with or without ONNX Runtime GenAI's own configuration."""
-    from bedplate.facts.model_folder import read_json
-
     genai = read_json(folder / "genai_config.json") if (folder / "genai_config.json").is_file() else None
     graph = _graph(folder, genai)
     files = (graph, *_beside(graph))

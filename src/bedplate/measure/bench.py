@@ -28,26 +28,25 @@ from bedplate.measure.load import OwnError, Prepared, Rule, Target, measure_apar
 from bedplate.measure.load import run as run_loop
 from bedplate.measure.load.repeating import halt
 from bedplate.measure.moments import new_run_id, now_text
-from bedplate.measure.starting import (
-    Planned,
-    Ready,
-    Started,
-    facts_of,
-    installable_engines,
-    installed_engines,
-    made_ready,
-    planned,
-    running,
-    why,
-)
 from bedplate.measure.summary import result_of
-from bedplate.measure.watch import Meters, Metrics, Watcher, idle_share, listening_pid
+from bedplate.measure.watch import Meters, Watcher, idle_share, listening_pid, meters_of
 from bedplate.run.prepare import content_id
 from bedplate.run.progress import Progress, Silent
+from bedplate.run.ready import (
+    Decided,
+    Readied,
+    fetch_facts,
+    installable_engines,
+    installed_engines,
+    plan_engine,
+    readied,
+)
+from bedplate.run.starting import Started, running
 from bedplate.store import fingerprint
 from bedplate.values import Hardware, Model, Refusal, Workload, replaced
 from bedplate.values.cost import Price
 from bedplate.values.run import Cell, Environment, Load, Matrix, Quality, Repeat, Run, Subject
+from bedplate.values.service import Build, Wanted
 from bedplate.values.units import memory
 from bedplate.values.workload import LatencyTarget, RequestShape
 
@@ -95,7 +94,7 @@ class Bench:
     path: Path | None = None
     facts: Model | None = None
     shapes: tuple[RequestShape, ...] = ()
-    subjects: list[Planned] = field(default_factory=list)
+    subjects: list[Decided] = field(default_factory=list)
     quantizations: list[tuple[str, str | None]] = field(default_factory=list)
     cells: dict[str, Cell] = field(default_factory=dict)
     qualities: dict[str, Quality] = field(default_factory=dict)
@@ -290,13 +289,13 @@ def stoppable() -> Iterator[None]:
 
 def _measure_engines(one: Bench) -> None:
     matrix = one.matrix
-    one.facts = facts = facts_of(matrix.model, one.hardware, one.progress)
+    one.facts = facts = fetch_facts(matrix.model, one.hardware, one.progress)
     refused: list[Refusal] = []
     for engine_id in matrix.engines:
         try:
             one.subjects.append(_planned(one, engine_id))
         except AnswerIsNo as error:
-            refused.append(Refusal(engine=engine_id, kind="impossible", why=why(error), hint=error.hint))
+            refused.append(Refusal(engine=engine_id, kind="impossible", why=error.summary, hint=error.hint))
     if not one.subjects:
         first = refused[0]
         raise AnswerIsNo(
@@ -320,7 +319,7 @@ def _measure_engines(one: Bench) -> None:
                 _measure_engine(one, subject, turn)
             except (OutsideFailed, AnswerIsNo) as error:
                 failed.add(label)
-                refusal = Refusal(engine=label, kind="impossible", why=why(error), hint=error.hint)
+                refusal = Refusal(engine=label, kind="impossible", why=error.summary, hint=error.hint)
                 one.keep_run(left_out=(*one.run.left_out, refusal))
                 one.teller.left_out(refusal)
     if not one.cells and one.run.left_out:
@@ -328,7 +327,7 @@ def _measure_engines(one: Bench) -> None:
         raise OutsideFailed("nothing could be measured", cause=f"{first.engine}: {first.why}", hint=first.hint)
 
 
-def _planned(one: Bench, engine_id: str) -> Planned:
+def _planned(one: Bench, engine_id: str) -> Decided:
     loads = one.matrix.loads
     if one.facts is None:
         raise RuntimeError("no model")
@@ -344,7 +343,9 @@ def _planned(one: Bench, engine_id: str) -> Planned:
         shared_prefix_tokens=loads[0].shared_prefix_tokens,
         context_tokens=min(context, most) if most is not None and most >= longest else context,
     )
-    return planned(engine_id, one.hardware, one.facts, workload, native=one.matrix.native)
+    wanted = Wanted(model=one.matrix.model, workload=workload, engine=engine_id)
+    build: Build = "native" if one.matrix.native else "packages"
+    return plan_engine(wanted, one.facts, one.hardware, one.progress, build=build, path=one.path)
 
 
 def _in_flight(load: Load) -> int:
@@ -354,7 +355,7 @@ def _in_flight(load: Load) -> int:
     return min(64, max(load.burst or 1, round(8 * (load.requests_per_s or 1))))
 
 
-def _missing(one: Bench, subject: Planned, turn: int) -> bool:
+def _missing(one: Bench, subject: Decided, turn: int) -> bool:
     """Whether anything of this engine is still to be measured in this turn."""
     label = label_of(one.matrix, subject.engine.id, subject.decision.engine_version)
     made = [one.cells.get(_cell_id(one, label, load)) for load in one.matrix.loads]
@@ -372,16 +373,12 @@ def _most(one: Bench, turn: int) -> int:
     return -(-one.matrix.repeats * (turn + 1) // one.matrix.turns)
 
 
-def _measure_engine(one: Bench, subject: Planned, turn: int) -> None:
+def _measure_engine(one: Bench, subject: Decided, turn: int) -> None:
     from bedplate.measure.builds import BuildExaminer
 
-    ready = made_ready(subject, one.progress, BuildExaminer())
-    meters = Meters()
+    ready = readied(subject, one.progress, examiner=BuildExaminer(), to_measure=True)
     one.teller.starting(subject.engine.id)
-    with running(ready, one.progress, through_gateway=one.matrix.through_gateway) as started:
-        meters.pid = started.pid
-        meters.on_card = ready.plan.settings.device not in ("cpu", "metal")
-        meters.metrics = Metrics(*_private(started), subject.engine.read)
+    with running(ready.start(), one.progress, through_gateway=one.matrix.through_gateway) as started:
         quality = _checked(one, ready, started)
         name = ready.plan.model.served_name
         place = "through the gateway" if one.matrix.through_gateway else "at the engine's own port"
@@ -389,7 +386,7 @@ def _measure_engine(one: Bench, subject: Planned, turn: int) -> None:
             one,
             _started_subject(one, ready, started),
             Target.of(started.url, key=started.key, model=name),
-            meters,
+            meters_of(started),
             quality,
             turn,
             notes=place,
@@ -398,23 +395,17 @@ def _measure_engine(one: Bench, subject: Planned, turn: int) -> None:
         measuring.all()
 
 
-def _private(started: Started) -> tuple[str, str | None]:
-    """Where the engine itself answers, whoever stands before it."""
-    host, port = started.backend.address or ("127.0.0.1", 0)
-    return f"http://{host}:{port}", started.backend.engine_key
-
-
-def _checked(one: Bench, ready: Ready, started: Started) -> Quality:
+def _checked(one: Bench, ready: Readied, started: Started) -> Quality:
     """Once for each engine of a run: its answers do not depend on the load."""
-    engine = label_of(one.matrix, ready.planned.engine.id, ready.planned.decision.engine_version)
+    engine = label_of(one.matrix, ready.decided.engine.id, ready.decided.decision.engine_version)
     if engine not in one.qualities:
         if not one.matrix.check_quality:
             found = Quality(note="not asked for")
         else:
-            one.progress.note(f"comparing answers of {ready.planned.engine.name} with the reference")
+            one.progress.note(f"comparing answers of {ready.decided.engine.name} with the reference")
             found = run_loop(quality_of.check(started.url, ready.plan.model.served_name, started.key, plan=ready.plan))
         one.qualities[engine] = found
-        one.teller.checked(_subject(one, ready.planned), found)
+        one.teller.checked(_subject(one, ready.decided), found)
     return one.qualities[engine]
 
 
@@ -427,7 +418,7 @@ def _measure_endpoint(one: Bench) -> None:
     meters = Meters()
     if target.host in ("127.0.0.1", "localhost", "::1"):
         meters.pid = listening_pid(target.port)
-    one.facts = facts_of(matrix.model, one.hardware, one.progress) if matrix.model is not None else None
+    one.facts = fetch_facts(matrix.model, one.hardware, one.progress) if matrix.model is not None else None
     engine = "endpoint"
     subject = Subject(
         engine=engine,
@@ -601,7 +592,7 @@ def longest_s(seconds: float, allowed_s: float, alone_s: float, streams: int) ->
     return max(seconds, 3 * alone_s, min(allowed_s, max(STRETCHED * seconds, (streams + 2) * alone_s)))
 
 
-def _subject(one: Bench, subject: Planned) -> Subject:
+def _subject(one: Bench, subject: Decided) -> Subject:
     """As far as it is known before it is installed and started."""
     return Subject(
         engine=subject.engine.id,
@@ -615,9 +606,9 @@ def _subject(one: Bench, subject: Planned) -> Subject:
     )
 
 
-def _started_subject(one: Bench, ready: Ready, started: Started) -> Subject:
+def _started_subject(one: Bench, ready: Readied, started: Started) -> Subject:
     return replaced(
-        _subject(one, ready.planned),
+        _subject(one, ready.decided),
         engine_version=ready.plan.engine_version,
         build=ready.build,
         through_gateway=one.matrix.through_gateway,

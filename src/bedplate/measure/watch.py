@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from bedplate.engines import EngineState
+from bedplate.run.starting import Started
 from bedplate.values.run import EngineSeries, Use
 
 LOOK_S = 1.0
@@ -431,6 +432,15 @@ class Meters:
             reasons=reasons,
             state=self.metrics.state() if self.metrics is not None else None,
         )
+
+
+def meters_of(started: Started) -> Meters:
+    """The meters of an engine that runs."""
+    meters = Meters()
+    meters.pid = started.pid
+    meters.on_card = started.start.plan.settings.device not in ("cpu", "metal")
+    meters.metrics = Metrics(started.own_url, started.backend.engine_key, started.start.engine.read)
+    return meters
 
 
 class Watcher:

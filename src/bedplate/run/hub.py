@@ -132,7 +132,8 @@ def remote_model(repo: str) -> Model:
     from concurrent.futures import ThreadPoolExecutor
 
     from bedplate.facts.hf_config import read_config
-    from bedplate.facts.model_folder import MAX_CONFIG_BYTES, by_name, parse_json, with_tensors
+    from bedplate.facts.model_files import MAX_CONFIG_BYTES, parse_json
+    from bedplate.facts.model_folder import by_name, with_tensors
     from bedplate.facts.safetensors import MAX_INDEX_BYTES, parse_index
 
     info = _model_info(repo)

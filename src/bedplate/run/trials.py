@@ -16,7 +16,8 @@ from bedplate.run.environments import Environment, make_environment
 from bedplate.run.gateway import Backend
 from bedplate.run.native import Verdict, build_environment, built_here
 from bedplate.run.progress import Progress
-from bedplate.run.supervisor import Death, EngineLog, EngineProcess, Supervisor, explain
+from bedplate.run.starting import EngineStart, supervise
+from bedplate.run.supervisor import Death, EngineLog, EngineProcess, explain
 from bedplate.values import Hardware, Model, Plan, Workload, replaced
 from bedplate.values.decision import Device
 
@@ -111,7 +112,7 @@ def _tried(
 async def _answers(engine: Engine, environment: Environment, chosen: Plan, log: Path, examiner: Examiner | None) -> Any:
     """What an engine says, from its start to its end. Raises `OutsideFailed` when it dies over it."""
     backend = Backend(chosen.model.served_name, engine.id, chosen.engine_version)
-    supervisor = Supervisor(chosen, engine, environment, backend, log, env=PATIENT)
+    supervisor = supervise(EngineStart(chosen, environment, env=PATIENT), backend, log)
     supervisor.start()
     try:
         await supervisor.ready()

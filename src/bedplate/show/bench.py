@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from bedplate.measure.bench import Teller
 from bedplate.measure.knee import MET, Knee, knee, met_share
 from bedplate.measure.summary import is_valid, spent, summarized
 from bedplate.show.figures import TBD, figure, slowest
-from bedplate.show.terminal import console as console_for
 from bedplate.values import Refusal, replaced
 from bedplate.values.cost import Price
 from bedplate.values.run import Cell, Flag, Load, Quality, Run, Subject
@@ -205,8 +203,9 @@ def _table(rows: Sequence[Sequence[str]], price: Price | None = None) -> Table:
 class BenchTeller(Teller):
     """What both ways of showing have in common."""
 
-    def __init__(self, console: Console, judge: Judge) -> None:
+    def __init__(self, console: Console, judge: Judge, notes: Console | None = None) -> None:
         self.console = console
+        self._notes = notes or console
         self._judge = judge
         self.run: Run | None = None
         self.idle: float | None = None
@@ -233,8 +232,8 @@ class BenchTeller(Teller):
         return self._judge(replaced(self.run, cells=tuple(whole))) if self.run is not None and whole else {}
 
     def note(self, text: str) -> None:
-        """To where errors go: rows alone are what was asked for."""
-        stderr_console().print(Text(f" {text}", style="dim"), soft_wrap=True)
+        """Beside the rows, which alone are what was asked for."""
+        self._notes.print(Text(f" {text}", style="dim"), soft_wrap=True)
 
     @contextmanager
     def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
@@ -377,10 +376,6 @@ def _so_far(cell: Cell) -> str:
     return f", ± {words}" if words else ""
 
 
-def stderr_console() -> Console:
-    return console_for(sys.stderr)
-
-
-def teller_for(console: Console, judge: Judge = lambda run: {}) -> BenchTeller:
-    """`judge` says what binds in each cell, by its id."""
-    return Filling(console, judge) if console.is_terminal else Lines(console, judge)
+def teller_for(console: Console, judge: Judge = lambda run: {}, notes: Console | None = None) -> BenchTeller:
+    """`judge` names the bottleneck of each cell, by its id; `notes` is where notes go, if not among the rows."""
+    return Filling(console, judge) if console.is_terminal else Lines(console, judge, notes)

@@ -1,4 +1,4 @@
-"""docs/rules.md, made of the rules themselves: `python -m bedplate.show.rules > docs/rules.md`."""
+"""docs/rules.md, generated from the rules: `make docs` writes it."""
 
 # A table's rows are lines, however long.
 # ruff: noqa: E501
@@ -98,7 +98,3 @@ def _said(rules: Iterable[Rule[..., Any]], engine: bool = False) -> list[tuple[s
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(rules_page(), end="")  # noqa: T201

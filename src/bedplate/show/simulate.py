@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.decide.simulate.search import Told
+from bedplate.progress import Progress
 from bedplate.show.decision import short
 from bedplate.show.figures import figure
-from bedplate.show.terminal import TerminalProgress
 from bedplate.values import Parallelism
 from bedplate.values.cost import Price
 from bedplate.values.simulation import Engine, Outcome, Simulation, Times, Traffic
@@ -23,9 +23,8 @@ TOLD_REQUESTS = 20_000
 
 
 @contextmanager
-def telling() -> Iterator[Told]:
+def telling(progress: Progress) -> Iterator[Told]:
     """Says what is being simulated, where it takes a while."""
-    progress = TerminalProgress()
     with progress.step("simulating") as update:
 
         def told(what: str, requests: int, arrived: int) -> None:

@@ -13,11 +13,11 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from bedplate.judge.tuning import Teller, target_words
 from bedplate.show.columns import Column, Columns
 from bedplate.show.figures import TBD, figure
 from bedplate.show.page import page_of
 from bedplate.show.plots import Point, Series, lines
+from bedplate.tuning.search import Teller, target_words
 from bedplate.values.diagnosis import Bottleneck
 from bedplate.values.record import Figure
 from bedplate.values.tuning import Knob, Proof, Refused, Side, Step, Taken, Tuned, Turn, words_of

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bedplate import store
 from bedplate.errors import OutsideFailed
-from bedplate.operate.tenants import add_key, change, revoke
+from bedplate.hosting.tenants import add_key, change, revoke
 from bedplate.run.gateway import Gateway
 from bedplate.run.gateway.keeper import Keeper
 from bedplate.run.gateway.tenants import Bucket, KeyDigest, Member, Tenants

@@ -6,7 +6,8 @@ import csv
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TextIO
 
-from bedplate.decide.estimate.rows import OUTPUT_COLUMNS, Refused, predict
+from bedplate.decide.estimate.prediction import predict
+from bedplate.decide.estimate.rows import OUTPUT_COLUMNS, Refused
 from bedplate.errors import BadQuestion
 
 NEEDED = ("hardware", "engine", "model", "metric")

@@ -1,0 +1,1 @@
+"""Changes of the engine behind a running endpoint: migrations, shadows, and the watch that proposes them."""

@@ -1,0 +1,49 @@
+"""What migrations and shadows have in common: where an engine answers, what it is called, and progress from threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from bedplate.measure.answers import Where
+
+if TYPE_CHECKING:
+    from bedplate.hosting.control import Tell
+    from bedplate.hosting.host import HostedEngine
+    from bedplate.values import Plan
+
+
+def where_of(engine: HostedEngine) -> Where | None:
+    """Where an engine answers by itself; `None`: it does not at this moment."""
+    url = engine.url
+    if url is None or engine.state != "ready":
+        return None
+    return Where(url, engine.backend.engine_key, engine.plan.model.served_name)
+
+
+def where_it_was(engine: HostedEngine) -> Where:
+    """Of one that has been ready; when it is not any more, asking it fails and says so."""
+    return where_of(engine) or Where("http://127.0.0.1:9", None, engine.plan.model.served_name)
+
+
+def named(plan: Plan) -> str:
+    return f"{plan.engine} {plan.engine_version} ({plan.weights.label})"
+
+
+class Noted:
+    """Progress from a thread, told by the loop that the asker hangs on."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Tell) -> None:
+        self._loop, self._tell = loop, tell
+
+    def note(self, text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._tell, text)
+
+    @contextmanager
+    def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        self.note(label)
+        yield lambda done: None

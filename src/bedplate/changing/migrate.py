@@ -1,0 +1,507 @@
+"""Swaps the engine behind a running endpoint without losing a request, and takes that back when it is no good.
+
+Nothing here decides by itself which engine is better; it sees to it that a move, once asked for, harms nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import msgspec
+
+from bedplate.changing.challenger import Noted, named, where_it_was, where_of
+from bedplate.changing.sides import LEAST_SEEN, Limits, Seen, Tally, latency, stuck, worse
+from bedplate.decide.planning import plan as plan_of
+from bedplate.decide.together import need_of
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.measure.answers import ASKED, ASKED_IN_SERVICE, Basis, basis_of, checked, warmed
+from bedplate.measure.moments import now_text
+from bedplate.run.ready import Decided, Readied, decided, readied
+from bedplate.values import Decision, replaced
+from bedplate.values.migration import Checked, Migration, Party, Stage, Step
+from bedplate.values.record import Record
+from bedplate.values.service import Build
+from bedplate.values.units import seconds
+from bedplate.values.workload import Positive
+
+if TYPE_CHECKING:
+    from bedplate.hosting.control import Tell
+    from bedplate.hosting.host import Host, HostedEngine, HostedService
+
+STEPS = (10.0, 50.0, 100.0)
+HOLD_MOST = 256
+HOLD_S = 3600.0
+"""How long a request may be held: one that was accepted is not given up before the swap has ended, one way or other."""
+LEAST_STEP_S = 3.0
+MOST_STEP_S = 60.0
+IDLE_STEP_S = 5.0
+"""Where nobody asks for anything, nothing is learnt by waiting."""
+LOOK_S = 0.1
+DRAIN_S = 3600.0
+"""Answers under way come to their end, however long they are."""
+BESIDE = 1e-9
+"""The share of an engine that gets nothing any more, and answers all the same what the other one fails at."""
+WARM_AT_ONCE = 4
+UNDER_LOAD = 16
+"""Prefixes that are asked for again while it has all of the traffic."""
+SWAP_TRIES = 2
+WRONG_ANSWERS: tuple[Stage, ...] = ("answers", "answers under load")
+"""Where a challenger was found to be broken, and not only slow or frail."""
+Percent = Annotated[float, msgspec.Meta(gt=0, le=100)]
+
+
+class Migrate(Record, frozen=True, kw_only=True):
+    """What a running host is asked for."""
+
+    engine: str
+    model: str | None = None
+    """The served name; `None`: the only one."""
+    decision: Decision | None = None
+    """As `plan` prints it; `None`: decided now."""
+    build: Build = "packages"
+    steps: tuple[Percent, ...] = STEPS
+    least_step_s: Positive = LEAST_STEP_S
+    most_step_s: Positive = MOST_STEP_S
+    hold_most: Annotated[int, msgspec.Meta(ge=0)] = HOLD_MOST
+    slower: Annotated[float, msgspec.Meta(ge=1)] = 1.5
+    """Times as long as before that first and further tokens may take, where the service has no latency target."""
+    drain_s: Positive = DRAIN_S
+    prefixes: Annotated[int, msgspec.Meta(ge=8, le=ASKED)] = ASKED
+    """After which next tokens are compared."""
+
+
+async def migrate(host: Host, asked: Migrate, tell: Tell) -> Migration:
+    """Returns what came of it; raises where it could not even be tried, or where no engine is left."""
+    service = host.service(asked.model)
+    service.check_own()
+    if host.state != "ready" or service.doing is not None:
+        raise AnswerIsNo(
+            f"{service.name} cannot be migrated now",
+            cause=f"it is busy: {service.doing}" if service.doing is not None else f"the host is {host.state}",
+            hint="try again in a while",
+        )
+    with service.engaged(f"migrating to {asked.engine}"):
+        return await Migrating(host, service, asked, tell).run()
+
+
+class Refused(Exception):
+    """The challenger is no good."""
+
+    def __init__(self, stage: Stage, reason: str) -> None:
+        super().__init__(reason)
+        self.stage, self.reason = stage, reason
+
+
+class Migrating:
+    """One migration from its beginning to its end."""
+
+    def __init__(self, host: Host, service: HostedService, asked: Migrate, tell: Tell) -> None:
+        self.host, self.service, self.asked, self._tell = host, service, asked, tell
+        self.before = service.readied
+        self.incumbents = [engine for engine in service.engines if not engine.leaving]
+        self.challengers: list[HostedEngine] = []
+        self.limits = Limits(asked.slower, service.wanted.workload.latency)
+        self.checks: list[Checked] = []
+        self.steps: list[Step] = []
+        self.notes: list[str] = []
+        self.cut = self.held_most = 0
+        self.held_s = 0.0
+        self._at = now_text()
+        self._began = time.monotonic()
+        self._shares = {engine.id: engine.backend.share for engine in self.incumbents}
+        self._usual = Tally(engine.backend for engine in self.incumbents)
+        self._tally = Tally()
+
+    def say(self, text: str) -> None:
+        self._tell(text)
+        self.host.say(text)
+
+    def _doing(self, how_far: str) -> None:
+        busy = self.service.busy
+        if busy is not None:
+            self.service.busy = busy._replace(doing=f"migrating to {self.asked.engine}: {how_far}")
+
+    async def run(self) -> Migration:
+        try:
+            self._doing("it is made ready")
+            ready = await self._readied()
+            if self._is_the_same(ready):
+                raise BadQuestion(
+                    f"{ready.plan.engine} {ready.plan.engine_version} serves {self.service.name} already",
+                    cause="its weights and settings are the same, too",
+                )
+            beside = self.host.room.holds([*ready.needs, *(engine.need for engine in self.host.engines)])
+            if beside or not self.incumbents:
+                return await self._side_by_side(ready)
+            return await self._swap(ready)
+        finally:
+            self._usual.close()
+            self._tally.close()
+
+    # before anything changes
+
+    async def _readied(self) -> Readied:
+        """Decides and installs beside the gateway, which goes on answering."""
+        progress = Noted(asyncio.get_running_loop(), self._tell)
+        return await asyncio.to_thread(self._made_ready, progress)
+
+    def _made_ready(self, progress: Noted) -> Readied:
+        asked, host = self.asked, self.host
+        wanted = replaced(self.service.wanted, engine=asked.engine)
+        (one,) = decided([wanted], host.hardware, progress, build=asked.build, budget_bytes=host.room.budget_bytes)
+        if asked.decision is not None:
+            one = as_planned(one, asked.decision)
+        examiner = None
+        if asked.build == "native":
+            from bedplate.measure.builds import BuildExaminer
+
+            examiner = BuildExaminer()
+        return readied(one, progress, examiner=examiner)
+
+    def _is_the_same(self, ready: Readied) -> bool:
+        old = self.before
+        return bool(self.incumbents) and (old.plan, old.environment, old.folder) == (
+            ready.plan,
+            ready.environment,
+            ready.folder,
+        )
+
+    # both at once
+
+    async def _side_by_side(self, ready: Readied) -> Migration:
+        try:
+            beside = f" beside {named(self.before.plan)}" if self.incumbents else ""
+            self.say(f"starting {named(ready.plan)}{beside}")
+            self._doing("it is started and examined")
+            basis = await self._basis(ready)
+            baseline = self._usual.since()
+            await self._start(ready, share=0.0)
+            await self._examine(ready, basis)
+            await self._move(ready, basis, baseline)
+        except Refused as refused:
+            return await self._back(ready, refused)
+        except BaseException:
+            if self._serves(self.incumbents) or not self._serves(self.challengers):
+                self._restore()
+                with contextlib.suppress(Exception):
+                    await asyncio.shield(self._take_back())
+            raise
+        await self._retire(self.incumbents)
+        return self._migrated(ready, side_by_side=True)
+
+    async def _back(self, ready: Readied, refused: Refused) -> Migration:
+        """To the engine that was in service; if that has died meanwhile, to a new one of the same kind."""
+        if not self.incumbents or self._serves(self.incumbents):
+            await self._take_back()
+            return self._rolled_back(ready, refused, side_by_side=True)
+        died = self._death(self.incumbents[0]) or "it is not there"
+        self._note(f"{named(self.before.plan)} cannot take the requests back: {died}")
+        dead, self.incumbents = self.incumbents, []
+        wrong = refused.stage in WRONG_ANSWERS
+        # What answers, if slowly, goes on answering meanwhile; nobody is given wrong answers for want of others.
+        may_stay = not wrong and self._serves(self.challengers)
+        with contextlib.nullcontext() if may_stay else self._held():
+            await self._retire(dead if may_stay else [*dead, *self.challengers])
+            try:
+                await self._start_again(give_up=not may_stay)
+            except OutsideFailed as error:
+                if may_stay and self._serves(self.challengers):
+                    return self._kept(ready, refused, error)
+                self.service.failure = error.message
+                raise
+        if may_stay:
+            await self._retire(self.challengers)
+        return self._rolled_back(ready, refused, side_by_side=True)
+
+    def _kept(self, ready: Readied, refused: Refused, error: OutsideFailed) -> Migration:
+        """The challenger stays for want of anything better."""
+        reason = f"{refused.reason}; it stays all the same, since nothing else is left: {error.message}"
+        self._note(f"{named(ready.plan)}: {reason}")
+        return replaced(self._migrated(ready, side_by_side=True), stage=refused.stage, reason=reason)
+
+    @staticmethod
+    def _serves(engines: Sequence[HostedEngine]) -> bool:
+        """Whether any of them answers, whatever it went through before."""
+        return any(engine.state == "ready" for engine in engines)
+
+    async def _move(self, ready: Readied, basis: Basis, baseline: Sequence[Seen]) -> None:
+        steps = self.asked.steps
+        for percent in steps if steps[-1:] == (100.0,) else (*steps, 100.0):
+            self._share(percent)
+            self.say(f"{percent:g} % of the requests go to {named(ready.plan)}")
+            self._doing(f"{percent:g} % of the requests go there")
+            await self._observe(percent, baseline)
+        await self._examine_again(ready, basis)
+
+    def _share(self, percent: float) -> None:
+        for engine in self.challengers:
+            engine.backend.share = percent / 100 / len(self.challengers)
+        for engine in self.incumbents:
+            engine.backend.share = max(BESIDE, 1 - percent / 100) / len(self.incumbents)
+
+    def _restore(self) -> None:
+        """The incumbents first: at no moment may nobody take requests."""
+        for engine in self.incumbents:
+            engine.backend.share = self._shares[engine.id]
+        for engine in self.challengers:
+            engine.backend.share = 0.0
+
+    async def _take_back(self) -> None:
+        self._restore()
+        await self._retire(self.challengers)
+
+    # one after the other
+
+    async def _swap(self, ready: Readied) -> Migration:
+        """Both do not fit: requests wait while one goes and the other comes."""
+        name = self.service.name
+        basis = await self._basis(ready)
+        baseline = self._usual.since()
+        self.say(f"{named(ready.plan)} does not fit beside {named(self.before.plan)}: new requests wait meanwhile")
+        self._doing("new requests wait meanwhile")
+        with self._held():
+            await self._retire(self.incumbents)
+            self.incumbents = []
+            try:
+                await self._start(ready, share=1.0)
+                await self._examine(ready, basis)
+            except (Refused, asyncio.CancelledError) as error:
+                await self._retire(self.challengers)
+                if not isinstance(error, Refused):
+                    raise
+                await self._start_again()
+                return self._rolled_back(ready, error, side_by_side=False)
+            held = self.host.gateway.waiting(name)
+        try:
+            # Those that waited come all at once, which tells nothing of the engine.
+            await self._observe(100.0, baseline, skip=held)
+            await self._examine_again(ready, basis)
+        except Refused as refused:
+            self.say(f"{named(ready.plan)} is taken back: {refused.reason}")
+            with self._held():
+                await self._retire(self.challengers)
+                await self._start_again()
+            return self._rolled_back(ready, refused, side_by_side=False)
+        return self._migrated(ready, side_by_side=False)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """What comes meanwhile waits; what is too much is told so before it is accepted."""
+        gateway, name = self.host.gateway, self.service.name
+        began = time.monotonic()
+        gateway.hold(name, most=self.asked.hold_most, wait_s=HOLD_S)
+        try:
+            yield
+        finally:
+            self.held_most = max(self.held_most, gateway.waiting(name))
+            self.held_s += time.monotonic() - began
+            gateway.release(name)
+
+    async def _start_again(self, *, give_up: bool = True) -> None:
+        """The engine that was in service before; more than once, and then given up where nothing else is left."""
+        before = self.before
+        self.say(f"starting {named(before.plan)} again")
+        for attempt in range(SWAP_TRIES):
+            try:
+                self.incumbents = await self._engines(before, share=1.0)
+                return
+            except OutsideFailed as error:
+                if attempt == SWAP_TRIES - 1:
+                    if give_up:
+                        self.service.failure = error.message
+                        self.host.gateway.give_up(self.service.name, f"no engine could be started: {error.message}")
+                    raise OutsideFailed(
+                        f"{named(before.plan)} could not be started again: {error.message}",
+                        cause=error.cause,
+                        hint=f"{self.service.name} has no engine now; bedplate logs {self.host.name}",
+                    ) from error
+
+    # engines
+
+    async def _start(self, ready: Readied, share: float) -> None:
+        try:
+            self.challengers = await self._engines(ready, share)
+        except OutsideFailed as error:
+            raise Refused("start", error.summary) from error
+        # The same engine with other settings is no replica of the one in service.
+        group = f"{ready.plan.engine} {ready.plan.engine_version}, since {self._began}"
+        for engine in self.challengers:
+            engine.backend.group = group
+            self._tally.listen(engine.backend)
+
+    async def _engines(self, ready: Readied, share: float) -> list[HostedEngine]:
+        starts = [
+            asyncio.create_task(
+                self.host.add_engine(ready.start(replica), service=self.service.name, share=share, need=need)
+            )
+            for replica, need in enumerate(ready.needs)
+        ]
+        try:
+            return list(await asyncio.gather(*starts))
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            for ended in await asyncio.gather(*starts, return_exceptions=True):
+                if not isinstance(ended, BaseException):
+                    await self.host.remove_engine(ended, 0)
+            raise
+
+    async def _retire(self, engines: Sequence[HostedEngine]) -> None:
+        """Each gives its last answers, and ends."""
+        busy = sum(engine.backend.in_flight for engine in engines)
+        if busy:
+            self.say(f"waiting for {busy} answers of {engines[0].plan.engine}")
+        left = {engine.id: engine.backend.in_flight for engine in engines}
+        done = await asyncio.gather(*(self.host.remove_engine(engine, self.asked.drain_s) for engine in engines))
+        self.cut += sum(left[engine.id] for engine, whole in zip(engines, done, strict=True) if not whole)
+
+    # is it any good?
+
+    async def _basis(self, ready: Readied) -> Basis:
+        if ready.plan.workload.task != "generate":
+            return Basis(None, (), True, False, None, "only models that write text are asked for next tokens")
+        where = where_of(self.incumbents[0]) if self.incumbents else None
+        most = min(ASKED_IN_SERVICE, self.asked.prefixes)
+        return await basis_of(ready.plan, self.before.plan if where is not None else None, where, most=most)
+
+    async def _examine(self, ready: Readied, basis: Basis) -> None:
+        """Before it gets a request of anybody's."""
+        if ready.plan.workload.task == "generate":
+            self.say(f"{named(ready.plan)} is warmed up, and its answers are compared")
+            at_once = max(1, min(ready.plan.settings.slots, WARM_AT_ONCE))
+            for engine in self.challengers:
+                wrong = await warmed(where_it_was(engine), at_once)
+                if wrong is not None or not _lives(engine):
+                    raise Refused("warm-up", self._death(engine) or wrong or "it died")
+        for engine in self.challengers:
+            await self._compared(ready, engine, basis, "answers")
+
+    async def _examine_again(self, ready: Readied, basis: Basis) -> None:
+        """With all of the traffic: some mistakes show only beside other requests."""
+        if self.checks and all(one.verdict != "unchecked" for one in self.checks):
+            await self._compared(ready, self.challengers[0], basis, "answers under load", most=UNDER_LOAD)
+
+    async def _compared(
+        self, ready: Readied, engine: HostedEngine, basis: Basis, stage: Stage, *, most: int | None = None
+    ) -> None:
+        most = min(most or ASKED, self.asked.prefixes)
+        found = await checked(self.host.hardware, ready.plan, where_it_was(engine), basis, stage, most=most)
+        self.checks += found
+        for one in found:
+            if one.verdict == "unchecked":
+                self.say(f"the answers are not compared with {one.against}: {one.why}")
+        if (death := self._death(engine)) is not None:
+            raise Refused(stage, death)
+        broken = next((one for one in found if one.verdict == "broken"), None)
+        if broken is not None:
+            raise Refused(stage, f"it gives wrong answers: {broken.why}")
+
+    async def _observe(self, percent: float, baseline: Sequence[Seen], *, skip: int = 0) -> None:
+        """Until enough requests have ended at it, or none come."""
+        asked, began = self.asked, time.monotonic()
+        first, usual_first = self._tally.count + skip, self._usual.count
+        while True:
+            await asyncio.sleep(LOOK_S)
+            spent_s = time.monotonic() - began
+            seen, usual = self._tally.since(first), self._usual.since(usual_first)
+            idle = not seen and not usual and not self.service.in_flight
+            if percent >= 100 or len(usual) < LEAST_SEEN:
+                usual = list(baseline) if len(baseline) >= LEAST_SEEN else self._usual.since()
+            reason = next((death for engine in self.challengers if (death := self._death(engine))), None)
+            reason = reason or worse(seen, usual, self.limits)
+            over = spent_s >= (min(IDLE_STEP_S, asked.most_step_s) if idle else asked.most_step_s)
+            if over and reason is None:
+                in_flight = sum(engine.backend.in_flight for engine in self.challengers)
+                reason = stuck(len(seen), in_flight, spent_s, usual, self.limits)
+            if reason is not None or over or (len(seen) >= LEAST_SEEN and spent_s >= asked.least_step_s):
+                break
+        step = Step(percent=percent, seconds=round(spent_s, 3), challenger=latency(seen), beside=latency(usual))
+        self.steps.append(step)
+        if reason is not None:
+            raise Refused("traffic", reason)
+        if len(seen) < LEAST_SEEN:
+            self._note(f"only {len(seen)} requests came in {seconds(spent_s)} with {percent:g} % of the traffic")
+
+    def _death(self, engine: HostedEngine) -> str | None:
+        if _lives(engine):
+            return None
+        return f"it died: {engine.backend.reason or engine.supervisor.last_words or 'see its log'}"
+
+    # the end
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.say(text)
+
+    def _migrated(self, ready: Readied, *, side_by_side: bool) -> Migration:
+        for engine in self.challengers:
+            engine.backend.share = 1.0
+        self.service.readied = ready
+        self.service.wanted = replaced(self.service.wanted, engine=ready.plan.engine)
+        self.service.failure = None
+        done = self._ended(ready, "migrated", side_by_side)
+        self.say(f"{self.service.name} is served by {named(ready.plan)} now, after {seconds(done.took_s)}")
+        return done
+
+    def _rolled_back(self, ready: Readied, refused: Refused, *, side_by_side: bool) -> Migration:
+        done = self._ended(ready, "rolled back", side_by_side)
+        self.say(f"{named(ready.plan)} was taken back, {named(self.before.plan)} goes on: {refused.reason}")
+        return replaced(done, stage=refused.stage, reason=refused.reason)
+
+    def _ended(self, ready: Readied, outcome: str, side_by_side: bool) -> Migration:
+        return Migration(
+            at=self._at,
+            model=self.service.name,
+            a=_party(self.before),
+            b=_party(ready),
+            outcome=cast(Any, outcome),
+            side_by_side=side_by_side,
+            took_s=round(time.monotonic() - self._began, 3),
+            checks=tuple(self.checks),
+            steps=tuple(self.steps),
+            held_most=self.held_most,
+            held_s=round(self.held_s, 3),
+            cut=self.cut,
+            notes=tuple(self.notes),
+        )
+
+
+def as_planned(one: Decided, decision: Decision) -> Decided:
+    """With a decision that somebody made earlier in the place of today's."""
+    if decision.model != one.facts.name:
+        raise BadQuestion(f"the plan is for {decision.model}, and {one.facts.name} is served")
+    if decision.engine != one.plan.engine:
+        raise BadQuestion(f"the plan is for {decision.engine}, and {one.plan.engine} was asked for")
+    need = need_of(decision, one.hardware.accelerators)
+    part = dataclasses.replace(one.part, decision=decision, needs=tuple(need for _ in one.part.needs))
+    return dataclasses.replace(one, part=part, plan=plan_of(decision, one.facts, part.workload))
+
+
+def read_steps(text: str) -> tuple[float, ...]:
+    """Such as 10,50,100: percentages that grow."""
+    try:
+        found = tuple(float(word.strip().removesuffix("%")) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or list(found) != sorted(set(found)) or not all(0 < one <= 100 for one in found):
+        raise BadQuestion(f"--step {text!r} is no list of growing percentages", hint="such as 10,50,100")
+    return found
+
+
+def _lives(engine: HostedEngine) -> bool:
+    return engine.state == "ready" and engine.backend.restarts == 0
+
+
+def _party(ready: Readied) -> Party:
+    return Party(
+        engine=ready.plan.engine,
+        engine_version=ready.plan.engine_version,
+        quantization=ready.plan.weights.label,
+        replicas=len(ready.needs),
+    )

@@ -1,0 +1,112 @@
+"""How a served model stands: the observed work, its latency, and what would be decided for it now."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from bedplate import store
+from bedplate.decide import decide
+from bedplate.errors import BedplateError
+from bedplate.facts.hardware import probe
+from bedplate.facts.observed import observed
+from bedplate.facts.workload import to_workload
+from bedplate.hosting.drift import ENOUGH, SPAN_S, drift
+from bedplate.measure.knee import MET
+from bedplate.store import fingerprint
+from bedplate.values import Hardware, Workload, replaced
+from bedplate.values.record import Record
+from bedplate.values.traffic import ServedRequest
+from bedplate.values.watch import Outlook
+from bedplate.values.workload import LatencyTarget
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bedplate.hosting.control import Tell
+    from bedplate.hosting.host import Host, HostedService
+
+LATE_SPAN_S = 3600.0
+LEAST_LATE = 50
+"""Requests below which a missed target is a bad minute."""
+
+
+class AskOutlook(Record, frozen=True, kw_only=True):
+    model: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+
+
+async def outlook(host: Host, asked: AskOutlook, tell: Tell) -> Outlook:
+    return await asyncio.to_thread(_outlook, host, host.service(asked.model))
+
+
+def _outlook(host: Host, service: HostedService) -> Outlook:
+    wanted, plan = service.wanted, service.readied.plan
+    work, requests = _work(service)
+    hardware, machine = host.hardware, fingerprint(host.hardware)
+    try:
+        past, agreed, judged = store.results(machine), store.agreements(machine), store.verdicts(machine)
+    except BedplateError:  # what was found earlier is not known
+        past, agreed, judged = (), (), ()
+    decision = decide(
+        hardware, service.readied.decided.facts, work, operations=wanted.operations, results=past, agreements=agreed,
+        verdicts=judged, installable=True,
+    )  # fmt: skip
+    return Outlook(
+        model=service.name,
+        engine=plan.engine,
+        engine_version=plan.engine_version,
+        quantization=plan.weights.label,
+        machine=machine,
+        driver=driver_of(probe()),
+        requests=requests,
+        workload=work,
+        drift=drift(service),
+        late=_late(service),
+        target=wanted.workload.latency,
+        decision=decision,
+    )
+
+
+def _work(service: HostedService) -> tuple[Workload, int]:
+    try:
+        summary = observed(SPAN_S, model=service.name)
+    except BedplateError:
+        return service.wanted.workload, 0
+    if summary.requests < ENOUGH:
+        return service.wanted.workload, summary.requests
+    # A trace says what was asked, and nothing of what latency has to be.
+    return replaced(to_workload(summary), latency=service.wanted.workload.latency), summary.requests
+
+
+def driver_of(hardware: Hardware) -> str | None:
+    found = dict.fromkeys(card.driver_version for card in hardware.accelerators if card.driver_version)
+    return ", ".join(found) or None
+
+
+def _late(service: HostedService) -> str | None:
+    target = service.wanted.workload.latency
+    if target is None:
+        return None
+    try:
+        return late(store.requests(time.time() - LATE_SPAN_S, model=service.name), target)
+    except BedplateError:
+        return None
+
+
+def late(rows: Iterable[ServedRequest], target: LatencyTarget) -> str | None:
+    """How many requests missed the target, where that is too many. Pure."""
+    hits = [_in_time(row, target) for row in rows if row.outcome == "ok" and row.ttft_ms is not None]
+    if len(hits) < LEAST_LATE or sum(hits) >= MET * len(hits):
+        return None
+    asked = [f"{name} {value:g} ms" for name, value in (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms)) if value]
+    return f"{sum(hits) / len(hits):.0%} of the last hour's {len(hits):,} requests met the target ({', '.join(asked)})"
+
+
+def _in_time(row: ServedRequest, target: LatencyTarget) -> bool:
+    ttft_ms, tokens = row.ttft_ms or 0.0, row.completion_tokens or 0
+    if target.ttft_ms is not None and ttft_ms > target.ttft_ms:
+        return False
+    return target.tpot_ms is None or tokens < 2 or (row.duration_ms - ttft_ms) / (tokens - 1) <= target.tpot_ms

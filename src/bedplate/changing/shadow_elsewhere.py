@@ -1,0 +1,72 @@
+"""A challenger that is served elsewhere already, on a device of its own: what it is, as far as it tells."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from bedplate.errors import BadQuestion
+from bedplate.measure.answers import Where
+from bedplate.measure.load import Target, prepare
+from bedplate.values.run import Load, Subject
+
+REHEARSED = Load(concurrency=1, prompt_tokens=64, output_tokens=16)
+"""By which it is found out what an endpoint takes."""
+UNKNOWN_ELSEWHERE = ("quantization",)
+"""What nobody can say of its weights; that they differ is printed, and its answers are held to those in service."""
+TELL_LIMIT_S = 10.0
+
+
+class Elsewhere(NamedTuple):
+    where: Where
+    url: str
+    engine: str
+    engine_version: str | None
+    fields: tuple[str, ...]
+    """By which it can be asked for exactly so many tokens."""
+
+    @property
+    def named(self) -> str:
+        return f"{self.engine} {self.engine_version}" if self.engine_version else self.engine
+
+    def subject(self, model: str) -> Subject:
+        return Subject(engine=self.engine, engine_version=self.engine_version, model=model, url=self.url)
+
+
+async def found_at(url: str, key: str | None, served_model: str | None, engine: str) -> Elsewhere:
+    """Asks it a few small things. Raises where it does not answer, or says that it is another engine."""
+    target = Target.of(url, key=key, model=served_model)
+    prepared = await prepare(target, REHEARSED)
+    there, version = told(await _listed(target), prepared.model)
+    if there is not None and there != engine:
+        raise BadQuestion(f"{prepared.model} is served by {there} at {target.url}, and {engine} was asked for")
+    where = Where(target.url, target.key, prepared.model)
+    return Elsewhere(where, target.url, engine, version, prepared.fields)
+
+
+async def _listed(target: Target) -> bytes:
+    """What it says of its models; nothing where it says nothing."""
+    import aiohttp
+
+    headers = {"Authorization": f"Bearer {target.key}"} if target.key else {}
+    timeout = aiohttp.ClientTimeout(total=TELL_LIMIT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
+            session.get(f"{target.url}/v1/models") as answer,
+        ):
+            return await answer.read()
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return b""
+
+
+def told(listed: bytes, model: str) -> tuple[str | None, str | None]:
+    """The engine and its version, which an endpoint of bedplate's tells and others do not."""
+    try:
+        rows: list[Any] = msgspec.json.decode(listed)["data"]
+        row = next(row for row in rows if row["id"] == model)
+        engine, version = row.get("engine"), row.get("engine_version")
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError, StopIteration):
+        return None, None
+    return (engine if isinstance(engine, str) else None), (version if isinstance(version, str) and version else None)

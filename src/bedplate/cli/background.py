@@ -1,0 +1,79 @@
+"""The program of a service in the background: reads its order from stdin, serves it, and reports until it is ready."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import msgspec
+
+from bedplate.errors import BedplateError
+from bedplate.home import logs_dir
+from bedplate.hosting.control import Error
+from bedplate.hosting.detached import MOST_EARLY_BYTES, Choice, Errand, Report, Reporter
+from bedplate.interrupts import forget_interrupts
+from bedplate.values import Endpoint
+from bedplate.values.service import ServiceRecord
+
+
+def main() -> int:
+    """Serves the order on stdin; exit codes are those of `bedplate serve`."""
+    from bedplate.cli.checks import check_answers, examiner
+    from bedplate.serving.serve import Hooks, serve_order
+
+    errand = msgspec.json.decode(sys.stdin.buffer.read(), type=Errand)
+    _close_input()
+    # While nothing runs yet, a request to end is what Ctrl-C is in the foreground.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    reporter = Reporter(errand.report_fd)
+
+    def report_ready(endpoint: Endpoint) -> None:
+        reporter.send(Report(ready=endpoint))
+        reporter.close()
+
+    order = errand.order
+    hooks = Hooks(
+        progress=reporter,
+        on_decision=lambda hardware, model, wanted, decision: reporter.send(
+            Report(choice=Choice(hardware=hardware, model=model, wanted=wanted, decision=decision))
+        ),
+        on_claim=_log_to_service,
+        on_ready=report_ready,
+        check=check_answers if order.check else None,
+        examiner=examiner(),
+    )
+    try:
+        serve_order(order, hooks, fallback=errand.fallback, detached=True)
+    except BedplateError as error:
+        from bedplate.cli.terminal import show_error
+
+        show_error(error)
+        reporter.send(Report(error=Error.of(error)))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _log_to_service(record: ServiceRecord) -> None:
+    """Redirects everything that this process and its children print to the service's own log."""
+    path = logs_dir() / f"{record.name}@host.log"
+    large = path.exists() and path.stat().st_size > MOST_EARLY_BYTES
+    with path.open("wb" if large else "ab") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+
+
+def _close_input() -> None:
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 0)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    finally:
+        forget_interrupts()

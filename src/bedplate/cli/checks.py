@@ -1,0 +1,29 @@
+"""Are the answers right? Asked beside the clients, once an engine is ready."""
+
+from __future__ import annotations
+
+import sys
+
+from bedplate.run.trials import Examiner
+from bedplate.values import Hardware, Plan
+from bedplate.values.agreement import Agreement
+
+
+async def check_answers(hardware: Hardware, plan: Plan, url: str, key: str | None) -> None:
+    """Compares a few answers with a reference, and says on stderr what came of it."""
+    from bedplate.measure.agreement import check_served
+
+    await check_served(hardware, plan, url, key, _show)
+
+
+def _show(agreement: Agreement) -> None:
+    from bedplate.cli.terminal import console
+    from bedplate.show.serving import render_agreement
+
+    console(sys.stderr).print(render_agreement(agreement), soft_wrap=True)
+
+
+def examiner() -> Examiner:
+    from bedplate.measure.builds import BuildExaminer
+
+    return BuildExaminer()

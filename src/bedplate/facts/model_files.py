@@ -1,0 +1,43 @@
+"""Small files beside a model's weights, read with a limit on their size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bedplate.errors import BadQuestion
+
+MAX_CONFIG_BYTES = 4 << 20
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of a model's folder; what writers of Python add to the format (Infinity, NaN) is passed over."""
+    return parse_json(read_bytes(path, MAX_CONFIG_BYTES), path.name)
+
+
+def parse_json(data: bytes, name: str) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        pass
+    import json
+
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadQuestion(f"{name} is not JSON", cause=str(error)[:200], hint="download it again") from None
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise BadQuestion(f"{path} cannot be read", cause=error.strerror or str(error), hint="check the path") from None
+    if len(data) > most:
+        raise BadQuestion(
+            f"{path.name} has more than {most >> 20} MiB, which no such file has", hint="check what it is"
+        )
+    return data

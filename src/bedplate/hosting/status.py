@@ -1,0 +1,93 @@
+"""How a host is doing, as one value."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING
+
+from bedplate._version import __version__
+from bedplate.hosting.drift import drift
+from bedplate.measure.watch import memory_bytes, tree_of
+from bedplate.values.service import EngineStatus, HostStatus, ModelStatus
+
+if TYPE_CHECKING:
+    from bedplate.hosting.host import Host, HostedEngine, HostedService
+    from bedplate.values.service import ServiceRecord
+
+
+async def status(host: Host, record: ServiceRecord) -> HostStatus:
+    """Reading what processes take of memory takes a while, so a thread does it."""
+    pids = {engine.id: engine.pid for engine in host.engines}
+    sizes = await asyncio.to_thread(_sizes, pids)
+    drifts = {name: await asyncio.to_thread(drift, service) for name, service in host.services.items()}
+    models = tuple(_model(service, sizes, drifts[name]) for name, service in host.services.items())
+    known = [size for size in sizes.values() if size is not None]
+    return HostStatus(
+        name=host.name,
+        pid=os.getpid(),
+        version=__version__,
+        state=host.state,
+        url=f"{host.url}/v1" if host.url else None,
+        needs_key=host.gateway.needs_key,
+        detached=record.detached,
+        started_at=record.started_at,
+        uptime_s=time.monotonic() - host.began,
+        in_flight=sum(service.in_flight for service in host.services.values()),
+        memory_bytes=sum(known) if known or not sizes else None,
+        budget_bytes=host.room.budget_bytes,
+        room_bytes=host.room.devices,
+        log=str(host.log.path),
+        models=models,
+        notes=tuple(host.notes),
+    )
+
+
+def _sizes(pids: dict[str, int | None]) -> dict[str, int | None]:
+    return {id: memory_bytes(tree_of(pid)) if pid is not None else None for id, pid in pids.items()}
+
+
+def _model(service: HostedService, sizes: dict[str, int | None], drifted: str | None) -> ModelStatus:
+    plan = service.readied.plan
+    return ModelStatus(
+        model=service.name,
+        state=service.state,
+        why=tuple(f"{reason.text} ({reason.rule})" for reason in service.readied.decided.decision.reasons),
+        busy=service.doing,
+        reason=service.failure,
+        quantization=plan.weights.label,
+        context_tokens=plan.settings.context_tokens,
+        replicas=service.wanted.replicas,
+        ttl_s=service.wanted.ttl_s,
+        idle_s=time.monotonic() - service.last_used if service.engines and not service.in_flight else None,
+        planned_bytes=sum(service.need.values()),
+        workload=service.wanted.workload,
+        drift=drifted,
+        engines=tuple(_engine(engine, sizes.get(engine.id)) for engine in service.engines),
+        on=service.on.above if service.on is not None else None,
+    )
+
+
+def _engine(engine: HostedEngine, size: int | None) -> EngineStatus:
+    backend, settings = engine.backend, engine.plan.settings
+    return EngineStatus(
+        id=engine.id,
+        engine=engine.supervisor.engine.id,
+        version=engine.supervisor.engine.version or "" if engine.part.name else engine.plan.engine_version,
+        state=backend.state,
+        reason=backend.reason,
+        progress=backend.progress,
+        pid=engine.pid,
+        device=settings.device,
+        threads=settings.threads,
+        slots=settings.slots,
+        share=backend.share,
+        in_flight=backend.in_flight,
+        restarts=backend.restarts,
+        uptime_s=time.monotonic() - engine.ready_since if engine.ready_since is not None else None,
+        memory_bytes=size,
+        planned_bytes=sum(engine.need.values()),
+        log=str(engine.log),
+        part=engine.part.name,
+    )

@@ -1,0 +1,87 @@
+"""What binds now: the answers of the last minute, judged as a measured cell is."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+from bedplate.engines import EngineState
+from bedplate.judge.diagnose import bottleneck, ground_for
+from bedplate.judge.observed import LEAST_REQUESTS
+from bedplate.measure.watch import series_of
+from bedplate.page.live import WINDOW_S, Tally
+from bedplate.values import Hardware, Plan, replaced
+from bedplate.values.live import Binding
+from bedplate.values.run import Cell, Load, Repeat, Sample, Subject
+from bedplate.values.traffic import ServedRequest
+
+MOST_EVIDENCE = 4
+IDLE = Binding(text="Nothing binds: nobody asked for anything in the last minute.")
+TOO_FEW = Binding(text=f"Not known: fewer than {LEAST_REQUESTS} streamed answers ended in the last minute.")
+
+
+def binding(
+    tallies: Sequence[Tally],
+    recent: Sequence[ServedRequest],
+    plan: Plan,
+    slots: int,
+    hardware: Hardware,
+    states: Sequence[EngineState] = (),
+    now_s: float | None = None,
+) -> Binding:
+    """`tallies`: the last minute's seconds; `slots`: of all engines that answer; `states`: what they told meanwhile."""
+    standing = [tally.standing.in_flight + tally.standing.waiting for tally in tallies]
+    busy = [number for number in standing if number]
+    if not busy and not any(tally.ended for tally in tallies):
+        return IDLE
+    now_s = time.time() if now_s is None else now_s
+    samples = [_sample(one, now_s) for one in recent if _is_fresh(one, now_s) and (one.completion_tokens or 0) > 1]
+    if len(samples) < LEAST_REQUESTS:
+        return TOO_FEW
+    cell = _cell(samples, plan, slots, max(1, round(statistics.fmean(busy))) if busy else 1, states)
+    found = bottleneck([cell], ground_for(cell.subject, plan.model, hardware))
+    if found.limit is None:
+        why = found.loads[-1].why if found.loads else None
+        return Binding(text=f"Not known: {why}." if why else "Not known.")
+    return Binding(
+        limit=found.limit,
+        text=found.text,
+        evidence=tuple(
+            one.text for one in sorted(found.evidence, key=lambda one: one.limit != found.limit) if one.kind != "client"
+        )[:MOST_EVIDENCE],
+        change=found.changes[0].text if found.changes else None,
+    )
+
+
+def _is_fresh(request: ServedRequest, now_s: float) -> bool:
+    return request.at_s + request.duration_ms / 1000 > now_s - WINDOW_S
+
+
+def _sample(request: ServedRequest, now_s: float) -> Sample:
+    return Sample(
+        at_s=request.at_s - now_s,
+        ttft_ms=request.ttft_ms,
+        duration_ms=request.duration_ms,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.completion_tokens,
+        cached_tokens=request.cached_tokens,
+    )
+
+
+def _cell(samples: Sequence[Sample], plan: Plan, slots: int, in_flight: int, states: Sequence[EngineState]) -> Cell:
+    subject = Subject(
+        engine=plan.engine,
+        engine_version=plan.engine_version,
+        model=plan.model.name,
+        quantization=plan.weights.label,
+        device=plan.settings.device,
+        # All replicas count as one engine with as many slots.
+        parallelism=replaced(plan.parallelism, data=1),
+        settings=replaced(plan.settings, slots=slots),
+    )
+    prompt = statistics.fmean(one.prompt_tokens or 0 for one in samples)
+    output = statistics.fmean(one.output_tokens or 0 for one in samples)
+    load = Load(concurrency=in_flight, prompt_tokens=max(1, round(prompt)), output_tokens=max(1, round(output)))
+    repeat = Repeat(seconds=WINDOW_S, samples=tuple(samples), engine=series_of(states))
+    return Cell(id="now", run="now", at="", machine="", subject=subject, load=load, repeats=(repeat,))

@@ -1,0 +1,369 @@
+"""From the name of a model to what can be started: decided, installed, converted; nothing runs yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from bedplate.decide import decide, plan
+from bedplate.decide.together import Ask, Need, Part, together
+from bedplate.engines import Engine, all_engines, engine_of
+from bedplate.engines import engine as engine_by_id
+from bedplate.engines.base import cards_of
+from bedplate.engines.knobs import is_native
+from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.facts.cpu import INSTRUCTION_SETS
+from bedplate.progress import Progress
+from bedplate.run.builtin import fetch_builtin
+from bedplate.run.environments import (
+    Environment,
+    check_version,
+    find_adopted,
+    find_environment,
+    make_environment,
+    registered_versions,
+)
+from bedplate.run.models import fetched_model, is_builtin, local_model
+from bedplate.run.native import NotUsable, buildable, toolchain, usable_build
+from bedplate.run.prepare import prepare
+from bedplate.run.starting import EngineStart
+from bedplate.run.trials import Examiner, native_environment
+from bedplate.store import agreements, fingerprint, results, tunings, verdicts
+from bedplate.values import Decision, Hardware, Model, Plan, Workload, replaced
+from bedplate.values.agreement import Agreement
+from bedplate.values.result import Result
+from bedplate.values.service import Build, Wanted
+from bedplate.values.tuning import Tuned
+from bedplate.values.verdict import Verdict
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
+"""How a process is shown only some of the accelerators."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """One model on this machine, before anything is installed for it."""
+
+    wanted: Wanted
+    hardware: Hardware
+    facts: Model
+    part: Part
+    plan: Plan
+    build: Build = "packages"
+
+    @property
+    def engine(self) -> Engine:
+        return engine_by_id(self.plan.engine)
+
+    @property
+    def decision(self) -> Decision:
+        return self.part.decision
+
+    @property
+    def name(self) -> str:
+        """What clients call it."""
+        return self.plan.model.served_name
+
+
+@dataclass(frozen=True)
+class Readied:
+    """All that it takes to start engines for one model."""
+
+    decided: Decided
+    plan: Plan
+    environment: Environment
+    folder: Path | None
+
+    @property
+    def name(self) -> str:
+        return self.plan.model.served_name
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """Of each replica."""
+        return self.decided.part.needs
+
+    @property
+    def build(self) -> str:
+        """As runs and tunings name it."""
+        if self.environment.built:
+            return "native"
+        return "adopted" if self.environment.theirs else "wheel"
+
+    def start(self, replica: int = 0) -> EngineStart:
+        """One replica with the variables that give it its own accelerators, or tell it that it is not alone."""
+        cards, settings = self.decided.part.cards[replica], self.plan.settings
+        env = show_cards(settings.device, cards)
+        if not env and len(self.needs) > 1:
+            env = engine_by_id(self.plan.engine).beside_others(settings)
+        return EngineStart(self.plan, self.environment, self.folder, env)
+
+
+def show_cards(device: str, cards: Sequence[int]) -> dict[str, str]:
+    """The variables by which a process sees these accelerators alone, by the driver's numbers; none: as they come."""
+    variable = VISIBLE.get(device)
+    if not cards or variable is None:
+        return {}
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if variable == "CUDA_VISIBLE_DEVICES" else {}
+    return {variable: ",".join(str(index) for index in cards), **order}
+
+
+def decided(
+    wanted: Sequence[Wanted],
+    hardware: Hardware,
+    progress: Progress,
+    *,
+    build: Build = "packages",
+    budget_bytes: int | None = None,
+    tell: Callable[[Hardware, Model, Wanted, Decision], None] = lambda hardware, model, wanted, decision: None,
+    models: Sequence[Model] | None = None,
+) -> tuple[Decided, ...]:
+    """An engine for each model, so that all of them fit together; models that are not here are fetched first.
+
+    `models` are their facts, where somebody knows them already.
+    """
+    if build == "native":
+        wanted = [replaced(one, engine=_to_be_built(one.engine, hardware).id) for one in wanted]
+    models = models or [_facts(one.model, hardware, progress) for one in wanted]
+    return _planned(wanted, models, hardware, progress, build, budget_bytes, tell)
+
+
+def plan_engine(
+    wanted: Wanted,
+    facts: Model,
+    hardware: Hardware,
+    progress: Progress,
+    *,
+    build: Build = "packages",
+    path: Path | None = None,
+) -> Decided:
+    """One engine that is named, with all of the machine: planned as `serve` plans it, with what the store in `path` has
+    of earlier results and tunings. Raises `AnswerIsNo` where it cannot serve this model here."""
+    (one,) = _planned([wanted], [facts], hardware, progress, build, path=path)
+    return one
+
+
+def _planned(
+    wanted: Sequence[Wanted],
+    models: Sequence[Model],
+    hardware: Hardware,
+    progress: Progress,
+    build: Build,
+    budget_bytes: int | None = None,
+    tell: Callable[[Hardware, Model, Wanted, Decision], None] = lambda hardware, model, wanted, decision: None,
+    path: Path | None = None,
+) -> tuple[Decided, ...]:
+    past = _Past(
+        _remembered(results, hardware, progress, path),
+        _remembered(agreements, hardware, progress, path),
+        _remembered(verdicts, hardware, progress, path),
+        _remembered(tunings, hardware, progress, path),
+    )
+    asks = [
+        Ask(facts.name, one.workload, _decides(one, facts, build, past), one.replicas, one.on_demand)
+        for one, facts in zip(wanted, models, strict=True)
+    ]
+    parts = together(hardware, asks, budget_bytes)
+    for one, facts, part in zip(wanted, models, parts, strict=True):
+        tell(hardware, facts, one, part.decision)
+    return tuple(
+        Decided(one, hardware, facts, part, plan(part.decision, facts, part.workload), build)
+        for one, facts, part in zip(wanted, models, parts, strict=True)
+    )
+
+
+def fetch_facts(model: str | None, hardware: Hardware, progress: Progress) -> Model:
+    """The facts of a model whose files are on this machine afterwards."""
+    if is_builtin(model):
+        fetch_builtin(progress)
+    return _facts(model, hardware, progress)
+
+
+def _facts(model: str | None, hardware: Hardware, progress: Progress) -> Model:
+    found = local_model(model)
+    return found if found is not None else fetched_model(str(model), hardware.memory.available_bytes, progress)
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What was found on this machine earlier."""
+
+    results: tuple[Result, ...]
+    agreements: tuple[Agreement, ...]
+    verdicts: tuple[Verdict, ...]
+    tunings: tuple[Tuned, ...]
+
+    def tuned(self, build: Build, untuned: bool) -> tuple[Tuned, ...]:
+        """Of the very build that is to be served."""
+        return () if untuned else tuple(one for one in self.tunings if (one.build == "native") == (build == "native"))
+
+
+def _decides(wanted: Wanted, facts: Model, build: Build, past: _Past) -> Callable[[Hardware, Workload], Decision]:
+    engine = wanted.engine
+    if engine is not None:
+        check_version(engine_by_id(engine))
+    # What is built here is for all of this machine, and what somebody else made may be.
+    for_all = build == "native" or (engine is not None and find_adopted(engine_by_id(engine)) is not None)
+
+    def decides(hardware: Hardware, workload: Workload) -> Decision:
+        decision = decide(
+            hardware,
+            facts,
+            workload,
+            engine,
+            operations=wanted.operations,
+            results=past.results,
+            agreements=past.agreements,
+            verdicts=past.verdicts,
+            tunings=past.tuned(build, wanted.untuned),
+            installable=not for_all,
+            versions=registered_versions() if build != "native" else None,
+        )
+        if build == "native" and decision.engine is not None:
+            return replaced(decision, engine_version=buildable(engine_by_id(decision.engine)).version)
+        return decision
+
+    return decides
+
+
+def readied(
+    one: Decided,
+    progress: Progress,
+    *,
+    examiner: Examiner | None = None,
+    environment: Environment | None = None,
+    to_measure: bool = False,
+) -> Readied:
+    """Installs and converts what is missing; `environment` is one that has the engine among other things.
+
+    `to_measure`: no other build takes the place of one that cannot be used, and there is no advice on builds.
+    """
+    chosen, steps = one.plan, one.decision.launch.prepare if one.decision.launch is not None else ()
+    asked = one.wanted.engine
+    if asked is not None and not to_measure and (words := _idle_words(engine_by_id(asked), one.hardware, chosen)):
+        progress.note(words)
+    if environment is None:
+        environment = _environment(chosen, one.hardware, one.build, progress, examiner, to_measure)
+    if environment.theirs or environment.built:
+        chosen = replaced(chosen, engine_version=environment.version)
+    if is_builtin(one.wanted.model):
+        fetch_builtin(progress)
+    tools = environment
+    if environment.server is not None and not environment.built and any(step.kind == "convert" for step in steps):
+        # Beside a server of somebody else's there may be none of the programs that make weights for it.
+        tools = make_environment(engine_by_id(chosen.engine), progress, own=True)
+    return Readied(one, chosen, environment, prepare(chosen, steps, tools, progress, one.hardware))
+
+
+def _to_be_built(engine: str | None, hardware: Hardware) -> Engine:
+    """The engine that is built, after a look at whether there is anything to build it with."""
+    able = [one for one in all_engines().values() if one.build is not None]
+    wanted = engine_by_id(engine) if engine is not None else able[0] if len(able) == 1 else None
+    if wanted is None:
+        raise BadQuestion("--build native needs an engine", hint=f"--engine {' or '.join(one.id for one in able)}")
+    buildable(wanted)
+    if (target := wanted.target(hardware)) is not None:
+        toolchain(wanted.name, target.device, os.environ)
+    return wanted
+
+
+def _idle_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
+    """That a ready-made build leaves this machine's accelerators idle, where one that is made here would not."""
+    target = engine.target(hardware)
+    if target is None or target.device == chosen.settings.device or engine.build is None:
+        return None
+    cards = " and ".join(dict.fromkeys(card.name for card in cards_of(hardware, engine.vendors)))
+    return f"the ready-made {engine.name} computes on the CPU alone; for the {cards}: --build native builds it here"
+
+
+def _unused_words(engine: Engine, hardware: Hardware, chosen: Plan) -> str | None:
+    """That a ready-made build leaves instructions of this processor unused, where one that is made here would not."""
+    if engine.build is None or chosen.settings.device != "cpu":
+        return None
+    known = [one for one in engine.build.brings if one[0] in hardware.cpu.instruction_sets]
+    if not known:
+        return None
+    name, brought = known[0]
+    how = "--build native uses it" if usable_build(engine, hardware, "cpu") else "--build native builds it here"
+    return (
+        f"the ready-made {engine.name} is compiled without {INSTRUCTION_SETS[name]} instructions, which this processor "
+        f"has; a build with them brought {brought}: {how}, and `bedplate tune` proves it"
+    )
+
+
+def _environment(
+    chosen: Plan,
+    hardware: Hardware,
+    build: Build,
+    progress: Progress,
+    examiner: Examiner | None,
+    to_measure: bool = False,
+) -> Environment:
+    engine, device = engine_by_id(chosen.engine), chosen.settings.device
+    if build != "native":
+        if is_native(chosen.settings):
+            if there := usable_build(engine, hardware, device):
+                return there
+            progress.note(
+                f"tuning found the build of {engine.name} for this machine better, and it is not here: the ready-made "
+                f"one has the same settings; --build native builds it"
+            )
+        else:
+            engine = engine_of(chosen)
+        environment = make_environment(engine, progress, device)
+        if environment.server is None and not to_measure and (words := _unused_words(engine, hardware, chosen)):
+            progress.note(words)
+        return environment
+    try:
+        return native_environment(engine, hardware, device, progress, examiner, chosen.source or chosen.model)
+    except NotUsable as error:
+        why, cause = f"the native build of {engine.name} is not used: {error.why}", "; ".join(error.evidence) or None
+        if to_measure:
+            raise OutsideFailed(why, cause=cause) from error
+        if device not in engine.built_for:
+            hint = f"without --build native the CPU is used; bedplate engines remove {engine.id}, to build it again"
+            raise OutsideFailed(why, cause=cause, hint=hint) from error
+        for line in (f"WARNING: {why}", *error.evidence):
+            progress.note(line)
+        progress.note(f"the ready-made {engine.name} {engine.version} is used instead")
+        return make_environment(engine, progress, device)
+
+
+def is_installed(engine: Engine, hardware: Hardware) -> bool:
+    """Whether it can be started here at once; what was built from source is started only where that is asked for."""
+    target = engine.target(hardware)
+    if target is None:
+        return False
+    if find_adopted(engine) is not None:
+        return True
+    devices = {target.device, "cpu" if engine.cpu else target.device}
+    return engine.recipe is not None and any(find_environment(engine, device) is not None for device in devices)
+
+
+def installed_engines(hardware: Hardware) -> tuple[str, ...]:
+    return tuple(engine.id for engine in all_engines().values() if is_installed(engine, hardware))
+
+
+def installable_engines() -> tuple[str, ...]:
+    return tuple(engine.id for engine in all_engines().values() if engine.recipe is not None)
+
+
+class _Reads(Protocol[T_co]):
+    """A function of the store, for one machine."""
+
+    def __call__(self, machine: str, *, path: Path | None = None) -> tuple[T_co, ...]: ...
+
+
+def _remembered(read: _Reads[T], hardware: Hardware, progress: Progress, path: Path | None) -> tuple[T, ...]:
+    """What the store has of this machine; one that cannot be read is no reason not to serve."""
+    try:
+        return read(fingerprint(hardware), path=path)
+    except OutsideFailed as error:
+        progress.note(f"{error.message}: what was found here earlier is not known")
+        return ()

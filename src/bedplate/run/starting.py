@@ -1,0 +1,162 @@
+"""Starts one engine from what was prepared for it: its environment, its weights, its variables, and its supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bedplate.engines import Engine
+from bedplate.engines import engine as engine_by_id
+from bedplate.errors import OutsideFailed
+from bedplate.home import logs_dir, writable
+from bedplate.progress import Progress
+from bedplate.run.environments import Environment, command
+from bedplate.run.gateway import Backend, Gateway
+from bedplate.run.supervisor import Supervisor
+from bedplate.values import Plan
+
+WAIT_S = 0.1
+STOP_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class EngineStart:
+    """Everything that the start of one engine process takes: nothing is left to decide, to install or to convert."""
+
+    plan: Plan
+    environment: Environment
+    folder: Path | None = None
+    """Where it is started: prepared weights are named relative to this folder."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of the launch."""
+    launched: Engine | None = None
+    """What is launched, where that is not the plan's engine: a process of an orchestrator."""
+
+    @property
+    def engine(self) -> Engine:
+        return self.launched or engine_by_id(self.plan.engine)
+
+
+class PlanBackend(Backend):
+    """The gateway's view of an engine that was started from a plan."""
+
+    def __init__(self, model: str, plan: Plan, aliases: Iterable[str] = (), share: float = 1.0) -> None:
+        super().__init__(model, plan.engine, plan.engine_version, aliases, share=share)
+        self.slots = plan.settings.slots
+        self.context_tokens = plan.settings.context_tokens
+        self.max_connections = engine_by_id(plan.engine).connections(plan.settings)
+
+
+def supervise(
+    start: EngineStart, backend: Backend, log: Path, say: Callable[[str], None] = lambda text: None
+) -> Supervisor:
+    """The supervisor of an engine that is not running yet; each engine that bedplate starts has one of these."""
+    return Supervisor(start.plan, start.engine, start.environment, backend, log, say, start.folder, env=start.env)
+
+
+@dataclass
+class Started:
+    """An engine that answers."""
+
+    start: EngineStart
+    url: str
+    key: str | None
+    pid: int | None
+    start_s: float
+    argv: tuple[str, ...]
+    backend: Backend
+
+    @property
+    def died(self) -> bool:
+        """Whether it is not the process any more that was started."""
+        return self.backend.restarts > 0 or self.backend.state != "ready"
+
+    @property
+    def own_url(self) -> str:
+        """Where the engine itself answers, also where `url` is a gateway's; it may ask for `backend.engine_key`."""
+        host, port = self.backend.address or ("127.0.0.1", 0)
+        return f"http://{host}:{port}"
+
+
+class _EngineThread:
+    """A thread whose event loop runs the supervisor of one engine, and a gateway where one is wanted."""
+
+    def __init__(self, start: EngineStart, progress: Progress, through_gateway: bool) -> None:
+        self._start = start
+        self._progress = progress
+        self._through_gateway = through_gateway
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self.settled = threading.Event()
+        self.started: Started | None = None
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._main, name=f"bedplate-{start.engine.id}")
+
+    def stop(self) -> None:
+        if self._loop is not None and self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # for the thread that waits for it
+            self.failure = error
+        finally:
+            self.settled.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        start = self._start
+        backend = PlanBackend(start.plan.model.served_name, start.plan)
+        log = writable(logs_dir()) / f"bench-{start.engine.id}.log"
+        supervisor = supervise(start, backend, log, self._progress.note)
+        gateway = Gateway([backend]) if self._through_gateway else None
+        began = time.monotonic()
+        supervisor.start()
+        stopping, ready = asyncio.create_task(self._stop.wait()), asyncio.create_task(supervisor.ready())
+        try:
+            await asyncio.wait({stopping, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                ready.cancel()
+                return
+            await ready
+            host, port = backend.address or ("127.0.0.1", 0)
+            url, key = f"http://{host}:{port}", backend.engine_key
+            argv = tuple(command(start.environment, start.engine.launch(start.plan, port)))
+            if gateway is not None:
+                url, key = f"http://127.0.0.1:{await gateway.start('127.0.0.1', 0)}", None
+            pid = supervisor.process.pid if supervisor.process is not None else None
+            self.started = Started(start, url, key, pid, time.monotonic() - began, argv, backend)
+            self.settled.set()
+            await stopping
+        finally:
+            stopping.cancel()
+            if gateway is not None:
+                await gateway.stop(0)
+            await supervisor.stop()
+
+
+@contextlib.contextmanager
+def running(start: EngineStart, progress: Progress, *, through_gateway: bool = False) -> Iterator[Started]:
+    """The engine from its start to its end, whatever happens in between. Raises what kept it from starting."""
+    name = start.engine.name
+    host = _EngineThread(start, progress, through_gateway)
+    host.thread.start()
+    try:
+        with progress.step(f"starting {name}"):
+            while not host.settled.wait(WAIT_S):
+                pass
+        if host.failure is not None:
+            raise host.failure
+        if host.started is None:
+            raise OutsideFailed(f"{name} did not start")
+        yield host.started
+    finally:
+        host.stop()
+        host.thread.join(STOP_LIMIT_S)

@@ -1,0 +1,1 @@
+"""From an order to a running service: the host with its operations and its live page."""

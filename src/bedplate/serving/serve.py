@@ -1,0 +1,371 @@
+"""Serves until somebody says stop: from what was ordered to a host that answers, and to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bedplate.errors import BadQuestion, BedplateError, OutsideFailed
+from bedplate.facts.hardware import probe
+from bedplate.home import logs_dir, writable
+from bedplate.hosting import records
+from bedplate.hosting.control import ControlServer
+from bedplate.hosting.host import Host, HostedService
+from bedplate.hosting.memory import Room
+from bedplate.hosting.operations import host_operations
+from bedplate.hosting.orchestrated import NAMES, Kind, Orchestration
+from bedplate.hosting.orchestrators import kind_for
+from bedplate.hosting.systemd import notify
+from bedplate.hosting.tenants import remarks
+from bedplate.page.page import put_up
+from bedplate.progress import Progress, Silent
+from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES
+from bedplate.run.listening import Listen, check_port
+from bedplate.run.ready import Decided, Readied, decided, readied
+from bedplate.run.trials import Examiner
+from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
+from bedplate.values.intent import Operations
+from bedplate.values.service import Build, Order, ServiceRecord, Wanted
+from bedplate.values.units import seconds
+
+if TYPE_CHECKING:
+    from bedplate.bundling.opened import Opened
+
+Check = Callable[[Hardware, Plan, str, str | None], Coroutine[Any, Any, None]]
+"""Looks at the answers of an engine: its private URL, and the key that it asks for."""
+TELL_EVERY_S = 15.0
+"""Some engines take a minute to start, and more where other work has the processors."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a caller wants to hear and to have done on the way."""
+
+    progress: Progress = Silent()  # noqa: RUF009 - it keeps nothing
+    on_decision: Callable[[Hardware, Model, Wanted, Decision], None] = lambda hardware, model, wanted, decision: None
+    on_claim: Callable[[ServiceRecord], None] = lambda record: None
+    """The name that it is known by from now on."""
+    on_ready: Callable[[Endpoint], None] = lambda endpoint: None
+    check: Check | None = None
+    """Looks at the answers beside all this, once an engine is ready; whatever it finds, serving goes on."""
+    examiner: Examiner | None = None
+    """Compares the answers of a native build with those of the ready-made one, before it is taken."""
+
+
+def serve(
+    model: str | None = None,
+    *,
+    workload: Workload | None = None,
+    operations: Operations | None = None,
+    engine: str | None = None,
+    build: Build = "packages",
+    listen: Listen | None = None,
+    name: str | None = None,
+    replicas: int = 1,
+    ttl_s: float | None = None,
+    memory_budget_bytes: int | None = None,
+    progress: Progress | None = None,
+    on_decision: Callable[[Hardware, Model, Decision], None] = lambda hardware, model, decision: None,
+    on_ready: Callable[[Endpoint], None] = lambda endpoint: None,
+    check: Check | None = None,
+    examiner: Examiner | None = None,
+) -> None:
+    """The main job, from a name to an endpoint: probe, decide, fetch, install, launch, and serve until told to stop."""
+    wanted = Wanted(
+        model=model,
+        workload=workload or Workload(origin="default"),
+        operations=operations or Operations(),
+        engine=engine,
+        replicas=replicas,
+        ttl_s=ttl_s,
+    )
+    order = Order(services=(wanted,), name=name, build=build, memory_budget_bytes=memory_budget_bytes)
+    hooks = Hooks(
+        progress=progress or Silent(),
+        on_decision=lambda hardware, facts, _, decision: on_decision(hardware, facts, decision),
+        on_ready=on_ready,
+        check=check,
+        examiner=examiner,
+    )
+    serve_order(order, hooks, listen)
+
+
+def serve_order(
+    order: Order, hooks: Hooks, listen: Listen | None = None, *, fallback: str | None = None, detached: bool = False
+) -> None:
+    """Serves what was ordered until a signal or a request to stop; `fallback` is its name where the order has none."""
+    listen = listen or listening(order)
+    refuse_early(order, listen)
+    if order.bundle is None:
+        _serve_order(order, hooks, listen, fallback, detached)
+        return
+    from bedplate.bundling.opened import opened
+
+    with opened(Path(order.bundle), hooks.progress) as bundle:
+        _serve_order(bundle.order(order), hooks, listen, fallback, detached, bundle)
+
+
+def _serve_order(
+    order: Order, hooks: Hooks, listen: Listen, fallback: str | None, detached: bool, bundle: Opened | None = None
+) -> None:
+    above = kind_for(order)
+    hardware = probe()
+    found = decided(
+        order.services if above is None else above.services,
+        hardware,
+        hooks.progress,
+        build=order.build,
+        budget_bytes=order.memory_budget_bytes,
+        tell=hooks.on_decision,
+        models=[bundle.facts] if bundle is not None else None,
+    )
+    if bundle is not None:
+        bundle.agreed(found[0], hooks.progress)
+    check_names(found)
+    logs = writable(logs_dir())
+    record = records.claimed(order.name, fallback or found[0].name, detached=detached)
+    try:
+        hooks.on_claim(record)
+        made = [_readied(one, hooks, above) for one in found]
+        on = above.orchestration(made[0], record.name, logs) if above is not None else None
+        _run(_Session(order, hooks, listen, hardware, made, record, logs, on).run())
+    finally:
+        records.forget(record)
+
+
+def _readied(one: Decided, hooks: Hooks, above: Kind | None) -> Readied:
+    if above is not None:
+        return above.readied(one, hooks.progress, hooks.examiner)
+    return readied(one, hooks.progress, examiner=hooks.examiner)
+
+
+def refuse_early(order: Order, listen: Listen | None = None) -> None:
+    """What can be told before anything is looked at, fetched or installed: the system, the name and the port, and
+    whether an orchestrator can do what is asked."""
+    if os.name != "posix":
+        raise OutsideFailed("serving needs Linux or macOS", hint="on Windows, run bedplate inside of WSL")
+    if order.name is not None:
+        _check_free(order.name)
+    kind_for(order)
+    _check_port(listen or listening(order))
+
+
+def listening(order: Order) -> Listen:
+    largest = order.max_body_bytes or DEFAULT_MAX_BODY_BYTES
+    content = Path(order.log_content).expanduser().absolute() if order.log_content is not None else None
+    return Listen(host=order.host, port=order.port, api_key=order.api_key, max_body_bytes=largest, log_content=content)
+
+
+def check_names(found: Sequence[Decided]) -> None:
+    names = [one.name for one in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise BadQuestion(
+            f"{twice} is served by more than one service", hint="several of one model are its replicas: replicas: 2"
+        )
+
+
+def _check_free(name: str) -> None:
+    """Before anything is installed for it; claimed it is later, and then for sure."""
+    records.checked_name(name)
+    if any(one.name == name for one in records.running()):
+        raise records.name_taken(name)
+
+
+def _check_port(listen: Listen) -> None:
+    try:
+        check_port(listen)
+    except OutsideFailed as error:
+        for other in records.running():
+            if other.url is not None and other.url.removesuffix("/v1").endswith(f":{listen.port}"):
+                hint = f"bedplate stop {other.name}, or choose another port: --port {listen.port + 1}"
+                raise OutsideFailed(f"{error.message} by the service {other.name}", hint=hint) from error
+        raise
+
+
+class _Session:
+    """One host from its start to its end."""
+
+    def __init__(
+        self,
+        order: Order,
+        hooks: Hooks,
+        listen: Listen,
+        hardware: Hardware,
+        made: Sequence[Readied],
+        record: ServiceRecord,
+        logs: Path,
+        on: Orchestration | None = None,
+    ) -> None:
+        self.order, self.hooks, self.listen, self.hardware = order, hooks, listen, hardware
+        self.made, self.record, self.logs, self.on = made, record, logs, on
+        self._checks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        from bedplate.changing.operations import CHANGING_OPERATIONS
+
+        loop = asyncio.get_running_loop()
+        room = Room.of(self.hardware, self.order.memory_budget_bytes)
+        host = Host(self.record.name, self.listen, self.hardware, self.hooks.progress, self.logs, room=room)
+        control = ControlServer(host, {**host_operations(self.record), **CHANGING_OPERATIONS})
+        live = put_up(host)
+        declare_tenants(host, self.order)
+        # The port first: without it nothing else is worth starting.
+        host.gateway.starting = True
+        await host.start()
+        stopping = asyncio.create_task(host.stopping.wait())
+        watching = asyncio.create_task(live.run())
+        try:
+            path = await control.start(Path(self.record.socket), self.record.name)
+            models = tuple(one.name for one in self.made)
+            self.record = records.changed(self.record, socket=str(path), url=f"{host.url}/v1", models=models)
+            with _signals(loop, host):
+                await self._serve(host, stopping)
+        finally:
+            began = loop.time()
+            if self.record.state != "starting":
+                with contextlib.suppress(BedplateError):
+                    self.record = records.changed(self.record, state="stopping")
+            notify("STOPPING=1")
+            stopping.cancel()
+            watching.cancel()
+            for check in self._checks:
+                check.cancel()
+            if not host.stopping.is_set():
+                host.grace_s = 0
+            await host.stop()
+            if host.stopping.is_set():
+                host.say(f"stopped in {seconds(loop.time() - began)}")
+            await control.stop()
+            host.log.close()
+
+    async def _serve(self, host: Host, stopping: asyncio.Task[bool]) -> None:
+        for one in self.made:
+            if not await self._added(host, one, stopping):
+                return
+        # What was built up to here lives as long as the process; the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
+        host.state = "ready"
+        host.gateway.starting = False
+        self.record = records.changed(self.record, state="ready")
+        host.say(f"ready at {host.url}/v1, process {os.getpid()}", aloud=False)
+        self.hooks.on_ready(self._endpoint(host))
+        notify(f"READY=1\nSTATUS={host.url}/v1 serves {', '.join(host.services)}")
+        self._begin_checks(host)
+        either: set[asyncio.Future[Any]] = {stopping, host.fatal}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not host.stopping.is_set():
+            raise host.fatal.result()
+
+    async def _added(self, host: Host, one: Readied, stopping: asyncio.Task[bool]) -> bool:
+        """Whether it is there, and nobody has said stop meanwhile."""
+        wanted = one.decided.wanted
+        adding = asyncio.create_task(host.add_service(wanted, one, self.on))
+        if wanted.on_demand and not wanted.preload:
+            await adding
+            return not host.stopping.is_set()
+        loop, name = asyncio.get_running_loop(), host_engine_name(one)
+        many = f"{wanted.replicas} × " if wanted.replicas > 1 else ""
+        on = ""
+        if self.on is not None:
+            on, above = f" on {NAMES[self.on.above.orchestrator]}", self.on.above
+            name = name if above.real else above.workers
+        with self.hooks.progress.step(f"starting {many}{name}{on}", 100) as done:
+            began = told = loop.time()
+            while not adding.done() and not host.stopping.is_set():
+                service = host.services.get(one.name)
+                done(_progress(service))
+                if loop.time() - told >= TELL_EVERY_S and service is not None and service.engines:
+                    told = loop.time()
+                    words = service.engines[0].supervisor.last_words
+                    self.hooks.progress.note(f"{name} is starting, {seconds(told - began)} so far: {words}")
+                await asyncio.wait({adding, stopping}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+        if host.stopping.is_set():
+            adding.cancel()
+            return False
+        await adding
+        return True
+
+    def _endpoint(self, host: Host) -> Endpoint:
+        first = self.made[0]
+        return Endpoint(
+            url=f"{host.url}/v1",
+            model=first.name,
+            engine=first.plan.engine if self.on is None else self.on.above.workers,
+            engine_version=first.plan.engine_version if self.on is None else self.on.above.workers_version,
+            needs_key=host.gateway.needs_key,
+            pid=os.getpid(),
+            log=str(host.engines[0].log if host.engines else host.log.path),
+            name=host.name,
+            models=tuple(host.services),
+            on=self.on.above if self.on is not None else None,
+        )
+
+    def _begin_checks(self, host: Host) -> None:
+        if self.hooks.check is None or (self.on is not None and not self.on.above.real):
+            return
+        for service in host.services.values():
+            if service.engines and (url := service.engines[0].url) is not None:
+                plan, key = service.readied.plan, service.engines[0].backend.engine_key
+                work = functools.partial(self.hooks.check, self.hardware, plan, url, key)
+                self._checks.append(asyncio.create_task(_checked(work, host)))
+
+
+def declare_tenants(host: Host, order: Order) -> None:
+    """Who was named in the order is let in by its key, and has what was said there."""
+    keeper = host.gateway.keeper
+    host.gateway.tenants.declare(order.tenants)
+    for text in remarks(order.tenants, keeper.tenants if keeper is not None else ()):
+        host.say(text)
+
+
+def host_engine_name(one: Readied) -> str:
+    from bedplate.engines import engine
+
+    return engine(one.plan.engine).name
+
+
+def _progress(service: HostedService | None) -> int:
+    """Of the engine that is least far."""
+    shares = [engine.backend.progress or 0 for engine in service.engines] if service is not None else []
+    return round(100 * min(shares, default=0))
+
+
+async def _checked(check: Callable[[], Coroutine[Any, Any, None]], host: Host) -> None:
+    """Asks the engine itself and not the gateway, whose figures are of the clients' requests alone."""
+    try:
+        await check()
+    except Exception as error:  # a mistake in a check must not end what it checks
+        host.say(f"the answers could not be checked: {error}")
+
+
+@contextlib.contextmanager
+def _signals(loop: asyncio.AbstractEventLoop, host: Host) -> Iterator[None]:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored by nohup: it stays so
+            loop.add_signal_handler(number, _stop_or_insist, host)
+    yield
+
+
+def _stop_or_insist(host: Host) -> None:
+    """The first signal stops in order. A second one does not wait: the wardens see us go and end the engines."""
+    if host.stopping.is_set():
+        os._exit(130)
+    host.stop_soon()
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    run = asyncio.run
+    if sys.platform != "win32":
+        with contextlib.suppress(ImportError):
+            from uvloop import run
+    run(main)

@@ -1,0 +1,80 @@
+"""Answers of a tuned engine beside the reference's: a setting that is faster and wrong is not kept."""
+
+from __future__ import annotations
+
+from bedplate.measure.agreement import Comparison, Pairs, ask, floor_for, quick_ones, verdict_of
+from bedplate.measure.agreement import compare as compare_answers
+from bedplate.measure.answers import basis_of
+from bedplate.measure.load import run as run_loop
+from bedplate.measure.reference import reference_for
+from bedplate.tuning.budget import Budget
+from bedplate.tuning.engines import Engines
+from bedplate.tuning.points import words_at
+from bedplate.tuning.search import Point
+from bedplate.tuning.state import TuningState
+from bedplate.values.run import Quality
+
+ASKED, ASK_AT_ONCE = 48, 4
+"""Next tokens that are compared, and how many of them at a time."""
+CHECK_SHARE, LEAST_ASKED = 0.2, 12
+"""Of the time, what one comparison may take; an engine that reads slowly is asked for fewer."""
+LAST_LINES = 3
+
+
+class Answers:
+    def __init__(self, state: TuningState, budget: Budget, engines: Engines) -> None:
+        self.state, self.budget, self.engines = state, budget, engines
+        self.pairs: Pairs = ()
+        self.evidence: tuple[str, ...] = ()
+        """Of the last comparison."""
+
+    def check(self, point: Point) -> Quality:
+        """Next tokens beside the reference's, or beside the plan's own where there is none."""
+        alive, began = self.engines.get(point), self.state.clock()
+        self.state.say(f"comparing answers of {words_at(point)}")
+        plan = self.state.plan
+        if not self.pairs:
+            reference = reference_for(plan.source or plan.model)
+            if reference is not None:
+                self.pairs = self.affordable(reference.known())
+            else:
+                self.pairs = run_loop(basis_of(plan, plan, alive.where, most=ASKED)).pairs
+                self.state.note("there is no reference for these weights: answers are held against the plan's own")
+        said = run_loop(
+            ask(alive.where.url, self.pairs, model=alive.where.name, key=alive.where.key, in_flight=ASK_AT_ONCE)
+        )
+        found = compare_answers(self.pairs, said)
+        floor = floor_for(plan)
+        if self.state.kept.lossy:
+            floor = min(floor, floor_for(alive.started.start.plan))
+        verdict, note = verdict_of(found, floor)
+        self.evidence = evidence_words(found)
+        quality = Quality(
+            asked=found.asked,
+            agreement=found.agreed / found.answered if found.answered else None,
+            verdict=verdict,
+            note=note,
+        )
+        self.state.qualities[point] = quality
+        self.budget.check_s = max(self.budget.check_s, self.state.clock() - began)
+        return quality
+
+    def affordable(self, known: Pairs) -> Pairs:
+        """As many as are read in a part of the time; a few are asked in any case."""
+        wanted, seen = quick_ones(known, ASKED), self.state.trials.get(())
+        first = seen.best.ttft_ms if seen is not None and seen.best is not None else None
+        if not first or not wanted:
+            return wanted
+        load = self.state.kept.load
+        # As if one were read after the other: of those that are read together, each takes less.
+        tokens_s = load.prompt_tokens * ((load.concurrency or 1) + 1) / 2 / (first / 1000)
+        each_s = sum(one.tokens for _, one in wanted) / len(wanted) / tokens_s
+        count = int(CHECK_SHARE * self.state.kept.budget_s / each_s)
+        return wanted if count >= ASKED else quick_ones(known, max(LEAST_ASKED, count))
+
+
+def evidence_words(found: Comparison) -> tuple[str, ...]:
+    return tuple(
+        f"after …{one.prefix[-40:]!r} it says {one.got!r}, and not {one.expected!r}"
+        for one in found.evidence[:LAST_LINES]
+    )

@@ -1,0 +1,132 @@
+"""What the sides of a tuning's proof did, weighed as `compare` weighs any two engines."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from bedplate.errors import BadQuestion
+from bedplate.judge.compare import CHANCE, compare
+from bedplate.measure.statistics import half_width
+from bedplate.measure.summary import output_tok_s, summarized, tpots, ttfts
+from bedplate.tuning.rounds import SURELY
+from bedplate.values import Launch, Plan
+from bedplate.values.record import Figure
+from bedplate.values.run import Cell, Load, Repeat
+from bedplate.values.tuning import Objective, Opponent, Proof, Side, SideName, Taken, Tuned, Turn
+from bedplate.values.verdict import Answer, Effect, Metric, Verdict
+
+LEAST_GAIN = 1.03
+"""Changing a setting costs nothing, so that less of a gain than for a move to another engine is worth it."""
+SPEED_KEPT = 0.9
+"""Of the plan's throughput, what less memory or energy must not go below."""
+LOST = -20.0
+"""The score of what brought nothing: in logarithms, and a number that JSON can carry."""
+
+
+def is_settled(tuned: Tuned, other: Cell, best: Cell) -> bool:
+    """Whether more turns would not change what is proven; held to less chance than the last word is."""
+    try:
+        verdict = _verdict(tuned, other, best, chance=SURELY)
+    except BadQuestion:
+        return False
+    speed = _effect(verdict, "output_tok_s")
+    slower = speed is not None and speed.sure_high < 1 and tuned.objective in ("throughput", "cost")
+    return slower or answer_of(tuned.objective, verdict, other, best) == "migrate"
+
+
+def proof_of(tuned: Tuned, against: Opponent, other: Cell, best: Cell) -> Proof:
+    """The last word on two sides."""
+    try:
+        verdict = _verdict(tuned, other, best)
+    except BadQuestion as error:
+        return Proof(against=against, answer="not proven", text=error.summary)
+    speed, first = _effect(verdict, "output_tok_s"), _effect(verdict, "ttft_ms")
+    return Proof(
+        against=against,
+        answer=answer_of(tuned.objective, verdict, other, best),
+        text=verdict.text,
+        output_tok_s=speed.gain if speed is not None else None,
+        ttft_ms=first.gain if first is not None else None,
+    )
+
+
+def _verdict(tuned: Tuned, other: Cell, best: Cell, chance: float = CHANCE) -> Verdict:
+    return compare(
+        [other], [best], target=tuned.target, allow=("quantization", "weights"), least_gain=LEAST_GAIN, chance=chance,
+        same_work=True,
+    )  # fmt: skip
+
+
+def answer_of(objective: Objective, verdict: Verdict, other: Cell, tuned: Cell) -> Answer:
+    """What `compare` says of the throughput; for other objectives the same care, on their own figures."""
+    if objective in ("throughput", "cost") or verdict.constraint in ("quality", "errors"):
+        return verdict.answer
+    speed = _effect(verdict, "output_tok_s")
+    if objective == "latency":
+        first, each = _effect(verdict, "ttft_ms"), _effect(verdict, "tpot_ms")
+        if first is None or each is None:
+            return "not proven"
+        gain = first.gain.value * each.gain.value
+        sure = min(first.sure_high, each.sure_high) >= 1 and max(first.sure_low, each.sure_low) > 1
+        return "migrate" if gain >= LEAST_GAIN**2 and sure else "not proven"
+    one, two = summarized(other), summarized(tuned)
+    before, after = (
+        (one.peak_memory_bytes, two.peak_memory_bytes)
+        if objective == "memory"
+        else (one.energy_j_per_token, two.energy_j_per_token)
+    )
+    if not before or not after or speed is None:
+        return "not proven"
+    return "migrate" if before / after >= LEAST_GAIN and speed.gain.high >= SPEED_KEPT else "not proven"
+
+
+def _effect(verdict: Verdict, metric: Metric) -> Effect | None:
+    return next((one for one in verdict.effects if one.metric == metric), None)
+
+
+def side_of(name: SideName, turned: tuple[Turn, ...], plan: Plan, launch: Launch, cell: Cell) -> Side:
+    found = summarized(cell)
+    peak = found.peak_gpu_bytes if cell.subject.device != "cpu" and found.peak_gpu_bytes else found.peak_memory_bytes
+    return Side(
+        name=name,
+        turned=turned,
+        settings=plan.settings,
+        weights=plan.weights,
+        argv=launch.argv,
+        variables=tuple(launch.env.items()),
+        output_tok_s=_figure([output_tok_s(one, cell.load) for one in cell.repeats]),
+        ttft_ms=_figure([middle(ttfts(one.samples)) for one in cell.repeats]),
+        tpot_ms=_figure([middle(tpots(one.samples)) for one in cell.repeats]),
+        peak_memory_bytes=peak,
+        energy_j_per_token=found.energy_j_per_token,
+        quality=cell.quality,
+        cell=cell.id,
+        taken=tuple(turn_of(one, cell.load) for one in cell.repeats),
+    )
+
+
+def turn_of(repeat: Repeat, load: Load) -> Taken:
+    """What one side did in one turn."""
+    energy = repeat.use.energy_j
+    speed, first, each = output_tok_s(repeat, load), middle(ttfts(repeat.samples)), middle(tpots(repeat.samples))
+    made = sum(one.output_tokens or 0 for one in repeat.samples)
+    return Taken(
+        at=repeat.at or "", seconds=round(repeat.seconds, 3), score=math.log(speed) if speed else LOST,
+        output_tok_s=speed, ttft_ms=first, tpot_ms=each, peak_memory_bytes=repeat.use.peak_memory_bytes,
+        energy_j_per_token=energy / made if energy is not None and made else None,
+    )  # fmt: skip
+
+
+def middle(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _figure(values: Sequence[float | None]) -> Figure | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    mean, wide = statistics.fmean(known), half_width(known) or 0.0
+    words = f"{len(known)} repeats in turns"
+    return Figure(value=mean, low=max(0.0, mean - wide), high=mean + wide, basis="measured", source=words)

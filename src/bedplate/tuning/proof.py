@@ -1,0 +1,171 @@
+"""The proof of a tuning: the best settings beside the plan and the engine's own defaults, in interleaved rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from bedplate.errors import AnswerIsNo, OutsideFailed
+from bedplate.measure.flags import TOO_BUSY, flags_of
+from bedplate.measure.load import OwnError
+from bedplate.measure.watch import Watcher
+from bedplate.measure.wave import Work, wave_apart
+from bedplate.tuning.answers import Answers
+from bedplate.tuning.budget import Budget
+from bedplate.tuning.comparison import is_settled, proof_of, side_of, turn_of
+from bedplate.tuning.engines import Engines
+from bedplate.tuning.points import OWN, turns_of
+from bedplate.tuning.rounds import LATE_SHARE, LEAST_TURNS, shaped, take_turns
+from bedplate.tuning.search import Climbed, Point, gain_figure
+from bedplate.tuning.state import TuningState
+from bedplate.tuning.trials import cause_and_hint
+from bedplate.values import replaced
+from bedplate.values.run import Cell, Repeat
+from bedplate.values.tuning import RefusedKind, Side, SideName, Step, Turn
+
+ROUND_PROOF = 100_000
+"""Prompts of the proof are others than those of the search, which no cache may know."""
+
+
+class Prover:
+    def __init__(self, state: TuningState, budget: Budget, engines: Engines, answers: Answers) -> None:
+        self.state, self.budget, self.engines, self.answers = state, budget, engines, answers
+        self._own: OwnError | bool = True
+        """The error of the load generator itself, once it is known."""
+
+    def prove(self, found: Climbed) -> None:
+        self.state.best = found.best
+        steps = tuple(
+            Step(
+                turn=Turn(knob=one.move.lever.name, value=one.move.value),
+                before=one.before,
+                gain=gain_figure(one.gains),
+            )
+            for one in found.kept
+        )
+        if not found.whole:
+            self.state.note("time was up before everything was tried")
+        self.state.keep(steps=steps)
+        for step in steps:
+            self.state.teller.kept(step)
+        if self.state.best and self.state.best not in self.state.qualities:
+            self.answers.check(self.state.best)
+        repeats = self.measure_sides()
+        cells = {point: self._proof_cell(point, taken) for point, taken in repeats.items() if taken}
+        order = [point for point in dict.fromkeys((OWN, (), self.state.best)) if point in cells]
+        sides = tuple(self._side(point, cells[point]) for point in order)
+        others = [point for point in (OWN, ()) if self.state.best in cells and point in cells and self.state.best]
+        proofs = tuple(
+            proof_of(self.state.kept, "own defaults" if one == OWN else "plan", cells[one], cells[self.state.best])
+            for one in others
+        )
+        self.state.change(sides=sides, proofs=proofs)
+
+    def _side(self, point: Point, cell: Cell) -> Side:
+        plan = self.state.plan_at(point)
+        return side_of(name_of(point), turns_of(point), plan, self.state.chosen.engine.launch(plan, 8080), cell)
+
+    def measure_sides(self) -> dict[Point, list[Repeat]]:
+        """The sides' repeats: as many turns as it takes, or as there is time for."""
+        if OWN in self.budget.proof_sides() and OWN not in self.state.trials:
+            self._try_own()
+        against = [one for one in self.budget.proof_sides() if one != self.state.best]
+        self.engines.pool.most = self.budget.engines_in_proof([self.state.best, *against])
+        for point in list(self.engines.pool.running):
+            if point not in (self.state.best, *against):
+                self.engines.pool.end(point)
+        times = self.budget.proof_times()
+        waiting = [one for one in (self.state.best, *against) if one not in self.engines.pool.running]
+        starts = math.fsum(self.budget.starting_s(one) for one in waiting)
+        late_s = LATE_SHARE * self.state.kept.budget_s
+        shape = shaped(times, self.state.best, against, self.state.left_s + late_s - starts)
+        repeats: dict[Point, dict[int, Repeat]] = {point: {} for point in shape.sides}
+        torn: set[int] = set()
+
+        def sound() -> dict[Point, list[Repeat]]:
+            """Without the turns in which others had the processors, on every side alike."""
+            return {
+                side: [one for turn, one in taken.items() if turn not in torn] for side, taken in repeats.items()
+            }  # fmt: skip
+
+        def measure(side: Point, turn: int) -> float | None:
+            self.state.say(f"proof, turn {turn + 1}: {name_of(side)}")
+            began, limit_s, failed = self.state.clock(), self.state.left_s + 2 * late_s, len(self.state.kept.refused)
+            if side == OWN:
+                limit_s = self.budget.own_limit_s(shape.rounds, limit_s)
+            repeat = self.work(side, turn, shape.rounds, limit_s)
+            if repeat is None:
+                del repeats[side]
+                if side == OWN and len(self.state.kept.refused) == failed:
+                    usual_s = shape.rounds * (self.budget.wave_s(()) or 0.0)
+                    words = f"own defaults had not done in {limit_s:.0f} s what takes the plan {usual_s:.0f}"
+                    self.state.note(words)
+                return None
+            repeats[side][turn] = repeat
+            if self.state.chosen.plan.settings.device == "cpu" and (repeat.use.other_cpu_share or 0) > TOO_BUSY:
+                torn.add(turn)
+            self.state.teller.worked(name_of(side), turn, turn_of(repeat, self.state.kept.load), self.state.kept)
+            return self.state.clock() - began
+
+        def settled() -> set[Point]:
+            taken = sound()
+            if min(map(len, taken.values())) < LEAST_TURNS:
+                return set()
+            if not self.state.best:
+                return set(against)
+            best = self._proof_cell(self.state.best, taken[self.state.best])
+            return {
+                one for one in against
+                if one in taken and is_settled(self.state.kept, self._proof_cell(one, taken[one]), best)
+            }  # fmt: skip
+
+        found = take_turns(shape, self.state.best, times, measure, settled, lambda: self.state.left_s, late_s)
+        notes = [f"there was no time to hold it against {name_of(one)}" for one in against if one not in shape.sides]
+        if found.cut and self.state.best:
+            notes.append(f"time was up after {found.turns} turns of the proof")
+        if torn:
+            notes.append(f"of {found.turns} turns {len(torn)} do not count: others had the processors")
+        self.state.note(*notes)
+        return sound()
+
+    def _try_own(self) -> None:
+        """In haste they come last; if they do not even start, that must not end the proof against the plan."""
+        try:
+            self.engines.get(OWN)
+        except (OutsideFailed, AnswerIsNo, OSError) as error:
+            self.engines.drop(OWN)
+            self.state.refuse(OWN, "start", str(error), ())
+
+    def _proof_cell(self, point: Point, repeats: Sequence[Repeat]) -> Cell:
+        cell = self.state.cell(point, self.state.kept.load, tuple(repeats), name_of(point))
+        return replaced(cell, flags=flags_of(cell))
+
+    def work(self, point: Point, turn: int, rounds: int, limit_s: float) -> Repeat | None:
+        """One piece of work; the same prompts for each side of a turn."""
+        load = self.state.kept.load
+        try:
+            alive = self.engines.get(point)
+            work = Work(
+                target=alive.target, load=load, prepared=self.engines.known(alive), number=ROUND_PROOF + turn,
+                limit_s=limit_s, rounds=rounds, check=self._own,
+            )  # fmt: skip
+            self.engines.rest(point)
+            with Watcher(alive.meters) as watcher:
+                repeat = wave_apart(work, watcher.mark)
+        except (OutsideFailed, AnswerIsNo) as error:
+            kind: RefusedKind = "died" if self.engines.drop(point) else "errors"
+            self.state.refuse(point, kind, error.summary, cause_and_hint(error))
+            return None
+        if repeat is None:
+            return None
+        client = repeat.client
+        if client.error_p50_ms is not None and client.error_p99_ms is not None:
+            self._own = OwnError(
+                p50_ms=client.error_p50_ms, p99_ms=client.error_p99_ms, streams=load.concurrency or 1, samples=0
+            )
+        use, engine = watcher.seen()
+        return replaced(repeat, use=use, engine=engine)
+
+
+def name_of(point: Point) -> SideName:
+    return "own defaults" if point == OWN else "tuned" if point else "plan"

@@ -1,0 +1,169 @@
+"""The trials of a tuning: one wave of requests at a point, what it used, and its score."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from bedplate.errors import AnswerIsNo, BedplateError, OutsideFailed
+from bedplate.judge.diagnose import bottleneck, ground_for
+from bedplate.measure.bench import environment_of
+from bedplate.measure.flags import BUSY, SWAPPED_BYTES
+from bedplate.measure.load import run as run_loop
+from bedplate.measure.moments import now_text
+from bedplate.measure.summary import meets, output_tok_s, tpots, ttfts
+from bedplate.measure.watch import Watcher
+from bedplate.measure.wave import wave
+from bedplate.tuning.budget import REQUEST_LIMIT_S, Budget
+from bedplate.tuning.comparison import LOST, SPEED_KEPT, middle
+from bedplate.tuning.engines import Engines
+from bedplate.tuning.points import OWN, turns_of, words_at
+from bedplate.tuning.pool import Alive
+from bedplate.tuning.search import Point, score_of
+from bedplate.tuning.state import TuningState
+from bedplate.values import replaced
+from bedplate.values.run import Load, Repeat
+from bedplate.values.tuning import RefusedKind, Taken, Trial
+
+LEAST_SEEN, FEW_TOKENS = 3, 16
+"""Requests that a diagnosis needs of a load; alone, their prompt and a few tokens say enough."""
+
+
+@dataclass(frozen=True)
+class Used:
+    memory_bytes: int | None
+    energy_j: float | None
+    """For each token."""
+    swapped_bytes: int | None
+
+
+class Trials:
+    def __init__(self, state: TuningState, budget: Budget, engines: Engines) -> None:
+        self.state, self.budget, self.engines = state, budget, engines
+        self._replay = {point: list(one.taken) for point, one in state.trials.items()}
+        self._number = sum(len(one.taken) for one in state.kept.trials)
+        self._busy_told = False
+        self._planned: Repeat | None = None
+        """The plan's own first wave."""
+
+    def measure(self, point: Point, bar: float | None) -> float | None:
+        """One wave; what was measured before this run was ended is not measured again."""
+        if replay := self._replay.get(point):
+            return replay.pop(0).score
+        try:
+            alive = self.engines.get(point)
+            self.state.say(words_at(point))
+            limit_s = self.budget.limit_s(bar)
+            self.engines.rest(point)
+            repeat, used = self.watch(alive, self.state.kept.load, limit_s)
+        except (OutsideFailed, AnswerIsNo) as error:
+            self.engines.drop(point)
+            self.state.refuse(point, "start", error.summary, cause_and_hint(error))
+            return None
+        except OSError as error:
+            kind: RefusedKind = "died" if self.engines.drop(point) else "errors"
+            self.state.refuse(point, kind, str(error) or type(error).__name__, ())
+            return None
+        if used.swapped_bytes is not None and used.swapped_bytes > SWAPPED_BYTES:
+            words = f"{used.swapped_bytes / 1e6:.0f} MB went to swap while it was measured"
+            self.state.refuse(point, "swapped", words, ())
+            return None
+        taken = self._taken(repeat, used, limit_s, bar)
+        if taken is not None and bar is None and taken.cut:
+            # Slow is not dangerous: it has lost, and nothing speaks against trying it another time.
+            self._add(point, alive, taken)
+            return None
+        if taken is None:
+            failed = [one.error or one.outcome for one in repeat.samples if one.outcome != "ok"] if repeat else []
+            words = failed[0] if failed else "no figures for this objective"
+            self.state.refuse(point, "errors", words, tuple(failed[:3]))
+            return None
+        if not point and self._planned is None:
+            self._planned = repeat
+        self._add(point, alive, taken)
+        return taken.score
+
+    def _add(self, point: Point, alive: Alive, taken: Taken) -> None:
+        before = self.state.trials.get(point) or Trial(
+            turned=turns_of(point), own_defaults=point == OWN, start_s=round(alive.started.start_s, 2)
+        )
+        self.state.trials[point] = replaced(before, taken=(*before.taken, taken))
+        self.state.keep()
+        self.state.teller.taken(turns_of(point), taken, self.state.kept)
+
+    def watch(self, alive: Alive, load: Load, limit_s: float) -> tuple[Repeat | None, Used]:
+        with Watcher(alive.meters) as watcher:
+            watcher.mark("begin")
+            self._number += 1
+            repeat = run_loop(wave(alive.target, load, self.engines.known(alive), self._number, limit_s))
+            watcher.mark("end")
+        use, engine = watcher.seen()
+        if use.other_cpu_share is not None and use.other_cpu_share > BUSY and not self._busy_told:
+            self._busy_told = True
+            share = f"{use.other_cpu_share:.0%}"
+            note = (
+                f"other programs took {share} of the processors while this was measured: the figures are worse for it"
+            )
+            self.state.note(note)
+            self.state.progress.note(note)
+        energy = use.energy_j
+        made = sum(one.output_tokens or 0 for one in repeat.samples) if repeat is not None else 0
+        peak = use.peak_gpu_bytes if alive.meters.on_card and use.peak_gpu_bytes else use.peak_memory_bytes
+        used = Used(peak, energy / made if energy is not None and made else None, use.swapped_bytes)
+        return (replaced(repeat, use=use, engine=engine) if repeat is not None else None), used
+
+    def _taken(self, repeat: Repeat | None, used: Used, limit_s: float, bar: float | None) -> Taken | None:
+        tuned = self.state.kept
+        if repeat is None:
+            # Who is slower than the bar by so much is out of the race; by how much nobody needs to know.
+            return Taken(
+                at=now_text(milliseconds=True), seconds=round(limit_s, 3), score=LOST if bar is None else bar, cut=True
+            )
+        if any(one.outcome != "ok" for one in repeat.samples):
+            return None
+        speed = output_tok_s(repeat, tuned.load)
+        first, each = middle(ttfts(repeat.samples)), middle(tpots(repeat.samples))
+        share = None
+        if tuned.target is not None:
+            share = statistics.fmean(meets(one, tuned.target) for one in repeat.samples)
+        plan = self.state.trials.get(())
+        floor = plan.best.output_tok_s if plan is not None and plan.best is not None else None
+        score = score_of(
+            tuned.objective, output_tok_s=speed, ttft_ms=first, tpot_ms=each, peak_memory_bytes=used.memory_bytes,
+            energy_j_per_token=used.energy_j, on_target=share, floor_tok_s=SPEED_KEPT * floor if floor else None,
+        )  # fmt: skip
+        if score is None:
+            if tuned.objective == "energy":
+                raise AnswerIsNo("nothing here tells how much energy is used", hint="NVIDIA cards and Intel's RAPL do")
+            return None
+        return Taken(
+            at=repeat.at or now_text(milliseconds=True),
+            seconds=round(repeat.seconds, 3), score=score, output_tok_s=speed, ttft_ms=first,
+            tpot_ms=each, peak_memory_bytes=used.memory_bytes, energy_j_per_token=used.energy_j,
+        )  # fmt: skip
+
+    def diagnose(self) -> None:
+        """What binds, from the plan's wave and from a request alone; what is known of it stays."""
+        if self.state.kept.diagnosis is not None:
+            return
+        load = self.state.kept.load
+        alone = replaced(load, concurrency=1, output_tokens=min(load.output_tokens, FEW_TOKENS))
+        cells = []
+        for one in [alone, load] if load.concurrency != 1 and not self.budget.is_hasty else [load]:
+            self.state.say(f"the plan with {one.concurrency} in flight, to see what binds")
+            repeats = [self._planned] if one is load and self._planned is not None else []
+            while sum(len(repeat.samples) for repeat in repeats) < LEAST_SEEN:
+                repeat, _ = self.watch(self.engines.get(()), one, REQUEST_LIMIT_S)
+                if repeat is None:
+                    return
+                repeats.append(repeat)
+            cells.append(self.state.cell((), one, tuple(repeats), "plan"))
+        hardware = self.state.hardware
+        ground = ground_for(cells[-1].subject, self.state.facts, hardware, environment_of(hardware))
+        found = bottleneck(cells, ground)
+        self.state.change(limit=found.limit, diagnosis=found.text)
+        self.state.teller.diagnosed(found)
+
+
+def cause_and_hint(error: BedplateError) -> tuple[str, ...]:
+    return tuple(part for part in (error.cause, error.hint) if part)

@@ -1,0 +1,111 @@
+"""Hosts whose engines are small programs that answer always alike, or otherwise, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from tests.hosting.stub_hosts import HANDLER, LISTEN, stub_environment, stub_readied
+
+from bedplate.changing.migrate import Migrate, Migrating
+from bedplate.hosting.host import Host
+from bedplate.run.ready import Readied
+from bedplate.values import replaced
+
+WRITES = """
+    asked_for = 0
+    def do_POST(self):
+        Handler.asked_for += 1
+        if DIES_AFTER and Handler.asked_for > DIES_AFTER:
+            os._exit(9)
+        asked = self.asked()
+        count = asked.get("max_tokens", 1)
+        words = len(str(asked.get("prompt") or asked["messages"][-1]["content"]).split())
+        usage = {"prompt_tokens": words, "completion_tokens": count, "total_tokens": words + count}
+        chat = "prompt" not in asked
+        said = [str(os.getpid())] * count if chat else [word(asked["prompt"], number) for number in range(count)]
+        if asked.get("stream"):
+            self.stream(said, chat, usage)
+            return
+        if chat:
+            time.sleep(PAUSE_S * count)
+        text = said[0] if chat else "".join(said)
+        told = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        self.answer({"choices": [{**told, "finish_reason": "length"}], "usage": usage})
+    def stream(self, said, chat, usage):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for number, text in enumerate(said):
+            time.sleep(PAUSE_S)
+            told = {"delta": {"content": text}} if chat else {"text": text}
+            end = "length" if number == len(said) - 1 else None
+            self.event({"id": "a", "choices": [{"index": 0, **told, "finish_reason": end}]})
+        self.event({"id": "a", "choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\\n\\n")
+        self.close_connection = True
+    def event(self, value):
+        self.wfile.write(b"data: " + json.dumps(value).encode() + b"\\n\\n")
+        self.wfile.flush()
+WORDS = [" river", " stone", " lamp", " cloud", " house", " bread", " winter", " song"]
+def word(prompt, number=0):
+    return WORDS[hashlib.sha256(f"{SEED} {prompt} {number}".encode()).digest()[0] % 8]
+"""
+
+
+def made(folder: Path, name: str, *, seed: str = "same", pause_s: float = 0.01, dies_after: int = 0) -> Readied:
+    """An engine for the model `alpha`; those of one seed say the same."""
+    settings = f"SEED, PAUSE_S, DIES_AFTER = {seed!r}, {pause_s}, {dies_after}"
+    script = f"{HANDLER}{WRITES}{settings}{LISTEN}"
+    environment = msgspec.structs.replace(stub_environment(folder / name, script), version=name)
+    ready = stub_readied("alpha", environment)
+    return dataclasses.replace(ready, plan=replaced(ready.plan, engine_version=name))
+
+
+def offered(monkeypatch: pytest.MonkeyPatch, **engines: Readied) -> None:
+    """What a migration finds when it asks for an engine by name; deciding and installing are tested elsewhere."""
+    monkeypatch.setattr(Migrating, "_made_ready", lambda self, progress: engines[self.asked.engine])
+
+
+async def asked(host: Host, count: int, tokens: int = 3) -> list[tuple[int, dict[str, Any]]]:
+    """Requests at once, and all of their answers."""
+
+    async def one(session: aiohttp.ClientSession) -> tuple[int, dict[str, Any]]:
+        body = {"model": "alpha", "messages": [{"role": "user", "content": "x"}], "max_tokens": tokens}
+        async with session.post(f"{host.url}/v1/chat/completions", json=body) as answer:
+            return answer.status, await answer.json()
+
+    async with aiohttp.ClientSession() as session:
+        return list(await asyncio.gather(*(one(session) for _ in range(count))))
+
+
+class Load:
+    """So many requests in flight, from its start to its end."""
+
+    def __init__(self, host: Host, streams: int) -> None:
+        self._host, self._streams = host, streams
+        self.statuses: list[int] = []
+        self._over = False
+
+    async def __aenter__(self) -> Load:
+        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(self._streams)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._over = True
+        await asyncio.gather(*self._tasks)
+
+    async def _go_on(self) -> None:
+        while not self._over:
+            ((status, _),) = await asked(self._host, 1)
+            self.statuses.append(status)
+
+
+def quickly(engine: str, **more: Any) -> Migrate:
+    return Migrate(engine=engine, **{"least_step_s": 0.2, "most_step_s": 3.0, **more})

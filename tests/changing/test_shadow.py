@@ -1,0 +1,536 @@
+"""A challenger is tried on recorded work in idle time, or beside live requests; real requests come first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.changing.migrating import Load, made
+from tests.changing.traffic import repeat, request
+from tests.commands import invoke
+from tests.conftest import wait_for
+from tests.hosting.stub_hosts import add, with_host
+from tests.run.test_supervisor import until
+
+from bedplate import store
+from bedplate.changing import shadow as shadowing
+from bedplate.changing.episodes import load_of
+from bedplate.changing.shadow import (
+    Shadow,
+    Shadowing,
+    cards_in,
+    computes_on,
+    quality_of,
+    shadow,
+)
+from bedplate.changing.shadow_elsewhere import told
+from bedplate.changing.shadow_mirror import LEAST_IN_WINDOW, as_long, stretches_of, usage_in
+from bedplate.decide.together import Need
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.hosting.host import Host
+from bedplate.measure.load import Target
+from bedplate.measure.load.preparing import Prepared
+from bedplate.run.ready import Readied, show_cards
+from bedplate.run.starting import EngineStart
+from bedplate.run.supervisor import free_port
+from bedplate.values.migration import Checked
+from bedplate.values.record import from_json, replaced, to_json
+from bedplate.values.run import Repeat, Sample
+from bedplate.values.shadow import Shadowed
+from bedplate.values.workload import RequestShape
+
+JUNK = st.recursive(st.none() | st.text() | st.integers(), lambda one: st.lists(one) | st.dictionaries(st.text(), one))
+"""In the place of a list of models."""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of its own: what one test measures is evidence in the next."""
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(shadowing, "IDLE_S", 0.05)
+
+
+def offered(monkeypatch: pytest.MonkeyPatch, one: Readied, *, live: bool) -> None:
+    def ready(self: Shadowing, progress: object) -> tuple[Readied, Any, dict[str, str], bool]:
+        return one, self.host.need_of(one.plan), {}, live
+
+    monkeypatch.setattr(Shadowing, "_made_ready", ready)
+
+
+def record_some(count: int = 5) -> None:
+    now = time.time()
+    store.add_requests([request(now - 600 + 60 * number, completion_tokens=6) for number in range(count)])
+
+
+def tell(text: str) -> None:
+    return None
+
+
+def is_still(pid: int | None) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+
+def addresses(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Where stretches are replayed."""
+    found: set[str] = set()
+    apart = shadowing._apart
+
+    async def noted(call: Any) -> Any:
+        found.add(call.target.url)
+        return await apart(call)
+
+    monkeypatch.setattr(shadowing, "_apart", noted)
+    return found
+
+
+@pytest.mark.measures
+class TestReplay:
+    def test_a_faster_challenger_is_proven_on_recorded_shapes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "fast", pause_s=0.05), live=False)
+        record_some()
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "slow", pause_s=0.12))
+            done = await shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell)
+            assert done.how == "replay" and done.turns >= 3 and done.requests == done.turns
+            assert done.verdict.answer == "migrate", done.verdict.text
+            assert done.verdict.effects[0].paired and done.verdict.effects[0].gain.value > 1.5
+            assert len(host.engines) == 1 and host.engines[0].plan.engine_version == "slow"
+            assert from_json(Shadowed, to_json(done)) == done and done.exit_code == 10
+            kept = store.run(done.run)
+            assert len(kept.cells) == 2 and kept.finished
+            learnt = store.results(kept.environment.machine)
+            assert {one.engine_version for one in learnt} == {"slow", "fast"}
+
+        with_host(then, tmp_path)
+
+    def test_an_equal_one_is_no_reason_to_move_and_without_records_the_plan_is_replayed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.004), live=False)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.004))
+            done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
+            assert done.verdict.answer in ("stay", "not proven")
+            assert any("the plan assumed" in note for note in done.notes)
+
+        with_host(then, tmp_path)
+
+    def test_it_stops_at_once_for_a_real_request_and_goes_on_afterwards(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.05), live=False)
+        record_some(3)
+
+        begun: list[float] = []
+        apart = shadowing._apart
+
+        async def watched(call: Any) -> Any:
+            begun.append(time.monotonic())
+            return await apart(call)
+
+        monkeypatch.setattr(shadowing, "_apart", watched)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.05))
+            trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
+            await until(lambda: len(begun) == 3, "a stretch to be under way", 30)
+            async with Load(host, 1) as load:
+                await until(lambda: len(load.statuses) >= 3, "real answers", 20)
+                assert len(begun) == 3, "nothing is replayed while somebody asks"
+            done = await trying
+            assert done.pauses >= 1 and done.turns >= 2, "and then it went on to its end"
+            assert set(load.statuses) == {200}
+
+        with_host(then, tmp_path)
+
+    def test_while_somebody_asks_everything_but_the_engine_in_service_stands_still(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.05), live=False)
+        record_some(3)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.05))
+            trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
+            await until(lambda: sum(one.state == "ready" for one in host.engines) == 3, "both to be there", 30)
+            async with Load(host, 1) as load:
+                await until(lambda: len(load.statuses) >= 2, "real answers", 20)
+                assert [is_still(one.pid) for one in host.engines] == [False, True, True]
+            await until(lambda: not any(is_still(one.pid) for one in host.engines), "them to go on")
+            assert (await trying).turns >= 2
+            assert set(load.statuses) == {200}
+
+        with_host(then, tmp_path)
+
+    def test_one_that_loads_stands_still_as_well(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Python itself takes a while to be there: the first requests come before it is."""
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.001), live=False)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.02))
+            trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
+            await until(lambda: len(host.engines) == 2 and host.engines[1].pid is not None, "its process")
+            async with Load(host, 1) as load:
+                await until(lambda: len(load.statuses) >= 2, "real answers", 20)
+                assert is_still(host.engines[1].pid)
+            done = await trying
+            challenger = next(one.subject for one in store.run(done.run).cells if one.subject.engine_version == "two")
+            assert challenger.start_s is None, "it would count the standstill"
+
+        with_host(then, tmp_path)
+
+    def test_the_engine_in_service_is_left_alone_where_there_is_room_for_another(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.001), live=False)
+        asked = addresses(monkeypatch)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.001))
+            done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
+            assert len(asked) == 2 and host.engines[0].url not in asked
+            assert not any("itself" in note for note in done.notes)
+
+        with_host(then, tmp_path)
+
+    def test_without_room_for_another_it_is_asked_itself_and_that_is_said(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.001), live=False)
+        asked = addresses(monkeypatch)
+        monkeypatch.setattr(Host, "check_room", lambda self, need, what: None)
+        monkeypatch.setattr(Host, "has_room", lambda self, need: False)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.001))
+            done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
+            assert len(asked) == 2 and host.engines[0].url in asked
+            assert any("no room for one more" in note and "itself is asked" in note for note in done.notes)
+
+        with_host(then, tmp_path)
+
+    def test_what_is_not_timed_goes_on_where_it_was(self, tmp_path: Path) -> None:
+        """Else an endpoint that is asked every few seconds would never get beyond the comparison of answers."""
+        begun: list[int] = []
+
+        async def work() -> int:
+            begun.append(1)
+            await asyncio.sleep(0.5)
+            return 7
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.02))
+            one = Shadowing(host, host.service(), Shadow(engine="llama.cpp", for_s=50), tell)
+            working = asyncio.create_task(one._carried_on(work(), False))
+            async with Load(host, 1) as load:
+                await until(lambda: len(load.statuses) >= 2, "real answers", 20)
+                assert one._still.is_still
+            assert await working == 7 and begun == [1]
+
+        with_host(then, tmp_path)
+
+    def test_a_stretch_that_is_interrupted_again_and_again_is_made_shorter(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shapes = tuple(RequestShape(started_s=float(n), prompt_tokens=9, output_tokens=9) for n in range(7))
+        lengths: list[int] = []
+
+        async def guarded(self: Shadowing, work: Any, most: int | None = None) -> Repeat:
+            (call,) = [cell.cell_contents for cell in work.__closure__ or ()] or work.__defaults__
+            lengths.append(len(call.shapes))
+            if most is not None and len(call.shapes) > 2:
+                raise shadowing.Interrupted
+            return repeat(0, duration_ms=9.0)
+
+        monkeypatch.setattr(Shadowing, "_guarded", guarded)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one"))
+            one = Shadowing(host, host.service(), Shadow(engine="llama.cpp"), tell)
+            target, prepared = Target.of("http://127.0.0.1:9"), Prepared(model="m", api="chat")
+            both, load = (target, target), load_of([shapes], "alpha")
+            assert await one._pair((0, 1), both, load, (prepared, prepared), shapes, 0) is not None
+            assert lengths == [7, 3, 1, 1], "as many to one side as to the other"
+            assert await one._pair((0, 1), both, load, (prepared, prepared), shapes, 1) is not None
+            assert lengths[4:] == [1, 1], "and those to come begin with no more"
+
+        with_host(then, tmp_path)
+
+    def test_an_endpoint_that_is_never_idle_gives_no_verdict(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "two"), live=False)
+        monkeypatch.setattr(Shadowing, "_started", _start_at_once)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one"))
+            async with Load(host, 3):
+                with pytest.raises(AnswerIsNo, match="could not be compared") as told:
+                    await shadow(host, Shadow(engine="llama.cpp", for_s=1), tell)
+                assert "idle" in (told.value.cause or "")
+            assert len(host.engines) == 1 and host.service().busy is None
+
+        with_host(then, tmp_path)
+
+    def test_hanging_up_ends_it_and_its_engine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offered(monkeypatch, made(tmp_path, "two", pause_s=0.2), live=False)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one", pause_s=0.2))
+            trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", for_s=50), tell))
+            await until(lambda: len(host.engines) >= 2 and host.engines[1].state == "ready", "the challenger")
+            trying.cancel()
+            await asyncio.gather(trying, return_exceptions=True)
+            assert len(host.engines) == 1
+
+        with_host(then, tmp_path)
+
+
+async def _start_at_once(self: Shadowing, start: EngineStart, need: Need, live: bool, ours: list[Any]) -> Any:
+    started = await self.host.add_engine(start, service=self.service.name, share=0.0, need=need)
+    ours.append(started)
+    return started
+
+
+@pytest.mark.measures
+class TestLive:
+    def test_a_sample_of_the_requests_goes_to_both(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        offered(monkeypatch, made(tmp_path, "fast", pause_s=0.005), live=True)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "slow", pause_s=0.02))
+            (first,) = host.engines
+            async with Streams(host, 4):
+                done = await shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=3), tell)
+            assert done.how == "live" and done.requests > 10
+            (main,) = [one for one in done.verdict.effects if one.metric == "e2e_ms"]
+            assert main.gain.value > 1.5, "each token takes a fourth of the time"
+            assert host.engines == (first,) and first.backend.on_end is None
+
+        with_host(then, tmp_path)
+
+    def test_with_a_part_of_the_load_an_advantage_proves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        offered(monkeypatch, made(tmp_path, "fast", pause_s=0.001), live=True)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "slow", pause_s=0.02))
+            async with Streams(host, 4):
+                done = await shadow(host, Shadow(engine="llama.cpp", share=0.5, for_s=3), tell)
+            assert done.verdict.answer != "migrate"
+            assert any(one.what == "requests" for one in done.verdict.differences)
+
+        with_host(then, tmp_path)
+
+
+class TestStretches:
+    """Of live requests, each of which counts as one turn."""
+
+    @pytest.mark.parametrize(
+        ("moments", "lengths"),
+        [
+            ((), []),
+            ((0.1, 0.2), [2]),
+            ((0.0, 0.1, 0.2, 0.3, 2.0), [5]),
+            ((0.0, 0.1, 0.2, 0.3, 2.0, 2.1, 2.2, 2.3), [4, 4]),
+            ((0.0, 0.1, 0.2, 0.3, 2.0, 2.1, 2.2, 2.3, 4.0, 4.1), [4, 6]),
+            ((0.0, 2.0, 4.0, 6.0, 8.0, 10.0), [6]),
+        ],
+    )
+    def test_what_is_left_at_the_end_belongs_to_the_stretch_before_it(
+        self, moments: tuple[float, ...], lengths: list[int]
+    ) -> None:
+        assert [len(one) for one in stretches_of(paired(moments), 1.0)] == lengths
+
+    @given(st.lists(st.floats(0, 100)), st.floats(0.1, 20))
+    def test_nothing_is_lost_and_time_goes_on(self, moments: list[float], window_s: float) -> None:
+        found = stretches_of(paired(moments), window_s)
+        assert [at_s for stretch in found for at_s, _, _ in stretch] == sorted(moments)
+        assert len(found) < 2 or min(map(len, found)) >= LEAST_IN_WINDOW
+
+
+def paired(moments: Iterable[float]) -> list[tuple[float, Sample, Sample]]:
+    (sample,) = repeat(0, duration_ms=9.0).samples
+    return [(at_s, sample, sample) for at_s in moments]
+
+
+@pytest.mark.measures
+class TestElsewhere:
+    def test_live_requests_go_to_an_endpoint_that_somebody_else_started(self, tmp_path: Path) -> None:
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "slow", pause_s=0.02))
+            (first,) = host.engines
+            with elsewhere(made(tmp_path, "fast", pause_s=0.005)) as url:
+                asked = Shadow(engine="vllm", share=1.0, for_s=6, url=url, served_model="alpha")
+                async with Streams(host, 4):
+                    done = await shadow(host, asked, tell)
+            assert host.engines == (first,) and first.backend.on_end is None, "nothing is started here"
+            assert done.how == "live" and done.turns >= 3 and done.requests > 10
+            assert done.verdict.answer == "migrate", done.verdict.text
+            assert done.verdict.b.engine == "vllm" and done.verdict.b.quality is not None
+            assert done.verdict.b.quality.verdict == "ok"
+            assert {one.what: one.b for one in done.verdict.differences}["endpoint"] == url
+            machine = done.verdict.machine
+            assert store.results(machine) == () and store.verdicts(machine) == (), "plans are for this machine"
+
+        with_host(then, tmp_path)
+
+    def test_one_that_says_other_things_is_broken(self, tmp_path: Path) -> None:
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "slow", pause_s=0.02))
+            with elsewhere(made(tmp_path, "fast", seed="other", pause_s=0.005)) as url:
+                asked = Shadow(engine="vllm", share=1.0, for_s=2, url=url, served_model="alpha")
+                async with Streams(host, 2):
+                    done = await shadow(host, asked, tell)
+            assert done.verdict.answer == "stay" and done.verdict.b.quality is not None
+            assert done.verdict.b.quality.verdict == "broken"
+
+        with_host(then, tmp_path)
+
+    def test_one_that_is_not_there_is_said(self, tmp_path: Path) -> None:
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one"))
+            asked = Shadow(engine="vllm", url="http://127.0.0.1:9", served_model="alpha")
+            with pytest.raises(OutsideFailed, match="cannot be reached"):
+                await shadow(host, asked, tell)
+            assert host.service().busy is None
+
+        with_host(then, tmp_path)
+
+    def test_another_engine_than_was_named_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def listed(target: Target) -> bytes:
+            return b'{"data": [{"id": "alpha", "engine": "sglang", "engine_version": "1"}]}'
+
+        monkeypatch.setattr("bedplate.changing.shadow_elsewhere._listed", listed)
+
+        async def then(host: Host) -> None:
+            await add(host, made(tmp_path, "one"))
+            refused = pytest.raises(BadQuestion, match=r"served by sglang at .*, and vllm was asked for")
+            with elsewhere(made(tmp_path, "fast", pause_s=0.001)) as url, refused:
+                await shadow(host, Shadow(engine="vllm", url=url, served_model="alpha"), tell)
+
+        with_host(then, tmp_path)
+
+    @pytest.mark.parametrize(
+        ("words", "why"),
+        [
+            (("--key-env", "KEY"), "those of the endpoint at --url"),
+            (("--served-model", "alpha"), "those of the endpoint at --url"),
+            (("--url", "http://127.0.0.1:9", "--build", "native"), "with --url nothing is"),
+            (("--url", "http://127.0.0.1:9", "--key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY is not set"),
+            (("--url", "ftp://127.0.0.1"), "not an HTTP URL"),
+        ],
+    )
+    def test_questions_that_make_no_sense_are_told_so(self, words: tuple[str, ...], why: str) -> None:
+        answer = invoke("shadow", "vllm", *words)
+        assert answer.code == 2 and why in answer.err
+
+    def test_what_an_endpoint_tells_of_itself(self) -> None:
+        rows = [{"id": "a", "engine": "vllm", "engine_version": "0.31"}, {"id": "b", "owned_by": "x"}, {"id": "c"}]
+        listed = json.dumps({"data": rows}).encode()
+        assert told(listed, "a") == ("vllm", "0.31")
+        assert told(listed, "b") == told(listed, "c") == told(listed, "d") == (None, None)
+
+    @given(st.binary() | JUNK.map(lambda value: json.dumps({"data": value}).encode()))
+    def test_whatever_it_lists_is_no_error(self, listed: bytes) -> None:
+        assert told(listed, "a") == (None, None)
+
+
+@contextmanager
+def elsewhere(one: Readied) -> Iterator[str]:
+    """The engine's program as somebody else would start it; its address."""
+    port = free_port()
+    words = [sys.executable, f"{one.environment.path}/bin/llama-server", "--port", str(port)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_for(lambda: listens(port), "it to listen")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+class Streams:
+    """So many streams in flight."""
+
+    def __init__(self, host: Host, count: int) -> None:
+        self._host, self._count, self._over = host, count, False
+
+    async def __aenter__(self) -> None:
+        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(self._count)]
+
+    async def __aexit__(self, *_: object) -> None:
+        self._over = True
+        await asyncio.gather(*self._tasks)
+
+    async def _go_on(self) -> None:
+        body = {
+            "model": "alpha", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": True,
+        }  # fmt: skip
+        async with aiohttp.ClientSession() as session:
+            while not self._over:
+                async with session.post(f"{self._host.url}/v1/chat/completions", json=body) as answer:
+                    assert b"[DONE]" in await answer.read()
+
+
+class TestParts:
+    def test_the_hosts_memory_is_no_device_that_two_could_not_share(self) -> None:
+        assert computes_on("cuda", {"host": 1, "card 0": 5}) == {"card 0"}
+        assert computes_on("cpu", {"host": 1}) == {"cpu"} and computes_on("cpu", {"host": 1, "card 0": 5}) == {"cpu"}
+
+    def test_a_challenger_sees_its_own_cards_alone(self) -> None:
+        found = show_cards("cuda", cards_in({"host": 1, "card 2": 5, "card 3": 5}))
+        assert found == {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        assert show_cards("cpu", cards_in({"host": 1})) == {}
+
+    def test_broken_beside_either_is_broken(self) -> None:
+        good = Checked(
+            against="the reference", stage="answers", asked=48, answered=48, agreed=48, clear=48, clear_agreed=48,
+            floor=0.97, verdict="ok", why="48 of 48",
+        )  # fmt: skip
+        bad = replaced(good, against="the engine in service", verdict="broken", agreed=1, why="1 of 48")
+        assert quality_of((good, bad)).verdict == "broken"
+        assert quality_of((good,)).agreement == 1.0
+        assert quality_of((replaced(good, verdict="unchecked", why="no API"),)).note == "no API"
+        assert quality_of(()).verdict == "unchecked"
+
+    def test_a_request_is_sent_again_for_an_answer_of_the_same_length(self) -> None:
+        body = {"messages": [], "stream": True, "max_tokens": 400, "stop": ["."]}
+        asked = as_long(body, 7, ("usage", "ignore_eos", "min_tokens"))
+        assert (asked["max_tokens"], asked["ignore_eos"], asked["min_tokens"]) == (7, True, 7) and "stop" not in asked
+        assert asked["stream_options"] == {"include_usage": True} and body["stop"] == ["."]
+        assert as_long({"max_completion_tokens": 9}, 7, ())["max_completion_tokens"] == 7
+        shaped = as_long({"response_format": {"type": "json_object"}, "stop": ["}"]}, 7, ("ignore_eos",))
+        assert "ignore_eos" not in shaped and shaped["stop"] == ["}"], "its end belongs to its shape"
+        assert as_long({"n": 2}, 14, ("ignore_eos",)).keys() == {"n", "stream_options"}
+        assert "max_tokens" not in as_long({}, None, ("ignore_eos",)), "nobody has counted it"
+
+    def test_usage_is_read_from_a_stream_and_from_noise(self) -> None:
+        stream = (
+            b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n: ping\n\ndata: {"choices":[],'
+            b'"usage":{"prompt_tokens":3,"completion_tokens":5}}\n\ndata: [DONE]\n\n'
+        )
+        assert usage_in(stream) == (3, 5, "stop")
+        assert usage_in(b"data: {broken\n\ndata: {\xff}\n\n") == (None, None, None)

@@ -1,0 +1,400 @@
+"""What calls for another look at a service, who is tried, what is concluded, and who is told."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.changing.traffic import repeat, request, subject
+from tests.engines.plans import machine
+from tests.hosting.stub_hosts import add, stub_environment, stub_readied, with_host
+
+from bedplate import store
+from bedplate.changing import watch as watching
+from bedplate.changing.episodes import cell_of, load_of
+from bedplate.changing.notify import checked_url, post
+from bedplate.changing.outlook import AskOutlook, driver_of, late
+from bedplate.changing.outlook import outlook as outlook_of
+from bedplate.changing.releases import package_of, parse
+from bedplate.changing.watch import (
+    Watching,
+    challengers,
+    conclusion,
+    part_of,
+    remembered,
+    triggered,
+    unpinned,
+    watch_once,
+)
+from bedplate.decide import decide
+from bedplate.engines import engine
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.hosting.host import Host
+from bedplate.judge.compare import compare
+from bedplate.measure.bench import environment_of
+from bedplate.run.builtin import builtin_facts
+from bedplate.values import Workload, replaced
+from bedplate.values.decision import Challenger
+from bedplate.values.migration import Migration, Party
+from bedplate.values.record import from_json, to_json
+from bedplate.values.run import Quality, Run
+from bedplate.values.service import ServiceRecord
+from bedplate.values.shadow import Shadowed
+from bedplate.values.watch import Outlook, Seen, Watched
+from bedplate.values.workload import LatencyTarget, RequestShape
+
+RECORD = ServiceRecord(
+    name="chat", pid=1, birth="b", socket="s", log="l", version="1", started_at="2026-01-01T00:00:00+00:00"
+)
+BEFORE = Seen(at_s=1000.0, driver="550", versions={"llama.cpp": "1"}, releases={"xllamacpp": "1"})
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def outlook(**changes: Any) -> Outlook:
+    decision = decide(machine("cpu"), builtin_facts(), Workload(), "llama.cpp")
+    base: dict[str, Any] = {
+        "model": "alpha", "engine": "pytorch", "engine_version": "2.13.0", "machine": "m", "requests": 500,
+        "workload": Workload(), "decision": replaced(decision, challengers=()),
+    }  # fmt: skip
+    return Outlook(**{**base, **changes})
+
+
+def shadowed(a: str, b: str, a_ms: float, b_ms: float, *, run: str = "r1") -> Shadowed:
+    """As if both had been measured in five turns."""
+    shapes = (RequestShape(started_s=0.0, prompt_tokens=50, output_tokens=20),)
+    load, quality = load_of([shapes], "alpha"), Quality(verdict="ok", agreement=1.0, asked=48)
+    cells = []
+    for side, (name, took_ms) in enumerate(((a, a_ms), (b, b_ms))):
+        repeats = [repeat(2 * turn + side, duration_ms=took_ms * (1 + turn / 100), requests=3) for turn in range(5)]
+        cells.append(cell_of(run, "2026-01-01T00:00:00Z", "m", subject(name), load, repeats, quality, ""))
+    store.add_run(Run(id=run, at="2026-01-01T00:00:00Z", environment=environment_of(machine("cpu")), finished=True))
+    for cell in cells:
+        store.add_cell(cell)
+    verdict = compare([cells[0]], [cells[1]])
+    return Shadowed(
+        at="2026-01-01T00:00:00Z", model="alpha", how="replay", verdict=verdict, requests=15, turns=5, pauses=0,
+        took_s=9.0, run=run,
+    )  # fmt: skip
+
+
+class TestTriggers:
+    def kinds(self, found: Outlook, now: Seen, every_s: float = 1e9) -> list[str]:
+        return [one.kind for one in triggered(found, BEFORE, now, every_s)]
+
+    def test_the_first_look_needs_no_reason(self) -> None:
+        (only,) = triggered(outlook(), None, BEFORE, 1e9)
+        assert only.kind == "schedule" and "never" in only.text
+
+    def test_nothing_new_is_no_reason_until_its_time_has_come(self) -> None:
+        assert self.kinds(outlook(), replaced(BEFORE, at_s=1999.0), 1000) == []
+        assert self.kinds(outlook(), replaced(BEFORE, at_s=2000.0), 1000) == ["schedule"]
+
+    @pytest.mark.parametrize(
+        ("found", "now", "kind"),
+        [
+            ({"late": "80% met the target"}, {}, "latency"),
+            ({"drift": "longer prompts"}, {}, "workload"),
+            ({}, {"driver": "560"}, "driver"),
+            ({}, {"versions": {"llama.cpp": "2"}}, "bedplate"),
+            ({}, {"releases": {"xllamacpp": "2"}}, "release"),
+        ],
+    )
+    def test_each_change_is_a_reason_and_is_named(self, found: dict[str, Any], now: dict[str, Any], kind: str) -> None:
+        assert self.kinds(outlook(**found), replaced(BEFORE, **now)) == [kind]
+
+    def test_a_package_that_is_seen_for_the_first_time_is_no_new_release(self) -> None:
+        assert self.kinds(outlook(), replaced(BEFORE, releases={"xllamacpp": "1", "vllm": "3"})) == []
+
+    def test_what_was_known_already_is_told_once(self) -> None:
+        found = outlook(drift="longer prompts", late="80%")
+        assert triggered(found, replaced(BEFORE, drift="longer", late="79%"), BEFORE, 1e9) == ()
+
+
+class TestChallengers:
+    def test_the_plans_choice_and_installed_challengers_are_tried(self) -> None:
+        decision = replaced(
+            outlook().decision,
+            challengers=(
+                Challenger(engine="vllm", evidence_needed="speed"),
+                Challenger(engine="sglang", evidence_needed="speed"),
+            ),
+        )
+        tried, untried = challengers(outlook(decision=decision), ["vllm", "pytorch"])
+        assert tried == ["llama.cpp", "vllm"] and [one.engine for one in untried] == ["sglang"]
+
+    def test_the_engine_in_service_does_not_challenge_itself(self) -> None:
+        assert challengers(outlook(engine="llama.cpp"), ["llama.cpp"]) == ([], [])
+
+
+class TestConclusion:
+    def test_nobody_to_compare_with_is_stay(self) -> None:
+        answer, text, best = conclusion(outlook(engine="llama.cpp"), [])
+        assert (answer, best) == ("stay", None) and "no challenger could be measured" in text
+
+    def test_a_plan_that_would_choose_another_is_not_answered_by_silence(self) -> None:
+        answer, text, best = conclusion(outlook(), [])
+        assert (answer, best) == ("not proven", "llama.cpp") and "could not be measured" in text
+
+    def test_a_small_budget_is_enough_for_one_and_a_spent_one_for_none(self) -> None:
+        assert part_of(20.0, 3, is_first=True) == 20.0
+        assert part_of(19.9, 2, is_first=False) is None
+        assert part_of(90.0, 3, is_first=True) == 30.0 and part_of(70.0, 2, is_first=False) == 35.0
+        assert part_of(40.0, 2, is_first=False) == 30.0
+
+    def test_the_largest_proven_gain_wins(self) -> None:
+        some, more = shadowed("a", "b", 400, 300, run="r1"), shadowed("a", "c", 400, 100, run="r2")
+        assert {some.verdict.answer, more.verdict.answer} == {"migrate"}
+        assert conclusion(outlook(), [some, more])[::2] == ("migrate", "c")
+
+    def test_slower_ones_are_stay(self) -> None:
+        assert conclusion(outlook(engine="llama.cpp"), [shadowed("a", "b", 100, 400)])[::2] == ("stay", "b")
+
+    def test_slower_ones_say_nothing_of_the_plans_choice(self) -> None:
+        answer, text, best = conclusion(outlook(), [shadowed("pytorch", "vllm", 100, 400)])
+        assert (answer, best) == ("not proven", "llama.cpp") and "could not be measured" in text
+        assert conclusion(outlook(), [shadowed("pytorch", "llama.cpp", 100, 400)])[0] == "stay"
+
+    def test_the_largest_gain_is_one_in_speed_and_not_in_first_tokens(self) -> None:
+        faster, sooner = shadowed("a", "b", 400, 200, run="r1"), shadowed("a", "c", 400, 300, run="r2")
+        effects = [
+            replaced(one, gain=replaced(one.gain, value=9.0)) if one.metric == "ttft_ms" else one
+            for one in sooner.verdict.effects
+        ]
+        sooner = replaced(sooner, verdict=replaced(sooner.verdict, effects=tuple(effects)))
+        assert conclusion(outlook(), [faster, sooner])[::2] == ("migrate", "b")
+
+
+class TestOnce:
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        """What a host would answer, without one."""
+        state: dict[str, Any] = {"asked": [], "shadow": None, "outlook": outlook(), "say": None}
+
+        def ask(record: ServiceRecord, do: str, arguments: Any, **more: Any) -> Any:
+            state["asked"].append((do, arguments))
+            if isinstance(state.get(do), Exception):
+                raise state[do]
+            return state[do]
+
+        monkeypatch.setattr(watching, "ask", ask)
+        monkeypatch.setattr(watching, "newest", lambda packages: dict.fromkeys(packages, "99"))
+        monkeypatch.setattr(watching, "is_installed", lambda one, hardware: one.id == "llama.cpp")
+        return state
+
+    def test_it_tries_writes_remembers_and_answers(self, asked: dict[str, Any], home: Path) -> None:
+        asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
+        done = watch_once(RECORD, Watching(budget_s=60))
+        assert (done.answer, done.challenger, done.exit_code, done.migration) == ("migrate", "llama.cpp", 10, None)
+        assert [do for do, _ in asked["asked"]] == ["outlook", "shadow", "say"], "nothing is moved without being asked"
+        assert asked["asked"][2][1].text.startswith("watch: migrate to llama.cpp: "), "the service's log has it"
+        assert asked["asked"][1][1].engine == "llama.cpp" and asked["asked"][1][1].for_s <= 60
+        assert done.report is not None and "<html" in Path(done.report).read_text()
+        assert "llama.cpp" in Path(done.report).read_text()
+        (kept,) = (home / "reports").glob("*.json")
+        assert from_json(Watched, kept.read_text()).answer == "migrate"
+        assert any("99 is on the index; this bedplate installs" in note for note in done.notes)
+        before = remembered("chat", "alpha")
+        assert before is not None and before.releases["xllamacpp"] == "99"
+        again = watch_once(RECORD, Watching(budget_s=60))
+        assert [one.kind for one in again.triggers] == ["asked"]
+
+    def test_auto_moves_when_it_is_proven_and_only_then(self, asked: dict[str, Any]) -> None:
+        asked["migrate"] = Migration(
+            at="2026-01-01T00:00:00Z", model="alpha", a=Party(engine="pytorch", engine_version="1"),
+            b=Party(engine="llama.cpp", engine_version="1"), outcome="migrated", side_by_side=True, took_s=1.0,
+        )  # fmt: skip
+        asked["shadow"] = shadowed("pytorch", "llama.cpp", 100, 100)
+        assert watch_once(RECORD, Watching(auto=True)).migration is None
+        asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100, run="r2")
+        assert watch_once(RECORD, Watching(auto=True)).migration == asked["migrate"]
+        (moved,) = [arguments for do, arguments in asked["asked"] if do == "migrate"]
+        assert moved.engine == "llama.cpp" and asked["asked"][-1][1].text.endswith("; migration: migrated")
+
+    def test_a_migration_that_fails_is_part_of_the_result(self, asked: dict[str, Any]) -> None:
+        asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
+        asked["migrate"] = AnswerIsNo("llama.cpp cannot be installed", cause="no space")
+        done = watch_once(RECORD, Watching(auto=True))
+        assert done.answer == "migrate" and done.migration is None
+        assert done.notes[-1] == "the migration failed: llama.cpp cannot be installed: no space"
+
+    def test_a_challenger_that_cannot_be_tried_is_named(self, asked: dict[str, Any]) -> None:
+        asked["shadow"] = AnswerIsNo("it does not fit beside what is loaded", cause="9 GB are needed")
+        done = watch_once(RECORD, Watching())
+        assert done.answer == "not proven" and done.exit_code == 20
+        assert done.untried[0].why == "it does not fit beside what is loaded: 9 GB are needed"
+        assert done.report is None
+
+    def test_the_webhook_gets_the_result(self, asked: dict[str, Any], hook: Hook) -> None:
+        asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
+        watch_once(RECORD, Watching(webhook=hook.url))
+        assert from_json(Watched, hook.bodies[0]).answer == "migrate"
+
+    def test_a_deaf_webhook_is_noted_and_changes_nothing(
+        self, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(watching, "post", lambda url, body: "HTTP 404")
+        asked["shadow"] = AnswerIsNo("no")
+        done = watch_once(RECORD, Watching(webhook="http://127.0.0.1:9/"))
+        assert done.notes[-1] == "the webhook was not told: HTTP 404" and remembered("chat", "alpha") is not None
+
+    def test_a_state_that_cannot_be_read_is_none(self, asked: dict[str, Any], home: Path) -> None:
+        asked["shadow"] = AnswerIsNo("no")
+        watch_once(RECORD, Watching())
+        (state,) = (home / "watch").glob("*.json")
+        state.write_text("{broken")
+        assert remembered("chat", "alpha") is None
+        assert watch_once(RECORD, Watching()).triggers[0].kind == "schedule"
+
+
+class TestAgainAndAgain:
+    def test_it_says_what_it_does_and_ends_with_the_service(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A control socket that is not there belongs to a service that has ended."""
+        said: list[str] = []
+        told: list[Watched] = []
+        gone = replaced(RECORD, pid=2**22, socket=str(tmp_path / "none.sock"))
+        watching.watch(gone, Watching(tell=said.append), told.append)
+        assert "every 24 h" in said[0] and "nothing is moved without --auto" in said[0]
+        assert said[1:] == ["chat has ended, and so does its watch"] and told == []
+
+    def test_it_looks_when_its_time_has_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Twice the first look and the schedule; then the service ends."""
+        answers = iter([outlook(), outlook(), outlook()])
+        clock = iter([1000.0, 1010.0, 1070.0])
+
+        def ask(record: ServiceRecord, do: str, arguments: Any, **more: Any) -> Any:
+            if do == "outlook":
+                found = next(answers, None)
+                if found is None:
+                    raise OutsideFailed("no answer")
+                return found
+            raise AnswerIsNo("it does not fit") if do == "shadow" else OutsideFailed("gone")
+
+        slept: list[float] = []
+        monkeypatch.setattr(watching, "ask", ask)
+        monkeypatch.setattr(watching, "newest", lambda packages: {})
+        clocks = SimpleNamespace(time=lambda: next(clock), sleep=slept.append, monotonic=time.monotonic)
+        monkeypatch.setattr("bedplate.changing.watch.time", clocks)
+        told: list[Watched] = []
+        watching.watch(replaced(RECORD, pid=2**22, socket="none"), Watching(every_s=60.0), told.append)
+        assert [one.triggers[0].kind for one in told] == ["schedule", "schedule"]
+        assert "70.0 s" in told[1].triggers[0].text and set(slept) == {60.0}
+
+
+class TestOutlook:
+    def test_a_host_says_how_its_model_stands_and_what_would_be_decided_now(self, tmp_path: Path) -> None:
+        now = time.time()
+        store.add_requests([request(now - number, prompt_tokens=900, completion_tokens=50) for number in range(120)])
+
+        async def then(host: Host) -> None:
+            await add(host, stub_readied("alpha", stub_environment(tmp_path / "stub")))
+            found = await outlook_of(host, AskOutlook(), lambda text: None)
+            assert (found.model, found.engine, found.requests) == ("alpha", "llama.cpp", 120)
+            assert found.workload.prompt_tokens >= 900 and found.decision.engine is not None
+            assert found.drift is not None and "prompt tokens" in found.drift
+            assert from_json(Outlook, to_json(found)) == found
+
+        with_host(then, tmp_path)
+
+
+class Hook:
+    """Somebody who is told; answers with these statuses in turn, the last one for good."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.bodies: list[bytes] = []
+        self.statuses = list(statuses)
+        hook = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                hook.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send_response(hook.statuses.pop(0) if len(hook.statuses) > 1 else hook.statuses[0])
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                return None
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+        self.thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}/hook"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    one = Hook(200)
+    yield one
+    one.close()
+
+
+class TestNotify:
+    def test_it_tries_again_when_the_other_side_is_in_trouble(self, hook: Hook) -> None:
+        hook.statuses = [503, 500, 200]
+        assert post(hook.url, json.dumps({"a": 1}), pauses_s=(0.0, 0.0)) is None and len(hook.bodies) == 3
+
+    def test_it_gives_up_after_its_tries(self, hook: Hook) -> None:
+        hook.statuses = [503]
+        assert post(hook.url, "{}", pauses_s=(0.0, 0.0)) == "HTTP 503" and len(hook.bodies) == 3
+
+    def test_a_no_is_not_asked_again(self, hook: Hook) -> None:
+        hook.statuses = [404]
+        assert post(hook.url, "{}", pauses_s=(0.0,)) == "HTTP 404" and len(hook.bodies) == 1
+
+    def test_nobody_there_is_a_reason(self) -> None:
+        assert "refused" in (post("http://127.0.0.1:9/", "{}", pauses_s=()) or "").lower()
+
+    @pytest.mark.parametrize("url", ["", "example.com", "file:///etc/passwd", "ftp://example.com"])
+    def test_other_addresses_are_refused(self, url: str) -> None:
+        with pytest.raises(BadQuestion, match="webhook"):
+            checked_url(url)
+
+
+class TestFacts:
+    def test_the_package_of_an_engine_is_its_first_pinned_one(self) -> None:
+        assert package_of(engine("llama.cpp"))[0] == "xllamacpp"  # type: ignore[index]
+        assert package_of(engine("ollama")) is None
+
+    def test_what_uv_compiled_is_read(self) -> None:
+        assert parse("xllamacpp==2026.11.1\n    # via -r -\nvllm==0.33.0 ; python_version < '3.14'\n\nnoise\n") == {
+            "xllamacpp": "2026.11.1",
+            "vllm": "0.33.0",
+        }
+        assert parse("") == {}
+
+    def test_a_release_that_is_not_pinned_is_told(self) -> None:
+        pinned = package_of(engine("llama.cpp"))
+        assert pinned is not None
+        now = replaced(BEFORE, versions={"llama.cpp": pinned[1]}, releases={"xllamacpp": pinned[1]})
+        assert unpinned(now) == []
+        assert "xllamacpp 99 is on the index" in unpinned(replaced(now, releases={"xllamacpp": "99"}))[0]
+
+    def test_a_missed_target_needs_requests_enough(self) -> None:
+        target = LatencyTarget(ttft_ms=40)
+        assert late([request(1.0)] * 49, target) is None
+        assert late([request(1.0)] * 50, target) == ("0% of the last hour's 50 requests met the target (TTFT 40 ms)")
+        assert late([request(1.0)] * 50, LatencyTarget(ttft_ms=60, tpot_ms=20)) is None
+        assert late([request(1.0)] * 50, LatencyTarget(tpot_ms=19)) is not None
+
+    def test_a_machine_without_accelerators_has_no_driver(self) -> None:
+        assert driver_of(machine("cpu")) is None

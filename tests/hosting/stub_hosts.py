@@ -1,0 +1,129 @@
+"""Hosts with engines that are small programs in the place of llama-server: they start at once, and do as they are told.
+
+The answer's `max_tokens` are the milliseconds that it takes; its text is the number of the process that gave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from tests.conftest import HANG_S, no_new_children, wait_for
+from tests.engines.plans import machine
+
+from bedplate.decide import decide, plan
+from bedplate.decide.together import Ask, together
+from bedplate.hosting.host import Host
+from bedplate.hosting.memory import Room
+from bedplate.progress import Silent
+from bedplate.run.builtin import builtin_facts
+from bedplate.run.environments import Environment
+from bedplate.run.listening import Listen
+from bedplate.run.ready import Decided, Readied
+from bedplate.values import Hardware, Workload, replaced
+from bedplate.values.service import Wanted
+
+HANDLER = """
+import hashlib, http.server, json, os, sys, time
+words = sys.argv[1:]
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def answer(self, value):
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def asked(self):
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def do_GET(self):
+        self.answer({})
+    def log_message(self, *_): pass
+"""
+"""How the program of a stub begins; what it does with a POST follows, and then `LISTEN`."""
+LISTEN = """
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+print("listening", flush=True)
+Server(("127.0.0.1", int(words[words.index("--port") + 1])), Handler).serve_forever()
+"""
+SERVER = f"""{HANDLER}
+    def do_POST(self):
+        asked = self.asked()
+        time.sleep(asked.get("max_tokens", 0) / 1000)
+        self.answer({{
+            "choices": [{{"message": {{"role": "assistant", "content": str(os.getpid())}}, "finish_reason": "stop"}}],
+            "usage": {{"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}},
+        }})
+{LISTEN}"""
+DIES = "import sys; print('no good'); sys.exit(3)"
+WORK = Workload(concurrency=2, context_tokens=1024)
+
+
+def stub_environment(folder: Path, script: str = SERVER) -> Environment:
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    (folder / "bin" / "llama-server").write_text(script)
+    return Environment(
+        engine="llama.cpp", version="1", path=str(folder), packages=(), python="3", made_at="now", disk_bytes=0
+    )
+
+
+def stub_readied(
+    name: str, environment: Environment, hardware: Hardware | None = None, *, replicas: int = 1, **wanted: Any
+) -> Readied:
+    """As `decided` and `readied` make it, of a model that is like the built-in one but for its name."""
+    on = hardware or machine("cpu")
+    facts = replaced(builtin_facts(), name=name, files=(f"/models/{name}.gguf",))
+    ask = Ask(name, WORK, lambda machine, work: decide(machine, facts, work, "llama.cpp"), replicas)
+    (part,) = together(on, [ask])
+    chosen = plan(part.decision, facts, part.workload)
+    asked = Wanted(model=name, workload=WORK, replicas=replicas, **wanted)
+    return Readied(Decided(asked, on, facts, part, chosen), chosen, environment, None)
+
+
+def needs(one: Readied) -> int:
+    return sum(sum(need.values()) for need in one.needs)
+
+
+def with_host(then: Callable[[Host], Awaitable[None]], logs: Path, *, budget_bytes: int | None = None) -> None:
+    """A host from its start to its end; nothing that it started may be left."""
+
+    async def run() -> None:
+        hardware = machine("cpu")
+        host = Host("test", Listen(port=0, grace_s=5), hardware, Silent(), logs, room=Room.of(hardware, budget_bytes))
+        await host.start()
+        host.state = "ready"
+        try:
+            async with asyncio.timeout(HANG_S):
+                await then(host)
+        finally:
+            await host.stop()
+
+    before = psutil.Process().children(recursive=True)  # what an earlier test left is not this one's fault
+    asyncio.run(run())
+    wait_for(lambda: no_new_children(before), "the processes of the host to end")
+
+
+async def add(host: Host, one: Readied) -> None:
+    await host.add_service(one.decided.wanted, one)
+
+
+async def ask(host: Host, model: str, ms: int = 0, words: str = "who?") -> tuple[int, Any]:
+    """The status and the JSON of an answer."""
+    body = {"model": model, "max_tokens": ms, "messages": [{"role": "user", "content": words}]}
+    async with aiohttp.ClientSession() as session, session.post(f"{host.url}/v1/chat/completions", json=body) as answer:
+        return answer.status, await answer.json()
+
+
+def pid_in(answer: tuple[int, Any]) -> int:
+    status, body = answer
+    assert status == 200, body
+    return int(body["choices"][0]["message"]["content"])

@@ -1,0 +1,443 @@
+"""`serve --on`: what is refused, what is launched, and a host whose engines somebody else stands above."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+from tests.commands import invoke
+from tests.engines.plans import machine, model, plan
+from tests.hosting.stub_hosts import ask, pid_in, stub_environment, stub_readied, with_host
+from tests.run.test_supervisor import until
+
+from bedplate.changing.migrate import Migrate, migrate
+from bedplate.changing.shadow import Shadow, shadow
+from bedplate.decide.together import HOST
+from bedplate.engines import Engine, Failure, all_engines, engine
+from bedplate.engines.shipped import ray_serve
+from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError
+from bedplate.facts.intent import read_intent
+from bedplate.hosting import on_dynamo, on_ray, orchestrated
+from bedplate.hosting.detached import Errand
+from bedplate.hosting.host import Host
+from bedplate.hosting.orchestrated import Member, Part
+from bedplate.hosting.orchestrators import kind_for
+from bedplate.hosting.ordering import order_of
+from bedplate.hosting.status import status
+from bedplate.run.environments import Environment
+from bedplate.show.services import render_status
+from bedplate.show.serving import render_ready
+from bedplate.values import Launch, Plan, Workload
+from bedplate.values.endpoint import Above, Endpoint
+from bedplate.values.intent import Intent
+from bedplate.values.record import from_json, to_json
+from bedplate.values.service import Order, ServiceRecord, Wanted
+
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Dynamo runs on Linux alone")
+
+
+class TestOrder:
+    @pytest.mark.parametrize(("on", "replicas", "found"), [("ray", None, 2), ("dynamo", 3, 3), (None, None, 1)])
+    def test_two_replicas_unless_it_is_said(self, on: Any, replicas: int | None, found: int) -> None:
+        order = order_of(Intent(), on=on, replicas=replicas)
+        assert (order.services[0].replicas, order.on) == (found, on)
+
+    def test_it_reaches_a_host_in_the_background(self) -> None:
+        errand = Errand(order=order_of(Intent(), on="ray"), report_fd=3)
+        assert from_json(Errand, to_json(errand)).order.on == "ray"
+
+    @LINUX
+    @pytest.mark.parametrize(
+        ("order", "words"),
+        [
+            (Order(on="dynamo", services=(Wanted(engine="llama.cpp"),)), "vllm or its own mocker, not llama.cpp"),
+            (Order(on="dynamo", build="native"), "not as it is built here"),
+            (Order(on="ray", services=(Wanted(engine="mocker"),)), "the mocker is Dynamo's"),
+            (Order(on="ray", services=(Wanted(engine="vlm"),)), "no engine is called 'vlm'"),
+            (Order(on="ray", services=(Wanted(ttl_s=5),)), "stays loaded"),
+            (Order(on="dynamo", services=(Wanted(model="a"), Wanted(model="b"))), "there are 2 services"),
+            (Order(on="ray", bundle="/b.tar"), "a bundle has no Ray in it"),
+        ],
+    )
+    def test_what_cannot_be(self, order: Order, words: str) -> None:
+        with pytest.raises(BadQuestion, match=words) as caught:
+            kind_for(order)
+        assert caught.value.hint
+
+    def test_without_it_nothing_stands_above(self) -> None:
+        assert kind_for(Order()) is None
+
+    def test_dynamo_elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "platform", "darwin")
+        with pytest.raises(AnswerIsNo, match="Linux alone"):
+            kind_for(Order(on="dynamo"))
+
+    @LINUX
+    def test_the_command_line_says_it_before_anything_is_looked_at(self) -> None:
+        answer = invoke("serve", "--on", "swarm")
+        assert answer.code == 2 and "'dynamo', 'ray'" in answer.err
+        for detach in ([], ["-d"]):
+            answer = invoke("serve", "--on", "dynamo", "--engine", "llama.cpp", "--port", "0", *detach)
+            assert answer.code == 2 and "--on ray runs any engine" in answer.err
+
+    def test_several_services_of_a_file(self) -> None:
+        with pytest.raises(BadQuestion, match="2 services"):
+            kind_for(order_of(read_intent("services: [{model: a.gguf}, {model: b.gguf}]\n"), on="ray"))
+
+
+def vllm_plan(on: str = "cpu") -> Plan:
+    return plan(engine("vllm"), machine(on), model("Qwen/Qwen3-32B", folder=True), workload=Workload(concurrency=4))
+
+
+class TestDynamo:
+    place = on_dynamo.Place(Path("/tmp/b"), "/models/it is here")
+
+    def test_the_front_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("DYN_ROUTER_MODE", raising=False)
+        launch = on_dynamo.Front(self.place).launch(vllm_plan(), 4321)
+        assert launch.argv == (
+            "dynamo-front", "--http-host", "127.0.0.1", "--http-port", "4321", "--router-mode", "kv",
+            "--migration-limit", "3", "--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq",
+        )  # fmt: skip
+        assert launch.health_path == "/v1/models/qwen%2Fqwen3-32b"
+        assert launch.env["DYN_FILE_KV"] == "/tmp/b/found" and launch.env["DYN_TCP_RPC_HOST"] == "127.0.0.1"
+
+    @pytest.mark.parametrize("worker", [on_dynamo.VllmWorker, on_dynamo.MockerWorker])
+    def test_what_is_in_caches_is_told_in_the_services_own_folder(self, worker: Any) -> None:
+        """To the relay in the front end, which reads the same variable."""
+        told = {one.launch(vllm_plan(), 4321).env["DYN_ZMQ_BROKER_URL"]
+                for one in (on_dynamo.Front(self.place), worker(self.place, 1))}  # fmt: skip
+        assert told == {"xsub=ipc:///tmp/b/published , xpub=ipc:///tmp/b/heard"}
+        assert all("dynamo-front" in dict(recipe.programs) for recipe in (
+            on_dynamo.ALONE, on_dynamo.WITH_VLLM_CPU, on_dynamo.WITH_VLLM_CUDA
+        ))  # fmt: skip
+
+    def test_what_is_published_is_heard_through_the_relay(self, tmp_path: Path) -> None:
+        zmq = pytest.importorskip("zmq", reason="the relay is made of pyzmq")
+        from bedplate.engines.shipped.dynamo_front import begin_relay, places
+
+        publishers, subscribers = places(f"xsub=ipc://{tmp_path}/in , xpub=ipc://{tmp_path}/out")
+        context = zmq.Context()
+        publisher, subscriber = context.socket(zmq.PUB), context.socket(zmq.SUB)
+        try:
+            publisher.connect(publishers)  # as workers do, which are there before the front end
+            subscriber.connect(subscribers)
+            subscriber.subscribe(b"kv")
+            kept = begin_relay(publishers, subscribers)
+            until_s = time.monotonic() + 20
+            while not subscriber.poll(50):
+                assert time.monotonic() < until_s, "nothing was heard"
+                publisher.send_multipart([b"kv", b"stored"])
+            assert subscriber.recv_multipart() == [b"kv", b"stored"] and kept
+        finally:
+            context.destroy(linger=0)
+
+    def test_its_own_variables_choose_the_router(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("DYN_ROUTER_MODE", "round-robin")
+        launch = on_dynamo.Front(self.place).launch(vllm_plan(), 4321)
+        assert launch.argv[launch.argv.index("--router-mode") + 1] == "round-robin"
+        assert "round-robin router over 2 workers" in on_dynamo.above(2, "cpu", None).text
+
+    def test_a_worker_has_the_options_of_vllm_but_for_its_server(self) -> None:
+        own = engine("vllm").launch(vllm_plan(), 4321)
+        launch = on_dynamo.VllmWorker(self.place, 1).launch(vllm_plan(), 4321)
+        words = launch.argv
+        assert words[:3] == ("dynamo-vllm", "--model", "/models/it is here")
+        assert not {"--host", "--port", "--tool-call-parser", "--disable-uvicorn-access-log"} & set(words)
+        kept = ("--served-model-name", "--max-model-len", "--max-num-seqs", "--kv-cache-memory-bytes")
+        assert {name: words[words.index(name) + 1] for name in kept} == {
+            name: own.argv[own.argv.index(name) + 1] for name in kept
+        }
+        assert words[words.index("--dyn-tool-call-parser") + 1] == "hermes"
+        events = json.loads(words[words.index("--kv-events-config") + 1])
+        assert events["endpoint"] == "ipc:///tmp/b/events-1" and events["enable_kv_cache_events"]
+        assert launch.env["DYN_SYSTEM_PORT"] == "4321" and launch.env["DYN_SYSTEM_HOST"] == "127.0.0.1"
+        assert own.env.items() <= launch.env.items()
+
+    def test_a_mocker_reads_the_same_model(self) -> None:
+        words = on_dynamo.MockerWorker(self.place, 0).launch(vllm_plan(), 4321).argv
+        assert words[words.index("--model-path") + 1] == "/models/it is here"
+        assert words[words.index("--model-name") + 1] == vllm_plan().model.served_name
+        most = int(words[words.index("--num-gpu-blocks-override") + 1]) * on_dynamo.BLOCK_TOKENS
+        assert vllm_plan().settings.context_tokens <= most < 8 * vllm_plan().settings.context_tokens
+
+    def test_a_worker_explains_what_vllm_says(self) -> None:
+        log = "ValueError: Model architectures ['Nope'] are not supported for now"
+        found = on_dynamo.VllmWorker(self.place, 0).explain(log)
+        assert found is not None and "Nope" in found.message
+
+    @pytest.mark.parametrize(
+        ("device", "kind", "why"),
+        [("cpu", "x86_64", None), ("cuda", "aarch64", None), ("cpu", "riscv64", "riscv64"), ("rocm", "x86_64", "rocm")],
+    )
+    def test_when_workers_can_compute(self, device: Any, kind: str, why: str | None) -> None:
+        found = on_dynamo.why_mocked(device, kind)
+        assert found is None if why is None else found is not None and why in found
+
+    @pytest.mark.parametrize("mocked", [None, "asked for"])
+    def test_it_says_whether_they_compute(self, mocked: str | None) -> None:
+        found = on_dynamo.above(2, "cpu", mocked)
+        assert found.real is (mocked is None) and found.workers == ("vllm" if mocked is None else "mocker")
+        assert ("a real vLLM 0.31.0 on the CPU" if mocked is None else "nothing computes") in found.text
+        endpoint = Endpoint(url="http://x/v1", model="m", engine="vllm", engine_version="1", pid=1, log="l", on=found)
+        assert found.text in shown(render_ready(endpoint)) and from_json(Endpoint, to_json(endpoint)) == endpoint
+
+    def test_its_workers_are_started_before_its_front_end(self, stub: Environment, tmp_path: Path) -> None:
+        one = stub_readied("alpha", stub, replicas=2)
+        found = on_dynamo.Orchestrated(one, tmp_path / "on", None)
+        workers, (front,) = found.stages()
+        assert [member.part.name for member in workers] == ["worker", "worker"]
+        assert not any(member.part.routed for member in workers) and front.part.routed and not front.part.computes
+        assert [member.need for member in workers] == list(one.needs)
+
+    @LINUX
+    def test_vllm_is_what_is_decided_for(self) -> None:
+        found = kind_for(Order(on="dynamo", services=(Wanted(engine="mocker", replicas=2),)))
+        assert found is not None and found.services == (Wanted(engine="vllm", replicas=2),)
+
+
+class TestRay:
+    def test_nodes_stay_below_us_on_loopback_and_within_bounds(self) -> None:
+        head = on_ray.head_options(Path("/tmp/b"), 1234, 5678)
+        node = on_ray.further_options(Path("/tmp/b"), 1234)
+        for options in (head, node):
+            assert "--block" in options
+            assert options[options.index("--node-ip-address") + 1] == "127.0.0.1"
+            assert options[options.index("--object-store-memory") + 1] == "100000000"
+            assert json.loads(options[options.index("--resources") + 1]) == {ray_serve.RESOURCE: 1}
+        assert head[:3] == ("--head", "--port", "1234") and node[:2] == ("--address", "127.0.0.1:1234")
+        assert "--disable-usage-stats" in head and head[head.index("--include-dashboard") + 1] == "false"
+        assert on_ray.VARIABLES["RAY_USAGE_STATS_ENABLED"] == "0"
+        assert on_ray.VARIABLES["RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING"] == "0"
+
+    def test_each_node_knows_its_number_and_says_how_it_is(self) -> None:
+        head = on_ray.Head(Path("c.json"), "llama.cpp", "t").launch(vllm_plan(), 4321)
+        node = on_ray.Node(Path("c.json"), "llama.cpp", "t", 1).launch(vllm_plan(), 4321)
+        assert head.argv == ("ray-serve", "head", "c.json", "--port", "4321") and head.health_path == ray_serve.READY
+        assert node.argv[1] == "node" and node.health_path == "/api/local_raylet_healthz"
+        assert (head.env[ray_serve.NODE], node.env[ray_serve.NODE]) == ("0", "1")
+        assert head.env["RAY_AUTH_TOKEN"] == node.env["RAY_AUTH_TOKEN"] == "t" and head.env["RAY_AUTH_MODE"] == "token"
+
+    @pytest.mark.parametrize("id", [one.id for one in all_engines().values()])
+    def test_every_engine_can_be_told_its_port_later(self, id: str) -> None:
+        one = engine(id)
+        for on in ("cpu", "H100 SXM", "RTX 4090"):
+            target = one.target(machine(on))
+            which = model("meta-llama/Llama-3.1-8B-Instruct", folder=True)
+            if target is None or not one.weights(target, which, Workload()):
+                continue
+            chosen = plan(one, machine(on), which)
+            marked, real = on_ray.with_port(one, chosen), one.launch(chosen, 4321)
+            assert [word.replace("{port}", "4321") for word in marked.argv] == list(real.argv)
+            assert {k: v.replace("{port}", "4321") for k, v in marked.env.items()} == real.env
+            assert "{port}" in " ".join([*marked.argv, *marked.env.values()])
+
+    def test_what_a_replica_is_told(self, stub: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("BEDPLATE_API_KEY", "secret")
+        one = stub_readied("alpha", stub, replicas=2)
+        folder = tmp_path / "on"
+        folder.mkdir()
+        found = on_ray.Orchestrated(one, stub, folder, [tmp_path / "1.log", tmp_path / "2.log"])
+        written = json.loads(found.config.read_text())
+        assert found.config.stat().st_mode & 0o777 == 0o600
+        told = written["engine"]
+        assert written["replicas"] == len(told["envs"]) == len(told["logs"]) == 2
+        assert "BEDPLATE_API_KEY" not in told["envs"][0]
+        assert told["key_variable"] == engine("llama.cpp").key_variable
+        assert any(word.endswith("warden.py") for word in told["argv"]) and "{port}" in told["argv"]
+        assert written["ongoing"] == 2 * one.plan.settings.slots
+        (members,) = found.stages()
+        assert [member.part.name for member in members] == ["head node", "node"]
+        assert members[1].need[HOST] == one.needs[1][HOST] + on_ray.NODE_BYTES
+        found.close()
+        assert not folder.exists()
+
+    def test_its_own_part_is_in_a_sentence(self, stub: Environment) -> None:
+        found = on_ray.above(stub_readied("alpha", stub).plan, 2)
+        assert found.real and "cluster of 2 nodes" in found.text and "llama.cpp" in found.text
+
+    def test_a_replica_says_what_its_engine_said(self) -> None:
+        log = "RuntimeError: the engine ended with status 1\nValueError: Model architectures ['Nope'] are not supported"
+        found = on_ray.Head(Path("c"), "vllm", "t").explain(log)
+        assert found is not None and "Nope" in found.message
+
+    def test_what_ray_says_before_a_node_ends(self) -> None:
+        """As it was printed by Ray 2.60.0 when its raylet was killed."""
+        log = (
+            "2026-11-15 16:31:57,275\tERR scripts.py:1307 -- Some Ray subprocesses exited unexpectedly:\n"
+            "2026-11-15 16:31:57,275\tERR scripts.py:87 --   raylet [exit code=-9]\n"
+            "2026-11-15 16:31:57,306\tERR scripts.py:1315 -- Remaining processes will be killed.\n"
+        )
+        found = on_ray.Node(Path("c"), "llama.cpp", "t", 1).explain(log)
+        assert found is not None and not found.lasting and found.message == "its raylet ended (exit code=-9)"
+
+    def test_the_other_nodes_begin_anew_with_their_head(self) -> None:
+        class Process:
+            def __init__(self) -> None:
+                self.ended = asyncio.Event()
+                self.killed = 0
+
+            def kill(self) -> None:
+                self.killed += 1
+                self.ended.set()
+
+        async def run() -> None:
+            engines: list[Any] = [
+                SimpleNamespace(part=part, supervisor=SimpleNamespace(process=Process()))
+                for part in (on_ray.HEAD, on_ray.FURTHER)
+            ]
+            head, node = (one.supervisor for one in engines)
+            first = node.process
+            keeping = asyncio.create_task(on_ray.Orchestrated.keep(SimpleNamespace(), engines))  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+            assert not first.killed
+            head.process.ended.set()
+            await until(lambda: first.killed == 1, "the node to be ended")
+            head.process, node.process = Process(), Process()
+            await asyncio.sleep(3 * on_ray.LOOK_S)
+            assert not node.process.killed, "only once for each end of the head"
+            head.process.ended.set()
+            await until(lambda: node.process.killed == 1, "the next one to be ended")
+            keeping.cancel()
+
+        asyncio.run(run())
+
+
+class TestFolder:
+    def test_what_the_dead_left_is_swept_and_what_the_living_have_is_not(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+        monkeypatch.setattr(orchestrated, "MOST_ROOT_BYTES", 1000)
+        dead = subprocess.Popen([sys.executable, "-c", "pass"])
+        dead.wait()
+        left, theirs = tmp_path / f"bedplate-{dead.pid}-abc", tmp_path / f"bedplate-{os.getppid()}-abc"
+        for folder in (left, theirs, tmp_path / "bedplate-notes"):
+            folder.mkdir()
+        own = orchestrated.private_folder()
+        assert own.stat().st_mode & 0o077 == 0 and own.parent == tmp_path
+        assert not left.exists() and theirs.exists() and (tmp_path / "bedplate-notes").exists()
+
+    def test_a_socket_below_it_has_a_path_that_kernels_take(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tempfile, "gettempdir", lambda: "/var/folders/zz/zyxvpxvq6csfxvn_n0000000000000/T")
+        own = orchestrated.private_folder()
+        own.rmdir()
+        deepest = own / "session_2026-11-15_15-20-00_123456_4194304" / "sockets" / "plasma_store.12"
+        assert len(str(deepest)) < 104
+
+
+def shown(what: object) -> str:
+    out = Console(width=200)
+    with out.capture() as captured:
+        out.print(what)
+    return captured.get()
+
+
+# a host, with stubs in the place of an orchestrator's processes
+
+
+class Stub(Engine):
+    id = "ray"
+    name = "Ray"
+    version = "9"
+
+    def launch(self, plan: Plan, port: int) -> Launch:
+        return Launch(argv=("llama-server", "--port", str(port)))
+
+
+class StubOrchestration:
+    """One that answers, and two that compute."""
+
+    above = Above(
+        orchestrator="ray", version="9", workers="llama.cpp", workers_version="1", real=True, replicas=2, text="Ray 9"
+    )
+
+    def __init__(self, environment: Environment, worker: Environment | None = None) -> None:
+        self.environment = environment
+        self.kept: list[str] = []
+        self.closed = False
+
+    def stages(self) -> Sequence[Sequence[Member]]:
+        worker = Member(Part("worker", routed=False), Stub(), {HOST: 2})
+        return ([worker, worker], [Member(Part("front", computes=False), Stub(), {HOST: 1})])
+
+    async def keep(self, engines: Sequence[Any]) -> None:
+        self.kept = [one.id for one in engines]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def stub(tmp_path: Path, bedplate_home: Path) -> Environment:
+    return stub_environment(tmp_path / "stub")
+
+
+class TestHost:
+    def test_one_answers_and_all_are_watched(self, stub: Environment, tmp_path: Path) -> None:
+        on = StubOrchestration(stub)
+
+        async def then(host: Host) -> None:
+            one = stub_readied("alpha", stub, replicas=2)
+            service = await host.add_service(one.decided.wanted, one, on)
+            front, *workers = service.engines
+            assert service.state == "ready" and front.part.name == "front" and len(workers) == 2
+            assert {engine.id for engine in host.engines} == {"ray-1", "ray-2", "ray-3"}
+            assert host.gateway.backends == [front.backend] and front.backend.slots == 2 * one.plan.settings.slots
+            assert {pid_in(await ask(host, "alpha", words=str(n))) for n in range(6)} == {front.pid}
+            await until(lambda: on.kept, "their lives to be tied together")
+            assert on.kept[0] == front.id
+
+            found = await status(host, ServiceRecord(
+                name="test", pid=1, birth="b", socket="s", log="l", version="v", started_at="t"
+            ))  # fmt: skip
+            (told,) = found.models
+            assert told.on == on.above and [engine.part for engine in told.engines] == ["front", "worker", "worker"]
+            assert "Ray 9" in shown(render_status(found)) and "worker" in shown(render_status(found))
+
+            pid = workers[0].pid
+            assert pid is not None
+            psutil.Process(pid).kill()
+            await until(lambda: workers[0].pid not in (None, pid) and workers[0].state == "ready", "it to come back")
+            assert service.state == "ready" and workers[0].backend.restarts == 1
+            assert pid_in(await ask(host, "alpha")) == front.pid
+
+        with_host(then, tmp_path)
+        assert on.closed
+
+    def test_its_engines_are_not_swapped(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host) -> None:
+            one = stub_readied("alpha", stub, replicas=2)
+            await host.add_service(one.decided.wanted, one, StubOrchestration(stub))
+            for work in (migrate(host, Migrate(engine="vllm"), print), shadow(host, Shadow(engine="vllm"), print)):
+                with pytest.raises(AnswerIsNo, match="runs on Ray"):
+                    await work
+
+        with_host(then, tmp_path)
+
+    @pytest.mark.parametrize("lost", [["front"], ["worker", "worker"]])
+    def test_it_is_lost_without_its_front_and_without_all_of_its_workers(
+        self, stub: Environment, tmp_path: Path, lost: list[str]
+    ) -> None:
+        async def then(host: Host) -> None:
+            one = stub_readied("alpha", stub, replicas=2)
+            service = await host.add_service(one.decided.wanted, one, StubOrchestration(stub))
+            for member in [member for member in service.engines if member.part.name in lost]:
+                assert service.state == "ready" and not host.fatal.done()
+                member.backend.state = "failed"
+                host._lost(service, member, Failure(message="no good", hint="none"))
+            assert service.state == "failed" and isinstance(host.fatal.result(), BedplateError)
+
+        with_host(then, tmp_path)

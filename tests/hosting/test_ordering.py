@@ -1,0 +1,118 @@
+"""From an intent and options to what one host is asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from bedplate.errors import BadQuestion
+from bedplate.facts.intent import read_intent
+from bedplate.hosting.ordering import order_of
+from bedplate.hosting.tenants import remarks
+from bedplate.values.intent import Intent
+from bedplate.values.record import from_json, to_json
+from bedplate.values.service import Order, Wanted
+from bedplate.values.tenant import Declared, Tenant, TenantKey
+
+TWO = """
+services:
+  - {model: a.gguf, workload: {users: 3}, ttl: 10m, preload: true}
+  - {model: b.gguf, engine: llamacpp, replicas: 2, operations: {portable: true}}
+operations: {model_changes: often}
+"""
+
+
+def test_one_model() -> None:
+    order = order_of(Intent(), engine="llama.cpp", replicas=2, ttl="90s", port=0, name="chat")
+    assert order.services == (Wanted(engine="llama.cpp", replicas=2, ttl_s=90),)
+    assert (order.port, order.name) == (0, "chat") and from_json(Order, to_json(order)) == order
+
+
+def test_services_of_a_file() -> None:
+    first, second = order_of(read_intent(TWO)).services
+    assert (first.model, first.ttl_s, first.preload, first.workload.users) == ("a.gguf", 600, True, 3)
+    assert first.operations.model_changes == "often" and first.on_demand
+    assert (second.engine, second.replicas, second.ttl_s, second.on_demand) == ("llama.cpp", 2, None, False)
+    assert second.operations.portable
+
+
+@pytest.mark.parametrize("option", [{"engine": "vllm"}, {"replicas": 2}, {"ttl": "1m"}])
+def test_options_for_one_model_are_none_for_several(option: dict[str, object]) -> None:
+    with pytest.raises(BadQuestion, match="2 services") as caught:
+        order_of(read_intent(TWO), **option)  # type: ignore[arg-type]
+    assert "in the file" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("services: [{model: a, ttl: soon}]", r"services\[0\].ttl: 'soon' is no length of time"),
+        ("services: [{model: a, ttl: 0}]", r"services\[0\].ttl: must be more than 0"),
+        ("services: [{model: a, ttl: 0s}]", r"services\[0\].ttl: must be more than 0"),
+        ("services: [{model: a, replicas: 0}]", r"services\[0\].replicas: must be at least 1"),
+        ("services: [{model: a, engine: vlm}]", r"services\[0\].engine: no engine is known as 'vlm'"),
+        ("services: [{model: a, replica: 2}]", "did you mean replicas"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(text: str, words: str) -> None:
+    with pytest.raises(BadQuestion, match=words):
+        read_intent(text + "\n")
+
+
+def test_machines_on_paper_and_facts_cannot_be_served() -> None:
+    with pytest.raises(BadQuestion, match="pools"):
+        order_of(read_intent("pools: [{name: x, accelerator: H100 SXM}]\nservices: [{model: a}]\n"))
+    with pytest.raises(BadQuestion, match=r"services\[0\].model: facts"):
+        order_of(read_intent("services: [{model: {params_b: 1}}]\n"))
+    with pytest.raises(BadQuestion, match="--ttl"):
+        order_of(Intent(), ttl="0")
+
+
+def weights(text: str) -> dict[str, float | None]:
+    return {one.name: one.weight for one in order_of(read_intent(text)).tenants}
+
+
+def test_tenants_of_a_file_become_those_of_the_endpoint() -> None:
+    order = order_of(
+        read_intent(
+            "services: [{model: a.gguf, tenants: [red]}, {model: b.gguf}]\n"
+            "tenants: [{name: red, share: 0.6, in_flight: 8}, {name: blue, share: 0.4, tokens_per_minute: 1000}]\n"
+        )
+    )
+    assert order.tenants == (
+        Declared(name="red", weight=1.2, in_flight=8),
+        Declared(name="blue", weight=0.8, tokens_per_minute=1000),
+    )
+    assert [one.tenants for one in order.services] == [("red",), ()] and from_json(Order, to_json(order)) == order
+    assert order_of(read_intent("model: a.gguf\ntenants: [{name: red}]\n")).tenants == (Declared(name="red"),)
+
+
+def test_shares_are_weights_that_are_1_when_all_are_equal() -> None:
+    assert weights("tenants: [{name: a, share: 0.5}, {name: b, share: 0.5}]\n") == {"a": 1, "b": 1}
+    assert weights("tenants: [{name: a}, {name: b}]\n") == {"a": None, "b": None}
+    # What nobody has claimed is divided among those who said nothing; all is claimed: they wait longest.
+    assert weights("tenants: [{name: a, share: 0.5}, {name: b}, {name: c}]\n") == {"a": 1.5, "b": 0.75, "c": 0.75}
+    rest = weights("tenants: [{name: a, share: 1}, {name: b}]\n")
+    assert rest["a"] == 2 and rest["b"] is not None and 0 < rest["b"] <= 0.02
+
+
+def test_a_name_that_no_key_can_have_is_refused() -> None:
+    with pytest.raises(BadQuestion, match=r"tenants\[0\].name: 'red team' cannot be the name"):
+        order_of(read_intent("tenants: [{name: red team}]\n"))
+    with pytest.raises(BadQuestion, match=r"tenants\[0\].in_flight"):
+        read_intent("tenants: [{name: red, in_flight: 0}]\n")
+
+
+def test_what_is_odd_about_the_tenants_of_a_file_is_said() -> None:
+    key = TenantKey(id="1", created_at="now")
+    stored = [
+        Tenant(name="red", weight=3.0, in_flight=4, keys=(key,)),
+        Tenant(name="blue", keys=()),
+        Tenant(name="grey", keys=(key,)),
+    ]
+    said = remarks([Declared(name="red", weight=1.2, in_flight=4), Declared(name="blue"), Declared(name="new")], stored)
+    assert said == (
+        "blue and new have no key yet and cannot ask for anything: bedplate keys add blue and bedplate keys add new",
+        "red: weight 1.2 of the file holds here, not the 3 of bedplate keys",
+        "not in the file, and let in by their keys all the same: grey",
+    )
+    assert remarks([], stored) == () and remarks([Declared(name="red", weight=3.0)], stored[:1]) == ()

@@ -1,0 +1,52 @@
+"""Which idle models make way for another one."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engines.plans import machine
+
+from bedplate.hosting.memory import Holder, Room, to_unload
+
+sizes = st.integers(1, 40)
+needs = st.fixed_dictionaries({"host": sizes}, optional={"card 0": sizes})
+holders = st.lists(
+    st.tuples(needs, st.integers(0, 50), st.booleans()).map(
+        lambda parts: Holder(name="", need=parts[0], last_used=float(parts[1]), may_go=parts[2])
+    ),
+    max_size=6,
+).map(lambda found: [Holder(str(n), one.need, one.last_used, one.may_go) for n, one in enumerate(found)])
+rooms = st.builds(
+    Room, st.fixed_dictionaries({"host": st.integers(1, 120), "card 0": st.integers(1, 120)}), st.none() | sizes
+)
+
+
+@given(rooms, holders, needs)
+def test_what_is_in_use_stays_the_rest_fits_and_nobody_goes_for_nothing(
+    room: Room, loaded: list[Holder], need: dict[str, int]
+) -> None:
+    going = to_unload(room, loaded, need)
+    fixed = [one.need for one in loaded if not one.may_go]
+    assert (going is None) == (not room.holds([need, *fixed]))
+    if going is not None:
+        assert all(one.may_go for one in loaded if one.name in going)
+        stay = [one for one in loaded if one.name not in going]
+        assert room.holds([need, *(one.need for one in stay)])
+        for name in going:
+            kept = next(one for one in loaded if one.name == name)
+            assert not room.holds([need, kept.need, *(one.need for one in stay)]), "it could have stayed"
+
+
+def test_of_equals_the_one_used_longest_ago_goes() -> None:
+    room = Room({"host": 30})
+    loaded = [Holder(name, {"host": 10}, used, True) for name, used in (("a", 3.0), ("b", 1.0), ("c", 2.0))]
+    assert to_unload(room, loaded, {"host": 10}) == ("b",)
+    assert to_unload(room, loaded, {"host": 20}) == ("b", "c")
+    assert to_unload(room, loaded, {"host": 31}) is None
+
+
+def test_the_room_is_what_is_free_less_a_reserve_and_the_budget_is_over_all_devices() -> None:
+    room = Room.of(machine("H100 SXM", 2), 100)
+    assert set(room.devices) == {"host", "card 0", "card 1"}
+    assert room.holds([{"host": 60, "card 0": 40}]) and not room.holds([{"host": 60, "card 0": 41}])
+    assert "budget" in room.in_words() and "card 1" in Room.of(machine("H100 SXM", 2)).in_words()

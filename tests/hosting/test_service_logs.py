@@ -1,0 +1,113 @@
+"""Logs of a service: the last lines over rotated files, and each line once while it is followed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bedplate.errors import AnswerIsNo
+from bedplate.hosting import logs, records
+from bedplate.hosting.logs import Follower, follow, last_lines
+from bedplate.run import supervisor
+from bedplate.run.supervisor import EngineLog
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "logs").mkdir(parents=True)
+    return tmp_path / "home"
+
+
+@given(
+    pieces=st.lists(st.lists(st.text("ab é", max_size=5), max_size=8), min_size=1, max_size=4),
+    count=st.integers(0, 30),
+)
+def test_the_last_lines_are_those_of_all_pieces_together(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[list[str]], count: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "a.log"
+    for number, lines in enumerate(reversed(pieces)):
+        name = path if number == 0 else path.with_name(f"a.log.{number}")
+        name.write_text("".join(f"{line}\n" for line in lines))
+    whole = [line for lines in pieces for line in lines]
+    assert last_lines(path, count) == (whole[-count:] if count else [])
+
+
+def test_a_large_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "BLOCK", 7)
+    (tmp_path / "a.log").write_text("\n".join(str(number) for number in range(1000)))
+    assert last_lines(tmp_path / "a.log", 3) == ["997", "998", "999"]
+    assert last_lines(tmp_path / "none.log", 3) == []
+
+
+def test_every_line_is_followed_once_while_the_log_rotates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LOG_BYTES", 100)
+    log = EngineLog(tmp_path / "a.log")
+    log.write("before")
+    follower = Follower(tmp_path / "a.log", from_end=True)
+    seen: list[str] = []
+    for number in range(40):
+        log.write(f"line {number:02d} {'x' * (number % 17)}")
+        if number % 3 == 0:
+            seen += follower.read()
+    seen += follower.read()
+    log.close()
+    assert [line[:7] for line in seen] == [f"line {number:02d}" for number in range(40)]
+    assert (tmp_path / "a.log.1").exists()
+
+
+def test_a_line_counts_when_it_is_whole_and_a_cut_file_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    follower = Follower(path, from_end=True)
+    assert follower.read() == []
+    path.write_text("one\ntw")
+    assert follower.read() == ["one"]
+    with path.open("a") as file:
+        file.write("o\n")
+    assert follower.read() == ["two"]
+    path.write_text("x\n")
+    assert follower.read() == ["x"]
+
+
+def test_following_begins_with_the_last_lines_and_takes_in_new_files(tmp_path: Path) -> None:
+    first, later = tmp_path / "a.log", tmp_path / "b.log"
+    first.write_text("1\n2\n3\n")
+    rounds = iter([True, True, False])
+
+    def goes_on() -> bool:
+        again = next(rounds)
+        with first.open("a") as file:
+            file.write("4\n")
+        later.write_text("new\n")
+        return again
+
+    files = lambda: [path for path in (first, later) if path.exists()]  # noqa: E731
+    seen = list(follow(files, 2, goes_on, look_s=0))
+    assert seen == [(first, ["2", "3"]), (first, ["4"]), (later, ["new"]), (first, ["4"]), (first, ["4"])]
+
+
+def test_whose_logs(own_home: Path) -> None:
+    folder = own_home / "logs"
+    for name in ("chat.log", "chat@llama.cpp-1.log", "chat-2.log", "other.log"):
+        (folder / name).write_text("x\n")
+    assert [path.name for path in logs.chosen("chat")()] == ["chat.log", "chat@llama.cpp-1.log"]
+    with pytest.raises(AnswerIsNo, match="no log of a service called cha") as caught:
+        logs.chosen("cha")
+    assert "chat, chat-2, other" in str(caught.value.hint)
+    with pytest.raises(AnswerIsNo, match="no service is running"):
+        logs.chosen(None)
+
+
+def test_of_a_service_that_runs_only_what_is_of_this_run(own_home: Path) -> None:
+    import os
+
+    folder = own_home / "logs"
+    for name in ("chat.log", "chat@pytorch-1.log", "chat@llama.cpp-1.log"):
+        (folder / name).write_text("x\n")
+    os.utime(folder / "chat@pytorch-1.log", (1, 1))
+    records.claimed("chat", "unused")
+    assert [path.name for path in logs.chosen(None)()] == ["chat.log", "chat@llama.cpp-1.log"]

@@ -1,0 +1,415 @@
+"""What the live page is told: counts by the second, who may see what, and what is judged to bind."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engines.plans import machine
+from tests.hosting.stub_hosts import add, ask, stub_environment, stub_readied, with_host
+from tests.run.test_supervisor import until
+
+from bedplate import store
+from bedplate.engines import EngineState
+from bedplate.hosting.host import Host
+from bedplate.page.binding import IDLE, TOO_FEW, binding
+from bedplate.page.live import (
+    MOST_RECENT,
+    MOST_TENANTS,
+    SPAN_S,
+    SPELL_S,
+    WINDOW_S,
+    Recorder,
+    Standing,
+    Tally,
+    class_of,
+    series,
+    times,
+)
+from bedplate.page.page import FIGURES, LiveFigures, put_up
+from bedplate.run.environments import Environment
+from bedplate.run.gateway.tenants import KeyDigest, Tenants
+from bedplate.values.live import Live
+from bedplate.values.record import from_json, replaced, to_json
+from bedplate.values.tenant import Tenant, key_digest
+from bedplate.values.traffic import ServedRequest
+from bedplate.values.verdict import Cost, Side, Verdict
+
+HTML = {"accept": "text/html,*/*"}
+OPERATOR = "the-operators-key"
+ANNS = "anns-own-key"
+
+milliseconds = st.lists(st.floats(0.01, 1e6), max_size=40)
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Environment:
+    return stub_environment(tmp_path / "stub")
+
+
+def served(ended_s: float = 0.0, *, tenant: str = "default", engine: str = "llama.cpp", **given: Any) -> ServedRequest:
+    usual: dict[str, Any] = {
+        "api": "chat", "stream": True, "outcome": "ok", "status": 200, "body_bytes": 100, "prompt_tokens": 100,
+        "completion_tokens": 11, "ttft_ms": 200.0, "duration_ms": 1200.0,
+    }  # fmt: skip
+    usual |= given
+    return ServedRequest(
+        at_s=ended_s - usual["duration_ms"] / 1000, tenant=tenant, model="alpha", engine=engine, **usual
+    )
+
+
+def nearest_rank(values: list[float], share: float) -> float:
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+class TestCounting:
+    @given(milliseconds.filter(bool))
+    def test_quantiles_are_within_a_class_of_what_was_heard(self, values: list[float]) -> None:
+        counts: dict[int, int] = {}
+        for value in values:
+            counts[class_of(value)] = counts.get(class_of(value), 0) + 1
+        found = times([counts])
+        assert found.p50_ms == pytest.approx(nearest_rank(values, 0.5), rel=0.016)
+        assert found.p95_ms == pytest.approx(nearest_rank(values, 0.95), rel=0.016)
+
+    @given(st.lists(st.none() | milliseconds, max_size=150), st.integers(0, 150))
+    def test_each_second_has_the_minute_up_to_it(self, seconds: list[list[float] | None], asked: int) -> None:
+        tallies = [None if values is None else tally_of(values) for values in seconds]
+        new = min(asked, len(tallies))
+        found = series(tallies, new)
+        assert len(found.ended) == len(found.ttft_p50_ms) == new
+        for number, second in enumerate(range(len(tallies) - new, len(tallies))):
+            window = [tally for tally in tallies[max(0, second - WINDOW_S + 1) : second + 1] if tally is not None]
+            assert found.ended[number] == sum(tally.ended for tally in window)
+            assert found.output_tok_s[number] == pytest.approx(
+                sum(tally.completion_tokens for tally in window) / min(WINDOW_S, second + 1), abs=0.01
+            )
+            expected = times(tally.ttft for tally in window)
+            assert (found.ttft_p50_ms[number], found.ttft_p95_ms[number]) == (expected.p50_ms, expected.p95_ms)
+
+    @given(st.lists(st.integers(0, 3), min_size=1, max_size=120), st.data())
+    def test_a_page_that_asks_for_what_is_new_has_what_one_that_opens_now_has(
+        self, requests: list[int], data: st.DataObject
+    ) -> None:
+        recorder = Recorder(1000.0)
+        cut = data.draw(st.integers(0, len(requests)))
+        first = recorder.history(["alpha"])
+        for second, number in enumerate(requests):
+            if second == cut:
+                first = recorder.history(["alpha"])
+            for _ in range(number):
+                recorder.hear(served())
+            recorder.close({"alpha": Standing(number, 0)}, now_s=1000.0 + data.draw(st.integers(-5, second)))
+        if cut == len(requests):
+            first = recorder.history(["alpha"])
+        later = recorder.history(["alpha"], first.at_s[-1] if first.at_s else 0)
+        whole = recorder.history(["alpha"])
+        assert first.at_s + later.at_s == whole.at_s
+        for name in ("in_flight", "ended", "output_tok_s", "tpot_p95_ms"):
+            parts = [getattr(part.models["alpha"], name) for part in (first, later)]
+            assert parts[0] + parts[1] == getattr(whole.models["alpha"], name)
+
+    def test_however_much_there_is_no_more_is_kept(self) -> None:
+        recorder = Recorder()
+        for second in range(SPAN_S + 3 * WINDOW_S):
+            recorder.hear(served(second))
+            recorder.close({"alpha": Standing(1, 0)}, now_s=second)
+        assert len(recorder.history(["alpha"]).at_s) == SPAN_S
+        assert len(recorder.seconds) == SPAN_S + WINDOW_S
+        assert len(recorder.recent["alpha"]) == MOST_RECENT
+
+    def test_what_was_turned_away_is_counted_and_is_no_answer(self) -> None:
+        recorder = Recorder()
+        recorder.hear(served(tenant="ann"))
+        recorder.hear(served(tenant="ann", outcome="failed", status=502))
+        recorder.hear(served(tenant="ann", outcome="turned_away", status=429, duration_ms=0.0))
+        used = recorder.used["ann"]
+        assert (used.requests, used.failed, used.turned_away, used.completion_tokens) == (2, 1, 1, 22)
+        recorder.close({})
+        (tally,) = recorder.window("alpha")
+        assert (tally.ended, tally.failed, sum(tally.ttft.values())) == (2, 1, 1)
+        assert recorder.tokens_of("ann") == 222 and recorder.tokens_of("bob") == 0
+
+
+class TestATenantsOwn:
+    def test_it_has_the_minute_up_to_each_spell_and_nothing_of_others(self) -> None:
+        recorder = Recorder(1000.0)
+        for second in range(120):
+            recorder.hear(served(tenant="ann", ttft_ms=100.0))
+            recorder.hear(served(tenant="bob", ttft_ms=9000.0, completion_tokens=5000))
+            if second % 10 == 0:
+                recorder.hear(served(tenant="ann", outcome="turned_away", status=429, duration_ms=0.0))
+            recorder.close({"alpha": Standing(7, 3)}, now_s=1001.0 + second, in_flight={"ann": 2, "bob": 5})
+        found = recorder.history_of("ann")
+        own = found.own
+        assert own is not None and not found.models
+        assert found.at_s == tuple(range(1000, 1120, SPELL_S)) and len(own.ended) == len(found.at_s)
+        assert (own.ended[-1], own.turned_away[-1], own.failed[-1]) == (60, 6, 0)
+        assert own.tokens[-1] == 60 * 111 and own.output_tok_s[-1] == pytest.approx(11)
+        assert own.ttft_p50_ms[-1] == pytest.approx(100, rel=0.016) and own.ttft_p95_ms[-1] == own.ttft_p50_ms[-1]
+        assert set(own.in_flight) == {2} and set(own.waiting) == {0} and set(own.memory_bytes) == {None}
+        later = recorder.history_of("ann", since_s=1100)
+        assert later.at_s == (1105, 1110, 1115) and later.own is not None and later.own.ended == own.ended[-3:]
+        nobody = recorder.history_of("carol").own
+        assert nobody is not None and set(nobody.ended) == {0} and set(nobody.ttft_p50_ms) == {None}
+
+    def test_however_many_tenants_there_are_only_so_many_have_a_past(self) -> None:
+        recorder = Recorder(1000.0)
+        for number in range(MOST_TENANTS + 10):
+            recorder.hear(served(tenant=f"t{number}"))
+        recorder.close({}, now_s=1000.0 + SPELL_S)
+        assert len(recorder.spells[-1].tenants) == MOST_TENANTS
+        assert recorder.used[f"t{MOST_TENANTS + 9}"].requests == 1
+        for second in range(2 * SPAN_S):
+            recorder.close({}, now_s=1010.0 + second)
+        assert len(recorder.spells) == (SPAN_S + WINDOW_S) // SPELL_S
+        assert len(recorder.history_of("t0").at_s) == SPAN_S // SPELL_S
+
+
+def tally_of(values: list[float]) -> Tally:
+    tally = Tally()
+    tally.ended, tally.completion_tokens = len(values), 3 * len(values)
+    for value in values:
+        tally.ttft[class_of(value)] = tally.ttft.get(class_of(value), 0) + 1
+    return tally
+
+
+class TestBinding:
+    def judged(self, standing: Standing, requests: list[ServedRequest], slots: int, *states: EngineState) -> Any:
+        plan = stub_readied("alpha", Environment(engine="llama.cpp", version="1", path="/", packages=(), python="3",
+                                                 made_at="now", disk_bytes=0)).plan  # fmt: skip
+        tally = Tally()
+        tally.standing, tally.ended = standing, len(requests)
+        return binding([tally] * 10, requests, plan, slots, machine("cpu"), states, now_s=1000.0)
+
+    def test_an_idle_endpoint_has_no_limit(self) -> None:
+        assert self.judged(Standing(0, 0), [], 4) == IDLE
+
+    def test_two_answers_say_nothing(self) -> None:
+        assert self.judged(Standing(1, 0), [served(999.0)] * 2, 4) == TOO_FEW
+
+    def test_old_answers_say_nothing_of_now(self) -> None:
+        assert self.judged(Standing(1, 0), [served(900.0)] * 20, 4) == TOO_FEW
+
+    def test_many_in_flight_for_few_slots_wait_for_the_scheduler(self) -> None:
+        waited = [served(990.0, ttft_ms=9000.0, duration_ms=10000.0)] * 20
+        found = self.judged(Standing(2, 18), waited, 2)
+        assert found.limit == "scheduler" and found.text.startswith("Scheduler binds with 20 in flight")
+        assert any("2 slots for 20 requests" in one for one in found.evidence)
+        assert found.change
+
+    def test_a_full_cache_is_named(self) -> None:
+        waited = [served(990.0, ttft_ms=9000.0, duration_ms=10000.0)] * 20
+        full = EngineState(running=4, waiting=16, kv_use=0.99, preemptions=0)
+        found = self.judged(Standing(20, 0), waited, 64, full, replaced_state(full, preemptions=7))
+        assert found.limit == "KV cache"
+        assert any("99% full" in one for one in found.evidence)
+
+
+def replaced_state(state: EngineState, **changes: Any) -> EngineState:
+    import msgspec
+
+    return msgspec.structs.replace(state, **changes)
+
+
+def with_page(stub: Environment, tmp_path: Path, then: Callable[[Host, LiveFigures], Awaitable[None]]) -> None:
+    async def run(host: Host) -> None:
+        figures = put_up(host)
+        await add(host, stub_readied("alpha", stub))
+        await then(host, figures)
+
+    with_host(run, tmp_path)
+
+
+async def get(host: Host, path: str, **headers: str) -> tuple[int, Any, str]:
+    async with aiohttp.ClientSession() as session, session.get(f"{host.url}{path}", headers=headers) as answer:
+        return answer.status, answer.headers, await answer.text()
+
+
+async def live_of(host: Host, key: str | None = None, **headers: str) -> Live:
+    status, _, text = await get(host, FIGURES, **headers, **({"authorization": f"Bearer {key}"} if key else {}))
+    assert status == 200, text
+    return from_json(Live, text)
+
+
+def close_door(host: Host, *, admin: bool = False) -> None:
+    """As `--api-key` and `keys add ann` would."""
+    tenants = Tenants(OPERATOR)
+    tenants.replace(
+        (Tenant(name="ann", tokens_per_minute=100_000, requests_per_minute=60, in_flight=4, admin=admin),),
+        (KeyDigest(key_digest(ANNS.encode(), tenants.salt), "ann"),),
+    )
+    host.gateway.tenants = tenants
+
+
+class TestPage:
+    def test_browsers_get_the_page_and_others_the_text(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host, figures: LiveFigures) -> None:
+            status, headers, page = await get(host, "/", **HTML)
+            assert status == 200 and page.startswith("<!doctype html>")
+            policy = headers["content-security-policy"]
+            assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+            _, headers, text = await get(host, "/")
+            assert headers["content-type"].startswith("text/plain") and "alpha is served by llama.cpp" in text
+
+        with_page(stub, tmp_path, then)
+
+    def test_it_says_what_is_served_by_what_and_why(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host, figures: LiveFigures) -> None:
+            for _ in range(3):
+                await ask(host, "alpha")
+            slow = asyncio.create_task(ask(host, "alpha", 1500))
+            await until(lambda: host.service().in_flight, "an answer to be under way")
+            figures.tick()
+            await live_of(host)
+            await figures.look()
+            found = await live_of(host)
+            await slow
+            assert from_json(Live, to_json(found)) == found
+            (model,) = found.models
+            (engine,) = model.engines
+            assert (found.eyes, found.tenant, model.state, model.in_flight, model.ended) == (
+                "all",
+                "default",
+                "ready",
+                1,
+                3,
+            )
+            assert engine.id == "llama.cpp-1" and engine.engine == "llama.cpp" and engine.share == 1.0
+            assert engine.memory_bytes is not None and engine.memory_bytes > 1_000_000
+            assert model.why and model.why[0].rule and found.history.models["alpha"].in_flight == (1,)
+            assert found.tenants[0].requests == 3 and found.tenants[0].completion_tokens == 3
+            assert model.binding is not None and model.binding.limit is None and "Not known" in model.binding.text
+
+        with_page(stub, tmp_path, then)
+
+    def test_it_has_the_last_verdict_for_this_machine(self, stub: Environment, tmp_path: Path) -> None:
+        def side(engine: str) -> Side:
+            return Side(engine=engine, cells=(), runs=(), cost=Cost(engine=engine))
+
+        async def then(host: Host, figures: LiveFigures) -> None:
+            verdict = Verdict(
+                answer="stay", constraint="noise", text="It is no faster.", model="alpha", effects=(), least_gain=1.1,
+                machine=store.fingerprint(host.hardware), a=side("llama.cpp"), b=side("vllm"),
+            )  # fmt: skip
+            store.add_verdict(replaced(verdict, answer="migrate"), "2026-11-14T10:00:00+00:00")
+            store.add_verdict(verdict, "2026-11-15T10:00:00+00:00")
+            store.add_verdict(replaced(verdict, machine="another"), "2026-11-16T10:00:00+00:00")
+            await live_of(host)
+            await figures.look()
+            found = (await live_of(host)).verdict
+            assert found is not None and (found.answer, found.at) == ("stay", "2026-11-15T10:00:00+00:00")
+            assert (found.incumbent, found.challenger) == ("llama.cpp", "vllm")
+
+        with_page(stub, tmp_path, then)
+
+    def test_seconds_are_kept_by_themselves(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host, figures: LiveFigures) -> None:
+            running = asyncio.create_task(figures.run())
+            await until(lambda: len(figures.recorder.seconds) >= 2, "two seconds to pass")
+            running.cancel()
+            first, second = list(figures.recorder.seconds)[:2]
+            assert second.at_s >= first.at_s and "alpha" in second.models
+
+        with_page(stub, tmp_path, then)
+
+    def test_engines_are_asked_only_while_somebody_looks(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host, figures: LiveFigures) -> None:
+            await figures.look()
+            (unseen,) = figures._seen.values()
+            assert unseen.memory_bytes is not None and unseen.state is None
+            assert not figures.is_looked_at
+            await live_of(host)
+            assert figures.is_looked_at
+            await figures.look()
+            (seen,) = figures._seen.values()
+            assert seen.state is not None
+
+        with_page(stub, tmp_path, then)
+
+    def test_what_is_no_number_asks_for_everything(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host, figures: LiveFigures) -> None:
+            figures.tick()
+            for asked in ("x", "", "-1", "nan", "1e400"):
+                status, _, text = await get(host, f"{FIGURES}?since={asked}")
+                assert status == 200 and from_json(Live, text)
+
+        with_page(stub, tmp_path, then)
+
+
+class TestWhoMaySee:
+    def test_without_a_key_there_is_a_page_and_no_figure(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host, figures: LiveFigures) -> None:
+            close_door(host)
+            status, _, page = await get(host, "/", **HTML)
+            assert status == 200 and "alpha" not in page
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"x-bedplate-tenant": "default"}):
+                status, _, text = await get(host, FIGURES, **headers)
+                assert status == 401 and "alpha" not in text
+
+        with_page(stub, tmp_path, then)
+
+    def test_the_operator_sees_everybody_and_a_tenant_itself(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host, figures: LiveFigures) -> None:
+            close_door(host)
+            now = time.time()
+            for name in ("ann", "default", "default"):
+                figures.recorder.hear(served(now, tenant=name))
+            figures.tick()
+            host.say("something happened")
+            whole = await live_of(host, OPERATOR)
+            assert {one.name: one.requests for one in whole.tenants} == {"ann": 1, "default": 2}
+            assert whole.eyes == "all" and whole.notes and whole.history.at_s
+            # Whatever a client says of itself, its key says who it is.
+            own = await live_of(host, ANNS, **{"X-Bedplate-Tenant": "default"})
+            assert (own.eyes, own.tenant) == ("own", "ann")
+            assert [(one.name, one.requests, one.tokens_per_minute) for one in own.tenants] == [("ann", 1, 100_000)]
+            (model,) = own.models
+            assert model.model == "alpha" and model.in_flight is None and model.ended is None and model.binding is None
+            assert model.engines[0].memory_bytes is None and model.engines[0].in_flight is None
+            assert not own.notes and not own.history.models and own.verdict is None and own.hardware is None
+            assert own.history.own is not None and own.tenants[0].tokens_left == 100_000
+            assert "default" not in to_json(replaced(own, name="x"))
+
+        with_page(stub, tmp_path, then)
+
+    def test_an_admin_sees_what_the_operator_sees(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host, figures: LiveFigures) -> None:
+            close_door(host, admin=True)
+            figures.tick()
+            seen = await live_of(host, ANNS)
+            assert (seen.eyes, seen.tenant) == ("all", "ann")
+            assert {one.name for one in seen.tenants} == {"ann", "default"} and seen.history.models
+
+        with_page(stub, tmp_path, then)
+
+    def test_a_tenant_is_shown_what_it_may_use(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host, figures: LiveFigures) -> None:
+            await add(host, stub_readied("beta", stub, tenants=("bob",)))
+            close_door(host)
+            assert [one.model for one in (await live_of(host, ANNS)).models] == ["alpha"]
+            assert [one.model for one in (await live_of(host, OPERATOR)).models] == ["alpha", "beta"]
+
+        with_page(stub, tmp_path, then)
+
+    def test_a_key_that_is_taken_back_shows_nothing(self, stub: Environment, tmp_path: Path) -> None:
+        async def then(host: Host, figures: LiveFigures) -> None:
+            close_door(host)
+            await live_of(host, ANNS)
+            host.gateway.tenants.replace((), ())
+            assert (await get(host, FIGURES, authorization=f"Bearer {ANNS}"))[0] == 401
+
+        with_page(stub, tmp_path, then)

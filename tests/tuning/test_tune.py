@@ -1,0 +1,178 @@
+"""Tuning with the real llama.cpp: a knob that is faster and wrong is caught, and nothing is left running."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import msgspec
+import psutil
+import pytest
+from tests.conftest import gone, wait_for
+
+from bedplate import store
+from bedplate.facts.hardware import probe
+from bedplate.run.builtin import builtin_facts
+from bedplate.run.environments import Environment
+from bedplate.run.progress import Silent
+from bedplate.run.ready import readied
+from bedplate.tuning import answers
+from bedplate.tuning import rounds as proving
+from bedplate.tuning import state as states
+from bedplate.tuning import tune as tuning
+from bedplate.tuning.search import Teller
+from bedplate.tuning.state import TuningState
+from bedplate.tuning.tune import Stopped, Tuner, all_knobs, chosen_plan, tune
+from bedplate.values.run import Load, Repeat
+from bedplate.values.tuning import Choice, Knob, Refused, Taken, Tuned, Turn
+
+pytestmark = [pytest.mark.measures, pytest.mark.timeout(1800), pytest.mark.usefixtures("one_core")]
+LOAD = Load(concurrency=2, prompt_tokens=32, output_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "ASKED", 6)
+    for name, value in (("LEAST_TURNS", 1), ("MOST_TURNS", 1), ("LEAST_WORK_S", 0.1)):
+        monkeypatch.setattr(proving, name, value)
+
+
+@pytest.fixture
+def own_store(tmp_path: Path) -> Path:
+    return tmp_path / "store.sqlite"
+
+
+def with_few_of_its_layers(source: Path, result: Path) -> None:
+    """The same model with a tenth of its layers: it loads, writes text, is several times as fast, and wrong."""
+    reader = gguf.GGUFReader(source)
+    layers = int(reader.fields["llama.block_count"].contents())
+    writer = gguf.GGUFWriter(result, "llama")
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        value = layers // 10 if field.name == "llama.block_count" else field.contents()
+        kind, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
+        writer.add_key_value(field.name, value, kind, sub_type=inner)
+    for tensor in reader.tensors:
+        part = tensor.name.split(".")
+        if part[0] != "blk" or int(part[1]) < layers // 10:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def trap(path: Path) -> Knob:
+    return Knob(
+        name="depth", meaning="a model that lacks most of its layers", now="whole", own="whole", alone=True,
+        choices=(Choice(value="whole"), Choice(value="few", options=("--model", str(path)))),
+        risk=("answers",), prior=0.9, source="made for this test",
+    )  # fmt: skip
+
+
+def below_us() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def test_a_knob_that_is_faster_and_wrong_is_caught_and_never_proposed_again(
+    builtin_gguf: Path, llama_environment: Environment, tmp_path: Path, own_store: Path
+) -> None:
+    path = tmp_path / "few.gguf"
+    with_few_of_its_layers(builtin_gguf, path)
+    asked = {"engine": "llama.cpp", "load": LOAD, "knobs": ("depth",), "more_knobs": (trap(path),), "path": own_store}
+    found = tune(budget_s=1800, **asked)  # type: ignore[arg-type]
+    trials = {trial.turned: trial.best for trial in found.trials if not trial.own_defaults}
+    planned, trapped = trials[()], trials[(Turn(knob="depth", value="few"),)]
+    assert planned is not None and trapped is not None
+    assert (trapped.output_tok_s or 0) > 1.2 * (planned.output_tok_s or 0)  # it is a trap
+    (refused,) = found.refused
+    assert refused.kind == "answers" and refused.turn.value == "few" and refused.evidence
+    assert "agree with the reference" in refused.why
+    assert all(not one.turned for one in found.front)
+    assert not found.proven and found.side("tuned") is None and found.finished
+    assert store.refused_settings(found.machine, "llama.cpp", own_store) == (refused,)
+    hardware, facts = probe(), builtin_facts()
+    chosen = chosen_plan("llama.cpp", hardware, facts, LOAD, None)
+    again = Tuner(TuningState(hardware, facts, chosen, (trap(path),), found, Silent(), Teller(), own_store))
+    assert again._refused_before() == {("depth", "few")}  # what a search leaves out: tests/tuning/test_search.py
+    assert not below_us()
+
+
+class StopsAfter(Teller):
+    """Somebody who presses Ctrl-C after so many measurements."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.seen: list[Taken] = []
+
+    def taken(self, turned: tuple[Turn, ...], taken: Taken, tuned: Tuned) -> None:
+        self.seen.append(taken)
+        if len(self.seen) == self.count:
+            raise KeyboardInterrupt
+
+
+def test_what_was_measured_before_ctrl_c_is_kept_and_not_measured_again(
+    builtin_gguf: Path, llama_environment: Environment, own_store: Path
+) -> None:
+    asked = {"engine": "llama.cpp", "load": LOAD, "knobs": ("threads",), "path": own_store}
+    with pytest.raises(Stopped) as stopped:
+        tune(budget_s=1800, teller=StopsAfter(3), **asked)  # type: ignore[arg-type]
+    kept = stopped.value.tuned
+    assert kept.measurements == 3 and not kept.finished and kept.id in str(stopped.value)
+    wait_for(lambda: gone(below_us()), "the engines to end")
+    counting = StopsAfter(-1)
+    whole = tune(resume=kept.id, budget_s=1800, teller=counting, path=own_store)
+    assert whole.finished and whole.id == kept.id
+    assert whole.measurements == 3 + len(counting.seen)
+    assert whole.trials[0].taken[0] == kept.trials[0].taken[0]
+    assert whole.side("own defaults") is not None and whole.side("plan") is not None
+
+
+class Refusals(Teller):
+    def __init__(self) -> None:
+        self.found: list[Refused] = []
+
+    def refused(self, refused: Refused) -> None:
+        self.found.append(refused)
+
+
+def test_a_setting_that_does_not_start_is_left_out_with_what_the_engine_said(
+    builtin_gguf: Path, llama_environment: Environment, own_store: Path
+) -> None:
+    broken = Knob(
+        name="cache", meaning="a type that there is not", now="f16", own="f16", prior=0.9, source="made for this test",
+        choices=(Choice(value="f16"), Choice(value="q9", options=("--cache-type-k", "q9_9"))),
+    )  # fmt: skip
+    teller = Refusals()
+    found = tune(
+        engine="llama.cpp", load=LOAD, knobs=("cache",), more_knobs=(broken,), budget_s=1800, teller=teller,
+        path=own_store,
+    )  # fmt: skip
+    (refused,) = teller.found
+    assert refused.kind == "start" and "q9_9" in refused.why and found.finished
+    assert store.refused_settings(store.fingerprint(probe()), "llama.cpp", own_store) == (refused,)
+
+
+def test_the_build_for_this_machine_is_measured_beside_the_ready_made_engine(
+    builtin_gguf: Path, llama_environment: Environment, own_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same program under another name: it takes long to build one."""
+    built = msgspec.structs.replace(llama_environment, version="as built", built=True)
+    hardware = probe()
+    chosen = chosen_plan("llama.cpp", hardware, builtin_facts(), LOAD, None)
+    assert "build" not in [knob.name for knob in all_knobs(chosen)]
+    for module in (tuning, states):
+        monkeypatch.setattr(module, "usable_build", lambda *_: built)
+    assert all_knobs(chosen)[0].name == "build"
+    found = tune(engine="llama.cpp", load=LOAD, knobs=("build",), budget_s=1800, path=own_store)
+    native = (Turn(knob="build", value="native"),)
+    assert native in [trial.turned for trial in found.trials] and not found.refused
+    state = TuningState(hardware, builtin_facts(), chosen, all_knobs(chosen), found, Silent(), Teller(), own_store)
+    state.ready = readied(chosen, Silent(), to_measure=True)
+    point = (("build", "native"),)
+    assert Tuner(state).engines.start_at(point).environment == built
+    assert state.plan_at(point).engine_version == "as built"
+    subject = state.cell(point, LOAD, (Repeat(at="2026-11-16T10:00:00Z", seconds=1.0, samples=()),), "tuned").subject
+    assert (subject.build, subject.engine_version) == ("native", "as built")
+    assert not below_us()
