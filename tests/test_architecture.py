@@ -149,7 +149,10 @@ def test_the_page_on_architecture_shows_the_packages_and_their_imports() -> None
     assert drawn == arrows, f"the diagram should be\n{wanted}"
 
 
-PROGRAMS = {"facts/measured/worker.py", "facts/measured/execute.py", "measure/load/null_server.py", "run/warden.py"}
+PROGRAMS = {
+    "bundling/install.py", "facts/measured/worker.py", "facts/measured/execute.py", "measure/load/null_server.py",
+    "run/warden.py",
+}  # fmt: skip
 """These run as processes of their own and speak to bedplate through their standard streams."""
 
 
