@@ -146,6 +146,7 @@ def _dockerfile(engine: Engine, recipe: Recipe, settings: Settings, base: str | 
         lines.append(f"RUN {uv.format('install')} --no-deps {shlex.join(recipe.bare)}")
     if recipe.removes:
         lines.append(f"RUN {uv.format('uninstall')} {shlex.join(recipe.removes)}")
-    lines += [f"COPY --chmod=0755 {name} /opt/engine/bin/{name}" for name, _ in recipe.programs]
+    copied = dict.fromkeys(name.partition("/")[0] for name, _ in recipe.programs)
+    lines += [f"COPY --chmod=0755 {name} /opt/engine/bin/{name}" for name in copied]
     lines += ["ENV PATH=/opt/engine/bin:$PATH", f"USER {ANY_USER}:{ANY_USER}"]
     return "\n".join(lines) + "\n"
