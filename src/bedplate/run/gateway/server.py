@@ -10,11 +10,9 @@ from email.utils import formatdate
 from time import monotonic, time
 from typing import TYPE_CHECKING
 
-from aiohttp import web
-
 from bedplate.errors import BadQuestion, OutsideFailed
-from bedplate.run.gateway.client import MAX_HEAD_BYTES, ClientConnection
-from bedplate.run.gateway.pages import Page, pages
+from bedplate.run.gateway.client import ClientConnection
+from bedplate.run.gateway.pages import Page
 from bedplate.run.gateway.routes import Route, Way
 from bedplate.run.gateway.tenants import Tenants, Unaccepted
 from bedplate.run.gateway.watch import Meter, Meters
@@ -79,29 +77,16 @@ class Gateway:
         for backend in backends:
             self.add(backend)
         self._server: asyncio.Server | None = None
-        self._runner: web.AppRunner | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Binds the port (0: any free one) and answers from then on; returns the port."""
         if not 0 <= port <= 65535:  # uvloop never returns from binding such a port
             raise bind_failure(OSError(errno.EINVAL, "ports go from 0 to 65535"), host, port)
-        self._runner = web.AppRunner(
-            pages(self),
-            access_log=None,
-            handle_signals=False,
-            keepalive_timeout=3600,
-            # What a head may hold has been decided before it gets there.
-            max_line_size=2 * MAX_HEAD_BYTES,
-            max_field_size=2 * MAX_HEAD_BYTES,
-            max_headers=MAX_HEAD_BYTES,
-        )
-        await self._runner.setup()
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=1024)
         except (OSError, UnicodeError) as error:
-            await self._runner.cleanup()
             failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
             raise bind_failure(failure, host, port) from error
         bound: int = self._server.sockets[0].getsockname()[1]
@@ -123,6 +108,7 @@ class Gateway:
         await self._until_gone(list(self.connections), _FLUSH_S)
         for connection in list(self.connections):
             connection.abort()
+        await self._until_gone(list(self.connections), _FLUSH_S)
         if self._sweeper is not None:
             self._sweeper.cancel()
         for task in self._leaving:
@@ -130,8 +116,6 @@ class Gateway:
         for route in self._routes.values():
             for way in route.ways:
                 way.pool.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
         if self.keeper is not None:
             await self.keeper.stop()
 
@@ -333,11 +317,6 @@ class Gateway:
         """A client's connection is no more."""
         self.connections.discard(connection)
         self._left.set()
-
-    def new_inner_handler(self) -> asyncio.Protocol:
-        if self._runner is None or self._runner.server is None:
-            raise RuntimeError("the gateway has not been started")
-        return self._runner.server()
 
     async def _until_gone(self, connections: list[ClientConnection], within_s: float) -> None:
         with contextlib.suppress(TimeoutError):
