@@ -15,14 +15,13 @@ from pathlib import Path
 import msgspec
 
 from bedplate.errors import BedplateError
-from bedplate.measure.questions import read_budget
 from bedplate.operate.tune import tune
 from bedplate.show.terminal import console
 from bedplate.show.tune import teller_for
 from bedplate.values.record import Figure
 from bedplate.values.run import Load
 from bedplate.values.tuning import Side, Tuned, words_of
-from bedplate.values.units import figure, seconds
+from bedplate.values.units import figure, parsed_seconds, seconds
 
 HEAD = "| engine | settings | weights | tok/s | TTFT ms | TPOT ms | peak GB | answers | tok/s: times | TTFT: times |"
 LINE = "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
@@ -51,7 +50,7 @@ def main() -> None:
             try:
                 found.append(
                     tune(
-                        options.model, engine=engine, load=load, budget_s=read_budget(options.budget),
+                        options.model, engine=engine, load=load, budget_s=parsed_seconds(options.budget, "--budget", positive=True),
                         native=options.build == "native", progress=teller, teller=teller,
                     )
                 )  # fmt: skip

@@ -64,12 +64,13 @@ def shadow(
     from bedplate.measure.bench import key_from
     from bedplate.measure.load import Target
     from bedplate.operate.control import ask
-    from bedplate.operate.questions import read_share, read_time
+    from bedplate.operate.questions import read_share
     from bedplate.operate.records import chosen
     from bedplate.operate.shadow import Shadow
     from bedplate.show.terminal import TerminalProgress, console
     from bedplate.values import to_json
     from bedplate.values.shadow import Shadowed
+    from bedplate.values.units import YEAR_S, parsed_seconds
 
     if url is None and (key_env is not None or served_model is not None):
         raise BadQuestion("--key-env and --served-model are those of the endpoint at --url, and there is none")
@@ -80,8 +81,8 @@ def shadow(
         engine=engine,
         model=model,
         share=read_share(share),
-        for_s=read_time(limit, "--for"),
-        since_s=read_time(since, "--since"),
+        for_s=parsed_seconds(limit, "--for", positive=True, most_s=YEAR_S),
+        since_s=parsed_seconds(since, "--since", positive=True, most_s=YEAR_S),
         build=build.value,
         url=Target.of(url, key=key).url if url is not None else None,
         key=key,

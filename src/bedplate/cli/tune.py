@@ -122,11 +122,12 @@ def tune(
     if list_:
         _list(named, engine, load, workload, native=build == "native", json=json)
         return
-    from bedplate.measure.questions import read_budget, read_target
+    from bedplate.measure.questions import read_target
     from bedplate.operate.tune import Stopped
     from bedplate.operate.tune import tune as run
     from bedplate.show.terminal import console
     from bedplate.show.tune import teller_for
+    from bedplate.values.units import parsed_seconds
 
     teller = teller_for(console(sys.stderr))
     stopped: Stopped | None = None
@@ -138,7 +139,7 @@ def tune(
                 load=load,
                 objective=objective.value,
                 target=read_target(slo) if slo is not None else workload.latency if workload is not None else None,
-                budget_s=read_budget(budget) if budget is not None else None,
+                budget_s=parsed_seconds(budget, "--budget", positive=True) if budget is not None else None,
                 knobs=tuple(name.strip() for name in (knobs or "").split(",") if name.strip()),
                 lossy=lossy,
                 draft=str(draft) if draft is not None else None,

@@ -47,16 +47,17 @@ def watch(
     while nobody asks for anything; nothing is moved without --auto.
     """
     from bedplate.operate.notify import checked_url
-    from bedplate.operate.questions import read_share, read_time
+    from bedplate.operate.questions import read_share
     from bedplate.operate.records import chosen
     from bedplate.operate.watch import Watching, watch_once
     from bedplate.operate.watch import watch as watching
     from bedplate.show.terminal import TerminalProgress
+    from bedplate.values.units import YEAR_S, parsed_seconds
 
     asked = Watching(
         model=model,
-        every_s=read_time(every, "--every"),
-        budget_s=read_time(budget, "--budget"),
+        every_s=parsed_seconds(every, "--every", positive=True, most_s=YEAR_S),
+        budget_s=parsed_seconds(budget, "--budget", positive=True, most_s=YEAR_S),
         share=read_share(share),
         webhook=checked_url(webhook) if webhook is not None else None,
         auto=auto,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _STARTED = int(time.time())
+MODEL_PAGE = "/v1/models/{name}"
 
 
 class Visit(NamedTuple):
@@ -76,8 +77,8 @@ def _page_at(gateway: Gateway, path: str, request: Request) -> Shown:
 
 
 def _own_page(path: str) -> Callable[[Gateway, Visit], Shown] | None:
-    name = path.removeprefix("/v1/models/")
-    return partial(_model, name=name) if name and name != path else _OWN_PAGES.get(path)
+    name = path.removeprefix(MODEL_PAGE.removesuffix("{name}"))
+    return partial(_model, name=name) if name and name != path else OWN_PAGES.get(path)
 
 
 def _visit(gateway: Gateway, request: Request) -> Visit:
@@ -136,7 +137,7 @@ def _welcome(gateway: Gateway, visit: Visit) -> Shown:
     return Shown(_welcome_text(gateway).encode(), "text/plain; charset=utf-8")
 
 
-_OWN_PAGES: dict[str, Callable[[Gateway, Visit], Shown]] = {
+OWN_PAGES: dict[str, Callable[[Gateway, Visit], Shown]] = {
     "/": _welcome,
     "/health": _health,
     "/metrics": _metrics,
