@@ -50,7 +50,8 @@ def main() -> None:
             try:
                 found.append(
                     tune(
-                        options.model, engine=engine, load=load, budget_s=parsed_seconds(options.budget, "--budget", positive=True),
+                        options.model, engine=engine, load=load,
+                        budget_s=parsed_seconds(options.budget, "--budget", positive=True),
                         native=options.build == "native", progress=teller, teller=teller,
                     )
                 )  # fmt: skip

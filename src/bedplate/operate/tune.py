@@ -276,7 +276,6 @@ class Tuner:
         self.pairs: Pairs = ()
         self.qualities: dict[Point, Quality] = {}
         self.best: Point = ()
-        self.answers_of: dict[Point, tuple[bool, Quality]] = {}
         self.trials: dict[Point, Trial] = {point_of(one): one for one in kept.trials}
         self._replay = {point: list(one.taken) for point, one in self.trials.items()}
         self._start_s: dict[Point, float] = {}

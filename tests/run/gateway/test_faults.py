@@ -330,7 +330,8 @@ async def test_a_reset_is_no_way_to_end_a_body_without_a_length() -> None:
         house.engine.answer(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{"a":', sent, End.RESET)
         asking = asyncio.ensure_future(ask(house))
         await house.engine.request()
-        pool, _ = house.gateway.way_to(house.backend)
+        ((way,),) = (route.ways for route in house.gateway.routes)
+        pool = way.pool
         await until(lambda: any(c._ends_at_close for c in engine_connections(house)), "the head to arrive")
         sent.set()
         assert is_engine_stopped(await within(asking))
@@ -528,7 +529,8 @@ async def test_requests_beyond_the_engines_connections_wait_in_order() -> None:
         gates = [asyncio.Event() for _ in range(6)]
         for number, gate in enumerate(gates):
             house.engine.answer(gate, plain({"n": number}))
-        pool, _ = house.gateway.way_to(house.backend)
+        ((way,),) = (route.ways for route in house.gateway.routes)
+        pool = way.pool
         asking = []
         for number in range(6):
             client = await house.client()

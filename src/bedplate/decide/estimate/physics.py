@@ -262,14 +262,6 @@ def all_reduce_bytes(tokens: float, shape: Shape, ranks: int, bytes_each: float 
     return 2.0 * (ranks - 1) / ranks * tokens * shape.hidden * bytes_each if ranks > 1 else 0.0
 
 
-def all_reduce_s(tokens: float, shape: Shape, ranks: int, machine: Machine, latency_s: float) -> float:
-    """One all-reduce of the hidden states of so many tokens over `ranks` devices."""
-    if ranks <= 1:
-        return 0.0
-    rate = link_bytes_s(machine, ranks)
-    return latency_s + (all_reduce_bytes(tokens, shape, ranks) / rate if rate else 0.0)
-
-
 def link_bytes_s(machine: Machine, ranks: int) -> float | None:
     """What one device sends to its group: over the links of a node, or over the network when a group spans nodes."""
     if ranks > machine.per_node:

@@ -15,7 +15,7 @@ from bedplate.run.gateway.client import ClientConnection
 from bedplate.run.gateway.pages import Page
 from bedplate.run.gateway.routes import Route, Way
 from bedplate.run.gateway.tenants import Tenants, Unaccepted
-from bedplate.run.gateway.watch import Meter, Meters
+from bedplate.run.gateway.watch import Meters
 from bedplate.values.traffic import ServedRequest
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.backend import Backend
     from bedplate.run.gateway.keeper import Keeper, Words
     from bedplate.run.gateway.tenants import KeyDigest, Member
-    from bedplate.run.gateway.upstream import EnginePool
     from bedplate.values.tenant import Tenant
 
 DEFAULT_MAX_BODY_BYTES = 32 * 1000 * 1000
@@ -217,11 +216,6 @@ class Gateway:
             return next(iter(self._routes.values())) if len(self._routes) == 1 else None
         return self._by_name.get(model.lower())
 
-    def backend_for(self, model: str | None) -> Backend | None:
-        """The first backend that serves `model`."""
-        route = self.route_for(model)
-        return route.ways[0].backend if route is not None and route.ways else None
-
     def unaccepted(self, route: Route, member: Member, num_bytes: int) -> Unaccepted | None:
         """Why the route cannot take a request of this tenant."""
         if route.is_free:
@@ -249,10 +243,6 @@ class Gateway:
                     duration_ms=0.0,
                 )
             )
-
-    def way_to(self, backend: Backend) -> tuple[EnginePool, Meter]:
-        way = self._way(backend)
-        return way.pool, way.meter
 
     def _way(self, backend: Backend) -> Way:
         for route in self._routes.values():
