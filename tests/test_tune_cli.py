@@ -59,7 +59,7 @@ def test_a_damaged_file_is_no_tuning(tmp_path: Path) -> None:
     [
         (("--export", "x.json"), "nothing was tuned here yet"),
         (("--resume", "last"), "no tuning was ended"),
-        (("--budget", "soon"), "is no time"),
+        (("--budget", "soon"), "is no length of time"),
         (("--slo", "fast"), "is no target"),
         (("--build", "mine"), "is not known"),
         (("--engine", "nobody"), "no engine is called"),
