@@ -386,6 +386,23 @@ class TestConnections:
         got = self.raw(server, head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
         assert got.startswith(b"HTTP/1.1 200 OK") and b"[104, 101, 121]" in got and got.count(b"HTTP/1.1") == 1
 
+    def test_a_body_in_chunks_has_a_limit_too(self, server: Server) -> None:
+        head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as line:
+            line.sendall(head.encode())
+            piece = b"x" * (1 << 20)
+            with contextlib.suppress(ConnectionError):  # it closes before all is sent
+                for _ in range(80):
+                    line.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+            with contextlib.suppress(ConnectionResetError):
+                assert line.recv(100).startswith(b"HTTP/1.1 413")
+        assert server.ask("/health")[0] == 200
+
+    def test_paths(self, server: Server) -> None:
+        assert server.ask("/v1/models/")[0] == server.ask("/v1/models/scripted/?x=1")[0] == 200
+        status, answer = server.ask("/v1/models/another")
+        assert status == 404 and answer["error"]["code"] == "not_found"
+
     @pytest.mark.parametrize(
         ("data", "status"),
         [
