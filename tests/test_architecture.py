@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "bedplate"
+SERVER = SOURCE / "engines" / "shipped" / "openai_server"
+"""Imported under another name in engine environments, so its modules import one another relatively."""
 ROOMS = [
     "values", "facts", "engines", "decide", "deploy", "run", "measure", "judge", "tuning", "show", "bundling",
     "hosting", "changing", "page", "serving", "cli",
@@ -40,6 +42,8 @@ def imports(path: Path, for_types: bool = True) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.level == 1 and path.parent == SERVER:
+                continue
             assert node.level == 0, f"{path} uses a relative import"
             if node.module == "bedplate":
                 found |= {f"bedplate.{alias.name}" for alias in node.names}
@@ -177,7 +181,8 @@ def test_every_room_is_known() -> None:
 
 
 def test_what_is_shipped_into_engine_environments_needs_nothing_of_ours() -> None:
-    shipped = [path for path in (SOURCE / "engines" / "shipped").glob("*.py") if path.name != "__init__.py"]
+    folder = SOURCE / "engines" / "shipped"
+    shipped = [path for path in folder.rglob("*.py") if path != folder / "__init__.py"]
     assert shipped
     for path in shipped:
         assert not imports(path, for_types=False), f"{path} runs in an environment without bedplate"

@@ -34,8 +34,8 @@ import psutil
 
 from bedplate.errors import BedplateError
 from bedplate.measure.load import Target, measure_apart, output_tok_s, prepare, run
-from bedplate.measure.statistics import quantile
 from bedplate.values.run import Load
+from bedplate.values.statistics import quantile
 
 REPLICAS = 2
 CONTEXT_TOKENS = 2048

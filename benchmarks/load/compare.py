@@ -25,7 +25,7 @@ from peers import Unavailable, install  # noqa: E402
 from processes import child_environment, end_on_sigterm, end_tree, tail_of  # noqa: E402
 
 from bedplate.measure.load.null_server import MODEL  # noqa: E402
-from bedplate.measure.statistics import quantile  # noqa: E402
+from bedplate.values.statistics import quantile  # noqa: E402
 
 FIRST_MS = 50.0
 INTERVAL_MS = 20.0

@@ -6,8 +6,8 @@ import json
 from bedplate.measure.load.generator import measure
 from bedplate.measure.load.loops import run
 from bedplate.measure.load.target import Target
-from bedplate.measure.statistics import quantile
 from bedplate.values.run import Load
+from bedplate.values.statistics import quantile
 
 
 def main() -> None:

@@ -16,13 +16,12 @@ import msgspec
 
 from bedplate.cli.terminal import console
 from bedplate.errors import BedplateError
-from bedplate.measure.questions import read_budget
 from bedplate.show.tune import teller_for
 from bedplate.tuning.tune import tune
 from bedplate.values.record import Figure
 from bedplate.values.run import Load
 from bedplate.values.tuning import Side, Tuned, words_of
-from bedplate.values.units import figure, seconds
+from bedplate.values.units import figure, parsed_seconds, seconds
 
 HEAD = "| engine | settings | weights | tok/s | TTFT ms | TPOT ms | peak GB | agreement | tok/s ratio | TTFT ratio |"
 LINE = "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
@@ -51,7 +50,8 @@ def main() -> None:
             try:
                 found.append(
                     tune(
-                        options.model, engine=engine, load=load, budget_s=read_budget(options.budget),
+                        options.model, engine=engine, load=load,
+                        budget_s=parsed_seconds(options.budget, "--budget", positive=True),
                         native=options.build == "native", progress=teller, teller=teller,
                     )
                 )  # fmt: skip

@@ -447,23 +447,18 @@ def add_requests(requests: Sequence[ServedRequest], path: Path | None = None) ->
 def requests(
     since_s: float = 0.0,
     *,
-    until_s: float | None = None,
     model: str | None = None,
-    tenant: str | None = None,
     path: Path | None = None,
 ) -> Iterator[ServedRequest]:
     """What was asked from a moment on, in the order in which it ended, a page at a time."""
     where = path or store_path()
     if not where.is_file():
         return
-    query = (
-        "SELECT id, body FROM requests WHERE id > ? AND at_s >= ? AND (? IS NULL OR at_s < ?) "
-        "AND (? IS NULL OR model = ?) AND (? IS NULL OR tenant = ?) ORDER BY id LIMIT ?"
-    )
+    query = "SELECT id, body FROM requests WHERE id > ? AND at_s >= ? AND (? IS NULL OR model = ?) ORDER BY id LIMIT ?"
     last = 0
     while True:
         with _opened(where) as connection:
-            values = (last, since_s, until_s, until_s, model, model, tenant, tenant, PAGE)
+            values = (last, since_s, model, model, PAGE)
             page = connection.execute(query, values).fetchall()
         for number, body in page:
             last = number

@@ -19,10 +19,11 @@ from bedplate.changing.episodes import (
     recorded,
     results_of,
 )
-from bedplate.cli.questions import read_share, read_time
+from bedplate.cli.questions import read_share
 from bedplate.errors import BadQuestion
 from bedplate.values import Workload
 from bedplate.values.run import Quality
+from bedplate.values.units import YEAR_S, parsed_seconds
 from bedplate.values.workload import RequestShape
 
 
@@ -102,10 +103,10 @@ def test_other_shares_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("90s", 90), ("10m", 600), ("1h", 3600), ("7d", 604800), ("5", 5)])
 def test_times_are_read(text: str, value: float) -> None:
-    assert read_time(text, "--for") == value
+    assert parsed_seconds(text, "--for", positive=True, most_s=YEAR_S) == value
 
 
 @pytest.mark.parametrize("text", ["", "0s", "-1m", "ten", "5y", "999999d"])
 def test_other_times_are_refused(text: str) -> None:
     with pytest.raises(BadQuestion, match="--for"):
-        read_time(text, "--for")
+        parsed_seconds(text, "--for", positive=True, most_s=YEAR_S)

@@ -76,18 +76,15 @@ def test_a_line_counts_when_it_is_whole_and_a_cut_file_begins_anew(tmp_path: Pat
 def test_following_begins_with_the_last_lines_and_takes_in_new_files(tmp_path: Path) -> None:
     first, later = tmp_path / "a.log", tmp_path / "b.log"
     first.write_text("1\n2\n3\n")
-    rounds = iter([True, True, False])
-
-    def goes_on() -> bool:
-        again = next(rounds)
+    seen = follow(lambda: [path for path in (first, later) if path.exists()], 2)
+    assert next(seen) == (first, ["2", "3"])
+    for number in ("4", "5"):
         with first.open("a") as file:
-            file.write("4\n")
+            file.write(f"{number}\n")
         later.write_text("new\n")
-        return again
-
-    files = lambda: [path for path in (first, later) if path.exists()]  # noqa: E731
-    seen = list(follow(files, 2, goes_on, look_s=0))
-    assert seen == [(first, ["2", "3"]), (first, ["4"]), (later, ["new"]), (first, ["4"]), (first, ["4"])]
+        assert next(seen) == (first, [number])
+        if number == "4":
+            assert next(seen) == (later, ["new"])
 
 
 def test_whose_logs(own_home: Path) -> None:

@@ -253,7 +253,7 @@ class TestTheRecord:
     def test_it_says_what_was_asked_of_whom(self) -> None:
         one = self.judged(47, 1)
         assert (one.verdict, one.engine, one.weights, one.reference) == ("ok", "llama.cpp", "Q4_1", "ab" * 6)
-        assert one.agreement == one.clear_agreement == pytest.approx(47 / 48)
+        assert one.agreement == one.clear_agreed / one.clear == pytest.approx(47 / 48)
         assert from_json(Agreement, to_json(one)) == one
 
     def test_a_line_when_it_is_good(self) -> None:
@@ -268,5 +268,5 @@ class TestTheRecord:
     def test_and_when_it_could_not_be_checked(self) -> None:
         found = compare(*answered(0, 0, 48))
         one = judged(plan(), reference(), found, at="2026-11-15T10:00:00Z", machine="m1")
-        assert one.agreement is None and one.clear_agreement is None and one.floor is None
+        assert one.agreement is None and one.clear == 0 and one.floor is None
         assert "could not be checked: only 0 of 48" in render_agreement(one).plain

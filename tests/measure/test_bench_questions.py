@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 
 from bedplate.errors import BadQuestion
 from bedplate.measure.bench import label_of
-from bedplate.measure.questions import engine_list, loads_of, read_budget, read_target, trace_name
+from bedplate.measure.questions import engine_list, loads_of, read_target, trace_name
 from bedplate.measure.replays import read_shapes
 from bedplate.values.run import Load, Matrix
+from bedplate.values.units import parsed_seconds
 from bedplate.values.workload import LatencyTarget
+
+read_budget = partial(parsed_seconds, field="--budget", positive=True)
 
 
 def test_engines() -> None:

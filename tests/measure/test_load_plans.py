@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import statistics
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from bedplate.errors import BadQuestion
 from bedplate.measure.load.own import limits
 from bedplate.measure.load.prompts import Prompts
-from bedplate.measure.load.repeating import Rule, halt, output_tok_s, repeats, repeats_sync
+from bedplate.measure.load.repeating import Rule, halt, output_tok_s
 from bedplate.measure.load.schedule import arrivals, checked, stagger_s
 from bedplate.measure.load.words import WORDS
 from bedplate.values.run import Client, Load, Repeat
@@ -156,17 +155,12 @@ def test_a_rule_always_halts_in_the_end(values: list[float], spent: float) -> No
     assert why is not None or (len(values) < 12 and spent + spent / len(values) <= 500)
 
 
-def test_both_ways_of_repeating_go_by_the_rule() -> None:
+def test_a_rule_halts_at_the_first_count_that_is_narrow() -> None:
     figures = [100.0, 140.0, 101.0, 99.0, 100.0, 100.0, 100.0, 100.0]
     rule = Rule(half_width=0.2, least=3, most=8, seconds=1000)
-
-    async def one(number: int) -> Repeat:
-        return repeat(figures[number])
-
-    found, why = asyncio.run(repeats(one, rule=rule))
-    assert (len(found), why) == (6, "narrow")
-    assert repeats_sync(lambda number: repeat(figures[number]), rule=rule) == (found, why)
-    assert output_tok_s(found[1]) == 140.0 and output_tok_s(repeat(None)) is None
+    found = [halt([output_tok_s(repeat(one)) for one in figures[:count]], 0.0, rule) for count in range(1, 7)]
+    assert found == [None] * 5 + ["narrow"]
+    assert output_tok_s(repeat(140.0)) == 140.0 and output_tok_s(repeat(None)) is None
 
 
 # the client's own limits

@@ -14,11 +14,11 @@ from bedplate.measure.statistics import (
     half_width,
     percentiles,
     pseudo_median,
-    quantile,
     serial_correlation,
     shift,
     student_t,
 )
+from bedplate.values.statistics import quantile
 
 figures = st.floats(min_value=0, max_value=1e6, allow_nan=False)
 

@@ -12,6 +12,7 @@ import pytest
 from tests.run.test_environments import Tiny, own_home
 
 from bedplate.engines import Recipe, engine
+from bedplate.engines.shipped import SERVER_PACKAGES
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.run import environments
 from bedplate.run.environments import (
@@ -92,6 +93,30 @@ class TestAdopting:
             adopt(Tiny(), theirs)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
         assert adopt(Tiny(), theirs).adopted
+
+    def test_packages_beside_the_engine_that_are_missing_are_named(self, theirs: Path) -> None:
+        class WithServer(Tiny):
+            recipe = Recipe(
+                packages=("bedplate-tiny-engine==1.0", "bedplate-none==1.2", *SERVER_PACKAGES),
+                download_bytes=1,
+                disk_bytes=1,
+                check="import bedplate_tiny_engine, uvicorn",
+            )
+
+        (packages,) = theirs.glob("lib/*/site-packages")
+        (packages / "bedplate_none.py").touch()  # as where somebody has built it from source
+        with pytest.raises(OutsideFailed, match="does not run in") as caught:
+            adopt(WithServer(), theirs)
+        python = theirs / "bin" / "python"
+        assert caught.value.hint == (
+            f"install what it lacks: uv pip install --python {python} uvicorn==0.54.0 starlette==1.10.0"
+        )
+        (packages / "bedplate_tiny_engine.py").unlink()
+        (packages / "bedplate_tiny_engine-1.5.dist-info" / "METADATA").unlink()
+        (packages / "bedplate_tiny_engine-1.5.dist-info").rmdir()
+        with pytest.raises(OutsideFailed) as caught:
+            adopt(WithServer(), theirs)
+        assert caught.value.hint == "is that the environment that has its packages?"
 
     def test_an_engine_that_bedplate_cannot_install(self, theirs: Path) -> None:
         class Planned(Tiny):

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,6 +21,12 @@ GB = 10**9
 
 def anything(size: int) -> bool:
     return True
+
+
+def fetch_gguf(
+    reference: str, fits: Callable[[int], bool] = anything, progress: Callable[[int, int], None] | None = None
+) -> Path:
+    return hub.download(hub.choose(reference, fits=fits), progress=progress)
 
 
 def content(name: str, size: int = 300_000) -> bytes:
@@ -265,7 +271,7 @@ class TestRefusals:
     def test_a_gated_repository_with_a_token(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         server.files, server.gated, server.need_token = {"m-Q4_K_M.gguf": content("m")}, True, "hf_good"
         monkeypatch.setenv("HF_TOKEN", "hf_good")
-        assert hub.fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
+        assert fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
 
     def test_offline(self, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -298,25 +304,24 @@ class TestDownload:
 
         server.files = {"m-Q4_K_M.gguf": content("m")}
         seen: list[tuple[int, int]] = []
-        said: list[str] = []
-        path = hub.fetch_gguf(
-            "me/model", fits=anything, say=said.append, progress=lambda done, total: seen.append((done, total))
-        )
+        choice = hub.choose("me/model", fits=anything)
+        path = hub.download(choice, progress=lambda done, total: seen.append((done, total)))
         assert path.read_bytes() == content("m")
         cache = tmp_path / "hf" / "hub"
+        assert (choice.name, choice.size_bytes) == ("me/model:Q4_K_M", 300_000)
+        assert choice.folder == cache / "models--me--model"
         assert path == cache / "models--me--model" / "snapshots" / COMMIT / "m-Q4_K_M.gguf"
         assert try_to_load_from_cache("me/model", "m-Q4_K_M.gguf", cache_dir=cache) == str(path)
         located = locate("me/model")
         assert located is not None
         assert located.path == path
-        assert said == [f"me/model:Q4_K_M, 300 kB, to {cache / 'models--me--model'}"]
         assert seen[-1] == (300_000, 300_000)
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
         assert not list(cache.rglob("*.incomplete"))
 
     def test_what_is_here_is_not_fetched_again(self, server: Hub) -> None:
         server.files = {"m-Q4_K_M.gguf": content("m")}
-        first = hub.fetch_gguf("me/model", fits=anything)
+        first = fetch_gguf("me/model", fits=anything)
         choice = hub.choose("me/model", fits=anything)
         assert choice.missing_bytes == 0
         assert hub.download(choice) == first
@@ -326,7 +331,7 @@ class TestDownload:
         names = [f"Q4_K_M/m-Q4_K_M-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
         server.files = {name: content(name) for name in names}
         seen: list[tuple[int, int]] = []
-        path = hub.fetch_gguf("me/model", fits=anything, progress=lambda done, total: seen.append((done, total)))
+        path = fetch_gguf("me/model", fits=anything, progress=lambda done, total: seen.append((done, total)))
         assert path.name == "m-Q4_K_M-00001-of-00003.gguf"
         assert [(path.parent / Path(name).name).read_bytes() for name in names] == [content(name) for name in names]
         assert seen[-1] == (900_000, 900_000)
@@ -335,7 +340,7 @@ class TestDownload:
     def test_a_line_that_breaks_is_taken_up_where_it_broke(self, server: Hub) -> None:
         data = content("m", 3_000_000)
         server.files, server.break_after = {"m-Q4_K_M.gguf": data}, [1_000_000, 500_000]
-        path = hub.fetch_gguf("me/model", fits=anything)
+        path = fetch_gguf("me/model", fits=anything)
         assert path.read_bytes() == data
         assert server.downloads() == ["", "bytes=1000000-", "bytes=1500000-"]
 
@@ -355,23 +360,23 @@ class TestDownload:
     def test_a_server_that_knows_no_ranges_sends_all_again(self, server: Hub) -> None:
         data = content("m", 3_000_000)
         server.files, server.break_after, server.ignore_ranges = {"m-Q4_K_M.gguf": data}, [1_000_000], True
-        assert hub.fetch_gguf("me/model", fits=anything).read_bytes() == data
+        assert fetch_gguf("me/model", fits=anything).read_bytes() == data
 
     def test_a_busy_server_is_asked_again(self, server: Hub) -> None:
         server.files, server.statuses = {"m-Q4_K_M.gguf": content("m")}, [503, 503]
-        assert hub.fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
+        assert fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
 
     def test_bytes_that_changed_on_the_way_are_thrown_away(self, server: Hub, tmp_path: Path) -> None:
         server.files, server.etag = {"m-Q4_K_M.gguf": content("m")}, "0" * 64
         with pytest.raises(OutsideFailed, match="checksum is wrong"):
-            hub.fetch_gguf("me/model", fits=anything)
+            fetch_gguf("me/model", fits=anything)
         assert not [path for path in (tmp_path / "hf").rglob("*") if path.is_file() and path.stat().st_size]
 
     @pytest.mark.parametrize("etag", ["../../../evil", "a/b", "x"])
     def test_a_server_cannot_choose_where_the_file_goes(self, server: Hub, tmp_path: Path, etag: str) -> None:
         server.files, server.etag = {"m-Q4_K_M.gguf": content("m")}, etag
         with pytest.raises(OutsideFailed, match="no usable ETag"):
-            hub.fetch_gguf("me/model", fits=anything)
+            fetch_gguf("me/model", fits=anything)
         assert not list(tmp_path.rglob("*evil*"))
 
     def test_the_token_stays_with_the_hub(self, server: Hub, cdn: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +384,7 @@ class TestDownload:
         server.files = {"m-Q4_K_M.gguf": content("m")}
         # The second server knows the file under the same path, and answers like the first.
         cdn.files, server.cdn = server.files, f"{cdn.url}/me/model/resolve/main"
-        assert hub.fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
+        assert fetch_gguf("me/model", fits=anything).read_bytes() == content("m")
         assert cdn.downloads() == [""]
         assert all("authorization" not in headers for _, _, headers in cdn.asked)
         assert any(headers.get("authorization") == "Bearer hf_secret" for _, _, headers in server.asked)
@@ -399,7 +404,7 @@ class TestDownload:
 
     def test_nothing_is_printed(self, server: Hub, capfd: pytest.CaptureFixture[str]) -> None:
         server.files, server.break_after = {"m-Q4_K_M.gguf": content("m", 3_000_000)}, [1_000_000]
-        hub.fetch_gguf("me/model", fits=anything)
+        fetch_gguf("me/model", fits=anything)
         assert capfd.readouterr() == ("", "")
 
 

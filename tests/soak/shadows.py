@@ -29,6 +29,8 @@ from typing import Any, Literal
 import aiohttp
 import psutil
 
+from bedplate.values.statistics import quantile
+
 NAME = "soak-shadows"
 Phase = Literal["without", "while it loads", "while it is tried"]
 PHASES: tuple[Phase, ...] = ("without", "while it loads", "while it is tried")
@@ -191,10 +193,6 @@ def longer(mine: Sequence[float], usual: Sequence[float], seed: int = 0) -> tupl
     return middle, found[round(0.025 * RESAMPLES)], found[round(0.975 * RESAMPLES)]
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def table(timed: Sequence[Timed]) -> tuple[str, bool]:
     """And whether requests were slowed."""
     lines = [
@@ -213,7 +211,7 @@ def table(timed: Sequence[Timed]) -> tuple[str, bool]:
             ([one.ttft_ms for one in own], [one.ttft_ms for one in usual]),
             ([one.tpot_ms for one in own], [one.tpot_ms for one in usual]),
         ):
-            cells += [f"{quantile(values, 0.5):,.1f}", f"{quantile(values, 0.95):,.1f}"]
+            cells += [f"{quantile(sorted(values), 0.5):,.1f}", f"{quantile(sorted(values), 0.95):,.1f}"]
             if phase == "without":
                 cells.append("")
                 continue

@@ -22,7 +22,7 @@ def checked_url(url: str) -> str:
     return url
 
 
-def post(url: str, body: str, *, limit_s: float = LIMIT_S, pauses_s: tuple[float, ...] = PAUSES_S) -> str | None:
+def post(url: str, body: str) -> str | None:
     """Why it did not arrive; `None`: it did."""
     request = urllib.request.Request(  # noqa: S310 - the scheme was checked
         url,
@@ -31,10 +31,10 @@ def post(url: str, body: str, *, limit_s: float = LIMIT_S, pauses_s: tuple[float
         method="POST",
     )
     why = "it was not tried"
-    for pause_s in (0.0, *pauses_s):
+    for pause_s in (0.0, *PAUSES_S):
         time.sleep(pause_s)
         try:
-            with urllib.request.urlopen(request, timeout=limit_s) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:  # noqa: S310
                 answer.read(1)
             return None
         except urllib.error.HTTPError as error:

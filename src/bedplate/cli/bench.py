@@ -178,8 +178,9 @@ def bench(
     from bedplate.cli.terminal import console
     from bedplate.measure.bench import Stopped
     from bedplate.measure.bench import bench as measure
-    from bedplate.measure.questions import engine_list, loads_of, read_budget, read_target
+    from bedplate.measure.questions import engine_list, loads_of, read_target
     from bedplate.show.bench import teller_for
+    from bedplate.values.units import parsed_seconds
 
     asked = engine_list(engines)
     named = asked if isinstance(asked, str) else tuple(dict.fromkeys(engine_and_version(one) for one in asked))
@@ -211,7 +212,7 @@ def bench(
                 seconds=seconds,
                 repeats=repeats,
                 turns=turns,
-                budget_s=read_budget(budget) if budget is not None else None,
+                budget_s=parsed_seconds(budget, "--budget", positive=True) if budget is not None else None,
                 target=target,
                 price=price,
                 trace=trace,

@@ -66,7 +66,7 @@ def shadow(
     requests have priority.
     """
     from bedplate.changing.shadow import Shadow
-    from bedplate.cli.questions import read_share, read_time
+    from bedplate.cli.questions import read_share
     from bedplate.cli.terminal import TerminalProgress, console
     from bedplate.errors import BadQuestion
     from bedplate.hosting.control import ask
@@ -75,6 +75,7 @@ def shadow(
     from bedplate.measure.load import Target
     from bedplate.values import to_json
     from bedplate.values.shadow import Shadowed
+    from bedplate.values.units import YEAR_S, parsed_seconds
 
     if url is None and (key_env is not None or served_model is not None):
         raise BadQuestion("--key-env and --served-model need --url")
@@ -85,8 +86,8 @@ def shadow(
         engine=engine,
         model=model,
         share=read_share(share),
-        for_s=read_time(limit, "--for"),
-        since_s=read_time(since, "--since"),
+        for_s=parsed_seconds(limit, "--for", positive=True, most_s=YEAR_S),
+        since_s=parsed_seconds(since, "--since", positive=True, most_s=YEAR_S),
         build=build.value,
         url=Target.of(url, key=key).url if url is not None else None,
         key=key,

@@ -26,9 +26,9 @@ def console(stream: TextIO | None = None) -> Console:
     return Console(file=file, highlight=False, soft_wrap=False, width=None if file.isatty() else PIPE_WIDTH)
 
 
-def show_error(error: BedplateError, stream: TextIO | None = None) -> None:
+def show_error(error: BedplateError) -> None:
     """error / caused by / hint, one line each, as STYLE has it; whole paths even on narrow terminals."""
-    out = console(stream or sys.stderr)
+    out = console(sys.stderr)
     out.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
     if error.cause:
         out.print(Text.assemble(("caused by: ", "bold"), error.cause), soft_wrap=True)
@@ -39,8 +39,8 @@ def show_error(error: BedplateError, stream: TextIO | None = None) -> None:
 class TerminalProgress:
     """Bars for people, lines for logs. Steps that take less than a second leave no trace in logs."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._console = console(stream or sys.stderr)
+    def __init__(self) -> None:
+        self._console = console(sys.stderr)
 
     def note(self, text: str) -> None:
         self._console.print(Text(f" {text}", style="dim"), soft_wrap=True)

@@ -149,10 +149,11 @@ def tune(
         _list(named, engine, load, workload, native=build == "native", json=json)
         return
     from bedplate.cli.terminal import console
-    from bedplate.measure.questions import read_budget, read_target
+    from bedplate.measure.questions import read_target
     from bedplate.show.tune import teller_for
     from bedplate.tuning.tune import Stopped
     from bedplate.tuning.tune import tune as run
+    from bedplate.values.units import parsed_seconds
 
     teller = teller_for(console(sys.stderr))
     stopped: Stopped | None = None
@@ -164,7 +165,7 @@ def tune(
                 load=load,
                 objective=objective.value,
                 target=read_target(slo) if slo is not None else workload.latency if workload is not None else None,
-                budget_s=read_budget(budget) if budget is not None else None,
+                budget_s=parsed_seconds(budget, "--budget", positive=True) if budget is not None else None,
                 knobs=tuple(name.strip() for name in (knobs or "").split(",") if name.strip()),
                 lossy=lossy,
                 draft=str(draft) if draft is not None else None,

@@ -58,14 +58,15 @@ def watch(
     from bedplate.changing.notify import checked_url
     from bedplate.changing.watch import Watching, watch_once
     from bedplate.changing.watch import watch as watching
-    from bedplate.cli.questions import read_share, read_time
+    from bedplate.cli.questions import read_share
     from bedplate.cli.terminal import TerminalProgress
     from bedplate.hosting.records import chosen
+    from bedplate.values.units import YEAR_S, parsed_seconds
 
     asked = Watching(
         model=model,
-        every_s=read_time(every, "--every"),
-        budget_s=read_time(budget, "--budget"),
+        every_s=parsed_seconds(every, "--every", positive=True, most_s=YEAR_S),
+        budget_s=parsed_seconds(budget, "--budget", positive=True, most_s=YEAR_S),
         share=read_share(share),
         webhook=checked_url(webhook) if webhook is not None else None,
         auto=auto,

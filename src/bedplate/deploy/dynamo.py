@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bedplate.decide.estimate import expectation_for
-from bedplate.deploy.images import DYNAMO, DYNAMO_BRINGS, DYNAMO_VERSION, Image
+from bedplate.deploy.images import DYNAMO, DYNAMO_BRINGS, DYNAMO_TAG_NOTE, DYNAMO_VERSION, Image
 from bedplate.deploy.kubernetes import Files, manifests, workload
 from bedplate.deploy.platform import Platform
 from bedplate.deploy.pods import (
@@ -111,7 +111,7 @@ def refused(unit: Served) -> str | None:
 
 def _as_dynamo(unit: Served) -> Served:
     brings = f"Dynamo {DYNAMO_VERSION.rpartition('.')[0]} brings {unit.engine.name} {DYNAMO_BRINGS[unit.engine.id]}"
-    note = f"{brings}; the plan was made for {unit.plan.engine_version}"
+    note = f"{brings}; the plan was made for {unit.plan.engine_version}; {DYNAMO_TAG_NOTE}"
     return replace(unit, image=Image(DYNAMO[unit.engine.id], note, user=1000, group=0, python=True))
 
 

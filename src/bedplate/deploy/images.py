@@ -12,8 +12,11 @@ from bedplate.engines.tgi import IMAGE as TGI
 from bedplate.values.decision import Device, Settings
 
 LLAMA_CPP_BUILD = "b11515"
-DYNAMO_VERSION = "1.6.0"
-RAY_VERSION = "2.56.0"
+DYNAMO_VERSION = "1.6.1"
+RAY_VERSION = "2.60.0"
+"""Both of the images that are emitted and of the packages that are installed to run them here."""
+DYNAMO_TAG_NOTE = "tag by the project's own naming; 1.6.0 is the newest that was seen"
+RAY_TAG_NOTE = "tag by the project's own naming; 2.56.0-py312-cu130 is the newest that was seen"
 PYTHON = "ghcr.io/astral-sh/uv:0.12.9-python3.12-bookworm-slim"
 """Fetches models where an engine's own image has no Python."""
 HUB_PACKAGE = "huggingface_hub==2.4.0"
@@ -29,7 +32,7 @@ DYNAMO = {
     "tensorrt-llm": f"nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime:{DYNAMO_VERSION}",
 }
 DYNAMO_BRINGS = {"vllm": "0.31.0", "sglang": "0.5.21", "tensorrt-llm": "1.3.0rc29"}
-"""What the package ai-dynamo 1.6.1 asks for."""
+"""What the package ai-dynamo of that version asks for."""
 VLLM_USER = 2000
 """Its image is made for this user beside root (docker/Dockerfile of August 2026)."""
 ANY_USER = 1000
@@ -146,6 +149,7 @@ def _dockerfile(engine: Engine, recipe: Recipe, settings: Settings, base: str | 
         lines.append(f"RUN {uv.format('install')} --no-deps {shlex.join(recipe.bare)}")
     if recipe.removes:
         lines.append(f"RUN {uv.format('uninstall')} {shlex.join(recipe.removes)}")
-    lines += [f"COPY --chmod=0755 {name} /opt/engine/bin/{name}" for name, _ in recipe.programs]
+    copied = dict.fromkeys(name.partition("/")[0] for name, _ in recipe.programs)
+    lines += [f"COPY --chmod=0755 {name} /opt/engine/bin/{name}" for name in copied]
     lines += ["ENV PATH=/opt/engine/bin:$PATH", f"USER {ANY_USER}:{ANY_USER}"]
     return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bedplate.deploy.images import RAY, RAY_VERSION, Image
+from bedplate.deploy.images import RAY, RAY_TAG_NOTE, RAY_VERSION, Image
 from bedplate.deploy.kubernetes import Files, head_of, manifests, workload
 from bedplate.deploy.platform import Platform
 from bedplate.deploy.pods import (
@@ -57,6 +57,7 @@ def ray(platform: Platform) -> Files:
             workloads[unit.name] = workload(unit, platform)
             continue
         note = f"Ray {RAY_VERSION} with its own build of vLLM; the plan was made for {unit.plan.engine_version}"
+        note = f"{note}; {RAY_TAG_NOTE}"
         units[index] = replace(unit, image=Image(RAY, note, user=1000, group=100, python=True))
         config = serve_config(units[index])
         # What a person gives to `serve deploy`; the RayService has the same inside.

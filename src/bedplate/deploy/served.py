@@ -18,7 +18,7 @@ from bedplate.deploy.images import (
     Image,
     image_for,
 )
-from bedplate.deploy.platform import NO_NETWORK, Placed, cards_per_node, spans_nodes_without_network
+from bedplate.deploy.platform import Placed, cards_per_node, spans_nodes_without_network
 from bedplate.engines import Engine
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import made_path
@@ -300,10 +300,6 @@ def selector_of(node: Hardware, chip: Chip | None, on_cpu: bool = False) -> Sele
 
 def _label(name: str, space: str) -> str:
     return name.replace(" ", space).replace("(", "").replace(")", "")[:63]
-
-
-def has_network(placed: Placed) -> bool:
-    return (placed.pool.network or "none").lower() not in NO_NETWORK
 
 
 def _cannot(placed: Placed, reason: str) -> AnswerIsNo:

@@ -158,7 +158,8 @@ def _programs(recipe: Recipe, variable: str = "env") -> Iterator[str]:
     """Bedplate's own programs for an engine that has no server, or whose own has faults."""
     for name, file in recipe.programs:
         text = (importlib.resources.files("bedplate.engines") / "shipped" / file).read_text(encoding="utf-8")
-        lines = [f"{{ echo \"#!${variable}/bin/python\"; cat <<'{END_OF_PROGRAM}'", text.rstrip(), END_OF_PROGRAM]
+        lines = [f'mkdir -p "${variable}/bin/{folder}"'] if (folder := name.rpartition("/")[0]) else []
+        lines += [f"{{ echo \"#!${variable}/bin/python\"; cat <<'{END_OF_PROGRAM}'", text.rstrip(), END_OF_PROGRAM]
         lines += [f'}} > "${variable}/bin/{name}"', f'chmod +x "${variable}/bin/{name}"', ""]
         yield "\n".join(lines)
 

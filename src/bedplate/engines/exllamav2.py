@@ -17,7 +17,7 @@ from bedplate.engines.base import (
 )
 from bedplate.engines.exllamav3 import compilation, compile_jobs, kernels_env, module_argv
 from bedplate.engines.knobs import eight_bit_cache, landed, worth_turning
-from bedplate.engines.shipped import CORE, ServedByBedplate
+from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, ServedByBedplate
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.record import estimate
 from bedplate.values.tuning import Knob
@@ -74,12 +74,13 @@ class ExLlamaV2(ServedByBedplate):
     name = "ExLlamaV2"
     version = "0.3.2"
     recipe = Recipe(
-        packages=("exllamav2==0.3.2", "torch==2.11.0", "tokenizers==0.22.2", "jinja2==3.1.6"),
-        programs=(("exllamav2-server", "exllamav2_server.py"), CORE),
+        packages=("exllamav2==0.3.2", "torch==2.11.0", "tokenizers==0.22.2", "jinja2==3.1.6", *SERVER_PACKAGES),
+        programs=(("exllamav2-server", "exllamav2_server.py"), *SERVER),
         download_bytes=3_000_000_000,
         disk_bytes=7_000_000_000,
         # Importing it compiles its kernels, which is a step of its own.
-        check="import importlib.util as u, torch; assert torch.cuda.is_available() and u.find_spec('exllamav2')",
+        check="import importlib.util as u, torch, uvicorn, starlette; "
+        "assert torch.cuda.is_available() and u.find_spec('exllamav2')",
     )
     formats = ("exl2",)
     converts = ("safetensors",)

@@ -19,7 +19,7 @@ from bedplate.engines.base import (
     source_folder,
 )
 from bedplate.engines.knobs import eight_bit_cache, field_scale, has_own_defaults, landed, slots_knob, worth_turning
-from bedplate.engines.shipped import CORE, ServedByBedplate
+from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, ServedByBedplate
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.record import estimate
 from bedplate.values.tuning import Knob
@@ -102,12 +102,13 @@ class ExLlamaV3(ServedByBedplate):
     name = "ExLlamaV3"
     version = "1.6.5"
     recipe = Recipe(
-        packages=("exllamav3==1.6.5", "torch==2.11.0", "jinja2==3.1.6"),
-        programs=(("exllamav3-server", "exllamav3_server.py"), CORE),
+        packages=("exllamav3==1.6.5", "torch==2.11.0", "jinja2==3.1.6", *SERVER_PACKAGES),
+        programs=(("exllamav3-server", "exllamav3_server.py"), *SERVER),
         download_bytes=2_900_000_000,
         disk_bytes=6_800_000_000,
         # Importing it compiles its kernels, which is a step of its own.
-        check="import importlib.util as u, torch; assert torch.cuda.is_available() and u.find_spec('exllamav3')",
+        check="import importlib.util as u, torch, uvicorn, starlette; "
+        "assert torch.cuda.is_available() and u.find_spec('exllamav3')",
     )
     formats = ("exl3",)
     converts = ("safetensors",)

@@ -12,7 +12,7 @@ from bedplate.engines.base import (
     known_failure,
 )
 from bedplate.engines.knobs import has_own_defaults, landed, threads_knob, worth_turning
-from bedplate.engines.shipped import CORE, ServedByBedplate
+from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, ServedByBedplate
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.tuning import Choice, Knob
 
@@ -75,11 +75,11 @@ class MistralRs(ServedByBedplate):
     name = "mistral.rs"
     version = "0.9.5"
     recipe = Recipe(
-        packages=("mistralrs==0.9.5", "jinja2==3.1.6"),
-        programs=(("mistralrs-server", "mistralrs_server.py"), CORE),
-        download_bytes=26_000_000,
-        disk_bytes=84_000_000,
-        check="import mistralrs, jinja2; mistralrs.Runner",
+        packages=("mistralrs==0.9.5", "jinja2==3.1.6", *SERVER_PACKAGES),
+        programs=(("mistralrs-server", "mistralrs_server.py"), *SERVER),
+        download_bytes=27_000_000,
+        disk_bytes=87_000_000,
+        check="import mistralrs, jinja2, uvicorn, starlette; mistralrs.Runner",
     )
     formats = ("gguf", "safetensors")
     vendors = ("nvidia", "apple")

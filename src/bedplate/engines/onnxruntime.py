@@ -19,7 +19,7 @@ from bedplate.engines.base import (
     source_folder,
 )
 from bedplate.engines.knobs import has_own_defaults, landed, slots_knob, threads_knob, worth_turning
-from bedplate.engines.shipped import CORE, ServedByBedplate
+from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, ServedByBedplate
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
 from bedplate.values.record import estimate
@@ -49,16 +49,17 @@ RECIPE = Recipe(
         "onnxruntime==1.31.1",
         "tokenizers==0.23.3",
         "jinja2==3.1.6",
+        *SERVER_PACKAGES,
         "torch==2.13.0",
         "transformers==5.22.2",
         "onnx==1.23.2",
         "onnx-ir==1.1.0",
         "onnxscript==0.7.2",
     ),
-    programs=(("onnxruntime-server", "onnxruntime_server.py"), ("onnx-export", "onnx_export.py"), CORE),
+    programs=(("onnxruntime-server", "onnxruntime_server.py"), ("onnx-export", "onnx_export.py"), *SERVER),
     download_bytes=320_000_000,
     disk_bytes=1_080_000_000,
-    check="import onnxruntime, onnxruntime_genai, tokenizers, jinja2, onnx_ir, torch, transformers",
+    check="import onnxruntime, onnxruntime_genai, tokenizers, jinja2, uvicorn, starlette, onnx_ir, torch, transformers",
 )
 _ON_CUDA = {"onnxruntime-genai": "onnxruntime-genai-cuda", "onnxruntime": "onnxruntime-gpu"}
 CUDA_RECIPE = msgspec.structs.replace(

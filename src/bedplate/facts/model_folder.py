@@ -67,7 +67,7 @@ def read_folder(folder: Path, *, name: str | None = None, origin: str | None = N
     )
 
 
-def read_config_file(path: Path, *, origin: str | None = None) -> Model:
+def read_config_file(path: Path) -> Model:
     """A configuration by itself: `config.json`, or a copy that is named after its model."""
     path = path.expanduser().absolute()
     fields = read_json(path)
@@ -75,9 +75,7 @@ def read_config_file(path: Path, *, origin: str | None = None) -> Model:
     name = stem.replace("--", "/", 1) if stem else _folder_name(path.parent)
     beside = path.with_name(path.name.replace("config.json", "hf_quant_config.json"))
     quant = read_json(beside) if beside != path and beside.is_file() else None
-    return by_name(
-        read_config(fields, name=name, quant_file=quant, origin=origin or "a configuration, without weights")
-    )
+    return by_name(read_config(fields, name=name, quant_file=quant, origin="a configuration, without weights"))
 
 
 def by_name(model: Model) -> Model:

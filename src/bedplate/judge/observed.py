@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bedplate.measure.statistics import quantile
 from bedplate.measure.summary import all_samples, why_invalid
 from bedplate.values.run import Cell, Sample
+from bedplate.values.statistics import quantile
 
 ONE_TOKEN_EVENTS = (0.9, 1.15)
 ALIKE = 0.5

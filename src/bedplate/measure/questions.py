@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -13,7 +12,6 @@ from bedplate.values.run import Load
 from bedplate.values.workload import LatencyTarget
 
 T = TypeVar("T", int, float)
-SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 MOST_CELLS = 64
 OpenArrivals = Literal["poisson", "constant", "burst"]
 
@@ -26,13 +24,6 @@ def engine_list(text: str) -> tuple[str, ...] | str:
     if not names or "all" in names or "installed" in names:
         raise BadQuestion(f"--engines {text!r} is no list of engines", hint="ids with commas, or installed, or all")
     return tuple(dict.fromkeys(names))
-
-
-def read_budget(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in SECONDS or float(found[1]) <= 0:
-        raise BadQuestion(f"--budget {text!r} is no time", hint="such as 90s, 10m or 1h")
-    return float(found[1]) * SECONDS[found[2]]
 
 
 def read_target(text: str) -> LatencyTarget:

@@ -8,19 +8,10 @@ import statistics
 from collections.abc import Sequence
 from functools import lru_cache
 
+from bedplate.values.statistics import quantile
 from bedplate.values.summary import Percentiles
 
 PERCENTILES = (0.90, 0.95, 0.99)
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values, between the two nearest of them in proportion."""
-    position = share * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    # Written so that it stays between its neighbours whatever rounding does.
-    return min(max(ordered[below] + (ordered[above] - ordered[below]) * (position - below), ordered[below]),
-               ordered[above])  # fmt: skip
 
 
 def percentiles(values: Sequence[float]) -> Percentiles | None:

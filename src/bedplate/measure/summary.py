@@ -445,9 +445,9 @@ SETTING_WORDS = {
 # as evidence
 
 
-def result_of(cell: Cell, summary: Summary | None = None) -> Result | None:
+def result_of(cell: Cell) -> Result | None:
     """What later plans learn of it; `None` where there is nothing to learn: it is invalid, or not a closed loop."""
-    found = summary or summarized(cell)
+    found = summarized(cell)
     if cell.load.concurrency is None or found.output_tok_s is None or not is_valid(cell):
         return None
     subject, quality = cell.subject, cell.quality

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.resources
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -173,7 +174,7 @@ def adopt(engine: Engine, python: Path) -> Environment:
     check = engine.recipe.check if engine.recipe is not None else f"import {re.sub(r'[^a-z0-9]', '_', engine.id)}"
     if (why := _fails(python, check, isolated=False)) is not None:
         raise OutsideFailed(
-            f"{engine.name} does not run in {python}", cause=why, hint="is that the environment that has its packages?"
+            f"{engine.name} does not run in {python}", cause=why, hint=_hint_for_adopting(engine.recipe, python)
         )
     ended = run_child([str(python), "-c", _DESCRIBE], limit_s=CHECK_LIMIT_S)
     version, *packages = ended.output.split() if ended.code == 0 else ["unknown"]
@@ -466,16 +467,47 @@ print(platform.python_version(), *sorted(f"{name}=={version}" for name, version 
 """
 
 
+_LIST_MISSING = """
+import importlib.metadata, importlib.util, sys
+def has(name):
+    try:
+        return bool(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:  # built from source, or a build under another name
+        return importlib.util.find_spec(name.replace("-", "_")) is not None
+print(*[name for name in sys.argv[1:] if not has(name)])
+"""
+
+
+def _hint_for_adopting(recipe: Recipe | None, python: Path) -> str:
+    """Which packages to install, where the engine itself is there and others of its recipe are not."""
+    wrong_place = "is that the environment that has its packages?"
+    if recipe is None:
+        return wrong_place
+    pins = {_package_name(pin): pin for pin in (*recipe.bare, *recipe.packages)}
+    try:
+        ended = run_child([str(python), "-c", _LIST_MISSING, *pins], limit_s=CHECK_LIMIT_S)
+    except (TimeoutError, OSError):
+        return wrong_place
+    missing = ended.output.split() if ended.code == 0 else []
+    if not missing or next(iter(pins)) in missing:
+        return wrong_place
+    return f"install what it lacks: uv pip install --python {python} {shlex.join(pins[name] for name in missing)}"
+
+
 def _version_among(packages: Sequence[str], engine: Engine) -> str | None:
     """The version of the engine's own package: the first of its recipe, or the one of its name."""
     named = (engine.recipe.bare or engine.recipe.packages)[:1] if engine.recipe is not None else ()
     for wanted in (*named, engine.id):
-        name = _normal(re.split(r"[\[=<>~; ]", wanted)[0])
+        name = _package_name(wanted)
         for package in packages:
             found, _, version = package.partition("==")
             if _normal(found) == name:
                 return version
     return None
+
+
+def _package_name(requirement: str) -> str:
+    return _normal(re.split(r"[\[=<>~; ]", requirement)[0])
 
 
 def _normal(name: str) -> str:
@@ -486,7 +518,7 @@ def _put_programs(recipe: Recipe, folder: Path) -> None:
     for name, file in recipe.programs:
         content, program = shipped(file), folder / name
         if not program.is_file() or program.read_bytes() != content:
-            folder.mkdir(parents=True, exist_ok=True)
+            program.parent.mkdir(parents=True, exist_ok=True)
             _replace(program, content)
             program.chmod(0o755)
 

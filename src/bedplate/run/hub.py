@@ -77,17 +77,6 @@ class HubChoice:
         return f"{self.repo}:{self.quantization}" if self.quantization else f"{self.repo}/{self.files[0].path}"
 
 
-def fetch_gguf(
-    reference: str, *, fits: Callable[[int], bool], say: Say | None = None, progress: Progress | None = None
-) -> Path:
-    """Chooses and downloads; returns the path that an engine is given."""
-    choice = choose(reference, fits=fits)
-    if say:
-        parts = f" in {len(choice.files)} files" if len(choice.files) > 1 else ""
-        say(f"{choice.name}, {human_size(choice.size_bytes)}{parts}, to {choice.folder}")
-    return download(choice, progress=progress, say=say)
-
-
 def choose(reference: str, *, fits: Callable[[int], bool]) -> HubChoice:
     """The GGUF to take from `owner/name`, `owner/name:Q4_K_M` or `owner/name/file.gguf`.
 

@@ -16,10 +16,10 @@ ID_LETTERS = 8
 DAY_S = 86_400.0
 
 
-def render_prepared(kept: Sequence[Kept], now: dt.datetime | None = None) -> RenderableType:
+def render_prepared(kept: Sequence[Kept]) -> RenderableType:
     if not kept:
         return Text(" nothing is kept: no engine here needed converted weights yet", style="dim")
-    now = now or dt.datetime.now(dt.UTC)
+    now = dt.datetime.now(dt.UTC)
     table = Columns(
         Column.of("id", [Text(one.id[:ID_LETTERS], style="bold") for one in kept]),
         (

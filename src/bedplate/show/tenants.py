@@ -17,10 +17,10 @@ from bedplate.values.traffic import UsageReport
 NO_LIMIT = "–"
 
 
-def render_tenants(tenants: Sequence[Tenant], now: dt.datetime | None = None) -> RenderableType:
+def render_tenants(tenants: Sequence[Tenant]) -> RenderableType:
     if not tenants:
         return Text(" no keys: endpoints on this machine ask for none, unless serve was given one", style="dim")
-    moment = now or dt.datetime.now(dt.UTC)
+    moment = dt.datetime.now(dt.UTC)
     return Columns(
         Column.of("tenant", [_name(one) for one in tenants]),
         (

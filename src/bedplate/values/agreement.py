@@ -48,10 +48,6 @@ class Agreement(Record, frozen=True, kw_only=True):
     def agreement(self) -> float | None:
         return self.agreed / self.answered if self.answered else None
 
-    @property
-    def clear_agreement(self) -> float | None:
-        return self.clear_agreed / self.clear if self.clear else None
-
     def same_setting(self, engine: str, version: str, weights: str, settings: Settings) -> bool:
         """Whether it speaks of this engine in this version, weights, device and kind of cache."""
         own = self.settings

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from bedplate.errors import BadQuestion
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+YEAR_S = 366 * 86400.0
 _STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -49,14 +51,22 @@ def _scaled(value: float, step: float, units: tuple[str, ...]) -> str:
     return f"{digits} {units[power]}"
 
 
-def parsed_seconds(text: str, field: str = "a time") -> float:
-    """`90`, `10m`, `1h30m`, `1.5 h` as seconds."""
+def parsed_seconds(text: str, field: str = "a time", *, positive: bool = False, most_s: float = math.inf) -> float:
+    """`90`, `10m`, `1h30m`, `1.5 h` as seconds. `positive`: 0 is refused."""
     given = text.strip().lower()
+    hint = "for example 90s, 10m or 1h30m"
     if re.fullmatch(r"\d+(\.\d+)?", given):
-        return float(given)
-    if not re.fullmatch(r"(\d+(\.\d+)?\s*(ms|s|min|m|h|d)\s*)+", given):
-        raise BadQuestion(f"{field}: {text!r} is no length of time", hint="for example 90s, 10m or 1h30m")
-    return sum(float(n) * _SECONDS[unit] for n, _, unit in re.findall(r"(\d+(\.\d+)?)\s*(ms|s|min|m|h|d)", given))
+        found = float(given)
+    elif re.fullmatch(r"(\d+(\.\d+)?\s*(ms|s|min|m|h|d)\s*)+", given):
+        parts = re.findall(r"(\d+(\.\d+)?)\s*(ms|s|min|m|h|d)", given)
+        found = sum(float(number) * _SECONDS[unit] for number, _, unit in parts)
+    else:
+        raise BadQuestion(f"{field}: {text!r} is no length of time", hint=hint)
+    if positive and found <= 0:
+        raise BadQuestion(f"{field}: must be more than 0", hint=hint)
+    if found > most_s:
+        raise BadQuestion(f"{field}: {text!r} is longer than {most_s / _SECONDS['d']:g} days", hint=hint)
+    return found
 
 
 def parsed_bytes(text: str, field: str = "a size") -> int:

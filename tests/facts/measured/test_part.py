@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,16 @@ NOTHING = "import sys; sys.stdin.read(); "
 
 
 def run(code: str, limit_s: float = 60.0, seen: list[int] | None = None) -> disk.Result:
-    command = (sys.executable, "-c", NOTHING + code)
-    return run_part(
-        "disk", ASKED, disk.Result, seen.append if seen is not None else None, limit_s=limit_s, command=command
-    )
+    with started_by(sys.executable, "-c", NOTHING + code):
+        return run_part("disk", ASKED, disk.Result, seen.append if seen is not None else None, limit_s=limit_s)
+
+
+@contextlib.contextmanager
+def started_by(*command: str) -> Iterator[None]:
+    """Another program in the place of the worker."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bedplate.facts.measured.part._command", lambda _: command)
+        yield
 
 
 def test_progress_and_the_answer_come_back() -> None:
@@ -88,13 +95,13 @@ def test_an_answer_that_is_none_is_a_note(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_part_that_never_reads_its_request_is_no_trouble() -> None:
-    with pytest.raises(OutsideFailed, match="exit code 3"):
-        run_part("disk", ASKED, disk.Result, command=(sys.executable, "-c", "raise SystemExit(3)"))
+    with started_by(sys.executable, "-c", "raise SystemExit(3)"), pytest.raises(OutsideFailed, match="exit code 3"):
+        run_part("disk", ASKED, disk.Result)
 
 
 def test_an_interpreter_that_is_not_there() -> None:
-    with pytest.raises(OutsideFailed, match="could not be started"):
-        run_part("disk", ASKED, disk.Result, command=("/nowhere/python",))
+    with started_by("/nowhere/python"), pytest.raises(OutsideFailed, match="could not be started"):
+        run_part("disk", ASKED, disk.Result)
 
 
 def test_every_part_may_fail_and_the_rest_is_still_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

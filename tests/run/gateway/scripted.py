@@ -336,7 +336,7 @@ class House:
         return client
 
     def active(self) -> int:
-        return sum(self.gateway.way_to(backend)[0].active for backend in self.gateway.backends)
+        return sum(way.pool.active for route in self.gateway.routes for way in route.ways)
 
     def waiting(self) -> int:
         return sum(self.gateway.waiting(model) for model in self.gateway.models)
@@ -435,7 +435,8 @@ class Bench:
         self.client = ClientConnection(self.gateway)
         self.to_client = Wire()
         self.client.connection_made(self.to_client)
-        self.pool, _ = self.gateway.way_to(self.backend)
+        ((way,),) = (route.ways for route in self.gateway.routes)
+        self.pool = way.pool
         self.engine = EngineConnection(self.pool, ("127.0.0.1", 1))
         self.to_engine = Wire()
         self.engine.connection_made(self.to_engine)

@@ -11,6 +11,7 @@ import pytest
 
 from bedplate.run.gateway import BackendState
 from bedplate.run.gateway.exchange import Exchange
+from bedplate.run.gateway.pages import Shown
 
 from .scripted import (
     ANSWER,
@@ -329,7 +330,8 @@ async def test_a_reset_is_no_way_to_end_a_body_without_a_length() -> None:
         house.engine.answer(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{"a":', sent, End.RESET)
         asking = asyncio.ensure_future(ask(house))
         await house.engine.request()
-        pool, _ = house.gateway.way_to(house.backend)
+        ((way,),) = (route.ways for route in house.gateway.routes)
+        pool = way.pool
         await until(lambda: any(c._ends_at_close for c in engine_connections(house)), "the head to arrive")
         sent.set()
         assert is_engine_stopped(await within(asking))
@@ -527,7 +529,8 @@ async def test_requests_beyond_the_engines_connections_wait_in_order() -> None:
         gates = [asyncio.Event() for _ in range(6)]
         for number, gate in enumerate(gates):
             house.engine.answer(gate, plain({"n": number}))
-        pool, _ = house.gateway.way_to(house.backend)
+        ((way,),) = (route.ways for route in house.gateway.routes)
+        pool = way.pool
         asking = []
         for number in range(6):
             client = await house.client()
@@ -641,16 +644,18 @@ async def test_no_answer_begins_before_a_slow_reader_has_read_the_last_one() -> 
 
 
 async def test_a_slow_reader_of_pages_gets_the_next_one_too() -> None:
-    """The framework's own flow control is left in order, for it serves the whole connection."""
+    large = b"x" * 20_000_000
     async with serving() as house:
+        house.gateway.handed["/large"] = lambda _: Shown(large, "text/plain")
         client = await house.client()
-        assert (await client.get("/health")).status == 200
-        (connection,) = house.gateway.connections
         for _ in range(3):
-            connection.data_received(request("/health"))
-            connection.pause_writing()
-            await client.answer()
-            connection.resume_writing()
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await client.send(request("/large") + request("/health"))
+            (connection,) = house.gateway.connections
+            await until(lambda: connection._paused, "more to be written than the client takes")  # noqa: B023
+            client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            assert (await client.answer()).body == large
+            assert (await client.answer()).status == 200
             assert (await client.get("/health")).status == 200
 
 

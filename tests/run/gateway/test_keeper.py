@@ -191,7 +191,7 @@ def test_a_log_of_many_pages_is_read_to_its_end(path: Path, monkeypatch: pytest.
     monkeypatch.setattr(store, "PAGE", 10)
     store.add_requests([row(float(n), tenant="ab"[n % 2]) for n in range(35)], path)
     assert [one.at_s for one in rows(path)] == [float(n) for n in range(35)]
-    assert [one.at_s for one in store.requests(30.0, tenant="b", path=path)] == [31.0, 33.0]
+    assert [one.at_s for one in store.requests(30.0, path=path) if one.tenant == "b"] == [31.0, 33.0]
     assert not list(store.requests(model="other", path=path))
 
 

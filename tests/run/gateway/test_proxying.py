@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.run.gateway import BackendState, sse
+from bedplate.run.gateway.pages import Shown, Visit
 from bedplate.run.gateway.watch import Times
 
 from .scripted import (
@@ -33,7 +34,6 @@ from .scripted import (
     plain,
     request,
     serving,
-    until,
     whole_stream,
     within,
 )
@@ -642,25 +642,51 @@ async def test_a_page_that_fails_is_an_openai_error(caplog: pytest.LogCaptureFix
         assert (await client.get("/v1/models")).status == 200
 
 
-async def test_a_page_handler_that_hangs_up_when_idle_takes_no_stream_with_it() -> None:
-    """The framework closes its side after an hour; on the same connection a stream may be running by then."""
-    go_on = asyncio.Event()
+async def test_a_head_request_gets_the_length_of_the_page_and_no_body() -> None:
     async with serving() as house:
-        house.engine.answer(STREAM_HEAD + chunk(delta("a")), go_on, chunk(DONE) + STREAM_END)
         client = await house.client()
-        assert (await client.get("/health")).status == 200
-        await client.send(request(CHAT, chat(stream=True)))
-        await client.head()
-        assert await client.chunk() == delta("a")
-        (connection,) = house.gateway.connections
-        inner = connection._inner
-        assert inner is not None
-        inner.close()
-        go_on.set()
-        assert await client.chunk() == DONE
-        assert await client.chunk() == b""
-        assert (await client.get("/health")).status == 200
-        await until(lambda: house.metric("requests_in_flight") == 0, "the stream to end")
+        page = await client.get("/v1/models")
+        await client.send(request("/v1/models", method="HEAD") + request("/v1/models"))
+        head = await client.head()
+        assert (head.status, head.headers["content-length"]) == (200, str(len(page.body)))
+        assert (await client.answer()).body == page.body
+
+
+async def test_a_page_gets_the_path_and_the_query_decoded() -> None:
+    visits: list[Visit] = []
+
+    def page(visit: Visit) -> Shown:
+        visits.append(visit)
+        return Shown(b"x", "text/plain", {"X-Frame-Options": "DENY"})
+
+    async with serving() as house:
+        house.gateway.handed["/a b"] = page
+        client = await house.client()
+        answer = await client.get("/a%20b?name=%C3%BC&name=second&empty=", accept="text/html")
+        assert answer.headers["x-frame-options"] == "DENY"
+        ((_, _, accept, query),) = visits
+        assert (accept, query) == ("text/html", {"name": "ü", "empty": ""})
+        assert (await client.get("/v1/models/" + "".join(f"%{ord(letter):02x}" for letter in "small"))).status == 200
+
+
+async def test_a_client_that_pipelines_pages_takes_turns_with_the_others() -> None:
+    seen: list[int] = []
+
+    def page(visit: Visit) -> Shown:
+        seen.append(int(visit.query["client"]))
+        return Shown(b"x", "text/plain")
+
+    async with serving() as house:
+        house.gateway.handed["/page"] = page
+        greedy, other = await house.client(), await house.client()
+        for client in (greedy, other):
+            assert (await client.get("/health")).status == 200
+        greedy.writer.write(request("/page?client=1") * 2000)
+        other.writer.write(request("/page?client=2"))
+        await other.answer()
+        assert seen.index(2) < 100
+        for _ in range(2000):
+            await greedy.answer()
 
 
 # what time it is

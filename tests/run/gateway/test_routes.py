@@ -482,9 +482,10 @@ async def test_a_request_that_waits_for_another_backend_does_not_spin() -> None:
 async def test_names_of_models_go_before_aliases_of_others() -> None:
     other = backend_at(1, "small.gguf")
     async with serving(other) as house:
-        assert house.gateway.backend_for("SMALL.gguf") is other
-        assert house.gateway.backend_for("small") is house.backend
-        assert house.gateway.backend_for(None) is None
+        named, aliased = house.gateway.route_for("SMALL.gguf"), house.gateway.route_for("small")
+        assert named is not None and named.backends == [other]
+        assert aliased is not None and aliased.backends == [house.backend]
+        assert house.gateway.route_for(None) is None
 
 
 # before latency collapses

@@ -257,17 +257,9 @@ def _pairs(tokens: float, depth: float, window: int | None) -> float:
     return growing * (depth + (growing + 1) / 2) + (tokens - growing) * window
 
 
-def all_reduce_bytes(tokens: float, shape: Shape, ranks: int, bytes_each: float = 2.0) -> float:
-    """What each device sends in one all-reduce of the hidden states, by a ring."""
-    return 2.0 * (ranks - 1) / ranks * tokens * shape.hidden * bytes_each if ranks > 1 else 0.0
-
-
-def all_reduce_s(tokens: float, shape: Shape, ranks: int, machine: Machine, latency_s: float) -> float:
-    """One all-reduce of the hidden states of so many tokens over `ranks` devices."""
-    if ranks <= 1:
-        return 0.0
-    rate = link_bytes_s(machine, ranks)
-    return latency_s + (all_reduce_bytes(tokens, shape, ranks) / rate if rate else 0.0)
+def all_reduce_bytes(tokens: float, shape: Shape, ranks: int) -> float:
+    """What each device sends in one all-reduce of the hidden states, in 16 bits, by a ring."""
+    return 2.0 * (ranks - 1) / ranks * tokens * shape.hidden * 2.0 if ranks > 1 else 0.0
 
 
 def link_bytes_s(machine: Machine, ranks: int) -> float | None:

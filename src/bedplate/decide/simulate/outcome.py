@@ -7,6 +7,7 @@ from typing import NamedTuple
 from bedplate.decide.simulate.fleet import Fleet, Ran
 from bedplate.values.cost import Price, per_million
 from bedplate.values.simulation import Outcome, Times
+from bedplate.values.statistics import quantile
 from bedplate.values.workload import LatencyTarget
 
 MET = 0.95
@@ -21,16 +22,11 @@ class Paid(NamedTuple):
     electricity_price: float | None = None
 
 
-def percentile(ordered: list[float], share: float) -> float:
-    """By the nearest rank, so that it is a latency that some request had."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def times(seconds: list[float]) -> Times | None:
     if not seconds:
         return None
     ordered = sorted(seconds)
-    p50, p95, p99 = (percentile(ordered, share) * 1000 for share in (0.5, 0.95, 0.99))
+    p50, p95, p99 = (quantile(ordered, share) * 1000 for share in (0.5, 0.95, 0.99))
     return Times(mean=sum(ordered) / len(ordered) * 1000, p50=p50, p95=p95, p99=p99)
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from bedplate.engines.base import Engine, EngineState, Failure
+from bedplate.engines.base import Engine, EngineState, Failure, known_failure
 from bedplate.values import Plan
 
-CORE = ("openai_server.py", "openai_server.py")
-"""The part that all such servers share, as a recipe's program: it lies beside the backend that imports it."""
+SERVER = tuple(
+    (f"openai_server/{name}.py", f"openai_server/{name}.py")
+    for name in ("__init__", "backend", "text", "worker", "shapes", "endpoints", "serve")
+)
+"""The package that all such servers share, as a recipe's programs: it lies beside the backend that imports it."""
+SERVER_PACKAGES = ("uvicorn==0.54.0", "starlette==1.10.0")
+"""What that package stands on. None of these engines' own packages bring them."""
 _FAILURES: tuple[tuple[str, Failure], ...] = (
     (
         r"bedplate-engine: cannot listen on \S+: port is in use",
@@ -17,6 +22,14 @@ _FAILURES: tuple[tuple[str, Failure], ...] = (
             message="the private port was taken by another program in the same moment",
             hint="start again; another port is chosen then",
             lasting=False,
+        ),
+    ),
+    (
+        # An environment that was adopted by an earlier version, whose server needed neither.
+        r"bedplate-engine: (?P<python>.+) lacks (?:uvicorn|starlette)$",
+        Failure(
+            message="{python} lacks packages that bedplate's server needs",
+            hint=f"uv pip install --python {{python}} {' '.join(SERVER_PACKAGES)}",
         ),
     ),
     (
@@ -55,7 +68,7 @@ class ServedByBedplate(Engine):
         )
 
     def explain(self, log: str) -> Failure | None:
-        return next((failure for pattern, failure in _FAILURES if re.search(pattern, log)), None)
+        return known_failure(log, _FAILURES)
 
 
 def _number(text: str | None) -> float | None:

@@ -19,6 +19,10 @@ PROGRESS, RESULT = "progress", "result"
 MODULE = "bedplate.facts.measured.worker"
 
 
+def _command(name: str) -> tuple[str, ...]:
+    return sys.executable, "-m", MODULE, name
+
+
 def run_part(
     name: str,
     request: Record,
@@ -26,7 +30,6 @@ def run_part(
     update: Callable[[int], None] | None = None,
     *,
     limit_s: float = 60.0,
-    command: tuple[str, ...] | None = None,
 ) -> R:
     """What the part `name` of worker.py answers to `request`; `update` hears how far it is, in hundredths."""
     import msgspec
@@ -39,7 +42,7 @@ def run_part(
     alarm.daemon = True
     with tempfile.TemporaryFile() as errors:
         try:
-            process = _start(command or (sys.executable, "-m", MODULE, name), errors)
+            process = _start(_command(name), errors)
             alarm.start()
             answer = _converse(process, msgspec.json.encode(request), update or (lambda done: None))
             code = process.wait()

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from bedplate.measure.load.preparing import prepare as prepare
     from bedplate.measure.load.repeating import Rule as Rule
     from bedplate.measure.load.repeating import output_tok_s as output_tok_s
-    from bedplate.measure.load.repeating import repeats as repeats
-    from bedplate.measure.load.repeating import repeats_sync as repeats_sync
     from bedplate.measure.load.target import Target as Target
 
 _FACE = {
@@ -32,8 +30,6 @@ _FACE = {
     "measure_apart": "apart",
     "output_tok_s": "repeating",
     "prepare": "preparing",
-    "repeats": "repeating",
-    "repeats_sync": "repeating",
     "run": "loops",
     "self_check": "own",
     "serve_null": "null_server",

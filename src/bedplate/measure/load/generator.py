@@ -14,9 +14,9 @@ from bedplate.measure.load.preparing import Prepared, prepare
 from bedplate.measure.load.schedule import arrivals, checked
 from bedplate.measure.load.target import Target
 from bedplate.measure.load.wire import Exchange
-from bedplate.measure.statistics import quantile
 from bedplate.values.record import replaced
 from bedplate.values.run import Client, Load, Repeat, Sample
+from bedplate.values.statistics import quantile
 from bedplate.values.workload import RequestShape
 
 

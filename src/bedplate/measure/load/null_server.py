@@ -316,10 +316,10 @@ class Null(NamedTuple):
 
 @contextlib.contextmanager
 def serve_null(
-    *, first_ms: float = 50.0, interval_ms: float = 20.0, tokens: int = 64, headers: str = "apart", overhead: int = 0
+    *, first_ms: float = 50.0, interval_ms: float = 20.0, tokens: int = 64, overhead: int = 0
 ) -> Iterator[Null]:
     """Runs one as a process of its own, which ends with us however we end."""
-    options = {"first-ms": first_ms, "interval-ms": interval_ms, "tokens": tokens, "headers": headers}
+    options = {"first-ms": first_ms, "interval-ms": interval_ms, "tokens": tokens}
     argv = [sys.executable, "-m", "bedplate.measure.load.null_server", "--with-parent", f"--overhead={overhead}"]
     argv += [f"--{name}={value}" for name, value in options.items()]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -12,9 +12,9 @@ from bedplate.measure.load.null_server import MODEL, serve_null
 from bedplate.measure.load.preparing import Prepared
 from bedplate.measure.load.target import Target
 from bedplate.measure.load.wire import Exchange
-from bedplate.measure.statistics import quantile
 from bedplate.values.record import Record
 from bedplate.values.run import Client, Load
+from bedplate.values.statistics import quantile
 
 FIRST_MS = 50.0
 INTERVAL_MS = 20.0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from bedplate.measure.statistics import half_width
 from bedplate.values.record import Record
@@ -47,27 +46,3 @@ def halt(values: Sequence[float | None], spent_s: float, rule: Rule) -> Halt | N
 def is_narrow(values: Sequence[float], share: float) -> bool:
     width = half_width(values)
     return width is not None and width <= share * abs(statistics.fmean(values))
-
-
-async def repeats(
-    one: Callable[[int], Awaitable[Repeat]], *, rule: Rule | None = None, of: Figure = output_tok_s
-) -> tuple[list[Repeat], Halt]:
-    """Calls `one` with 0, 1, 2 … until the rule says halt."""
-    rule = rule or Rule()
-    found: list[Repeat] = []
-    began = time.monotonic()
-    while (why := halt([of(each) for each in found], time.monotonic() - began, rule)) is None:
-        found.append(await one(len(found)))
-    return found, why
-
-
-def repeats_sync(
-    one: Callable[[int], Repeat], *, rule: Rule | None = None, of: Figure = output_tok_s
-) -> tuple[list[Repeat], Halt]:
-    """The same with a plain function."""
-    rule = rule or Rule()
-    found: list[Repeat] = []
-    began = time.monotonic()
-    while (why := halt([of(each) for each in found], time.monotonic() - began, rule)) is None:
-        found.append(one(len(found)))
-    return found, why

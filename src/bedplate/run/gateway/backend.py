@@ -115,9 +115,6 @@ class Backend:
         """Whether it may be given a request, however well it is."""
         return self._state == "ready" and self._share > 0
 
-    def answers_to(self, name: str) -> bool:
-        return name.lower() in self.names
-
     def unavailable(self) -> str:
         """Why a request cannot be taken now, in one sentence."""
         if self.state == "failed":

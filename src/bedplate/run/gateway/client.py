@@ -13,7 +13,7 @@ import msgspec
 
 from bedplate.run.gateway import sse
 from bedplate.run.gateway.exchange import Exchange
-from bedplate.run.gateway.inner import InnerConnection
+from bedplate.run.gateway.pages import show_page
 
 if TYPE_CHECKING:
     from bedplate.run.gateway.backend import Backend
@@ -61,7 +61,7 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_arrived_bytes", "_body", "_body_bytes", "_chunked", "_closing", "_current", "_discarding", "_fed", "_gateway",
-        "_head_bytes", "_head_pieces_bytes", "_headers", "_inner", "_keep_alive", "_key", "_linger_until", "_member",
+        "_head_bytes", "_head_pieces_bytes", "_headers", "_keep_alive", "_key", "_linger_until", "_member",
         "_owes_continue", "_parser", "_paused", "_rejection", "_stage", "_target", "_transport", "_waiting", "deadline",
     )  # fmt: skip
 
@@ -69,13 +69,12 @@ class ClientConnection(asyncio.Protocol):
         self._gateway = gateway
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self._current: Exchange | InnerConnection | None = None
+        self._current: Exchange | None = None
         self._key: Key | None = None
         """The last one that came on this connection and was good."""
         self._member: Member | None = None
         self._keep_alive = False
         self._chunked = True
-        self._inner: InnerConnection | None = None
         self._waiting: deque[Request] = deque()
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -108,8 +107,6 @@ class ClientConnection(asyncio.Protocol):
         current, self._current = self._current, None
         if current is not None:
             current.client_gone()
-        if self._inner is not None and self._inner is not current:
-            self._inner.client_gone()
 
     def data_received(self, data: bytes) -> None:
         if self._discarding:
@@ -150,8 +147,6 @@ class ClientConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._paused = False
-        if self._inner is not None:
-            self._inner.resume()
         if self._current is not None:
             self.deadline = None
             self._current.resume()
@@ -221,8 +216,8 @@ class ClientConnection(asyncio.Protocol):
             self._reject_body()
             return
         if expects and self._parser.get_http_version() == "1.1":
-            if self._is_free():
-                self.write_raw(_CONTINUE)
+            if self._transport is not None and self._is_free():
+                self._transport.write(_CONTINUE)
             else:
                 self._owes_continue = True
 
@@ -278,16 +273,22 @@ class ClientConnection(asyncio.Protocol):
     # what an exchange says
 
     def respond(
-        self, status: int, body: bytes, *, content_type: bytes = b"application/json", extra: bytes = b""
+        self,
+        status: int,
+        body: bytes,
+        *,
+        content_type: bytes = b"application/json",
+        extra: bytes = b"",
+        to_head: bool = False,
     ) -> None:
-        """A whole answer."""
+        """A whole answer; `to_head`: without its body."""
         if self._transport is None:
             return
         if not self._keep_alive or self._closing:
             extra += b"connection: close\r\n"
         self._transport.write(
             b"%b%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n%b"
-            % (_status_line(status), self._gateway.date, content_type, len(body), extra, body)
+            % (_status_line(status), self._gateway.date, content_type, len(body), extra, b"" if to_head else body)
         )
         self._answered()
 
@@ -315,16 +316,6 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(b"0\r\n\r\n")
         self._answered()
 
-    def write_raw(self, data: bytes) -> None:
-        """Bytes of an answer that was framed elsewhere."""
-        if self._transport is not None:
-            self._transport.write(data)
-
-    def answered_raw(self, inner: InnerConnection, *, keep_alive: bool) -> None:
-        if self._current is inner:  # else it hangs up between two pages, which is nothing to the client
-            self._closing = self._closing or not keep_alive
-            self._answered()
-
     # the gateway's wish
 
     def close_when_idle(self) -> bool:
@@ -336,14 +327,14 @@ class ClientConnection(asyncio.Protocol):
 
     def stop(self, message: str) -> None:
         self._closing = True
-        if isinstance(self._current, Exchange):
+        if self._current is not None:
             self._current.stop(message)
         else:
             self._close()
 
     def stop_at(self, backend: Backend, message: str) -> None:
         """Ends what this backend is still answering."""
-        if isinstance(self._current, Exchange) and self._current.is_at(backend):
+        if self._current is not None and self._current.is_at(backend):
             self._current.stop(message)
 
     def abort(self) -> None:
@@ -364,19 +355,22 @@ class ClientConnection(asyncio.Protocol):
 
     # inside
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: Request, *, in_turn: bool = False) -> None:
+        """`in_turn`: called by the event loop, and not by the parser with more requests to come."""
+        api = sse.APIS.get(request.path) if request.method == b"POST" else None
+        if api is None and not in_turn:
+            # A page is computed here and now: a client that pipelines many of them takes turns with the others.
+            self._waiting.append(request)
+            asyncio.get_running_loop().call_soon(self._answer_next)
+            return
         size = len(request.body)
         self._arrived_bytes -= size
         self._gateway.arriving_bytes -= size
         self.deadline = None
         self._keep_alive = request.keep_alive
         self._chunked = request.chunked
-        api = sse.APIS.get(request.path)
-        if api is None or request.method != b"POST":
-            if self._inner is None or self._inner.is_closing():
-                self._inner = InnerConnection(self, self._gateway.new_inner_handler())
-            self._current = self._inner
-            self._inner.send(request)
+        if api is None:
+            self._show_page(request)
             return
         try:
             asked = sse.read_asked(request.body)
@@ -409,6 +403,12 @@ class ClientConnection(asyncio.Protocol):
         self._current = exchange = Exchange(self, request, api, asked, self._gateway, route, member, cost_tokens, now)
         exchange.start()
 
+    def _show_page(self, request: Request) -> None:
+        shown = show_page(self._gateway, request)
+        extra = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in shown.headers.items())
+        content_type, to_head = shown.content_type.encode(), request.method == b"HEAD"
+        self.respond(shown.status, shown.body, content_type=content_type, extra=extra, to_head=to_head)
+
     def _turn_away(
         self, route: Route, member: Member, api: sse.Api, asked: sse.Asked, num_bytes: int, why: Unaccepted
     ) -> None:
@@ -439,7 +439,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _answer_next(self) -> None:
         if self._transport is not None and self._current is None and self._waiting and not self._paused:
-            self._answer(self._waiting.popleft())
+            self._answer(self._waiting.popleft(), in_turn=True)
 
     def _is_free(self) -> bool:
         """Whether an answer may begin now. One to a client that does not read the last one would pile up here."""

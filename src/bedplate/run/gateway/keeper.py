@@ -58,8 +58,6 @@ class Keeper:
         path: Path | None = None,
         *,
         content: Path | None = None,
-        keep_days: float = KEEP_DAYS,
-        keep_requests: int = KEEP_REQUESTS,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Raises when there is a store that cannot be read: who may ask here would not be known.
@@ -73,7 +71,6 @@ class Keeper:
         self.written = 0
         self.listeners: list[Callable[[ServedRequest], None]] = []
         """Told of each request that has ended, in the gateway's loop; what they do delays the next one."""
-        self._keep_s, self._keep_requests = keep_days * 86_400, keep_requests
         self._note = note
         self._pending: deque[ServedRequest] = deque()
         self._contents: deque[tuple[ServedRequest, Words]] = deque()
@@ -129,7 +126,7 @@ class Keeper:
             if time.monotonic() > fold_at:
                 fold_at = time.monotonic() + FOLD_EVERY_S
                 with contextlib.suppress(OutsideFailed):
-                    store.fold_requests(time.time() - self._keep_s, self._keep_requests, self.path)
+                    store.fold_requests(time.time() - KEEP_DAYS * 86_400, KEEP_REQUESTS, self.path)
         self._write()
 
     def _write(self) -> None:

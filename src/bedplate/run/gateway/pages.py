@@ -1,4 +1,4 @@
-"""Everything beside the streaming APIs, as ordinary aiohttp handlers."""
+"""Everything beside the streaming APIs: plain functions from a request to the page that the gateway writes."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import html
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import parse_qsl, unquote_to_bytes
 
 import msgspec
-from aiohttp import web
 
 from bedplate._version import __version__
 from bedplate.run.gateway import sse
-from bedplate.run.gateway.inner import TENANT_HEADER
 from bedplate.values.tenant import DEFAULT_TENANT
 
 if TYPE_CHECKING:
+    from bedplate.run.gateway.client import Request
     from bedplate.run.gateway.routes import Route
     from bedplate.run.gateway.server import Gateway
 
 _log = logging.getLogger(__name__)
 _STARTED = int(time.time())
+MODEL_PAGE = "/v1/models/{name}"
 
 
 class Visit(NamedTuple):
-    """Who looks at a page that was handed in."""
+    """Who looks at a page."""
 
     tenant: str | None
     """Whose key came with it; nobody's at the paths that need none."""
@@ -39,82 +41,109 @@ class Shown(NamedTuple):
     body: bytes
     content_type: str
     headers: Mapping[str, str] = {}
+    status: int = 200
 
 
 Page = Callable[[Visit], Shown | None]
 """A page of somebody else; `None`: the gateway's own is shown in its place. Keys are checked before it is asked."""
 
 
-def pages(gateway: Gateway) -> web.Application:
-    @web.middleware
-    async def handed(request: web.Request, handler: web._ABCHandler) -> web.StreamResponse:  # type: ignore[name-defined]
-        page = gateway.handed.get(request.path)
-        if page is None or request.method not in ("GET", "HEAD"):
-            return await handler(request)  # type: ignore[no-any-return]
-        shown = page(_visit(gateway, request))
-        if shown is None:
-            return await handler(request)  # type: ignore[no-any-return]
-        return web.Response(body=shown.body, headers={"Content-Type": shown.content_type, **shown.headers})
+def show_page(gateway: Gateway, request: Request) -> Shown:
+    """The page at the request's path, or an error in OpenAI's form."""
+    path = _decoded(request.path)
+    try:
+        return _page_at(gateway, path, request)
+    except Exception:
+        _log.exception("the page %s failed", path)
+        return _error(500, "bedplate itself failed on this page", "internal_error")
 
-    app = web.Application(middlewares=[_openai_errors, handed], client_max_size=gateway.max_body_bytes)
 
-    async def health(_: web.Request) -> web.Response:
-        unready = next((r for r in gateway.routes if not r.is_ready and not r.on_demand and r.held is None), None)
-        backend = unready.backends[0] if unready is not None and unready.backends else None
-        if not gateway.routes:
-            return _json({"status": "loading", "models": {}}, 503, {"Retry-After": "1"})
-        body = {
-            "status": "ok" if unready is None else backend.state if backend is not None else "stopped",
-            "models": {route.model: _state_of(route) for route in gateway.routes},
-        }
-        if unready is None:
-            return _json(body)
-        return _json(body, 503, {"Retry-After": str(backend.retry_after_s if backend is not None else 5)})
-
-    async def models(request: web.Request) -> web.Response:
-        wanted = request.match_info.get("name")
+def _page_at(gateway: Gateway, path: str, request: Request) -> Shown:
+    own = _own_page(path)
+    method = request.method.decode("latin-1")
+    if method in ("GET", "HEAD"):
         visit = _visit(gateway, request)
-        if wanted is None:
-            rows = [_row_of(route) for route in gateway.routes if _may_use(route, visit)]
-            return _json({"object": "list", "data": rows})
-        route = gateway.route_for(wanted)
-        if route is None or not _may_use(route, visit):
-            message = f"the model {wanted!r} is not served here"
-            return _error(404, message, "model_not_found")
-        return _json(_row_of(route))
-
-    async def metrics(request: web.Request) -> web.Response:
-        visit = _visit(gateway, request)
-        if visit.sees_all:
-            body = gateway.meters.text(gateway.routes, gateway.keeper.lost if gateway.keeper is not None else 0)
-        else:
-            body = gateway.meters.text_of(visit.tenant or "")
-        return web.Response(
-            body=body,
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
-
-    async def welcome(request: web.Request) -> web.Response:
-        if "text/html" in request.headers.get("Accept", ""):
-            return web.Response(text=_welcome_html(gateway), content_type="text/html")
-        return web.Response(text=_welcome_text(gateway))
-
-    app.on_response_prepare.append(_sign)
-    app.router.add_get("/", welcome)
-    app.router.add_get("/health", health)
-    app.router.add_get("/metrics", metrics)
-    app.router.add_get("/v1/models", models)
-    app.router.add_get("/models", models)
-    app.router.add_get("/v1/models/{name:.+}", models)
-    return app
+        handed = gateway.handed.get(path)
+        shown = handed(visit) if handed is not None else None
+        if shown is None and own is not None:
+            shown = own(gateway, visit)
+        if shown is not None:
+            return shown
+    elif own is not None:
+        return _not_allowed(path, method, "GET,HEAD")
+    if path.encode() in sse.APIS:
+        return _not_allowed(path, method, "POST")
+    return _error(404, f"there is nothing at {path}; see / for what there is", "not_found")
 
 
-def _visit(gateway: Gateway, request: web.Request) -> Visit:
-    tenants = gateway.tenants
-    name = DEFAULT_TENANT if tenants.is_open else request.headers.get(TENANT_HEADER)
-    member = tenants.member(name) if name is not None else None
-    sees_all = tenants.is_open or (member is not None and member.is_admin)
-    return Visit(name, sees_all, request.headers.get("Accept", ""), request.query)
+def _own_page(path: str) -> Callable[[Gateway, Visit], Shown] | None:
+    name = path.removeprefix(MODEL_PAGE.removesuffix("{name}"))
+    return partial(_model, name=name) if name and name != path else OWN_PAGES.get(path)
+
+
+def _visit(gateway: Gateway, request: Request) -> Visit:
+    member = request.member
+    is_open = gateway.tenants.is_open
+    name = DEFAULT_TENANT if is_open else member.name if member is not None else None
+    sees_all = is_open or (member is not None and member.is_admin)
+    accept = next((value for name, value in request.headers if name == b"accept"), b"").decode("latin-1")
+    query: dict[str, str] = {}
+    for key, value in parse_qsl(request.target.partition(b"?")[2].decode("latin-1"), keep_blank_values=True):
+        query.setdefault(key, value)
+    return Visit(name, sees_all, accept, query)
+
+
+def _decoded(path: bytes) -> str:
+    return unquote_to_bytes(path).decode("utf-8", "replace")
+
+
+def _health(gateway: Gateway, _: Visit) -> Shown:
+    unready = next((r for r in gateway.routes if not r.is_ready and not r.on_demand and r.held is None), None)
+    backend = unready.backends[0] if unready is not None and unready.backends else None
+    if not gateway.routes:
+        return _json({"status": "loading", "models": {}}, 503, {"Retry-After": "1"})
+    body = {
+        "status": "ok" if unready is None else backend.state if backend is not None else "stopped",
+        "models": {route.model: _state_of(route) for route in gateway.routes},
+    }
+    if unready is None:
+        return _json(body)
+    return _json(body, 503, {"Retry-After": str(backend.retry_after_s if backend is not None else 5)})
+
+
+def _models(gateway: Gateway, visit: Visit) -> Shown:
+    rows = [_row_of(route) for route in gateway.routes if _may_use(route, visit)]
+    return _json({"object": "list", "data": rows})
+
+
+def _model(gateway: Gateway, visit: Visit, *, name: str) -> Shown:
+    route = gateway.route_for(name)
+    if route is None or not _may_use(route, visit):
+        return _error(404, f"the model {name!r} is not served here", "model_not_found")
+    return _json(_row_of(route))
+
+
+def _metrics(gateway: Gateway, visit: Visit) -> Shown:
+    if visit.sees_all:
+        body = gateway.meters.text(gateway.routes, gateway.keeper.lost if gateway.keeper is not None else 0)
+    else:
+        body = gateway.meters.text_of(visit.tenant or "")
+    return Shown(body, "text/plain; version=0.0.4; charset=utf-8")
+
+
+def _welcome(gateway: Gateway, visit: Visit) -> Shown:
+    if "text/html" in visit.accept:
+        return Shown(_welcome_html(gateway).encode(), "text/html; charset=utf-8")
+    return Shown(_welcome_text(gateway).encode(), "text/plain; charset=utf-8")
+
+
+OWN_PAGES: dict[str, Callable[[Gateway, Visit], Shown]] = {
+    "/": _welcome,
+    "/health": _health,
+    "/metrics": _metrics,
+    "/models": _models,
+    "/v1/models": _models,
+}
 
 
 def _may_use(route: Route, visit: Visit) -> bool:
@@ -227,41 +256,14 @@ print(answer.choices[0].message.content)</pre>
 """
 
 
-def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(value), status=status, headers=headers, content_type="application/json"
-    )
+def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Shown:
+    return Shown(msgspec.json.encode(value), "application/json", headers or {}, status)
 
 
-def _error(status: int, message: str, code: str | None, headers: dict[str, str] | None = None) -> web.Response:
+def _error(status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> Shown:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    body = sse.error_body(message, kind, code)
-    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+    return Shown(sse.error_body(message, kind, code), "application/json", headers or {}, status)
 
 
-async def _sign(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "bedplate"
-
-
-@web.middleware
-async def _openai_errors(request: web.Request, handler: web._ABCHandler) -> web.StreamResponse:  # type: ignore[name-defined]
-    try:
-        return await handler(request)  # type: ignore[no-any-return]
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        if error.status == 404 and request.path.encode() in sse.APIS:
-            return _not_allowed(request, "POST")
-        if error.status == 404:
-            return _error(404, f"there is nothing at {request.path}; see / for what there is", "not_found")
-        if error.status == 405:
-            return _not_allowed(request, error.headers.get("Allow", ""))
-        return _error(error.status, error.reason, None)
-    except Exception:
-        _log.exception("the page %s failed", request.path)
-        return _error(500, "bedplate itself failed on this page", "internal_error")
-
-
-def _not_allowed(request: web.Request, allowed: str) -> web.Response:
-    message = f"{request.path} does not take {request.method}, only {allowed}"
-    return _error(405, message, "method_not_allowed", {"Allow": allowed})
+def _not_allowed(path: str, method: str, allowed: str) -> Shown:
+    return _error(405, f"{path} does not take {method}, only {allowed}", "method_not_allowed", {"Allow": allowed})

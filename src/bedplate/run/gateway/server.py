@@ -10,14 +10,12 @@ from email.utils import formatdate
 from time import monotonic, time
 from typing import TYPE_CHECKING
 
-from aiohttp import web
-
 from bedplate.errors import BadQuestion, OutsideFailed
-from bedplate.run.gateway.client import MAX_HEAD_BYTES, ClientConnection
-from bedplate.run.gateway.pages import Page, pages
+from bedplate.run.gateway.client import ClientConnection
+from bedplate.run.gateway.pages import Page
 from bedplate.run.gateway.routes import Route, Way
 from bedplate.run.gateway.tenants import Tenants, Unaccepted
-from bedplate.run.gateway.watch import Meter, Meters
+from bedplate.run.gateway.watch import Meters
 from bedplate.values.traffic import ServedRequest
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.backend import Backend
     from bedplate.run.gateway.keeper import Keeper, Words
     from bedplate.run.gateway.tenants import KeyDigest, Member
-    from bedplate.run.gateway.upstream import EnginePool
     from bedplate.values.tenant import Tenant
 
 DEFAULT_MAX_BODY_BYTES = 32 * 1000 * 1000
@@ -79,29 +76,16 @@ class Gateway:
         for backend in backends:
             self.add(backend)
         self._server: asyncio.Server | None = None
-        self._runner: web.AppRunner | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Binds the port (0: any free one) and answers from then on; returns the port."""
         if not 0 <= port <= 65535:  # uvloop never returns from binding such a port
             raise bind_failure(OSError(errno.EINVAL, "ports go from 0 to 65535"), host, port)
-        self._runner = web.AppRunner(
-            pages(self),
-            access_log=None,
-            handle_signals=False,
-            keepalive_timeout=3600,
-            # What a head may hold has been decided before it gets there.
-            max_line_size=2 * MAX_HEAD_BYTES,
-            max_field_size=2 * MAX_HEAD_BYTES,
-            max_headers=MAX_HEAD_BYTES,
-        )
-        await self._runner.setup()
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=1024)
         except (OSError, UnicodeError) as error:
-            await self._runner.cleanup()
             failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
             raise bind_failure(failure, host, port) from error
         bound: int = self._server.sockets[0].getsockname()[1]
@@ -123,6 +107,7 @@ class Gateway:
         await self._until_gone(list(self.connections), _FLUSH_S)
         for connection in list(self.connections):
             connection.abort()
+        await self._until_gone(list(self.connections), _FLUSH_S)
         if self._sweeper is not None:
             self._sweeper.cancel()
         for task in self._leaving:
@@ -130,8 +115,6 @@ class Gateway:
         for route in self._routes.values():
             for way in route.ways:
                 way.pool.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
         if self.keeper is not None:
             await self.keeper.stop()
 
@@ -233,11 +216,6 @@ class Gateway:
             return next(iter(self._routes.values())) if len(self._routes) == 1 else None
         return self._by_name.get(model.lower())
 
-    def backend_for(self, model: str | None) -> Backend | None:
-        """The first backend that serves `model`."""
-        route = self.route_for(model)
-        return route.ways[0].backend if route is not None and route.ways else None
-
     def unaccepted(self, route: Route, member: Member, num_bytes: int) -> Unaccepted | None:
         """Why the route cannot take a request of this tenant."""
         if route.is_free:
@@ -265,10 +243,6 @@ class Gateway:
                     duration_ms=0.0,
                 )
             )
-
-    def way_to(self, backend: Backend) -> tuple[EnginePool, Meter]:
-        way = self._way(backend)
-        return way.pool, way.meter
 
     def _way(self, backend: Backend) -> Way:
         for route in self._routes.values():
@@ -333,11 +307,6 @@ class Gateway:
         """A client's connection is no more."""
         self.connections.discard(connection)
         self._left.set()
-
-    def new_inner_handler(self) -> asyncio.Protocol:
-        if self._runner is None or self._runner.server is None:
-            raise RuntimeError("the gateway has not been started")
-        return self._runner.server()
 
     async def _until_gone(self, connections: list[ClientConnection], within_s: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -1,0 +1,259 @@
+"""The engine's thread, and the queue in front of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .backend import Backend, Finish, Piece, Refused, Request, Text
+from .text import Detokenizer, StopWatch
+
+PROGRESS_MARK = "bedplate-engine: loading "
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What goes to a client next."""
+
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: Finish | None = None
+    error: Refused | None = None
+
+
+class Answer:
+    """One request on its way through the worker: pieces in, text out, and exact counts."""
+
+    def __init__(self, request: Request, text: Text | None, put: Callable[[Delta], None]) -> None:
+        self.request = request
+        self.put = put
+        self.prompt_tokens = len(request.prompt)
+        self.cached_tokens: int | None = None
+        self.completion_tokens = 0
+        self.cancelled = False
+        self.done = False
+        self._text = text
+        self._detokenizer = Detokenizer(text.decode) if text is not None else None
+        self._stop = StopWatch(request.stop)
+
+    def feed(self, piece: Piece) -> Delta:
+        """Takes one piece. When the answer ends with it, `done` is set."""
+        if piece.prompt_tokens is not None:
+            self.prompt_tokens = piece.prompt_tokens
+        if piece.cached_tokens is not None:
+            self.cached_tokens = piece.cached_tokens
+        if piece.error is not None:
+            self.done = True
+            return Delta(error=Refused(piece.error, status=500))
+        self.completion_tokens += piece.tokens
+        text = piece.text
+        if text is None:
+            text = self._detokenizer.feed(piece.token) if self._detokenizer and piece.token is not None else ""
+        finish = piece.finish
+        if finish is None and self.completion_tokens >= self.request.max_tokens:
+            finish = "length"
+        if finish is not None and self._detokenizer is not None and piece.text is None:
+            text += self._detokenizer.rest()
+        text = self._stop.feed(text)
+        if self._stop.found:
+            finish = "stop"
+        elif finish is not None:
+            text += self._stop.rest()
+        self.done = finish is not None
+        return Delta(text=text, logprobs=self._logprobs(piece), finish=finish)
+
+    def _logprobs(self, piece: Piece) -> tuple[TokenLogprob, ...]:
+        if self.request.logprobs is None or piece.logprob is None:
+            return ()
+        top = tuple((self._name(token), logprob) for token, logprob in piece.top[: self.request.logprobs])
+        text = self._name(piece.token) if piece.token is not None else piece.text or ""
+        return (TokenLogprob(text=text, logprob=piece.logprob, top=top),)
+
+    def _name(self, token: int | str) -> str:
+        if isinstance(token, str):
+            return token
+        return self._text.decode([token]) if self._text is not None else str(token)
+
+    def usage(self) -> dict[str, Any]:
+        said: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+        if self.cached_tokens is not None:
+            said["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        return said
+
+
+class Worker:
+    """The engine's thread, and the queue in front of it."""
+
+    def __init__(self, backend: Backend, options: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> None:
+        self.backend = backend
+        self.loaded = 0.0
+        self.ready = False
+        self.failed = False
+        self.running = self.waiting = 0
+        self.prompt_tokens = self.completion_tokens = 0
+        self.outcomes = {"ok": 0, "cancelled": 0, "error": 0}
+        self.kv_use: float | None = None
+        self._options = options
+        self._loop = loop
+        self._changed = threading.Condition()
+        self._queue: deque[Answer] = deque()
+        self._calls: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._active: dict[Request, Answer] = {}
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    def submit(self, answer: Answer) -> None:
+        with self._changed:
+            self._queue.append(answer)
+            self.waiting = len(self._queue)
+            self._changed.notify()
+
+    def cancel(self, answer: Answer) -> None:
+        with self._changed:
+            answer.cancelled = True
+            if answer in self._queue:
+                self._queue.remove(answer)
+                self.waiting = len(self._queue)
+                self.outcomes["cancelled"] += 1
+            self._changed.notify()
+
+    def call(self, what: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Has the engine's thread do something between two steps."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        with self._changed:
+            self._calls.append((what, future))
+            self._changed.notify()
+        return future
+
+    def _run(self) -> None:
+        try:
+            self.backend.load(self._options, self._tell)
+            self._tell(1.0)
+            self.ready = True
+            while True:
+                self._once()
+        except BaseException as error:
+            if isinstance(error, Refused):  # a model that it cannot load: the reason is in plain words
+                print(f"bedplate-engine: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
+            else:
+                traceback.print_exc()
+                sys.stderr.flush()
+            self.failed = True
+            # The engine is in no known state. Clients are told; then whoever supervises us starts it anew.
+            self._later(self._give_up)
+
+    def _tell(self, share: float) -> None:
+        self.loaded = min(max(share, self.loaded), 1.0)
+        print(f"{PROGRESS_MARK}{self.loaded:.3f}", flush=True)  # noqa: T201
+
+    def _once(self) -> None:
+        with self._changed:
+            while not (self._queue or self._calls or self._active):
+                self._changed.wait()
+            calls, self._calls = self._calls, deque()
+        for what, future in calls:
+            self._do(what, future)
+        for answer in [answer for answer in self._active.values() if answer.cancelled]:
+            self.backend.cancel(answer.request)
+            self._end(answer, "cancelled")
+        self._admit()
+        if self._active:
+            pieces = self.backend.step()
+            ended = {piece.request for piece in pieces if piece.finish or piece.error}
+            for piece in pieces:
+                self._deliver(piece, piece.request in ended)
+            self.kv_use = self.backend.kv_use()
+
+    def _admit(self) -> None:
+        while len(self._active) < self.backend.slots:
+            with self._changed:
+                if not self._queue:
+                    return
+                answer = self._queue.popleft()
+                self.waiting = len(self._queue)
+            if answer.cancelled:
+                self.outcomes["cancelled"] += 1
+                continue
+            try:
+                self.backend.admit(answer.request)
+            except Refused as error:
+                self.outcomes["error"] += 1
+                self._later(answer.put, Delta(error=error))
+                continue
+            self._active[answer.request] = answer
+            self.running = len(self._active)
+
+    def _deliver(self, piece: Piece, ended: bool) -> None:
+        """`ended`: the engine itself has ended this request with this step."""
+        answer = self._active.get(piece.request)
+        if answer is None:  # a limit or a stop string has ended it within this very step
+            return
+        before = answer.completion_tokens
+        delta = answer.feed(piece)
+        self.completion_tokens += answer.completion_tokens - before
+        if answer.done:
+            if not ended:
+                self.backend.cancel(answer.request)
+            self._end(answer, "error" if delta.error else "ok")
+        if delta.text or delta.logprobs or answer.done:
+            self._later(answer.put, delta)
+
+    def _end(self, answer: Answer, outcome: str) -> None:
+        del self._active[answer.request]
+        self.running = len(self._active)
+        self.prompt_tokens += answer.prompt_tokens
+        self.outcomes[outcome] += 1
+
+    def _do(self, what: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+        try:
+            result = what()
+        except Refused as error:
+            self._later(_settle, future, None, error)
+        except Exception as error:
+            traceback.print_exc()
+            self._later(_settle, future, None, Refused(f"the engine failed: {error}", status=500))
+        else:
+            self._later(_settle, future, result, None)
+
+    def _later(self, what: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: we are ending
+            self._loop.call_soon_threadsafe(what, *arguments)
+
+    def _give_up(self) -> None:
+        error = Refused("the engine failed; it is started again", status=500)
+        for answer in [*self._active.values(), *self._queue]:
+            answer.put(Delta(error=error))
+        for _, future in self._calls:
+            _settle(future, None, error)
+        # A moment for these last answers to be written.
+        self._loop.call_later(0.2, os._exit, 1)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
