@@ -16,12 +16,7 @@ from bedplate._version import __version__
 from bedplate.engines.knobs import build_knob, draft_knob
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
 from bedplate.facts.hardware import probe
-from bedplate.measure.bench import (
-    CONTEXT_SPARE,
-    LEAST_CONTEXT,
-    hardware_words,
-    stoppable,
-)
+from bedplate.measure.bench import CONTEXT_SPARE, LEAST_CONTEXT, hardware_words, stoppable
 from bedplate.measure.moments import new_run_id, now_text
 from bedplate.run.environments import find_adopted, registered_versions
 from bedplate.run.native import usable_build
@@ -35,25 +30,13 @@ from bedplate.tuning.engines import Engines
 from bedplate.tuning.points import OWN
 from bedplate.tuning.pool import Pool
 from bedplate.tuning.proof import Prover
-from bedplate.tuning.search import (
-    NOISE,
-    Climbed,
-    Move,
-    Point,
-    Teller,
-    climb,
-    levers_of,
-)
+from bedplate.tuning.search import NOISE, Climbed, Move, Point, Teller, climb, levers_of
 from bedplate.tuning.state import TuningState
 from bedplate.tuning.trials import Trials
 from bedplate.values import Hardware, Model, Workload, replaced
 from bedplate.values.run import Load
 from bedplate.values.service import Wanted
-from bedplate.values.tuning import (
-    Knob,
-    Objective,
-    Tuned,
-)
+from bedplate.values.tuning import Knob, Objective, Tuned
 from bedplate.values.workload import LatencyTarget
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from bedplate.decide.estimate import local, serving
 from bedplate.decide.estimate.rows import (
     SERVING_ENGINES,
     SERVING_METRICS,
@@ -44,6 +43,10 @@ def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
 
 
 def _predict_case(case: Case) -> Prediction | Refused:
+    from bedplate.decide.estimate import local
+
     if case.metric in SERVING_METRICS and (case.engine in SERVING_ENGINES or not local.predicts(case)):
+        from bedplate.decide.estimate import serving
+
         return serving.predict(case)
     return local.predict(case)
