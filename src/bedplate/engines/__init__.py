@@ -19,15 +19,29 @@ from bedplate.engines.base import (
     Target,
     Variant,
 )
+from bedplate.engines.traits import (
+    AdviceFlags,
+    ClonedProgram,
+    ContainerConversion,
+    ContainerImage,
+    ContainerTraits,
+    DynamoWorker,
+    EstimateTraits,
+    MetricNames,
+    RayWorker,
+    StoreStep,
+    TableNames,
+)
 from bedplate.errors import BadQuestion, OutsideFailed
 
 __all__ = [
-    "BorrowedLibrary", "Engine", "EngineState", "Failure", "Features", "MemoryUse", "Recipe", "SourceBuild",
-    "Target", "Variant", "all_engines", "engine",
+    "AdviceFlags", "BorrowedLibrary", "ClonedProgram", "ContainerConversion", "ContainerImage", "ContainerTraits",
+    "DynamoWorker", "Engine", "EngineState", "EstimateTraits", "Failure", "Features", "MemoryUse", "MetricNames",
+    "RayWorker", "Recipe", "SourceBuild", "StoreStep", "TableNames", "Target", "Variant", "all_engines", "engine",
 ]  # fmt: skip
 
 
-NO_ENGINES = ("base", "knobs", "parsers", "shared", "shipped")
+NO_ENGINES = ("base", "knobs", "names", "parsers", "shared", "roles", "shipped", "traits")
 """What several engines share; every other module of this folder is one."""
 
 
