@@ -20,6 +20,9 @@ from bedplate.decide.case import FEW, MANY, RTX_CARDS, STORED_BITS, Case
 P = ParamSpec("P")
 T = TypeVar("T")
 
+STANDARD_ENGINE = "vllm"
+"""Of engines that serve as many services, the default of the source articles."""
+
 
 class Pick(NamedTuple):
     engines: tuple[str, ...]

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bedplate.deploy.images import Image
-from bedplate.deploy.served import DRAIN_S, DRAINS, GIB, MODELS, PORT, SETTINGS, Served, Step
+from bedplate.deploy.served import DRAIN_S, GIB, PORT, SETTINGS, Served, Step
 from bedplate.deploy.yaml_writer import Why, why
+from bedplate.engines.traits import MODELS
 from bedplate.values.intent import Deploy
 from bedplate.values.units import seconds
 
@@ -96,8 +97,8 @@ def noted_arguments(unit: Served, arguments: Sequence[str]) -> list[object]:
     reasons = {
         f"{each}; one holds {unit.at_once:,} of {work.request_tokens:,} tokens": (
             "--max-num-seqs", "--max-running-requests", "--max_batch_size", "--parallel", "--max-batch-size",
-            # llama.cpp has a switch of this name.
-            *(("--slots",) if unit.engine.id != "llama.cpp" else ()),
+            # Of some engines it is a switch of another meaning.
+            *(("--slots",) if unit.engine.flags.slots == "--slots" else ()),
         ),
         f"the longest request: {work.prompt_tokens:,} and {work.output_tokens:,} tokens are usual": (
             "--max-model-len", "--context-length", "--max_seq_len", "--max-seq-len", "--session-len",
@@ -162,7 +163,7 @@ def probes(unit: Served) -> Tree:
 
 
 def leaving(unit: Served) -> Tree:
-    if unit.engine.id in DRAINS:
+    if unit.engine.container.drains:
         return {"preStop": {"sleep": {"seconds": DRAIN_S}}}
     wait_s = max(DRAIN_S, unit.grace_s - 15)
     words = f"{unit.engine.name} ends at once when it is asked to: what it has begun is waited for here"
