@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bedplate.decide.estimate import local
+from bedplate.decide.estimate.engines import traits_of
 from bedplate.decide.estimate.local import Asked, Profile, Question, Work
 from bedplate.decide.estimate.rows import Case, Refused, resolve
 
@@ -129,7 +130,7 @@ def _left_out(source: str, case: Case) -> bool:
         chip, four = case.chip.name, case.devices == 4
         if "A100 SXM" in chip or "L40S" in chip or ("RTX 5000 Ada" in chip and four):
             return True
-    return case.metric == "output_tok_s_total" and case.engine in local.SERVED
+    return case.metric == "output_tok_s_total" and traits_of(case.engine).kernels == "serving"
 
 
 def _group(source: str, case: Case) -> tuple[object, ...]:

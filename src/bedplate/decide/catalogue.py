@@ -16,6 +16,7 @@ from bedplate.decide.evidence import Evidence, Measured, gathered
 from bedplate.decide.explain import expectations
 from bedplate.decide.memory import fit, free_of, most_that
 from bedplate.engines import all_engines
+from bedplate.engines.roles import FIRST
 from bedplate.facts.known_models import known_names, lookup, understood
 from bedplate.facts.library import Located
 from bedplate.facts.released import released
@@ -344,7 +345,7 @@ def _choice(case: Case, evidence: Evidence) -> _Found | str:
 def _shortly(refusals: Sequence[Refusal]) -> str:
     """Of all refusals, the one that says the most about this machine: how much memory is missing."""
     sizes = [refusal for refusal in refusals if about_memory(refusal)]
-    sizes.sort(key=lambda refusal: refusal.engine != "llama.cpp")
+    sizes.sort(key=lambda refusal: refusal.engine != FIRST.id)
     if sizes:
         return re.sub(r" \([^)]*\)", "", sizes[0].why)
     return refusals[0].why if refusals else "no engine runs it here"

@@ -7,12 +7,12 @@ tiles. Both are the same sum of named parts, each at an efficiency that was fitt
 from __future__ import annotations
 
 import math
-import re
 from functools import lru_cache
 from typing import NamedTuple
 
 from bedplate.decide.estimate import calibration
 from bedplate.decide.estimate.calibration import WIDE, Band, Limit
+from bedplate.decide.estimate.engines import traits_of
 from bedplate.decide.estimate.machine import HALF_SHARE, Machine
 from bedplate.decide.estimate.physics import (
     Shape,
@@ -24,13 +24,12 @@ from bedplate.decide.estimate.physics import (
     link_bytes_s,
     prefill_floor_s,
 )
-from bedplate.decide.estimate.rows import SERVING_ENGINES, Case, Prediction, Refused
+from bedplate.decide.estimate.rows import Case, Prediction, Refused
+from bedplate.engines import EstimateTraits, all_engines
 from bedplate.values import Parallelism
 
 TYPICAL_CONTEXT = 256
 """Where a table says nothing of lengths: short prompts and answers, as speed tables are made."""
-CHUNK_TOKENS = {"llama.cpp": 512}
-"""Prompt tokens that an engine computes at once, where it is not the whole prompt."""
 MOST_CHUNK = 8192
 VECTOR_TOKENS = 8
 """Up to so many tokens, engines multiply vectors instead of matrices where that is faster; not so Vulkan's experts.
@@ -344,12 +343,6 @@ def _kv_devices(shape: Shape, tensor: int) -> int:
     return max(1, min(tensor, heads))
 
 
-ENGINE_CLASSES = {
-    "vllm": "serving", "sglang": "serving", "tgi": "serving", "tensorrt-llm": "serving", "lmdeploy": "serving",
-    "llama.cpp": "gguf", "mistral.rs": "gguf", "exllamav2": "exllama", "exllamav3": "exllama", "mlx": "mlx",
-    "pytorch": "eager", "onnxruntime": "eager",
-}  # fmt: skip
-"""Engines with the same kernels, or nearly: what is known of one is expected of the others."""
 STACKED = frozenset({"hopper", "blackwell-dc", "ampere-dc", "volta", "cdna"})
 """Architectures whose chips come with stacked memory (HBM)."""
 
@@ -360,7 +353,7 @@ def effects_of(engine: str, backend: str, machine: Machine, current: bool = True
     Each is a factor on what those before it say; a name without an effect changes nothing.
     """
     driver, *builds = backend.split("-")
-    kind = ENGINE_CLASSES.get(engine)
+    kind = traits_of(engine).kernels
     if machine.kind == "cpu":
         # Nothing that an engine does on GPUs says how good its kernels for CPUs are.
         names = ["cpu", machine.family, *([f"like {kind}/cpu"] if kind else []), f"{engine}/cpu"]
@@ -403,11 +396,12 @@ def matrix_ops_s(engine: str, machine: Machine, shape: Shape) -> float:
     half = rates.get("bf16") or rates.get("fp16") or rates.get("fp32") or machine.plain_ops_s
     if machine.kind == "cpu":
         return machine.plain_ops_s * (1.0 if shape.bits < 12 else HALF_SHARE)
-    if engine in ("llama.cpp", "mistral.rs", "exllamav2", "exllamav3", "other"):
+    traits = traits_of(engine)
+    if traits.plain_products:
         return machine.plain_ops_s or half
-    if shape.method in ("nvfp4", "mxfp4") and "fp4" in rates and engine not in ("pytorch", "mlx"):
+    if shape.method in ("nvfp4", "mxfp4") and "fp4" in rates and traits.fp4_products:
         return rates["fp4"]
-    if shape.method in ("fp8", "mxfp8", "int8") and "fp8" in rates and engine != "mlx":
+    if shape.method in ("fp8", "mxfp8", "int8") and "fp8" in rates and traits.fp8_products:
         return rates["fp8"]
     return half
 
@@ -437,6 +431,10 @@ class Question(NamedTuple):
     vectors: int = VECTOR_TOKENS
     host: Host | None = None
 
+    @property
+    def traits(self) -> EstimateTraits:
+        return traits_of(self.engine)
+
     def step(self, batch: float, context: float) -> Pass:
         """One token for each of `batch` sequences that have `context` tokens."""
         return forward(self.profile, self.step_part(batch, context).work)
@@ -447,8 +445,8 @@ class Question(NamedTuple):
     def step_part(self, batch: float, context: float) -> Part:
         work = counted(
             self.machine, self.shape, tokens=batch, sequences=batch, depth=context, tensor=self.tensor,
-            pipeline=self.pipeline, matrix_ops_s=self.ops_s, expand_kv=self.engine == "pytorch", fused=self.fused,
-            launched=ENGINE_CLASSES.get(self.engine) == "eager", vectors=self.vectors, host=self.host,
+            pipeline=self.pipeline, matrix_ops_s=self.ops_s, expand_kv=self.traits.expands_cache, fused=self.fused,
+            launched=self.traits.kernels == "eager", vectors=self.vectors, host=self.host,
         )  # fmt: skip
         return Part(work, 1.0, decode_floor_s(self.shape, self.machine, batch, context, self.tensor, 16.0))
 
@@ -466,16 +464,16 @@ class Question(NamedTuple):
         work = counted(
             self.machine, self.shape, tokens=chunk, sequences=together, depth=before, tensor=self.tensor,
             pipeline=self.pipeline, output_rows=1.0, matrix_ops_s=self.ops_s, fused=self.fused,
-            absorbed=self.engine in ("llama.cpp", "mistral.rs"),
-            launched=ENGINE_CLASSES.get(self.engine) == "eager", vectors=self.vectors, host=self.host,
+            absorbed=self.traits.kernels == "gguf",
+            launched=self.traits.kernels == "eager", vectors=self.vectors, host=self.host,
         )  # fmt: skip
-        devices = self.tensor * (self.pipeline if self.engine == "llama.cpp" else 1)
+        devices = self.tensor * (self.pipeline if self.traits.overlaps_chunks else 1)
         floor = prefill_floor_s(self.shape, self.machine, total, devices)
         return Part(work, chunks * self._overlap(chunks), floor)
 
     def _overlap(self, chunks: float) -> float:
         """Chunks follow each other through the devices of a pipeline."""
-        if self.pipeline == 1 or self.engine != "llama.cpp":
+        if self.pipeline == 1 or not self.traits.overlaps_chunks:
             return 1.0
         return (chunks + self.pipeline - 1) / (chunks * self.pipeline)
 
@@ -503,70 +501,35 @@ def ask(
     profile, key = profile_for(engine, backend, machine, current)
     return Question(
         engine=engine, profile=profile, key=key, machine=machine, shape=shape, tensor=tensor, pipeline=pipeline,
-        chunk=chunk or CHUNK_TOKENS.get(engine, MOST_CHUNK), fused=fused, ops_s=matrix_ops_s(engine, machine, shape),
-        vectors=_vectors(engine, backend, shape), host=host,
+        chunk=chunk or traits_of(engine).chunk_tokens or MOST_CHUNK, fused=fused,
+        ops_s=matrix_ops_s(engine, machine, shape), vectors=_vectors(engine, backend, shape), host=host,
     )  # fmt: skip
 
 
 def _vectors(engine: str, backend: str, shape: Shape) -> int:
-    if ENGINE_CLASSES.get(engine) in ("serving", "eager"):
+    if traits_of(engine).kernels in ("serving", "eager"):
         return 0
     return 1 if shape.experts and backend.startswith("vulkan") else VECTOR_TOKENS
 
 
 def question_of(case: Case) -> Question:
     devices = case.devices or 1
-    if case.engine in ONE_STREAM_ENGINES:
+    if traits_of(case.engine).one_stream:
         tensor, pipeline = 1, devices
     else:
         tensor, pipeline = max(case.layout.tensor, devices // max(1, case.layout.pipeline * case.layout.data)), 1
-    current = is_current(case)
+    current, engine = is_current(case), all_engines().get(case.engine)
     return ask(
         case.engine, case.backend, case.machine, case.shape, tensor=tensor, pipeline=pipeline,
-        chunk=_chunk(case), fused=_fused(case, current), current=current,
+        chunk=engine.noted_chunk(case.notes, case.scenario) if engine is not None else None,
+        fused=engine is None or engine.noted_fusion(case.notes, current), current=current,
     )  # fmt: skip
 
 
-ONE_STREAM_ENGINES = frozenset({"llama.cpp", "mistral.rs", "exllamav2", "exllamav3", "mlx", "pytorch", "onnxruntime",
-                                "other"})  # fmt: skip
-
-
-SERVED = SERVING_ENGINES
-
-
 def is_current(case: Case) -> bool:
-    """Whether the engine's version is one of those that make up its main profile, and not an older one.
-
-    Builds of llama.cpp are numbered, and tables that name none are mostly of 2023 and 2024. Transformers starts fewer
-    kernels for each layer since its attention was rewritten in 4.48. vLLM's first engine, the default before 0.8, took
-    longer between two steps.
-    """
-    if case.engine == "llama.cpp":
-        return bool(case.version) or case.backend == "cpu"
-    if case.engine == "pytorch" and (found := re.match(r"4\.(\d+)", case.version)):
-        return int(found[1]) >= 48
-    if case.engine == "vllm" and (found := re.match(r"v?0\.(\d+)", case.version)):
-        return int(found[1]) >= 8
-    return True
-
-
-def _chunk(case: Case) -> int | None:
-    if case.engine != "llama.cpp":
-        return None
-    if (said := case.notes.get("n_ubatch", "")).isdigit():
-        return max(1, int(said))
-    smaller = case.notes.get("b", "").removeprefix("-b").strip()
-    if smaller.isdigit():
-        return max(1, min(CHUNK_TOKENS["llama.cpp"], int(smaller)))
-    # llama-batched-bench fills its batch with many prompts at once, and is run with larger ones.
-    return 2048 if "batched-bench" in case.scenario else None
-
-
-def _fused(case: Case, current: bool) -> bool:
-    if case.engine != "llama.cpp":
-        return True
-    said = case.notes.get("fa", "").lower()
-    return said in ("1", "true", "on") if said else current
+    """Whether the engine's version is one of those that make up its main profile, and not an older one."""
+    engine = all_engines().get(case.engine)
+    return engine is None or engine.is_current(case.version, case.backend)
 
 
 def predict(case: Case) -> Prediction | Refused:
@@ -605,7 +568,7 @@ def _peak_memory(case: Case) -> Prediction | Refused:
 
     if case.prompt_tokens is None or case.output_tokens is None:
         return Refused("prompt and output lengths are not stated")
-    if case.engine in ("other", "lmdeploy"):
+    if not traits_of(case.engine).memory_known:
         return Refused(f"what {case.texts['engine']} takes beside weights and cache is not known")
     devices = case.devices or 1
     described: dict[str, object] = {"accelerator": case.chip.name, "count": devices, "ram_gb": 1024}
@@ -614,7 +577,7 @@ def _peak_memory(case: Case) -> Prediction | Refused:
         described = {"accelerator": case.chip.name, "ram_gb": max(sizes, default=case.chip.memory_gib or 128)}
     if case.chip.kind == "cpu":
         described = {"cpu": case.chip.name, "ram_gb": 1024}
-    layout = Parallelism(pipeline=devices) if case.engine in ONE_STREAM_ENGINES else Parallelism(tensor=devices)
+    layout = Parallelism(pipeline=devices) if traits_of(case.engine).one_stream else Parallelism(tensor=devices)
     workload = Workload(
         concurrency=case.concurrency or 1,
         prompt_tokens=max(1, case.prompt_tokens),

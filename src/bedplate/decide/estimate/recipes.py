@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from bedplate.decide.estimate.batching import PASS_TOKENS, Layout, Waits
 from bedplate.decide.estimate.calibration import table
+from bedplate.decide.estimate.engines import traits_of
 from bedplate.decide.estimate.rows import Case
 
 MODELS = ("deepseek-r1", "deepseek-v4", "gpt-oss", "kimi-k2.5", "glm-5", "minimax-m2.5", "minimax-m3", "qwen3.5")
@@ -219,18 +220,12 @@ GATHERED_SINCE = "2026-01-29"
 NARROWER_SINCE = "2026-04-03"
 """The day since which those for MiniMax-M2.5 on B200 with vLLM take two prompts into a pass, however long."""
 NODE = 8
-USUAL_PASS_TOKENS = {"sglang": {"blackwell-dc": 16384.0}}
-"""Tokens of prompts in a pass where an engine's own choice is not 8192, by family of chips."""
-
-
-AHEAD = frozenset({"sglang"})
-"""Engines that compute prompts before any further token; the others put both into one pass."""
 
 
 def usual(engine: str, family: str) -> Waits:
     """As an engine is set by itself."""
-    tokens = USUAL_PASS_TOKENS.get(engine, {}).get(family, PASS_TOKENS)
-    return Waits(pass_tokens=tokens, ahead=float(engine in AHEAD))
+    traits = traits_of(engine)
+    return Waits(pass_tokens=traits.chip_pass_tokens.get(family, PASS_TOKENS), ahead=float(traits.prompts_first))
 
 
 def waits(case: Case, layout: Layout, guessing: float) -> Waits:

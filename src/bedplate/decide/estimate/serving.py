@@ -30,6 +30,7 @@ from bedplate.decide.estimate.batching import (
     work_of,
 )
 from bedplate.decide.estimate.calibration import Band, Expectation, Limit, limit_of_parts, table
+from bedplate.decide.estimate.engines import traits_of
 from bedplate.decide.estimate.machine import Machine, machine_from_chip
 from bedplate.decide.estimate.physics import Shape, decode_floor_s, prefill_floor_s
 from bedplate.decide.estimate.rows import Case, Prediction, Refused
@@ -41,8 +42,6 @@ Way = Literal["steady", "wave", "apart", "saturated", "offline", "server", "inte
 MOST_SEQUENCES = 2048.0
 """Where engines stop adding sequences under endless load (trtllm-bench's default)."""
 NO_LIMIT = 1e6
-SETS_ASIDE = frozenset({"tensorrt-llm", "lmdeploy"})
-"""Engines that admit a request only with room for its whole answer."""
 RESIDENT_AT_LEAST = 24
 """Requests that a tuned submission holds on a replica at the least; otherwise it takes more devices for one."""
 UNSURE_SHARE = 0.02
@@ -169,7 +168,7 @@ def under_load(
     work = work_of(machine, shape, layout, prompt_tokens, output_tokens, bits, cached_tokens)
     e = efficiencies(engine, machine.family, weight_type(shape))
     streams = max(1.0, concurrency / layout.replicas)
-    complete, waits = float(engine in SETS_ASIDE), recipes.usual(engine, machine.family)
+    complete, waits = float(traits_of(engine).reserves_answer), recipes.usual(engine, machine.family)
     found = answer(Question("steady", work, work, work, streams, slots, complete, layout.tensor, waits), e)
     token_s = max(
         found.token_s, _token_floor_s(machine, shape, layout, found.batch, prompt_tokens + output_tokens / 2, bits)
@@ -316,7 +315,7 @@ def _asked(case: Case, way: Way, layout: Layout, lengths: tuple[int, int], strea
     bits = usual_kv_bits(case.shape)
     (prompt, output), depth = lengths, case.depth or 0
     work = work_of(machine, case.shape, layout, prompt + depth, output, bits, depth, shared=False)
-    complete = float(case.engine in SETS_ASIDE)
+    complete = float(traits_of(case.engine).reserves_answer)
     guessing = recipes.guessing(case, layout)
     waits = recipes.waits(case, layout, guessing)
     question = Question(way, work, work, work, streams, slots, complete, layout.tensor, waits, guessing=guessing)
