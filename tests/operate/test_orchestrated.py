@@ -22,11 +22,11 @@ from tests.engines.plans import machine, model, plan
 from tests.operate.stub_hosts import ask, pid_in, stub_environment, stub_readied, with_host
 from tests.run.test_supervisor import until
 
+from bedplate.decide.intent import read_intent
 from bedplate.decide.together import HOST
 from bedplate.engines import Engine, Failure, all_engines, engine
 from bedplate.engines.shipped import ray_serve
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError
-from bedplate.facts.intent import read_intent
 from bedplate.operate import on_dynamo, on_ray, orchestrated
 from bedplate.operate.detached import Errand
 from bedplate.operate.host import Host

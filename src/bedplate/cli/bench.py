@@ -206,8 +206,8 @@ def bench(
 
 def _model_in(file: Path) -> str | None:
     """The model that an intent names; of its workload nothing is taken, since a benchmark has loads of its own."""
+    from bedplate.decide.intent import read_intent
     from bedplate.errors import BadQuestion
-    from bedplate.facts.intent import read_intent
 
     intent = read_intent(file)
     if intent.services:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def engine_named(text: str) -> str:
     """The id of the engine that a person names, in any usual spelling."""
     from bedplate.engines import all_engines
+    from bedplate.engines.names import engine_id, nearest_names
     from bedplate.errors import BadQuestion
-    from bedplate.values.names import engine_id, nearest_names
 
     known = all_engines()
     found = text if text in known else engine_id(text)
@@ -96,8 +96,8 @@ def price_from(
     file: Path | None, price_per_hour: float | None, electricity_price: float | None, known: Price | None = None
 ) -> Price | None:
     """What the options say, else the intent's operations, else what is `known`; `None`: nobody says anything."""
+    from bedplate.decide.intent import read_intent
     from bedplate.errors import BadQuestion
-    from bedplate.facts.intent import read_intent
     from bedplate.values import replaced
     from bedplate.values.cost import Price
 
@@ -124,7 +124,7 @@ def write_file(path: Path, text: str) -> None:
 
 def intent_from(file: Path | None, fields: list[str] | None, *, base: Intent | None = None, **options: Any) -> Intent:
     """The file's intent, or `base`, or an empty one, with what the command line says instead."""
-    from bedplate.facts.intent import override, parsed_fields, read_intent
+    from bedplate.decide.intent import override, parsed_fields, read_intent
     from bedplate.values.intent import Intent
 
     intent = read_intent(file) if file is not None else base or Intent()

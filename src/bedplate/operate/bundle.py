@@ -22,6 +22,7 @@ from typing import BinaryIO, Protocol
 from bedplate import _version
 from bedplate.decide import decide
 from bedplate.decide import plan as planned
+from bedplate.decide.intent import resolved_hardware
 from bedplate.deploy.emit import emitted
 from bedplate.deploy.images import image_for
 from bedplate.deploy.platform import one_service
@@ -29,7 +30,6 @@ from bedplate.engines import Engine, Recipe
 from bedplate.engines import engine as engine_by_id
 from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
-from bedplate.facts.intent import resolved_hardware
 from bedplate.home import need_free
 from bedplate.operate.bundle_texts import readme, serve_script
 from bedplate.operate.ordering import order_of

@@ -12,9 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bedplate.errors import BadQuestion, BedplateError
-from bedplate.facts.hardware import probe
-from bedplate.facts.intent import (
+from bedplate.decide.intent import (
     MAX_CHARACTERS,
     intent_of,
     override,
@@ -22,6 +20,8 @@ from bedplate.facts.intent import (
     read_intent,
     resolved_hardware,
 )
+from bedplate.errors import BadQuestion, BedplateError
+from bedplate.facts.hardware import probe
 from bedplate.values import Hardware, from_json, to_json
 from bedplate.values.intent import Intent, Operations, Service
 from bedplate.values.workload import LatencyTarget, Workload
