@@ -20,6 +20,7 @@ import msgspec
 from bedplate.engines import Engine, SourceBuild, all_engines
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import SIXTEEN_BIT, cards_of, made_path
+from bedplate.engines.roles import GGUF_READER, GGUF_SERVER
 from bedplate.errors import BedplateError, OutsideFailed
 from bedplate.facts.chips import chip_of
 from bedplate.facts.known_models import with_label
@@ -456,15 +457,15 @@ class _Taking:
 def llama_server(own: Environment, progress: Progress) -> list[str] | None:
     """How to start llama.cpp, which reads GGUF files: the plan's own, or the ready-made one."""
     try:
-        engine = engine_by_id("llama.cpp")
+        engine = engine_by_id(GGUF_READER.id)
         found = own if own.engine == engine.id else find_environment(engine)
         if found is None:
             progress.note(f"{engine.name} is installed too: what is made is compared with what it reads")
             found = make_environment(engine, progress)
     except BedplateError as error:
-        progress.note(f"nothing is compared with llama.cpp: {error.message}")
+        progress.note(f"nothing is compared with {GGUF_READER.name}: {error.message}")
         return None
-    argv = command(found, Launch(argv=("llama-server",)))
+    argv = command(found, Launch(argv=(GGUF_SERVER,)))
     path = variables(Path(found.path), {}).get("LD_LIBRARY_PATH")
     return ["env", f"LD_LIBRARY_PATH={path}", *argv] if path else argv
 
