@@ -40,10 +40,8 @@ from bedplate.values.intent import Deploy
 from bedplate.values.units import seconds
 
 SYSTEM_PORT = 9090
-SERVER_OPTIONS = ("--host", "--port", "--tool-call-parser", "--reasoning-parser", "--tool_parser", "--reasoning_parser",
-                  "--shutdown-timeout")  # fmt: skip
+SERVER_OPTIONS = ("--host", "--port")
 """Of the engine's own HTTP server, which stays away: the front end is the server."""
-SERVER_FLAGS = ("--disable-uvicorn-access-log", "--enable-auto-tool-choice")
 TOOLS = frozenset(["deepseek_v4", "qwen3_coder", "kimi_k3", "glm47", "kimi_k2", "minimax_m2", "hermes", "gemma4",
                    "minimax_m3", "llama3_json"])  # fmt: skip
 REASONING = frozenset(["deepseek_v4", "qwen3", "kimi_k3", "glm45", "gemma4", "minimax_m2", "minimax_m3"])
@@ -264,7 +262,7 @@ def arguments(unit: Served, role: str) -> tuple[str, ...]:
         found += ["--served-model-name", unit.plan.model.served_name]
     found += engine_options(worker, unit.launch.argv)
     own = unit.engine.dynamo_options(role, unit.plan.workload.task)
-    return tuple(_paired([*found, *own, *parser_options(unit.launch.argv)]))
+    return tuple(_paired([*found, *own, *parser_options(worker, unit.launch.argv)]))
 
 
 def worker_of(engine: Engine) -> DynamoWorker:
@@ -276,12 +274,13 @@ def worker_of(engine: Engine) -> DynamoWorker:
 def engine_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
     """Of an engine's launch, the options that are not its server's, without the model."""
     words = list(argv)
+    dropped = {*SERVER_OPTIONS, *worker.drops, worker.tool_parser, worker.reasoning_parser}
     found: list[str] = []
     index = next(index for index, word in enumerate(words) if word.startswith("--"))
     while index < len(words):
         word = words[index]
         has_value = index + 1 < len(words) and not words[index + 1].startswith("--")
-        if word in SERVER_FLAGS or word in SERVER_OPTIONS or word in worker.drops:
+        if word in dropped:
             index += 2 if has_value else 1
             continue
         found.append(worker.renames.get(word, word))
@@ -291,15 +290,15 @@ def engine_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
     return found
 
 
-def parser_options(argv: Sequence[str]) -> list[str]:
+def parser_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
     """Who reads tool calls and thoughts out of the text: the front end, where it knows how."""
     words = list(argv)
     found: list[str] = []
-    for names, option, known in (
-        (("--tool-call-parser", "--tool_parser"), "--dyn-tool-call-parser", TOOLS | {"harmony"}),
-        (("--reasoning-parser", "--reasoning_parser"), "--dyn-reasoning-parser", REASONING | {"gpt_oss"}),
+    for own, option, known in (
+        (worker.tool_parser, "--dyn-tool-call-parser", TOOLS | {"harmony"}),
+        (worker.reasoning_parser, "--dyn-reasoning-parser", REASONING | {"gpt_oss"}),
     ):
-        said = next((words[index + 1] for index, word in enumerate(words) if word in names), None)
+        said = next((words[index + 1] for index, word in enumerate(words) if word == own), None)
         name = RENAMED.get(said, said) if said is not None else None
         found += [option, name] if name in known and name is not None else []
     return found

@@ -28,6 +28,7 @@ from bedplate.engines.traits import (
     DynamoWorker,
     EstimateTraits,
     MetricNames,
+    NotedOptions,
     RayWorker,
     StoreStep,
     TableNames,
@@ -37,7 +38,8 @@ from bedplate.errors import BadQuestion, OutsideFailed
 __all__ = [
     "AdviceFlags", "BorrowedLibrary", "ClonedProgram", "ContainerConversion", "ContainerImage", "ContainerTraits",
     "DynamoWorker", "Engine", "EngineState", "EstimateTraits", "Failure", "Features", "MemoryUse", "MetricNames",
-    "RayWorker", "Recipe", "SourceBuild", "StoreStep", "TableNames", "Target", "Variant", "all_engines", "engine",
+    "NotedOptions", "RayWorker", "Recipe", "SourceBuild", "StoreStep", "TableNames", "Target", "Variant", "all_engines",
+    "engine",
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from bedplate.engines.traits import (
     DynamoWorker,
     EstimateTraits,
     MetricNames,
+    NotedOptions,
     RayWorker,
     StoreStep,
     TableNames,
@@ -239,6 +240,7 @@ class Engine:
     compiles_kernels: ClassVar[bool] = False
     """Whether it compiles its kernels where it runs, and so needs a compiler there."""
     flags: ClassVar[AdviceFlags] = AdviceFlags()
+    noted: ClassVar[NotedOptions] = NotedOptions()
     runs_engine: ClassVar[str | None] = None
     """The id of the engine that it starts for the work: figures of that one are figures of both."""
     table_names: ClassVar[TableNames | None] = None

@@ -38,6 +38,7 @@ from bedplate.engines.traits import (
     ContainerTraits,
     EstimateTraits,
     MetricNames,
+    NotedOptions,
     TableNames,
 )
 from bedplate.facts.known_models import GGUF_BITS
@@ -298,6 +299,7 @@ class LlamaCpp(Engine):
         cache_type="--cache-type-k q8_0 --cache-type-v q8_0",
         batch_tokens="--batch-size",
     )
+    noted = NotedOptions(slots="--parallel")
     metric_names = MetricNames(running="llamacpp:requests_processing", waiting="llamacpp:requests_deferred")
     # On a CPU it took 1 to 3 s.
     container = ContainerTraits(start_s=10.0)

@@ -38,6 +38,7 @@ from bedplate.engines.traits import (
     ContainerTraits,
     EstimateTraits,
     MetricNames,
+    NotedOptions,
     TableNames,
 )
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
@@ -164,6 +165,7 @@ class LmDeploy(Engine):
         cache_type="--quant-policy int8",
         batch_tokens="--max-prefill-token-num",
     )
+    noted = NotedOptions(slots="--max-batch-size", context="--session-len", tensor="--tp")
     metric_names = MetricNames(
         running="lmdeploy:num_requests_running",
         waiting="lmdeploy:num_requests_waiting",

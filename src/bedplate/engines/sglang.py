@@ -45,6 +45,7 @@ from bedplate.engines.traits import (
     DynamoWorker,
     EstimateTraits,
     MetricNames,
+    NotedOptions,
     TableNames,
 )
 from bedplate.values import (
@@ -201,6 +202,7 @@ class Sglang(Engine):
         cache_type="--kv-cache-dtype fp8_e4m3",
         batch_tokens="--chunked-prefill-size",
     )
+    noted = NotedOptions(slots="--max-running-requests", context="--context-length", tensor="--tp-size")
     metric_names = MetricNames(
         running="sglang:num_running_reqs",
         waiting="sglang:num_queue_reqs",
@@ -210,7 +212,7 @@ class Sglang(Engine):
     container = ContainerTraits(start_s=120.0, joins_values=True, drains=True)
     dynamo = DynamoWorker(
         module="dynamo.sglang", framework="sglang", image="nvcr.io/nvidia/ai-dynamo/sglang-runtime", version="0.5.21",
-        names_model=False,
+        names_model=False, tool_parser="--tool-call-parser", reasoning_parser="--reasoning-parser",
     )  # fmt: skip
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:

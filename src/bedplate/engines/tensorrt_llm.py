@@ -42,6 +42,7 @@ from bedplate.engines.traits import (
     DynamoWorker,
     EstimateTraits,
     MetricNames,
+    NotedOptions,
     TableNames,
 )
 from bedplate.values import (
@@ -181,6 +182,7 @@ class TensorRtLlm(Engine):
         cache_memory="--kv_cache_free_gpu_memory_fraction",
         batch_tokens="--max_num_tokens",
     )
+    noted = NotedOptions(slots="--max_batch_size", context="--max_seq_len", tensor="--tp_size")
     metric_names = MetricNames(path="/prometheus/metrics", kv_use="trtllm_kv_cache_utilization", picker="trtllm-serve")
     container = ContainerTraits(start_s=240.0, joins_values=True)
     dynamo = DynamoWorker(
@@ -189,6 +191,8 @@ class TensorRtLlm(Engine):
         image="nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime",
         version="1.3.0rc29",
         names_served=True,
+        tool_parser="--tool_parser",
+        reasoning_parser="--reasoning_parser",
         renames={
             "--max_seq_len": "--max-seq-len", "--max_batch_size": "--max-batch-size",
             "--max_num_tokens": "--max-num-tokens", "--tp_size": "--tensor-parallel-size",

@@ -27,6 +27,7 @@ from bedplate.engines.traits import (
     ContainerTraits,
     EstimateTraits,
     MetricNames,
+    NotedOptions,
     TableNames,
 )
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
@@ -124,6 +125,7 @@ class Tgi(Engine):
         cache_type="--kv-cache-dtype fp8_e4m3fn",
         batch_tokens="--max-batch-prefill-tokens",
     )
+    noted = NotedOptions(context="--max-total-tokens", tensor="--num-shard")
     metric_names = MetricNames(running="tgi_batch_current_size", waiting="tgi_queue_size")
     container = ContainerTraits(start_s=90.0, joins_values=True, drains=True)
 

@@ -22,6 +22,14 @@ class AdviceFlags(msgspec.Struct, frozen=True, kw_only=True):
     batch_tokens: str | None = None
 
 
+class NotedOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the engine's launch whose figures emitted files explain; `None`: it has none, or another figure."""
+
+    slots: str | None = None
+    context: str | None = None
+    tensor: str | None = None
+
+
 class TableNames(msgspec.Struct, frozen=True, kw_only=True):
     """How published tables of measurements name the engine, where they use none of its spellings."""
 
@@ -149,7 +157,10 @@ class DynamoWorker(msgspec.Struct, frozen=True, kw_only=True):
     names_served: bool = False
     """Whether the served name has to be given to the worker, since the engine's launch has none."""
     drops: frozenset[str] = frozenset()
-    """Options of the engine's launch that the worker does not take."""
+    """Options of the engine's launch that the worker does not take, beside host and port."""
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    """Options of the engine's own server for what Dynamo's front end does, where it knows how."""
     renames: Mapping[str, str] = {}
     """Options that the worker spells otherwise."""
 

@@ -52,6 +52,7 @@ from bedplate.engines.traits import (
     DynamoWorker,
     EstimateTraits,
     MetricNames,
+    NotedOptions,
     RayWorker,
     TableNames,
 )
@@ -257,6 +258,7 @@ class Vllm(Engine):
         cache_type="--kv-cache-dtype fp8",
         batch_tokens="--max-num-batched-tokens",
     )
+    noted = NotedOptions(slots="--max-num-seqs", context="--max-model-len", tensor="--tensor-parallel-size")
     metric_names = MetricNames(
         running="vllm:num_requests_running",
         waiting="vllm:num_requests_waiting",
@@ -267,7 +269,8 @@ class Vllm(Engine):
     container = ContainerTraits(start_s=150.0, joins_values=True, drains=True)
     dynamo = DynamoWorker(
         module="dynamo.vllm", framework="vllm", image="nvcr.io/nvidia/ai-dynamo/vllm-runtime", version="0.31.0",
-        drops=frozenset(["--model"]),
+        tool_parser="--tool-call-parser", reasoning_parser="--reasoning-parser",
+        drops=frozenset(["--model", "--shutdown-timeout", "--disable-uvicorn-access-log", "--enable-auto-tool-choice"]),
     )  # fmt: skip
     ray = RayWorker(
         server_options=frozenset([

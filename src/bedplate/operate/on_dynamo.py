@@ -234,7 +234,8 @@ class VllmWorker(Worker):
         }  # fmt: skip
         argv = [
             PROGRAM, "--model", self.place.model, *engine_options(VLLM_WORKER, own.argv),
-            *parser_options(own.argv), "--kv-events-config", json.dumps(events, separators=(",", ":")), *PLANES,
+            *parser_options(VLLM_WORKER, own.argv), "--kv-events-config", json.dumps(events, separators=(",", ":")),
+            *PLANES,
         ]  # fmt: skip
         if plan.settings.device == "cpu":
             argv += ["--block-size", str(BLOCK_TOKENS)]

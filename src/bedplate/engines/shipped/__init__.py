@@ -6,7 +6,7 @@ import re
 from typing import ClassVar
 
 from bedplate.engines.base import Engine, EngineState, Failure
-from bedplate.engines.traits import MetricNames
+from bedplate.engines.traits import MetricNames, NotedOptions
 from bedplate.values import Plan
 
 CORE = ("openai_server.py", "openai_server.py")
@@ -34,6 +34,7 @@ class ServedByBedplate(Engine):
     """What engine files of such engines share."""
 
     key_variable = "BEDPLATE_ENGINE_KEY"
+    noted = NotedOptions(slots="--slots", context="--context")
     metric_names = MetricNames(running="bedplate_engine_requests_running", waiting="bedplate_engine_requests_waiting")
     # The server then ends when its stdin closes.
     supervised_env: ClassVar[dict[str, str]] = {"BEDPLATE_ENGINE_SUPERVISED": "1"}
