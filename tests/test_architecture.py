@@ -14,7 +14,20 @@ import pytest
 from bedplate.engines import all_engines
 
 SOURCE = Path(__file__).parents[1] / "src" / "bedplate"
-ROOMS = ["values", "facts", "engines", "decide", "deploy", "run", "measure", "judge", "show", "operate", "cli"]
+ROOMS = [
+    "values",
+    "facts",
+    "engines",
+    "decide",
+    "published",
+    "deploy",
+    "run",
+    "measure",
+    "judge",
+    "show",
+    "operate",
+    "cli",
+]
 FOUNDATION = ["_version", "errors", "home", "interrupts", "progress", "store"]
 """Left of every room. `home` and `errors` speak in figures, so they may use the units in `values`."""
 

@@ -36,8 +36,8 @@ def estimate(
 
     Writes row_id, predicted, low, high and refused, one line for each row, in the table's order.
     """
-    from bedplate.decide.estimate.table import predictions, read_table
     from bedplate.errors import BadQuestion
+    from bedplate.published.table import predictions, read_table
     from bedplate.show.terminal import TerminalProgress, console
 
     try:
@@ -62,8 +62,8 @@ def _reading(name: str) -> AbstractContextManager[TextIO]:
 
 
 def _written(name: str, lines: Iterable[tuple[str, ...]]) -> None:
-    from bedplate.decide.estimate.table import write_table
     from bedplate.errors import OutsideFailed
+    from bedplate.published.table import write_table
 
     if name == "-":
         write_table(lines, sys.stdout)

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-import msgspec
-
 from bedplate.decide.estimate.engines import OTHER, timed_as, traits_of
 from bedplate.decide.estimate.machine import Machine, machine_from_chip
 from bedplate.decide.estimate.physics import Shape, shape_of
 from bedplate.engines import EstimateTraits, all_engines
 from bedplate.engines.names import engine_id
-from bedplate.errors import BadQuestion, BedplateError, OutsideFailed
+from bedplate.errors import BadQuestion, BedplateError
 from bedplate.facts.chips import Chip, Match, chips, find_chip
 from bedplate.facts.known_models import lookup, model_from_facts, understood
 from bedplate.values import Model, Parallelism, replaced
@@ -145,7 +143,7 @@ def _unread(texts: Mapping[str, str]) -> str | None:
     return None
 
 
-def _impossible(case: Case) -> str | None:
+def impossible(case: Case) -> str | None:
     """Why there is no such run: nobody can have measured it, and a number would be made up."""
     chip, engine = case.chip, all_engines().get(case.engine)
     on_cpu = chip.kind == "cpu" or case.backend == "cpu"
@@ -170,40 +168,6 @@ def _impossible(case: Case) -> str | None:
             where = f"{devices} × {chip.name}" if devices > 1 else chip.name
             return f"the weights, {as_memory(case.model.weight_bytes)}, do not fit in {where} of {as_memory(memory)}"
     return None
-
-
-def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
-    """The row's metric with its band, or why there is none. No row makes it raise; a damaged data file does."""
-    try:
-        case = resolve(row)
-    except (BedplateError, ArithmeticError, ValueError, LookupError) as error:
-        return Refused(f"cannot be understood: {error}")
-    if isinstance(case, Refused):
-        return case
-    if (why := _impossible(case)) is not None:
-        return Refused(why)
-    try:
-        return predicted(case)
-    except OutsideFailed:
-        raise
-    except (BedplateError, ArithmeticError) as error:
-        return Refused(f"cannot be computed: {error}")
-    except (LookupError, TypeError, ValueError, msgspec.MsgspecError) as error:
-        raise OutsideFailed(
-            "the fitted figures that estimates rest on cannot be read",
-            cause=f"{type(error).__name__}: {error}",
-            hint="a file of bedplate itself is damaged: install it again",
-        ) from error
-
-
-def predicted(case: Case) -> Prediction | Refused:
-    from bedplate.decide.estimate import local
-
-    if case.metric in SERVING_METRICS and (traits_of(case.engine).kernels == "serving" or not local.predicts(case)):
-        from bedplate.decide.estimate import serving
-
-        return serving.predict(case)
-    return local.predict(case)
 
 
 def engine_of(text: str) -> str | None:

@@ -6,8 +6,9 @@ import csv
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TextIO
 
-from bedplate.decide.estimate.rows import OUTPUT_COLUMNS, Refused, predict
 from bedplate.errors import BadQuestion
+from bedplate.published.predict import predict
+from bedplate.published.rows import OUTPUT_COLUMNS, Refused
 
 NEEDED = ("hardware", "engine", "model", "metric")
 LONGEST_CELL = 1 << 20
