@@ -391,8 +391,8 @@ class _Taking:
         argv = _interpreter(environment)
         with importlib.resources.as_file(importlib.resources.files("bedplate.engines") / "shipped" / CHECK) as program:
             argv += [str(program), str(source), str(result), "--bits", f"{self._bits():g}"]
-            if ".gguf" in (source.suffix, result.suffix) and (llama := llama_server(self.own, self.progress)):
-                argv += ["--llama-server", json.dumps(llama)]
+            if ".gguf" in (source.suffix, result.suffix) and (server := gguf_server(self.own, self.progress)):
+                argv += ["--gguf-server", json.dumps(server)]
             given = {name: value for name, value in os.environ.items() if name not in SECRETS | LEADS_ELSEWHERE}
             env = offline(variables(Path(environment.path), given))
             what = f"comparing {step.where} with its source"
@@ -454,8 +454,8 @@ class _Taking:
         return f"its log may say more: {self._log_path}"
 
 
-def llama_server(own: Environment, progress: Progress) -> list[str] | None:
-    """How to start llama.cpp, which reads GGUF files: the plan's own, or the ready-made one."""
+def gguf_server(own: Environment, progress: Progress) -> list[str] | None:
+    """How to start the engine that reads GGUF files: the plan's own, or the ready-made one."""
     try:
         engine = engine_by_id(GGUF_READER.id)
         found = own if own.engine == engine.id else find_environment(engine)
