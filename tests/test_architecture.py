@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from bedplate.engines import all_engines
+
 SOURCE = Path(__file__).parents[1] / "src" / "bedplate"
 SERVER = SOURCE / "engines" / "shipped" / "openai_server"
 """Imported under another name in engine environments, so its modules import one another relatively."""
 ROOMS = [
-    "values", "facts", "engines", "decide", "deploy", "run", "measure", "judge", "tuning", "show", "bundling",
-    "hosting", "changing", "page", "serving", "cli",
+    "values", "facts", "engines", "decide", "published", "deploy", "run", "measure", "judge", "tuning", "show",
+    "bundling", "hosting", "changing", "page", "serving", "cli",
 ]  # fmt: skip
 FOUNDATION = ["_version", "errors", "home", "interrupts", "progress", "store"]
 """Left of every room. `home` and `errors` speak in figures, so they may use the units in `values`."""
@@ -224,3 +226,76 @@ def test_help_takes_little_more_than_its_command_line_library() -> None:
     rounds = [tuple(took(*command) for command in commands) for _ in range(9)]
     bare, library, ours = (min(side) for side in zip(*rounds, strict=True))
     assert ours - bare < 3 * (library - bare)
+
+
+ENGINES_NAMED_OUTSIDE = 15
+"""At most, outside of engines/: words about files, examples in help, and scripts of published tables remain."""
+RULES = ("decide/rules.py", "decide/engine_map.py", "show/rules.py")
+"""The decision rules, the cheat sheet of the source articles, and the page about both: they name engines by design."""
+STORES = ("facts/library.py",)
+"""Where Ollama and LM Studio keep model files: folders on a disk, whichever engine serves from them."""
+FORMATS = ("values/model.py", "facts/known_models.py", "facts/model_folder.py", "facts/quantization.py")
+"""Where `mlx` is a weight format."""
+OVERLAYS = ("bundling/for_target.py", "bundling/install.py", "bundling/texts.py", "cli/bundle.py", "show/bundle.py")
+"""Where PyTorch is the library of the target that an overlay is installed over."""
+SHARED_WORDS = frozenset(["exl2", "exl3", "onnx", "torch", "transformers", "ggml"])
+"""Spellings of an engine that are first of all the name of a weight format or of a library."""
+
+
+def engine_words() -> frozenset[str]:
+    """Ids, names and spellings of all engines, in small letters without punctuation."""
+    own = [one for one in all_engines().values() if type(one).__module__.startswith("bedplate.")]
+    words = {re.sub(r"[^a-z0-9]", "", word.lower()) for one in own for word in (one.id, one.name, *one.spellings)}
+    return frozenset(words - SHARED_WORDS)
+
+
+def engines_named(text: str, words: frozenset[str]) -> list[str]:
+    """The engines that a text names as whole words: also within a path, an image's name or a metric's."""
+    found = []
+    for word in re.findall(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", text):
+        parts = re.split(r"[._-]", word.lower())
+        while parts:
+            taken = next((length for length in (3, 2, 1) if "".join(parts[:length]) in words), None)
+            found += ["".join(parts[:taken])] if taken else []
+            parts = parts[taken or 1 :]
+    return found
+
+
+def string_constants(path: Path) -> list[tuple[int, str]]:
+    """The strings of a file with their lines, without docstrings and the examples of the command line's help."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        if not node.value.startswith("Examples:")
+    ]
+
+
+def test_an_engine_is_named_in_any_usual_spelling_and_as_a_whole_word() -> None:
+    words = engine_words()
+    assert engines_named("vllm:num_requests_running", words) == ["vllm"]
+    assert engines_named("ghcr.io/ggml-org/llama.cpp:server", words) == ["llamacpp"]
+    assert engines_named("TensorRT-LLM and text-generation-inference", words) == [
+        "tensorrtllm",
+        "textgenerationinference",
+    ]
+    assert engines_named("collama, vllms, import", words) == []
+
+
+def test_facts_about_an_engine_are_in_its_own_file() -> None:
+    words = engine_words()
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        if name.startswith("engines/") or name in (*RULES, *STORES):
+            continue
+        known = words - {"mlx"} if name in FORMATS else words - {"pytorch"} if name in OVERLAYS else words
+        found += [
+            f"{name}:{line}: {engine} in {text[:60]!r}"
+            for line, text in string_constants(path)
+            for engine in engines_named(text, known)
+        ]
+    print("\n".join(found))
+    assert len(found) <= ENGINES_NAMED_OUTSIDE

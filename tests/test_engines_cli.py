@@ -24,17 +24,17 @@ from bedplate.decide.engine_map import (
     row,
     rules_of,
 )
+from bedplate.decide.intent import read_intent, resolved_hardware
 from bedplate.decide.rules import CHALLENGES, DOUBTS, ORCHESTRATION, PICKS
 from bedplate.engines import Features, all_engines
+from bedplate.engines.names import ORCHESTRATORS
 from bedplate.facts.hardware import probe
-from bedplate.facts.intent import read_intent, resolved_hardware
 from bedplate.facts.simulated import simulated
 from bedplate.run.environments import Environment
 from bedplate.run.models import intended_model
 from bedplate.show.columns import Column, Columns
 from bedplate.show.engines import PROVERB, render_engine, render_map
 from bedplate.values import Hardware
-from bedplate.values.names import ORCHESTRATOR_IDS
 from bedplate.values.result import Result
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.yaml"))
@@ -65,7 +65,7 @@ def result(engine: str, **fields: Any) -> Result:
 
 def test_the_cheat_sheet_names_every_engine_and_rules_that_are_there() -> None:
     named = {engine for line in CHEAT_SHEET for engine in line.engines}
-    assert named == {*all_engines(), *ORCHESTRATOR_IDS}
+    assert named == {*all_engines(), *ORCHESTRATORS}
     there = {rule.id for rules in (PICKS, ORCHESTRATION) for rule in rules}
     assert {rule for line in CHEAT_SHEET for rule in line.rules} <= there
 

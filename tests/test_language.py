@@ -36,6 +36,7 @@ NOT_YET = {
     "src/bedplate/judge",
     "src/bedplate/measure",
     "src/bedplate/page",
+    "src/bedplate/published",
     "src/bedplate/run",
     "src/bedplate/serving",
     "src/bedplate/show",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bedplate.facts.intent import read_intent
+from bedplate.decide.intent import read_intent
 from bedplate.facts.workload import summarise, to_workload
 from bedplate.show.workload import bars, burst_words, prefix_words, sparkline
 from bedplate.values import from_json

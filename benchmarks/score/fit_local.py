@@ -24,8 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bedplate.decide.estimate import local
-from bedplate.decide.estimate.local import Asked, Profile, Question, Work
-from bedplate.decide.estimate.rows import Case, Refused, resolve
+from bedplate.decide.estimate.engines import traits_of
+from bedplate.decide.estimate.local import Profile, Question, Work
+from bedplate.published import one_stream
+from bedplate.published.one_stream import Asked
+from bedplate.published.rows import Case, Refused, resolve
 
 DATA = Path(local.__file__).parent / "data" / "local.json"
 METRICS = {"decode_tok_s_single", "prefill_tok_s", "total_tok_s_incl_prompt", "output_tok_s_total"}
@@ -113,8 +116,8 @@ def load(folders: Sequence[Path], scored: int = 1) -> list[Row]:
     sizes = Counter(_group(source, case) for source, case, _, _ in found)
     rows = []
     for source, case, truth, is_scored in found:
-        question = local.question_of(case)
-        asked = local.asked(question, case)
+        question = one_stream.question_of(case)
+        asked = one_stream.asked(question, case)
         if not isinstance(asked, Refused):
             weight = sizes[_group(source, case)] ** -0.6 * (1.0 if is_scored else MORE_WEIGHT)
             rows.append(Row(source, case, truth, question, asked, weight, is_scored))
@@ -129,7 +132,7 @@ def _left_out(source: str, case: Case) -> bool:
         chip, four = case.chip.name, case.devices == 4
         if "A100 SXM" in chip or "L40S" in chip or ("RTX 5000 Ada" in chip and four):
             return True
-    return case.metric == "output_tok_s_total" and case.engine in local.SERVED
+    return case.metric == "output_tok_s_total" and traits_of(case.engine).kernels == "serving"
 
 
 def _group(source: str, case: Case) -> tuple[object, ...]:
@@ -139,12 +142,12 @@ def _group(source: str, case: Case) -> tuple[object, ...]:
 
 def effects_of(row: Row) -> tuple[str, ...]:
     case = row.case
-    return local.effects_of(case.engine, case.backend, case.machine, local.is_current(case))
+    return local.effects_of(case.engine, case.backend, case.machine, one_stream.is_current(case))
 
 
 def key_of(row: Row) -> str:
     case = row.case
-    return f"{case.engine}/{case.backend}" + ("" if local.is_current(case) else " older")
+    return f"{case.engine}/{case.backend}" + ("" if one_stream.is_current(case) else " older")
 
 
 class Columns(NamedTuple):

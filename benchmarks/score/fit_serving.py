@@ -23,8 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from bedplate.decide.estimate.batching import Efficiencies, Waits, Work, weight_type
-from bedplate.decide.estimate.rows import Case, Refused, resolve
-from bedplate.decide.estimate.serving import Question, answer, asked
+from bedplate.decide.estimate.serving import Question, answer
+from bedplate.published.rows import Case, Refused, resolve
+from bedplate.published.under_load import asked
 
 ROOT = Path(__file__).resolve().parents[2]
 TRUTH = ROOT.parent / "shared" / "truth"

@@ -1,4 +1,4 @@
-"""Write `decide/estimate/data/recipes.json`: settings from InferenceX's repository that its results omit.
+"""Write `published/data/recipes.json`: settings from InferenceX's repository that its results omit.
 
     python benchmarks/score/recipes.py CHECKOUT WORKERS
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-DATA = Path(__file__).resolve().parents[2] / "src" / "bedplate" / "decide" / "estimate" / "data" / "recipes.json"
+DATA = Path(__file__).resolve().parents[2] / "src" / "bedplate" / "published" / "data" / "recipes.json"
 SOURCE = "https://github.com/SemiAnalysisAI/InferenceX"
 PATHS = (".github/configs/nvidia-master.yaml", "configs/nvidia-master.yaml")
 USUAL_GUESSES = 3

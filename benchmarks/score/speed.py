@@ -16,8 +16,9 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bedplate.decide.estimate import Prediction, Refused, predict
 from bedplate.decide.estimate.calibration import table
+from bedplate.published.predict import predict
+from bedplate.published.rows import Prediction, Refused
 from bedplate.values.units import seconds
 
 

@@ -18,13 +18,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from bedplate.decide.estimate import Refused, recipes
 from bedplate.decide.estimate.batching import efficiencies, guessed, weight_type
-from bedplate.decide.estimate.rows import Case, resolve
-from bedplate.decide.estimate.serving import MOST_SEQUENCES, SETS_ASIDE, Asked, answer, asked
+from bedplate.decide.estimate.engines import traits_of
+from bedplate.decide.estimate.serving import answer
 from bedplate.decide.simulate import Book, Fleet, Lengths, Limits, Paid, outcome, simulate
 from bedplate.decide.simulate.replica import BLOCK_TOKENS
 from bedplate.decide.simulate.times import batched
+from bedplate.published import recipes
+from bedplate.published.rows import Case, Refused, resolve
+from bedplate.published.under_load import MOST_SEQUENCES, Asked, asked
 from bedplate.values.simulation import Outcome
 
 SOURCES = ("aiconfigurator_silicon_e2e", "inferencex_repo_results", "trtllm_perf_overview", "lmdeploy_a100")
@@ -99,7 +101,7 @@ def simulated(load: Load) -> Outcome | None:
             prompt_s=tuple(one * e.wave_slower for one in steps.prompt_s),
             pair_s=steps.pair_s * e.wave_slower,
         )
-    limits = Limits(slots, max(batch, slots + 1), resident, reserves=case.engine in SETS_ASIDE)
+    limits = Limits(slots, max(batch, slots + 1), resident, reserves=traits_of(case.engine).reserves_answer)
     fleet = Fleet(steps, limits, 1)
     count = streams if question.way == "wave" else WAVES * streams
     prompts, outputs = drawn(case, prompt, count, 1), drawn(case, output, count, 2)

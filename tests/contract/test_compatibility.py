@@ -19,7 +19,7 @@ from tests.contract.documents import BY_NAME, key_lines, read_schema
 
 from bedplate.cli.schema import DOCUMENTS
 from bedplate.cli.schema_files import load_record
-from bedplate.facts.intent import read_intent, resolved_hardware
+from bedplate.decide.intent import read_intent, resolved_hardware
 from bedplate.values.intent import Intent
 
 V1 = Path(__file__).parent / "v1"

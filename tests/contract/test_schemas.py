@@ -17,7 +17,7 @@ from tests.contract.documents import BY_NAME, check_document, read_schema
 
 from bedplate.cli.schema import DOCUMENTS, FOLDER, Document
 from bedplate.cli.schema_files import schema_text, version_of
-from bedplate.facts.intent import read_intent
+from bedplate.decide.intent import read_intent
 
 TESTS = Path(__file__).parents[1]
 CAPTURES = TESTS / "captures"
@@ -267,8 +267,8 @@ def test_what_the_reader_refuses_is_invalid(data: dict[str, Any]) -> None:
     ],
 )
 def test_what_a_plan_refuses_of_a_description_is_invalid(data: dict[str, Any]) -> None:
+    from bedplate.decide.intent import resolved_hardware
     from bedplate.errors import BadQuestion
-    from bedplate.facts.intent import resolved_hardware
     from bedplate.run.models import intended_model
 
     intent = read_intent(json.dumps(data))

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from bedplate.decide import decide
-from bedplate.facts.intent import intent_of, resolved_hardware
+from bedplate.decide.intent import intent_of, resolved_hardware
 from bedplate.run.models import intended_model
 from bedplate.values import Decision
 

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from bedplate.decide.estimate.batching import weight_type
-from bedplate.decide.estimate.rows import Case, resolve
-from bedplate.decide.estimate.serving import Asked, asked
+from bedplate.published.rows import Case, resolve
+from bedplate.published.under_load import Asked, asked
 
 np = pytest.importorskip("numpy", reason="the fit needs numpy, which bedplate itself does not")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "score" / "fit_serving.py"

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from bedplate.decide.estimate import calibration, local
 from bedplate.decide.estimate.calibration import table
 from bedplate.decide.estimate.local import Profile
-from bedplate.decide.estimate.prediction import predict
-from bedplate.decide.estimate.rows import Case, Prediction, Refused, engine_of, layout_of, resolve
-from bedplate.decide.estimate.table import predictions, read_table, write_table
 from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.published.predict import predict
+from bedplate.published.rows import Case, Prediction, Refused, engine_of, layout_of, resolve
+from bedplate.published.table import predictions, read_table, write_table
 from bedplate.values import Parallelism
 
 ROOT = Path(__file__).parents[2]
@@ -287,8 +287,8 @@ def test_published_rows_are_met() -> None:
 @pytest.mark.skipif(not TRUTH.is_dir(), reason="the published measurements are not beside this checkout")
 def test_no_prediction_of_a_published_row_breaks_the_floor() -> None:
     """Rows that beat bytes over bandwidth themselves would show that a spec or a size is wrong."""
-    from bedplate.decide.estimate.local import _context  # what the row's answer was made at
     from bedplate.decide.estimate.physics import decode_floor_s
+    from bedplate.published.one_stream import _context  # what the row's answer was made at
 
     beaten = []
     for path in sorted(TRUTH.glob("llamacpp_*.csv")):

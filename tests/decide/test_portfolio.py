@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.commands import invoke
 
+from bedplate.decide.intent import intent_of
 from bedplate.decide.portfolio import machine_of, portfolio
-from bedplate.facts.intent import intent_of
 from bedplate.run.models import intended_model
 from bedplate.values import from_json, to_json
 from bedplate.values.intent import Pool

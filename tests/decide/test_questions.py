@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bedplate.decide import decide
+from bedplate.decide.intent import intent_of, override, parsed_fields, resolved_hardware
 from bedplate.decide.questions import COUNTS, changes, layout_words, procure, purchasable, serves
 from bedplate.facts.chips import find_chip
-from bedplate.facts.intent import intent_of, override, parsed_fields, resolved_hardware
 from bedplate.facts.known_models import find_model
 from bedplate.facts.simulated import simulated
 from bedplate.run.models import intended_model

@@ -18,13 +18,13 @@ from tests.decide.scenario_files import content, decided, own_files, shared_file
 from bedplate.decide import candidates, case, rules
 from bedplate.decide.case import Case
 from bedplate.decide.explain import REASONS
+from bedplate.decide.intent import intent_of, resolved_hardware
 from bedplate.decide.rules import ARTICLES, CHALLENGES, DOUBTS, ORCHESTRATION, PICKS, RULES_PAGE, Rule
 from bedplate.engines import all_engines
-from bedplate.facts.intent import intent_of, resolved_hardware
+from bedplate.engines.names import ORCHESTRATORS
 from bedplate.run.models import intended_model
 from bedplate.show.rules import rules_page
 from bedplate.values import Decision
-from bedplate.values.names import ORCHESTRATOR_IDS
 
 SEEDS = Path(__file__).parents[2].parent / "shared" / "seeds"
 ALL: list[Rule[..., Any]] = [*PICKS, *DOUBTS, *CHALLENGES, *ORCHESTRATION, *REASONS]
@@ -158,7 +158,7 @@ class TestReached:
 
     def test_orchestrators_are_those_of_the_design(self) -> None:
         found = {decision.orchestrator for decision in decisions().values()} - {None}
-        assert found == set(ORCHESTRATOR_IDS)
+        assert found == set(ORCHESTRATORS)
 
 
 H100 = {"accelerator": "H100 SXM", "count": 8, "ram_gb": 2048}

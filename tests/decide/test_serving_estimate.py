@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bedplate.decide.estimate import batching, recipes, serving
+from bedplate.decide.estimate import batching, serving
 from bedplate.decide.estimate.batching import (
     Efficiencies,
     Layout,
@@ -24,11 +24,13 @@ from bedplate.decide.estimate.batching import (
 from bedplate.decide.estimate.calibration import Expectation, table
 from bedplate.decide.estimate.machine import Machine, machine_from_chip
 from bedplate.decide.estimate.physics import Shape, decode_floor_s, linear_ops, prefill_floor_s, shape_of
-from bedplate.decide.estimate.prediction import predict
-from bedplate.decide.estimate.rows import Case, Prediction, Refused, resolve
-from bedplate.decide.estimate.serving import Answer, Workers, arranged, expect, under_load
+from bedplate.decide.estimate.serving import Answer, expect, under_load
 from bedplate.facts.chips import find_chip
 from bedplate.facts.known_models import find_model
+from bedplate.published import recipes
+from bedplate.published.predict import predict
+from bedplate.published.rows import Case, Prediction, Refused, resolve
+from bedplate.published.under_load import Asked, Workers, arranged, asked
 from bedplate.values import Parallelism
 
 TRUTH = Path(__file__).parents[2].parent / "shared" / "truth"
@@ -159,13 +161,13 @@ HELD = {**APART, "hardware": "NVIDIA GB200", "engine": "TensorRT-LLM", "prompt_t
 
 
 def test_a_result_has_the_workers_of_its_recipe() -> None:
-    found = serving.asked(case(**HELD, concurrency="27", notes=RESULT))
-    assert isinstance(found, serving.Asked)
-    asked = found.question
-    assert (asked.prefills, asked.decodes, asked.slots) == pytest.approx((1, 3, 24))
-    assert asked.prompts.groups == 8
-    unknown = serving.asked(case(**HELD, concurrency="27"))
-    assert isinstance(unknown, serving.Asked)
+    found = asked(case(**HELD, concurrency="27", notes=RESULT))
+    assert isinstance(found, Asked)
+    question = found.question
+    assert (question.prefills, question.decodes, question.slots) == pytest.approx((1, 3, 24))
+    assert question.prompts.groups == 8
+    unknown = asked(case(**HELD, concurrency="27"))
+    assert isinstance(unknown, Asked)
     assert unknown.question.decodes == 0
 
 
@@ -261,8 +263,8 @@ def test_recipes_are_told_apart_by_day_and_image(
     hardware: str, quantization: str, parallelism: str, concurrency: str, notes: str, guessing: int
 ) -> None:
     row = {**SGLANG_APART, "hardware": hardware, "quantization": quantization, "parallelism": f"disagg {parallelism}"}
-    found = serving.asked(case(**row, concurrency=concurrency, notes=notes))
-    assert isinstance(found, serving.Asked)
+    found = asked(case(**row, concurrency=concurrency, notes=notes))
+    assert isinstance(found, Asked)
     assert (found.question.guessing, found.question.decodes > 0) == (guessing, True)
 
 
@@ -296,9 +298,9 @@ def test_a_result_guesses_as_many_tokens_ahead_as_its_recipe(
     layout = arranged(result)
     assert isinstance(layout, Layout)
     assert recipes.guessing(result, layout) == guesses
-    asked = serving.asked(result)
-    assert isinstance(asked, serving.Asked)
-    assert asked.question.guessing == guesses
+    found = asked(result)
+    assert isinstance(found, Asked)
+    assert found.question.guessing == guesses
 
 
 def test_passes_that_guess_have_room_for_what_is_guessed() -> None:
@@ -347,8 +349,8 @@ def test_those_that_are_gathered_later_wait_less() -> None:
 def test_workers_take_as_many_tokens_into_a_pass_as_they_are_set_to() -> None:
     row = {**SGLANG_APART, "hardware": CHIPS[0], "prompt_tokens": "8192",
            "parallelism": "disagg prefill x(tp16 dp1 ep1 bs) decode x(tp16 dp1 ep1 bs)"}  # fmt: skip
-    found = serving.asked(case(**row, concurrency="4", notes=DAY + "2026-02-10"))
-    assert isinstance(found, serving.Asked)
+    found = asked(case(**row, concurrency="4", notes=DAY + "2026-02-10"))
+    assert isinstance(found, Asked)
     assert found.question.waits.pass_tokens == pytest.approx(2048)
     assert found.question.slots < 1e6
     e = efficiencies("sglang", "hopper", "fp8")
@@ -361,8 +363,8 @@ def test_workers_take_as_many_tokens_into_a_pass_as_they_are_set_to() -> None:
 
 
 def test_chance_lets_some_wait_where_there_are_just_as_many_places_as_streams() -> None:
-    found = serving.asked(case(**HELD, concurrency="27", notes=RESULT))
-    assert isinstance(found, serving.Asked)
+    found = asked(case(**HELD, concurrency="27", notes=RESULT))
+    assert isinstance(found, Asked)
     e = efficiencies("tensorrt-llm", "blackwell-dc", "fp8")
     exact, ample, one = (
         serving.answer(found.question._replace(streams=24.0, slots=slots, decodes=decodes, dealt=0.0), e)
@@ -383,9 +385,9 @@ def test_a_wait_is_some_passes_longer() -> None:
 
 
 def test_lengths_of_results_are_the_mean_of_what_was_drawn() -> None:
-    found, plain = serving.asked(case(notes=RESULT)), serving.asked(case())
-    assert isinstance(found, serving.Asked)
-    assert isinstance(plain, serving.Asked)
+    found, plain = asked(case(notes=RESULT)), asked(case())
+    assert isinstance(found, Asked)
+    assert isinstance(plain, Asked)
     assert (found.question.work.prompt, found.question.work.output) == (922, 922)
     assert (plain.question.work.prompt, plain.question.work.output) == (1024, 1024)
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from bedplate.decide import decide
+from bedplate.decide.intent import intent_of, resolved_hardware
 from bedplate.decide.portfolio import on_one_machine, portfolio
 from bedplate.deploy.emit import emitted
 from bedplate.deploy.platform import Placed, Platform, many_services, one_service
-from bedplate.facts.intent import intent_of, resolved_hardware
 from bedplate.run.models import intended_model
 from bedplate.values import Estimate, replaced
 from bedplate.values.record import estimate as figure

@@ -16,10 +16,10 @@ from tests.deploy.intents import made_platform
 from tests.deploy.walk import documents_in, pods_in
 
 from bedplate.decide import decide, plan
+from bedplate.decide.intent import intent_of, resolved_hardware
 from bedplate.deploy.emit import emitted as to_target
 from bedplate.deploy.shell import script
 from bedplate.engines import all_engines
-from bedplate.facts.intent import intent_of, resolved_hardware
 from bedplate.run.models import intended_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="an interpreter that is a script itself")

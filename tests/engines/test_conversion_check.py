@@ -160,7 +160,7 @@ def test_exllama_takes_the_kernels_that_were_compiled_before(tmp_path: Path, mon
 
 def compared(llama: Environment, source: Path, result: Path, bits: str = "16") -> subprocess.CompletedProcess[str]:
     server = json.dumps(command(llama, Launch(argv=("llama-server",))))
-    argv = [sys.executable, "-I", str(PROGRAM), str(source), str(result), "--bits", bits, "--llama-server", server]
+    argv = [sys.executable, "-I", str(PROGRAM), str(source), str(result), "--bits", bits, "--gguf-server", server]
     return subprocess.run(argv, capture_output=True, text=True)
 
 

@@ -1,4 +1,4 @@
-"""An engine of somebody else's package: installed into a folder of its own, and found by its entry point."""
+"""An engine of somebody else's package: found by its entry point, it appears wherever bedplate's own engines do."""
 
 from __future__ import annotations
 
@@ -6,38 +6,26 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import HANG_S
+from tests.judge.made_engine import MadeEngine
 
-ENGINE = """\
-from bedplate.engines import Engine
-from bedplate.values import Launch, Plan
+from bedplate.values import from_json, replaced, to_json
+from bedplate.values.run import Environment, Run
 
-
-class Warp(Engine):
-    id = "warp"
-    name = "Warp"
-    version = "1.2.3"
-    formats = ("safetensors",)
-    vendors = ("nvidia",)
-    strength = "being somebody else's"
-
-    def launch(self, plan: Plan, port: int) -> Launch:
-        return Launch(argv=("warp-serve", plan.model_path, "--port", str(port)))
-
-
-ENGINE = Warp()
-"""
+WARP = Path(__file__).parent / "warp"
+ENGINE = (WARP / "bedplate_warp.py").read_text()
 INTENT = """\
 hardware: {accelerator: H100 SXM, ram_gb: 256}
 model: Qwen/Qwen3-8B
 """
 
 
-def installed(folder: Path, source: str, package: str = "bedplate_warp") -> Path:
+def installed(folder: Path, source: str = ENGINE, package: str = "bedplate_warp") -> Path:
     """What an installer leaves: the module, and its metadata beside it."""
     metadata = folder / f"{package}-1.2.3.dist-info"
     metadata.mkdir(parents=True)
@@ -47,10 +35,41 @@ def installed(folder: Path, source: str, package: str = "bedplate_warp") -> Path
     return folder
 
 
-def bedplate(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(site), "BEDPLATE_HOME": str(site / "home"), "NO_COLOR": "1"}
+def write_wheel(folder: Path) -> Path:
+    """The engine itself as a package index would have it."""
+    folder.mkdir()
+    info = "warp_engine-1.2.3.dist-info"
+    files = {
+        "warp_engine.py": (WARP / "warp_engine.py").read_text(),
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: warp-engine\nVersion: 1.2.3\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": "[console_scripts]\nwarp-serve = warp_engine:main\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(folder / "warp_engine-1.2.3-py3-none-any.whl", "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+    return folder
+
+
+def bedplate(site: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    given = {"PYTHONPATH": os.pathsep.join(paths), "BEDPLATE_HOME": str(site / "home"), "NO_COLOR": "1"}
     command = [sys.executable, "-m", "bedplate", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG_S)
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **given, **(env or {})}, timeout=HANG_S
+    )
+
+
+def answered(site: Path, *words: str, env: dict[str, str] | None = None) -> str:
+    done = bedplate(site, *words, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    return installed(tmp_path / "site")
 
 
 @pytest.fixture
@@ -61,24 +80,86 @@ def intent(tmp_path: Path) -> str:
 
 
 def planned(site: Path, *words: str) -> dict[str, Any]:
-    done = bedplate(site, "plan", "--json", *words)
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(answered(site, "plan", "--json", *words))
     return answer
 
 
-def test_it_is_planned_when_asked_for(tmp_path: Path, intent: str) -> None:
-    site = installed(tmp_path / "site", ENGINE)
+def test_the_list_of_engines_has_it(site: Path) -> None:
+    listed = json.loads(answered(site, "engines", "--json"))
+    assert "warp" in {one["engine"] for one in listed["engines"]}
+    assert "a fixed number of lanes" in answered(site, "engines", "show", "Warp-Engine 1.2")
+
+
+def test_it_is_planned_when_asked_for(site: Path, intent: str) -> None:
     decision = planned(site, "-f", intent, "--engine", "warp")
     assert (decision["engine"], decision["engine_version"]) == ("warp", "1.2.3")
     assert decision["launch"]["argv"][:2] == ["warp-serve", "Qwen/Qwen3-8B"]
+    assert decision["estimate"]["output_tok_s"]["value"] > 0
 
 
-def test_without_a_rule_it_is_named_and_never_chosen(tmp_path: Path, intent: str) -> None:
-    decision = planned(installed(tmp_path / "site", ENGINE), "-f", intent)
+def test_without_a_rule_it_is_named_and_never_chosen(site: Path, intent: str) -> None:
+    decision = planned(site, "-f", intent)
     said = {refusal["engine"]: refusal for refusal in decision["refused"]}
     assert decision["engine"] == "vllm" and said["warp"]["kind"] == "outranked"
     assert said["warp"]["hint"] == "being somebody else's"
+
+
+def test_why_not_explains_it_in_any_of_its_spellings(site: Path, intent: str) -> None:
+    said = answered(site, "plan", "-f", intent, "--why-not", "warp_serve")
+    assert "warp" in said and "vllm" in said
+
+
+def test_an_intent_names_it_as_the_incumbent(site: Path, tmp_path: Path) -> None:
+    path = tmp_path / "incumbent.yaml"
+    path.write_text(f"{INTENT}operations: {{incumbent: WarpEngine}}\n")
+    assert planned(site, "-f", str(path))["engine"] == "warp"
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("command", ["uv pip install warp-engine==1.2.3", "exec warp-serve"]),
+        ("compose", ["image: registry.example/warp:1.2.3", "WARP_KEY"]),
+        ("kubernetes", ["image: registry.example/warp:1.2.3", "kind: PodMonitor", "--lanes"]),
+        ("dynamo", ["registry.example/dynamo/warp:", "dynamo.warp", "--max-lanes=", "--warp-role=worker"]),
+        ("ray", ["registry.example/ray-warp:", "lanes:"]),
+    ],
+)
+def test_it_is_emitted_for_every_target(site: Path, intent: str, target: str, words: list[str]) -> None:
+    text = answered(site, "plan", "-f", intent, "--engine", "warp", "--emit", target)
+    assert [word for word in words if word not in text] == []
+
+
+def test_its_settings_are_listed_for_tuning(site: Path, builtin_gguf: Path) -> None:
+    listed = json.loads(answered(site, "tune", str(builtin_gguf), "--engine", "warp", "--list", "--json"))
+    assert [(knob["name"], knob["source"]) for knob in listed] == [("slots", "warp-serve --help")]
+
+
+def test_advice_names_its_own_flag(site: Path, tmp_path: Path) -> None:
+    cells = [
+        replaced(cell, subject=replaced(cell.subject, engine="warp")) for cell in MadeEngine(slots=4).cells(1, 4, 8)
+    ]
+    environment = Environment(bedplate="0", python="3.11", system="Linux", hardware="a machine", machine="0")
+    run = Run(id="20261101-aa", at=cells[0].at, environment=environment, cells=tuple(cells), finished=True)
+    path = tmp_path / "run.json"
+    path.write_text(to_json(run))
+    found = json.loads(answered(site, "diagnose", str(path), "--json"))
+    changes = found["bottlenecks"][0]["changes"]
+    assert changes[0]["flag"] == "--lanes 8"
+
+
+def test_it_is_installed_and_measured(site: Path, tmp_path: Path, builtin_gguf: Path) -> None:
+    env = {"UV_FIND_LINKS": str(write_wheel(tmp_path / "wheels")), "UV_OFFLINE": "1"}
+    loads = ("--concurrency", "1,2", "--prompt-tokens", "24", "--output-tokens", "8")
+    short = ("--seconds", "0.5", "--repeats", "1", "--no-quality")
+    run = from_json(
+        Run, answered(site, "bench", str(builtin_gguf), "--engines", "warp", *loads, *short, "--json", env=env)
+    )
+    assert [(cell.subject.engine, cell.subject.engine_version) for cell in run.cells] == [("warp", "1.2.3")] * 2
+    for cell in run.cells:
+        samples = [sample for repeat in cell.repeats for sample in repeat.samples]
+        assert samples and all(sample.outcome == "ok" and sample.output_tokens == 8 for sample in samples)
+        assert cell.repeats[0].engine is not None and cell.repeats[0].engine.running_max is not None
 
 
 def test_it_may_replace_one_of_bedplates_own(tmp_path: Path, intent: str) -> None:

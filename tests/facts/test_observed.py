@@ -9,8 +9,8 @@ import pytest
 from tests.commands import invoke
 
 from bedplate import store
+from bedplate.decide.intent import read_intent
 from bedplate.errors import AnswerIsNo
-from bedplate.facts.intent import read_intent
 from bedplate.facts.observed import observed
 from bedplate.facts.workload import to_workload
 from bedplate.run.gateway.shapes import prefix_hashes

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bedplate.decide.intent import read_intent
 from bedplate.errors import BadQuestion
 from bedplate.facts import workload
-from bedplate.facts.intent import read_intent
 from bedplate.facts.traces import BadRows
 from bedplate.facts.workload import (
     ArrivalMeter,

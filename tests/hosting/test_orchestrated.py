@@ -24,11 +24,11 @@ from tests.run.test_supervisor import until
 
 from bedplate.changing.migrate import Migrate, migrate
 from bedplate.changing.shadow import Shadow, shadow
+from bedplate.decide.intent import read_intent
 from bedplate.decide.together import HOST
 from bedplate.engines import Engine, Failure, all_engines, engine
 from bedplate.engines.shipped import ray_serve
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError
-from bedplate.facts.intent import read_intent
 from bedplate.hosting import on_dynamo, on_ray, orchestrated
 from bedplate.hosting.detached import Errand
 from bedplate.hosting.host import Host

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bedplate.decide.intent import read_intent
 from bedplate.errors import BadQuestion
-from bedplate.facts.intent import read_intent
 from bedplate.hosting.ordering import order_of
 from bedplate.hosting.tenants import remarks
 from bedplate.values.intent import Intent

@@ -5,17 +5,21 @@ These cells are constructed. Real engines with real limits are in test_real_limi
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.judge.made_cells import made_cell, made_repeat, made_sample
 from tests.judge.made_engine import MadeEngine, exactly, the_shape
 
+import bedplate.engines
 from bedplate.engines import all_engines
 from bedplate.judge.diagnose import Ground, bottleneck, by_subject, diagnose
-from bedplate.judge.flags import FLAGS, flag
 from bedplate.values import from_json, replaced, to_json
 from bedplate.values.decision import Parallelism
 from bedplate.values.diagnosis import Bottleneck, Diagnosis
@@ -203,24 +207,22 @@ class TestHonesty:
 
 
 class TestFlags:
-    def test_every_flag_is_of_an_engine_that_there_is(self) -> None:
-        assert {engine for known in FLAGS.values() for engine in known} <= set(all_engines())
-
-    def test_flags_are_those_of_the_launches(self) -> None:
-        """Each stands in the engine's own file, or in the server that is shipped into its environment."""
-        import inspect
-        from pathlib import Path
-
-        import bedplate.engines
-
+    @pytest.mark.parametrize("engine", sorted(all_engines()))
+    def test_flags_are_those_of_the_launches(self, engine: str) -> None:
+        """Each is used elsewhere in the engine's own file, or in the server shipped into its environment."""
         folder = Path(inspect.getfile(bedplate.engines)).parent
         shipped = "".join(path.read_text() for path in (folder / "shipped").glob("*.py"))
-        for knob, known in FLAGS.items():
-            for engine, name in known.items():
-                source = Path(inspect.getfile(type(all_engines()[engine]))).read_text()
-                assert name.split()[0] in source + shipped, (knob, engine)
+        source = Path(inspect.getfile(type(all_engines()[engine]))).read_text()
+        stated = re.search(
+            r"    flags = AdviceFlags\(.*?\n    \)\n|    flags = AdviceFlags\([^\n]*\)\n", source, re.DOTALL
+        )
+        assert stated is not None
+        used = source.replace(stated[0], "") + shipped
+        flags = [flag for flag in msgspec.structs.astuple(all_engines()[engine].flags) if flag is not None]
+        assert flags and [flag for flag in flags if flag.split()[0] not in used] == []
 
     def test_what_an_engine_calls_otherwise_on_a_cpu(self) -> None:
-        assert flag("cache memory", "vllm", "cpu") == "--kv-cache-memory-bytes"
-        assert flag("cache memory", "vllm", "cuda") == "--gpu-memory-utilization"
-        assert flag("threads", "tensorrt-llm") is None
+        vllm = all_engines()["vllm"]
+        assert vllm.advice_flags("cpu").cache_memory == "--kv-cache-memory-bytes"
+        assert vllm.advice_flags("cuda").cache_memory == "--gpu-memory-utilization"
+        assert all_engines()["tensorrt-llm"].advice_flags(None).threads is None

@@ -130,7 +130,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_home: Path) -> Envi
     engines = {"fake": Fake(), "other": Other()}
     monkeypatch.setattr(module, "all_engines", lambda: engines)
     monkeypatch.setattr(module, "engine_by_id", engines.__getitem__)
-    monkeypatch.setattr(module, "llama_server", lambda own, progress: None)
+    monkeypatch.setattr(module, "gguf_server", lambda own, progress: None)
     return environment(tmp_path / "env")
 
 
@@ -565,7 +565,7 @@ from tests.run.test_prepare import Fake, environment, module, plan_for, prepare,
 env, source, program = map(Path, sys.argv[1:])
 module.all_engines = lambda: {"fake": Fake()}
 module.engine_by_id = lambda engine_id: Fake()
-module.llama_server = lambda own, progress: None
+module.gguf_server = lambda own, progress: None
 class Notes(module.Silent):
     def note(self, text): print(text, flush=True)
 print(prepare(plan_for(source), [step(program.name, source, "folder")], environment(env), Notes()), flush=True)

@@ -22,8 +22,10 @@ from typing import Any, BinaryIO
 from bedplate import _version
 from bedplate.bundling.device_code import clear_unused
 from bedplate.bundling.texts import target_readme
+from bedplate.decide.rules import STANDARD_ENGINE
 from bedplate.engines import Engine, OverlayRecipe
 from bedplate.engines import engine as engine_by_id
+from bedplate.engines.roles import FIRST
 from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.home import need_free
 from bedplate.progress import Progress, Silent
@@ -138,7 +140,7 @@ def make_target_bundle(request: TargetRequest, progress: Progress | None = None)
         raise BadQuestion("--pieces: a piece has at least 1 MiB", hint="for example --pieces 48M")
     if request.without == set(PARTS) or ("engine" in request.without and request.engines):
         raise BadQuestion("--without leaves nothing to pack, or leaves out an engine that --engine asks for")
-    engines = request.engines or ("vllm" if target.cuda else "llama.cpp",)
+    engines = request.engines or (STANDARD_ENGINE if target.cuda else FIRST.id,)
     named = [_engine_version(text) for text in engines if "engine" not in request.without]
     overlay = _Overlay.parse(request.overlay) if request.overlay is not None else None
     default = "-".join(["bedplate", *(one.id for one, _ in named), "for", target.name])

@@ -23,6 +23,7 @@ from bedplate import _version
 from bedplate.bundling.texts import readme, serve_script
 from bedplate.decide import decide
 from bedplate.decide import plan as planned
+from bedplate.decide.intent import resolved_hardware
 from bedplate.deploy.emit import emitted
 from bedplate.deploy.images import image_for
 from bedplate.deploy.platform import one_service
@@ -30,7 +31,6 @@ from bedplate.engines import Engine, Recipe
 from bedplate.engines import engine as engine_by_id
 from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
-from bedplate.facts.intent import resolved_hardware
 from bedplate.home import need_free
 from bedplate.progress import Progress, Silent
 from bedplate.run import wheels

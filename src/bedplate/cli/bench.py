@@ -235,8 +235,8 @@ def bench(
 
 def _model_in(file: Path) -> str | None:
     """The model that an intent names. Its workload is not used: `bench` has options for the load."""
+    from bedplate.decide.intent import read_intent
     from bedplate.errors import BadQuestion
-    from bedplate.facts.intent import read_intent
 
     intent = read_intent(file)
     if intent.services:

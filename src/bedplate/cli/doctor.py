@@ -32,6 +32,7 @@ def doctor(json: Json = False) -> None:
     """
     import sys
 
+    from bedplate.engines import all_engines
     from bedplate.facts.doctor import FoundModel, examine
     from bedplate.facts.hardware import probe
     from bedplate.facts.library import local_models
@@ -42,6 +43,7 @@ def doctor(json: Json = False) -> None:
         home=home(),
         uv=_uv_version(),
         engines=tuple(_checked()),
+        prefixes=[prefix for one in all_engines().values() for prefix in one.variable_prefixes],
         models=[FoundModel(name=one.name, origin=one.origin, bytes=one.size_bytes) for one in local_models()],
     )
     if json:

@@ -136,7 +136,7 @@ def remove(
 
 def _machine(name: str | None) -> Hardware:
     from bedplate.cli.options import intent_from
-    from bedplate.facts.intent import resolved_hardware
+    from bedplate.decide.intent import resolved_hardware
 
     return resolved_hardware(intent_from(None, None, hardware=name))
 

@@ -39,8 +39,8 @@ def estimate(
     Writes row_id, predicted, low, high and refused, one line per row, in the order of the table.
     """
     from bedplate.cli.terminal import TerminalProgress, console
-    from bedplate.decide.estimate.table import predictions, read_table
     from bedplate.errors import BadQuestion
+    from bedplate.published.table import predictions, read_table
 
     try:
         with _reading(rows) as source:
@@ -64,8 +64,8 @@ def _reading(name: str) -> AbstractContextManager[TextIO]:
 
 
 def _written(name: str, lines: Iterable[tuple[str, ...]]) -> None:
-    from bedplate.decide.estimate.table import write_table
     from bedplate.errors import OutsideFailed
+    from bedplate.published.table import write_table
 
     if name == "-":
         write_table(lines, sys.stdout)

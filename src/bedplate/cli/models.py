@@ -67,8 +67,8 @@ def models(
     import sys
 
     from bedplate.cli.options import intent_from
+    from bedplate.decide.intent import resolved_hardware
     from bedplate.errors import BadQuestion
-    from bedplate.facts.intent import resolved_hardware
 
     intent = intent_from(
         file, fields, hardware=hardware, users=users, concurrency=concurrency, context=context, task=task

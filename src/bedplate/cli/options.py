@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def engine_named(text: str) -> str:
     """The id of an engine, from any usual spelling of its name."""
     from bedplate.engines import all_engines
+    from bedplate.engines.names import engine_id, nearest_names
     from bedplate.errors import BadQuestion
-    from bedplate.values.names import engine_id, nearest_names
 
     known = all_engines()
     found = text if text in known else engine_id(text)
@@ -121,8 +121,8 @@ def price_from(
     file: Path | None, price_per_hour: float | None, electricity_price: float | None, known: Price | None = None
 ) -> Price | None:
     """The price from the options, else from the intent, else `known`; `None`: no price is given."""
+    from bedplate.decide.intent import read_intent
     from bedplate.errors import BadQuestion
-    from bedplate.facts.intent import read_intent
     from bedplate.values import replaced
     from bedplate.values.cost import Price
 
@@ -151,7 +151,7 @@ def write_file(path: Path, text: str) -> None:
 
 def intent_from(file: Path | None, fields: list[str] | None, *, base: Intent | None = None, **options: Any) -> Intent:
     """The intent of the file, or `base`, or an empty one, changed by the options."""
-    from bedplate.facts.intent import override, parsed_fields, read_intent
+    from bedplate.decide.intent import override, parsed_fields, read_intent
     from bedplate.values.intent import Intent
 
     intent = read_intent(file) if file is not None else base or Intent()

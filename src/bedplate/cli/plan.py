@@ -166,7 +166,7 @@ def _check_for_services(intent: Intent, asked: list[str]) -> None:
 
 def _decided(intent: Intent, engine: str | None, *, untuned: bool = False) -> tuple[Hardware, Model, Decision]:
     from bedplate.decide import decide
-    from bedplate.facts.intent import resolved_hardware
+    from bedplate.decide.intent import resolved_hardware
     from bedplate.run.environments import registered_versions
     from bedplate.run.models import intended_model
     from bedplate.store import agreements, fingerprint, results, tunings, verdicts
@@ -281,8 +281,8 @@ def _what_if(
 ) -> None:
     import sys
 
+    from bedplate.decide.intent import override, parsed_fields
     from bedplate.decide.questions import WhatIf, changes
-    from bedplate.facts.intent import override, parsed_fields
     from bedplate.show.decision import render_changes
     from bedplate.values import to_json
 
@@ -323,8 +323,8 @@ def _procure(intent: Intent, output: Path | None, *, json: bool) -> None:
 def _portfolio(intent: Intent, emit: str | None, output: Path | None, *, json: bool) -> None:
     import sys
 
+    from bedplate.decide.intent import resolved_hardware
     from bedplate.decide.portfolio import on_one_machine, portfolio
-    from bedplate.facts.intent import resolved_hardware
     from bedplate.run.models import intended_model
     from bedplate.show.portfolio import render_portfolio
     from bedplate.values import to_json

@@ -117,9 +117,9 @@ def _facts(cells: list[Cell], told: list[Model]) -> dict[tuple[str, str | None],
 
 def _verdict(cells: list[Cell], incumbent: str, choice: Candidate | None) -> Verdict | None:
     """Compares the engine in service with the recommended one; `None` where they are the same."""
+    from bedplate.engines.names import engine_id
     from bedplate.errors import BadQuestion
     from bedplate.judge.compare import compare
-    from bedplate.values.names import engine_id
 
     wanted = engine_id(incumbent) or incumbent
     mine = [cell for cell in cells if cell.subject.engine == wanted]

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from bedplate.cli.schema import DOCUMENTS, FOLDER, Document, schema_file
-from bedplate.facts.intent import CHIPS
+from bedplate.decide.intent import CHIPS
+from bedplate.engines import all_engines
 from bedplate.values.intent import DescribedMachine, Intent, ModelFacts
-from bedplate.values.names import ENGINE_IDS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 REFERENCE = "#/$defs/{name}"
@@ -169,7 +169,7 @@ def _widen_intent(definitions: Schema) -> None:
             properties["model"] = _keeping_words(properties["model"], model)
         for field, wanted in properties.items():
             if field in ("incumbent", "engine"):
-                wanted["examples"] = list(ENGINE_IDS)
+                wanted["examples"] = list(all_engines())
             if field in CHIPS:
                 wanted = _with_alternative(wanted, {"type": "integer"})
             # An empty or default section says nothing about the schema.

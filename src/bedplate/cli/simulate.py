@@ -258,8 +258,8 @@ def guessed_request_s(output_tokens: float) -> float:
 
 def _deployment(intent: Intent, stream: Stream, engine: str | None, *, traced: bool) -> Deployment:
     from bedplate.decide import decide
+    from bedplate.decide.intent import resolved_hardware
     from bedplate.decide.simulate import Lengths, deployed
-    from bedplate.facts.intent import resolved_hardware
     from bedplate.run.models import intended_model
     from bedplate.store import agreements, fingerprint, results, verdicts
 

@@ -17,6 +17,7 @@ from bedplate.decide.wording import describe_remedy
 from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import Target, installing_within
+from bedplate.engines.roles import DEQUANTIZER
 from bedplate.facts.known_models import with_label
 from bedplate.facts.unpack import unpacked
 from bedplate.values import Challenger, Decision, Hardware, Model, Preparation, Reason, Refusal, Workload, replaced
@@ -43,7 +44,6 @@ LAST_RESORT = "anywhere"
 """The rule for what nothing is made for."""
 INCUMBENT = "operations.incumbent"
 """The rule by which the engine in service stays."""
-UNPACKER = "pytorch"
 UNPACK_START_S = 15.0
 UNPACK_WEIGHTS_S = 15e6
 
@@ -118,7 +118,7 @@ def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
     """The decision for unpacked weights, with the step that unpacks them first of all."""
     if decision.launch is None:
         return decision
-    where, unpacker = folder.short_name, engine_by_id(UNPACKER)
+    where, unpacker = folder.short_name, engine_by_id(DEQUANTIZER.id)
     step = Preparation(
         kind="convert",
         what=f"{source.name} from {source.quantization} GGUF to a folder of 16-bit weights",

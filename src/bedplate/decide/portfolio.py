@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from bedplate.decide.candidates import COMFORT_TPOT_S
 from bedplate.decide.choose import decide
+from bedplate.decide.rules import STANDARD_ENGINE
 from bedplate.decide.together import Ask, Decides, together
 from bedplate.engines import engine as engine_by_id
 from bedplate.facts.simulated import simulated
@@ -15,9 +16,6 @@ from bedplate.values import Decision, Hardware, Model, Parallelism
 from bedplate.values.intent import Intent, Operations, Pool, Service
 from bedplate.values.portfolio import Placement, Portfolio
 from bedplate.values.record import replaced
-
-STANDARD = "vllm"
-"""Of engines that serve as many services, the default of the source articles."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,8 @@ def _standard(alone: Sequence[Decision]) -> tuple[str | None, str]:
     if not wins:
         return None, "no service fits any pool"
     most = max(wins.values())
-    standard = STANDARD if wins.get(STANDARD, 0) == most else min(name for name, count in wins.items() if count == most)
+    best = [name for name, count in wins.items() if count == most]
+    standard = STANDARD_ENGINE if STANDARD_ENGINE in best else min(best)
     count, name = wins[standard], engine_by_id(standard).name
     whom = "the only service" if len(alone) == 1 else f"{count} of {len(alone)} services"
     return standard, f"{name} is what {whom} would choose; keeping one standard engine is cheaper than one for each"

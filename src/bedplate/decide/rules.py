@@ -24,6 +24,9 @@ RULES_PAGE = "docs/rules.md"
 P = ParamSpec("P")
 T = TypeVar("T")
 
+STANDARD_ENGINE = "vllm"
+"""Of engines that serve as many services, the default of the source articles."""
+
 
 class Pick(NamedTuple):
     engines: tuple[str, ...]

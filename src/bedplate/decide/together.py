@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from bedplate.decide.memory import free_of
 from bedplate.engines.base import RESERVED_SHARE
+from bedplate.engines.roles import FIRST
 from bedplate.errors import AnswerIsNo
 from bedplate.values import Accelerator, Decision, Hardware, Workload, replaced
 from bedplate.values.units import memory
@@ -71,7 +72,7 @@ def _parts(hardware: Hardware, asks: Sequence[Ask], budget_bytes: int | None) ->
             raise AnswerIsNo(
                 f"{ask.replicas} replicas of {part.decision.engine} need an accelerator each",
                 cause=f"it takes a share of the whole card, and there are {len(hardware.accelerators)}",
-                hint="fewer replicas, or --engine llama.cpp, whose processes share a card",
+                hint=f"fewer replicas, or --engine {FIRST.id}, whose processes share a card",
             )
         found[index] = part
         if not ask.on_demand:

@@ -9,8 +9,9 @@ from bedplate._version import __version__
 from bedplate.deploy.kubernetes import Files, built_images, head_of
 from bedplate.deploy.platform import Placed, Platform
 from bedplate.deploy.pods import Tree, noted_arguments
-from bedplate.deploy.served import DRAINS, GIB, MODELS, PORT, SETTINGS, Served, served
+from bedplate.deploy.served import GIB, PORT, SETTINGS, Served, served
 from bedplate.deploy.yaml_writer import Why, document, why
+from bedplate.engines.traits import MODELS
 from bedplate.errors import AnswerIsNo
 from bedplate.values.intent import Deploy
 from bedplate.values.units import seconds
@@ -142,7 +143,7 @@ def _engine(unit: Served, port: int, first_card: int, several: bool) -> Tree:
 
 
 def _left(unit: Served) -> str:
-    if unit.engine.id in DRAINS:
+    if unit.engine.container.drains:
         return ""
     return f". {unit.engine.name} ends at once all the same: stop its clients first"
 
@@ -172,7 +173,7 @@ def _health(unit: Served) -> Why:
     url = f"http://127.0.0.1:{PORT}{unit.launch.health_path}"
     return why(
         {
-            "test": ["CMD", *_asking(unit.engine.id, url)],
+            "test": ["CMD", *unit.engine.health_command(url)],
             "interval": "15s",
             "timeout": "10s",
             "retries": 8,
@@ -180,15 +181,6 @@ def _health(unit: Served) -> Why:
         },
         f"{unit.load_words}. {seconds(unit.start_failures * 10)} are allowed before it counts as failed",
     )
-
-
-def _asking(engine: str, url: str) -> list[str]:
-    """With whatever the image has."""
-    if engine == "ollama":
-        return ["ollama", "list"]
-    if engine in ("llama.cpp", "tgi"):
-        return ["curl", "--fail", "--silent", "--output", "/dev/null", url]
-    return ["python3", "-c", f"import urllib.request as web; web.urlopen('{url}', timeout=8)"]
 
 
 def _config_name(name: str) -> str:

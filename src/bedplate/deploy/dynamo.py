@@ -5,12 +5,12 @@ Options and names by Dynamo's source of August 2026 (components/src/dynamo, depl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bedplate.decide.estimate import expectation_for
-from bedplate.deploy.images import DYNAMO, DYNAMO_BRINGS, DYNAMO_TAG_NOTE, DYNAMO_VERSION, Image
+from bedplate.decide.rules import STANDARD_ENGINE
+from bedplate.deploy.images import DYNAMO_TAG_NOTE, DYNAMO_VERSION, Image
 from bedplate.deploy.kubernetes import Files, manifests, workload
 from bedplate.deploy.platform import Platform
 from bedplate.deploy.pods import (
@@ -31,28 +31,17 @@ from bedplate.deploy.pods import (
 )
 from bedplate.deploy.queues import queue_of
 from bedplate.deploy.scaling import FULL, PROMETHEUS, QUIET_S, behaviour, bounds, replica_bounds
-from bedplate.deploy.served import DRAIN_S, GIB, Served, served, with_slots
+from bedplate.deploy.served import DRAIN_S, GIB, Served, engines_that, served, with_slots
 from bedplate.deploy.yaml_writer import Why, why
-from bedplate.engines.tensorrt_llm import OPTIONS_FILE
+from bedplate.engines import DynamoWorker, Engine
 from bedplate.errors import AnswerIsNo
 from bedplate.values import replaced
 from bedplate.values.intent import Deploy
 from bedplate.values.units import seconds
 
-MODULES = {"vllm": "dynamo.vllm", "sglang": "dynamo.sglang", "tensorrt-llm": "dynamo.trtllm"}
-FRAMEWORKS = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm"}
 SYSTEM_PORT = 9090
-EVENTS_PORT = 20080
-SERVER_OPTIONS = ("--host", "--port", "--tool-call-parser", "--reasoning-parser", "--tool_parser", "--reasoning_parser",
-                  "--shutdown-timeout")  # fmt: skip
+SERVER_OPTIONS = ("--host", "--port")
 """Of the engine's own HTTP server, which stays away: the front end is the server."""
-SERVER_FLAGS = ("--disable-uvicorn-access-log", "--enable-auto-tool-choice")
-TENSORRT_NAMES = {
-    "--max_seq_len": "--max-seq-len", "--max_batch_size": "--max-batch-size", "--max_num_tokens": "--max-num-tokens",
-    "--kv_cache_free_gpu_memory_fraction": "--free-gpu-memory-fraction", "--tp_size": "--tensor-parallel-size",
-    "--pp_size": "--pipeline-parallel-size", "--ep_size": "--expert-parallel-size",
-    "--extra_llm_api_options": "--extra-engine-args",
-}  # fmt: skip
 TOOLS = frozenset(["deepseek_v4", "qwen3_coder", "kimi_k3", "glm47", "kimi_k2", "minimax_m2", "hermes", "gemma4",
                    "minimax_m3", "llama3_json"])  # fmt: skip
 REASONING = frozenset(["deepseek_v4", "qwen3", "kimi_k3", "glm45", "gemma4", "minimax_m2", "minimax_m3"])
@@ -61,13 +50,6 @@ RENAMED = {"openai": "harmony", "openai_gptoss": "gpt_oss"}
 LEAST_APART = 4
 """Replicas from which on prompts get workers of their own unasked: with fewer, one kind would often be idle."""
 PROMPT_HEAVY = 2.0
-TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-EVENTS = {
-    "publisher": "zmq",
-    "topic": "kv-events",
-    "endpoint": f"tcp://*:{EVENTS_PORT}",
-    "enable_kv_cache_events": True,
-}
 
 
 @dataclass(frozen=True)
@@ -88,7 +70,7 @@ def dynamo(platform: Platform) -> Files:
     reasons = {unit.name: reason for unit in units if (reason := refused(unit)) is not None}
     if len(reasons) == len(units):
         first = next(iter(reasons.values()))
-        raise AnswerIsNo(first, hint="--emit kubernetes runs it; or --engine vllm on NVIDIA")
+        raise AnswerIsNo(first, hint=f"--emit kubernetes runs it; or --engine {STANDARD_ENGINE} on NVIDIA")
     workloads: dict[str, Sequence[Tree]] = {}
     for index, unit in enumerate(units):
         if unit.name in reasons:
@@ -100,8 +82,9 @@ def dynamo(platform: Platform) -> Files:
 
 
 def refused(unit: Served) -> str | None:
-    if unit.engine.id not in MODULES:
-        return f"Dynamo runs {', '.join(MODULES)}, and {unit.name} is planned with {unit.engine.name}"
+    if unit.engine.dynamo is None:
+        runs = ", ".join(one.id for one in engines_that(lambda one: one.dynamo))
+        return f"Dynamo runs {runs}, and {unit.name} is planned with {unit.engine.name}"
     if unit.plan.settings.device != "cuda":
         return f"Dynamo's images are made for NVIDIA GPUs, and {unit.name} computes on {unit.plan.settings.device}"
     if unit.plan.workload.task == "other":
@@ -110,9 +93,10 @@ def refused(unit: Served) -> str | None:
 
 
 def _as_dynamo(unit: Served) -> Served:
-    brings = f"Dynamo {DYNAMO_VERSION.rpartition('.')[0]} brings {unit.engine.name} {DYNAMO_BRINGS[unit.engine.id]}"
+    worker = worker_of(unit.engine)
+    brings = f"Dynamo {DYNAMO_VERSION.rpartition('.')[0]} brings {unit.engine.name} {worker.version}"
     note = f"{brings}; the plan was made for {unit.plan.engine_version}; {DYNAMO_TAG_NOTE}"
-    return replace(unit, image=Image(DYNAMO[unit.engine.id], note, user=1000, group=0, python=True))
+    return replace(unit, image=Image(f"{worker.image}:{DYNAMO_VERSION}", note, user=1000, group=0, python=True))
 
 
 def split_of(unit: Served, deploy: Deploy) -> Split:
@@ -176,7 +160,7 @@ def _graph(unit: Served, platform: Platform) -> list[Tree]:
         "kind": "DynamoGraphDeployment",
         "metadata": metadata(unit.name, deploy, labels_of(unit)),
         "spec": {
-            "backendFramework": FRAMEWORKS[unit.engine.id],
+            "backendFramework": worker_of(unit.engine).framework,
             "components": why(components, split.words),
         },
     }
@@ -222,12 +206,11 @@ def _front_end(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
 def _worker(unit: Served, deploy: Deploy, queue: str | None, role: str, count: int) -> Tree:
     scaled = role == "worker" and bounds(unit)[0] != bounds(unit)[1]
     rdma = deploy.rdma if role != "worker" or unit.nodes > 1 else None
-    if unit.engine.id == "tensorrt-llm":
-        unit = replace(unit, files={OPTIONS_FILE: _trt_options(unit, role)})
+    unit = replace(unit, files=unit.engine.dynamo_files(unit.plan, role))
     container: Tree = {
         "name": "main",
         "image": why(unit.image.name, unit.image.note),
-        "command": ["python3", "-m", MODULES[unit.engine.id]],
+        "command": ["python3", "-m", worker_of(unit.engine).module],
         "args": noted_arguments(unit, arguments(unit, role)),
         "env": [
             *(entry for entry in environment(unit) if entry["name"] != unit.engine.key_variable),
@@ -273,68 +256,49 @@ def _queued(labels: Tree, queue: str | None) -> Tree:
 
 def arguments(unit: Served, role: str) -> tuple[str, ...]:
     """The engine's own options without its server's, and what Dynamo adds for the role."""
-    found = ["--model", unit.model_path] if unit.engine.id != "sglang" else []
-    if unit.engine.id == "tensorrt-llm":
+    worker = worker_of(unit.engine)
+    found = ["--model", unit.model_path] if worker.names_model else []
+    if worker.names_served:
         found += ["--served-model-name", unit.plan.model.served_name]
-    found += engine_options(unit.engine.id, unit.launch.argv)
-    return tuple(_paired([*found, *_role_options(unit, role), *parser_options(unit.launch.argv)]))
+    found += engine_options(worker, unit.launch.argv)
+    own = unit.engine.dynamo_options(role, unit.plan.workload.task)
+    return tuple(_paired([*found, *own, *parser_options(worker, unit.launch.argv)]))
 
 
-def engine_options(engine: str, argv: Sequence[str]) -> list[str]:
+def worker_of(engine: Engine) -> DynamoWorker:
+    if engine.dynamo is None:
+        raise AnswerIsNo(f"Dynamo has no worker for {engine.name}")
+    return engine.dynamo
+
+
+def engine_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
     """Of an engine's launch, the options that are not its server's, without the model."""
     words = list(argv)
+    dropped = {*SERVER_OPTIONS, *worker.drops, worker.tool_parser, worker.reasoning_parser}
     found: list[str] = []
     index = next(index for index, word in enumerate(words) if word.startswith("--"))
     while index < len(words):
         word = words[index]
         has_value = index + 1 < len(words) and not words[index + 1].startswith("--")
-        if word in SERVER_FLAGS or word in SERVER_OPTIONS or (word == "--model" and engine == "vllm"):
+        if word in dropped:
             index += 2 if has_value else 1
             continue
-        found.append(TENSORRT_NAMES.get(word, word))
+        found.append(worker.renames.get(word, word))
         if has_value:
             found.append(words[index + 1])
         index += 2 if has_value else 1
     return found
 
 
-def _role_options(unit: Served, role: str) -> list[str]:
-    apart = role in ("prefill", "decode")
-    if unit.engine.id == "tensorrt-llm":
-        return [
-            *(["--disaggregation-mode", role] if apart else []),
-            *(["--publish-kv-events"] if role != "decode" else []),
-        ]
-    if unit.plan.workload.task != "generate":
-        return ["--embedding-worker"] if unit.plan.workload.task == "embed" else ["--classify-worker"]
-    found = ["--kv-events-config", json.dumps(EVENTS, separators=(",", ":"))] if role != "decode" else []
-    # The router counts in blocks of 16 tokens, as vLLM does by itself.
-    found += ["--page-size", "16"] if unit.engine.id == "sglang" else []
-    if not apart:
-        return found
-    if unit.engine.id == "vllm":
-        return [
-            *found,
-            "--disaggregation-mode",
-            role,
-            "--kv-transfer-config",
-            json.dumps(TRANSFER, separators=(",", ":")),
-        ]
-    return [
-        *found, "--disaggregation-mode", role, "--disaggregation-transfer-backend", "nixl",
-        "--disaggregation-bootstrap-port", "30001",
-    ]  # fmt: skip
-
-
-def parser_options(argv: Sequence[str]) -> list[str]:
+def parser_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
     """Who reads tool calls and thoughts out of the text: the front end, where it knows how."""
     words = list(argv)
     found: list[str] = []
-    for names, option, known in (
-        (("--tool-call-parser", "--tool_parser"), "--dyn-tool-call-parser", TOOLS | {"harmony"}),
-        (("--reasoning-parser", "--reasoning_parser"), "--dyn-reasoning-parser", REASONING | {"gpt_oss"}),
+    for own, option, known in (
+        (worker.tool_parser, "--dyn-tool-call-parser", TOOLS | {"harmony"}),
+        (worker.reasoning_parser, "--dyn-reasoning-parser", REASONING | {"gpt_oss"}),
     ):
-        said = next((words[index + 1] for index, word in enumerate(words) if word in names), None)
+        said = next((words[index + 1] for index, word in enumerate(words) if word == own), None)
         name = RENAMED.get(said, said) if said is not None else None
         found += [option, name] if name in known and name is not None else []
     return found
@@ -353,24 +317,15 @@ def _paired(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _trt_options(unit: Served, role: str) -> str:
-    """What differs by role stands in its file: a worker for prompts cannot overlap, and both hand their cache over."""
-    lines = [unit.files[OPTIONS_FILE].rstrip("\n"), "backend: pytorch"]
-    if role != "worker":
-        lines += [f"disable_overlap_scheduler: {'true' if role == 'prefill' else 'false'}"]
-        lines += ["cache_transceiver_config:", "  backend: DEFAULT"]
-    return "\n".join(lines) + "\n"
-
-
 def settings_of(unit: Served, split: Split, deploy: Deploy) -> list[Tree]:
-    """The files of TensorRT-LLM's workers, one for each role."""
-    if unit.engine.id != "tensorrt-llm":
+    """The files of the workers, one set for each role."""
+    if not unit.files:
         return []
     roles = ("decode", "prefill") if split.apart else ("worker",)
     return [
         {
             "apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(f"{unit.name}-{role}", deploy),
-            "data": {OPTIONS_FILE: _trt_options(unit, role)},
+            "data": unit.engine.dynamo_files(unit.plan, role),
         }
         for role in roles
     ]  # fmt: skip

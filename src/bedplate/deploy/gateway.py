@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from bedplate.deploy.images import ENDPOINT_PICKER
 from bedplate.deploy.pods import Tree, container_rights, metadata, selecting
-from bedplate.deploy.served import PORT, Served
+from bedplate.deploy.served import PORT, Served, engines_that
 from bedplate.deploy.yaml_writer import document, why
+from bedplate.engines import MetricNames
 from bedplate.errors import AnswerIsNo
 from bedplate.values.intent import Deploy
 
-READS = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm-serve"}
-"""Engines whose metrics the endpoint picker knows, as it calls them."""
 PICKER_PORT, HEALTH_PORT, METRICS_PORT = 9002, 9003, 9090
 CONFIG = "picker.yaml"
 
 
 def inference_pool(unit: Served, deploy: Deploy, services: int) -> list[Tree]:
     """The pool of a service's pods, the picker that chooses among them, and the route to it."""
-    if unit.engine.id not in READS:
+    if unit.metrics is None or unit.metrics.picker is None:
+        read = [one.id for one in engines_that(lambda one: one.metric_names and one.metric_names.picker)]
         raise AnswerIsNo(
             f"{unit.name}: the endpoint picker does not read the metrics of {unit.engine.name}",
-            hint=f"deploy.gateway is for {', '.join(READS)}; leave it out, and the Service stands before the pods",
+            hint=f"deploy.gateway is for {', '.join(read)}; leave it out, and the Service stands before the pods",
         )
     picker = f"{unit.name}-picker"
     return [
@@ -97,16 +97,16 @@ def _rights(picker: str, deploy: Deploy) -> list[Tree]:
 
 def _config(unit: Served, picker: str, deploy: Deploy) -> Tree:
     weights = {"queue-scorer": 2, "kv-cache-utilization-scorer": 2, "prefix-cache-scorer": 3}
-    path = unit.metrics.path if unit.metrics is not None else "/metrics"
+    metrics = unit.metrics or MetricNames()
     extractor: Tree = {"type": "core-metrics-extractor"}
-    if READS[unit.engine.id] != "vllm":
-        extractor["parameters"] = {"defaultEngine": READS[unit.engine.id]}
+    if metrics.picker:
+        extractor["parameters"] = {"defaultEngine": metrics.picker}
     config = {
         "apiVersion": "llm-d.ai/v1alpha1",
         "kind": "EndpointPickerConfig",
         "plugins": [
             *({"type": name} for name in weights),
-            {"type": "metrics-data-source", "parameters": {"scheme": "http", "path": path}},
+            {"type": "metrics-data-source", "parameters": {"scheme": "http", "path": metrics.path}},
             extractor,
         ],
         "schedulingProfiles": [

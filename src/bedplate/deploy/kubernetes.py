@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from bedplate._version import __version__
+from bedplate.decide.rules import STANDARD_ENGINE
 from bedplate.deploy.gateway import inference_pool
 from bedplate.deploy.platform import Platform
 from bedplate.deploy.pods import (
@@ -24,7 +25,6 @@ from bedplate.deploy.queues import queue_of, queues
 from bedplate.deploy.scaling import pod_monitor, scaled_object
 from bedplate.deploy.served import GIB, PORT, Served, served
 from bedplate.deploy.yaml_writer import document, documents, why
-from bedplate.engines.base import Engine
 from bedplate.errors import AnswerIsNo
 from bedplate.values import Launch
 from bedplate.values.intent import Deploy
@@ -161,23 +161,24 @@ def on_nodes(unit: Served) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], tup
     """The commands of the first pod of a replica and of the others."""
     from dataclasses import replace
 
-    start = getattr(unit.engine, "launch_on_node", None)
-    if start is None or unit.engine.id == "tensorrt-llm":
+    first, other = (_on_node(unit, rank) for rank in (0, 1))
+    if first is None or other is None:
+        starter = unit.engine.node_starter
         raise AnswerIsNo(
             f"{unit.engine.name} does not start on several nodes by itself: {unit.name} needs {unit.nodes} of them",
-            cause="its ranks are started by MPI" if unit.engine.id == "tensorrt-llm" else None,
-            hint="--emit dynamo, whose operator starts them, or --engine vllm",
+            cause=f"its ranks are started by {starter}" if starter is not None else None,
+            hint=f"--emit dynamo, whose operator starts them, or --engine {STANDARD_ENGINE}",
         )
-    first: Launch = _on_node(unit.engine, unit, 0)
-    other: Launch = _on_node(unit.engine, unit, 1)
     return replace(unit, launch=first).program, replace(unit, launch=other).program
 
 
-def _on_node(engine: Engine, unit: Served, rank: int) -> Launch:
+def _on_node(unit: Served, rank: int) -> Launch | None:
     from bedplate.values import replaced
 
-    made: Launch = engine.launch_on_node(unit.plan, PORT, nodes=unit.nodes, rank=rank, leader=LEADER)  # type: ignore[attr-defined]
-    extra = list(made.argv[len(engine.launch(unit.plan, PORT).argv) :])
+    made = unit.engine.launch_on_node(unit.plan, PORT, nodes=unit.nodes, rank=rank, leader=LEADER)
+    if made is None or unit.engine.node_starter is not None:
+        return None
+    extra = list(made.argv[len(unit.engine.launch(unit.plan, PORT).argv) :])
     if rank:
         extra[extra.index("--node-rank") + 1] = INDEX
     return replaced(unit.launch, argv=(*unit.launch.argv, *extra))

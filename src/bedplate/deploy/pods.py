@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bedplate.deploy.images import Image
-from bedplate.deploy.served import DRAIN_S, DRAINS, GIB, MODELS, PORT, SETTINGS, Served, Step
+from bedplate.deploy.served import DRAIN_S, GIB, PORT, SETTINGS, Served, Step
 from bedplate.deploy.yaml_writer import Why, why
+from bedplate.engines.traits import MODELS
 from bedplate.values.intent import Deploy
 from bedplate.values.units import seconds
 
@@ -93,24 +94,16 @@ def noted_arguments(unit: Served, arguments: Sequence[str]) -> list[object]:
     work = unit.plan.workload
     replicas = counted(max(1, decision.parallelism.data), "replica")
     each = f"{counted(decision.in_flight, 'request')} in flight over {replicas}"
+    noted, renames = unit.engine.noted, unit.engine.dynamo.renames if unit.engine.dynamo is not None else {}
     reasons = {
-        f"{each}; one holds {unit.at_once:,} of {work.request_tokens:,} tokens": (
-            "--max-num-seqs", "--max-running-requests", "--max_batch_size", "--parallel", "--max-batch-size",
-            # llama.cpp has a switch of this name.
-            *(("--slots",) if unit.engine.id != "llama.cpp" else ()),
-        ),
-        f"the longest request: {work.prompt_tokens:,} and {work.output_tokens:,} tokens are usual": (
-            "--max-model-len", "--context-length", "--max_seq_len", "--max-seq-len", "--session-len",
-            "--max-total-tokens", "--context",
-        ),
-        f"{layout.tensor} cards hold the weights and the cache of one replica": (
-            "--tensor-parallel-size", "--tp-size", "--tp_size", "--num-shard", "--tp",
-        ),
-    }  # fmt: skip
+        noted.slots: f"{each}; one holds {unit.at_once:,} of {work.request_tokens:,} tokens",
+        noted.context: f"the longest request: {work.prompt_tokens:,} and {work.output_tokens:,} tokens are usual",
+        noted.tensor: f"{layout.tensor} cards hold the weights and the cache of one replica",
+    }
+    reasons |= {renames[name]: text for name, text in reasons.items() if name is not None and name in renames}
     found: list[object] = []
     for argument in arguments:
-        name = argument.partition("=")[0]
-        reason = next((text for text, names in reasons.items() if name in names), None)
+        reason = reasons.get(argument.partition("=")[0])
         found.append(why(argument, reason) if reason is not None else argument)
     return found
 
@@ -162,7 +155,7 @@ def probes(unit: Served) -> Tree:
 
 
 def leaving(unit: Served) -> Tree:
-    if unit.engine.id in DRAINS:
+    if unit.engine.container.drains:
         return {"preStop": {"sleep": {"seconds": DRAIN_S}}}
     wait_s = max(DRAIN_S, unit.grace_s - 15)
     words = f"{unit.engine.name} ends at once when it is asked to: what it has begun is waited for here"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bedplate.deploy.images import RAY, RAY_TAG_NOTE, RAY_VERSION, Image
+from bedplate.deploy.images import RAY_TAG, RAY_TAG_NOTE, RAY_VERSION, Image
 from bedplate.deploy.kubernetes import Files, head_of, manifests, workload
 from bedplate.deploy.platform import Platform
 from bedplate.deploy.pods import (
@@ -26,17 +26,13 @@ from bedplate.deploy.pods import (
 )
 from bedplate.deploy.queues import queue_of
 from bedplate.deploy.scaling import FULL, QUIET_S, bounds, most_words
-from bedplate.deploy.served import DRAIN_S, PORT, Served, served
+from bedplate.deploy.served import DRAIN_S, PORT, Served, engines_that, served
 from bedplate.deploy.yaml_writer import document, plain, why
 from bedplate.errors import AnswerIsNo
 from bedplate.facts.chips import chip_of
 from bedplate.values.intent import Deploy
 from bedplate.values.units import seconds
 
-ENGINES = ("vllm",)
-SERVER_OPTIONS = frozenset(["--served-model-name", "--host", "--port", "--disable-uvicorn-access-log",
-                            "--shutdown-timeout", "--enable-auto-tool-choice", "--data-parallel-size"])  # fmt: skip
-"""Of vLLM's own server, which stays away: Ray Serve is the server."""
 ACCELERATORS = {
     "H100": "H100", "H200": "H200", "GH200": "GH200", "B200": "B200", "GB200": "GB200", "B300": "B300",
     "L4": "L4", "L40S": "L40S", "A10G": "A10G", "A10": "A10", "T4": "T4", "V100": "V100", "RTX 4090": "RTX-4090",
@@ -49,16 +45,18 @@ def ray(platform: Platform) -> Files:
     reasons = {unit.name: reason for unit in units if (reason := refused(unit)) is not None}
     if len(reasons) == len(units):
         first = next(iter(reasons.values()))
-        raise AnswerIsNo(first, hint="--engine vllm on NVIDIA GPUs, or --emit kubernetes")
+        runs = " or ".join(one.id for one in engines_that(lambda one: one.ray))
+        raise AnswerIsNo(first, hint=f"--engine {runs} on NVIDIA GPUs, or --emit kubernetes")
     workloads: dict[str, Sequence[Tree]] = {}
     configs: Files = {}
     for index, unit in enumerate(units):
-        if unit.name in reasons:
+        worker = unit.engine.ray
+        if unit.name in reasons or worker is None:
             workloads[unit.name] = workload(unit, platform)
             continue
-        note = f"Ray {RAY_VERSION} with its own build of vLLM; the plan was made for {unit.plan.engine_version}"
-        note = f"{note}; {RAY_TAG_NOTE}"
-        units[index] = replace(unit, image=Image(RAY, note, user=1000, group=100, python=True))
+        build = f"Ray {RAY_VERSION} with its own build of {unit.engine.name}"
+        note = f"{build}; the plan was made for {unit.plan.engine_version}; {RAY_TAG_NOTE}"
+        units[index] = replace(unit, image=Image(f"{worker.image}:{RAY_TAG}", note, user=1000, group=100, python=True))
         config = serve_config(units[index])
         # What a person gives to `serve deploy`; the RayService has the same inside.
         configs[f"serve/{unit.name}.yaml"] = document(config, head_of(unit))
@@ -68,15 +66,17 @@ def ray(platform: Platform) -> Files:
 
 
 def refused(unit: Served) -> str | None:
-    if unit.engine.id not in ENGINES:
-        return f"Ray Serve LLM runs vLLM, and {unit.name} is planned with {unit.engine.name}"
+    if unit.engine.ray is None:
+        runs = ", ".join(one.name for one in engines_that(lambda one: one.ray))
+        return f"Ray Serve LLM runs {runs}, and {unit.name} is planned with {unit.engine.name}"
     if unit.plan.settings.device != "cuda":
-        return f"Ray's image with vLLM is made for NVIDIA GPUs, and {unit.name} computes on {unit.plan.settings.device}"
+        on = f"{unit.name} computes on {unit.plan.settings.device}"
+        return f"Ray's image with {unit.engine.name} is made for NVIDIA GPUs, and {on}"
     return None
 
 
 def serve_config(unit: Served) -> Tree:
-    """The applications of one service: OpenAI's paths before replicas of vLLM."""
+    """The applications of one service: OpenAI's paths before replicas of the engine."""
     least, most = bounds(unit)
     target = max(1, round(FULL * unit.at_once))
     scaling = {
@@ -124,7 +124,8 @@ def accelerator(unit: Served) -> str | None:
 
 
 def engine_arguments(unit: Served) -> Tree:
-    """vLLM's options as its engine's fields."""
+    """The options of the engine's launch as fields, without those of its own server."""
+    dropped = unit.engine.ray.server_options if unit.engine.ray is not None else frozenset()
     words = unit.launch.argv
     start = next(index for index, word in enumerate(words) if word.startswith("--"))
     found: Tree = {}
@@ -132,7 +133,7 @@ def engine_arguments(unit: Served) -> Tree:
     while index < len(words):
         word = words[index]
         has_value = index + 1 < len(words) and not words[index + 1].startswith("--")
-        if word not in SERVER_OPTIONS and word != "--model":
+        if word not in dropped:
             name = word.removeprefix("--").replace("-", "_")
             found[name] = _value(words[index + 1]) if has_value else True
         index += 2 if has_value else 1

@@ -5,26 +5,18 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
-from bedplate.deploy.images import (
-    CONVERTER,
-    HUB_PACKAGE,
-    MODEL_OPTIMIZER,
-    MODEL_OPTIMIZER_TAG,
-    PYTHON,
-    Image,
-    image_for,
-)
+from bedplate.decide.rules import STANDARD_ENGINE
+from bedplate.deploy.images import HUB_PACKAGE, PYTHON, Image, image_for
 from bedplate.deploy.platform import Placed, cards_per_node, spans_nodes_without_network
-from bedplate.engines import Engine
+from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import made_path
-from bedplate.engines.ollama import creating, modelfile
 from bedplate.engines.shared import COMPRESSOR
-from bedplate.engines.tensorrt_llm import OPTIONS_FILE, options
+from bedplate.engines.traits import MODELS, MetricNames
 from bedplate.errors import AnswerIsNo
 from bedplate.facts.chips import Chip, chip_of
 from bedplate.values import Hardware, Launch, Plan, Preparation, replaced
@@ -33,19 +25,10 @@ from bedplate.values.intent import Deploy
 from bedplate.values.units import seconds, size
 
 GIB = 1 << 30
-MODELS, SETTINGS = "/models", "/etc/engine"
+SETTINGS = "/etc/engine"
 PORT = 8000
-STORE = f"{MODELS}/ollama"
-"""Ollama serves what is in a store of its own, which lies on the volume too."""
 SLOW_VOLUME_BYTES_S = 0.4e9
 """A network volume on a bad day: 3 Gbit/s."""
-START_S = {
-    "vllm": 150.0, "sglang": 120.0, "tensorrt-llm": 240.0, "tgi": 90.0, "lmdeploy": 60.0, "llama.cpp": 10.0,
-    "ollama": 10.0, "exllamav2": 900.0, "exllamav3": 900.0,
-}  # fmt: skip
-"""Beside reading weights: imports, compilation, captured graphs, a first batch. Assumed; on a CPU vLLM took 45 to 70 s
-and llama.cpp 1 to 3 s. Those that compile kernels at their first start took minutes of several cores."""
-OTHER_START_S = 60.0
 NODE_SHARE = 0.9
 """Of a node's cores and memory, what is left to pods."""
 PATIENCE = 1.5
@@ -56,39 +39,6 @@ SLOW_TPOT_S = 0.1
 LEAST_GRACE_S = 60
 DRAIN_S = 15
 """Until everything that sends requests has heard that a pod is going."""
-JOINS_VALUES = frozenset(["vllm", "sglang", "tensorrt-llm", "tgi", "lmdeploy"])
-"""They take --option=value, which is one line of a file instead of two."""
-DRAINS = frozenset(["vllm", "sglang", "tgi"])
-"""They finish what they have begun when they are asked to end."""
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """What the engine tells of its load: names in PromQL."""
-
-    path: str = "/metrics"
-    running: str | None = None
-    waiting: str | None = None
-    kv_use: str | None = None
-
-
-METRICS = {
-    "vllm": Metrics(
-        running="vllm:num_requests_running", waiting="vllm:num_requests_waiting", kv_use="vllm:kv_cache_usage_perc"
-    ),
-    "sglang": Metrics(
-        running="sglang:num_running_reqs", waiting="sglang:num_queue_reqs", kv_use="sglang:token_usage"
-    ),
-    "tensorrt-llm": Metrics(path="/prometheus/metrics", kv_use="trtllm_kv_cache_utilization"),
-    "tgi": Metrics(running="tgi_batch_current_size", waiting="tgi_queue_size"),
-    "lmdeploy": Metrics(
-        running="lmdeploy:num_requests_running", waiting="lmdeploy:num_requests_waiting",
-        kv_use="lmdeploy:gpu_cache_usage_perc",
-    ),
-    "llama.cpp": Metrics(running="llamacpp:requests_processing", waiting="llamacpp:requests_deferred"),
-}  # fmt: skip
-OWN_SERVERS = ("onnxruntime", "mistral.rs", "exllamav2", "exllamav3")
-OWN_METRICS = Metrics(running="bedplate_engine_requests_running", waiting="bedplate_engine_requests_waiting")
 
 
 @dataclass(frozen=True)
@@ -138,15 +88,15 @@ class Served:
     @property
     def model_path(self) -> str:
         """The file or folder on the volume that the engine is given."""
-        if self.engine.id == "ollama":
-            return STORE
+        if self.engine.container.store is not None:
+            return self.engine.container.store
         if self.plan.weights.made == "converted":
             return on_volume(made_path(self.plan))
         return self.plan.model_path
 
     @property
-    def metrics(self) -> Metrics | None:
-        return OWN_METRICS if self.engine.id in OWN_SERVERS else METRICS.get(self.engine.id)
+    def metrics(self) -> MetricNames | None:
+        return self.engine.metric_names
 
     @property
     def weight_bytes(self) -> int:
@@ -161,15 +111,14 @@ class Served:
     @property
     def load_s(self) -> float:
         """From the container's start until it answers, with a slow volume."""
-        return START_S.get(self.engine.id, OTHER_START_S) + self.weight_bytes / self.nodes / SLOW_VOLUME_BYTES_S
+        return self.engine.container.start_s + self.weight_bytes / self.nodes / SLOW_VOLUME_BYTES_S
 
     @property
     def load_words(self) -> str:
-        start = START_S.get(self.engine.id, OTHER_START_S)
         share = f" of {self.nodes} pods each its part" if self.nodes > 1 else ""
         return (
             f"{size(self.weight_bytes)}{share} from a volume of {size(SLOW_VOLUME_BYTES_S)}/s, and about "
-            f"{seconds(start)} for {self.engine.name} itself: {seconds(self.load_s)}"
+            f"{seconds(self.engine.container.start_s)} for {self.engine.name} itself: {seconds(self.load_s)}"
         )
 
     @property
@@ -246,10 +195,8 @@ class Served:
         argv = self.launch.argv
         cut = next((index for index, word in enumerate(argv) if word.startswith("--")), len(argv))
         command, rest = argv[:cut], argv[cut:]
-        if self.engine.id == "vllm":
-            # Without it, answers that are being written are cut off when the engine is asked to end.
-            rest = (*rest, "--shutdown-timeout", str(self.grace_s - DRAIN_S - 5))
-        return command, tuple(_joined(rest)) if self.engine.id in JOINS_VALUES else rest
+        rest = (*rest, *self.engine.stop_options(self.grace_s - DRAIN_S - 5))
+        return command, tuple(_joined(rest)) if self.engine.container.joins_values else rest
 
 
 def served(placed: Placed, deploy: Deploy, *, whole: bool = False) -> Served:
@@ -279,9 +226,15 @@ def served(placed: Placed, deploy: Deploy, *, whole: bool = False) -> Served:
     result = Served(
         placed=placed, engine=engine, plan=plan, launch=launch, image=image, replicas=replicas,
         most_replicas=min(replicas + spare, MOST_TIMES * replicas), nodes=nodes, cards=-(-cards // nodes),
-        files=_files(engine, plan), steps=(), selector=selector_of(placed.node, chip, device == "cpu"),
+        files=engine.container_files(plan), steps=(), selector=selector_of(placed.node, chip, device == "cpu"),
     )  # fmt: skip
     return _with_steps(result)
+
+
+def engines_that(supports: Callable[[Engine], object]) -> list[Engine]:
+    """The engines for which a platform has something, the default before those with the least machinery."""
+    found = [one for one in all_engines().values() if supports(one) is not None]
+    return sorted(found, key=lambda one: (one.id != STANDARD_ENGINE, one.effort, one.id))
 
 
 def selector_of(node: Hardware, chip: Chip | None, on_cpu: bool = False) -> Selector:
@@ -339,32 +292,16 @@ def on_volume(name: str) -> str:
 
 def _launch(engine: Engine, plan: Plan, image: Image) -> Launch:
     """The engine's own command, as it reads inside of its image."""
-    launch = engine.launch(plan, PORT)
-    argv = list(launch.argv)
-    if argv[0] == "docker":
-        argv = ["text-generation-launcher", *argv[argv.index(image.name) + 1 :]]
+    launch = engine.in_container(engine.launch(plan, PORT), image.name)
     made = made_path(plan) if plan.weights.made == "converted" else None
-    named = {"127.0.0.1": "0.0.0.0", OPTIONS_FILE: f"{SETTINGS}/{OPTIONS_FILE}"}  # noqa: S104
+    named = {"127.0.0.1": "0.0.0.0"}  # noqa: S104
+    named |= {name: f"{SETTINGS}/{name}" for name in engine.container_files(plan)}
     named |= {made: on_volume(made)} if made is not None else {}
-    argv = [named.get(word, word) for word in argv]
-    if argv[0].endswith("llama-server"):
-        argv[0] = "/app/llama-server"
-    elif argv[0] == "sglang-server":
-        argv[0] = "sglang"
-    elif argv[0] == "python":
+    argv = [named.get(word, word) for word in launch.argv]
+    if argv[0] == "python":
         argv[0] = "python3"
     env = {name: value.replace("127.0.0.1", "0.0.0.0") for name, value in launch.env.items()}  # noqa: S104
-    if engine.id == "ollama":
-        # It clears out what no manifest names when it starts, and the volume cannot be written to.
-        env |= {"OLLAMA_MODELS": STORE, "OLLAMA_NOPRUNE": "1"}
     return replaced(launch, argv=tuple(argv), env=env)
-
-
-def _files(engine: Engine, plan: Plan) -> dict[str, str]:
-    if engine.id != "tensorrt-llm":
-        return {}
-    # Without it there is no Prometheus text at all.
-    return {OPTIONS_FILE: f"{options(plan)}return_perf_metrics: true\n"}
 
 
 def _with_steps(unit: Served) -> Served:
@@ -377,23 +314,11 @@ def _steps(unit: Served) -> Iterator[Step]:
     if placed.plan.source is not None:
         raise _cannot(placed, "its weights are unpacked from a GGUF file first")
     yield from _fetched(unit)
-    if unit.engine.id == "ollama":
-        yield _stored(unit)
+    if stored := unit.engine.store_step(plan):
+        note = f"{plan.model.name} as {stored.model}, once"
+        yield Step("store", unit.image.name, ("sh", "-c", stored.command), note, env=stored.env)
     elif plan.weights.made == "converted":
         yield _converted(unit)
-
-
-def _stored(unit: Served) -> Step:
-    """Ollama's store takes a model from a running server alone: one runs for as long as that takes."""
-    file = shlex.quote(modelfile(unit.plan))
-    name, quantize = creating(unit.plan)[2], creating(unit.plan)[5:]
-    script = (
-        f"[ -e {STORE}/manifests ] && exit 0; printf %s {file} > /cache/Modelfile; ollama serve & "
-        "until ollama list > /dev/null 2>&1; do sleep 1; done; "
-        f"{shlex.join(['ollama', 'create', name, '--file', '/cache/Modelfile', *quantize])}"
-    )
-    env = {"OLLAMA_MODELS": STORE}
-    return Step("store", unit.image.name, ("sh", "-c", script), f"{unit.plan.model.name} as {name}, once", env=env)
 
 
 def _fetched(unit: Served) -> Iterator[Step]:
@@ -423,15 +348,13 @@ def _converted(unit: Served) -> Step:
     label, source = plan.weights.label, plan.model_path
     steps = [step for step in unit.launch.prepare if step.kind == "convert"]
     note = f"{plan.model.name} to {label}, once"
-    if unit.engine.id == "llama.cpp":
-        return Step("convert", CONVERTER, ("sh", "-c", _to_gguf(source, made, label)), note)
+    if own := unit.engine.container_conversion(plan, source, made):
+        image, cards = own.image or unit.image.name, unit.cards if own.on_cards else 0
+        return Step("convert", image, ("sh", "-c", _whole(made, own.command)), note, cards=cards)
     if plan.weights.format == "safetensors" and steps and steps[-1].argv[:2] == ("python", "-c"):
         script = steps[-1].argv[2].replace(repr(made_path(plan)), repr(f"{made}.part"))
         command = f"pip install --quiet --user {COMPRESSOR} && python3 -c {shlex.quote(script)}"
         return Step("convert", unit.image.name, ("sh", "-c", _whole(made, command)), note, cards=unit.cards)
-    if unit.engine.id == "tensorrt-llm" and steps:
-        script = _whole(made, f"{_CLONED} && {_command(steps[-1], plan, made)}")
-        return Step("convert", unit.image.name, ("sh", "-c", script), note, cards=unit.cards)
     if unit.image.dockerfile is not None and steps and all(step.within is None for step in steps):
         command = " && ".join(_command(step, plan, made) for step in steps)
         cards = unit.cards if plan.settings.device != "cpu" else 0
@@ -442,13 +365,6 @@ def _converted(unit: Served) -> Step:
     )
 
 
-_CLONED = (
-    # The image has its library; the program that the plan names is an example of it, by the version that it asks for.
-    f"rm -rf /cache/modelopt && git clone --depth 1 --branch {MODEL_OPTIMIZER_TAG} {MODEL_OPTIMIZER} /cache/modelopt"
-    " && cd /cache/modelopt/examples/llm_ptq"
-)
-
-
 def _whole(made: str, command: str) -> str:
     """What a command writes to a name of its own is called `made` at the end: a job that was ended is begun anew."""
     return f"[ -e {made} ] || (rm -rf {made}.part && {command} && mv {made}.part {made})"
@@ -457,16 +373,6 @@ def _whole(made: str, command: str) -> str:
 def _command(step: Preparation, plan: Plan, made: str) -> str:
     words = [f"{made}.part" if word == made_path(plan) else word.replace(made_path(plan), made) for word in step.argv]
     return shlex.join(["python3" if words[0] == "python" else words[0], *words[1:]])
-
-
-def _to_gguf(folder: str, made: str, label: str) -> str:
-    plain = {"Q8_0": "q8_0", "F16": "f16", "BF16": "bf16"}
-    quantized = label not in plain and label not in ("MXFP4", "NVFP4")
-    first = f"{made}.16-bit" if quantized else f"{made}.part"
-    outtype = plain.get(label, "auto")
-    convert = f"python3 /app/convert_hf_to_gguf.py {folder} --outfile {first} --outtype {outtype}"
-    quantize = f" && /app/llama-quantize {first} {made}.part {label} && rm {first}" if quantized else ""
-    return _whole(made, f"{convert}{quantize}")
 
 
 def _joined(words: tuple[str, ...]) -> Iterator[str]:

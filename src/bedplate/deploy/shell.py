@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Iterator
 
 from bedplate._version import __version__
-from bedplate.deploy.images import COMPILED, HUB_PACKAGE, MODEL_OPTIMIZER, MODEL_OPTIMIZER_TAG
-from bedplate.engines import Engine, Recipe
+from bedplate.deploy.images import HUB_PACKAGE
+from bedplate.engines import ClonedProgram, Engine, Recipe
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.shared import COMPRESSOR
 from bedplate.errors import AnswerIsNo
@@ -75,8 +75,8 @@ rm -f {folder}/*/lock
 END_OF_PROGRAM = "END_OF_PROGRAM"
 HUB_CLIENT = ("uvx", "--from", HUB_PACKAGE)
 """`hf` is in the environments of some engines alone."""
-OPTIMIZER_FOLDER = "modelopt"
-OPTIMIZER_PROGRAM = "hf_ptq.py"
+CLONE = "modelopt"
+"""The folder of a conversion program's repository."""
 TOOLKITS = {"cuda": "the CUDA toolkit", "rocm": "ROCm with its compiler", "vulkan": "Vulkan's headers and glslc",
             "xpu": "the oneAPI toolkit"}  # fmt: skip
 
@@ -135,9 +135,9 @@ def _needs(plan: Plan, launch: Launch, engine: Engine) -> list[tuple[str | None,
         elif step.argv[:2] == ("cmake", "-S"):
             found += [("cmake", "cmake"), (None, "a C++ compiler")]
             found += [(None, TOOLKITS[plan.settings.device])] if plan.settings.device in TOOLKITS else []
-        elif _optimizes(step):
+        elif _is_cloned(step, engine):
             found.append(("git", "git"))
-    if engine.id in COMPILED:
+    if engine.compiles_kernels:
         found += [(None, "a C++ compiler"), (None, TOOLKITS["cuda"])]
     return found
 
@@ -150,8 +150,8 @@ def _is_own(step: Preparation, engine: Engine) -> bool:
     return step.within in (None, engine.id)
 
 
-def _optimizes(step: Preparation) -> bool:
-    return OPTIMIZER_PROGRAM in step.argv
+def _is_cloned(step: Preparation, engine: Engine) -> bool:
+    return engine.cloned is not None and engine.cloned.program in step.argv
 
 
 def _programs(recipe: Recipe, variable: str = "env") -> Iterator[str]:
@@ -200,13 +200,13 @@ def _step(step: Preparation, engine: Engine) -> str:
         return f"{what}docker image inspect {image} > /dev/null 2>&1 || {shlex.join(step.argv)}\n"
     name, words = shlex.quote(step.where), _in_part(step)
     if step.kind == "convert" and words != step.argv:
-        before = _cloned() if _optimizes(step) else ""
+        before = _clone(engine.cloned) if engine.cloned is not None and _is_cloned(step, engine) else ""
         return f"{what}{before}whole {name} {_command(step, words, engine)}\n"
     command = _command(step, step.argv, engine)
     if " " in step.where:
         # No file, but a store that may be told the same thing again.
         return f"{what}{command}\n"
-    before = UNLOCKED.format(folder=name) if step.kind == "build" and engine.id in COMPILED else ""
+    before = UNLOCKED.format(folder=name) if step.kind == "build" and engine.compiles_kernels else ""
     return f"{what}{before}once {name} {command}\n"
 
 
@@ -232,9 +232,8 @@ def _in_part(step: Preparation) -> tuple[str, ...]:
     return tuple(part if word == step.where else word.replace(repr(step.where), repr(part)) for word in step.argv)
 
 
-def _cloned() -> str:
-    source = f"git clone --depth 1 --branch {MODEL_OPTIMIZER_TAG} {MODEL_OPTIMIZER} {OPTIMIZER_FOLDER}.part"
-    return f"whole {OPTIMIZER_FOLDER} {source}\n"
+def _clone(program: ClonedProgram) -> str:
+    return f"whole {CLONE} git clone --depth 1 --branch {program.tag} {program.repository} {CLONE}.part\n"
 
 
 def _command(step: Preparation, words: tuple[str, ...], engine: Engine) -> str:
@@ -243,9 +242,9 @@ def _command(step: Preparation, words: tuple[str, ...], engine: Engine) -> str:
         return f'"${_variable(engine_by_id(str(step.within)))}/bin/{words[0]}" {shlex.join(words[1:])}'
     if words[0] == "hf":
         words = (*HUB_CLIENT, *words)
-    elif _optimizes(step):
-        program = f"{OPTIMIZER_FOLDER}/examples/llm_ptq/{OPTIMIZER_PROGRAM}"
-        words = tuple(program if word == OPTIMIZER_PROGRAM else word for word in words)
+    elif engine.cloned is not None and _is_cloned(step, engine):
+        program = engine.cloned.program
+        words = tuple(f"{CLONE}/{engine.cloned.path}/{program}" if word == program else word for word in words)
     elif words[0] == "python" and "from llmcompressor import" in " ".join(words):
         return f'"$compressor/bin/python" {shlex.join(words[1:])}'
     return shlex.join(words)

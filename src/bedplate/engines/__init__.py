@@ -20,16 +20,32 @@ from bedplate.engines.base import (
     Target,
     Variant,
 )
+from bedplate.engines.traits import (
+    AdviceFlags,
+    ClonedProgram,
+    ContainerConversion,
+    ContainerImage,
+    ContainerTraits,
+    DynamoWorker,
+    EstimateTraits,
+    MetricNames,
+    NotedOptions,
+    RayWorker,
+    StoreStep,
+    TableNames,
+)
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.values import Plan
 
 __all__ = [
-    "BorrowedLibrary", "Engine", "EngineState", "Failure", "Features", "MemoryUse", "OverlayRecipe", "Recipe",
-    "SourceBuild", "Target", "Variant", "all_engines", "engine", "engine_of",
+    "AdviceFlags", "BorrowedLibrary", "ClonedProgram", "ContainerConversion", "ContainerImage", "ContainerTraits",
+    "DynamoWorker", "Engine", "EngineState", "EstimateTraits", "Failure", "Features", "MemoryUse", "MetricNames",
+    "NotedOptions", "OverlayRecipe", "RayWorker", "Recipe", "SourceBuild", "StoreStep", "TableNames", "Target",
+    "Variant", "all_engines", "engine", "engine_of",
 ]  # fmt: skip
 
 
-NO_ENGINES = ("base", "knobs", "parsers", "shared", "shipped")
+NO_ENGINES = ("base", "knobs", "names", "parsers", "shared", "roles", "shipped", "traits")
 """What several engines share; every other module of this folder is one."""
 
 

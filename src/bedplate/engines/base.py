@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal
 
 import msgspec
 
+from bedplate.engines.traits import (
+    AdviceFlags,
+    ClonedProgram,
+    ContainerConversion,
+    ContainerImage,
+    ContainerTraits,
+    DynamoWorker,
+    EstimateTraits,
+    MetricNames,
+    NotedOptions,
+    RayWorker,
+    StoreStep,
+    TableNames,
+)
 from bedplate.facts.chips import Chip, chip_of
 from bedplate.values import (
     Accelerator,
@@ -207,6 +221,10 @@ class Engine:
 
     id: ClassVar[str]
     name: ClassVar[str]
+    spellings: ClassVar[tuple[str, ...]] = ()
+    """What else people call it, in small letters and digits only; programs that are a shell around it included."""
+    spelling_pattern: ClassVar[str | None] = None
+    """A regular expression for names that spellings cannot list; it is held against the beginning of a text."""
     version: str | None = None
     """The pinned version that plans are made for; of an engine from `at`, the one that was named."""
     checked_versions: ClassVar[tuple[str, ...]] = ()
@@ -253,10 +271,30 @@ class Engine:
     """Requests that it computes at once at the most, whatever the memory."""
     default_slots: ClassVar[int] = 1
     """Requests that it is ready for when nobody says how many come."""
+    variable_prefixes: ClassVar[tuple[str, ...]] = ()
+    """What its environment variables begin with: `bedplate doctor` shows those that are set."""
     key_variable: ClassVar[str | None] = None
     """The environment variable from which it takes the key that it then asks of its clients."""
     strength: ClassVar[str] = ""
     """When it is the right choice, in the words of the hint behind a refusal."""
+    compiles_kernels: ClassVar[bool] = False
+    """Whether it compiles its kernels where it runs, and so needs a compiler there."""
+    flags: ClassVar[AdviceFlags] = AdviceFlags()
+    noted: ClassVar[NotedOptions] = NotedOptions()
+    runs_engine: ClassVar[str | None] = None
+    """The id of the engine that it starts for the work: figures of that one are figures of both."""
+    table_names: ClassVar[TableNames | None] = None
+    estimate: ClassVar[EstimateTraits] = EstimateTraits()
+    metric_names: ClassVar[MetricNames | None] = None
+    """`None`: it reports nothing of its load that an autoscaler could read."""
+    container: ClassVar[ContainerTraits] = ContainerTraits()
+    dynamo: ClassVar[DynamoWorker | None] = None
+    """`None`: Dynamo has no worker for it."""
+    ray: ClassVar[RayWorker | None] = None
+    """`None`: Ray Serve LLM does not run it."""
+    cloned: ClassVar[ClonedProgram | None] = None
+    node_starter: ClassVar[str | None] = None
+    """What starts its ranks on several nodes, where its own command on each of them does not."""
 
     def at(self, version: str) -> Engine:
         """The same engine in another version: launch lines and plans are those of that version."""
@@ -378,6 +416,62 @@ class Engine:
     def beside_others(self, settings: Settings) -> dict[str, str]:
         """Variables for one of several of it on the same processors, which would otherwise take the same ones."""
         return {}
+
+    def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch | None:
+        """The command of one node of several; `None`: it does not divide a model among nodes."""
+        return None
+
+    def advice_flags(self, device: str | None) -> AdviceFlags:
+        """The flags on this device, where names differ by it."""
+        return self.flags
+
+    def is_current(self, version: str, backend: str) -> bool:
+        """Whether a published figure is of a version that the fitted efficiencies are for, and not of an older one."""
+        return True
+
+    def noted_chunk(self, notes: Mapping[str, str], scenario: str) -> int | None:
+        """Prompt tokens computed at once, by the notes of a published row; `None`: as usual."""
+        return None
+
+    def noted_fusion(self, notes: Mapping[str, str], current: bool) -> bool:
+        """Whether attention was fused, by the notes of a published row."""
+        return True
+
+    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+        """The image that its project publishes for a device; `None`: one is built of the recipe, where that can be."""
+        return None
+
+    def in_container(self, launch: Launch, image: str) -> Launch:
+        """The launch as it reads inside of the image, where programs or folders differ."""
+        return launch
+
+    def container_files(self, plan: Plan) -> dict[str, str]:
+        """Files that its launch names, by name."""
+        return {}
+
+    def stop_options(self, seconds: int) -> tuple[str, ...]:
+        """Options by which it finishes within so many seconds what it has begun when it is asked to end."""
+        return ()
+
+    def health_command(self, url: str) -> tuple[str, ...]:
+        """A command of the image that succeeds when the server answers."""
+        return ("python3", "-c", f"import urllib.request as web; web.urlopen('{url}', timeout=8)")
+
+    def store_step(self, plan: Plan) -> StoreStep | None:
+        """How the model gets into the engine's own store; `None`: it serves files as they are."""
+        return None
+
+    def container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
+        """How weights are converted in a container, where the steps of the launch do not run there as they are."""
+        return None
+
+    def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
+        """What a Dynamo worker is given for its role: worker, prefill or decode."""
+        return ()
+
+    def dynamo_files(self, plan: Plan, role: str) -> dict[str, str]:
+        """The files of `container_files`, as a Dynamo worker of this role wants them."""
+        return self.container_files(plan)
 
     def installation(self) -> tuple[Preparation, ...]:
         if self.recipe is None:

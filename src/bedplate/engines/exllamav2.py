@@ -18,6 +18,7 @@ from bedplate.engines.base import (
 from bedplate.engines.exllamav3 import compilation, compile_jobs, kernels_env, module_argv
 from bedplate.engines.knobs import eight_bit_cache, landed, worth_turning
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, ServedByBedplate
+from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, TableNames
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.record import estimate
 from bedplate.values.tuning import Knob
@@ -72,6 +73,9 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
 class ExLlamaV2(ServedByBedplate):
     id = "exllamav2"
     name = "ExLlamaV2"
+    spellings = ("exllama2", "exl2")
+    # The first part of the version is part of the name: the two generations share no format.
+    spelling_pattern = r"\s*exllama[\s_v-]*2\.[0-9]"
     version = "0.3.2"
     recipe = Recipe(
         packages=("exllamav2==0.3.2", "torch==2.11.0", "tokenizers==0.22.2", "jinja2==3.1.6", *SERVER_PACKAGES),
@@ -111,6 +115,15 @@ class ExLlamaV2(ServedByBedplate):
     )
     max_slots = 1
     strength = "one to four RTX cards, one user"
+    table_names = TableNames(words=("exllama", "exl2", "tabbyapi"), rank=7)
+    estimate = EstimateTraits(kernels="exllama", one_stream=True, plain_products=True)
+    flags = AdviceFlags(
+        slots="--slots",
+        cache_type="--cache-bits 8",
+    )
+    # Its kernels are compiled at the first start: minutes of several cores.
+    container = ContainerTraits(start_s=900.0)
+    compiles_kernels = True
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if refused := super().refuse(hardware, model, workload):

@@ -20,6 +20,7 @@ from bedplate.engines.base import (
 )
 from bedplate.engines.knobs import eight_bit_cache, field_scale, has_own_defaults, landed, slots_knob, worth_turning
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, ServedByBedplate
+from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, TableNames
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.record import estimate
 from bedplate.values.tuning import Knob
@@ -100,6 +101,9 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
 class ExLlamaV3(ServedByBedplate):
     id = "exllamav3"
     name = "ExLlamaV3"
+    spellings = ("exllama3", "exl3")
+    # The first part of the version is part of the name: the two generations share no format.
+    spelling_pattern = r"\s*exllama[\s_v-]*3\.[0-9]"
     version = "1.6.5"
     recipe = Recipe(
         packages=("exllamav3==1.6.5", "torch==2.11.0", "jinja2==3.1.6", *SERVER_PACKAGES),
@@ -139,6 +143,17 @@ class ExLlamaV3(ServedByBedplate):
     )
     max_slots = 256
     strength = "one to four RTX cards, one user"
+    table_names = TableNames(words=("exllamav3", "exl3"), rank=6)
+    estimate = EstimateTraits(kernels="exllama", one_stream=True, plain_products=True)
+    flags = AdviceFlags(
+        slots="--slots",
+        cache_memory="--cache-tokens",
+        cache_type="--cache-bits 8",
+        batch_tokens="--chunk-tokens",
+    )
+    # Its kernels are compiled at the first start: minutes of several cores.
+    container = ContainerTraits(start_s=900.0)
+    compiles_kernels = True
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if refused := super().refuse(hardware, model, workload):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+from collections.abc import Mapping
 from typing import ClassVar
 
 from bedplate.engines.base import EVERYDAY_CONTEXT as EVERYDAY_CONTEXT
@@ -29,9 +30,19 @@ from bedplate.engines.base import (
 )
 from bedplate.engines.knobs import SPIN, field_scale, has_own_defaults, landed, scale, worth_turning
 from bedplate.engines.pytorch import ENGINE as CONVERTER
-from bedplate.engines.shared import total
+from bedplate.engines.shared import curl, total
+from bedplate.engines.traits import (
+    AdviceFlags,
+    ContainerConversion,
+    ContainerImage,
+    ContainerTraits,
+    EstimateTraits,
+    MetricNames,
+    NotedOptions,
+    TableNames,
+)
 from bedplate.facts.known_models import GGUF_BITS
-from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload
+from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
 from bedplate.values.record import estimate
 from bedplate.values.tuning import Choice, Knob
@@ -61,7 +72,8 @@ SOURCE_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2
 SOURCE_BYTES = 76_589_250
 TREE = f"{SOURCE}/vendor/llama.cpp"
 BUILD = "llama.cpp-build"
-QUANTIZER = "llama-quantize"
+IMAGES, IMAGE_BUILD = "ghcr.io/ggml-org/llama.cpp", "b11515"
+SERVER, QUANTIZER = "llama-server", "llama-quantize"
 CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     # One file for each program, which needs nothing of the folder that it was built in.
@@ -200,6 +212,10 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
 class LlamaCpp(Engine):
     id = "llama.cpp"
     name = "llama.cpp"
+    spellings = (
+        "ggml", "llamaserver", "llamacppserver", "llamacpppython", "xllamacpp", "llamafile", "koboldcpp", "lmstudio",
+        "gpt4all",
+    )  # fmt: skip
     formats = ("gguf",)
     converts = ("safetensors",)
     vendors = ("nvidia", "amd", "apple", "intel")
@@ -217,7 +233,7 @@ class LlamaCpp(Engine):
     recipe = Recipe(
         packages=("xllamacpp==2026.10.11549",),
         # The wheel has the library and neither program.
-        programs=(("llama-server", "llama_server.py"), (QUANTIZER, "llama_quantize.py")),
+        programs=((SERVER, "llama_server.py"), (QUANTIZER, "llama_quantize.py")),
         # The wheel is built with OpenMP and leaves its runtime to the system; a minimal Debian has none.
         libraries=(
             BorrowedLibrary(soname="libgomp.so.1", package="treelite==4.8.1", file="treelite.libs/libgomp-*.so*"),
@@ -231,7 +247,7 @@ class LlamaCpp(Engine):
         archive=f"{SOURCE}.tar.gz",
         sha256=SOURCE_SHA256,
         tree=TREE,
-        programs=("llama-server", "llama-quantize", "llama-bench"),
+        programs=(SERVER, QUANTIZER, "llama-bench"),
         version="0.3.36-native",
         download_bytes=SOURCE_BYTES,
         disk_bytes=BUILD_DISK_BYTES,
@@ -265,8 +281,28 @@ class LlamaCpp(Engine):
     )
     max_slots = MAX_SLOTS
     default_slots = EVERYDAY_SLOTS
+    variable_prefixes = ("LLAMA_",)
     key_variable = "LLAMA_API_KEY"
     strength = "laptops, edge boxes and unusual hardware; little VRAM and much RAM"
+    table_names = TableNames(
+        words=("llama.cpp", "llamacpp", "llama-cpp", "ggml", "lm studio", "koboldcpp", "llamafile", "llama-bench"),
+        rank=12,
+    )  # fmt: skip
+    estimate = EstimateTraits(
+        kernels="gguf", one_stream=True, plain_products=True, chunk_tokens=MICRO_BATCH,
+        overlaps_chunks=True, graphics_backend="vulkan", pass_tokens=2048,
+    )  # fmt: skip
+    flags = AdviceFlags(
+        slots="--parallel",
+        threads="--threads",
+        cache_memory="--ctx-size",
+        cache_type="--cache-type-k q8_0 --cache-type-v q8_0",
+        batch_tokens="--batch-size",
+    )
+    noted = NotedOptions(slots="--parallel")
+    metric_names = MetricNames(running="llamacpp:requests_processing", waiting="llamacpp:requests_deferred")
+    # On a CPU it took 1 to 3 s.
+    container = ContainerTraits(start_s=10.0)
 
     def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or ("BF16" if model.format != "gguf" else "Q4_K_M")
@@ -311,7 +347,7 @@ class LlamaCpp(Engine):
     def launch(self, plan: Plan, port: int) -> Launch:
         settings = plan.settings
         built = settings.device not in self.built_for
-        argv = [f"{BUILD}/bin/llama-server" if built else "llama-server"]
+        argv = [f"{BUILD}/bin/{SERVER}" if built else SERVER]
         argv += ["--model", _gguf(plan), "--alias", plan.model.served_name]
         if has_own_defaults(settings):
             # The ready-made library begins with one slot; the program that everybody starts, with these.
@@ -375,10 +411,52 @@ class LlamaCpp(Engine):
         return tuple(steps)
 
     def _built(self, plan: Plan, built: bool, *, quantizes: bool = True) -> list[Preparation]:
-        return _build(plan.settings, ["llama-server", *(["llama-quantize"] if quantizes else [])]) if built else []
+        return _build(plan.settings, [SERVER, *([QUANTIZER] if quantizes else [])]) if built else []
 
     def connections(self, settings: Settings) -> int | None:
         return _http_threads(settings) - SPARE_HTTP_THREADS
+
+    def is_current(self, version: str, backend: str) -> bool:
+        # Builds are numbered, and tables that name none are mostly of 2023 and 2024.
+        return bool(version) or backend == "cpu"
+
+    def noted_chunk(self, notes: Mapping[str, str], scenario: str) -> int | None:
+        if (said := notes.get("n_ubatch", "")).isdigit():
+            return max(1, int(said))
+        smaller = notes.get("b", "").removeprefix("-b").strip()
+        if smaller.isdigit():
+            return max(1, min(MICRO_BATCH, int(smaller)))
+        # llama-batched-bench fills its batch with many prompts at once, and is run with larger ones.
+        return 2048 if "batched-bench" in scenario else None
+
+    def noted_fusion(self, notes: Mapping[str, str], current: bool) -> bool:
+        said = notes.get("fa", "").lower()
+        return said in ("1", "true", "on") if said else current
+
+    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+        kinds: dict[Device, str] = {"cpu": "server", "cuda": "server-cuda", "rocm": "server-rocm",
+                                    "vulkan": "server-vulkan", "xpu": "server-intel"}  # fmt: skip
+        if device not in kinds:
+            return None
+        note = "not every build has images: of those that were seen, the nearest to the plan's"
+        return ContainerImage(name=f"{IMAGES}:{kinds[device]}-{IMAGE_BUILD}", note=note)
+
+    def in_container(self, launch: Launch, image: str) -> Launch:
+        return replaced(launch, argv=(f"/app/{SERVER}", *launch.argv[1:]))
+
+    def health_command(self, url: str) -> tuple[str, ...]:
+        return curl(url)
+
+    def container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
+        label = plan.weights.label
+        plain = {"Q8_0": "q8_0", "F16": "f16", "BF16": "bf16"}
+        quantized = label not in plain and label not in ("MXFP4", "NVFP4")
+        first = f"{made}.16-bit" if quantized else f"{made}.part"
+        convert = f"python3 /app/convert_hf_to_gguf.py {source} --outfile {first} --outtype {plain.get(label, 'auto')}"
+        quantize = f" && /app/llama-quantize {first} {made}.part {label} && rm {first}" if quantized else ""
+        # An image with the converter and the quantizer, in /app; both are work of the CPU.
+        image = f"{IMAGES}:full-{IMAGE_BUILD}"
+        return ContainerConversion(command=f"{convert}{quantize}", image=image, on_cards=False)
 
     def progress(self, line: str) -> float | None:
         mark = "cmd_child_to_router:state:"

@@ -32,7 +32,17 @@ from bedplate.engines.shared import (
     stored_as,
     total,
 )
+from bedplate.engines.traits import (
+    AdviceFlags,
+    ContainerImage,
+    ContainerTraits,
+    EstimateTraits,
+    MetricNames,
+    NotedOptions,
+    TableNames,
+)
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values.decision import Device
 from bedplate.values.record import estimate
 
 # All of this by the files of the package lmdeploy 0.18.0 (2026-09-28), unless another version is named.
@@ -113,6 +123,7 @@ _KNOWN_FAILURES: Known = (
 class LmDeploy(Engine):
     id = "lmdeploy"
     name = "LMDeploy"
+    spellings = ("turbomind", "lmdeployturbomind", "internlmlmdeploy")
     version = "0.18.0"
     formats = ("safetensors",)
     vendors = ("nvidia",)
@@ -146,6 +157,21 @@ class LmDeploy(Engine):
     )
     default_slots = 128
     strength = "4-bit weights for many users on NVIDIA, where it is measured to be faster"
+    table_names = TableNames(words=("lmdeploy", "turbomind"), rank=4)
+    estimate = EstimateTraits(kernels="serving", reserves_answer=True, memory_known=False)
+    flags = AdviceFlags(
+        slots="--max-batch-size",
+        cache_memory="--cache-max-entry-count",
+        cache_type="--quant-policy int8",
+        batch_tokens="--max-prefill-token-num",
+    )
+    noted = NotedOptions(slots="--max-batch-size", context="--session-len", tensor="--tp")
+    metric_names = MetricNames(
+        running="lmdeploy:num_requests_running",
+        waiting="lmdeploy:num_requests_waiting",
+        kv_use="lmdeploy:gpu_cache_usage_perc",
+    )
+    container = ContainerTraits(joins_values=True)
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         return (
@@ -193,6 +219,12 @@ class LmDeploy(Engine):
         parsers = parsers_for(plan.model, PARSERS)
         argv += joined([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
         return Launch(argv=tuple(argv), env=hub_variables(plan), prepare=self._prepare(plan))
+
+    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+        if device != "cuda":
+            return None
+        note = "tag by the project's own naming; v0.16.0-cu12.8 is the newest that was seen"
+        return ContainerImage(name=f"openmmlab/lmdeploy:v{self.version}-cu12.8", note=note, python=True)
 
     def explain(self, log: str) -> Failure | None:
         return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)

@@ -13,6 +13,7 @@ from bedplate.engines.base import (
 )
 from bedplate.engines.knobs import has_own_defaults, landed, threads_knob, worth_turning
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, ServedByBedplate
+from bedplate.engines.traits import AdviceFlags, EstimateTraits, TableNames
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.tuning import Choice, Knob
 
@@ -73,6 +74,7 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
 class MistralRs(ServedByBedplate):
     id = "mistral.rs"
     name = "mistral.rs"
+    spellings = ("mistralrsserver",)
     version = "0.9.5"
     recipe = Recipe(
         packages=("mistralrs==0.9.5", "jinja2==3.1.6", *SERVER_PACKAGES),
@@ -109,6 +111,12 @@ class MistralRs(ServedByBedplate):
         source="its size with SmolLM2 on a CPU, less weights; the device's share is assumed",
     )
     strength = "a small portable binary for one user"
+    table_names = TableNames(words=("mistral.rs", "mistralrs"), rank=5)
+    estimate = EstimateTraits(kernels="gguf", one_stream=True, plain_products=True)
+    flags = AdviceFlags(
+        slots="--slots",
+        threads="--threads",
+    )
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if refused := super().refuse(hardware, model, workload):

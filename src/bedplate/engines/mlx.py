@@ -15,6 +15,7 @@ from bedplate.engines.base import (
     made_path,
 )
 from bedplate.engines.knobs import field_scale, has_own_defaults, landed, scale, slots_knob, worth_turning
+from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, TableNames
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
 from bedplate.values.record import estimate
@@ -102,6 +103,7 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
 class Mlx(Engine):
     id = "mlx"
     name = "MLX"
+    spellings = ("mlxlm", "mlxlmserver", "mlxvlm", "applemlx")
     version = "0.32.2"
     recipe = Recipe(
         # `cpu` is for Linux alone; on a Mac the same line brings the Metal kernels.
@@ -139,6 +141,14 @@ class Mlx(Engine):
     )
     default_slots = 4
     strength = "work that is centred on a Mac"
+    table_names = TableNames(words=("mlx",), rank=8)
+    estimate = EstimateTraits(kernels="mlx", one_stream=True, fp4_products=False, fp8_products=False, grouped_bits=True)
+    flags = AdviceFlags(
+        slots="--decode-concurrency",
+        cache_type="--kv-bits 8",
+        batch_tokens="--prefill-step-size",
+    )
+    container = ContainerTraits(allowed=False)
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if refused := super().refuse(hardware, model, workload):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import PurePath
 
 from bedplate.engines.base import (
@@ -17,12 +18,24 @@ from bedplate.engines.base import (
     source_folder,
 )
 from bedplate.engines.llama_cpp import LlamaCpp
+from bedplate.engines.traits import (
+    MODELS,
+    AdviceFlags,
+    ContainerImage,
+    ContainerTraits,
+    EstimateTraits,
+    StoreStep,
+    TableNames,
+)
 from bedplate.facts.known_models import GGUF_BITS
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values.decision import Device
 from bedplate.values.record import estimate
 
 # All of this by the source of v0.32.15 (2026-08-19), which starts llama-server of llama.cpp b10488 for each model.
 LLAMA_CPP = LlamaCpp()
+STORE = f"{MODELS}/ollama"
+"""In containers: its store of models lies on the volume, beside the files that it was made from."""
 SERVER_BYTES = 100_000_000
 """Its own process beside llama-server's: assumed, a Go program with a list of models."""
 IMPORTS = frozenset([
@@ -67,6 +80,7 @@ _KNOWN_FAILURES = (
 class Ollama(Engine):
     id = "ollama"
     name = "Ollama"
+    spellings = ("ollamaserve", "ollamaserver")
     version = "0.32.15"
     formats = ("gguf",)
     converts = ("safetensors",)
@@ -101,7 +115,19 @@ class Ollama(Engine):
     )
     max_slots = LLAMA_CPP.max_slots
     default_slots = LLAMA_CPP.default_slots
+    variable_prefixes = ("OLLAMA_",)
     strength = "people who run it already, or want its library of models"
+    table_names = TableNames(words=("ollama",), rank=13)
+    runs_engine = LLAMA_CPP.id
+    estimate = EstimateTraits(pass_tokens=512)
+    flags = AdviceFlags(
+        slots="OLLAMA_NUM_PARALLEL",
+        threads="num_thread",
+        cache_memory="OLLAMA_CONTEXT_LENGTH",
+        cache_type="OLLAMA_KV_CACHE_TYPE",
+        batch_tokens="num_batch",
+    )
+    container = ContainerTraits(start_s=10.0, store=STORE)
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if refused := super().refuse(hardware, model, workload):
@@ -147,6 +173,29 @@ class Ollama(Engine):
             ),
             health_path="/api/version",
         )
+
+    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+        if device not in ("cpu", "cuda", "rocm"):
+            return None
+        return ContainerImage(name=f"ollama/ollama:{self.version}{'-rocm' if device == 'rocm' else ''}")
+
+    def in_container(self, launch: Launch, image: str) -> Launch:
+        # It clears out what no manifest names when it starts, and the volume cannot be written to.
+        return replaced(launch, env={**launch.env, "OLLAMA_MODELS": STORE, "OLLAMA_NOPRUNE": "1"})
+
+    def health_command(self, url: str) -> tuple[str, ...]:
+        return ("ollama", "list")
+
+    def store_step(self, plan: Plan) -> StoreStep | None:
+        """The store takes a model from a running server alone: one runs for as long as that takes."""
+        name, quantize = creating(plan)[2], creating(plan)[5:]
+        command = (
+            f"[ -e {STORE}/manifests ] && exit 0; printf %s {shlex.quote(modelfile(plan))} > /cache/Modelfile; "
+            "ollama serve & "
+            "until ollama list > /dev/null 2>&1; do sleep 1; done; "
+            f"{shlex.join(['ollama', 'create', name, '--file', '/cache/Modelfile', *quantize])}"
+        )
+        return StoreStep(model=name, command=command, env={"OLLAMA_MODELS": STORE})
 
     def explain(self, log: str) -> Failure | None:
         return known_failure(log, _KNOWN_FAILURES) or LLAMA_CPP.explain(log)

@@ -20,6 +20,7 @@ from bedplate.engines.base import (
 )
 from bedplate.engines.knobs import has_own_defaults, landed, slots_knob, threads_knob, worth_turning
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, ServedByBedplate
+from bedplate.engines.traits import AdviceFlags, EstimateTraits, TableNames
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
 from bedplate.values.record import estimate
@@ -111,6 +112,7 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
 class OnnxRuntime(ServedByBedplate):
     id = "onnxruntime"
     name = "ONNX Runtime"
+    spellings = ("onnx", "ort", "onnxrt", "ortgenai", "onnxruntimegenai", "microsoftonnxruntime")
     version = "0.18.0"
     recipe = RECIPE
     formats = ("onnx",)
@@ -142,6 +144,12 @@ class OnnxRuntime(ServedByBedplate):
     )
     default_slots = 4
     strength = "hardware of several vendors, or models that are no LLMs"
+    table_names = TableNames(words=("onnx",), rank=10)
+    estimate = EstimateTraits(kernels="eager", one_stream=True)
+    flags = AdviceFlags(
+        slots="--slots",
+        threads="--threads",
+    )
     readers: ClassVar[frozenset[str]] = READERS
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:

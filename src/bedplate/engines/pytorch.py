@@ -17,6 +17,7 @@ from bedplate.engines.base import (
 )
 from bedplate.engines.knobs import SPIN, field_scale, has_own_defaults, landed, scale, variable_scale, worth_turning
 from bedplate.engines.shared import WIDE, computed_bits, wide_on_older_arm
+from bedplate.engines.traits import AdviceFlags, EstimateTraits, TableNames
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
 from bedplate.values.tuning import Choice, Knob
@@ -71,6 +72,7 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
 class PyTorch(Engine):
     id = "pytorch"
     name = "PyTorch"
+    spellings = ("torch", "transformers", "hftransformers", "huggingfacetransformers", "pytorcheager", "torchserve")
     version = "5.22.2"
     recipe = Recipe(
         packages=(
@@ -115,6 +117,14 @@ class PyTorch(Engine):
         source="published peaks of Transformers on A100 and H20; the driver's own context is not in them",
     )
     strength = "prototypes, and jobs that take one item at a time"
+    table_names = TableNames(words=("transformers", "pytorch", "torch", "hugging"), rank=11)
+    estimate = EstimateTraits(kernels="eager", one_stream=True, fp4_products=False, expands_cache=True)
+    flags = AdviceFlags(
+        slots="--continuous-batching",
+        threads="OMP_NUM_THREADS",
+        cache_memory="--cb-num-blocks",
+        batch_tokens="--cb-max-batch-tokens",
+    )
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if refused := super().refuse(hardware, model, workload):
@@ -186,6 +196,11 @@ class PyTorch(Engine):
         # The line grows: the last figure is the newest.
         found = re.findall(r"Loading weights: +(\d{1,3})%", line)
         return int(found[-1]) / 100 if found else None
+
+    def is_current(self, version: str, backend: str) -> bool:
+        # It starts fewer kernels for each layer since attention was rewritten in 4.48.
+        found = re.match(r"4\.(\d+)", version)
+        return found is None or int(found[1]) >= 48
 
     def explain(self, log: str) -> Failure | None:
         return known_failure(log, _KNOWN_FAILURES)

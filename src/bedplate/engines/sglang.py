@@ -28,6 +28,8 @@ from bedplate.engines.shared import (
     TORCH_2_11_CUDA_13,
     Known,
     compressing,
+    dynamo_events,
+    dynamo_pooling,
     everyday_settings,
     explained,
     highest,
@@ -39,6 +41,16 @@ from bedplate.engines.shared import (
     refuse_stored,
     stored_as,
     total,
+)
+from bedplate.engines.traits import (
+    AdviceFlags,
+    ContainerImage,
+    ContainerTraits,
+    DynamoWorker,
+    EstimateTraits,
+    MetricNames,
+    NotedOptions,
+    TableNames,
 )
 from bedplate.values import (
     Hardware,
@@ -174,6 +186,7 @@ OVERLAY_0_5_15 = OverlayRecipe(
 class Sglang(Engine):
     id = "sglang"
     name = "SGLang"
+    spellings = ("sgl", "sglangruntime")
     version = "0.5.23"
     # srt/server_args.py of its wheel: of what launches use, parsers and attention data parallelism differ.
     checked_versions = ("0.5.15",)
@@ -215,7 +228,28 @@ class Sglang(Engine):
         "SGLANG_CACHE_DIR", "SGLANG_DG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
         "FLASHINFER_WORKSPACE_BASE",
     )  # fmt: skip
+    variable_prefixes = ("SGLANG_",)
     strength = "shared prefixes, structured output, long context or MoE at scale"
+    table_names = TableNames(words=("sglang",), rank=2)
+    estimate = EstimateTraits(kernels="serving", prompts_first=True, chip_pass_tokens={"blackwell-dc": 16384.0})
+    flags = AdviceFlags(
+        slots="--max-running-requests",
+        cache_memory="--mem-fraction-static",
+        cache_type="--kv-cache-dtype fp8_e4m3",
+        batch_tokens="--chunked-prefill-size",
+    )
+    noted = NotedOptions(slots="--max-running-requests", context="--context-length", tensor="--tp-size")
+    metric_names = MetricNames(
+        running="sglang:num_running_reqs",
+        waiting="sglang:num_queue_reqs",
+        kv_use="sglang:token_usage",
+        picker="sglang",
+    )
+    container = ContainerTraits(start_s=120.0, joins_values=True, drains=True)
+    dynamo = DynamoWorker(
+        module="dynamo.sglang", framework="sglang", image="nvcr.io/nvidia/ai-dynamo/sglang-runtime", version="0.5.21",
+        names_model=False, tool_parser="--tool-call-parser", reasoning_parser="--reasoning-parser",
+    )  # fmt: skip
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         return (
@@ -303,6 +337,32 @@ class Sglang(Engine):
         launch = self.launch(plan, port)
         argv = (*launch.argv, "--nnodes", str(nodes), "--node-rank", str(rank))
         return replaced(launch, argv=(*argv, "--dist-init-addr", f"{leader}:{DIST_PORT}"))
+
+    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+        if device == "rocm":
+            newer = gfx in ("gfx950", "gfx1250")
+            build = "v0.5.21-rocm720-mi35x-20261006" if newer else "v0.5.20-rocm10-mi30x-20260920"
+            seen = "images for ROCm carry a date; this is the newest that was seen, and the plan is made for"
+            return ContainerImage(name=f"lmsysorg/sglang-rocm:{build}", note=f"{seen} {self.version}", python=True)
+        if device not in ("cuda", "cpu"):
+            return None
+        tag = f"lmsysorg/sglang:v{self.version}{'-xeon' if device == 'cpu' else ''}"
+        return ContainerImage(name=tag, note="tag by the project's own naming", python=True)
+
+    def in_container(self, launch: Launch, image: str) -> Launch:
+        # The image has the project's own program, and not bedplate's around it.
+        own = launch.argv[0] == "sglang-server"
+        return replaced(launch, argv=("sglang", *launch.argv[1:])) if own else launch
+
+    def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
+        if task != "generate":
+            return dynamo_pooling(task)
+        apart = (
+            "--disaggregation-mode", role, "--disaggregation-transfer-backend", "nixl",
+            "--disaggregation-bootstrap-port", "30001",
+        ) if role != "worker" else ()  # fmt: skip
+        # The router counts in blocks of 16 tokens, as vLLM does by itself.
+        return (*dynamo_events(role), "--page-size", "16", *apart)
 
     def progress(self, line: str) -> float | None:
         return progress_of_shards(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 
@@ -277,3 +278,25 @@ def wide_on_older_arm(found: Target | None, hardware: Hardware) -> Target | None
     if found is None or found.device != "cpu" or "neon" not in sets or "bf16" in sets:
         return found
     return Target(device="cpu", count=1, features=WIDE)
+
+
+KV_EVENTS = {
+    "publisher": "zmq",
+    "topic": "kv-events",
+    "endpoint": "tcp://*:20080",
+    "enable_kv_cache_events": True,
+}
+
+
+def dynamo_events(role: str) -> tuple[str, ...]:
+    """How a Dynamo worker tells the router what its cache holds; those that only answer are not routed by it."""
+    return ("--kv-events-config", json.dumps(KV_EVENTS, separators=(",", ":"))) if role != "decode" else ()
+
+
+def dynamo_pooling(task: str) -> tuple[str, ...]:
+    return ("--embedding-worker",) if task == "embed" else ("--classify-worker",)
+
+
+def curl(url: str) -> tuple[str, ...]:
+    """For images without Python."""
+    return ("curl", "--fail", "--silent", "--output", "/dev/null", url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 
 from bedplate.engines.base import (
@@ -32,6 +33,18 @@ from bedplate.engines.shared import (
     refuse_stored,
     stored_as,
 )
+from bedplate.engines.traits import (
+    AdviceFlags,
+    ClonedProgram,
+    ContainerConversion,
+    ContainerImage,
+    ContainerTraits,
+    DynamoWorker,
+    EstimateTraits,
+    MetricNames,
+    NotedOptions,
+    TableNames,
+)
 from bedplate.values import (
     Hardware,
     Launch,
@@ -45,11 +58,19 @@ from bedplate.values import (
     estimate,
     replaced,
 )
+from bedplate.values.decision import Device
 
 PACKAGE = "tensorrt-llm==1.2.1"
 """On the public index it is a stub that fetches the wheel from NVIDIA's."""
 IMAGE = "nvcr.io/nvidia/tensorrt-llm/release:1.2.1"
 INDEX = "https://pypi.nvidia.com"
+OPTIMIZER = ClonedProgram(
+    program="hf_ptq.py",
+    repository="https://github.com/NVIDIA/TensorRT-Model-Optimizer",
+    # What TensorRT-LLM 1.2 asks for. The package has the library; the program is one of its examples.
+    tag="0.37.0",
+    path="examples/llm_ptq",
+)
 SYSTEM = "CUDA's toolkit 13.1 and libopenmpi-dev"
 """And PyTorch for CUDA 13.0, where the default is another: its guide for pip, on Ubuntu 24.04."""
 OPTIONS_FILE = "trtllm-options.yaml"
@@ -122,6 +143,7 @@ _KNOWN_FAILURES: Known = (
 class TensorRtLlm(Engine):
     id = "tensorrt-llm"
     name = "TensorRT-LLM"
+    spellings = ("trtllm", "trtllmserve", "tensorrt", "nvidiatensorrtllm", "tensorrtllmbackend")
     version = "1.2.1"
     formats = ("safetensors",)
     vendors = ("nvidia",)
@@ -153,6 +175,34 @@ class TensorRtLlm(Engine):
     )
     default_slots = 256
     strength = "extreme volume on NVIDIA, a model that rarely changes"
+    table_names = TableNames(words=("tensorrt", "trtllm", "trt-llm", "trt"), rank=1)
+    estimate = EstimateTraits(kernels="serving", reserves_answer=True)
+    flags = AdviceFlags(
+        slots="--max_batch_size",
+        cache_memory="--kv_cache_free_gpu_memory_fraction",
+        batch_tokens="--max_num_tokens",
+    )
+    noted = NotedOptions(slots="--max_batch_size", context="--max_seq_len", tensor="--tp_size")
+    metric_names = MetricNames(path="/prometheus/metrics", kv_use="trtllm_kv_cache_utilization", picker="trtllm-serve")
+    container = ContainerTraits(start_s=240.0, joins_values=True)
+    dynamo = DynamoWorker(
+        module="dynamo.trtllm",
+        framework="trtllm",
+        image="nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime",
+        version="1.3.0rc29",
+        names_served=True,
+        tool_parser="--tool_parser",
+        reasoning_parser="--reasoning_parser",
+        renames={
+            "--max_seq_len": "--max-seq-len", "--max_batch_size": "--max-batch-size",
+            "--max_num_tokens": "--max-num-tokens", "--tp_size": "--tensor-parallel-size",
+            "--kv_cache_free_gpu_memory_fraction": "--free-gpu-memory-fraction",
+            "--pp_size": "--pipeline-parallel-size", "--ep_size": "--expert-parallel-size",
+            "--extra_llm_api_options": "--extra-engine-args",
+        },
+    )  # fmt: skip
+    cloned = OPTIMIZER
+    node_starter = "MPI"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         return (
@@ -199,6 +249,31 @@ class TensorRtLlm(Engine):
         ranks = plan.parallelism.tensor * plan.parallelism.pipeline
         srun = ["srun", "--nodes", str(nodes), "--ntasks", str(ranks), "--ntasks-per-node", str(-(-ranks // nodes))]
         return replaced(launch, argv=(*srun, "--mpi=pmix", "trtllm-llmapi-launch", *launch.argv))
+
+    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+        return ContainerImage(name=IMAGE, python=True) if device == "cuda" else None
+
+    def container_files(self, plan: Plan) -> dict[str, str]:
+        # Without it there is no Prometheus text at all.
+        return {OPTIONS_FILE: f"{options(plan)}return_perf_metrics: true\n"}
+
+    def container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
+        words = [f"{made}.part" if word == made_path(plan) else word for word in _converting(plan).argv]
+        cloned = f"git clone --depth 1 --branch {OPTIMIZER.tag} {OPTIMIZER.repository} /cache/modelopt"
+        begin = f"rm -rf /cache/modelopt && {cloned} && cd /cache/modelopt/{OPTIMIZER.path}"
+        return ContainerConversion(command=f"{begin} && {shlex.join(['python3', *words[1:]])}")
+
+    def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
+        apart = ("--disaggregation-mode", role) if role != "worker" else ()
+        return (*apart, *(("--publish-kv-events",) if role != "decode" else ()))
+
+    def dynamo_files(self, plan: Plan, role: str) -> dict[str, str]:
+        """What differs by role: a worker for prompts cannot overlap steps, and both kinds hand their cache over."""
+        lines = [self.container_files(plan)[OPTIONS_FILE].rstrip("\n"), "backend: pytorch"]
+        if role != "worker":
+            lines += [f"disable_overlap_scheduler: {'true' if role == 'prefill' else 'false'}"]
+            lines += ["cache_transceiver_config:", "  backend: DEFAULT"]
+        return {OPTIONS_FILE: "\n".join(lines) + "\n"}
 
     def progress(self, line: str) -> float | None:
         return progress_of_shards(line)
@@ -275,7 +350,7 @@ def _runs(method: str, capability: tuple[int, int], model: Model) -> bool:
 
 def _converting(plan: Plan) -> Preparation:
     seconds = estimate(600 + 60 * plan.model.parameters / 1e9, 0.7, "not measured: calibration on the GPUs that serve")
-    argv = ("python", "hf_ptq.py", "--pyt_ckpt_path", source_folder(plan), "--qformat")
+    argv = ("python", OPTIMIZER.program, "--pyt_ckpt_path", source_folder(plan), "--qformat")
     return Preparation(
         kind="convert",
         what=f"{plan.model.name} to {plan.weights.label}, with examples/llm_ptq of NVIDIA's Model Optimizer",

@@ -10,6 +10,7 @@ from bedplate.engines.shared import (
     PORT_IN_USE,
     TORCH,
     Known,
+    curl,
     everyday_settings,
     explained,
     joined,
@@ -20,7 +21,17 @@ from bedplate.engines.shared import (
     stored_as,
     total,
 )
+from bedplate.engines.traits import (
+    AdviceFlags,
+    ContainerImage,
+    ContainerTraits,
+    EstimateTraits,
+    MetricNames,
+    NotedOptions,
+    TableNames,
+)
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values.decision import Device
 
 # All of this by the source of v3.3.7 (2025-12-18), its last release.
 IMAGE = "ghcr.io/huggingface/text-generation-inference:3.3.7"
@@ -74,6 +85,7 @@ _KNOWN_FAILURES: Known = (
 class Tgi(Engine):
     id = "tgi"
     name = "TGI"
+    spellings = ("textgenerationinference", "huggingfacetgi", "hftgi", "huggingfacetextgenerationinference")
     version = "3.3.7"
     formats = ("safetensors",)
     vendors = ("nvidia", "amd")
@@ -105,6 +117,17 @@ class Tgi(Engine):
     default_slots = 128
     key_variable = "API_KEY"
     strength = "a team that runs it already"
+    table_names = TableNames(words=("text-generation-inference", "text generation inference", "tgi"), rank=9)
+    estimate = EstimateTraits(kernels="serving")
+    flags = AdviceFlags(
+        slots="--max-concurrent-requests",
+        cache_memory="--cuda-memory-fraction",
+        cache_type="--kv-cache-dtype fp8_e4m3fn",
+        batch_tokens="--max-batch-prefill-tokens",
+    )
+    noted = NotedOptions(context="--max-total-tokens", tensor="--num-shard")
+    metric_names = MetricNames(running="tgi_batch_current_size", waiting="tgi_queue_size")
+    container = ContainerTraits(start_s=90.0, joins_values=True, drains=True)
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         return (
@@ -163,6 +186,17 @@ class Tgi(Engine):
         argv += ["--usage-stats", "off"]
         pull = Preparation(kind="download", what=image, where="the container store", argv=("docker", "pull", image))
         return Launch(argv=tuple(argv), prepare=(pull,))
+
+    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+        if device not in ("cuda", "rocm"):
+            return None
+        return ContainerImage(name=IMAGE if device == "cuda" else f"{IMAGE}-rocm")
+
+    def in_container(self, launch: Launch, image: str) -> Launch:
+        return replaced(launch, argv=("text-generation-launcher", *launch.argv[launch.argv.index(image) + 1 :]))
+
+    def health_command(self, url: str) -> tuple[str, ...]:
+        return curl(url)
 
     def explain(self, log: str) -> Failure | None:
         return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)

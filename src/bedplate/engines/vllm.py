@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+
+import msgspec
 
 from bedplate.engines.base import (
     Engine,
@@ -31,6 +34,8 @@ from bedplate.engines.shared import (
     Known,
     compressing,
     computed_bits,
+    dynamo_events,
+    dynamo_pooling,
     everyday_settings,
     explained,
     highest,
@@ -44,11 +49,24 @@ from bedplate.engines.shared import (
     total,
     wide_on_older_arm,
 )
+from bedplate.engines.traits import (
+    AdviceFlags,
+    ContainerImage,
+    ContainerTraits,
+    DynamoWorker,
+    EstimateTraits,
+    MetricNames,
+    NotedOptions,
+    RayWorker,
+    TableNames,
+)
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
 from bedplate.values.tuning import Choice, Knob
 
 # All of this by the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
+BENCH = "vllm bench serve"
+"""Its load generator, whose results `bedplate bench import` reads."""
 CPU_SLOTS = 8
 FEW_CORES = 4
 RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
@@ -218,10 +236,13 @@ OVERLAY_0_26 = OverlayRecipe(
     source="vLLM 0.26.0: requirements of its wheel; served on one H200 with PyTorch 2.11.0+cu130, November 2026",
 )
 
+_TRANSFER = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, separators=(",", ":"))
+
 
 class Vllm(Engine):
     id = "vllm"
     name = "vLLM"
+    spellings = ("vllmserve", "vllmv0", "vllmv1", "vllmopenai")
     version = "0.32.0"
     # engine/arg_utils.py and entrypoints/openai/cli_args.py of its wheel: of what launches use, only parsers differ.
     checked_versions = ("0.26.0",)
@@ -259,8 +280,37 @@ class Vllm(Engine):
     default_slots = 256
     # envs.py of 0.26.0 and 0.32.0, Triton, and flashinfer/jit/env.py.
     compile_caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+    variable_prefixes = ("VLLM_",)
     key_variable = "VLLM_API_KEY"
     strength = "many users over an API on data-centre GPUs"
+    table_names = TableNames(words=("vllm",), rank=3)
+    estimate = EstimateTraits(kernels="serving")
+    flags = AdviceFlags(
+        slots="--max-num-seqs",
+        cache_memory="--gpu-memory-utilization",
+        cache_type="--kv-cache-dtype fp8",
+        batch_tokens="--max-num-batched-tokens",
+    )
+    noted = NotedOptions(slots="--max-num-seqs", context="--max-model-len", tensor="--tensor-parallel-size")
+    metric_names = MetricNames(
+        running="vllm:num_requests_running",
+        waiting="vllm:num_requests_waiting",
+        kv_use="vllm:kv_cache_usage_perc",
+        picker="",
+    )
+    # On a CPU it took 45 to 70 s.
+    container = ContainerTraits(start_s=150.0, joins_values=True, drains=True)
+    dynamo = DynamoWorker(
+        module="dynamo.vllm", framework="vllm", image="nvcr.io/nvidia/ai-dynamo/vllm-runtime", version="0.31.0",
+        tool_parser="--tool-call-parser", reasoning_parser="--reasoning-parser",
+        drops=frozenset(["--model", "--shutdown-timeout", "--disable-uvicorn-access-log", "--enable-auto-tool-choice"]),
+    )  # fmt: skip
+    ray = RayWorker(
+        server_options=frozenset([
+            "--served-model-name", "--host", "--port", "--disable-uvicorn-access-log", "--shutdown-timeout",
+            "--enable-auto-tool-choice", "--data-parallel-size", "--model",
+        ])
+    )  # fmt: skip
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         return (
@@ -364,6 +414,40 @@ class Vllm(Engine):
         if settings.device != "cpu" or settings.threads is None:
             return {}
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}
+
+    def advice_flags(self, device: str | None) -> AdviceFlags:
+        if device != "cpu":
+            return self.flags
+        named = {"cache_memory": "--kv-cache-memory-bytes", "threads": "VLLM_CPU_OMP_THREADS_BIND"}
+        return msgspec.structs.replace(self.flags, **named)
+
+    def is_current(self, version: str, backend: str) -> bool:
+        # Its first engine, the default before 0.8, took longer between two steps.
+        found = re.match(r"v?0\.(\d+)", version)
+        return found is None or int(found[1]) >= 8
+
+    def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
+        names: dict[Device, str] = {
+            "cuda": f"vllm/vllm-openai:v{self.version}",
+            "rocm": f"vllm/vllm-openai-rocm:v{self.version}",
+            "xpu": f"vllm/vllm-openai-xpu:v{self.version}",
+            "cpu": f"vllm/vllm-openai-cpu:v{self.version}-{'arm64' if arch in ('arm64', 'aarch64') else 'x86_64'}",
+        }
+        if device not in names:
+            return None
+        note = "" if device == "cuda" else "tag by the project's own naming; v0.31.0 is the newest that was seen"
+        # The image is made for this user beside root (docker/Dockerfile of August 2026).
+        return ContainerImage(name=names[device], note=note, user=2000, group=0, python=True)
+
+    def stop_options(self, seconds: int) -> tuple[str, ...]:
+        # Without it, answers that are being written are cut off when the engine is asked to end.
+        return ("--shutdown-timeout", str(seconds))
+
+    def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
+        if task != "generate":
+            return dynamo_pooling(task)
+        apart = ("--disaggregation-mode", role, "--kv-transfer-config", _TRANSFER) if role != "worker" else ()
+        return (*dynamo_events(role), *apart)
 
     def progress(self, line: str) -> float | None:
         return progress_of_shards(line)

@@ -7,7 +7,7 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +25,7 @@ MOST_LOGS, LOG_LINES, LOG_WIDTH = 2, 12, 200
 LOG_TAIL_BYTES = 64 << 10
 
 SETTINGS = re.compile(
-    r"(UV|PIP|HF|HUGGINGFACE|HUGGING_FACE|BEDPLATE|OLLAMA|LLAMA|VLLM|SGLANG)_[A-Z0-9_]+"
+    r"(UV|PIP|HF|HUGGINGFACE|HUGGING_FACE|BEDPLATE)_[A-Z0-9_]+"
     r"|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|(HTTP|HTTPS|ALL|NO)_PROXY|SSL_CERT_(FILE|DIR)|NO_COLOR",
     re.IGNORECASE,
 )
@@ -107,9 +107,13 @@ def examine(
     engines: Sequence[EngineCheck] = (),
     models: Sequence[FoundModel] = (),
     environment: Mapping[str, str] | None = None,
+    prefixes: Collection[str] = (),
     root: Path = Path("/"),
 ) -> Report:
-    """Puts the report together; what needs an engine or uv to be run was found out before."""
+    """Puts the report together; what needs an engine or uv to be run was found out before.
+
+    `prefixes` are those of the engines' environment variables.
+    """
     environment = os.environ if environment is None else environment
     report = Report(
         bedplate=__version__,
@@ -123,7 +127,7 @@ def examine(
         port_free=port_is_free(DEFAULT_PORT),
         engines=tuple(engines),
         models=tuple(models),
-        settings=settings(environment),
+        settings=settings(environment, prefixes),
         logs=tuple(log_tails(home / "logs")),
     )
     return replaced(report, problems=tuple(problems(report)))
@@ -169,12 +173,12 @@ def problems(report: Report) -> Iterable[Problem]:
         yield _remark(what, "fine if that is bedplate; otherwise bedplate serve --port N")
 
 
-def settings(environment: Mapping[str, str]) -> tuple[Setting, ...]:
+def settings(environment: Mapping[str, str], prefixes: Collection[str] = ()) -> tuple[Setting, ...]:
     """What is set for us and for the programs that we start, by name; values only as far as they can hold no secret."""
     return tuple(
         Setting(name=name, value=harmless(name, value))
         for name, value in sorted(environment.items())
-        if SETTINGS.fullmatch(name)
+        if SETTINGS.fullmatch(name) or name.upper().startswith(tuple(prefixes))
     )
 
 

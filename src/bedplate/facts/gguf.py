@@ -861,15 +861,15 @@ def _name(facts: _Facts, path: Path) -> str:
 
 
 _ADVICE = "bedplate reads .gguf files here; for a hub model, say its name as owner/name"
-
+_BEFORE_GGUF = "is in llama.cpp's format from before GGUF ({}), which engines no longer read"
 _MAGICS: tuple[tuple[bytes, str], ...] = (
     (b"version https://git-lfs", "is a Git LFS pointer, a note of where the weights are (run `git lfs pull`)"),
     (b"PK\x03\x04", "is a zip archive, as PyTorch saves checkpoints (.pt, .bin)"),
     (b"\x1f\x8b", "is compressed with gzip"),
     (b"\x89HDF", "is an HDF5 file, as Keras saves weights"),
-    (b"tjgg", "is in llama.cpp's format from before GGUF (ggjt), which engines no longer read"),
-    (b"fmgg", "is in llama.cpp's format from before GGUF (ggmf), which engines no longer read"),
-    (b"lmgg", "is in llama.cpp's format from before GGUF (ggml), which engines no longer read"),
+    (b"tjgg", _BEFORE_GGUF.format("ggjt")),
+    (b"fmgg", _BEFORE_GGUF.format("ggmf")),
+    (b"lmgg", _BEFORE_GGUF.format("ggml")),
     (b"algg", "is a LoRA adapter in a format from before GGUF"),
     (b"FUGG", "has its first bytes in reverse order"),
 )

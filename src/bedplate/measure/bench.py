@@ -19,6 +19,7 @@ import msgspec
 from bedplate import store
 from bedplate._version import __version__
 from bedplate.engines import engine as engine_by_id
+from bedplate.engines.roles import FIRST
 from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.measure import quality as quality_of
@@ -217,7 +218,7 @@ def _named(engines: str, hardware: Hardware) -> tuple[str, ...]:
     """`installed`: what is there; where nothing is, the one that `serve` would install."""
     if engines == "all":
         return installable_engines()
-    return installed_engines(hardware) or ("llama.cpp",)
+    return installed_engines(hardware) or (FIRST.id,)
 
 
 def _resumed(run: Run, hardware: Hardware, progress: Progress, teller: Teller, path: Path | None) -> Bench:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bedplate.engines.roles import REFERENCE
 from bedplate.measure.agreement import (
     CHANCE,
     QUICK_TOKENS,
@@ -56,7 +57,7 @@ def judged_build(pairs: Pairs, built: Sequence[Said], packaged: Sequence[Said] |
     if verdict != "ok":
         words = "its answers could not be checked" if verdict == "unchecked" else "it gives wrong answers"
         return Verdict(runs=True, right=False, why=f"{words}: {why}", evidence=_evidence(found))
-    reference = f"{found.agreed} of {found.answered} next tokens as PyTorch's"
+    reference = f"{found.agreed} of {found.answered} next tokens as {REFERENCE.name}'s"
     both = [
         (prefix, known, one, other)
         for (prefix, known), one, other in zip(pairs, built, packaged or (), strict=packaged is not None)

@@ -16,13 +16,15 @@ from typing import Any
 import msgspec
 
 from bedplate._version import __version__
+from bedplate.engines.vllm import BENCH as VLLM_BENCH
+from bedplate.engines.vllm import ENGINE as VLLM
 from bedplate.errors import BadQuestion
 from bedplate.measure.flags import flags_of
 from bedplate.values import from_json, replaced
 from bedplate.values.run import Cell, Environment, Load, Repeat, Run, Sample, Subject
 
 MOST_BYTES = 1 << 30
-FORMS = "a run of bedplate (--json), of `vllm bench serve --save-result --save-detailed`, or of GuideLLM (JSON)"
+FORMS = f"a run of bedplate (--json), of `{VLLM_BENCH} --save-result --save-detailed`, or of GuideLLM (JSON)"
 
 
 def read_run(path: Path) -> Run:
@@ -36,19 +38,19 @@ def read_run(path: Path) -> Run:
         raise BadQuestion(f"{path.name} is no run that is known", hint=f"it may be {FORMS}")
     if said.get("schema") == "run/1":
         return from_json(Run, data, origin=path.name)
-    kind = "vllm" if "request_throughput" in said and "duration" in said else None
+    kind = VLLM.id if "request_throughput" in said and "duration" in said else None
     if isinstance(said.get("benchmarks"), list):
         kind = "guidellm"
     if kind is None:
         raise BadQuestion(f"{path.name} is no run that is known", hint=f"it may be {FORMS}")
     origin = Origin(path.name, hashlib.sha256(data).hexdigest())
     try:
-        return vllm_run(said, origin) if kind == "vllm" else guidellm_run(said, origin)
+        return vllm_run(said, origin) if kind == VLLM.id else guidellm_run(said, origin)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, msgspec.ValidationError) as error:
         raise BadQuestion(
             f"{path.name} looks like a run of {kind} and cannot be read as one",
             cause=f"{type(error).__name__}: {error}",
-            hint=f"bedplate {__version__} reads vLLM 0.32's and GuideLLM 0.8's fields",
+            hint=f"bedplate {__version__} reads {VLLM.name} 0.32's and GuideLLM 0.8's fields",
         ) from error
 
 
@@ -102,7 +104,7 @@ def vllm_run(said: dict[str, Any], origin: Origin) -> Run:
         engine=str(said.get("label") or said.get("backend") or said.get("endpoint_type") or "endpoint"),
         model=str(said["model_id"]),
     )
-    notes = "read from a file of vllm bench serve"
+    notes = f"read from a file of {VLLM_BENCH}"
     load = _vllm_load(said, prompts, asked)
     if said.get("burstiness") not in (None, 1, 1.0) and load.arrivals == "poisson":
         notes += f"; burstiness {said['burstiness']:g}"

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import msgspec
 
 from bedplate import store
+from bedplate.engines.names import engine_id
 from bedplate.errors import BadQuestion
 from bedplate.values.model import Model
-from bedplate.values.names import engine_id
 from bedplate.values.record import from_json
 from bedplate.values.run import Cell, Environment, Run
 

@@ -20,6 +20,7 @@ import msgspec
 from bedplate.engines import Engine, SourceBuild, all_engines
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import SIXTEEN_BIT, cards_of, made_path
+from bedplate.engines.roles import GGUF_READER, GGUF_SERVER
 from bedplate.errors import BedplateError, OutsideFailed
 from bedplate.facts.chips import chip_of
 from bedplate.facts.known_models import with_label
@@ -390,8 +391,8 @@ class _Taking:
         argv = _interpreter(environment)
         with importlib.resources.as_file(importlib.resources.files("bedplate.engines") / "shipped" / CHECK) as program:
             argv += [str(program), str(source), str(result), "--bits", f"{self._bits():g}"]
-            if ".gguf" in (source.suffix, result.suffix) and (llama := llama_server(self.own, self.progress)):
-                argv += ["--llama-server", json.dumps(llama)]
+            if ".gguf" in (source.suffix, result.suffix) and (server := gguf_server(self.own, self.progress)):
+                argv += ["--gguf-server", json.dumps(server)]
             given = {name: value for name, value in os.environ.items() if name not in SECRETS | LEADS_ELSEWHERE}
             env = offline(variables(Path(environment.path), given))
             what = f"comparing {step.where} with its source"
@@ -453,18 +454,18 @@ class _Taking:
         return f"its log may say more: {self._log_path}"
 
 
-def llama_server(own: Environment, progress: Progress) -> list[str] | None:
-    """How to start llama.cpp, which reads GGUF files: the plan's own, or the ready-made one."""
+def gguf_server(own: Environment, progress: Progress) -> list[str] | None:
+    """How to start the engine that reads GGUF files: the plan's own, or the ready-made one."""
     try:
-        engine = engine_by_id("llama.cpp")
+        engine = engine_by_id(GGUF_READER.id)
         found = own if own.engine == engine.id else find_environment(engine)
         if found is None:
             progress.note(f"{engine.name} is installed too: what is made is compared with what it reads")
             found = make_environment(engine, progress)
     except BedplateError as error:
-        progress.note(f"nothing is compared with llama.cpp: {error.message}")
+        progress.note(f"nothing is compared with {GGUF_READER.name}: {error.message}")
         return None
-    argv = command(found, Launch(argv=("llama-server",)))
+    argv = command(found, Launch(argv=(GGUF_SERVER,)))
     path = variables(Path(found.path), {}).get("LD_LIBRARY_PATH")
     return ["env", f"LD_LIBRARY_PATH={path}", *argv] if path else argv
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from bedplate import store
 from bedplate._version import __version__
+from bedplate.engines import all_engines
 from bedplate.engines.knobs import build_knob, draft_knob
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
 from bedplate.facts.hardware import probe
@@ -165,7 +166,8 @@ def _drafting(chosen: Decided, draft: str | None) -> tuple[Knob, ...]:
     path = Path(draft).expanduser().absolute()
     options = chosen.engine.drafting(str(path))
     if not options:
-        raise BadQuestion(f"{chosen.engine.name} takes no draft model here", hint="llama.cpp, vllm and mlx do")
+        drafts = [one.id for one in all_engines().values() if one.drafting(str(path))]
+        raise BadQuestion(f"{chosen.engine.name} takes no draft model here", hint=f"{', '.join(drafts)} do")
     if not path.exists():
         raise BadQuestion(f"there is no {draft}", hint="--draft is a file or a folder on this machine")
     return (draft_knob(options, str(path)),)

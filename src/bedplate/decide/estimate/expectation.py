@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bedplate.decide.estimate import local
 from bedplate.decide.estimate.calibration import Band, Expectation, Limit, limit_of_parts
+from bedplate.decide.estimate.engines import timed_as, traits_of
 from bedplate.decide.estimate.local import Host, Question
 from bedplate.decide.estimate.machine import Machine, host_machine, machine_of
 from bedplate.decide.estimate.physics import Shape, shape_of
-from bedplate.decide.estimate.rows import RUNS_INSIDE
 from bedplate.values import Estimate, Figure, Hardware, Model, Parallelism, Workload
 from bedplate.values.fit import Offload
 
@@ -68,14 +68,14 @@ def expectation_for(
 
     `factor` is what a measurement on this machine said: 1.1 is a tenth faster than the fitted efficiencies.
     """
-    engine = RUNS_INSIDE.get(engine, engine)
+    engine = timed_as(engine)
     machine = machine_of(hardware)
     if machine.bandwidth_bytes_s <= 0 or model.task != "generate" or workload.task != "generate":
         return None
     shape = shape_of(model)
     replicas = max(1, layout.data)
     in_flight = max(1, -(-workload.in_flight() // replicas))
-    if in_flight > 1 and engine in local.SERVED and machine.kind != "cpu":
+    if in_flight > 1 and traits_of(engine).kernels == "serving" and machine.kind != "cpu":
         from bedplate.decide.estimate import serving
 
         return serving.expect(
@@ -144,8 +144,9 @@ def _source(question: Question, factor: float) -> str:
 def backend_of(engine: str, machine: Machine) -> str:
     if machine.kind == "cpu":
         return "cpu"
-    if engine == "llama.cpp" and machine.family.startswith("rdna"):
-        return "vulkan"
+    graphics = traits_of(engine).graphics_backend
+    if graphics is not None and machine.family.startswith("rdna"):
+        return graphics
     return BACKENDS.get(machine.vendor, "other")
 
 

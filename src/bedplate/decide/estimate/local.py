@@ -6,13 +6,12 @@ tiles. Both are the same sum of named parts, each at an efficiency that was fitt
 
 from __future__ import annotations
 
-import math
-import re
 from functools import lru_cache
 from typing import NamedTuple
 
 from bedplate.decide.estimate import calibration
 from bedplate.decide.estimate.calibration import WIDE, Band, Limit
+from bedplate.decide.estimate.engines import traits_of
 from bedplate.decide.estimate.machine import HALF_SHARE, Machine
 from bedplate.decide.estimate.physics import (
     Shape,
@@ -24,13 +23,8 @@ from bedplate.decide.estimate.physics import (
     link_bytes_s,
     prefill_floor_s,
 )
-from bedplate.decide.estimate.rows import SERVING_ENGINES, Case, Prediction, Refused
-from bedplate.values import Parallelism
+from bedplate.engines import EstimateTraits
 
-TYPICAL_CONTEXT = 256
-"""Where a table says nothing of lengths: short prompts and answers, as speed tables are made."""
-CHUNK_TOKENS = {"llama.cpp": 512}
-"""Prompt tokens that an engine computes at once, where it is not the whole prompt."""
 MOST_CHUNK = 8192
 VECTOR_TOKENS = 8
 """Up to so many tokens, engines multiply vectors instead of matrices where that is faster; not so Vulkan's experts.
@@ -344,12 +338,6 @@ def _kv_devices(shape: Shape, tensor: int) -> int:
     return max(1, min(tensor, heads))
 
 
-ENGINE_CLASSES = {
-    "vllm": "serving", "sglang": "serving", "tgi": "serving", "tensorrt-llm": "serving", "lmdeploy": "serving",
-    "llama.cpp": "gguf", "mistral.rs": "gguf", "exllamav2": "exllama", "exllamav3": "exllama", "mlx": "mlx",
-    "pytorch": "eager", "onnxruntime": "eager",
-}  # fmt: skip
-"""Engines with the same kernels, or nearly: what is known of one is expected of the others."""
 STACKED = frozenset({"hopper", "blackwell-dc", "ampere-dc", "volta", "cdna"})
 """Architectures whose chips come with stacked memory (HBM)."""
 
@@ -360,7 +348,7 @@ def effects_of(engine: str, backend: str, machine: Machine, current: bool = True
     Each is a factor on what those before it say; a name without an effect changes nothing.
     """
     driver, *builds = backend.split("-")
-    kind = ENGINE_CLASSES.get(engine)
+    kind = traits_of(engine).kernels
     if machine.kind == "cpu":
         # Nothing that an engine does on GPUs says how good its kernels for CPUs are.
         names = ["cpu", machine.family, *([f"like {kind}/cpu"] if kind else []), f"{engine}/cpu"]
@@ -403,11 +391,12 @@ def matrix_ops_s(engine: str, machine: Machine, shape: Shape) -> float:
     half = rates.get("bf16") or rates.get("fp16") or rates.get("fp32") or machine.plain_ops_s
     if machine.kind == "cpu":
         return machine.plain_ops_s * (1.0 if shape.bits < 12 else HALF_SHARE)
-    if engine in ("llama.cpp", "mistral.rs", "exllamav2", "exllamav3", "other"):
+    traits = traits_of(engine)
+    if traits.plain_products:
         return machine.plain_ops_s or half
-    if shape.method in ("nvfp4", "mxfp4") and "fp4" in rates and engine not in ("pytorch", "mlx"):
+    if shape.method in ("nvfp4", "mxfp4") and "fp4" in rates and traits.fp4_products:
         return rates["fp4"]
-    if shape.method in ("fp8", "mxfp8", "int8") and "fp8" in rates and engine != "mlx":
+    if shape.method in ("fp8", "mxfp8", "int8") and "fp8" in rates and traits.fp8_products:
         return rates["fp8"]
     return half
 
@@ -437,6 +426,10 @@ class Question(NamedTuple):
     vectors: int = VECTOR_TOKENS
     host: Host | None = None
 
+    @property
+    def traits(self) -> EstimateTraits:
+        return traits_of(self.engine)
+
     def step(self, batch: float, context: float) -> Pass:
         """One token for each of `batch` sequences that have `context` tokens."""
         return forward(self.profile, self.step_part(batch, context).work)
@@ -447,8 +440,8 @@ class Question(NamedTuple):
     def step_part(self, batch: float, context: float) -> Part:
         work = counted(
             self.machine, self.shape, tokens=batch, sequences=batch, depth=context, tensor=self.tensor,
-            pipeline=self.pipeline, matrix_ops_s=self.ops_s, expand_kv=self.engine == "pytorch", fused=self.fused,
-            launched=ENGINE_CLASSES.get(self.engine) == "eager", vectors=self.vectors, host=self.host,
+            pipeline=self.pipeline, matrix_ops_s=self.ops_s, expand_kv=self.traits.expands_cache, fused=self.fused,
+            launched=self.traits.kernels == "eager", vectors=self.vectors, host=self.host,
         )  # fmt: skip
         return Part(work, 1.0, decode_floor_s(self.shape, self.machine, batch, context, self.tensor, 16.0))
 
@@ -466,16 +459,16 @@ class Question(NamedTuple):
         work = counted(
             self.machine, self.shape, tokens=chunk, sequences=together, depth=before, tensor=self.tensor,
             pipeline=self.pipeline, output_rows=1.0, matrix_ops_s=self.ops_s, fused=self.fused,
-            absorbed=self.engine in ("llama.cpp", "mistral.rs"),
-            launched=ENGINE_CLASSES.get(self.engine) == "eager", vectors=self.vectors, host=self.host,
+            absorbed=self.traits.kernels == "gguf",
+            launched=self.traits.kernels == "eager", vectors=self.vectors, host=self.host,
         )  # fmt: skip
-        devices = self.tensor * (self.pipeline if self.engine == "llama.cpp" else 1)
+        devices = self.tensor * (self.pipeline if self.traits.overlaps_chunks else 1)
         floor = prefill_floor_s(self.shape, self.machine, total, devices)
         return Part(work, chunks * self._overlap(chunks), floor)
 
     def _overlap(self, chunks: float) -> float:
         """Chunks follow each other through the devices of a pipeline."""
-        if self.pipeline == 1 or self.engine != "llama.cpp":
+        if self.pipeline == 1 or not self.traits.overlaps_chunks:
             return 1.0
         return (chunks + self.pipeline - 1) / (chunks * self.pipeline)
 
@@ -503,92 +496,15 @@ def ask(
     profile, key = profile_for(engine, backend, machine, current)
     return Question(
         engine=engine, profile=profile, key=key, machine=machine, shape=shape, tensor=tensor, pipeline=pipeline,
-        chunk=chunk or CHUNK_TOKENS.get(engine, MOST_CHUNK), fused=fused, ops_s=matrix_ops_s(engine, machine, shape),
-        vectors=_vectors(engine, backend, shape), host=host,
+        chunk=chunk or traits_of(engine).chunk_tokens or MOST_CHUNK, fused=fused,
+        ops_s=matrix_ops_s(engine, machine, shape), vectors=_vectors(engine, backend, shape), host=host,
     )  # fmt: skip
 
 
 def _vectors(engine: str, backend: str, shape: Shape) -> int:
-    if ENGINE_CLASSES.get(engine) in ("serving", "eager"):
+    if traits_of(engine).kernels in ("serving", "eager"):
         return 0
     return 1 if shape.experts and backend.startswith("vulkan") else VECTOR_TOKENS
-
-
-def question_of(case: Case) -> Question:
-    devices = case.devices or 1
-    if case.engine in ONE_STREAM_ENGINES:
-        tensor, pipeline = 1, devices
-    else:
-        tensor, pipeline = max(case.layout.tensor, devices // max(1, case.layout.pipeline * case.layout.data)), 1
-    current = is_current(case)
-    return ask(
-        case.engine, case.backend, case.machine, case.shape, tensor=tensor, pipeline=pipeline,
-        chunk=_chunk(case), fused=_fused(case, current), current=current,
-    )  # fmt: skip
-
-
-ONE_STREAM_ENGINES = frozenset({"llama.cpp", "mistral.rs", "exllamav2", "exllamav3", "mlx", "pytorch", "onnxruntime",
-                                "other"})  # fmt: skip
-
-
-SERVED = SERVING_ENGINES
-
-
-def is_current(case: Case) -> bool:
-    """Whether the engine's version is one of those that make up its main profile, and not an older one.
-
-    Builds of llama.cpp are numbered, and tables that name none are mostly of 2023 and 2024. Transformers starts fewer
-    kernels for each layer since its attention was rewritten in 4.48. vLLM's first engine, the default before 0.8, took
-    longer between two steps.
-    """
-    if case.engine == "llama.cpp":
-        return bool(case.version) or case.backend == "cpu"
-    if case.engine == "pytorch" and (found := re.match(r"4\.(\d+)", case.version)):
-        return int(found[1]) >= 48
-    if case.engine == "vllm" and (found := re.match(r"v?0\.(\d+)", case.version)):
-        return int(found[1]) >= 8
-    return True
-
-
-def _chunk(case: Case) -> int | None:
-    if case.engine != "llama.cpp":
-        return None
-    if (said := case.notes.get("n_ubatch", "")).isdigit():
-        return max(1, int(said))
-    smaller = case.notes.get("b", "").removeprefix("-b").strip()
-    if smaller.isdigit():
-        return max(1, min(CHUNK_TOKENS["llama.cpp"], int(smaller)))
-    # llama-batched-bench fills its batch with many prompts at once, and is run with larger ones.
-    return 2048 if "batched-bench" in case.scenario else None
-
-
-def _fused(case: Case, current: bool) -> bool:
-    if case.engine != "llama.cpp":
-        return True
-    said = case.notes.get("fa", "").lower()
-    return said in ("1", "true", "on") if said else current
-
-
-def predict(case: Case) -> Prediction | Refused:
-    """The case's metric with its band."""
-    if case.metric == "peak_memory_gb":
-        return _peak_memory(case)
-    if case.machine.bandwidth_bytes_s <= 0:
-        return Refused(f"the memory bandwidth of {case.machine.name} is not known")
-    question = question_of(case)
-    value = computed(question, case)
-    if isinstance(value, Refused):
-        return value
-    if not math.isfinite(value) or value <= 0:
-        return Refused("nothing finite follows from what is stated")
-    band = band_of(RESIDUALS_OF.get(case.metric, case.metric), question.key)
-    return Prediction(value, *(band.inverse() if case.metric.endswith("_ms") else band).around(value))
-
-
-RESIDUALS_OF = {
-    "tpot_ms": "decode_tok_s_single", "ttft_ms": "prefill_tok_s", "output_tok_s_per_gpu": "output_tok_s_total",
-}  # fmt: skip
-"""Metrics without residuals of their own, and whose they share."""
 
 
 def band_of(metric: str, key: str) -> Band:
@@ -596,93 +512,3 @@ def band_of(metric: str, key: str) -> Band:
     bands = calibration.table("local").get("bands", {})
     found = bands.get(f"{metric}/{key}") or bands.get(metric)
     return Band(*found) if found else WIDE
-
-
-def _peak_memory(case: Case) -> Prediction | Refused:
-    from bedplate.decide.memory import fit
-    from bedplate.facts.simulated import simulated
-    from bedplate.values import Workload
-
-    if case.prompt_tokens is None or case.output_tokens is None:
-        return Refused("prompt and output lengths are not stated")
-    if case.engine in ("other", "lmdeploy"):
-        return Refused(f"what {case.texts['engine']} takes beside weights and cache is not known")
-    devices = case.devices or 1
-    described: dict[str, object] = {"accelerator": case.chip.name, "count": devices, "ram_gb": 1024}
-    if case.chip.unified:
-        sizes = case.chip.memory_options_gib
-        described = {"accelerator": case.chip.name, "ram_gb": max(sizes, default=case.chip.memory_gib or 128)}
-    if case.chip.kind == "cpu":
-        described = {"cpu": case.chip.name, "ram_gb": 1024}
-    layout = Parallelism(pipeline=devices) if case.engine in ONE_STREAM_ENGINES else Parallelism(tensor=devices)
-    workload = Workload(
-        concurrency=case.concurrency or 1,
-        prompt_tokens=max(1, case.prompt_tokens),
-        output_tokens=max(1, case.output_tokens),
-    )
-    found = fit(simulated(described), case.model, workload, case.engine, parallelism=layout)
-    total = sum(need.count * need.total_bytes for need in found.devices)
-    high = sum(need.count * need.high_bytes for need in found.devices)
-    band = band_of("peak_memory_gb", case.engine)
-    value = total / 1e9
-    return Prediction(value, value * band.low, max(value * band.high, high / 1e9))
-
-
-def predicts(case: Case) -> bool:
-    """Whether this path computes the case's metric for its engine."""
-    return case.metric != "ttft_ms" or case.concurrency in (None, 1)
-
-
-class Asked(NamedTuple):
-    """A case's metric as time spent: `tokens` over the sum of the parts, or in milliseconds their sum."""
-
-    tokens: float
-    parts: tuple[Part, ...]
-    is_time: bool = False
-
-    def value(self, seconds: float) -> float:
-        return seconds * 1000 if self.is_time else self.tokens / seconds
-
-
-def computed(question: Question, case: Case) -> float | Refused:
-    """The case's metric, without a band."""
-    found = asked(question, case)
-    return found if isinstance(found, Refused) else found.value(sum(question.seconds(part) for part in found.parts))
-
-
-def asked(question: Question, case: Case) -> Asked | Refused:
-    prompt, output = case.prompt_tokens, case.output_tokens
-    batch = case.concurrency or 1
-    if case.metric == "prefill_tok_s":
-        tokens = prompt or 512
-        return Asked(tokens * batch, (question.prefill_part(tokens, batch, case.depth or 0),))
-    if case.metric == "total_tok_s_incl_prompt":
-        if prompt is None or output is None:
-            return Refused("prompt and output lengths are not stated")
-        return Asked(prompt + output, question.request_parts(prompt, output))
-    if case.metric == "decode_tok_s_single":
-        if _whole_request(case) and prompt is not None and output:
-            return Asked(output, question.request_parts(prompt, output))
-        return Asked(1, (question.step_part(1, _context(case)),))
-    step = question.step_part(batch, _context(case))
-    if case.metric in ("output_tok_s_total", "output_tok_s_per_gpu"):
-        return Asked(batch / ((case.devices or 1) if case.metric == "output_tok_s_per_gpu" else 1), (step,))
-    if case.metric == "tpot_ms":
-        return Asked(1, (step,), is_time=True)
-    if case.metric == "ttft_ms":
-        return Asked(1, (question.prefill_part(prompt or 512), step), is_time=True)
-    return Refused(f"{case.metric} is not predicted for {case.engine}")
-
-
-def _context(case: Case) -> float:
-    """Tokens in the cache while the answer is made, on average."""
-    if case.prompt_tokens is None and case.output_tokens is None and case.depth is None:
-        return TYPICAL_CONTEXT
-    return max(case.depth or 0, case.prompt_tokens or 0) + (case.output_tokens or 0) / 2
-
-
-def _whole_request(case: Case) -> bool:
-    """Whether the speed is over a whole request, its prompt's time included: tables that count so state no depth."""
-    if not case.prompt_tokens or case.depth is not None:
-        return False
-    return "decode phase" not in case.scenario and "llama-bench" not in case.scenario

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import re
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from bedplate.decide.estimate import recipes
 from bedplate.decide.estimate.batching import (
     NO_WAITS,
+    PASS_TOKENS,
     Efficiencies,
     Layout,
     Waits,
@@ -30,54 +27,14 @@ from bedplate.decide.estimate.batching import (
     work_of,
 )
 from bedplate.decide.estimate.calibration import Band, Expectation, Limit, limit_of_parts, table
-from bedplate.decide.estimate.machine import Machine, machine_from_chip
+from bedplate.decide.estimate.engines import traits_of
+from bedplate.decide.estimate.machine import Machine
 from bedplate.decide.estimate.physics import Shape, decode_floor_s, prefill_floor_s
-from bedplate.decide.estimate.rows import Case, Prediction, Refused
-from bedplate.facts.chips import Chip
 from bedplate.values import Parallelism
 
 Way = Literal["steady", "wave", "apart", "saturated", "offline", "server", "interactive"]
 
-MOST_SEQUENCES = 2048.0
-"""Where engines stop adding sequences under endless load (trtllm-bench's default)."""
 NO_LIMIT = 1e6
-SETS_ASIDE = frozenset({"tensorrt-llm", "lmdeploy"})
-"""Engines that admit a request only with room for its whole answer."""
-RESIDENT_AT_LEAST = 24
-"""Requests that a tuned submission holds on a replica at the least; otherwise it takes more devices for one."""
-UNSURE_SHARE = 0.02
-"""Of a device's memory: weights that exceed it by less may be stored a little smaller than we think."""
-NODE = 8
-"""Accelerators of a server, where a table does not say how many there are."""
-MOST_TENSOR = 16
-"""Ranks beyond which nobody divides the attention of one sequence: such a count is that of all workers together."""
-# Mean tokens of prompts and answers in MLPerf's datasets, by MLCommons' inference rules v5.1 and reference reports.
-MLPERF_TOKENS = (
-    ("405b", 9428, 684), ("llama2", 294, 294), ("llama-2", 294, 294), ("70b", 294, 294), ("8b", 778, 73),
-    ("deepseek", 800, 3880), ("mixtral", 430, 145), ("gpt-j", 778, 73), ("gptj", 778, 73),
-)  # fmt: skip
-MLPERF_LONGEST = 128
-"""Tokens after which answers are cut where one stream is timed."""
-SHAREGPT_TOKENS = (225, 195)
-"""Mean lengths of ShareGPT's conversations as serving benchmarks filter them."""
-
-
-class Workers(NamedTuple):
-    """Disaggregated: some workers compute prompts, others answers."""
-
-    prefill: Layout
-    decode: Layout
-    streams: int | None
-    """All of the decode workers' batches together, where that is said."""
-    prefills: int = 0
-    """How many there are of each kind, 0 where that is not said."""
-    decodes: int = 0
-    dealt: bool = False
-    """Whether decode workers deal out sequences to their ranks."""
-
-    @property
-    def counted(self) -> bool:
-        return self.prefills > 0 and self.decodes > 0
 
 
 class Question(NamedTuple):
@@ -116,16 +73,6 @@ class Answer(NamedTuple):
     """Sequences of one step of a replica, or of a decode worker."""
 
 
-class Asked(NamedTuple):
-    """A row as a question, with what turns its answer into the row's metric."""
-
-    question: Question
-    machine: Machine
-    layout: Layout
-    context: float
-    kv_bits: float
-
-
 def answer(question: Question, e: Any) -> Answer:
     """Times and throughput of a load, or of columns of loads of one way."""
     way, w, streams = question.way, question.work, question.streams
@@ -150,6 +97,12 @@ def answer(question: Question, e: Any) -> Answer:
     return Answer(first, token, tok_s, batch * w.groups)
 
 
+def usual_waits(engine: str, family: str) -> Waits:
+    """As an engine is set by itself."""
+    traits = traits_of(engine)
+    return Waits(pass_tokens=traits.chip_pass_tokens.get(family, PASS_TOKENS), ahead=float(traits.prompts_first))
+
+
 def under_load(
     machine: Machine,
     shape: Shape,
@@ -169,10 +122,10 @@ def under_load(
     work = work_of(machine, shape, layout, prompt_tokens, output_tokens, bits, cached_tokens)
     e = efficiencies(engine, machine.family, weight_type(shape))
     streams = max(1.0, concurrency / layout.replicas)
-    complete, waits = float(engine in SETS_ASIDE), recipes.usual(engine, machine.family)
+    complete, waits = float(traits_of(engine).reserves_answer), usual_waits(engine, machine.family)
     found = answer(Question("steady", work, work, work, streams, slots, complete, layout.tensor, waits), e)
     token_s = max(
-        found.token_s, _token_floor_s(machine, shape, layout, found.batch, prompt_tokens + output_tokens / 2, bits)
+        found.token_s, token_floor_s(machine, shape, layout, found.batch, prompt_tokens + output_tokens / 2, bits)
     )
     first_s = max(found.first_s, prefill_floor_s(shape, machine, work.prompt, layout.ranks * layout.pipeline))
     tok_s = streamed_tok_s(work, first_s, token_s, streams) * min(layout.replicas, concurrency)
@@ -251,262 +204,7 @@ def band(way: Way, metric: str) -> Band:
     return Band(found[0], found[1])
 
 
-def predict(case: Case) -> Prediction | Refused:
-    """A row's metric with its band, or why none is given."""
-    found = asked(case)
-    if isinstance(found, Refused):
-        return found
-    question, layout = found.question, found.layout
-    if question.way != "apart" and question.work.room_bytes < -UNSURE_SHARE * (case.machine.memory_bytes or 0):
-        return Refused(f"the weights do not fit in {layout.ranks * layout.pipeline} × {case.chip.name}")
-    e = efficiencies(case.engine, found.machine.family, weight_type(case.shape))
-    got = answer(question, e)
-    floor = _token_floor_s(found.machine, case.shape, layout, got.batch, found.context, found.kv_bits)
-    value = _metric(case, found, got, floor)
-    low, high = band(question.way, case.metric).around(value)
-    return Prediction(value, low, high)
-
-
-def _metric(case: Case, found: Asked, got: Answer, floor_s: float) -> float:
-    question, layout = found.question, found.layout
-    work: Work = question.work
-    first_s, token_s = float(got.first_s), max(float(got.token_s), floor_s)
-    # With fewer requests than replicas, some of them have none.
-    busy = min(layout.replicas, case.concurrency) if case.concurrency is not None else layout.replicas
-    tok_s = float(got.tok_s) * busy * min(1.0, float(got.token_s) / token_s)
-    if case.metric == "tpot_ms":
-        return token_s * 1e3
-    if case.metric == "ttft_ms":
-        ranks = layout.ranks * layout.pipeline
-        return max(first_s, prefill_floor_s(case.shape, found.machine, question.prompts.prompt, ranks)) * 1e3
-    if case.metric == "latency_ms":
-        return (first_s + (work.output - 1) * token_s) * 1e3
-    if case.metric == "samples_s":
-        # MLPerf's tables give tokens for language models under this name: samples would be beyond any machine.
-        return tok_s if "mlperf" in case.scenario.lower() else tok_s / work.output
-    if case.metric == "output_tok_s_per_gpu":
-        return tok_s / (case.devices or layout.devices)
-    return tok_s
-
-
-def asked(case: Case) -> Asked | Refused:
-    """The row as a load; what a table leaves out is what its kind of benchmark does."""
-    lengths = _lengths(case)
-    if lengths is None:
-        return Refused("neither lengths of prompts and answers nor a known dataset are given")
-    if not case.machine.bandwidth_bytes_s or case.machine.kind != "gpu":
-        return Refused("serving many requests is estimated for accelerators only")
-    if "mlperf" in case.scenario.lower():
-        return _submission(case, *lengths)
-    divided = arranged(case)
-    if isinstance(divided, Workers):
-        return _workers(case, divided, *lengths)
-    divided = layout_on(divided, case.shape)
-    if case.saturated:
-        return _asked(case, "saturated", divided, lengths, NO_LIMIT, MOST_SEQUENCES)
-    if case.concurrency is None:
-        return Refused("the row does not say how many requests were in flight")
-    lowered = case.scenario.lower()
-    way: Way = "wave" if "static" in lowered or "serving bench" in lowered else "steady"
-    return _asked(case, way, divided, lengths, max(1.0, case.concurrency / divided.replicas), NO_LIMIT)
-
-
-def _asked(case: Case, way: Way, layout: Layout, lengths: tuple[int, int], streams: float, slots: float) -> Asked:
-    machine = _machine(case.chip, layout.ranks * layout.pipeline)
-    bits = usual_kv_bits(case.shape)
-    (prompt, output), depth = lengths, case.depth or 0
-    work = work_of(machine, case.shape, layout, prompt + depth, output, bits, depth, shared=False)
-    complete = float(case.engine in SETS_ASIDE)
-    guessing = recipes.guessing(case, layout)
-    waits = recipes.waits(case, layout, guessing)
-    question = Question(way, work, work, work, streams, slots, complete, layout.tensor, waits, guessing=guessing)
-    return Asked(question, machine, layout, depth + prompt + output / 2, bits)
-
-
-def _submission(case: Case, prompt: int, output: int) -> Asked | Refused:
-    """MLPerf: all accelerators of all nodes, in replicas of as few as hold enough requests."""
-    nodes = int(case.notes["nodes"]) if case.notes.get("nodes", "").isdigit() else 1
-    devices = (case.devices or 1) * max(1, nodes)
-    kind = case.scenario.lower().rsplit(None, 1)[-1]
-    if kind == "singlestream":
-        # What is reported is the ninetieth percentile, which the longest answers have.
-        layout = Layout(tensor=case.devices or 1)
-        return _asked(case, "steady", layout, (prompt, max(output, MLPERF_LONGEST)), 1.0, NO_LIMIT)
-    ways: dict[str, Way] = {"offline": "offline", "server": "server", "interactive": "interactive"}
-    if kind not in ways:
-        return Refused(f"what the scenario {kind!r} asks for is not known")
-    tensor = 1
-    while True:
-        layout = Layout(tensor=tensor, expert=1, replicas=max(1, devices // tensor))
-        found = _asked(case, ways[kind], layout, (prompt, output), NO_LIMIT, MOST_SEQUENCES)
-        enough = found.question.work.room_bytes > RESIDENT_AT_LEAST * found.question.work.held_bytes
-        if enough or tensor * 2 > (case.devices or 1):
-            return found
-        tensor *= 2
-
-
-def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | Refused:
-    streams = case.concurrency or workers.streams
-    if streams is None:
-        return Refused("the row does not say how many requests were in flight")
-    shape, bits = case.shape, usual_kv_bits(case.shape)
-    setup = _setup(case, workers)
-    if setup is None and (why := _indivisible(case, workers)):
-        return Refused(why)
-    decode = _at_least_holding(case, setup.decode if setup else workers.decode)
-    prefill = setup.prefill if setup else workers.prefill
-    if prefill.attention_data == 1:
-        prefill = _at_least_holding(case, prefill)
-    spread = layout_on(Layout(1, decode.ranks, decode.ranks), shape)
-    machine = _machine(case.chip, decode.ranks)
-    question = Question(
-        way="apart",
-        work=work_of(machine, shape, layout_on(decode, shape), prompt, output, bits),
-        spread=work_of(machine, shape, spread, prompt, output, bits),
-        prompts=work_of(_machine(case.chip, prefill.ranks), shape, layout_on(prefill, shape), prompt, output, bits),
-        streams=float(streams),
-        slots=NO_LIMIT,
-        complete=0.0,
-        ranks=float(decode.ranks),
-    )
-    if setup is None:
-        if _overfills(question):
-            return Refused(f"the number of decode workers is not stated, and one could not hold {streams} streams")
-        return Asked(question, machine, decode, prompt + output / 2, bits)
-    question = question._replace(
-        slots=setup.slots,
-        prefills=setup.prefills,
-        decodes=setup.decodes,
-        dealt=setup.dealt,
-        guessing=setup.guessing,
-        waits=Waits(pass_tokens=setup.pass_tokens),
-    )
-    return Asked(question, machine, decode, prompt + output / 2, bits)
-
-
-def _setup(case: Case, workers: Workers) -> recipes.Setup | None:
-    """How many workers there are, as a row says or as the recipe does that it is a result of."""
-    if not workers.counted:
-        return recipes.setup_of(case, workers.prefill, workers.decode)
-    return recipes.Setup(
-        workers.prefill, workers.decode, workers.prefills, workers.decodes, float(workers.dealt), 0.0, NO_LIMIT
-    )
-
-
-def _indivisible(case: Case, workers: Workers) -> str | None:
-    """Why the ranks that a row has cannot be those of one worker; then nothing says what one worker is."""
-    fewest = min(workers.prefill.ranks, workers.decode.ranks)
-    if case.shape.total_bytes > fewest * (case.machine.memory_bytes or math.inf):
-        return (
-            "the number of prefill and decode workers is not stated, and the weights do not fit the "
-            f"{fewest} × {case.chip.name} that are"
-        )
-    both = workers.prefill.ranks
-    if both == workers.decode.ranks and both & (both - 1):
-        return f"{both} ranks are those of all workers together, and how they are divided is not stated"
-    return None
-
-
-def _overfills(question: Question) -> bool:
-    """Whether one decode worker has too little memory for the caches, divided or dealt out to its ranks."""
-    divided, dealt = question.work, question.spread
-    room = max(divided.room_bytes / divided.held_bytes, question.ranks * dealt.room_bytes / dealt.held_bytes)
-    return bool(question.streams > room)
-
-
-def _at_least_holding(case: Case, layout: Layout) -> Layout:
-    """As many ranks as the weights need, where a table counts fewer."""
-    memory = (case.machine.memory_bytes or 0) * 0.85
-    ranks = layout.ranks
-    while memory and ranks < 64 and case.shape.total_bytes / ranks > memory:
-        ranks *= 2
-    return Layout(ranks, 1, ranks if case.shape.experts else 1)
-
-
-@lru_cache(maxsize=4096)
-def _machine_named(name: str, devices: int) -> Machine:
-    from bedplate.facts.chips import chips
-
-    return machine_from_chip(chips()[name], devices)
-
-
-def _machine(chip: Chip, devices: int) -> Machine:
-    return _machine_named(chip.name, devices)
-
-
-def _lengths(case: Case) -> tuple[int, int] | None:
-    if case.prompt_tokens is not None and case.output_tokens:
-        share = recipes.MEAN_LENGTH if recipes.is_result(case) else 1.0
-        return max(1, round(case.prompt_tokens * share)), max(1, round(case.output_tokens * share))
-    if "mlperf" in case.scenario.lower():
-        name = case.texts["model"].lower()
-        return next(((prompt, output) for word, prompt, output in MLPERF_TOKENS if word in name), None)
-    if re.search(r"sharegpt|dataset|prompts", case.scenario, re.IGNORECASE):
-        return SHAREGPT_TOKENS
-    return None
-
-
-def arranged(case: Case) -> Layout | Workers:
-    """How a row's accelerators are divided, from what tables write in `parallelism`."""
-    text = case.parallelism.lower()
-    if text.startswith("disagg") or (case.scenario.lower() == "disagg" and "decode" in text):
-        return _disaggregated(text)
-    said = {
-        name: int(count) for name, count in re.findall(r"(attn_dp|moe_tp|moe_ep|tp|pp|dp|ep)\s*[-=]?(\d{1,4})", text)
-    }
-    if found := re.search(r"\b(tep|dep)\s*-?(\d{1,4})\b", text):
-        ranks = int(found[2])
-        return Layout(ranks, 1, ranks) if found[1] == "tep" else Layout(1, ranks, ranks)
-    tensor = max(1, said.get("tp") or case.layout.tensor)
-    stages = max(1, said.get("pp") or 1)
-    if not text and case.devices is None and case.layout.tensor == 1:
-        tensor = NODE if case.chip.kind == "datacenter" else 1
-    groups = said.get("attn_dp") or 0
-    cut, expert = max(1, said.get("moe_tp") or 1), max(1, said.get("moe_ep") or said.get("ep") or 1)
-    if "attn_dp" in text and not groups:
-        tensor, groups = _unsaid_groups(case, tensor, cut * expert)
-    groups = max(1, groups)
-    if cut == expert > 1 and tensor * groups == cut * expert:
-        # Written by tools that multiply the two ways to divide experts, when both are over the same ranks.
-        tensor, groups = (1, expert) if groups > 1 else (expert, 1)
-    elif tensor == groups > 1 and expert == tensor * groups:
-        tensor, expert = 1, groups
-    elif tensor > MOST_TENSOR or tensor & (tensor - 1):
-        whole = Layout(tensor, 1, tensor)
-        return Workers(whole, whole, None)
-    devices = case.devices or 0
-    replicas = max(1, said.get("dp") or 1)
-    if devices % (tensor * groups * stages) == 0 and not case.scenario.lower().startswith("agg"):
-        replicas = max(replicas, devices // (tensor * groups * stages))
-    return Layout(tensor, groups, expert, stages, replicas)
-
-
-def _unsaid_groups(case: Case, tensor: int, expert_ranks: int) -> tuple[int, int]:
-    """Attention groups that a table leaves blank: from the ranks of the experts, or from the batch of one rank."""
-    groups = max(1, expert_ranks // tensor)
-    batch = case.notes.get("batch_size", "")
-    if groups == 1 and tensor > 1 and batch.isdigit() and case.concurrency and case.concurrency >= 2 * int(batch) > 0:
-        groups = max(1, min(tensor, round(case.concurrency / int(batch))))
-        return max(1, tensor // groups), groups
-    return tensor, groups
-
-
-def _disaggregated(text: str) -> Workers:
-    sides, counts = [], []
-    streams, dealt = 0, False
-    for count, inside in re.findall(r"(\d*)\s*x?\s*\(([^)]*)\)", text)[:2]:
-        said = {name: int(number) for name, number in re.findall(r"(tp|dp|ep|bs)(\d{1,5})", inside)}
-        ranks = max(1, said.get("tp", 1)) * max(1, said.get("dp", 1))
-        sides.append(Layout(ranks, 1, max(1, said.get("ep", 1))))
-        counts.append(int(count or 0))
-        dealt = said.get("dp", 1) > 1
-        streams = (int(count) if count else 1) * said.get("bs", 0) * max(1, said.get("dp", 1))
-    sides = sides or [Layout(NODE, 1, 1)]
-    prefills, decodes = counts if len(counts) == 2 else (0, 0)
-    return Workers(sides[0], sides[-1], streams or None, prefills, decodes, dealt)
-
-
-def _token_floor_s(
+def token_floor_s(
     machine: Machine, shape: Shape, layout: Layout, batch: float, context: float, kv_bits: float
 ) -> float:
     """What no step of such a batch is faster than, at the sheet's rates; each stage of a pipeline has a part of it."""

@@ -21,11 +21,8 @@ from bedplate.values.intent import Operations
 from bedplate.values.result import Result
 from bedplate.values.simulation import Engine, RouterName
 
-SETS_ASIDE = frozenset({"tensorrt-llm", "lmdeploy"})
-"""Engines that admit a request only with room for its whole answer."""
-PASS_TOKENS = {"llama.cpp": 2048, "ollama": 512}
-"""Of prompts and answers in one pass, where a plan does not set it: the engine's own default."""
 USUAL_PASS_TOKENS = 8192
+"""Of prompts and answers in one pass, where neither a plan nor the engine's own default sets it."""
 
 
 class Deployment(NamedTuple):
@@ -109,7 +106,7 @@ def _limits(
     engine: InferenceEngine, settings: Settings, memory: Fit, model: Model, layout: Parallelism, workload: Workload
 ) -> Limits:
     groups, longest = max(1, layout.attention_data), float(settings.context_tokens)
-    batch = (settings.batch_tokens or PASS_TOKENS.get(engine.id, USUAL_PASS_TOKENS)) * groups
+    batch = (settings.batch_tokens or engine.estimate.pass_tokens or USUAL_PASS_TOKENS) * groups
     if not engine.paged:
         # The whole context is set aside for each slot.
         each = -(-settings.context_tokens // BLOCK_TOKENS)
@@ -123,4 +120,6 @@ def _limits(
     slots = max(settings.slots, engine.default_slots)
     slots = min(slots, engine.max_slots) if engine.max_slots else slots
     slots = max(1, min(slots, blocks))
-    return Limits(slots, max(batch, slots + 1), max(1, blocks), reserves=engine.id in SETS_ASIDE, longest=longest)
+    return Limits(
+        slots, max(batch, slots + 1), max(1, blocks), reserves=engine.estimate.reserves_answer, longest=longest
+    )

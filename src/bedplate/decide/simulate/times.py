@@ -20,10 +20,10 @@ from bedplate.decide.estimate.batching import (
     work_of,
 )
 from bedplate.decide.estimate.calibration import Band
+from bedplate.decide.estimate.engines import timed_as, traits_of
 from bedplate.decide.estimate.expectation import backend_of, host_of
 from bedplate.decide.estimate.machine import Machine, machine_of
 from bedplate.decide.estimate.physics import Shape, decode_floor_s, prefill_floor_s, shape_of
-from bedplate.decide.estimate.rows import RUNS_INSIDE
 from bedplate.decide.estimate.serving import band, divided_as
 from bedplate.decide.simulate.fleet import Transfer
 from bedplate.decide.simulate.replica import Steps
@@ -73,8 +73,8 @@ def timed(
     machine, shape = machine_of(hardware), shape_of(model)
     if machine.bandwidth_bytes_s <= 0 or model.task != "generate":
         return None
-    engine = RUNS_INSIDE.get(engine, engine)
-    batched = slots > 1 and engine in local.SERVED and machine.kind != "cpu"
+    engine = timed_as(engine)
+    batched = slots > 1 and traits_of(engine).kernels == "serving" and machine.kind != "cpu"
     if batched:
         found = served(machine, shape, engine, layout, lengths, slots=slots, batch_tokens=batch_tokens, kv_bits=kv_bits)
         spread, source = band("steady", "tpot_ms"), "a model of continuous batching, fitted on published measurements"

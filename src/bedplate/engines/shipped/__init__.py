@@ -6,6 +6,7 @@ import re
 from typing import ClassVar
 
 from bedplate.engines.base import Engine, EngineState, Failure, known_failure
+from bedplate.engines.traits import MetricNames, NotedOptions
 from bedplate.values import Plan
 
 SERVER = tuple(
@@ -46,6 +47,8 @@ class ServedByBedplate(Engine):
     """What engine files of such engines share."""
 
     key_variable = "BEDPLATE_ENGINE_KEY"
+    noted = NotedOptions(slots="--slots", context="--context")
+    metric_names = MetricNames(running="bedplate_engine_requests_running", waiting="bedplate_engine_requests_waiting")
     # The server then ends when its stdin closes.
     supervised_env: ClassVar[dict[str, str]] = {"BEDPLATE_ENGINE_SUPERVISED": "1"}
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Does a converted model say what its source says? Token ids of texts that tokenizers trip over, and greedy answers.
 
-    conversion-check SOURCE RESULT --bits 4.5 [--llama-server JSON]
+    conversion-check SOURCE RESULT --bits 4.5 [--gguf-server JSON]
 
 The source writes a few short answers; the result is then asked for the next token after each beginning of them. Text
 that runs free diverges by chance, next tokens do not: of those where the source has a clear favourite, a share must be
@@ -452,7 +452,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("--bits", type=float, default=16.0, help="that the result stores weights in")
-    parser.add_argument("--llama-server", metavar="JSON", help="how to start llama.cpp")
+    parser.add_argument("--gguf-server", metavar="JSON", help="how to start llama.cpp")
     options = parser.parse_args(arguments)
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"})
     try:
@@ -468,7 +468,7 @@ def both(options: argparse.Namespace) -> Iterator[tuple[Reader, Reader]]:
     for path in (options.source, options.result):
         if bytes_in(path) > available_bytes():
             raise Unable(f"{path.name} is larger than the memory that is free")
-    source, result = readers(options.source, options.result, options.llama_server)
+    source, result = readers(options.source, options.result, options.gguf_server)
     try:
         yield source, result
     finally:

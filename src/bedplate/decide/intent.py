@@ -10,10 +10,11 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from bedplate.engines import all_engines
+from bedplate.engines.names import ORCHESTRATORS, engine_id, nearest_names, orchestrator_id
 from bedplate.errors import BadQuestion
 from bedplate.values.hardware import Hardware
 from bedplate.values.intent import Deploy, Intent, Operations, Pool, Service, Tenant
-from bedplate.values.names import ENGINE_IDS, ORCHESTRATOR_IDS, engine_id, nearest_names, orchestrator_id
 from bedplate.values.record import R, from_json
 from bedplate.values.units import parsed_seconds
 from bedplate.values.workload import DEFAULT_THINK_TIME_S, LatencyTarget, Workload
@@ -448,30 +449,23 @@ def _named(operations: Operations, path: str, place: _Place) -> Operations:
     said = operations.incumbent
     if said is None:
         return operations
-    found = engine_id(said) or orchestrator_id(said) or _third_party(said)
+    found = engine_id(said) or orchestrator_id(said)
     if found is None:
         near = nearest_names(said)
-        hint = f"did you mean {_or(near)}?" if near else f"known: {', '.join((*ENGINE_IDS, *ORCHESTRATOR_IDS))}"
+        hint = f"did you mean {_or(near)}?" if near else f"known: {', '.join((*all_engines(), *ORCHESTRATORS))}"
         raise place.complaint(f"{path}.incumbent", f"no engine is known as {said!r}", hint=hint)
     return msgspec.structs.replace(operations, incumbent=found)
 
 
 def _engine(said: str, path: str, place: _Place) -> str:
     """Its id, instead of whatever people call it."""
-    found = engine_id(said) or _third_party(said)
+    found = engine_id(said)
     if found is None:
         near = nearest_names(said)
         raise place.complaint(
             path, f"no engine is known as {said!r}", hint=f"did you mean {_or(near)}?" if near else None
         )
     return found
-
-
-def _third_party(name: str) -> str | None:
-    """An engine that another package brings, by its name alone: loading it is for those who use it."""
-    from importlib.metadata import entry_points
-
-    return next((point.name for point in entry_points(group="bedplate.engines") if point.name == name), None)
 
 
 def _odd(path: str, work: Workload, said: set[str]) -> list[str]:

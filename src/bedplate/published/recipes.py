@@ -6,15 +6,18 @@ none of their results are used here.
 
 from __future__ import annotations
 
+import importlib.resources
 import math
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from bedplate.decide.estimate.batching import PASS_TOKENS, Layout, Waits
-from bedplate.decide.estimate.calibration import table
-from bedplate.decide.estimate.rows import Case
+from bedplate.decide.estimate.serving import usual_waits
+from bedplate.published.rows import Case
 
 MODELS = ("deepseek-r1", "deepseek-v4", "gpt-oss", "kimi-k2.5", "glm-5", "minimax-m2.5", "minimax-m3", "qwen3.5")
 NO_LIMIT = 1e6
@@ -202,14 +205,21 @@ def _name(case: Case) -> str:
     return f"{model} {bits} {chip[1].lower()} {case.engine} {case.prompt_tokens} {case.output_tokens}"
 
 
+@lru_cache(maxsize=1)
+def _table() -> dict[str, Any]:
+    shipped = importlib.resources.files("bedplate.published") / "data" / "recipes.json"
+    found: dict[str, Any] = msgspec.json.decode(shipped.read_bytes())
+    return found
+
+
 @lru_cache(maxsize=256)
 def _workers(name: str) -> list[Recipe]:
-    return [Recipe(*numbers) for numbers in table("recipes")["workers"].get(name, [])]
+    return [Recipe(*numbers) for numbers in _table()["workers"].get(name, [])]
 
 
 @lru_cache(maxsize=256)
 def _servers(name: str) -> list[Server]:
-    return [Server(*numbers) for numbers in table("recipes")["servers"].get(name, [])]
+    return [Server(*numbers) for numbers in _table()["servers"].get(name, [])]
 
 
 WIDER_SINCE = "2026-01-21"
@@ -219,23 +229,11 @@ GATHERED_SINCE = "2026-01-29"
 NARROWER_SINCE = "2026-04-03"
 """The day since which those for MiniMax-M2.5 on B200 with vLLM take two prompts into a pass, however long."""
 NODE = 8
-USUAL_PASS_TOKENS = {"sglang": {"blackwell-dc": 16384.0}}
-"""Tokens of prompts in a pass where an engine's own choice is not 8192, by family of chips."""
-
-
-AHEAD = frozenset({"sglang"})
-"""Engines that compute prompts before any further token; the others put both into one pass."""
-
-
-def usual(engine: str, family: str) -> Waits:
-    """As an engine is set by itself."""
-    tokens = USUAL_PASS_TOKENS.get(engine, {}).get(family, PASS_TOKENS)
-    return Waits(pass_tokens=tokens, ahead=float(engine in AHEAD))
 
 
 def waits(case: Case, layout: Layout, guessing: float) -> Waits:
     """What a scheduler lets go by before it takes in what has arrived, and how much of it at once."""
-    own = usual(case.engine, case.machine.family)
+    own = usual_waits(case.engine, case.machine.family)
     if not is_result(case):
         return own
     tokens = own.pass_tokens

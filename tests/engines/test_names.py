@@ -7,22 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.engines import all_engines
-from bedplate.values.names import ENGINE_IDS, ORCHESTRATOR_IDS, SPELLINGS, engine_id, nearest_names, orchestrator_id
-
-
-def test_the_ids_are_those_of_the_engines() -> None:
-    own = {name for name, engine in all_engines().items() if type(engine).__module__.startswith("bedplate.")}
-    assert own == set(ENGINE_IDS)
+from bedplate.engines.names import ORCHESTRATORS, engine_id, nearest_names, orchestrator_id
 
 
 def test_every_id_and_spelling_leads_to_one_id() -> None:
-    for known in ENGINE_IDS:
-        assert {engine_id(name) for name in (known, known.upper(), *SPELLINGS[known])} == {known}
+    for known, engine in all_engines().items():
+        assert {engine_id(name) for name in (known, known.upper(), engine.name, *engine.spellings)} == {known}
         assert orchestrator_id(known) is None
-    for known in ORCHESTRATOR_IDS:
-        assert {orchestrator_id(name) for name in (known, known.title(), *SPELLINGS[known])} == {known}
+    for known, spellings in ORCHESTRATORS.items():
+        assert {orchestrator_id(name) for name in (known, known.title(), *spellings)} == {known}
         assert engine_id(known) is None
-    said = [name for names in SPELLINGS.values() for name in names]
+    said = [name for one in all_engines().values() for name in one.spellings]
+    said += [name for names in ORCHESTRATORS.values() for name in names]
     assert len(said) == len(set(said))
 
 
@@ -74,5 +70,5 @@ def test_the_nearest_names() -> None:
 
 @given(st.text(max_size=300))
 def test_any_text_is_a_known_id_or_none(text: str) -> None:
-    assert engine_id(text) in (None, *ENGINE_IDS)
-    assert set(nearest_names(text)) <= {*ENGINE_IDS, *ORCHESTRATOR_IDS}
+    assert engine_id(text) in (None, *all_engines())
+    assert set(nearest_names(text)) <= {*all_engines(), *ORCHESTRATORS}

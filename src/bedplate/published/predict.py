@@ -1,4 +1,4 @@
-"""One row of a table to its prediction: by the model of one stream, or by that of a serving engine."""
+"""A row in, a prediction or the reason for none out."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from bedplate.decide.estimate.rows import (
-    SERVING_ENGINES,
-    SERVING_METRICS,
-    Case,
-    Prediction,
-    Refused,
-    resolve,
-    why_impossible,
-)
+from bedplate.decide.estimate.engines import traits_of
 from bedplate.errors import BedplateError, OutsideFailed
+from bedplate.published import one_stream, under_load
+from bedplate.published.rows import SERVING_METRICS, Case, Prediction, Refused, resolve, why_impossible
 
 
 def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
@@ -29,7 +23,7 @@ def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
     if (why := why_impossible(case)) is not None:
         return Refused(why)
     try:
-        return _predict_case(case)
+        return predicted(case)
     except OutsideFailed:
         raise
     except (BedplateError, ArithmeticError) as error:
@@ -42,11 +36,9 @@ def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
         ) from error
 
 
-def _predict_case(case: Case) -> Prediction | Refused:
-    from bedplate.decide.estimate import local
-
-    if case.metric in SERVING_METRICS and (case.engine in SERVING_ENGINES or not local.predicts(case)):
-        from bedplate.decide.estimate import serving
-
-        return serving.predict(case)
-    return local.predict(case)
+def predicted(case: Case) -> Prediction | Refused:
+    if case.metric in SERVING_METRICS and (
+        traits_of(case.engine).kernels == "serving" or not one_stream.predicts(case)
+    ):
+        return under_load.predict(case)
+    return one_stream.predict(case)

@@ -6,9 +6,9 @@ import csv
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TextIO
 
-from bedplate.decide.estimate.prediction import predict
-from bedplate.decide.estimate.rows import OUTPUT_COLUMNS, Refused
 from bedplate.errors import BadQuestion
+from bedplate.published.predict import predict
+from bedplate.published.rows import OUTPUT_COLUMNS, Refused
 
 NEEDED = ("hardware", "engine", "model", "metric")
 LONGEST_CELL = 1 << 20

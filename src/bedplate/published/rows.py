@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from bedplate.decide.estimate.engines import OTHER, timed_as, traits_of
 from bedplate.decide.estimate.machine import Machine, machine_from_chip
 from bedplate.decide.estimate.physics import Shape, shape_of
-from bedplate.engines import all_engines
+from bedplate.engines import EstimateTraits, all_engines
+from bedplate.engines.names import engine_id
 from bedplate.errors import BadQuestion, BedplateError
 from bedplate.facts.chips import Chip, Match, chips, find_chip
 from bedplate.facts.known_models import lookup, model_from_facts, understood
 from bedplate.values import Model, Parallelism, replaced
-from bedplate.values.names import engine_id
 from bedplate.values.units import memory as as_memory
 
 COLUMNS = (
@@ -22,26 +23,10 @@ COLUMNS = (
     "prompt_tokens", "output_tokens", "context_depth", "metric", "backend", "engine_version", "scenario", "notes",
 )  # fmt: skip
 OUTPUT_COLUMNS = ("row_id", "predicted", "low", "high", "refused")
-SERVING_ENGINES = frozenset({"vllm", "sglang", "tensorrt-llm", "tgi", "lmdeploy"})
 SERVING_METRICS = frozenset({"ttft_ms", "tpot_ms", "output_tok_s_total", "output_tok_s_per_gpu", "samples_s",
                              "latency_ms"})  # fmt: skip
 LOCAL_METRICS = frozenset({"decode_tok_s_single", "prefill_tok_s", "total_tok_s_incl_prompt", "peak_memory_gb"})
 METRICS = LOCAL_METRICS | SERVING_METRICS
-# What stands somewhere in an engine's name where it is no usual spelling of one; the first that is found decides.
-ENGINE_WORDS = (
-    ("tensorrt", "tensorrt-llm"), ("trtllm", "tensorrt-llm"), ("trt-llm", "tensorrt-llm"), ("trt", "tensorrt-llm"),
-    ("sglang", "sglang"), ("vllm", "vllm"), ("lmdeploy", "lmdeploy"), ("turbomind", "lmdeploy"),
-    ("mistral.rs", "mistral.rs"), ("mistralrs", "mistral.rs"), ("exllamav3", "exllamav3"), ("exl3", "exllamav3"),
-    ("exllama", "exllamav2"), ("exl2", "exllamav2"), ("tabbyapi", "exllamav2"), ("mlx", "mlx"),
-    ("text-generation-inference", "tgi"), ("text generation inference", "tgi"), ("tgi", "tgi"),
-    ("onnx", "onnxruntime"), ("transformers", "pytorch"), ("pytorch", "pytorch"), ("torch", "pytorch"),
-    ("hugging", "pytorch"), ("llama.cpp", "llama.cpp"), ("llamacpp", "llama.cpp"), ("llama-cpp", "llama.cpp"),
-    ("ggml", "llama.cpp"), ("ollama", "llama.cpp"), ("lm studio", "llama.cpp"), ("koboldcpp", "llama.cpp"),
-    ("llamafile", "llama.cpp"), ("llama-bench", "llama.cpp"),
-)  # fmt: skip
-RUNS_INSIDE = {"ollama": "llama.cpp"}
-"""Engines that start another one for the work: tables of the one are tables of the other."""
-GGUF_ENGINES = frozenset({"llama.cpp", "mistral.rs"})
 KNOWN_WAYS = re.compile(r"\d|tensor|pipeline|expert|data|layer|split|row|agg|single|none")
 UNSAID = frozenset({"", "none", "null", "nan", "n/a", "na", "-", "?", "tbd", "unknown", "default", "auto"})
 STRETCHED = 8
@@ -189,8 +174,16 @@ def engine_of(text: str) -> str | None:
     lowered = text.strip().lower()
     if not lowered:
         return None
-    named = engine_id(text) or next((engine for word, engine in ENGINE_WORDS if word in lowered), "other")
-    return RUNS_INSIDE.get(named, named)
+    named = engine_id(text) or next((engine for word, engine in _table_words() if word in lowered), OTHER)
+    return timed_as(named)
+
+
+@lru_cache(maxsize=1)
+def _table_words() -> tuple[tuple[str, str], ...]:
+    """What stands somewhere in an engine's name where it is no usual spelling of one; the first found decides."""
+    named = [(one.table_names, one.id) for one in all_engines().values() if one.table_names is not None]
+    named.sort(key=lambda one: one[0].rank)
+    return tuple((word, engine) for names, engine in named for word in names.words)
 
 
 def parsed_notes(text: str) -> dict[str, str]:
@@ -347,30 +340,31 @@ def _params(text: str) -> float | None:
 def _model(name: str, quantization: str, engine: str, hints: _Hints) -> Model:
     if not name:
         raise BadQuestion("no model is named")
-    label = _label(name, quantization, engine, hints)
+    traits = traits_of(engine)
+    label = _label(name, quantization, traits, hints)
     words = re.sub(r"\s*-\s*(medium|small|large)\b", "", name, flags=re.IGNORECASE) if label else name
     found = lookup(f"{words} {label}".strip()) or (lookup(words) if label else None)
     if found is None:
         found = _unknown_model(name, label or understood(name).label, hints)
-    elif label is None and engine in GGUF_ENGINES and found.format != "gguf" and _unlabelled_gguf(name):
+    elif label is None and traits.kernels == "gguf" and found.format != "gguf" and _unlabelled_gguf(name):
         found = lookup(f"{name} {_usual_gguf(name, found)}") or found
-    if engine in GGUF_ENGINES and found.quantization == "MXFP4" and label not in ("F16", "BF16"):
+    if traits.kernels == "gguf" and found.quantization == "MXFP4" and label not in ("F16", "BF16"):
         found = _with_q8_rest(found)
-    if engine == "mlx" and hints.group and found.quantization_details is not None:
-        # MLX keeps a 16-bit scale and a 16-bit bias for each group; the label counts groups of 64.
+    if traits.grouped_bits and hints.group and found.quantization_details is not None:
+        # A 16-bit scale and a 16-bit bias for each group; the label counts groups of 64.
         found = _rescaled(found, found.weight_bytes + found.parameters * (32 / hints.group - 0.5) / 8)
     if hints.file_bytes and hints.parameters and 0.5 < hints.parameters / max(found.parameters, 1) < 2:
         found = _rescaled(found, hints.file_bytes + found.vision_weight_bytes)
     return found
 
 
-def _label(name: str, quantization: str, engine: str, hints: _Hints) -> str | None:
+def _label(name: str, quantization: str, traits: EstimateTraits, hints: _Hints) -> str | None:
     """The quantization as `known_models` writes it."""
     text = re.sub(r"\bg\d{2,3}\b", " ", quantization.strip().lower())
     text = re.sub(r"\b(unset|none|uqff|gguf|exl2|exl3|default|auto)\b", " ", text).strip()
     text = re.sub(r"\bq(\d)k\b", r"q\1_k", text)
     text = text.replace("uint4", "int4").replace("uint8", "int8")
-    if engine == "mlx" and (bits := re.fullmatch(r"q(\d)", text)):
+    if traits.grouped_bits and (bits := re.fullmatch(r"q(\d)", text)):
         text = f"{bits[1]}-bit"
     if not text and hints.gemm:
         text = {"nvfp4": "nvfp4", "bf16": "bf16", "float16": "bf16", "fp16": "fp16"}.get(

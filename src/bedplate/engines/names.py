@@ -1,0 +1,53 @@
+"""What people call engines and orchestrators: one id for each, found from any usual spelling."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from bedplate.engines import all_engines
+
+ORCHESTRATORS = {
+    "dynamo": ("nvidiadynamo", "aidynamo"),
+    "ray": ("rayserve", "rayserv", "rayllm", "rayservellm", "kuberay"),
+    "kubernetes": ("k8s", "kserve", "openshift", "eks", "gke", "aks"),
+}
+"""Ids, and what else people call them, in small letters and digits only."""
+VERSION = re.compile(r"[\s@=_v-]*[0-9]+\.[0-9].*$|[\s@=_-]+b[0-9]{3,}$|\s*\([^()]*\)\s*$")
+"""What may follow a name: a version, a build's number without a dot, or in brackets how it was built."""
+
+
+def engine_id(text: str) -> str | None:
+    """The id of the engine that `text` names, in any usual spelling and with a version if they like."""
+    for one in all_engines().values():
+        if one.spelling_pattern is not None and re.match(one.spelling_pattern, text, re.IGNORECASE):
+            return one.id
+    found = _known(text)
+    return found if found in all_engines() else None
+
+
+def orchestrator_id(text: str) -> str | None:
+    found = _known(text)
+    return found if found in ORCHESTRATORS else None
+
+
+def nearest_names(text: str, count: int = 3) -> tuple[str, ...]:
+    """The ids whose names look most like `text`, best first."""
+    import difflib
+
+    close = difflib.get_close_matches(_plain(text), _by_name(), n=3 * count, cutoff=0.5)
+    return tuple(dict.fromkeys(_by_name()[name] for name in close))[:count]
+
+
+def _known(text: str) -> str | None:
+    return _by_name().get(_plain(text)) or _by_name().get(_plain(VERSION.sub("", text[:200])))
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text[:200].lower())
+
+
+@functools.cache
+def _by_name() -> dict[str, str]:
+    named = {one.id: one.spellings for one in all_engines().values()} | ORCHESTRATORS
+    return {_plain(name): id for id, names in named.items() for name in (id, *names)}
