@@ -52,14 +52,14 @@ def test_what_is_said_of_a_run_can_change(path: Path) -> None:
 
 
 def test_names_that_mean_nothing_or_several(path: Path) -> None:
-    with pytest.raises(BadQuestion, match="nothing was measured"):
+    with pytest.raises(BadQuestion, match="no run is stored yet"):
         store.run(path=path)
     store.add_run(made_run([]), path)
     store.add_run(replaced(made_run([]), id="made-again", at="2026-11-16T09:00:00Z"), path)
-    with pytest.raises(BadQuestion, match="no run is called x") as unknown:
+    with pytest.raises(BadQuestion, match="there is no run x") as unknown:
         store.run("x", path)
     assert "made-again" in (unknown.value.hint or "")
-    with pytest.raises(BadQuestion, match="2 runs begin with ma"):
+    with pytest.raises(BadQuestion, match="2 run ids begin with ma"):
         store.run("ma", path)
     assert store.run(path=path).id == "made-again" and store.run("made-", path).id == "made-again"
 
