@@ -81,8 +81,8 @@ class TestProblems:
                 "BEDPLATE_HOME",
             ),
             ({"swap_used_bytes": 3 * GIB}, "3 GiB are swapped out", "free memory"),
-            ({"uv": None}, "uv is not here", "pip install uv"),
-            ({"home_writable": False}, "cannot be written to", "BEDPLATE_HOME"),
+            ({"uv": None}, "uv is missing", "pip install uv"),
+            ({"home_writable": False}, "is not writable", "BEDPLATE_HOME"),
             (hardware(memory=Memory(total_bytes=24 * GIB, available_bytes=GIB // 2)), "only 512 MiB", "smaller model"),
             (hardware(cpu=replaced(MACHINE.cpu, allowed_cores=0.5)), "only 0.5 of a CPU core", "CPU limit"),
             (
@@ -92,7 +92,7 @@ class TestProblems:
             ),
             (
                 {"engines": (EngineCheck(engine="llama.cpp", version="1", failure="no module"),)},
-                "llama.cpp 1 does not run any more: no module",
+                "llama.cpp 1 no longer runs: no module",
                 "bedplate engines remove llama.cpp",
             ),
         ],

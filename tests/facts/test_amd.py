@@ -196,7 +196,7 @@ class TestCards:
             pcie=Pcie(generation=4, width=16),
         )
         assert (second.name, second.index, second.memory_bytes) == ("AMD Instinct MI210", 1, None)
-        assert "ROCm cannot use it" in found.notes[0]
+        assert "ROCm cannot use the card" in found.notes[0]
 
     def test_none_asks_nobody(self, tmp_path: Path) -> None:
         def ask(argv: Sequence[str]) -> str | None:

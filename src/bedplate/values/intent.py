@@ -1,4 +1,4 @@
-"""Intent: what a person wants, as one file says it; nothing in it is resolved yet."""
+"""Intent: the contents of an intent file. Nothing in it is resolved yet."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from bedplate.values.workload import Count, Positive, Workload
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 ModelNamed = str | dict[str, Any]
-"""A hub id, a folder or a file; or the facts of a model that is nowhere to be read."""
+"""A hub id, a folder or a file; or a mapping with the facts of a model that has no files here."""
 
 
 class Operations(Record, frozen=True, kw_only=True):
-    """How the service is kept. `None` is not said, which is not the same as no."""
+    """How the service is operated. `None` means not specified, which differs from no."""
 
     model_changes: Literal["often", "rarely"] | None = None
     machinery: Literal["none", "container", "kubernetes", "cluster"] | None = None
-    """The most that the team will run."""
+    """The most infrastructure that the team will run."""
     portable: bool = False
-    """It must run unchanged on other vendors' hardware."""
+    """Whether the service must run unchanged on other vendors' hardware."""
     ecosystem: Literal["huggingface"] | None = None
     incumbent: Name | None = None
     """The engine in service today."""
     price_per_hour: Positive | None = None
-    """Of one accelerator, or of the machine when it has none."""
+    """Price of one accelerator, or of the machine if it has none."""
     watts: Positive | None = None
-    """Of one accelerator, or of the machine when it has none."""
+    """Power of one accelerator, or of the machine if it has none."""
     electricity_price: Positive | None = None
-    """Of one kWh, in the currency of `price_per_hour`."""
+    """Price of one kWh, in the currency of `price_per_hour`."""
 
     @property
     def price(self) -> Price:
@@ -48,12 +48,12 @@ class Pool(Record, frozen=True, kw_only=True):
     cpu: Name | None = None
     cores: Count | None = None
     count: Count = 1
-    """Accelerators in the whole pool; of a pool without any, its nodes."""
+    """Accelerators in the whole pool; in a pool without accelerators, nodes."""
     gpus_per_node: Count | None = None
     network: Name | None = None
-    """What connects the nodes, as people write it: InfiniBand NDR 400, 100 GbE, none."""
+    """The network between the nodes, in everyday terms: InfiniBand NDR 400, 100 GbE, none."""
     ram_gb: Positive | None = None
-    """Of one node."""
+    """Memory of one node."""
     os: Literal["linux", "macos", "windows"] = "linux"
     arch: Name | None = None
     price_per_hour: Positive | None = None
@@ -65,59 +65,62 @@ class Pool(Record, frozen=True, kw_only=True):
 
 
 class Service(Record, frozen=True, kw_only=True):
-    """One model for one kind of work."""
+    """One model for one kind of workload."""
 
     model: ModelNamed
     name: Name | None = None
     workload: Workload = Workload(origin="default")
     operations: Operations | None = None
-    """What differs from the platform's own."""
+    """Overrides of the platform's `operations`."""
     pool: Name | None = None
-    """The only pool that it may use; when absent, any."""
+    """The only pool that it may use; if absent, any pool."""
     tenants: tuple[Name, ...] = ()
-    """Who may call it; when absent, everyone."""
+    """The tenants that may call it; if absent, everyone."""
     engine: Name | None = None
-    """The engine that is asked for; when absent, the one that is decided on."""
+    """The engine to use; if absent, bedplate chooses one."""
     replicas: Count = 1
-    """Of that engine, each with its part of the machine."""
+    """Replicas of that engine, each with its part of the machine."""
     ttl: Name | Positive | None = None
-    """Loaded when its first request comes, unloaded after this long without one: 10m, or seconds. Absent: it stays."""
+    """Load on the first request and unload after this long without one:
+
+    10m, or seconds. If absent, the model stays loaded.
+    """
     preload: bool = False
-    """Loaded at the start all the same."""
+    """Load at the start even if `ttl` is set."""
 
 
 class Tenant(Record, frozen=True, kw_only=True):
     name: Name
     share: Fraction | None = None
-    """The part of the platform that is theirs when all are busy."""
+    """The tenant's share of the platform when all tenants are busy."""
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
     in_flight: Limit | None = None
-    """Requests that they may have under way at once. Limits are those of `serve`; a plan does not ask for them."""
+    """Maximum concurrent requests. `serve` enforces this and the rate limits; `plan` ignores them."""
 
 
 class Deploy(Record, frozen=True, kw_only=True):
-    """What a platform is like that files are written for; only `plan --emit` asks."""
+    """The platform that files are written for. Only `plan --emit` uses this."""
 
     namespace: Name | None = None
     gateway: Name | None = None
-    """A Gateway with the inference extension, as [namespace/]name: then its InferencePool is written too."""
+    """A Gateway with the inference extension, as [namespace/]name. If set, its InferencePool is written too."""
     layout: Literal["aggregated", "disaggregated"] | None = None
-    """Whether prompts are computed by workers of their own; when absent, by the estimate."""
+    """Whether separate workers run prefill; if absent, the estimate decides."""
     storage_class: Name | None = None
-    """Of the volume with the models; when absent, the cluster's default."""
+    """Storage class of the volume with the models; if absent, the cluster's default."""
     prometheus: Name | None = None
-    """Where autoscaling reads its metrics."""
+    """The Prometheus address that autoscaling reads."""
     registry: Name | None = None
-    """Where images are pushed that are built from the files."""
+    """The registry for images that are built from the files."""
     rdma: Name | None = None
-    """What the network adapters are called as a resource of a node: rdma/ib."""
+    """Name of the network adapters as a node resource: rdma/ib."""
 
 
 class Intent(Record, frozen=True, kw_only=True):
     schema: Literal["intent/1"] = "intent/1"
     hardware: str | dict[str, Any] | None = None
-    """A machine as people name it, a file from `probe --json`, or a mapping; when absent, this machine."""
+    """A machine in everyday terms, a file from `probe --json`, or a mapping; if absent, this machine."""
     model: ModelNamed | None = None
     workload: Workload = Workload(origin="default")
     operations: Operations = Operations()
@@ -126,4 +129,4 @@ class Intent(Record, frozen=True, kw_only=True):
     services: tuple[Service, ...] = ()
     tenants: tuple[Tenant, ...] = ()
     notes: tuple[str, ...] = ()
-    """What is odd about it without being wrong."""
+    """Remarks on unusual but valid input."""
