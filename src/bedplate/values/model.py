@@ -79,10 +79,7 @@ class Quantization(Record, frozen=True, kw_only=True):
 
 
 UNPACKED = "unpacked from"
-"""Prefix of `origin` if the model is a folder dequantized from a GGUF file on this machine.
-
-A relative path then starts at the working directory.
-"""
+"""Prefix of `origin` if the model is a folder, in the working directory, that is dequantized from a GGUF file."""
 
 
 class Model(Record, frozen=True, kw_only=True):
