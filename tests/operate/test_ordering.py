@@ -49,7 +49,7 @@ def test_options_for_one_model_are_none_for_several(option: dict[str, object]) -
         ("services: [{model: a, ttl: 0}]", r"services\[0\].ttl: must be more than 0"),
         ("services: [{model: a, ttl: 0s}]", r"services\[0\].ttl: must be more than 0"),
         ("services: [{model: a, replicas: 0}]", r"services\[0\].replicas: must be at least 1"),
-        ("services: [{model: a, engine: vlm}]", r"services\[0\].engine: no engine is known as 'vlm'"),
+        ("services: [{model: a, engine: vlm}]", r"services\[0\].engine: unknown engine 'vlm'"),
         ("services: [{model: a, replica: 2}]", "did you mean replicas"),
     ],
 )

@@ -53,8 +53,8 @@ def parse_profiler(text: str | None) -> MacProfile:
 def parse_core_kinds(text: object) -> tuple[int | None, int | None]:
     """Performance and efficiency cores: `proc 16:12:4` is 12 and 4 of 16.
 
-    Newer systems report a fourth figure, and chips differ in which of the last two holds the slower cores. Everything
-    but the second figure counts as efficiency cores.
+    Newer systems report a fourth figure, and chips differ in which of the last two holds the slower cores. All cores
+    but those of the first nonzero kind count as efficiency cores.
     """
     match = (
         re.fullmatch(r"proc ([0-9]{1,4}):([0-9]{1,4}):([0-9]{1,4})(?::([0-9]{1,4}))?", text)

@@ -1,4 +1,4 @@
-"""The intent file: read with care, and every complaint names the field, its line and what would be right."""
+"""The intent file. Every error names the field, its line and a valid value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bedplate.values.workload import DEFAULT_THINK_TIME_S, LatencyTarget, Worklo
 MAX_CHARACTERS = 256 * 1024
 MAX_NUMBER = 2**53
 OURS = {"schema", "origin", "notes"}
-"""Fields that programs write; never suggested to people."""
+"""Fields that programs write. They are never suggested to people."""
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "workload": Workload, "operations": Operations, "latency": LatencyTarget, "deploy": Deploy,
 }  # fmt: skip
@@ -32,7 +32,7 @@ ALIASES = {"context": "context_tokens"}
 
 
 def read_intent(source: Path | str) -> Intent:
-    """An intent out of a YAML or JSON file (a path), or out of its text (a string with a line end or a brace)."""
+    """Read an intent from a YAML or JSON file (a path), or from text (a string with a line break or a brace)."""
     if isinstance(source, Path) or not re.search(r"[\n{]|: ", source):
         path = Path(source)
         return intent_of(*_parsed(_text_of(path), path.name))
@@ -40,14 +40,14 @@ def read_intent(source: Path | str) -> Intent:
 
 
 def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str = "the intent") -> Intent:
-    """Checks and reads what a YAML or JSON parser made; `lines` says where each field stands."""
+    """Check and read parsed YAML or JSON. `lines` has the line of each field, for error messages."""
     place = _Place(lines or {}, origin)
     if data is None:
         data = {}
     if not isinstance(data, dict):
         raise BadQuestion(f"{origin}: must be a mapping of fields, got {_kind(data)}", hint=_top_hint())
     if "intent" in data and set(data) <= {"intent", "expect"}:
-        # A test case: an intent, and what is expected of the answer.
+        # A test case: an intent and the expected answer.
         inner = {path.removeprefix("intent."): line for path, line in (lines or {}).items()}
         return intent_of(data["intent"], inner, origin)
     given = _chips_as_text(_without_nulls(data))
@@ -80,7 +80,7 @@ def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str 
 
 
 def override(intent: Intent, **options: Any) -> Intent:
-    """The intent with what the command line says instead; an option that is `None` was not given."""
+    """The intent with the command line's options applied; `None`: the option was not given."""
     from bedplate.facts.simulated import FIELDS as HARDWARE_FIELDS
 
     given = {ALIASES.get(name, name): value for name, value in options.items() if value is not None}
@@ -88,7 +88,7 @@ def override(intent: Intent, **options: Any) -> Intent:
     data.pop("notes")
     if intent.workload.origin == "default":
         data.pop("workload")
-    # What still has its default was not said, as far as checks for contradictions go.
+    # A field with its default value counts as not given, so it cannot contradict another field.
     for section, kind in (("workload", Workload), ("operations", Operations)):
         if section in data:
             data[section] = _said(data[section], kind)
@@ -113,12 +113,12 @@ def override(intent: Intent, **options: Any) -> Intent:
         elif name in Deploy.__struct_fields__:
             data.setdefault("deploy", {})[name] = value
         else:
-            raise BadQuestion(f"{name}: unknown; an intent has no such field", hint=_nearest(name, _all_fields()))
+            raise BadQuestion(f"{name}: unknown field", hint=_nearest(name, _all_fields()))
     return intent_of({name: value for name, value in data.items() if value not in ((), [], {})}, origin="the options")
 
 
 def _machine_fields(hardware: object, changed: str) -> dict[str, Any]:
-    """The machine as a mapping of which one field can be changed."""
+    """The machine as a mapping, so that one field can be changed."""
     if isinstance(hardware, str) and not hardware.endswith(".json") and not _is_file(Path(hardware)):
         hardware = {"accelerator": hardware}
     if isinstance(hardware, dict) and "schema" not in hardware:
@@ -126,13 +126,13 @@ def _machine_fields(hardware: object, changed: str) -> dict[str, Any]:
     if changed in ("accelerator", "cpu"):
         return {}
     raise BadQuestion(
-        f"{changed}: can be changed of a machine on paper only",
-        hint='name the machine first: --hardware "8x H100 SXM", or accelerator=…',
+        f"{changed}: can only be changed for hypothetical hardware",
+        hint='specify the machine: --hardware "8x H100 SXM", or accelerator=…',
     )
 
 
 def _uncounted(hardware: dict[str, Any]) -> dict[str, Any]:
-    """Of "8x H100 SXM" the chip alone: how many there are is said anew."""
+    """The chip of "8x H100 SXM" without its count, which another field replaces."""
     from bedplate.facts.chips import find_chip
 
     named = hardware.get("accelerator")
@@ -146,7 +146,7 @@ def _uncounted(hardware: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed_fields(texts: Iterable[str]) -> dict[str, Any]:
-    """`users=50,count=2` as fields and values; values are read as an intent file would read them."""
+    """Parse `users=50,count=2` into fields and values, with the value syntax of an intent file."""
     found: dict[str, Any] = {}
     for text in texts:
         for piece in re.split(r",(?=\s*\w+\s*=)", text):
@@ -159,7 +159,7 @@ def parsed_fields(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def resolved_hardware(intent: Intent) -> Hardware:
-    """The machine that the intent speaks of: this one, a saved one, or one on paper."""
+    """The intent's machine: this one, a saved one, or hypothetical hardware."""
     named = intent.hardware
     if named is None:
         from bedplate.facts.hardware import probe
@@ -182,7 +182,9 @@ def _text_of(path: Path) -> str:
     except OSError as error:
         raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
     if len(raw) > 4 * MAX_CHARACTERS:
-        raise BadQuestion(f"{path} is larger than {4 * MAX_CHARACTERS:,} bytes: that is no intent and no machine")
+        raise BadQuestion(
+            f"{path} is larger than {4 * MAX_CHARACTERS:,} bytes, so it is neither an intent nor a saved machine"
+        )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -199,7 +201,7 @@ def _parsed(text: str, origin: str) -> tuple[object, dict[str, int], str]:
 
 
 class _Place:
-    """Where a field stands, for the second line of a complaint."""
+    """The position of a field, for the cause line of an error."""
 
     def __init__(self, lines: Mapping[str, int], origin: str) -> None:
         self._lines, self.origin = lines, origin
@@ -211,7 +213,7 @@ class _Place:
 
 
 def _without_nulls(data: Any) -> Any:
-    """Null is not said. Whole floats become whole numbers, since 1e3 users are a thousand users."""
+    """Remove nulls, which mean not specified, and turn whole floats into integers: 1e3 users are 1000 users."""
     if isinstance(data, dict):
         return {key: _without_nulls(value) for key, value in data.items() if value is not None}
     if isinstance(data, list | tuple):
@@ -222,7 +224,7 @@ def _without_nulls(data: Any) -> Any:
 
 
 def _chips_as_text(data: Any, field: str = "") -> Any:
-    """Many chips are called by a number alone, which YAML takes for a quantity: accelerator: 4090."""
+    """Chip names that are plain numbers, which YAML reads as quantities (accelerator: 4090), as text."""
     if isinstance(data, dict):
         return {key: _chips_as_text(value, key) for key, value in data.items()}
     if isinstance(data, list):
@@ -234,7 +236,7 @@ def _check_keys(data: Any, path: str, place: _Place) -> None:
     if isinstance(data, dict):
         for key, value in data.items():
             if not isinstance(key, str):
-                raise place.complaint(path, f"names of fields must be text, got {key!r}", hint="put it in quotes")
+                raise place.complaint(path, f"field names must be text, got {key!r}", hint="put it in quotes")
             _check_keys(value, f"{path}.{key}" if path else key, place)
     elif isinstance(data, list):
         for index, value in enumerate(data):
@@ -253,7 +255,7 @@ def _converted(data: object, kind: type[R], path: str, place: _Place) -> R:
 
 
 def _explained(message: str, data: object, prefix: str, place: _Place) -> BadQuestion:
-    """msgspec's complaint in words of the file: the path, what it must be, what it is."""
+    """msgspec's error in the terms of the file: the path, what is required, what was given."""
     what, _, at = message.partition(" - at `$")
     path = at.rstrip("`")
     value = _at(data, path)
@@ -312,7 +314,7 @@ def _or(words: Iterable[str]) -> str:
 
 
 def _record_at(path: str) -> type[msgspec.Struct]:
-    """The record whose fields stand under this path."""
+    """The record type of the fields under this path."""
     last = re.sub(r"\[\d+\]", "", path).rpartition(".")[2]
     return SECTIONS.get(last) or LISTS.get(last) or Intent
 
@@ -349,27 +351,27 @@ def _unknown_field(path: str, name: str, place: _Place) -> BadQuestion:
     for section, other in SECTIONS.items():
         if other is not kind and name in _fields(other):
             home = "workload.latency" if section == "latency" else section
-            return place.complaint(full, f"unknown here; it belongs under {home}")
+            return place.complaint(full, f"unknown field; it belongs under {home}")
     if near := _nearest(name, _fields(kind)):
-        return place.complaint(full, f"unknown; {near}")
-    return place.complaint(full, "unknown", hint=f"known here: {', '.join(_fields(kind))}")
+        return place.complaint(full, f"unknown field; {near}")
+    return place.complaint(full, "unknown field", hint=f"known fields: {', '.join(_fields(kind))}")
 
 
 def _top_hint() -> str:
-    return f"it may have {', '.join(_fields(Intent))}"
+    return f"known fields: {', '.join(_fields(Intent))}"
 
 
-# sense
+# Checks for contradictions and unusual values
 
 
 def _contradictions(intent: Intent, given: dict[str, Any], place: _Place) -> None:
     if intent.hardware is not None and intent.pools:
-        what = "cannot stand beside pools: a platform lists its machines as pools, one machine is its hardware"
+        what = "cannot be combined with pools: use pools for a platform, hardware for one machine"
         raise place.complaint("hardware", what)
     if intent.services:
         for field in ("model", "workload"):
             if field in given:
-                raise place.complaint(field, f"cannot stand beside services: each service has its own {field}")
+                raise place.complaint(field, f"cannot be combined with services: each service has its own {field}")
     for field, kind in (("hardware", intent.hardware), ("model", intent.model)):
         if kind is not None and not kind:
             raise place.complaint(field, "must not be empty")
@@ -389,19 +391,19 @@ def _contradictions(intent: Intent, given: dict[str, Any], place: _Place) -> Non
     for field in LISTS:
         _check_names(field, [item.name for item in getattr(intent, field)], place)
     if (shares := sum(tenant.share or 0 for tenant in intent.tenants)) > 1.0001:
-        raise place.complaint("tenants", f"their shares make {shares:.0%} together, and there is 100%")
+        raise place.complaint("tenants", f"the shares add up to {shares:.0%}, which is more than 100%")
     if intent.pools and not intent.services:
         what = "must not be empty" if "services" in given else "is missing"
-        hint = "services: [{model: Qwen/Qwen3-8B}]; where there is one machine, name it as hardware and leave pools out"
-        raise place.complaint("services", f"{what}: pools are machines, and services say what runs on them", hint)
+        hint = "services: [{model: Qwen/Qwen3-8B}]; for one machine, use hardware instead of pools"
+        raise place.complaint("services", f"{what}: pools list machines, and services list what runs on them", hint)
 
 
 def _check_work(path: str, work: Workload, raw: dict[str, Any], model: object, place: _Place) -> None:
     if "prompt_tokens" in raw and work.shared_prefix_tokens > work.prompt_tokens:
-        what = f"{work.shared_prefix_tokens:,} of {work.prompt_tokens:,} prompt tokens cannot be shared"
+        what = f"{work.shared_prefix_tokens:,} is more than the {work.prompt_tokens:,} prompt tokens"
         raise place.complaint(f"{path}.shared_prefix_tokens", what)
     if isinstance(model, dict) and "task" in raw and model.get("task") not in (None, work.task):
-        raise place.complaint(f"{path}.task", f"is {work.task}, and the model's own task is {model['task']}")
+        raise place.complaint(f"{path}.task", f"is {work.task}, but the model's own task is {model['task']}")
 
 
 def _check_ttl(path: str, ttl: str | float | None, place: _Place) -> None:
@@ -409,34 +411,36 @@ def _check_ttl(path: str, ttl: str | float | None, place: _Place) -> None:
         try:
             found = parsed_seconds(ttl)
         except BadQuestion as error:
-            raise place.complaint(path, f"{ttl!r} is no length of time", hint=error.hint) from error
+            raise place.complaint(path, f"{ttl!r} is not a duration", hint=error.hint) from error
         if found <= 0:
             raise place.complaint(path, "must be more than 0", hint="leave it out to keep the model loaded")
 
 
 def _check_pool(path: str, pool: Pool, place: _Place) -> None:
     if pool.accelerator is None and pool.cpu is None:
-        raise place.complaint(path, "needs an accelerator, or a cpu when it has none")
+        raise place.complaint(path, "needs an accelerator or a cpu")
     if pool.gpus_per_node is not None and pool.gpus_per_node > pool.count:
-        what = f"{pool.gpus_per_node} on each node, and the whole pool has {pool.count}"
-        raise place.complaint(f"{path}.gpus_per_node", what, hint="count is of accelerators in the whole pool")
+        what = f"{pool.gpus_per_node} per node, but the whole pool has {pool.count}"
+        raise place.complaint(
+            f"{path}.gpus_per_node", what, hint="count is the number of accelerators in the whole pool"
+        )
 
 
 def _check_reference(path: str, name: str | None, known: list[str], place: _Place) -> None:
     if name is not None and name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
-        raise place.complaint(path, f"nothing is called {name}", hint=hint)
+        raise place.complaint(path, f"{name} is not defined", hint=hint)
 
 
 def _check_names(field: str, names: list[str | None], place: _Place) -> None:
     said = [name for name in names if name is not None]
     if twice := next((name for name in said if said.count(name) > 1), None):
-        raise place.complaint(f"{field}[{names.index(twice)}].name", f"{twice} is the name of another one too")
+        raise place.complaint(f"{field}[{names.index(twice)}].name", f"the name {twice} is used twice")
 
 
 def _completed(work: Workload, raw: dict[str, Any] | None, model: object) -> Workload:
-    """The model's own task, unless the work says one."""
+    """Use the model's own task unless the workload specifies one."""
     task = model.get("task") if isinstance(model, dict) else None
     if task in ("embed", "classify", "other") and "task" not in (raw or {}):
         return msgspec.structs.replace(work, task=task)
@@ -444,7 +448,7 @@ def _completed(work: Workload, raw: dict[str, Any] | None, model: object) -> Wor
 
 
 def _named(operations: Operations, path: str, place: _Place) -> Operations:
-    """With the incumbent's id instead of whatever people call it."""
+    """Replace the incumbent's common name by its id."""
     said = operations.incumbent
     if said is None:
         return operations
@@ -452,35 +456,33 @@ def _named(operations: Operations, path: str, place: _Place) -> Operations:
     if found is None:
         near = nearest_names(said)
         hint = f"did you mean {_or(near)}?" if near else f"known: {', '.join((*ENGINE_IDS, *ORCHESTRATOR_IDS))}"
-        raise place.complaint(f"{path}.incumbent", f"no engine is known as {said!r}", hint=hint)
+        raise place.complaint(f"{path}.incumbent", f"unknown engine {said!r}", hint=hint)
     return msgspec.structs.replace(operations, incumbent=found)
 
 
 def _engine(said: str, path: str, place: _Place) -> str:
-    """Its id, instead of whatever people call it."""
+    """The engine's id, from any of its common names."""
     found = engine_id(said) or _third_party(said)
     if found is None:
         near = nearest_names(said)
-        raise place.complaint(
-            path, f"no engine is known as {said!r}", hint=f"did you mean {_or(near)}?" if near else None
-        )
+        raise place.complaint(path, f"unknown engine {said!r}", hint=f"did you mean {_or(near)}?" if near else None)
     return found
 
 
 def _third_party(name: str) -> str | None:
-    """An engine that another package brings, by its name alone: loading it is for those who use it."""
+    """The name of an engine from a third-party package. The package is not loaded here."""
     from importlib.metadata import entry_points
 
     return next((point.name for point in entry_points(group="bedplate.engines") if point.name == name), None)
 
 
 def _odd(path: str, work: Workload, said: set[str]) -> list[str]:
-    """What is strange about the work, though it may be meant."""
+    """Notes on unusual values that may be intended."""
     notes = []
     if {"users", "concurrency"} <= said and work.concurrency is not None and work.concurrency > work.users:
         notes.append(
-            f"{path}.concurrency: {work.concurrency:,} in flight is more than {work.users:,} users make with one "
-            "request each; right if programs call on their behalf"
+            f"{path}.concurrency: {work.concurrency:,} requests in flight is more than {work.users:,} users with one "
+            "request each; this is right if programs send requests for them"
         )
     if {"users", "requests_per_s"} <= said and work.requests_per_s is not None:
         think_s = work.think_time_s or DEFAULT_THINK_TIME_S
@@ -488,21 +490,21 @@ def _odd(path: str, work: Workload, said: set[str]) -> list[str]:
         if work.requests_per_s > most * 1.001:
             assumed = "" if work.think_time_s else " (assumed)"
             notes.append(
-                f"{path}.requests_per_s: {work.requests_per_s:g} a second is more than {work.users:,} users send who "
-                f"think for {think_s:g} s{assumed}: at most {most:.3g}; the rate is taken"
+                f"{path}.requests_per_s: {work.requests_per_s:g} requests/s is more than {work.users:,} users "
+                f"with a think time of {think_s:g} s{assumed} send (at most {most:.3g}); the stated rate is used"
             )
     if work.concurrency is not None and work.requests_per_s is not None:
         request_s = work.concurrency / work.requests_per_s
         if not 0.05 <= request_s <= 600:
             notes.append(
-                f"{path}: {work.concurrency:,} in flight at {work.requests_per_s:g} requests a second means that each "
-                f"takes {request_s:.3g} s, by Little's law"
+                f"{path}: {work.concurrency:,} requests in flight at {work.requests_per_s:g} requests/s means that "
+                f"each takes {request_s:.3g} s, by Little's law"
             )
     asked = work.prompt_tokens + work.output_tokens
     if work.context_tokens is not None and {"prompt_tokens", "output_tokens"} <= said and work.context_tokens < asked:
         notes.append(
-            f"{path}.context_tokens: {work.context_tokens:,} is less than prompt and output, {asked:,} together; "
-            "the longer of the two is planned for"
+            f"{path}.context_tokens: {work.context_tokens:,} is less than prompt plus output ({asked:,}); "
+            "the plan uses the longer of the two"
         )
     return notes
 
@@ -510,7 +512,7 @@ def _odd(path: str, work: Workload, said: set[str]) -> list[str]:
 def _odd_pool(index: int, pool: Pool) -> str | None:
     if pool.gpus_per_node is not None and pool.count % pool.gpus_per_node:
         rest = pool.count % pool.gpus_per_node
-        return f"pools[{index}]: {pool.count} accelerators at {pool.gpus_per_node} a node leave a node with {rest}"
+        return f"pools[{index}]: {pool.count} accelerators at {pool.gpus_per_node} per node leave one node with {rest}"
     return None
 
 
@@ -522,11 +524,11 @@ def _said(data: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 def _refuse_plural(intent: Intent, option: str) -> None:
     if option == "hardware" and intent.pools:
-        raise BadQuestion("hardware: the intent has pools; leave one of the two out")
+        raise BadQuestion("hardware: the intent has pools; use only one of the two")
     if option != "hardware" and intent.services:
         raise BadQuestion(
             f"{option}: the intent has {len(intent.services)} services, each with its own",
-            hint="change it in the file, or give a file with one model",
+            hint="change it in the file, or use a file with one model",
         )
 
 

@@ -1,6 +1,6 @@
-"""A folder as Hugging Face lays it out: configuration, safetensors or ONNX files, and what the quantizer noted.
+"""A model folder in Hugging Face's layout: configuration, safetensors or ONNX files, and the quantizer's files.
 
-Nothing in it is executed: `auto_map` is ignored, Python files are not looked at, and pickles are refused.
+Nothing in it is executed: `auto_map` and Python files are ignored, and pickles are rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Format = Literal["gguf", "safetensors", "mlx", "exl2", "exl3", "onnx", "facts"]
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder has what this reads, whatever its state."""
+    """Whether the folder contains a model in this layout, complete or not."""
     with suppress(OSError):
         if any((folder / name).is_file() for name in ("config.json", "genai_config.json")):
             return True
@@ -47,8 +47,8 @@ def read_folder(folder: Path, *, name: str | None = None, origin: str | None = N
         return read_onnx(folder, fields, name=name, origin=origin or "a folder")
     if fields is None:
         raise BadQuestion(
-            f"{folder} has no config.json, so nobody can tell what its weights are",
-            hint="put the model's config.json beside its weights, or name a .gguf file",
+            f"{folder} has no config.json, so bedplate cannot identify its weights",
+            hint="put the model's config.json beside its weights, or specify a .gguf file",
         )
     quant_path = folder / "hf_quant_config.json"
     model = read_config(
@@ -70,7 +70,7 @@ def read_folder(folder: Path, *, name: str | None = None, origin: str | None = N
 
 
 def read_config_file(path: Path, *, origin: str | None = None) -> Model:
-    """A configuration by itself: `config.json`, or a copy that is named after its model."""
+    """A single configuration file: `config.json`, or a copy named after its model."""
     path = path.expanduser().absolute()
     fields = read_json(path)
     stem = path.name.removesuffix(".json").removesuffix("config").rstrip("_-.")
@@ -83,14 +83,14 @@ def read_config_file(path: Path, *, origin: str | None = None) -> Model:
 
 
 def by_name(model: Model) -> Model:
-    """A configuration may leave out how its weights are stored, and only the model's name says so."""
+    """Apply a quantization that only the model's name states, if the configuration states none."""
     from bedplate.facts.known_models import quantized_by_name
 
     return model if model.quantization_details is not None else quantized_by_name(model)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, as its index lists them, or all that are there."""
+    """The safetensors files that the folder's index lists, or all of them."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         listed = parse_index(_bytes(index, MAX_INDEX_BYTES), index.name).files
@@ -108,7 +108,8 @@ def weight_files(folder: Path) -> list[Path]:
         found.remove(folder / "consolidated.safetensors")
     if len(found) > _MAX_SHARDS:
         raise BadQuestion(
-            f"{folder} has {len(found):,} safetensors files, more than any model has", hint="name one model's folder"
+            f"{folder} has {len(found):,} safetensors files, more than any model has",
+            hint="specify one model's folder",
         )
     return found
 
@@ -130,7 +131,7 @@ def refuse_pickles(folder: Path) -> None:
 def pickle_refused(name: str) -> BadQuestion:
     return BadQuestion(
         f"{name} is a Python pickle, which runs code when it is opened; bedplate never opens one",
-        hint="take a safetensors version of the model (most have one), or convert it on a machine you can lose",
+        hint="use a safetensors version of the model (most have one), or convert it on an isolated machine",
     )
 
 
@@ -158,7 +159,7 @@ _WORDS = (
 
 
 def part_of(name: str, num_layers: int) -> str:
-    """What a tensor is for, by its name."""
+    """The purpose of a tensor, by its name."""
     if _VISION.search(name):
         return "vision"
     layer = _LAYER.search(name)
@@ -178,7 +179,7 @@ def with_tensors(
     files: tuple[str, ...],
     total_bytes: int | None = None,
 ) -> Model:
-    """The facts of a configuration, corrected by what the files really hold."""
+    """The configuration's facts, corrected by the tensors in the files."""
     if len(tensors) > 4 * MAX_TENSORS:
         raise BadQuestion(f"{model.name} lists {len(tensors):,} tensors, more than any model has")
     two_sided = any(part.name == "encoder" for part in model.parts)
@@ -211,7 +212,7 @@ def with_tensors(
         "parts": _parts(model, held),
     }
     if not ahead[0]:
-        # Many repositories keep these heads to themselves, whatever their configuration says.
+        # Many repositories do not publish these heads, whatever their configuration says.
         changes["mtp_parameters"] = 0
     if model.quantization_details is None:
         counted = sum(figures[0] for part, figures in held.items() if part not in ("mtp", "vision"))
@@ -220,7 +221,7 @@ def with_tensors(
 
 
 def _counted(model: Model, counted: int, held: dict[str, list[int]], groups: tuple[TensorGroup, ...]) -> dict[str, Any]:
-    """Of weights that are stored whole the files' own count is the truth, where the architecture was not understood."""
+    """For unquantized weights of an unknown architecture, use the parameter count of the files."""
     changes: dict[str, Any] = {
         "vision_parameters": held.get("vision", [0, 0])[0],
         "mtp_parameters": held.get("mtp", [0, 0])[0],
@@ -237,7 +238,7 @@ def _counted(model: Model, counted: int, held: dict[str, list[int]], groups: tup
 
 
 def _parts(model: Model, held: dict[str, list[int]]) -> tuple[Part, ...]:
-    """The parts that the architecture has, with the bytes that the files have for them."""
+    """The parts of the architecture, with the bytes of the files."""
     computed = {part.name: part for part in model.parts}
     if set(held) - set(computed) or not computed:
         return tuple(
@@ -257,7 +258,7 @@ def _format(model: Model, metadata: dict[str, str]) -> Format:
 
 
 def _template(folder: Path) -> dict[str, Any]:
-    """The chat template, which lies in a file of its own or in the tokenizer's configuration."""
+    """The chat template, from its own file or from the tokenizer's configuration."""
     with suppress(OSError, UnicodeDecodeError):
         path = folder / "chat_template.jinja"
         if path.is_file():
@@ -276,7 +277,7 @@ def _template(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file of a model's folder; what writers of Python add to the format (Infinity, NaN) is passed over."""
+    """Read a JSON file of a model folder. Python's extensions (Infinity, NaN) are tolerated."""
     return parse_json(_bytes(path, MAX_CONFIG_BYTES), path.name)
 
 
@@ -301,13 +302,13 @@ def _bytes(path: Path, most: int) -> bytes:
         raise BadQuestion(f"{path} cannot be read", cause=error.strerror or str(error), hint="check the path") from None
     if len(data) > most:
         raise BadQuestion(
-            f"{path.name} has more than {most >> 20} MiB, which no such file has", hint="check what it is"
+            f"{path.name} is larger than {most >> 20} MiB, the limit for such a file", hint="check the file"
         )
     return data
 
 
 def _folder_name(folder: Path) -> str:
-    """A folder's name; of a snapshot in the hub's cache, the repository's."""
+    """A folder's name; for a snapshot in the hub's cache, the repository's name."""
     parts: Iterable[str] = reversed(folder.parts)
     for part in parts:
         if part.startswith("models--"):
