@@ -78,8 +78,8 @@ def parse_mounts(text: str) -> tuple[CgroupMount, ...]:
             CgroupMount(
                 version=2 if tail[0] == "cgroup2" else 1,
                 controllers=controllers,
-                root=_unescaped(fields[3]),
-                mount_point=_unescaped(fields[4]),
+                root=_unescape(fields[3]),
+                mount_point=_unescape(fields[4]),
             )
         )
     return tuple(found)
@@ -242,6 +242,6 @@ def _natural(text: str | None) -> int | None:
     return int(stripped) if re.fullmatch(r"[0-9]{1,20}", stripped) else None
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     """Decode the octal escapes of mountinfo, for example of blanks."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8) & 0xFF), text)

@@ -197,13 +197,13 @@ def find_chip(
     # If the whole text is a name, a size in it is part of that name: a GH200 480GB does not have 480 GB of GPU memory.
     whole = asked if asked.inexact else replace(asked, memory_gib=None)
     if reported := index.drivers.get(asked.written):
-        return _settle(reported, whole, text, guess=True)
+        return _choose_chip(reported, whole, text, guess=True)
     if literal := index.aliases.get(asked.sized):
-        return _settle(literal, whole, text, guess)
+        return _choose_chip(literal, whole, text, guess)
     candidates = _named(asked, index, guess)
     if not candidates:
         raise _unknown(text, index)
-    return _settle(candidates, asked, text, guess)
+    return _choose_chip(candidates, asked, text, guess)
 
 
 def chip_of(accelerator: Accelerator) -> Chip | None:
@@ -407,12 +407,12 @@ def _named(asked: _Asked, index: _Index, guess: bool) -> tuple[Chip, ...]:
             if found := index.aliases.get(key):
                 return found
     for words in (asked.outer_words, asked.words):
-        if found := _contained(words, index.aliases, guess):
+        if found := _find_contained(words, index.aliases, guess):
             return found
     return ()
 
 
-def _contained(words: Sequence[str], aliases: Mapping[str, tuple[Chip, ...]], guess: bool) -> tuple[Chip, ...]:
+def _find_contained(words: Sequence[str], aliases: Mapping[str, tuple[Chip, ...]], guess: bool) -> tuple[Chip, ...]:
     """The chips with the longest name within `words`, unless the remaining words make it a different chip."""
     best: tuple[int, tuple[Chip, ...]] = (0, ())
     for start in range(len(words)):
@@ -432,8 +432,8 @@ def _says_nothing(words: Iterable[str], guess: bool) -> bool:
     return all(len(word) > 2 and word not in VARIANTS and (guess or word.isalpha()) for word in words)
 
 
-def _settle(candidates: tuple[Chip, ...], asked: _Asked, text: str, guess: bool) -> Match:
-    fitting, complaint = _narrowed(candidates, asked)
+def _choose_chip(candidates: tuple[Chip, ...], asked: _Asked, text: str, guess: bool) -> Match:
+    fitting, complaint = _narrow(candidates, asked)
     if not fitting:
         if not guess:
             raise BadQuestion(f"“{text.strip()}”: {complaint}", hint=f"use one of: {_list(candidates)}")
@@ -457,7 +457,7 @@ def _settle(candidates: tuple[Chip, ...], asked: _Asked, text: str, guess: bool)
     )
 
 
-def _narrowed(candidates: tuple[Chip, ...], asked: _Asked) -> tuple[tuple[Chip, ...], str | None]:
+def _narrow(candidates: tuple[Chip, ...], asked: _Asked) -> tuple[tuple[Chip, ...], str | None]:
     """The candidates with the stated memory and cores, and an error text if there are none."""
     found = candidates
     if asked.cores is not None:

@@ -674,7 +674,7 @@ def _cache(facts: _Facts, num_layers: int, heads: list[int], kv_heads: list[int]
     if facts.architecture in _ENCODERS | _DIFFUSION | {"wavtokenizer-dec"}:
         return _Cache(0, 0, 0)
     recurrent, attends = _kinds(facts, num_layers, kv_heads)
-    windowed, window = _windowed(facts, num_layers, attends)
+    windowed, window = _find_windowed_layers(facts, num_layers, attends)
     own = _layers_with_own_cache(facts, num_layers)
 
     width = facts.count("embedding_length") or 0
@@ -770,7 +770,7 @@ def _kinds(facts: _Facts, num_layers: int, kv_heads: list[int]) -> tuple[list[bo
     return [False] * num_layers, has_heads
 
 
-def _windowed(facts: _Facts, num_layers: int, attends: list[bool]) -> tuple[list[bool], int]:
+def _find_windowed_layers(facts: _Facts, num_layers: int, attends: list[bool]) -> tuple[list[bool], int]:
     """Which layers are windowed, and the window in tokens."""
     nowhere = [False] * num_layers
     known = _WINDOWS.get(facts.architecture)

@@ -97,7 +97,7 @@ def together(parts: list[Found]) -> Found:
         for card in part.accelerators:
             parent = None if card.parent is None else card.parent + offset
             accelerators.append(replaced(card, index=card.index + offset, parent=parent))
-        links += [replaced(link, a=_moved(link.a, offset), b=_moved(link.b, offset)) for link in part.links]
+        links += [replaced(link, a=_shift_index(link.a, offset), b=_shift_index(link.b, offset)) for link in part.links]
         notes += part.notes
     return Found(accelerators=tuple(accelerators), links=tuple(links), notes=tuple(notes))
 
@@ -244,7 +244,7 @@ def read_disk() -> tuple[Disk | None, tuple[str, ...]]:
     return Disk(path=str(path), total_bytes=usage.total, free_bytes=usage.free), ()
 
 
-def _moved(end: str, offset: int) -> str:
+def _shift_index(end: str, offset: int) -> str:
     return str(int(end) + offset) if end.isdigit() else end
 
 

@@ -91,7 +91,7 @@ def anatomy(config: Config) -> Anatomy:
         weights += last
     tied = _tied(config, text, d)
     weights += _ends(text, d, tied)
-    weights += _ahead(text, d, last, words, moe)
+    weights += _mtp_heads(text, d, last, words, moe)
     weights += vision_weights(config, text, d.hidden)
     return Anatomy(
         d,
@@ -312,7 +312,7 @@ def _nas_feed_forward(text: Config, d: Dims, layer: int, base: str) -> list[Weig
     return _mlp("mlp", base, d, -(-width // 256) * 256)
 
 
-def _ahead(text: Config, d: Dims, last: list[Weight], words: list[str], moe: Experts | None) -> list[Weight]:
+def _mtp_heads(text: Config, d: Dims, last: list[Weight], words: list[str], moe: Experts | None) -> list[Weight]:
     """Multi-token-prediction heads: each is a layer like the last one, plus the weights that connect it.
 
     They use the model's own embedding and output, even if files hold a second copy.

@@ -35,8 +35,8 @@ def read_intent(source: Path | str) -> Intent:
     """Read an intent from a YAML or JSON file (a path), or from text (a string with a line break or a brace)."""
     if isinstance(source, Path) or not re.search(r"[\n{]|: ", source):
         path = Path(source)
-        return intent_of(*_parsed(_text_of(path), path.name))
-    return intent_of(*_parsed(source, "the intent"))
+        return intent_of(*_parse_text(_read_text(path), path.name))
+    return intent_of(*_parse_text(source, "the intent"))
 
 
 def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str = "the intent") -> Intent:
@@ -45,30 +45,30 @@ def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str 
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise BadQuestion(f"{origin}: must be a mapping of fields, got {_kind(data)}", hint=_top_hint())
+        raise BadQuestion(f"{origin}: must be a mapping of fields, got {_describe_value(data)}", hint=_top_hint())
     if "intent" in data and set(data) <= {"intent", "expect"}:
         # A test case: an intent and the expected answer.
         inner = {path.removeprefix("intent."): line for path, line in (lines or {}).items()}
         return intent_of(data["intent"], inner, origin)
     given = _chips_as_text(_without_nulls(data))
     _check_keys(given, "", place)
-    intent = _converted(given, Intent, "", place)
+    intent = _convert(given, Intent, "", place)
     _contradictions(intent, given, place)
-    workload = _completed(intent.workload, given.get("workload"), intent.model)
+    workload = _with_model_task(intent.workload, given.get("workload"), intent.model)
     services = tuple(
         msgspec.structs.replace(
             service,
-            workload=_completed(service.workload, raw.get("workload"), service.model),
+            workload=_with_model_task(service.workload, raw.get("workload"), service.model),
             operations=service.operations and _named(service.operations, f"services[{index}].operations", place),
             engine=service.engine and _engine(service.engine, f"services[{index}].engine", place),
         )
         for index, (service, raw) in enumerate(zip(intent.services, given.get("services", ()), strict=True))
     )
     notes = [*intent.notes]
-    notes += _odd("workload", workload, set(given.get("workload", ())))
+    notes += _note_unusual_workload("workload", workload, set(given.get("workload", ())))
     for index, (service, raw) in enumerate(zip(services, given.get("services", ()), strict=True)):
-        notes += _odd(f"services[{index}].workload", service.workload, set(raw.get("workload", ())))
-    notes += [note for index, pool in enumerate(intent.pools) if (note := _odd_pool(index, pool))]
+        notes += _note_unusual_workload(f"services[{index}].workload", service.workload, set(raw.get("workload", ())))
+    notes += [note for index, pool in enumerate(intent.pools) if (note := _note_unusual_pool(index, pool))]
     found = tuple(dict.fromkeys(notes))
     return msgspec.structs.replace(
         intent,
@@ -91,9 +91,9 @@ def override(intent: Intent, **options: Any) -> Intent:
     # A field with its default value counts as not given, so it cannot contradict another field.
     for section, kind in (("workload", Workload), ("operations", Operations)):
         if section in data:
-            data[section] = _said(data[section], kind)
+            data[section] = _given_fields(data[section], kind)
     for service in data["services"]:
-        service["workload"] = _said(service["workload"], Workload)
+        service["workload"] = _given_fields(service["workload"], Workload)
     for name, value in given.items():
         if name in ("model", "hardware"):
             _refuse_plural(intent, name)
@@ -122,7 +122,7 @@ def _machine_fields(hardware: object, changed: str) -> dict[str, Any]:
     if isinstance(hardware, str) and not hardware.endswith(".json") and not _is_file(Path(hardware)):
         hardware = {"accelerator": hardware}
     if isinstance(hardware, dict) and "schema" not in hardware:
-        return _uncounted(hardware) if changed == "count" else hardware
+        return _without_count(hardware) if changed == "count" else hardware
     if changed in ("accelerator", "cpu"):
         return {}
     raise BadQuestion(
@@ -131,7 +131,7 @@ def _machine_fields(hardware: object, changed: str) -> dict[str, Any]:
     )
 
 
-def _uncounted(hardware: dict[str, Any]) -> dict[str, Any]:
+def _without_count(hardware: dict[str, Any]) -> dict[str, Any]:
     """The chip of "8x H100 SXM" without its count, which another field replaces."""
     from bedplate.facts.chips import find_chip
 
@@ -153,7 +153,7 @@ def parsed_fields(texts: Iterable[str]) -> dict[str, Any]:
             name, equals, value = piece.partition("=")
             if not equals or not name.strip():
                 raise BadQuestion(f"{piece.strip() or text!r} is not FIELD=VALUE", hint="for example users=50,count=2")
-            data, _, _ = _parsed(f"value: {value.strip()}", name.strip())
+            data, _, _ = _parse_text(f"value: {value.strip()}", name.strip())
             found[name.strip()] = data["value"] if isinstance(data, dict) else None
     return found
 
@@ -168,14 +168,14 @@ def resolved_hardware(intent: Intent) -> Hardware:
     if isinstance(named, str):
         path = Path(named).expanduser()
         if path.suffix == ".json" or _is_file(path):
-            return from_json(Hardware, _text_of(path), origin=path.name)
+            return from_json(Hardware, _read_text(path), origin=path.name)
         named = {"accelerator": named}
     from bedplate.facts.simulated import simulated
 
     return simulated(named)
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             raw = file.read(4 * MAX_CHARACTERS + 1)
@@ -191,7 +191,7 @@ def _text_of(path: Path) -> str:
         raise BadQuestion(f"{path} is not text", cause=str(error)) from error
 
 
-def _parsed(text: str, origin: str) -> tuple[object, dict[str, int], str]:
+def _parse_text(text: str, origin: str) -> tuple[object, dict[str, int], str]:
     from bedplate.facts.yaml_text import parsed
 
     return parsed(text, origin)
@@ -244,17 +244,17 @@ def _check_keys(data: Any, path: str, place: _Place) -> None:
     elif isinstance(data, int | float) and not abs(data) <= MAX_NUMBER:
         raise place.complaint(path, f"must be at most {MAX_NUMBER:,}, got {data:,}")
     elif not isinstance(data, str | int | float | bool):
-        raise place.complaint(path, f"must be text, a number, true or false, got {_kind(data)}")
+        raise place.complaint(path, f"must be text, a number, true or false, got {_describe_value(data)}")
 
 
-def _converted(data: object, kind: type[R], path: str, place: _Place) -> R:
+def _convert(data: object, kind: type[R], path: str, place: _Place) -> R:
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), data, path, place) from error
+        raise _explain_error(str(error), data, path, place) from error
 
 
-def _explained(message: str, data: object, prefix: str, place: _Place) -> BadQuestion:
+def _explain_error(message: str, data: object, prefix: str, place: _Place) -> BadQuestion:
     """msgspec's error in the terms of the file: the path, what is required, what was given."""
     what, _, at = message.partition(" - at `$")
     path = at.rstrip("`")
@@ -275,7 +275,7 @@ def _explained(message: str, data: object, prefix: str, place: _Place) -> BadQue
     if re.search(r"of length >= 1", what):
         return place.complaint(path, "must not be empty")
     if wanted := re.match(r"Expected `([^`]*)`, got", what):
-        return place.complaint(path, f"must be {_wanted(wanted[1])}, got {_kind(value)}")
+        return place.complaint(path, f"must be {_describe_types(wanted[1])}, got {_describe_value(value)}")
     return place.complaint(path, what)
 
 
@@ -288,13 +288,13 @@ def _at(data: Any, path: str) -> Any:
     return data
 
 
-def _wanted(types: str) -> str:
+def _describe_types(types: str) -> str:
     words = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
     words |= {"object": "a mapping of fields", "array": "a list"}
     return _or([words.get(kind, kind) for kind in types.split(" | ") if kind != "null"])
 
 
-def _kind(value: object) -> str:
+def _describe_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -439,7 +439,7 @@ def _check_names(field: str, names: list[str | None], place: _Place) -> None:
         raise place.complaint(f"{field}[{names.index(twice)}].name", f"the name {twice} is used twice")
 
 
-def _completed(work: Workload, raw: dict[str, Any] | None, model: object) -> Workload:
+def _with_model_task(work: Workload, raw: dict[str, Any] | None, model: object) -> Workload:
     """Use the model's own task unless the workload specifies one."""
     task = model.get("task") if isinstance(model, dict) else None
     if task in ("embed", "classify", "other") and "task" not in (raw or {}):
@@ -476,7 +476,7 @@ def _third_party(name: str) -> str | None:
     return next((point.name for point in entry_points(group="bedplate.engines") if point.name == name), None)
 
 
-def _odd(path: str, work: Workload, said: set[str]) -> list[str]:
+def _note_unusual_workload(path: str, work: Workload, said: set[str]) -> list[str]:
     """Notes on unusual values that may be intended."""
     notes = []
     if {"users", "concurrency"} <= said and work.concurrency is not None and work.concurrency > work.users:
@@ -509,14 +509,14 @@ def _odd(path: str, work: Workload, said: set[str]) -> list[str]:
     return notes
 
 
-def _odd_pool(index: int, pool: Pool) -> str | None:
+def _note_unusual_pool(index: int, pool: Pool) -> str | None:
     if pool.gpus_per_node is not None and pool.count % pool.gpus_per_node:
         rest = pool.count % pool.gpus_per_node
         return f"pools[{index}]: {pool.count} accelerators at {pool.gpus_per_node} per node leave one node with {rest}"
     return None
 
 
-def _said(data: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+def _given_fields(data: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     defaults = msgspec.to_builtins(kind())
     kept = {name: value for name, value in data.items() if value is not None and value != defaults[name]}
     return kept | ({"origin": data["origin"]} if "origin" in data else {})

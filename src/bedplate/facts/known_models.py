@@ -187,11 +187,11 @@ def lookup(text: str) -> Model | None:
     keys, data = _keys(), _data()
     name = keys.get(f"{asked.key} {asked.label}") if asked.label else None
     exact = name is not None
-    name = name or keys.get(asked.key) or _within(asked.key, keys)
+    name = name or keys.get(asked.key) or _find_base_model(asked.key, keys)
     if name is None:
         return None
     variant = data.variants[name]
-    model = _built(name, variant)
+    model = _build_model(name, variant)
     own = understood(name).label
     if exact and variant.stored is None and variant.scheme is None and asked.label not in ("BF16", "F16"):
         # Its configuration does not state how the weights are stored; only the name does.
@@ -206,9 +206,13 @@ def lookup(text: str) -> Model | None:
     return replaced(with_label(_plain(name, variant), asked.label, variant), name=_shown_name(text, name))
 
 
-def _within(key: str, keys: dict[str, str]) -> str | None:
+def _find_base_model(key: str, keys: dict[str, str]) -> str | None:
     """Find the base model in a fine-tune's name: `hermes-3-llama-3.1-8b`."""
-    inside = [known for known in keys if len(known) >= 8 and " " not in known and known in key and _whole(known, key)]
+    inside = [
+        known
+        for known in keys
+        if len(known) >= 8 and " " not in known and known in key and _keeps_numbers_whole(known, key)
+    ]
     if not inside:
         return None
     longest = max(inside, key=len)
@@ -217,7 +221,7 @@ def _within(key: str, keys: dict[str, str]) -> str | None:
     return None if re.search(r"\d[bm](?![a-z])", rest) else keys[longest]
 
 
-def _whole(known: str, key: str) -> bool:
+def _keeps_numbers_whole(known: str, key: str) -> bool:
     """Whether the match does not cut a number in the name."""
     end = key.find(known) + len(known)
     start = key.find(known)
@@ -242,20 +246,20 @@ def _shown_name(text: str, name: str) -> str:
     return text.strip() if "/" in text else name
 
 
-def _expanded(value: Any) -> Any:
+def _expand_lists(value: Any) -> Any:
     """Expand lists that the data file stores in a short form."""
     if isinstance(value, dict):
         if set(value) == {"cycle", "n"}:
             cycle = value["cycle"]
             return [cycle[position % len(cycle)] for position in range(value["n"])]
         if set(value) == {"runs"}:
-            return [_expanded(item) for item, count in value["runs"] for _ in range(count)]
-        return {key: _expanded(inner) for key, inner in value.items()}
+            return [_expand_lists(item) for item, count in value["runs"] for _ in range(count)]
+        return {key: _expand_lists(inner) for key, inner in value.items()}
     return value
 
 
 def essentials(name: str) -> dict[str, Any]:
-    fields: dict[str, Any] = _expanded(msgspec.json.decode(_data().models[_data().variants[name].base]))
+    fields: dict[str, Any] = _expand_lists(msgspec.json.decode(_data().models[_data().variants[name].base]))
     return fields
 
 
@@ -266,7 +270,7 @@ def _plain(name: str, variant: Variant) -> Model:
         model,
         basis="spec",
         task=_task(name, model),
-        has_chat_template=_talks(name),
+        has_chat_template=_is_chat_model(name),
         sources=(f"config.json of {variant.base}",),
     )
 
@@ -277,12 +281,12 @@ def _task(name: str, model: Model) -> Task:
     return "embed" if re.search(r"embed|[-/]e5-", name, re.IGNORECASE) else model.task
 
 
-def _talks(name: str) -> bool:
+def _is_chat_model(name: str) -> bool:
     """Whether the name says that the model is a chat model."""
     return bool(re.search(r"instruct|chat|[-_]it\b|r1|gpt-oss|thinking|kimi-k|glm-[45]|minimax-m", name, re.IGNORECASE))
 
 
-def _built(name: str, variant: Variant) -> Model:
+def _build_model(name: str, variant: Variant) -> Model:
     model = _plain(name, variant)
     if variant.scheme:
         model = with_label(model, variant.scheme, variant)
@@ -414,32 +418,34 @@ def with_label(model: Model, label: str, variant: Variant | None = None) -> Mode
     """The model with its weights stored as `label`: FP8, AWQ-INT4, Q4_K_M, 4-BIT, 4.0BPW …"""
     if label in ("BF16", "F16", "F32"):
         factor = 2 if label == "F32" else 1
-        return _scaled(model, label, 16 * factor, None)
+        return _scale_weights(model, label, 16 * factor, None)
     if label in _WORDS:
         method, scheme = _WORDS[label]
         return _stored_as(model, scheme, method, variant.kv if variant else None)
     if bits := GGUF_BITS.get(label):
         details = Quantization(method="gguf", bits=bits)
-        return replaced(_scaled(model, label, bits, details), basis="estimate")
+        return replaced(_scale_weights(model, label, bits, details), basis="estimate")
     if match := re.fullmatch(r"(?:BNB[-_]?)?(\d)[-_]?BITS?", label):
         # MLX: a 16-bit scale and bias for each 64 weights.
         details = Quantization(method="mlx", bits=float(match[1]), group_size=64)
-        return _scaled(model, f"{match[1]}-bit", int(match[1]) + 0.5, details)
+        return _scale_weights(model, f"{match[1]}-bit", int(match[1]) + 0.5, details)
     if match := re.fullmatch(r"(\d(?:\.\d+)?)[-_]?BPW", label):
-        return _scaled(model, f"{match[1]} bpw", float(match[1]), Quantization(method="exl3", bits=float(match[1])))
+        return _scale_weights(
+            model, f"{match[1]} bpw", float(match[1]), Quantization(method="exl3", bits=float(match[1]))
+        )
     if match := re.match(r"I?Q(\d)", label):
         details = Quantization(method="gguf", bits=float(match[1]))
-        return replaced(_scaled(model, label, float(match[1]) + 0.6, details), basis="estimate")
+        return replaced(_scale_weights(model, label, float(match[1]) + 0.6, details), basis="estimate")
     return model
 
 
-def _scaled(model: Model, label: str, bits: float, details: Quantization | None) -> Model:
+def _scale_weights(model: Model, label: str, bits: float, details: Quantization | None) -> Model:
     """The model with `bits` bits per weight. Vision encoders stay in 16 bits."""
     parts = tuple(
         part if part.name == "vision" else replaced(part, bytes=round(part.parameters * bits / 8))
         for part in model.parts
     )
-    return _summed(model, parts, label, details, bits)
+    return _sum_parts(model, parts, label, details, bits)
 
 
 def _stored_as(model: Model, scheme: Scheme, method: str, kv: str | None) -> Model:
@@ -462,10 +468,10 @@ def _stored_as(model: Model, scheme: Scheme, method: str, kv: str | None) -> Mod
         )
         groups = ()
     details = Quantization(method=method, bits=scheme.bits, group_size=scheme.group, block=scheme.block, kv_cache=kv)
-    return replaced(_summed(model, ordered, scheme.label, details, bits), tensor_groups=groups)
+    return replaced(_sum_parts(model, ordered, scheme.label, details, bits), tensor_groups=groups)
 
 
-def _summed(model: Model, parts: tuple[Part, ...], label: str, details: Quantization | None, bits: float) -> Model:
+def _sum_parts(model: Model, parts: tuple[Part, ...], label: str, details: Quantization | None, bits: float) -> Model:
     """The model with sums over `parts`; without known parts, its parameters at `bits` bits."""
     by_name = {part.name: part.bytes for part in parts}
     if not parts:

@@ -150,16 +150,16 @@ def _no_such_path(text: str, path: Path | None) -> BadQuestion:
             names = []
         near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
         near = near or sorted(name for name in names if name.lower().endswith(".gguf"))[:3]
-        hint = f"that folder contains {_listed(near)}" if near else f"{path.parent} contains no GGUF file"
+        hint = f"that folder contains {_join_names(near)}" if near else f"{path.parent} contains no GGUF file"
     else:
         known = {model.path.name: model.name for model in local_models()}
         near = [known[match] for match in difflib.get_close_matches(path.name, list(known), n=3, cutoff=0.5)]
         hint = f"the folder {path.parent} does not exist either"
-        hint += f"; this machine has {_listed(near)}" if near else ""
+        hint += f"; this machine has {_join_names(near)}" if near else ""
     return BadQuestion(f"there is no file {text}", hint=hint)
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
@@ -187,7 +187,7 @@ def _folder(folder: Path, text: str, *, must: bool) -> Located | None:
         if not must:
             return None
         others = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES)[:3]
-        cause = f"it contains {_listed(others)}, Python pickles, which bedplate never opens" if others else None
+        cause = f"it contains {_join_names(others)}, Python pickles, which bedplate never opens" if others else None
         raise BadQuestion(
             f"the folder {text} contains no model",
             cause=cause,

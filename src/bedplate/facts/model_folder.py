@@ -60,7 +60,7 @@ def read_folder(folder: Path, *, name: str | None = None, origin: str | None = N
     model = replaced(model, **_template(folder))
     if not shards:
         refuse_pickles(folder)
-        size = _promised(folder)
+        size = _read_index_total(folder)
         return by_name(model) if size is None else replaced(model, weight_bytes=size)
     headers = [read_header(path) for path in shards]
     metadata = headers[0].metadata
@@ -114,7 +114,7 @@ def weight_files(folder: Path) -> list[Path]:
     return found
 
 
-def _promised(folder: Path) -> int | None:
+def _read_index_total(folder: Path) -> int | None:
     index = folder / "model.safetensors.index.json"
     return parse_index(_bytes(index, MAX_INDEX_BYTES), index.name).total_bytes if index.is_file() else None
 
@@ -216,11 +216,13 @@ def with_tensors(
         changes["mtp_parameters"] = 0
     if model.quantization_details is None:
         counted = sum(figures[0] for part, figures in held.items() if part not in ("mtp", "vision"))
-        changes |= _counted(model, counted, held, groups)
+        changes |= _count_parameters(model, counted, held, groups)
     return replaced(model, **changes)
 
 
-def _counted(model: Model, counted: int, held: dict[str, list[int]], groups: tuple[TensorGroup, ...]) -> dict[str, Any]:
+def _count_parameters(
+    model: Model, counted: int, held: dict[str, list[int]], groups: tuple[TensorGroup, ...]
+) -> dict[str, Any]:
     """For unquantized weights of an unknown architecture, use the parameter count of the files."""
     changes: dict[str, Any] = {
         "vision_parameters": held.get("vision", [0, 0])[0],

@@ -179,7 +179,7 @@ def _initializer(file: BinaryIO, start: int, end: int) -> tuple[int, int, bool]:
                 elements *= at
             else:
                 file.seek(at)
-                for value in _unpacked(file.read(min(until - at, 1024))):
+                for value in _decode_varints(file.read(min(until - at, 1024))):
                     elements *= value
         elif field == 2 and until is None:
             kind = at
@@ -191,7 +191,7 @@ def _initializer(file: BinaryIO, start: int, end: int) -> tuple[int, int, bool]:
     return kind, elements, name.lower().endswith((b"_q4", b"_quant", b".qweight", b"_packed", b"_q4g32", b"_dq_q4"))
 
 
-def _unpacked(data: bytes) -> Iterator[int]:
+def _decode_varints(data: bytes) -> Iterator[int]:
     value = shift = 0
     for byte in data:
         value |= (byte & 127) << shift

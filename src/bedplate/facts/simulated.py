@@ -45,7 +45,7 @@ NETWORK_RATE = re.compile(
 def simulated(described: Mapping[str, Any]) -> Hardware:
     """The machine that an intent's `hardware` describes, or that `probe --json` saved."""
     if "schema" in described:
-        return _saved(described)
+        return _read_saved(described)
     asked = _Fields(described)
     ram_bytes = asked.bytes_of("ram_gb")
     system = asked.system()
@@ -62,7 +62,7 @@ def simulated(described: Mapping[str, Any]) -> Hardware:
         card, cpu = None, card
     if card is None and cpu is not None and cpu.chip.kind != "cpu":
         card, cpu = cpu, None
-    return _assembled(asked, card, cpu, ram_bytes, system)
+    return _assemble(asked, card, cpu, ram_bytes, system)
 
 
 def idle_free_bytes(total_bytes: int) -> int:
@@ -147,7 +147,7 @@ class _Fields:
             return None
 
 
-def _saved(described: Mapping[str, Any]) -> Hardware:
+def _read_saved(described: Mapping[str, Any]) -> Hardware:
     try:
         return msgspec.convert(dict(described), Hardware)
     except msgspec.ValidationError as error:
@@ -158,7 +158,7 @@ def _saved(described: Mapping[str, Any]) -> Hardware:
         ) from error
 
 
-def _assembled(
+def _assemble(
     asked: _Fields, card: Match | None, cpu: Match | None, ram_bytes: int | None, system: OperatingSystem | None
 ) -> Hardware:
     notes = [match.note for match in (card, cpu) if match is not None and match.note]

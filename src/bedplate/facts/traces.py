@@ -74,17 +74,17 @@ class BadRows:
 def opened(path: Path | str) -> Iterator[io.BufferedReader]:
     """The bytes of a trace, decompressed while reading; `-` is standard input."""
     if str(path) == "-":
-        yield _decompressed(cast("io.BufferedReader", sys.stdin.buffer), "standard input")
+        yield _decompress(cast("io.BufferedReader", sys.stdin.buffer), "standard input")
         return
     try:
         file = Path(path).open("rb")  # noqa: SIM115
     except (OSError, ValueError) as error:
         raise BadQuestion(f"cannot read {path}", cause=getattr(error, "strerror", None) or str(error)) from error
     with file:
-        yield _decompressed(file, Path(path).name)
+        yield _decompress(file, Path(path).name)
 
 
-def _decompressed(file: io.BufferedReader, name: str) -> io.BufferedReader:
+def _decompress(file: io.BufferedReader, name: str) -> io.BufferedReader:
     try:
         magic = file.peek(4)[:4]
     except OSError as error:
@@ -92,11 +92,11 @@ def _decompressed(file: io.BufferedReader, name: str) -> io.BufferedReader:
     if magic.startswith(b"\x1f\x8b"):
         return io.BufferedReader(gzip.GzipFile(fileobj=file), 2**18)
     if magic == b"\x28\xb5\x2f\xfd":
-        return _unpacked_zstd(file, name)
+        return _decompress_zstd(file, name)
     return file
 
 
-def _unpacked_zstd(file: BinaryIO, name: str) -> io.BufferedReader:
+def _decompress_zstd(file: BinaryIO, name: str) -> io.BufferedReader:
     try:  # part of Python since 3.14; before, an optional package
         from compression import zstd  # type: ignore[import-not-found,unused-ignore]
     except ImportError:

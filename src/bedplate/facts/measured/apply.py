@@ -12,7 +12,7 @@ def apply(hardware: Hardware, found: Measurements) -> Hardware:
     gpus = {gpu.index: gpu for gpu in found.gpus}
     return replaced(
         hardware,
-        cpu=replaced(hardware.cpu, instruction_sets=_running(hardware.cpu.instruction_sets, found)),
+        cpu=replaced(hardware.cpu, instruction_sets=_without_broken(hardware.cpu.instruction_sets, found)),
         memory=replaced(hardware.memory, bandwidth_bytes_s=ram.read_bytes_s) if ram else hardware.memory,
         accelerators=tuple(_card(card, gpus.get(card.index)) for card in hardware.accelerators),
         links=_links(hardware.links, found),
@@ -21,7 +21,7 @@ def apply(hardware: Hardware, found: Measurements) -> Hardware:
     )
 
 
-def _running(advertised: tuple[str, ...], found: Measurements) -> tuple[str, ...]:
+def _without_broken(advertised: tuple[str, ...], found: Measurements) -> tuple[str, ...]:
     """The advertised instruction sets without those that do not run, because an engine would crash on them."""
     broken = {check.name for check in found.instruction_sets if check.result == "does not run"}
     return tuple(name for name in advertised if name not in broken)

@@ -62,7 +62,7 @@ def measure(hardware: Hardware, progress: Progress | None = None) -> Measurement
         peers=gpus.peers,
         matrix=products.rates,
         disk=reads.disk,
-        notes=(*notes, *memory.notes, *gpus.notes, *products.notes, *reads.notes, *_left_out(hardware)),
+        notes=(*notes, *memory.notes, *gpus.notes, *products.notes, *reads.notes, *_note_unmeasured(hardware)),
     )
     try:
         remember(found)
@@ -108,7 +108,7 @@ def _beside_specs(gpus: tuple[GpuBandwidth, ...], hardware: Hardware) -> tuple[G
     return tuple(replaced(gpu, spec_bytes_s=specs.get(gpu.index)) for gpu in gpus)
 
 
-def _left_out(hardware: Hardware) -> tuple[str, ...]:
+def _note_unmeasured(hardware: Hardware) -> tuple[str, ...]:
     """Accelerators of this machine that bedplate cannot measure yet."""
     others = sorted({card.vendor for card in hardware.accelerators} - {"nvidia"})
     return tuple(f"GPUs of {vendor} are not measured: bedplate can only measure NVIDIA GPUs" for vendor in others)
