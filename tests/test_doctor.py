@@ -80,19 +80,19 @@ class TestProblems:
                 "nearly full: 40 GB",
                 "BEDPLATE_HOME",
             ),
-            ({"swap_used_bytes": 3 * GIB}, "3 GiB are swapped out", "free memory"),
-            ({"uv": None}, "uv is not here", "pip install uv"),
-            ({"home_writable": False}, "cannot be written to", "BEDPLATE_HOME"),
+            ({"swap_used_bytes": 3 * GIB}, "3 GiB of memory is swapped out", "free memory"),
+            ({"uv": None}, "uv is missing", "pip install uv"),
+            ({"home_writable": False}, "is not writable", "BEDPLATE_HOME"),
             (hardware(memory=Memory(total_bytes=24 * GIB, available_bytes=GIB // 2)), "only 512 MiB", "smaller model"),
-            (hardware(cpu=replaced(MACHINE.cpu, allowed_cores=0.5)), "only 0.5 of a CPU core", "CPU limit"),
+            (hardware(cpu=replaced(MACHINE.cpu, allowed_cores=0.5)), "only 0.5 CPU cores", "CPU limit"),
             (
-                hardware(notes=("an NVIDIA driver is loaded but its library is not here: …",)),
-                "library is not here",
+                hardware(notes=("an NVIDIA driver is loaded but its library is missing: …",)),
+                "library is missing",
                 None,
             ),
             (
                 {"engines": (EngineCheck(engine="llama.cpp", version="1", failure="no module"),)},
-                "llama.cpp 1 does not run any more: no module",
+                "llama.cpp 1 no longer runs: no module",
                 "bedplate engines remove llama.cpp",
             ),
         ],
@@ -287,6 +287,6 @@ class TestCommand:
         (folder / "bedplate.json").write_text(json.dumps({"engine": "llama.cpp"}))
         done = self.run(tmp_path)
         assert done.returncode == 1
-        assert "llama.cpp 2026.1 does not run any more" in " ".join(done.stdout.split())
+        assert "llama.cpp 2026.1 no longer runs" in " ".join(done.stdout.split())
         assert "bedplate engines remove llama.cpp" in done.stdout
         assert "\x1b" not in done.stdout

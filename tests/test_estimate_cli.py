@@ -29,7 +29,7 @@ def test_each_row_gets_a_number_or_a_reason(tmp_path: Path) -> None:
     first, second = csv.DictReader(io.StringIO(target.read_text()))
     assert first["row_id"] == "a" and first["refused"] == ""
     assert float(first["low"]) < float(first["predicted"]) < float(first["high"])
-    assert second["row_id"] == "b" and second["predicted"] == "" and "no chip is known" in second["refused"]
+    assert second["row_id"] == "b" and second["predicted"] == "" and "unknown chip" in second["refused"]
 
 
 def test_standard_streams_work_too() -> None:

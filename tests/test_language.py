@@ -29,10 +29,8 @@ NOT_YET = {
     "src/bedplate/decide",
     "src/bedplate/deploy",
     "src/bedplate/engines",
-    "src/bedplate/errors.py",
     "src/bedplate/facts",
     "src/bedplate/hosting",
-    "src/bedplate/interrupts.py",
     "src/bedplate/judge",
     "src/bedplate/measure",
     "src/bedplate/page",
@@ -40,7 +38,6 @@ NOT_YET = {
     "src/bedplate/run",
     "src/bedplate/serving",
     "src/bedplate/show",
-    "src/bedplate/store.py",
     "src/bedplate/tuning",
     "src/bedplate/values",
 }

@@ -32,14 +32,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "deep" / "store.sqlite"
 
 
-def test_what_is_added_comes_back_newest_first(path: Path) -> None:
+def test_results_are_returned_newest_first(path: Path) -> None:
     older, newer = result(at="2026-11-01T10:00:00Z"), result("sglang", at="2026-11-02T10:00:00Z")
     store.add(newer, path)
     store.add(older, path)
     assert store.results("m1", path=path) == (newer, older)
 
 
-def test_only_this_machine_and_this_model(path: Path) -> None:
+def test_results_are_filtered_by_machine_and_model(path: Path) -> None:
     mine, other = result(), result(machine="m2")
     third = result(model="another model")
     for one in (mine, other, third):
@@ -49,16 +49,16 @@ def test_only_this_machine_and_this_model(path: Path) -> None:
     assert store.results("m1", "nobody's", path) == ()
 
 
-def test_reading_makes_no_file(path: Path) -> None:
+def test_reading_creates_no_file(path: Path) -> None:
     assert store.results("m1", path=path) == ()
     assert not path.parent.exists()
 
 
-def test_its_place_is_under_the_home(bedplate_home: Path) -> None:
+def test_the_store_is_under_bedplate_home(bedplate_home: Path) -> None:
     assert store.store_path().parent == bedplate_home
 
 
-def test_a_newer_bedplates_file_is_left_alone(path: Path) -> None:
+def test_a_store_of_a_newer_bedplate_is_rejected_unchanged(path: Path) -> None:
     store.add(result(), path)
     with sqlite3.connect(path) as connection:
         connection.execute(f"PRAGMA user_version={store.VERSION + 1}")
@@ -73,7 +73,7 @@ def test_a_newer_bedplates_file_is_left_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"not a database at all" * 100, b"SQLite format 3\x00" + b"\xff" * 500])
-def test_a_corrupt_file_is_said_to_be_one(path: Path, content: bytes) -> None:
+def test_a_corrupt_file_is_reported(path: Path, content: bytes) -> None:
     path.parent.mkdir()
     path.write_bytes(content)
     for use in (lambda: store.results("m1", path=path), lambda: store.add(result(), path)):
@@ -83,7 +83,7 @@ def test_a_corrupt_file_is_said_to_be_one(path: Path, content: bytes) -> None:
     assert path.read_bytes() == content
 
 
-def test_a_truncated_file_is_said_to_be_one(path: Path) -> None:
+def test_a_truncated_file_is_reported(path: Path) -> None:
     for number in range(20):
         store.add(result(at=f"2026-11-01T10:00:{number:02}Z", model="a long name " * 500), path)
     whole = path.read_bytes()
@@ -92,7 +92,7 @@ def test_a_truncated_file_is_said_to_be_one(path: Path) -> None:
         store.results("m1", path=path)
 
 
-def test_a_row_that_this_version_cannot_read_is_a_failure_and_not_a_crash(path: Path) -> None:
+def test_an_unreadable_row_raises_an_external_failure(path: Path) -> None:
     store.add(result(), path)
     with sqlite3.connect(path) as connection:
         connection.execute('UPDATE results SET body = \'{"schema": "result/99"}\'')
@@ -102,7 +102,7 @@ def test_a_row_that_this_version_cannot_read_is_a_failure_and_not_a_crash(path: 
     assert failed.value.hint
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
     with pytest.raises(OutsideFailed):
@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attempt", range(8))
-def test_several_threads_make_a_store_and_write_at_once(path: Path, attempt: int) -> None:
+def test_several_threads_create_a_store_and_write_at_once(path: Path, attempt: int) -> None:
     """Who makes the tables is a race; it was lost once in a few dozen times."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: store.add(result(model=f"model {number}"), path), range(40)))
@@ -130,7 +130,7 @@ def test_several_processes_write_at_once(path: Path) -> None:
 
 
 class TestFingerprint:
-    def test_what_matters_changes_it(self) -> None:
+    def test_relevant_hardware_changes_the_fingerprint(self) -> None:
         machines = [
             {"accelerator": "H100 SXM", "count": 8, "ram_gb": 2048},
             {"accelerator": "H100 SXM", "count": 4, "ram_gb": 2048},
@@ -142,7 +142,7 @@ class TestFingerprint:
         ]
         assert len({store.fingerprint(simulated(described)) for described in machines}) == len(machines)
 
-    def test_what_comes_and_goes_does_not(self) -> None:
+    def test_free_memory_and_similar_do_not_change_the_fingerprint(self) -> None:
         machine = simulated({"accelerator": "H100 SXM", "count": 2, "ram_gb": 512})
         busy = replaced(
             machine,

@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store.sqlite"
 
 
-def test_a_run_comes_back_with_its_cells_in_the_order_of_their_beginning(path: Path) -> None:
+def test_a_run_has_its_cells_in_start_order(path: Path) -> None:
     cells = [made_cell("vllm", 4, 80.0), made_cell("vllm", 1, 50.0), made_cell("llama.cpp", 1, 40.0)]
     run = made_run(cells)
     store.add_run(run, path)
@@ -35,7 +35,7 @@ def test_a_run_comes_back_with_its_cells_in_the_order_of_their_beginning(path: P
     assert store.cells("made", path=path) == tuple(cells)
 
 
-def test_a_cell_with_more_repeats_takes_its_own_place(path: Path) -> None:
+def test_a_cell_with_more_repeats_replaces_the_stored_one(path: Path) -> None:
     first, second = made_cell("vllm", 1, 50.0, repeats=1), made_cell("vllm", 4, 80.0)
     store.add_run(made_run([]), path)
     for cell in (first, second, made_cell("vllm", 1, 50.0, repeats=3)):
@@ -44,27 +44,27 @@ def test_a_cell_with_more_repeats_takes_its_own_place(path: Path) -> None:
     assert [cell.load.concurrency for cell in store.run("made", path).cells] == [1, 4]
 
 
-def test_what_is_said_of_a_run_can_change(path: Path) -> None:
+def test_a_stored_run_can_be_updated(path: Path) -> None:
     run = replaced(made_run([]), finished=False)
     store.add_run(run, path)
     store.add_run(replaced(run, finished=True), path)
     assert [one.finished for one in store.runs(path=path)] == [True]
 
 
-def test_names_that_mean_nothing_or_several(path: Path) -> None:
-    with pytest.raises(BadQuestion, match="nothing was measured"):
+def test_unknown_and_ambiguous_run_ids_are_rejected(path: Path) -> None:
+    with pytest.raises(BadQuestion, match="no run is stored yet"):
         store.run(path=path)
     store.add_run(made_run([]), path)
     store.add_run(replaced(made_run([]), id="made-again", at="2026-11-16T09:00:00Z"), path)
-    with pytest.raises(BadQuestion, match="no run is called x") as unknown:
+    with pytest.raises(BadQuestion, match="there is no run x") as unknown:
         store.run("x", path)
     assert "made-again" in (unknown.value.hint or "")
-    with pytest.raises(BadQuestion, match="2 runs begin with ma"):
+    with pytest.raises(BadQuestion, match="2 run ids begin with ma"):
         store.run("ma", path)
     assert store.run(path=path).id == "made-again" and store.run("made-", path).id == "made-again"
 
 
-def test_a_whole_name_wins_over_the_beginning_of_a_longer_one(path: Path) -> None:
+def test_a_complete_id_wins_over_a_prefix_of_a_longer_one(path: Path) -> None:
     store.add_run(made_run([]), path)
     store.add_run(replaced(made_run([]), id="made-again"), path)
     assert store.run("made", path).id == "made"
@@ -84,7 +84,7 @@ def test_an_older_store_gets_the_tables_and_keeps_the_rest(path: Path) -> None:
     connection.close()
 
 
-def test_a_cell_that_this_version_cannot_read_is_a_failure_and_not_a_crash(path: Path) -> None:
+def test_an_unreadable_cell_raises_an_external_failure(path: Path) -> None:
     store.add_run(made_run([]), path)
     store.add_cell(made_cell("vllm", 1, 50.0), path)
     with sqlite3.connect(path) as connection:
@@ -94,6 +94,6 @@ def test_a_cell_that_this_version_cannot_read_is_a_failure_and_not_a_crash(path:
         store.run("made", path)
 
 
-def test_reading_makes_no_file(path: Path) -> None:
+def test_reading_creates_no_file(path: Path) -> None:
     assert store.runs(path=path) == () and store.cells(path=path) == ()
     assert not path.exists()

@@ -1,10 +1,10 @@
-"""What can go wrong, as one small tree. Library code raises these; only the command line prints them and exits."""
+"""The exceptions that library code raises. Only the command line prints them and exits with `exit_code`."""
 
 from __future__ import annotations
 
 
 class BedplateError(Exception):
-    """Says what failed, what caused it and what to do about it."""
+    """An error with a message, and optionally its cause and a hint about what to do."""
 
     exit_code = 3
 
@@ -21,18 +21,18 @@ class BedplateError(Exception):
 
 
 class AnswerIsNo(BedplateError):
-    """The question was good and the answer is no: it does not fit, a check failed."""
+    """The request is valid, but what it asks for is not possible: the model does not fit, or a check failed."""
 
     exit_code = 1
 
 
 class BadQuestion(BedplateError):
-    """The question was wrong: a bad option, an unknown chip, an unreadable file."""
+    """Usage error: a bad option, an unknown chip, an unreadable file."""
 
     exit_code = 2
 
 
 class OutsideFailed(BedplateError):
-    """Something outside of bedplate failed: the network, the disk, an engine."""
+    """External failure: the network, the disk or an engine."""
 
     exit_code = 3

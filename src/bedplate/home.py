@@ -1,4 +1,4 @@
-"""Where bedplate keeps models, engine environments, logs and state, and how files get there whole or not at all."""
+"""The folder where bedplate keeps models, engine environments, logs and state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bedplate.errors import OutsideFailed
 
 
 def home() -> Path:
-    """`BEDPLATE_HOME`, or the user's cache folder by the platform's convention."""
+    """`BEDPLATE_HOME` if it is set, else the platform's cache folder of the user."""
     if chosen := os.environ.get("BEDPLATE_HOME"):
         return Path(chosen).expanduser().absolute()
     import platformdirs
@@ -34,7 +34,7 @@ def logs_dir() -> Path:
 
 
 def writable(folder: Path) -> Path:
-    """`folder`, made if it is not there, after showing that a file can be written in it."""
+    """Create `folder` if needed and check that a file can be written in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable.{os.getpid()}"
@@ -48,20 +48,20 @@ def writable(folder: Path) -> Path:
 
 
 def need_free(folder: Path, wanted_bytes: int, what: str) -> None:
-    """Refuses before a download or install starts, rather than when the disk is full."""
+    """Raise before a download or an install starts if the disk has less than `wanted_bytes` free."""
     from bedplate.values.units import size
 
     free = shutil.disk_usage(folder).free
     if free < wanted_bytes:
         raise OutsideFailed(
-            f"not enough disk space for {what}: {size(wanted_bytes)} are needed and {size(free)} are free in {folder}",
+            f"not enough disk space for {what}: {size(wanted_bytes)} needed, {size(free)} free in {folder}",
             hint="free some space (bedplate engines remove ID, bedplate prepared remove --unused), "
             "or point BEDPLATE_HOME at a larger disk",
         )
 
 
 def disk_failure(error: OSError, path: Path) -> OutsideFailed:
-    """An operating-system error on `path` as something a person can act on."""
+    """Turn an operating-system error on `path` into an error with a hint."""
     hint = "point BEDPLATE_HOME at a folder that you may write to"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "free some space, or point BEDPLATE_HOME at a larger disk"
@@ -70,7 +70,7 @@ def disk_failure(error: OSError, path: Path) -> OutsideFailed:
 
 @contextlib.contextmanager
 def locked(path: Path, what: str, waiting: object = None) -> Iterator[None]:
-    """Holds `path`.lock so that of two bedplate processes one does the work and the other waits for it."""
+    """Hold the file lock `path`.lock, so that only one bedplate process does the work and others wait for it."""
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def locked(path: Path, what: str, waiting: object = None) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         if callable(waiting):
-            waiting(f"waiting for another bedplate that is {what}")
+            waiting(f"waiting for another bedplate process that is {what}")
         lock.acquire()
     try:
         yield

@@ -1,11 +1,11 @@
-"""What an interrupt leaves behind in Python itself."""
+"""Clean-up of the state that an interrupt leaves in the Python interpreter."""
 
 
 def forget_interrupts() -> None:
-    """Lets a module that is run by its name end with the status that it chose.
+    """Let a module run by `python -m` exit with its own status after a handled KeyboardInterrupt.
 
-    Where KeyboardInterrupt passes through code that is made of text, as the methods of dataclasses are when a module is
-    imported, Python notes that nobody caught it, and ends itself by SIGINT though somebody did. The note is of the last
-    such code that ran: here, of none at all.
+    CPython sets a flag when KeyboardInterrupt passes through code that was compiled from a string, such as a
+    dataclass's generated methods. With the flag set, it ends the process by SIGINT even if the exception was caught.
+    Running any other string clears the flag.
     """
     exec("")  # noqa: S102

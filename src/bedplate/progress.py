@@ -1,4 +1,4 @@
-"""How long work tells where it stands. `show` draws it; callers from Python may ignore it."""
+"""The progress interface of long operations. `show` draws it; Python callers may pass `Silent`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Protocol
 
 class Progress(Protocol):
     def note(self, text: str) -> None:
-        """One line about something that happened."""
+        """Report one line about an event."""
 
     def step(self, label: str, total: int | None = None) -> AbstractContextManager[Callable[[int], None]]:
-        """Work that takes a while; the context's value is called with how much of `total` is done."""
+        """Open a step. Call the context's value with the part of `total` that is done."""
 
 
 class Silent:
-    """Tells nobody."""
+    """Reports nothing."""
 
     def note(self, text: str) -> None:
         return None

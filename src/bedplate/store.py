@@ -1,6 +1,6 @@
-"""What was measured, asked and allowed here, in one SQLite file under BEDPLATE_HOME.
+"""The SQLite store under BEDPLATE_HOME: measurements, verdicts, tunings, tenants and requests.
 
-Measurements are written by measure and read by decide; tenants and requests are the gateway's.
+`measure` writes measurements and `decide` reads them. The gateway owns tenants and requests.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from bedplate.values.tuning import Refused, Tuned
 from bedplate.values.verdict import Verdict
 
 VERSION = 6
-"""1: results. 2: agreements. 3: runs and their cells. 4: tenants, their keys and requests. 5: verdicts. 6: tunings, and
-settings that they refused.
+"""Version of the tables.
 
-Each has tables of its own: an older file needs nothing else.
+1: results. 2: agreements. 3: runs and their cells. 4: tenants, their keys and requests. 5: verdicts. 6: tunings and
+refused settings. Each version only adds tables, so an older file needs no conversion.
 """
 MOST_READ = 10_000
 SCHEMA = """
@@ -146,7 +146,7 @@ FROM requests;
 """
 PAGE = 5000
 ROWS_AT_ONCE = 100
-"""Of nine values each; older builds of SQLite take 999."""
+"""Each row has nine values, and older SQLite builds allow 999 values in a statement."""
 SALT_BYTES = 32
 
 R = TypeVar("R", bound=Record)
@@ -157,7 +157,11 @@ def store_path() -> Path:
 
 
 def fingerprint(hardware: Hardware) -> str:
-    """What makes two machines the same for a measurement: chips, their number and memory, cores and system."""
+    """An id of the hardware. Measurements are comparable only between machines with the same id.
+
+    It covers the operating system, the CPU and its allowed cores, the memory size, and the accelerators with their
+    memory.
+    """
     cards = [f"{card.name}/{card.memory_bytes}" for card in hardware.accelerators]
     memory_gib = round(hardware.memory.total_bytes / (1 << 30))
     parts = [hardware.os, hardware.cpu.name, f"{hardware.cpu.allowed_cores:g}", str(memory_gib), *cards]
@@ -165,7 +169,7 @@ def fingerprint(hardware: Hardware) -> str:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+def _open_store(path: Path) -> Iterator[sqlite3.Connection]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(path, timeout=10)
@@ -176,11 +180,11 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version > VERSION:
                 raise OutsideFailed(
-                    f"{path} was written by a newer bedplate: version {version} of its tables, not {VERSION}",
-                    hint="update bedplate, or point BEDPLATE_HOME elsewhere",
+                    f"{path} was written by a newer bedplate (store version {version}; this one reads {VERSION})",
+                    hint="update bedplate, or point BEDPLATE_HOME at another folder",
                 )
-            if version < VERSION:  # readers of a store that is as it should be write nothing, and hold nobody up
-                _bring_up_to_date(connection, path)
+            if version < VERSION:  # readers of an up-to-date store write nothing and take no lock
+                _create_missing_tables(connection, path)
             yield connection
     except sqlite3.Error as error:
         raise _failure(error, path) from error
@@ -188,8 +192,11 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
         connection.close()
 
 
-def _bring_up_to_date(connection: sqlite3.Connection, path: Path) -> None:
-    """One process at a time: SQLite refuses a concurrent change of the journal mode, whatever its busy timeout."""
+def _create_missing_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Create the missing tables. A file lock lets one process at a time do it.
+
+    SQLite rejects a concurrent change of the journal mode at once, whatever the busy timeout is.
+    """
     from filelock import FileLock
 
     try:
@@ -207,7 +214,7 @@ def _failure(error: Exception, path: Path) -> OutsideFailed:
     return OutsideFailed(
         f"cannot use the store {path}",
         cause=getattr(error, "cause", None) or str(error),
-        hint="move the file away; it is made anew, without what was measured",
+        hint="move the file away; bedplate then creates an empty one, without the earlier measurements",
     )
 
 
@@ -220,24 +227,21 @@ def add_agreement(agreement: Agreement, path: Path | None = None) -> None:
 
 
 def results(machine: str, model: str | None = None, path: Path | None = None) -> tuple[Result, ...]:
-    """What was measured on this machine, the newest first. Without a store there is nothing, and none is made."""
+    """The results measured on this machine, newest first. Empty if there is no store; none is created."""
     query = "SELECT body FROM results WHERE machine = ? AND (? IS NULL OR model = ?) ORDER BY at DESC, id DESC LIMIT ?"
-    return _selected(query, Result, machine, model, path)
+    return _select(query, Result, machine, model, path)
 
 
 def agreements(machine: str, model: str | None = None, path: Path | None = None) -> tuple[Agreement, ...]:
-    """Whose answers were checked on this machine, the newest first."""
+    """The agreement checks run on this machine, newest first."""
     query = (
         "SELECT body FROM agreements WHERE machine = ? AND (? IS NULL OR model = ?) ORDER BY at DESC, id DESC LIMIT ?"
     )
-    return _selected(query, Agreement, machine, model, path)
+    return _select(query, Agreement, machine, model, path)
 
 
 def add_run(run: Run, path: Path | None = None) -> None:
-    """Keeps what is said of a run as a whole, and puts it in the place of what was kept of it before.
-
-    Its cells are kept one by one, by `add_cell`.
-    """
+    """Store a run without its cells, or replace it. `add_cell` stores the cells."""
     _put(
         "INSERT INTO runs (id, at, machine, body) VALUES (?, ?, ?, ?) "
         "ON CONFLICT (id) DO UPDATE SET body = excluded.body",
@@ -247,7 +251,7 @@ def add_run(run: Run, path: Path | None = None) -> None:
 
 
 def add_cell(cell: Cell, path: Path | None = None) -> None:
-    """Keeps a cell as it is now; one with more repeats takes its place."""
+    """Store a cell, or replace it, for example after another repeat."""
     _put(
         "INSERT INTO cells (id, run, at, machine, engine, model, body) VALUES (?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (id) DO UPDATE SET body = excluded.body",
@@ -257,7 +261,7 @@ def add_cell(cell: Cell, path: Path | None = None) -> None:
 
 
 def runs(machine: str | None = None, path: Path | None = None) -> tuple[Run, ...]:
-    """The runs that are kept, without their cells, the newest first."""
+    """The stored runs without their cells, newest first."""
     query = "SELECT body FROM runs WHERE (? IS NULL OR machine = ?) ORDER BY at DESC, number DESC LIMIT ?"
     return _read(query, Run, (machine, machine, MOST_READ), path)
 
@@ -270,7 +274,7 @@ def cells(
     model: str | None = None,
     path: Path | None = None,
 ) -> tuple[Cell, ...]:
-    """The cells of a run in the order in which they were begun; without a run, the newest of all first."""
+    """The cells of a run in the order they were started; without `run`, all cells, newest first."""
     query = (
         "SELECT body FROM cells WHERE (? IS NULL OR run = ?) AND (? IS NULL OR machine = ?) "
         "AND (? IS NULL OR engine = ?) AND (? IS NULL OR model = ?) ORDER BY number DESC LIMIT ?"
@@ -280,22 +284,22 @@ def cells(
 
 
 def run(named: str | None = None, path: Path | None = None) -> Run:
-    """One run with its cells, by its id or the beginning of it; without a name the newest."""
+    """One run with its cells, by its id or an unambiguous beginning of it; without a name, the newest."""
     kept = runs(path=path)
     found = [one for one in kept if named is None or one.id.startswith(named)]
     if named is None or any(one.id == named for one in found):
         found = [one for one in found if named is None or one.id == named][:1]
     if len(found) != 1:
-        what = f"no run is called {named}" if named is not None else "nothing was measured here yet"
+        what = f"there is no run {named}" if named is not None else "no run is stored yet"
         if len(found) > 1:
-            what = f"{len(found)} runs begin with {named}"
+            what = f"{len(found)} run ids begin with {named}"
         newest = ", ".join(one.id for one in (found or kept)[:5])
-        raise BadQuestion(what, hint=f"there are {newest}" if newest else "bedplate bench measures")
+        raise BadQuestion(what, hint=f"stored runs: {newest}" if newest else "run bedplate bench first")
     return replaced(found[0], cells=cells(found[0].id, path=path))
 
 
 def add_verdict(verdict: Verdict, at: str, path: Path | None = None) -> None:
-    """`at`: when it was reached, ISO 8601 in UTC."""
+    """`at`: when the verdict was reached, ISO 8601 in UTC."""
     _put(
         "INSERT INTO verdicts (at, machine, model, body) VALUES (?, ?, ?, ?)",
         (at, verdict.machine, verdict.model, _line(verdict)),
@@ -304,12 +308,12 @@ def add_verdict(verdict: Verdict, at: str, path: Path | None = None) -> None:
 
 
 def last_verdict(machine: str, model: str, path: Path | None = None) -> tuple[str, Verdict] | None:
-    """The newest for a model on this machine, and when it was reached."""
+    """The newest verdict for a model on this machine, and when it was reached."""
     where = path or store_path()
     if not where.exists():
         return None
     query = "SELECT at, body FROM verdicts WHERE machine = ? AND model = ? ORDER BY at DESC, id DESC LIMIT 1"
-    with _opened(where) as connection:
+    with _open_store(where) as connection:
         found = connection.execute(query, (machine, model)).fetchone()
     if found is None:
         return None
@@ -320,13 +324,13 @@ def last_verdict(machine: str, model: str, path: Path | None = None) -> tuple[st
 
 
 def verdicts(machine: str, model: str | None = None, path: Path | None = None) -> tuple[Verdict, ...]:
-    """What was said of two engines on this machine, the newest first."""
+    """The verdicts reached on this machine, newest first."""
     query = "SELECT body FROM verdicts WHERE machine = ? AND (? IS NULL OR model = ?) ORDER BY at DESC, id DESC LIMIT ?"
-    return _selected(query, Verdict, machine, model, path)
+    return _select(query, Verdict, machine, model, path)
 
 
 def add_tuning(tuned: Tuned, path: Path | None = None) -> None:
-    """Keeps a tuning as it is now, in the place of what was kept of it before."""
+    """Store a tuning, or replace it."""
     _put(
         "INSERT INTO tunings (id, at, machine, engine, model, body) VALUES (?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (id) DO UPDATE SET body = excluded.body",
@@ -336,7 +340,7 @@ def add_tuning(tuned: Tuned, path: Path | None = None) -> None:
 
 
 def tunings(machine: str | None, model: str | None = None, path: Path | None = None) -> tuple[Tuned, ...]:
-    """What was tuned on this machine, or on any, the newest first."""
+    """The tunings of this machine, or of every machine if `machine` is None, newest first."""
     query = (
         "SELECT body FROM tunings WHERE (? IS NULL OR machine = ?) AND (? IS NULL OR model = ?) "
         "ORDER BY at DESC, number DESC LIMIT ?"
@@ -353,15 +357,15 @@ def add_refused(refused: Refused, path: Path | None = None) -> None:
 
 
 def refused_settings(machine: str, engine: str, path: Path | None = None) -> tuple[Refused, ...]:
-    """What no tuning proposes again on this machine, the newest first."""
+    """The settings that `tune` must not propose again on this machine, newest first."""
     query = "SELECT body FROM refused_settings WHERE machine = ? AND engine = ? ORDER BY at DESC, id DESC LIMIT ?"
     return _read(query, Refused, (machine, engine, MOST_READ), path)
 
 
 def salt(path: Path | None = None) -> bytes:
-    """A secret of this installation, made when it is first asked for: hashes made with it mean nothing elsewhere."""
+    """A secret of this installation, created on first use. Hashes made with it cannot be compared elsewhere."""
     where = path or store_path()
-    with _opened(where) as connection:
+    with _open_store(where) as connection:
         (found,) = connection.execute("SELECT COUNT(*) FROM install WHERE name = 'salt'").fetchone()
         if not found:
             connection.execute(
@@ -374,7 +378,7 @@ def salt(path: Path | None = None) -> bytes:
 
 
 def put_tenant(tenant: Tenant, path: Path | None = None) -> None:
-    """Keeps what a tenant may have; its keys are kept one by one, by `add_key`."""
+    """Store a tenant's limits. `add_key` stores its keys."""
     _put(
         "INSERT INTO tenants (name, body) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET body = excluded.body",
         (tenant.name, _line(replaced(tenant, keys=()))),
@@ -391,23 +395,23 @@ def remove_key(id_: str, path: Path | None = None) -> None:
 
 
 def remove_tenant(name: str, path: Path | None = None) -> None:
-    """With all of its keys. What it used stays known."""
-    with _opened(path or store_path()) as connection:
+    """Remove a tenant and its keys. Its usage records stay."""
+    with _open_store(path or store_path()) as connection:
         connection.execute("DELETE FROM keys WHERE tenant = ?", (name,))
         connection.execute("DELETE FROM tenants WHERE name = ?", (name,))
 
 
 def tenants(path: Path | None = None) -> tuple[Tenant, ...]:
-    """All tenants with their keys, by name."""
+    """All tenants with their keys, ordered by name."""
     return tuple(tenant for tenant, _ in tenants_and_digests(path))
 
 
 def tenants_and_digests(path: Path | None = None) -> tuple[tuple[Tenant, tuple[bytes, ...]], ...]:
-    """All tenants, each with the hashes of its keys in the order of `keys`."""
+    """All tenants, each with the digests of its keys in the order of `keys`."""
     where = path or store_path()
     if not where.is_file():
         return ()
-    with _opened(where) as connection:
+    with _open_store(where) as connection:
         bodies = connection.execute("SELECT name, body FROM tenants ORDER BY name").fetchall()
         rows = connection.execute("SELECT tenant, digest, body FROM keys ORDER BY rowid").fetchall()
     try:
@@ -423,11 +427,15 @@ def tenants_and_digests(path: Path | None = None) -> tuple[tuple[Tenant, tuple[b
 
 
 def add_requests(requests: Sequence[ServedRequest], path: Path | None = None) -> None:
-    """All of them or none. They outlive a process that is killed; of a machine that is, perhaps not the last ones."""
-    with _opened(path or store_path()) as connection:
+    """Store all of the requests or none.
+
+    They survive a killed process. After a power failure the last ones may be missing.
+    """
+    with _open_store(path or store_path()) as connection:
         connection.execute("PRAGMA synchronous=NORMAL")
-        # A hundred in one statement: SQLite lets other threads go on once for each, and one of these answers requests.
-        # To hand over to it and back for every row takes longer than the row; a hundred take less than a millisecond.
+        # Insert a hundred rows in one statement. SQLite releases the GIL once per statement, and handing it to the
+        # gateway's thread and back for every row takes longer than the insert. A hundred rows take less than a
+        # millisecond.
         for begin in range(0, len(requests), ROWS_AT_ONCE):
             some = requests[begin : begin + ROWS_AT_ONCE]
             values: list[object] = []
@@ -450,14 +458,14 @@ def requests(
     model: str | None = None,
     path: Path | None = None,
 ) -> Iterator[ServedRequest]:
-    """What was asked from a moment on, in the order in which it ended, a page at a time."""
+    """The requests from `since_s` on, in the order they ended. They are read one page at a time."""
     where = path or store_path()
     if not where.is_file():
         return
     query = "SELECT id, body FROM requests WHERE id > ? AND at_s >= ? AND (? IS NULL OR model = ?) ORDER BY id LIMIT ?"
     last = 0
     while True:
-        with _opened(where) as connection:
+        with _open_store(where) as connection:
             values = (last, since_s, model, model, PAGE)
             page = connection.execute(query, values).fetchall()
         for number, body in page:
@@ -471,8 +479,11 @@ def requests(
 
 
 def fold_requests(before_s: float, most: int, path: Path | None = None) -> int:
-    """Keeps of requests before that moment, and of those beyond the newest `most`, only what each day used."""
-    with _opened(path or store_path()) as connection:
+    """Replace old requests by daily sums: those before `before_s`, and all but the newest `most`.
+
+    Returns the number of requests removed.
+    """
+    with _open_store(path or store_path()) as connection:
         (last,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM requests").fetchone()
         old = (before_s, last - most)
         connection.execute(
@@ -492,7 +503,7 @@ def fold_requests(before_s: float, most: int, path: Path | None = None) -> int:
 def usage(
     by: UsageBy, since_s: float = 0.0, *, tenant: str | None = None, path: Path | None = None
 ) -> tuple[UsageRow, ...]:
-    """What was used from a moment on, or, of what is so old that only days are known, from that day on."""
+    """Usage since `since_s`. Requests that are kept only as daily sums count from the beginning of that day."""
     where = path or store_path()
     if not where.is_file():
         return ()
@@ -503,7 +514,7 @@ def usage(
         "completion_tokens FROM counted WHERE at_s >= ?1 UNION ALL SELECT * FROM usage_days "
         "WHERE day >= strftime('%Y-%m-%d', ?1, 'unixepoch')) WHERE ?2 IS NULL OR tenant = ?2 GROUP BY 1 ORDER BY 1"
     )
-    with _opened(where) as connection:
+    with _open_store(where) as connection:
         rows = connection.execute(query, (since_s, tenant, by)).fetchall()
     return tuple(
         UsageRow(
@@ -519,7 +530,7 @@ def _line(record: Record) -> str:
 
 
 def _put(statement: str, values: Sequence[object], path: Path | None) -> None:
-    with _opened(path or store_path()) as connection:
+    with _open_store(path or store_path()) as connection:
         connection.execute(statement, values)
 
 
@@ -527,7 +538,7 @@ def _read(query: str, kind: type[R], values: Sequence[object], path: Path | None
     where = path or store_path()
     if not where.is_file():
         return ()
-    with _opened(where) as connection:
+    with _open_store(where) as connection:
         found = connection.execute(query, values).fetchall()
     try:
         return tuple(from_json(kind, body, origin=str(where)) for (body,) in found)
@@ -539,5 +550,5 @@ def _insert(statement: str, record: Result | Agreement, path: Path | None) -> No
     _put(statement, (record.at, record.machine, record.engine, record.model, to_json(record, indent=0)), path)
 
 
-def _selected(query: str, kind: type[R], machine: str, model: str | None, path: Path | None) -> tuple[R, ...]:
+def _select(query: str, kind: type[R], machine: str, model: str | None, path: Path | None) -> tuple[R, ...]:
     return _read(query, kind, (machine, model, model, MOST_READ), path)

@@ -130,7 +130,7 @@ def test_an_archive_with_a_flipped_bit_or_a_missing_end_is_an_error_or_whole(
 )
 def test_a_garbled_manifest_is_an_error_that_says_so(text: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(text)
-    with pytest.raises(BadQuestion, match="is not a Bundle"):
+    with pytest.raises(BadQuestion, match="is not a valid Bundle"):
         read_bundle(tmp_path)
 
 

@@ -58,7 +58,7 @@ def test_every_id_and_spelling_leads_to_one_id() -> None:
         ("0.9", None),
     ],
 )
-def test_what_people_call_them(text: str, engine: str | None) -> None:
+def test_common_names_map_to_ids(text: str, engine: str | None) -> None:
     assert engine_id(text) == engine
 
 

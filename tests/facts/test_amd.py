@@ -80,7 +80,7 @@ class TestTopology:
         figure = found.links[0].bandwidth_bytes_s
         assert figure is not None and (figure.value, figure.basis) == (50e9, "reported")
 
-    def test_parts_of_a_partitioned_card_are_accelerators_of_their_own(self, tmp_path: Path) -> None:
+    def test_each_part_of_a_partitioned_card_is_an_accelerator(self, tmp_path: Path) -> None:
         root = topology(tmp_path, "kfd-mi308-cpx-first-5.txt")
         nodes = read_kfd(root)
         assert [node.pci_address for node in nodes[:2]] == ["0000:0a:00.0", "0000:0a:00.1"]
@@ -196,9 +196,9 @@ class TestCards:
             pcie=Pcie(generation=4, width=16),
         )
         assert (second.name, second.index, second.memory_bytes) == ("AMD Instinct MI210", 1, None)
-        assert "ROCm cannot use it" in found.notes[0]
+        assert "ROCm cannot use the card" in found.notes[0]
 
-    def test_none_asks_nobody(self, tmp_path: Path) -> None:
+    def test_without_a_card_no_program_is_run(self, tmp_path: Path) -> None:
         def ask(argv: Sequence[str]) -> str | None:
             raise AssertionError("no card, no question")
 
@@ -266,13 +266,13 @@ class TestLibrary:
         }
         return SimpleNamespace(AmdSmiException=self.Error, **{**answers, **changes})
 
-    def test_is_asked_first_where_it_is_installed(self) -> None:
+    def test_the_library_is_asked_first_if_installed(self) -> None:
         (card,) = ask_amdsmi(self.library())
         assert (card.name, card.compute_units, card.power_limit_w) == ("AMD Instinct MI300X", 304, 750.0)
         assert (card.total_bytes, card.used_bytes) == (206141652992, None)
         assert card.processes == (GpuProcess(pid=99, name="vllm", bytes=1 << 30),)
 
-    def test_what_it_refuses_is_unknown(self) -> None:
+    def test_a_failed_library_call_gives_none(self) -> None:
         def refuse(*about: Any) -> Any:
             raise self.Error
 

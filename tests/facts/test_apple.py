@@ -51,7 +51,7 @@ class TestProfiler:
         assert (screen.chip, screen.gpu_cores, screen.metal) == ("Apple M2 Max", 30, "Metal 4")
         assert parse_profiler(None) == parse_profiler("") == parse_profiler("{}") == MacProfile()
 
-    def test_a_card_of_another_make_is_not_apples(self) -> None:
+    def test_a_card_of_another_vendor_is_ignored(self) -> None:
         """A Mac Pro's or an Intel Mac's; constructed."""
         other = {"SPDisplaysDataType": [{"_name": "AMD Radeon Pro 5500M", "spdisplays_vendor": "sppci_vendor_amd"}]}
         assert parse_profiler(json.dumps(other)) == MacProfile()
@@ -101,7 +101,7 @@ class TestProfiler:
 
 
 class TestWiredLimit:
-    def test_the_owners_setting_is_taken_as_it_is(self) -> None:
+    def test_a_configured_limit_is_used_as_is(self) -> None:
         limit = wired_limit({"iogpu.wired_limit_mb": "26000"}, 32 * GIB)
         assert limit is not None
         assert (limit.value, limit.basis) == (26000 << 20, "reported")
@@ -119,18 +119,18 @@ class TestWiredLimit:
             (128, 107.52),  # M5 Max, macOS 26: antirez/ds4 pull request 893
         ],
     )
-    def test_macos_own_limit_is_an_estimate_that_holds_what_was_seen(self, memory_gib: int, seen_gib: float) -> None:
+    def test_the_estimated_default_covers_the_observed_limits(self, memory_gib: int, seen_gib: float) -> None:
         limit = wired_limit({"iogpu.wired_limit_mb": "0"}, memory_gib * GIB)
         assert limit is not None
         assert limit.basis == "estimate"
         assert limit.low * 0.9999 <= seen_gib * GIB <= limit.high
 
-    def test_a_mac_on_paper_has_the_same_rule(self) -> None:
+    def test_a_hypothetical_mac_uses_the_same_rule(self) -> None:
         for memory_gib in (8, 24, 36, 64, 512):
             chip = find_chip("Apple M3 Ultra 80-core").chip
             assert shared_limit(chip, memory_gib * GIB) == wired_limit({}, memory_gib * GIB)
 
-    def test_nothing_is_made_up_without_a_memory_size(self) -> None:
+    def test_without_a_memory_size_there_is_no_limit(self) -> None:
         assert wired_limit({}, None) is None
 
 
@@ -142,12 +142,12 @@ class TestAccelerator:
         assert (found.name, found.vendor, found.compute_units) == ("Apple M2", "apple", 10)
         assert (found.memory_bytes, found.free_bytes, found.unified_memory) == (24 * GIB, 12 * GIB, True)
 
-    def test_what_is_free_never_exceeds_what_the_gpu_may_hold(self) -> None:
+    def test_free_memory_never_exceeds_the_gpu_limit(self) -> None:
         sysctl = parse_sysctl(capture("sysctl/apple-m2.txt")) | {"iogpu.wired_limit_mb": "8192"}
         found = apple_accelerator(sysctl, MacProfile(), 20 * GIB)
         assert found is not None and found.free_bytes == 8 * GIB
 
-    def test_system_profiler_stands_in_for_sysctl(self) -> None:
+    def test_system_profiler_replaces_a_missing_sysctl(self) -> None:
         profile = parse_profiler(capture("apple/profiler-hardware-m2.json"))
         found = apple_accelerator({}, profile, 10 * GIB)
         assert found is not None
@@ -158,7 +158,7 @@ class TestAccelerator:
 
 
 class TestReading:
-    def test_the_slow_program_is_asked_only_where_the_quick_ones_left_something_open(
+    def test_system_profiler_runs_only_if_the_fast_sources_are_incomplete(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(apple, "read_sysctl", lambda: parse_sysctl(capture("sysctl/apple-m2.txt")))
@@ -171,7 +171,7 @@ class TestReading:
         assert read_apple(GIB, ask).accelerators[0].compute_units == 10
         assert asked == ["ioreg"]
 
-    def test_a_mac_that_says_nothing_is_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_mac_without_any_answer_gets_a_note(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(apple, "read_sysctl", dict)
         found = read_apple(GIB, lambda argv: None)
         assert found == Found(notes=("the chip could not be read: neither sysctl nor system_profiler answered",))

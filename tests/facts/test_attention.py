@@ -34,13 +34,13 @@ class TestPlain:
     def test_grouped_queries(self) -> None:
         assert read().kv_bytes_per_token == 32 * 8 * (128 + 128) * 2
 
-    def test_every_head_its_own(self) -> None:
+    def test_multi_head_attention_has_a_kv_head_per_head(self) -> None:
         assert read(num_key_value_heads=None).kv_bytes_per_token == 32 * 32 * 256 * 2
 
-    def test_one_for_all_heads(self) -> None:
+    def test_multi_query_attention_has_one_kv_head(self) -> None:
         assert read(num_key_value_heads=1).kv_bytes_per_token == 32 * 256 * 2
 
-    def test_a_head_may_be_wider_than_the_width_by_heads(self) -> None:
+    def test_head_dim_may_exceed_hidden_size_over_heads(self) -> None:
         assert read(head_dim=256).kv_bytes_per_token == 32 * 8 * 512 * 2
 
     def test_an_eight_bit_cache_is_half(self) -> None:
@@ -78,7 +78,7 @@ class TestCompressed:
         assert pro.kv_bytes(tokens) / 2**30 == pytest.approx(9.62, rel=0.01)
         assert 0.09 < pro.kv_bytes(tokens) / before.kv_bytes(tokens) < 0.13
 
-    def test_by_hand(self) -> None:
+    def test_compressed_cache_matches_a_calculation_by_hand(self) -> None:
         # Of V4-Pro's 61 layers 30 keep an entry of 512 and an index key of 128 for 4 tokens, 31 one for 128 tokens.
         model = find_model("deepseek-ai/DeepSeek-V4-Pro")
         assert model.kv_bytes_per_token == round(30 * (512 + 128) / 4 * 2 + 31 * 512 / 128 * 2)
@@ -121,7 +121,7 @@ class TestWindows:
         assert kinds(model) == {"chunked attention": 36, "full attention": 12}
         assert model.kv_bytes_window == 36 * 8 * 256 * 2 * 8192
 
-    def test_a_window_that_is_switched_off_is_none(self) -> None:
+    def test_a_disabled_window_is_ignored(self) -> None:
         qwen = read(model_type="qwen2", sliding_window=4096, use_sliding_window=False, max_window_layers=4)
         assert qwen.kv_bytes_window == 0
         assert kinds(read(model_type="qwen2", sliding_window=4096, use_sliding_window=True, max_window_layers=4)) == {
@@ -129,7 +129,7 @@ class TestWindows:
             "windowed attention": 28,
         }
 
-    def test_a_short_conversation_fills_no_window(self) -> None:
+    def test_a_short_sequence_does_not_fill_the_window(self) -> None:
         model = find_model("google/gemma-3-27b-it")
         assert model.kv_bytes(10) == 62 * 16 * 256 * 2 * 10
         assert model.kv_bytes(4096) == model.kv_bytes_per_token * 4096 + model.kv_bytes_window

@@ -90,7 +90,7 @@ def test_v1_limits_with_page_cache_taken_off(tmp_path: Path) -> None:
     )
 
 
-def test_v1_knows_of_a_tighter_limit_above_what_it_can_see(tmp_path: Path) -> None:
+def test_v1_reports_a_tighter_limit_of_a_hidden_ancestor(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         "4:memory:/docker/abc\n",
@@ -167,7 +167,7 @@ def test_memory_high_bounds_a_plan_as_memory_max_does(tmp_path: Path) -> None:
     assert (limits.memory_limit_bytes, limits.memory_headroom_bytes) == (2 * GIB, GIB)
 
 
-def test_usage_above_the_limit_leaves_nothing_rather_than_less(tmp_path: Path) -> None:
+def test_usage_above_the_limit_leaves_zero_headroom(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/memory.max": str(GIB), "sys/fs/cgroup/memory.current": str(3 * GIB)}
     assert read_limits(tree(tmp_path, "0::/\n", V2_HOST, files)).memory_headroom_bytes == 0
 

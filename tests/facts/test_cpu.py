@@ -82,7 +82,7 @@ def test_the_same_core_number_in_two_sockets_is_two_cores() -> None:
     assert summarise(cpu.instruction_sets) == "AVX2"
 
 
-def test_a_virtual_ryzen_has_what_its_host_passes_on() -> None:
+def test_a_virtual_ryzen_has_the_instruction_sets_of_its_host() -> None:
     cpu = described("x86_64-ryzen-2700x-vm", "x86_64", {0})
     assert (cpu.name, cpu.vendor) == ("AMD Ryzen 7 2700X Eight-Core Processor", "amd")
     assert cpu.instruction_sets == ("sse4_2", "avx", "avx2")
@@ -109,7 +109,7 @@ def test_arm_cores_are_named_by_their_part_numbers(
     assert cpu.instruction_sets == sets
 
 
-def test_an_arm_part_that_nobody_listed_is_named_by_its_number() -> None:
+def test_an_unlisted_arm_part_is_named_by_its_number() -> None:
     text = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xfff\n"
     assert parse_cpuinfo(text).name == "arm core 0xfff"
     assert parse_cpuinfo(text.replace("0x41", "0x99")).name == "0x99 core 0xfff"
@@ -244,7 +244,7 @@ class TestCaches:
                     (folder / name).write_text(f"{text}\n")
         return root
 
-    def test_alike_ones_are_counted(self, tmp_path: Path) -> None:
+    def test_identical_caches_are_counted_together(self, tmp_path: Path) -> None:
         """The sizes are those of the Sapphire Rapids VM in tests/captures, with 16 CPUs."""
         root = self.tree(
             tmp_path,
@@ -287,7 +287,7 @@ class TestCaches:
         assert (core_kinds({}), sysctl_caches({})) == ((None, None), ())
 
     @given(st.text())
-    def test_no_size_makes_it_raise(self, text: str) -> None:
+    def test_no_cache_size_text_raises(self, text: str) -> None:
         parse_cache_size(text)
         parse_node_meminfo(text)
 

@@ -87,7 +87,7 @@ def test_every_weight_of_both_sides_is_counted(fields: dict[str, Any], parameter
     assert sum(group.count for group in model.layers) == model.num_layers
 
 
-def test_a_token_is_kept_once_whether_it_was_read_or_written() -> None:
+def test_input_and_output_tokens_take_the_same_cache() -> None:
     """12 layers of the decoder, 12 heads of 64, keys and values, 16 bits: the encoder keeps nothing."""
     model = read(T5)
     assert model.kv_bytes_per_token == 12 * 12 * 64 * 2 * 2
@@ -103,7 +103,7 @@ def test_whisper_keeps_thirty_seconds_of_sound_for_each_sequence() -> None:
     assert (model.task, model.max_context) == ("other", 448)
 
 
-def test_writing_reads_the_decoder_alone() -> None:
+def test_generation_reads_only_the_decoder() -> None:
     model = read(WHISPER)
     encoder = next(part for part in model.parts if part.name == "encoder")
     assert encoder.parameters == 636_968_960
@@ -132,6 +132,6 @@ def test_the_encoder_alone_is_an_embedder_without_a_cache() -> None:
         {"model_type": "whisper"},
     ],
 )
-def test_what_cannot_be_is_a_bad_question(fields: dict[str, Any]) -> None:
+def test_invalid_configurations_are_usage_errors(fields: dict[str, Any]) -> None:
     with pytest.raises(BadQuestion):
         read(fields)

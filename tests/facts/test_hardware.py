@@ -200,7 +200,7 @@ class TestSystem:
 
 
 class TestAccelerators:
-    def test_cards_of_two_makers_are_numbered_once(self) -> None:
+    def test_cards_of_two_vendors_have_unique_indexes(self) -> None:
         first = Found(
             accelerators=(
                 Accelerator(name="A", vendor="nvidia", index=0),
@@ -218,7 +218,7 @@ class TestAccelerators:
         assert [(link.a, link.b) for link in found.links] == [("0", "host"), ("3", "4")]
         assert found.notes == ("one",)
 
-    def test_a_chip_without_memory_of_its_own_has_the_machines(self) -> None:
+    def test_a_chip_without_memory_uses_the_machines(self) -> None:
         ram = Memory(total_bytes=128 * GIB, available_bytes=100 * GIB)
         spark = shared_memory(Accelerator(name="NVIDIA GB10", vendor="nvidia", unified_memory=True), ram)
         assert (spark.memory_bytes, spark.free_bytes) == (128 * GIB, 100 * GIB)
@@ -229,7 +229,7 @@ class TestAccelerators:
     def test_a_machine_without_any_has_none(self, tmp_path: Path) -> None:
         assert read_accelerators("linux", Memory(total_bytes=GIB, available_bytes=GIB), tmp_path) == Found()
 
-    def test_nodes_that_list_less_memory_than_there_is_are_noted(self) -> None:
+    def test_numa_nodes_with_missing_memory_are_noted(self) -> None:
         """Seen in a virtual machine that gets its memory late."""
         ram = Memory(total_bytes=135148457984, available_bytes=GIB)
         cpu = replaced(TestShow.XEON.cpu, numa=(NumaNode(index=0, cpus="0-15", memory_bytes=6135615488),))
@@ -250,12 +250,12 @@ class TestSpec:
         assert (card.bandwidth_bytes_s.value, card.bandwidth_bytes_s.basis) == (4.8e12, "spec")
         assert "NVIDIA" in (card.bandwidth_bytes_s.source or "")
 
-    def test_an_unknown_chip_is_noted_and_nothing_is_made_up(self) -> None:
+    def test_an_unknown_chip_is_noted_and_has_no_bandwidth(self) -> None:
         hardware = with_spec(self.machine(Accelerator(name="Voodoo 2", vendor="other")))
         assert hardware.accelerators[0].bandwidth_bytes_s is None
-        assert hardware.notes == ("Voodoo 2 is not in the list of chips: its memory bandwidth is not known",)
+        assert hardware.notes == ("Voodoo 2 is not in the list of chips, so its memory bandwidth is unknown",)
 
-    def test_what_the_driver_says_stands_where_no_sheet_is_known(self) -> None:
+    def test_the_drivers_bandwidth_is_kept_for_an_unlisted_chip(self) -> None:
         figure = Figure(value=1e12, low=1e12, high=1e12, basis="reported")
         hardware = with_spec(self.machine(Accelerator(name="Voodoo 2", vendor="other", bandwidth_bytes_s=figure)))
         assert (hardware.accelerators[0].bandwidth_bytes_s, hardware.notes) == (figure, ())
@@ -265,7 +265,7 @@ class TestSpec:
         figure = with_spec(self.machine(part)).accelerators[0].bandwidth_bytes_s
         assert figure is not None and (figure.value, figure.basis) == (4.8e12 / 8, "estimate")
 
-    def test_a_part_of_unknown_size_gets_nothing(self) -> None:
+    def test_a_slice_of_unknown_size_has_no_bandwidth(self) -> None:
         part = Accelerator(name="AMD Instinct MI300X", vendor="amd", index=1, parent=0, memory_bytes=24 * GIB)
         hardware = with_spec(self.machine(part))
         assert (hardware.accelerators[0].bandwidth_bytes_s, hardware.notes) == (None, ())
@@ -283,7 +283,7 @@ class TestSpec:
             ("12th Gen Intel(R) Core(TM) i7-12700", 12, 1, 76.8),
         ],
     )
-    def test_the_sheets_bandwidth_of_a_cpu_doubts_that_every_channel_is_filled(
+    def test_a_cpus_bandwidth_range_covers_empty_channels(
         self, name: str, cores: int, sockets: int | None, gb_s: float
     ) -> None:
         figure = with_spec(self.cpu(name, cores, sockets)).memory.bandwidth_bytes_s
@@ -292,7 +292,7 @@ class TestSpec:
         assert figure.low == figure.value / 2
         assert "channels may be empty" in (figure.source or "")
 
-    def test_soldered_memory_leaves_no_doubt(self) -> None:
+    def test_soldered_memory_has_no_range(self) -> None:
         figure = with_spec(self.cpu("Cortex-A76 (Raspberry Pi 5 Model B Rev 1.0)", 4)).memory.bandwidth_bytes_s
         assert figure is not None and figure.low == figure.value == figure.high == pytest.approx(17.1e9)
 
@@ -303,20 +303,22 @@ class TestSpec:
         assert figure.basis == "estimate"
         assert figure.low < figure.value < figure.high < 60e9
 
-    def test_an_unnamed_cpu_has_no_bandwidth_and_a_measured_one_stands(self) -> None:
+    def test_an_unknown_cpu_has_no_bandwidth_unless_measured(self) -> None:
         assert with_spec(TestShow.XEON).memory.bandwidth_bytes_s is None
         measured = Figure(value=1e10, low=9e9, high=1.1e10, basis="measured")
         machine = self.cpu("AMD EPYC 7763 64-Core Processor", 64)
         machine = replaced(machine, memory=replaced(machine.memory, bandwidth_bytes_s=measured))
         assert with_spec(machine).memory.bandwidth_bytes_s == measured
 
-    def test_memory_that_a_driver_keeps_quiet(self) -> None:
+    def test_memory_comes_from_the_data_sheet_if_the_driver_is_silent(self) -> None:
         hardware = with_spec(self.machine(Accelerator(name="Tenstorrent n300", vendor="tenstorrent")))
         assert hardware.accelerators[0].memory_bytes == 24 * GIB
         assert "data sheet" in hardware.notes[0]
 
 
-def test_the_disk_is_that_of_a_folder_that_is_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_found_for_a_folder_that_does_not_exist_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "not/yet"))
     disk, notes = read_disk()
     assert notes == ()
@@ -358,7 +360,7 @@ class TestShow:
     def test_one_line(self) -> None:
         assert one_line(self.XEON) == ("Intel Xeon, 2 cores allowed (of 2), AVX-512 AMX · 23.4 GiB RAM free · no GPU")
 
-    def test_one_line_of_a_machine_on_paper_does_not_name_what_nobody_said(self) -> None:
+    def test_one_line_of_hypothetical_hardware_omits_unspecified_parts(self) -> None:
         assert one_line(simulated({"accelerator": "RTX 4090", "ram_gb": 64})).startswith("8 cores allowed (of 8) · ")
 
     def test_one_line_with_cards(self) -> None:
@@ -385,7 +387,7 @@ class TestShow:
     def test_short_names(self, name: str, short: str) -> None:
         assert short_name(name) == short
 
-    def test_the_page_has_units_and_basis_and_says_what_is_unknown(self) -> None:
+    def test_the_page_shows_units_basis_and_unknowns(self) -> None:
         page = self.page(
             replaced(
                 self.XEON,
@@ -412,7 +414,7 @@ class TestShow:
         ):
             assert expected in page
 
-    def test_the_page_says_what_a_bandwidth_means(self) -> None:
+    def test_the_page_explains_bandwidths(self) -> None:
         figure = Figure(value=936e9, low=936e9, high=936e9, basis="spec")
         assert cost(figure, 24 * 10**9) == (
             "each GB of weights read per token takes 1.07 ms: 24 GB, which fill it, at most 39 tokens/s a stream"
@@ -425,7 +427,7 @@ class TestShow:
         ram = replaced(self.XEON.memory, bandwidth_bytes_s=replaced(figure, value=40e9))
         assert "takes 25 ms" in self.page(replaced(self.XEON, memory=ram))
 
-    def test_the_page_describes_alike_cards_once(self) -> None:
+    def test_the_page_groups_identical_cards(self) -> None:
         card = replaced(
             self.H200,
             architecture="Hopper",
@@ -476,7 +478,7 @@ class TestShow:
         ):
             assert expected in page
 
-    def test_links_that_are_alike_share_a_line(self) -> None:
+    def test_identical_links_share_a_line(self) -> None:
         figure = Figure(value=450e9, low=450e9, high=450e9, basis="spec")
         switch = [
             Link(kind="nvlink", a=str(a), b=str(b), count=18, bandwidth_bytes_s=figure)

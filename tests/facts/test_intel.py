@@ -57,7 +57,7 @@ def test_the_tiles_of_a_data_centre_card_are_one_memory(tmp_path: Path) -> None:
     assert read_intel(tmp_path).accelerators[0].memory_bytes == 128 << 30
 
 
-def test_the_data_centre_i915_also_says_what_is_free(tmp_path: Path) -> None:
+def test_the_data_center_i915_reports_free_memory(tmp_path: Path) -> None:
     card(
         tmp_path,
         0,
@@ -67,25 +67,25 @@ def test_the_data_centre_i915_also_says_what_is_free(tmp_path: Path) -> None:
     assert (found.name, found.memory_bytes, found.free_bytes) == ("Intel Data Center GPU Flex 170", 100, 40)
 
 
-def test_a_card_whose_driver_keeps_its_memory_quiet_is_still_there(tmp_path: Path) -> None:
+def test_a_card_without_reported_memory_is_listed(tmp_path: Path) -> None:
     card(tmp_path, 0, {"device": "0x56a0", "uevent": "DRIVER=i915"})
     found = read_intel(tmp_path)
     assert (found.accelerators[0].name, found.accelerators[0].memory_bytes) == ("Intel Arc A770", None)
-    assert "does not say how much memory" in found.notes[0]
+    assert "does not report its memory" in found.notes[0]
 
 
 def test_graphics_inside_a_processor_is_only_noted(tmp_path: Path) -> None:
     card(tmp_path, 0, {"device": "0x9a49"})
     found = read_intel(tmp_path)
     assert found.accelerators == ()
-    assert found.notes == ("Intel graphics 0x9a49 is built into the CPU: not counted as a GPU",)
+    assert found.notes == ("Intel graphics 0x9a49 is built into the CPU and does not count as a GPU",)
 
 
-def test_none_is_none(tmp_path: Path) -> None:
+def test_a_machine_without_intel_graphics_has_none(tmp_path: Path) -> None:
     assert read_intel(tmp_path) == Found()
     assert all(found.vendor == "intel" for found in read_intel().accelerators)
 
 
 @given(st.text())
-def test_no_device_number_makes_it_raise(text: str) -> None:
+def test_no_device_number_raises(text: str) -> None:
     device_number(text)

@@ -62,19 +62,19 @@ def test_spellings(typed: str, base: str, label: str) -> None:
     "typed",
     ["", " ", "gpt-7", "no such thing", "???", "/", "llama", "deepseek-v3-tiny-16b", "deepseek-r1:8b", "x" * 5000],
 )
-def test_what_nobody_knows(typed: str) -> None:
+def test_unknown_names_are_rejected(typed: str) -> None:
     assert lookup(typed) is None
     with pytest.raises(BadQuestion):
         find_model(typed)
 
 
-def test_the_nearest_names_are_named() -> None:
+def test_an_unknown_name_lists_similar_names() -> None:
     with pytest.raises(BadQuestion) as caught:
         find_model("Qwen3-31B")
     assert "Qwen3-32B" in str(caught.value.hint)
 
 
-def test_a_quantization_is_bytes() -> None:
+def test_a_quantization_determines_the_size() -> None:
     sixteen = find_model("Qwen3-32B").weight_bytes
     assert find_model("Qwen3-32B Q8_0").weight_bytes == pytest.approx(sixteen * 8.5 / 16, rel=1e-6)
     assert find_model("Qwen3-32B-AWQ").weight_bytes == pytest.approx(19.3e9, rel=0.02)  # hub: Qwen/Qwen3-32B-AWQ
@@ -186,7 +186,7 @@ def test_every_known_model_is_found_by_its_own_name() -> None:
 
 
 @pytest.mark.measures
-def test_the_first_look_up_takes_a_blink() -> None:
+def test_the_first_lookup_is_fast() -> None:
     """In a process of its own, without what importing the package takes."""
     code = (
         "import time; from bedplate.facts import known_models as k; best = 9.0\n"
@@ -201,7 +201,7 @@ def test_the_first_look_up_takes_a_blink() -> None:
 
 @pytest.mark.measures
 @given(text=st.text(max_size=60))
-def test_any_text_is_understood_somehow(text: str) -> None:
+def test_no_text_makes_the_lookup_raise(text: str) -> None:
     understood(text)
     began = time.process_time()
     lookup(text)
@@ -231,7 +231,7 @@ class TestInline:
         model = model_from_facts({"params_b": 8, "layers": 32, "kv_heads": 8, "head_dim": 128})
         assert model.kv_bytes_per_token == 131_072
 
-    def test_without_a_shape_it_is_what_models_of_that_size_have(self) -> None:
+    def test_without_a_shape_the_cache_is_typical_of_the_size(self) -> None:
         for billions, kib in ((1, 32), (8, 128), (70, 320), (405, 504)):
             assert model_from_facts({"params_b": billions}).kv_bytes_per_token / 1024 == pytest.approx(kib, rel=0.7)
 

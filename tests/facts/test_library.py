@@ -96,7 +96,7 @@ class TestPaths:
         path = put(machine / "a.gguf")
         assert found("~/a.gguf").path == path
 
-    def test_any_part_leads_to_the_first_and_all_are_weighed(self, tmp_path: Path) -> None:
+    def test_any_part_finds_the_first_and_the_total_size(self, tmp_path: Path) -> None:
         parts = [put(tmp_path / f"big-0000{n}-of-00003.gguf", 100 * n) for n in (1, 2, 3)]
         assert found(str(parts[2])) == Located("big", parts[0], "a file", 600)
 
@@ -118,11 +118,11 @@ class TestPaths:
         assert "one.gguf" in error.cause
         assert "two.gguf" in error.cause
 
-    def test_a_folder_without_any_says_what_else_is_there(self, tmp_path: Path) -> None:
+    def test_a_folder_without_a_model_names_its_other_files(self, tmp_path: Path) -> None:
         (tmp_path / "hf").mkdir()
         (tmp_path / "hf" / "pytorch_model.bin").touch()
         error = refused(str(tmp_path / "hf"))
-        assert "no model is in the folder" in error.message
+        assert "contains no model" in error.message
         assert error.cause is not None
         assert "pytorch_model.bin" in error.cause
 
@@ -133,26 +133,26 @@ class TestPaths:
         assert found is not None
         assert (found.path, found.size_bytes, found.origin) == (tmp_path / "hf", 5, "a folder")
 
-    def test_a_folder_that_only_shares_a_name_is_passed_over(self, tmp_path: Path, machine: Path) -> None:
+    def test_a_folder_with_only_the_same_name_is_ignored(self, tmp_path: Path, machine: Path) -> None:
         (tmp_path / "work" / "llama3.2").mkdir()
         blob = ollama(machine / ".ollama" / "models", "registry.ollama.ai/library/llama3.2:latest")
         assert found("llama3.2").path == blob
 
     @pytest.mark.parametrize("text", ["./qwen3-8b.gguf", "qwen3-8b.gguf"])
-    def test_what_is_not_there_gets_the_nearest_name(self, tmp_path: Path, text: str) -> None:
+    def test_a_missing_file_suggests_a_similar_name(self, tmp_path: Path, text: str) -> None:
         put(tmp_path / "work" / "qwen3-8B.gguf")
         error = refused(text)
         assert error.message == f"there is no file {text}"
-        assert error.hint == "in that folder there is qwen3-8B.gguf"
+        assert error.hint == "that folder contains qwen3-8B.gguf"
 
-    def test_a_folder_that_is_not_there_gets_names_from_elsewhere(self, machine: Path) -> None:
+    def test_a_missing_folder_suggests_models_elsewhere(self, machine: Path) -> None:
         put(machine / ".lmstudio" / "models" / "pub" / "repo" / "phi-4-Q4_K_M.gguf")
         error = refused("/nowhere/phi-4-Q4_K_S.gguf")
         assert error.hint is not None
         assert "pub/repo/phi-4-Q4_K_M.gguf" in error.hint
 
-    def test_nothing_is_not_a_model(self) -> None:
-        assert "no model is named" in refused("  ").message
+    def test_an_empty_name_is_rejected(self) -> None:
+        assert "no model is specified" in refused("  ").message
 
 
 class TestHuggingFace:
@@ -183,22 +183,22 @@ class TestHuggingFace:
         snapshot = hub(cache, "a/b", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
         assert found(text).path == snapshot / "m-Q8_0.gguf"
 
-    def test_several_without_a_word_are_listed(self, cache: Path) -> None:
+    def test_several_models_are_listed_if_none_is_selected(self, cache: Path) -> None:
         hub(cache, "a/b", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
         error = refused("a/b")
         assert error.cause == "a/b:Q4_K_M (100 B); a/b:Q8_0 (100 B)"
 
-    def test_a_quantization_that_is_not_here_is_the_hubs_business(self, cache: Path) -> None:
+    def test_a_missing_quantization_is_left_to_the_hub(self, cache: Path) -> None:
         hub(cache, "a/b", "m-Q4_K_M.gguf")
         assert locate("a/b:Q6_K") is None
         assert locate("a/b/m-Q6_K.gguf") is None
         assert locate("c/d") is None
 
-    def test_unsloths_mark_may_be_left_out(self, cache: Path) -> None:
+    def test_the_ud_prefix_may_be_omitted(self, cache: Path) -> None:
         snapshot = hub(cache, "a/b", "m-UD-Q4_K_XL.gguf")
         assert found("a/b:Q4_K_XL").path == snapshot / "m-UD-Q4_K_XL.gguf"
 
-    def test_main_goes_before_other_snapshots(self, cache: Path) -> None:
+    def test_main_takes_precedence_over_other_snapshots(self, cache: Path) -> None:
         snapshot = hub(cache, "a/b", "m-Q4_K_M.gguf")
         hub(cache, "a/b", "m-Q4_K_M.gguf", commit=OLDER, main=False)
         os.utime(snapshot.parent / OLDER, (2**31, 2**31))
@@ -210,16 +210,16 @@ class TestHuggingFace:
         assert found("a/b:Q4_K_M").path == snapshot / parts[0]
         assert found("a/b").size_bytes == 200
 
-    def test_a_split_model_of_which_a_part_is_missing_is_not_here_yet(self, cache: Path) -> None:
+    def test_an_incomplete_split_model_is_not_found(self, cache: Path) -> None:
         hub(cache, "a/b", "m-Q4_K_M-00001-of-00002.gguf")
         assert locate("a/b") is None
 
-    def test_a_link_to_a_blob_that_is_gone_does_not_count(self, cache: Path) -> None:
+    def test_a_dangling_link_is_ignored(self, cache: Path) -> None:
         snapshot = hub(cache, "a/b", "m-Q4_K_M.gguf")
         (snapshot / "m-Q4_K_M.gguf").resolve().unlink()
         assert locate("a/b") is None
 
-    def test_the_variables_are_obeyed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_environment_variables_set_the_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         hub(tmp_path / "one" / "hub", "a/one", "m.gguf")
         hub(tmp_path / "two", "a/two", "m.gguf")
         monkeypatch.setenv("HF_HOME", str(tmp_path / "one"))
@@ -228,7 +228,7 @@ class TestHuggingFace:
         assert locate("a/one") is None
         assert locate("a/two") is not None
 
-    def test_our_folder_is_huggingface_hubs_own(self, machine: Path) -> None:
+    def test_the_folder_is_the_one_of_huggingface_hub(self, machine: Path) -> None:
         from huggingface_hub import constants
 
         relative = Path(constants.HF_HUB_CACHE).relative_to(constants.HF_HOME)
@@ -240,7 +240,7 @@ class TestOllama:
     def store(self, machine: Path) -> Path:
         return machine / ".ollama" / "models"
 
-    def test_the_latest_when_no_tag_is_said(self, store: Path) -> None:
+    def test_latest_is_the_default_tag(self, store: Path) -> None:
         ollama(store, "registry.ollama.ai/library/llama3.2:1b")
         latest = ollama(store, "registry.ollama.ai/library/llama3.2:latest", size=777)
         assert found("llama3.2") == Located("llama3.2:latest", latest, "Ollama", 777)
@@ -259,7 +259,7 @@ class TestOllama:
         located = found(text)
         assert (located.path, located.name) == (blob, name)
 
-    def test_the_only_tag_needs_not_be_said(self, store: Path) -> None:
+    def test_a_single_tag_may_be_omitted(self, store: Path) -> None:
         blob = ollama(store, "registry.ollama.ai/library/qwen3:0.6b")
         assert found("qwen3").path == blob
 
@@ -269,13 +269,13 @@ class TestOllama:
         error = refused("qwen3")
         assert error.cause == "qwen3:0.6b (100 B); qwen3:8b (100 B)"
 
-    def test_ollama_models_says_where(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ollama_models_sets_the_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         blob = ollama(tmp_path / "elsewhere", "registry.ollama.ai/library/qwen3:latest")
         monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "elsewhere"))
         assert found("qwen3").path == blob
 
     @pytest.mark.parametrize("digest", ["sha256:/../../secret", "sha256:zz", "md5:00", "../../secret"])
-    def test_a_manifest_cannot_lead_out_of_the_store(self, store: Path, digest: str) -> None:
+    def test_a_manifest_cannot_point_outside_of_the_store(self, store: Path, digest: str) -> None:
         name = "registry.ollama.ai/library/evil:latest"
         ollama(store, name)
         (store / "blobs" / "sha256-").mkdir()
@@ -286,22 +286,22 @@ class TestOllama:
         assert locate("evil") is None
 
     @pytest.mark.parametrize("content", ["", "[]", "{", '{"layers": 3}', '{"layers": [1]}', "null"])
-    def test_a_broken_manifest_is_passed_over(self, store: Path, content: str) -> None:
+    def test_a_broken_manifest_is_skipped(self, store: Path, content: str) -> None:
         ollama(store, "registry.ollama.ai/library/broken:latest")
         (store / "manifests/registry.ollama.ai/library/broken/latest").write_text(content)
         assert locate("broken") is None
         assert local_models() == ()
 
-    def test_models_that_are_no_gguf_are_passed_over(self, store: Path) -> None:
+    def test_models_that_are_not_gguf_are_skipped(self, store: Path) -> None:
         ollama(store, "registry.ollama.ai/library/mlx:latest", kind="tensor")
         assert locate("mlx") is None
 
-    def test_a_blob_that_is_gone_is_no_model(self, store: Path) -> None:
+    def test_a_missing_blob_is_not_a_model(self, store: Path) -> None:
         ollama(store, "registry.ollama.ai/library/gone:latest").unlink()
         assert locate("gone") is None
 
     @pytest.mark.parametrize("text", ["a/b/c/d", "no such", "x:y:z", "..:latest", "https://example.com/x"])
-    def test_what_is_no_name_is_not_looked_for(self, store: Path, text: str) -> None:
+    def test_invalid_names_are_not_looked_up(self, store: Path, text: str) -> None:
         ollama(store, "registry.ollama.ai/library/x:latest")
         assert locate(text) is None
 
@@ -315,20 +315,20 @@ class TestLmStudio:
         located = found(text)
         assert (located.path, located.origin) == (path, "LM Studio")
 
-    def test_the_hub_cache_goes_first(self, machine: Path) -> None:
+    def test_the_hub_cache_takes_precedence(self, machine: Path) -> None:
         put(machine / ".lmstudio/models/pub/repo/m-Q4_K_M.gguf")
         hub(machine / ".cache/huggingface/hub", "pub/repo", "m-Q4_K_M.gguf")
         assert found("pub/repo").origin == "the Hugging Face cache"
 
 
 class TestByName:
-    def test_what_people_call_it(self, machine: Path) -> None:
+    def test_a_common_name_finds_the_model(self, machine: Path) -> None:
         path = put(machine / ".lmstudio/models/pub/SmolLM2-GGUF/SmolLM2-135M-Instruct-Q4_K_M.gguf")
         for text in ("smollm2-135m-instruct", "SmolLM2-135M-Instruct-Q4_K_M", "SmolLM2-135M-Instruct:q4_k_m"):
             assert found(text).path == path
         assert locate("SmolLM2-135M-Instruct:Q8_0") is None
 
-    def test_two_of_a_name_are_listed(self, machine: Path) -> None:
+    def test_two_models_of_one_name_are_listed(self, machine: Path) -> None:
         put(machine / ".lmstudio/models/pub/repo/phi-4-Q4_K_M.gguf")
         put(machine / ".lmstudio/models/pub/repo/phi-4-Q8_0.gguf")
         error = refused("phi-4")
@@ -341,7 +341,7 @@ class TestByName:
 
 
 class TestListing:
-    def test_everything_once_by_the_name_that_gets_it(self, machine: Path, tmp_path: Path) -> None:
+    def test_every_model_is_listed_once_by_a_name_that_finds_it(self, machine: Path, tmp_path: Path) -> None:
         cache = machine / ".cache" / "huggingface" / "hub"
         hub(cache, "a/b", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj.gguf", "imatrix.gguf")
         hub(cache, "c/d", "plain.gguf")

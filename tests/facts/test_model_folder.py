@@ -89,7 +89,7 @@ class TestWhole:
         model = read_folder(folder)
         assert model.files == () and model.weight_bytes == 2 * model.parameters
 
-    def test_heads_that_guess_ahead_and_towers_that_see_are_apart(self, folder: Path) -> None:
+    def test_mtp_heads_and_vision_encoders_are_counted_separately(self, folder: Path) -> None:
         extra = {"model.layers.2.mlp.up_proj.weight": (16, 8), "vision_tower.blocks.0.attn.weight": (8, 8)}
         write(folder / "model.safetensors", {**tensors(), **extra})
         model = read_folder(folder)
@@ -97,14 +97,14 @@ class TestWhole:
         assert (model.vision_parameters, model.vision_weight_bytes) == (64, 128)
         assert model.weight_bytes == 2 * (model.parameters + 64)
 
-    def test_files_know_better_than_an_architecture_that_was_not_understood(self, folder: Path) -> None:
+    def test_files_override_the_count_of_an_unknown_architecture(self, folder: Path) -> None:
         write(folder / "model.safetensors", {**tensors(), "model.layers.0.novelty.weight": (64, 64)})
         assert (
             read_folder(folder).parameters
             == sum(a * b for a, b in [(32, 8), (32, 8)]) + 8 + 2 * (192 + 384 + 16) + 4096
         )
 
-    def test_two_sides(self, folder: Path) -> None:
+    def test_an_encoder_decoder_model(self, folder: Path) -> None:
         """A whole T5 of two layers on each side, named as its files name it."""
         config = {
             "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True,
@@ -169,7 +169,7 @@ class TestQuantized:
         assert (model.format, model.quantization) == (method, "4.25 bpw")
         assert model.parameters > 0 and model.weight_bytes == 128
 
-    def test_modelopt_notes_it_beside(self, folder: Path) -> None:
+    def test_modelopt_states_it_in_a_separate_file(self, folder: Path) -> None:
         (folder / "hf_quant_config.json").write_text(
             json.dumps(
                 {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
@@ -179,7 +179,7 @@ class TestQuantized:
         assert details is not None
         assert (details.method, details.group_size, details.kv_cache) == ("nvfp4", 16, "FP8")
 
-    def test_only_the_name_says_so(self, tmp_path: Path) -> None:
+    def test_a_quantization_stated_only_in_the_name(self, tmp_path: Path) -> None:
         folder = tmp_path / "tiny-NVFP4"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(SMALL))
@@ -207,7 +207,7 @@ class TestRefused:
             read_folder(folder)
 
     @pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', "null"])
-    def test_a_configuration_that_is_none(self, folder: Path, text: str) -> None:
+    def test_an_invalid_configuration_is_rejected(self, folder: Path, text: str) -> None:
         (folder / "config.json").write_text(text)
         with pytest.raises(BadQuestion):
             read_folder(folder)

@@ -98,7 +98,7 @@ class TestAnswers:
     def test_a_card_that_answers_nothing_is_still_there(self) -> None:
         found = conclude(Answers(devices=(DeviceAnswers(index=0),)))
         assert found.accelerators == (Accelerator(name="NVIDIA GPU", vendor="nvidia", index=0),)
-        assert found.notes == ("GPU 0: the driver does not say how much memory it has",)
+        assert found.notes == ("GPU 0: the driver does not report its memory",)
 
     def test_a_chip_without_memory_of_its_own_shares_the_machines(self) -> None:
         found = conclude(Answers(devices=(DeviceAnswers(index=0, name="NVIDIA GB10"),)))
@@ -156,7 +156,7 @@ class TestSlices:
     def test_a_split_card_without_slices_runs_nothing(self) -> None:
         found = conclude(Answers(devices=(replace(self.SPLIT, slices=()),)))
         assert found.accelerators == ()
-        assert "no slice is made" in found.notes[0]
+        assert "MIG is on but has no slice" in found.notes[0]
 
 
 class TestLinks:
@@ -184,7 +184,7 @@ class TestLinks:
         found = conclude(Answers(devices=cards(2), paths=((0, 1, "host-bridge"),))).links
         assert found == (Link(kind="pcie", a="0", b="1", path="host-bridge"),)
 
-    def test_each_card_has_a_way_to_the_host(self) -> None:
+    def test_each_card_has_a_link_to_the_host(self) -> None:
         (link,) = conclude(Answers(devices=(H200,))).links
         assert (link.a, link.b, link.kind) == ("0", "host", "pcie")
         assert isinstance(link.bandwidth_bytes_s, Figure)
@@ -196,7 +196,7 @@ class TestLinks:
 
 
 class TestVisibleDevices:
-    def test_it_is_honoured_and_said(self) -> None:
+    def test_it_is_applied_and_noted(self) -> None:
         answers = Answers(devices=cards(4))
         found = conclude(answers, "2,0")
         assert [card.index for card in found.accelerators] == [2, 0]
@@ -218,7 +218,7 @@ class TestVisibleDevices:
             ("junk", ()),
         ],
     )
-    def test_as_cuda_reads_it(self, value: str | None, kept: tuple[int, ...]) -> None:
+    def test_it_is_parsed_as_in_cuda(self, value: str | None, kept: tuple[int, ...]) -> None:
         assert visible(["GPU-aa", "GPU-bb", "GPU-cc"], value) == kept
 
     @given(st.text())
@@ -335,7 +335,7 @@ class TestAskingTheProgram:
             return "8.0\n"
         return capture(self.PAGES[tuple(argv)])
 
-    def test_its_pages_are_put_together(self) -> None:
+    def test_the_outputs_are_merged(self) -> None:
         answers = ask_smi(self.ask)
         assert answers is not None
         first, second = conclude(answers).accelerators
@@ -347,14 +347,14 @@ class TestAskingTheProgram:
         assert ask_smi(lambda argv: "No devices were found\n") is None
 
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the driver's traces are Linux's")
-    def test_it_is_asked_where_the_library_cannot_be(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nvidia_smi_is_used_if_the_library_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(nvidia, "_ask_nvml", lambda root: (None, "no library"))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         (tmp_path / "dev").mkdir()
         (tmp_path / "dev/nvidiactl").write_text("")
         found = read_nvidia(tmp_path, self.ask)
         assert len(found.accelerators) == 2
-        assert "nvidia-smi was" in found.notes[0]
+        assert "bedplate used nvidia-smi" in found.notes[0]
         assert read_nvidia(tmp_path, lambda argv: None) == Found(notes=("no library",))
 
 
@@ -385,7 +385,7 @@ class TestNvml:
         }
         return SimpleNamespace(NVMLError=self.Error, **{**answers, **changes})
 
-    def test_refusals_and_questions_that_older_bindings_lack_are_unknowns(self, tmp_path: Path) -> None:
+    def test_unsupported_questions_give_none(self, tmp_path: Path) -> None:
         device = nvidia._ask_device(self.nvml(), 0, "handle", tmp_path)
         assert (device.name, device.pci_address, device.architecture) == ("NVIDIA H200", "0000:00:06.0", "Hopper")
         assert (device.power_limit_w, device.max_power_limit_w) == (700.0, 700.0)
@@ -393,7 +393,7 @@ class TestNvml:
         assert device.pcie == Pcie(generation=5)
         assert device.processes == (GpuProcess(pid=403, name="python3", bytes=1713373184),)
 
-    def test_links_lead_to_switches_cards_or_nowhere_that_can_be_seen(self, tmp_path: Path) -> None:
+    def test_links_end_at_switches_cards_or_hidden_devices(self, tmp_path: Path) -> None:
         def remote(handle: str, link: int) -> Any:
             if link == 2:
                 raise self.Error
@@ -434,7 +434,7 @@ class TestNvml:
         ("NVMLError_LibraryNotFound", True, "--gpus all"),
         ("NVMLError_LibraryNotFound", False, "driver is not loaded"),
         ("NVMLError_DriverNotLoaded", True, "driver is not loaded"),
-        ("NVMLError_NoPermission", True, "refuses this user"),
+        ("NVMLError_NoPermission", True, "denies access"),
         ("NVMLError_GpuIsLost", True, "GpuIsLost"),
     ],
 )

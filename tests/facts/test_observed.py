@@ -39,7 +39,7 @@ def asked(number: int, **more: object) -> ServedRequest:
     return ServedRequest(**{**fields, **more})  # type: ignore[arg-type]
 
 
-def test_what_was_asked_becomes_a_workload() -> None:
+def test_stored_requests_become_a_workload() -> None:
     store.add_requests([asked(number) for number in range(100)])
     summary = observed(3600)
     work = to_workload(summary)
@@ -51,7 +51,7 @@ def test_what_was_asked_becomes_a_workload() -> None:
     assert work.shared_prefix_tokens == pytest.approx(4 * 128, rel=0.05)
 
 
-def test_other_models_old_requests_and_what_is_no_work_are_left_out() -> None:
+def test_other_models_old_requests_and_token_counts_are_excluded() -> None:
     store.add_requests(
         [
             asked(1),
@@ -64,11 +64,11 @@ def test_other_models_old_requests_and_what_is_no_work_are_left_out() -> None:
     )
     assert observed(3600, model="small").requests == 2
     whole = observed(3600)
-    assert whole.requests == 3 and "1 requests that were turned away are not counted" in whole.notes
+    assert whole.requests == 3 and "1 rejected requests (429) are not counted" in whole.notes
     assert observed(10_000).requests == 4
 
 
-def test_requests_whose_end_was_not_seen_are_told() -> None:
+def test_requests_without_an_end_are_noted() -> None:
     lost = asked(2, outcome="cancelled", prompt_tokens=None, completion_tokens=None)
     store.add_requests([asked(1), lost, asked(3, outcome="failed", prompt_tokens=None, completion_tokens=None)])
     summary = observed(3600)
@@ -76,13 +76,13 @@ def test_requests_whose_end_was_not_seen_are_told() -> None:
     assert summary.prompt.spread.max == asked(1).prompt_tokens
 
 
-def test_nothing_observed_is_a_no() -> None:
+def test_without_requests_it_is_an_error() -> None:
     with pytest.raises(AnswerIsNo, match="no request was answered in the last 24 h"):
         observed(86_400)
     assert invoke("workload", "--observed", "24h").code == 1
 
 
-def test_the_verb_writes_an_intent_that_can_be_planned(tmp_path: Path) -> None:
+def test_the_command_writes_a_valid_intent(tmp_path: Path) -> None:
     store.add_requests([asked(number) for number in range(20)])
     path = tmp_path / "bedplate.yaml"
     page = invoke("workload", "--observed", "24h", "--model", "small", "-o", str(path))

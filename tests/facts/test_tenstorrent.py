@@ -46,7 +46,7 @@ def test_cards_from_sysfs(tmp_path: Path) -> None:
     assert (third.index, third.architecture) == (10, "Wormhole")
 
 
-def test_tt_smi_is_asked_where_sysfs_is_silent(tmp_path: Path) -> None:
+def test_tt_smi_is_used_if_sysfs_has_no_cards(tmp_path: Path) -> None:
     text = (CAPTURES / "tt-smi-p300c.json").read_text()
     assert read_tenstorrent(tmp_path, lambda argv: text) == Found(), "no device, no question"
     put(tmp_path, {"dev/tenstorrent/0": ""})

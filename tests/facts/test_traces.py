@@ -53,7 +53,7 @@ def times(shapes: list[RequestShape]) -> list[float]:
         ("requests-constructed.jsonl", "bedplate"),
     ],
 )
-def test_what_a_trace_is_shows_at_its_beginning(name: str, kind: str) -> None:
+def test_the_format_is_detected_from_the_beginning(name: str, kind: str) -> None:
     with opened(CAPTURES / name) as stream:
         assert detected(stream, name) == kind
     shapes, bad = read(CAPTURES / name)
@@ -104,7 +104,7 @@ class TestAzure:
             "\x00\x01",
         ],
     )
-    def test_a_bad_row_is_told_with_its_line_and_left_out(self, row: str) -> None:
+    def test_a_bad_row_is_reported_with_its_line_and_skipped(self, row: str) -> None:
         good = "2024-05-12 00:00:01,1,2\n"
         shapes, bad = parse(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{good}{row}\n\n{good}", "azure")
         assert len(shapes) == 2 and bad.count == 1 and bad.examples[0].startswith("line 3: ")
@@ -131,7 +131,7 @@ class TestMooncake:
 
 
 class TestShareGpt:
-    def test_each_answer_is_a_request_and_all_before_it_its_prompt(self) -> None:
+    def test_each_answer_is_a_request_with_the_earlier_turns_as_prompt(self) -> None:
         shapes, bad = read(CAPTURES / "sharegpt-constructed.json")
         assert len(shapes) == 4 and not bad.count
         first, second, other, late = shapes
@@ -159,17 +159,17 @@ class TestShareGpt:
         assert lengths(shapes) == [(250_000, 500_000)] * 3
 
     @pytest.mark.parametrize("value", ["3", '{"id": 1}', '{"conversations": [3]}', '{"conversations": [{"from": 1}]}'])
-    def test_what_is_no_conversation_is_told(self, value: str) -> None:
+    def test_invalid_conversations_are_reported(self, value: str) -> None:
         good = json.dumps({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]})
         shapes, bad = parse(f"[{good}, {value}, {good}]", "sharegpt")
         assert len(shapes) == 2 and bad.count == 1 and bad.examples[0].startswith("conversation 2: ")
 
-    def test_a_file_that_is_cut_short_keeps_what_was_whole(self) -> None:
+    def test_a_truncated_file_keeps_its_complete_rows(self) -> None:
         text = (CAPTURES / "sharegpt-constructed.json").read_text()
         shapes, bad = parse(text[: text.index("iIjJkKl") + 3], "sharegpt")
         assert len(shapes) == 3 and bad.count == 1 and "conversation 3" in bad.examples[0]
 
-    def test_deep_nesting_ends(self) -> None:
+    def test_deep_nesting_is_rejected(self) -> None:
         _, bad = parse("[" * 5 + "{" + '"a":[' * 100_000, "sharegpt")
         assert bad.count == 1
 
@@ -188,13 +188,13 @@ class TestRequestLog:
 
 
 class TestFiles:
-    def test_gzip_is_read_as_it_is_unpacked(self, tmp_path: Path) -> None:
+    def test_gzip_is_decompressed_while_reading(self, tmp_path: Path) -> None:
         plain = CAPTURES / "azure-2023-conv.csv"
         packed = tmp_path / "a.csv.gz"
         packed.write_bytes(gzip.compress(plain.read_bytes()))
         assert read(packed)[0] == read(plain)[0]
 
-    def test_a_gzip_file_that_is_cut_short_keeps_what_was_whole(self, tmp_path: Path) -> None:
+    def test_a_truncated_gzip_file_keeps_its_complete_rows(self, tmp_path: Path) -> None:
         rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2024-05-12 00:00:01,12,34\n" * 50_000
         packed = gzip.compress(rows.encode())
         (tmp_path / "a.gz").write_bytes(packed[:-8])
@@ -205,12 +205,12 @@ class TestFiles:
     @pytest.mark.parametrize(
         "content", [b"", b"   \n", b"\x1f\x8b\x08garbage", b"GGUF\x00\x00", b"hello,world\n1,2\n", b'{"a": 1}\n']
     )
-    def test_what_is_no_trace_is_a_wrong_question(self, tmp_path: Path, content: bytes) -> None:
+    def test_an_unknown_format_is_a_usage_error(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(BadQuestion):
             read(tmp_path / "x")
 
-    def test_zstd_is_read_or_says_what_to_do(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_zstd_is_read_or_the_error_has_a_hint(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "x.zst").write_bytes(b"\x28\xb5\x2f\xfd" + b"\0" * 20)
         monkeypatch.setitem(sys.modules, "compression", None)
         monkeypatch.setitem(sys.modules, "zstandard", None)
@@ -223,20 +223,20 @@ class TestFiles:
             with pytest.raises(BadQuestion, match="cannot read"):
                 read(path)
 
-    def test_a_line_without_end_takes_no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_endless_line_takes_bounded_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(traces, "MAX_LINE_BYTES", 1000)
         good = "2024-05-12 00:00:01,1,2\n"
         shapes, bad = parse(good + "x" * 10_500 + "\n" + good, "azure")
         assert len(shapes) == 2 and bad.examples == ["line 2: longer than 1,000 bytes"]
 
-    def test_mostly_bad_is_fatal_and_says_why(self) -> None:
+    def test_mostly_bad_rows_are_an_error_with_the_reason(self) -> None:
         shapes, bad = parse("2024-05-12 00:00:01,1,2\nx\ny\n", "azure")
         assert len(shapes) == 1
         with pytest.raises(BadQuestion) as error:
             bad.check()
         assert "2 of 3 rows" in error.value.message and "line 2: 'x'" in (error.value.cause or "")
 
-    def test_rubbish_is_given_up_on_before_its_end(self) -> None:
+    def test_reading_stops_early_if_most_rows_are_bad(self) -> None:
         class Endless(io.RawIOBase):
             def readable(self) -> bool:
                 return True
@@ -250,7 +250,7 @@ class TestFiles:
 
 
 @given(st.sampled_from(["azure", "mooncake", "sharegpt", "bedplate"]), st.binary(max_size=300), st.integers(0, 3000))
-def test_damage_anywhere_is_bad_rows_or_a_wrong_question(kind: TraceFormat, damage: bytes, at: int) -> None:
+def test_damage_anywhere_gives_bad_rows_or_a_usage_error(kind: TraceFormat, damage: bytes, at: int) -> None:
     names = {"azure": "azure-2024.csv", "mooncake": "mooncake-conversation.jsonl"}
     names |= {"sharegpt": "sharegpt-constructed.json", "bedplate": "requests-constructed.jsonl"}
     whole = (CAPTURES / names[kind]).read_bytes()

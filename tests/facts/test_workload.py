@@ -68,7 +68,7 @@ class TestPublishedTraces:
         assert summary.in_flight is not None and summary.in_flight.basis == "estimate"
         assert summary.in_flight.assumption == "500 ms to the first token and 50 ms for each one"
 
-    def test_mooncake_measures_shared_beginnings(self) -> None:
+    def test_mooncake_gives_shared_prefixes(self) -> None:
         summary = summarise(CAPTURES / "mooncake-synthetic.jsonl")
         prefix = summary.prefix
         assert prefix is not None and prefix.basis == "measured" and prefix.block_tokens == 512
@@ -79,7 +79,7 @@ class TestPublishedTraces:
         assert prefix.sharing_requests == pytest.approx(3 / len(rows)) and prefix.typical_tokens == 28 * 512
         assert [cache.saved_share for cache in prefix.by_cache] == [pytest.approx(prefix.saved_share)] * 3
 
-    def test_sharegpt_says_what_it_does_not_know(self) -> None:
+    def test_sharegpt_notes_what_is_unknown(self) -> None:
         summary = summarise(CAPTURES / "sharegpt-constructed.json")
         assert summary.arrivals is None and summary.in_flight is None
         assert summary.prompt.basis == "estimate" and summary.prompt.error == 0.25
@@ -109,7 +109,7 @@ class TestLengths:
         assert spread.mean == pytest.approx(statistics.fmean(lengths)) and spread.max == max(lengths)
 
     @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=50))
-    def test_very_long_ones_are_as_good_as_exact_in_few_counts(self, lengths: list[int]) -> None:
+    def test_very_long_lengths_are_nearly_exact_with_few_counters(self, lengths: list[int]) -> None:
         meter = LengthMeter()
         meter.add(lengths)
         found = meter.lengths("reported", None)
@@ -125,12 +125,12 @@ class TestLengths:
 
 
 class TestArrivals:
-    def test_a_metronome_is_steady(self) -> None:
+    def test_regular_arrivals_have_a_cv_of_zero(self) -> None:
         found = arrivals(range(1000)).arrivals()
         assert found.requests_per_s == 1 and found.gap_cv == pytest.approx(0, abs=1e-6)
         assert found.peak_to_mean_60s == pytest.approx(1, rel=0.01) and max(found.series) < 1.2
 
-    def test_chance_has_a_cv_of_one(self) -> None:
+    def test_poisson_arrivals_have_a_cv_of_one(self) -> None:
         chance = random.Random(7)
         moments, now = [], 0.0
         for _ in range(20_000):
@@ -147,11 +147,11 @@ class TestArrivals:
         assert found.peak_to_mean_60s == pytest.approx(1, rel=0.05)
 
     @given(st.permutations(range(200)))
-    def test_a_log_in_order_of_ends_gives_the_same(self, order: list[int]) -> None:
+    def test_a_log_sorted_by_end_gives_the_same_result(self, order: list[int]) -> None:
         moments = [number**1.5 for number in range(200)]
         assert arrivals(moments[at] for at in order).arrivals() == arrivals(moments).arrivals()
 
-    def test_what_is_far_out_of_order_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_requests_far_out_of_order_are_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workload, "HELD_BACK", 2)
         meter = ArrivalMeter()
         for moment in (10, 11, 12, 13, 14, 15, 1, 16):
@@ -164,7 +164,7 @@ class TestArrivals:
             assert found.span_s == 0 and found.requests_per_s is None and found.gap_cv is None and found.series == ()
         assert metered([RequestShape(started_s=5, duration_ms=1)]).in_flight is None
 
-    def test_a_coarse_clock_is_told(self) -> None:
+    def test_a_coarse_clock_is_noted(self) -> None:
         summary = metered(RequestShape(started_s=number // 10 * 3, output_tokens=1) for number in range(100))
         assert any("clock is coarse" in note for note in summary.notes)
 
@@ -185,7 +185,7 @@ class TestInFlight:
         assert summary.in_flight.spread.mean == pytest.approx(by_law, rel=0.01)
 
     @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), min_size=2, max_size=40))
-    def test_against_counting_at_every_moment(self, requests: list[tuple[int, int]]) -> None:
+    def test_in_flight_matches_a_brute_force_count(self, requests: list[tuple[int, int]]) -> None:
         meter = ArrivalMeter()
         meter.add([(float(start), float(lasts)) for start, lasts in requests])
         spread = meter.in_flight()
@@ -195,7 +195,7 @@ class TestInFlight:
             assert spread.mean == pytest.approx(statistics.fmean(levels))
             assert spread.p50 == sorted(levels)[math.ceil(len(levels) / 2) - 1]
 
-    def test_what_is_assumed_is_said(self) -> None:
+    def test_assumptions_are_stated(self) -> None:
         shapes = [RequestShape(started_s=float(second), output_tokens=10) for second in range(100)]
         flight = metered(shapes, ttft_ms=1000, tpot_ms=100).in_flight
         assert flight is not None and flight.request_s == 2 and flight.spread.p50 == 2
@@ -205,7 +205,7 @@ class TestInFlight:
 
 
 class TestPrefix:
-    def test_a_small_cache_forgets_the_oldest_and_ends_before_beginnings(self) -> None:
+    def test_a_small_cache_evicts_the_oldest_and_ends_before_beginnings(self) -> None:
         meter = PrefixMeter((40,))
         for blocks in ((1, 2, 3), (4, 5), (1, 2, 3)):
             meter.add(blocks, 10 * len(blocks), 10)
@@ -213,7 +213,7 @@ class TestPrefix:
         # Four blocks fit. After the second prompt 1 and 2 are left of the first, since its end went first.
         assert reuse.by_cache[0].saved_share == pytest.approx(20 / 80) and reuse.saved_share == pytest.approx(30 / 80)
 
-    def test_the_last_block_counts_what_it_holds(self) -> None:
+    def test_a_short_last_block_counts_its_own_tokens(self) -> None:
         meter = PrefixMeter()
         meter.add((1, 2), 15, 10)
         meter.add((1, 2), 15, 10)
@@ -226,19 +226,19 @@ class TestPrefix:
         meter.add(("ab", "xx"), 32, 16)
         assert meter.reuse().saved_share == pytest.approx(0.25)
 
-    def test_what_no_block_covers_is_never_shared(self) -> None:
+    def test_tokens_outside_of_blocks_are_never_shared(self) -> None:
         meter = PrefixMeter()
         for _ in range(2):
             meter.add((1, 2), 40, 10)
         assert meter.reuse().saved_share == pytest.approx(20 / 80)
 
-    def test_another_block_size_is_left_out_and_told(self) -> None:
+    def test_another_block_size_is_excluded_and_noted(self) -> None:
         meter = PrefixMeter()
         meter.add((1, 2), 32, 16)
         meter.add((1, 2), 64, 32)
         assert meter.requests == 1 and "another block size" in meter.notes()[0]
 
-    def test_a_sample_of_the_blocks_says_nearly_the_same_in_bounded_memory(self) -> None:
+    def test_sampled_blocks_give_nearly_the_same_result_in_bounded_memory(self) -> None:
         chance = random.Random(11)
         sizes = (20_000, 200_000)
         exact, sampled = PrefixMeter(sizes, max_blocks=10**6), PrefixMeter(sizes, max_blocks=2000)
@@ -253,16 +253,16 @@ class TestPrefix:
         pairs = zip(sampled.reuse().by_cache, exact.reuse().by_cache, strict=True)
         for few, all_blocks in pairs:
             assert few.saved_share == pytest.approx(all_blocks.saved_share, abs=0.05) and few.saved_share > 0.05
-        assert len(sampled._seen) <= 2000 and "one of" in sampled.notes()[0] and not exact.notes()
+        assert len(sampled._seen) <= 2000 and "one in" in sampled.notes()[0] and not exact.notes()
 
-    def test_what_an_engine_counted_is_its_word(self) -> None:
+    def test_cached_tokens_that_the_engine_counted_are_reported(self) -> None:
         summary = metered([RequestShape(prompt_tokens=100, cached_tokens=cached) for cached in (0, 50, 500)])
         assert summary.prefix is not None and summary.prefix.basis == "reported"
         assert summary.prefix.saved_share == 0.5 and summary.prefix.by_cache == ()
 
 
 class TestToWorkload:
-    def test_means_for_sums_and_tails_for_limits(self) -> None:
+    def test_lengths_are_means_and_limits_are_percentiles(self) -> None:
         shapes = [
             RequestShape(started_s=number / 2, prompt_tokens=100 + number, output_tokens=50, duration_ms=10_000)
             for number in range(1000)
@@ -273,7 +273,7 @@ class TestToWorkload:
         assert (work.concurrency, work.users) == (20, 20) and work.requests_per_s == 2
         assert work.origin == "observed" and work.task == "generate"
 
-    def test_no_outputs_are_embeddings(self) -> None:
+    def test_requests_without_output_are_embeddings(self) -> None:
         assert to_workload(metered([RequestShape(prompt_tokens=9, output_tokens=0)])).task == "embed"
 
     def test_the_yaml_gives_a_reason_for_each_figure(self) -> None:
@@ -290,13 +290,13 @@ class TestToWorkload:
             line = next(line for line in text.splitlines() if line.startswith(f"  {field}: "))
             assert len(line.partition("# ")[2]) > 3
 
-    def test_a_files_name_cannot_write_yaml(self, tmp_path: Path) -> None:
+    def test_a_file_name_cannot_inject_yaml(self, tmp_path: Path) -> None:
         path = tmp_path / "a\nmodel: evil"
         path.write_bytes((CAPTURES / "azure-2024.csv").read_bytes())
         assert read_intent(workload_yaml(summarise(path))).model is None
 
 
-def test_mostly_rubbish_is_a_wrong_question(tmp_path: Path) -> None:
+def test_mostly_bad_rows_are_a_usage_error(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "rubbish\n" * 20)
     with pytest.raises(BadQuestion, match="20 of 20 rows cannot be read"):

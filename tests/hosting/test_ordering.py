@@ -45,11 +45,11 @@ def test_options_for_one_model_are_none_for_several(option: dict[str, object]) -
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("services: [{model: a, ttl: soon}]", r"services\[0\].ttl: 'soon' is no length of time"),
+        ("services: [{model: a, ttl: soon}]", r"services\[0\].ttl: 'soon' is not a duration"),
         ("services: [{model: a, ttl: 0}]", r"services\[0\].ttl: must be more than 0"),
         ("services: [{model: a, ttl: 0s}]", r"services\[0\].ttl: must be more than 0"),
         ("services: [{model: a, replicas: 0}]", r"services\[0\].replicas: must be at least 1"),
-        ("services: [{model: a, engine: vlm}]", r"services\[0\].engine: no engine is known as 'vlm'"),
+        ("services: [{model: a, engine: vlm}]", r"services\[0\].engine: unknown engine 'vlm'"),
         ("services: [{model: a, replica: 2}]", "did you mean replicas"),
     ],
 )

@@ -23,7 +23,7 @@ from bedplate.values.units import figure, parsed_bytes, parsed_seconds
         ("0", 0),
     ],
 )
-def test_times(text: str, found: float) -> None:
+def test_durations_are_parsed(text: str, found: float) -> None:
     assert parsed_seconds(text) == pytest.approx(found)
 
 
@@ -31,12 +31,12 @@ def test_times(text: str, found: float) -> None:
     ("text", "found"),
     [("8GiB", 8 << 30), ("8G", 8 << 30), ("8 GB", 8_000_000_000), ("1.5k", 1536), ("900mb", 900_000_000), ("7", 7)],
 )
-def test_sizes(text: str, found: int) -> None:
+def test_memory_sizes_are_parsed(text: str, found: int) -> None:
     assert parsed_bytes(text) == found
 
 
 @pytest.mark.parametrize("text", ["", "soon", "10x", "m", "-1", "1h-3m", "1e3"])
-def test_neither(text: str) -> None:
+def test_invalid_amounts_are_rejected(text: str) -> None:
     with pytest.raises(BadQuestion, match="--ttl: "):
         parsed_seconds(text, "--ttl")
     with pytest.raises(BadQuestion, match="--memory-budget: "):
@@ -49,12 +49,12 @@ def test_neither(text: str) -> None:
      (0.00001234, 3, "0.00001234"), (1234567, 3, "1,234,567"), (123.4, 2, "123"), (9.87, 2, "9.9"),
      (-4567.8, 3, "-4,568")],
 )  # fmt: skip
-def test_figures(value: float, digits: int, shown: str) -> None:
+def test_figures_are_formatted(value: float, digits: int, shown: str) -> None:
     assert figure(value, digits) == shown
 
 
 @given(st.floats(min_value=1e-6, max_value=1e12), st.integers(1, 5))
-def test_a_figure_is_never_written_with_an_exponent_and_says_the_value(value: float, digits: int) -> None:
+def test_a_formatted_figure_has_no_exponent_and_keeps_the_value(value: float, digits: int) -> None:
     shown = figure(value, digits)
     assert "e" not in shown
     assert float(shown.replace(",", "")) == pytest.approx(value, rel=0.6 * 10 ** (1 - digits))

@@ -13,7 +13,7 @@ from bedplate.values.cost import PerMillion, Price, per_million
 amounts = st.floats(0.001, 1000)
 
 
-def test_an_hour_of_a_card_over_the_tokens_of_that_hour() -> None:
+def test_cost_is_price_per_hour_over_tokens_per_hour() -> None:
     found = per_million(Price(price_per_hour=3.6, watts=500, electricity_price=0.25), 2, 1000.0)
     assert found.cost_per_million_tokens is not None
     # A million tokens take 1,000 s: two cards at 3.6 an hour, and 2 x 0.5 kW for that time.
@@ -21,7 +21,7 @@ def test_an_hour_of_a_card_over_the_tokens_of_that_hour() -> None:
     assert found.cost_per_million_tokens == pytest.approx(2 * 3.6 * 1000 / 3600 + 0.25 * 1000 / 3600)
 
 
-def test_measured_energy_goes_before_stated_watts() -> None:
+def test_measured_energy_takes_precedence_over_stated_watts() -> None:
     found = per_million(Price(watts=500), 1, 1000.0, energy_j_per_token=3.6)
     assert found.kwh_per_million_tokens == pytest.approx(1.0) and found.cost_per_million_tokens is None
 
@@ -40,14 +40,16 @@ def test_measured_energy_goes_before_stated_watts() -> None:
         (Price(electricity_price=1, watts=1), 100.0, True, True),
     ],
 )
-def test_what_is_not_known_stays_unknown(price: Price | None, rate: float | None, cost: bool, kwh: bool) -> None:
+def test_missing_inputs_give_no_cost(price: Price | None, rate: float | None, cost: bool, kwh: bool) -> None:
     found = per_million(price, 1, rate)
     assert (found.cost_per_million_tokens is not None, found.kwh_per_million_tokens is not None) == (cost, kwh)
     assert found != PerMillion() or not (cost or kwh)
 
 
 @given(amounts, amounts, amounts, amounts, st.integers(1, 64))
-def test_twice_as_fast_is_half_as_dear(price: float, watts: float, electricity: float, rate: float, cards: int) -> None:
+def test_twice_the_throughput_is_half_the_cost(
+    price: float, watts: float, electricity: float, rate: float, cards: int
+) -> None:
     paid = Price(price_per_hour=price, watts=watts, electricity_price=electricity)
     one, two = per_million(paid, cards, rate), per_million(paid, cards, 2 * rate)
     for name in ("cost_per_million_tokens", "kwh_per_million_tokens"):

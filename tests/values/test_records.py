@@ -124,7 +124,7 @@ endpoints = st.builds(Endpoint, url=text, model=text, engine=text, engine_versio
 
 
 @given(st.one_of(hardware, models, workloads, fits, decisions, plans, endpoints, results, portfolios))
-def test_every_box_is_the_same_after_a_trip_through_json(record: Record) -> None:
+def test_every_record_survives_json(record: Record) -> None:
     assert from_json(type(record), to_json(record)) == record
     assert msgspec.to_builtins(record)["schema"].endswith("/1")
 
@@ -146,7 +146,7 @@ def test_a_value_out_of_range_is_named() -> None:
     assert "$.users" in (bad.value.cause or "")
 
 
-def test_a_record_of_another_version_is_refused() -> None:
+def test_a_record_of_another_version_is_rejected() -> None:
     with pytest.raises(BadQuestion):
         from_json(Workload, '{"schema": "workload/99"}')
 
@@ -158,12 +158,12 @@ def test_concurrency_by_littles_law() -> None:
     assert Workload(users=200).in_flight() == 200
 
 
-def test_the_longest_request_is_what_was_asked_for_or_prompt_and_answer() -> None:
+def test_request_tokens_are_the_context_or_prompt_plus_output() -> None:
     assert Workload(prompt_tokens=100, output_tokens=28).request_tokens == 128
     assert Workload(prompt_tokens=100, output_tokens=28, context_tokens=4096).request_tokens == 4096
 
 
-def test_a_need_fits_only_when_its_upper_end_does() -> None:
+def test_a_device_need_fits_only_if_its_upper_bound_does() -> None:
     def need(usable_bytes: int | None) -> DeviceNeed:
         return DeviceNeed(
             device="host", weights_bytes=1000, kv_bytes=200, activation_bytes=estimate(10, 1.0),

@@ -68,7 +68,7 @@ request_shapes = st.builds(
 
 
 @given(st.one_of(summaries, intents, request_shapes))
-def test_every_record_is_the_same_after_a_trip_through_json(record: Record) -> None:
+def test_every_record_survives_json(record: Record) -> None:
     assert from_json(type(record), to_json(record)) == record
     assert msgspec.to_builtins(record)["schema"].endswith("/1")
 
@@ -82,7 +82,7 @@ def test_a_line_of_the_request_log_is_short_and_says_its_version() -> None:
 
 
 @given(some, some)
-def test_littles_law_goes_both_ways(requests_per_s: float, request_s: float) -> None:
+def test_littles_law_and_its_inverse_agree(requests_per_s: float, request_s: float) -> None:
     in_flight = in_flight_by_littles_law(requests_per_s, request_s)
     assert rate_by_littles_law(in_flight, request_s) == pytest.approx(requests_per_s)
 

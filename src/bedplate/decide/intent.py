@@ -1,4 +1,4 @@
-"""The intent file: read with care, and every complaint names the field, its line and what would be right."""
+"""The intent file. Every error names the field, its line and a valid value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bedplate.values.workload import DEFAULT_THINK_TIME_S, LatencyTarget, Worklo
 MAX_CHARACTERS = 256 * 1024
 MAX_NUMBER = 2**53
 OURS = {"schema", "origin", "notes"}
-"""Fields that programs write; never suggested to people."""
+"""Fields that programs write. They are never suggested to people."""
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "workload": Workload, "operations": Operations, "latency": LatencyTarget, "deploy": Deploy,
 }  # fmt: skip
@@ -33,43 +33,43 @@ ALIASES = {"context": "context_tokens"}
 
 
 def read_intent(source: Path | str) -> Intent:
-    """An intent out of a YAML or JSON file (a path), or out of its text (a string with a line end or a brace)."""
+    """Read an intent from a YAML or JSON file (a path), or from text (a string with a line break or a brace)."""
     if isinstance(source, Path) or not re.search(r"[\n{]|: ", source):
         path = Path(source)
-        return intent_of(*_parsed(_text_of(path), path.name))
-    return intent_of(*_parsed(source, "the intent"))
+        return intent_of(*_parse_text(_read_text(path), path.name))
+    return intent_of(*_parse_text(source, "the intent"))
 
 
 def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str = "the intent") -> Intent:
-    """Checks and reads what a YAML or JSON parser made; `lines` says where each field stands."""
+    """Check and read parsed YAML or JSON. `lines` has the line of each field, for error messages."""
     place = _Place(lines or {}, origin)
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise BadQuestion(f"{origin}: must be a mapping of fields, got {_kind(data)}", hint=_top_hint())
+        raise BadQuestion(f"{origin}: must be a mapping of fields, got {_describe_value(data)}", hint=_top_hint())
     if "intent" in data and set(data) <= {"intent", "expect"}:
-        # A test case: an intent, and what is expected of the answer.
+        # A test case: an intent and the expected answer.
         inner = {path.removeprefix("intent."): line for path, line in (lines or {}).items()}
         return intent_of(data["intent"], inner, origin)
     given = _chips_as_text(_without_nulls(data))
     _check_keys(given, "", place)
-    intent = _converted(given, Intent, "", place)
+    intent = _convert(given, Intent, "", place)
     _contradictions(intent, given, place)
-    workload = _completed(intent.workload, given.get("workload"), intent.model)
+    workload = _with_model_task(intent.workload, given.get("workload"), intent.model)
     services = tuple(
         msgspec.structs.replace(
             service,
-            workload=_completed(service.workload, raw.get("workload"), service.model),
+            workload=_with_model_task(service.workload, raw.get("workload"), service.model),
             operations=service.operations and _named(service.operations, f"services[{index}].operations", place),
             engine=service.engine and _engine(service.engine, f"services[{index}].engine", place),
         )
         for index, (service, raw) in enumerate(zip(intent.services, given.get("services", ()), strict=True))
     )
     notes = [*intent.notes]
-    notes += _odd("workload", workload, set(given.get("workload", ())))
+    notes += _note_unusual_workload("workload", workload, set(given.get("workload", ())))
     for index, (service, raw) in enumerate(zip(services, given.get("services", ()), strict=True)):
-        notes += _odd(f"services[{index}].workload", service.workload, set(raw.get("workload", ())))
-    notes += [note for index, pool in enumerate(intent.pools) if (note := _odd_pool(index, pool))]
+        notes += _note_unusual_workload(f"services[{index}].workload", service.workload, set(raw.get("workload", ())))
+    notes += [note for index, pool in enumerate(intent.pools) if (note := _note_unusual_pool(index, pool))]
     found = tuple(dict.fromkeys(notes))
     return msgspec.structs.replace(
         intent,
@@ -81,7 +81,7 @@ def intent_of(data: object, lines: Mapping[str, int] | None = None, origin: str 
 
 
 def override(intent: Intent, **options: Any) -> Intent:
-    """The intent with what the command line says instead; an option that is `None` was not given."""
+    """The intent with the command line's options applied; `None`: the option was not given."""
     from bedplate.facts.simulated import FIELDS as HARDWARE_FIELDS
 
     given = {ALIASES.get(name, name): value for name, value in options.items() if value is not None}
@@ -89,12 +89,12 @@ def override(intent: Intent, **options: Any) -> Intent:
     data.pop("notes")
     if intent.workload.origin == "default":
         data.pop("workload")
-    # What still has its default was not said, as far as checks for contradictions go.
+    # A field with its default value counts as not given, so it cannot contradict another field.
     for section, kind in (("workload", Workload), ("operations", Operations)):
         if section in data:
-            data[section] = _said(data[section], kind)
+            data[section] = _given_fields(data[section], kind)
     for service in data["services"]:
-        service["workload"] = _said(service["workload"], Workload)
+        service["workload"] = _given_fields(service["workload"], Workload)
     for name, value in given.items():
         if name in ("model", "hardware"):
             _refuse_plural(intent, name)
@@ -114,26 +114,26 @@ def override(intent: Intent, **options: Any) -> Intent:
         elif name in Deploy.__struct_fields__:
             data.setdefault("deploy", {})[name] = value
         else:
-            raise BadQuestion(f"{name}: unknown; an intent has no such field", hint=_nearest(name, _all_fields()))
+            raise BadQuestion(f"{name}: unknown field", hint=_nearest(name, _all_fields()))
     return intent_of({name: value for name, value in data.items() if value not in ((), [], {})}, origin="the options")
 
 
 def _machine_fields(hardware: object, changed: str) -> dict[str, Any]:
-    """The machine as a mapping of which one field can be changed."""
+    """The machine as a mapping, so that one field can be changed."""
     if isinstance(hardware, str) and not hardware.endswith(".json") and not _is_file(Path(hardware)):
         hardware = {"accelerator": hardware}
     if isinstance(hardware, dict) and "schema" not in hardware:
-        return _uncounted(hardware) if changed == "count" else hardware
+        return _without_count(hardware) if changed == "count" else hardware
     if changed in ("accelerator", "cpu"):
         return {}
     raise BadQuestion(
-        f"{changed}: can be changed of a machine on paper only",
-        hint='name the machine first: --hardware "8x H100 SXM", or accelerator=…',
+        f"{changed}: can only be changed for hypothetical hardware",
+        hint='specify the machine: --hardware "8x H100 SXM", or accelerator=…',
     )
 
 
-def _uncounted(hardware: dict[str, Any]) -> dict[str, Any]:
-    """Of "8x H100 SXM" the chip alone: how many there are is said anew."""
+def _without_count(hardware: dict[str, Any]) -> dict[str, Any]:
+    """The chip of "8x H100 SXM" without its count, which another field replaces."""
     from bedplate.facts.chips import find_chip
 
     named = hardware.get("accelerator")
@@ -147,20 +147,20 @@ def _uncounted(hardware: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed_fields(texts: Iterable[str]) -> dict[str, Any]:
-    """`users=50,count=2` as fields and values; values are read as an intent file would read them."""
+    """Parse `users=50,count=2` into fields and values, with the value syntax of an intent file."""
     found: dict[str, Any] = {}
     for text in texts:
         for piece in re.split(r",(?=\s*\w+\s*=)", text):
             name, equals, value = piece.partition("=")
             if not equals or not name.strip():
                 raise BadQuestion(f"{piece.strip() or text!r} is not FIELD=VALUE", hint="for example users=50,count=2")
-            data, _, _ = _parsed(f"value: {value.strip()}", name.strip())
+            data, _, _ = _parse_text(f"value: {value.strip()}", name.strip())
             found[name.strip()] = data["value"] if isinstance(data, dict) else None
     return found
 
 
 def resolved_hardware(intent: Intent) -> Hardware:
-    """The machine that the intent speaks of: this one, a saved one, or one on paper."""
+    """The intent's machine: this one, a saved one, or hypothetical hardware."""
     named = intent.hardware
     if named is None:
         from bedplate.facts.hardware import probe
@@ -169,28 +169,30 @@ def resolved_hardware(intent: Intent) -> Hardware:
     if isinstance(named, str):
         path = Path(named).expanduser()
         if path.suffix == ".json" or _is_file(path):
-            return from_json(Hardware, _text_of(path), origin=path.name)
+            return from_json(Hardware, _read_text(path), origin=path.name)
         named = {"accelerator": named}
     from bedplate.facts.simulated import simulated
 
     return simulated(named)
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             raw = file.read(4 * MAX_CHARACTERS + 1)
     except OSError as error:
         raise BadQuestion(f"cannot read {path}", cause=error.strerror or str(error)) from error
     if len(raw) > 4 * MAX_CHARACTERS:
-        raise BadQuestion(f"{path} is larger than {4 * MAX_CHARACTERS:,} bytes: that is no intent and no machine")
+        raise BadQuestion(
+            f"{path} is larger than {4 * MAX_CHARACTERS:,} bytes, so it is neither an intent nor a saved machine"
+        )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadQuestion(f"{path} is not text", cause=str(error)) from error
 
 
-def _parsed(text: str, origin: str) -> tuple[object, dict[str, int], str]:
+def _parse_text(text: str, origin: str) -> tuple[object, dict[str, int], str]:
     from bedplate.facts.yaml_text import parsed
 
     return parsed(text, origin)
@@ -200,7 +202,7 @@ def _parsed(text: str, origin: str) -> tuple[object, dict[str, int], str]:
 
 
 class _Place:
-    """Where a field stands, for the second line of a complaint."""
+    """The position of a field, for the cause line of an error."""
 
     def __init__(self, lines: Mapping[str, int], origin: str) -> None:
         self._lines, self.origin = lines, origin
@@ -212,7 +214,7 @@ class _Place:
 
 
 def _without_nulls(data: Any) -> Any:
-    """Null is not said. Whole floats become whole numbers, since 1e3 users are a thousand users."""
+    """Remove nulls, which mean not specified, and turn whole floats into integers: 1e3 users are 1000 users."""
     if isinstance(data, dict):
         return {key: _without_nulls(value) for key, value in data.items() if value is not None}
     if isinstance(data, list | tuple):
@@ -223,7 +225,7 @@ def _without_nulls(data: Any) -> Any:
 
 
 def _chips_as_text(data: Any, field: str = "") -> Any:
-    """Many chips are called by a number alone, which YAML takes for a quantity: accelerator: 4090."""
+    """Chip names that are plain numbers, which YAML reads as quantities (accelerator: 4090), as text."""
     if isinstance(data, dict):
         return {key: _chips_as_text(value, key) for key, value in data.items()}
     if isinstance(data, list):
@@ -235,7 +237,7 @@ def _check_keys(data: Any, path: str, place: _Place) -> None:
     if isinstance(data, dict):
         for key, value in data.items():
             if not isinstance(key, str):
-                raise place.complaint(path, f"names of fields must be text, got {key!r}", hint="put it in quotes")
+                raise place.complaint(path, f"field names must be text, got {key!r}", hint="put it in quotes")
             _check_keys(value, f"{path}.{key}" if path else key, place)
     elif isinstance(data, list):
         for index, value in enumerate(data):
@@ -243,18 +245,18 @@ def _check_keys(data: Any, path: str, place: _Place) -> None:
     elif isinstance(data, int | float) and not abs(data) <= MAX_NUMBER:
         raise place.complaint(path, f"must be at most {MAX_NUMBER:,}, got {data:,}")
     elif not isinstance(data, str | int | float | bool):
-        raise place.complaint(path, f"must be text, a number, true or false, got {_kind(data)}")
+        raise place.complaint(path, f"must be text, a number, true or false, got {_describe_value(data)}")
 
 
-def _converted(data: object, kind: type[R], path: str, place: _Place) -> R:
+def _convert(data: object, kind: type[R], path: str, place: _Place) -> R:
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), data, path, place) from error
+        raise _explain_error(str(error), data, path, place) from error
 
 
-def _explained(message: str, data: object, prefix: str, place: _Place) -> BadQuestion:
-    """msgspec's complaint in words of the file: the path, what it must be, what it is."""
+def _explain_error(message: str, data: object, prefix: str, place: _Place) -> BadQuestion:
+    """msgspec's error in the terms of the file: the path, what is required, what was given."""
     what, _, at = message.partition(" - at `$")
     path = at.rstrip("`")
     value = _at(data, path)
@@ -274,7 +276,7 @@ def _explained(message: str, data: object, prefix: str, place: _Place) -> BadQue
     if re.search(r"of length >= 1", what):
         return place.complaint(path, "must not be empty")
     if wanted := re.match(r"Expected `([^`]*)`, got", what):
-        return place.complaint(path, f"must be {_wanted(wanted[1])}, got {_kind(value)}")
+        return place.complaint(path, f"must be {_describe_types(wanted[1])}, got {_describe_value(value)}")
     return place.complaint(path, what)
 
 
@@ -287,13 +289,13 @@ def _at(data: Any, path: str) -> Any:
     return data
 
 
-def _wanted(types: str) -> str:
+def _describe_types(types: str) -> str:
     words = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
     words |= {"object": "a mapping of fields", "array": "a list"}
     return _or([words.get(kind, kind) for kind in types.split(" | ") if kind != "null"])
 
 
-def _kind(value: object) -> str:
+def _describe_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -313,7 +315,7 @@ def _or(words: Iterable[str]) -> str:
 
 
 def _record_at(path: str) -> type[msgspec.Struct]:
-    """The record whose fields stand under this path."""
+    """The record type of the fields under this path."""
     last = re.sub(r"\[\d+\]", "", path).rpartition(".")[2]
     return SECTIONS.get(last) or LISTS.get(last) or Intent
 
@@ -350,27 +352,27 @@ def _unknown_field(path: str, name: str, place: _Place) -> BadQuestion:
     for section, other in SECTIONS.items():
         if other is not kind and name in _fields(other):
             home = "workload.latency" if section == "latency" else section
-            return place.complaint(full, f"unknown here; it belongs under {home}")
+            return place.complaint(full, f"unknown field; it belongs under {home}")
     if near := _nearest(name, _fields(kind)):
-        return place.complaint(full, f"unknown; {near}")
-    return place.complaint(full, "unknown", hint=f"known here: {', '.join(_fields(kind))}")
+        return place.complaint(full, f"unknown field; {near}")
+    return place.complaint(full, "unknown field", hint=f"known fields: {', '.join(_fields(kind))}")
 
 
 def _top_hint() -> str:
-    return f"it may have {', '.join(_fields(Intent))}"
+    return f"known fields: {', '.join(_fields(Intent))}"
 
 
-# sense
+# Checks for contradictions and unusual values
 
 
 def _contradictions(intent: Intent, given: dict[str, Any], place: _Place) -> None:
     if intent.hardware is not None and intent.pools:
-        what = "cannot stand beside pools: a platform lists its machines as pools, one machine is its hardware"
+        what = "cannot be combined with pools: use pools for a platform, hardware for one machine"
         raise place.complaint("hardware", what)
     if intent.services:
         for field in ("model", "workload"):
             if field in given:
-                raise place.complaint(field, f"cannot stand beside services: each service has its own {field}")
+                raise place.complaint(field, f"cannot be combined with services: each service has its own {field}")
     for field, kind in (("hardware", intent.hardware), ("model", intent.model)):
         if kind is not None and not kind:
             raise place.complaint(field, "must not be empty")
@@ -390,19 +392,19 @@ def _contradictions(intent: Intent, given: dict[str, Any], place: _Place) -> Non
     for field in LISTS:
         _check_names(field, [item.name for item in getattr(intent, field)], place)
     if (shares := sum(tenant.share or 0 for tenant in intent.tenants)) > 1.0001:
-        raise place.complaint("tenants", f"their shares make {shares:.0%} together, and there is 100%")
+        raise place.complaint("tenants", f"the shares add up to {shares:.0%}, which is more than 100%")
     if intent.pools and not intent.services:
         what = "must not be empty" if "services" in given else "is missing"
-        hint = "services: [{model: Qwen/Qwen3-8B}]; where there is one machine, name it as hardware and leave pools out"
-        raise place.complaint("services", f"{what}: pools are machines, and services say what runs on them", hint)
+        hint = "services: [{model: Qwen/Qwen3-8B}]; for one machine, use hardware instead of pools"
+        raise place.complaint("services", f"{what}: pools list machines, and services list what runs on them", hint)
 
 
 def _check_work(path: str, work: Workload, raw: dict[str, Any], model: object, place: _Place) -> None:
     if "prompt_tokens" in raw and work.shared_prefix_tokens > work.prompt_tokens:
-        what = f"{work.shared_prefix_tokens:,} of {work.prompt_tokens:,} prompt tokens cannot be shared"
+        what = f"{work.shared_prefix_tokens:,} is more than the {work.prompt_tokens:,} prompt tokens"
         raise place.complaint(f"{path}.shared_prefix_tokens", what)
     if isinstance(model, dict) and "task" in raw and model.get("task") not in (None, work.task):
-        raise place.complaint(f"{path}.task", f"is {work.task}, and the model's own task is {model['task']}")
+        raise place.complaint(f"{path}.task", f"is {work.task}, but the model's own task is {model['task']}")
 
 
 def _check_ttl(path: str, ttl: str | float | None, place: _Place) -> None:
@@ -410,34 +412,36 @@ def _check_ttl(path: str, ttl: str | float | None, place: _Place) -> None:
         try:
             found = parsed_seconds(ttl)
         except BadQuestion as error:
-            raise place.complaint(path, f"{ttl!r} is no length of time", hint=error.hint) from error
+            raise place.complaint(path, f"{ttl!r} is not a duration", hint=error.hint) from error
         if found <= 0:
             raise place.complaint(path, "must be more than 0", hint="leave it out to keep the model loaded")
 
 
 def _check_pool(path: str, pool: Pool, place: _Place) -> None:
     if pool.accelerator is None and pool.cpu is None:
-        raise place.complaint(path, "needs an accelerator, or a cpu when it has none")
+        raise place.complaint(path, "needs an accelerator or a cpu")
     if pool.gpus_per_node is not None and pool.gpus_per_node > pool.count:
-        what = f"{pool.gpus_per_node} on each node, and the whole pool has {pool.count}"
-        raise place.complaint(f"{path}.gpus_per_node", what, hint="count is of accelerators in the whole pool")
+        what = f"{pool.gpus_per_node} per node, but the whole pool has {pool.count}"
+        raise place.complaint(
+            f"{path}.gpus_per_node", what, hint="count is the number of accelerators in the whole pool"
+        )
 
 
 def _check_reference(path: str, name: str | None, known: list[str], place: _Place) -> None:
     if name is not None and name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
-        raise place.complaint(path, f"nothing is called {name}", hint=hint)
+        raise place.complaint(path, f"{name} is not defined", hint=hint)
 
 
 def _check_names(field: str, names: list[str | None], place: _Place) -> None:
     said = [name for name in names if name is not None]
     if twice := next((name for name in said if said.count(name) > 1), None):
-        raise place.complaint(f"{field}[{names.index(twice)}].name", f"{twice} is the name of another one too")
+        raise place.complaint(f"{field}[{names.index(twice)}].name", f"the name {twice} is used twice")
 
 
-def _completed(work: Workload, raw: dict[str, Any] | None, model: object) -> Workload:
-    """The model's own task, unless the work says one."""
+def _with_model_task(work: Workload, raw: dict[str, Any] | None, model: object) -> Workload:
+    """Use the model's own task unless the workload specifies one."""
     task = model.get("task") if isinstance(model, dict) else None
     if task in ("embed", "classify", "other") and "task" not in (raw or {}):
         return msgspec.structs.replace(work, task=task)
@@ -445,7 +449,7 @@ def _completed(work: Workload, raw: dict[str, Any] | None, model: object) -> Wor
 
 
 def _named(operations: Operations, path: str, place: _Place) -> Operations:
-    """With the incumbent's id instead of whatever people call it."""
+    """Replace the incumbent's common name by its id."""
     said = operations.incumbent
     if said is None:
         return operations
@@ -453,28 +457,26 @@ def _named(operations: Operations, path: str, place: _Place) -> Operations:
     if found is None:
         near = nearest_names(said)
         hint = f"did you mean {_or(near)}?" if near else f"known: {', '.join((*all_engines(), *ORCHESTRATORS))}"
-        raise place.complaint(f"{path}.incumbent", f"no engine is known as {said!r}", hint=hint)
+        raise place.complaint(f"{path}.incumbent", f"unknown engine {said!r}", hint=hint)
     return msgspec.structs.replace(operations, incumbent=found)
 
 
 def _engine(said: str, path: str, place: _Place) -> str:
-    """Its id, instead of whatever people call it."""
+    """The engine's id, from any of its common names."""
     found = engine_id(said)
     if found is None:
         near = nearest_names(said)
-        raise place.complaint(
-            path, f"no engine is known as {said!r}", hint=f"did you mean {_or(near)}?" if near else None
-        )
+        raise place.complaint(path, f"unknown engine {said!r}", hint=f"did you mean {_or(near)}?" if near else None)
     return found
 
 
-def _odd(path: str, work: Workload, said: set[str]) -> list[str]:
-    """What is strange about the work, though it may be meant."""
+def _note_unusual_workload(path: str, work: Workload, said: set[str]) -> list[str]:
+    """Notes on unusual values that may be intended."""
     notes = []
     if {"users", "concurrency"} <= said and work.concurrency is not None and work.concurrency > work.users:
         notes.append(
-            f"{path}.concurrency: {work.concurrency:,} in flight is more than {work.users:,} users make with one "
-            "request each; right if programs call on their behalf"
+            f"{path}.concurrency: {work.concurrency:,} requests in flight is more than {work.users:,} users with one "
+            "request each; this is right if programs send requests for them"
         )
     if {"users", "requests_per_s"} <= said and work.requests_per_s is not None:
         think_s = work.think_time_s or DEFAULT_THINK_TIME_S
@@ -482,33 +484,33 @@ def _odd(path: str, work: Workload, said: set[str]) -> list[str]:
         if work.requests_per_s > most * 1.001:
             assumed = "" if work.think_time_s else " (assumed)"
             notes.append(
-                f"{path}.requests_per_s: {work.requests_per_s:g} a second is more than {work.users:,} users send who "
-                f"think for {think_s:g} s{assumed}: at most {most:.3g}; the rate is taken"
+                f"{path}.requests_per_s: {work.requests_per_s:g} requests/s is more than {work.users:,} users "
+                f"with a think time of {think_s:g} s{assumed} send (at most {most:.3g}); the stated rate is used"
             )
     if work.concurrency is not None and work.requests_per_s is not None:
         request_s = work.concurrency / work.requests_per_s
         if not 0.05 <= request_s <= 600:
             notes.append(
-                f"{path}: {work.concurrency:,} in flight at {work.requests_per_s:g} requests a second means that each "
-                f"takes {request_s:.3g} s, by Little's law"
+                f"{path}: {work.concurrency:,} requests in flight at {work.requests_per_s:g} requests/s means that "
+                f"each takes {request_s:.3g} s, by Little's law"
             )
     asked = work.prompt_tokens + work.output_tokens
     if work.context_tokens is not None and {"prompt_tokens", "output_tokens"} <= said and work.context_tokens < asked:
         notes.append(
-            f"{path}.context_tokens: {work.context_tokens:,} is less than prompt and output, {asked:,} together; "
-            "the longer of the two is planned for"
+            f"{path}.context_tokens: {work.context_tokens:,} is less than prompt plus output ({asked:,}); "
+            "the plan uses the longer of the two"
         )
     return notes
 
 
-def _odd_pool(index: int, pool: Pool) -> str | None:
+def _note_unusual_pool(index: int, pool: Pool) -> str | None:
     if pool.gpus_per_node is not None and pool.count % pool.gpus_per_node:
         rest = pool.count % pool.gpus_per_node
-        return f"pools[{index}]: {pool.count} accelerators at {pool.gpus_per_node} a node leave a node with {rest}"
+        return f"pools[{index}]: {pool.count} accelerators at {pool.gpus_per_node} per node leave one node with {rest}"
     return None
 
 
-def _said(data: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+def _given_fields(data: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     defaults = msgspec.to_builtins(kind())
     kept = {name: value for name, value in data.items() if value is not None and value != defaults[name]}
     return kept | ({"origin": data["origin"]} if "origin" in data else {})
@@ -516,11 +518,11 @@ def _said(data: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 def _refuse_plural(intent: Intent, option: str) -> None:
     if option == "hardware" and intent.pools:
-        raise BadQuestion("hardware: the intent has pools; leave one of the two out")
+        raise BadQuestion("hardware: the intent has pools; use only one of the two")
     if option != "hardware" and intent.services:
         raise BadQuestion(
             f"{option}: the intent has {len(intent.services)} services, each with its own",
-            hint="change it in the file, or give a file with one model",
+            hint="change it in the file, or use a file with one model",
         )
 
 

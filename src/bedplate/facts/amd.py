@@ -1,4 +1,4 @@
-"""AMD GPUs: from sysfs and the kernel's compute topology (KFD), with names and more from AMD's library or programs."""
+"""AMD GPUs, from sysfs and the kernel's compute topology (KFD). AMD's library or programs add names and more."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from bedplate.values import Accelerator, Figure, GpuProcess, Link, Pcie
 
 AMD_PCI_VENDOR = "0x1002"
 KFD_NODES = "sys/class/kfd/kfd/topology/nodes"
-# The kernel's HSA_IOLINKTYPE_…: what a link of the topology is made of.
+# The kernel's HSA_IOLINKTYPE_…: the type of a link in the topology.
 KFD_PCIE, KFD_XGMI = 2, 11
 XGMI_HOP_WEIGHT = 15
-# Graphics that is part of a processor and has the machine's memory (LLVM's list of AMDGPU processors calls them APU).
+# Graphics inside a CPU, which uses the machine's memory (LLVM's list of AMDGPU processors calls them APU).
 APU_TARGETS = frozenset(
     ["gfx902", "gfx909", "gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1037", "gfx1103", "gfx1150",
      "gfx1151", "gfx1152", "gfx1153"]
@@ -54,7 +54,7 @@ class KfdLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KfdNode:
-    """One GPU, or one part of a partitioned GPU, as the compute driver knows it."""
+    """One GPU, or one part of a partitioned GPU, as the compute driver lists it."""
 
     number: int
     target: str | None = None
@@ -70,7 +70,7 @@ class KfdNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AmdFacts:
-    """What AMD's library or one of its programs says about one GPU."""
+    """Facts about one GPU from AMD's library or one of its programs."""
 
     name: str | None = None
     pci_address: str | None = None
@@ -97,13 +97,13 @@ def parse_properties(text: str | None) -> dict[str, int]:
 def kfd_node(
     place: int, properties: Mapping[str, int], banks: Sequence[Mapping[str, int]], links: Sequence[Mapping[str, int]]
 ) -> KfdNode | None:
-    """The GPU that a node of the topology is; `None` for a CPU."""
+    """The GPU of a topology node; `None` for a CPU."""
     simds = properties.get("simd_count", 0)
     if not simds:
         return None
     target = gfx_target(properties.get("gfx_target_version", 0))
     device = properties.get("device_id")
-    # 1 and 2 are the GPU's own memory (visible to the CPU or not); 0 is the system's.
+    # Heap types 1 and 2 are the GPU's own memory (visible to the CPU or not); 0 is system memory.
     own = [bank for bank in banks if bank.get("heap_type") in (1, 2)]
     return KfdNode(
         number=place,
@@ -129,7 +129,7 @@ def kfd_node(
 
 
 def gfx_target(version: int) -> str | None:
-    """90402 is gfx942, 110501 is gfx1151: two decimal digits each for minor and stepping, written in base 16."""
+    """90402 is gfx942, 110501 is gfx1151: two decimal digits each for minor and stepping, printed in base 16."""
     major, minor, stepping = version // 10000, version // 100 % 100, version % 100
     return f"gfx{major}{minor:x}{stepping:x}" if 0 < major < 100 and minor < 16 and stepping < 16 else None
 
@@ -141,7 +141,7 @@ def kfd_address(domain: int, location: int | None) -> str | None:
 
 
 def parse_rocm_smi(text: str | None) -> tuple[AmdFacts, ...]:
-    """`rocm-smi … --json`, whose names for things changed over the versions."""
+    """Parse `rocm-smi … --json`. Its field names differ between versions."""
     said = parse_json(text)
     if not isinstance(said, dict):
         return ()
@@ -155,7 +155,7 @@ def parse_rocm_smi(text: str | None) -> tuple[AmdFacts, ...]:
         series, name = _word(card, "Card Series", "Card series"), _word(card, "Device Name", "Card Model", "Card model")
         found.append(
             AmdFacts(
-                # Older versions have only the device's number in one of the two.
+                # In older versions one of the two fields holds only the device number.
                 name=next((text for text in (series, name) if text and not text.startswith("0x")), None),
                 pci_address=_address(_word(card, "PCI Bus")),
                 target=_target(_word(card, "GFX Version")),
@@ -169,7 +169,7 @@ def parse_rocm_smi(text: str | None) -> tuple[AmdFacts, ...]:
 
 
 def parse_amd_smi(text: str | None) -> tuple[AmdFacts, ...]:
-    """`amd-smi static --json`: a list, which newer versions wrap."""
+    """Parse `amd-smi static --json`: a list, which newer versions wrap in an object."""
     said = parse_json(text)
     if isinstance(said, dict):
         said = said.get("gpu_data", [said] if "asic" in said else [])
@@ -178,14 +178,14 @@ def parse_amd_smi(text: str | None) -> tuple[AmdFacts, ...]:
 
 
 def parse_clock_levels(text: str | None) -> tuple[int | None, int | None]:
-    """The clock now and the highest of `pp_dpm_sclk`, in MHz: lines such as `1: 1700Mhz *`."""
+    """The current and the highest clock of `pp_dpm_sclk` in MHz, from lines such as `1: 1700Mhz *`."""
     levels = re.findall(r"^\s*\w{1,3}: ([0-9]{1,6})M[Hh]z( \*)?", text or "", re.MULTILINE)
     now = next((int(clock) for clock, star in levels if star), None)
     return now, max((int(clock) for clock, _ in levels), default=None)
 
 
 def ask_amdsmi(amdsmi: Any) -> tuple[AmdFacts, ...]:
-    """AMD's own Python library; what a version of it does not have, or a card does not tell, is left out."""
+    """Ask AMD's Python library. Fields that a version or a card does not support are left out."""
 
     def ask(question: str, *about: Any) -> Any:
         asked = getattr(amdsmi, question, None)
@@ -227,7 +227,7 @@ def ask_amdsmi(amdsmi: Any) -> tuple[AmdFacts, ...]:
 
 
 def read_amd(root: Path = Path("/"), ask: Ask = ask_program) -> Found:
-    """AMD's GPUs. The kernel's files say most; a library or a program is asked only where there is a GPU at all."""
+    """AMD's GPUs. Most facts come from kernel files; the library or a program is only asked if there is a GPU."""
     devices = cards(root, AMD_PCI_VENDOR)
     nodes = read_kfd(root)
     if not devices and not nodes:
@@ -246,7 +246,7 @@ def conclude(
     root: Path = Path("/"),
     environment: Mapping[str, str] | None = None,
 ) -> Found:
-    """One accelerator for each GPU that the compute driver has; without it, for each card."""
+    """One accelerator per GPU of the compute driver; without that driver, one per card."""
     by_board = {_board(uevent(device).get("PCI_SLOT_NAME", "").lower()): device for device in devices}
     pairs: list[tuple[KfdNode | None, Path | None]] = [
         (node, by_board.get(_board(node.pci_address)) or _only(devices, nodes)) for node in nodes
@@ -260,7 +260,8 @@ def conclude(
     notes = []
     if devices and not nodes:
         notes.append(
-            "AMD's compute driver (KFD) lists no GPU here: ROCm cannot use it (is /dev/kfd there and allowed?)"
+            "AMD's compute driver (KFD) lists no GPU, so ROCm cannot use the card: "
+            "check that /dev/kfd exists and is accessible"
         )
     environment = environment or {}
     places: tuple[int, ...] = tuple(range(len(found)))
@@ -286,12 +287,12 @@ def amd_accelerator(
     *,
     partition: bool = False,
 ) -> Accelerator:
-    """What the three sources say together; the kernel's own files before what programs make of them."""
+    """Merge the three sources. Kernel files take precedence over programs."""
     node, device = node or KfdNode(number=-1), device or root / "nowhere"
     unified = node.unified or (node.target or facts.target) in APU_TARGETS
     total, used = number(device / "mem_info_vram_total"), number(device / "mem_info_vram_used")
     if unified and total is not None:
-        # The part that firmware set aside, and what the driver may borrow from the rest of the memory.
+        # The memory that firmware reserves, plus what the driver may borrow from the rest.
         total += number(device / "mem_info_gtt_total") or 0
         used = used + (number(device / "mem_info_gtt_used") or 0) if used is not None else None
     if partition:
@@ -326,7 +327,7 @@ def amd_accelerator(
 
 
 def read_kfd(root: Path = Path("/")) -> tuple[KfdNode, ...]:
-    """The GPUs of the compute topology; those that a container may not use cannot be read, and are not ours."""
+    """The GPUs of the compute topology. A container cannot read GPUs that it may not use; they are skipped."""
     found = []
     for folder in (root / KFD_NODES).glob("*"):
         place = natural(folder.name)
@@ -341,7 +342,7 @@ def read_kfd(root: Path = Path("/")) -> tuple[KfdNode, ...]:
 
 
 def _links(nodes: Sequence[KfdNode], found: Sequence[Accelerator]) -> tuple[Link, ...]:
-    """xGMI between GPUs, else their PCIe path; then each one's way to the CPU."""
+    """xGMI or PCIe links between GPUs, and each GPU's link to the CPU."""
     present = {card.index for card in found}
     places = {node.number: place for place, node in enumerate(nodes) if place in present}
     best: dict[tuple[int, int], KfdLink] = {}
@@ -368,7 +369,7 @@ def _links(nodes: Sequence[KfdNode], found: Sequence[Accelerator]) -> tuple[Link
 def _import_and_ask() -> tuple[AmdFacts, ...]:
     try:
         amdsmi = import_module("amdsmi")
-    except (ImportError, OSError, KeyError):  # it raises the last two where its C library is not there
+    except (ImportError, OSError, KeyError):  # the last two are raised if its C library is missing
         return ()
     return ask_amdsmi(amdsmi)
 
@@ -407,13 +408,13 @@ def _matching(known: Sequence[AmdFacts], node: KfdNode | None, device: Path | No
     for facts in known:
         if facts.pci_address is not None and facts.pci_address == address:
             return facts
-    # Without addresses, programs list GPUs in the same order; where the counts differ nothing can be told.
+    # Without addresses, programs list GPUs in the same order. If the counts differ, they cannot be matched.
     addressed = any(facts.pci_address for facts in known) and address
     return known[index] if len(known) == count and not addressed else AmdFacts()
 
 
 def _board(address: str | None) -> str:
-    """A PCI address without its function, by which the parts of a partitioned card differ."""
+    """A PCI address without its function number, which differs between the parts of a partitioned card."""
     return (address or "").rpartition(".")[0]
 
 
@@ -445,7 +446,7 @@ def _target(text: str | None) -> str | None:
 
 
 def _short(text: str | None) -> str | None:
-    """Some versions give the whole of /proc/version as the driver's."""
+    """Some versions report all of /proc/version as the driver version."""
     return text if text and len(text) <= 40 else None
 
 

@@ -13,8 +13,8 @@ from bedplate.values import Accelerator, Figure
 
 PROFILER = ("system_profiler", "SPHardwareDataType", "SPDisplaysDataType", "-json")
 REGISTRY = ("ioreg", "-r", "-d", "1", "-c", "AGXAccelerator")
-# What macOS lets the GPU wire when nobody has said otherwise. Apple publishes no rule; docs/probe.md lists the shares
-# of all memory that Metal's recommendedMaxWorkingSetSize was seen at.
+# The default wired-memory limit of the GPU on macOS. Apple publishes no rule; docs/probe.md lists observed values of
+# Metal's recommendedMaxWorkingSetSize as shares of all memory.
 LARGE_BYTES = 36 << 30
 SMALL_SHARE, SMALL_HIGH = 2 / 3, 0.75
 LARGE_SHARE, LARGE_HIGH = 3 / 4, 0.84
@@ -22,7 +22,7 @@ LARGE_SHARE, LARGE_HIGH = 3 / 4, 0.84
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MacProfile:
-    """What system_profiler says about chip and GPU."""
+    """Chip and GPU as system_profiler reports them."""
 
     chip: str | None = None
     memory_bytes: int | None = None
@@ -33,7 +33,7 @@ class MacProfile:
 
 
 def parse_profiler(text: str | None) -> MacProfile:
-    """`system_profiler SPHardwareDataType SPDisplaysDataType -json`; either part may be missing."""
+    """Parse `system_profiler SPHardwareDataType SPDisplaysDataType -json`. Either part may be missing."""
     said = parse_json(text)
     hardware, display = _first(said, "SPHardwareDataType"), _apple_gpu(said)
     performance, efficiency = parse_core_kinds(hardware.get("number_processors"))
@@ -51,8 +51,11 @@ def parse_profiler(text: str | None) -> MacProfile:
 
 
 def parse_core_kinds(text: object) -> tuple[int | None, int | None]:
-    """`proc 16:12:4` is 12 fast and 4 slow cores of 16. Newer systems have a fourth figure, and chips whose slower kind
-    is in either of the last two, so whatever is not fast counts as slow."""
+    """Performance and efficiency cores: `proc 16:12:4` is 12 and 4 of 16.
+
+    Newer systems report a fourth figure, and chips differ in which of the last two holds the slower cores. All cores
+    but those of the first nonzero kind count as efficiency cores.
+    """
     match = (
         re.fullmatch(r"proc ([0-9]{1,4}):([0-9]{1,4}):([0-9]{1,4})(?::([0-9]{1,4}))?", text)
         if isinstance(text, str)
@@ -66,13 +69,13 @@ def parse_core_kinds(text: object) -> tuple[int | None, int | None]:
 
 
 def parse_gpu_cores(text: str | None) -> int | None:
-    """The count that the GPU's driver has in the I/O registry: `"gpu-core-count" = 10`."""
+    """The GPU core count in the I/O registry: `"gpu-core-count" = 10`."""
     match = re.search(r'"gpu-core-count"\s*=\s*([0-9]{1,4})\b', text or "")
     return int(match[1]) or None if match else None
 
 
 def wired_limit(sysctl: Mapping[str, str], memory_bytes: int | None) -> Figure | None:
-    """The most of the memory that the GPU may hold: as the owner has set it, else about what macOS allows by itself."""
+    """The most memory that the GPU may hold: the configured limit, else an estimate of the macOS default."""
     stated = natural(sysctl.get("iogpu.wired_limit_mb"))
     if stated:
         limit = float(stated << 20) if memory_bytes is None else float(min(stated << 20, memory_bytes))
@@ -83,14 +86,14 @@ def wired_limit(sysctl: Mapping[str, str], memory_bytes: int | None) -> Figure |
 
 
 def default_wired_limit(memory_bytes: int) -> Figure:
-    """What macOS allows by itself: the least that was seen, and up to the most."""
+    """An estimate of the macOS default limit: the lowest observed value, with the highest as the upper end."""
     share, high = (LARGE_SHARE, LARGE_HIGH) if memory_bytes >= LARGE_BYTES else (SMALL_SHARE, SMALL_HIGH)
     return Figure(
         value=memory_bytes * share,
         low=memory_bytes * share,
         high=memory_bytes * high,
         basis="estimate",
-        source="macOS' own share, as seen on other Macs: 2/3 of less than 36 GB, 3/4 of more, more on newer systems; "
+        source="macOS default observed on other Macs: 2/3 below 36 GB, 3/4 above, more on newer systems; "
         "sudo sysctl iogpu.wired_limit_mb=N sets it",
     )
 
@@ -122,7 +125,7 @@ def read_apple(available_bytes: int, ask: Ask = ask_program) -> Found:
     sysctl = read_sysctl()
     cores = parse_gpu_cores(ask(REGISTRY))
     profile = MacProfile()
-    # system_profiler takes its time, so it is asked only where the others left something open.
+    # system_profiler is slow, so it runs only if the others did not answer everything.
     if cores is None or not sysctl.get("machdep.cpu.brand_string") or not sysctl.get("hw.memsize"):
         profile = parse_profiler(ask(PROFILER))
     found = apple_accelerator(sysctl, profile, available_bytes, cores)

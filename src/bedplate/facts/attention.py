@@ -1,6 +1,6 @@
-"""How each layer of a model remembers what it has read: its kind, its weights, and what it keeps for a sequence.
+"""The kind of each layer, its weights, and the cache that it keeps for a sequence.
 
-Sizes follow the layers' definitions in transformers 5.22 and, for Kimi K3, sglang 0.5.23.
+Sizes follow the layer definitions in transformers 5.22 and, for Kimi K3, sglang 0.5.23.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEAD_NORMS = {
     "gemma3_text", "gemma3n_text", "gemma4_text", "lfm2", "lfm2_moe", "hunyuan_v1_moe", "hunyuan_v1_dense", "dots1",
     "step3p7", "step3p5", "step3p7_text", "minimax_m3", "exaone4",
 }  # fmt: skip
-# All but every n-th layer see a window, where no list of layers says which.
+# All but every n-th layer are windowed, if no list says which.
 _WINDOW_PERIODS = {
     "gemma2": 2,
     "gemma3": 6,
@@ -35,32 +35,32 @@ _WINDOW_PERIODS = {
 }
 _FULL_WINDOW_TYPES = {"mistral", "phi3", "starcoder2", "ministral", "phi4mm"}
 STATE_BYTES = 4
-"""Recurrent state is kept in 32 bits by transformers, llama.cpp and, for the models that ask for it, vLLM."""
+"""transformers and llama.cpp keep recurrent state in 32 bits. vLLM does so for models that ask for it."""
 CONV_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """One layer's way of looking back."""
+    """The token mixer of one layer: attention, state space or convolution."""
 
     kind: LayerKind
     weights: list[Weight] = field(default_factory=list)
     kv_values: float = 0.0
-    """Values that one more token adds."""
+    """Values that each further token adds to the cache."""
     window: int | None = None
     window_values: int = 0
-    """Values for each token of the window."""
+    """Values per token of the window."""
     state_bytes: int = 0
     kv_heads: int | None = None
     key_dim: int | None = None
     value_dim: int | None = None
     fixed_values: int = 0
-    """Values that are kept once for a sequence, such as the keys of an image."""
+    """Values kept once per sequence, such as the keys of an image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """What most layers of a model share."""
+    """Dimensions that most layers of a model share."""
 
     type: str
     hidden: int
@@ -77,7 +77,7 @@ def dims(config: Config) -> Dims:
     hidden = config.need("hidden_size", "n_embd", "d_model", "dim")
     layers = _num_layers(config)
     if layers > 4096:
-        raise Unplannable(f"it has {layers:,} layers")
+        raise Unplannable(f"num_hidden_layers is {layers:,}")
     heads = config.count("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads") or 0
     default_kv = 1 if kind == "gpt_bigcode" and config.flag("multi_query") else heads
     if kind == "falcon":
@@ -106,12 +106,12 @@ def _num_layers(config: Config) -> int:
 
 
 def mixers(config: Config, d: Dims) -> list[Mixer]:
-    """One for each layer, first to last."""
+    """One mixer per layer, first to last."""
     if d.type in ENCODERS:
         return [Mixer("no cache", _softmax(config, d, i, d.kv_heads, d.head_dim, d.value_dim)) for i in range(d.layers)]
     shared_from = d.layers - min(d.layers, config.count("num_kv_shared_layers") or 0)
     made = [_mixer(config, d, layer, kind) for layer, kind in enumerate(kinds(config, d))]
-    # Gemma's files keep the projections of keys and values of the layers that do not use them.
+    # Gemma's files keep the key and value projections of layers that share another layer's cache.
     return [
         mixer if layer < shared_from else Mixer("shares another layer's cache", mixer.weights)
         for layer, mixer in enumerate(made)
@@ -119,7 +119,7 @@ def mixers(config: Config, d: Dims) -> list[Mixer]:
 
 
 def kinds(config: Config, d: Dims) -> list[str]:
-    """For each layer a word: full, window, chunk, linear, kda, mamba, conv, lightning, both, moe, mlp, cross."""
+    """One word per layer: full, window, chunk, linear, kda, mamba, conv, lightning, both, moe, mlp, cross."""
     listed = _listed_kinds(config, d)
     if listed is not None:
         return listed
@@ -173,7 +173,7 @@ def _listed_kinds(config: Config, d: Dims) -> list[str] | None:
         return None
     unknown = next((entry for entry in listed if not isinstance(entry, str) or entry not in _LISTED), None)
     if unknown is not None:
-        raise Unplannable(f"a layer is of an unknown kind: {str(unknown)[:40]!r}")
+        raise Unplannable(f"unknown layer kind: {str(unknown)[:40]!r}")
     words = [_LISTED[entry] for entry in listed]
     if not (config.count("sliding_window", most=MAX_CONTEXT) or 0):
         words = ["full" if word == "window" else word for word in words]
@@ -273,7 +273,7 @@ def _attention(config: Config, d: Dims, layer: int, word: str) -> Mixer:
 
 
 def _image_tokens(config: Config) -> int:
-    """Keys of an image that layers of cross-attention look at, for the most tiles that a picture is cut into."""
+    """Image keys that cross-attention layers read, for the maximum number of image tiles."""
     vision = config.parent.sub("vision_config") if config.parent else None
     if vision is None:
         return 0
@@ -303,7 +303,7 @@ def _softmax(
         Weight(f"{base}.k_proj", "attention", keys, d.hidden),
         Weight(f"{base}.o_proj", "attention", d.hidden, heads * value),
     ]
-    # On its layers that see everything, Gemma 4 derives values from the projection of keys.
+    # Gemma 4's full-attention layers derive values from the key projection.
     if not (d.type == "gemma4_text" and not windowed and config.flag("attention_k_eq_v")):
         found.append(Weight(f"{base}.v_proj", "attention", values, d.hidden))
     biased = config.flag("attention_bias", "bias") or d.type in _BIASED
@@ -322,7 +322,7 @@ def _softmax(
 
 
 def _block_indexer(config: Config, d: Dims, layer: int) -> tuple[int, list[Weight]]:
-    """MiniMax M3 chooses blocks of keys by a small key of its own in each sparse layer."""
+    """MiniMax M3 selects blocks of keys with a small extra key in each sparse layer."""
     sparse = config.sub("sparse_attention_config")
     if sparse is None or not sparse.flag("use_sparse_attention", default=True):
         return 0, []
@@ -362,7 +362,7 @@ def _latent(config: Config, d: Dims, layer: int) -> Mixer:
     width = config.count("index_head_dim") or 0
     types = config.per_layer("indexer_types", d.layers)
     if width and query_rank and (types is None or types[layer] == "full"):
-        # Layers that share an indexer's choice have neither its weights nor its keys.
+        # Layers that reuse another layer's indexer have neither its weights nor its keys.
         heads = config.need("index_n_heads")
         found += [
             Weight(f"{base}.indexer.wq_b", "attention", heads * width, query_rank),
@@ -376,9 +376,9 @@ def _latent(config: Config, d: Dims, layer: int) -> Mixer:
 
 
 def _compressed(config: Config, d: Dims, layer: int, ratio: int) -> Mixer:
-    """DeepSeek V4: a window of shared keys and values, and one entry for each `ratio` tokens before it.
+    """DeepSeek V4: a window of shared keys and values, and one entry per `ratio` tokens before it.
 
-    At a ratio of 4 blocks overlap, so both projections are twice as wide, and an indexer chooses among the entries.
+    With a ratio of 4 the blocks overlap, so both projections are twice as wide, and an indexer selects entries.
     """
     head, base = d.head_dim, f"layers.{layer}.attn"
     query_rank, out_rank, groups = (config.need(name) for name in ("q_lora_rank", "o_lora_rank", "o_groups"))
@@ -518,7 +518,7 @@ def _short_conv(config: Config, d: Dims, layer: int) -> Mixer:
 
 
 def _lightning(d: Dims, layer: int) -> Mixer:
-    """MiniMax's linear attention of its first models."""
+    """Linear attention of MiniMax's first models."""
     width, base = d.heads * d.head_dim, f"layers.{layer}.self_attn"
     found = [
         Weight(f"{base}.qkv_proj", "attention", 3 * width, d.hidden),
@@ -530,7 +530,7 @@ def _lightning(d: Dims, layer: int) -> Mixer:
 
 
 def nas_block(config: Config, layer: int, half: str) -> Config:
-    """What Nemotron's search has left of a layer's attention or feed-forward network."""
+    """A layer's attention or feed-forward configuration after neural architecture search (Nemotron)."""
     blocks: Any = config.get("block_configs")
     block = blocks[layer] if isinstance(blocks, list) and layer < len(blocks) else None
     found = block.get(half) if isinstance(block, dict) else None

@@ -1,4 +1,4 @@
-"""What a control group leaves us: memory, CPU time and CPUs, from cgroup v1, v2 or both mounted side by side."""
+"""The cgroup limits of this process: memory, CPU time and CPUs, from cgroup v1, v2 or both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# v1 writes "no limit" as the largest page-aligned count, which depends on the page size; nothing real comes near this.
+# v1 writes "no limit" as the largest page-aligned number, which depends on the page size. Real limits are far below.
 NO_LIMIT_BYTES = 1 << 60
 MOST_CPUS = 1 << 16
 
@@ -32,17 +32,17 @@ class CgroupMount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CgroupLimits:
-    """The tightest limits from our own group up to the highest that we can see; `None` is none, or none readable."""
+    """The tightest limits from this process's group up to the highest visible one; `None`: no limit, or unreadable."""
 
     memory_limit_bytes: int | None = None
     memory_headroom_bytes: int | None = None
-    """The least that any group above us still allows, reclaimable page cache not counted as used."""
+    """The least memory that any group on the way still allows. Reclaimable page cache does not count as used."""
     cpu_quota_cores: float | None = None
     cpus: frozenset[int] | None = None
 
 
 def read_text(path: Path) -> str | None:
-    """A small file's text, or `None` where it cannot be read."""
+    """The text of a small file; `None` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
@@ -50,7 +50,7 @@ def read_text(path: Path) -> str | None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether something is at `path`; what we may not even look at counts as absent."""
+    """Whether something exists at `path`. A path without permission counts as absent."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -60,7 +60,7 @@ def is_there(path: Path) -> bool:
 def parse_memberships(text: str) -> tuple[Membership, ...]:
     found = []
     for line in text.splitlines():
-        parts = line.split(":", 2)  # the path itself may hold colons
+        parts = line.split(":", 2)  # the path itself may contain colons
         if len(parts) == 3 and parts[2].startswith("/"):
             found.append(Membership(controllers=tuple(filter(None, parts[1].split(","))), path=parts[2]))
     return tuple(found)
@@ -78,15 +78,15 @@ def parse_mounts(text: str) -> tuple[CgroupMount, ...]:
             CgroupMount(
                 version=2 if tail[0] == "cgroup2" else 1,
                 controllers=controllers,
-                root=_unescaped(fields[3]),
-                mount_point=_unescaped(fields[4]),
+                root=_unescape(fields[3]),
+                mount_point=_unescape(fields[4]),
             )
         )
     return tuple(found)
 
 
 def parse_bytes(text: str | None) -> int | None:
-    """A limit or a usage; `max`, v1's huge number and anything unreadable are `None`."""
+    """A limit or a usage; `None` for `max`, for v1's "no limit" and for unreadable text."""
     value = _natural(text)
     return None if value is None or value >= NO_LIMIT_BYTES else value
 
@@ -125,7 +125,7 @@ def parse_cpu_list(text: str | None) -> frozenset[int] | None:
 
 
 def read_limits(root: Path = Path("/")) -> CgroupLimits:
-    """The limits on this process; `root` stands for / so that a captured tree can be read too."""
+    """The limits on this process. Tests pass a captured tree as `root`."""
     memberships = parse_memberships(read_text(root / "proc/self/cgroup") or "")
     mounts = parse_mounts(read_text(root / "proc/self/mountinfo") or "")
     limit, headroom = _memory(root, memberships, mounts)
@@ -144,18 +144,18 @@ def _memory(
     for version, folder in _levels(root, "memory", memberships, mounts):
         stat = parse_stat(read_text(folder / "memory.stat"))
         if version == 2:
-            # memory.high kills nobody, but above it every allocation is stalled to reclaim first: an engine that was
-            # planned to live there crawls. So it bounds a plan just as memory.max does.
+            # memory.high kills nothing, but above it every allocation stalls to reclaim memory, which makes an engine
+            # very slow. It therefore limits a plan as memory.max does.
             names = ("memory.max", "memory.high")
             used = parse_bytes(read_text(folder / "memory.current"))
             cached = stat.get("inactive_file", 0)
             bounds = [parse_bytes(read_text(folder / name)) for name in names]
         else:
-            # The soft limit is left aside: it only says whom to reclaim from first when the whole host is short.
+            # The soft limit is ignored: it only sets the reclaim order when the whole host is short of memory.
             used = parse_bytes(read_text(folder / "memory.usage_in_bytes"))
             cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
             bounds = [parse_bytes(read_text(folder / "memory.limit_in_bytes"))]
-            # The kernel's own minimum over all ancestors, those that a container cannot see included.
+            # The kernel's minimum over all ancestors, including those that a container cannot see.
             hierarchical = stat.get("hierarchical_memory_limit", NO_LIMIT_BYTES)
             bounds.append(hierarchical if hierarchical < NO_LIMIT_BYTES else None)
         known = [bound for bound in bounds if bound is not None]
@@ -181,7 +181,7 @@ def _cpus(root: Path, memberships: tuple[Membership, ...], mounts: tuple[CgroupM
     for version, folder in _levels(root, "cpuset", memberships, mounts):
         names = ("cpuset.cpus.effective",) if version == 2 else ("cpuset.effective_cpus", "cpuset.cpus")
         for name in names:
-            # The effective set of the nearest group already has its ancestors' sets taken into account.
+            # The effective set of the nearest group already includes its ancestors' limits.
             if cpus := parse_cpu_list(read_text(folder / name)):
                 return cpus
     return None
@@ -190,8 +190,8 @@ def _cpus(root: Path, memberships: tuple[Membership, ...], mounts: tuple[CgroupM
 def _levels(
     root: Path, controller: str, memberships: tuple[Membership, ...], mounts: tuple[CgroupMount, ...]
 ) -> Iterator[tuple[int, Path]]:
-    """Our group's folder for `controller` and those above it, up to the mount."""
-    # A controller lives in one hierarchy only: in v1 where one is mounted with it, else in v2.
+    """The folder of this process's group for `controller`, then those of its ancestors up to the mount."""
+    # A controller belongs to one hierarchy: v1 if it is mounted there, else v2.
     own = [mount for mount in mounts if mount.version == 1 and controller in mount.controllers]
     version = 1 if own else 2
     candidates = own or [mount for mount in mounts if mount.version == 2]
@@ -206,7 +206,7 @@ def _levels(
     for mount in candidates:
         top = root / mount.mount_point.lstrip("/")
         folder = top / _below(mount.root, path)
-        # Inside a container the path may be the host's, which is not under our mount: the mount is then our own group.
+        # In a container the path may be the host's, outside of the mount. The mount is then this process's own group.
         if not _is_folder(folder):
             folder = top
         if _is_folder(folder):
@@ -218,7 +218,7 @@ def _levels(
 
 
 def _below(mount_root: str, path: str) -> str:
-    """`path` relative to the group that is mounted, or nothing where it is not inside of it."""
+    """`path` relative to the mounted group; empty if it is outside of it."""
     inside = path if mount_root == "/" else path.removeprefix(mount_root)
     if ".." in path.split("/") or "\0" in path or (inside == path and mount_root != "/"):
         return ""
@@ -242,6 +242,6 @@ def _natural(text: str | None) -> int | None:
     return int(stripped) if re.fullmatch(r"[0-9]{1,20}", stripped) else None
 
 
-def _unescaped(text: str) -> str:
-    """mountinfo writes blanks and the like as octal escapes."""
+def _unescape(text: str) -> str:
+    """Decode the octal escapes of mountinfo, for example of blanks."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8) & 0xFF), text)

@@ -1,4 +1,4 @@
-"""The CPU: its name, what it can compute with, and how many of its cores we may really use."""
+"""The CPU: its name, its instruction sets, and how many of its cores this process may use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Literal
 from bedplate.facts.cgroup import CgroupLimits, parse_cpu_list, read_text
 from bedplate.values import Cache, Cpu, NumaNode
 
-# Those that inference engines have kernels for, from old to new: the name that we use, and how people write it.
+# Instruction sets that inference engines have kernels for, from old to new: bedplate's name and the display name.
 INSTRUCTION_SETS = {
     "sse4_2": "SSE4.2",
     "avx": "AVX",
@@ -41,7 +41,7 @@ INSTRUCTION_SETS = {
     "sve2": "SVE2",
     "sme": "SME",
 }
-# Each line is one kind of unit; of each, the summary names the first that is there.
+# Each line is one kind of unit. The summary names the first one present on each line.
 SUMMARY = (
     ("avx512f", "avx2", "avx", "sse4_2", "sve2", "sve", "neon"),
     ("amx_tile", "sme", "i8mm", "dotprod"),
@@ -85,7 +85,7 @@ IMPLEMENTERS = {
     0x70: "phytium",
     0xC0: "ampere",
 }
-# The main ID register's part numbers, as the vendors' reference manuals list them.
+# Part numbers of the main ID register, from the vendors' reference manuals.
 PARTS = {
     0x41: {
         0xB76: "ARM1176", 0xC07: "Cortex-A7", 0xC08: "Cortex-A8", 0xC09: "Cortex-A9", 0xC0D: "Cortex-A17",
@@ -123,14 +123,14 @@ class Processor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuInfo:
-    """What /proc/cpuinfo says."""
+    """The contents of /proc/cpuinfo."""
 
     name: str | None = None
     vendor: str | None = None
     board: str | None = None
     processors: tuple[Processor, ...] = ()
     flags: frozenset[str] = frozenset()
-    """Those that every CPU has: a thread may be moved to any of them."""
+    """Flags that every CPU has, because a thread may run on any of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,19 +141,19 @@ class Cores:
 
 
 def instruction_sets(flags: Collection[str]) -> tuple[str, ...]:
-    """The known ones among `flags`, which may be Linux's names or ours, in our order."""
+    """The known instruction sets among `flags` (Linux's names or bedplate's), in a fixed order."""
     names = {ARM_FEATURES.get(flag, flag) for flag in flags}
     return tuple(name for name in INSTRUCTION_SETS if name in names)
 
 
 def summarise(sets: Collection[str]) -> str:
-    """The few words that tell people what this CPU can do, such as "AVX-512 AMX"; empty when nothing is known."""
+    """A short summary such as "AVX-512 AMX"; empty if nothing is known."""
     best = (next((name for name in kind if name in sets), None) for kind in SUMMARY)
     return " ".join(INSTRUCTION_SETS[name] for name in best if name)
 
 
 def parse_cpuinfo(text: str) -> CpuInfo:
-    """Linux's /proc/cpuinfo, whose keys differ with the architecture."""
+    """Parse Linux's /proc/cpuinfo, whose keys depend on the architecture."""
     blocks: list[dict[str, str]] = []
     common: dict[str, str] = {}
     numbers: list[int] = []
@@ -188,9 +188,9 @@ def parse_cpuinfo(text: str) -> CpuInfo:
 def count_cores(
     processors: Collection[Processor], siblings: Mapping[int, frozenset[int]], allowed: frozenset[int]
 ) -> Cores:
-    """Physical cores in all, and how many distinct ones `allowed` reaches.
+    """All physical cores, and how many distinct ones `allowed` covers.
 
-    `siblings` (the CPUs that share a core, from sysfs) stands in where /proc/cpuinfo names no cores, as on ARM.
+    `siblings` (CPUs that share a core, from sysfs) is used if /proc/cpuinfo lists no cores, as on ARM.
     """
 
     def core(processor: Processor) -> object:
@@ -202,7 +202,7 @@ def count_cores(
     reached = {core(processor) for processor in processors if processor.number in allowed}
     allowed_physical = len(reached)
     if not allowed <= {processor.number for processor in processors}:
-        # lxcfs shows a container its own CPUs only, renumbered from 0; the affinity mask keeps the host's numbers.
+        # lxcfs shows a container only its own CPUs, renumbered from 0. The affinity mask keeps the host's numbers.
         if all(number in siblings for number in allowed):
             allowed_physical = len({siblings[number] for number in allowed})
         else:
@@ -216,18 +216,18 @@ def count_cores(
 
 
 def cap_by_quota(cores: int, quota_cores: float | None) -> int:
-    """Cores that a CPU-time quota can keep busy; the kernel stops a thread beyond them, and all others wait for it."""
+    """The cores that a CPU quota can keep busy. Beyond it the kernel throttles a thread, and all others wait for it."""
     return cores if quota_cores is None else max(1, min(cores, math.floor(quota_cores)))
 
 
 def parse_sysctl(text: str) -> dict[str, str]:
-    """The output of macOS's `sysctl`, `key: value` on each line."""
+    """Parse the output of macOS's `sysctl`: one `key: value` per line."""
     pairs = (line.partition(":") for line in text.splitlines())
     return {key.strip(): value.strip() for key, colon, value in pairs if colon}
 
 
 def cpu_from_sysctl(values: Mapping[str, str], arch: str) -> Cpu | None:
-    """The CPU of a Mac; `None` when the text names no count of cores."""
+    """The CPU of a Mac; `None` if the text has no core count."""
     logical = _integer(_first(values, "hw.logicalcpu", "hw.ncpu", "machdep.cpu.thread_count"))
     if not logical:
         return None
@@ -241,7 +241,7 @@ def cpu_from_sysctl(values: Mapping[str, str], arch: str) -> Cpu | None:
     return Cpu(
         name=values.get("machdep.cpu.brand_string") or "unknown CPU",
         vendor="apple" if apple else VENDORS.get(values.get("machdep.cpu.vendor", "")),
-        # A translated x86 Python calls the machine x86_64; the chip knows better.
+        # A translated x86 Python reports x86_64 on an ARM chip.
         arch="arm64" if apple else arch,
         sockets=_integer(values.get("hw.packages")),
         physical_cores=physical,
@@ -256,7 +256,7 @@ def cpu_from_sysctl(values: Mapping[str, str], arch: str) -> Cpu | None:
 
 
 def core_kinds(values: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Fast and slow cores of an Apple chip; levels are numbered from the fastest kind down."""
+    """Performance and efficiency cores of an Apple chip. Level 0 is the fastest kind."""
     levels = _integer(values.get("hw.nperflevels")) or 0
     counts = [_integer(values.get(f"hw.perflevel{level}.physicalcpu")) for level in range(min(levels, 8))]
     known = [count for count in counts if count]
@@ -264,7 +264,7 @@ def core_kinds(values: Mapping[str, str]) -> tuple[int | None, int | None]:
 
 
 def sysctl_caches(values: Mapping[str, str]) -> tuple[Cache, ...]:
-    """The caches that macOS lists for each kind of core, or once for all of them."""
+    """The caches that macOS lists, for each kind of core or once for all."""
     found: list[Cache] = []
     for level in ("hw.perflevel0.", "hw.perflevel1.", "hw."):
         cores = _integer(_first(values, f"{level}physicalcpu", f"{level}ncpu"))
@@ -287,24 +287,24 @@ def read_cpu(limits: CgroupLimits | None = None, root: Path = Path("/")) -> tupl
     if sys.platform == "darwin":
         if cpu := cpu_from_sysctl(read_sysctl(), platform.machine()):
             return cpu, ()
-        return _plain_cpu("sysctl named no CPU; the operating system's own counts are used")
+        return _plain_cpu("sysctl reports no CPU; using the operating system's core counts")
     if sys.platform.startswith("linux"):
         text = read_text(root / "proc/cpuinfo")
         if text and (cpu := linux_cpu(text, platform.machine(), os.sched_getaffinity(0), limits, root)):
             return cpu, ()
-        return _plain_cpu("/proc/cpuinfo lists no CPU; cores that threads share may be counted twice")
-    return _plain_cpu("the CPU's instruction sets are not read on this operating system")
+        return _plain_cpu("/proc/cpuinfo lists no CPU; hyper-threads may be counted as cores")
+    return _plain_cpu("bedplate does not read CPU instruction sets on this operating system")
 
 
 def linux_cpu(
     cpuinfo: str, arch: str, affinity: Collection[int], limits: CgroupLimits, root: Path = Path("/")
 ) -> Cpu | None:
-    """The CPU that `cpuinfo` describes, as far as `affinity` and `limits` let us use it."""
+    """The CPU that `cpuinfo` describes, as far as `affinity` and `limits` allow its use."""
     info = parse_cpuinfo(cpuinfo)
     if not info.processors:
         return None
     allowed = frozenset(affinity) or frozenset(processor.number for processor in info.processors)
-    # The mask follows the cpuset, except that some sandboxes show a cpuset of CPUs that are not ours at all.
+    # The mask follows the cpuset, but some sandboxes show a cpuset with CPUs that this process cannot use.
     allowed = allowed & (limits.cpus or allowed) or allowed
     named = all(processor.core is not None for processor in info.processors)
     renumbered = not allowed <= {processor.number for processor in info.processors}
@@ -329,13 +329,16 @@ def linux_cpu(
 
 
 def read_caches(root: Path = Path("/")) -> tuple[Cache, ...]:
-    """The caches by level and kind, alike ones counted together; none where the kernel shows none, as in some VMs."""
+    """The caches by level and kind; identical ones are counted together.
+
+    Empty if the kernel shows none, as in some VMs.
+    """
     seen: dict[str, set[int]] = {}
     counts: Counter[tuple[int, str, int, int]] = Counter()
     folders = (root / "sys/devices/system/cpu").glob("cpu[0-9]*")
     for number, folder in sorted((_integer(folder.name[3:]) or 0, folder) for folder in folders):
         for index in folder.glob("cache/index[0-9]*"):
-            # A cache is listed by every CPU that shares it; one that is known already is not read again.
+            # Every CPU that shares a cache lists it. A known one is not read again.
             known = seen.setdefault(index.name, set())
             if number in known:
                 continue
@@ -363,7 +366,7 @@ def parse_cache_size(text: str | None) -> int | None:
 
 
 def read_numa(root: Path = Path("/")) -> tuple[NumaNode, ...]:
-    """Each node's CPUs and memory; nothing where the kernel was built without them."""
+    """Each node's CPUs and memory; empty if the kernel was built without NUMA."""
     found = []
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         index = _integer(folder.name.removeprefix("node"))
@@ -384,7 +387,7 @@ def parse_node_meminfo(text: str) -> tuple[int | None, int | None]:
 
 
 def read_siblings(root: Path = Path("/")) -> dict[int, frozenset[int]]:
-    """For each CPU, those that share its core."""
+    """The CPUs that share a core with each CPU."""
     found = {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*"):
         number = _integer(folder.name.removeprefix("cpu"))
@@ -395,7 +398,7 @@ def read_siblings(root: Path = Path("/")) -> dict[int, frozenset[int]]:
 
 
 def read_sysctl() -> dict[str, str]:
-    """What macOS says about the machine; nothing where there is no sysctl."""
+    """macOS's sysctl values; empty if there is no sysctl."""
     try:
         done = subprocess.run(["sysctl", "hw", "machdep.cpu", "iogpu"], capture_output=True, timeout=5, check=False)
     except (OSError, subprocess.SubprocessError):
@@ -404,7 +407,7 @@ def read_sysctl() -> dict[str, str]:
 
 
 def _plain_cpu(note: str) -> tuple[Cpu, tuple[str, ...]]:
-    """What every operating system can say."""
+    """A CPU from the counts that every operating system reports."""
     import psutil
 
     logical = psutil.cpu_count() or os.cpu_count() or 1
@@ -434,7 +437,7 @@ def _registry_name() -> str | None:
 
 
 def _arm_name(blocks: list[dict[str, str]]) -> str | None:
-    """The cores' names, each once: "Cortex-A55 + Cortex-A76"."""
+    """The distinct core names: "Cortex-A55 + Cortex-A76"."""
     names: list[str] = []
     for block in blocks:
         implementer, part = _integer(block.get("CPU implementer"), 16), _integer(block.get("CPU part"), 16)
@@ -466,7 +469,7 @@ def _vendor(common: Mapping[str, str]) -> str | None:
 
 
 def _board(root: Path) -> str | None:
-    """Boards with a device tree say which they are, such as "Raspberry Pi 5 Model B Rev 1.0"."""
+    """The board name in the device tree, such as "Raspberry Pi 5 Model B Rev 1.0"."""
     return (read_text(root / "proc/device-tree/model") or "").strip("\0 \n") or None
 
 

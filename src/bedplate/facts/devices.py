@@ -1,4 +1,4 @@
-"""What the readers of accelerators share: sysfs, PCIe, other programs' words, and which devices we may see."""
+"""Shared helpers of the accelerator readers: sysfs, PCIe, external programs and device visibility."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from bedplate.facts.cgroup import read_text
 from bedplate.values import Accelerator, Figure, Link, Pcie
 
 Ask = Callable[[Sequence[str]], str | None]
-"""Runs a program and gives what it printed; `None` where it is not there or failed."""
+"""Runs a program and returns its output; `None` if it is missing or failed."""
 ASK_LIMIT_S = 20.0
 
-# One lane, one direction, after line encoding: 2.5, 5, 8, 16, 32 and 64 GT/s of the PCI-SIG's base specifications.
+# One lane, one direction, after line encoding: 2.5, 5, 8, 16, 32 and 64 GT/s (PCI-SIG base specifications).
 PCIE_LANE_BYTES_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 PCIE_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The accelerators of one kind, how they are connected, and what is odd about them."""
+    """The accelerators of one kind, their links, and notes on problems."""
 
     accelerators: tuple[Accelerator, ...] = ()
     links: tuple[Link, ...] = ()
@@ -44,7 +44,7 @@ def ask_program(argv: Sequence[str]) -> str | None:
 
 
 def parse_json(text: str | None) -> Any:
-    """JSON that a program printed, after the warnings that it may have printed before; `None` when there is none."""
+    """The JSON in a program's output, after any warnings that precede it; `None` if there is none."""
     text = text or ""
     for start in [match.start() for match in re.finditer(r"^\s*[\[{]", text, re.MULTILINE)][:8]:
         try:
@@ -55,7 +55,7 @@ def parse_json(text: str | None) -> Any:
 
 
 def visible(uuids: Sequence[str | None], value: str | None) -> tuple[int, ...]:
-    """Positions that CUDA_VISIBLE_DEVICES leaves, in its order; as in CUDA, the first entry that names none ends it."""
+    """The positions that CUDA_VISIBLE_DEVICES selects, in order. As in CUDA, the first invalid entry ends the list."""
     if value is None:
         return tuple(range(len(uuids)))
     kept: list[int] = []
@@ -72,7 +72,7 @@ def visible(uuids: Sequence[str | None], value: str | None) -> tuple[int, ...]:
 
 
 def host_link(index: int, pcie: Pcie | None) -> Link | None:
-    """A card's way to the CPU and its memory, at the most that card and slot can do."""
+    """A card's link to the CPU, at the highest rate that card and slot support."""
     if pcie is None:
         return None
     generation = pcie.max_generation or pcie.generation
@@ -86,7 +86,7 @@ def host_link(index: int, pcie: Pcie | None) -> Link | None:
 
 
 def read_pcie(device: Path) -> Pcie | None:
-    """The slot of a PCI device, from its folder in sysfs."""
+    """The slot of a PCI device, from its sysfs folder."""
     pcie = Pcie(
         generation=parse_link_speed(read_text(device / "current_link_speed")),
         max_generation=parse_link_speed(read_text(device / "max_link_speed")),
@@ -103,7 +103,7 @@ def parse_link_speed(text: str | None) -> int | None:
 
 
 def lanes(count: int | None) -> int | None:
-    """The kernel writes 0 or 255 lanes where it does not know."""
+    """`None` for 0 and 255, which the kernel writes for an unknown width."""
     return count if count is not None and 1 <= count <= 32 else None
 
 
@@ -118,7 +118,7 @@ def cards(root: Path, vendor: str) -> list[Path]:
 
 
 def uevent(device: Path) -> dict[str, str]:
-    """What the kernel says about a device: its driver, its PCI address."""
+    """The kernel's facts about a device: its driver and PCI address."""
     pairs = (line.partition("=") for line in (read_text(device / "uevent") or "").splitlines())
     return {key: value.strip() for key, equals, value in pairs if equals}
 
@@ -132,7 +132,7 @@ def number(path: Path) -> int | None:
 
 
 def natural(text: object) -> int | None:
-    """A count as programs and files write it; whatever is not one is `None`."""
+    """Parse a non-negative integer; `None` if it is not one."""
     if isinstance(text, bool):
         return None
     if isinstance(text, int):
@@ -142,7 +142,7 @@ def natural(text: object) -> int | None:
 
 
 def decimal(text: object) -> float | None:
-    """A figure such as `700.00 W`, 700 or "700"; `None` for N/A and the like."""
+    """Parse a number such as `700.00 W`, 700 or "700"; `None` for N/A and similar."""
     if isinstance(text, bool):
         return None
     if isinstance(text, int | float):
@@ -152,5 +152,5 @@ def decimal(text: object) -> float | None:
 
 
 def numa_node(device: Path) -> int | None:
-    """`None` also for -1, which is written where there are no nodes to choose from."""
+    """`None` also for -1, which means that there is no NUMA node."""
     return number(device / "numa_node")

@@ -1,4 +1,4 @@
-"""What a bug report needs, without what is nobody's business: keys, passwords, prompts, other people's processes."""
+"""The report of `bedplate doctor` for bug reports, without keys, passwords, prompts and other users' processes."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ SETTINGS = re.compile(
     re.IGNORECASE,
 )
 SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|USER|COOKIE|NETRC", re.IGNORECASE)
-# What keys of well-known services look like, and anything after a name that announces one.
+# Key formats of well-known services, and any value after a name that announces a key.
 SECRET_TEXT = re.compile(
     r"\b(?:hf|sk|pk|ghp|gho|ghs|glpat|pypi|xox[abp]|AKIA)[-_]?[A-Za-z0-9_-]{12,}"
     r"|(?i:(?<=bearer )|(?<=api-key )|(?<=api_key=)|(?<=token=)|(?<=password=))[^\s\"',;]+"
 )
-# Greedy up to the last @: passwords may hold whatever else divides an address.
+# Greedy up to the last @, because passwords may contain any other separator.
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>\S*@)?(?P<host>[^\s/?#,;\"'@]*)(?P<rest>[^\s,;\"']*)")
-# Lines in which an engine repeats what it was sent. Timings speak of prompts too, but quote none.
+# Lines in which an engine repeats a request. Timings mention prompts too, but do not quote them.
 QUOTES_A_REQUEST = re.compile(r"\"(prompt|content|messages|input|text)\"|\bprompt\b\s*[:=]\s*['\"<]|<\|", re.IGNORECASE)
 
 
 class Setting(Record, frozen=True, kw_only=True):
     name: str
     value: str
-    """As it is set, or as much of it as can hold no secret."""
+    """The value, without any part that may contain a secret."""
 
 
 class EngineCheck(Record, frozen=True, kw_only=True):
-    """An installed engine, tried."""
+    """A check of one installed engine."""
 
     engine: str
     version: str
     python: str | None = None
     disk_bytes: int | None = None
     failure: str | None = None
-    """Why it does not run any more; `None` when it does."""
+    """Why it no longer runs; `None`: it runs."""
 
 
 class FoundModel(Record, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class LogTail(Record, frozen=True, kw_only=True):
 
 class Problem(Record, frozen=True, kw_only=True):
     kind: Literal["problem", "remark"]
-    """A remark explains; a problem should be mended."""
+    """A remark explains; a problem should be fixed."""
     what: str
     hint: str | None = None
 
@@ -83,7 +83,7 @@ class Report(Record, frozen=True, kw_only=True):
     uv: str | None
     system: str
     hardware: Hardware
-    """Without the numbers that name single cards, and without other people's processes."""
+    """Without the serial numbers of cards and other users' processes."""
     home: str
     home_writable: bool
     swap_used_bytes: int | None = None
@@ -110,7 +110,7 @@ def examine(
     prefixes: Collection[str] = (),
     root: Path = Path("/"),
 ) -> Report:
-    """Puts the report together; what needs an engine or uv to be run was found out before.
+    """Assemble the report. The caller has already checked the engines and uv.
 
     `prefixes` are those of the engines' environment variables.
     """
@@ -134,47 +134,45 @@ def examine(
 
 
 def problems(report: Report) -> Iterable[Problem]:
-    """What commonly goes wrong, as far as it can be seen from here."""
+    """Common problems that can be detected from the report."""
     hardware = report.hardware
     if not report.home_writable:
-        yield _problem(f"{report.home} cannot be written to", "point BEDPLATE_HOME at a folder that you may write to")
+        yield _problem(f"{report.home} is not writable", "point BEDPLATE_HOME at a writable folder")
     disk = hardware.disk
     if disk is not None and disk.free_bytes < max(LEAST_DISK_BYTES, LEAST_DISK_SHARE * disk.total_bytes):
         what = f"the disk of {report.home} is nearly full: {size(disk.free_bytes)} free of {size(disk.total_bytes)}"
         yield _problem(what, "free some space (bedplate engines remove ID), or point BEDPLATE_HOME at a larger disk")
     if report.uv is None:
-        yield _problem("uv is not here, and engines are installed with it", "pip install uv")
+        yield _problem("uv is missing; bedplate installs engines with it", "pip install uv")
     for engine in report.engines:
         if engine.failure is not None:
-            what = f"{engine.engine} {engine.version} does not run any more: {engine.failure}"
+            what = f"{engine.engine} {engine.version} no longer runs: {engine.failure}"
             yield _problem(what, f"bedplate engines remove {engine.engine}; the next start installs it again")
     ram = hardware.memory
     if ram.available_bytes < LEAST_MEMORY_BYTES:
         yield _problem(
-            f"only {memory(ram.available_bytes)} of memory are free", "end what else runs, or use a smaller model"
+            f"only {memory(ram.available_bytes)} of memory is free", "stop other programs, or use a smaller model"
         )
     if report.swap_used_bytes is not None and report.swap_used_bytes >= SWAP_IN_USE_BYTES:
-        what = f"{memory(report.swap_used_bytes)} are swapped out to disk"
-        yield _problem(
-            what, "an engine that is swapped out is slower by orders of magnitude: free memory before serving"
-        )
+        what = f"{memory(report.swap_used_bytes)} of memory is swapped out to disk"
+        yield _problem(what, "swapping makes an engine slower by orders of magnitude; free memory before you serve")
     if ram.limit_bytes is not None:
         what = f"this container may use {memory(ram.limit_bytes)} of the machine's {memory(ram.total_bytes)} of memory"
         yield _remark(what, "raise the container's memory limit to use more of it")
     if hardware.cpu.allowed_cores < 1:
         yield _problem(
-            f"only {hardware.cpu.allowed_cores:.2g} of a CPU core are allowed here", "raise the container's CPU limit"
+            f"only {hardware.cpu.allowed_cores:.2g} CPU cores are allowed", "raise the container's CPU limit"
         )
     for note in hardware.notes:
         driver = re.search(r"NVIDIA.*(driver|library|not read)|ROCm cannot use", note)
         yield _problem(note, None) if driver else _remark(note, None)
     if not report.port_free:
-        what = f"port {DEFAULT_PORT}, where serve listens by default, is taken"
-        yield _remark(what, "fine if that is bedplate; otherwise bedplate serve --port N")
+        what = f"port {DEFAULT_PORT}, the default of serve, is in use"
+        yield _remark(what, "ignore this if bedplate uses it; otherwise choose another: bedplate serve --port N")
 
 
 def settings(environment: Mapping[str, str], prefixes: Collection[str] = ()) -> tuple[Setting, ...]:
-    """What is set for us and for the programs that we start, by name; values only as far as they can hold no secret."""
+    """The environment variables that affect bedplate and its engines, without secret values."""
     return tuple(
         Setting(name=name, value=harmless(name, value))
         for name, value in sorted(environment.items())
@@ -183,10 +181,10 @@ def settings(environment: Mapping[str, str], prefixes: Collection[str] = ()) -> 
 
 
 def harmless(name: str, value: str) -> str:
-    """A setting's value as it may be shown to anyone."""
+    """A variable's value as it may be shown to anyone."""
     if not value:
         return "(empty)"
-    # A flag says nothing even where its name has a word like KEY in it.
+    # A flag reveals nothing even if its name contains a word like KEY.
     if value.lower() in ("0", "1", "true", "false", "yes", "no", "on", "off"):
         return value
     if SECRET_NAME.search(name):
@@ -195,7 +193,7 @@ def harmless(name: str, value: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """Text without passwords and keys. Of an address only the host is left: tokens stand in paths and queries too."""
+    """Text without passwords and keys. URLs keep only their host, because tokens also occur in paths and queries."""
 
     def host(match: re.Match[str]) -> str:
         user, rest = "…@" if match["user"] else "", match["rest"]
@@ -205,7 +203,7 @@ def redacted(text: str) -> str:
 
 
 def short_path(text: str) -> str:
-    """The person's own folder as ~: bug reports need no names."""
+    """Paths with ~ for the user's home folder, so that a report contains no user name."""
     try:
         own = str(Path.home())
     except (RuntimeError, OSError):
@@ -220,7 +218,7 @@ def anonymous(hardware: Hardware) -> Hardware:
 
 
 def log_tails(folder: Path) -> Iterable[LogTail]:
-    """The ends of the newest engine logs, less the lines that quote a request."""
+    """The ends of the newest engine logs, without lines that quote a request."""
     try:
         logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
     except OSError:
@@ -232,7 +230,7 @@ def log_tails(folder: Path) -> Iterable[LogTail]:
 
 
 def swap_used(root: Path = Path("/")) -> int | None:
-    """`None` where the system does not say."""
+    """`None` if the system does not report it."""
     text = read_text(root / "proc/meminfo")
     if text is None:
         return _psutil_swap()
@@ -244,7 +242,7 @@ def swap_used(root: Path = Path("/")) -> int | None:
 
 def port_is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        if sys.platform != "win32":  # as servers do it: what a dead one left behind is no obstacle
+        if sys.platform != "win32":  # as servers do: connections in TIME_WAIT do not block the port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", port))
@@ -254,7 +252,7 @@ def port_is_free(port: int) -> bool:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether it can be written to, or made; nothing is."""
+    """Whether the folder is writable or could be created. Nothing is created."""
     for path in (folder, *folder.parents):
         if path.exists():
             return path.is_dir() and os.access(path, os.W_OK | os.X_OK)

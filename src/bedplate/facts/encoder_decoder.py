@@ -1,7 +1,7 @@
-"""Models that read with an encoder and write with a decoder: T5 and BART with their kin, and Whisper.
+"""Encoder-decoder models: T5, BART and their relatives, and Whisper.
 
-Weights follow the definitions in transformers 5. The decoder keeps keys and values of what was read (cross-attention)
-beside those of what it has written.
+Weights follow the definitions in transformers 5. The decoder keeps the keys and values of the input (cross-attention)
+and of its own output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bedplate.facts.hf_fields import MAX_CONTEXT, MAX_LAYERS, Config, Unplannabl
 _T5 = {"t5", "mt5", "umt5"}
 _BART = {"bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot", "blenderbot-small"}
 FAMILIES = _T5 | _BART | {"whisper"}
-# How positions come in. Those of Marian and Pegasus are computed, and held as a table all the same.
+# How positions are encoded. Marian and Pegasus compute them, but store them as a table.
 _LEARNED = {"bart", "mbart"}
 _TABLES = {"marian", "pegasus", "blenderbot", "blenderbot-small"}
 _NORMED_EMBEDDING = {"bart", "mbart", "blenderbot-small"}
@@ -23,7 +23,7 @@ _NORMED_END = {"mbart", "pegasus", "m2m_100", "blenderbot", "whisper"} | _T5
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Both sides of a model; the encoder alone where the decoder was left out."""
+    """Encoder and decoder of a model; only the encoder if the decoder was left out."""
 
     dims: Dims
     weights: list[Weight]
@@ -50,19 +50,19 @@ class _Shape:
 
     @property
     def norm(self) -> int:
-        """T5's norms have no bias."""
+        """Weights of a norm. T5's norms have no bias."""
         return self.hidden if self.kind in _T5 else 2 * self.hidden
 
 
 def has_two_sides(config: Config) -> bool:
     kind = config.text("model_type") or ""
     if config.get("is_encoder_decoder") is True and kind not in FAMILIES:
-        raise Unplannable(f"it has an encoder and a decoder of an unknown kind: {kind[:40] or 'no model_type'}")
+        raise Unplannable(f"unknown encoder-decoder architecture: {kind[:40] or 'no model_type'}")
     return kind in FAMILIES
 
 
 def sides(config: Config) -> Sides:
-    """Every weight of both sides, and what the decoder keeps."""
+    """All weights of encoder and decoder, and the decoder's cache."""
     shape = _shape(config)
     alone = any(str(name).endswith("EncoderModel") for name in config.get("architectures") or ())
     vocabulary = config.need("vocab_size", most=1 << 28)
@@ -71,7 +71,7 @@ def sides(config: Config) -> Sides:
     weights = [Weight("shared", shared, vocabulary, shape.hidden, matrix=False)]
     if not tied:
         weights.append(Weight("lm_head", "output", vocabulary, shape.hidden))
-    # What is written passes through the decoder alone.
+    # Generated tokens use the decoder only.
     weights += [weight._replace(part="encoder", used=0) for weight in _encoder(config, shape)]
     mixers = [Mixer("no cache") for _ in range(shape.encoder_layers)]
     if not alone:
@@ -105,9 +105,9 @@ def _shape(config: Config) -> _Shape:
 
 
 def _memory(config: Config, shape: _Shape) -> Mixer:
-    """A token is kept once whether it was read, by cross-attention, or written, by self-attention.
+    """The cache per token, the same for input (cross-attention) and output (self-attention).
 
-    Whisper always reads 30 seconds, padded, and its context counts what it writes.
+    Whisper always reads 30 seconds, padded, and its context length counts only output.
     """
     values = 2 * shape.inner
     fixed = 0
@@ -144,7 +144,7 @@ def _decoder(config: Config, shape: _Shape) -> list[Weight]:
 
 
 def _positions(config: Config, shape: _Shape, side: str) -> list[Weight]:
-    """What a side has beside its layers: positions, and norms at its ends."""
+    """The weights of one side besides its layers: positions, and norms at its ends."""
     rows = 0
     if shape.kind == "whisper":
         name, usual = ("max_source_positions", 1500) if side == "encoder" else ("max_target_positions", 448)
@@ -159,7 +159,7 @@ def _positions(config: Config, shape: _Shape, side: str) -> list[Weight]:
 
 
 def _attention(config: Config, shape: _Shape, base: str, layer: int | None) -> list[Weight]:
-    """`layer` is None for cross-attention, which knows no distances."""
+    """`layer` is None for cross-attention, which has no relative position bias."""
     found = [Weight(f"{base}.{name}_proj", "attention", shape.inner, shape.hidden) for name in "qkv"]
     found.append(Weight(f"{base}.out_proj", "attention", shape.hidden, shape.inner))
     if shape.kind not in _T5:

@@ -1,7 +1,7 @@
-"""GGUF: what a model file says about itself, read from its header alone.
+"""GGUF: facts about a model, read from the header of its file.
 
-A header comes from a stranger, so every count and length in it is held against the file's size, or against a limit
-that no real model comes near, before anything is allocated or walked. Nothing is executed, and weights are not read.
+The file is untrusted. Every count and length is checked against the file's size, or against a limit far above any real
+model, before anything is allocated. Nothing is executed, and weights are not read.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     41: ("Q1_0", 128, 18),
     42: ("Q2_0", 64, 18),
 }
-"""ggml's tensor types by number: name, weights in a block, bytes of a block."""
+"""ggml's tensor types by number: name, weights per block, bytes per block."""
 
-# Numbers that files of 2023 and 2024 carry, and that ggml has given up since.
+# Type numbers in files of 2023 and 2024 that ggml has removed since.
 _RETIRED_TYPES = {
     4: "Q4_2",
     5: "Q4_3",
@@ -70,7 +70,7 @@ _RETIRED_TYPES = {
     38: "IQ4_NL_8_8",
 }
 
-# general.file_type, as llama.h numbers it: the recipe that the quantizer followed, which is finer than any tensor type.
+# general.file_type, numbered as in llama.h: the quantization recipe, which is more specific than a tensor type.
 _FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
     13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
@@ -79,8 +79,7 @@ _FILE_TYPES = {
     40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
 
-# Each limit is well above what any published model has, and low enough that a hostile header costs no more than a
-# second or so.
+# Each limit is well above any published model, and low enough that a malicious header takes about a second.
 _MAX_HEADER_BYTES = 128 << 20
 _MAX_FIELDS = 1 << 16
 _MAX_STRINGS = 1 << 22
@@ -108,7 +107,7 @@ class Tensor(NamedTuple):
 
 
 class Array(NamedTuple):
-    """An array of the header; `values` is None where only its length is of use, as for vocabularies."""
+    """An array of the header. `values` is None if only the length is needed, as for vocabularies."""
 
     length: int
     values: tuple[int | float | bool, ...] | None
@@ -119,7 +118,7 @@ Value = int | float | bool | bytes | Array
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """One file's header. Strings stay bytes: writers have put all kinds of encodings there."""
+    """One file's header. Strings stay bytes, because files contain various encodings."""
 
     version: int
     little_endian: bool
@@ -127,26 +126,26 @@ class Header:
     tensors: list[Tensor]
     data_offset: int
     promised_bytes: int
-    """How long the file must be for every tensor to be in it."""
+    """The file size that the header implies."""
     file_bytes: int
     vocabulary: int | None = None
     embedding_rows: int | None = None
 
 
 class _Short(Exception):
-    """The header reaches past the end of the file."""
+    """The header extends past the end of the file."""
 
     def __init__(self, needed: int) -> None:
         self.needed = needed
 
 
 class _Damaged(Exception):
-    """The header says something that cannot be true."""
+    """The header contains an impossible value."""
 
 
 @dataclass(slots=True)
 class _Head:
-    """The first bytes of a file, read in growing pieces as the walk needs them."""
+    """The beginning of a file, read in growing pieces."""
 
     file: BinaryIO
     file_bytes: int
@@ -156,11 +155,11 @@ class _Head:
     strings: int = field(default=0)
 
     def reach(self, end: int) -> None:
-        """Has everything up to `end` in the buffer."""
+        """Fill the buffer up to `end`."""
         if end <= len(self.buffer):
             return
         if end > _ABSURD_LENGTH:
-            raise _Damaged("it claims a length that no file has")
+            raise _Damaged("it states a length that no file can have")
         if end > self.file_bytes:
             raise _Short(end)
         if end > _MAX_HEADER_BYTES:
@@ -171,7 +170,7 @@ class _Head:
             raise _Short(end)
 
     def take(self, layout: str) -> tuple[int, ...]:
-        """The next values by a `struct` layout of whole numbers."""
+        """Read the next integers by a `struct` layout."""
         unpack = struct.Struct(self.order + layout)
         self.reach(self.position + unpack.size)
         values = unpack.unpack_from(self.buffer, self.position)
@@ -183,7 +182,7 @@ class _Head:
         return value
 
     def text(self, most: int) -> bytes | None:
-        """The next string; None when it is longer than `most`, which is skipped without a copy."""
+        """Read the next string. None if it is longer than `most`; it is then skipped without a copy."""
         (length,) = self.take("Q")
         end = self.position + length
         self.reach(end)
@@ -206,10 +205,10 @@ class _Head:
             self.skip_strings(count)
             return Array(count, None)
         if kind == _ARRAY:
-            # The format allows arrays of arrays; no model has one, and llama.cpp refuses them too.
+            # The format allows arrays of arrays. No model has one, and llama.cpp rejects them too.
             raise _Damaged("it has an array of arrays, which no engine reads")
         if kind not in _SCALARS:
-            raise _Damaged(f"it has an array of an unknown kind ({kind})")
+            raise _Damaged(f"it has an array of the unknown type {kind}")
         layout = _SCALARS[kind]
         start = self.position
         self.reach(start + count * struct.calcsize(self.order + layout))
@@ -219,7 +218,7 @@ class _Head:
         return Array(count, tuple(self.take(f"{count}{layout}")))
 
     def skip_strings(self, count: int) -> None:
-        """Steps over a vocabulary. This loop is where the time goes, so it does nothing but step."""
+        """Skip a vocabulary. Most of the time is spent here, so the loop does nothing else."""
         self.strings += count
         if self.strings > _MAX_STRINGS:
             raise _Damaged(f"it lists {self.strings:,} strings, more than any vocabulary has")
@@ -238,20 +237,20 @@ class _Head:
 
 
 def read_header(path: Path) -> Header:
-    """The header of one file, checked; parts of a split model are not gathered here."""
+    """Read and check the header of one file. Other parts of a split model are not read."""
     name = path.name
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            raise BadQuestion(f"{path} is a folder, not a GGUF file", hint="name a .gguf file in it")
+            raise BadQuestion(f"{path} is a folder, not a GGUF file", hint="specify a .gguf file in it")
         if not stat.S_ISREG(status.st_mode):
-            raise BadQuestion(f"{path} is not a regular file", hint="name a .gguf file")
+            raise BadQuestion(f"{path} is not a regular file", hint="specify a .gguf file")
         with path.open("rb") as file:
             head = _Head(file, status.st_size)
             try:
                 return _parse(head, name)
             except _Short as short:
-                # A file that ends within its header has no tensor list to add up, so only a lower bound is known.
+                # A file that ends within its header has no tensor list, so only a lower bound is known.
                 _cut_short(path, f"its header alone needs {short.needed:,} bytes", status.st_size)
             except _Damaged as damage:
                 raise BadQuestion(
@@ -260,7 +259,7 @@ def read_header(path: Path) -> Header:
     except (FileNotFoundError, NotADirectoryError, ValueError):  # a path with a zero byte is a ValueError
         raise BadQuestion(f"there is no file {path}", hint="check the path") from None
     except PermissionError:
-        raise BadQuestion(f"{path} may not be read by this user", hint=f"chmod a+r {path}") from None
+        raise BadQuestion(f"no permission to read {path}", hint=f"chmod a+r {path}") from None
     except OSError as error:
         raise BadQuestion(f"{path} cannot be read", cause=error.strerror or str(error), hint="check the disk") from None
 
@@ -272,23 +271,23 @@ def _parse(head: _Head, name: str) -> Header:
     head.position = 4
     (version,) = head.take("I")
     if version & 0xFFFF == 0 and version:
-        # Versions are small, so zeros in the low half mean that the number was written the other way round.
+        # Versions are small, so zeros in the low half mean the opposite byte order.
         head.order = ">"
         version = int.from_bytes(version.to_bytes(4, "little"), "big")
     if version == 1:
         raise BadQuestion(
-            f"{name} is a GGUF of version 1, the format's first weeks in 2023, which engines no longer read",
+            f"{name} has GGUF version 1 (2023), which engines no longer read",
             hint="download a newer conversion of the model",
         )
     if version not in (2, 3):
         raise BadQuestion(
-            f"{name} is a GGUF of version {version}; this bedplate reads 2 and 3",
-            hint="update bedplate, or download the file again if it should be older",
+            f"{name} has GGUF version {version}; this bedplate reads versions 2 and 3",
+            hint="update bedplate; if the file should have an older version, download it again",
         )
     num_tensors, num_fields = head.take("QQ")
-    # A field takes 13 bytes or more and a tensor 33, whatever is in them.
+    # A field takes at least 13 bytes and a tensor at least 33.
     if num_fields > _MAX_FIELDS or num_tensors > _MAX_TENSORS:
-        raise _Damaged(f"it claims {num_fields:,} fields and {num_tensors:,} tensors, more than any model has")
+        raise _Damaged(f"it states {num_fields:,} fields and {num_tensors:,} tensors, more than any model has")
     if (needed := head.position + 13 * num_fields + 33 * num_tensors) > head.file_bytes:
         raise _Short(needed)
 
@@ -308,9 +307,9 @@ def _parse(head: _Head, name: str) -> Header:
         elif kind in _SCALARS:
             value = head.scalar(kind)
         else:
-            raise _Damaged(f"the field {_shown(key)} is of an unknown kind ({kind})")
+            raise _Damaged(f"the field {_shown(key)} has the unknown type {kind}")
         if key in fields:
-            raise _Damaged(f"the field {_shown(key)} is there twice")
+            raise _Damaged(f"the field {_shown(key)} occurs twice")
         fields[key] = value
 
     alignment = fields.get("general.alignment", 32)
@@ -323,11 +322,11 @@ def _parse(head: _Head, name: str) -> Header:
     for _ in range(num_tensors):
         tensor_name = head.name("a tensor name", 1024)
         if tensor_name in seen:
-            raise _Damaged(f"the tensor {_shown(tensor_name)} is there twice")
+            raise _Damaged(f"the tensor {_shown(tensor_name)} occurs twice")
         seen.add(tensor_name)
         (num_dims,) = head.take("I")
         if num_dims > 4:
-            raise _Damaged(f"the tensor {_shown(tensor_name)} has {num_dims:,} dimensions; four are the most")
+            raise _Damaged(f"the tensor {_shown(tensor_name)} has {num_dims:,} dimensions; the maximum is four")
         *dims, kind, offset = head.take(f"{num_dims}QIQ")
         if kind not in GGML_TYPES:
             raise _unknown_type(name, tensor_name, kind)
@@ -340,7 +339,7 @@ def _parse(head: _Head, name: str) -> Header:
         if (dims[0] if dims else 1) % block:
             raise _Damaged(f"rows of the tensor {_shown(tensor_name)} are not whole blocks of {type_name}")
         if offset % alignment:
-            raise _Damaged(f"the tensor {_shown(tensor_name)} does not lie at a multiple of {alignment} bytes")
+            raise _Damaged(f"the tensor {_shown(tensor_name)} is not aligned to {alignment} bytes")
         if tensor_name == "token_embd.weight" and num_dims == 2:
             embedding_rows = dims[1]
         tensors.append(Tensor(tensor_name, type_name, elements, elements // block * block_bytes, offset))
@@ -360,27 +359,27 @@ def _parse(head: _Head, name: str) -> Header:
 
 
 def read_gguf(path: Path | str, *, name: str | None = None, origin: str | None = None) -> Model:
-    """The model in a GGUF file; for one part of a split model, the model in all of its parts."""
+    """Read the model in a GGUF file. For one part of a split model, all parts are read."""
     path = Path(path).expanduser().absolute()
     header = read_header(path)
     parts = [(path, header)] if _split_count(path, header) <= 1 else _gather(path, header)
     for part, part_header in parts:
         if part_header.promised_bytes > part_header.file_bytes:
-            _cut_short(part, f"the header promises {part_header.promised_bytes:,} bytes", part_header.file_bytes)
+            _cut_short(part, f"the header requires {part_header.promised_bytes:,} bytes", part_header.file_bytes)
     first, header = parts[0]
     tensors = [tensor for _, part_header in parts for tensor in part_header.tensors]
     try:
         return _model(_Facts(header), tensors, parts, name=name, origin=origin)
     except _Damaged as damage:
         raise BadQuestion(
-            f"{first.name} does not describe a model that can be planned for",
+            f"{first.name} does not describe a model that bedplate can plan for",
             cause=str(damage),
-            hint="download it again, or take another conversion of the model",
+            hint="download it again, or use another conversion of the model",
         ) from None
 
 
 def split_parts(path: Path) -> tuple[Path, ...] | None:
-    """The paths that all parts of a split model must have, by the name of one of them; None for a whole file."""
+    """The paths of all parts of a split model, derived from the name of one; None for a single file."""
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None or int(match["count"]) < 2:
         return None
@@ -397,15 +396,15 @@ def _split_count(path: Path, header: Header) -> int:
 
 
 def _gather(path: Path, header: Header) -> list[tuple[Path, Header]]:
-    """All parts, first to last, each checked to belong to the same model."""
+    """All parts in order, each checked to belong to the same model."""
     count = _split_count(path, header)
     paths = split_parts(path)
     if paths is None or len(paths) != count:
         raise BadQuestion(
-            f"{path.name} is one part of {count}, but its name does not say which",
-            hint=f"give the parts their own names back, NAME-00001-of-{min(count, 99_999):05d}.gguf and so on",
+            f"{path.name} is one of {count} parts, but its name does not say which one",
+            hint=f"rename the parts to NAME-00001-of-{min(count, 99_999):05d}.gguf and so on",
         )
-    # Ollama and the hub's cache may name their blobs by hash, but a split model is always found by its parts' names.
+    # Ollama and the hub's cache may name blobs by hash, but a split model is always found by the names of its parts.
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
@@ -418,7 +417,7 @@ def _gather(path: Path, header: Header) -> list[tuple[Path, Header]]:
     for number, (part, part_header) in enumerate(parts):
         if part_header.fields.get("split.no") != number or part_header.fields.get("split.count") != count:
             raise BadQuestion(
-                f"{part.name} says that it is another part than its name does",
+                f"{part.name} has a header for a different part than its name states",
                 hint="download the parts again; files of two models may be mixed up",
             )
         for tensor in part_header.tensors:
@@ -430,14 +429,14 @@ def _gather(path: Path, header: Header) -> list[tuple[Path, Header]]:
     expected = parts[0][1].fields.get("split.tensors.count")
     if type(expected) is int and expected != len(names):
         raise BadQuestion(
-            f"the parts beside {path.name} hold {len(names):,} tensors, and the first part promises {expected:,}",
+            f"the parts beside {path.name} hold {len(names):,} tensors, but the first part states {expected:,}",
             hint="download the parts again; files of two models may be mixed up",
         )
     return parts
 
 
 class _Facts:
-    """The header's fields, asked for by what they mean."""
+    """The header's fields, by meaning."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -465,7 +464,7 @@ class _Facts:
         return self.fields.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, most: int = _MAX_WIDTH) -> int | None:
-        """A count of the architecture's own section; of an array, the largest."""
+        """A count in the architecture's section; for an array, the maximum."""
         value = self.value(key)
         if value is None:
             return None
@@ -475,7 +474,7 @@ class _Facts:
         return self._checked(key, value, most)
 
     def layers(self, key: str, num_layers: int, most: int = _MAX_WIDTH) -> list[int] | None:
-        """A count for each layer, given as one for all of them or as an array."""
+        """A count per layer, stated once for all or as an array."""
         value = self.value(key)
         if value is None:
             return None
@@ -495,10 +494,10 @@ class _Facts:
 
 _BLOCK = re.compile(r"(?:blk|enc\.blk|dec\.blk)\.(\d+)\.")
 _EXPERTS = re.compile(r"_(?:ch)?exps\b|ffn_(?:gate|up|down)\.\d+\.")
-# Tables and scales that are no learned weights, and what sees or hears, which Ollama keeps in the same file.
+# Tables and scales that are not learned, and the vision or audio encoders that Ollama keeps in the same file.
 _APART = re.compile(r"(?:^|\.)rope_(?:freqs|factors_\w+)\b|\.(?:input_)?scale$|^(?:v|a|mm)\.")
 
-# Encoders have no cache: llama.cpp makes none for these (llama_model::create_memory).
+# Encoders have no cache: llama.cpp creates none for these (llama_model::create_memory).
 _ENCODERS = {
     "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert",
     "nomic-bert-moe", "t5encoder",
@@ -516,7 +515,7 @@ def _model(
     blocks = facts.count("block_count", _MAX_LAYERS)
     if blocks is None:
         blocks = 1 + max((int(match[1]) for t in tensors if (match := _BLOCK.match(t.name))), default=-1)
-    # Heads that guess several tokens ahead are appended as further blocks; they are no layers of the model proper.
+    # Multi-token-prediction heads are appended as further blocks. They are not layers of the model itself.
     ahead = facts.count("nextn_predict_layers", _MAX_LAYERS) or 0
     num_layers = blocks - min(blocks, ahead)
     if not 0 < num_layers <= _MAX_LAYERS:
@@ -540,7 +539,7 @@ def _model(
     kv_heads = facts.layers("attention.head_count_kv", num_layers) or heads
     cache = _cache(facts, num_layers, heads, kv_heads, max_context)
     if max(parameters, weight_bytes, *cache[:3]) > _MAX_FIGURE:
-        raise _Damaged("its sizes are larger than any computer's memory")
+        raise _Damaged("its sizes exceed any computer's memory")
     header = facts.header
     return Model(
         name=name or _name(facts, path),
@@ -575,21 +574,21 @@ def _refuse_companions(facts: _Facts, path: Path, tensors: list[Tensor]) -> None
     kind = facts.text("general.type")
     if kind == "mmproj" or facts.architecture == "clip":
         raise BadQuestion(
-            f"{path.name} is the part of a model that sees or hears (mmproj), not a language model",
-            hint="name the language model's own .gguf; it usually lies beside this file",
+            f"{path.name} is a vision or audio encoder (mmproj), not a language model",
+            hint="specify the language model's .gguf; it is usually in the same folder",
         )
     if kind == "adapter":
-        raise BadQuestion(f"{path.name} is a LoRA adapter, not a model", hint="name the base model's .gguf")
+        raise BadQuestion(f"{path.name} is a LoRA adapter, not a model", hint="specify the base model's .gguf")
     if kind == "imatrix" or facts.architecture == "imatrix":
-        raise BadQuestion(f"{path.name} is an importance matrix for quantizing, not a model")
+        raise BadQuestion(f"{path.name} is an importance matrix for quantization, not a model")
     if not tensors:
-        raise BadQuestion(f"{path.name} has no weights in it, only a header", hint="it may be a vocabulary for tests")
+        raise BadQuestion(f"{path.name} contains only a header and no weights", hint="it may be a vocabulary for tests")
 
 
 def _parameters(tensors: list[Tensor], trunk_layers: int | None) -> tuple[int, int]:
-    """Learned weights, and those among them that belong to routed experts.
+    """Learned weights, and how many of them belong to routed experts.
 
-    Embeddings that are tied to the output are one tensor in the file, so they count once.
+    Tied embeddings are one tensor in the file and count once.
     """
     total = experts = 0
     for tensor in tensors:
@@ -603,7 +602,7 @@ def _parameters(tensors: list[Tensor], trunk_layers: int | None) -> tuple[int, i
 
 
 def _groups(tensors: list[Tensor]) -> tuple[TensorGroup, ...]:
-    """Tensors by storage type, the type that holds most bytes first."""
+    """Tensors by storage type, largest first."""
     sums: dict[str, list[int]] = {}
     for tensor in tensors:
         group = sums.setdefault(tensor.type, [0, 0, 0])
@@ -632,18 +631,18 @@ class _Cache(NamedTuple):
 
 
 class _Pattern(NamedTuple):
-    """Which layers of an architecture see a window only: all but one in each `period`, the last or the first."""
+    """Which layers of an architecture are windowed: all but the last or the first in each `period`."""
 
     period: int
     dense_first: bool = False
     window: int | None = None
-    """What the engine takes when the file says nothing, or whatever the file says when `fixed`."""
+    """The window if the file states none; with `fixed`, always."""
     fixed: bool = False
 
 
 # What llama.cpp assumes for files without attention.sliding_window_pattern: load_arch_hparams in src/models/*.cpp, as
-# of August 2026. An architecture that is not here and brings no pattern is computed with full attention, even when
-# its file has a window (phi3, and llama files of Mistral's first models), so its cache is not smaller either.
+# of August 2026. Any other architecture without a pattern is computed with full attention, even if its file has a
+# window (phi3, and llama files of Mistral's first models), so its cache is not smaller either.
 _WINDOWS = {
     "afmoe": _Pattern(4),
     "cohere2": _Pattern(4),
@@ -666,7 +665,7 @@ _WINDOWS = {
 
 # Purely recurrent: llm_arch_is_recurrent in llama-arch.cpp.
 _RECURRENT = {"arwkv7", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7"}
-# Every full_attention_interval-th layer attends, the others are linear; the number is the default interval.
+# Every full_attention_interval-th layer has attention and the others are linear. The number is the default interval.
 _INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "minimax-01": 8}
 _INDEXED = {"deepseek32", "glm-dsa"}
 
@@ -675,7 +674,7 @@ def _cache(facts: _Facts, num_layers: int, heads: list[int], kv_heads: list[int]
     if facts.architecture in _ENCODERS | _DIFFUSION | {"wavtokenizer-dec"}:
         return _Cache(0, 0, 0)
     recurrent, attends = _kinds(facts, num_layers, kv_heads)
-    windowed, window = _windowed(facts, num_layers, attends)
+    windowed, window = _find_windowed_layers(facts, num_layers, attends)
     own = _layers_with_own_cache(facts, num_layers)
 
     width = facts.count("embedding_length") or 0
@@ -686,11 +685,11 @@ def _cache(facts: _Facts, num_layers: int, heads: list[int], kv_heads: list[int]
     )
     latent = None
     if facts.count("attention.key_length_mla") and facts.count("attention.value_length_mla"):
-        # The compressed latent and the rotated part are all that is kept, once for all heads, and values are read from
-        # the same cells. Conversions from before these keys keep full keys and values.
+        # The cache holds only the compressed latent and the rotated part, once for all heads; values are read from the
+        # same cells. Conversions without these keys keep full keys and values.
         latent = (facts.count("attention.kv_lora_rank") or 0) + (facts.count("rope.dimension_count") or 0)
         latent = latent or key
-    # Sparse attention keeps a small key of its own for choosing; without a list of layers, one in each.
+    # Sparse attention keeps a small extra key for its selection, in every layer unless a list says otherwise.
     indexer = (facts.count("attention.indexer.key_length") or 0) if facts.architecture in _INDEXED else 0
 
     per_token = window_token = 0
@@ -728,7 +727,7 @@ def _cache(facts: _Facts, num_layers: int, heads: list[int], kv_heads: list[int]
 
 
 def _layer_groups(kinds: dict[tuple[LayerKind, int], int], window: int, state: int) -> tuple[LayerGroup, ...]:
-    """Layers by kind and by what a token adds to them, in the order in which they first occur."""
+    """Layers grouped by kind and by bytes per token, in order of first occurrence."""
     groups = []
     for (kind, values), count in kinds.items():
         windowed = kind == "windowed attention"
@@ -751,7 +750,7 @@ def _given(facts: _Facts, key: str, default: int) -> int:
 
 
 def _kinds(facts: _Facts, num_layers: int, kv_heads: list[int]) -> tuple[list[bool], list[bool]]:
-    """For each layer, whether it keeps a constant state and whether it keeps keys and values; it may do either."""
+    """Per layer: whether it keeps a constant state, and whether it keeps keys and values. Both are possible."""
     has_heads = [count > 0 for count in kv_heads]
     if facts.architecture in _RECURRENT:
         return [True] * num_layers, [False] * num_layers
@@ -765,21 +764,21 @@ def _kinds(facts: _Facts, num_layers: int, kv_heads: list[int]) -> tuple[list[bo
     if any(facts.has(key) for key in ("ssm.conv_kernel", "ssm.state_size", "shortconv.l_cache", "kda.head_dim")):
         recurrent = [not attends for attends in has_heads]
         if facts.architecture.startswith("nemotron_h") and (widths := facts.layers("feed_forward_length", num_layers)):
-            # These stacks also have layers that are a feed-forward network and nothing else.
+            # These models also have layers that are only a feed-forward network.
             recurrent = [mark and width == 0 for mark, width in zip(recurrent, widths, strict=True)]
         return recurrent, has_heads
     return [False] * num_layers, has_heads
 
 
-def _windowed(facts: _Facts, num_layers: int, attends: list[bool]) -> tuple[list[bool], int]:
-    """Which layers see a window only, and how long it is in tokens."""
+def _find_windowed_layers(facts: _Facts, num_layers: int, attends: list[bool]) -> tuple[list[bool], int]:
+    """Which layers are windowed, and the window in tokens."""
     nowhere = [False] * num_layers
     known = _WINDOWS.get(facts.architecture)
     stated = facts.count("attention.sliding_window", 1 << 31)
     window = stated
     if known and known.window and (stated is None or (known.fixed and stated)):
         window = known.window
-    # Of Exaone 4 only the 32B has windows, and llama.cpp tells it by its layers.
+    # Only the 32B of Exaone 4 has windows. llama.cpp recognizes it by its number of layers.
     if not window or (facts.architecture == "exaone4" and num_layers != 64):
         return nowhere, 0
     if facts.architecture in ("lfm2", "lfm2moe"):
@@ -798,7 +797,7 @@ def _windowed(facts: _Facts, num_layers: int, attends: list[bool]) -> tuple[list
 
 
 def _layers_with_own_cache(facts: _Facts, num_layers: int) -> int:
-    """Gemma's later layers read the cache of earlier ones."""
+    """Gemma's later layers share the cache of earlier ones."""
     shared = facts.count("attention.shared_kv_layers", _MAX_LAYERS)
     if shared is None:
         return min(20, num_layers) if facts.architecture == "gemma3n" else num_layers
@@ -806,7 +805,7 @@ def _layers_with_own_cache(facts: _Facts, num_layers: int) -> int:
 
 
 def _state_bytes(facts: _Facts, width: int, heads: int) -> int:
-    """Constant state of one recurrent layer, 32-bit, by llama_hparams::n_embd_r and n_embd_s."""
+    """Constant 32-bit state of one recurrent layer, by llama_hparams::n_embd_r and n_embd_s."""
     kernel = facts.count("ssm.conv_kernel") or 0
     if head := facts.count("wkv.head_size"):
         shifts = facts.count("token_shift_count")
@@ -828,7 +827,7 @@ QUANTIZATION_NAME = re.compile(
     r"(?P<rest>(?:[-._]imat(?:rix)?)?)$",
     re.IGNORECASE,
 )
-"""How people end a file name with its quantization."""
+"""The quantization at the end of a file name."""
 
 _NAMELESS = re.compile(
     r"(?:ggml[-_])?(?:model|weights|consolidated|output|unsloth|pytorch_model)?|sha256-.*|[0-9a-f]{20,}"
@@ -836,7 +835,7 @@ _NAMELESS = re.compile(
 
 
 def plain_name(file_name: str) -> str:
-    """A file name without what says only how the file is stored: the ending, the part and the quantization."""
+    """A file name without its ending, part number and quantization."""
     if match := _SPLIT_NAME.fullmatch(file_name):
         stem = match["stem"]
     else:
@@ -847,7 +846,7 @@ def plain_name(file_name: str) -> str:
 
 
 def _name(facts: _Facts, path: Path) -> str:
-    """The file's name where it says something: it is what people typed to get the file and will type again.
+    """The file's name if it is meaningful, because people typed it to get the file and will type it again.
 
     Converters fill general.name from training folders ("Smollm2 135M 8k Lc100K Mix1 Ep2"), so it comes second.
     """
@@ -860,10 +859,10 @@ def _name(facts: _Facts, path: Path) -> str:
     return facts.text("general.name") or path.stem or facts.architecture
 
 
-_ADVICE = "bedplate reads .gguf files here; for a hub model, say its name as owner/name"
+_ADVICE = "specify a .gguf file; for a hub model, use its name as owner/name"
 _BEFORE_GGUF = "is in llama.cpp's format from before GGUF ({}), which engines no longer read"
 _MAGICS: tuple[tuple[bytes, str], ...] = (
-    (b"version https://git-lfs", "is a Git LFS pointer, a note of where the weights are (run `git lfs pull`)"),
+    (b"version https://git-lfs", "is a Git LFS pointer without the weights (run `git lfs pull`)"),
     (b"PK\x03\x04", "is a zip archive, as PyTorch saves checkpoints (.pt, .bin)"),
     (b"\x1f\x8b", "is compressed with gzip"),
     (b"\x89HDF", "is an HDF5 file, as Keras saves weights"),
@@ -886,10 +885,10 @@ def _looks_like(head: bytes, file_bytes: int) -> str:
     if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= file_bytes:
         return "is a safetensors file"
     if not head.strip(b"\0"):
-        return "begins with zeros: its space was reserved, and the download never came"
+        return "begins with zeros: the download reserved its space but did not finish"
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "is a web page; the download got an error page or a login instead of the file"
+        return "is a web page: the download returned an error or login page instead of the file"
     with suppress(UnicodeDecodeError):
         words = head[:80].decode("utf-8").strip()
         if words.isprintable():
@@ -900,7 +899,7 @@ def _looks_like(head: bytes, file_bytes: int) -> str:
 def _cut_short(path: Path, promise: str, file_bytes: int) -> NoReturn:
     hint = "download it again"
     if re.search(r"\.part\d+of\d+$|-split-[a-z]$", path.name):
-        hint = "it is one piece of a file that was cut for upload: join the pieces in order (cat) into one .gguf"
+        hint = "it is one piece of a file that was split for upload: join the pieces in order (cat) into one .gguf"
     else:
         with suppress(OSError):
             free = shutil.disk_usage(path.parent).free
@@ -911,15 +910,15 @@ def _cut_short(path: Path, promise: str, file_bytes: int) -> NoReturn:
 def _unknown_type(name: str, tensor: str, kind: int) -> BadQuestion:
     if retired := _RETIRED_TYPES.get(kind):
         return BadQuestion(
-            f"{name} stores {_shown(tensor)} as {retired}, a type that llama.cpp has given up",
+            f"{name} stores {_shown(tensor)} as {retired}, a type that llama.cpp has removed",
             hint="download a newer conversion; Q4_0 replaces the interleaved types",
         )
     return BadQuestion(
-        f"{name} stores {_shown(tensor)} in tensor type {kind}, which this bedplate does not know",
-        hint="update bedplate; a fork of llama.cpp may have made this file for itself alone",
+        f"{name} stores {_shown(tensor)} in tensor type {kind}, which this version of bedplate does not know",
+        hint="update bedplate; the file may need a fork of llama.cpp",
     )
 
 
 def _shown(text: str, most: int = 60) -> str:
-    """Text out of a file, made fit for a terminal."""
+    """Text from a file, shortened and escaped for a terminal."""
     return "".join(char if char.isprintable() else "·" for char in text[:most])

@@ -1,4 +1,4 @@
-"""This machine, put together from what each part of it reports."""
+"""Probe this machine: combine the facts that each part reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bedplate.values.hardware import OperatingSystem
 from bedplate.values.record import Basis
 
 DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "f2fs", "btrfs", "squashfs", "erofs")
-# What firmware and clocks call the machine inside of which we run.
+# Names of virtual machines in firmware and clock sources.
 VIRTUAL_MACHINES = (
     ("vmware", "vmware"),
     ("virtualbox", "virtualbox"),
@@ -44,7 +44,7 @@ VIRTUAL_MACHINES = (
 
 
 def probe(*, recall: bool = True) -> Hardware:
-    """Everything about this machine that matters to inference; what could not be read is in its notes."""
+    """Probe everything about this machine that matters to inference. Notes state what could not be read."""
     system = operating_system()
     root = Path("/")
     limits = read_limits(root) if system == "linux" else CgroupLimits()
@@ -68,7 +68,7 @@ def probe(*, recall: bool = True) -> Hardware:
 
 
 def numa_notes(cpu: Cpu, memory: Memory) -> tuple[str, ...]:
-    """Some virtual machines get their memory late, and their nodes do not show it."""
+    """Some virtual machines get memory later, and their NUMA nodes do not include it."""
     listed = [node.memory_bytes for node in cpu.numa]
     known = sum(size for size in listed if size is not None)
     if not listed or None in listed or known > 0.8 * memory.total_bytes:
@@ -77,7 +77,7 @@ def numa_notes(cpu: Cpu, memory: Memory) -> tuple[str, ...]:
 
 
 def read_accelerators(system: OperatingSystem, memory: Memory, root: Path = Path("/")) -> Found:
-    """Those of all makers together, each numbered once."""
+    """The accelerators of all vendors, each with a unique index."""
     if system == "macos":
         return read_apple(memory.available_bytes)
     parts = [read_nvidia(root)]
@@ -88,7 +88,7 @@ def read_accelerators(system: OperatingSystem, memory: Memory, root: Path = Path
 
 
 def together(parts: list[Found]) -> Found:
-    """One list. Every driver counts from 0, so the second maker's cards are numbered on after the first's."""
+    """Merge the lists. Every driver counts from 0, so the indexes of later vendors continue after the earlier ones."""
     accelerators: list[Accelerator] = []
     links: list[Link] = []
     notes: list[str] = []
@@ -97,20 +97,20 @@ def together(parts: list[Found]) -> Found:
         for card in part.accelerators:
             parent = None if card.parent is None else card.parent + offset
             accelerators.append(replaced(card, index=card.index + offset, parent=parent))
-        links += [replaced(link, a=_moved(link.a, offset), b=_moved(link.b, offset)) for link in part.links]
+        links += [replaced(link, a=_shift_index(link.a, offset), b=_shift_index(link.b, offset)) for link in part.links]
         notes += part.notes
     return Found(accelerators=tuple(accelerators), links=tuple(links), notes=tuple(notes))
 
 
 def shared_memory(card: Accelerator, memory: Memory) -> Accelerator:
-    """A chip without memory of its own has the machine's."""
+    """A chip without its own memory uses the machine's."""
     if card.memory_bytes is not None or not card.unified_memory:
         return card
     return replaced(card, memory_bytes=memory.total_bytes, free_bytes=memory.available_bytes)
 
 
 def with_spec(hardware: Hardware) -> Hardware:
-    """Adds what the makers' data sheets say: memory bandwidth, and the memory of cards whose drivers keep it quiet."""
+    """Add data-sheet figures: memory bandwidth, and the memory of cards whose drivers do not report it."""
     from bedplate.facts.chips import chip_of
 
     cards, notes = [], []
@@ -118,14 +118,14 @@ def with_spec(hardware: Hardware) -> Hardware:
         chip = chip_of(card)
         if chip is not None:
             rate = chip.bandwidth_bytes_s
-            # Of a slice the sheet says which part of the card's it has, and nobody has measured that it gets it.
+            # For a slice, the data sheet gives its share of the card's bandwidth, which is not measured.
             basis: Basis = "spec" if card.parent is None else "estimate"
             figure = Figure(value=rate, low=rate, high=rate, basis=basis, source=chip.source)
             if card.memory_bytes is None and chip.memory_bytes is not None:
-                notes.append(f"{card.name}: its driver does not say how much memory it has, its data sheet does")
+                notes.append(f"{card.name}: its driver does not report its memory, so the data sheet's figure is used")
             card = replaced(card, bandwidth_bytes_s=figure, memory_bytes=card.memory_bytes or chip.memory_bytes)
         elif card.bandwidth_bytes_s is None and card.parent is None:
-            notes.append(f"{card.name} is not in the list of chips: its memory bandwidth is not known")
+            notes.append(f"{card.name} is not in the list of chips, so its memory bandwidth is unknown")
         cards.append(card)
     return replaced(
         hardware,
@@ -136,7 +136,7 @@ def with_spec(hardware: Hardware) -> Hardware:
 
 
 def memory_with_spec(memory: Memory, cpu: Cpu) -> Memory:
-    """RAM with the bandwidth of the CPU's data sheet, where nobody has said better and the CPU is a known one."""
+    """RAM with the bandwidth of the CPU's data sheet, if the CPU is known and no better figure exists."""
     from bedplate.facts.chips import cpu_chip_of, memory_bandwidth
 
     chip = cpu_chip_of(cpu)
@@ -146,7 +146,7 @@ def memory_with_spec(memory: Memory, cpu: Cpu) -> Memory:
 
 
 def with_measurements(hardware: Hardware) -> Hardware:
-    """Adds what was measured on this very machine before."""
+    """Add earlier measurements of this machine."""
     from bedplate.facts.measured import remembered
 
     return remembered(hardware)
@@ -170,7 +170,7 @@ def os_version(system: OperatingSystem, root: Path = Path("/")) -> str | None:
 
 
 def parse_os_release(text: str) -> str | None:
-    """PRETTY_NAME, or the name and version where a distribution has none."""
+    """PRETTY_NAME, or name and version if there is none."""
     values = {}
     for line in text.splitlines():
         key, equals, value = line.strip().partition("=")
@@ -180,7 +180,7 @@ def parse_os_release(text: str) -> str | None:
 
 
 def container_kind(root: Path = Path("/")) -> str | None:
-    """The innermost container or virtual machine that leaves a trace; `None` is bare metal, or cannot be told."""
+    """The innermost container or virtual machine that can be detected; `None`: bare metal, or unknown."""
     groups = read_text(root / "proc/self/cgroup") or ""
     declared = (read_text(root / "run/systemd/container") or "").strip()
     if "kubepods" in groups or is_there(root / "var/run/secrets/kubernetes.io"):
@@ -189,7 +189,8 @@ def container_kind(root: Path = Path("/")) -> str | None:
         return "podman"
     if re.search(r"[/-]docker[/-]", groups):
         return "docker"
-    # A virtual machine whose disk was made from an image keeps Docker's marks; a real container's / is no whole disk.
+    # A virtual machine whose disk was made from a container image keeps Docker's marker files. In a real container / is
+    # not a whole disk.
     left_over = root_is_disk(read_text(root / "proc/self/mountinfo") or "")
     if is_there(root / ".dockerenv") and not left_over:
         return "docker"
@@ -214,7 +215,7 @@ def root_is_disk(mountinfo: str) -> bool:
 
 
 def read_memory(limits: CgroupLimits, root: Path = Path("/")) -> Memory:
-    """RAM in all and what is left of it, the control group's limit included."""
+    """Total and available RAM, within the cgroup's limit."""
     total, available = parse_meminfo(read_text(root / "proc/meminfo") or "") or _psutil_memory()
     limit = limits.memory_limit_bytes
     headroom = limits.memory_headroom_bytes
@@ -226,14 +227,14 @@ def read_memory(limits: CgroupLimits, root: Path = Path("/")) -> Memory:
 
 
 def parse_meminfo(text: str) -> tuple[int, int] | None:
-    """Total and available bytes from Linux's /proc/meminfo; `None` before kernels had MemAvailable."""
+    """Total and available bytes in Linux's /proc/meminfo; `None` on old kernels without MemAvailable."""
     values = {key: int(number) * 1024 for key, number in re.findall(r"^(\w+):\s+([0-9]{1,15}) kB", text, re.MULTILINE)}
     total, available = values.get("MemTotal"), values.get("MemAvailable")
     return (total, min(available, total)) if total and available is not None else None
 
 
 def read_disk() -> tuple[Disk | None, tuple[str, ...]]:
-    """The disk that holds, or will hold, BEDPLATE_HOME."""
+    """The disk of BEDPLATE_HOME, which may not exist yet."""
     try:
         path = home()
         there = next(folder for folder in (path, *path.parents) if is_there(folder))
@@ -243,7 +244,7 @@ def read_disk() -> tuple[Disk | None, tuple[str, ...]]:
     return Disk(path=str(path), total_bytes=usage.total, free_bytes=usage.free), ()
 
 
-def _moved(end: str, offset: int) -> str:
+def _shift_index(end: str, offset: int) -> str:
     return str(int(end) + offset) if end.isdigit() else end
 
 
@@ -252,7 +253,7 @@ def _virtual_machine(root: Path) -> str | None:
     clocks = root / "sys/devices/system/clocksource/clocksource0/available_clocksource"
     inside = "hypervisor" in parse_cpuinfo(read_text(root / "proc/cpuinfo") or "").flags
     if not inside and platform.machine() in ("x86_64", "AMD64", "i686"):
-        return None  # such as a bare-metal cloud instance, whose firmware has the same vendor's name
+        return None  # for example a bare-metal cloud instance, whose firmware has the same vendor name
     for place in (*firmware, root / "sys/hypervisor/type", clocks):
         said = (read_text(place) or "").lower()
         for sign, kind in VIRTUAL_MACHINES:

@@ -1,7 +1,7 @@
-"""config.json: what a Hugging Face model is made of, computed from its configuration alone.
+"""config.json: the weights and caches of a Hugging Face model, computed from its configuration.
 
-Every weight is listed by name and shape, as the architecture defines it, so that parameters, active parameters and
-bytes under a quantization come from one list. No code of a model is ever run; `auto_map` is not looked at.
+Every weight is listed by name and shape as the architecture defines it. Parameters, active parameters and bytes under a
+quantization all come from this list. No code of a model is ever run; `auto_map` is ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FEED = {
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """What a configuration describes."""
+    """The weights and layers that a configuration describes."""
 
     dims: Dims
     weights: list[Weight]
@@ -63,7 +63,7 @@ class Experts:
 
 
 def text_config(config: Config) -> Config:
-    """The language model's part of a configuration that has several."""
+    """The language model's part of a multimodal configuration."""
     for name in _TEXT:
         inner = config.sub(name)
         if inner is not None:
@@ -72,7 +72,10 @@ def text_config(config: Config) -> Config:
 
 
 def anatomy(config: Config) -> Anatomy:
-    """The language model's weights, layer by layer; what sees or guesses ahead is marked as a part of its own."""
+    """The language model's weights, layer by layer.
+
+    Vision encoders and multi-token-prediction heads are separate parts.
+    """
     text = text_config(config)
     if has_two_sides(text):
         both = sides(text)
@@ -88,7 +91,7 @@ def anatomy(config: Config) -> Anatomy:
         weights += last
     tied = _tied(config, text, d)
     weights += _ends(text, d, tied)
-    weights += _ahead(text, d, last, words, moe)
+    weights += _mtp_heads(text, d, last, words, moe)
     weights += vision_weights(config, text, d.hidden)
     return Anatomy(
         d,
@@ -109,7 +112,7 @@ def _tied(config: Config, text: Config, d: Dims) -> bool:
 
 
 def _ends(text: Config, d: Dims, tied: bool) -> list[Weight]:
-    """Embedding, output and what lies between them and the layers."""
+    """Embedding, output, and the weights between them and the layers."""
     vocabulary = text.need("vocab_size", most=1 << 28)
     found = [Weight("embed_tokens", "output" if tied else "embedding", vocabulary, d.hidden, matrix=False)]
     if not tied:
@@ -169,7 +172,7 @@ def _experts(text: Config, d: Dims, words: list[str]) -> Experts | None:
         most=MAX_EXPERTS,
     )  # fmt: skip
     if not used or used > count:
-        raise Unplannable(f"{shown(used)} of {count:,} experts are used")
+        raise Unplannable(f"it uses {shown(used)} of {count:,} experts")
     intermediate = text.count("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
     if not intermediate:
         raise Unplannable("moe_intermediate_size is not in the configuration")
@@ -193,7 +196,7 @@ def _experts(text: Config, d: Dims, words: list[str]) -> Experts | None:
 
 
 def _moe_layers(text: Config, d: Dims, words: list[str]) -> tuple[bool, ...]:
-    """Which layers have experts; models have found many ways to say so."""
+    """Which layers have experts. Models state this in many ways."""
     if "moe" in words:
         return tuple(word == "moe" for word in words)
     numbers = range(d.layers)
@@ -230,7 +233,7 @@ def _feed_forward(text: Config, d: Dims, layer: int, word: str, moe: Experts | N
         return _nas_feed_forward(text, d, layer, base)
     if moe is not None and moe.layers[layer]:
         found = _moe(d, moe, base, layer)
-        # Gemma 4 adds its experts to a dense network rather than putting them in its place.
+        # Gemma 4 adds its experts to a dense network instead of replacing it.
         return found + (_dense(text, d, layer, base) if d.type == "gemma4_text" else [])
     return _dense(text, d, layer, base)
 
@@ -253,7 +256,7 @@ def _dense(text: Config, d: Dims, layer: int, base: str) -> list[Weight]:
 
 
 def _lfm2_width(text: Config) -> int:
-    """LFM2 states a width that its code shrinks by two thirds and rounds up."""
+    """LFM2 states a width that its code reduces to two thirds and rounds up."""
     width = text.count("block_ff_dim", "intermediate_size") or 0
     if text.flag("block_auto_adjust_ff_dim", default=True):
         width = int(2 * width / 3)
@@ -309,10 +312,10 @@ def _nas_feed_forward(text: Config, d: Dims, layer: int, base: str) -> list[Weig
     return _mlp("mlp", base, d, -(-width // 256) * 256)
 
 
-def _ahead(text: Config, d: Dims, last: list[Weight], words: list[str], moe: Experts | None) -> list[Weight]:
-    """Heads that guess several tokens ahead: a layer like the last one each, and what joins it to the model.
+def _mtp_heads(text: Config, d: Dims, last: list[Weight], words: list[str], moe: Experts | None) -> list[Weight]:
+    """Multi-token-prediction heads: each is a layer like the last one, plus the weights that connect it.
 
-    The embedding and the output that they use are the model's own, even where files hold a second copy.
+    They use the model's own embedding and output, even if files hold a second copy.
     """
     count = text.count("num_nextn_predict_layers", "mtp_num_hidden_layers", most=64)
     if count is None and text.flag("use_mtp"):
@@ -325,7 +328,7 @@ def _ahead(text: Config, d: Dims, last: list[Weight], words: list[str], moe: Exp
         layer = mixers(text, d)[attending].weights if attending is not None else []
         layer = layer + (_moe(d, moe, "layers.0.mixer", 0) if moe else [])
     elif d.type.startswith("step3p"):
-        # Step's heads are dense, though the layers before them are not.
+        # Step's heads are dense although the layers before them are not.
         layer = mixers(text, d)[-1].weights + _dense(text, d, d.layers - 1, "layers.0.mlp")
     elif d.type.startswith("qwen3_5") or d.type == "qwen3_next":
         whole = words.index("full") if "full" in words else d.layers - 1
@@ -348,14 +351,14 @@ def _ahead(text: Config, d: Dims, last: list[Weight], words: list[str], moe: Exp
 def read_config(fields: object, *, name: str, quant_file: object = None, origin: str | None = None) -> Model:
     """The model that a configuration describes, with every size computed from it."""
     if not isinstance(fields, Mapping):
-        raise BadQuestion(f"the configuration of {name} is not a JSON object", hint="name a model's config.json")
+        raise BadQuestion(f"the configuration of {name} is not a JSON object", hint="specify a model's config.json")
     try:
         return _model(Config(fields), name, Config(quant_file) if isinstance(quant_file, dict) else None, origin)
     except Unplannable as problem:
         raise BadQuestion(
-            f"the configuration of {name} does not describe a model that can be planned for",
+            f"the configuration of {name} does not describe a model that bedplate can plan for",
             cause=str(problem),
-            hint="check config.json; a GGUF of the same model may be read instead",
+            hint="check config.json; or use a GGUF file of the same model",
         ) from None
     except RecursionError:
         raise BadQuestion(f"the configuration of {name} is nested too deeply", hint="check config.json") from None
@@ -365,7 +368,7 @@ def _model(config: Config, name: str, quant_file: Config | None, origin: str | N
     if config.text("model_type") is None and not any(
         config.has(key) for key in ("architectures", "hidden_size", *_TEXT)
     ):
-        raise Unplannable("neither model_type nor hidden_size is in it")
+        raise Unplannable("it has neither model_type nor hidden_size")
     found = anatomy(config)
     stored = storage(config, quant_file)
     parts, groups = summed(found.weights, stored)
@@ -379,7 +382,7 @@ PARTS = (
 
 
 def summed(weights: list[Weight], stored: Storage) -> tuple[dict[str, Part], tuple[TensorGroup, ...]]:
-    """Weights by what they are for, and by how they are stored."""
+    """Sum the weights by purpose and by storage type."""
     parts: dict[str, list[int]] = {}
     types: dict[str, list[int]] = {}
     for weight in weights:
@@ -423,7 +426,7 @@ def built(
         max(parameters, weight_bytes, per_token, *(group.kv_bytes_window + group.state_bytes for group in layers), 0)
         > MAX_FIGURE
     ):
-        raise Unplannable("its sizes are larger than any computer's memory")
+        raise Unplannable("its sizes exceed any computer's memory")
     architectures = config.get("architectures")
     first = (
         architectures[0]
@@ -474,7 +477,7 @@ def built(
 
 
 def _label(groups: tuple[TensorGroup, ...], stored: Storage) -> str | None:
-    """The type that holds most weights, as people name it."""
+    """The common name of the type that holds most weights."""
     if not groups:
         return None
     main = max(groups, key=lambda group: group.parameters)
@@ -485,7 +488,7 @@ def _label(groups: tuple[TensorGroup, ...], stored: Storage) -> str | None:
 
 
 def layer_groups(found: list[Mixer]) -> tuple[LayerGroup, ...]:
-    """Layers of one kind and shape together, in the order in which they first occur."""
+    """Layers grouped by kind and shape, in order of first occurrence."""
     alike: dict[tuple[LayerKind, float, int | None, int, int], list[Mixer]] = {}
     for mixer in found:
         key = (mixer.kind, mixer.kv_values, mixer.window, mixer.window_values, mixer.state_bytes)

@@ -1,11 +1,11 @@
-"""The fields of a config.json, each checked when it is asked for: a configuration comes from a stranger."""
+"""The fields of a config.json. The file is untrusted, so every field is checked when it is read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Each limit is well above what any published model has, and low enough that no product of them takes time or memory.
+# Each limit is well above any published model, and low enough that no product of them takes long or much memory.
 MAX_LAYERS = 1 << 12
 MAX_WIDTH = 1 << 24
 MAX_EXPERTS = 1 << 16
@@ -14,22 +14,22 @@ MAX_FIGURE = 1 << 62
 
 
 class Unplannable(Exception):
-    """The configuration says something that cannot be true, or leaves out what must be known."""
+    """The configuration contains an impossible value, or lacks a required one."""
 
 
 class Weight(NamedTuple):
-    """One matrix or vector, or as many alike as a layer has experts."""
+    """One matrix or vector, or as many equal ones as a layer has experts."""
 
     name: str
-    """As the files call it, without the prefix that wrappers add."""
+    """The tensor's name in the files, without the prefix that wrappers add."""
     part: str
     rows: int
     cols: int = 1
     copies: int = 1
     used: int | None = None
-    """How many of the copies one token passes through; None: all."""
+    """How many of the copies one token uses; None: all."""
     matrix: bool = True
-    """Whether it is a linear layer, which quantizers take; embeddings, norms and biases are not."""
+    """Whether it is a linear layer, which quantizers convert. Embeddings, norms and biases are not."""
 
     @property
     def elements(self) -> int:
@@ -41,7 +41,7 @@ class Weight(NamedTuple):
 
 
 class Config:
-    """A JSON object whose fields are asked for by all the names that models give them."""
+    """A JSON object. Fields are looked up by all names that models use for them."""
 
     def __init__(self, fields: Mapping[str, Any], parent: Config | None = None) -> None:
         self.fields = fields
@@ -58,7 +58,7 @@ class Config:
         return self.fields.get(name) is not None
 
     def count(self, *names: str, most: int = MAX_WIDTH) -> int | None:
-        """A count; of a list, which some models write where all layers are alike, its first."""
+        """A count. Some models write a list if all layers are equal; its first entry counts."""
         for name in names:
             value = self.fields.get(name)
             if isinstance(value, list):
@@ -94,7 +94,7 @@ class Config:
         return Config(value, self) if isinstance(value, dict) else None
 
     def per_layer(self, name: str, num_layers: int) -> list[Any] | None:
-        """A list with an entry for each layer; heads that guess ahead may have entries of their own at its end."""
+        """A list with an entry per layer. Multi-token-prediction heads may have entries at its end."""
         value = self.fields.get(name)
         if not isinstance(value, list) or not value:
             return None
@@ -103,7 +103,7 @@ class Config:
         return value[:num_layers]
 
     def layer_count(self, name: str, layer: int, num_layers: int, most: int = MAX_WIDTH) -> int | None:
-        """A count that may be one for all layers or a list."""
+        """A count that is stated once for all layers, or as a list."""
         values = self.per_layer(name, num_layers)
         return checked(name, values[layer], most) if values is not None else self.count(name, most=most)
 
@@ -117,7 +117,7 @@ def checked(name: str, value: object, most: int = MAX_WIDTH) -> int:
 
 
 def shown(value: object, most: int = 60) -> str:
-    """A value out of a file, made fit for a terminal."""
+    """A value from a file, shortened and escaped for a terminal."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}" if abs(value) < 10**24 else "a number of more than 24 digits"
     text = repr(value) if isinstance(value, str | float | bool) or value is None else f"a {type(value).__name__}"
@@ -125,5 +125,5 @@ def shown(value: object, most: int = 60) -> str:
 
 
 def vectors(part: str, layer: str, sizes: Sequence[tuple[str, int]]) -> list[Weight]:
-    """Norms and biases: what no quantizer touches."""
+    """Norms and biases, which quantizers do not convert."""
     return [Weight(f"{layer}.{name}", part, size, matrix=False) for name, size in sizes if size]

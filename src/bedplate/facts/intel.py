@@ -1,4 +1,4 @@
-"""Intel's graphics cards, from what the i915 and xe drivers put into sysfs."""
+"""Intel's graphics cards, from the sysfs files of the i915 and xe drivers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bedplate.facts.devices import Found, cards, host_link, numa_node, number, r
 from bedplate.values import Accelerator
 
 INTEL_PCI_VENDOR = "0x8086"
-# Cards with memory of their own, by PCI device number, as Mesa's list of Intel GPUs names them.
+# Discrete cards by PCI device id, with the names in Mesa's list of Intel GPUs.
 NAMES = {
     0x0BD5: "Intel Data Center GPU Max 1550",
     0x0BDA: "Intel Data Center GPU Max 1100",
@@ -27,18 +27,20 @@ NAMES = {
 
 
 def read_intel(root: Path = Path("/")) -> Found:
-    """Intel's cards. Graphics that is built into a processor is only noted: it has no memory of its own."""
+    """Intel's discrete cards. Graphics inside a CPU has no memory of its own and is only noted."""
     found: list[Accelerator] = []
     notes: list[str] = []
     for device in cards(root, INTEL_PCI_VENDOR):
         chip = device_number(word(device / "device"))
         memory = own_memory(device)
         if memory is None and chip not in NAMES:
-            notes.append(f"Intel graphics {word(device / 'device') or ''} is built into the CPU: not counted as a GPU")
+            notes.append(
+                f"Intel graphics {word(device / 'device') or ''} is built into the CPU and does not count as a GPU"
+            )
             continue
         found.append(intel_accelerator(len(found), device, chip, memory))
         if memory is None:
-            notes.append(f"{found[-1].name}: this version of its driver does not say how much memory it has")
+            notes.append(f"{found[-1].name}: this version of its driver does not report its memory")
     to_host = (host_link(card.index, card.pcie) for card in found)
     links = tuple(link for link in to_host if link is not None)
     return Found(accelerators=tuple(found), links=links, notes=tuple(notes))
@@ -64,14 +66,14 @@ def intel_accelerator(index: int, device: Path, chip: int | None, memory: int | 
 
 
 def own_memory(device: Path) -> int | None:
-    """The card's memory: xe has a file for each tile, the data-centre i915 one for the card."""
+    """The card's memory. xe has a file per tile, the data-center i915 one per card."""
     tiles = [number(file) for file in sorted(device.glob("tile*/physical_vram_size_bytes"))]
     whole = [number(file) for file in sorted(device.glob("drm/card*/lmem_total_bytes"))]
     return sum(tile or 0 for tile in tiles) or next((size for size in whole if size), None)
 
 
 def free_memory(device: Path) -> int | None:
-    """Only the data-centre i915 says so."""
+    """Only the data-center i915 reports it."""
     files = sorted(device.glob("drm/card*/lmem_avail_bytes"))
     return number(files[0]) if files else None
 

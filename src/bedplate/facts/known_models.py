@@ -1,7 +1,7 @@
-"""Well-known models by the names that people give them, so that a plan needs neither files nor network.
+"""Well-known models by their common names, so that a plan needs neither files nor network.
 
-The data file holds what matters of each model's config.json, and for published quantizations how many bytes they have.
-Everything else is computed by the same code that reads a configuration.
+The data file holds the relevant fields of each model's config.json, and the sizes of published quantizations.
+Everything else is computed by the code that reads configurations.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from bedplate.values import Model, replaced
 from bedplate.values.intent import ModelFacts
 from bedplate.values.model import Part, Quantization, Task, TensorGroup
 
-# Bits of a weight over a whole file, embedding and output included: sizes of Llama 3 8B's GGUF files over its 8.03 B
-# weights. The recipes give other types to a few tensors, so other models differ by a few percent.
+# Bits per weight over a whole file, including embedding and output: the sizes of Llama 3 8B's GGUF files, divided by
+# its 8.03 B weights. The recipes use other types for a few tensors, so other models differ by a few percent.
 GGUF_BITS = {
     "Q2_K": 3.17, "Q2_K_L": 3.4, "Q3_K_S": 3.65, "Q3_K_M": 4.0, "Q3_K_L": 4.3, "Q3_K_XL": 3.55, "Q3_K": 4.0,
     "Q4_0": 4.64, "Q4_1": 5.11, "Q4_K_S": 4.67,
@@ -48,7 +48,7 @@ _NOISE = {
     "weights", "unsloth", "bnb", "uqff",
     "nvidia", "kv",
 }  # fmt: skip
-# Words that name a model of another size or make, not a way to store it.
+# Words that mean another model, not another quantization.
 _KEPT = {
     ("mistral", "small"),
     ("mistral", "medium"),
@@ -90,7 +90,7 @@ class _Data(msgspec.Struct):
 
 
 class Asked(NamedTuple):
-    """What a person's words come down to."""
+    """The model, quantization and name that a user's text means."""
 
     key: str
     label: str | None
@@ -104,7 +104,7 @@ def _data() -> _Data:
 
 @lru_cache(maxsize=1)
 def _keys() -> dict[str, str]:
-    """Every spelling that is known, brought to one form; of two models with one form the first is the plain one."""
+    """Every known spelling in normal form. Of two models with the same form, the first is the base model."""
     keys: dict[str, str] = {}
     data = _data()
     for name in sorted(data.variants, key=lambda name: (name != data.variants[name].base, len(name), name)):
@@ -118,12 +118,15 @@ def _keys() -> dict[str, str]:
 
 
 def known_names() -> tuple[str, ...]:
-    """The models whose facts come with bedplate, as the hub names them."""
+    """The models whose facts come with bedplate, by hub name."""
     return tuple(sorted(_data().variants))
 
 
 def understood(text: str) -> Asked:
-    """`meta-llama/Meta-Llama-3.1-8B-Instruct-FP8`, `LLaMA v3.1 8B FP8` and `llama3_1-8b-fp8` as the same thing."""
+    """Normalize a name:
+
+    `meta-llama/Meta-Llama-3.1-8B-Instruct-FP8`, `LLaMA v3.1 8B FP8` and `llama3_1-8b-fp8` are equal.
+    """
     words = text.strip().lower().rstrip("/").rpartition("/")[2].removesuffix(".gguf").partition(":")
     words_text = words[0] + (f" {words[2]}" if words[2] not in ("", "latest") else "")
     label = _label([match[0] for match in _LABEL.finditer(words_text)])
@@ -144,7 +147,7 @@ def understood(text: str) -> Asked:
 
 
 def _label(found: list[str]) -> str | None:
-    """The last of the words that say how weights are stored; `gptq` with its bits."""
+    """The last word that names a quantization; `gptq` with its bits."""
     label = None
     for word in found:
         plain = word.upper().replace(" ", "-")
@@ -168,34 +171,34 @@ def _label(found: list[str]) -> str | None:
 
 
 def find_model(text: str) -> Model:
-    """The facts of a model that people know by this name; a quantization in the name is applied to it."""
+    """The facts of the model with this common name. A quantization in the name is applied."""
     found = lookup(text)
     if found is None:
         near = nearest(text)
-        meant = f"did you mean {' or '.join(near)}?" if near else "name a folder, a .gguf file, or owner/name"
-        raise BadQuestion(f"no model is known by the name {text[:100]!r}", hint=meant)
+        meant = f"did you mean {' or '.join(near)}?" if near else "specify a folder, a .gguf file, or owner/name"
+        raise BadQuestion(f"unknown model {text[:100]!r}", hint=meant)
     return found
 
 
 def lookup(text: str) -> Model | None:
-    """As `find_model`; None when there is none."""
+    """Like `find_model`, but None if there is none."""
     asked = understood(text)
     if not asked.key or len(text) > 300:
         return None
     keys, data = _keys(), _data()
     name = keys.get(f"{asked.key} {asked.label}") if asked.label else None
     exact = name is not None
-    name = name or keys.get(asked.key) or _within(asked.key, keys)
+    name = name or keys.get(asked.key) or _find_base_model(asked.key, keys)
     if name is None:
         return None
     variant = data.variants[name]
-    model = _built(name, variant)
+    model = _build_model(name, variant)
     own = understood(name).label
     if exact and variant.stored is None and variant.scheme is None and asked.label not in ("BF16", "F16"):
-        # Its configuration leaves out how the weights are stored; only the name says so.
+        # Its configuration does not state how the weights are stored; only the name does.
         return replaced(with_label(model, str(asked.label), variant), name=_shown_name(text, name))
     if exact or asked.label is None:
-        # A name without a quantization means the model as its makers published it.
+        # A name without a quantization means the model as published.
         if asked.label is None and own and not exact and variant.stored and own.startswith(("NVFP4", "INT")):
             model = _plain(name, variant)
         return replaced(model, name=_shown_name(text, name))
@@ -204,19 +207,23 @@ def lookup(text: str) -> Model | None:
     return replaced(with_label(_plain(name, variant), asked.label, variant), name=_shown_name(text, name))
 
 
-def _within(key: str, keys: dict[str, str]) -> str | None:
-    """A fine-tune carries its base's name within its own: `hermes-3-llama-3.1-8b`."""
-    inside = [known for known in keys if len(known) >= 8 and " " not in known and known in key and _whole(known, key)]
+def _find_base_model(key: str, keys: dict[str, str]) -> str | None:
+    """Find the base model in a fine-tune's name: `hermes-3-llama-3.1-8b`."""
+    inside = [
+        known
+        for known in keys
+        if len(known) >= 8 and " " not in known and known in key and _keeps_numbers_whole(known, key)
+    ]
     if not inside:
         return None
     longest = max(inside, key=len)
-    # What is left must not name another size: a 16B of a family is not its 671B.
+    # The rest must not state another size: a 16B of a family is not its 671B.
     rest = key.replace(longest, " ", 1)
     return None if re.search(r"\d[bm](?![a-z])", rest) else keys[longest]
 
 
-def _whole(known: str, key: str) -> bool:
-    """Whether a name within another is not cut off in the middle of a number."""
+def _keeps_numbers_whole(known: str, key: str) -> bool:
+    """Whether the match does not cut a number in the name."""
     end = key.find(known) + len(known)
     start = key.find(known)
     return not (end < len(key) and key[end - 1].isdigit() and key[end].isdigit()) and not (
@@ -225,12 +232,12 @@ def _whole(known: str, key: str) -> bool:
 
 
 def _keeps_native(label: str, stored: Stored) -> bool:
-    """GGUF files of models that were trained in MXFP4 keep their experts so, and F16 names what is left."""
+    """GGUF files of models trained in MXFP4 keep their experts in it; F16 refers to the other weights."""
     return stored.label == label or (stored.label == "MXFP4" and label in ("F16", "BF16", "FP4", "NVFP4"))
 
 
 def nearest(text: str) -> list[str]:
-    """Known names that look like what was typed."""
+    """Known names similar to the text."""
     names = {name.rpartition("/")[2].lower(): name for name in known_names()}
     near = difflib.get_close_matches(text[:200].lower().rpartition("/")[2], list(names), n=3, cutoff=0.6)
     return [names[match] for match in near]
@@ -240,31 +247,31 @@ def _shown_name(text: str, name: str) -> str:
     return text.strip() if "/" in text else name
 
 
-def _expanded(value: Any) -> Any:
-    """Lists that repeat themselves are stored short."""
+def _expand_lists(value: Any) -> Any:
+    """Expand lists that the data file stores in a short form."""
     if isinstance(value, dict):
         if set(value) == {"cycle", "n"}:
             cycle = value["cycle"]
             return [cycle[position % len(cycle)] for position in range(value["n"])]
         if set(value) == {"runs"}:
-            return [_expanded(item) for item, count in value["runs"] for _ in range(count)]
-        return {key: _expanded(inner) for key, inner in value.items()}
+            return [_expand_lists(item) for item, count in value["runs"] for _ in range(count)]
+        return {key: _expand_lists(inner) for key, inner in value.items()}
     return value
 
 
 def essentials(name: str) -> dict[str, Any]:
-    fields: dict[str, Any] = _expanded(msgspec.json.decode(_data().models[_data().variants[name].base]))
+    fields: dict[str, Any] = _expand_lists(msgspec.json.decode(_data().models[_data().variants[name].base]))
     return fields
 
 
 def _plain(name: str, variant: Variant) -> Model:
-    """The model with its weights in 16 bits."""
+    """The model with 16-bit weights."""
     model = read_config(essentials(name), name=name, origin="known facts")
     return replaced(
         model,
         basis="spec",
         task=_task(name, model),
-        has_chat_template=_talks(name),
+        has_chat_template=_is_chat_model(name),
         sources=(f"config.json of {variant.base}",),
     )
 
@@ -275,12 +282,12 @@ def _task(name: str, model: Model) -> Task:
     return "embed" if re.search(r"embed|[-/]e5-", name, re.IGNORECASE) else model.task
 
 
-def _talks(name: str) -> bool:
-    """Whether the name says that the model was trained to converse."""
+def _is_chat_model(name: str) -> bool:
+    """Whether the name says that the model is a chat model."""
     return bool(re.search(r"instruct|chat|[-_]it\b|r1|gpt-oss|thinking|kimi-k|glm-[45]|minimax-m", name, re.IGNORECASE))
 
 
-def _built(name: str, variant: Variant) -> Model:
+def _build_model(name: str, variant: Variant) -> Model:
     model = _plain(name, variant)
     if variant.scheme:
         model = with_label(model, variant.scheme, variant)
@@ -312,21 +319,21 @@ _FORMAT_BITS = {"gguf": 4.9, "onnx": 32.0, "mlx": 4.5, "exl2": 4.0, "exl3": 4.0,
 
 
 def model_from_facts(fields: object) -> Model:
-    """A model that exists only as a few facts in an intent: {task: embed, params_b: 0.11, format: onnx}."""
+    """A model given only by facts in an intent: {task: embed, params_b: 0.11, format: onnx}."""
     if not isinstance(fields, dict):
         raise BadQuestion(
             "model facts are not an object", hint="write them as {task: embed, params_b: 0.11, format: onnx}"
         )
     if unknown := sorted(str(key) for key in fields if key not in _FACTS):
         raise BadQuestion(
-            f"model: {unknown[0]} is not a field of a model's facts", hint=f"known are {', '.join(sorted(_FACTS))}"
+            f"model: {unknown[0]} is not a known field", hint=f"known fields: {', '.join(sorted(_FACTS))}"
         )
     given = Config(fields)
     try:
         return _from_facts(given)
     except Unplannable as problem:
         raise BadQuestion(
-            "the model's facts do not hold together", cause=str(problem), hint="params_b is in billions"
+            "the model's facts are not valid", cause=str(problem), hint="params_b is in billions"
         ) from None
 
 
@@ -336,9 +343,9 @@ def _from_facts(given: Config) -> Model:
         raise Unplannable("params_b, the parameters in billions, is missing or out of range")
     task, form = _or_default(given, "task", "generate"), _or_default(given, "format", "facts")
     if task not in ("generate", "embed", "classify", "other"):
-        raise Unplannable(f"task is {shown(task)}; it is generate, embed, classify or other")
+        raise Unplannable(f"task is {shown(task)}; it must be generate, embed, classify or other")
     if not isinstance(form, str) or form not in _FORMAT_BITS:
-        raise Unplannable(f"format is {shown(form)}; it is one of {', '.join(_FORMAT_BITS)}")
+        raise Unplannable(f"format is {shown(form)}; it must be one of {', '.join(_FORMAT_BITS)}")
     active = given.number("active_params_b")
     layers = given.count("layers", most=4096)
     kv = given.count("kv_bytes_per_token")
@@ -378,7 +385,7 @@ def _or_default(given: Config, name: str, default: str) -> Any:
 
 
 def _cache_by_shape(given: Config, active_b: float) -> int:
-    """Keys and values of a token: from the shape where it is given, else as grouped-query models of that size have it.
+    """KV bytes per token: from the given shape, else typical of grouped-query models of that size.
 
     Llama 3.2 1B keeps 32 KiB, Llama 3.1 8B 128 KiB, 70B 320 KiB and 405B 504 KiB.
     """
@@ -389,7 +396,7 @@ def _cache_by_shape(given: Config, active_b: float) -> int:
 
 
 def quantized_by_name(model: Model) -> Model:
-    """A model whose name alone says how its weights are stored, such as GLM-5-NVFP4."""
+    """A model whose quantization is stated only in its name, such as GLM-5-NVFP4."""
     label = understood(model.name).label
     return with_label(model, label) if label and label not in ("BF16", "F16") else model
 
@@ -405,39 +412,41 @@ _WORDS: dict[str, tuple[str, Scheme]] = {
 
 
 def with_label(model: Model, label: str, variant: Variant | None = None) -> Model:
-    """The same model with its weights stored as `label` says: FP8, AWQ-INT4, Q4_K_M, 4-BIT, 4.0BPW …"""
+    """The model with its weights stored as `label`: FP8, AWQ-INT4, Q4_K_M, 4-BIT, 4.0BPW …"""
     if label in ("BF16", "F16", "F32"):
         factor = 2 if label == "F32" else 1
-        return _scaled(model, label, 16 * factor, None)
+        return _scale_weights(model, label, 16 * factor, None)
     if label in _WORDS:
         method, scheme = _WORDS[label]
         return _stored_as(model, scheme, method, variant.kv if variant else None)
     if bits := GGUF_BITS.get(label):
         details = Quantization(method="gguf", bits=bits)
-        return replaced(_scaled(model, label, bits, details), basis="estimate")
+        return replaced(_scale_weights(model, label, bits, details), basis="estimate")
     if match := re.fullmatch(r"(?:BNB[-_]?)?(\d)[-_]?BITS?", label):
         # MLX: a 16-bit scale and bias for each 64 weights.
         details = Quantization(method="mlx", bits=float(match[1]), group_size=64)
-        return _scaled(model, f"{match[1]}-bit", int(match[1]) + 0.5, details)
+        return _scale_weights(model, f"{match[1]}-bit", int(match[1]) + 0.5, details)
     if match := re.fullmatch(r"(\d(?:\.\d+)?)[-_]?BPW", label):
-        return _scaled(model, f"{match[1]} bpw", float(match[1]), Quantization(method="exl3", bits=float(match[1])))
+        return _scale_weights(
+            model, f"{match[1]} bpw", float(match[1]), Quantization(method="exl3", bits=float(match[1]))
+        )
     if match := re.match(r"I?Q(\d)", label):
         details = Quantization(method="gguf", bits=float(match[1]))
-        return replaced(_scaled(model, label, float(match[1]) + 0.6, details), basis="estimate")
+        return replaced(_scale_weights(model, label, float(match[1]) + 0.6, details), basis="estimate")
     return model
 
 
-def _scaled(model: Model, label: str, bits: float, details: Quantization | None) -> Model:
-    """Every weight in so many bits; towers that see stay in 16."""
+def _scale_weights(model: Model, label: str, bits: float, details: Quantization | None) -> Model:
+    """The model with `bits` bits per weight. Vision encoders stay in 16 bits."""
     parts = tuple(
         part if part.name == "vision" else replaced(part, bytes=round(part.parameters * bits / 8))
         for part in model.parts
     )
-    return _summed(model, parts, label, details, bits)
+    return _sum_parts(model, parts, label, details, bits)
 
 
 def _stored_as(model: Model, scheme: Scheme, method: str, kv: str | None) -> Model:
-    """Linear layers by a scheme; embedding, output, norms and routers as they are."""
+    """The model with quantized linear layers. Embedding, output, norms and routers stay as they are."""
     bits = scheme.bits + (scheme.group_bits / scheme.group if scheme.group else 0)
     try:
         found = anatomy(Config(essentials(model.name)))
@@ -456,11 +465,11 @@ def _stored_as(model: Model, scheme: Scheme, method: str, kv: str | None) -> Mod
         )
         groups = ()
     details = Quantization(method=method, bits=scheme.bits, group_size=scheme.group, block=scheme.block, kv_cache=kv)
-    return replaced(_summed(model, ordered, scheme.label, details, bits), tensor_groups=groups)
+    return replaced(_sum_parts(model, ordered, scheme.label, details, bits), tensor_groups=groups)
 
 
-def _summed(model: Model, parts: tuple[Part, ...], label: str, details: Quantization | None, bits: float) -> Model:
-    """The parts together; of a model of which only the sum is known, its parameters at so many bits."""
+def _sum_parts(model: Model, parts: tuple[Part, ...], label: str, details: Quantization | None, bits: float) -> Model:
+    """The model with sums over `parts`; without known parts, its parameters at `bits` bits."""
     by_name = {part.name: part.bytes for part in parts}
     if not parts:
         by_name = {"all": round(model.parameters * bits / 8), "vision": model.vision_weight_bytes}

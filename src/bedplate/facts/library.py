@@ -1,4 +1,4 @@
-"""Models that are on this machine already, wherever the programs that fetched them have put them."""
+"""Models that are already on this machine, in the stores of the programs that downloaded them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MODEL_LAYER = "application/vnd.ollama.image.model"
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _HUB_PREFIX = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")
 _MAX_MANIFEST_BYTES = 1 << 20
-# A folder of models is small; a person who points at / should get an answer anyway.
+# A folder of models is small. The limits also give an answer if the user specifies /.
 _MAX_ENTRIES = 20_000
 _MAX_DEPTH = 4
 _FILES = {".gguf", ".json", ".safetensors", ".onnx"} | PICKLES
-"""What a file that is a model, or says it is, ends in."""
+"""File name endings of models and of files that identify themselves as models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +32,20 @@ class Located:
     """A model found on this machine."""
 
     name: str
-    """What a person types to get this one and no other."""
+    """The name that selects this model and no other."""
     path: Path
-    """What an engine is given: the file, or the first part of a split model."""
+    """The path for an engine: the file, or the first part of a split model."""
     origin: str
-    """How it came here, in plain words."""
+    """Where it comes from, in words."""
     size_bytes: int
     quantization: str | None = None
 
 
 def locate(text: str) -> Located | None:
-    """The model that `text` names: a file, a folder, or a name in another program's store; None when none is here."""
+    """Find the model that `text` names: a file, a folder, or a name in a program's store; None if it is not here."""
     text = text.strip()
     if not text:
-        raise BadQuestion("no model is named", hint="say a .gguf file, a folder or owner/name")
+        raise BadQuestion("no model is specified", hint="specify a .gguf file, a folder or owner/name")
     path = _path(text)
     explicit = _is_path(text)
     if path is not None and path.is_file() and (explicit or path.suffix.lower() in _FILES):
@@ -61,16 +61,16 @@ def locate(text: str) -> Located | None:
 
 
 def local_models() -> tuple[Located, ...]:
-    """Every model in the stores that bedplate knows, each once, by name."""
+    """Every model in the known stores, once each, by name."""
     seen: dict[Path, Located] = {}
     for found in (*_own_models(), *_hub_models(), *_lm_studio_models(), *_ollama_models()):
-        # Stores link to each other's files; the first name is kept.
+        # Stores link to each other's files. The first name is kept.
         seen.setdefault(_real(found.path), found)
     return tuple(sorted(seen.values(), key=lambda model: (model.name.lower(), model.origin)))
 
 
 def hub_cache() -> Path:
-    """Where huggingface_hub keeps downloads, by the same variables; read now, not when something was imported."""
+    """The cache of huggingface_hub. Its environment variables are read on every call."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if value := os.environ.get(variable):
             return Path(os.path.expandvars(value)).expanduser()
@@ -81,7 +81,7 @@ def hub_cache() -> Path:
 
 
 def quantization_of(file_name: str) -> str | None:
-    """The quantization that a file name ends in, as labels are written: `foo-q4_k_m.gguf` is Q4_K_M."""
+    """The quantization at the end of a file name, as a label: `foo-q4_k_m.gguf` is Q4_K_M."""
     parts = split_parts(Path(PurePosixPath(file_name).name))
     stem = PurePosixPath(file_name).name
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", stem[:-5]) if parts or stem.lower().endswith(".gguf") else stem
@@ -93,7 +93,7 @@ def quantization_of(file_name: str) -> str | None:
 
 
 def is_language_model(file_name: str) -> bool:
-    """False for what lies beside a model: projectors for images, importance matrices, draft heads."""
+    """False for companion files: image projectors, importance matrices, draft heads."""
     name = PurePosixPath(file_name).name.lower()
     if not name.endswith(".gguf"):
         return False
@@ -101,16 +101,16 @@ def is_language_model(file_name: str) -> bool:
 
 
 def same_quantization(label: str | None, wanted: str) -> bool:
-    """Whether a label is the one that was asked for; UD- marks Unsloth's variant, and may be left out."""
+    """Whether a label is the requested one. UD- marks Unsloth's variant and may be omitted."""
     return label is not None and label.upper().removeprefix("UD-") == wanted.upper().removeprefix("UD-")
 
 
 def split_reference(text: str) -> tuple[str, str | None, str | None]:
-    """`owner/name`, `owner/name:Q4_K_M` or `owner/name/file.gguf` as repository, quantization and file."""
+    """Split `owner/name`, `owner/name:Q4_K_M` or `owner/name/file.gguf` into repository, quantization and file."""
     text = _HUB_PREFIX.sub("", text.strip(), count=1).strip("/")
     pieces = text.split("/")
     if len(pieces) > 2:
-        # An address from the browser: owner/name/blob/main/file.gguf.
+        # A browser URL: owner/name/blob/main/file.gguf.
         rest = pieces[4:] if pieces[2] in ("blob", "resolve") and len(pieces) > 4 else pieces[2:]
         return "/".join(pieces[:2]), None, "/".join(rest).partition("?")[0]
     repo, _, quantization = text.partition(":")
@@ -122,26 +122,26 @@ def _path(text: str) -> Path | None:
         path = Path(text).expanduser().absolute()
         path.exists()
     except PermissionError:
-        raise BadQuestion(f"{text} may not be looked at by this user", hint="check the folders' permissions") from None
+        raise BadQuestion(f"no permission to access {text}", hint="check the folders' permissions") from None
     except (OSError, ValueError, RuntimeError):
         return None
     return path
 
 
 def _is_path(text: str) -> bool:
-    """Whether a person who types this means a path and nothing else."""
+    """Whether the text can only mean a path."""
     if text.startswith(("/", "./", "../", "~", ".\\", "..\\")) or text in (".", "..") or "\\" in text:
         return True
     pieces = text.split("/")
     if not text.lower().endswith((".gguf", ".safetensors", ".json", ".onnx")) or _HUB_PREFIX.match(text):
         return False
-    # owner/name/file.gguf is a file on the hub, unless there is a folder of that name here.
+    # owner/name/file.gguf is a file on the hub, unless a folder of that name exists here.
     return len(pieces) < 3 or Path(pieces[0]).is_dir()
 
 
 def _no_such_path(text: str, path: Path | None) -> BadQuestion:
     if path is None:
-        return BadQuestion(f"{text!r} is not a path that this system can have", hint="check the spelling")
+        return BadQuestion(f"{text!r} is not a valid path", hint="check the spelling")
     near: list[str] = []
     if path.parent.is_dir():
         try:
@@ -150,21 +150,21 @@ def _no_such_path(text: str, path: Path | None) -> BadQuestion:
             names = []
         near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
         near = near or sorted(name for name in names if name.lower().endswith(".gguf"))[:3]
-        hint = f"in that folder there is {_listed(near)}" if near else f"there is no GGUF in {path.parent}"
+        hint = f"that folder contains {_join_names(near)}" if near else f"{path.parent} contains no GGUF file"
     else:
         known = {model.path.name: model.name for model in local_models()}
         near = [known[match] for match in difflib.get_close_matches(path.name, list(known), n=3, cutoff=0.5)]
-        hint = f"the folder {path.parent} is not there either"
-        hint += f"; on this machine there is {_listed(near)}" if near else ""
+        hint = f"the folder {path.parent} does not exist either"
+        hint += f"; this machine has {_join_names(near)}" if near else ""
     return BadQuestion(f"there is no file {text}", hint=hint)
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
 def _file(path: Path, name: str | None = None, origin: str = "a file") -> Located:
-    """`path`, or the first of its parts; what is in it is the reader's business."""
+    """The model at `path`, or its first part. The content is not checked here."""
     parts = split_parts(path) or (path,)
     present = [part for part in parts if part.is_file()]
     first = parts[0] if parts[0].is_file() else path
@@ -178,7 +178,7 @@ def _file(path: Path, name: str | None = None, origin: str = "a file") -> Locate
 
 
 def _folder(folder: Path, text: str, *, must: bool) -> Located | None:
-    """The one model in a folder. A folder that merely has the name of a model elsewhere does not count."""
+    """The one model in a folder. Without `must`, a folder without a model is ignored."""
     files = [path for path in folder.iterdir() if is_language_model(path.name) and path.is_file()]
     models = _models(files or _ggufs(folder))
     if not models and is_model_folder(folder):
@@ -187,11 +187,11 @@ def _folder(folder: Path, text: str, *, must: bool) -> Located | None:
         if not must:
             return None
         others = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES)[:3]
-        cause = f"there are {_listed(others)}, pickles, which bedplate never opens" if others else None
+        cause = f"it contains {_join_names(others)}, Python pickles, which bedplate never opens" if others else None
         raise BadQuestion(
-            f"no model is in the folder {text}",
+            f"the folder {text} contains no model",
             cause=cause,
-            hint="name a .gguf file, or a folder with safetensors files",
+            hint="specify a .gguf file, or a folder with safetensors files",
         )
     if len(models) == 1:
         return _file(models[0], origin="a folder")
@@ -199,7 +199,7 @@ def _folder(folder: Path, text: str, *, must: bool) -> Located | None:
 
 
 def _whole_folder(folder: Path, origin: str, name: str | None = None) -> Located:
-    """A model that is a folder: configuration and weights as Hugging Face lays them out."""
+    """A model folder in Hugging Face's layout: configuration and weights."""
     sizes = [
         path.stat().st_size
         for path in folder.iterdir()
@@ -212,11 +212,11 @@ def _choices(where: str, models: Iterable[tuple[str, int]]) -> BadQuestion:
     listed = sorted(models)
     shown = "; ".join(f"{name} ({human_size(size)})" for name, size in listed[:12])
     more = f"; and {len(listed) - 12} more" if len(listed) > 12 else ""
-    return BadQuestion(f"{where} has {len(listed)} models", cause=shown + more, hint="name one of them")
+    return BadQuestion(f"{where} has {len(listed)} models", cause=shown + more, hint="specify one of them")
 
 
 def _ggufs(folder: Path, depth: int = _MAX_DEPTH) -> Iterator[Path]:
-    """Language models under a folder, not too deep and not without end; what cannot be read is passed over."""
+    """Language models under a folder, with limits on depth and number. Unreadable folders are skipped."""
     entries = 0
     for root, folders, files in os.walk(folder):
         level = len(Path(root).relative_to(folder).parts)
@@ -224,7 +224,7 @@ def _ggufs(folder: Path, depth: int = _MAX_DEPTH) -> Iterator[Path]:
         entries += len(files) + len(folders)
         for name in sorted(files):
             path = Path(root) / name
-            # A dangling link is a download that the program has cleaned away.
+            # A dangling link is a download that the program has deleted.
             if is_language_model(name) and path.is_file():
                 yield path
         if entries > _MAX_ENTRIES:
@@ -232,7 +232,7 @@ def _ggufs(folder: Path, depth: int = _MAX_DEPTH) -> Iterator[Path]:
 
 
 def _models(files: Iterable[Path]) -> list[Path]:
-    """One path for each model: whole files, and the first part of each split model."""
+    """One path per model: single files, and the first part of each split model."""
     firsts = {(parts[0] if (parts := split_parts(path)) else path): None for path in files}
     return list(firsts)
 
@@ -255,7 +255,7 @@ def _own_models() -> Iterator[Located]:
 
 
 def _hub_snapshots(repo_folder: Path) -> list[Path]:
-    """Snapshots of a repository, what `main` points to first, then the newest."""
+    """Snapshots of a repository: the one of `main` first, then the newest."""
     try:
         snapshots = [path for path in (repo_folder / "snapshots").iterdir() if path.is_dir()]
     except OSError:
@@ -268,7 +268,7 @@ def _hub_snapshots(repo_folder: Path) -> list[Path]:
 
 
 def _hub_files(repo_folder: Path) -> list[tuple[str, Path]]:
-    """Complete models of one repository in the cache, as path in the repository and path here; the newest of each."""
+    """Complete models of a cached repository, as path in the repository and local path; the newest of each."""
     found: dict[str, Path] = {}
     for snapshot in _hub_snapshots(repo_folder):
         for path in _models(_ggufs(snapshot)):
@@ -297,7 +297,7 @@ def _in_hub_cache(text: str) -> Located | None:
         return None
     folder = hub_cache() / ("models--" + repo.replace("/", "--"))
     if not _exists(folder):
-        # Names on the hub are the same whatever their case.
+        # Names on the hub are case-insensitive.
         folder = next(
             (path for path in hub_cache().glob("models--*") if path.name.lower() == folder.name.lower()), folder
         )
@@ -309,14 +309,14 @@ def _in_hub_cache(text: str) -> Located | None:
 
 
 def _has_weights(snapshot: Path) -> bool:
-    """Whether a snapshot holds a model's weights, not its configuration alone."""
+    """Whether a snapshot contains weights and not only a configuration."""
     return (snapshot / "config.json").is_file() and any(path.is_file() for path in snapshot.glob("*.safetensors"))
 
 
 def _pick(
     text: str, repo: str, quantization: str | None, file: str | None, files: list[tuple[str, Path]], origin: str
 ) -> Located | None:
-    """One of a repository's files by what was asked for; None when that very file is not here yet."""
+    """The requested file of a repository; None if it is not downloaded yet."""
     if file is not None:
         wanted = split_parts(Path(PurePosixPath(file).name))
         name = wanted[0].name if wanted else PurePosixPath(file).name
@@ -377,14 +377,14 @@ def _ollama_models() -> Iterator[Located]:
 
 
 def _ollama_name(host: str, namespace: str, model: str, tag: str) -> str:
-    """As `ollama list` shows it: what is the default is left out."""
+    """The name in `ollama list`, which omits defaults."""
     where = "" if host == "registry.ollama.ai" else f"{host}/"
     who = "" if not where and namespace == "library" else f"{namespace}/"
     return f"{where}{who}{model}:{tag}"
 
 
 def _ollama_blob(folder: Path, manifest: Path) -> Path | None:
-    """The GGUF that a manifest names; None for what is no model in one GGUF, or not whole."""
+    """The GGUF file of a manifest; None if the model is not one complete GGUF file."""
     try:
         with manifest.open("rb") as file:
             content = json.loads(file.read(_MAX_MANIFEST_BYTES))
@@ -392,7 +392,7 @@ def _ollama_blob(folder: Path, manifest: Path) -> Path | None:
         digests = [layer["digest"] for layer in layers if layer["mediaType"] == _MODEL_LAYER]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    # Only what is a digest through and through becomes part of a path.
+    # Only a valid digest becomes part of a path.
     match = _DIGEST.fullmatch(digests[0]) if len(digests) == 1 and isinstance(digests[0], str) else None
     blob = folder / "blobs" / f"sha256-{match[1]}" if match else None
     return blob if blob is not None and _exists(blob) else None
@@ -435,7 +435,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _by_name(text: str) -> Located | None:
-    """A model by what people call it, where the stores have just one of that name: `smollm2-135m-instruct`."""
+    """A model by its common name, if the stores have exactly one: `smollm2-135m-instruct`."""
     wanted, _, quantization = text.lower().removesuffix(".gguf").partition(":")
     calls: tuple[Callable[[Located], str], ...] = (
         lambda model: model.name.lower(),

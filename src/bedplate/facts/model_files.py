@@ -1,4 +1,4 @@
-"""Small files beside a model's weights, read with a limit on their size."""
+"""Reads the small files of a model folder, with a size limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_CONFIG_BYTES = 4 << 20
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file of a model's folder; what writers of Python add to the format (Infinity, NaN) is passed over."""
+    """Read a JSON file of a model folder. Python's extensions (Infinity, NaN) are tolerated."""
     return parse_json(read_bytes(path, MAX_CONFIG_BYTES), path.name)
 
 
@@ -38,6 +38,6 @@ def read_bytes(path: Path, most: int) -> bytes:
         raise BadQuestion(f"{path} cannot be read", cause=error.strerror or str(error), hint="check the path") from None
     if len(data) > most:
         raise BadQuestion(
-            f"{path.name} has more than {most >> 20} MiB, which no such file has", hint="check what it is"
+            f"{path.name} is larger than {most >> 20} MiB, the limit for such a file", hint="check the file"
         )
     return data

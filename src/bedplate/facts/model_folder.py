@@ -1,6 +1,6 @@
-"""A folder as Hugging Face lays it out: configuration, safetensors or ONNX files, and what the quantizer noted.
+"""A model folder in Hugging Face's layout: configuration, safetensors or ONNX files, and the quantizer's files.
 
-Nothing in it is executed: `auto_map` is ignored, Python files are not looked at, and pickles are refused.
+Nothing in it is executed: `auto_map` and Python files are ignored, and pickles are rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Format = Literal["gguf", "safetensors", "mlx", "exl2", "exl3", "onnx", "facts"]
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder has what this reads, whatever its state."""
+    """Whether the folder contains a model in this layout, complete or not."""
     with suppress(OSError):
         if any((folder / name).is_file() for name in ("config.json", "genai_config.json")):
             return True
@@ -45,8 +45,8 @@ def read_folder(folder: Path, *, name: str | None = None, origin: str | None = N
         return read_onnx(folder, fields, name=name, origin=origin or "a folder")
     if fields is None:
         raise BadQuestion(
-            f"{folder} has no config.json, so nobody can tell what its weights are",
-            hint="put the model's config.json beside its weights, or name a .gguf file",
+            f"{folder} has no config.json, so bedplate cannot identify its weights",
+            hint="put the model's config.json beside its weights, or specify a .gguf file",
         )
     quant_path = folder / "hf_quant_config.json"
     model = read_config(
@@ -58,7 +58,7 @@ def read_folder(folder: Path, *, name: str | None = None, origin: str | None = N
     model = replaced(model, **_template(folder))
     if not shards:
         refuse_pickles(folder)
-        size = _promised(folder)
+        size = _read_index_total(folder)
         return by_name(model) if size is None else replaced(model, weight_bytes=size)
     headers = [read_header(path) for path in shards]
     metadata = headers[0].metadata
@@ -68,7 +68,7 @@ def read_folder(folder: Path, *, name: str | None = None, origin: str | None = N
 
 
 def read_config_file(path: Path) -> Model:
-    """A configuration by itself: `config.json`, or a copy that is named after its model."""
+    """A single configuration file: `config.json`, or a copy named after its model."""
     path = path.expanduser().absolute()
     fields = read_json(path)
     stem = path.name.removesuffix(".json").removesuffix("config").rstrip("_-.")
@@ -79,14 +79,14 @@ def read_config_file(path: Path) -> Model:
 
 
 def by_name(model: Model) -> Model:
-    """A configuration may leave out how its weights are stored, and only the model's name says so."""
+    """Apply a quantization that only the model's name states, if the configuration states none."""
     from bedplate.facts.known_models import quantized_by_name
 
     return model if model.quantization_details is not None else quantized_by_name(model)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, as its index lists them, or all that are there."""
+    """The safetensors files that the folder's index lists, or all of them."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         listed = parse_index(read_bytes(index, MAX_INDEX_BYTES), index.name).files
@@ -104,12 +104,13 @@ def weight_files(folder: Path) -> list[Path]:
         found.remove(folder / "consolidated.safetensors")
     if len(found) > _MAX_SHARDS:
         raise BadQuestion(
-            f"{folder} has {len(found):,} safetensors files, more than any model has", hint="name one model's folder"
+            f"{folder} has {len(found):,} safetensors files, more than any model has",
+            hint="specify one model's folder",
         )
     return found
 
 
-def _promised(folder: Path) -> int | None:
+def _read_index_total(folder: Path) -> int | None:
     index = folder / "model.safetensors.index.json"
     return parse_index(read_bytes(index, MAX_INDEX_BYTES), index.name).total_bytes if index.is_file() else None
 
@@ -126,7 +127,7 @@ def refuse_pickles(folder: Path) -> None:
 def pickle_refused(name: str) -> BadQuestion:
     return BadQuestion(
         f"{name} is a Python pickle, which runs code when it is opened; bedplate never opens one",
-        hint="take a safetensors version of the model (most have one), or convert it on a machine you can lose",
+        hint="use a safetensors version of the model (most have one), or convert it on an isolated machine",
     )
 
 
@@ -154,7 +155,7 @@ _WORDS = (
 
 
 def part_of(name: str, num_layers: int) -> str:
-    """What a tensor is for, by its name."""
+    """The purpose of a tensor, by its name."""
     if _VISION.search(name):
         return "vision"
     layer = _LAYER.search(name)
@@ -174,7 +175,7 @@ def with_tensors(
     files: tuple[str, ...],
     total_bytes: int | None = None,
 ) -> Model:
-    """The facts of a configuration, corrected by what the files really hold."""
+    """The configuration's facts, corrected by the tensors in the files."""
     if len(tensors) > 4 * MAX_TENSORS:
         raise BadQuestion(f"{model.name} lists {len(tensors):,} tensors, more than any model has")
     two_sided = any(part.name == "encoder" for part in model.parts)
@@ -207,16 +208,18 @@ def with_tensors(
         "parts": _parts(model, held),
     }
     if not ahead[0]:
-        # Many repositories keep these heads to themselves, whatever their configuration says.
+        # Many repositories do not publish these heads, whatever their configuration says.
         changes["mtp_parameters"] = 0
     if model.quantization_details is None:
         counted = sum(figures[0] for part, figures in held.items() if part not in ("mtp", "vision"))
-        changes |= _counted(model, counted, held, groups)
+        changes |= _count_parameters(model, counted, held, groups)
     return replaced(model, **changes)
 
 
-def _counted(model: Model, counted: int, held: dict[str, list[int]], groups: tuple[TensorGroup, ...]) -> dict[str, Any]:
-    """Of weights that are stored whole the files' own count is the truth, where the architecture was not understood."""
+def _count_parameters(
+    model: Model, counted: int, held: dict[str, list[int]], groups: tuple[TensorGroup, ...]
+) -> dict[str, Any]:
+    """For unquantized weights of an unknown architecture, use the parameter count of the files."""
     changes: dict[str, Any] = {
         "vision_parameters": held.get("vision", [0, 0])[0],
         "mtp_parameters": held.get("mtp", [0, 0])[0],
@@ -233,7 +236,7 @@ def _counted(model: Model, counted: int, held: dict[str, list[int]], groups: tup
 
 
 def _parts(model: Model, held: dict[str, list[int]]) -> tuple[Part, ...]:
-    """The parts that the architecture has, with the bytes that the files have for them."""
+    """The parts of the architecture, with the bytes of the files."""
     computed = {part.name: part for part in model.parts}
     if set(held) - set(computed) or not computed:
         return tuple(
@@ -253,7 +256,7 @@ def _format(model: Model, metadata: dict[str, str]) -> Format:
 
 
 def _template(folder: Path) -> dict[str, Any]:
-    """The chat template, which lies in a file of its own or in the tokenizer's configuration."""
+    """The chat template, from its own file or from the tokenizer's configuration."""
     with suppress(OSError, UnicodeDecodeError):
         path = folder / "chat_template.jinja"
         if path.is_file():
@@ -272,7 +275,7 @@ def _template(folder: Path) -> dict[str, Any]:
 
 
 def _folder_name(folder: Path) -> str:
-    """A folder's name; of a snapshot in the hub's cache, the repository's."""
+    """A folder's name; for a snapshot in the hub's cache, the repository's name."""
     parts: Iterable[str] = reversed(folder.parts)
     for part in parts:
         if part.startswith("models--"):

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, as the driver's management library (NVML) reports them, or else `nvidia-smi`."""
+"""NVIDIA GPUs, from the driver's management library (NVML) or from `nvidia-smi`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bedplate.facts.devices import Ask, Found, ask_program, decimal, host_link, 
 from bedplate.values import Accelerator, Figure, GpuProcess, Link, Pcie
 from bedplate.values.hardware import PciePath
 
-# Importing the bindings costs more than the rest of the probe, so first see whether a driver has left any trace:
-# the kernel module, its device files (a sandbox may show only these), WSL's paravirtual GPU, or a Jetson's.
+# Importing the bindings takes longer than the rest of the probe, so first check for traces of a driver: the kernel
+# module, its device files (a sandbox may show only these), WSL's paravirtual GPU, or a Jetson's.
 DRIVER_TRACES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/nvidia0", "dev/dxg", "dev/nvmap")
 NVIDIA_PCI_VENDOR = "0x10de"
-# Chips that have the machine's memory and none of their own; NVML does not say how much.
+# Chips that use the machine's memory. NVML does not report how much.
 SHARED_MEMORY = ("GB10", "Thor", "Orin", "Xavier")
 SWITCH = "switch"
 ARCHITECTURES = {
@@ -35,7 +35,7 @@ ARCHITECTURES = {
     9: "Hopper",
     10: "Blackwell",
 }
-# One NVLink, one direction, by compute capability; NVIDIA's data sheets give it times links times two.
+# One NVLink, one direction, by compute capability. NVIDIA's data sheets give links × 2 × this.
 NVLINK_BYTES_S = {
     "6.0": 20e9,
     "7.0": 25e9,
@@ -46,7 +46,7 @@ NVLINK_BYTES_S = {
     "10.0": 50e9,
     "10.3": 50e9,
 }
-# What NVML and `nvidia-smi topo -m` call the way between two cards.
+# Names of the path between two cards in NVML and `nvidia-smi topo -m`.
 ANCESTORS: dict[int, PciePath] = {0: "board", 10: "switch", 20: "switches", 30: "host-bridge", 40: "node", 50: "system"}
 TOPOLOGY_WORDS: dict[str, PciePath] = {
     "PSB": "board",
@@ -73,7 +73,7 @@ class SliceAnswers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceAnswers:
-    """What was answered about one GPU; `None` where nothing was."""
+    """The answers about one GPU; `None`: no answer."""
 
     index: int
     name: str | bytes | None = None
@@ -94,22 +94,22 @@ class DeviceAnswers:
     numa_node: int | None = None
     mig: bool | None = None
     slices: tuple[SliceAnswers, ...] | None = None
-    """`None` where they could not be asked for."""
+    """`None` if they could not be queried."""
     nvlinks: tuple[str | None, ...] | None = None
-    """The other end of each active NVLink: a card's PCI address, a switch, or `None` where it is hidden from us."""
+    """The other end of each active NVLink: a card's PCI address, a switch, or `None` if it is hidden."""
     processes: tuple[GpuProcess, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """What was answered about all of them."""
+    """The answers about all GPUs."""
 
     devices: tuple[DeviceAnswers, ...] = ()
     driver_version: str | bytes | None = None
     cuda_version: str | None = None
     paths: tuple[tuple[int, int, PciePath], ...] = ()
     nvlink_counts: tuple[tuple[int, int, int], ...] = ()
-    """Links between two cards where somebody else has counted them."""
+    """Links between pairs of cards, if another source counted them."""
 
 
 def accelerator(device: DeviceAnswers, driver_version: str | bytes | None, cuda_version: str | None) -> Accelerator:
@@ -145,7 +145,7 @@ def accelerator(device: DeviceAnswers, driver_version: str | bytes | None, cuda_
 
 
 def peak_bandwidth(clock_mhz: int | None, bus_bits: int | None) -> Figure | None:
-    """What the memory could do at best: two transfers a cycle over the whole bus, both as the driver reports them."""
+    """Peak memory bandwidth: two transfers per cycle over the whole bus, with the driver's clock and width."""
     if not clock_mhz or not bus_bits:
         return None
     rate = clock_mhz * 1e6 * 2 * bus_bits / 8
@@ -154,7 +154,7 @@ def peak_bandwidth(clock_mhz: int | None, bus_bits: int | None) -> Figure | None
 
 
 def slice_accelerator(card: Accelerator, one: SliceAnswers, index: int) -> Accelerator:
-    """A MIG slice, which is a GPU of its own to whoever runs in it; the rest is its card's."""
+    """A MIG slice, which acts as a separate GPU. Missing facts come from its card."""
     return Accelerator(
         name=_text(one.name) or f"{card.name} MIG slice",
         vendor="nvidia",
@@ -179,7 +179,7 @@ def slice_accelerator(card: Accelerator, one: SliceAnswers, index: int) -> Accel
 
 
 def conclude(answers: Answers, visible_devices: str | None = None) -> Found:
-    """The GPUs that engines will see, how they are connected, and notes on what is odd about them."""
+    """The GPUs that engines will see, their links, and notes on problems."""
     devices = answers.devices
     notes: list[str] = []
     uuids = [_text(device.uuid) for device in devices]
@@ -198,23 +198,25 @@ def conclude(answers: Answers, visible_devices: str | None = None) -> Found:
                 found.append(slice_accelerator(card, one, len(devices) + sum(a.parent is not None for a in found)))
             if not device.slices:
                 notes.append(
-                    f"GPU {device.index}: MIG is on and no slice is made, so nothing can run on it: "
-                    "make one (nvidia-smi mig -cgi PROFILE -C), or turn MIG off"
+                    f"GPU {device.index}: MIG is on but has no slice, so nothing can run on it: "
+                    "create one (nvidia-smi mig -cgi PROFILE -C), or turn MIG off"
                 )
             continue
         found.append(card)
         whole.append(device)
         if device.mig:
-            notes.append(f"GPU {device.index} is split by MIG: its memory is that of the whole card, not of one slice")
+            notes.append(
+                f"GPU {device.index} is split by MIG: the stated memory is that of the whole card, not of one slice"
+            )
         if card.memory_bytes is None and not card.unified_memory:
-            notes.append(f"GPU {device.index}: the driver does not say how much memory it has")
+            notes.append(f"GPU {device.index}: the driver does not report its memory")
     if chosen_slices:
         found = [card for card in found if card.uuid is not None and card.uuid in chosen_slices]
     return Found(accelerators=tuple(found), links=links(replace(answers, devices=tuple(whole))), notes=tuple(notes))
 
 
 def links(answers: Answers) -> tuple[Link, ...]:
-    """NVLinks between cards; where there is none, the PCIe path; and each card's way to the CPU."""
+    """NVLinks between cards, else the PCIe path, and each card's link to the CPU."""
     devices = answers.devices
     present = {device.index for device in devices}
     counts = {(a, b): count for a, b, count in answers.nvlink_counts} | nvlink_counts(devices)
@@ -234,8 +236,8 @@ def links(answers: Answers) -> tuple[Link, ...]:
 def nvlink_counts(devices: Sequence[DeviceAnswers]) -> dict[tuple[int, int], int]:
     """How many NVLinks each pair of cards can use at once.
 
-    Behind a switch every card reaches every other with all of its links. Virtual machines hide the switches: links
-    whose other end cannot be seen lead to one, since links to a card of this machine would name it.
+    Behind a switch every card reaches every other with all of its links. Virtual machines hide the switches. A link
+    whose other end is hidden leads to a switch, because a link to a card of this machine would show its address.
     """
     by_address: dict[str | None, int] = {d.pci_address: d.index for d in devices if d.pci_address}
     direct: Counter[tuple[int, int]] = Counter()
@@ -278,7 +280,7 @@ def parse_smi_log(text: str) -> Answers:
 
 
 def parse_smi_topology(text: str) -> Answers:
-    """`nvidia-smi topo -m`: which cards are connected by how many NVLinks, or by which PCIe path."""
+    """Parse `nvidia-smi topo -m`: the NVLinks or the PCIe path between cards."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     rows = [line.split() for line in plain.splitlines()]
     header = next((row for row in rows if row and row[0] == "GPU0" and "X" not in row), [])
@@ -300,7 +302,7 @@ def parse_smi_topology(text: str) -> Answers:
 
 
 def parse_smi_list(text: str) -> dict[int, tuple[SliceAnswers, ...]]:
-    """`nvidia-smi -L`: the slices of each card, with the names by which CUDA_VISIBLE_DEVICES knows them."""
+    """Parse `nvidia-smi -L`: the slices of each card, with their names for CUDA_VISIBLE_DEVICES."""
     found: dict[int, tuple[SliceAnswers, ...]] = {}
     card, name = None, ""
     for line in text.splitlines():
@@ -313,13 +315,13 @@ def parse_smi_list(text: str) -> dict[int, tuple[SliceAnswers, ...]]:
 
 
 def parse_compute_capabilities(text: str) -> tuple[tuple[int, int] | None, ...]:
-    """`nvidia-smi --query-gpu=compute_cap --format=csv,noheader`, a line for each card."""
+    """Parse `nvidia-smi --query-gpu=compute_cap --format=csv,noheader`: one line per card."""
     matches = (re.fullmatch(r"\s*([0-9]{1,2})\.([0-9]{1,2})\s*", line) for line in text.splitlines() if line.strip())
     return tuple((int(match[1]), int(match[2])) if match else None for match in matches)
 
 
 def ask_smi(ask: Ask = ask_program) -> Answers | None:
-    """The same from NVIDIA's program, where the library cannot be loaded but the program can be run."""
+    """The answers of `nvidia-smi`, for machines where the library cannot be loaded."""
     log = ask(["nvidia-smi", "-q"])
     if not log or not (answers := parse_smi_log(log)).devices:
         return None
@@ -342,20 +344,20 @@ def ask_smi(ask: Ask = ask_program) -> Answers | None:
 
 
 def explain(error: str, *, loaded: bool) -> str:
-    """Why there is no NVML where a driver or a card seems to be, and what to do; `error` is NVML's own word for it."""
+    """Why NVML does not work although a driver or a card seems present, and what to do. `error` is NVML's own text."""
     if "Mismatch" in error or "mismatch" in error:
-        return "NVIDIA's driver and its library are of different versions (an update without a restart?): reboot"
+        return "NVIDIA's driver and its library have different versions, probably after an update: reboot"
     if "LibraryNotFound" in error and loaded:
-        return "an NVIDIA driver is loaded but its library is not here: in a container, start it with GPUs (--gpus all)"
+        return "an NVIDIA driver is loaded but its library is missing: start a container with --gpus all"
     if "LibraryNotFound" in error or "DriverNotLoaded" in error:
-        return "an NVIDIA GPU is in this machine but its driver is not loaded, so it cannot be used"
+        return "this machine has an NVIDIA GPU, but its driver is not loaded: install or load the driver"
     if "NoPermission" in error:
-        return "NVIDIA's driver refuses this user: is the device passed through, and are /dev/nvidia* readable?"
+        return "NVIDIA's driver denies access: check that the device is passed through and /dev/nvidia* are readable"
     return f"NVIDIA's driver did not answer ({error})"
 
 
 def read_nvidia(root: Path = Path("/"), ask: Ask = ask_program) -> Found:
-    """All NVIDIA GPUs; none, with a note, where a driver or a card is there but cannot be asked."""
+    """All NVIDIA GPUs. If a driver or card is present but cannot be queried, a note says so."""
     if sys.platform == "darwin":
         return Found()
     linux = sys.platform.startswith("linux")
@@ -364,8 +366,8 @@ def read_nvidia(root: Path = Path("/"), ask: Ask = ask_program) -> Found:
         return Found(notes=(explain("LibraryNotFound", loaded=False),) if card_on_bus(root) else ())
     answers, failure = _ask_nvml(root)
     if answers is None and (answers := ask_smi(ask)) is not None:
-        failure = "NVIDIA's library (NVML) could not be asked, so its program nvidia-smi was"
-    # Windows, WSL (dxg) and Tegra boards (nvmap) look like this without an NVIDIA GPU that NVML could know.
+        failure = "NVIDIA's library (NVML) did not answer, so bedplate used nvidia-smi"
+    # Windows, WSL (dxg) and Tegra boards (nvmap) look like this without an NVIDIA GPU that NVML supports.
     certain = answers is not None or any("dev/nvidia" in trace or "proc" in trace for trace in traces)
     notes = (failure,) if failure and certain else ()
     if answers is None:
@@ -375,17 +377,17 @@ def read_nvidia(root: Path = Path("/"), ask: Ask = ask_program) -> Found:
 
 
 def card_on_bus(root: Path = Path("/")) -> bool:
-    """Whether an NVIDIA card is plugged in, driver or not."""
+    """Whether an NVIDIA card is installed, with or without a driver."""
     for device in (root / "sys/bus/pci/devices").glob("*"):
         vendor, kind = read_text(device / "vendor") or "", read_text(device / "class") or ""
-        # 0x03….: a display or 3D controller, not the sound or USB function of a card.
+        # 0x03….: a display or 3D controller, not a card's sound or USB function.
         if vendor.strip() == NVIDIA_PCI_VENDOR and kind.startswith("0x03"):
             return True
     return False
 
 
 def pci_address(text: str | bytes | None) -> str | None:
-    """As sysfs writes it: NVML has eight digits of domain and capital letters."""
+    """The address as in sysfs. NVML uses an eight-digit domain and capital letters."""
     match = re.fullmatch(r"([0-9a-f]{4,8}):([0-9a-f]{2}:[0-9a-f]{2}\.[0-9])", (_text(text) or "").strip("\0 ").lower())
     return f"{match[1][-4:]}:{match[2]}" if match else None
 
@@ -395,7 +397,7 @@ def _ask_nvml(root: Path) -> tuple[Answers | None, str | None]:
     try:
         import pynvml
     except ImportError:
-        return None, "NVIDIA GPUs are not read: the package nvidia-ml-py is not installed"
+        return None, "NVIDIA GPUs are not read because the package nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -479,7 +481,7 @@ def _ask_slices(nvml: Any, handle: Any, root: Path) -> Iterator[SliceAnswers]:
 
 
 def _ask_nvlinks(nvml: Any, handle: Any) -> tuple[str | None, ...] | None:
-    """Where each active link leads; `None` for cards that have none, and in virtual machines that hide them."""
+    """The other end of each active link; `None` for cards without NVLink and in virtual machines that hide it."""
     states = [
         _answer(nvml, "nvmlDeviceGetNvLinkState", handle, link)
         for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18))
@@ -504,7 +506,7 @@ def _ask_paths(nvml: Any, handles: Sequence[Any]) -> Iterator[tuple[int, int, Pc
 
 
 def _ask_processes(nvml: Any, handle: Any, root: Path) -> tuple[GpuProcess, ...]:
-    """Who else holds memory there, each process once."""
+    """Processes that hold memory on the GPU, once each."""
     held: dict[int, int | None] = {}
     for question in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
         for process in _answer(nvml, question, handle) or ():
@@ -520,7 +522,7 @@ def _ask_processes(nvml: Any, handle: Any, root: Path) -> tuple[GpuProcess, ...]
 
 
 def _answer(nvml: Any, question: str, *about: Any) -> Any:
-    """One NVML answer. Cards and slices each support some questions only, so a refusal is an unknown, not a failure."""
+    """One NVML answer; `None` if the card or slice does not support the question."""
     asked: Callable[..., Any] | None = getattr(nvml, question, None)
     if asked is None:  # older bindings
         return None
@@ -531,7 +533,7 @@ def _answer(nvml: Any, question: str, *about: Any) -> Any:
 
 
 def _values(lines: Sequence[str]) -> dict[tuple[str, ...], str]:
-    """Indented `key : value` lines by their path; a block that comes again is numbered: `MIG Device 1`."""
+    """Indented `key : value` lines by path. A repeated block gets a number: `MIG Device 1`."""
     stack: list[tuple[int, str]] = []
     values: dict[tuple[str, ...], str] = {}
     seen: Counter[tuple[str, ...]] = Counter()
@@ -620,7 +622,7 @@ def _slot(generation: object, max_generation: object, width: object, max_width: 
 
 
 def _known(value: str | None) -> str | None:
-    """`N/A`, `[N/A]` and `Unknown Error` are no answers."""
+    """`None` for `N/A`, `[N/A]` and `Unknown Error`."""
     if not value or re.fullmatch(r"\[?(N/A|None|Not Supported|Unknown Error|GPU requires reset.*)\]?", value):
         return None
     return value
@@ -643,7 +645,7 @@ def _watts(milliwatts: object) -> float | None:
 
 
 def _program(command: str | bytes | None) -> str | None:
-    """A process's program without its folder and options, which may hold what is nobody's business."""
+    """A process's program without folder and options, which may be private."""
     words = (_text(command) or "").strip().split(" -", 1)[0]
     return PurePath(words.replace("\\", "/")).name or None
 
@@ -653,5 +655,5 @@ def _comm(pid: int, root: Path) -> str | None:
 
 
 def _text(value: str | bytes | None) -> str | None:
-    """Old bindings answer in bytes."""
+    """Old bindings return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value

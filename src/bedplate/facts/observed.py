@@ -1,4 +1,4 @@
-"""The work that an endpoint really had, from the shapes of its requests that the store keeps."""
+"""The workload that an endpoint had, from the stored shapes of its requests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bedplate.values.units import seconds
 from bedplate.values.workload import RequestShape, TraceSummary
 
 MODEL_APIS = frozenset(["chat", "completions", "responses", "messages", "embeddings"])
-"""Where a model computes something; counting tokens is no work."""
+"""APIs that run the model. Counting tokens does not."""
 
 
 def observed(span_s: float, *, model: str | None = None) -> TraceSummary:
-    """What was asked in the last `span_s` seconds, summarised like any other trace."""
+    """Summarise the requests of the last `span_s` seconds like any other trace."""
     since_s = time.time() - span_s
     counts = _Counts()
     rows = store.requests(since_s, model=model)
@@ -29,20 +29,20 @@ def observed(span_s: float, *, model: str | None = None) -> TraceSummary:
         whose = f" for {model}" if model is not None else ""
         raise AnswerIsNo(
             f"no request{whose} was answered in the last {_span(span_s)}",
-            hint="name a longer span, or another model; bedplate usage --since all shows what there was",
+            hint="specify a longer span or another model; bedplate usage --since all lists all use",
         )
     meter = TraceMeter()
     rows = store.requests(since_s, model=model)
     meter.take(_shapes(rows, counts.block_tokens))
     summary = meter.summary(f"the endpoint, last {_span(span_s)}", "bedplate", BadRows("the store"))
     if counts.turned_away:
-        said = f"{counts.turned_away:,} requests that were turned away are not counted"
+        said = f"{counts.turned_away:,} rejected requests (429) are not counted"
         summary = replaced(summary, notes=(*summary.notes, said))
     return summary
 
 
 class _Counts:
-    """What must be known of all rows before the first is taken."""
+    """Totals over all rows, needed before the first row is processed."""
 
     def __init__(self) -> None:
         self.requests = self.turned_away = 0
@@ -59,7 +59,7 @@ class _Counts:
 
     @property
     def block_tokens(self) -> int:
-        """Blocks are cut by bytes; this is how many tokens one had, by the engine's own count."""
+        """Tokens per block, by the engine's own count. Blocks are cut by bytes."""
         per_byte = self._tokens / self._bytes if self._bytes else 1 / BYTES_PER_TOKEN
         return max(1, round(PREFIX_BLOCK_BYTES * per_byte))
 

@@ -1,7 +1,7 @@
-"""ONNX folders: sizes of the files, and the tensors that a graph lists, without an ONNX library.
+"""ONNX folders: file sizes, and the tensors that a graph lists, without an ONNX library.
 
-A .onnx file is one protocol-buffer message; its walk below steps over weights by their lengths and reads names, types
-and shapes only.
+A .onnx file is one protocol-buffer message. The reader skips weights by their lengths and reads only names, types and
+shapes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Damaged(Exception):
 
 
 def read_onnx(folder: Path, fields: Any, *, name: str, origin: str | None) -> Model:
-    """The model in a folder of .onnx files, with or without ONNX Runtime GenAI's own configuration."""
+    """The model in a folder of .onnx files, with or without ONNX Runtime GenAI's configuration."""
     genai = read_json(folder / "genai_config.json") if (folder / "genai_config.json").is_file() else None
     graph = _graph(folder, genai)
     files = (graph, *_beside(graph))
@@ -62,7 +62,7 @@ def read_onnx(folder: Path, fields: Any, *, name: str, origin: str | None) -> Mo
 
 
 def _graph(folder: Path, genai: Any) -> Path:
-    """The file that an engine is given: what the configuration names, or the largest."""
+    """The file for the engine: the one in the configuration, or the largest."""
     decoder = Config(genai).sub("model") if isinstance(genai, dict) else None
     decoder = decoder.sub("decoder") if decoder else None
     named = decoder.text("filename") if decoder else None
@@ -80,7 +80,7 @@ def _graph(folder: Path, genai: Any) -> Path:
 
 
 def _beside(graph: Path) -> list[Path]:
-    """Weights that a graph of more than two gigabytes keeps in files of its own."""
+    """The files that hold the weights of a graph of more than 2 GB."""
     names = (f"{graph.name}.data", f"{graph.name}_data", f"{graph.stem}.data", f"{graph.stem}.onnx_data")
     found = [graph.with_name(name) for name in names]
     found += sorted(graph.parent.glob(f"{graph.name}_data_*")) + sorted(graph.parent.glob(f"{graph.name}.data.*"))
@@ -124,7 +124,7 @@ def _from_genai(config: Config, name: str, counted: int) -> Model:
 
 
 def _bare(name: str, counted: int, changes: dict[str, Any]) -> Model:
-    """A graph alone says what it weighs, and not what it is."""
+    """A graph alone gives the size of a model but not its architecture."""
     model = Model(
         name=name, format="onnx", architecture="onnx", task=task_of(None, ""), parameters=counted,
         active_parameters=counted,
@@ -134,7 +134,7 @@ def _bare(name: str, counted: int, changes: dict[str, Any]) -> Model:
 
 
 def _tensors(path: Path) -> tuple[TensorGroup, ...]:
-    """The initializers of a graph by type. Packed 4-bit matrices are stored as bytes of two weights each."""
+    """The initializers of a graph by type. Packed 4-bit matrices are stored as bytes with two weights each."""
     sums: dict[str, list[int]] = {}
     try:
         with path.open("rb") as file:
@@ -148,7 +148,7 @@ def _tensors(path: Path) -> tuple[TensorGroup, ...]:
                     group[position] += figure
     except _Damaged as damage:
         raise BadQuestion(
-            f"{path.name} is damaged, or no ONNX file", cause=str(damage), hint="download it again"
+            f"{path.name} is damaged or not an ONNX file", cause=str(damage), hint="download it again"
         ) from None
     except OSError as error:
         raise BadQuestion(f"{path} cannot be read", cause=error.strerror or str(error)) from None
@@ -157,7 +157,7 @@ def _tensors(path: Path) -> tuple[TensorGroup, ...]:
 
 
 def _initializers(file: BinaryIO, size: int) -> Iterator[tuple[int, int, bool]]:
-    """Type, elements and whether it is packed, of each initializer of the main graph."""
+    """Type, number of elements and packing of each initializer of the main graph."""
     seen = 0
     for field, start, end in _messages(file, 0, size):
         if field != 7:  # ModelProto.graph
@@ -178,7 +178,7 @@ def _initializer(file: BinaryIO, start: int, end: int) -> tuple[int, int, bool]:
                 elements *= at
             else:
                 file.seek(at)
-                for value in _unpacked(file.read(min(until - at, 1024))):
+                for value in _decode_varints(file.read(min(until - at, 1024))):
                     elements *= value
         elif field == 2 and until is None:
             kind = at
@@ -190,7 +190,7 @@ def _initializer(file: BinaryIO, start: int, end: int) -> tuple[int, int, bool]:
     return kind, elements, name.lower().endswith((b"_q4", b"_quant", b".qweight", b"_packed", b"_q4g32", b"_dq_q4"))
 
 
-def _unpacked(data: bytes) -> Iterator[int]:
+def _decode_varints(data: bytes) -> Iterator[int]:
     value = shift = 0
     for byte in data:
         value |= (byte & 127) << shift
@@ -199,16 +199,16 @@ def _unpacked(data: bytes) -> Iterator[int]:
             yield value
             value = shift = 0
         elif shift > 63:
-            raise _Damaged("a number has more than 64 bits")
+            raise _Damaged("an integer has more than 64 bits")
 
 
 def _messages(file: BinaryIO, start: int, end: int, varints: bool = False) -> Iterator[tuple[int, int, Any]]:
-    """Fields of a message: number and the span of its bytes, or for a whole number its value and None."""
+    """Fields of a message: number and byte span; for an integer, its value and None."""
     at, count = start, 0
     while at < end:
         count += 1
         if count > _MAX_FIELDS:
-            raise _Damaged("it has more fields than any graph")
+            raise _Damaged("it has more fields than any graph has")
         tag, at = _varint(file, at, end)
         field, wire = tag >> 3, tag & 7
         if wire == 0:
@@ -224,7 +224,7 @@ def _messages(file: BinaryIO, start: int, end: int, varints: bool = False) -> It
         elif wire in (1, 5):
             at += 8 if wire == 1 else 4
         else:
-            raise _Damaged(f"a field is of an unknown kind ({wire})")
+            raise _Damaged(f"a field has the unknown wire type {wire}")
 
 
 def _varint(file: BinaryIO, at: int, end: int) -> tuple[int, int]:
@@ -236,4 +236,4 @@ def _varint(file: BinaryIO, at: int, end: int) -> tuple[int, int]:
         at += 1
         if byte < 128:
             return value, at
-    raise _Damaged("a number does not end")
+    raise _Damaged("an integer is not terminated")

@@ -1,4 +1,4 @@
-"""How a configuration says that weights are stored, and how many bytes that makes of each of them."""
+"""Quantization in a configuration, and the bytes of each weight under it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DTYPE_LABELS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "half": 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One way to store a matrix."""
+    """A storage scheme of a matrix."""
 
     label: str
     bits: float
     group: int | None = None
-    """Weights along a row that share a scale."""
+    """Number of weights along a row that share a scale."""
     group_bits: float = 0.0
-    """What each such group takes beside its weights: scale, zero point."""
+    """Extra bits per group: scale and zero point."""
     block: tuple[int, int] | None = None
     """Rows and columns that share a 32-bit scale."""
 
@@ -57,7 +57,7 @@ _ALGORITHMS = {
 
 
 class Names:
-    """Module names as quantizers list them: whole, in part, with `*`, or as `re:` patterns."""
+    """Module names in the quantizers' notations: whole, partial, with `*`, or as `re:` patterns."""
 
     def __init__(self, patterns: Iterable[Any]) -> None:
         self._whole: set[str] = set()
@@ -92,7 +92,7 @@ class Names:
 
 
 def _harmless(pattern: str) -> bool:
-    """Whether a pattern out of a file may be run: repeated groups can take time without end."""
+    """Whether an untrusted pattern is safe to run: repeated groups can take exponential time."""
     if len(pattern) > 300 or re.search(r"[)\]}*+?]\s*[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
         return False
     try:
@@ -104,7 +104,7 @@ def _harmless(pattern: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """For each weight its scheme; None: as the model's own type has it."""
+    """The scheme of each weight; None: the model's own type."""
 
     details: Quantization | None
     plain_bytes: int
@@ -121,7 +121,7 @@ class Storage:
 
 
 def storage(config: Config, quant_file: Config | None = None) -> Storage:
-    """From `quantization_config` (or MLX's `quantization`) and modelopt's hf_quant_config.json."""
+    """Read `quantization_config` (or MLX's `quantization`) and modelopt's hf_quant_config.json."""
     dtype = _dtype(config)
     plain_bytes, plain_label = DTYPE_BYTES.get(dtype, 2), DTYPE_LABELS.get(dtype, "BF16")
     text = config.sub("text_config", "llm_config", "language_config")
@@ -131,7 +131,7 @@ def storage(config: Config, quant_file: Config | None = None) -> Storage:
     if quantized is None and quant_file is not None:
         quantized = quant_file.sub("quantization")
     if mlx is not None and mlx.has("bits") and (quantized is None or not quantized.has("quant_method")):
-        # MLX writes the same twice, and says nowhere that it was MLX.
+        # MLX writes the same twice and does not name itself.
         quantized = Config({**mlx.fields, "quant_method": "mlx"})
     if quantized is None:
         return Storage(None, plain_bytes, plain_label, lambda weight: None)
@@ -164,7 +164,7 @@ def _rules(
     if method in _OF_EVERYTHING:
         scheme = _of_everything(method, config)
         details = _details(method, scheme, kv_cache)
-        # These tools quantize the embedding and the output too.
+        # These tools also quantize the embedding and the output.
         return details, lambda weight: scheme if weight.cols > 1 and weight.part not in ("norms", "vision") else None
     scheme = _scheme(method, algorithm, config)
     name = "nvfp4" if scheme.label == "NVFP4" else method if method and method != "modelopt" else scheme.label.lower()
@@ -208,7 +208,7 @@ def _bits(config: Config, default: float | None = None) -> float:
     if bits is None:
         bits = default
     if bits is None or not 0.5 <= bits <= 32:
-        raise Unplannable(f"the quantization has {bits if bits is not None else 'no'} bits")
+        raise Unplannable(f"the quantization states {bits if bits is not None else 'no'} bits")
     return bits
 
 
@@ -274,7 +274,7 @@ def _scheme(method: str, algorithm: str, config: Config) -> Scheme:
 
 
 def _by_words(config: Config) -> Scheme | None:
-    """Methods that name their type somewhere within."""
+    """Methods whose name contains the type."""
     words = str(sorted((key, value) for key, value in config.fields.items() if isinstance(value, str | int | float)))[
         :2000
     ].lower()
@@ -321,7 +321,7 @@ def _of_everything(method: str, config: Config) -> Scheme:
 def _by_layer(
     layers: dict[Any, Any], method: str, kv_cache: str | None, skip: Names
 ) -> tuple[Quantization, Callable[[Weight], Scheme | None]]:
-    """modelopt's mixed precision: each module says its own."""
+    """modelopt's mixed precision: each module states its own type."""
     by_algorithm: dict[str, list[str]] = {}
     for name, entry in layers.items():
         algorithm = entry.get("quant_algo") if isinstance(entry, dict) else None

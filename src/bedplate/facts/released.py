@@ -1,4 +1,4 @@
-"""When models came out: the year in which the makers published the weights. Of the same size, newer ones do more."""
+"""The year in which each model's weights were published. At the same size, newer models are more capable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from bedplate.facts.known_models import understood
 
-# By how a name begins once it is brought to its plain form; the longest beginning counts.
+# Keys are prefixes of normalized names. The longest match counts.
 _YEARS: dict[int, str] = {
     2018: "bertbase",
     2021: "allminilm allmpnet",
@@ -35,6 +35,6 @@ def _beginnings() -> tuple[tuple[str, int], ...]:
 
 
 def released(name: str) -> int | None:
-    """The year of the model that people call so; `None` for one that is not listed."""
+    """The year of the model with this common name; `None` if it is not listed."""
     key = understood(name).key
     return next((year for word, year in _beginnings() if key.startswith(word)), None)

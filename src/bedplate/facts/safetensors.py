@@ -1,7 +1,7 @@
-"""safetensors: names, types and shapes of tensors, read from the header alone.
+"""safetensors: names, types and shapes of tensors, read from the header.
 
-The length, the JSON and every offset in it come from a stranger, so each is held against the file and against limits
-that no model comes near before anything is allocated. Weights are not read.
+The file is untrusted. The length, the JSON and every offset are checked against the file and against limits far above
+any model before anything is allocated. Weights are not read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Header(NamedTuple):
     tensors: list[Tensor]
     metadata: dict[str, str]
     promised_bytes: int
-    """How long the file must be."""
+    """The required file size."""
 
 
 class _Entry(msgspec.Struct):
@@ -52,7 +52,7 @@ class _Entry(msgspec.Struct):
 
 
 def header_length(first: bytes, name: str) -> int:
-    """What the first eight bytes say: how long the JSON is that follows them."""
+    """The length of the JSON header, from the first eight bytes."""
     if len(first) < 8:
         raise BadQuestion(f"{name} is cut short: it has {len(first)} bytes", hint="download it again")
     length = int.from_bytes(first[:8], "little")
@@ -68,7 +68,7 @@ def header_length(first: bytes, name: str) -> int:
 
 
 def parse_header(data: bytes, name: str) -> Header:
-    """The JSON of a header, checked: types, shapes and offsets must agree."""
+    """Parse the JSON of a header and check that types, shapes and offsets agree."""
     try:
         raw = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         metadata = _metadata(raw.pop("__metadata__", None))
@@ -76,7 +76,7 @@ def parse_header(data: bytes, name: str) -> Header:
             raise _damaged(name, f"it lists {len(raw):,} tensors, more than any model has")
         entries = {key: msgspec.json.decode(value, type=_Entry) for key, value in raw.items()}
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _damaged(name, f"its header is no safetensors header: {str(error)[:200]}") from None
+        raise _damaged(name, f"its header is not a safetensors header: {str(error)[:200]}") from None
     tensors = []
     spans = []
     for key, entry in entries.items():
@@ -88,7 +88,7 @@ def parse_header(data: bytes, name: str) -> Header:
         if start < end:
             raise _damaged(name, f"the tensor {_shown(key)} overlaps another")
         if start > end:
-            raise _damaged(name, f"there is a hole before the tensor {_shown(key)}")
+            raise _damaged(name, f"there is a gap before the tensor {_shown(key)}")
         end = stop
     return Header(tensors, metadata, 8 + len(data) + end)
 
@@ -97,7 +97,7 @@ def _tensor(name: str, key: str, entry: _Entry) -> Tensor:
     bits = BITS.get(entry.dtype)
     if bits is None:
         raise BadQuestion(
-            f"{name} stores {_shown(key)} as {_shown(entry.dtype)}, a type that this bedplate does not know",
+            f"{name} stores {_shown(key)} as {_shown(entry.dtype)}, a type that this version of bedplate does not know",
             hint="update bedplate",
         )
     if len(entry.shape) > MAX_DIMS:
@@ -105,7 +105,7 @@ def _tensor(name: str, key: str, entry: _Entry) -> Tensor:
     elements = 1
     for size in entry.shape:
         if not 0 <= size <= _MAX_BYTES:
-            raise _damaged(name, f"the tensor {_shown(key)} has a side of {size:,}")
+            raise _damaged(name, f"the tensor {_shown(key)} has a dimension of {size:,}")
         elements *= size
         if elements > _MAX_BYTES:
             raise _damaged(name, f"the tensor {_shown(key)} has more weights than a file can hold")
@@ -113,7 +113,7 @@ def _tensor(name: str, key: str, entry: _Entry) -> Tensor:
     needed = -(-elements * bits // 8)
     if not 0 <= start <= stop <= _MAX_BYTES or stop - start != needed:
         raise _damaged(
-            name, f"the tensor {_shown(key)} needs {needed:,} bytes, and its offsets are {start:,} to {stop:,}"
+            name, f"the tensor {_shown(key)} needs {needed:,} bytes, but its offsets are {start:,} to {stop:,}"
         )
     return Tensor(key, entry.dtype, tuple(entry.shape), elements, needed)
 
@@ -127,18 +127,16 @@ def _metadata(raw: msgspec.Raw | None) -> dict[str, str]:
 
 
 def read_header(path: Path) -> Header:
-    """The header of one file, which must be as long as it promises."""
+    """Read the header of one file and check the file size against it."""
     name = path.name
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise BadQuestion(f"{path} is not a regular file", hint="name a .safetensors file")
+            raise BadQuestion(f"{path} is not a regular file", hint="specify a .safetensors file")
         with path.open("rb") as file:
             first = file.read(8)
             if first.startswith(b"version "):
-                raise BadQuestion(
-                    f"{name} is a Git LFS pointer, a note of where the weights are", hint="run `git lfs pull`"
-                )
+                raise BadQuestion(f"{name} is a Git LFS pointer without the weights", hint="run `git lfs pull`")
             length = header_length(first, name)
             if 8 + length > status.st_size:
                 raise _cut_short(name, f"its header alone needs {8 + length:,} bytes", status.st_size)
@@ -146,11 +144,11 @@ def read_header(path: Path) -> Header:
     except FileNotFoundError:
         raise BadQuestion(f"there is no file {path}", hint="check the path") from None
     except PermissionError:
-        raise BadQuestion(f"{path} may not be read by this user", hint=f"chmod a+r {path}") from None
+        raise BadQuestion(f"no permission to read {path}", hint=f"chmod a+r {path}") from None
     except OSError as error:
         raise BadQuestion(f"{path} cannot be read", cause=error.strerror or str(error), hint="check the disk") from None
     if header.promised_bytes > status.st_size:
-        raise _cut_short(name, f"the header promises {header.promised_bytes:,} bytes", status.st_size)
+        raise _cut_short(name, f"the header requires {header.promised_bytes:,} bytes", status.st_size)
     return header
 
 
@@ -168,16 +166,16 @@ MAX_INDEX_BYTES = 64 << 20
 
 
 def parse_index(data: bytes, name: str) -> Index:
-    """model.safetensors.index.json: which files a model is split into."""
+    """Parse model.safetensors.index.json, the list of a split model's files."""
     try:
         index = msgspec.json.decode(data, type=_Index)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _damaged(name, f"it is no index of tensors: {str(error)[:200]}") from None
+        raise _damaged(name, f"it is not an index of tensors: {str(error)[:200]}") from None
     if len(index.weight_map) > 4 * MAX_TENSORS:
         raise _damaged(name, "it lists more tensors than any model has")
     files = tuple(sorted(set(index.weight_map.values())))
     if any("/" in file or "\\" in file or file.startswith(".") or not file.endswith(".safetensors") for file in files):
-        raise _damaged(name, "it names files that are not beside it")
+        raise _damaged(name, "it lists files outside of its folder")
     total = (index.metadata or {}).get("total_size")
     size: int | None = None
     if total is not None:

@@ -1,4 +1,4 @@
-"""Machines on paper: what an intent's `hardware` part describes, as a full Hardware."""
+"""Hypothetical hardware: the `hardware` section of an intent as a full Hardware record."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FIELDS = DescribedMachine.__struct_fields__
 LINK_KINDS = ("nvlink", "xgmi", "pcie")
 ARCHES = ("x86_64", "arm64", "aarch64", "riscv64", "ppc64le", "s390x", "i686", "armv7l", "loongarch64")
 SAME_ARCH = {"amd64": "x86_64", "x64": "x86_64", "x86-64": "x86_64", "arm": "aarch64"}
-# Pairs grow with the square of a node's cards: in a larger fleet, all nodes are like those whose links are listed.
+# Pairs grow with the square of a node's cards. In a larger fleet, the listed links stand for all nodes.
 MOST_LINKED = 1_024
-# In an idle machine: what the operating system holds of its RAM, at most an eighth of it.
+# RAM that the operating system of an idle machine uses, at most an eighth of it.
 SYSTEM_BYTES = {"linux": 1 * GIB, "macos": 4 * GIB, "windows": 4 * GIB}
-# What a driver keeps of an idle card. NVIDIA's, as "Reserved" of `nvidia-smi -q`: 422 MiB of an RTX 3090, 556 of an L4,
-# 571 of an A100 40GB, 454 of an H100, 616 of an H200. AMD's shows about as much as used.
+# Memory that the driver of an idle card uses. NVIDIA's ("Reserved" of `nvidia-smi -q`): 422 MiB of an RTX 3090, 556 of
+# an L4, 571 of an A100 40GB, 454 of an H100, 616 of an H200. AMD's shows a similar figure as used.
 DRIVER_BYTES, DRIVER_SHARE = 400 << 20, 0.0015
-# AMD lets firmware give up to 96 of 128 GB to the GPU (Variable Graphics Memory); Linux alone lends it half of the RAM.
+# AMD's firmware can assign up to 96 of 128 GB to the GPU (Variable Graphics Memory); Linux alone lends half of the RAM.
 AMD_SHARE, AMD_LOW_SHARE = 3 / 4, 1 / 2
 CORES_PER_CARD = 8
 LEAST_RAM_BYTES = 16 * GIB
@@ -43,49 +43,52 @@ NETWORK_RATE = re.compile(
 
 
 def simulated(described: Mapping[str, Any]) -> Hardware:
-    """The machine that an intent's `hardware` describes, or that `probe --json` has saved."""
+    """The machine that an intent's `hardware` describes, or that `probe --json` saved."""
     if "schema" in described:
-        return _saved(described)
+        return _read_saved(described)
     asked = _Fields(described)
     ram_bytes = asked.bytes_of("ram_gb")
     system = asked.system()
     card = asked.chip("accelerator", ram_bytes)
     cpu = None if asked.text("cpu") is None else asked.cpu_chip(ram_bytes)
     if card is None and cpu is None and asked.text("cpu") is None:
-        raise BadQuestion("hardware: neither an accelerator nor a cpu is named", hint="accelerator: H100 SXM, count: 8")
+        raise BadQuestion(
+            "hardware: neither an accelerator nor a cpu is specified",
+            hint="for example accelerator: H100 SXM, count: 8",
+        )
     if card is not None and card.chip.kind == "cpu":
         if cpu is not None:
-            raise BadQuestion(f"hardware.accelerator: {card.chip.name} is a CPU", hint="name it as cpu alone")
+            raise BadQuestion(f"hardware.accelerator: {card.chip.name} is a CPU", hint="specify it as cpu")
         card, cpu = None, card
     if card is None and cpu is not None and cpu.chip.kind != "cpu":
         card, cpu = cpu, None
-    return _assembled(asked, card, cpu, ram_bytes, system)
+    return _assemble(asked, card, cpu, ram_bytes, system)
 
 
 def idle_free_bytes(total_bytes: int) -> int:
-    """What a card with memory of its own has free when nothing runs on it."""
+    """Free memory of an idle card with its own memory."""
     return max(0, total_bytes - DRIVER_BYTES - round(DRIVER_SHARE * total_bytes))
 
 
 def shared_limit(chip: Chip, ram_bytes: int) -> Figure | None:
-    """Of memory that CPU and GPU share, the most that the GPU may hold unless the owner has changed it."""
+    """The default limit of the GPU on memory that it shares with the CPU."""
     if chip.vendor == "apple":
         return default_wired_limit(ram_bytes)
     if chip.gfx != "gfx1151":
         return None
-    source = "AMD Variable Graphics Memory: up to 3/4 by firmware; Linux alone lends half (ttm.pages_limit sets it)"
+    source = "AMD Variable Graphics Memory: up to 3/4 set in firmware; Linux alone lends half (set by ttm.pages_limit)"
     share = ram_bytes * AMD_SHARE
     return Figure(value=share, low=ram_bytes * AMD_LOW_SHARE, high=share, basis="estimate", source=source)
 
 
 class _Fields:
-    """The described fields, each checked when it is asked for; every complaint names its field."""
+    """The described fields. Each is checked when it is read, and every error names its field."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = {name: value for name, value in given.items() if value is not None}
         for name in self.given:
             if name not in FIELDS:
-                raise BadQuestion(f"hardware.{name}: unknown field", hint=f"hardware has {', '.join(FIELDS)}")
+                raise BadQuestion(f"hardware.{name}: unknown field", hint=f"known fields: {', '.join(FIELDS)}")
 
     def text(self, name: str) -> str | None:
         value = self.given.get(name)
@@ -117,7 +120,7 @@ class _Fields:
             return None
         found = same.get(value.lower(), value.lower())
         if found not in values:
-            raise BadQuestion(f"hardware.{name}: {value!r} is none of {', '.join(values)}")
+            raise BadQuestion(f"hardware.{name}: {value!r} is not one of {', '.join(values)}")
         return found
 
     def system(self) -> OperatingSystem | None:
@@ -134,28 +137,28 @@ class _Fields:
             raise BadQuestion(f"hardware.{name}: {error.message}", hint=error.hint, cause=error.cause) from error
 
     def cpu_chip(self, ram_bytes: int | None) -> Match | None:
-        """`None` for a CPU that is in no list: its own fields can say enough."""
+        """`None` for an unlisted CPU: its own fields may be sufficient."""
         try:
             return self.chip("cpu", ram_bytes)
         except BadQuestion as error:
             if self.number("cores", MOST_CORES) is None:
-                hint = f"{error.hint}; or say hardware.cores"
+                hint = f"{error.hint}; or specify hardware.cores"
                 raise BadQuestion(error.message, hint=hint, cause=error.cause) from error
             return None
 
 
-def _saved(described: Mapping[str, Any]) -> Hardware:
+def _read_saved(described: Mapping[str, Any]) -> Hardware:
     try:
         return msgspec.convert(dict(described), Hardware)
     except msgspec.ValidationError as error:
         raise BadQuestion(
-            "hardware is not a machine that this version of bedplate has saved",
+            "hardware is not a machine saved by this version of bedplate",
             cause=str(error),
-            hint="write it anew: bedplate probe --json",
+            hint="save it again: bedplate probe --json",
         ) from error
 
 
-def _assembled(
+def _assemble(
     asked: _Fields, card: Match | None, cpu: Match | None, ram_bytes: int | None, system: OperatingSystem | None
 ) -> Hardware:
     notes = [match.note for match in (card, cpu) if match is not None and match.note]
@@ -180,27 +183,29 @@ def _assembled(
 
 def _check_system(chip: Chip | None, system: OperatingSystem) -> None:
     if chip is not None and system == "macos" and chip.vendor != "apple":
-        raise BadQuestion(f"hardware.os: macOS runs on no machine with {chip.name}", hint="os: linux, or windows")
+        raise BadQuestion(f"hardware.os: macOS does not support {chip.name}", hint="use linux or windows")
     if chip is not None and system == "windows" and chip.vendor == "apple":
-        raise BadQuestion(f"hardware.os: Windows has no driver for the GPU of {chip.name}", hint="os: macos")
+        raise BadQuestion(f"hardware.os: Windows has no driver for the GPU of {chip.name}", hint="use macos")
 
 
 def _count(asked: _Fields, card: Match | None) -> int:
-    """How many devices the drivers of all nodes would show."""
+    """The number of devices that the drivers of all nodes would list."""
     said = asked.number("count", MOST_CARDS)
     if card is None:
         if said not in (None, 1):
-            raise BadQuestion("hardware.count: counts accelerators, and none is named", hint="name the accelerator")
+            raise BadQuestion(
+                "hardware.count: counts accelerators, but none is specified", hint="specify the accelerator"
+            )
         return 0
     if said is not None and card.counted and said != card.count:
-        raise BadQuestion(f"hardware.count: says {said}, but hardware.accelerator says {card.count}")
+        raise BadQuestion(f"hardware.count: is {said}, but hardware.accelerator states {card.count}")
     cards = said or card.count
     if cards > MOST_CARDS:
-        raise BadQuestion(f"hardware.accelerator: more than {MOST_CARDS:,} of them")
+        raise BadQuestion(f"hardware.accelerator: at most {MOST_CARDS:,} accelerators are supported")
     if cards > 1 and card.chip.unified and card.chip.link is None and card.chip.network_gb_s is None:
         raise BadQuestion(
-            f"hardware.count: a machine has one {card.chip.name}, whose memory is the machine's",
-            hint="count: 1; several such machines are several",
+            f"hardware.count: a machine has only one {card.chip.name}, which uses the machine's memory",
+            hint="use count: 1, and plan each machine separately",
         )
     return cards * card.chip.devices_per_card
 
@@ -209,7 +214,7 @@ def _cards_per_node(asked: _Fields, chip: Chip | None, count: int) -> int:
     said = asked.number("gpus_per_node", MOST_NODE_CARDS)
     if chip is None:
         if said is not None:
-            raise BadQuestion("hardware.gpus_per_node: no accelerator is named", hint="name the accelerator")
+            raise BadQuestion("hardware.gpus_per_node: no accelerator is specified", hint="specify the accelerator")
         return 1
     if said is not None:
         return said * chip.devices_per_card
@@ -230,22 +235,24 @@ def _memory(
     if ram_bytes is None and card is not None and not card.chip.unified:
         ram_bytes = max(LEAST_RAM_BYTES, (card.chip.memory_bytes or 0) * per_node)
         basis = "estimate"
-        notes.append(f"hardware.ram_gb is not said: {ram_bytes / GIB:g} GiB is assumed, as much as a node's cards have")
+        notes.append(
+            f"hardware.ram_gb is not specified: assuming {ram_bytes / GIB:g} GiB, as much as a node's cards have"
+        )
     if ram_bytes is None:
         name = owner.chip.name if owner is not None else "machine"
         sizes = _sizes(owner.chip) if owner is not None else ""
         raise BadQuestion(
-            f"hardware.ram_gb: how much memory has the {name}?",
+            f"hardware.ram_gb: specify the memory of the {name}",
             hint=f"it is sold with {sizes} GB" if sizes else "ram_gb: 64",
         )
     if owner is not None and owner.chip.unified and ram_bytes == owner.chip.memory_bytes:
-        ram_bytes = owner.chip.reported_bytes or ram_bytes  # firmware keeps a part of what is sold
+        ram_bytes = owner.chip.reported_bytes or ram_bytes  # firmware reserves a part of the nominal size
     held = min(SYSTEM_BYTES[system], ram_bytes // 8)
     return Memory(total_bytes=ram_bytes, available_bytes=ram_bytes - held, basis=basis), tuple(notes)
 
 
 def _shares(chip: Chip) -> bool:
-    """Whether the machine's memory is this chip's."""
+    """Whether this chip uses the machine's memory."""
     return chip.unified or chip.kind == "cpu"
 
 
@@ -254,15 +261,15 @@ def _sizes(chip: Chip) -> str:
 
 
 def _machine_memory(owner: Match, ram_bytes: int | None) -> tuple[int | None, list[str]]:
-    """RAM as the name or the field says it, or as there is only one size of it."""
+    """The RAM from the name or the field, or the only size that the chip is sold with."""
     chip, named = owner.chip, owner.memory_bytes
     if ram_bytes is not None and named is not None and ram_bytes != named:
-        raise BadQuestion(f"hardware.ram_gb: {ram_bytes / GIB:g}, but the name says {named / GIB:g} GB")
+        raise BadQuestion(f"hardware.ram_gb: {ram_bytes / GIB:g}, but the name states {named / GIB:g} GB")
     ram_bytes = ram_bytes or named
     if ram_bytes is None and len(chip.memory_options_gib) == 1:
         return round(chip.memory_options_gib[0] * GIB), []
     if ram_bytes is not None and chip.memory_options_gib and ram_bytes / GIB not in chip.memory_options_gib:
-        return ram_bytes, [f"{chip.name} is sold with {_sizes(chip)} GB; {ram_bytes / GIB:g} GB is taken as asked"]
+        return ram_bytes, [f"{chip.name} is sold with {_sizes(chip)} GB; using the specified {ram_bytes / GIB:g} GB"]
     return ram_bytes, []
 
 
@@ -283,12 +290,14 @@ def _cpu(asked: _Fields, card: Chip | None, named: Match | None, cards: int) -> 
     if chip is None:
         name = said or UNNAMED_CPU
         notes = (
-            [f"hardware.cpu: {said} is in no list, so its bandwidth and instruction sets are unknown"] if said else []
+            [f"hardware.cpu: {said} is not a known chip, so its bandwidth and instruction sets are unknown"]
+            if said
+            else []
         )
         default_arch = (card.arch if card is not None else None) or "x86_64"
         if cores is None:
             cores = CORES_PER_CARD * max(1, cards)
-            notes.append(f"hardware.cores is not said: {cores} are assumed, {CORES_PER_CARD} for each accelerator")
+            notes.append(f"hardware.cores is not specified: assuming {cores}, {CORES_PER_CARD} per accelerator")
         return Cpu(
             name=name,
             arch=arch or default_arch,
@@ -318,7 +327,7 @@ def _cpu(asked: _Fields, card: Chip | None, named: Match | None, cards: int) -> 
 
 
 def _own_cpu(card: Chip | None) -> Chip | None:
-    """The CPU that is on the same chip, or that always comes with it."""
+    """The CPU on the same chip, or the one that always comes with it."""
     if card is None:
         return None
     if card.cpu is not None:
@@ -327,7 +336,7 @@ def _own_cpu(card: Chip | None) -> Chip | None:
 
 
 def _cores(chip: Chip, cores: int | None, own: int, threads_each: int) -> tuple[int, int, int]:
-    """Sockets, physical and logical cores. Fewer than the chip has are a part of it, as in a virtual machine."""
+    """Sockets, physical and logical cores. Fewer cores than the chip has are a part of it, as in a virtual machine."""
     if cores is None or cores == own:
         return 1, own, chip.threads or own
     if cores < own:
@@ -340,7 +349,7 @@ def _cores(chip: Chip, cores: int | None, own: int, threads_each: int) -> tuple[
             )
         return sockets, cores, cores * threads_each
     if cores <= (chip.threads or own):
-        return 1, own, cores  # somebody has counted threads
+        return 1, own, cores  # the user counted threads
     raise BadQuestion(f"hardware.cores: {chip.name} has {own} cores, not {cores}")
 
 
@@ -381,12 +390,12 @@ def _pcie(chip: Chip) -> Pcie | None:
 
 
 def _links(asked: _Fields, chip: Chip | None, count: int, per_node: int) -> tuple[tuple[Link, ...], tuple[str, ...]]:
-    """Every way between two devices, and from each to the host, one direction each."""
+    """All links between two devices and from each device to the host, one direction each."""
     wanted = asked.one_of("link", LINK_KINDS)
     network = asked.text("network") if isinstance(asked.given.get("network"), str) else asked.given.get("network")
     if chip is None:
         if wanted is not None:
-            raise BadQuestion("hardware.link: no accelerator is named", hint="name the accelerator")
+            raise BadQuestion("hardware.link: no accelerator is specified", hint="specify the accelerator")
         return (), ()
     fabric = _fabric(chip, wanted)
     found: list[Link] = []
@@ -403,7 +412,7 @@ def _links(asked: _Fields, chip: Chip | None, count: int, per_node: int) -> tupl
     notes: tuple[str, ...] = ()
     if len(nodes) > 1:
         across = _network(network, chip)
-        # A network is a switch: a link from each node to the next stands for all.
+        # A network acts as a switch: a link from each node to the next represents all pairs.
         pairs = pairwise(listed)
         found += (Link(kind="network", a=str(a.start), b=str(b.start), bandwidth_bytes_s=across) for a, b in pairs)
         notes = (f"{count} accelerators in {len(nodes)} nodes of {per_node}; RAM and cores are those of one node",)
@@ -413,7 +422,7 @@ def _links(asked: _Fields, chip: Chip | None, count: int, per_node: int) -> tupl
 
 
 def _fabric(chip: Chip, wanted: str | None) -> ChipLink | None:
-    """What connects the cards besides PCIe, if anything does."""
+    """The link between the cards besides PCIe, if there is one."""
     if wanted == "pcie":
         return None
     if wanted is not None and (chip.link is None or chip.link.kind != wanted):
@@ -433,12 +442,14 @@ def _pair(chip: Chip, fabric: ChipLink | None, one: int, other: int, first: int)
         kind="pcie",
         a=str(one),
         b=str(other),
-        bandwidth_bytes_s=None if slot is None else _spec(slot, "the cards' PCIe slots; the way between them unknown"),
+        bandwidth_bytes_s=None
+        if slot is None
+        else _spec(slot, "the cards' PCIe slots; the path between them is unknown"),
     )
 
 
 def _network(said: object, chip: Chip) -> Figure | None:
-    """What one node sends to others, one direction."""
+    """The bandwidth from one node to others, one direction."""
     if said is None:
         return None if chip.network_gb_s is None else _spec(chip.network_gb_s * 1e9, chip.source)
     if isinstance(said, bool) or not isinstance(said, int | float | str):
@@ -453,10 +464,10 @@ def _network(said: object, chip: Chip) -> Figure | None:
     generation = next((rate for name, rate in NETWORK_GBIT_S.items() if re.search(rf"\b{name}\b", lowered)), None)
     if found is None and generation is None:
         raise BadQuestion(
-            f"hardware.network: {text!r} names no rate", hint="say it as in: 400 Gbit/s, 8x 400 Gbit/s, NDR, 50 GB/s"
+            f"hardware.network: {text!r} contains no rate", hint="for example: 400 Gbit/s, 8x 400 Gbit/s, NDR, 50 GB/s"
         )
     rate_gbit_s = float(found[1]) if found else float(generation or 0)
-    # A capital B is bytes, as network people write it.
+    # A capital B means bytes, a small b bits.
     if found and (found[2] or "") in ("GB", "GB/s", "GBps"):
         rate_gbit_s *= 8
     if not 0 < rate_gbit_s * ports <= 1_000_000:

@@ -1,4 +1,4 @@
-"""Tenstorrent's cards, from their driver's files in sysfs, or else from `tt-smi`."""
+"""Tenstorrent's cards, from their driver's sysfs files or from `tt-smi`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from bedplate.facts.devices import (
 from bedplate.values import Accelerator, Pcie
 
 SYSFS = "sys/class/tenstorrent"
-# By the letter that a board's name begins with.
+# By the first letter of a board's name.
 ARCHITECTURES = {"e": "Grayskull", "n": "Wormhole", "p": "Blackhole"}
 
 
 def read_tenstorrent(root: Path = Path("/"), ask: Ask = ask_program) -> Found:
-    """All Tenstorrent cards; their drivers do not say how much memory they have, so that is left open."""
+    """All Tenstorrent cards. Their drivers do not report memory, so it stays unknown."""
     driver = word(root / "sys/module/tenstorrent/version")
     folders = sorted(
         (root / SYSFS).glob("tenstorrent!*"), key=lambda folder: natural(folder.name.partition("!")[2]) or 0
@@ -57,7 +57,7 @@ def sysfs_card(folder: Path, driver: str | None) -> Accelerator | None:
 
 
 def parse_tt_smi(text: str | None) -> tuple[Accelerator, ...]:
-    """`tt-smi -s`: one for each chip; the second of an n300 is reached through its first."""
+    """Parse `tt-smi -s`: one entry per chip. The second chip of an n300 is reached through its first."""
     said = parse_json(text)
     entries = said.get("device_info") if isinstance(said, dict) else None
     host = said.get("host_info") if isinstance(said, dict) else None
@@ -87,7 +87,7 @@ def parse_tt_smi(text: str | None) -> tuple[Accelerator, ...]:
 
 
 def board_name(board: str | None) -> str:
-    """`n300 L` is one of the two chips of an n300."""
+    """The name of a board. `n300 L` is one of the two chips of an n300."""
     return f"Tenstorrent {board.strip()}" if board and board.strip() else "Tenstorrent card"
 
 

@@ -1,4 +1,4 @@
-"""Readers of request traces: each a generator of shapes in bounded memory, whatever the size of the file."""
+"""Readers of request traces. Each yields request shapes in bounded memory, whatever the size of the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.values.workload import RequestShape, TraceFormat
 
 MAX_TOKENS = 10**9
-"""More than this in one request is a damaged row."""
+"""A row with more tokens is damaged."""
 MAX_SECONDS = 1e12
 MAX_LINE_BYTES = 4 * 2**20
 MAX_CONVERSATION_CHARACTERS = 64 * 2**20
@@ -39,7 +39,7 @@ FORMATS_HINT = (
 
 
 class BadRows:
-    """Counts rows that cannot be read and keeps the first few; gives up when there is little else."""
+    """Counts unreadable rows and keeps the first few as examples. Raises if most rows are bad."""
 
     def __init__(self, source: str) -> None:
         self.count = 0
@@ -55,7 +55,7 @@ class BadRows:
             self.give_up("rows so far")
 
     def check(self) -> None:
-        """At the end: a trace that is mostly bad is not what it was taken for."""
+        """Check at the end that most rows were readable; otherwise the format is wrong."""
         if not self.good and not self.count:
             raise BadQuestion(f"{self._source} holds no requests")
         if self.count > self.good:
@@ -66,25 +66,25 @@ class BadRows:
         raise BadQuestion(
             f"{self._source}: {self.count:,} of {whole:,} {rows} cannot be read",
             cause="; ".join(self.examples[:3]),
-            hint=f"say what it is with --format; {FORMATS_HINT}",
+            hint=f"specify the format with --format; {FORMATS_HINT}",
         )
 
 
 @contextmanager
 def opened(path: Path | str) -> Iterator[io.BufferedReader]:
-    """The bytes of a trace, decompressed as they are read; `-` is standard input."""
+    """The bytes of a trace, decompressed while reading; `-` is standard input."""
     if str(path) == "-":
-        yield _decompressed(cast("io.BufferedReader", sys.stdin.buffer), "standard input")
+        yield _decompress(cast("io.BufferedReader", sys.stdin.buffer), "standard input")
         return
     try:
         file = Path(path).open("rb")  # noqa: SIM115
     except (OSError, ValueError) as error:
         raise BadQuestion(f"cannot read {path}", cause=getattr(error, "strerror", None) or str(error)) from error
     with file:
-        yield _decompressed(file, Path(path).name)
+        yield _decompress(file, Path(path).name)
 
 
-def _decompressed(file: io.BufferedReader, name: str) -> io.BufferedReader:
+def _decompress(file: io.BufferedReader, name: str) -> io.BufferedReader:
     try:
         magic = file.peek(4)[:4]
     except OSError as error:
@@ -92,25 +92,25 @@ def _decompressed(file: io.BufferedReader, name: str) -> io.BufferedReader:
     if magic.startswith(b"\x1f\x8b"):
         return io.BufferedReader(gzip.GzipFile(fileobj=file), 2**18)
     if magic == b"\x28\xb5\x2f\xfd":
-        return _unpacked_zstd(file, name)
+        return _decompress_zstd(file, name)
     return file
 
 
-def _unpacked_zstd(file: BinaryIO, name: str) -> io.BufferedReader:
-    try:  # part of Python from 3.14 on; before, a package that we do not insist on
+def _decompress_zstd(file: BinaryIO, name: str) -> io.BufferedReader:
+    try:  # part of Python since 3.14; before, an optional package
         from compression import zstd  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         try:
             import zstandard  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
-            hint = f"unpack it first: zstd -d {name}"
+            hint = f"decompress it first: zstd -d {name}"
             raise BadQuestion(f"{name} is compressed with zstd, which this Python cannot read", hint=hint) from None
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file), 2**18)
     return io.BufferedReader(zstd.ZstdFile(file), 2**18)
 
 
 def detected(stream: io.BufferedReader, source: str) -> TraceFormat:
-    """What a trace is, from its beginning."""
+    """The format of a trace, from its beginning."""
     head = _head(stream, source)
     if b"\0" in head:
         raise BadQuestion(f"{source} is not text", hint=FORMATS_HINT)
@@ -128,7 +128,7 @@ def detected(stream: io.BufferedReader, source: str) -> TraceFormat:
         if first.count(",") >= 2 and _moment(first.partition(",")[0].encode()) is not None:
             return "azure"
     raise BadQuestion(
-        f"{source} is no trace that bedplate knows", cause=f"it begins with {text[:60]!r}", hint=FORMATS_HINT
+        f"{source} is not in a known trace format", cause=f"it begins with {text[:60]!r}", hint=FORMATS_HINT
     )
 
 
@@ -147,11 +147,11 @@ def _head(stream: io.BufferedReader, source: str) -> bytes:
     try:
         return stream.peek(HEAD_BYTES)[:HEAD_BYTES]
     except (OSError, EOFError, zlib.error) as error:
-        raise BadQuestion(f"{source} cannot be unpacked", cause=str(error)) from error
+        raise BadQuestion(f"{source} cannot be decompressed", cause=str(error)) from error
 
 
 def shapes_of(stream: io.BufferedReader, kind: TraceFormat, bad: BadRows) -> Iterator[RequestShape]:
-    """Every request of a trace; what cannot be read goes to `bad`."""
+    """Every request of a trace. Unreadable rows go to `bad`."""
     readers: dict[TraceFormat, Callable[[io.BufferedReader, BadRows], Iterator[RequestShape]]] = {
         "azure": read_azure,
         "mooncake": read_mooncake,
@@ -163,14 +163,14 @@ def shapes_of(stream: io.BufferedReader, kind: TraceFormat, bad: BadRows) -> Ite
             bad.good += 1
             yield shape
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        # What was read up to here is still true; the damage is told.
+        # The rows up to here are valid; report the damage.
         bad.add(bad.good + bad.count + 1, f"the compressed file is damaged or cut short here: {error}", unit="row")
     except OSError as error:
-        raise OutsideFailed("the trace cannot be read any further", cause=error.strerror or str(error)) from error
+        raise OutsideFailed("reading the trace failed", cause=error.strerror or str(error)) from error
 
 
 def lines_of(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers; one that is too long to be a row is passed over in pieces."""
+    """Lines with their numbers. A line that is too long for a row is skipped in pieces."""
     number = 0
     readline = stream.readline
     while line := readline(MAX_LINE_BYTES):
@@ -187,7 +187,7 @@ def lines_of(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, byt
 
 
 def read_azure(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
-    """Azure's LLM inference traces of 2023, 2024 and 2025: CSV with the columns in any order."""
+    """Azure's LLM inference traces of 2023, 2024 and 2025: CSV with columns in any order."""
     columns = (0, 1, 2)
     clock = _Clock()
     for number, line in lines_of(stream, bad):
@@ -217,19 +217,19 @@ def _azure_columns(fields: list[bytes]) -> tuple[int, int, int] | None:
 
 
 class _Clock:
-    """Reads timestamps; those of one minute share all but their seconds, which is all that is parsed anew."""
+    """Reads timestamps. It caches the minute and parses only the seconds of timestamps in the same minute."""
 
     def __init__(self) -> None:
         self._minute = b""
         self._base_s = 0.0
 
     def read(self, text: bytes) -> float:
-        """Seconds since 1970; raises ValueError when it is no time."""
+        """Seconds since 1970. Raises ValueError if the text is not a timestamp."""
         minute, rest = text[:17], text[17:].removesuffix(b"+00:00").removesuffix(b"Z")
         if minute == self._minute:
             try:
                 seconds = float(rest)
-            except ValueError:  # another zone, perhaps, which changes what the minute means
+            except ValueError:  # possibly another time zone, which changes the minute
                 return self._whole(text)
             if 0 <= seconds < 61:
                 return self._base_s + seconds
@@ -247,7 +247,7 @@ class _Clock:
 
 
 def _moment(text: bytes) -> float | None:
-    """Seconds since 1970 of a timestamp in ISO form, which without a zone is taken for UTC."""
+    """Seconds since 1970 of an ISO timestamp; without a zone, UTC."""
     try:
         moment = datetime.fromisoformat(text.decode("utf-8-sig").strip().strip('"'))
     except ValueError:
@@ -266,7 +266,7 @@ class _MooncakeRow(msgspec.Struct):
 
 
 def read_mooncake(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
-    """Mooncake's traces: milliseconds, lengths, and ids of 512-token blocks, equal where whole prefixes are."""
+    """Mooncake's traces: milliseconds, lengths, and ids of 512-token blocks. Equal ids mean equal prefixes."""
     decode = msgspec.json.Decoder(_MooncakeRow).decode
     for number, line in lines_of(stream, bad):
         try:
@@ -311,10 +311,10 @@ def read_requests(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestSh
 
 
 def read_sharegpt(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestShape]:
-    """Each answer in a conversation was a request: what came before it is its prompt.
+    """Each answer in a conversation is a request; the turns before it are its prompt.
 
-    Conversations hold text and no token counts, so tokens are estimated. What an earlier request of the same
-    conversation held, its answer included, is what a prefix cache would have kept.
+    Conversations contain text without token counts, so tokens are estimated. Everything up to an earlier answer of the
+    same conversation, including that answer, counts as cached prefix.
     """
     for number, conversation in json_values(stream, bad):
         turns = _turns(conversation)
@@ -330,7 +330,7 @@ def read_sharegpt(stream: io.BufferedReader, bad: BadRows) -> Iterator[RequestSh
 
 
 def _turns(conversation: object) -> list[tuple[bool, int]] | None:
-    """Whether the model speaks, and about how many tokens."""
+    """Per turn: whether the model speaks, and the estimated tokens."""
     if not isinstance(conversation, dict):
         return None
     turns = next(
@@ -351,12 +351,12 @@ def _turns(conversation: object) -> list[tuple[bool, int]] | None:
 
 
 def estimated_tokens(text: str) -> int:
-    """About four bytes of UTF-8 make a token: four letters of English, a little over one sign of Chinese."""
+    """Estimate: four bytes of UTF-8 per token, which is four English letters or a little over one Chinese character."""
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
 def json_values(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, Any]]:
-    """The elements of one JSON array, or values one after the other, without ever holding all of them."""
+    """The elements of a JSON array, or consecutive values, without holding all of them in memory."""
     decoder = json.JSONDecoder()
     text = codecs.getincrementaldecoder("utf-8-sig")("replace")
     buffer, at, number, ended, ask = "", 0, 0, False, 2**18
@@ -367,7 +367,7 @@ def json_values(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, 
                 value, at = decoder.raw_decode(buffer, at)
             except (ValueError, RecursionError) as error:
                 if ended or len(buffer) - at > MAX_CONVERSATION_CHARACTERS or isinstance(error, RecursionError):
-                    bad.add(number + 1, f"{error}; nothing after it could be read", unit="conversation")
+                    bad.add(number + 1, f"{error}; the rest could not be read", unit="conversation")
                     return
             else:
                 number += 1
@@ -379,7 +379,7 @@ def json_values(stream: io.BufferedReader, bad: BadRows) -> Iterator[tuple[int, 
         chunk = stream.read(ask)
         ended = not chunk
         buffer, at = buffer[at:] + text.decode(chunk, ended), 0
-        ask = min(2 * ask, 2**24)  # so that one long conversation is not tried again for every little piece of it
+        ask = min(2 * ask, 2**24)  # so that a long conversation is not parsed again for every small piece
 
 
 def _past_separators(buffer: str, at: int, *, first: bool) -> int:

@@ -1,4 +1,4 @@
-"""A GGUF's weights as the Hugging Face folder that they can be unpacked to: what other engines would be given."""
+"""The Hugging Face folder that a GGUF file can be dequantized to, for engines that cannot load GGUF."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ ARCHITECTURES = {
     "qwen3moe": "qwen3_moe", "phi3": "phi3", "gemma2": "gemma2", "gemma3": "gemma3_text", "starcoder2": "starcoder2",
     "stablelm": "stablelm", "falcon": "falcon", "gpt2": "gpt2", "bloom": "bloom", "mamba": "mamba",
 }  # fmt: skip
-"""From the name in a GGUF header to Transformers' own, for those that it unpacks (its `GGUF_CONFIG_MAPPING`)."""
+"""From the name in a GGUF header to Transformers' name, for the architectures in its `GGUF_CONFIG_MAPPING`."""
 
 
 def unpacked(model: Model) -> Model | None:
-    """The same weights in 16 bits, as safetensors; `None` where Transformers does not know the architecture.
+    """The same weights as 16-bit safetensors; `None` if Transformers does not know the architecture.
 
-    What a quantization has lost is not found again, so the answers stay those of the GGUF.
+    Dequantization does not restore lost precision, so the answers stay those of the GGUF file.
     """
     architecture = ARCHITECTURES.get(model.architecture)
     if model.format != "gguf" or architecture is None:

@@ -1,4 +1,4 @@
-"""Towers that see, and what joins them to the language model: counted apart from it."""
+"""Vision encoders and their projectors, counted separately from the language model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bedplate.facts.hf_fields import Config, Weight, vectors
 
 
 def vision_weights(config: Config, text: Config, hidden: int) -> list[Weight]:
-    """Weights of the vision tower; none where the configuration does not give its sizes."""
+    """Weights of the vision encoder; none if the configuration does not state its sizes."""
     vision = config.sub("vision_config", "visual", "vit_config")
     if vision is None:
         return []
@@ -45,7 +45,7 @@ def vision_weights(config: Config, text: Config, hidden: int) -> list[Weight]:
 
 
 def _merge(vision: Config) -> int:
-    """Patches that become one token."""
+    """Patches merged into one token."""
     kernel = vision.get("merge_kernel_size")
     if (
         isinstance(kernel, list)

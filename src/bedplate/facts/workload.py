@@ -1,4 +1,4 @@
-"""What a trace says about the work: lengths, arrivals, requests in flight and shared beginnings, in one pass."""
+"""The workload in a trace, in one pass: lengths, arrivals, requests in flight and shared prefixes."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ ASSUMED_TTFT_MS = 500.0
 ASSUMED_TPOT_MS = 50.0
 BATCH = 4096
 EXACT_TOKENS = 2**16
-"""Lengths below are counted one by one; above, in steps of 1/32,768 of the length, so that counts stay few."""
+"""Lengths below this are counted exactly; above, in steps of 1/32,768 of the length, to limit the number of counters.
+"""
 MAX_WINDOWS = 2**20
-"""Seconds with requests in them that are kept apart: twelve days without a pause."""
+"""Seconds with requests that are counted separately: twelve days without a pause."""
 HELD_BACK = 4096
-"""Arrivals that wait to be put in order, since logs are written as requests end."""
+"""Arrivals buffered for sorting, because logs are written as requests end."""
 MAX_BLOCKS = 200_000
-"""Prefix blocks that are remembered; beyond, every second one is, then every fourth, and so on."""
+"""Prefix blocks kept in memory. Beyond this, every second one is sampled, then every fourth, and so on."""
 MIXER = 0x9E3779B97F4A7C15
-"""Times this, blocks that are counted 0, 1, 2 … have bits that look like chance."""
+"""Multiplier that spreads consecutive block ids over all bits."""
 CACHE_TOKENS = (1_000_000, 10_000_000, 100_000_000)
-"""What a replica's accelerators hold of cache, its host's memory, and a shared store: orders of magnitude."""
+"""Typical cache sizes by order of magnitude: a replica's accelerators, its host's memory, and a shared store."""
 SERIES_PARTS = 60
 COARSE_CLOCK = 0.5
 MODELS_NAMED = 20
@@ -55,7 +56,7 @@ def summarise(
     tpot_ms: float = ASSUMED_TPOT_MS,
     cache_tokens: tuple[int, ...] = CACHE_TOKENS,
 ) -> TraceSummary:
-    """Reads a trace once and says what work it shows. The times are assumed where the trace has none."""
+    """Read a trace once and summarise its workload. `ttft_ms` and `tpot_ms` are assumed if the trace has no times."""
     source = "standard input" if str(path) == "-" else Path(path).name
     with opened(path) as stream:
         known = kind or detected(stream, source)
@@ -67,7 +68,7 @@ def summarise(
 
 
 class TraceMeter:
-    """Everything that is counted about a trace, in memory that does not grow with it."""
+    """All statistics of a trace, in memory that does not grow with it."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class TraceMeter:
             self._take_batch(batch)
 
     def _take_batch(self, batch: list[RequestShape]) -> None:
-        """Counting many at once is several times as fast as one by one."""
+        """Count many requests at once, which is several times faster than one by one."""
         self._requests += len(batch)
         both = [(shape.prompt_tokens, shape.output_tokens) for shape in batch]
         self._prompt.add([prompt for prompt, _ in both if prompt is not None])
@@ -117,7 +118,7 @@ class TraceMeter:
         self._take_rare(batch)
 
     def _take_rare(self, batch: list[RequestShape]) -> None:
-        """What only some logs have."""
+        """Count the fields that only some logs have."""
         for shape in batch:
             if shape.cached_tokens is not None and shape.prompt_tokens is not None:
                 self._cached.add(shape.cached_tokens, shape.prompt_tokens)
@@ -182,20 +183,20 @@ class TraceMeter:
     def _notes(self, kind: TraceFormat, arrivals: Arrivals | None) -> list[str]:
         notes = []
         if kind == "sharegpt":
-            notes.append(f"tokens are estimated, {TOKEN_RULE}: there is no tokenizer here, ± {TOKEN_ERROR:.0%}")
+            notes.append(f"tokens are estimated without a tokenizer, {TOKEN_RULE}, ± {TOKEN_ERROR:.0%}")
         if arrivals is None:
-            notes.append("no times in it: arrival rate, bursts and requests in flight are unknown")
+            notes.append("the trace has no times, so arrival rate, bursts and requests in flight are unknown")
         elif arrivals.same_moment > COARSE_CLOCK:
             notes.append(
-                "its clock is coarse: most requests share a timestamp, so gaps and short peaks are those of the clock"
+                "the trace's clock is coarse: most requests share a timestamp, so gaps and short peaks are not reliable"
             )
         if unknown := self._requests - self._prompt.count:
-            notes.append(f"{unknown:,} requests without a prompt length are left out of the lengths")
+            notes.append(f"{unknown:,} requests without a prompt length are not included in the lengths")
         return notes + self._arrivals.notes() + self._prefix.notes()
 
 
 class LengthMeter:
-    """Counts lengths: percentiles are exact up to 65,536 tokens, and as good as exact above."""
+    """Counts lengths. Percentiles are exact up to 65,536 tokens and nearly exact above."""
 
     def __init__(self) -> None:
         self.count = self.total = self._max = 0
@@ -232,13 +233,13 @@ class LengthMeter:
 
 
 def _nearly(tokens: int) -> int:
-    """The length itself, or of a very long one its first 16 bits."""
+    """The length itself; for a very long one, its first 16 bits."""
     shift = max(0, tokens.bit_length() - 16)
     return tokens >> shift << shift
 
 
 def spread_of(weights: dict[int, int] | dict[int, float], mean: float, most: float) -> Spread:
-    """Percentiles of values with weights: the smallest value that reaches the share."""
+    """Percentiles of weighted values: the smallest value that reaches the share."""
     shares = {0.5: 0.0, 0.9: 0.0, 0.99: 0.0}
     whole = sum(weights.values())
     reached: float = 0
@@ -251,7 +252,7 @@ def spread_of(weights: dict[int, int] | dict[int, float], mean: float, most: flo
 
 
 class ArrivalMeter:
-    """Rate, bursts and requests in flight, from arrivals that come nearly in order."""
+    """Rate, bursts and requests in flight, from arrivals in nearly sorted order."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, float]] = []
@@ -272,7 +273,7 @@ class ArrivalMeter:
         return self._durations_s / self._count if self._count else 0.0
 
     def add(self, arrivals: list[tuple[float, float]]) -> None:
-        """Arrivals as they stand in the log: when each came, and how long it lasted."""
+        """Add arrivals in log order: arrival time and duration of each."""
         self._count += len(arrivals)
         self._durations_s += sum(lasts_s for _, lasts_s in arrivals)
         self._windows.update([int(started_s // self._width_s) for started_s, _ in arrivals])
@@ -290,14 +291,17 @@ class ArrivalMeter:
         self._windows = wider
 
     def _pass_oldest(self, count: int) -> None:
-        """Takes the next arrivals in order of time, and keeps the rest waiting for what may still come between."""
+        """Process the oldest buffered arrivals in order of time.
+
+        The rest stay buffered, because earlier ones may follow.
+        """
         self._waiting.sort()
         for started_s, lasts_s in self._waiting[:count]:
             self._arrive(self._in_order(started_s), lasts_s)
         del self._waiting[:count]
 
     def _in_order(self, started_s: float) -> float:
-        """Counts the gap since the arrival before."""
+        """Count the gap since the previous arrival."""
         previous_s = self._previous_s
         if previous_s is None:
             self._first_s = self._level_since_s = started_s
@@ -308,7 +312,7 @@ class ArrivalMeter:
             if not gap_s:
                 self._same += 1
         else:
-            # Later in the log than all that were held back: taken as if it came now.
+            # Later in the log than the whole buffer: treat it as arriving now.
             self._late += 1
             self._first_s = min(self._first_s, started_s)
             return previous_s
@@ -316,7 +320,7 @@ class ArrivalMeter:
         return started_s
 
     def _arrive(self, now_s: float, lasts_s: float) -> None:
-        """One more in flight; whoever left before is counted first."""
+        """Add a request in flight, after removing those that ended before."""
         ends, levels, since_s = self._ends, self._levels, self._level_since_s
         while ends and ends[0] <= now_s:
             level, end_s = len(ends), heapq.heappop(ends)
@@ -333,7 +337,7 @@ class ArrivalMeter:
         self._pass_oldest(len(self._waiting))
 
     def in_flight(self) -> Spread:
-        """Over the time from the first arrival to the last: what comes after has no arrivals and would dilute it."""
+        """The distribution from the first arrival to the last. The time after it has no arrivals and is left out."""
         self._finish()
         whole_s = sum(self._levels.values())
         mean = sum(level * took_s for level, took_s in self._levels.items()) / whole_s if whole_s else float(self._most)
@@ -357,7 +361,7 @@ class ArrivalMeter:
     def notes(self) -> list[str]:
         if not self._late:
             return []
-        return [f"{self._late:,} requests stand far out of order: bursts and requests in flight are approximate"]
+        return [f"{self._late:,} requests are far out of order: bursts and requests in flight are approximate"]
 
     def _gap_cv(self, gaps: int) -> float | None:
         if gaps < 2 or not self._gaps_s:
@@ -366,7 +370,7 @@ class ArrivalMeter:
         return math.sqrt(max(0.0, self._gaps_squared / gaps - mean * mean)) / mean
 
     def _peak_to_mean(self, width_s: int, span_s: float) -> float | None:
-        """Nothing where windows are wider than that, or where the trace has less than two of them."""
+        """`None` if the windows are wider than that, or the trace has fewer than two of them."""
         if self._width_s > width_s or span_s < 2 * width_s:
             return None
         step = width_s // self._width_s
@@ -387,12 +391,12 @@ class ArrivalMeter:
 
 
 class PrefixMeter:
-    """What prefix caches would have held: one that never forgets, and some that forget what was used longest ago.
+    """Simulates prefix caches: an unlimited one, and some of limited size with LRU eviction.
 
-    A block's hash stands for all of the prompt up to it, and a prompt's beginning is always used when its end is. So in
-    either kind of cache a block is there or not whatever stands around it, and a sample of the blocks, in caches that
-    are smaller in proportion, says as much as all of them. What is counted is what is missing and not what is there: a
-    block that everyone shares is missing once, and so no single one weighs much in the sample.
+    A block's hash covers the prompt up to it, and whoever uses the end of a prompt also uses its beginning. Whether a
+    block is cached therefore does not depend on its neighbors, and a sample of the blocks in proportionally smaller
+    caches gives the same shares. The meter counts misses, not hits: a block that everyone shares misses once, so no
+    single block dominates the sample.
     """
 
     def __init__(self, cache_tokens: tuple[int, ...] = CACHE_TOKENS, max_blocks: int = MAX_BLOCKS) -> None:
@@ -421,16 +425,16 @@ class PrefixMeter:
         self._count(blocks, prompt_tokens)
 
     def _compare(self, blocks: list[int], prompt_tokens: int) -> None:
-        """How much of this one prompt the largest cache holds."""
+        """Compare one prompt with the largest cache."""
         self._compared += 1
         if tokens := min(self._caches[-1].leading(blocks) * self._block_tokens, prompt_tokens):
             self._matched.add([tokens])
 
     def _count(self, blocks: list[int], prompt_tokens: int) -> None:
-        """Adds up what every cache misses of the prompt, and puts the prompt into it."""
+        """Count what every cache misses of the prompt, and add the prompt to it."""
         size, mask, weight = self._block_tokens, self._skip_mask, self._skip_mask + 1
         sampled = [block for block in blocks if not (block * MIXER >> 32) & mask] if mask else blocks
-        # The last block may hold less than the others, and after it there may be tokens that no block covers.
+        # The last block may be shorter than the others, and tokens after it may belong to no block.
         short = max(0, len(blocks) * size - prompt_tokens) * weight
         uncovered = max(0, prompt_tokens - len(blocks) * size)
         last = blocks[-1]
@@ -472,16 +476,16 @@ class PrefixMeter:
         notes = []
         if self._skip_mask:
             notes.append(
-                f"prefix reuse is measured on one of {self._skip_mask + 1} blocks of the prompts, and how requests "
-                f"share on the first {self._compared:,}"
+                f"prefix reuse is computed from one in {self._skip_mask + 1} prompt blocks, and sharing between "
+                f"requests from the first {self._compared:,}"
             )
         if self._other_blocks:
-            notes.append(f"{self._other_blocks:,} requests with another block size are left out of prefix reuse")
+            notes.append(f"{self._other_blocks:,} requests with another block size are not included in prefix reuse")
         return notes
 
 
 class ForgetfulCache:
-    """A prefix cache of limited size."""
+    """A prefix cache of limited size with LRU eviction."""
 
     def __init__(self, max_blocks: int) -> None:
         self.missed_tokens = 0
@@ -489,15 +493,15 @@ class ForgetfulCache:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def leading(self, blocks: list[int]) -> int:
-        """How many of a prompt's first blocks are there."""
+        """How many of a prompt's leading blocks are cached."""
         return next((index for index, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def take(self, blocks: list[int], last: int) -> tuple[int, bool]:
-        """Puts a prompt into the cache; says how many of its blocks were missing, and whether the last one was."""
+        """Add a prompt to the cache. Returns how many of its blocks were missing, and whether the last one was."""
         held = self._blocks
         missed = 0
         last_missed = last not in held and last in blocks
-        # Backwards, so that a prompt's end is forgotten before its beginning, without which it is of no use.
+        # In reverse order, so that a prompt's end is evicted before its beginning, without which it is useless.
         for block in reversed(blocks):
             if block in held:
                 held.move_to_end(block)
@@ -509,13 +513,13 @@ class ForgetfulCache:
         return missed, last_missed
 
     def keep(self, blocks: set[int], max_blocks: int) -> None:
-        """Goes on with some of the blocks in a cache that is smaller in proportion."""
+        """Continue with a subset of the blocks in a proportionally smaller cache."""
         self._max_blocks = max_blocks
         self._blocks = OrderedDict.fromkeys(block for block in self._blocks if block in blocks)
 
 
 class CachedMeter:
-    """What a log says of prompt tokens that were cached."""
+    """Cached prompt tokens as a log states them."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -544,7 +548,7 @@ class CachedMeter:
 
 
 def _number(name: int | str) -> int:
-    """A hash that is text, as a number of 64 bits."""
+    """A textual hash as a 64-bit number."""
     if isinstance(name, int):
         return int(name)
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=8).digest(), "big")
@@ -553,9 +557,9 @@ def _number(name: int | str) -> int:
 def to_workload(summary: TraceSummary) -> Workload:
     """The trace as a workload to plan for.
 
-    Prompt and output are the means, since what an engine must compute and hold is a sum over requests. The context is
-    the 99th percentile of both together, since one request in a hundred may be longer than what is planned for each,
-    and the concurrency is that of all but 1 % of the time, since bursts are what a plan must survive.
+    Prompt and output are means, because an engine computes and holds sums over requests. The context is the 99th
+    percentile of both together, so one request in a hundred may be longer. The concurrency covers 99 % of the time,
+    because a plan must survive bursts.
     """
     prompt = max(1, round(summary.prompt.spread.mean))
     output = max(1, round(summary.output.spread.mean))
@@ -565,7 +569,7 @@ def to_workload(summary: TraceSummary) -> Workload:
         shared = min(prompt, round(summary.prefix.saved_tokens_per_request))
     rate = summary.arrivals.requests_per_s if summary.arrivals is not None else None
     return Workload(
-        # Whoever has a request in flight is active, so there are at least as many.
+        # Every user with a request in flight is active, so there are at least this many.
         users=max(concurrency or 1, 1),
         concurrency=concurrency,
         requests_per_s=float(f"{rate:.4g}") if rate else None,
@@ -579,18 +583,18 @@ def to_workload(summary: TraceSummary) -> Workload:
 
 
 def workload_yaml(summary: TraceSummary) -> str:
-    """The intent's `workload` part, each line with the reason for its figure."""
+    """The intent's `workload` section. Each line has a comment with the source of its figure."""
     work = to_workload(summary)
     prompt, output, total = summary.prompt.spread, summary.output.spread, summary.total.spread
     rows: list[tuple[str, str]] = []
     flight, prefix, arrivals = summary.in_flight, summary.prefix, summary.arrivals
     if flight is not None:
-        rows.append((f"users: {work.users}", "at least: as many as have a request in flight"))
+        rows.append((f"users: {work.users}", "at least: the number of requests in flight"))
         why = "measured from durations" if flight.assumption is None else f"assuming {flight.assumption}"
         rows.append(
             (
                 f"concurrency: {work.concurrency}",
-                f"in flight at most, 99 % of the time (mean {flight.spread.mean:.3g}); {why}",
+                f"p99 over time (mean {flight.spread.mean:.3g}); {why}",
             )
         )
     if work.requests_per_s is not None and arrivals is not None:
@@ -606,15 +610,21 @@ def workload_yaml(summary: TraceSummary) -> str:
             f"output_tokens: {work.output_tokens}",
             f"mean; median {output.p50:g}, p99 {output.p99:g}, longest {output.max:g}",
         ),
-        (f"context_tokens: {work.context_tokens}", f"p99 of both together; 1 % are longer, up to {total.max:g}"),
+        (
+            f"context_tokens: {work.context_tokens}",
+            f"p99 of prompt and output together; 1 % are longer, up to {total.max:g}",
+        ),
     ]
     if prefix is not None:
         rows.append(
-            (f"shared_prefix_tokens: {work.shared_prefix_tokens}", f"mean that a prefix cache saves; {prefix.how}")
+            (
+                f"shared_prefix_tokens: {work.shared_prefix_tokens}",
+                f"mean tokens that a prefix cache saves; {prefix.how}",
+            )
         )
     rows += [(f"task: {work.task}", ""), (f"origin: {work.origin}", "")]
     width = max(len(row) for row, _ in rows) + 2
-    # A file's name may hold a line end, behind which YAML would go on.
+    # A file name may contain a line break, which would end the YAML comment.
     source = "".join(letter if letter.isprintable() else "?" for letter in summary.source)
     lines = [f"# {summary.requests:,} requests of {source}", "workload:"]
     lines += [f"  {row:<{width}}# {why}" if why else f"  {row}" for row, why in rows]

@@ -1,6 +1,6 @@
-"""YAML as intents are written in it: plain scalars only, bounded, and with the line of each field.
+"""The YAML of intents: plain scalars only, limited in size, with the line of each field.
 
-A module of its own, since loading PyYAML takes longer than most plans.
+This is a separate module because loading PyYAML takes longer than most plans.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from bedplate.errors import BadQuestion
 
 MAX_CHARACTERS = 256 * 1024
 MAX_NODES = 20_000
-"""Keys and values after aliases are followed: a file of a few lines can otherwise stand for billions."""
+"""Keys and values after expanding aliases, because a few lines with aliases can expand to billions."""
 MAX_DEPTH = 20
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain scalars only: `no` is text, 010 is not eight, 1:30 is not ninety, and 1e3 is a number."""
+    """Only YAML 1.2's plain scalars: `no` is text, 010 is not eight, 1:30 is not ninety, and 1e3 is a number."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
 
@@ -36,11 +36,11 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), "<
 
 
 def parsed(text: str, origin: str) -> tuple[object, dict[str, int], str]:
-    """The data, on which line each field stands, and the name of it all."""
+    """The data, the line of each field, and the name of the source."""
     if len(text) > MAX_CHARACTERS:
-        raise BadQuestion(f"{origin} has {len(text):,} characters, and an intent has at most {MAX_CHARACTERS:,}")
+        raise BadQuestion(f"{origin} has {len(text):,} characters; an intent may have at most {MAX_CHARACTERS:,}")
     if text.lstrip().startswith("{"):
-        # JSON may be indented with tabs, which YAML forbids; a string of JSON never holds a bare one.
+        # JSON may be indented with tabs, which YAML forbids. A JSON string never contains a bare tab.
         text = text.replace("\t", " ")
     try:
         loader = _Loader(text)
@@ -59,7 +59,7 @@ def parsed(text: str, origin: str) -> tuple[object, dict[str, int], str]:
 
 
 def _survey(root: yaml.Node | None, origin: str) -> dict[str, int]:
-    """Walks what the file stands for before anything is built of it; gives each field's line."""
+    """Check the size of the expanded document before it is built. Returns the line of each field."""
     lines: dict[str, int] = {}
     if root is None:
         return lines
@@ -69,9 +69,9 @@ def _survey(root: yaml.Node | None, origin: str) -> dict[str, int]:
         node, path, depth = pending.pop()
         visited += 1
         if visited > MAX_NODES:
-            raise BadQuestion(f"{origin} stands for more than {MAX_NODES:,} values: an alias repeats itself too often")
+            raise BadQuestion(f"{origin} expands to more than {MAX_NODES:,} values through its aliases")
         if depth > MAX_DEPTH:
-            raise BadQuestion(f"{path}: nested more than {MAX_DEPTH} deep")
+            raise BadQuestion(f"{path}: nested more than {MAX_DEPTH} levels deep")
         lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.SequenceNode):
             pending += [(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(node.value)]
@@ -80,7 +80,7 @@ def _survey(root: yaml.Node | None, origin: str) -> dict[str, int]:
             for key, value in node.value:
                 line = key.start_mark.line + 1
                 if not isinstance(key, yaml.ScalarNode):
-                    raise BadQuestion(f"{path or 'a field'}: names of fields must be text", cause=f"line {line}")
+                    raise BadQuestion(f"{path or 'a field'}: field names must be text", cause=f"line {line}")
                 name = f"{path}.{key.value}" if path else str(key.value)
                 if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
                     raise BadQuestion(f"{name}: given twice, in lines {seen[key.value]} and {line} of {origin}")

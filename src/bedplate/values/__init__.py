@@ -1,4 +1,4 @@
-"""The records that every room speaks in."""
+"""The records that the packages of bedplate exchange."""
 
 from bedplate.values.decision import (
     Challenger,

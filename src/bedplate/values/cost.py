@@ -1,4 +1,4 @@
-"""What a million tokens cost in money and energy: the same names, units and sums in every verb."""
+"""Cost and energy of a million tokens. Every command uses these names, units and sums."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ JOULES_PER_KWH = 3.6e6
 
 
 class Price(Record, frozen=True, kw_only=True):
-    """What somebody said of a machine's price; `None` is not said."""
+    """A machine's price as the user stated it; `None`: not stated."""
 
     price_per_hour: Positive | None = None
-    """Of one accelerator, or of the machine when it has none."""
+    """Price of one accelerator, or of the machine if it has none."""
     watts: Positive | None = None
-    """Likewise; for where energy is not measured."""
+    """Power of one accelerator, or of the machine if it has none. Used where energy is not measured."""
     electricity_price: Positive | None = None
-    """Of one kWh, in the currency of `price_per_hour`."""
+    """Price of one kWh, in the currency of `price_per_hour`."""
 
     @property
     def said(self) -> bool:
@@ -35,7 +35,7 @@ class Price(Record, frozen=True, kw_only=True):
 
 
 class PerMillion(Record, frozen=True, kw_only=True):
-    """Of output tokens. A part of the cost that is not known leaves all of it unknown."""
+    """Cost and energy of a million output tokens. If one part of the cost is unknown, the cost is `None`."""
 
     cost_per_million_tokens: float | None = None
     kwh_per_million_tokens: float | None = None
@@ -44,7 +44,7 @@ class PerMillion(Record, frozen=True, kw_only=True):
 def per_million(
     price: Price | None, cards: int, output_tok_s: float | None, energy_j_per_token: float | None = None
 ) -> PerMillion:
-    """At so many tokens a second on so many cards: energy as it was measured, else by the stated watts."""
+    """Cost and energy at this throughput on `cards` cards. Uses the measured energy, else the stated watts."""
     price = price or Price()
     hours = MILLION / output_tok_s / HOUR_S if output_tok_s else None
     kwh = None

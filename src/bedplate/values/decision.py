@@ -1,4 +1,4 @@
-"""Decision and Plan: which engine and why, what was refused, what to expect, and the exact launch."""
+"""Decision and Plan: the chosen engine and the reasons, the refused engines, the estimate and the launch command."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ class Reason(Record, frozen=True, kw_only=True):
 
 
 class Shortage(Record, frozen=True, kw_only=True):
-    """The memory that even the smallest weights an engine takes would need on its fullest device."""
+    """Memory needed on the fullest device with the smallest weights that the engine accepts."""
 
     device: str
-    """`host`, or what the engine computes on."""
+    """`host`, or the device that the engine computes on."""
     count: int
-    """Devices that need as much each."""
+    """Number of devices that each need this much."""
     weights_label: str
     needed_bytes: float
     weights_bytes: float
     cache_bytes: float
     overhead_bytes: float
-    """The engine's own memory: runtime, activations, graphs."""
+    """The engine's own memory: runtime, activations, CUDA graphs."""
     usable_bytes: int | None
     """Free memory that the engine may use; `None`: unknown."""
 
 
 class Remedy(Record, frozen=True, kw_only=True):
-    """A change with which the model would fit."""
+    """A change that would make the model fit."""
 
     kind: Literal["quantization", "memory", "cards"]
     most_bits_per_weight: float | None = None
     bits_per_weight: float | None = None
-    """Of the weights that did not fit."""
+    """Bits per weight of the weights that did not fit."""
     memory_bytes: float | None = None
     on_cards: bool = False
-    """Whether the memory is missing on accelerators alone."""
+    """Whether only accelerator memory is missing."""
     cards: int | None = None
 
 
 class Refusal(Record, frozen=True, kw_only=True):
-    """Why an engine is neither chosen nor worth measuring, and what would change that."""
+    """Why an engine is neither chosen nor a challenger, and what would change that."""
 
     engine: str
     kind: Literal["impossible", "unsuitable", "outranked"]
     why: str
     hint: str | None = None
     shortage: Shortage | None = None
-    """Where the model does not fit: the figures behind `why`."""
+    """Set if the model does not fit: the figures behind `why`."""
     remedies: tuple[Remedy, ...] = ()
-    """Where the model does not fit: what would make it fit, the nearest first."""
+    """Set if the model does not fit: the changes that would make it fit, smallest first."""
 
 
 class Challenger(Record, frozen=True, kw_only=True):
@@ -78,72 +78,72 @@ class Parallelism(Record, frozen=True, kw_only=True):
 
 
 class Estimate(Record, frozen=True, kw_only=True):
-    """What to expect. `None` is not known yet, and is shown as TBD."""
+    """Expected performance. `None`: not known, shown as TBD."""
 
     ttft_ms: Figure | None = None
     tpot_ms: Figure | None = None
     output_tok_s: Figure | None = None
-    """Of all requests in flight together."""
+    """Sum over all concurrent requests."""
     memory_gb: Figure | None = None
-    """On the fullest device."""
+    """Memory on the fullest device."""
     cost_per_million_tokens: Figure | None = None
-    """Of output, in the currency of the price that was given."""
+    """Per million output tokens, in the currency of the given price."""
     kwh_per_million_tokens: Figure | None = None
 
 
 class Turned(Record, frozen=True, kw_only=True):
-    """What tuning found beyond the settings that all engines share, in this engine's own words."""
+    """Engine-specific settings that tuning found, beyond the settings that all engines share."""
 
     knobs: tuple[tuple[str, str], ...] = ()
-    """Names and values, for people."""
+    """Names and values of the changed settings, for display."""
     options: tuple[str, ...] = ()
-    """Of its command line, in the place of those of the same name."""
+    """Command-line options. An option replaces the plan's option of the same name."""
     without: tuple[str, ...] = ()
-    """Options that it is not given."""
+    """Options to remove from the plan's command line."""
     variables: tuple[tuple[str, str], ...] = ()
     native: bool = False
-    """In the engine as it was built for this machine, where that is there."""
+    """Use the build that was compiled on this machine, if there is one."""
     own_defaults: bool = False
-    """Told nothing but the model and where to listen: what tuning is held against."""
+    """Pass only the model and the address: the engine defaults that tuning is compared with."""
 
 
 class Settings(Record, frozen=True, kw_only=True):
-    """What the plan fixes about the engine, in terms that all engines share."""
+    """The settings that the plan fixes, in terms that all engines share."""
 
     slots: int
-    """Requests that are computed at once by one replica; more than that wait in the engine."""
+    """Concurrent requests in one replica. Further requests wait in the engine's queue."""
     context_tokens: int
-    """The longest request, prompt and answer together."""
+    """Maximum length of a request: prompt and output together."""
     device: Device = "cpu"
-    """What it computes on; `cpu` where accelerators stay idle."""
+    """The device to compute on; `cpu` if accelerators stay idle."""
     threads: int | None = None
     gpu_layers: int | None = None
-    """Layers on the accelerators, where the rest stays on the host; `None`: all, or there are none."""
+    """Layers on the accelerators if the others stay on the host; `None`: all layers, or no accelerator."""
     host_expert_layers: int | None = None
-    """Layers whose routed experts stay on the host, while all else is on the accelerators."""
+    """Layers whose routed experts stay on the host, while everything else is on the accelerators."""
     kv_type: Literal["16-bit", "fp8"] = "16-bit"
     batch_tokens: int | None = None
-    """Prompt tokens that are computed at once at the most; `None`: the engine's own default."""
+    """Prefill chunk size: the most prompt tokens in one batch; `None`: the engine default."""
     memory_share: float | None = None
-    """Of each accelerator's memory, what the engine may take; `None`: it takes what it needs."""
+    """Share of each accelerator's memory that the engine may use; `None`: as much as it needs."""
     compute_capability: str | None = None
-    """CUDA's, where it decides which package of the engine is installed."""
+    """CUDA compute capability, if it decides which package of the engine is installed."""
     turned: Turned | None = None
-    """What `bedplate tune` found here; `None`: nothing beyond the above."""
+    """The settings that `bedplate tune` found on this machine; `None`: none."""
 
 
 class Weights(Record, frozen=True, kw_only=True):
-    """In what form an engine is given a model, and how that form comes about."""
+    """The format of the weights that an engine loads, and how they get into it."""
 
     label: str
-    """BF16, FP8, NVFP4, AWQ-INT4, Q4_K_M, 4-BIT (MLX), 4.0BPW (EXL3) …; of files as they are, in their own words."""
+    """BF16, FP8, NVFP4, AWQ-INT4, Q4_K_M, 4-BIT (MLX), 4.0BPW (EXL3) …; existing files keep their own label."""
     made: Literal["as it is", "while loading", "converted"]
     format: str
     """gguf, safetensors, mlx, exl2, exl3, onnx"""
 
 
 class Preparation(Record, frozen=True, kw_only=True):
-    """A step before the launch: an install, a download, a conversion."""
+    """A step before the launch: an install, a download, a conversion or a build."""
 
     kind: Literal["install", "download", "convert", "build"]
     what: str
@@ -152,9 +152,9 @@ class Preparation(Record, frozen=True, kw_only=True):
     disk_bytes: int | None = None
     seconds: Figure | None = None
     argv: tuple[str, ...] = ()
-    """The command that does it, where it is one command."""
+    """The command, if the step is one command."""
     within: str | None = None
-    """The engine in whose environment it runs, where that is another than the plan's own."""
+    """The engine whose environment runs the step, if it is not the plan's engine."""
 
 
 class Launch(Record, frozen=True, kw_only=True):
@@ -176,34 +176,34 @@ class Decision(Record, frozen=True, kw_only=True):
     max_concurrency: int
     weights: Weights | None = None
     in_flight: int = 1
-    """Requests at once that this was decided for."""
+    """Concurrent requests that the decision was made for."""
     settings: Settings | None = None
     memory: Fit | None = None
     estimate: Estimate = Estimate()
     unpacks: bool = False
-    """Whether the GGUF that was named is first unpacked to a folder of 16-bit weights, which this engine loads."""
+    """Whether the given GGUF file is first dequantized to a folder of 16-bit weights, which this engine loads."""
     limit: str | None = None
-    """What most of the time of making a token would be spent on."""
+    """The expected bottleneck: where most of the time per token would be spent."""
     reasons: tuple[Reason, ...] = ()
     refused: tuple[Refusal, ...] = ()
     challengers: tuple[Challenger, ...] = ()
     hints: tuple[str, ...] = ()
-    """When nothing fits: the nearest things that would."""
+    """Set if nothing fits: the smallest changes that would make something fit."""
     notes: tuple[str, ...] = ()
-    """What was assumed, and what is odd about the question."""
+    """Assumptions, and remarks on unusual input."""
     launch: Launch | None = None
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """All that `run` needs to put one engine into service."""
+    """Everything that `run` needs to put one engine into service."""
 
     schema: Literal["plan/1"] = "plan/1"
     engine: str
     engine_version: str
     model: Model
-    """What the engine is given, before any conversion of its own."""
+    """The model that the engine is given, before any conversion of its own."""
     source: Model | None = None
-    """The GGUF that `model` is unpacked from, where it is."""
+    """The GGUF file that `model` is dequantized from, if it is."""
     workload: Workload
     weights: Weights
     parallelism: Parallelism = Parallelism()
@@ -212,7 +212,7 @@ class Plan(Record, frozen=True, kw_only=True):
 
     @property
     def model_path(self) -> str:
-        """What the engine is given: the file or the folder where there is one or will be, else the hub id."""
+        """The path of the file or folder that the engine is given, else the hub id."""
         if not self.model.files:
             return self.model.short_name if self.model.is_unpacked else self.model.name
         path = self.model.files[0]

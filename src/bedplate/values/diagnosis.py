@@ -1,4 +1,4 @@
-"""Diagnosis: which limit binds, the figures that show it, what to change first and what that should bring."""
+"""Diagnosis: the bottleneck, the evidence, what to change first and the predicted gain."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from bedplate.values.run import Load
 from bedplate.values.verdict import Metric
 
 Limit = Literal["memory bandwidth", "KV cache", "interconnect", "scheduler", "runtime overhead", "compute"]
-"""The five that the source articles name (docs/rules.md), and compute, for long prompts and large batches."""
+"""The five limits that the source articles name (docs/rules.md), and compute, for long prompts and large batches."""
 ChangeKind = Literal["flag", "quantization", "engine", "hardware", "work", "measure"]
 
 
 SpentOn = Literal["queue", "prompt", "other prompts", "stalls", "weights", "cache", "tokens", "links", "runtime"]
-"""What a part of a request's time is spent on; `prompt` is its own."""
+"""Where a part of a request's time goes. `prompt` is the request's own prefill, `other prompts` that of others."""
 EvidenceKind = Literal[
     "bandwidth", "step floor", "step growth", "prompt", "queue", "cache", "links", "host", "threads", "client"
 ]
 
 
 class Spent(Record, frozen=True, kw_only=True):
-    """A part of the mean time of a request, and what it is spent on."""
+    """A part of a request's mean time, and where it goes."""
 
     limit: Limit
     on: SpentOn | None = None
     what: str
-    """The same in words."""
+    """`on` in words."""
     ms: float
     share: float
-    """Of the whole request."""
+    """Share of the whole request time."""
 
 
 class AtLoad(Record, frozen=True, kw_only=True):
@@ -38,28 +38,28 @@ class AtLoad(Record, frozen=True, kw_only=True):
     cell: str
     load: Load
     limit: Limit | None
-    """`None`: cannot be told."""
+    """`None`: cannot be determined."""
     clear: bool = False
-    """Whether the largest part is well ahead of the next one."""
+    """Whether the largest part is well ahead of the second."""
     request_ms: float | None = None
     spent: tuple[Spent, ...] = ()
-    """The largest first; they add up to `request_ms`."""
+    """The parts, largest first. They add up to `request_ms`."""
     step_ms: float | None = None
-    """Between two tokens of one stream, while no prompt is computed."""
+    """Time between two tokens of one stream while no prefill runs."""
     floor_ms: float | None = None
-    """No step is faster: its bytes at this machine's bandwidth, or its operations at its rate."""
+    """Lower bound of a step: its bytes at this machine's bandwidth, or its operations at this machine's rate."""
     batch: float | None = None
-    """Requests that were computed at once, on average."""
+    """Mean number of requests in a batch."""
     bandwidth_share: float | None = None
-    """Bytes that a step has to read, over its time, as a share of the machine's bandwidth."""
+    """Bytes read per step, divided by the step time, as a share of the machine's bandwidth."""
     operations_share: float | None = None
-    """Operations of the prompts over their time, as a share of the machine's rate."""
+    """Prefill operations, divided by the prefill time, as a share of the machine's rate."""
     why: str | None = None
-    """Where nothing can be told: the reason."""
+    """Why the bottleneck cannot be determined."""
 
 
 class Evidence(Record, frozen=True, kw_only=True):
-    """One observation, and which limit it speaks for; `None`: it speaks against one, or for none."""
+    """One observation, and the limit that it supports. `limit` is `None` if it supports none or contradicts one."""
 
     kind: EvidenceKind | None = None
     text: str
@@ -70,35 +70,35 @@ class Change(Record, frozen=True, kw_only=True):
     kind: ChangeKind
     text: str
     flag: str | None = None
-    """The option of this very engine, where it has one and it is known."""
+    """The option of this engine, if it has one and it is known."""
 
 
 class Prediction(Record, frozen=True, kw_only=True):
-    """What removing the limit should bring."""
+    """The predicted gain from removing the bottleneck."""
 
     change: str
     metric: Metric
     gain: Figure
-    """How many times better; of times the inverse ratio, so that more is better."""
+    """Factor of improvement. For times it is the inverse ratio, so more is better."""
 
 
 class Bottleneck(Record, frozen=True, kw_only=True):
-    """One engine in one setting, over all loads that it was measured with."""
+    """The bottleneck of one engine in one setting, over all measured loads."""
 
     engine: str
     engine_version: str | None = None
     model: str
     quantization: str | None = None
     limit: Limit | None
-    """Under the heaviest load."""
+    """The bottleneck under the heaviest load."""
     text: str
     loads: tuple[AtLoad, ...]
     evidence: tuple[Evidence, ...] = ()
     predictions: tuple[Prediction, ...] = ()
     changes: tuple[Change, ...] = ()
-    """What to change, the first first."""
+    """What to change, most important first."""
     unknown: tuple[str, ...] = ()
-    """What could not be told, and how to measure it."""
+    """What could not be determined, and how to measure it."""
 
 
 class Diagnosis(Record, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Endpoint: where a served model answers."""
+"""Endpoint: the address of a served model."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Literal
 from bedplate.values.record import Record
 
 Orchestrator = Literal["dynamo", "ray"]
-"""What can stand above the engines of a service on this machine."""
+"""Orchestrators that bedplate can run on this machine."""
 
 
 class Above(Record, frozen=True, kw_only=True):
-    """What stands between the endpoint and the engines, and what those engines are."""
+    """The orchestrator between the endpoint and the engines, and the workers that it runs."""
 
     orchestrator: Orchestrator
     version: str
     workers: str
-    """The engine, or `mocker`."""
+    """The engine's id, or `mocker`."""
     workers_version: str
     real: bool
-    """Whether they compute; a mocker only takes its time, and its text means nothing."""
+    """Whether the workers run the model. A mocker only simulates the timing, and its text has no meaning."""
     replicas: int
     text: str
-    """All of that in a sentence, with the reason where they do not compute."""
+    """The above in one sentence, with the reason if the workers do not run the model."""
 
 
 class Endpoint(Record, frozen=True, kw_only=True):
     schema: Literal["endpoint/1"] = "endpoint/1"
     url: str
-    """The base that OpenAI clients take, ending in /v1."""
+    """The base URL for OpenAI clients, ending in /v1."""
     model: str
     engine: str
     engine_version: str
@@ -36,8 +36,8 @@ class Endpoint(Record, frozen=True, kw_only=True):
     pid: int
     log: str
     name: str | None = None
-    """Of the service, as `ps`, `status`, `logs` and `stop` know it."""
+    """Name of the service in `ps`, `status`, `logs` and `stop`."""
     models: tuple[str, ...] = ()
-    """All that are served there, the first one included."""
+    """All models served there, including `model`."""
     on: Above | None = None
-    """What runs the engines, where bedplate does not do so itself."""
+    """The orchestrator that runs the engines; `None`: bedplate runs them itself."""

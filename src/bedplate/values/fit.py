@@ -1,4 +1,4 @@
-"""Fit: what a layout needs on each device, and how many requests it holds."""
+"""Fit: the memory that a layout needs on each device, and how many concurrent requests it holds."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from bedplate.values.record import Figure, Record
 
 
 class DeviceNeed(Record, frozen=True, kw_only=True):
-    """The need on one device; devices that are alike share one record."""
+    """The memory needed on one device. Identical devices share one record."""
 
     device: str
     """A card's name, or "host"."""
     count: int = 1
-    """How many devices carry the same."""
+    """Number of identical devices."""
     weights_bytes: int
     kv_bytes: int
     activation_bytes: Figure
     overhead_bytes: Figure
-    """The driver's context, captured graphs, workspaces, the process itself."""
+    """Driver context, captured graphs, workspaces and the process itself."""
     usable_bytes: int | None
-    """What the engine may take of it; `None` when nobody says how much there is."""
+    """Memory that the engine may use; `None`: unknown."""
 
     @property
     def total_bytes(self) -> int:
@@ -38,12 +38,12 @@ class DeviceNeed(Record, frozen=True, kw_only=True):
 
 
 class Offload(Record, frozen=True, kw_only=True):
-    """What stays on the host when the cards cannot hold it all."""
+    """What stays on the host if the accelerators cannot hold everything."""
 
     kind: Literal["layers", "experts"]
-    """Whole layers, or only the routed experts of so many layers, which are read least of all weights."""
+    """Whole layers, or only the routed experts of some layers, which are read least often."""
     device_layers: int
-    """Layers that are wholly on the cards."""
+    """Layers that are entirely on the accelerators."""
     host_layers: int
     host_bytes: int
 
@@ -51,11 +51,11 @@ class Offload(Record, frozen=True, kw_only=True):
 class Fit(Record, frozen=True, kw_only=True):
     schema: Literal["fit/1"] = "fit/1"
     fits: bool
-    """The model and at least one request of the asked length."""
+    """Whether the model and at least one request of the requested length fit."""
     devices: tuple[DeviceNeed, ...]
     concurrency: int
-    """Requests that the need above counts, over all replicas."""
+    """Concurrent requests included in the above, over all replicas."""
     max_concurrency: int
-    """The most requests of the asked length that are resident at once, over all replicas."""
+    """The most requests of the requested length in memory at once, over all replicas."""
     offload: Offload | None = None
     notes: tuple[str, ...] = ()

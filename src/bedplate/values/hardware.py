@@ -1,4 +1,4 @@
-"""Hardware: one machine, as far as it matters to inference."""
+"""Hardware: one machine, as far as inference needs it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from bedplate.values.record import Basis, Figure, Record
 OperatingSystem = Literal["linux", "macos", "windows"]
 Vendor = Literal["nvidia", "amd", "apple", "intel", "tenstorrent", "other"]
 PciePath = Literal["board", "switch", "switches", "host-bridge", "node", "system"]
-"""What two cards' traffic crosses, from near to far: one board, one PCIe switch, several, the CPU's host bridge, the
-CPU's inner interconnect, the interconnect between sockets."""
+"""What the traffic between two cards crosses, from near to far.
+
+One board, one PCIe switch, several switches, the CPU's host bridge, the CPU's internal interconnect, the interconnect
+between sockets.
+"""
 
 
 class Cache(Record, frozen=True, kw_only=True):
-    """All caches of one level and kind that are alike."""
+    """All identical caches of one level and kind."""
 
     level: int
     kind: Literal["data", "instruction", "unified"]
     bytes: int
-    """Of one of them."""
+    """Size of one cache."""
     count: int
     shared_by: int
-    """Logical CPUs that share one."""
+    """Logical CPUs that share one cache."""
 
 
 class NumaNode(Record, frozen=True, kw_only=True):
-    """Memory and the CPUs that are near to it."""
+    """A NUMA node: memory, and the CPUs closest to it."""
 
     index: int
     cpus: str = ""
@@ -37,7 +40,7 @@ class NumaNode(Record, frozen=True, kw_only=True):
 
 
 UNNAMED_CPU = "unknown CPU"
-"""Of a machine on paper for which nobody says it."""
+"""Name of the CPU of hypothetical hardware if none is specified."""
 
 
 class Cpu(Record, frozen=True, kw_only=True):
@@ -47,13 +50,13 @@ class Cpu(Record, frozen=True, kw_only=True):
     sockets: int | None = None
     physical_cores: int | None = None
     performance_cores: int | None = None
-    """Of the physical cores, the fast ones, where a chip has two kinds."""
+    """Performance cores among the physical cores, on chips with two kinds."""
     efficiency_cores: int | None = None
     logical_cores: int
     allowed_cores: float
-    """Logical cores' worth of time that affinity and the container's quota leave us; may be a fraction."""
+    """CPU time in logical cores that affinity and the container's quota allow. It may be a fraction."""
     allowed_physical_cores: int
-    """How many threads can compute at once without sharing a core: what engines should be given."""
+    """Threads that can compute at once without sharing a core. Engines get this many."""
     instruction_sets: tuple[str, ...] = ()
     caches: tuple[Cache, ...] = ()
     numa: tuple[NumaNode, ...] = ()
@@ -63,25 +66,25 @@ class Cpu(Record, frozen=True, kw_only=True):
 class Memory(Record, frozen=True, kw_only=True):
     total_bytes: int
     available_bytes: int
-    """What can be taken now without swapping, the container's limit included."""
+    """Memory that can be allocated now without swapping, within the container's limit."""
     limit_bytes: int | None = None
-    """The container's or cgroup's limit, when one is below the machine's total."""
+    """The limit of the container or cgroup, if it is below the machine's total."""
     bandwidth_bytes_s: Figure | None = None
     basis: Basis = "reported"
 
 
 class Pcie(Record, frozen=True, kw_only=True):
-    """A card's slot. Cards slow their link down when idle, so what is now may be less than what it will be."""
+    """A card's PCIe slot. Idle cards slow their link down, so the current values may be below those under load."""
 
     generation: int | None = None
     max_generation: int | None = None
-    """The most that card and slot can do together."""
+    """The highest that the card and the slot both support."""
     width: int | None = None
     max_width: int | None = None
 
 
 class GpuProcess(Record, frozen=True, kw_only=True):
-    """Somebody else's memory on an accelerator."""
+    """A process that holds accelerator memory."""
 
     pid: int
     name: str | None = None
@@ -92,22 +95,22 @@ class Accelerator(Record, frozen=True, kw_only=True):
     name: str
     vendor: Vendor
     index: int = 0
-    """The driver's number of a whole card. Slices are numbered on, after the last card."""
+    """The driver's index of a whole card. MIG slices are numbered after the last card."""
     parent: int | None = None
-    """A slice's card, which is not listed itself: nothing can run on it but in its slices."""
+    """The index of a slice's card. That card is not listed itself, as work runs only in its slices."""
     uuid: str | None = None
     pci_address: str | None = None
     architecture: str | None = None
-    """The vendor's word for the generation: Hopper, gfx942."""
+    """The vendor's name for the generation: Hopper, gfx942."""
     compute_units: int | None = None
-    """Multiprocessors, compute units, GPU cores: whatever the vendor counts."""
+    """Multiprocessors, compute units or GPU cores: the unit that the vendor counts."""
     memory_bytes: int | None = None
     free_bytes: int | None = None
     bandwidth_bytes_s: Figure | None = None
     compute_capability: str | None = None
     driver_version: str | None = None
     cuda_version: str | None = None
-    """The newest CUDA that the driver runs."""
+    """The newest CUDA version that the driver supports."""
     sm_clock_mhz: int | None = None
     max_sm_clock_mhz: int | None = None
     memory_clock_mhz: int | None = None
@@ -115,30 +118,30 @@ class Accelerator(Record, frozen=True, kw_only=True):
     power_limit_w: float | None = None
     max_power_limit_w: float | None = None
     mig: bool | None = None
-    """Whether the card is split; `None` where it cannot be, or the driver does not say."""
+    """Whether MIG is on; `None` if the card has no MIG or the driver does not report it."""
     pcie: Pcie | None = None
     nvlinks: int | None = None
-    """Active NVLinks, wherever they lead."""
+    """Number of active NVLinks, wherever they lead."""
     numa_node: int | None = None
     unified_memory: bool = False
     wired_limit_bytes: Figure | None = None
-    """Of memory that is shared with the CPU, the most that the GPU may hold."""
+    """The most that the GPU may hold of memory that it shares with the CPU."""
     processes: tuple[GpuProcess, ...] = ()
     basis: Basis = "reported"
 
 
 class Link(Record, frozen=True, kw_only=True):
-    """A connection between two devices; `a` and `b` are accelerator indexes, or "host"."""
+    """A connection between two devices. `a` and `b` are accelerator indexes or "host"."""
 
     kind: Literal["nvlink", "pcie", "xgmi", "network", "other"]
     a: str
     b: str
     count: int | None = None
-    """Links that work side by side, where they are counted."""
+    """Number of parallel links, if known."""
     path: PciePath | None = None
     hops: int | None = None
     bandwidth_bytes_s: Figure | None = None
-    """In one direction, all of `count` together."""
+    """In one direction, all `count` links together."""
 
 
 class Disk(Record, frozen=True, kw_only=True):
@@ -153,7 +156,7 @@ class Hardware(Record, frozen=True, kw_only=True):
     os: OperatingSystem
     os_version: str | None = None
     container: str | None = None
-    """The kind of container or virtual machine that we are inside of, when it can be told."""
+    """The kind of container or virtual machine that bedplate runs in, if it can be detected."""
     cpu: Cpu
     memory: Memory
     accelerators: tuple[Accelerator, ...] = ()
@@ -161,16 +164,16 @@ class Hardware(Record, frozen=True, kw_only=True):
     disk: Disk | None = None
     """The disk that holds BEDPLATE_HOME."""
     measured: Measurements | None = None
-    """What was timed here; its main figures stand in the parts above too."""
+    """The measured figures. The main ones also appear in the fields above."""
     notes: tuple[str, ...] = ()
-    """What could not be read, and why; never silently left out."""
+    """What could not be read, and why."""
 
     def has(self, vendor: str) -> bool:
         return any(accelerator.vendor == vendor for accelerator in self.accelerators)
 
     @property
     def cards_per_node(self) -> int:
-        """Accelerators that share a node; all of them, unless a network lies between some."""
+        """Accelerators in one node; all of them if no network connects them."""
         network = next((link for link in self.links if link.kind == "network"), None)
         return int(network.b) - int(network.a) if network is not None else len(self.accelerators)
 

@@ -1,4 +1,4 @@
-"""Intent: what a person wants, as one file says it; nothing in it is resolved yet."""
+"""Intent: the contents of an intent file. Nothing in it is resolved yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live: how an endpoint is doing at this moment and did in the last minutes, as its page shows it."""
+"""Live: the state of an endpoint now and in the last minutes, as the live page shows it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from bedplate.values.verdict import Answer
 from bedplate.values.workload import LatencyTarget
 
 Eyes = Literal["all", "own"]
-"""What the one who looks may see: everything, or its own use alone."""
+"""What the viewer may see: everything, or only the viewer's own use."""
 
 
 class Times(Record, frozen=True, kw_only=True):
-    """Of the answers that ended in the last minute; `None`: there were none."""
+    """Over the answers that ended in the last minute; `None`: there were none."""
 
     p50_ms: float | None = None
     p95_ms: float | None = None
 
 
 class Binding(Record, frozen=True, kw_only=True):
-    """What limits a model now, judged by the answers of the last minute."""
+    """The bottleneck of a model now, judged by the answers of the last minute."""
 
     limit: Limit | None = None
-    """`None`: not known, or nothing does."""
+    """`None`: unknown, or there is none."""
     text: str
     evidence: tuple[str, ...] = ()
     change: str | None = None
@@ -36,30 +36,30 @@ class Binding(Record, frozen=True, kw_only=True):
 
 
 class LiveEngine(Record, frozen=True, kw_only=True):
-    """One engine process. What is `None` is not known, or not for the one who looks."""
+    """One engine process. `None`: unknown, or not visible to this viewer."""
 
     id: str
     engine: str
-    """Its name, as people know it."""
+    """Display name of the engine."""
     version: str
     device: Device
     state: EngineCondition
     reason: str | None = None
     progress: float | None = None
     well: bool = True
-    """Whether it is given requests; one that fails again and again rests."""
+    """Whether the gateway sends it requests. It gets none for a while after repeated failures."""
     share: float | None = None
-    """Of its model's requests, 0 to 1."""
+    """Share of its model's requests, 0 to 1."""
     in_flight: int | None = None
     slots: int | None = None
     restarts: int | None = None
     uptime_s: float | None = None
     memory_bytes: int | None = None
-    """Of its process tree, as the system counts it."""
+    """Resident memory of its process tree, as the operating system reports it."""
     gpu_bytes: int | None = None
     planned_bytes: int | None = None
     kv_use: float | None = None
-    """0 to 1, where the engine tells."""
+    """KV cache utilization, 0 to 1, if the engine reports it."""
 
 
 class LiveModel(Record, frozen=True, kw_only=True):
@@ -68,9 +68,9 @@ class LiveModel(Record, frozen=True, kw_only=True):
     model: str
     state: Literal["unloaded", "loading", "ready", "unloading", "failed"]
     busy: str | None = None
-    """What is being done with it: loading, migrating to …; `None`: nothing out of the ordinary."""
+    """The operation in progress: loading, migrating to …; `None`: none."""
     reason: str | None = None
-    """Why it is not served, although it should be."""
+    """Why it is not served although it should be."""
     task: str = "generate"
     quantization: str | None = None
     context_tokens: int
@@ -78,7 +78,7 @@ class LiveModel(Record, frozen=True, kw_only=True):
     challengers: tuple[Challenger, ...] = ()
     engines: tuple[LiveEngine, ...] = ()
     expected: Estimate = Estimate()
-    """By the plan, for the work that it was made for."""
+    """The plan's estimate, for the workload that it was made for."""
     expected_in_flight: int | None = None
     target: LatencyTarget | None = None
     in_flight: int | None = None
@@ -88,14 +88,14 @@ class LiveModel(Record, frozen=True, kw_only=True):
     ttft: Times = Times()
     tpot: Times = Times()
     output_tok_s: float | None = None
-    """Tokens of the answers that ended in the last minute, over that minute; likewise below."""
+    """Output tokens of the answers that ended in the last minute, per second. The fields below use the same minute."""
     ended: int | None = None
     failed: int | None = None
     binding: Binding | None = None
 
 
 class TenantUse(Record, frozen=True, kw_only=True):
-    """What one tenant used since the endpoint was started."""
+    """What one tenant used since the endpoint started."""
 
     name: str
     in_flight: int
@@ -106,12 +106,12 @@ class TenantUse(Record, frozen=True, kw_only=True):
     cached_tokens: int
     completion_tokens: int
     recent_tokens: int
-    """Of prompts and answers, in the last ten minutes."""
+    """Prompt and output tokens in the last ten minutes."""
     weight: float
     requests_per_minute: int | None = None
-    """What it may, likewise below; `None`: no limit."""
+    """The tenant's limits; `None`: no limit."""
     requests_left: int | None = None
-    """Of these, at once."""
+    """Requests left of the limit now."""
     tokens_per_minute: int | None = None
     tokens_left: int | None = None
     most_in_flight: int | None = None
@@ -127,17 +127,17 @@ class LastVerdict(Record, frozen=True, kw_only=True):
 
 
 class Series(Record, frozen=True, kw_only=True):
-    """One model, second by second, or one tenant; each tuple is as long as the history's `at_s`."""
+    """One model or one tenant, second by second. Each tuple is as long as the history's `at_s`."""
 
     in_flight: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
-    """In the minute up to there; likewise below."""
+    """In the minute up to each point. This also holds for the fields below."""
     failed: tuple[int, ...] = ()
     turned_away: tuple[int, ...] = ()
-    """Beside those that ended; known of tenants only."""
+    """Rejected requests (429), not included in `ended`. Known for tenants only."""
     tokens: tuple[int, ...] = ()
-    """Of prompts and answers."""
+    """Prompt and output tokens."""
     output_tok_s: tuple[float, ...] = ()
     ttft_p50_ms: tuple[float | None, ...] = ()
     ttft_p95_ms: tuple[float | None, ...] = ()
@@ -150,14 +150,14 @@ class Series(Record, frozen=True, kw_only=True):
 
 class History(Record, frozen=True, kw_only=True):
     at_s: tuple[int, ...] = ()
-    """Seconds since 1970, the oldest first."""
+    """Seconds since 1970, oldest first."""
     models: dict[str, Series] = msgspec.field(default_factory=dict)
     own: Series | None = None
-    """Of the tenant that looks, where that is all it may see."""
+    """The viewer's own series, if the viewer may see nothing else."""
 
 
 class Live(Record, frozen=True, kw_only=True):
-    """One endpoint, for one who looks at it."""
+    """One endpoint, as one viewer may see it."""
 
     schema: Literal["live/1"] = "live/1"
     name: str
@@ -166,7 +166,7 @@ class Live(Record, frozen=True, kw_only=True):
     needs_key: bool
     eyes: Eyes
     tenant: str
-    """Who looks."""
+    """The tenant of the viewer."""
     at_s: float
     began_s: float
     hardware: str | None = None
@@ -174,5 +174,5 @@ class Live(Record, frozen=True, kw_only=True):
     tenants: tuple[TenantUse, ...] = ()
     verdict: LastVerdict | None = None
     notes: tuple[str, ...] = ()
-    """The last things that happened."""
+    """The latest events."""
     history: History = History()

@@ -1,4 +1,4 @@
-"""Measurements: what was timed on one machine, when and with what. What is absent was not measured."""
+"""Measurements: what was timed on one machine, when and with what. An absent field was not measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bedplate.values.record import Figure, Record
 
 
 class Machine(Record, frozen=True, kw_only=True):
-    """What must be the same for an old measurement to still be true."""
+    """What must be unchanged for an old measurement to stay valid."""
 
     os: str
     kernel: str
@@ -17,11 +17,11 @@ class Machine(Record, frozen=True, kw_only=True):
     logical_cores: int
     allowed_cores: float
     gpus: tuple[str, ...] = ()
-    """Each GPU's name, memory and driver, in the machine's order."""
+    """Name, memory and driver of each GPU, in the machine's order."""
 
 
 class InstructionSetCheck(Record, frozen=True, kw_only=True):
-    """Whether an advertised instruction set computes here; a virtual machine may advertise what it does not let run."""
+    """Whether an advertised instruction set works here. A virtual machine may advertise one that it does not run."""
 
     name: str
     result: Literal["runs", "does not run", "not tried"]
@@ -31,24 +31,24 @@ class InstructionSetCheck(Record, frozen=True, kw_only=True):
 class RamBandwidth(Record, frozen=True, kw_only=True):
     threads: int
     buffer_bytes: int
-    """What all threads together walk through."""
+    """Size of the buffer that all threads together read."""
     cache_bytes: int | None = None
-    """The last-level cache that the buffer should dwarf; `None` when the machine does not say."""
+    """The last-level cache, which the buffer should greatly exceed; `None`: not reported by the machine."""
     read_bytes_s: Figure
     copy_bytes_s: Figure
-    """Bytes read and bytes written; what a cache reads before it is written to is not counted."""
+    """Bytes read plus bytes written. Reads that the cache does before a write are not counted."""
 
 
 class GpuBandwidth(Record, frozen=True, kw_only=True):
     index: int
     name: str
     theoretical_bytes_s: int | None = None
-    """Memory clock times bus width, as the driver states both."""
+    """Memory clock times bus width, as the driver reports them."""
     spec_bytes_s: Figure | None = None
-    """The vendor's figure, where the chip is known: not measured, but what the measured ones are read against."""
+    """The vendor's figure if the chip is known. It is not measured; compare the measured figures with it."""
     read_bytes_s: Figure | None = None
     copy_bytes_s: Figure | None = None
-    """Bytes read and bytes written."""
+    """Bytes read plus bytes written."""
     to_device_pinned_bytes_s: Figure | None = None
     to_device_pageable_bytes_s: Figure | None = None
     from_device_pinned_bytes_s: Figure | None = None
@@ -56,7 +56,7 @@ class GpuBandwidth(Record, frozen=True, kw_only=True):
 
 
 class PeerBandwidth(Record, frozen=True, kw_only=True):
-    """One GPU's memory copied to another's, one direction at a time; the numbers are accelerator indexes."""
+    """Copies from one GPU's memory to another's, one direction at a time. The numbers are accelerator indexes."""
 
     source: int
     target: int
@@ -64,7 +64,7 @@ class PeerBandwidth(Record, frozen=True, kw_only=True):
 
 
 class MatrixRate(Record, frozen=True, kw_only=True):
-    """Multiplications and additions of one large matrix product, on random data."""
+    """Multiplications and additions per second of one large matrix product on random data."""
 
     device: str
     """An accelerator's index, or "cpu"."""
@@ -84,7 +84,7 @@ class DiskRead(Record, frozen=True, kw_only=True):
 class Measurements(Record, frozen=True, kw_only=True):
     schema: Literal["measurements/1"] = "measurements/1"
     when: str
-    """Local time with its offset, ISO 8601."""
+    """Local time with its UTC offset, ISO 8601."""
     took_s: float
     machine: Machine
     instruction_sets: tuple[InstructionSetCheck, ...] = ()
@@ -95,4 +95,4 @@ class Measurements(Record, frozen=True, kw_only=True):
     matrix: tuple[MatrixRate, ...] = ()
     disk: DiskRead | None = None
     notes: tuple[str, ...] = ()
-    """What was not measured, and why; what makes a figure weaker than it looks."""
+    """What was not measured and why, and what makes a figure less reliable."""

@@ -1,4 +1,4 @@
-"""Migration: one engine behind a running endpoint is replaced by another, or the attempt is taken back, and why."""
+"""Migration: the replacement of an engine behind a running endpoint, or its rollback with the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Stage = Literal["start", "warm-up", "answers", "traffic", "answers under load"]
 
 
 class Party(Record, frozen=True, kw_only=True):
-    """An engine with its weights, as it serves or would serve."""
+    """An engine with its weights, on one side of a migration."""
 
     engine: str
     engine_version: str
@@ -20,7 +20,7 @@ class Party(Record, frozen=True, kw_only=True):
 
 
 class Checked(Record, frozen=True, kw_only=True):
-    """Answers of the challenger beside others: one greedy next token after each of some fixed prefixes."""
+    """The challenger's answers compared with others: one greedy next token after each of some fixed prefixes."""
 
     against: Literal["the reference", "the engine in service"]
     stage: Stage
@@ -28,16 +28,16 @@ class Checked(Record, frozen=True, kw_only=True):
     answered: int
     agreed: int
     clear: int
-    """Of those answered, how many have a clear answer; the verdict rests on these."""
+    """How many of the answered prefixes have a clear answer. The verdict uses only these."""
     clear_agreed: int
     floor: float | None = None
-    """The share of these that the stored bits of both explain; `None`: nothing was compared."""
+    """The share of the clear ones that must agree, given the stored bits of both. `None`: nothing was compared."""
     verdict: Literal["ok", "broken", "unchecked"]
     why: str
 
 
 class Latency(Record, frozen=True, kw_only=True):
-    """What requests came to at one side, counted from the moment when the engine got them; medians."""
+    """Requests and median latencies of one side, from the moment the engine received each request."""
 
     requests: int
     failed: int
@@ -47,13 +47,13 @@ class Latency(Record, frozen=True, kw_only=True):
 
 
 class Step(Record, frozen=True, kw_only=True):
-    """A part of the traffic at the challenger, for a while."""
+    """A period with a part of the traffic on the challenger."""
 
     percent: NotNegative
     seconds: float
     challenger: Latency
     beside: Latency
-    """The engine in service meanwhile, or, once it gets nothing any more, before all this."""
+    """The engine in service in the same period; once it gets no traffic, its latency before the migration."""
 
 
 class Migration(Record, frozen=True, kw_only=True):
@@ -62,24 +62,24 @@ class Migration(Record, frozen=True, kw_only=True):
     """When it began: ISO 8601, UTC."""
     model: str
     a: Party
-    """What was in service."""
+    """The engine that was in service."""
     b: Party
     """The challenger."""
     outcome: Literal["migrated", "rolled back"]
     stage: Stage | None = None
-    """Where it was taken back, or found to be no good."""
+    """The stage of the rollback, or the stage that failed."""
     reason: str | None = None
-    """Why; of one that migrated all the same, because nothing else was left."""
+    """Why it was rolled back, or what failed although it was kept, because nothing else was left to serve."""
     side_by_side: bool
-    """Whether both ran at once; else requests were held while one went and the other came."""
+    """Whether both engines ran at once. If not, requests were held during the switch."""
     took_s: float
     checks: tuple[Checked, ...] = ()
     steps: tuple[Step, ...] = ()
     held_most: int = 0
-    """Requests that waited at once while no engine was there."""
+    """The most requests that waited at once while no engine was running."""
     held_s: float = 0.0
     cut: int = 0
-    """Answers that did not end in the time that was given to them."""
+    """Answers that did not end within the drain time."""
     notes: tuple[str, ...] = ()
 
     @property

@@ -1,4 +1,4 @@
-"""Model: what the files say, exactly; nothing here is estimated."""
+"""Model: exact facts from the model's files. Nothing here is estimated."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ class TensorGroup(Record, frozen=True, kw_only=True):
 
 
 class Part(Record, frozen=True, kw_only=True):
-    """What the weights are for: embedding, attention, experts …"""
+    """The weights of one purpose: embedding, attention, experts …"""
 
     name: str
     parameters: int
     active_parameters: int
-    """Those that one token passes through."""
+    """Parameters that one token uses."""
     bytes: int
 
 
 class LayerGroup(Record, frozen=True, kw_only=True):
-    """Layers that keep the same kind of memory of what they have read; sizes are of all of them together."""
+    """Layers with the same kind of cache. Sizes are sums over all of them."""
 
     kind: LayerKind
     count: int
     kv_bytes_per_token: float = 0.0
-    """What one more token adds, 16-bit; below a whole byte where a cache is compressed."""
+    """Bytes that each further token adds, with 16-bit KV. It can be below 1 if the cache is compressed."""
     window: int | None = None
-    """Tokens after which the oldest are forgotten."""
+    """Size of the attention window in tokens; older tokens leave the cache."""
     kv_bytes_window: int = 0
-    """The most that they hold for one sequence, where they see a window only."""
+    """The most that windowed layers hold for one sequence."""
     state_bytes: int = 0
     """Constant state for one sequence."""
     kv_heads: int | None = None
@@ -63,23 +63,23 @@ class LayerGroup(Record, frozen=True, kw_only=True):
 
 
 class Quantization(Record, frozen=True, kw_only=True):
-    """How the weights are stored, as the configuration says it."""
+    """How the weights are stored, as the configuration says."""
 
     method: str
     """fp8, nvfp4, mxfp4, gptq, awq, compressed-tensors, bitsandbytes, mlx, exl2, exl3, gguf …"""
     bits: float
-    """Of one weight, without scales."""
+    """Bits of one weight, without scales."""
     group_size: int | None = None
-    """Weights that share a scale."""
+    """Number of weights that share a scale."""
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale."""
     kv_cache: str | None = None
-    """The type that the cache was calibrated for, such as FP8."""
+    """The KV cache type that the model was calibrated for, such as FP8."""
     activation_bits: int | None = None
 
 
 UNPACKED = "unpacked from"
-"""How the origin of a folder begins that is made of a GGUF file here, and lies beside whoever runs the command."""
+"""Prefix of `origin` if the model is a folder, in the working directory, that is dequantized from a GGUF file."""
 
 
 class Model(Record, frozen=True, kw_only=True):
@@ -87,14 +87,14 @@ class Model(Record, frozen=True, kw_only=True):
     name: str
     format: Literal["gguf", "safetensors", "mlx", "exl2", "exl3", "onnx", "facts"]
     files: tuple[str, ...] = ()
-    """Absolute paths, the first one is what an engine is given."""
+    """Absolute paths. Engines are given the first one."""
     origin: str | None = None
-    """How it came here: built in, a folder, a hub id, another program's cache."""
+    """Where the files come from: built in, a folder, a hub id, another program's cache."""
     architecture: str
     task: Task = "generate"
     parameters: int
     active_parameters: int | None = None
-    """Parameters that one token passes through; differs from `parameters` for mixtures of experts."""
+    """Parameters that one token uses. Below `parameters` for mixture-of-experts models."""
     weight_bytes: int
     quantization: str | None = None
     """The type that most of the weights are stored in."""
@@ -103,31 +103,34 @@ class Model(Record, frozen=True, kw_only=True):
     hidden_size: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
-    """The most that any layer has; layers may differ."""
+    """The maximum over the layers, which may differ."""
     num_experts: int | None = None
     num_experts_active: int | None = None
     vocab_size: int | None = None
     max_context: int | None = None
     kv_bytes_per_token: int
-    """What one more token adds in the layers that attend to everything, with 16-bit KV."""
+    """Bytes that each further token adds in full-attention layers, with 16-bit KV."""
     kv_bytes_window: int = 0
     """The most that windowed layers hold for one sequence."""
     state_bytes: int = 0
     """Constant state of linear-attention and state-space layers for one sequence."""
     has_chat_template: bool = False
     chat_template: str | None = None
-    """The default template itself, unless it is too long to carry along."""
+    """The default chat template, unless it is too long to include."""
     basis: Basis = "reported"
     parts: tuple[Part, ...] = ()
-    """The weights by what they are for; empty when only their sum is known."""
+    """The weights by purpose; empty if only their sum is known."""
     layers: tuple[LayerGroup, ...] = ()
-    """What each kind of layer keeps for a sequence; empty when only the sums are known."""
+    """The cache of each kind of layer; empty if only the sums are known."""
     quantization_details: Quantization | None = None
     mtp_parameters: int = 0
-    """Heads that guess several tokens ahead; in none of the other figures."""
+    """Parameters of multi-token-prediction heads. No other figure includes them."""
     mtp_weight_bytes: int = 0
     vision_parameters: int = 0
-    """Towers that see or hear, and their projectors: not in `parameters`, but in `weight_bytes`: engines load them."""
+    """Parameters of vision and audio encoders and their projectors.
+
+    `parameters` does not include them; `weight_bytes` does, because engines load them.
+    """
     vision_weight_bytes: int = 0
     head_dim: int | None = None
     intermediate_size: int | None = None
@@ -141,26 +144,26 @@ class Model(Record, frozen=True, kw_only=True):
     sliding_window: int | None = None
     tied_embeddings: bool | None = None
     sources: tuple[str, ...] = ()
-    """Where the facts of a known model come from."""
+    """Sources of the facts of a known model."""
 
     @property
     def served_name(self) -> str:
-        """The name that clients send: lower case and without spaces, as they are used to."""
+        """The model name that clients send: lower case, without spaces."""
         return "-".join(self.name.split()).lower()
 
     @property
     def short_name(self) -> str:
-        """As part of a file's name: without its owner, and without spaces."""
+        """The name for use in file names: without owner and spaces."""
         return "-".join(PurePath(self.name).name.split()) or "model"
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether it will be the folder of its short name, which is made of a GGUF file first."""
+        """Whether the model is a folder that is first dequantized from a GGUF file."""
         return not self.files and (self.origin or "").startswith(UNPACKED)
 
     @property
     def unpacked_from(self) -> str | None:
-        """The type that its weights have in that file."""
+        """The quantization type of the weights in that GGUF file."""
         return (self.origin or "").removeprefix(UNPACKED).split()[0] if self.is_unpacked else None
 
     @property
@@ -170,7 +173,7 @@ class Model(Record, frozen=True, kw_only=True):
 
     @property
     def read_bytes_per_token(self) -> int:
-        """Weights that are read to make one token: active experts alone, and one row of the embedding table."""
+        """Weight bytes read for one token: only active experts, and one row of the embedding table."""
         if not self.parts:
             active = self.parameters if self.active_parameters is None else self.active_parameters
             return self.weight_bytes * active // self.parameters if self.parameters else self.weight_bytes
@@ -181,7 +184,10 @@ class Model(Record, frozen=True, kw_only=True):
         )
 
     def kv_bytes(self, context_tokens: int, bits: int = 16) -> int:
-        """Cache of one sequence of `context_tokens`, of keys and values of so many bits; states stay as they are."""
+        """KV cache bytes of one sequence of `context_tokens`, with keys and values of `bits` bits.
+
+        States keep their size.
+        """
         windows = self.kv_bytes_window
         if self.layers:
             windows = sum(

@@ -1,4 +1,4 @@
-"""Portfolio: a platform's answer; one standard engine for as many services as it serves well, and the exceptions."""
+"""Portfolio: a platform plan, with one standard engine for as many services as possible, and the exceptions."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from bedplate.values.record import Record
 
 
 class Placement(Record, frozen=True, kw_only=True):
-    """One service: where it runs, with what, and whether that is the platform's standard."""
+    """One service: its pool, its engine, and whether that is the platform's standard engine."""
 
     service: str
     pool: str | None
-    """`None`: no pool holds it."""
+    """`None`: no pool can hold it."""
     accelerators: int
-    """Of the pool, what it takes; of a pool of CPUs, nodes."""
+    """Accelerators that it uses; in a pool of CPUs, nodes."""
     exception: str | None = None
-    """Why it is not on the standard engine; `None`: it is."""
+    """Why it does not use the standard engine; `None`: it does."""
     decision: Decision
 
 
 class Portfolio(Record, frozen=True, kw_only=True):
     schema: Literal["portfolio/1"] = "portfolio/1"
     engine: str | None
-    """The standard."""
+    """The standard engine."""
     text: str
-    """Why it is."""
+    """Why it is the standard."""
     placements: tuple[Placement, ...]
     free: dict[str, int]
-    """What each pool has left."""
+    """Free accelerators or nodes of each pool."""
     notes: tuple[str, ...] = ()
 
     @property

@@ -1,4 +1,4 @@
-"""What every value has in common: frozen, keyword-only, strict about unknown fields, and JSON both ways."""
+"""The base class of all records: frozen, keyword-only, strict about unknown fields, with JSON in both directions."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import msgspec
 from bedplate.errors import BadQuestion
 
 Basis = Literal["measured", "reported", "spec", "estimate"]
-"""Where a figure comes from: measured here, said by a driver or a file header, the vendor's word, or computed."""
+"""Where a figure comes from.
+
+measured: measured here. reported: from a driver or a file header. spec: from the vendor. estimate: computed.
+"""
 
 R = TypeVar("R", bound="Record")
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value that rooms hand to each other."""
+    """A value that packages exchange."""
 
 
 class Figure(Record, frozen=True, kw_only=True):
-    """A figure that is not exact: its value, its band and where it comes from."""
+    """An inexact figure: its value, its range and its source."""
 
     value: float
     low: float
@@ -29,7 +32,7 @@ class Figure(Record, frozen=True, kw_only=True):
 
 
 def estimate(value: float, spread: float, source: str | None = None) -> Figure:
-    """An estimate with a band of ± `spread` (0.1 is ten percent)."""
+    """An estimate with a range of ± `spread` (0.1 is 10 %)."""
     return Figure(value=value, low=value * (1 - spread), high=value * (1 + spread), basis="estimate", source=source)
 
 
@@ -38,11 +41,13 @@ def to_json(value: object, indent: int = 2) -> str:
 
 
 def from_json(kind: type[R], text: str | bytes, origin: str = "input") -> R:
-    """Reads a record; what is wrong with it is said with the field's path."""
+    """Read a record from JSON. An error names the path of the field."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadQuestion(f"{origin} is not a {kind.__name__} of this version of bedplate", cause=str(error)) from error
+        raise BadQuestion(
+            f"{origin} is not a valid {kind.__name__} for this version of bedplate", cause=str(error)
+        ) from error
 
 
 def replaced(record: R, **changes: Any) -> R:

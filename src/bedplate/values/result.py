@@ -1,4 +1,4 @@
-"""Result: what one engine did on one machine for one kind of work; the evidence that later decisions rest on."""
+"""Result: the performance of one engine on one machine under one workload. Later decisions use it as evidence."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Result(Record, frozen=True, kw_only=True):
     model: str
     quantization: str | None = None
     weights_id: str | None = None
-    """Of the weights, or of those that they were made of: the beginning of the SHA-256; `None`: not recorded."""
+    """The beginning of the SHA-256 of the weights, or of those they were converted from; `None`: not recorded."""
     run: str | None = None
-    """The run that it was measured in."""
+    """The run that contains the measurement."""
     device: Device | None = None
-    """What it computed on; `None`: the accelerators, where there are any."""
+    """The device it computed on; `None`: the accelerators, if there are any."""
     parallelism: Parallelism = Parallelism()
     concurrency: int
     prompt_tokens: int
@@ -32,14 +32,14 @@ class Result(Record, frozen=True, kw_only=True):
     tpot_ms: float | None = None
     output_tok_s: float | None = None
     output_tok_s_low: float | None = None
-    """In between this and the next one it lies, by 95 in 100; `None`: not repeated."""
+    """Lower end of the 95 % confidence interval; `None`: not repeated."""
     output_tok_s_high: float | None = None
     peak_memory_bytes: int | None = None
     quality: float | None = None
-    """Agreement with the reference, 1 is all; `None`: not checked."""
+    """Share of agreement with the reference, 0 to 1; `None`: not checked."""
 
     def comparable(self, other: Result) -> bool:
-        """The same machine, model, weights and work: what differs is the engine, and how it is best laid out."""
+        """Whether machine, model, weights and workload are the same, so that only engine and layout differ."""
         return (
             self.machine == other.machine
             and self.model == other.model
@@ -50,7 +50,7 @@ class Result(Record, frozen=True, kw_only=True):
         )
 
     def _same_weights(self, other: Result) -> bool:
-        """By what they were made of, where that is recorded of both; else by their name."""
+        """Compare the weights by their source if it is recorded for both, else by label."""
         if self.weights_id is not None and other.weights_id is not None:
             return self.weights_id == other.weights_id
         return self.quantization == other.quantization

@@ -1,4 +1,4 @@
-"""Run: what was measured, with its raw samples, and everything that a reader needs to repeat or to doubt it."""
+"""Run: a benchmark with its raw samples and everything needed to reproduce or question it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from bedplate.values.workload import Count, LatencyTarget, NotNegative, Positive
 
 Arrivals = Literal["closed", "poisson", "constant", "burst", "replay"]
 Halt = Literal["narrow", "time", "most", "unknown", "stopped"]
-"""The interval was narrow enough; time was up; as many as were asked for; no figure to repeat; somebody stopped it."""
+"""Why no further repeats were made.
+
+narrow: the interval is narrow enough. time: the time budget is spent. most: the requested number is reached. unknown:
+there is no figure to repeat. stopped: the user stopped it.
+"""
 Outcome = Literal["ok", "error", "cut", "timeout", "refused"]
-"""cut: the stream ended without its last event; refused: the endpoint said 429 or 503 before it took the request."""
+"""cut: the stream ended without its last event. refused: the endpoint answered 429 or 503."""
 FlagKind = Literal[
     "client", "busy", "throttled", "truncated", "length", "cache", "errors", "garbled", "broken", "swapped", "short",
     "mixed",
@@ -24,74 +28,75 @@ FlagKind = Literal[
 
 
 class Load(Record, frozen=True, kw_only=True):
-    """What is asked of the endpoint. Two runs are comparable only where this is the same."""
+    """The load on the endpoint. Two runs are comparable only if it is the same."""
 
     arrivals: Arrivals = "closed"
-    """closed: so many in flight at any time; the others send without looking at what has come back."""
+    """closed: a fixed number of requests in flight. The others are open loops, which do not wait for answers."""
     concurrency: Count | None = None
-    """Of a closed loop: requests in flight."""
+    """Closed loop: requests in flight."""
     requests_per_s: Positive | None = None
-    """Of an open loop; of a replay, what the trace comes to."""
+    """Open loop: request rate. Replay: the trace's mean rate."""
     burst: Count | None = None
-    """Requests that come at once, for bursts."""
+    """Requests per burst."""
     trace: str | None = None
-    """Of a replay: the trace's name and the beginning of its SHA-256."""
+    """Replay: the trace's name and the beginning of its SHA-256."""
     prompt_tokens: Count = 512
     output_tokens: Count = 128
     shared_prefix_tokens: Tokens = 0
-    """Of each prompt, what all of them begin with; all else is in no other prompt."""
+    """Length of the prefix that all prompts share. The rest of each prompt is unique."""
     seed: int = 0
 
 
 class Sample(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One request, as the client saw it. Times count from the moment before the request's first byte was written."""
+    """One request as the client saw it. Times start just before the first byte of the request is written."""
 
     at_s: float
-    """When it was sent, from the start of the measured time."""
+    """When it was sent, relative to the start of the measurement window."""
     late_ms: float = 0.0
-    """How much later it was sent than it was due."""
+    """Delay between the scheduled and the actual sending."""
     ttft_ms: float | None = None
-    """To the first byte of the first event that carries text."""
+    """Time to the first byte of the first event with text."""
     duration_ms: float
-    """To the last event that carries text or the reason of the end."""
+    """Time to the last event with text or a finish reason."""
     gaps_ms: tuple[float, ...] = ()
-    """Between the events that carry text, in their order. An event may carry several tokens, or half of one."""
+    """Times between the events with text, in order. An event may carry several tokens, or part of one."""
     prompt_tokens: int | None = None
-    """As the endpoint counts them."""
+    """As counted by the endpoint."""
     output_tokens: int | None = None
     cached_tokens: int | None = None
-    """Prompt tokens that a prefix cache held already, where the endpoint says so."""
+    """Prompt tokens found in a prefix cache, if the endpoint reports them."""
     finish: str | None = None
     outcome: Outcome = "ok"
     error: str | None = None
 
     @property
     def tpot_ms(self) -> float | None:
-        """Time for each output token after the first; events are not tokens, so their gaps are not used."""
+        """Time per output token after the first. It does not use `gaps_ms`, because an event is not a token."""
         if self.ttft_ms is None or not self.output_tokens or self.output_tokens < 2:
             return None
         return (self.duration_ms - self.ttft_ms) / (self.output_tokens - 1)
 
 
 class Client(Record, frozen=True, kw_only=True):
-    """What the load generator says of itself."""
+    """Accuracy and load of the load generator itself."""
 
     error_p50_ms: float | None = None
-    """Against a null server with known timing, on this machine at this concurrency, just before or after."""
+    """Error of the client's times against a null server with known timing, at this concurrency, just before or after.
+    """
     error_p99_ms: float | None = None
     send_lag_p99_ms: float = 0.0
     loop_lag_p99_ms: float = 0.0
-    """How late its event loop came round to timers that were due."""
+    """Delay of the event loop's timers."""
     cpu_share: float = 0.0
-    """Of one core."""
+    """Share of one core."""
     limit: bool = False
-    """Whether the client itself was the limit: such a cell says nothing of the engine."""
+    """Whether the client was the bottleneck. If so, the cell says nothing about the engine."""
     reasons: tuple[str, ...] = ()
-    """Why it was."""
+    """Why the client was the bottleneck."""
 
 
 class EngineSeries(Record, frozen=True, kw_only=True):
-    """The engine's own metrics over the measured time; `None` is what it does not tell."""
+    """The engine's own metrics in the measurement window; `None`: not reported by the engine."""
 
     scrapes: int = 0
     running_mean: float | None = None
@@ -104,42 +109,42 @@ class EngineSeries(Record, frozen=True, kw_only=True):
 
 
 class Use(Record, frozen=True, kw_only=True):
-    """What the machine gave for it. `None`: not measured, as on an endpoint elsewhere."""
+    """Resources used. `None`: not measured, for example at a remote endpoint."""
 
     peak_memory_bytes: int | None = None
-    """Of the engine's whole process tree; memory that its processes share is counted once."""
+    """Peak of the engine's whole process tree. Memory shared between its processes counts once."""
     peak_gpu_bytes: int | None = None
     energy_j: float | None = None
     energy_source: Literal["nvml", "rapl"] | None = None
     engine_cpu_s: float | None = None
     other_cpu_share: Share | None = None
-    """Of the machine's processors, what neither the engine nor the client took: a busy machine."""
+    """Share of the machine's CPU time that neither the engine nor the client used: other processes used the CPU."""
     clock_share: float | None = None
-    """The lowest processor or GPU clock while it was busy, over its usual one: below about 0.9 it was throttled."""
+    """The lowest CPU or GPU clock under load, divided by its usual clock. Below about 0.9 it was throttled."""
     throttled: tuple[str, ...] = ()
-    """What a driver gave as reasons for lower clocks while it was busy: heat, power."""
+    """Throttling reasons that the driver reported under load: heat, power."""
     swapped_bytes: int | None = None
 
 
 class Quality(Record, frozen=True, kw_only=True):
-    """Against PyTorch in float32 on the same weights."""
+    """Quality compared with PyTorch in float32 on the same weights."""
 
     asked: int = 0
     agreement: Share | None = None
-    """Of greedy next tokens at fixed prefixes."""
+    """Greedy-token agreement at fixed prefixes."""
     divergence: NotNegative | None = None
-    """Mean Kullback-Leibler divergence from the reference over the tokens that both list, in nats."""
+    """Mean Kullback-Leibler divergence from the reference, over the tokens that both list, in nats."""
     perplexity: Positive | None = None
     """On a small fixed text."""
     reference_perplexity: Positive | None = None
     verdict: Literal["ok", "broken", "unchecked"] = "unchecked"
     note: str | None = None
     garbled: str | None = None
-    """What is wrong with a text that it wrote, where that is plain to see: it repeats itself, it is no language."""
+    """What is obviously wrong with a generated text: it repeats itself, or it is not language."""
 
 
 class Flag(Record, frozen=True, kw_only=True):
-    """Something that makes a cell less than it looks, in words for a reader."""
+    """A reason to trust a cell less, in words."""
 
     kind: FlagKind
     text: str
@@ -148,31 +153,31 @@ class Flag(Record, frozen=True, kw_only=True):
 
 
 class Subject(Record, frozen=True, kw_only=True):
-    """What was measured: an engine that bedplate started, or any endpoint by its URL."""
+    """What was measured: an engine that bedplate started, or an endpoint given by its URL."""
 
     engine: str
-    """An engine's id, or the endpoint's own name where it is not known."""
+    """The engine's id, or the endpoint's name if the engine is unknown."""
     engine_version: str | None = None
     model: str
     quantization: str | None = None
     weights_id: str | None = None
-    """The beginning of the SHA-256 of the weights; the same weights in another format keep their source's."""
+    """The beginning of the SHA-256 of the weights. Converted weights keep the id of their source."""
     device: Device | None = None
     parallelism: Parallelism = Parallelism()
     settings: Settings | None = None
     build: str | None = None
     """wheel, native, adopted."""
     through_gateway: bool = False
-    """Whether it was measured through bedplate's gateway, and not at the engine's own port."""
+    """Whether requests went through bedplate's gateway instead of the engine's own port."""
     url: str | None = None
-    """Of an endpoint that bedplate did not start."""
+    """URL of an endpoint that bedplate did not start."""
     argv: tuple[str, ...] = ()
     start_s: float | None = None
     install_bytes: int | None = None
 
 
 class Cell(Record, frozen=True, kw_only=True):
-    """One subject under one load: any number of repeats, all their samples kept."""
+    """One subject under one load, with the samples of all repeats."""
 
     schema: Literal["cell/1"] = "cell/1"
     id: str
@@ -180,39 +185,39 @@ class Cell(Record, frozen=True, kw_only=True):
     at: str
     """When it began: ISO 8601, UTC."""
     machine: str
-    """`fingerprint` of the hardware that the client saw."""
+    """`fingerprint` of the client's hardware."""
     subject: Subject
     load: Load
     repeats: tuple[Repeat, ...] = ()
     warmup: int = 0
-    """Requests before the measured ones, not kept."""
+    """Warm-up requests, which are not kept."""
     exact_output: bool = False
-    """Whether the endpoint was made to give exactly as many tokens as asked for."""
+    """Whether the endpoint was made to generate exactly the requested number of tokens."""
     quality: Quality | None = None
     flags: tuple[Flag, ...] = ()
     notes: str = ""
     halt: Halt | None = None
-    """Why there are no more repeats; `None`: it is being measured, or bedplate was ended over it."""
+    """Why there are no more repeats; `None`: still running, or bedplate was killed."""
 
 
 class Repeat(Record, frozen=True, kw_only=True):
-    """One stretch of measured time."""
+    """One measurement window."""
 
     at: str | None = None
-    """When it began: ISO 8601, UTC, with milliseconds. Repeats of two cells that took turns are compared in pairs."""
+    """When it began: ISO 8601, UTC, with milliseconds. Interleaved repeats of two cells are compared in pairs."""
     seconds: Positive
     samples: tuple[Sample, ...] = ()
-    """The requests that were sent (of open loops: due) within it; all of them were waited for, under the same load."""
+    """The requests sent (open loop: scheduled) within it. The client waited for all of them under the same load."""
     delivered_tokens: float | None = None
-    """Output tokens that came within it, also of requests from before; `None` where the endpoint tells no usage."""
+    """Output tokens received within it, also those of earlier requests; `None`: the endpoint reports no usage."""
     warmup: int = 0
-    """Requests before it, not kept."""
+    """Warm-up requests before it, which are not kept."""
     exact_prompt: bool | None = None
-    """Whether every prompt had the tokens that it should; `None` where the endpoint tells no usage."""
+    """Whether every prompt had the intended number of tokens; `None`: the endpoint reports no usage."""
     exact_output: bool | None = None
     in_flight_max: int = 0
     reopened: int = 0
-    """Connections that the endpoint closed, and that were opened again within it."""
+    """Connections that the endpoint closed and the client reopened."""
     notes: tuple[str, ...] = ()
     client: Client = Client()
     engine: EngineSeries = EngineSeries()
@@ -220,40 +225,40 @@ class Repeat(Record, frozen=True, kw_only=True):
 
 
 class Environment(Record, frozen=True, kw_only=True):
-    """What a reader needs to repeat it."""
+    """What is needed to reproduce the run."""
 
     bedplate: str
     python: str
     system: str
     command: tuple[str, ...] = ()
     hardware: str
-    """In one line, as `probe` says it."""
+    """In one line, as `probe` prints it."""
     machine: str
-    """Its fingerprint."""
+    """Fingerprint of the hardware."""
     bandwidth_bytes_s: float | None = None
-    """Measured here by `probe --measure`; `None`: not measured."""
+    """Measured by `probe --measure` on this machine; `None`: not measured."""
     operations_s: float | None = None
     price: Price | None = None
-    """As somebody said it."""
+    """As the user stated it."""
 
 
 class Matrix(Record, frozen=True, kw_only=True):
-    """What a run was asked for: each engine under each load. Enough to go on with it later."""
+    """The engines and loads that a run was asked for. It contains all that is needed to resume the run."""
 
     model: str | None = None
-    """As it was named; `None`: the built-in one."""
+    """As the user named it; `None`: the built-in model."""
     engines: tuple[str, ...] = ()
     loads: tuple[Load, ...]
     url: str | None = None
-    """Of an endpoint that is measured in the place of engines, and the variable that its key is in."""
+    """The endpoint to measure instead of engines. `key_env` names the variable with its key."""
     key_env: str | None = None
     served_model: str | None = None
-    """As the endpoint names it; `None`: the first that it lists."""
+    """The endpoint's name for the model; `None`: the first that it lists."""
     trace_path: str | None = None
     seconds: Positive = 10.0
     repeats: Count = 5
     turns: Count = 1
-    """How often each engine is started and measured; with several, they take turns."""
+    """Interleaved rounds: how often each engine is started and measured."""
     budget_s: Positive = 600.0
     target: LatencyTarget | None = None
     through_gateway: bool = False
@@ -262,7 +267,7 @@ class Matrix(Record, frozen=True, kw_only=True):
 
 
 class Run(Record, frozen=True, kw_only=True):
-    """One call of `bedplate bench`: its cells are kept one by one as they are finished."""
+    """One call of `bedplate bench`. Cells are stored one by one as they finish."""
 
     schema: Literal["run/1"] = "run/1"
     id: Annotated[str, msgspec.Meta(min_length=1)]
@@ -271,10 +276,10 @@ class Run(Record, frozen=True, kw_only=True):
     cells: tuple[Cell, ...] = ()
     finished: bool = False
     matrix: Matrix | None = None
-    """What was asked for; `None` of what others measured."""
+    """What was asked for; `None` for imported measurements."""
     left_out: tuple[Refusal, ...] = ()
-    """Engines that were asked for and could not be measured."""
+    """Requested engines that could not be measured."""
     models: tuple[Model, ...] = ()
-    """What was known of the model that was measured, without its files: a diagnosis elsewhere needs its bytes."""
+    """Facts of the measured model, without its files. A diagnosis on another machine needs them."""
     source: str | None = None
-    """Of what others measured: the file that it was read from."""
+    """Imported measurements: the file that they were read from."""

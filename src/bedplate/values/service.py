@@ -1,4 +1,4 @@
-"""Services: what one host is asked to serve, how it is found again, and how it is doing."""
+"""Services: what a host is asked to serve, how other commands find it, and its status."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from bedplate.values.tenant import Declared
 from bedplate.values.workload import Count, Positive, Workload
 
 Build = Literal["packages", "native"]
-"""Whose build of an engine: the one that its packages carry, or one that is made here of its source."""
+"""The engine build to use: packages installs published packages, native compiles the source on this machine."""
 EngineCondition = Literal["loading", "ready", "restarting", "failed", "stopped"]
 
 
 class Wanted(Record, frozen=True, kw_only=True):
-    """One model that is to be served."""
+    """One model to serve."""
 
     model: str | None = None
-    """`None`: the built-in one."""
+    """`None`: the built-in model."""
     workload: Workload = Workload(origin="default")
     operations: Operations = Operations()
     engine: Name | None = None
-    """The one that is asked for; `None`: decided."""
+    """The requested engine; `None`: bedplate chooses one."""
     replicas: Count = 1
     ttl_s: Positive | None = None
-    """Loaded on demand, and unloaded after this long without a request; `None`: it stays loaded."""
+    """Load on demand and unload after this long without a request; `None`: stay loaded."""
     preload: bool = False
-    """Loaded at the start, although it may be unloaded later."""
+    """Load at the start even if `ttl_s` is set."""
     untuned: bool = False
-    """Without what `bedplate tune` found here."""
+    """Ignore the settings that `bedplate tune` found here."""
     tenants: tuple[Name, ...] = ()
-    """Who may use it, beside the operator; none named: everybody."""
+    """Tenants that may use it, besides the operator; empty: everybody."""
 
     @property
     def on_demand(self) -> bool:
@@ -43,42 +43,42 @@ class Wanted(Record, frozen=True, kw_only=True):
 
 
 class Order(Record, frozen=True, kw_only=True):
-    """All that one host is asked for: one endpoint, and the models behind it."""
+    """What one host is asked to serve: one endpoint and the models behind it."""
 
     schema: Literal["order/1"] = "order/1"
     services: tuple[Wanted, ...] = (Wanted(),)
     name: Name | None = None
-    """What `ps` and `stop` know it by; `None`: found when the model is known."""
+    """Name for `ps` and `stop`; `None`: derived from the model."""
     host: str = "127.0.0.1"
     port: int = 8080
     api_key: str | None = None
     max_body_bytes: Count | None = None
     build: Build = "packages"
     check: bool = True
-    """Whether a few answers are compared with a reference."""
+    """Whether to compare a few answers with a reference."""
     log_content: str | None = None
-    """A folder for what is asked and answered; `None`: none of it is kept."""
+    """Folder that stores requests and answers; `None`: no content is stored."""
     memory_budget_bytes: Count | None = None
-    """The most that all engines may take together; `None`: what is free."""
+    """Memory limit of all engines together; `None`: the free memory."""
     tenants: tuple[Declared, ...] = ()
-    """Who the endpoint is for; none named: whoever has a key."""
+    """Tenants of the endpoint; empty: everyone with a key."""
     bundle: str | None = None
-    """The folder or archive that everything comes from; nothing outside is reached then."""
+    """The folder or archive that everything comes from. If set, bedplate does not access the network."""
     on: Orchestrator | None = None
-    """What runs the engines; `None`: bedplate itself."""
+    """The orchestrator that runs the engines; `None`: bedplate itself."""
 
 
 class ServiceRecord(Record, frozen=True, kw_only=True):
-    """One running host, as its file says: how it is found, asked and told from others."""
+    """The file that describes one running host, through which other commands find it."""
 
     schema: Literal["service/1"] = "service/1"
     name: str
     pid: int
     birth: str
-    """When that process was born, in the system's own terms: a later one with the same number has another."""
+    """The process's start time as the system reports it. It tells a later process with the same pid apart."""
     state: Literal["starting", "ready", "stopping"] = "starting"
     socket: str
-    """Where it takes requests of `status`, `stop` and the like."""
+    """Control socket for `status`, `stop` and similar commands."""
     log: str
     version: str
     started_at: str
@@ -102,18 +102,18 @@ class EngineStatus(Record, frozen=True, kw_only=True):
     threads: int | None = None
     slots: int
     share: float
-    """Its part of its model's requests; 0: it gets none."""
+    """Share of its model's requests; 0: none."""
     in_flight: int
     restarts: int
     uptime_s: float | None = None
-    """Since it became ready."""
+    """Time since it became ready."""
     memory_bytes: int | None = None
-    """As the system counts it now."""
+    """Current memory as the operating system reports it."""
     planned_bytes: int
-    """What the fit arithmetic counts it for, at the most."""
+    """The upper bound from the fit arithmetic."""
     log: str
     part: str | None = None
-    """What it is within an orchestrator; `None`: an engine that bedplate runs itself."""
+    """Its role in an orchestrator; `None`: bedplate runs the engine itself."""
 
 
 class ModelStatus(Record, frozen=True, kw_only=True):
@@ -122,11 +122,11 @@ class ModelStatus(Record, frozen=True, kw_only=True):
     model: str
     state: Literal["unloaded", "loading", "ready", "unloading", "failed"]
     why: tuple[str, ...] = ()
-    """The reasons for its engine, the first of them the rule that chose it."""
+    """The reasons for its engine. The first is the rule that chose it."""
     busy: str | None = None
-    """What is being done with it: loading, migrating to …; `None`: nothing out of the ordinary."""
+    """The operation in progress: loading, migrating to …; `None`: none."""
     reason: str | None = None
-    """Why it is not loaded, where that is not what was asked for."""
+    """Why it is not loaded although it should be."""
     quantization: str | None = None
     context_tokens: int
     replicas: int
@@ -134,12 +134,12 @@ class ModelStatus(Record, frozen=True, kw_only=True):
     idle_s: float | None = None
     planned_bytes: int
     workload: Workload
-    """What the plan assumed."""
+    """The workload that the plan assumed."""
     drift: str | None = None
-    """How the observed work differs from that, and what it would mean."""
+    """How the observed workload differs from the plan's, and what that implies."""
     engines: tuple[EngineStatus, ...] = ()
     on: Above | None = None
-    """What stands above its engines."""
+    """The orchestrator of its engines."""
 
 
 class HostStatus(Record, frozen=True, kw_only=True):
@@ -157,12 +157,12 @@ class HostStatus(Record, frozen=True, kw_only=True):
     uptime_s: float
     in_flight: int
     memory_bytes: int | None = None
-    """Of all engines, as the system counts it now."""
+    """Current memory of all engines, as the operating system reports it."""
     budget_bytes: int | None = None
-    """`None`: what is free."""
+    """`None`: the free memory."""
     room_bytes: dict[str, int] = msgspec.field(default_factory=dict)
-    """What engines may take on each device, by the fit arithmetic."""
+    """Memory that engines may use on each device, by the fit arithmetic."""
     log: str
     models: tuple[ModelStatus, ...] = ()
     notes: tuple[str, ...] = ()
-    """The last things that happened."""
+    """The latest events."""

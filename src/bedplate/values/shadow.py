@@ -1,4 +1,4 @@
-"""Shadow: a challenger tried on an endpoint's own work, beside the engine in service or while nobody asks."""
+"""Shadow: a challenger tested on an endpoint's own traffic, beside the engine in service or while it is idle."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ class Shadowed(Record, frozen=True, kw_only=True):
     at: str
     model: str
     how: Literal["live", "replay"]
-    """live: a sample of the requests went to both; replay: recorded shapes, to each in turn, while nobody asked."""
+    """live: a sample of the requests went to both. replay: both got recorded request shapes in interleaved rounds,
+    while idle.
+    """
     verdict: Verdict
     requests: int
-    """At the challenger."""
+    """Requests sent to the challenger."""
     turns: int
-    """Stretches that both sides were measured in."""
+    """Interleaved rounds in which both were measured."""
     pauses: int
-    """Times that it stopped because somebody asked for something."""
+    """How often it paused for a client's request."""
     took_s: float
     run: str
-    """Where the store has it."""
+    """Id of the run in the store."""
     notes: tuple[str, ...] = ()
 
     @property

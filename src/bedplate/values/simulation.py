@@ -1,4 +1,4 @@
-"""Simulation: a fleet on paper, what it was given, what was tried, and what came of it."""
+"""Simulation: a simulated fleet, its input, the layouts tried and the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RouterName = Literal["random", "least-loaded", "prefix"]
 
 
 class Times(Record, frozen=True, kw_only=True):
-    """How a latency is spread over the requests, in milliseconds."""
+    """Distribution of a latency over the requests, in milliseconds."""
 
     mean: float
     p50: float
@@ -22,45 +22,45 @@ class Times(Record, frozen=True, kw_only=True):
 
 
 class Traffic(Record, frozen=True, kw_only=True):
-    """What the fleet was sent."""
+    """The traffic sent to the fleet."""
 
     source: str
     """A trace's name, or `synthetic`."""
     requests: int
     requests_per_s: float | None
-    """The mean; nothing in a closed loop."""
+    """Mean arrival rate; `None` in a closed loop."""
     concurrency: int | None = None
-    """Of a closed loop."""
+    """Requests in flight in a closed loop."""
     prompt_tokens: float
-    """Means over the requests."""
+    """Mean over the requests."""
     output_tokens: float
     shared: bool = False
-    """Whether it says which prompts begin alike."""
+    """Whether the traffic states which prompts share a prefix."""
     seed: int | None = None
-    """Of what was made up: lengths and arrivals, and of a router that draws lots."""
+    """Seed for synthetic lengths and arrivals, and for the random router."""
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """One layout under that traffic. All of it rests on the times of passes, so it is what those are: `basis`."""
+    """One layout under that traffic. All figures follow from the pass times and have their `basis`."""
 
     layout: LayoutName
     router: RouterName
     replicas: int
     prefills: int = 0
-    """Of them, those that only compute prompts."""
+    """Replicas that only run prefill."""
     cards: int
-    """Accelerators, or machines where they have none."""
+    """Accelerators, or machines if they have none."""
     requests: int
-    """How many of the traffic's requests this was tried with; fewer than all while searching."""
+    """Number of simulated requests. A search uses a part of the traffic."""
     refused: int
-    """Too long for a replica."""
+    """Requests that are too long for a replica."""
     seconds: float
     """From the first arrival to the last answer."""
     output_tok_s: float
     requests_per_s: float
-    """Answered."""
+    """Completed requests per second."""
     on_target: Share | None
-    """Of all requests, those that were answered within every target; nothing where none is set."""
+    """Share of all requests that met every target; `None`: no target."""
     goodput_requests_s: float | None
     goodput_tok_s: float | None
     """Output tokens of those requests."""
@@ -68,19 +68,19 @@ class Outcome(Record, frozen=True, kw_only=True):
     tpot_ms: Times | None
     e2e_ms: Times | None
     kv_use_mean: Share
-    """Of the cache, by requests that run, over all replicas and the whole time."""
+    """Mean KV cache utilization by running requests, over all replicas and the whole time."""
     kv_use_peak: Share
-    """Of the fullest replica at its fullest moment."""
+    """Peak KV cache utilization of any replica."""
     busy_share: Share
     preemptions: int
     cache_hit_share: Share | None
-    """Of the prompts' tokens, those that were found in a prefix cache; nothing where the traffic shares nothing."""
+    """Share of prompt tokens found in a prefix cache; `None`: no prompts share a prefix."""
     cost_per_million_tokens: float | None
-    """Of output, all cards and their electricity paid for the whole time; nothing without a price."""
+    """Per million output tokens, with all cards and their electricity paid for the whole time; `None`: no price."""
     kwh_per_million_tokens: float | None
-    """All cards at the stated watts for the whole time; nothing without watts."""
+    """All cards at the stated watts for the whole time; `None`: no watts."""
     meets: bool | None
-    """Whether enough requests were on target; nothing where no target is set."""
+    """Whether enough requests met the target; `None`: no target."""
     basis: Basis = "estimate"
 
 
@@ -96,12 +96,12 @@ class Engine(Record, frozen=True, kw_only=True):
     slots: int
     batch_tokens: int
     kv_tokens: int
-    """That the cache holds."""
+    """Capacity of the KV cache in tokens."""
     context_tokens: int
     source: str
-    """What the times of passes rest on."""
+    """Source of the pass times."""
     low: float
-    """Factors on those times between which eight of ten lay that were held against them."""
+    """Factors on the pass times that covered eight of ten measured cases."""
     high: float
 
 
@@ -111,20 +111,19 @@ class Simulation(Record, frozen=True, kw_only=True):
     traffic: Traffic
     target: LatencyTarget | None = None
     met_share: Share
-    """Of the requests, how many must be on target."""
+    """Share of the requests that must meet the target."""
     answer: Outcome | None
-    """The layout that was asked for; or of a range, the cheapest that meets the target: nothing when none does."""
+    """The requested layout; for a range, the cheapest that meets the target, or `None`."""
     slow: Outcome | None = None
-    """The same if all passes took as long as the estimate's band allows; and likewise as short."""
+    """`answer` with all passes at the slow end of the estimate. `fast` is the same at the fast end."""
     fast: Outcome | None = None
     safe: Outcome | None = None
-    """Of a range: the fewest replicas of that layout that meet the target even if passes are slow; nothing if none do.
-    """
+    """For a range: the fewest replicas of that layout that meet the target even with slow passes; `None`: none."""
     tried: tuple[Outcome, ...] = ()
-    """Every layout that was simulated, in that order."""
+    """Every simulated layout, in order."""
     price_per_hour: float | None = None
-    """Of one card; watts likewise."""
+    """Price of one card. `watts` is also for one card."""
     watts: float | None = None
     electricity_price: float | None = None
-    """Of one kWh."""
+    """Price of one kWh."""
     notes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Summary: what a cell's samples come to; everything here follows from the cell and is never stored for itself."""
+"""Summary: statistics of a cell's samples. They are computed from the cell and never stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bedplate.values.record import Record
 
 
 class Percentiles(Record, frozen=True, kw_only=True):
-    """Of so many samples. A percentile that so few cannot show is `None`: the 99th needs a hundred."""
+    """Percentiles of `count` samples. `None`: too few samples; p99 needs a hundred."""
 
     count: int
     mean: float
@@ -20,12 +20,12 @@ class Percentiles(Record, frozen=True, kw_only=True):
 
 
 class Interval(Record, frozen=True, kw_only=True):
-    """In which the true mean lies with the given confidence, and from how many independent parts that is known."""
+    """Confidence interval of the mean, and the number of independent parts that it is computed from."""
 
     low: float
     high: float
     over: Literal["repeats", "blocks"]
-    """blocks: of one repeat only, so that what differs from one repeat to the next is not in it."""
+    """blocks: parts of a single repeat, so the variation between repeats is not included."""
     count: int
     confidence: float = 0.95
 
@@ -38,28 +38,28 @@ class Summary(Record, frozen=True, kw_only=True):
     ok: int
     error_share: float | None
     output_tok_s: float | None
-    """Of all streams together; the mean of the repeats."""
+    """Sum over all streams; mean over the repeats."""
     interval: Interval | None
-    """Of `output_tok_s`; `None` where one short repeat is all there is."""
+    """Interval of `output_tok_s`; `None`: only one short repeat."""
     requests_s: float | None
     ttft_ms: Percentiles | None
     tpot_ms: Percentiles | None
     gap_ms: Percentiles | None
-    """Between events, each of which may carry several tokens."""
+    """Time between events. An event may carry several tokens."""
     e2e_ms: Percentiles | None
     tokens_per_event: float | None
     prompt_tokens: float | None
-    """The median of what the endpoint counted."""
+    """Median of the endpoint's counts."""
     output_tokens: float | None
     cached_share: float | None
-    """Of the prompts' tokens, what a prefix cache held already, where the endpoint says so."""
+    """Share of prompt tokens found in a prefix cache, if the endpoint reports it."""
     peak_memory_bytes: int | None
     peak_gpu_bytes: int | None
     energy_j_per_token: float | None
 
 
 class Row(Record, frozen=True, kw_only=True):
-    """One line of a table or a CSV file: the columns that the source articles ask for, then those that qualify them."""
+    """One line of a table or CSV file: the columns that the source articles require, then qualifying columns."""
 
     engine: str
     version: str | None
@@ -70,10 +70,10 @@ class Row(Record, frozen=True, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     ttft_ms: float | None
-    """The median, like `tpot_ms`, `gap_ms` and `e2e_ms`."""
+    """Median, like `tpot_ms`, `gap_ms` and `e2e_ms`."""
     tok_per_s: float | None
     peak_mem_gb: float | None
-    """Of the device that it computes on, in units of 10⁹ bytes."""
+    """Peak memory of the device it computes on, in 10⁹ bytes."""
     notes: str
     tok_per_s_low: float | None
     tok_per_s_high: float | None
@@ -99,7 +99,7 @@ class Row(Record, frozen=True, kw_only=True):
     quality_verdict: str
     energy_j_per_token: float | None
     cost_per_million_tokens: float | None
-    """Of output, in the currency of the price that was given."""
+    """Per million output tokens, in the currency of the given price."""
     kwh_per_million_tokens: float | None
     arrivals: str
     offered_per_s: float | None

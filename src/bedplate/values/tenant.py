@@ -1,4 +1,4 @@
-"""Tenant: who may use an endpoint, and how much of it."""
+"""Tenant: who may use an endpoint, and their limits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
 Weight = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 DEFAULT_TENANT = "default"
-"""Whoever holds the one key that `serve` was given, and everybody where no key is asked for."""
+"""The holder of the one key given to `serve`, and everybody if no key is required."""
 
 
 class TenantKey(Record, frozen=True, kw_only=True):
-    """One key of a tenant; what it opens is known, the key itself is not."""
+    """One key of a tenant. The key itself is not stored."""
 
     id: str
     created_at: str
@@ -29,13 +29,13 @@ class Tenant(Record, frozen=True, kw_only=True):
     schema: Literal["tenant/1"] = "tenant/1"
     name: Name
     weight: Weight = 1.0
-    """Its part of an engine that several tenants wait for, beside the weights of the others."""
+    """Weight of the tenant when several wait for the same engine."""
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
     in_flight: Limit | None = None
-    """Requests that it may have under way at once."""
+    """Maximum concurrent requests."""
     admin: bool = False
-    """Whether it may see what others use: all metrics, and the whole of the live page."""
+    """Whether it may see the use of all tenants: all metrics and the whole live page."""
     keys: tuple[TenantKey, ...] = ()
 
 
@@ -55,7 +55,7 @@ class NewKey(Record, frozen=True, kw_only=True):
 
 
 class Declared(Record, frozen=True, kw_only=True):
-    """A tenant as whoever starts an endpoint names it; `None`: nothing is said, and the store's word holds."""
+    """A tenant as declared when an endpoint starts; `None`: keep the stored value."""
 
     name: Name
     weight: Weight | None = None
@@ -65,7 +65,7 @@ class Declared(Record, frozen=True, kw_only=True):
 
 
 LIMITS = ("weight", "requests_per_minute", "tokens_per_minute", "in_flight")
-"""What a tenant may have."""
+"""The fields that limit a tenant."""
 
 
 def is_name(text: str) -> bool:
@@ -73,5 +73,5 @@ def is_name(text: str) -> bool:
 
 
 def key_digest(key: bytes, salt: bytes) -> bytes:
-    """What is kept of a key. Keys are 256 bits of chance, which nobody can try out: a slow hash adds nothing."""
+    """The stored hash of a key. Keys are 256 random bits, so a slow hash would add no protection."""
     return hashlib.blake2b(key, key=salt, digest_size=32).digest()

@@ -1,4 +1,4 @@
-"""Traffic: what an endpoint was asked, one shape for each request, and how much of it each tenant used."""
+"""Traffic: the shape of each request to an endpoint, and the usage by tenant."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import Literal
 from bedplate.values.record import Record
 
 Outcome = Literal["ok", "refused", "failed", "cancelled", "turned_away"]
-"""How a request ended: with an answer; with the engine's no; with an error; by its client; before it was accepted."""
+"""How a request ended.
+
+ok: answered. refused: the engine rejected it. failed: an error. cancelled: by the client. turned_away: rejected (429)
+before it was accepted.
+"""
 PREFIX_BLOCK_BYTES = 512
-"""Of what a model reads, about 128 tokens."""
+"""Bytes of prompt text per hash, about 128 tokens."""
 UsageBy = Literal["tenant", "model", "engine", "day"]
 
 
@@ -17,11 +21,11 @@ class ServedRequest(Record, frozen=True, kw_only=True, gc=False, omit_defaults=T
     """One request as the gateway saw it: its shape, never its content."""
 
     at_s: float
-    """When its last byte had arrived, in seconds since 1970."""
+    """When its last byte arrived, in seconds since 1970."""
     tenant: str
     model: str
     engine: str | None = None
-    """Which engine had it; none when none did."""
+    """The engine that processed it; `None`: none did."""
     api: str
     stream: bool = False
     outcome: Outcome
@@ -32,26 +36,26 @@ class ServedRequest(Record, frozen=True, kw_only=True, gc=False, omit_defaults=T
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     wait_ms: float | None = None
-    """Until it went to the engine."""
+    """Time until it was sent to the engine."""
     ttft_ms: float | None = None
     duration_ms: float
     finish: str | None = None
-    """Why the answer ended, in the engine's word."""
+    """Finish reason, as the engine reports it."""
     prefix_hashes: tuple[int, ...] = ()
-    """Salted hashes of the beginning of what the model reads, one for each block, each of all up to there."""
+    """Salted hashes of the beginning of the prompt text, one per block. Each covers everything up to its block."""
     text_bytes: int = 0
-    """The length of what the model reads, as JSON."""
+    """Length of the prompt text as JSON."""
 
 
 class UsageRow(Record, frozen=True, kw_only=True):
-    """What one tenant, model, engine or day used."""
+    """Usage of one tenant, model, engine or day."""
 
     key: str
     requests: int
     failed: int
-    """Of these, how many got an error of ours or the engine's."""
+    """How many of `requests` ended with an error of bedplate or the engine."""
     turned_away: int
-    """Beside these, how many were not accepted."""
+    """Rejected requests, which `requests` does not include."""
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int

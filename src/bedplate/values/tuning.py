@@ -1,4 +1,4 @@
-"""Tuning: what an engine lets one turn, what came of turning it here, and the settings that were the best."""
+"""Tuning: the tunable settings of an engine, the trials on this machine, and the best settings found."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ from bedplate.values.workload import LatencyTarget, Workload
 
 Objective = Literal["throughput", "latency", "memory", "energy", "cost"]
 Risk = Literal["answers", "memory", "start"]
-"""What a knob may do beside changing the speed: change answers, take more memory, keep the engine from starting."""
+"""Possible side effects of a setting: changed answers, more memory, an engine that does not start."""
 RefusedKind = Literal["start", "died", "swapped", "answers", "errors"]
 Opponent = Literal["own defaults", "plan"]
 SideName = Opponent | Literal["tuned"]
 NEAR = 2.0
-"""Lengths and numbers in flight within this factor are the same class of work."""
+"""Two workloads are of the same class if lengths and concurrency differ by at most this factor."""
 USUAL_IN_FLIGHT = 4
-"""What is taken where nobody says how many come at once: a client, a retry or two."""
+"""Concurrency to assume if none is specified: one client and a retry or two."""
 
 
 class Choice(Record, frozen=True, kw_only=True):
-    """One value of a knob, and what it means for the launch."""
+    """One value of a tunable setting, and its effect on the launch."""
 
     value: str
     options: tuple[str, ...] = ()
-    """Words of the engine's command line; an option that the plan names already is replaced."""
+    """Command-line options. An option replaces the plan's option of the same name."""
     without: tuple[str, ...] = ()
-    """Options of the plan's command line that go."""
+    """Options to remove from the plan's command line."""
     variables: tuple[tuple[str, str], ...] = ()
     settings: tuple[tuple[str, int | str], ...] = ()
-    """Fields of `Settings`, for what all engines share."""
+    """Fields of `Settings`, which all engines share."""
     weights: str | None = None
-    """The label of weights that are made of the model's own."""
+    """Label of weights that are converted from the model's own."""
     weights_format: str | None = None
-    """What these are stored in; nothing: as the plan's."""
+    """Format of these weights; `None`: that of the plan."""
     native: bool = False
-    """Whether the engine as it was built for this machine takes the place of the ready-made one."""
+    """Whether to use the build compiled on this machine instead of the published package."""
     lossy: bool = False
-    """Whether it answers less faithfully than the plan, by what is known of it."""
+    """Whether it is known to answer less faithfully than the plan."""
     start_s: float = 0.0
-    """What it adds to a start, as far as is known before one was seen."""
+    """Expected extra start-up time, before one was measured."""
     restless: bool = False
-    """Whether its engine keeps the processors busy while it has nothing to do, so that nobody can be measured beside
-    it."""
+    """Whether the engine keeps the CPU busy while idle, so that no other engine can be measured beside it."""
 
 
 class Knob(Record, frozen=True, kw_only=True):
@@ -56,22 +55,22 @@ class Knob(Record, frozen=True, kw_only=True):
     now: str
     """Its value in the plan."""
     own: str
-    """The engine's own default, in words."""
+    """The engine default, in words."""
     own_choice: str | None = None
-    """The same as one of the choices, where it is one of them."""
+    """The engine default, if it is one of `choices`."""
     ordered: bool = False
-    """Whether its values are a scale, on which one can go on in the direction that helped."""
+    """Whether the values form a scale, so that a search can continue in the direction that helped."""
     first: tuple[str, ...] = ()
-    """Where on its scale to begin; nothing: beside where it stands."""
+    """The values to try first; empty: the neighbors of the current value."""
     alone: bool = False
-    """Whether it changes so much that the others are tried only after it."""
+    """Whether it changes so much that the other settings are tried only after it."""
     limits: tuple[Limit, ...] = ()
-    """Which limits of a diagnosis it may move; none: it may help with any."""
+    """Bottlenecks that it may relieve; empty: any."""
     risk: tuple[Risk, ...] = ()
     prior: float
-    """How likely it is to bring more than noise, as far as is known before anything is measured."""
+    """Probability of a gain above noise, before any measurement."""
     source: str
-    """Where all this is known from."""
+    """Where these facts come from."""
 
 
 class Turn(Record, frozen=True, kw_only=True):
@@ -80,39 +79,39 @@ class Turn(Record, frozen=True, kw_only=True):
 
 
 class Taken(Record, frozen=True, kw_only=True):
-    """One short measurement: all requests in flight at once, from the first byte sent to the last one received."""
+    """One short measurement: all requests in flight at once, from the first byte sent to the last byte received."""
 
     at: str
     seconds: float
     score: float
-    """The logarithm of the objective; more is better."""
+    """Logarithm of the objective; more is better."""
     output_tok_s: float | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     peak_memory_bytes: int | None = None
     energy_j_per_token: float | None = None
     cut: bool = False
-    """Given up once it was clearly slower than the best; the figures are then what it did not even reach."""
+    """Stopped early because it was clearly slower than the best. Its figures are then bounds that it did not reach."""
 
 
 class Trial(Record, frozen=True, kw_only=True):
-    """One setting, as often as it was measured."""
+    """One combination of settings with all of its measurements."""
 
     turned: tuple[Turn, ...] = ()
-    """Away from the plan."""
+    """Differences from the plan."""
     own_defaults: bool = False
     taken: tuple[Taken, ...] = ()
     start_s: float | None = None
 
     @property
     def best(self) -> Taken | None:
-        """The middle one of those that came to their end."""
+        """The median of the completed measurements."""
         whole = sorted((one for one in self.taken if not one.cut), key=lambda one: one.score)
         return whole[len(whole) // 2] if whole else None
 
 
 class Refused(Record, frozen=True, kw_only=True):
-    """A setting that is never proposed again on this machine with this version, and what shows why."""
+    """A setting that is never proposed again for this engine version on this machine, with the evidence."""
 
     schema: Literal["refused-setting/1"] = "refused-setting/1"
     at: str
@@ -121,25 +120,25 @@ class Refused(Record, frozen=True, kw_only=True):
     engine_version: str
     model: str
     turn: Turn
-    """What was changed when it happened."""
+    """The change that caused it."""
     turned: tuple[Turn, ...]
-    """All that differed from the plan."""
+    """All differences from the plan."""
     kind: RefusedKind
     why: str
     evidence: tuple[str, ...] = ()
 
 
 class Step(Record, frozen=True, kw_only=True):
-    """One change that was kept, and what it brought at that moment."""
+    """One change that was kept, and its gain at that time."""
 
     turn: Turn
     before: str
     gain: Figure
-    """How many times better by the objective."""
+    """Factor of improvement of the objective."""
 
 
 class Side(Record, frozen=True, kw_only=True):
-    """One of those that are compared at the end, measured in turns with the others."""
+    """One of the settings compared at the end, in interleaved rounds."""
 
     name: SideName
     turned: tuple[Turn, ...] = ()
@@ -155,23 +154,23 @@ class Side(Record, frozen=True, kw_only=True):
     quality: Quality | None = None
     cell: str | None = None
     taken: tuple[Taken, ...] = ()
-    """Turn by turn."""
+    """One measurement per round."""
 
 
 class Proof(Record, frozen=True, kw_only=True):
-    """The tuned settings beside others, as `compare` weighs them."""
+    """The tuned settings compared with others, by the rules of `compare`."""
 
     against: Opponent
     answer: Answer
     text: str
     output_tok_s: Figure | None = None
-    """How many times better, with its 95 % interval."""
+    """Factor of improvement with its 95 % interval."""
     ttft_ms: Figure | None = None
-    """Likewise: 2 is half the time."""
+    """Factor of improvement: 2 is half the time."""
 
 
 class OnFront(Record, frozen=True, kw_only=True):
-    """A setting that no other beats in everything at once."""
+    """A setting on the Pareto front: no other is better in every respect."""
 
     name: str
     turned: tuple[Turn, ...] = ()
@@ -181,7 +180,7 @@ class OnFront(Record, frozen=True, kw_only=True):
 
 
 class Tuned(Record, frozen=True, kw_only=True):
-    """One run of `bedplate tune`, kept after each measurement."""
+    """One run of `bedplate tune`, stored after each measurement."""
 
     schema: Literal["tuning/1"] = "tuning/1"
     id: str
@@ -196,7 +195,7 @@ class Tuned(Record, frozen=True, kw_only=True):
     """wheel, native, adopted."""
     model: str
     asked_model: str | None = None
-    """As it was named; `None`: the built-in one."""
+    """As the user named it; `None`: the built-in model."""
     weights_id: str | None = None
     load: Load
     workload: Workload
@@ -206,16 +205,16 @@ class Tuned(Record, frozen=True, kw_only=True):
     price_per_hour: float | None = None
     lossy: bool = False
     knobs: tuple[str, ...] = ()
-    """Those that were allowed; none: all."""
+    """The settings that may be changed; empty: all."""
     draft: str | None = None
-    """A small model that may guess ahead, which was asked for."""
+    """The requested draft model for speculation."""
     budget_s: float
     spent_s: float = 0.0
     measurements: int = 0
     finished: bool = False
     limit: Limit | None = None
     diagnosis: str | None = None
-    """What the plan's own run was limited by."""
+    """The bottleneck of the plan's own run."""
     sides: tuple[Side, ...] = ()
     proofs: tuple[Proof, ...] = ()
     steps: tuple[Step, ...] = ()
@@ -224,7 +223,7 @@ class Tuned(Record, frozen=True, kw_only=True):
     refused: tuple[Refused, ...] = ()
     notes: tuple[str, ...] = ()
     source: str | None = None
-    """Of what others found: the file that it was read from."""
+    """Imported tunings: the file that it was read from."""
 
     def side(self, name: str) -> Side | None:
         return next((one for one in self.sides if one.name == name), None)
@@ -234,12 +233,12 @@ class Tuned(Record, frozen=True, kw_only=True):
 
     @property
     def proven(self) -> bool:
-        """Whether the tuned settings were shown to be better than the plan's."""
+        """Whether the tuned settings are proven better than the plan's."""
         found = self.proof("plan")
         return self.finished and found is not None and found.answer == "migrate"
 
     def covers(self, workload: Workload) -> bool:
-        """Whether it was found for this class of work."""
+        """Whether it applies to this class of workload."""
         stated = workload.concurrency is not None or workload.users > 1
         in_flight = workload.in_flight() if stated else USUAL_IN_FLIGHT
         shared = workload.shared_prefix_tokens, self.load.shared_prefix_tokens
@@ -257,5 +256,5 @@ def _near(one: float, other: float) -> bool:
 
 
 def words_of(turned: tuple[Turn, ...]) -> str:
-    """Such as "weights Q8_0, ubatch 256"; nothing turned is the plan itself."""
+    """Such as "weights Q8_0, ubatch 256"; without changes it names the plan."""
     return ", ".join(f"{one.knob} {one.value}" for one in turned) or "as planned"

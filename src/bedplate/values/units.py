@@ -1,4 +1,4 @@
-"""Figures as people read and write them."""
+"""Formatting and parsing of figures with units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def figure(value: float, digits: int = 3) -> str:
-    """A measured or estimated figure: the digits that matter, thousands set apart, and never an exponent."""
+    """A figure with its significant digits and thousands separators, never with an exponent."""
     if abs(value) >= 10**digits - 0.5:
         return f"{value:,.0f}"
     short = f"{value:.{digits}g}"
@@ -21,12 +21,12 @@ def figure(value: float, digits: int = 3) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Decimal units for files and weights (98 MB), as download pages and vendors' sheets have them."""
+    """Decimal units for files and weights (98 MB), as on download pages and data sheets."""
     return _scaled(num_bytes, 1000.0, ("B", "kB", "MB", "GB", "TB"))
 
 
 def memory(num_bytes: float) -> str:
-    """Binary units for RAM (23.4 GiB), as operating systems count it."""
+    """Binary units for RAM (23.4 GiB), as operating systems report it."""
     return _scaled(num_bytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
@@ -52,7 +52,7 @@ def _scaled(value: float, step: float, units: tuple[str, ...]) -> str:
 
 
 def parsed_seconds(text: str, field: str = "a time", *, positive: bool = False, most_s: float = math.inf) -> float:
-    """`90`, `10m`, `1h30m`, `1.5 h` as seconds. `positive`: 0 is refused."""
+    """Parse a duration in seconds: `90`, `10m`, `1h30m`, `1.5 h`. `positive`: 0 is refused."""
     given = text.strip().lower()
     hint = "for example 90s, 10m or 1h30m"
     if re.fullmatch(r"\d+(\.\d+)?", given):
@@ -61,7 +61,7 @@ def parsed_seconds(text: str, field: str = "a time", *, positive: bool = False, 
         parts = re.findall(r"(\d+(\.\d+)?)\s*(ms|s|min|m|h|d)", given)
         found = sum(float(number) * _SECONDS[unit] for number, _, unit in parts)
     else:
-        raise BadQuestion(f"{field}: {text!r} is no length of time", hint=hint)
+        raise BadQuestion(f"{field}: {text!r} is not a duration", hint=hint)
     if positive and found <= 0:
         raise BadQuestion(f"{field}: must be more than 0", hint=hint)
     if found > most_s:
@@ -70,9 +70,9 @@ def parsed_seconds(text: str, field: str = "a time", *, positive: bool = False, 
 
 
 def parsed_bytes(text: str, field: str = "a size") -> int:
-    """`8GiB`, `8G` and `8 GB` as bytes; only with the B and no i is it decimal."""
+    """Parse a size in bytes: `8GiB`, `8G`, `8 GB`. Only a unit with B and without i is decimal."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
     if found is None:
-        raise BadQuestion(f"{field}: {text!r} is no amount of memory", hint="for example 8GiB or 900MB")
+        raise BadQuestion(f"{field}: {text!r} is not a memory size", hint="for example 8GiB or 900MB")
     step: float = 1000 if found[3] == "b" else 1024
     return round(float(found[1]) * float(step ** _STEPS[found[2]]))

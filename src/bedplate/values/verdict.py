@@ -1,4 +1,4 @@
-"""Verdict: stay, migrate or not proven; by how much, how surely, what drove it, and what would prove it."""
+"""Verdict: stay, migrate or not proven, with the gain, its confidence, what decided it and what would prove it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bedplate.values.run import Load, Quality
 Answer = Literal["stay", "migrate", "not proven"]
 Metric = Literal["output_tok_s", "ttft_ms", "tpot_ms", "e2e_ms"]
 Constraint = Literal["throughput", "latency", "quality", "errors", "moving costs", "noise", "load"]
-"""What drove the answer. noise: the measurements are too few or too unsteady; load: who wins depends on it."""
+"""What decided the answer. noise: too few or too unsteady measurements. load: the winner depends on the load."""
 SAME_SOURCE = "made of the same weights"
-"""The note beside quantizations that differ, where it is recorded what both were made of."""
+"""The note on differing quantizations if both are known to come from the same weights."""
 EXIT_CODES: dict[Answer, int] = {"stay": 0, "migrate": 10, "not proven": 20}
 
 
 class Difference(Record, frozen=True, kw_only=True):
-    """Something that is not the same on both sides."""
+    """Something that differs between the two sides."""
 
     what: str
     a: str
@@ -28,9 +28,9 @@ class Difference(Record, frozen=True, kw_only=True):
 
 class Differences(Record, frozen=True, kw_only=True):
     meaningless: tuple[Difference, ...] = ()
-    """What leaves nothing to compare."""
+    """Differences that make a comparison meaningless."""
     printed: tuple[Difference, ...] = ()
-    """What a reader has to know beside the result."""
+    """Differences that a reader must know beside the result."""
 
 
 class Effect(Record, frozen=True, kw_only=True):
@@ -41,19 +41,19 @@ class Effect(Record, frozen=True, kw_only=True):
     a: float
     b: float
     gain: Figure
-    """How many times better b is than a, with its 95 % interval: of times the inverse ratio, so that more is better."""
+    """Factor by which b is better than a, with its 95 % interval. For times it is the inverse ratio: more is better."""
     sure_low: float
-    """The interval's low end when it has to hold for all loads at once."""
+    """Low end of the interval that holds for all loads at once."""
     sure_high: float
     repeats: tuple[int, int]
     paired: bool
-    """Whether the repeats took turns, so that what drifts is the same on both sides."""
+    """Whether the repeats were interleaved, so that drift affects both sides equally."""
     noise: float | None
-    """Standard deviation of the (logarithm of the) gain from repeat to repeat."""
+    """Standard deviation of the logarithm of the gain between repeats."""
 
 
 class Spent(Record, frozen=True, kw_only=True):
-    """What a million output tokens cost on both sides under one load, at the prices that were given."""
+    """Cost of a million output tokens on both sides under one load, at the given prices."""
 
     load: Load
     a: PerMillion
@@ -61,7 +61,7 @@ class Spent(Record, frozen=True, kw_only=True):
 
 
 class OnTarget(Record, frozen=True, kw_only=True):
-    """The share of requests that met the latency target under one load, with 95 % intervals."""
+    """Share of requests that met the latency target under one load, with 95 % intervals."""
 
     load: Load
     a: Figure
@@ -69,7 +69,7 @@ class OnTarget(Record, frozen=True, kw_only=True):
 
 
 class Cost(Record, frozen=True, kw_only=True):
-    """What one side costs to run beside its speed; `None`: not known."""
+    """Cost of operating one side besides its speed; `None`: unknown."""
 
     engine: str
     install_bytes: int | None = None
@@ -77,9 +77,9 @@ class Cost(Record, frozen=True, kw_only=True):
     peak_memory_bytes: int | None = None
     peak_gpu_bytes: int | None = None
     effort: int | None = None
-    """How much machinery it brings, from 1 (one program) to 5."""
+    """Operational complexity, from 1 (one program) to 5."""
     steps: tuple[str, ...] = ()
-    """What has to be compiled or converted before it can start."""
+    """What must be compiled or converted before it can start."""
 
 
 class Side(Record, frozen=True, kw_only=True):
@@ -97,20 +97,20 @@ class Verdict(Record, frozen=True, kw_only=True):
     answer: Answer
     constraint: Constraint
     text: str
-    """The answer's ground in one or two sentences."""
+    """The reason for the answer in one or two sentences."""
     would_prove: str | None = None
-    """What has to be measured for another answer."""
+    """What must be measured for another answer."""
     model: str
     machine: str
     a: Side
-    """What is in service, or stands first."""
+    """The engine in service, or the first one named."""
     b: Side
     effects: tuple[Effect, ...]
     on_target: tuple[OnTarget, ...] = ()
     spent: tuple[Spent, ...] = ()
-    """Nothing where nobody said a price and no energy was measured."""
+    """Empty if no price was given and no energy was measured."""
     least_gain: float
-    """The gain below which moving costs more than it brings."""
+    """The smallest gain that is worth a migration."""
     differences: tuple[Difference, ...] = ()
     left_out: tuple[str, ...] = ()
     """Cells that were not compared, and why."""

@@ -1,4 +1,4 @@
-"""Watch: how a running service stands today, what made somebody look again, and what came of it."""
+"""Watch: the state of a running service, what triggered an evaluation, and its result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TriggerKind = Literal["schedule", "release", "bedplate", "driver", "workload", "
 
 
 class Outlook(Record, frozen=True, kw_only=True):
-    """One served model as its host sees it now, and what would be decided for it today."""
+    """One served model as its host sees it now, and the decision that would be made for it today."""
 
     schema: Literal["outlook/1"] = "outlook/1"
     model: str
@@ -26,17 +26,17 @@ class Outlook(Record, frozen=True, kw_only=True):
     quantization: str | None = None
     machine: str
     driver: str | None = None
-    """Of the accelerators."""
+    """Driver version of the accelerators."""
     requests: int
-    """That were seen in the last day."""
+    """Requests in the last day."""
     workload: Workload
-    """What the decision is for: the observed work where enough was seen, else what was assumed."""
+    """The workload of the decision: the observed one if there were enough requests, else the assumed one."""
     drift: str | None = None
     late: str | None = None
     """How the latency target is missed."""
     target: LatencyTarget | None = None
     decision: Decision
-    """Without regard to which engine serves now."""
+    """Made without regard to the engine in service."""
 
 
 class Trigger(Record, frozen=True, kw_only=True):
@@ -64,13 +64,13 @@ class Watched(Record, frozen=True, kw_only=True):
     answer: Answer
     text: str
     challenger: str | None = None
-    """Who the answer speaks of."""
+    """The challenger that the answer is about."""
     planned: str | None = None
-    """The engine that a plan would choose today."""
+    """The engine that `plan` would choose today."""
     shadows: tuple[Shadowed, ...] = ()
     untried: tuple[Untried, ...] = ()
     report: str | None = None
-    """Where its page is."""
+    """Path of the report page."""
     migration: Migration | None = None
     notes: tuple[str, ...] = ()
     took_s: float
@@ -81,7 +81,7 @@ class Watched(Record, frozen=True, kw_only=True):
 
 
 class Seen(Record, frozen=True, kw_only=True):
-    """What a watch remembers from one evaluation to the next."""
+    """The state that `watch` keeps between evaluations."""
 
     schema: Literal["watch-state/1"] = "watch-state/1"
     at_s: float
@@ -89,6 +89,6 @@ class Seen(Record, frozen=True, kw_only=True):
     drift: str | None = None
     late: str | None = None
     versions: dict[str, str] = msgspec.field(default_factory=dict)
-    """What bedplate installs of each engine."""
+    """The version of each engine that bedplate installs."""
     releases: dict[str, str] = msgspec.field(default_factory=dict)
-    """The newest of each engine's package on the index."""
+    """The newest version of each engine's package on the package index."""

@@ -1,4 +1,4 @@
-"""Workload: the shape of the work that is asked for, or that was observed."""
+"""Workload: the shape of the requested or observed workload."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DEFAULT_THINK_TIME_S = 30.0
 
 
 def in_flight_by_littles_law(requests_per_s: float, request_s: float) -> float:
-    """What is in flight on average is how fast requests come times how long each stays."""
+    """Mean requests in flight: arrival rate times request time."""
     return requests_per_s * request_s
 
 
 def rate_by_littles_law(concurrency: float, request_s: float) -> float:
-    """The same law backwards: the requests per second that so many in flight sustain."""
+    """Little's law inverted: the request rate that this concurrency sustains."""
     return concurrency / request_s
 
 
@@ -38,8 +38,10 @@ class LatencyTarget(Record, frozen=True, kw_only=True):
     """Time per output token after the first, in milliseconds."""
 
     def overrun(self, ttft_ms: float | None, tpot_ms: float | None) -> float:
-        """How many times as long as wanted the worse of the two is, up to 1 where both are kept; what is wanted and not
-        known is the worst."""
+        """The larger ratio of latency to target; at most 1 if both targets are met.
+
+        Infinite if a latency with a target is unknown.
+        """
         pairs = ((ttft_ms, self.ttft_ms), (tpot_ms, self.tpot_ms))
         times = (math.inf if took is None else took / limit for took, limit in pairs if limit is not None)
         return max(times, default=0.0)
@@ -81,28 +83,28 @@ class Workload(Record, frozen=True, kw_only=True):
 
     @property
     def request_tokens(self) -> int:
-        """The length that one request may have when it ends."""
+        """Maximum length of a request when it ends."""
         return max(self.usual_tokens, self.context_tokens or 0)
 
     @property
     def usual_tokens(self) -> int:
-        """The length that requests have when they end. What embeds or classifies makes no tokens."""
+        """Usual length of a request when it ends. Embedding and classification generate no tokens."""
         return self.prompt_tokens + (0 if self.task in ("embed", "classify") else self.output_tokens)
 
     def in_flight(self, request_s: float | None = None) -> int:
-        """Requests in flight: as stated, else by Little's law from the arrival rate, or from users who think.
+        """Requests in flight: as specified, else by Little's law from the arrival rate or from users with think time.
 
-        Without a known request time everyone is taken to be active at once: an upper bound, never too small a plan.
+        Without a known request time all users count as active at once. This is an upper bound.
         """
         if self.concurrency is not None:
             return self.concurrency
         if request_s is None:
             return self.users
-        # Rounded first, so that 50 requests stay 50 when the division left a trace behind.
+        # Round first: the division may leave an error, and 50 requests must stay 50.
         return max(1, math.ceil(round(in_flight_by_littles_law(self.arrivals_per_s(request_s), request_s), 6)))
 
     def arrivals_per_s(self, request_s: float) -> float:
-        """Requests per second: as stated, else what the concurrency sustains, or what users who think send."""
+        """Requests per second: as specified, else what the concurrency sustains, or what users with think time send."""
         if self.requests_per_s is not None:
             return self.requests_per_s
         if self.concurrency is not None:
@@ -111,19 +113,19 @@ class Workload(Record, frozen=True, kw_only=True):
 
 
 class RequestShape(Record, frozen=True, kw_only=True, omit_defaults=True, tag_field="schema", tag="request/1"):
-    """One request of a log: its shape, never its content. One JSON object a line is bedplate's own request log."""
+    """One request of a log: its shape, never its content. bedplate's request log has one such JSON object per line."""
 
     started_s: float | None = None
-    """When it arrived; seconds since 1970, or since any one moment that all lines of a log share."""
+    """Arrival time in seconds since 1970, or since any other moment that all lines share."""
     prompt_tokens: Tokens | None = None
     output_tokens: Tokens | None = None
     cached_tokens: Tokens | None = None
-    """Prompt tokens that a prefix cache held already, as the engine counted them."""
+    """Prompt tokens found in a prefix cache, as the engine counted them."""
     ttft_ms: NotNegative | None = None
     duration_ms: NotNegative | None = None
     """From the request's arrival to its last byte."""
     prefix_hashes: tuple[int | str, ...] = ()
-    """One for each block of the prompt, each standing for the prompt up to and with that block."""
+    """One hash per block of the prompt. Each covers the prompt up to the end of its block."""
     prefix_block_tokens: Count | None = None
     tenant: str | None = None
     model: str | None = None
@@ -131,7 +133,7 @@ class RequestShape(Record, frozen=True, kw_only=True, omit_defaults=True, tag_fi
 
 
 class Spread(Record, frozen=True, kw_only=True):
-    """How a figure is spread: over requests, or over time."""
+    """Distribution of a figure over requests or over time."""
 
     mean: float
     p50: float
@@ -147,30 +149,30 @@ class LengthBin(Record, frozen=True, kw_only=True):
 
 
 class Lengths(Record, frozen=True, kw_only=True):
-    """Tokens for each request; exact counts of what the trace says, whose basis says how far to trust it."""
+    """Exact token counts per request as the trace states them. `basis` says how reliable they are."""
 
     spread: Spread
     total_tokens: int
     bins: tuple[LengthBin, ...]
-    """Requests by powers of two of their length."""
+    """Requests by length, in powers of two."""
     basis: Basis
     error: Share | None = None
-    """How far an estimate may be off, 0.25 is a quarter; nothing when the trace states token counts."""
+    """Maximum error of an estimate (0.25 is a quarter); `None`: the trace states token counts."""
 
 
 class Arrivals(Record, frozen=True, kw_only=True):
     span_s: float
     """From the first request to the last."""
     requests_per_s: float | None
-    """The mean; nothing when all requests came at one moment."""
+    """Mean rate; `None`: all requests came at the same moment."""
     gap_cv: float | None
-    """Coefficient of variation of the gaps between arrivals: 1 is chance (Poisson), 0 a metronome."""
+    """Coefficient of variation of the gaps between arrivals: 1 is Poisson, 0 is perfectly regular."""
     peak_to_mean_1s: float | None
-    """The busiest second's rate over the mean rate."""
+    """Rate in the busiest second, divided by the mean rate."""
     peak_to_mean_10s: float | None
     peak_to_mean_60s: float | None
     same_moment: Share
-    """Requests whose timestamp equals the one before; many mean that the trace's clock is coarse."""
+    """Share of requests with the same timestamp as the one before. A large share means a coarse clock."""
     series: tuple[float, ...]
     """Requests per second in equal parts of the span, oldest first."""
 
@@ -181,38 +183,38 @@ class InFlight(Record, frozen=True, kw_only=True):
     spread: Spread
     basis: Basis
     assumption: str | None = None
-    """What was assumed about the time that a request takes, when the trace does not say."""
+    """Assumption about the request time if the trace does not state it."""
     request_s: float
-    """Mean time of a request, measured or assumed."""
+    """Mean request time, measured or assumed."""
 
 
 class CacheSize(Record, frozen=True, kw_only=True):
-    """A prefix cache of this size that forgets what was used longest ago, and the prompt tokens that it saves."""
+    """A prefix cache of this size with LRU eviction, and the share of prompt tokens that it saves."""
 
     tokens: int
     saved_share: Share
 
 
 class PrefixReuse(Record, frozen=True, kw_only=True):
-    """How much of the prompts had been seen before: what a prefix cache would not compute again."""
+    """How much of the prompts a prefix cache would not compute again."""
 
     saved_share: Share
-    """Of all prompt tokens: with a cache that never forgets, or, where the basis is `reported`, with the engine's."""
+    """Share of all prompt tokens, with an unlimited cache; if the basis is `reported`, with the engine's cache."""
     by_cache: tuple[CacheSize, ...] = ()
-    """The same with caches of limited size, the smallest first."""
+    """The same with caches of limited size, smallest first."""
     block_tokens: int | None = None
     sharing_requests: Share
-    """Requests that share any beginning with an earlier one."""
+    """Requests that share a prefix with an earlier one."""
     typical_tokens: int
-    """The median of what such a request shares."""
+    """Median length of the shared prefix."""
     saved_tokens_per_request: float
-    """The mean over all requests, with the smallest cache in `by_cache` where there is one."""
+    """Mean over all requests, with the smallest cache in `by_cache` if there is one."""
     basis: Basis
     how: str
 
 
 class TraceSummary(Record, frozen=True, kw_only=True):
-    """What a trace says about the work, without any of its content."""
+    """What a trace says about the workload, without any of its content."""
 
     schema: Literal["trace/1"] = "trace/1"
     source: str
@@ -221,13 +223,13 @@ class TraceSummary(Record, frozen=True, kw_only=True):
     bad_rows: int = 0
     bad_examples: tuple[str, ...] = ()
     outcomes: dict[str, int] = msgspec.field(default_factory=dict)
-    """Requests that did not end well, by how; only logs that say so."""
+    """Failed requests by outcome, if the log states outcomes."""
     tenants: int | None = None
     models: tuple[str, ...] = ()
     prompt: Lengths
     output: Lengths
     total: Lengths
-    """Prompt and output of one request together: what its cache must hold at its end."""
+    """Prompt and output of one request together: the cache that it needs at its end."""
     arrivals: Arrivals | None = None
     in_flight: InFlight | None = None
     prefix: PrefixReuse | None = None

@@ -11,30 +11,30 @@ from bedplate.values import Accelerator, Figure, Hardware, Measurements, estimat
 from .samples import HARDWARE, MEASURED, figure
 
 
-def test_reads_are_what_decoding_needs() -> None:
+def test_the_read_bandwidth_is_used() -> None:
     found = apply(HARDWARE, MEASURED)
     assert found.memory.bandwidth_bytes_s == figure(20e9)
     assert [card.bandwidth_bytes_s for card in found.accelerators] == [figure(4.4e12), figure(4.1e12)]
 
 
-def test_measured_wins_over_a_sheet() -> None:
+def test_measurements_take_precedence_over_data_sheets() -> None:
     cards = tuple(replaced(card, bandwidth_bytes_s=estimate(4.8e12, 0.0)) for card in HARDWARE.accelerators)
     found = apply(replaced(HARDWARE, accelerators=cards), MEASURED)
     assert all(card.bandwidth_bytes_s and card.bandwidth_bytes_s.basis == "measured" for card in found.accelerators)
 
 
-def test_what_was_not_measured_stays_as_it_was() -> None:
+def test_unmeasured_figures_stay_unchanged() -> None:
     nothing = Measurements(when="2026-11-15T04:20:00+00:00", took_s=1.0, machine=MEASURED.machine)
     assert replaced(apply(HARDWARE, nothing), measured=None) == HARDWARE
 
 
-def test_what_does_not_run_is_not_offered_to_engines() -> None:
+def test_broken_instruction_sets_are_removed() -> None:
     found = apply(HARDWARE, MEASURED)
     assert found.cpu.instruction_sets == ("avx2", "avx512f"), "what was not tried is left as advertised"
     assert found.notes == ("amx_tile is advertised but does not run here: SIGILL at tileloadd",)
 
 
-def test_the_slower_direction_goes_to_the_link_that_copies_take() -> None:
+def test_the_slower_direction_is_the_bandwidth_of_the_nvlink() -> None:
     pcie, nvlink, host = apply(HARDWARE, MEASURED).links
     assert (pcie.kind, pcie.bandwidth_bytes_s) == ("pcie", None)
     assert (nvlink.kind, nvlink.count, nvlink.bandwidth_bytes_s) == ("nvlink", 18, figure(380e9))
@@ -81,7 +81,7 @@ def test_the_page_has_every_figure_with_its_spread() -> None:
         assert words in text, words
 
 
-def test_an_empty_measurement_is_a_page_too() -> None:
+def test_an_empty_measurement_can_be_shown() -> None:
     assert "Measured" in page(Measurements(when="", took_s=0.1, machine=MEASURED.machine))
 
 

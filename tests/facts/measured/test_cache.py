@@ -32,7 +32,7 @@ def test_measurements_survive_json() -> None:
     assert from_json(Measurements, to_json(MEASURED)) == MEASURED
 
 
-def test_what_is_remembered_fills_a_probed_machine(own_home: Path) -> None:
+def test_stored_measurements_are_added_to_a_probe(own_home: Path) -> None:
     assert remembered(HARDWARE) == HARDWARE, "nothing was measured yet"
     assert not own_home.exists(), "looking leaves no trace"
     assert remember(MEASURED) == own_home / "measured.json"
@@ -56,18 +56,18 @@ def test_what_is_remembered_fills_a_probed_machine(own_home: Path) -> None:
     ],
     ids=["driver", "a card less", "cpu", "quota", "os"],
 )
-def test_another_machine_or_driver_remembers_nothing(other: Hardware) -> None:
+def test_another_machine_or_driver_has_no_measurements(other: Hardware) -> None:
     remember(MEASURED)
     assert remembered(other) == other
 
 
-def test_another_kernel_remembers_nothing() -> None:
+def test_another_kernel_has_no_measurements() -> None:
     remember(MEASURED)
     assert recall(machine_of(HARDWARE, kernel="0.1")) is None
     assert recall(machine_of(HARDWARE)) == MEASURED
 
 
-def test_free_memory_is_no_part_of_a_machine() -> None:
+def test_free_memory_does_not_identify_a_machine() -> None:
     busy = replaced(HARDWARE, memory=replaced(HARDWARE.memory, available_bytes=1))
     assert machine_of(busy) == machine_of(HARDWARE)
 
@@ -81,7 +81,7 @@ def test_machines_that_share_a_folder_keep_their_own_figures() -> None:
     assert recall(MEASURED.machine) == newer and recall(other.machine) == other
 
 
-def test_the_oldest_machines_are_forgotten() -> None:
+def test_the_oldest_entries_are_removed() -> None:
     def machine(number: int) -> Machine:
         return replaced(MEASURED.machine, kernel=str(number))
 
@@ -93,7 +93,7 @@ def test_the_oldest_machines_are_forgotten() -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", '{"entries": [{"when": 3}]}', '{"entries": 1}', "\x00\xff" * 100]
 )
-def test_a_garbled_file_is_as_good_as_none_and_is_replaced(text: str) -> None:
+def test_an_unreadable_file_is_ignored_and_replaced(text: str) -> None:
     cache_path().parent.mkdir(parents=True)
     cache_path().write_text(text, encoding="latin-1")
     assert remembered(HARDWARE) == HARDWARE
@@ -120,7 +120,7 @@ def test_readers_see_a_whole_file_while_it_is_written() -> None:
     assert not missing
 
 
-def test_a_folder_that_cannot_be_written_is_said(own_home: Path) -> None:
+def test_an_unwritable_folder_is_reported(own_home: Path) -> None:
     own_home.parent.mkdir(exist_ok=True)
     own_home.write_text("a file, not a folder")
     with pytest.raises(OutsideFailed, match="cannot write"):

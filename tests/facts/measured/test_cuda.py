@@ -49,7 +49,7 @@ def test_transfers_count_one_direction() -> None:
     assert gpu.to_device_pageable_bytes_s is not None and gpu.from_device_pageable_bytes_s is not None
 
 
-def test_at_most_40_percent_of_what_is_free_is_taken_and_all_is_given_back() -> None:
+def test_at_most_40_percent_of_free_memory_is_used_and_all_is_freed() -> None:
     library = FakeCuda([FakeCard(free_bytes=1000 * MIB)])
     result = run(library)
     assert result.notes == ()
@@ -63,13 +63,13 @@ def test_buffers_stay_within_the_share(free: int, count: int) -> None:
     assert size is None or (size >= 64 * MIB and size * count <= 0.4 * free)
 
 
-def test_no_managed_memory_is_ever_asked_for() -> None:
+def test_no_managed_memory_is_allocated() -> None:
     library = FakeCuda()
     run(library)
     assert not [call for call in (*library.calls, *SIGNATURES) if "Managed" in call]
 
 
-def test_what_the_driver_says_of_clock_and_bus_stands_beside() -> None:
+def test_the_theoretical_bandwidth_comes_from_clock_and_bus() -> None:
     (gpu,) = run(FakeCuda()).gpus
     assert gpu.theoretical_bytes_s == 4_916_736_000_000  # an H200's clock and bus
     assert theoretical_bytes_s(None, 6144) is None and theoretical_bytes_s(0, 0) is None
@@ -84,7 +84,7 @@ def test_a_kernel_that_did_not_read_everything_gives_no_figure() -> None:
 @pytest.mark.parametrize(
     "call", sorted(set(SIGNATURES) - {"cuGetErrorName", "cuCtxEnablePeerAccess", "cuMemcpyPeerAsync"})
 )
-def test_whatever_call_is_refused_it_is_a_note_and_nothing_is_left(call: str) -> None:
+def test_any_failed_call_becomes_a_note_and_leaks_nothing(call: str) -> None:
     library = FakeCuda(refuse={call: 2})
     result = run(library)
     harmless = {
@@ -118,10 +118,10 @@ def test_a_call_that_an_old_driver_does_not_have_is_a_note() -> None:
     assert "not in this driver" in result.notes[0]
 
 
-def test_too_little_free_memory_is_said() -> None:
+def test_too_little_free_memory_is_noted() -> None:
     result = run(FakeCuda([FakeCard(free_bytes=100 * MIB)]))
     assert result.gpus[0].copy_bytes_s is None
-    assert all("not enough memory is free" in note for note in result.notes) and len(result.notes) == 4
+    assert all("not enough free memory" in note for note in result.notes) and len(result.notes) == 4
 
 
 def test_no_driver_library_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_every_error_says_what_it_means_and_which_call_it_was(code: int) -> None
     with pytest.raises(CudaError) as caught:
         Driver(FakeCuda(refuse={"cuInit": code}))
     assert "cuInit" in str(caught.value) and "CUDA_ERROR_FAKE" in str(caught.value)
-    assert EXPLANATIONS.get(code, "the driver refused") in str(caught.value)
+    assert EXPLANATIONS.get(code, "the driver reported an error") in str(caught.value)
 
 
 def test_cards_are_matched_by_uuid_whatever_cudas_order() -> None:
@@ -156,13 +156,13 @@ def test_without_uuids_position_counts_only_where_the_numbers_agree() -> None:
     assert [device for _, device in matched(cards, [(0, None)])] == [None, None]
 
 
-def test_a_card_that_cuda_hides_is_said() -> None:
+def test_a_card_hidden_from_cuda_is_noted() -> None:
     card = Card(index=4, name="hidden", uuid="GPU-ffffffff-ffff-ffff-ffff-ffffffffffff")
     result = run(FakeCuda(), (card,))
     assert result.gpus == () and result.notes == ("GPU 4 is not measured: CUDA does not show it",)
 
 
-def test_pairs_are_measured_in_both_directions_where_they_reach_each_other() -> None:
+def test_pairs_with_peer_access_are_measured_in_both_directions() -> None:
     cards = [FakeCard(uuid=bytes([number] * 16)) for number in (1, 2, 3)]
     known = tuple(Card(index=10 + n, name="x", uuid=f"GPU-{bytes([n] * 16).hex()}") for n in (1, 2, 3))
     library = FakeCuda(cards, peers={(0, 1), (1, 0)})
@@ -173,7 +173,7 @@ def test_pairs_are_measured_in_both_directions_where_they_reach_each_other() -> 
     assert library.left == []
 
 
-def test_peer_access_that_is_on_already_is_no_failure() -> None:
+def test_peer_access_that_is_already_enabled_is_accepted() -> None:
     cards = [FakeCard(uuid=bytes([number] * 16)) for number in (1, 2)]
     known = tuple(Card(index=n, name="x", uuid=f"GPU-{bytes([n] * 16).hex()}") for n in (1, 2))
     result = run(FakeCuda(cards, peers={(0, 1), (1, 0)}, refuse={"cuCtxEnablePeerAccess": 704}), known)
@@ -195,7 +195,7 @@ def test_short_work_is_repeated_until_a_sample_is_long_enough() -> None:
     assert len(asks) == pytest.approx(0.1 / 0.001 + cuda.SAMPLES * 20, abs=2)
 
 
-def test_a_clock_that_stands_still_ends_too() -> None:
+def test_a_stopped_clock_does_not_loop_forever() -> None:
     assert durations(lambda ask: 0.0, lambda: None) == [0.0] * cuda.SAMPLES
 
 

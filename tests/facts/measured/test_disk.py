@@ -29,7 +29,7 @@ def run(folder: Path) -> disk.Result:
 
 
 @here_only
-def test_a_file_of_our_own_is_read_and_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_file_is_read_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MEMORY_FILE_SYSTEMS", ())
     found = run(tmp_path / "models")
     assert found.disk is not None, found.notes
@@ -81,13 +81,13 @@ def test_a_disk_that_fails_while_reading_is_a_note(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_in_memory_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_file_system_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "file_system", lambda folder: "tmpfs")
     assert "is in memory (tmpfs)" in run(tmp_path).notes[0]
 
 
 @here_only
-def test_reading_stops_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_stops_at_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MOST_S", 0.0)
     with opened(tmp_path) as (descriptor, size, _):
         assert read_blocks(descriptor, size, lambda share: None) == []

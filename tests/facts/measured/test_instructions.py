@@ -33,7 +33,7 @@ def test_every_advertised_set_is_tried_in_order() -> None:
 
 
 @on_x86_linux
-def test_code_that_computes_what_it_should_runs() -> None:
+def test_code_with_the_expected_result_counts_as_running() -> None:
     assert check("six", SIX).result == "runs"
 
 
@@ -44,7 +44,7 @@ def test_an_illegal_instruction_ends_only_the_process_that_tried_it() -> None:
 
 
 @on_x86_linux
-def test_a_fault_is_no_success() -> None:
+def test_a_fault_counts_as_not_running() -> None:
     assert check("null", Snippet("31c08b00c3", 6, "a load from 0")).why == "SIGSEGV at a load from 0"
 
 
@@ -69,7 +69,7 @@ def test_the_process_leaves_no_core_file(tmp_path: Path) -> None:
     assert done.returncode < 0 and not list(tmp_path.iterdir())
 
 
-def test_what_bedplate_has_no_instruction_for_is_not_tried() -> None:
+def test_a_set_without_a_test_instruction_is_not_tried() -> None:
     assert check("sse9", None).result == "not tried"
     (found,) = check_instruction_sets(["rvv"], "riscv64")
     assert found.result == "not tried" and found.why
@@ -86,9 +86,9 @@ def test_code_is_whole(name: str, snippet: Snippet) -> None:
     assert b"\xc3" in code if name in X86 else code.endswith(bytes.fromhex("c0035fd6"))
 
 
-def test_memory_that_may_not_be_executed_is_not_tried() -> None:
-    found = conclude("avx2", SIX, execute.NOT_TRIED, b"", b"memory may not be made executable here (EACCES)\n")
-    assert (found.result, found.why) == ("not tried", "memory may not be made executable here (EACCES)")
+def test_without_executable_memory_nothing_is_tried() -> None:
+    found = conclude("avx2", SIX, execute.NOT_TRIED, b"", b"this system does not allow executable memory (EACCES)\n")
+    assert (found.result, found.why) == ("not tried", "this system does not allow executable memory (EACCES)")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_memory_that_may_not_be_executed_is_not_tried() -> None:
         (-64, b"6\n", b"", "does not run"),
     ],
 )
-def test_how_a_process_ended_is_what_is_said(code: int, printed: bytes, errors: bytes, result: str) -> None:
+def test_the_result_follows_from_how_the_process_ended(code: int, printed: bytes, errors: bytes, result: str) -> None:
     found = conclude("six", SIX, code, printed, errors)
     assert found.result == result and (found.why or result == "runs")
 
@@ -123,4 +123,4 @@ def test_a_system_that_denies_executable_memory_is_not_tried(monkeypatch: pytest
     real: Any = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *given, **options: real(*given, preexec_fn=ban, **options))
     found = check("six", SIX)
-    assert found.result == "not tried" and "may not be made executable" in (found.why or "")
+    assert found.result == "not tried" and "does not allow executable memory" in (found.why or "")

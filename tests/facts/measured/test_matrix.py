@@ -39,11 +39,11 @@ def test_the_data_is_random_finite_and_near_one(kind: matrix.Kind, monkeypatch: 
     assert min(values) < 0 < max(values)
 
 
-def test_without_numpy_it_says_that_no_library_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numpy_the_note_says_that_no_library_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)
     found = work(NO_CARDS, lambda share: None)
     assert found.rates == ()
-    assert found.notes == ("matrix products on the CPU are not measured: no library at hand",)
+    assert found.notes == ("matrix products on the CPU are not measured: no library is available",)
 
 
 def test_with_numpy_the_cpu_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_with_numpy_the_cpu_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rate.operations_s.basis == "measured" and rate.operations_s.value > 1e7
 
 
-def test_the_newest_library_that_the_driver_runs_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_supported_library_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
     def load(path: str, mode: int = 0) -> Any:
@@ -70,7 +70,7 @@ def test_the_newest_library_that_the_driver_runs_is_taken(tmp_path: Path, monkey
         (tmp_path / name).write_bytes(b"")
     _, path = open_first([tmp_path / name for name in names[:3]], cuda_major=12)
     assert path.name == "libcublas.so.11" and opened == ["libcublas.so.12", "libcublasLt.so.11", "libcublas.so.11"]
-    with pytest.raises(OSError, match="no library at hand"):
+    with pytest.raises(OSError, match="no library is available"):
         open_first([tmp_path / "libcublas.so.13"], cuda_major=12)
 
 
@@ -156,4 +156,4 @@ def test_too_little_memory_on_the_card_is_a_note(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(matrix, "open_first", lambda paths, major: (FakeCublas(driver), Path("libcublas.so.13")))
     driver.cards[0].free_bytes = 1 << 20
     found = work(Request(cards=(Card(index=0, name="x"),), threads=1, when="x"), lambda share: None)
-    assert found.rates == () and sum("not enough memory" in note for note in found.notes) == len(KINDS)
+    assert found.rates == () and sum("not enough free memory" in note for note in found.notes) == len(KINDS)

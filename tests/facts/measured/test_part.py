@@ -85,26 +85,26 @@ def test_an_interrupt_right_after_the_start_leaves_no_process(monkeypatch: pytes
     assert started[0].returncode == -signal.SIGKILL
 
 
-def test_an_answer_that_is_none_is_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_invalid_answer_becomes_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def garbled(name: str, request: object, result: type[Record], *_: object, **__: object) -> Record:
         return from_json(result, b'{"no": "such field"}')
 
     monkeypatch.setattr("bedplate.facts.measured.measuring.run_part", garbled)
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
-    assert sum("is not a Result" in note for note in measure(HARDWARE).notes) == 4
+    assert sum("is not a valid Result" in note for note in measure(HARDWARE).notes) == 4
 
 
-def test_a_part_that_never_reads_its_request_is_no_trouble() -> None:
+def test_a_part_that_never_reads_its_request_is_handled() -> None:
     with started_by(sys.executable, "-c", "raise SystemExit(3)"), pytest.raises(OutsideFailed, match="exit code 3"):
         run_part("disk", ASKED, disk.Result)
 
 
-def test_an_interpreter_that_is_not_there() -> None:
-    with started_by("/nowhere/python"), pytest.raises(OutsideFailed, match="could not be started"):
+def test_a_missing_interpreter_is_reported() -> None:
+    with started_by("/nowhere/python"), pytest.raises(OutsideFailed, match="could not start"):
         run_part("disk", ASKED, disk.Result)
 
 
-def test_every_part_may_fail_and_the_rest_is_still_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_part_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fails(name: str, *_: object, **__: object) -> None:
         raise OutsideFailed(f"{name} failed: signal 9")
 
@@ -112,17 +112,17 @@ def test_every_part_may_fail_and_the_rest_is_still_told(monkeypatch: pytest.Monk
     (tmp_path / "home").write_text("a file where the folder should be")
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
     found = measure(HARDWARE)
-    for words in ("ram failed", "cuda failed", "matrix failed", "disk failed", "could not be written down"):
+    for words in ("ram failed", "cuda failed", "matrix failed", "disk failed", "could not be stored"):
         assert any(words in note for note in found.notes), words
     assert [check.name for check in found.instruction_sets] == list(HARDWARE.cpu.instruction_sets)
 
 
-def test_who_else_is_at_work_is_said() -> None:
+def test_other_processes_are_noted() -> None:
     assert disturbances(HARDWARE, 0.05) == ()
-    assert "other programs used 60% of the CPU" in disturbances(HARDWARE, 0.6)[0]
+    assert "other processes used 60% of the CPU" in disturbances(HARDWARE, 0.6)[0]
     first, second = HARDWARE.accelerators
     busy = replaced(HARDWARE, accelerators=(first, replaced(second, processes=(GpuProcess(pid=1), GpuProcess(pid=2)))))
-    assert disturbances(busy, 0.0) == ("2 other processes use GPU 1: its figures may be lower than when idle",)
+    assert disturbances(busy, 0.0) == ("2 other processes use GPU 1, so its figures may be too low",)
 
 
 def test_the_vendors_figure_is_kept_beside_the_measured_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ def test_the_vendors_figure_is_kept_beside_the_measured_one(monkeypatch: pytest.
     found = measure(replaced(HARDWARE, accelerators=cards))
     assert [gpu.spec_bytes_s for gpu in found.gpus] == [sheet, None]
     amd = replaced(HARDWARE, accelerators=(Accelerator(name="Radeon", vendor="amd"),))
-    assert "GPUs of amd are not measured: only NVIDIA's driver can be asked today" in measure(amd).notes
+    assert "GPUs of amd are not measured: bedplate can only measure NVIDIA GPUs" in measure(amd).notes
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     process = start(tmp_path)
     # The first children try instructions, then come the workers: one of these is what must not stay.
     wait_for(lambda: _worker(process) or process.poll() is not None, "a worker")

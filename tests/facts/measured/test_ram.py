@@ -20,23 +20,23 @@ GIB = 1 << 30
 CPU = Cpu(name="x", arch="x86_64", logical_cores=8, allowed_cores=8.0, allowed_physical_cores=4)
 
 
-def test_four_times_the_cache_and_at_least_256_mib() -> None:
+def test_the_buffer_is_four_times_the_cache_and_at_least_256_mib() -> None:
     assert buffer_bytes(300 * MIB, 23 * GIB) == 1200 * MIB
     assert buffer_bytes(8 * MIB, 23 * GIB) == buffer_bytes(None, 23 * GIB) == 256 * MIB
 
 
 @given(st.none() | st.integers(0, 1 << 40), st.integers(0, 1 << 50))
-def test_never_more_than_a_quarter_of_what_is_free(cache: int | None, free: int) -> None:
+def test_the_buffer_is_at_most_a_quarter_of_free_memory(cache: int | None, free: int) -> None:
     assert 0 <= buffer_bytes(cache, free) <= min(free // 4, ram.MOST_BYTES)
 
 
-def test_it_says_when_the_cache_may_have_helped() -> None:
+def test_possible_cache_hits_are_noted() -> None:
     assert doubts(1200 * MIB, 300 * MIB) == ()
-    assert "cache may have helped" in doubts(1199 * MIB, 300 * MIB)[0]
-    assert "not known" in doubts(1200 * MIB, None)[0]
+    assert "may include cache hits" in doubts(1199 * MIB, 300 * MIB)[0]
+    assert "is unknown" in doubts(1200 * MIB, None)[0]
 
 
-def test_the_last_level_is_what_counts_over_all_of_its_caches() -> None:
+def test_the_cache_size_is_the_sum_of_the_last_level() -> None:
     caches = (
         Cache(level=1, kind="instruction", bytes=32768, count=8, shared_by=1),
         Cache(level=2, kind="unified", bytes=MIB, count=8, shared_by=1),
@@ -84,7 +84,7 @@ def test_every_part_is_filled_read_and_copied_whole() -> None:
     assert slices._buffer[2 * slices.part] == 1
 
 
-def test_a_byte_that_should_not_be_there_is_noticed() -> None:
+def test_an_unexpected_byte_is_detected() -> None:
     slices = Slices(MIB, 1)
     slices.fill(0)
     slices._buffer[4096] = ram.ABSENT
@@ -109,7 +109,7 @@ def test_a_failing_job_is_raised_and_the_crew_still_ends() -> None:
         crew.round(job)
 
 
-def test_one_cpu_of_each_core_that_we_may_use() -> None:
+def test_one_cpu_of_each_allowed_core_is_used() -> None:
     found = physical_cpus()
     if not hasattr(os, "sched_getaffinity"):
         assert found == []
@@ -117,7 +117,7 @@ def test_one_cpu_of_each_core_that_we_may_use() -> None:
     assert found and set(found) <= os.sched_getaffinity(0)
 
 
-def test_pinning_is_the_threads_own() -> None:
+def test_pinning_affects_only_the_thread() -> None:
     if not hasattr(os, "sched_getaffinity"):
         pytest.skip("threads cannot be tied to a CPU on this operating system")
     before = os.sched_getaffinity(0)

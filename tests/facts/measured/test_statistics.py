@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bedplate.facts.measured.statistics import measured, rates, windows
 
 
-def test_the_median_with_the_slowest_and_the_fastest_as_its_band() -> None:
+def test_a_figure_is_the_median_with_the_extremes_as_range() -> None:
     figure = measured([30.0, 10.0, 20.0], "a copy, 2026-11-15")
     assert (figure.value, figure.low, figure.high, figure.basis) == (20.0, 10.0, 30.0, "measured")
     assert figure.source == "a copy, 2026-11-15, 3 repeats"
@@ -21,7 +21,7 @@ def test_the_value_lies_in_its_band(found: list[float]) -> None:
     assert figure.low <= figure.value <= figure.high
 
 
-def test_a_clock_that_stood_still_gives_no_rate() -> None:
+def test_a_duration_of_zero_gives_no_rate() -> None:
     assert rates(100, [2.0, 0.0, 4.0]) == [50.0, 25.0]
 
 

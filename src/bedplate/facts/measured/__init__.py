@@ -1,4 +1,4 @@
-"""Hardware, measured: what it really does, timed here and written down with date, driver and machine."""
+"""Hardware measurements of this machine, stored with date, driver and machine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["apply", "measure", "remembered"]
 
 
 def measure(hardware: Hardware, progress: Progress | None = None) -> Measurements:
-    """Times this machine, which takes seconds, and writes the figures down."""
+    """Measure this machine, which takes seconds, and store the figures."""
     from bedplate.facts.measured.measuring import measure as run
 
     return run(hardware, progress)
 
 
 def remembered(hardware: Hardware) -> Hardware:
-    """`hardware` with what was measured on this machine before, as long as its driver is still the same."""
+    """`hardware` with the stored measurements of this machine, if its driver is still the same."""
     found = recall(machine_of(hardware))
     return hardware if found is None else apply(hardware, found)

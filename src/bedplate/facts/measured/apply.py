@@ -1,4 +1,4 @@
-"""Measured figures put into a probed machine: what was measured here is trusted over any sheet."""
+"""Add measured figures to probed hardware. They take precedence over data sheets."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from bedplate.values.measurements import GpuBandwidth, Measurements
 
 
 def apply(hardware: Hardware, found: Measurements) -> Hardware:
-    """`hardware` with every figure that `found` has a measured value for; the rest stays as it was."""
+    """`hardware` with the measured figures of `found`; everything else stays unchanged."""
     ram = found.ram_all_cores
     gpus = {gpu.index: gpu for gpu in found.gpus}
     return replaced(
         hardware,
-        cpu=replaced(hardware.cpu, instruction_sets=_running(hardware.cpu.instruction_sets, found)),
+        cpu=replaced(hardware.cpu, instruction_sets=_without_broken(hardware.cpu.instruction_sets, found)),
         memory=replaced(hardware.memory, bandwidth_bytes_s=ram.read_bytes_s) if ram else hardware.memory,
         accelerators=tuple(_card(card, gpus.get(card.index)) for card in hardware.accelerators),
         links=_links(hardware.links, found),
@@ -21,8 +21,8 @@ def apply(hardware: Hardware, found: Measurements) -> Hardware:
     )
 
 
-def _running(advertised: tuple[str, ...], found: Measurements) -> tuple[str, ...]:
-    """An engine that is told of an instruction that does not run would die of it."""
+def _without_broken(advertised: tuple[str, ...], found: Measurements) -> tuple[str, ...]:
+    """The advertised instruction sets without those that do not run, because an engine would crash on them."""
     broken = {check.name for check in found.instruction_sets if check.result == "does not run"}
     return tuple(name for name in advertised if name not in broken)
 
@@ -36,23 +36,23 @@ def _broken(found: Measurements) -> tuple[str, ...]:
 
 
 def _card(card: Accelerator, gpu: GpuBandwidth | None) -> Accelerator:
-    # Decoding reads; where the reading kernel did not run, the copy is the nearest thing to it.
+    # Decoding reads memory. If the read kernel did not run, the copy is the closest figure.
     figure = (gpu.read_bytes_s or gpu.copy_bytes_s) if gpu and card.vendor == "nvidia" else None
     return replaced(card, bandwidth_bytes_s=figure) if figure else card
 
 
 def _links(links: tuple[Link, ...], found: Measurements) -> tuple[Link, ...]:
-    """Links get their measured figure, of one direction; those that nobody had named are added."""
+    """Set the measured figure of each link, one direction, and add unknown links."""
     figures: dict[frozenset[str], Figure] = {}
     for gpu in found.gpus:
         if gpu.to_device_pinned_bytes_s is not None:
             figures[frozenset({str(gpu.index), "host"})] = gpu.to_device_pinned_bytes_s
     for peer in found.peers:
         pair = frozenset({str(peer.source), str(peer.target)})
-        # Of the two directions the slower one is what a plan can count on.
+        # A plan can rely only on the slower direction.
         figures[pair] = min(peer.bytes_s, figures.get(pair, peer.bytes_s), key=lambda figure: figure.value)
     known = list(links)
-    # Where two cards have NVLink and PCIe between them, copies take NVLink.
+    # If two cards have both NVLink and PCIe between them, copies use NVLink.
     for place in sorted(range(len(known)), key=lambda place: known[place].kind == "pcie"):
         figure = figures.pop(frozenset({known[place].a, known[place].b}), None)
         if figure is not None:

@@ -1,4 +1,4 @@
-"""What was measured before: one file under BEDPLATE_HOME, an entry for each machine and driver that it has seen."""
+"""Stored measurements: one file under BEDPLATE_HOME, with an entry per machine and driver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cache_path() -> Path:
 
 
 def machine_of(hardware: Hardware, kernel: str | None = None) -> Machine:
-    """What the figures depend on. A folder may be shared by several machines, and a machine get another driver."""
+    """What the figures depend on. Machines may share a folder, and a machine's driver may change."""
     return Machine(
         os=hardware.os,
         kernel=kernel if kernel is not None else platform.release(),
@@ -40,16 +40,16 @@ def machine_of(hardware: Hardware, kernel: str | None = None) -> Machine:
 
 
 def recall(machine: Machine) -> Measurements | None:
-    """The newest entry of this very machine; a file that cannot be read is as good as none."""
+    """The newest entry of this machine. An unreadable file counts as empty."""
     return next((entry for entry in _read().entries if entry.machine == machine), None)
 
 
 def remember(measurements: Measurements) -> Path:
-    """Puts an entry in the place of older ones of the same machine; readers see the old file or the new one."""
+    """Replace older entries of the same machine. Readers see either the old file or the new one."""
     path = cache_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path, "writing down what it measured"):
+        with locked(path, "storing measurements"):
             others = (entry for entry in _read().entries if entry.machine != measurements.machine)
             content = Remembered(entries=(measurements, *others)[:MOST_ENTRIES])
             _replace(path, to_json(content))
@@ -80,5 +80,5 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _gpu(card: Accelerator) -> str:
-    # Not the UUID: figures are those of the kind of card, and slices get new ones.
+    # Not the UUID: the figures hold for the kind of card, and slices get new UUIDs.
     return f"{card.index} {card.name}, {card.memory_bytes} bytes, driver {card.driver_version}"

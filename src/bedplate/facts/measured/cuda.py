@@ -1,6 +1,6 @@
-"""GPU memory and link bandwidth, through the CUDA driver alone.
+"""GPU memory and link bandwidth, measured through the CUDA driver.
 
-Decoding a token is reading weights, so a kernel that only reads is timed beside the copy that everyone quotes.
+Decoding reads the weights, so a read-only kernel is measured in addition to the usual copy.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ SHARE_OF_FREE = 0.4
 HOST_BUFFER_BYTES = 256 * MIB
 SAMPLES = 9
 SAMPLE_S = 0.02
-"""Long beside the clock's grain and a launch's cost, short enough to take several."""
+"""Long compared with the clock's resolution and a kernel launch, and short enough for several samples."""
 WARM_UP_S = 0.1
-"""Cards lower their clocks when idle and take a while to come back."""
+"""Idle cards lower their clocks and take a moment to raise them."""
 PEER_SAMPLES, PEER_WARM_UP_S = 5, 0.03
-"""Eight cards have 56 pairs."""
+"""Short, because eight cards have 56 pairs."""
 MOST_IN_A_SAMPLE = 200
 BLOCK_THREADS, BLOCKS_EACH, UNROLLED = 256, 8, 4
 VECTOR_BYTES = 16
 FILL = 3
-# Each thread adds up 16-byte vectors that are as far apart as there are threads, four loads in flight at a time, and
-# leaves its sum where the host can check that everything was read.
+# Each thread sums 16-byte vectors at a stride of the thread count, with four loads in flight. It stores its sum, so
+# that the host can check that everything was read.
 READ_PTX = b"""
 .version 4.1
 .target sm_52
@@ -106,7 +106,7 @@ loop:
 
 
 class Card(Record, frozen=True, kw_only=True):
-    """An accelerator as the probe knows it."""
+    """An accelerator as the probe reports it."""
 
     index: int
     name: str
@@ -136,12 +136,12 @@ def work(asked: Request, tell: Callable[[float], None]) -> Result:
     try:
         library = load()
     except OSError as error:
-        return Result(notes=(f"GPU bandwidth is not measured: the driver's library cannot be loaded ({error})",))
+        return Result(notes=(f"GPU bandwidth is not measured: cannot load the driver's library ({error})",))
     return measure_cards(library, asked, tell)
 
 
 def measure_cards(library: Any, asked: Request, tell: Callable[[float], None]) -> Result:
-    """All cards one after the other, then the pairs; a card that refuses is a note."""
+    """Measure all cards one after the other, then the pairs. A card that fails becomes a note."""
     try:
         driver = Driver(library)
         pairs = matched(asked.cards, [(device, driver.uuid(device)) for device in driver.devices()])
@@ -156,7 +156,7 @@ def measure_cards(library: Any, asked: Request, tell: Callable[[float], None]) -
     try:
         with ExitStack() as stack:
             if len(there) > 1:
-                # Contexts take long to make, and every card has many pairs.
+                # Creating a context is slow, and every card is in many pairs.
                 for _, device in there:
                     stack.enter_context(driver.context(device))
             peers = measure_peers(driver, there, asked.when, notes)
@@ -168,7 +168,7 @@ def measure_cards(library: Any, asked: Request, tell: Callable[[float], None]) -
 
 
 def matched(cards: Sequence[Card], devices: Sequence[tuple[int, str | None]]) -> list[tuple[Card, int | None]]:
-    """Each card's number in CUDA, which may count in another order: by UUID, else by position where counts agree."""
+    """Each card's CUDA device, which may be in another order: by UUID, else by position if the counts agree."""
     by_uuid = {uuid: device for device, uuid in devices if uuid}
     found = []
     for position, card in enumerate(cards):
@@ -181,13 +181,13 @@ def matched(cards: Sequence[Card], devices: Sequence[tuple[int, str | None]]) ->
 
 
 def buffer_bytes(free_bytes: int, buffers: int) -> int | None:
-    """Of each of `buffers`: at most 40 % of what is free in all; `None` when that is too little to mean anything."""
+    """Size of each of `buffers`: together at most 40 % of the free memory; `None` if that is too small to measure."""
     size = min(MOST_BUFFER_BYTES, int(free_bytes * SHARE_OF_FREE) // buffers) // MIB * MIB
     return size if size >= LEAST_BUFFER_BYTES else None
 
 
 def theoretical_bytes_s(clock_khz: int | None, bus_bits: int | None) -> int | None:
-    """Every memory of these cards moves data twice in a cycle of the clock that the driver states."""
+    """The memory of these cards transfers data twice per cycle of the driver's clock."""
     return clock_khz * 1000 * 2 * bus_bits // 8 if clock_khz and bus_bits else None
 
 
@@ -198,7 +198,7 @@ def durations(
     samples: int = SAMPLES,
     warm_up_s: float = WARM_UP_S,
 ) -> list[float]:
-    """Seconds for one `ask`, from samples that each repeat it, after a warm-up that does not count."""
+    """Seconds for one `ask`, from samples that each repeat it, after an uncounted warm-up."""
     once_s = warm_s = elapsed(ask)
     for _ in range(MOST_IN_A_SAMPLE):
         if warm_s >= warm_up_s:
@@ -277,7 +277,7 @@ class Bench:
         return {"read_bytes_s": measured(rates(size, took), f"kernel that reads {memory(size)}, {self.source}")}
 
     def _check_sums(self, sums: int, threads: int, rounds: int) -> None:
-        """Every thread must have added up all that it was given: bandwidth of what was not read is no bandwidth."""
+        """Check every thread's sum, to prove that all data was read."""
         answers = (ctypes.c_uint32 * threads)()
         self.driver.call("cuMemcpyDtoHAsync_v2", ctypes.addressof(answers), sums, 4 * threads, None)
         self.driver.call("cuCtxSynchronize")
@@ -302,10 +302,10 @@ class Bench:
         with ExitStack() as stack, mmap.mmap(-1, size) as buffer:
             view = (ctypes.c_char * size).from_buffer(buffer)
             host = ctypes.addressof(view)
-            del view  # it would keep the buffer from being closed
+            del view  # it would keep the buffer open
             device = stack.enter_context(self.driver.memory(size))
             ctypes.memset(host, FILL, size)
-            # The host takes part in these copies, so it is the host's clock that counts.
+            # The host takes part in these copies, so the host's clock counts.
             to = durations(self._wall, lambda: self.driver.call("cuMemcpyHtoDAsync_v2", device, host, size, None))
             back = durations(self._wall, lambda: self.driver.call("cuMemcpyDtoHAsync_v2", host, device, size, None))
         return self._transfers("pageable", size, to, back)
@@ -339,7 +339,7 @@ class Bench:
 def measure_peers(
     driver: Driver, cards: Sequence[tuple[Card, int]], when: str, notes: list[str]
 ) -> tuple[PeerBandwidth, ...]:
-    """Copies between each pair that can reach each other's memory, in both directions, one at a time."""
+    """Copies between each pair with peer access, in both directions, one at a time."""
     found = []
     apart = []
     for source, source_device in cards:
@@ -357,9 +357,7 @@ def measure_peers(
                 continue
             found.append(PeerBandwidth(source=source.index, target=target.index, bytes_s=figure))
     if apart:
-        notes.append(
-            f"GPUs that cannot reach each other's memory, so their traffic goes through the host: {', '.join(apart)}"
-        )
+        notes.append(f"GPUs without peer access, whose traffic goes through the host: {', '.join(apart)}")
     return tuple(found)
 
 
@@ -390,7 +388,7 @@ def peer_figure(driver: Driver, source: int, target: int, when: str) -> Figure:
             samples=PEER_SAMPLES,
             warm_up_s=PEER_WARM_UP_S,
         )
-        # Freed while their own contexts stand: the stack unwinds in the opposite order.
+        # Free the buffers while their contexts are current: the stack unwinds in reverse order.
         return measured(
             rates(size, took), f"copy of {memory(size)} in one direction, CUDA driver {driver.version()}, {when}"
         )

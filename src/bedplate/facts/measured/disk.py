@@ -1,6 +1,6 @@
-"""How fast the disk of the model folder reads, past the operating system's cache.
+"""Read speed of the disk with the model folder, without the operating system's cache.
 
-Several readers at once, as engines load weights; one alone leaves a fast disk idle between requests.
+Several readers run at once, as in engines that load weights. A single one leaves a fast disk idle between requests.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def work(asked: Request, tell: Callable[[float], None]) -> Result:
         with opened(folder) as (descriptor, file_bytes, what):
             how = uncached(descriptor)
             if how is None:
-                return Result(notes=(f"disk speed is not measured: the cache cannot be passed by in {folder}",))
+                return Result(notes=(f"disk speed is not measured: the cache cannot be bypassed in {folder}",))
             tell(0.3)
             began = time.perf_counter()
             ends = read_blocks(descriptor, file_bytes, lambda share: tell(0.3 + 0.7 * share))
     except OSError as error:
         return Result(notes=(f"disk speed is not measured: {folder}: {error.strerror or error}",))
     found = windows(ends, began, WINDOWS)
-    found = found[1:] or found  # the first has the readers' start in it, and the disk's own cache
+    found = found[1:] or found  # the first one includes the start of the readers and the disk's own cache
     if not found:
         return Result(notes=("disk speed is not measured: nothing could be read",))
     source = f"{what}, {how}, {READERS} readers of {size(BLOCK_BYTES)}, {asked.when}"
@@ -75,7 +75,7 @@ def work(asked: Request, tell: Callable[[float], None]) -> Result:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[tuple[int, int, str]]:
-    """A large file of the folder: a model, or else one of our own that has no name and so cannot be left behind."""
+    """A large file of the folder: a model, or else a temporary unnamed file, which cannot be left behind."""
     if model := largest(folder):
         descriptor = os.open(model, os.O_RDONLY)
         try:
@@ -85,17 +85,17 @@ def opened(folder: Path) -> Iterator[tuple[int, int, str]]:
         return
     free = shutil.disk_usage(folder).free
     if free < 4 * OWN_FILE_BYTES:
-        raise OSError(f"only {size(free)} are free, too little to write a file to read")
+        raise OSError(f"only {size(free)} are free, too little for a test file")
     with tempfile.TemporaryFile(dir=folder, prefix=".measure-") as file:
         for _ in range(OWN_FILE_BYTES // BLOCK_BYTES):
-            file.write(os.urandom(BLOCK_BYTES))  # a disk that compresses or finds repeats must not look fast
+            file.write(os.urandom(BLOCK_BYTES))  # random, so that compression or deduplication has no effect
         file.flush()
         os.fsync(file.fileno())
         yield file.fileno(), OWN_FILE_BYTES, "a file of random bytes"
 
 
 def largest(folder: Path) -> Path | None:
-    """The largest file below `folder` that is worth reading."""
+    """The largest file under `folder` that is large enough to measure."""
     best: tuple[int, Path] | None = None
     for place, _, names in os.walk(folder):
         for name in names:
@@ -108,7 +108,7 @@ def largest(folder: Path) -> Path | None:
 
 
 def uncached(descriptor: int) -> str | None:
-    """Makes reads of `descriptor` go to the disk, and says how; `None` where they cannot be made to."""
+    """Make reads of `descriptor` bypass the cache. Returns how; `None` if it is not possible."""
     if sys.platform == "win32":
         return None
     import fcntl
@@ -121,7 +121,7 @@ def uncached(descriptor: int) -> str | None:
         os.preadv(descriptor, [mmap.mmap(-1, mmap.PAGESIZE)], 0)
         return "O_DIRECT"
     except OSError:
-        # Some file systems take the flag and refuse the read.
+        # Some file systems accept the flag but fail the read.
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -131,7 +131,7 @@ def uncached(descriptor: int) -> str | None:
 
 
 def read_blocks(descriptor: int, file_bytes: int, tell: Callable[[float], None]) -> list[tuple[float, int]]:
-    """When each block was read, and its size; whole blocks only, since direct reads must be aligned."""
+    """The end time and size of each read. Only whole blocks, because direct reads must be aligned."""
     offsets = iter(range(0, min(file_bytes, MOST_BYTES) // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES))
     planned = max(1, min(file_bytes, MOST_BYTES) // BLOCK_BYTES)
     ends: list[tuple[float, int]] = []
@@ -140,7 +140,7 @@ def read_blocks(descriptor: int, file_bytes: int, tell: Callable[[float], None])
     deadline = time.perf_counter() + MOST_S
 
     def read() -> None:
-        block = mmap.mmap(-1, BLOCK_BYTES)  # aligned to a page, as direct reads need it
+        block = mmap.mmap(-1, BLOCK_BYTES)  # page-aligned, as direct reads require
         while time.perf_counter() < deadline and not failures:
             with lock:
                 offset = next(offsets, None)
@@ -166,7 +166,7 @@ def read_blocks(descriptor: int, file_bytes: int, tell: Callable[[float], None])
 
 
 def file_system(folder: Path) -> str | None:
-    """The kind of file system that holds `folder`, on Linux."""
+    """The file system type of `folder`, on Linux."""
     try:
         text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
         return file_system_of(text, str(folder.resolve()))
@@ -175,7 +175,7 @@ def file_system(folder: Path) -> str | None:
 
 
 def file_system_of(mountinfo: str, path: str) -> str | None:
-    """From Linux's mountinfo: the deepest mount above `path`, and of those at one place the last."""
+    """From Linux's mountinfo: the deepest mount above `path`; of several at one path, the last."""
     best, kind = "", None
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")

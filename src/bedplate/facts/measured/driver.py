@@ -1,4 +1,4 @@
-"""The CUDA driver's own library through ctypes: the few calls that timing copies takes. No toolkit, no torch."""
+"""The CUDA driver library through ctypes: the few calls for timing copies. It needs neither the toolkit nor torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 LIBRARIES = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
 Pointer = c_uint64
-"""A device address: 64 bits everywhere, and not one of ours."""
+"""A device address: 64 bits on every platform, not a host pointer."""
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (POINTER(c_int),),
@@ -48,41 +48,41 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, POINTER(c_void_p), POINTER(c_void_p)),
 }
 MULTIPROCESSORS, MEMORY_CLOCK_KHZ, MEMORY_BUS_BITS = 16, 36, 37
-# What the codes of cuda.h mean to somebody who only wants a figure.
+# Explanations of the error codes in cuda.h.
 EXPLANATIONS = {
-    2: "not enough memory is free on it",
-    34: "only the toolkit's stub of the driver's library is here, not the driver",
+    2: "it has not enough free memory",
+    34: "only the toolkit's stub library is installed, not the driver",
     35: "the driver is older than its library",
     46: "it is in exclusive or prohibited compute mode, or another process holds it",
     100: "the driver sees no GPU",
-    101: "the driver does not know this device",
+    101: "the driver does not list this device",
     201: "its context is not usable",
-    214: "its memory has an error that cannot be corrected",
-    218: "the driver did not take the kernel's text",
-    222: "the driver is too old for the kernel's text",
-    700: "the kernel read where it must not",
-    702: "the kernel took too long for the system that shows its screen",
+    214: "its memory has an uncorrectable ECC error",
+    218: "the driver rejected the kernel's PTX",
+    222: "the driver is too old for the kernel's PTX",
+    700: "the kernel accessed an illegal address",
+    702: "the kernel ran into the display's time limit",
     719: "the kernel failed",
     801: "the driver does not support it",
-    802: "the system is not ready: is the fabric manager running?",
-    803: "the driver and its library are of different versions: reboot",
-    804: "the compatibility library in front of the driver does not work with this GPU",
-    999: "the driver does not know why",
+    802: "the system is not ready: check that the fabric manager is running",
+    803: "the driver and its library have different versions: reboot",
+    804: "the CUDA compatibility library does not support this GPU",
+    999: "unknown error",
 }
 ALREADY_ENABLED = 704
 
 
 class CudaError(Exception):
-    """A call that the driver refused."""
+    """A failed driver call."""
 
     def __init__(self, call: str, code: int, name: str | None = None) -> None:
         self.call, self.code = call, code
-        what = EXPLANATIONS.get(code, "the driver refused")
+        what = EXPLANATIONS.get(code, "the driver reported an error")
         super().__init__(f"{what} ({call}: {name or f'error {code}'})")
 
 
 def load() -> Any:
-    """The driver's library with its calls typed; raises OSError where there is none."""
+    """The driver library with typed calls. Raises OSError if there is none."""
     failure: OSError | None = None
     for name in LIBRARIES:
         try:
@@ -91,7 +91,7 @@ def load() -> Any:
             failure = failure or error
             continue
         for call, types in SIGNATURES.items():
-            with contextlib.suppress(AttributeError):  # an old driver; whoever calls it is told
+            with contextlib.suppress(AttributeError):  # an old driver; calling the function reports it
                 function = getattr(library, call)
                 function.argtypes, function.restype = types, c_int
         return library
@@ -99,7 +99,7 @@ def load() -> Any:
 
 
 class Driver:
-    """The calls, with refusals as exceptions and what is taken given back."""
+    """The driver's calls. Errors become exceptions, and resources are released."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -126,7 +126,7 @@ class Driver:
         return text.value.decode(errors="replace")
 
     def uuid(self, device: int) -> str | None:
-        """The 32 hexadecimal digits; `None` where the driver is too old to say."""
+        """The 32 hexadecimal digits; `None` if the driver is too old."""
         raw = ctypes.create_string_buffer(16)
         try:
             self.call("cuDeviceGetUuid_v2" if hasattr(self._library, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid",
@@ -142,7 +142,7 @@ class Driver:
             return None
 
     def version(self) -> str:
-        """The newest CUDA that the driver runs."""
+        """The newest CUDA version that the driver supports."""
         try:
             number = self.number("cuDriverGetVersion")
         except CudaError:
@@ -151,7 +151,7 @@ class Driver:
 
     @contextlib.contextmanager
     def context(self, device: int) -> Iterator[c_void_p]:
-        """The device's own context, current for as long as this lasts."""
+        """The device's primary context, current within the block."""
         handle = c_void_p()
         self.call("cuDevicePrimaryCtxRetain", byref(handle), device)
         try:
@@ -167,7 +167,7 @@ class Driver:
 
     @contextlib.contextmanager
     def memory(self, size: int) -> Iterator[int]:
-        """Plain device memory. Never managed: that may take more than there is, and hang the card with it."""
+        """Plain device memory. Managed memory could exceed the card's memory and hang it."""
         address = Pointer()
         self.call("cuMemAlloc_v2", byref(address), size)
         try:
@@ -186,7 +186,7 @@ class Driver:
 
     @contextlib.contextmanager
     def function(self, text: bytes, name: bytes) -> Iterator[c_void_p]:
-        """A kernel from PTX, which the driver compiles for the card at hand."""
+        """A kernel from PTX, which the driver compiles for the card."""
         module, function = c_void_p(), c_void_p()
         self.call("cuModuleLoadData", byref(module), text)
         try:
@@ -201,7 +201,7 @@ class Driver:
 
     @contextlib.contextmanager
     def stopwatch(self) -> Iterator[Callable[[Callable[[], None]], float]]:
-        """A function that says how many seconds the device spent on what another one asks of it."""
+        """A function that measures the device time of the calls that another function makes."""
         start, end = c_void_p(), c_void_p()
         self.call("cuEventCreate", byref(start), 0)
         try:
@@ -223,7 +223,7 @@ class Driver:
                     self._quietly("cuEventDestroy_v2", event)
 
     def _quietly(self, name: str, *arguments: Any) -> None:
-        """On the way out, after a failure, every call fails; the first failure is the one to report."""
+        """Ignore errors of clean-up calls: after a failure every call fails, and only the first failure is reported."""
         with contextlib.suppress(CudaError):
             self.call(name, *arguments)
 

@@ -26,7 +26,7 @@ class NotTried(Exception):
 
 
 def leave_no_core() -> None:
-    """A crash is an answer here, not something to report: no core file, and nothing in the system's crash log."""
+    """Write no core file and no crash log: a crash is an expected result here."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -35,7 +35,7 @@ def leave_no_core() -> None:
 
 
 def ask_for_amx() -> None:
-    """Linux gives the tiles' large registers only to processes that ask."""
+    """Linux enables the large tile registers only for processes that request them."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0:
         code = ctypes.get_errno()
@@ -43,19 +43,19 @@ def ask_for_amx() -> None:
 
 
 def execute(code: bytes) -> int:
-    """The value that `code`, a function without arguments, returns."""
+    """The return value of `code`, a function without arguments."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    size = 1 << 16  # a whole number of pages, whatever their size
+    size = 1 << 16  # a multiple of every page size
     page = libc.mmap(None, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
     if page in (None, ctypes.c_void_p(-1).value):
-        raise NotTried(f"no memory for machine code ({errno.errorcode.get(ctypes.get_errno(), '?')})")
+        raise NotTried(f"cannot allocate memory for machine code ({errno.errorcode.get(ctypes.get_errno(), '?')})")
     ctypes.memmove(page, code, len(code))
-    # Never writable and executable at once: that is what hardened systems forbid first.
+    # Never writable and executable at once, which hardened systems forbid.
     if libc.mprotect(page, size, PROT_READ | PROT_EXEC) != 0:
-        raise NotTried(f"memory may not be made executable here ({errno.errorcode.get(ctypes.get_errno(), '?')})")
+        raise NotTried(f"this system does not allow executable memory ({errno.errorcode.get(ctypes.get_errno(), '?')})")
     if sys.platform == "darwin":
         libc.sys_icache_invalidate(ctypes.c_void_p(page), ctypes.c_size_t(len(code)))
     return int(ctypes.CFUNCTYPE(ctypes.c_uint32)(page)())
@@ -71,7 +71,7 @@ def main() -> int:
         sys.stderr.write(f"{reason}\n")
         return NOT_TRIED
     except PermissionError as refusal:
-        sys.stderr.write(f"the kernel does not give this process the tiles' registers ({refusal.strerror})\n")
+        sys.stderr.write(f"the kernel does not allow this process to use the AMX tile registers ({refusal.strerror})\n")
         return 1
     return 0
 

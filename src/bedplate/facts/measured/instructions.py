@@ -1,8 +1,8 @@
-"""Whether the instruction sets that a CPU advertises really run, by running one instruction of each.
+"""Check whether a CPU's advertised instruction sets run, by executing one instruction of each.
 
-A hypervisor, an emulator or an operating system may advertise what it then does not let run, and an engine that
-believes it dies with an illegal instruction. The code below was assembled by GNU as; each piece is a function without
-arguments that touches only registers which it may, and returns a number that only the real instruction gives.
+A hypervisor, an emulator or an operating system may advertise an instruction set that it does not run. An engine that
+uses it crashes with an illegal instruction. GNU as assembled the code below. Each snippet is a function without
+arguments that uses only caller-saved registers and returns a number that only the real instruction produces.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ X86 = {
         needs="amx",
     ),
 }
-# Held against QEMU: these values on a CPU that has them all, and SIGILL for all but NEON on a Cortex-A53.
+# Checked with QEMU: these values on a CPU with all of them, and SIGILL for all but NEON on a Cortex-A53.
 ARM = {
     "neon": Snippet("6004004f0084a04e003c1c0ec0035fd6", 6, "add v.4s: 3 + 3"),
     "dotprod": Snippet("60e4004fa1e4004f0204004f0294816e403c1c0ec0035fd6", 60, "udot: 4 × 3·5"),
@@ -116,9 +116,9 @@ def snippets(arch: str) -> dict[str, Snippet]:
 
 def check(name: str, snippet: Snippet | None) -> InstructionSetCheck:
     if snippet is None:
-        return InstructionSetCheck(name=name, result="not tried", why="bedplate has no instruction of it at hand")
+        return InstructionSetCheck(name=name, result="not tried", why="bedplate has no test instruction for it")
     if sys.platform == "win32":
-        return InstructionSetCheck(name=name, result="not tried", why="not done on this operating system")
+        return InstructionSetCheck(name=name, result="not tried", why="not supported on this operating system")
     script = Path(__file__).with_name("execute.py")
     command = [sys.executable, "-I", "-S", str(script), snippet.code, *filter(None, [snippet.needs])]
     try:
@@ -129,7 +129,7 @@ def check(name: str, snippet: Snippet | None) -> InstructionSetCheck:
 
 
 def conclude(name: str, snippet: Snippet, code: int, printed: bytes, errors: bytes) -> InstructionSetCheck:
-    """From how the process that tried it ended."""
+    """Judge how the process that ran the snippet ended."""
     said = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
     if code == NOT_TRIED:
         return InstructionSetCheck(name=name, result="not tried", why=said)

@@ -1,6 +1,6 @@
-"""Matrix products by data type, where a library for them is at hand: cuBLAS for NVIDIA's cards, numpy for the CPU.
+"""Matrix products by data type, if a library is available: cuBLAS for NVIDIA's cards, numpy for the CPU.
 
-Nothing is installed for this: a figure that is absent stays absent.
+Nothing is installed for this. Without a library there is no figure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GPU_SIZE, GPU_SIZE_PLAIN, CPU_SIZE = 8192, 4096, 2048
 SHARE_OF_FREE = 0.4
 CPU_SAMPLES, CPU_BUDGET_S = 5, 1.0
 NOISE_BYTES = 8 * MIB
-# Numbers of cuBLAS's and CUDA's public headers.
+# Constants of the public cuBLAS and CUDA headers.
 R_32F, R_16F, R_8I, R_32I, R_16BF = 0, 2, 3, 10, 14
 COMPUTE_32F, COMPUTE_32I, COMPUTE_32F_FAST_TF32 = 68, 72, 77
 OP_N, OP_T = 0, 1
@@ -38,7 +38,7 @@ CUBLAS_ERRORS = {
     1: "not initialized",
     3: "out of memory",
     7: "invalid value",
-    8: "not for this GPU",
+    8: "not supported on this GPU",
     13: "execution failed",
     14: "internal error",
     15: "not supported",
@@ -47,7 +47,7 @@ CUBLAS_ERRORS = {
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One product: what goes in, what comes out, and how it is added up."""
+    """One matrix product: its input, output and accumulator types."""
 
     name: str
     size: int
@@ -93,15 +93,15 @@ def work(asked: Request, tell: Callable[[float], None]) -> Result:
 
 
 def operations(size: int) -> int:
-    """A multiplication and an addition for each of size³ terms."""
+    """One multiplication and one addition for each of size³ terms."""
     return 2 * size**3
 
 
 def noise(kind: Kind) -> bytes:
-    """Random values around one. Zeros would need less power, and so run faster than any real weights."""
+    """Random values around one. Zeros need less power, so they would run faster than real weights."""
     raw = bytearray(os.urandom(NOISE_BYTES))
     if kind.input_bytes > 1:
-        # The last byte of each holds sign and exponent: ± 0.5 to 2, whatever the others are.
+        # The last byte holds sign and exponent, which gives ± 0.5 to 2 whatever the other bytes are.
         tops = (0x38, 0x3C, 0xB8, 0xBC) if kind.input == R_16F else (0x3F, 0xBF)
         table = bytes(tops[byte % len(tops)] for byte in range(256))
         raw[kind.input_bytes - 1 :: kind.input_bytes] = raw[kind.input_bytes - 1 :: kind.input_bytes].translate(table)
@@ -112,13 +112,15 @@ def noise(kind: Kind) -> bytes:
 
 
 def cpu_rates(asked: Request, notes: list[str]) -> Iterator[MatrixRate]:
-    # As many threads as we may use at once: more only wait for each other.
+    # As many threads as may run at once. More would only wait for each other.
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(variable, str(asked.threads))
     try:
         import numpy
     except Exception as error:
-        reason = "no library at hand" if isinstance(error, ModuleNotFoundError) else f"numpy does not load ({error})"
+        reason = (
+            "no library is available" if isinstance(error, ModuleNotFoundError) else f"numpy does not load ({error})"
+        )
         notes.append(f"matrix products on the CPU are not measured: {reason}")
         return
     random = numpy.random.default_rng(0)
@@ -194,7 +196,7 @@ def card_rates(
 
 
 def product(driver: Driver, library: Any, handle: c_void_p, kind: Kind) -> list[float]:
-    """Seconds for one product, by repeats."""
+    """Seconds for one product, in repeats."""
     size = kind.size
     input_bytes, output_bytes = size * size * kind.input_bytes, size * size * OUTPUT_BYTES[kind.output]
     if 2 * input_bytes + output_bytes > driver.free_bytes() * SHARE_OF_FREE:
@@ -222,7 +224,7 @@ def product(driver: Driver, library: Any, handle: c_void_p, kind: Kind) -> list[
 
 
 def libraries() -> Iterator[Path]:
-    """cuBLAS wherever it tends to be: this interpreter's packages, the engines' environments, the toolkit."""
+    """cuBLAS in its usual places: this interpreter's packages, the engines' environments, the toolkit."""
     names = ("cublas64_*.dll",) if sys.platform == "win32" else ("libcublas.so.*", "libcublas.so")
     roots = [Path(place) for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
     roots += sorted(engines_dir().glob("*/*/lib/python*/site-packages"))
@@ -242,7 +244,7 @@ def major_version(path: Path) -> int | None:
 
 
 def open_first(paths: Sequence[Path], cuda_major: int) -> tuple[Any, Path]:
-    """The newest that this driver can run; it needs cublasLt from its own folder, loaded before."""
+    """Load the newest library that this driver supports, after cublasLt from the same folder."""
     usable = [path for path in paths if (major_version(path) or cuda_major) <= cuda_major]
     for path in sorted(usable, key=lambda path: major_version(path) or 0, reverse=True):
         beside = path.with_name(path.name.replace("cublas", "cublasLt"))
@@ -252,7 +254,7 @@ def open_first(paths: Sequence[Path], cuda_major: int) -> tuple[Any, Path]:
             return typed(ctypes.CDLL(str(path))), path
         except (OSError, AttributeError):
             continue
-    raise OSError("no library at hand")
+    raise OSError("no library is available")
 
 
 def typed(library: Any) -> Any:

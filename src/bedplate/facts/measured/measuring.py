@@ -1,4 +1,4 @@
-"""All parts, one after the other: they would disturb each other side by side."""
+"""Run all measurements one after the other, because they would disturb each other."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bedplate.values import Hardware, Record, replaced
 from bedplate.values.measurements import GpuBandwidth, Measurements
 
 BUSY_SHARE = 0.15
-"""Of all CPUs. A desktop that nobody touches stays below this."""
+"""Share of all CPUs. An idle desktop stays below it."""
 R = TypeVar("R", bound=Record)
 
 
 def measure(hardware: Hardware, progress: Progress | None = None) -> Measurements:
-    """Times this machine, which takes seconds, and writes the figures down; a part that fails is a note."""
+    """Measure this machine, which takes seconds, and store the figures. A part that fails becomes a note."""
     progress = progress or Silent()
     notes = list(disturbances(hardware, _busy_share()))
     began = time.monotonic()
@@ -35,7 +35,7 @@ def measure(hardware: Hardware, progress: Progress | None = None) -> Measurement
         with progress.step(label, 100) as update:
             return _tried(lambda: run_part(name, request, result, update, limit_s=limit_s), empty, label, notes)
 
-    with progress.step("trying instruction sets", max(1, len(cpu.instruction_sets))) as update:
+    with progress.step("checking instruction sets", max(1, len(cpu.instruction_sets))) as update:
         checks = check_instruction_sets(cpu.instruction_sets, cpu.arch, update)
     memory = part("measuring RAM bandwidth", "ram", ram.request(cpu, free, when), ram.Result, ram.Result())
     gpus = cuda.Result()
@@ -62,30 +62,28 @@ def measure(hardware: Hardware, progress: Progress | None = None) -> Measurement
         peers=gpus.peers,
         matrix=products.rates,
         disk=reads.disk,
-        notes=(*notes, *memory.notes, *gpus.notes, *products.notes, *reads.notes, *_left_out(hardware)),
+        notes=(*notes, *memory.notes, *gpus.notes, *products.notes, *reads.notes, *_note_unmeasured(hardware)),
     )
     try:
         remember(found)
     except OutsideFailed as error:
         unkept = (
-            f"the figures could not be written down, so they will not be remembered: {error.message} ({error.cause})"
+            f"the figures could not be stored, so the next probe will not have them: {error.message} ({error.cause})"
         )
         return replaced(found, notes=(*found.notes, unkept))
     return found
 
 
 def disturbances(hardware: Hardware, busy_share: float) -> tuple[str, ...]:
-    """Who else is at work here: what is measured beside others is less than what the machine can do."""
+    """Other processes on this machine, which make the measured figures too low."""
     found = []
     if busy_share >= BUSY_SHARE:
-        found.append(
-            f"other programs used {busy_share:.0%} of the CPU just before: figures may be lower than when idle"
-        )
+        found.append(f"other processes used {busy_share:.0%} of the CPU just before, so figures may be too low")
     for card in hardware.accelerators:
         if card.processes:
             count = len(card.processes)
             others = "another process uses" if count == 1 else f"{count} other processes use"
-            found.append(f"{others} GPU {card.index}: its figures may be lower than when idle")
+            found.append(f"{others} GPU {card.index}, so its figures may be too low")
     return tuple(found)
 
 
@@ -110,7 +108,7 @@ def _beside_specs(gpus: tuple[GpuBandwidth, ...], hardware: Hardware) -> tuple[G
     return tuple(replaced(gpu, spec_bytes_s=specs.get(gpu.index)) for gpu in gpus)
 
 
-def _left_out(hardware: Hardware) -> tuple[str, ...]:
-    """What this machine has and nothing here can time yet."""
+def _note_unmeasured(hardware: Hardware) -> tuple[str, ...]:
+    """Accelerators of this machine that bedplate cannot measure yet."""
     others = sorted({card.vendor for card in hardware.accelerators} - {"nvidia"})
-    return tuple(f"GPUs of {vendor} are not measured: only NVIDIA's driver can be asked today" for vendor in others)
+    return tuple(f"GPUs of {vendor} are not measured: bedplate can only measure NVIDIA GPUs" for vendor in others)

@@ -1,4 +1,4 @@
-"""Each timed part runs in a process of its own: what it allocates, crashes or hangs on ends with that process."""
+"""Run each measurement in its own process, so that its memory, crashes and hangs end with that process."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def run_part(
     *,
     limit_s: float = 60.0,
 ) -> R:
-    """What the part `name` of worker.py answers to `request`; `update` hears how far it is, in hundredths."""
+    """Run the part `name` of worker.py on `request`. `update` receives the progress in percent."""
     import msgspec
 
     late = threading.Event()
     process: subprocess.Popen[bytes] | None = None
-    # A thread of its own watches the clock, since reading the next line may never return. It is a daemon, so that an
-    # interrupt at any point here leaves nothing that Python would wait for.
+    # A separate thread watches the time limit, because reading the next line may block forever. It is a daemon, so
+    # Python does not wait for it after an interrupt.
     alarm = threading.Timer(limit_s, lambda: _stop(process, late))
     alarm.daemon = True
     with tempfile.TemporaryFile() as errors:
@@ -58,12 +58,12 @@ def run_part(
 
 def _start(command: tuple[str, ...], errors: IO[bytes]) -> subprocess.Popen[bytes]:
     try:
-        # A session of its own, so that Ctrl-C reaches us alone and the part ends by our hand.
+        # A separate session, so that Ctrl-C reaches only this process, which then ends the part.
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
         )
     except OSError as error:
-        raise OutsideFailed("a process to measure in could not be started", cause=str(error)) from error
+        raise OutsideFailed("could not start a process for the measurement", cause=str(error)) from error
 
 
 def _stop(process: subprocess.Popen[bytes] | None, late: threading.Event | None = None) -> None:
@@ -82,7 +82,7 @@ def _close(process: subprocess.Popen[bytes] | None) -> None:
 
 def _converse(process: subprocess.Popen[bytes], request: bytes, update: Callable[[int], None]) -> bytes | None:
     stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
-    with contextlib.suppress(OSError), stdin:  # closing writes too, and fails where nobody reads
+    with contextlib.suppress(OSError), stdin:  # closing also writes, and fails if nobody reads
         stdin.write(request)
     answer = None
     with stdout:

@@ -1,6 +1,6 @@
-"""RAM bandwidth, with the C library's own vectorized loops: memchr for a byte that is not there reads, memcpy copies.
+"""RAM bandwidth, with the C library's vectorized loops: memchr reads, memcpy copies.
 
-ctypes lets go of Python's lock during a call, so threads really run side by side.
+memchr searches for an absent byte. ctypes releases the GIL during a call, so the threads run in parallel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMES_THE_CACHE = 4
 SHARE_OF_FREE = 4
 ROUNDS, LEAST_ROUNDS, BUDGET_S = 9, 3, 0.6
 ROUND_S = 0.05
-"""A round that is shorter than this measures how threads start."""
+"""A shorter round would mainly measure the start of the threads."""
 PRESENT, ABSENT = 0x01, 0xFF
 
 
@@ -38,7 +38,7 @@ class Request(Record, frozen=True, kw_only=True):
     cache_bytes: int | None
     """All last-level caches together."""
     one_cache_bytes: int | None
-    """The largest that one core can reach."""
+    """The largest cache that one core can reach."""
     when: str
 
 
@@ -49,7 +49,7 @@ class Result(Record, frozen=True, kw_only=True):
 
 
 def request(cpu: Cpu, available_bytes: int, when: str) -> Request:
-    """What there is to measure on this CPU."""
+    """The measurement for this CPU."""
     deepest = max((cache.level for cache in cpu.caches), default=0)
     last = [cache for cache in cpu.caches if cache.level == deepest and cache.kind != "instruction"]
     return Request(
@@ -62,19 +62,19 @@ def request(cpu: Cpu, available_bytes: int, when: str) -> Request:
 
 
 def buffer_bytes(cache_bytes: int | None, available_bytes: int) -> int:
-    """Several times the cache, but never more than a quarter of what is free."""
+    """Several times the cache, but at most a quarter of the free memory."""
     wanted = max(TIMES_THE_CACHE * (cache_bytes or 0), LEAST_BYTES)
     return min(wanted, available_bytes // SHARE_OF_FREE, MOST_BYTES)
 
 
 def doubts(buffer: int, cache_bytes: int | None) -> tuple[str, ...]:
-    """What a reader of the figures should know."""
+    """Notes on the reliability of the figures."""
     if cache_bytes is None:
-        return ("the size of the last-level cache is not known, so RAM bandwidth may be that of a cache in part",)
+        return ("the size of the last-level cache is unknown, so the RAM bandwidth may include cache hits",)
     if buffer < TIMES_THE_CACHE * cache_bytes:
         return (
-            f"RAM bandwidth is from {memory(buffer)}, not {TIMES_THE_CACHE} times the last-level cache of "
-            f"{memory(cache_bytes)}: too little memory is free, and the cache may have helped",
+            f"RAM bandwidth was measured on {memory(buffer)}, less than {TIMES_THE_CACHE} times the last-level cache "
+            f"({memory(cache_bytes)}): too little memory is free, so the figure may include cache hits",
         )
     return ()
 
@@ -97,10 +97,10 @@ def work(asked: Request, tell: Callable[[float], None]) -> Result:
 def bandwidth(
     cpus: Sequence[int | None], total: int, cache_bytes: int | None, when: str, tell: Callable[[float], None]
 ) -> RamBandwidth:
-    """Read and copy with one thread for each of `cpus`, each in a part of the buffer that it has touched first."""
+    """Read and copy with one thread for each of `cpus`. Each uses the part of the buffer that it touched first."""
     slices = Slices(total, len(cpus))
     with Crew(cpus) as crew:
-        crew.round(slices.fill)  # puts each part's pages next to the core that will use them
+        crew.round(slices.fill)  # places each part's pages on the NUMA node of its core
         tell(0.2)
         reads = rates(slices.total, timed(crew, slices.read))
         tell(0.6)
@@ -117,7 +117,7 @@ def bandwidth(
 
 
 class Slices:
-    """One buffer, a part for each thread; a copy goes from the first half of a part to its second."""
+    """One buffer with a part for each thread. A copy goes from the first half of a part to its second."""
 
     def __init__(self, total: int, parts: int) -> None:
         page = mmap.PAGESIZE
@@ -142,7 +142,7 @@ class Slices:
     def read(self, part: int) -> None:
         found = self._memchr(self._start + part * self.part, ABSENT, self.part)
         if found is not None:
-            raise RuntimeError("the C library's memchr found a byte that is not there")
+            raise RuntimeError("memchr found a byte that is not in the buffer")
 
     def copy(self, part: int) -> None:
         start = self._start + part * self.part
@@ -150,7 +150,7 @@ class Slices:
 
 
 class Crew:
-    """Threads that all start a job at the same moment, each on a core of its own where cores are given."""
+    """Threads that start a job at the same time, each pinned to a core if cores are given."""
 
     def __init__(self, cpus: Sequence[int | None]) -> None:
         self._gate = threading.Barrier(len(cpus) + 1)
@@ -174,7 +174,7 @@ class Crew:
             thread.join()
 
     def round(self, job: Callable[[int], None], loops: int = 1) -> float:
-        """Seconds from the first thread's start to the last one's end."""
+        """Seconds from the first thread's start to the last thread's end."""
         self._job, self._loops = job, loops
         self._gate.wait()
         self._gate.wait()
@@ -184,7 +184,7 @@ class Crew:
 
     def _work(self, number: int, cpu: int | None) -> None:
         if cpu is not None:
-            os.sched_setaffinity(0, {cpu})  # of this thread alone
+            os.sched_setaffinity(0, {cpu})  # only for this thread
         while True:
             self._gate.wait()
             job = self._job
@@ -201,7 +201,7 @@ class Crew:
 
 
 def timed(crew: Crew, job: Callable[[int], None]) -> list[float]:
-    """Seconds for one pass, from several rounds after one that does not count."""
+    """Seconds for one pass, from several rounds after an uncounted one."""
     warm_up_s = crew.round(job)
     loops = max(1, min(100, round(ROUND_S / warm_up_s))) if warm_up_s > 0 else 1
     found: list[float] = []
@@ -212,7 +212,7 @@ def timed(crew: Crew, job: Callable[[int], None]) -> list[float]:
 
 
 def physical_cpus() -> list[int]:
-    """One CPU of each physical core that we may run on; none where threads cannot be tied to one."""
+    """One CPU of each physical core that this process may use; empty if threads cannot be pinned."""
     if not hasattr(os, "sched_setaffinity"):
         return []
     siblings = read_siblings()

@@ -1,4 +1,4 @@
-"""From repeated timings to one figure with its band."""
+"""Turn repeated timings into one figure with a range."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bedplate.values import Figure
 
 
 def measured(rates: Sequence[float], source: str) -> Figure:
-    """The median of repeats; the band is from the slowest to the fastest of them."""
+    """The median of the repeats, with the slowest and the fastest as range."""
     return Figure(
         value=statistics.median(rates),
         low=min(rates),
@@ -20,14 +20,14 @@ def measured(rates: Sequence[float], source: str) -> Figure:
 
 
 def rates(moved_bytes: float, durations_s: Sequence[float]) -> list[float]:
-    """A clock that did not move says nothing, so such repeats are left out."""
+    """Bytes per second of each repeat. Repeats with a duration of zero are left out."""
     return [moved_bytes / duration for duration in durations_s if duration > 0]
 
 
 def windows(ends: Sequence[tuple[float, int]], began: float, count: int) -> list[float]:
-    """Rates over `count` stretches of time, from when each block was done and how many bytes it had.
+    """Rates over `count` time windows, from the end time and size of each block.
 
-    Blocks that several readers finish overlap, so a block's own duration is not what it cost.
+    Blocks of several readers overlap, so the duration of one block does not give a rate.
     """
     done = sorted(ends)
     step = max(1, len(done) // max(1, count))

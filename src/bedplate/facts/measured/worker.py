@@ -1,4 +1,4 @@
-"""The other end of part.py: `python -m bedplate.facts.measured.worker PART`, a request on stdin, lines on stdout."""
+"""The child process of part.py: `python -m bedplate.facts.measured.worker PART`, request on stdin, lines on stdout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _say(line: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed outright cannot end us; Linux does it for us."""
+    """Let Linux end this process if its parent is killed."""
     if sys.platform.startswith("linux"):
         import ctypes
         import signal
@@ -37,7 +37,7 @@ def _end_with_parent() -> None:
 
 
 def _offer_to_the_oom_killer() -> None:
-    """Should memory run out after all, it is the measurement that goes, and nothing that people need."""
+    """If memory runs out, let the kernel kill this measurement first."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
         file.write("1000")
 
