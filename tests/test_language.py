@@ -35,7 +35,6 @@ NOT_YET = {
     "src/bedplate/measure",
     "src/bedplate/operate",
     "src/bedplate/run",
-    "src/bedplate/show",
     "src/bedplate/store.py",
     "src/bedplate/values",
 }
