@@ -36,7 +36,7 @@ def test_the_page_says_what_the_fleet_delivers_and_costs(intent: str) -> None:
     assert answer.code == 0
     for words in (
         "4 replicas, 4 cards", "of requests meet the target", "vllm", "500 requests", "TTFT ≤ 400 ms and TPOT ≤ 15 ms",
-        "Goodput", "p95", "Cache", "per million tokens", "kWh", "if passes are slow", "continuous batching",
+        "Goodput", "p95", "KV cache", "per million tokens", "kWh", "if passes are slow", "continuous batching",
     ):  # fmt: skip
         assert words in " ".join(answer.out.split()), words
 

@@ -143,7 +143,7 @@ def _rows(found: Simulation, answer: Outcome) -> Iterator[tuple[str, str, str]]:
         f"{'energy unknown' if energy is None else f'{figure(energy)} kWh'}",
         _paid(found),
     )
-    yield "Based on", found.replica.source, f"80 % of passes × {found.replica.low:.2f} to {found.replica.high:.2f}"
+    yield "Based on", found.replica.source, f"80% of passes × {found.replica.low:.2f} to {found.replica.high:.2f}"
 
 
 def _paid(found: Simulation) -> str:
