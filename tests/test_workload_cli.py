@@ -29,8 +29,8 @@ def test_the_page_says_what_matters() -> None:
     page = run(CAPTURES / "mooncake-synthetic.jsonl").stdout
     for words in (
         "66 requests in", "Mooncake trace", "p99", "In flight", "estimate, assuming 500 ms", "requests/s",
-        "an unlimited prefix cache would save about 5% of prompt tokens", "of requests share a prefix with an earlier one",
-        "Plan for",
+        "an unlimited prefix cache would save about 5% of prompt tokens",
+        "of requests share a prefix with an earlier one", "Plan for",
     ):  # fmt: skip
         assert words in page
     assert "█" in page and "\x1b[" not in page

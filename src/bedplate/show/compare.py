@@ -140,7 +140,8 @@ def _quality(side: Side) -> str:
         return "not checked"
     parts = ["answers agree with the reference" if quality.verdict == "ok" else "answers are wrong"]
     if quality.agreement is not None:
-        parts[0] += f": {quality.agreement:.0%} of {quality.asked}"
+        agreed = f"{round(quality.agreement * quality.asked)}/{quality.asked}"
+        parts.append(f"greedy-token agreement with the float32 reference: {agreed}")
     if quality.perplexity is not None:
         reference = quality.reference_perplexity
         parts.append(f"perplexity {quality.perplexity:.2f}" + (f" (reference {reference:.2f})" if reference else ""))

@@ -31,7 +31,7 @@ def render_model(model: Model, hardware: Hardware | None = None) -> RenderableTy
     table.add_column(style="dim", no_wrap=True)
 
     def row(label: str, value: str, note: str = "") -> None:
-        # As Text, since names out of files may hold brackets that would be taken for markup.
+        # As Text, because names from files may contain brackets, which rich would read as markup.
         table.add_row(label, Text(value), Text(note))
 
     def rows(label: str, lines: list[tuple[str, str]]) -> None:

@@ -16,7 +16,7 @@ def page_of(rows: Iterable[tuple[str, str, str]]) -> Table:
     table.add_column(style="dim", no_wrap=True)
     last = ""
     for label, value, basis in rows:
-        # As Text, since names may hold brackets that would be taken for markup.
+        # As Text, because names may contain brackets, which rich would read as markup.
         table.add_row("" if label == last else label, Text(value), Text(basis))
         last = label
     return table

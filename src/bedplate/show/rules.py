@@ -12,7 +12,7 @@ from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRA
 
 HEAD = """# The rules behind a decision
 
-<!-- Made from src/bedplate/decide by `make docs`; a test holds it to the source. -->
+<!-- Generated from src/bedplate/decide by `make docs`; a test compares it with the source. -->
 
 Every reason in a [plan](plan.md) names the rule that it comes from. This page gives each rule's source: a sentence in
 one of five articles, physics, a vendor's document, or a measurement. Each rule is one function in `src/bedplate/decide`.

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.decide.simulate.search import Told
-from bedplate.show.decision import short
+from bedplate.show.decision import page, short
 from bedplate.show.figures import figure
 from bedplate.show.terminal import TerminalProgress
 from bedplate.values import Parallelism
@@ -37,15 +37,15 @@ def telling() -> Iterator[Told]:
 
 def render_simulation(found: Simulation) -> RenderableType:
     answer = found.answer
-    table = Table.grid(padding=(0, 3, 0, 1))
-    table.add_row(Text("Replica", style="bold"), Text(_replica(found.replica)), Text(found.replica.hardware))
-    table.add_row(Text("Traffic", style="bold"), Text(_traffic(found.traffic)), Text(found.traffic.source))
-    table.add_row(Text("Target", style="bold"), Text(_target(found.target, found.met_share)), "")
+    table = page()
+    table.add_row("Replica", Text(_replica(found.replica)), Text(found.replica.hardware))
+    table.add_row("Traffic", Text(_traffic(found.traffic)), Text(found.traffic.source))
+    table.add_row("Target", Text(_target(found.target, found.met_share)), "")
     if answer is not None:
         for label, value, basis in _rows(found, answer):
-            table.add_row(Text(label, style="bold"), Text(value), Text(basis))
+            table.add_row(label, Text(value), Text(basis))
     for position, note in enumerate(found.notes):
-        table.add_row(Text("Note" if position == 0 else "", style="bold"), Text(note), "")
+        table.add_row("Note" if position == 0 else "", Text(note), "")
     parts: list[RenderableType] = [Text(""), Text(_head(found), style="bold"), Text(""), table]
     if len(found.tried) > 1:
         parts += [Text(""), _tried(found.tried)]

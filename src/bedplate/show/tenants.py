@@ -75,7 +75,7 @@ def _limit(value: int | None) -> str:
 
 
 def _keys(keys: Sequence[TenantKey], now: dt.datetime) -> str:
-    return ", ".join(f"{key.id}{_until(key, now)}" for key in keys) or "the key of serve"
+    return ", ".join(f"{key.id}{_until(key, now)}" for key in keys) or "the --api-key of serve"
 
 
 def _until(key: TenantKey, now: dt.datetime) -> str:

@@ -174,7 +174,7 @@ def _sides(sides: Sequence[Side]) -> RenderableType:
             Column.of("TTFT ms", [_spread(one.ttft_ms) for one in sides], right=True),
             Column.of("TPOT ms", [_spread(one.tpot_ms) for one in sides], right=True),
             Column.of("peak GB", [_gigabytes(one.peak_memory_bytes) for one in sides], right=True),
-            Column.of("answers", [_answers(one) for one in sides], right=True),
+            Column.of("agreement", [_agreement(one) for one in sides], right=True),
         ),
     )
 
@@ -190,11 +190,11 @@ def _gigabytes(taken: int | None) -> str:
     return NOT_MEASURED if taken is None else f"{taken / 1e9:.3g}"
 
 
-def _answers(side: Side) -> str:
+def _agreement(side: Side) -> str:
     quality = side.quality
     if quality is None or quality.agreement is None:
         return NOT_MEASURED
-    return f"{round(quality.agreement * quality.asked)} of {quality.asked}" + ("" if quality.verdict == "ok" else " !")
+    return f"{round(quality.agreement * quality.asked)}/{quality.asked}" + ("" if quality.verdict == "ok" else " !")
 
 
 def _rows(tuned: Tuned) -> Iterator[tuple[str, str, str]]:
