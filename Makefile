@@ -28,7 +28,7 @@ help:
 	@echo "make lint              ruff and mypy --strict"
 	@echo "make format            let ruff rewrite the code"
 	@echo "make score             predicted speed and memory against published rows"
-	@echo "make docs              write docs/rules.md out of the rules"
+	@echo "make docs              write docs/rules.md and the JSON Schemas from the source"
 	@echo "make clean             remove what the above made here"
 
 serve: $(READY)
@@ -67,6 +67,7 @@ score: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m bedplate.show.rules > docs/rules.md
+	$(BIN)/python -m bedplate.cli.schema_files
 
 format: $(READY_DEV)
 	$(BIN)/ruff format .

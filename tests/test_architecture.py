@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "bedplate"
-ROOMS = ["values", "facts", "engines", "decide", "deploy", "run", "measure", "judge", "show", "operate", "cli"]
+ROOMS = [
+    "values", "facts", "engines", "decide", "deploy", "run", "measure", "judge", "show", "bundling", "operate", "cli",
+]  # fmt: skip
 FOUNDATION = ["_version", "errors", "home", "interrupts", "progress", "store"]
 """Left of every room. `home` and `errors` speak in figures, so they may use the units in `values`."""
 

@@ -289,11 +289,11 @@ def test_a_program_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     program.write_text("#!/bin/sh\necho 'version: 6123 (79c1160b)'\n")
     program.chmod(0o755)
     said = invoke("engines", "use", "llama.cpp", "--program", str(program))
-    assert said.code == 0 and f"{program} from now on: version 6123-79c1160b" in said.out
-    assert "another version may refuse" in said.err
+    assert said.code == 0 and f"now runs {program}: version 6123-79c1160b" in said.out
+    assert "other versions may reject" in said.err
     page = invoke("engines", "show", "llama.cpp").out
     assert "6123-79c1160b" in page and str(program)[-20:] in page.replace("\n", "")
-    assert f"forgot {program}" in invoke("engines", "forget", "llama.cpp").out
+    assert f"no longer uses {program}" in invoke("engines", "forget", "llama.cpp").out
     for wrong in ([], ["--program", str(program), "--python", str(program)]):
         assert invoke("engines", "use", "llama.cpp", *wrong).code == 2
 

@@ -222,7 +222,7 @@ class TestEmit:
 
     def test_a_target_that_nothing_is_written_for(self) -> None:
         answer = invoke(*CARD, "--emit", "terraform")
-        assert answer.code == 2 and "--emit command" in answer.err
+        assert answer.code == 2 and "unknown target" in answer.err
 
     def test_a_place_that_cannot_be_written(self, tmp_path: Path) -> None:
         answer = invoke(*CARD, "--emit", "command", "-o", str(tmp_path / "nowhere" / "serve.sh"))

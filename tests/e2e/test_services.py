@@ -20,6 +20,7 @@ import psutil
 import pytest
 from tests.commands import Answer, run
 from tests.conftest import HANG_S, gone, wait_for
+from tests.contract.documents import check_document
 
 from bedplate.operate import records
 from bedplate.operate.services import status_of
@@ -45,7 +46,7 @@ class Background:
     def start(self, *arguments: str) -> dict[str, Any]:
         answer = run("serve", "-d", "--json", "--port", "0", "--no-check", *arguments)
         assert answer.code == 0, answer.err
-        endpoint: dict[str, Any] = json.loads(answer.out)
+        endpoint: dict[str, Any] = check_document("endpoint", answer.out)
         self.endpoints.append(endpoint)
         return endpoint
 
@@ -94,7 +95,7 @@ def status(name: str) -> HostStatus:
 
 
 def listed() -> dict[str, Any]:
-    return {one["record"]["name"]: one for one in json.loads(run("ps", "--json").out)}
+    return {one["record"]["name"]: one for one in check_document("services", run("ps", "--json").out)}
 
 
 def states(name: str) -> dict[str, str]:
@@ -121,6 +122,7 @@ def test_a_service_in_the_background_from_its_start_to_its_end(background: Backg
     assert "chat" in run("ps").out
     told = run("status", "chat", "--json")
     assert told.code == 0, told.err
+    check_document("host", told.out)
     found = from_json(HostStatus, told.out)
     (model,) = found.models
     (engine,) = model.engines
@@ -164,7 +166,7 @@ def test_kill_9_of_a_host_with_replicas_leaves_nothing(background: Background) -
     os.kill(endpoint["pid"], signal.SIGKILL)
     wait_for(lambda: gone(everything), "everything to end")
     seen = run("ps")
-    assert "twins" not in seen.out and "twins" in seen.err and "ended without saying so" in seen.err
+    assert "twins" not in seen.out and "twins" in seen.err and "ended unexpectedly" in seen.err
     assert "twins" not in run("ps").err, "it is said once"
     assert_clear(run("status", "twins"), 1, "no service called twins")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from bedplate.decide.candidates import SERVER_EFFORT, Candidate, best, wrong_here
@@ -59,14 +60,16 @@ def decide(
     verdicts: tuple[Verdict, ...] = (),
     tunings: tuple[Tuned, ...] = (),
     installable: bool = False,
+    versions: Mapping[str, str] | None = None,
 ) -> Decision:
-    """Which engine, why, and what to expect. `wanted` asks for one engine by its id.
+    """Which engine, why, and what to expect. `wanted` asks for one engine by its id, or by ID@VERSION.
 
     `results` is what was measured on this very machine, `agreements` whose answers were checked on it, `verdicts` what
     was said of two engines there and `tunings` what was tuned there, the newest first. `installable` keeps to what this
-    version of bedplate installs and starts by itself.
+    version of bedplate installs and starts by itself. `versions` are those of engines that are registered here.
     """
-    asked = engine_by_id(wanted) if wanted is not None else None
+    engines = _in_versions(versions or {}, wanted)
+    asked = engines[wanted.partition("@")[0]] if wanted is not None else None
     workload = with_tasks_agreed(model, workload)
     folder = unpacked(model) if asked is not None and _needs_unpacking(asked) else None
     case = Case(hardware, folder or model, workload, operations or Operations())
@@ -74,12 +77,22 @@ def decide(
         return _too_long(case)
     evidence = gathered(hardware, case.model, results, agreements, verdicts, tunings)
     if workload.concurrency is not None or not (workload.requests_per_s or workload.think_time_s):
-        decision = Search(case, evidence, installable).decision(asked)
+        decision = Search(case, evidence, installable, engines).decision(asked)
     else:
-        decision = _settled(case, evidence, asked, installable)
+        decision = _settled(case, evidence, asked, installable, engines)
     if asked is None and (better := _in_four_bits(decision, case, evidence, installable)):
         decision = replaced(decision, notes=(*decision.notes, better))
     return _unpacking(decision, model, case.model) if folder is not None else decision
+
+
+def _in_versions(versions: Mapping[str, str], wanted: str | None) -> dict[str, Engine]:
+    """All engines, each in the version that is registered; the one that is asked for in the version that it names."""
+    known = all_engines()
+    found = {**known, **{name: engine_by_id(f"{name}@{one}") for name, one in versions.items() if name in known}}
+    if wanted is not None and wanted not in found:
+        asked = engine_by_id(wanted)
+        found[asked.id] = asked
+    return found
 
 
 def _in_four_bits(decision: Decision, case: Case, evidence: Evidence, installable: bool) -> str | None:
@@ -126,14 +139,17 @@ def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
     return replaced(decision, unpacks=True, launch=launch)
 
 
-def _settled(case: Case, evidence: Evidence, asked: Engine | None, installable: bool) -> Decision:
+def _settled(
+    case: Case, evidence: Evidence, asked: Engine | None, installable: bool, engines: Mapping[str, Engine]
+) -> Decision:
     """By Little's law: how many are in flight follows from how long a request takes, and the other way round."""
     workload = case.workload
     request_s = FIRST_GUESS_S + GUESSED_TPOT_S * workload.output_tokens
     seen: set[int] = set()
 
     def with_in_flight(count: int) -> Decision:
-        return Search(case.with_work(replaced(workload, concurrency=count)), evidence, installable).decision(asked)
+        work = case.with_work(replaced(workload, concurrency=count))
+        return Search(work, evidence, installable, engines).decision(asked)
 
     while True:
         in_flight = workload.in_flight(request_s)
@@ -167,8 +183,11 @@ def too_slow(decision: Decision, workload: Workload) -> str | None:
 class Search:
     """One case; what each engine could be given is found when it is asked for, and once."""
 
-    def __init__(self, case: Case, evidence: Evidence, installable: bool) -> None:
+    def __init__(
+        self, case: Case, evidence: Evidence, installable: bool, engines: Mapping[str, Engine] | None = None
+    ) -> None:
         self.case, self.evidence, self.installable = case, evidence, installable
+        self.engines = engines or all_engines()
         self._found: dict[str, Candidate | Refusal] = {}
         self._wanted: Engine | None = None
         self._overruled: tuple[str, Better] | None = None
@@ -228,7 +247,7 @@ class Search:
     def _replaced(self, chosen: Candidate, why: Reason) -> tuple[Reason, ...]:
         """Why the engine in service does not stay, where it cannot. Who was asked for, or measured, says so itself."""
         named = self.case.operations.incumbent
-        engine = all_engines().get(named) if named is not None else None
+        engine = self.engines.get(named) if named is not None else None
         if engine is None or engine is chosen.engine or self._wanted is not None or self._overruled is not None:
             return ()
         said = self._said_of(engine, chosen)
@@ -256,9 +275,8 @@ class Search:
         return None, None
 
     def _first_able(self, picked: Pick) -> Candidate | None:
-        engines = all_engines()
         for engine_id in picked.engines:
-            engine = engines.get(engine_id)
+            engine = self.engines.get(engine_id)
             found = self.candidate(engine) if engine is not None else None
             if not isinstance(found, Candidate) or self._leaves_gpu_idle(found.target):
                 continue
@@ -274,7 +292,7 @@ class Search:
             return False
         return any(
             (target := engine.target(self.case.hardware)) is not None and target.device != "cpu"
-            for engine in all_engines().values()
+            for engine in self.engines.values()
         )
 
     def _overturned(self, chosen: Candidate) -> tuple[Candidate, Reason] | None:
@@ -289,7 +307,7 @@ class Search:
 
     def _as_measured(self, better: Better) -> Candidate | None:
         """The engine in the form in which it was measured, where it can be had in it."""
-        engine = all_engines().get(better.engine)
+        engine = self.engines.get(better.engine)
         if engine is None:
             return None
         found = self.candidate(engine)
@@ -308,7 +326,7 @@ class Search:
     ) -> tuple[tuple[Refusal, ...], tuple[Challenger, ...]]:
         refused: list[Refusal] = []
         challengers: list[Challenger] = []
-        for engine in all_engines().values():
+        for engine in self.engines.values():
             if chosen is not None and engine is chosen.engine:
                 continue
             said = self._said_of(engine, chosen)
@@ -363,7 +381,7 @@ class Search:
 
     def _hints(self, asked: Engine | None) -> tuple[str, ...]:
         """The nearest things that would fit: those of an engine that offloads, which needs least, before others."""
-        engines = [asked] if asked is not None else sorted(all_engines().values(), key=lambda one: not one.offloads)
+        engines = [asked] if asked is not None else sorted(self.engines.values(), key=lambda one: not one.offloads)
         tried = [refusal for engine in engines if isinstance(refusal := self._found.get(engine.id), Refusal)]
         remedies = next((refusal.remedies for refusal in tried if refusal.remedies), ())
         return tuple(map(describe_remedy, remedies))

@@ -16,7 +16,15 @@ from bedplate.engines import engine as engine_by_id
 from bedplate.errors import BedplateError, OutsideFailed
 from bedplate.home import logs_dir, writable
 from bedplate.run.builtin import fetch_builtin
-from bedplate.run.environments import Environment, command, find_adopted, find_environment, make_environment
+from bedplate.run.environments import (
+    Environment,
+    check_version,
+    command,
+    find_adopted,
+    find_environment,
+    make_environment,
+    registered_versions,
+)
 from bedplate.run.gateway import Backend, Gateway
 from bedplate.run.models import fetched_model, is_builtin, local_model
 from bedplate.run.native import NotUsable, buildable
@@ -98,9 +106,11 @@ def is_installed(engine: Engine, hardware: Hardware) -> bool:
 def planned(engine_id: str, hardware: Hardware, facts: Model, workload: Workload, *, native: bool = False) -> Planned:
     """Raises `AnswerIsNo` where this engine cannot serve this model here, with the reason."""
     engine = engine_by_id(engine_id)
+    check_version(engine)
     # Of what somebody else made or what is built here, bedplate does not know what else it may compute on.
     free = native or find_adopted(engine) is not None
-    decision = decide(hardware, facts, workload, engine_id, installable=not free)
+    versions = registered_versions() if not native else None
+    decision = decide(hardware, facts, workload, engine_id, installable=not free, versions=versions)
     if native and decision.engine is not None:
         decision = replaced(decision, engine_version=buildable(engine).version)
     return Planned(engine, hardware, facts, decision, plan(decision, facts, workload), native)

@@ -56,7 +56,7 @@ from bedplate.measure.wave import Work, warmed, wave, wave_apart
 from bedplate.operate.answers import basis_of
 from bedplate.operate.loaded import Alive, Pool
 from bedplate.operate.tune_proof import LOST, SPEED_KEPT, is_settled, middle, proof_of, side_of, turn_of
-from bedplate.run.environments import Environment, find_adopted
+from bedplate.run.environments import Environment, find_adopted, registered_versions
 from bedplate.run.native import usable_build
 from bedplate.run.prepare import content_id
 from bedplate.run.prepare import prepare as prepare_weights
@@ -203,7 +203,7 @@ def chosen_plan(
         context_tokens=min(context, facts.max_context or context),
     )
     if engine is None:
-        engine = decide(hardware, facts, work, installable=True).engine
+        engine = decide(hardware, facts, work, installable=True, versions=registered_versions()).engine
         if engine is None:
             raise AnswerIsNo(f"{facts.name} cannot be served here", hint="bedplate plan says why")
     return planned(engine, hardware, facts, work, native=native)

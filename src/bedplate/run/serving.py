@@ -14,14 +14,20 @@ import msgspec
 
 from bedplate.decide import decide, plan
 from bedplate.decide.together import Ask, Need, Part, together
-from bedplate.engines import Engine, all_engines
+from bedplate.engines import Engine, all_engines, engine_of
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import cards_of
 from bedplate.engines.knobs import is_native
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.facts.cpu import INSTRUCTION_SETS
 from bedplate.run.builtin import fetch_builtin
-from bedplate.run.environments import Environment, find_adopted, make_environment
+from bedplate.run.environments import (
+    Environment,
+    check_version,
+    find_adopted,
+    make_environment,
+    registered_versions,
+)
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES, bind_failure
 from bedplate.run.models import fetched_model, is_builtin, local_model
 from bedplate.run.native import NotUsable, buildable, toolchain, usable_build
@@ -171,6 +177,8 @@ class _Past:
 
 def _decides(wanted: Wanted, facts: Model, build: Build, past: _Past) -> Callable[[Hardware, Workload], Decision]:
     engine = wanted.engine
+    if engine is not None:
+        check_version(engine_by_id(engine))
     # What is built here is for all of this machine, and what somebody else made may be.
     for_all = build == "native" or (engine is not None and find_adopted(engine_by_id(engine)) is not None)
 
@@ -186,6 +194,7 @@ def _decides(wanted: Wanted, facts: Model, build: Build, past: _Past) -> Callabl
             verdicts=past.verdicts,
             tunings=past.tuned(build, wanted.untuned),
             installable=not for_all,
+            versions=registered_versions() if build != "native" else None,
         )
         if build == "native" and decision.engine is not None:
             return replaced(decision, engine_version=buildable(engine_by_id(decision.engine)).version)
@@ -268,6 +277,8 @@ def _environment(
                 f"tuning found the build of {engine.name} for this machine better, and it is not here: the ready-made "
                 f"one has the same settings; --build native builds it"
             )
+        else:
+            engine = engine_of(chosen)
         environment = make_environment(engine, progress, device)
         if environment.server is None and (words := _unused_words(engine, hardware, chosen)):
             progress.note(words)
