@@ -30,10 +30,10 @@ def render_packed(packed: Packed) -> RenderableType:
 def render_packed_for_target(packed: PackedForTarget) -> RenderableType:
     bundle = packed.bundle
     rows = [("Bundle", packed.path, f"{size(packed.size_bytes)} in {_count(len(bundle.pieces), 'piece')}")]
-    return _page([*rows, *_inside_for_target(bundle), ("There", f"python3 {Path(packed.path).name}/install.py", "")])
+    return _page([*rows, *_target_contents(bundle), ("Start", f"python3 {Path(packed.path).name}/install.py", "")])
 
 
-def _inside_for_target(bundle: TargetBundle) -> list[tuple[str, str, str]]:
+def _target_contents(bundle: TargetBundle) -> list[tuple[str, str, str]]:
     target = bundle.target
     rows = []
     for one in bundle.engines:
@@ -52,8 +52,8 @@ def _inside_for_target(bundle: TargetBundle) -> list[tuple[str, str, str]]:
 
 def render_checked(path: Path, bundle: Bundle | TargetBundle) -> RenderableType:
     if isinstance(bundle, TargetBundle):
-        text = f"{path}: {_count(len(bundle.pieces), 'piece')} as made {bundle.made_at}"
-        return _page([("Whole", text, size(bundle.size_bytes)), *_inside_for_target(bundle)])
+        text = f"{path}: {_count(len(bundle.pieces), 'piece')} unchanged since {bundle.made_at}"
+        return _page([("Intact", text, size(bundle.size_bytes)), *_target_contents(bundle)])
     count = sum(file.link is None for file in bundle.files)
     return _page([("Intact", f"{path}: {count} files, unchanged since {bundle.made_at}", ""), *_contents(bundle)])
 
