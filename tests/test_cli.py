@@ -65,7 +65,7 @@ def test_pages_say_what_matters(builtin_gguf: Path) -> None:
     page = run("plan", str(builtin_gguf)).stdout
     for word in ("llama.cpp", "hardware.cpu", "needs an NVIDIA GPU", "--threads", "Expect"):
         assert word in page
-    assert "22.5 KiB for each token" in run("inspect", str(builtin_gguf)).stdout
+    assert "22.5 KiB per token" in run("inspect", str(builtin_gguf)).stdout
     assert "cores allowed" in run("probe").stdout
 
 

@@ -18,7 +18,7 @@ from bedplate.errors import BadQuestion
 from bedplate.measure.exchange import written
 from bedplate.measure.load import serve_null
 from bedplate.measure.summary import row, spent
-from bedplate.show.bench import Lines, render_run
+from bedplate.show.bench import LineView, render_run
 from bedplate.values import Parallelism, replaced, to_json
 from bedplate.values.cost import Price
 from bedplate.values.run import Cell, Run
@@ -56,7 +56,7 @@ def test_the_table_of_bench_shows_cost_where_a_price_is_said_and_only_there() ->
 
 def test_lines_for_logs_have_the_same_columns() -> None:
     run, out = priced(PRICE), Console(file=io.StringIO(), width=220)
-    teller = Lines(out, lambda run: {})
+    teller = LineView(out, lambda run: {})
     teller.begun(run, [cell.subject for cell in run.cells], 1.0)
     teller.done(replaced(run.cells[0], halt="narrow"))
     head, line = out.file.getvalue().splitlines()[1:3]  # type: ignore[attr-defined]
@@ -172,4 +172,4 @@ def test_simulate_counts_the_same_parts(tmp_path: Path) -> None:
     hours = 1e6 / answer["output_tok_s"] / 3600
     assert answer["kwh_per_million_tokens"] == pytest.approx(0.7 * hours)
     assert answer["cost_per_million_tokens"] == pytest.approx(2.5 * hours + 0.4 * 0.7 * hours)
-    assert "0.4 a kWh" in " ".join(invoke(*words).out.split())
+    assert "0.4 per kWh" in " ".join(invoke(*words).out.split())

@@ -157,7 +157,7 @@ def test_columns_are_tbd_until_this_machine_has_measured_them(own_home: Path) ->
     store.add(result("llama.cpp", machine=store.fingerprint(probe())))
     store.add(result("vllm", machine="another machine", output_tok_s=99999.0))
     after = invoke("engines").out
-    for figure in ("61.2", "700 MiB", "0.98", "SmolLM2-135M-Instruct Q4_1, 1 at once, 512 + 128 tokens"):
+    for figure in ("61.2", "700 MiB", "0.98", "SmolLM2-135M-Instruct Q4_1, 1 in flight, 512 + 128 tokens"):
         assert figure in after
     assert "99,999" not in after
     printed = json.loads(invoke("engines", "--json").out)
@@ -180,7 +180,7 @@ def test_json_has_the_whole_map(own_home: Path) -> None:
 def test_one_engine_has_a_page(engine: str) -> None:
     page = invoke("engines", "show", engine, "--hardware", "RTX 4090")
     one = all_engines()[engine]
-    assert page.code == 0 and one.name in page.out and "Rules that speak of it" in page.out and PROVERB in page.out
+    assert page.code == 0 and one.name in page.out and "Rules that name this engine" in page.out and PROVERB in page.out
     printed = json.loads(invoke("engines", "show", engine, "--hardware", "RTX 4090", "--json").out)
     assert printed["schema"] == "engine/1" and printed["engine"] == engine
     assert printed["features"]["source"] == (one.features.source if one.features else None)

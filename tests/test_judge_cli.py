@@ -81,7 +81,7 @@ class TestCompare:
         one, other = pair(1.3)
         unchecked = [replaced(cell, quality=Quality()) for cell in other]
         answer = invoke("compare", file_of(tmp_path / "a.json", *one), file_of(tmp_path / "b.json", *unchecked))
-        assert answer.code == 20 and "Not proven" in answer.out and "It would be settled by" in answer.out
+        assert answer.code == 20 and "Not proven" in answer.out and "Evidence that would settle it" in answer.out
 
     def test_parts_of_one_run_and_single_cells(self) -> None:
         one, other = pair(1.3)

@@ -115,8 +115,8 @@ def used(**more: object) -> ServedRequest:
 
 
 def test_nothing_used_says_so() -> None:
-    assert "nothing was asked since" in invoke("usage").out
-    assert "nothing was asked" in invoke("usage", "--since", "all").out
+    assert "no requests since" in invoke("usage").out
+    assert "no requests" in invoke("usage", "--since", "all").out
 
 
 def test_usage_is_shown_by_what_is_asked() -> None:

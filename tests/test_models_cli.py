@@ -70,7 +70,7 @@ def test_pools_are_several_machines_and_the_answer_is_for_one(tmp_path: Path) ->
 
 def test_nothing_that_fits_is_a_no() -> None:
     page = invoke("models", "--hardware", "RTX 4090", "--search", "kimi-k2", "--set", "ram_gb=16")
-    assert page.code == 1 and "None of" in page.out and "--all says why" in page.out
+    assert page.code == 1 and "None of" in page.out and "--all shows the reasons" in page.out
     nothing = invoke("models", "--search", "no such model")
     assert nothing.code == 1 and "No known model" in nothing.out
 
@@ -158,7 +158,7 @@ def test_the_page(width: int, snapshot: SnapshotAssertion) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_no_figure_is_cut(width: int) -> None:
-    for word in ("30.5B-A3.3B", "Q4_K_M", "llama.cpp", "41.6", "6 GiB", "31k", "TBD", "+RAM", "here", "4 × 6 GiB"):
+    for word in ("30.5B-A3.3B", "Q4_K_M", "llama.cpp", "41.6", "6 GiB", "31k", "–", "+RAM", "here", "4 × 6 GiB"):
         assert word in page(width), word
     assert "33.2–50.7" in page(120)
 
@@ -180,5 +180,5 @@ def test_words_for_figures() -> None:
     assert parameters(model("a", parameters=135_000_000)) == "135M"
     assert parameters(model("a", active_parameters=7_900_000_000)) == "8B"
     assert context(model("a", longest_context=1 << 20, max_context=1 << 20)) == "1M"
-    assert context(model("a", longest_context=None)) == "TBD"
+    assert context(model("a", longest_context=None)) == "–"
     assert context(model("a", longest_context=512, max_context=512)) == "512"

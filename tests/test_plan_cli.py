@@ -31,8 +31,8 @@ class TestWork:
         ("asked", "shown"),
         [
             (("--users", "7"), "7 users · 512 + 256 tokens"),
-            (("--set", "requests_per_s=2"), "2 requests a second · 512 + 256 tokens"),
-            (("--users", "200", "--set", "think_time_s=30"), "200 users who think for 30 s · 512 + 256 tokens"),
+            (("--set", "requests_per_s=2"), "2 requests/s · 512 + 256 tokens"),
+            (("--users", "200", "--set", "think_time_s=30"), "200 users, think time 30 s · 512 + 256 tokens"),
             (("--users", "7", "--set", "requests_per_s=2", "--concurrency", "4"), "7 users · 512 + 256 tokens"),
         ],
     )
@@ -50,7 +50,7 @@ class TestEngine:
     def test_one_that_cannot_says_why_and_exits_with_one(self) -> None:
         asked = ("plan", "Qwen/Qwen3-8B", "--hardware", "Radeon RX 7900 XTX", "--engine", "exllamav3")
         answer = invoke(*asked)
-        assert answer.code == 1 and "No: exllamav3 needs an NVIDIA GPU" in answer.out
+        assert answer.code == 1 and "Not possible: exllamav3 needs an NVIDIA GPU" in answer.out
         decision = from_json(Decision, invoke(*asked, "--json").out)
         assert decision.engine is None and decision.refused[0].engine == "exllamav3" and decision.launch is None
 
@@ -343,7 +343,7 @@ def test_a_number_is_the_name_of_a_chip(tmp_path: Path) -> None:
 def test_the_page_says_all_of_it() -> None:
     page = " ".join(invoke(*SERVERS, "--set", "price_per_hour=2.5").out.split())
     for words in ("vllm", "serve.default", "The source of each rule: docs/rules.md", "FP8", "sglang", "worth measuring",
-                  "768 tokens at once", "Cost", "Launch", "--tensor-parallel-size"):  # fmt: skip
+                  "concurrent requests of 768 tokens", "Cost", "Launch", "--tensor-parallel-size"):  # fmt: skip
         assert words in page, words
 
 

@@ -20,7 +20,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_empty_list_says_so() -> None:
-    assert "nothing is kept" in invoke("prepared").out
+    assert "no prepared weights" in invoke("prepared").out
     assert json.loads(invoke("prepared", "--json").out) == {"schema": "prepared/1", "prepared": []}
 
 

@@ -90,9 +90,9 @@ def test_the_list() -> None:
 def test_one_in_full() -> None:
     shown = text_of(render_status(STATUS))
     for word in (
-        "in the background", "asks for a key", "2 replicas", "3 in flight", "256 MiB (planned: up to 512 MiB)",
-        "1 restart", "it crashed (SIGSEGV)", "no GPU, one user", "assumed 1 user, 512 + 256 tokens (nobody said)",
-        "and not 512", "unloaded after 10 min without a request", "none now; up to 2 GiB", "a budget of 8 GiB",
+        "in the background", "requires an API key", "2 replicas", "3 in flight", "256 MiB (planned: up to 512 MiB)",
+        "1 restart", "it crashed (SIGSEGV)", "no GPU, one user", "planned for 1 user, 512 + 256 tokens (default)",
+        "and not 512", "unloaded after 10 min without a request", "not loaded; up to 2 GiB", "a budget of 8 GiB",
         "4 users, 2 in flight", "ready at",
     ):  # fmt: skip
         assert word in shown.replace("\n", " ").replace("  ", " ") or word in shown, (word, shown)

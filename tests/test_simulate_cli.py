@@ -35,8 +35,8 @@ def test_the_page_says_what_the_fleet_delivers_and_costs(intent: str) -> None:
     answer = invoke("simulate", "-f", intent, "--requests", "500", "--rate", "40", "--replicas", "4")
     assert answer.code == 0
     for words in (
-        "4 replicas, 4 cards", "of the requests on target", "vllm", "500 requests", "TTFT ≤ 400 ms and TPOT ≤ 15 ms",
-        "Goodput", "p95", "Cache", "per million tokens", "kWh", "if passes are slow", "continuous batching",
+        "4 replicas, 4 cards", "of requests meet the target", "vllm", "500 requests", "TTFT ≤ 400 ms and TPOT ≤ 15 ms",
+        "Goodput", "p95", "KV cache", "per million tokens", "kWh", "if passes are slow", "continuous batching",
     ):  # fmt: skip
         assert words in " ".join(answer.out.split()), words
 
@@ -98,7 +98,7 @@ def test_without_a_target_one_layout_is_shown_and_a_range_is_refused(tmp_path: P
     )
     answer = invoke("simulate", "-f", str(path), "--requests", "100", "--rate", "10", "--replicas", "1")
     assert answer.code == 0
-    assert "TBD per million tokens" in " ".join(answer.out.split())
+    assert "unknown · energy unknown" in " ".join(answer.out.split())
     refused = invoke("simulate", "-f", str(path), "--requests", "100", "--rate", "10")
     assert refused.code == 2 and "needs latency targets" in refused.err
 

@@ -116,7 +116,7 @@ def test_it_is_told_whole_and_what_is_in_it(archive: Path) -> None:
     answer = run("bundle", "--check", str(archive))
     assert answer.code == 0, answer.err
     told = " ".join(answer.out.split())  # lines end where the folder's name leaves room
-    assert "as they were packed" in told and "llama.cpp" in told
+    assert "unchanged since" in told and "llama.cpp" in told
 
 
 def test_what_people_check_without_bedplate_is_right_too(unpacked: Path) -> None:

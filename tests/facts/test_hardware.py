@@ -34,7 +34,7 @@ from bedplate.facts.hardware import (
     with_spec,
 )
 from bedplate.facts.simulated import simulated
-from bedplate.show.probe import cost, link_lines, one_line, render_hardware, short_name
+from bedplate.show.probe import link_lines, one_line, render_hardware, short_name, speed_limit
 from bedplate.values import (
     Accelerator,
     Cache,
@@ -407,7 +407,7 @@ class TestShow:
             "bandwidth 41.2 GB/s",
             "measured",
             "NVIDIA H200 · 140 GiB free of 140 GiB · compute capability 9.0",
-            "bandwidth TBD",
+            "bandwidth not measured",
             "100 GB free of 1 TB · /models[1]",
             "GPU 7 is lost [bold]",
             "reported",
@@ -416,14 +416,14 @@ class TestShow:
 
     def test_the_page_explains_bandwidths(self) -> None:
         figure = Figure(value=936e9, low=936e9, high=936e9, basis="spec")
-        assert cost(figure, 24 * 10**9) == (
-            "each GB of weights read per token takes 1.07 ms: 24 GB, which fill it, at most 39 tokens/s a stream"
+        assert speed_limit(figure, 24 * 10**9) == (
+            "each GB of weights read per token takes 1.07 ms; with 24 GB of weights, at most 39 tokens/s per stream"
         )
-        assert cost(figure, 234 * 10**9) == (
-            "each GB of weights read per token takes 1.07 ms: 234 GB, which fill it, at most 4.0 tokens/s a stream"
+        assert speed_limit(figure, 234 * 10**9) == (
+            "each GB of weights read per token takes 1.07 ms; with 234 GB of weights, at most 4.0 tokens/s per stream"
         )
-        assert cost(figure, None) == "each GB of weights read per token takes 1.07 ms"
-        assert cost(None, 1) is None
+        assert speed_limit(figure, None) == "each GB of weights read per token takes 1.07 ms"
+        assert speed_limit(None, 1) is None
         ram = replaced(self.XEON.memory, bandwidth_bytes_s=replaced(figure, value=40e9))
         assert "takes 25 ms" in self.page(replaced(self.XEON, memory=ram))
 
@@ -470,11 +470,11 @@ class TestShow:
         for expected in (
             "a slice of GPU 3",
             "10 GPU cores",
-            "the GPU may hold 18 GiB of it (16 GiB to 20 GiB)",
-            "4 fast and 4 slow · 2 NUMA nodes",
+            "the GPU can use 18 GiB of it (16 GiB to 20 GiB)",
+            "4 performance and 4 efficiency · 2 NUMA nodes",
             "L2 2 × 16 MiB for 4 CPUs · L3 32 MiB",
             "NUMA node 0: 64 GiB, CPUs 0-3",
-            "NUMA node 1: memory TBD, CPUs 4-7",
+            "NUMA node 1: memory unknown, CPUs 4-7",
         ):
             assert expected in page
 
@@ -490,10 +490,10 @@ class TestShow:
         far = [Link(kind="pcie", a="0", b="2", path="system"), Link(kind="xgmi", a="0", b="3", hops=1)]
         assert list(link_lines([*switch, *host, *bridges, *far])) == [
             ("nvlink between all of GPU 0-7 · 18 links · 450 GB/s each way", "spec"),
-            ("pcie GPU 0-2, 5 – host · TBD", ""),
-            ("nvlink GPU 0 – 1, 2 – 3 · 4 links · TBD", ""),
-            ("pcie GPU 0 – 2 · across two CPUs · TBD", ""),
-            ("xgmi GPU 0 – 3 · 1 hop · TBD", ""),
+            ("pcie GPU 0-2, 5 – host · bandwidth unknown", ""),
+            ("nvlink GPU 0 – 1, 2 – 3 · 4 links · bandwidth unknown", ""),
+            ("pcie GPU 0 – 2 · across two CPUs · bandwidth unknown", ""),
+            ("xgmi GPU 0 – 3 · 1 hop · bandwidth unknown", ""),
         ]
 
     def test_colours_are_only_for_terminals(self) -> None:

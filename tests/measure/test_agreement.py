@@ -257,12 +257,12 @@ class TestTheRecord:
         assert from_json(Agreement, to_json(one)) == one
 
     def test_a_line_when_it_is_good(self) -> None:
-        assert render_agreement(self.judged(47, 1)).plain == " answers agree with the reference: 47 of 48"
+        assert render_agreement(self.judged(47, 1)).plain == " greedy-token agreement with the float32 reference: 47/48"
 
     def test_the_evidence_when_it_is_not(self) -> None:
         shown = render_agreement(self.judged(2, 46)).plain
         assert "gives wrong answers here: 2 of 48 prefixes" in shown
-        assert "it says ' nonsense', and not ' word" in shown and shown.count("after …") == 3
+        assert "' nonsense' instead of ' word" in shown and shown.count("after …") == 3
         assert "--engine" in shown
 
     def test_and_when_it_could_not_be_checked(self) -> None:

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 from tests.runs import made_cell, made_run
 
-from bedplate.show.bench import Filling, Lines, render_run, row_of, teller_for, title
+from bedplate.show.bench import LineView, TableView, render_run, row_of, teller_for, title
 from bedplate.values import Refusal, replaced
 from bedplate.values.run import Flag, Load, Quality, Run
 from bedplate.values.workload import LatencyTarget
@@ -59,7 +59,7 @@ def test_the_knee_is_said_for_each_engine() -> None:
     asked = replaced(run.matrix, target=LatencyTarget(ttft_ms=500, tpot_ms=50))
     text = page(replaced(run, matrix=asked))
     assert "vllm: up to 1 in flight meet TTFT ≤ 500 ms and TPOT ≤ 50 ms" in text and "; 4 in flight do not" in text
-    assert "llama.cpp: up to 1 in flight" in text and "more was not tried" in text
+    assert "llama.cpp: up to 1 in flight" in text and "higher loads were not tried" in text
     never = replaced(asked, target=LatencyTarget(ttft_ms=1))
     assert "vllm: TTFT ≤ 1 ms is not met even with 1 in flight" in page(replaced(run, matrix=never))
 
@@ -75,7 +75,7 @@ def test_the_title_names_lengths_and_what_is_shared() -> None:
 def test_in_a_pipe_each_cell_is_a_line_when_it_is_done() -> None:
     out = io.StringIO()
     teller = teller_for(Console(file=out, width=200), lambda run: {CELLS[0].id: "bandwidth"})
-    assert isinstance(teller, Lines)
+    assert isinstance(teller, LineView)
     run = made_run([], ["vllm", "mlx"])
     with teller:
         teller.begun(run, [CELLS[0].subject], 0.5)
@@ -97,7 +97,7 @@ def test_on_a_terminal_the_table_fills_in() -> None:
     out = io.StringIO()
     console = Console(file=out, width=150, force_terminal=True, highlight=False, color_system=None)
     teller = teller_for(console)
-    assert isinstance(teller, Filling)
+    assert isinstance(teller, TableView)
     run = made_run([], ["vllm"], loads=(1, 4))
     with teller:
         with teller.step("installing vllm", 100) as done:

@@ -29,13 +29,13 @@ def machine() -> Hardware:
 
 def test_what_the_bytes_mean_at_this_machines_speed(machine: Hardware) -> None:
     text = page("Llama 3.1 8B", machine)
-    assert "15.0 GB are read for every token; at 51 GB/s at most 3.4 tokens/s for one stream" in text
+    assert "15.0 GB are read per token; at 51 GB/s, at most 3.4 tokens/s for one stream" in text
     assert "measured" in text
 
 
 def test_without_a_speed_the_bytes_alone() -> None:
     text = page("Llama 3.1 8B", None)
-    assert "15.0 GB are read for every token" in text
+    assert "15.0 GB are read per token" in text
     assert "tokens/s" not in text
 
 
@@ -46,16 +46,16 @@ def test_layers_by_kind() -> None:
         "at most 20 MiB (window 512)",
         "4 full attention",
         "18 shares another layer's cache",
-        "nothing of their own",
+        "no cache",
     ):
         assert words in text, words
 
 
-def test_experts_towers_and_heads_are_apart() -> None:
+def test_experts_vision_encoder_and_prediction_heads_are_counted_separately() -> None:
     text = page("Qwen/Qwen3.5-397B-A17B")
-    assert "396 B, of which 17.3 B work on each token" in text
-    assert "in a tower that sees" in text and "in heads that guess ahead" in text
-    assert "512 experts, 10 at a time" in text
+    assert "396 B, of which 17.3 B active per token" in text
+    assert "in a vision encoder" in text and "in multi-token-prediction heads" in text
+    assert "512 experts, 10 active" in text
     assert "routed experts" in text
 
 

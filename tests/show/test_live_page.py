@@ -174,7 +174,7 @@ def test_all_of_it_works_without_a_mouse(tmp_path: Path) -> None:
         # What the model says is text, whatever it looks like.
         assert said.startswith(SAID) and "<b>air</b>" in said
         told = await tab.value(TOLD)
-        assert re.search(r"first token .*ms · [\d.,]+ tokens/s · 200 tokens · as many as allowed", told), told
+        assert re.search(r"first token .*ms · [\d.,]+ tokens/s · 200 tokens · token limit reached", told), told
         # The endpoint's own figures know of it.
         before = sum(600 // 3 * number for number in (1, 2)) * 11
         assert figures.recorder.used["default"].completion_tokens == before + 200
@@ -216,7 +216,7 @@ def test_a_key_opens_it_and_a_tenants_shows_its_own_use_alone(tmp_path: Path) ->
         await tab.until(door)
         assert "alpha" not in await tab.value("document.body.innerText")
         await enter(tab, "wrong")
-        await tab.until(f"{why}.includes('does not open')")
+        await tab.until(f"{why}.includes('is not valid')")
         await enter(tab, ANNS)
         assert await tab.until(names) == ["ann"]
         assert await tab.value(charts) == "none" and await tab.value(own) == "grid"
@@ -259,7 +259,7 @@ def test_a_tenant_sees_its_own_past_and_how_near_its_limits_are(tmp_path: Path) 
             assert [found > 100 for found in await tab.until(drawn)] == [True] * 6
         limits = await tab.value("[...document.querySelectorAll('#limits tr')].map(row => row.innerText.split('\\t'))")
         assert [row[:2] for row in limits] == [
-            ["requests a minute", "60"], ["tokens a minute", "100.0k"], ["requests in flight", "4"],
+            ["requests per minute", "60"], ["tokens per minute", "100.0k"], ["requests in flight", "4"],
         ]  # fmt: skip
         assert float(limits[1][2].rstrip("k")) < 50 and limits[2][2] == "3"
         await tab.value("document.querySelector('#chart-own-ttft .plot').focus()")
@@ -280,7 +280,7 @@ def test_it_says_when_nobody_answers_any_more_and_finds_the_endpoint_again(tmp_p
         await tab.open(host.url, 1280, "light")
         await tab.until(f"{link}.startsWith('up ')")
         page = host.gateway.handed.pop("/bedplate/live")
-        await tab.until(f"{link}.startsWith('no answer since')")
+        await tab.until(f"{link}.startsWith('no response since')")
         host.gateway.handed["/bedplate/live"] = page
         await tab.until(f"{link}.startsWith('up ')")
         tab.complaints[:] = [one for one in tab.complaints if "404" not in one]

@@ -1,4 +1,4 @@
-"""The terminal: results on stdout, progress and errors on stderr, colours only where a person looks."""
+"""Terminal output: results on stdout, progress and errors on stderr, colours only on a terminal."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from bedplate.errors import BedplateError
 from bedplate.values.units import seconds
 
 PIPE_WIDTH = 120
-"""Columns when nobody says how wide the page is."""
+"""Width if the output is not a terminal."""
 SLOW_S = 5.0
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A console that wraps at the terminal's width, and at a fixed one in pipes."""
+    """A console that wraps at the terminal's width, or at a fixed width in a pipe."""
     file = stream if stream is not None else sys.stdout
     return Console(file=file, highlight=False, soft_wrap=False, width=None if file.isatty() else PIPE_WIDTH)
 
 
 def show_error(error: BedplateError) -> None:
-    """error / caused by / hint, one line each, as STYLE has it; whole paths even on narrow terminals."""
+    """Print error, cause and hint, one line each, unwrapped so that paths stay whole."""
     out = console(sys.stderr)
     out.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
     if error.cause:
@@ -37,7 +37,7 @@ def show_error(error: BedplateError) -> None:
 
 
 class TerminalProgress:
-    """Bars for people, lines for logs. Steps that take less than a second leave no trace in logs."""
+    """Progress bars on a terminal, lines in logs. Steps shorter than a second are not logged."""
 
     def __init__(self) -> None:
         self._console = console(sys.stderr)

@@ -1,1 +1,1 @@
-"""Values as people read them."""
+"""Output for people: terminal pages, the HTML report and the live page."""

@@ -1,4 +1,4 @@
-"""The table of `bench`: filling in on a terminal, line by line elsewhere."""
+"""The table of `bench`: updated in place on a terminal, one line per finished cell elsewhere."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from bedplate.values.units import seconds as time_words
 from bedplate.values.workload import LatencyTarget
 
 HEADS = ("engine", "version", "weights", "load", "TTFT ms", "p99", "TPOT ms", "p99", "tok/s", "±", "peak GB", "quality",
-         "limit")  # fmt: skip
+         "bottleneck")  # fmt: skip
 WIDTHS = (12, 14, 9, 9, 8, 8, 8, 8, 8, 6, 8, 8, 10)
 FIRST_FIGURE = 3
 PAID_HEADS, PAID_WIDTHS = ("cost per M", "kWh per M"), (10, 9)
-"""Of a million output tokens; shown where somebody has said a price."""
+"""Per million output tokens; shown if a price is specified."""
 LAST = 2
-"""Columns that stand behind those: quality, limit."""
+"""Number of columns after those: quality, bottleneck."""
 SLOW_S = 1.0
 Judge = Callable[[Run], dict[str, str]]
 MOMENTS = {
     "preparing": "preparing",
     "warm-up": "warming up",
     "begin": "measuring",
-    "end": "waiting for the last answers",
+    "end": "waiting for the last responses",
 }
 
 
 def load_words(load: Load) -> str:
-    """What a load is told apart by in a column: requests in flight, or how they come."""
+    """The load as a table cell: requests in flight, request rate, or trace."""
     if load.arrivals == "closed":
         return str(load.concurrency)
     if load.arrivals == "replay":
@@ -50,7 +50,7 @@ def load_words(load: Load) -> str:
 
 
 def title(run: Run, idle: float | None, models: Iterable[str] = ()) -> str:
-    """Model, lengths, machine, and how idle it was."""
+    """Model, prompt and output lengths, machine, and its idle share."""
     matrix = run.matrix
     loads = matrix.loads if matrix is not None else tuple(cell.load for cell in run.cells)
     parts = [", ".join(dict.fromkeys((*models, *(cell.subject.model for cell in run.cells))))]
@@ -89,7 +89,7 @@ def _paid(cell: Cell, found: Summary, price: Price | None) -> tuple[str, ...]:
 
 
 def row_of(cell: Cell, limit: str = "", price: Price | None = None) -> tuple[str, ...]:
-    """The columns of one cell, as text."""
+    """One cell of the benchmark matrix as a table row."""
     found, subject = summarized(cell), cell.subject
     peak = found.peak_gpu_bytes if found.peak_gpu_bytes is not None else found.peak_memory_bytes
     return (
@@ -124,7 +124,7 @@ def _quality(quality: Quality | None) -> str:
 
 
 def footnotes(run: Run) -> Iterator[Text]:
-    """What has to be known beside the figures, each once."""
+    """Flags, engines left out, and capacity under the latency target; each text once."""
     seen: dict[tuple[str, str, bool], list[tuple[Cell, Flag]]] = {}
     for cell in run.cells:
         for flag in cell.flags:
@@ -133,13 +133,13 @@ def footnotes(run: Run) -> Iterator[Text]:
         where = ", ".join(dict.fromkeys(load_words(cell.load) for cell, _ in found))
         texts = dict.fromkeys(flag.text for _, flag in found)
         words = f" {'✗' if invalid else '!'} {engine}, load {where}: {next(iter(texts))}"
-        yield Text(words + (" and the like" if len(texts) > 1 else ""), style="red" if invalid else "yellow")
+        yield Text(words + (" (and similar)" if len(texts) > 1 else ""), style="red" if invalid else "yellow")
     for refusal in run.left_out:
         yield Text(f" – {refusal.engine}: {refusal.why}", style="dim")
     for words in knee_lines(run):
         yield Text(f" {words}", style="bold")
     if any(slowest(summarized(cell).ttft_ms).startswith("<") for cell in run.cells if cell.repeats):
-        yield Text(" <  the slowest of fewer than 100 requests, which show no 99th percentile", style="dim")
+        yield Text(" <  the maximum; fewer than 100 requests are too few for a 99th percentile", style="dim")
 
 
 def knee_lines(run: Run) -> Iterator[str]:
@@ -163,7 +163,9 @@ def _knee_words(found: Knee, target: LatencyTarget) -> str:
     share = met_share(found.holds, target) or 0.0
     words = f"up to {_heavy(found.holds.load)} meet {asked} ({share:.0%} of requests; {MET:.0%} needed)"
     words += f": {figure(rate)} requests/s" if rate is not None else ""
-    return words + (f"; {_heavy(found.breaks.load)} do not" if found.breaks is not None else "; more was not tried")
+    return words + (
+        f"; {_heavy(found.breaks.load)} do not" if found.breaks is not None else "; higher loads were not tried"
+    )
 
 
 def _heavy(load: Load) -> str:
@@ -171,7 +173,7 @@ def _heavy(load: Load) -> str:
 
 
 def render_run(run: Run, idle: float | None = None, limits: dict[str, str] | None = None) -> RenderableType:
-    """A whole run as it is."""
+    """The whole run: title, table, footnotes."""
     price = run.environment.price
     rows = [row_of(cell, (limits or {}).get(cell.id, ""), price) for cell in run.cells]
     return Group(_head(run, idle), Text(""), _table(rows, price), *footnotes(run), _tail_line(run))
@@ -201,7 +203,7 @@ def _table(rows: Sequence[Sequence[str]], price: Price | None = None) -> Table:
 
 
 class BenchTeller(Teller):
-    """What both ways of showing have in common."""
+    """Progress of a run; the base of both views."""
 
     def __init__(self, console: Console, judge: Judge, notes: Console | None = None) -> None:
         self.console = console
@@ -232,7 +234,7 @@ class BenchTeller(Teller):
         return self._judge(replaced(self.run, cells=tuple(whole))) if self.run is not None and whole else {}
 
     def note(self, text: str) -> None:
-        """Beside the rows, which alone are what was asked for."""
+        """Print apart from the rows: stdout carries only the table."""
         self._notes.print(Text(f" {text}", style="dim"), soft_wrap=True)
 
     @contextmanager
@@ -244,8 +246,8 @@ class BenchTeller(Teller):
             self.note(f"{label}: {time_words(took_s)}")
 
 
-class Lines(BenchTeller):
-    """One line for each cell as it is done."""
+class LineView(BenchTeller):
+    """Prints one line per cell when it is finished."""
 
     def begun(self, run: Run, subjects: Sequence[Subject], idle: float) -> None:
         super().begun(run, subjects, idle)
@@ -254,7 +256,7 @@ class Lines(BenchTeller):
 
     def done(self, cell: Cell) -> None:
         self.cells[cell.id] = cell
-        if cell.halt is None:  # another turn of it comes
+        if cell.halt is None:  # its next interleaved round follows
             return
         mine = [one for one in self.cells.values() if one.subject.engine == cell.subject.engine]
         row = row_of(cell, self.limits(mine).get(cell.id, ""), self.price)
@@ -277,12 +279,12 @@ def _line(row: Sequence[str], price: Price | None = None) -> str:
 
 
 def _is_right(number: int, columns: Sequence[str]) -> bool:
-    """Figures are, and all but the names of the engine and of what binds."""
+    """Figures are right-aligned; engine, version, weights and bottleneck are not."""
     return FIRST_FIGURE <= number < len(columns) - 1
 
 
-class Filling(BenchTeller):
-    """The whole table, which fills in. It is drawn anew only when something happens: drawing takes time, too."""
+class TableView(BenchTeller):
+    """The whole table, updated in place. It is redrawn only on an event, since drawing takes CPU time from the run."""
 
     def __init__(self, console: Console, judge: Judge) -> None:
         super().__init__(console, judge)
@@ -290,7 +292,7 @@ class Filling(BenchTeller):
         self._status = ""
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
-    def __enter__(self) -> Filling:
+    def __enter__(self) -> TableView:
         self._live.start()
         return self
 
@@ -349,7 +351,7 @@ class Filling(BenchTeller):
         self._live.update(Group(*parts), refresh=True)
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        """Every cell that was asked for, measured or not."""
+        """All cells of the matrix, measured or not."""
         loads = self.run.matrix.loads if self.run is not None and self.run.matrix is not None else ()
         blank = [""] * (len(heads(self.price)) - FIRST_FIGURE - 2)
         for subject in self.subjects:
@@ -377,5 +379,5 @@ def _so_far(cell: Cell) -> str:
 
 
 def teller_for(console: Console, judge: Judge = lambda run: {}, notes: Console | None = None) -> BenchTeller:
-    """`judge` names the bottleneck of each cell, by its id; `notes` is where notes go, if not among the rows."""
-    return Filling(console, judge) if console.is_terminal else Lines(console, judge, notes)
+    """`judge` finds the bottleneck of each cell, by cell id; `notes` is the console for notes. Default: `console`."""
+    return TableView(console, judge) if console.is_terminal else LineView(console, judge, notes)

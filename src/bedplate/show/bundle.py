@@ -1,4 +1,4 @@
-"""A bundle on the terminal: what is in it, what it needs, and what to do with it."""
+"""The pages of `bundle`: contents, requirements, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bedplate.values.units import size
 
 def render_packed(packed: Packed) -> RenderableType:
     path = Path(packed.path)
-    started = f"tar xf {path.name} && ./{TOP}/serve" if path.suffix == ".tar" else f"{path}/serve"
+    command = f"tar xf {path.name} && ./{TOP}/serve" if path.suffix == ".tar" else f"{path}/serve"
     if packed.bundle.image is not None:
-        started = "docker load, then docker compose up: README.txt in it says how"
+        command = "docker load, then docker compose up; see README.txt in the bundle"
     rows = [
         ("Bundle", packed.path, size(packed.size_bytes)),
-        *_inside(packed.bundle),
-        ("There", started, ""),
+        *_contents(packed.bundle),
+        ("Start", command, ""),
     ]
     if packed.bundle.image is None:
         rows.append(("", f"or: bedplate serve --bundle {path.name}", ""))
@@ -30,10 +30,10 @@ def render_packed(packed: Packed) -> RenderableType:
 def render_packed_for_target(packed: PackedForTarget) -> RenderableType:
     bundle = packed.bundle
     rows = [("Bundle", packed.path, f"{size(packed.size_bytes)} in {_count(len(bundle.pieces), 'piece')}")]
-    return _page([*rows, *_inside_for_target(bundle), ("There", f"python3 {Path(packed.path).name}/install.py", "")])
+    return _page([*rows, *_target_contents(bundle), ("Start", f"python3 {Path(packed.path).name}/install.py", "")])
 
 
-def _inside_for_target(bundle: TargetBundle) -> list[tuple[str, str, str]]:
+def _target_contents(bundle: TargetBundle) -> list[tuple[str, str, str]]:
     target = bundle.target
     rows = []
     for one in bundle.engines:
@@ -52,10 +52,10 @@ def _inside_for_target(bundle: TargetBundle) -> list[tuple[str, str, str]]:
 
 def render_checked(path: Path, bundle: Bundle | TargetBundle) -> RenderableType:
     if isinstance(bundle, TargetBundle):
-        text = f"{path}: {_count(len(bundle.pieces), 'piece')} as made {bundle.made_at}"
-        return _page([("Whole", text, size(bundle.size_bytes)), *_inside_for_target(bundle)])
+        text = f"{path}: {_count(len(bundle.pieces), 'piece')} unchanged since {bundle.made_at}"
+        return _page([("Intact", text, size(bundle.size_bytes)), *_target_contents(bundle)])
     count = sum(file.link is None for file in bundle.files)
-    return _page([("Whole", f"{path}: {count} files as they were packed {bundle.made_at}", ""), *_inside(bundle)])
+    return _page([("Intact", f"{path}: {count} files, unchanged since {bundle.made_at}", ""), *_contents(bundle)])
 
 
 def _page(rows: list[tuple[str, str, str]]) -> RenderableType:
@@ -65,13 +65,13 @@ def _page(rows: list[tuple[str, str, str]]) -> RenderableType:
     return table
 
 
-def _inside(bundle: Bundle) -> list[tuple[str, str, str]]:
+def _contents(bundle: Bundle) -> list[tuple[str, str, str]]:
     plan, site = bundle.plan, bundle.site
     source = plan.source or plan.model
     wheels = [file for file in bundle.files if file.path.startswith("wheels/")]
     engine = f"{plan.engine} {plan.engine_version}, {_packages(bundle.packages)}"
     if bundle.image is not None:
-        engine = f"{plan.engine} by the image {bundle.image}, which is not in it"
+        engine = f"{plan.engine} from the image {bundle.image}, which is not in the bundle"
     needs = f"Python {site.python} on {site.platform}" + (f", glibc {site.glibc} or newer" if site.glibc else "")
     return [
         ("Model", f"{source.name} · {source.quantization or source.format}", size(source.weight_bytes)),
@@ -79,7 +79,7 @@ def _inside(bundle: Bundle) -> list[tuple[str, str, str]]:
         (
             "bedplate",
             f"{bundle.bedplate}, {_packages(bundle.own_packages)}",
-            f"{size(sum(file.size_bytes for file in wheels))} of packages in all",
+            f"{size(sum(file.size_bytes for file in wheels))} of packages",
         ),
         ("Needs", needs, ""),
     ]

@@ -1,4 +1,4 @@
-"""Tables that stay readable: when a terminal is too narrow for all columns, they go on in a further table below."""
+"""Tables for narrow terminals: columns that do not fit go to a second table below the first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Column:
     cells: tuple[Text, ...]
     right: bool = False
     comfortable: int = 30
-    """Columns of the terminal that longer cells are folded to, unless there is room for more."""
+    """Width at which longer cells wrap, unless the terminal has space for more."""
 
     @classmethod
     def of(cls, name: str, cells: Sequence[str | Text], *, right: bool = False, comfortable: int = 30) -> Column:
@@ -32,7 +32,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Columns:
-    """A table whose first column is repeated in each part that it has to be divided into."""
+    """A table that is split to the terminal's width; each part repeats the first column."""
 
     first: Column
     rest: tuple[Column, ...]

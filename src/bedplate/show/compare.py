@@ -1,4 +1,4 @@
-"""A Verdict as people read it: the answer and its ground first, then the figures beside each other."""
+"""The page of `compare`: the verdict and its reason first, then the figures of both sides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from bedplate.judge.words import difference_words, load_words, short_load, signed
 from bedplate.show.columns import Column, Columns
-from bedplate.show.figures import TBD, figure
+from bedplate.show.figures import NOT_MEASURED, figure
 from bedplate.show.page import page_of
 from bedplate.values.run import Load
 from bedplate.values.units import memory, seconds, size
@@ -32,13 +32,13 @@ def render_verdict(verdict: Verdict) -> RenderableType:
         head.append(f" Stay with {verdict.a.engine}.")
     lines: list[RenderableType] = [Text(""), Padding(head, (0, 1))]
     if verdict.would_prove and verdict.answer != "migrate":
-        lines.append(Padding(Text(f"It would be settled by {verdict.would_prove}." if verdict.answer == "not proven"
-                                  else f"What would change that: {verdict.would_prove}."), (0, 1)))  # fmt: skip
+        label = "Evidence that would settle it" if verdict.answer == "not proven" else "What would change that"
+        lines.append(Padding(Text(f"{label}: {verdict.would_prove}."), (0, 1)))
     return Group(*lines, Text(""), _table(verdict), Text(""), _page(verdict))
 
 
 def _table(verdict: Verdict) -> RenderableType:
-    """One line for each load: both sides, and what the second has over the first."""
+    """One line per load: the figures of both sides, and how much better B is than A."""
     loads = list(dict.fromkeys(one.load for one in verdict.effects))
     by_load = {(one.load, one.metric): one for one in verdict.effects}
     speed = any(one.metric == "output_tok_s" for one in verdict.effects)
@@ -59,38 +59,40 @@ def _table(verdict: Verdict) -> RenderableType:
 def _both(
     by_load: dict[tuple[Load, Metric], Effect], loads: list[Load], metric: Metric, words: str
 ) -> Iterator[Column]:
-    """A's and B's figures; B's in colour where the difference is no chance."""
+    """A's and B's figures; B's are coloured where the difference is significant."""
     found = [by_load.get((load, metric)) for load in loads]
     if any(found):
-        yield Column.of(f"{words} A", [figure(one.a if one else None) for one in found], right=True)
-        yield Column.of("B", [Text(figure(one.b), style=_style(one)) if one else TBD for one in found], right=True)
+        yield Column.of(f"{words} A", [figure(one.a if one else None, NOT_MEASURED) for one in found], right=True)
+        yield Column.of(
+            "B", [Text(figure(one.b), style=_style(one)) if one else NOT_MEASURED for one in found], right=True
+        )
 
 
 def _paid(verdict: Verdict, loads: list[Load]) -> Iterator[Column]:
-    """Of a million output tokens, where a price was given or energy measured."""
+    """Per million output tokens, if a price is specified or energy was measured."""
     by_load = {one.load: one for one in verdict.spent}
     for words, name in (("cost per M", "cost_per_million_tokens"), ("kWh per M", "kwh_per_million_tokens")):
         sides = {
             side: [getattr(getattr(by_load.get(load), side, None), name, None) for load in loads] for side in ("a", "b")
         }
         if any(value is not None for values in sides.values() for value in values):
-            yield Column.of(f"{words} A", [figure(value) for value in sides["a"]], right=True)
-            yield Column.of("B", [figure(value) for value in sides["b"]], right=True)
+            yield Column.of(f"{words} A", [figure(value, NOT_MEASURED) for value in sides["a"]], right=True)
+            yield Column.of("B", [figure(value, NOT_MEASURED) for value in sides["b"]], right=True)
 
 
 def _repeats(by_load: dict[tuple[Load, Metric], Effect], load: Load) -> str:
     found = by_load.get((load, "output_tok_s")) or by_load.get((load, "e2e_ms"))
     if found is None:
-        return TBD
+        return NOT_MEASURED
     each = (
         f"{found.repeats[0]}" if found.repeats[0] == found.repeats[1] else f"{found.repeats[0]} and {found.repeats[1]}"
     )
-    return f"{each} in turns" if found.paired else each
+    return f"{each} interleaved" if found.paired else each
 
 
 def _gain(one: Effect | None) -> Text:
     if one is None:
-        return Text(TBD)
+        return Text(NOT_MEASURED)
     text = f"{signed(one.gain.value)} ({signed(one.gain.low)} … {signed(one.gain.high)})"
     return Text(text, style=_style(one))
 
@@ -105,18 +107,18 @@ def _page(verdict: Verdict) -> Table:
 
 def _rows(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
     lengths = dict.fromkeys(f"{one.load.prompt_tokens} + {one.load.output_tokens} tokens" for one in verdict.effects)
-    yield "Work", f"{verdict.model} · {', '.join(lengths)}", ""
+    yield "Workload", f"{verdict.model} · {', '.join(lengths)}", ""
     yield "A", _name(verdict.a), "in service"
     yield "B", _name(verdict.b), "challenger"
     for one in verdict.on_target:
-        text = f"{load_words(one.load)}: {one.a.value:.0%} and {one.b.value:.0%} of the requests are in time"
+        text = f"{load_words(one.load)}: {one.a.value:.0%} and {one.b.value:.0%} of requests meet the target"
         yield "Target", text, "measured"
     for side in (verdict.a, verdict.b):
         yield "Quality", f"{_name(side)}: {_quality(side)}", "measured" if _checked(side) else ""
     for side in (verdict.a, verdict.b):
         yield "Costs", f"{_name(side)}: {_costs(side)}", ""
     if verdict.a.engine != verdict.b.engine:
-        yield "", f"moving adds {verdict.b.engine}'s versions and metrics to look after", ""
+        yield "", f"migrating adds the versions and metrics of {verdict.b.engine} to operate", ""
     for difference in verdict.differences:
         yield "Differs", difference_words(difference), ""
     for left_out in verdict.left_out:
@@ -135,13 +137,14 @@ def _checked(side: Side) -> bool:
 def _quality(side: Side) -> str:
     quality = side.quality
     if quality is None or quality.verdict == "unchecked":
-        return "TBD, not checked"
+        return "not checked"
     parts = ["answers agree with the reference" if quality.verdict == "ok" else "answers are wrong"]
     if quality.agreement is not None:
-        parts[0] += f": {quality.agreement:.0%} of {quality.asked}"
+        agreed = f"{round(quality.agreement * quality.asked)}/{quality.asked}"
+        parts.append(f"greedy-token agreement with the float32 reference: {agreed}")
     if quality.perplexity is not None:
-        beside = quality.reference_perplexity
-        parts.append(f"perplexity {quality.perplexity:.2f}" + (f" (reference {beside:.2f})" if beside else ""))
+        reference = quality.reference_perplexity
+        parts.append(f"perplexity {quality.perplexity:.2f}" + (f" (reference {reference:.2f})" if reference else ""))
     if quality.note:
         parts.append(quality.note)
     return " · ".join(parts)
@@ -154,7 +157,7 @@ def _costs(side: Side) -> str:
         None if cost.start_s is None else f"starts in {seconds(cost.start_s)}",
         None if cost.peak_memory_bytes is None else f"peak {memory(cost.peak_memory_bytes)}",
         None if cost.peak_gpu_bytes is None else f"peak {memory(cost.peak_gpu_bytes)} on the GPU",
-        None if cost.effort is None else f"machinery {cost.effort} of 5",
+        None if cost.effort is None else f"operating effort {cost.effort} of 5",
         *cost.steps,
     ]
-    return " · ".join(part for part in parts if part) or TBD
+    return " · ".join(part for part in parts if part) or NOT_MEASURED

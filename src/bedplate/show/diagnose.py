@@ -1,4 +1,4 @@
-"""A Diagnosis as people read it: what binds, where the time goes, what shows it, and what to change first."""
+"""The page of `diagnose`: the bottleneck, where the time goes, the evidence, and what to change first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from bedplate.judge.words import short_load, signed
 from bedplate.show.columns import Column, Columns
-from bedplate.show.figures import TBD, figure
+from bedplate.show.figures import NOT_MEASURED, figure
 from bedplate.show.page import page_of
 from bedplate.values import units
 from bedplate.values.diagnosis import AtLoad, Bottleneck, Diagnosis, Limit, Prediction
@@ -18,8 +18,8 @@ from bedplate.values.diagnosis import AtLoad, Bottleneck, Diagnosis, Limit, Pred
 LIMITS: tuple[Limit, ...] = (
     "scheduler", "compute", "memory bandwidth", "KV cache", "interconnect", "runtime overhead",
 )  # fmt: skip
-METRICS = {"output_tok_s": "tokens a second", "ttft_ms": "time to the first token", "tpot_ms": "time per token",
-           "e2e_ms": "time of a request"}  # fmt: skip
+METRICS = {"output_tok_s": "tokens per second", "ttft_ms": "time to first token", "tpot_ms": "time per token",
+           "e2e_ms": "request latency"}  # fmt: skip
 
 
 def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
@@ -40,28 +40,28 @@ def _bottleneck(one: Bottleneck) -> Iterator[RenderableType]:
 
 
 def _table(loads: tuple[AtLoad, ...]) -> RenderableType:
-    """Where the time of a request goes, by limit, for each load; a limit that takes none of it has no column."""
+    """The share of request time per bottleneck for each load; only bottlenecks with a share have a column."""
     seen = [limit for limit in LIMITS if any(spent.limit == limit for load in loads for spent in load.spent)]
     columns = [
-        Column.of("request ms", [figure(load.request_ms) for load in loads], right=True),
+        Column.of("request ms", [figure(load.request_ms, NOT_MEASURED) for load in loads], right=True),
         *(Column.of(limit, [_share(load, limit) for load in loads], right=True) for limit in seen),
-        Column.of("step ms", [figure(load.step_ms) for load in loads], right=True),
-        Column.of("floor ms", [figure(load.floor_ms) for load in loads], right=True),
+        Column.of("step ms", [figure(load.step_ms, NOT_MEASURED) for load in loads], right=True),
+        Column.of("floor ms", [figure(load.floor_ms, NOT_MEASURED) for load in loads], right=True),
         Column.of("bandwidth", [_percent(load.bandwidth_share) for load in loads], right=True),
-        Column.of("limit", [load.limit or "cannot tell" for load in loads]),
+        Column.of("bottleneck", [load.limit or "unknown" for load in loads]),
     ]
     return Columns(Column.of("load", [short_load(load.load) for load in loads]), tuple(columns))
 
 
 def _share(load: AtLoad, limit: Limit) -> Text:
     if not load.spent:
-        return Text(TBD)
+        return Text(NOT_MEASURED)
     share = sum(spent.share for spent in load.spent if spent.limit == limit)
     return Text(f"{share:.0%}", style="bold" if limit == load.limit else "dim")
 
 
 def _percent(share: float | None) -> str:
-    return TBD if share is None else f"{share:.0%}"
+    return NOT_MEASURED if share is None else f"{share:.0%}"
 
 
 def _rows(one: Bottleneck) -> Iterator[tuple[str, str, str]]:
@@ -70,7 +70,7 @@ def _rows(one: Bottleneck) -> Iterator[tuple[str, str, str]]:
     for change in one.changes:
         yield "Change", f"{change.text}: {change.flag}" if change.flag else change.text, change.kind
     for prediction in one.predictions:
-        yield "Brings", _prediction(prediction), "estimate"
+        yield "Expected", _prediction(prediction), "estimate"
     for unknown in one.unknown:
         yield "Unknown", unknown, ""
 

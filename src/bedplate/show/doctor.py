@@ -1,4 +1,4 @@
-"""A bug report as people read it and paste it."""
+"""The page of `doctor`, which can be pasted into a bug report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_MODELS = 12
 
 
 def render_report(report: Report) -> RenderableType:
-    """What is here, then what is wrong with it."""
+    """The facts, then the problems."""
     table = Table.grid(padding=(0, 2, 0, 1))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -72,4 +72,4 @@ def _verdict(report: Report) -> Iterator[Text]:
         if problem.hint:
             yield Text.assemble(("   hint: ", "cyan"), problem.hint)
     if report.healthy:
-        yield Text.assemble((" ✓ ", "bold green"), "nothing is wrong, as far as can be seen from here")
+        yield Text.assemble((" ✓ ", "bold green"), "no problems found")

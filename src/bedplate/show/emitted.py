@@ -1,4 +1,4 @@
-"""What was written where, and what to do with it."""
+"""The pages of `plan --emit`: the files, and the command that applies them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bedplate.values import Decision
 
 
 def render_headline(decision: Decision) -> RenderableType:
-    """One service in a few lines; the whole decision is a `plan` without `--emit`."""
+    """One service in two lines; `plan` without `--emit` shows the whole decision."""
     if decision.engine is None:
         return Text("")
     first = decision.reasons[0] if decision.reasons else None
@@ -37,7 +37,7 @@ def render_files(target: str, folder: Path, files: Mapping[str, str]) -> Rendera
         lines.append(Text(f" docker compose --file {folder / first} up --detach --wait"))
         return Group(*lines)
     if any("/Dockerfile" in name for name in files):
-        lines.append(Text(" images/ are built and pushed first", style="yellow"))
+        lines.append(Text(" Build and push images/ first", style="yellow"))
     if needs := needed(dict(files)):
         lines.append(Text(f" The cluster needs {', '.join(needs)}", style="dim"))
     lines.append(Text(f" kubectl apply -k {folder}"))

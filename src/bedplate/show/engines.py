@@ -1,4 +1,4 @@
-"""The map of engines: by hardware, by feature, here, and measured here; and the page of one engine."""
+"""The pages of `engines`: recommendations by hardware, features, support and measurements on this machine."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ def render_map(
     """The page of `engines`."""
     names = Column.of("engine", [Text(row.engine, style="bold") for row in rows])
     return Group(
-        Text("\n By hardware", style="bold"),
+        Text("\n Recommended by hardware", style="bold"),
         _cheat_sheet(sheet),
-        Text("\n What each can do", style="bold"),
+        Text("\n Features", style="bold"),
         Columns(names, tuple(_feature(rows, field, title) for field, title in FEATURES)),
         Text(f"\n {PROVERB}", style="italic"),
-        Text.assemble(("\n Here", "bold"), (f"  {one_line(hardware)}", "dim")),
+        Text.assemble(("\n This machine", "bold"), (f"  {one_line(hardware)}", "dim")),
         Columns(
             names,
             (
                 Column.of("version", [row.version or "" for row in rows]),
                 Column.of("installed", [_state(row, installed) for row in rows]),
-                Column.of("this machine", [_here(row.here) for row in rows], comfortable=30),
+                Column.of("supported", [_here(row.here) for row in rows], comfortable=30),
                 *_measurements(rows),
             ),
         ),
         _measured_on(rows),
-        Text("\n One engine: bedplate engines show ID   What runs here: bedplate models", style="dim"),
+        Text("\n One engine: bedplate engines show ID   Models that run here: bedplate models", style="dim"),
     )
 
 
 def _cheat_sheet(sheet: Sequence[Situation]) -> Table:
-    """The situation, its engine, and whether this machine is one."""
+    """Each situation with its recommended engines; situations that match this machine are marked."""
     table = Table.grid(padding=(0, 1), pad_edge=True, collapse_padding=False)
     table.add_column(overflow="fold")
     table.add_column(style="bold", no_wrap=True)
@@ -86,7 +86,7 @@ def _feature(rows: Sequence[Row], field: str, title: str) -> Column:
 def _state(row: Row, installed: Sequence[Environment]) -> Text:
     there = [environment for environment in installed if environment.engine == row.engine]
     if not there:
-        can = f"no; {size(row.download_bytes or 0)} to download" if row.packages else "planned only"
+        can = f"no; {size(row.download_bytes or 0)} to download" if row.packages else "plan only"
         return Text(can, style="" if row.packages else "dim")
     built = any(environment.built for environment in there)
     others = sorted({environment.version for environment in there if not environment.built} - {row.version or ""})
@@ -102,7 +102,7 @@ def _here(here: Here) -> Text:
     where = f"yes, on {DEVICE_WORDS.get(here.device or '', here.device or 'it')}"
     if here.doubt is not None and here.doubt_for_many is not None:
         return Text(f"{where}, but {here.doubt}")
-    for who, doubt in (("one", here.doubt), ("many", here.doubt_for_many)):
+    for who, doubt in (("one user", here.doubt), ("many users", here.doubt_for_many)):
         if doubt is not None:
             return Text(f"{where}; for {who}: {doubt}")
     return Text(where)
@@ -133,21 +133,23 @@ def _quality(result: Result | None) -> Text:
 def _measured_on(rows: Sequence[Row]) -> Text:
     found = [row.measured for row in rows if row.measured is not None]
     if not found:
-        return Text(" TTFT, tok/s, peak memory and quality are TBD until this machine has measured them", style="dim")
-    return Text(f" Measured here: {work_words(found[0])}", style="dim")
+        return Text(
+            " TTFT, tok/s, peak memory and quality are TBD until they are measured on this machine", style="dim"
+        )
+    return Text(f" Measured here: {workload_words(found[0])}", style="dim")
 
 
-def work_words(result: Result) -> str:
+def workload_words(result: Result) -> str:
     weights = f" {result.quantization}" if result.quantization else ""
     lengths = f"{result.prompt_tokens:,} + {result.output_tokens:,} tokens"
-    return f"{result.model}{weights}, {result.concurrency} at once, {lengths}"
+    return f"{result.model}{weights}, {result.concurrency} in flight, {lengths}"
 
 
 def render_engine(hardware: Hardware, row: Row, installed: Sequence[Environment]) -> RenderableType:
     """The page of `engines show`."""
-    lines: list[tuple[str, str, str]] = [("Right for", row.strength, "")]
+    lines: list[tuple[str, str, str]] = [("Best for", row.strength, "")]
     if row.features is None:
-        lines.append(("Features", "TBD", "not described yet"))
+        lines.append(("Features", "not described yet", ""))
     else:
         lines += [
             (title[:1].upper() + title[1:], getattr(row.features, field), "")
@@ -155,14 +157,14 @@ def render_engine(hardware: Hardware, row: Row, installed: Sequence[Environment]
             if field != "hardware"
         ]
     lines += [
-        ("Hardware", row.features.hardware if row.features is not None else "TBD", ""),
+        ("Hardware", row.features.hardware if row.features is not None else "not described yet", ""),
         ("", _machines(row), ""),
-        ("Weights", f"loads {', '.join(row.formats)}{_made(row)}", ""),
-        ("Divides", f"a model by {', '.join(row.ways)}" if row.ways else "nothing: one device takes it all", ""),
+        ("Weights", f"loads {', '.join(row.formats)}{_converted_from(row)}", ""),
+        ("Parallelism", ", ".join(row.ways) if row.ways else "none: one device", ""),
         ("Tasks", ", ".join(row.tasks), ""),
     ]
     lines += _installation(row, installed)
-    lines += [("On", one_line(hardware), ""), *_said_here(row.here)]
+    lines += [("Machine", one_line(hardware), ""), *_support(row.here)]
     lines += _figures(row.measured)
     if row.features is not None:
         lines.append(("Source", row.features.source, ""))
@@ -170,7 +172,7 @@ def render_engine(hardware: Hardware, row: Row, installed: Sequence[Environment]
         Text(f"\n {row.name} {row.version or ''}".rstrip(), style="bold green"),
         Text(""),
         page_of(lines),
-        Text("\n Rules that speak of it", style="bold"),
+        Text("\n Rules that name this engine", style="bold"),
         _rules(row),
         Text(f"\n {PROVERB}", style="italic"),
     )
@@ -180,12 +182,12 @@ def _machines(row: Row) -> str:
     vendors = [VENDOR_NAMES.get(vendor, vendor) for vendor in row.vendors]
     chips = [*(f"{vendor} GPUs" for vendor in vendors), *(["CPUs"] if row.cpu else [])]
     systems = ", ".join(SYSTEMS.get(system, system) for system in row.systems)
-    return f"planned for {', '.join(chips) or 'nothing yet'} under {systems}"
+    return f"supports {', '.join(chips) or 'no hardware yet'} on {systems}"
 
 
-def _made(row: Row) -> str:
+def _converted_from(row: Row) -> str:
     converted = [name for name in row.converts if name not in row.formats]
-    return f"; made from {', '.join(converted)}" if converted else ""
+    return f"; converted from {', '.join(converted)}" if converted else ""
 
 
 def _installation(row: Row, installed: Sequence[Environment]) -> list[tuple[str, str, str]]:
@@ -199,14 +201,14 @@ def _installation(row: Row, installed: Sequence[Environment]) -> list[tuple[str,
     return lines
 
 
-def _said_here(here: Here) -> list[tuple[str, str, str]]:
+def _support(here: Here) -> list[tuple[str, str, str]]:
     if not here.runs:
-        return [("Here", f"no: {here.why}", "")]
+        return [("Supported", f"no: {here.why}", "")]
     where = DEVICE_WORDS.get(here.device or "", here.device or "it")
-    lines = [("Here", f"runs on {where}", "")]
+    lines = [("Supported", f"yes, on {where}", "")]
     lines += [
-        ("", f"{who}: {doubt or 'nothing speaks against it'}", "")
-        for who, doubt in (("for one user", here.doubt), ("for many", here.doubt_for_many))
+        ("", f"{who}: {doubt or 'suitable'}", "")
+        for who, doubt in (("for one user", here.doubt), ("for many users", here.doubt_for_many))
     ]
     return lines
 
@@ -218,7 +220,7 @@ def _figures(result: Result | None) -> list[tuple[str, str, str]]:
         f"TTFT {_cell(result, result.ttft_ms)} ms   {_cell(result, result.output_tok_s)} tok/s   "
         f"peak memory {_peak(result)}   quality {_quality(result)}"
     )
-    return [("Measured", figures, ""), ("", f"{work_words(result)}, {result.at}", "")]
+    return [("Measured", figures, ""), ("", f"{workload_words(result)}, {result.at}", "")]
 
 
 def _rules(row: Row) -> Columns:
@@ -226,6 +228,6 @@ def _rules(row: Row) -> Columns:
         Column.of("rule", [Text(line.rule, style="bold") for line in row.rules]),
         (
             Column.of("", [line.kind for line in row.rules]),
-            Column.of("what it says", [line.text for line in row.rules], comfortable=36),
+            Column.of("description", [line.text for line in row.rules], comfortable=36),
         ),
     )

@@ -1,4 +1,4 @@
-"""Measured figures as tables write them."""
+"""Measured figures as table cells."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from bedplate.values import units
 from bedplate.values.summary import Percentiles
 
 TBD = "TBD"
+"""An empty cell of the benchmark matrix."""
+NOT_MEASURED = "not measured"
+"""An unknown figure anywhere else."""
 
 
-def figure(value: float | None) -> str:
-    return TBD if value is None else units.figure(value)
+def figure(value: float | None, missing: str = TBD) -> str:
+    return missing if value is None else units.figure(value)
 
 
 def slowest(found: Percentiles | None) -> str:
-    """Of fewer than a hundred requests nobody knows the slowest hundredth; it is no more than the slowest of all."""
+    """The 99th percentile; with fewer than 100 requests its upper bound, the maximum."""
     if found is None:
         return TBD
     return figure(found.p99) if found.p99 is not None else f"<{figure(found.max)}"

@@ -1,4 +1,4 @@
-"""A model as people read it: what it is, what it weighs, and what a conversation with it takes."""
+"""The page of `inspect`: architecture, size, and memory per sequence of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from bedplate.values import Hardware, Model
 from bedplate.values.units import memory, size
 
-TASKS = {"generate": "writes text", "embed": "makes embeddings", "classify": "ranks or classifies", "other": ""}
+TASKS = {"generate": "text generation", "embed": "embeddings", "classify": "reranking or classification", "other": ""}
 CONTEXTS = (8_192, 32_768, 131_072)
 BASES = {"reported": "reported", "spec": "published configuration", "estimate": "estimate", "measured": "measured"}
 PART_WORDS = {
@@ -19,19 +19,19 @@ PART_WORDS = {
     "mlp": "feed-forward",
     "experts": "routed experts",
     "output": "output",
-    "vision": "vision tower",
+    "vision": "vision encoder",
 }
 
 
 def render_model(model: Model, hardware: Hardware | None = None) -> RenderableType:
-    """A compact page; figures are what the files or the configuration say, unless a note says otherwise."""
+    """One page; the figures come from the files or the configuration unless a note names another source."""
     table = Table.grid(padding=(0, 2, 0, 1))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(style="dim", no_wrap=True)
 
     def row(label: str, value: str, note: str = "") -> None:
-        # As Text, since names out of files may hold brackets that would be taken for markup.
+        # As Text, because names from files may contain brackets, which rich would read as markup.
         table.add_row(label, Text(value), Text(note))
 
     def rows(label: str, lines: list[tuple[str, str]]) -> None:
@@ -44,9 +44,9 @@ def render_model(model: Model, hardware: Hardware | None = None) -> RenderableTy
     rows("", _weights(model))
     row("Shape", _shape(model))
     rows("Layers", _layers(model))
-    row("Context", f"{model.max_context:,} tokens" if model.max_context else "TBD", _template(model))
-    rows("Cache", _cache(model))
-    rows("Means", _meaning(model, hardware))
+    row("Context", f"{model.max_context:,} tokens" if model.max_context else "unknown", _template(model))
+    rows("KV cache", _cache(model))
+    rows("Implies", _implications(model, hardware))
     row("Files", _files(model))
     return table
 
@@ -64,15 +64,15 @@ def _joined(*parts: str | None) -> str:
 def _parameters(model: Model) -> list[tuple[str, str]]:
     text = count(model.parameters)
     if model.num_experts and model.active_parameters is not None:
-        text += f", of which {count(model.active_parameters)} work on each token"
+        text += f", of which {count(model.active_parameters)} active per token"
     lines = [(text, BASES[model.basis])]
-    apart = []
+    separate = []
     if model.vision_parameters:
-        apart.append(f"{count(model.vision_parameters)} in a tower that sees")
+        separate.append(f"{count(model.vision_parameters)} in a vision encoder")
     if model.mtp_parameters:
-        apart.append(f"{count(model.mtp_parameters)} in heads that guess ahead")
-    if apart:
-        lines.append(("and " + ", ".join(apart), "counted apart"))
+        separate.append(f"{count(model.mtp_parameters)} in multi-token-prediction heads")
+    if separate:
+        lines.append(("and " + ", ".join(separate), "counted separately"))
     return lines
 
 
@@ -88,7 +88,7 @@ def _stored(model: Model) -> str | None:
 
 
 def _weights(model: Model) -> list[tuple[str, str]]:
-    """By what they are for, and by how they are stored where that differs."""
+    """Weights by part of the model, and by storage type if there are several."""
     lines = []
     parts = [part for part in model.parts if part.name != "mtp" and part.bytes >= 0.001 * model.weight_bytes]
     for part in sorted(parts, key=lambda part: -part.bytes) if len(parts) > 1 else ():
@@ -103,42 +103,42 @@ def _weights(model: Model) -> list[tuple[str, str]]:
 
 
 def _layers(model: Model) -> list[tuple[str, str]]:
-    """What each kind of layer keeps of what it has read."""
+    """The cache memory of each kind of layer."""
     if len(model.layers) < 2 and not any(group.kind != "full attention" for group in model.layers):
         return []
     lines = []
     for group in model.layers:
-        kept = []
+        cached = []
         if group.kv_bytes_per_token:
-            kept.append(f"{memory(group.kv_bytes_per_token)} a token")
+            cached.append(f"{memory(group.kv_bytes_per_token)} per token")
         if group.window and group.kv_bytes_window:
-            kept.append(f"at most {memory(group.kv_bytes_window)} (window {group.window:,})")
+            cached.append(f"at most {memory(group.kv_bytes_window)} (window {group.window:,})")
         elif group.kv_bytes_window:
-            kept.append(f"{memory(group.kv_bytes_window)} for an image or a recording")
+            cached.append(f"{memory(group.kv_bytes_window)} per image or recording")
         if group.state_bytes:
-            kept.append(f"{memory(group.state_bytes)} of state")
-        lines.append((f"{group.count:>3} {group.kind:<28}  {' + '.join(kept) or 'nothing of their own'}", ""))
+            cached.append(f"{memory(group.state_bytes)} of state")
+        lines.append((f"{group.count:>3} {group.kind:<28}  {' + '.join(cached) or 'no cache'}", ""))
     return lines
 
 
-def _meaning(model: Model, hardware: Hardware | None) -> list[tuple[str, str]]:
-    """What the sizes come to when the model runs."""
+def _implications(model: Model, hardware: Hardware | None) -> list[tuple[str, str]]:
+    """The speed limit that follows from the bytes read per token."""
     if model.task != "generate" or not model.weight_bytes:
         return []
     read = model.read_bytes_per_token
     text = f"{read / 1e9:,.1f} GB" if read >= 1e9 else size(read)
-    text += " are read for every token"
+    text += " are read per token"
     figure = hardware.memory.bandwidth_bytes_s if hardware is not None else None
     if figure is None or figure.value <= 0:
         return [(text, "one stream, short context")]
     most = figure.value / read if read else 0.0
     speed = f"{most:,.0f}" if most >= 20 else f"{most:.1f}"
-    text += f"; at {size(figure.value)}/s at most {speed} tokens/s for one stream"
+    text += f"; at {size(figure.value)}/s, at most {speed} tokens/s for one stream"
     return [(text, f"this machine's memory, {figure.basis}")]
 
 
 def count(number: int) -> str:
-    """As models are named: 135 M, 8.03 B."""
+    """In millions or billions, such as 135 M or 8.03 B."""
     for step, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if number >= 0.9995 * step:
             value = number / step
@@ -148,7 +148,7 @@ def count(number: int) -> str:
 
 def _bits(model: Model) -> str:
     stored = sum(group.parameters for group in model.tensor_groups)
-    return f"{8 * model.weight_bytes / stored:.2f} bits a weight" if stored else ""
+    return f"{8 * model.weight_bytes / stored:.2f} bits per weight" if stored else ""
 
 
 def _shape(model: Model) -> str:
@@ -156,14 +156,14 @@ def _shape(model: Model) -> str:
     if model.num_heads:
         heads = f"{model.num_heads} heads"
         if model.num_kv_heads and model.num_kv_heads != model.num_heads:
-            heads += f", {model.num_kv_heads} for keys and values"
+            heads += f", {model.num_kv_heads} KV heads"
     experts = None
     if model.num_experts:
-        used = f", {model.num_experts_active} at a time" if model.num_experts_active else ""
+        used = f", {model.num_experts_active} active" if model.num_experts_active else ""
         experts = f"{model.num_experts} experts{used}"
-    width = f"{model.hidden_size:,} wide" if model.hidden_size else None
-    words = f"{model.vocab_size:,} tokens known" if model.vocab_size else None
-    return _joined(f"{model.num_layers} layers", width, heads, experts, words)
+    width = f"hidden size {model.hidden_size:,}" if model.hidden_size else None
+    vocabulary = f"vocabulary {model.vocab_size:,}" if model.vocab_size else None
+    return _joined(f"{model.num_layers} layers", width, heads, experts, vocabulary)
 
 
 def _template(model: Model) -> str:
@@ -171,26 +171,26 @@ def _template(model: Model) -> str:
         return ""
     if model.has_chat_template:
         return "has a chat template"
-    # A configuration alone does not say whether there is one.
+    # A configuration alone does not show whether there is one.
     return "no chat template: completes text only" if model.files else ""
 
 
 def _cache(model: Model) -> list[tuple[str, str]]:
-    """What a token costs, then what that makes of conversations that people have."""
+    """Memory per token, then per sequence of common lengths."""
     if not model.kv_bytes(1):
-        return [("none: each request is computed whole", "")]
+        return [("none: each request is one forward pass", "")]
     rows = []
     if model.kv_bytes_per_token:
-        rows.append((f"{memory(model.kv_bytes_per_token)} for each token", "16-bit"))
+        rows.append((f"{memory(model.kv_bytes_per_token)} per token", "16-bit"))
     if model.kv_bytes_window:
-        rows.append((f"{memory(model.kv_bytes_window)} at most in layers that see a window only", "16-bit"))
+        rows.append((f"{memory(model.kv_bytes_window)} at most in sliding-window layers", "16-bit"))
     if model.state_bytes:
-        rows.append((f"{memory(model.state_bytes)} of state, however long the text", "32-bit"))
+        rows.append((f"{memory(model.state_bytes)} of recurrent state, independent of length", "32-bit"))
     limit = model.max_context or CONTEXTS[0]
     lengths = [length for length in CONTEXTS if length < limit]
     lengths.append(limit if limit <= CONTEXTS[-1] or not lengths else CONTEXTS[-1])
     sizes = (f"{memory(model.kv_bytes(length))} at {_tokens(length)}" for length in dict.fromkeys(lengths))
-    rows.append((" · ".join(sizes), "one conversation"))
+    rows.append((" · ".join(sizes), "one sequence"))
     return rows
 
 
@@ -204,4 +204,4 @@ def _files(model: Model) -> str:
     first = Path(model.files[0])
     if len(model.files) == 1:
         return str(first)
-    return f"{first} and {len(model.files) - 1} more parts beside it"
+    return f"{first} and {len(model.files) - 1} more files in the same folder"

@@ -1,4 +1,4 @@
-"""The endpoint's live page: one file without parts, and what a browser may do with it."""
+"""The live page: one self-contained HTML file and its Content-Security-Policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LivePage(NamedTuple):
 
 @functools.cache
 def live_page() -> LivePage:
-    """It is the same for everybody; what is to be seen on it comes later, to those who may see it."""
+    """The page holds no data; its script requests the data with the user's key."""
     body = TEMPLATE.read_bytes()
     return LivePage(
         body,
@@ -33,7 +33,7 @@ def live_page() -> LivePage:
 
 
 def policy(html: str) -> str:
-    """Only this very script and style, only requests to the endpoint itself, and no text that becomes markup."""
+    """Allow only this script and style and requests to this endpoint; forbid turning text into markup."""
     scripts, styles = (" ".join(map(_hash, re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL))) for tag in _INLINE)
     return (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self'; img-src data:; "

@@ -1,4 +1,4 @@
-"""What was measured on a machine, as people read it."""
+"""The measurements of `probe --measure`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Row = tuple[str, str, str]
 
 
 def render_measured(found: Measurements) -> RenderableType:
-    """A page of its own, below the machine's: each figure with its spread."""
+    """A separate table below the hardware: each figure with its spread."""
     return page_of(_rows(found))
 
 
 def rate(figure: Figure) -> str:
-    """Such as "21.3 GB/s ± 2 %"; the band is that of the repeats."""
+    """Such as "21.3 GB/s ± 2 %"; the spread is that of the repeats."""
     return f"{size(figure.value)}/s{_spread(figure)}"
 
 
 def operations(figure: Figure, data_type: str) -> str:
-    """Such as "788 TFLOP/s", or "1500 TOP/s" for whole numbers."""
+    """Such as "788 TFLOP/s", or "1500 TOP/s" for integers."""
     value, prefix = (figure.value / 1e12, "T") if figure.value >= 999.5e9 else (figure.value / 1e9, "G")
     digits = f"{value:.3g}" if value < 99.5 else f"{value:.0f}"
     return f"{digits} {prefix}{'OP' if data_type.startswith('int') else 'FLOP'}/s{_spread(figure)}"
@@ -74,23 +74,23 @@ def _ram(ram: RamBandwidth) -> str:
 
 def _gpu(gpu: GpuBandwidth) -> Iterator[Row]:
     label = f"GPU {gpu.index}"
-    own = [
+    rates = [
         f"{what} {rate(figure)}" for what, figure in (("read", gpu.read_bytes_s), ("copy", gpu.copy_bytes_s)) if figure
     ]
-    if own:
+    if rates:
         if gpu.theoretical_bytes_s:
-            own.append(f"by its clock and bus {size(gpu.theoretical_bytes_s)}/s")
+            rates.append(f"theoretical {size(gpu.theoretical_bytes_s)}/s")
         if gpu.spec_bytes_s:
-            own.append(f"spec {size(gpu.spec_bytes_s.value)}/s")
-        yield label, " · ".join(own), "measured"
-    ways = (
+            rates.append(f"spec {size(gpu.spec_bytes_s.value)}/s")
+        yield label, " · ".join(rates), "measured"
+    directions = (
         ("from host", gpu.to_device_pinned_bytes_s, gpu.to_device_pageable_bytes_s),
         ("to host", gpu.from_device_pinned_bytes_s, gpu.from_device_pageable_bytes_s),
     )
-    for way, pinned, pageable in ways:
+    for direction, pinned, pageable in directions:
         kinds = [f"{rate(figure)} {kind}" for kind, figure in (("pinned", pinned), ("pageable", pageable)) if figure]
         if kinds:
-            yield label, f"{way} {' · '.join(kinds)}", "measured"
+            yield label, f"{direction} {' · '.join(kinds)}", "measured"
 
 
 def _matrix(product: MatrixRate) -> str:
@@ -100,6 +100,6 @@ def _matrix(product: MatrixRate) -> str:
 
 
 def _spread(figure: Figure) -> str:
-    """Half of the band, in percent of the value; left out where it is too small to matter."""
+    """Half of the range in percent of the value; omitted below 0.5 %."""
     share = max(figure.high - figure.value, figure.value - figure.low) / figure.value if figure.value else 0.0
     return f" ± {share:.0%}" if share >= 0.005 else ""

@@ -1,4 +1,4 @@
-"""A Migration as people read it: what came of it, why, and the figures of each step."""
+"""The page of `migrate`: outcome, reason, and the figures of each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bedplate.values.units import seconds
 def render_migration(done: Migration) -> RenderableType:
     if done.outcome == "migrated":
         head = Text.assemble(
-            (f"Migrated to {done.b.engine}.", "bold green"), f"  {done.model} goes on without a break."
+            (f"Migrated to {done.b.engine}.", "bold green"), f"  {done.model} was served without interruption."
         )
         if done.reason is not None:
             head = Text.assemble((f"{done.b.engine} stays.", "bold yellow"), f"  {done.stage}: {done.reason}.")
@@ -26,7 +26,7 @@ def render_migration(done: Migration) -> RenderableType:
         head = Text.assemble(
             ("Rolled back.", "bold yellow"),
             f"  {done.b.engine}, {done.stage}: {done.reason}. ",
-            f"{done.a.engine} goes on.",
+            f"{done.a.engine} keeps serving.",
         )
     parts: list[RenderableType] = [Text(""), Padding(head, (0, 1)), Text("")]
     if done.steps:
@@ -35,34 +35,34 @@ def render_migration(done: Migration) -> RenderableType:
 
 
 def _steps(done: Migration) -> RenderableType:
-    """At each step, the challenger's figures and the incumbent's."""
+    """The figures of the challenger and the incumbent at each step."""
     steps = done.steps
     return Columns(
-        Column.of("step", [f"{step.percent:g} %" for step in steps], right=True),
+        Column.of("traffic", [f"{step.percent:g} %" for step in steps], right=True),
         (
             Column.of("for", [seconds(step.seconds) for step in steps], right=True),
             Column.of("requests", [str(step.challenger.requests) for step in steps], right=True),
             Column.of("failed", [str(step.challenger.failed) for step in steps], right=True),
             Column.of("TTFT ms", [figure(step.challenger.ttft_ms) for step in steps], right=True),
-            Column.of("before", [figure(step.beside.ttft_ms) for step in steps], right=True),
+            Column.of("incumbent", [figure(step.beside.ttft_ms) for step in steps], right=True),
             Column.of("TPOT ms", [figure(step.challenger.tpot_ms) for step in steps], right=True),
-            Column.of("before", [figure(step.beside.tpot_ms) for step in steps], right=True),
+            Column.of("incumbent", [figure(step.beside.tpot_ms) for step in steps], right=True),
         ),
     )
 
 
 def _rows(done: Migration) -> Iterator[tuple[str, str, str]]:
-    yield "Before", _name(done.a), ""
+    yield "Incumbent", _name(done.a), ""
     yield "Challenger", _name(done.b), ""
     for one in done.checks:
-        yield "Answers", f"{one.stage}, beside {one.against}: {one.why}", "measured" if one.answered else ""
+        yield "Answers", f"{one.stage}, compared with {one.against}: {one.why}", "measured" if one.answered else ""
     if done.side_by_side:
-        yield "How", "side by side", ""
+        yield "Method", "side by side: both engines loaded", ""
     else:
-        yield "How", f"one after the other: up to {done.held_most} requests waited, {seconds(done.held_s)}", ""
-    yield "Took", seconds(done.took_s), ""
+        yield "Method", f"one after the other: up to {done.held_most} requests waited {seconds(done.held_s)}", ""
+    yield "Duration", seconds(done.took_s), ""
     if done.cut:
-        yield "Cut", f"{done.cut} answers did not end in their time", ""
+        yield "Aborted", f"{done.cut} responses did not finish in the time allowed", ""
     for note in done.notes:
         yield "Note", note, ""
 

@@ -1,7 +1,8 @@
-"""What can run here, as people choose from it: the most capable that is comfortable first."""
+"""The page of `models`: models that run here, the most capable at a comfortable speed first."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -15,16 +16,19 @@ from bedplate.show.probe import one_line
 from bedplate.values import Figure, Hardware, Workload
 from bedplate.values.units import memory
 
+UNKNOWN = "–"
+NAME_WIDTH = 24
+
 WIDE = 110
-"""Columns of a terminal from which on bands have a place of their own."""
+"""Terminal width from which ranges have a separate column."""
 WITH_OWNERS = 140
-"""And from here on the owners' names."""
+"""Terminal width from which names include the owner."""
 
 
 def render_models(
     hardware: Hardware, workload: Workload, found: Catalogue, *, limit: int | None, least_tok_s: float | None, plan: str
 ) -> RenderableType:
-    """The page of `models`. `plan` is how to ask for one of them with the same work."""
+    """The page of `models`. `plan` is the command that plans one of them for the same workload."""
     parts: list[RenderableType] = [Text(""), *_head(hardware, workload, found)]
     fitting = [entry for entry in found.models if entry.fits]
     shown = fitting[:limit]
@@ -40,7 +44,7 @@ def render_models(
         parts.append(Text(f" … and {len(fitting) - len(shown)} more: --limit {len(fitting)}, or --search", style="dim"))
     refused = [entry for entry in found.models if not entry.fits]
     if refused:
-        parts += [Text("\n Not here", style="bold"), Refused(tuple(refused[:limit]))]
+        parts += [Text("\n Does not run here", style="bold"), Refused(tuple(refused[:limit]))]
         if limit is not None and len(refused) > limit:
             parts.append(Text(f" … and {len(refused) - limit} more: --limit {len(refused)}", style="dim"))
     if fitting:
@@ -50,43 +54,47 @@ def render_models(
 
 def _head(hardware: Hardware, workload: Workload, found: Catalogue) -> list[RenderableType]:
     style = "bold green" if found.fitting else "bold red"
-    work = f"{_requests(workload)}, {workload.request_tokens:,} tokens each"
-    return [Text(f" {_answer(found)}", style=style), Text(f" {one_line(hardware)}"), Text(f" {work}", style="dim")]
+    workload_words = f"{_requests(workload)}, {workload.request_tokens:,} tokens each"
+    return [
+        Text(f" {_answer(found)}", style=style),
+        Text(f" {one_line(hardware)}"),
+        Text(f" {workload_words}", style="dim"),
+    ]
 
 
 def _answer(found: Catalogue) -> str:
     if not found.known:
-        return "No known model of this task is called so"
+        return "No known model for this task matches the search"
     if not found.fitting:
-        return f"None of {found.known} known models runs here as asked; --all says why"
+        return f"None of {found.known} known models runs here as requested; --all shows the reasons"
     return f"{found.fitting} of {found.known} known models run here"
 
 
 def _requests(workload: Workload) -> str:
-    at_once = workload.in_flight()
-    return arrivals(workload) or ("one request at a time" if at_once == 1 else f"{at_once:,} requests at once")
+    in_flight = workload.in_flight()
+    return arrivals(workload) or ("one request at a time" if in_flight == 1 else f"{in_flight:,} concurrent requests")
 
 
 def _title(pace: Pace, least_tok_s: float | None) -> str:
     comfort = short(least_tok_s or READING_TOK_S)
     return {
         "comfortable": f"Comfortable: {comfort} tok/s or more for one stream",
-        "not predicted": "Fits; its speed is not predicted",
+        "not predicted": "Fits; speed not predicted",
         "slow": f"Fits, but slower than {comfort} tok/s",
-        "some wait": "Fits, but not for everyone at once: some wait",
+        "some wait": "Fits, but not all concurrent requests: some wait in the queue",
     }[pace]
 
 
 def _advice(hardware: Hardware, group: Sequence[Entry]) -> list[RenderableType]:
-    """What would let speeds be predicted, and the order follow them."""
+    """How to make the speed predictable, if it is not."""
     unknown = any(entry.pace == "not predicted" and entry.task == "generate" for entry in group)
     if not unknown or hardware.accelerators or hardware.memory.bandwidth_bytes_s is not None:
         return []
-    return [Text(" speeds follow from the memory bandwidth, which bedplate probe --measure finds once", style="yellow")]
+    return [Text(" to predict speeds, measure the memory bandwidth once: bedplate probe --measure", style="yellow")]
 
 
 class Listing:
-    """The table of one group, as wide as the terminal bears."""
+    """The table of one group; wide terminals get more columns."""
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
@@ -94,9 +102,9 @@ class Listing:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         table = Table(box=None, padding=(0, 1, 0, 1) if width >= WIDE else (0, 0, 0, 1), header_style="dim")
-        table.add_column("model", overflow="fold", min_width=24)
-        for name in ("size", "weights", "engine", "tok/s", *(["band"] if width >= WIDE else []), "memory", "context"):
-            right = name not in ("weights", "engine", "band")
+        table.add_column("model", overflow="fold", min_width=NAME_WIDTH)
+        for name in ("size", "weights", "engine", "tok/s", *(["range"] if width >= WIDE else []), "memory", "context"):
+            right = name not in ("weights", "engine", "range")
             table.add_column(name, no_wrap=True, justify="right" if right else "left")
         for entry in self.entries:
             table.add_row(*_cells(entry, width))
@@ -105,21 +113,32 @@ class Listing:
 
 def _cells(entry: Entry, width: int) -> list[Text]:
     name = entry.name if width >= WITH_OWNERS else entry.name.rpartition("/")[2]
+    name = name if width >= WIDE else wrap_name(name)
     return [
         Text.assemble(name, (" here", "bold green") if entry.here else ""),
         Text(parameters(entry)),
         Text(_weights(entry)),
         Text(entry.engine or ""),
-        Text(short(entry.tok_s.value) if entry.tok_s is not None else "TBD"),
+        Text(short(entry.tok_s.value) if entry.tok_s is not None else UNKNOWN),
         *([Text(band(entry.tok_s), style="dim")] if width >= WIDE else []),
         Text(_memory(entry)),
         Text(context(entry, whole=width >= WIDE)),
     ]
 
 
+def wrap_name(name: str) -> str:
+    """Break a long name after hyphens, since rich breaks it anywhere."""
+    lines = [""]
+    for part in re.findall(r"[^-]+-?|-", name):
+        if lines[-1] and len(lines[-1] + part) > NAME_WIDTH:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
 def _memory(entry: Entry) -> str:
     each = f"{entry.devices} × " if entry.devices > 1 else ""
-    return f"{each}{memory(entry.memory_bytes)}" if entry.memory_bytes is not None else "TBD"
+    return f"{each}{memory(entry.memory_bytes)}" if entry.memory_bytes is not None else UNKNOWN
 
 
 def _weights(entry: Entry) -> str:
@@ -127,7 +146,7 @@ def _weights(entry: Entry) -> str:
 
 
 def parameters(entry: Entry) -> str:
-    """30.5B, and of experts how much of it a token passes through: 30.5B-A3.3B."""
+    """Such as 30.5B; for mixture-of-experts models with the active parameters: 30.5B-A3.3B."""
     total = _billions(entry.parameters)
     active = entry.active_parameters
     return total if active is None or active > 0.7 * entry.parameters else f"{total}-A{_billions(active)}"
@@ -142,9 +161,9 @@ def band(figure: Figure | None) -> str:
 
 
 def context(entry: Entry, *, whole: bool = True) -> str:
-    """What fits of what the model reads, in units of 1,024 tokens."""
+    """The longest context that fits, of the longest that the model supports, in units of 1,024 tokens."""
     if entry.longest_context is None:
-        return "TBD"
+        return UNKNOWN
     if not whole or entry.longest_context == entry.max_context or entry.max_context is None:
         return _thousands(entry.longest_context)
     return f"{_thousands(entry.longest_context)} of {_thousands(entry.max_context)}"
@@ -157,27 +176,27 @@ def _thousands(tokens: int) -> str:
 
 
 class Refused:
-    """What does not fit, and why in a few words."""
+    """The models that do not fit, with the reason."""
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table.grid(padding=(0, 0, 0, 1), pad_edge=True)
-        table.add_column(overflow="fold", min_width=24)
+        table.add_column(overflow="fold", min_width=NAME_WIDTH)
         table.add_column(no_wrap=True, justify="right")
         table.add_column(overflow="fold", style="dim")
         for entry in self.entries:
-            name = entry.name if options.max_width >= WIDE else entry.name.rpartition("/")[2]
+            name = entry.name if options.max_width >= WIDE else wrap_name(entry.name.rpartition("/")[2])
             table.add_row(Text(name), Text(parameters(entry)), Text(entry.why or ""))
         yield table
 
 
 def _foot(shown: Sequence[Entry], plan: str) -> list[RenderableType]:
-    lines = ["speeds are estimates; order: by size, active experts and year, not by measured quality"]
+    lines = ["speeds are estimates; sorted by size, active parameters and year, not by measured quality"]
     if any(entry.offload is not None for entry in shown):
-        lines.append("+RAM: a part of the weights stays in the host's memory")
+        lines.append("+RAM: part of the weights stays in host memory")
     if any(entry.here for entry in shown):
         first = next(entry for entry in shown if entry.here)
-        lines.append(f"here: on this machine already, as {first.here[0]}")
+        lines.append(f"here: already on this machine, as {first.here[0]}")
     return [Text(""), *(Text(f" {line}", style="dim") for line in lines), Text(f" Next  {plan}", style="bold")]

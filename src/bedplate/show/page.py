@@ -1,4 +1,4 @@
-"""The page that facts are shown on: a label, what it says, and on whose word."""
+"""A table of facts: label, value, source."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rich.text import Text
 
 
 def page_of(rows: Iterable[tuple[str, str, str]]) -> Table:
-    """One row each; a label that repeats is shown once."""
+    """One line per row; a repeated label is shown once."""
     table = Table.grid(padding=(0, 2, 0, 1))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(style="dim", no_wrap=True)
     last = ""
     for label, value, basis in rows:
-        # As Text, since names may hold brackets that would be taken for markup.
+        # As Text, because names may contain brackets, which rich would read as markup.
         table.add_row("" if label == last else label, Text(value), Text(basis))
         last = label
     return table

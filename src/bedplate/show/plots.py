@@ -1,4 +1,4 @@
-"""Plots as SVG: no library, no script, colours by style sheet, so that a page can be dark, printed and read offline."""
+"""Charts as SVG without library or script; colours come from the style sheet, for dark mode, print and offline use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from html import escape
 WIDTH, HEIGHT = 540, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 16, 44
 COLOURS = 8
-"""How many the style sheet has, as s0 to s7; further series begin again, with other marks."""
+"""Number of series colours in the style sheet, s0 to s7; further series reuse them with other markers."""
 MARKS = ("circle", "square", "triangle", "diamond")
 WIDE_RATIO = 20.0
-"""Values that are so many times apart go on a logarithmic axis."""
+"""Ratio of the largest to the smallest value above which the axis is logarithmic."""
 LABEL_GAP, LETTER = 14, 7.5
 
 
@@ -22,9 +22,9 @@ class Point:
     x: float
     y: float
     label: str = ""
-    """Beside the mark."""
+    """Printed next to the marker."""
     title: str = ""
-    """What a reader sees who points at it."""
+    """Tooltip."""
     hollow: bool = False
     ring: bool = False
 
@@ -46,7 +46,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to pixels."""
+    """Maps values to pixels."""
 
     low: float
     high: float
@@ -65,7 +65,7 @@ class Scale:
 
 
 def _ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round values, about as many as are wanted."""
+    """Round values, about `wanted` of them."""
     step = (high - low) / wanted or 1.0
     power = 10.0 ** math.floor(math.log10(step))
     step = next(power * one for one in (1, 2, 2.5, 5, 10) if power * one >= step * 0.999)
@@ -82,7 +82,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 def scale_for(
     values: Iterable[float], start: float, end: float, *, zero: bool = False, log: bool | None = None
 ) -> Scale:
-    """A scale that holds all values with some air; logarithmic where they are far apart, unless told."""
+    """A scale that covers all values with a margin; logarithmic for wide ranges unless `log` is given."""
     positive = sorted(value for value in values if math.isfinite(value) and value > 0)
     if not positive:
         return Scale(0.0, 1.0, start, end)
@@ -93,12 +93,12 @@ def scale_for(
         return Scale(low / 1.25, high * 1.25, start, end, log=True)
     if zero or low < 0.4 * high:
         return Scale(0.0, high * 1.08, start, end)
-    air = 0.15 * (high - low) or 0.1 * high
-    return Scale(max(0.0, low - air), high + air, start, end)
+    margin = 0.15 * (high - low) or 0.1 * high
+    return Scale(max(0.0, low - margin), high + margin, start, end)
 
 
 def number(value: float) -> str:
-    """As short as an axis wants it."""
+    """A short label for an axis, such as 12k."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit * 0.9999:
             return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
@@ -107,7 +107,7 @@ def number(value: float) -> str:
 
 @dataclass
 class Chart:
-    """One plot in the making: frame, axes, and what is drawn in it."""
+    """A chart under construction: frame, axes and content."""
 
     title: str
     x: Scale
@@ -117,13 +117,13 @@ class Chart:
     height: int = HEIGHT
     parts: list[str] = field(default_factory=list)
     taken: list[tuple[float, float, float]] = field(default_factory=list)
-    """Where labels are already: from where to where, and how high."""
+    """Placed labels: left, right and y position."""
 
     def add(self, *parts: str) -> None:
         self.parts.extend(parts)
 
     def label(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
-        """A text that gives way to those that are there."""
+        """Add a label; it moves down until it overlaps no other label."""
         width = LETTER * len(text)
         begin = x - width if anchor == "end" else x
         while any(begin < high and low < begin + width and abs(y - at) < LABEL_GAP for low, high, at in self.taken):
@@ -176,7 +176,7 @@ def _mark(kind: str, x: float, y: float, style: str, point: Point) -> str:
 
 
 def lines(title: str, series: Sequence[Series], x_name: str, y_name: str) -> str:
-    """Each series as marks joined in their order, named where it ends."""
+    """Each series as markers joined by a line, with its name at the end."""
     every = [point for one in series for point in one.points]
     x = scale_for((point.x for point in every), LEFT, WIDTH - RIGHT - 70)
     y = scale_for((point.y for point in every), HEIGHT - BOTTOM, TOP, log=None)
@@ -198,10 +198,10 @@ def lines(title: str, series: Sequence[Series], x_name: str, y_name: str) -> str
 
 
 def shares(title: str, samples: Sequence[tuple[str, int, Sequence[float]]], x_name: str) -> str:
-    """How much of the requests stayed below: (name, number of the series, values)."""
+    """Cumulative distribution of (name, series number, values)."""
     x = scale_for((value for _, _, values in samples for value in values), LEFT, WIDTH - RIGHT)
     y = Scale(0.0, 1.0, HEIGHT - BOTTOM, TOP)
-    chart = Chart(title, x, y, x_name, "share of requests below")
+    chart = Chart(title, x, y, x_name, "cumulative share of requests")
     for name, order, values in samples:
         ordered = sorted(values)
         if not ordered:
@@ -219,7 +219,7 @@ def shares(title: str, samples: Sequence[tuple[str, int, Sequence[float]]], x_na
 def roofline(
     title: str, points: Sequence[Series], bytes_s: float | None, operations_s: float | None, basis: str = ""
 ) -> str:
-    """Operations a second over operations a byte: no point can be above the roof."""
+    """Operations per second over operations per byte; the roof is the upper bound."""
     every = [point for one in points for point in one.points]
     xs = [point.x for point in every]
     ys = [point.y for point in every]
@@ -230,7 +230,7 @@ def roofline(
     if bytes_s:
         ys += [bytes_s * x.low, min(operations_s or math.inf, bytes_s * x.high)]
     y = scale_for(ys, HEIGHT - BOTTOM, TOP, log=True)
-    chart = Chart(title, x, y, "operations for each byte read", "operations a second")
+    chart = Chart(title, x, y, "operations per byte read", "operations per second")
     if bytes_s:
         knee = min(operations_s / bytes_s, x.high) if operations_s else x.high
         roof = [(x.low, bytes_s * x.low), (knee, bytes_s * knee)]
@@ -256,7 +256,7 @@ class Bar:
 
 
 def stacked(title: str, bars: Sequence[Bar], x_name: str) -> str:
-    """One bar below the other, each with its parts."""
+    """Horizontal stacked bars."""
     kinds = list(dict.fromkeys(kind for bar in bars for kind, _ in bar.parts))
     height = TOP + 30 * len(bars) + 24 + BOTTOM
     left = LEFT + 80

@@ -1,4 +1,4 @@
-"""The page of `prepared`: what is kept, and what of it may go."""
+"""The page of `prepared`: the cache of prepared weights, and which entries are stale."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DAY_S = 86_400.0
 
 def render_prepared(kept: Sequence[Kept]) -> RenderableType:
     if not kept:
-        return Text(" nothing is kept: no engine here needed converted weights yet", style="dim")
+        return Text(" no prepared weights: no engine on this machine has needed a conversion yet", style="dim")
     now = dt.datetime.now(dt.UTC)
     table = Columns(
         Column.of("id", [Text(one.id[:ID_LETTERS], style="bold") for one in kept]),
         (
-            Column.of("what", [one.what for one in kept], comfortable=46),
-            Column.of("made by", [one.engine for one in kept]),
+            Column.of("weights", [one.what for one in kept], comfortable=46),
+            Column.of("engine", [one.engine for one in kept]),
             Column.of("size", [size(one.disk_bytes) for one in kept], right=True),
             Column.of("last used", [ago(one.used_at, now) for one in kept]),
             Column.of("", [_state(one) for one in kept], comfortable=24),
@@ -32,7 +32,7 @@ def render_prepared(kept: Sequence[Kept]) -> RenderableType:
     )
     stale = [one for one in kept if one.stale and not one.in_use]
     lines: list[RenderableType] = [Text(), table, Text()]
-    lines.append(Text(f" {len(kept)} in all, {size(sum(one.disk_bytes for one in kept))}", style="dim"))
+    lines.append(Text(f" {len(kept)} in total, {size(sum(one.disk_bytes for one in kept))}", style="dim"))
     if stale:
         freed = size(sum(one.disk_bytes for one in stale))
         lines.append(Text(f" bedplate prepared remove --stale frees {freed}", style="dim"))

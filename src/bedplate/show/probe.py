@@ -1,4 +1,4 @@
-"""A machine's hardware as people read it: one page, or one line."""
+"""The hardware of a machine: the page of `probe`, or one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def one_line(hardware: Hardware) -> str:
 
 
 def render_hardware(hardware: Hardware) -> RenderableType:
-    """A compact page: what it is, how much of it, on whose word, and what that means for a model."""
+    """One page: each part, its size, the source of the figure, and the speed limit that follows."""
     return page_of(_rows(hardware))
 
 
@@ -66,21 +66,21 @@ def _rows(hardware: Hardware) -> Iterator[Row]:
 def _cpu_rows(cpu: Cpu) -> Iterator[Row]:
     yield "CPU", f"{short_name(cpu.name)} · {cpu.arch}", cpu.basis
     yield "CPU", _core_counts(cpu), ""
-    yield "CPU", " ".join(cpu.instruction_sets) or "instruction sets: TBD", ""
+    yield "CPU", " ".join(cpu.instruction_sets) or "instruction sets unknown", ""
     if cpu.caches:
         yield "CPU", " · ".join(map(_cache, (cache for cache in cpu.caches if cache.kind != "instruction"))), ""
     if len(cpu.numa) > 1:
         for node in cpu.numa:
-            room = memory(node.memory_bytes) if node.memory_bytes is not None else "memory TBD"
-            yield "CPU", f"NUMA node {node.index}: {room}, CPUs {node.cpus or 'none'}", ""
+            size_words = memory(node.memory_bytes) if node.memory_bytes is not None else "memory unknown"
+            yield "CPU", f"NUMA node {node.index}: {size_words}, CPUs {node.cpus or 'none'}", ""
 
 
 def _memory_rows(ram: Memory) -> Iterator[Row]:
-    limit = f" · limited to {memory(ram.limit_bytes)} by its container" if ram.limit_bytes is not None else ""
+    limit = f" · limited to {memory(ram.limit_bytes)} by the container" if ram.limit_bytes is not None else ""
     yield "Memory", f"{memory(ram.available_bytes)} free of {memory(ram.total_bytes)}{limit}", ram.basis
     yield "Memory", f"bandwidth {_bandwidth(ram.bandwidth_bytes_s)}", _basis(ram.bandwidth_bytes_s)
-    if meaning := cost(ram.bandwidth_bytes_s, ram.available_bytes):
-        yield "Memory", meaning, "estimate"
+    if implication := speed_limit(ram.bandwidth_bytes_s, ram.available_bytes):
+        yield "Memory", implication, "estimate"
 
 
 def _card_rows(cards: Sequence[Accelerator]) -> Iterator[Row]:
@@ -91,7 +91,7 @@ def _card_rows(cards: Sequence[Accelerator]) -> Iterator[Row]:
         slice_of = f" · a slice of GPU {card.parent}" if card.parent is not None else ""
         yield "GPU", f"{card.index}  {card.name} · {_card(card)}{slice_of}", card.basis
         details = [("GPU", f"   {text}", basis) for text, basis in _card_details(card)]
-        if details != shown:  # alike cards are described once
+        if details != shown:  # identical cards are described once
             yield from details
         shown = details
         for process in card.processes:
@@ -119,39 +119,39 @@ def _card_details(card: Accelerator) -> Iterator[tuple[str, str]]:
         yield " · ".join(filter(None, words)), "reported"
     if (limit := card.wired_limit_bytes) is not None:
         band = f" ({memory(limit.low)} to {memory(limit.high)})" if limit.low < limit.high else ""
-        yield f"the GPU may hold {memory(limit.value)} of it{band}", limit.basis
+        yield f"the GPU can use {memory(limit.value)} of it{band}", limit.basis
     yield f"bandwidth {_bandwidth(card.bandwidth_bytes_s)}", _basis(card.bandwidth_bytes_s)
-    if meaning := cost(card.bandwidth_bytes_s, card.free_bytes or card.memory_bytes):
-        yield meaning, "estimate"
+    if implication := speed_limit(card.bandwidth_bytes_s, card.free_bytes or card.memory_bytes):
+        yield implication, "estimate"
 
 
-def cost(bandwidth: Figure | None, room_bytes: int | None) -> str | None:
-    """What a bandwidth means: all weights that a token uses are read once for it, so none can come faster."""
+def speed_limit(bandwidth: Figure | None, free_bytes: int | None) -> str | None:
+    """The upper bound that a bandwidth sets: each token needs all of its weights to be read once."""
     if bandwidth is None or bandwidth.value <= 0:
         return None
     text = f"each GB of weights read per token takes {1e12 / bandwidth.value:.3g} ms"
-    if room_bytes:
-        rate = bandwidth.value / room_bytes
+    if free_bytes:
+        rate = bandwidth.value / free_bytes
         most = f"{rate:,.0f}" if rate >= 9.95 else f"{rate:.1f}"
-        text += f": {size(room_bytes)}, which fill it, at most {most} tokens/s a stream"
+        text += f"; with {size(free_bytes)} of weights, at most {most} tokens/s per stream"
     return text
 
 
 def link_lines(links: Sequence[Link]) -> Iterator[tuple[str, str]]:
-    """Links that are alike on one line: eight cards behind a switch are one fact, not 28."""
+    """Identical links on one line: eight cards behind a switch give one line, not 28."""
     groups: dict[tuple[object, ...], list[Link]] = {}
     for link in links:
         rate = link.bandwidth_bytes_s
         key = (link.kind, "host" in (link.a, link.b), link.count, link.path, link.hops, rate)
         groups.setdefault(key, []).append(link)
-    for alike in groups.values():
-        one = alike[0]
+    for group in groups.values():
+        one = group[0]
         words = [
-            f"{one.kind} {_ends(alike)}",
+            f"{one.kind} {_ends(group)}",
             f"{one.count} link{'s' if one.count > 1 else ''}" if one.count else "",
             PATHS[one.path] if one.path else "",
             f"{one.hops} hop{'s' if one.hops > 1 else ''}" if one.hops else "",
-            f"{_bandwidth(one.bandwidth_bytes_s)} each way" if one.bandwidth_bytes_s else "TBD",
+            f"{_bandwidth(one.bandwidth_bytes_s)} each way" if one.bandwidth_bytes_s else "bandwidth unknown",
         ]
         yield " · ".join(filter(None, words)), _basis(one.bandwidth_bytes_s)
 
@@ -184,7 +184,7 @@ def _cache(cache: Cache) -> str:
 
 
 def _slot(card: Accelerator) -> str:
-    """The slot, and what it could be where it is less: idle cards slow down, and some sit in a slot too narrow."""
+    """The PCIe link, and its maximum if it runs below: idle cards reduce it, and some slots are too narrow."""
     slot = card.pcie
     if slot is None:
         return ""
@@ -203,15 +203,15 @@ def _of(what: str, now: float | None, most: float | None, unit: str) -> str:
 
 
 def short_name(name: str) -> str:
-    """A CPU's name without the words that say nothing: "Intel(R) Xeon(R) Processor" is an Intel Xeon."""
+    """A CPU's name without filler words: "Intel(R) Xeon(R) Processor" becomes "Intel Xeon"."""
     short = re.sub(r"\((R|TM|C|r|tm)\)|®|™", " ", name)
     short = re.sub(r"\b(CPU|Processor)\b|\b\w+-Core\b|@ ?[0-9.]+ ?GHz|\b[0-9]+th Gen\b|\bwith Radeon.*$", " ", short)
     return " ".join(short.split()) or name
 
 
 def cores(cpu: Cpu) -> str:
-    """How many cores we may use, of how many."""
-    # A quota below one core leaves a share of one, and saying "1 core" would promise too much.
+    """The cores that this process may use, of all cores."""
+    # With a quota below one core, "1 core" would overstate it.
     share = cpu.allowed_cores < 1
     allowed = f"{cpu.allowed_cores:.2g}" if share else f"{cpu.allowed_physical_cores}"
     noun = "core" if allowed == "1" else "cores"
@@ -235,13 +235,13 @@ def gpus(hardware: Hardware) -> str:
 def _core_counts(cpu: Cpu) -> str:
     counts = [cores(cpu), f"{cpu.logical_cores} logical"]
     if cpu.performance_cores and cpu.efficiency_cores:
-        counts.append(f"{cpu.performance_cores} fast and {cpu.efficiency_cores} slow")
+        counts.append(f"{cpu.performance_cores} performance and {cpu.efficiency_cores} efficiency")
     if cpu.sockets:
         counts.append(f"{cpu.sockets} socket" + ("s" if cpu.sockets > 1 else ""))
     if len(cpu.numa) > 1:
         counts.append(f"{len(cpu.numa)} NUMA nodes")
     if cpu.allowed_cores < cpu.logical_cores:
-        counts.append(f"CPU time for {cpu.allowed_cores:g}")
+        counts.append(f"CPU quota {cpu.allowed_cores:g}")
     return " · ".join(counts)
 
 
@@ -250,7 +250,7 @@ def _card(card: Accelerator) -> str:
     if card.free_bytes is not None and card.memory_bytes is not None:
         words.append(f"{memory(card.free_bytes)} free of {memory(card.memory_bytes)}")
     else:
-        words.append(memory(card.memory_bytes) if card.memory_bytes is not None else "memory TBD")
+        words.append(memory(card.memory_bytes) if card.memory_bytes is not None else "memory unknown")
     if card.unified_memory:
         words.append("shared with the CPU")
     if card.compute_capability:
@@ -259,7 +259,7 @@ def _card(card: Accelerator) -> str:
 
 
 def _bandwidth(figure: Figure | None) -> str:
-    return "TBD (bedplate probe --measure)" if figure is None else f"{size(figure.value)}/s"
+    return "not measured (bedplate probe --measure)" if figure is None else f"{size(figure.value)}/s"
 
 
 def _basis(figure: Figure | None) -> str:

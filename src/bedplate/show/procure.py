@@ -1,4 +1,4 @@
-"""Offers as people compare them: the machines that would serve the work, the fewest cards first."""
+"""The page of `plan --procure`: the chips that would serve the workload, the fewest cards first."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from bedplate.show.decision import short
 from bedplate.values import Figure, Model, Workload
 
 PAID = {"cost_per_million_tokens": "cost per M", "kwh_per_million_tokens": "kWh per M"}
-"""Of output tokens."""
+"""Per million output tokens."""
 
 
 def render_offers(model: Model, workload: Workload, offers: tuple[Offer, ...], asked: int) -> RenderableType:
     if not offers:
-        return Text(f" None of {asked} known chips serves {model.name} as asked with at most 8 cards")
+        return Text(f" None of {asked} known chips serves {model.name} as requested with at most 8 cards")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    # Only where the intent says a price or watts: elsewhere there is nothing to show.
+    # Shown only if the intent specifies a price or watts.
     paid = [name for name in PAID if any(getattr(offer.decision.estimate, name) is not None for offer in offers)]
-    for name in ("cards", "chip", "engine", "weights", "layout", "TTFT ms", "TPOT ms", "tok/s", "at once", "watts"):
+    for name in ("cards", "chip", "engine", "weights", "layout", "TTFT ms", "TPOT ms", "tok/s", "capacity", "watts"):
         table.add_column(name, justify="left" if name in ("chip", "engine", "weights", "layout") else "right")
     for name in paid:
         table.add_column(PAID[name], justify="right")
@@ -39,16 +39,16 @@ def render_offers(model: Model, workload: Workload, offers: tuple[Offer, ...], a
             f"{offer.watts:,.0f}" if offer.watts is not None else "",
             *(_cell(figure) for figure in spent),
         )
-    work = f"{workload.in_flight():,} requests at once"
-    head = f" {len(offers)} of {asked} known chips serve {model.name}, {work}; all figures are estimates"
+    requests = f"{workload.in_flight():,} concurrent requests"
+    head = f" {len(offers)} of {asked} known chips serve {model.name}, {requests}; all figures are estimates"
     return Group(Text(""), Text(head, style="bold"), Text(""), table)
 
 
 def _cell(figure: Figure | None) -> str:
-    return short(figure.value) if figure is not None else "TBD"
+    return short(figure.value) if figure is not None else "unknown"
 
 
 def _order(offer: Offer) -> tuple[int, float]:
-    """Few cards first; among as many, the fastest."""
+    """By number of cards, then by speed."""
     rate = offer.decision.estimate.output_tok_s
     return offer.count, -(rate.value if rate is not None else 0.0)

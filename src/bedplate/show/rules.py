@@ -1,6 +1,6 @@
-"""docs/rules.md, generated from the rules: `make docs` writes it."""
+"""Generates docs/rules.md from the rules; `make docs` writes it."""
 
-# A table's rows are lines, however long.
+# Rows of a Markdown table cannot be wrapped.
 # ruff: noqa: E501
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRA
 
 HEAD = """# The rules behind a decision
 
-<!-- Made from src/bedplate/decide by `make docs`; a test holds it to the source. -->
+<!-- Generated from src/bedplate/decide by `make docs`; a test compares it with the source. -->
 
 Every reason in a [plan](plan.md) names the rule that it comes from. This page gives each rule's source: a sentence in
 one of five articles, physics, a vendor's document, or a measurement. Each rule is one function in `src/bedplate/decide`.
@@ -46,28 +46,28 @@ The texts of these articles are not part of this repository.
 
 def rules_page() -> str:
     parts = [HEAD]
-    parts += ["## Above the rules\n", _table(("rule", "what it says", "source"), _fixed())]
-    parts += ["## Which engine\n", _table(("rule", "what it says", "source"), _said(PICKS))]
+    parts += ["## Above the rules\n", _table(("rule", "what it says", "source"), _fixed_rows())]
+    parts += ["## Which engine\n", _table(("rule", "what it says", "source"), _rule_rows(PICKS))]
     parts += [
         "## Not suitable\n",
         "An engine that can run here and was not chosen is `unsuitable` if one of these rules matches; the first match is shown.\n",
-        _table(("rule", "engine", "when", "source"), _said(DOUBTS, engine=True)),
+        _table(("rule", "engine", "when", "source"), _rule_rows(DOUBTS, engine=True)),
     ]
     parts += [
         "## Worth measuring\n",
         "A suitable engine that was not chosen is a challenger if one of these rules matches; otherwise it is `outranked`.\n",
-        _table(("rule", "engine", "when", "source"), _said(CHALLENGES, engine=True)),
+        _table(("rule", "engine", "when", "source"), _rule_rows(CHALLENGES, engine=True)),
     ]
-    parts += ["## Above the engine\n", _table(("rule", "what it says", "source"), _said(ORCHESTRATION))]
+    parts += ["## Above the engine\n", _table(("rule", "what it says", "source"), _rule_rows(ORCHESTRATION))]
     parts += [
         "## Reasons for the settings\n",
         "These rules give the figures behind the choice: fit, weights and layout.\n",
-        _table(("rule", "what it says", "source"), _said(REASONS)),
+        _table(("rule", "what it says", "source"), _rule_rows(REASONS)),
     ]
     return "\n".join(parts)
 
 
-def _fixed() -> list[tuple[str, ...]]:
+def _fixed_rows() -> list[tuple[str, ...]]:
     return [
         (
             f"`{ASKED[0]}`",
@@ -82,7 +82,7 @@ def _fixed() -> list[tuple[str, ...]]:
     ]
 
 
-def _said(rules: Iterable[Rule[..., Any]], engine: bool = False) -> list[tuple[str, ...]]:
+def _rule_rows(rules: Iterable[Rule[..., Any]], engine: bool = False) -> list[tuple[str, ...]]:
     found = []
     for rule in rules:
         cells = (

@@ -1,4 +1,4 @@
-"""Running services: the list, one in full, and what is said when they start and end."""
+"""The pages of `ps` and `status`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.show.columns import Column, Columns
+from bedplate.show.decision import ORIGINS
 from bedplate.values.service import EngineStatus, HostStatus, ModelStatus, ServiceRecord
 from bedplate.values.units import memory
 from bedplate.values.workload import Workload
@@ -18,7 +19,7 @@ SHOWN_NOTES = 5
 
 
 def lasting(duration_s: float) -> str:
-    """A long time in its two largest units."""
+    """A duration in its two largest units."""
     minutes, hours, days = duration_s / 60, duration_s / 3600, duration_s / 86400
     if minutes < 1:
         return f"{duration_s:.0f} s"
@@ -48,7 +49,7 @@ def _row(record: ServiceRecord, status: HostStatus | None) -> list[str | Text]:
     engines = [engine for model in status.models for engine in model.engines]
     return [
         status.name,
-        Text.assemble(_state(state), *(f", {one}" for one in _doing(status.models))),
+        Text.assemble(_state(state), *(f", {one}" for one in _activities(status.models))),
         status.url or "–",
         ", ".join(model.model for model in status.models),
         ", ".join(dict.fromkeys(engine.engine for engine in engines)) or "none loaded",
@@ -59,8 +60,8 @@ def _row(record: ServiceRecord, status: HostStatus | None) -> list[str | Text]:
     ]
 
 
-def _doing(models: Sequence[ModelStatus]) -> list[str]:
-    """In a few words: how far it is stands in the status."""
+def _activities(models: Sequence[ModelStatus]) -> list[str]:
+    """Current activities without their progress, which `status` shows."""
     return list(
         dict.fromkeys(model.busy.partition(":")[0] for model in models if model.busy and model.busy != model.state)
     )
@@ -72,7 +73,7 @@ def _state(state: str) -> Text:
 
 def render_status(status: HostStatus) -> RenderableType:
     where = "in the background" if status.detached else "in the foreground"
-    key = " · asks for a key" if status.needs_key else ""
+    key = " · requires an API key" if status.needs_key else ""
     head = Text.assemble(
         (f"\n {status.name}  ", "bold"), _state(status.state),
         f"  up {lasting(status.uptime_s)}, {where}, process {status.pid}, bedplate {status.version}\n",
@@ -103,14 +104,14 @@ def _model(model: ModelStatus) -> RenderableType:
     if model.reason is not None:
         grid.add_row("", Text(model.reason, style="red"))
     if model.on is not None:
-        grid.add_row("On", Text(model.on.text, style="" if model.on.real else "yellow"))
+        grid.add_row("Hardware", Text(model.on.text, style="" if model.on.real else "yellow"))
     for number, engine in enumerate(model.engines):
         grid.add_row("" if number else "Engine", _engine(engine))
     if not model.engines:
-        grid.add_row("Engine", Text(f"none now; up to {memory(model.planned_bytes)} when it is loaded", style="dim"))
+        grid.add_row("Engine", Text(f"not loaded; up to {memory(model.planned_bytes)} when loaded", style="dim"))
     if model.why:
         grid.add_row("Why", model.why[0])
-    grid.add_row("Work", _work(model.workload))
+    grid.add_row("Workload", _workload(model.workload))
     if model.drift is not None:
         grid.add_row("", Text(model.drift, style="yellow"))
     return grid
@@ -118,30 +119,30 @@ def _model(model: ModelStatus) -> RenderableType:
 
 def _engine(engine: EngineStatus) -> Text:
     size = memory(engine.memory_bytes) if engine.memory_bytes is not None else "memory unknown"
-    told = [
+    parts = [
         f"{engine.in_flight} in flight",
         f"{size} (planned: up to {memory(engine.planned_bytes)})",
         f"{engine.restarts} restarts" if engine.restarts != 1 else "1 restart",
     ]
     if engine.uptime_s is not None:
-        told.append(f"up {lasting(engine.uptime_s)}")
+        parts.append(f"up {lasting(engine.uptime_s)}")
     if engine.share == 0:
-        told.append("gets no new requests")
+        parts.append("receives no new requests")
     if engine.part is not None:
-        told.insert(0, engine.part)
+        parts.insert(0, engine.part)
     on = f"{engine.device}, {engine.threads} threads" if engine.threads and engine.device == "cpu" else engine.device
-    line = Text.assemble((engine.id, "bold"), f" {engine.version}  ", _state(engine.state), f"  {' · '.join(told)}")
+    line = Text.assemble((engine.id, "bold"), f" {engine.version}  ", _state(engine.state), f"  {' · '.join(parts)}")
     line.append(f" · {on} · {engine.slots} slots", "dim")
     if engine.reason is not None and engine.state != "ready":
         line.append(f"\n{engine.reason}", "yellow")
     return line
 
 
-def _work(workload: Workload) -> str:
+def _workload(workload: Workload) -> str:
     users = f"{workload.users:,} user{'s' if workload.users != 1 else ''}"
     in_flight = f", {workload.concurrency:,} in flight" if workload.concurrency is not None else ""
-    basis = {"default": "nobody said", "asked": "as asked", "observed": "as observed"}[workload.origin]
-    return f"assumed {users}{in_flight}, {workload.prompt_tokens:,} + {workload.output_tokens:,} tokens ({basis})"
+    lengths = f"{workload.prompt_tokens:,} + {workload.output_tokens:,} tokens"
+    return f"planned for {users}{in_flight}, {lengths} ({ORIGINS[workload.origin]})"
 
 
 def _foot(status: HostStatus) -> RenderableType:

@@ -1,4 +1,4 @@
-"""The last lines of `serve`: where it answers, and a command that works as it stands."""
+"""The last lines of `serve`: the endpoint, and a command to try it."""
 
 from __future__ import annotations
 
@@ -30,19 +30,22 @@ def render_ready(endpoint: Endpoint, then: str = "Ctrl-C stops everything") -> R
 
 
 def render_agreement(agreement: Agreement) -> Text:
-    """One line when the answers are right; when they are wrong, with the evidence, and what to do."""
+    """One line if the answers are right; otherwise the evidence and what to do."""
     if agreement.verdict == "unchecked":
         return Text(f" answers could not be checked: {agreement.why}", style="dim")
     if agreement.verdict == "ok":
-        return Text(f" answers agree with the reference: {agreement.agreed} of {agreement.answered}", style="dim")
-    said = Text.assemble(
+        return Text(
+            f" greedy-token agreement with the float32 reference: {agreement.agreed}/{agreement.answered}", style="dim"
+        )
+    warning = Text.assemble(
         (f" {agreement.engine} {agreement.engine_version} gives wrong answers here: ", "bold red"),
         (f"{agreement.why}\n", "red"),
     )
     for one in agreement.evidence[:SHOWN_DISAGREEMENTS]:
-        got = "the end" if one.got is None else repr(one.got)
-        said.append(f"   after …{one.prefix[-40:]!r} it says {got}, and not {one.expected!r}\n", "red")
-    said.append(
-        "   `bedplate plan` avoids this setting on this machine from now on; another engine: --engine ID", "red"
+        got = "the end of the text" if one.got is None else repr(one.got)
+        warning.append(f"   after …{one.prefix[-40:]!r}: {got} instead of {one.expected!r}\n", "red")
+    warning.append(
+        "   `bedplate plan` avoids this configuration on this machine from now on; choose an engine with --engine ID",
+        "red",
     )
-    return said
+    return warning

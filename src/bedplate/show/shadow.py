@@ -1,4 +1,4 @@
-"""A challenger that was tried, and a look at whether the engine is still the right one, as people read them."""
+"""The pages of `shadow` and `watch`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from bedplate.values.shadow import Shadowed
 from bedplate.values.units import seconds
 from bedplate.values.watch import Watched
 
-HOW = {"live": "a sample of the live requests", "replay": "recorded shapes, in turns, while nobody asked"}
+METHODS = {"live": "a sample of the live requests", "replay": "recorded request shapes, interleaved, while idle"}
 
 
 def render_shadow(done: Shadowed) -> RenderableType:
-    return Group(render_verdict(done.verdict), page_of(_how(done)))
+    return Group(render_verdict(done.verdict), page_of(_method_rows(done)))
 
 
-def _how(done: Shadowed) -> Iterator[tuple[str, str, str]]:
+def _method_rows(done: Shadowed) -> Iterator[tuple[str, str, str]]:
     paused = f", interrupted {_counted(done.pauses, 'time')}" if done.pauses else ""
-    asked = f"{_counted(done.requests, 'request')} in {_counted(done.turns, 'turn')}"
-    yield "How", f"{HOW[done.how]}: {asked}{paused}", "measured"
-    yield "Took", f"{seconds(done.took_s)}; kept as {done.run}", ""
+    requests = f"{_counted(done.requests, 'request')} in {_counted(done.turns, 'round')}"
+    yield "Method", f"{METHODS[done.how]}: {requests}{paused}", "measured"
+    yield "Duration", f"{seconds(done.took_s)}; stored as run {done.run}", ""
     for note in done.notes:
         yield "Note", note, ""
 
@@ -44,15 +44,15 @@ def render_watched(done: Watched) -> RenderableType:
 def _rows(done: Watched) -> Iterator[tuple[str, str, str]]:
     yield "Service", f"{done.service}: {done.model} on {done.engine} {done.engine_version}", done.at
     for trigger in done.triggers:
-        yield "Because", trigger.text, trigger.kind
+        yield "Trigger", trigger.text, trigger.kind
     if done.planned is not None and done.planned != done.engine:
-        yield "Plan", f"a plan would choose {done.planned} today", ""
+        yield "Plan", f"plan now chooses {done.planned}", ""
     for one in done.shadows:
-        yield "Tried", f"{one.verdict.b.engine}: {one.verdict.answer}. {one.verdict.text}", f"run {one.run}"
+        yield "Measured", f"{one.verdict.b.engine}: {one.verdict.answer}. {one.verdict.text}", f"run {one.run}"
         for note in one.notes:
             yield "", note, ""
     for untried in done.untried:
-        yield "Not tried", f"{untried.engine}: {untried.why}", ""
+        yield "Not measured", f"{untried.engine}: {untried.why}", ""
     if done.migration is not None:
         why = f": {done.migration.reason}" if done.migration.reason else ""
         yield "Migration", f"{done.migration.outcome}{why}", ""
@@ -60,4 +60,4 @@ def _rows(done: Watched) -> Iterator[tuple[str, str, str]]:
         yield "Report", done.report, ""
     for note in done.notes:
         yield "Note", note, ""
-    yield "Took", seconds(done.took_s), ""
+    yield "Duration", seconds(done.took_s), ""

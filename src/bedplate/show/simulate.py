@@ -1,4 +1,4 @@
-"""A simulated fleet on a page: what it was given, what it delivers, and what was tried."""
+"""The page of `simulate`: replica, traffic, results, and the fleets that were tried."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from rich.text import Text
 
 from bedplate.decide.simulate.search import Told
 from bedplate.progress import Progress
-from bedplate.show.decision import short
+from bedplate.show.decision import page, short
 from bedplate.show.figures import figure
 from bedplate.values import Parallelism
 from bedplate.values.cost import Price
 from bedplate.values.simulation import Engine, Outcome, Simulation, Times, Traffic
 from bedplate.values.workload import LatencyTarget
 
-TOLD_REQUESTS = 20_000
-"""Simulations of fewer requests are over before anybody would read of them."""
+PROGRESS_REQUESTS = 20_000
+"""Simulations of fewer requests finish too soon to show progress."""
 
 
 @contextmanager
 def telling(progress: Progress) -> Iterator[Told]:
-    """Says what is being simulated, where it takes a while."""
+    """Shows the progress of long simulations."""
     with progress.step("simulating") as update:
 
-        def told(what: str, requests: int, arrived: int) -> None:
-            if requests >= TOLD_REQUESTS:
+        def report(what: str, requests: int, arrived: int) -> None:
+            if requests >= PROGRESS_REQUESTS:
                 update(arrived)
 
-        yield told
+        yield report
 
 
 def render_simulation(found: Simulation) -> RenderableType:
     answer = found.answer
-    table = Table.grid(padding=(0, 3, 0, 1))
-    table.add_row(Text("Replica", style="bold"), Text(_replica(found.replica)), Text(found.replica.hardware))
-    table.add_row(Text("Traffic", style="bold"), Text(_traffic(found.traffic)), Text(found.traffic.source))
-    table.add_row(Text("Target", style="bold"), Text(_target(found.target, found.met_share)), "")
+    table = page()
+    table.add_row("Replica", Text(_replica(found.replica)), Text(found.replica.hardware))
+    table.add_row("Traffic", Text(_traffic(found.traffic)), Text(found.traffic.source))
+    table.add_row("Target", Text(_target(found.target, found.met_share)), "")
     if answer is not None:
         for label, value, basis in _rows(found, answer):
-            table.add_row(Text(label, style="bold"), Text(value), Text(basis))
+            table.add_row(label, Text(value), Text(basis))
     for position, note in enumerate(found.notes):
-        table.add_row(Text("Note" if position == 0 else "", style="bold"), Text(note), "")
+        table.add_row("Note" if position == 0 else "", Text(note), "")
     parts: list[RenderableType] = [Text(""), Text(_head(found), style="bold"), Text(""), table]
     if len(found.tried) > 1:
         parts += [Text(""), _tried(found.tried)]
@@ -55,14 +55,16 @@ def _head(found: Simulation) -> str:
     answer = found.answer
     if answer is None:
         most = max(found.tried, key=lambda one: one.on_target or 0.0, default=None)
-        nearest = f"; nearest: {fleet_words(most)}, {most.on_target or 0:.1%} on target" if most is not None else ""
+        nearest = (
+            f"; nearest: {fleet_words(most)}, {most.on_target or 0:.1%} of requests meet it" if most is not None else ""
+        )
         return f" No layout that was tried meets the target{nearest}"
     words = f" {fleet_words(answer)}, {answer.cards:,} {'card' if answer.cards == 1 else 'cards'}"
     if answer.meets is None:
         return words
     if not answer.meets:
-        return f"{words}: {answer.on_target or 0:.1%} of the requests on target, which is too few"
-    return f"{words}: {answer.on_target or 0:.1%} of the requests on target"
+        return f"{words}: {answer.on_target or 0:.1%} of requests meet the target, which is too few"
+    return f"{words}: {answer.on_target or 0:.1%} of requests meet the target"
 
 
 def fleet_words(one: Outcome) -> str:
@@ -74,8 +76,8 @@ def fleet_words(one: Outcome) -> str:
 def _replica(one: Engine) -> str:
     layout = _layout(one.parallelism)
     return (
-        f"{one.engine} · {one.model} · {one.quantization or 'weights as they are'}{layout} · {one.slots} at once · "
-        f"cache of {one.kv_tokens:,} tokens"
+        f"{one.engine} · {one.model} · {one.quantization or 'original weights'}{layout} · {one.slots} slots · "
+        f"KV cache of {one.kv_tokens:,} tokens"
     )
 
 
@@ -90,10 +92,10 @@ def _layout(layout: Parallelism) -> str:
 
 
 def _traffic(one: Traffic) -> str:
-    rate = f"{figure(one.requests_per_s)} a second" if one.requests_per_s is not None else "all at once"
+    rate = f"{figure(one.requests_per_s)} requests/s" if one.requests_per_s is not None else "all at the same time"
     return (
         f"{one.requests:,} requests · {rate} · {one.prompt_tokens:,.0f} + {one.output_tokens:,.0f} tokens on average"
-        + (" · with shared beginnings" if one.shared else "")
+        + (" · with shared prefixes" if one.shared else "")
     )
 
 
@@ -105,11 +107,11 @@ def _target(target: LatencyTarget | None, share: float) -> str:
         for name, value in (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms))
         if value is not None
     ]
-    return f"{' and '.join(parts)} for {share:.0%} of the requests"
+    return f"{' and '.join(parts)} for {share:.0%} of requests"
 
 
 def _rows(found: Simulation, answer: Outcome) -> Iterator[tuple[str, str, str]]:
-    yield "Delivers", f"{short(answer.output_tok_s)} tok/s · {short(answer.requests_per_s)} requests/s", "estimate"
+    yield "Throughput", f"{short(answer.output_tok_s)} tok/s · {short(answer.requests_per_s)} requests/s", "estimate"
     if answer.goodput_requests_s is not None and answer.goodput_tok_s is not None:
         yield (
             "Goodput",
@@ -118,9 +120,9 @@ def _rows(found: Simulation, answer: Outcome) -> Iterator[tuple[str, str, str]]:
         )
     if found.safe is not None:
         yield (
-            "To be safe",
+            "With margin",
             f"{fleet_words(found.safe)}, {found.safe.cards:,} cards",
-            "on target even if passes are slow",
+            "meets the target even if passes are slow",
         )
     for name, times in (("TTFT", answer.ttft_ms), ("TPOT", answer.tpot_ms), ("End to end", answer.e2e_ms)):
         if times is not None:
@@ -128,35 +130,36 @@ def _rows(found: Simulation, answer: Outcome) -> Iterator[tuple[str, str, str]]:
     cached = f" · {answer.cache_hit_share:.0%} of prompts cached" if answer.cache_hit_share is not None else ""
     preempted = f" · {answer.preemptions:,} preempted" if answer.preemptions else ""
     yield (
-        "Cache",
+        "KV cache",
         f"{answer.kv_use_mean:.0%} used, {answer.kv_use_peak:.0%} at most{cached}{preempted}",
         f"replicas busy {answer.busy_share:.0%} of the time",
     )
     cost = answer.cost_per_million_tokens
     energy = answer.kwh_per_million_tokens
     yield (
-        "Costs",
-        f"{figure(cost)} per million tokens · {figure(energy)} kWh",
+        "Cost",
+        f"{'unknown' if cost is None else f'{figure(cost)} per million tokens'} · "
+        f"{'energy unknown' if energy is None else f'{figure(energy)} kWh'}",
         _paid(found),
     )
-    yield "Rests on", found.replica.source, f"eight of ten passes × {found.replica.low:.2f} to {found.replica.high:.2f}"
+    yield "Based on", found.replica.source, f"80% of passes × {found.replica.low:.2f} to {found.replica.high:.2f}"
 
 
 def _paid(found: Simulation) -> str:
     paid = found.price_per_hour if found.electricity_price is None else found.electricity_price
     missing = [name for name, value in (("price_per_hour", paid), ("watts", found.watts)) if value is None]
     if missing:
-        return f"{' and '.join(missing)}: not in the intent's operations"
+        return f"{' and '.join(missing)}: not specified in operations"
     card = Price(price_per_hour=found.price_per_hour, watts=found.watts).words
-    electricity = f", {found.electricity_price:g} a kWh" if found.electricity_price is not None else ""
-    return f"{card} a card{electricity}"
+    electricity = f", {found.electricity_price:g} per kWh" if found.electricity_price is not None else ""
+    return f"{card} per card{electricity}"
 
 
 def _band(found: Simulation) -> str:
     slow, fast = found.slow, found.fast
     if slow is None or fast is None or slow.on_target is None or fast.on_target is None:
         return "estimate"
-    return f"on target {slow.on_target:.0%} if passes are slow, {fast.on_target:.0%} if fast"
+    return f"{slow.on_target:.0%} of requests if passes are slow, {fast.on_target:.0%} if fast"
 
 
 def _times(times: Times) -> str:

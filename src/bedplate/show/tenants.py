@@ -19,7 +19,7 @@ NO_LIMIT = "–"
 
 def render_tenants(tenants: Sequence[Tenant]) -> RenderableType:
     if not tenants:
-        return Text(" no keys: endpoints on this machine ask for none, unless serve was given one", style="dim")
+        return Text(" no keys: endpoints on this machine require none, unless serve was started with one", style="dim")
     moment = dt.datetime.now(dt.UTC)
     return Columns(
         Column.of("tenant", [_name(one) for one in tenants]),
@@ -36,22 +36,24 @@ def render_tenants(tenants: Sequence[Tenant]) -> RenderableType:
 def render_usage(report: UsageReport) -> RenderableType:
     if not report.rows:
         since = f" since {report.since[:16].replace('T', ' ')} UTC" if report.since is not None else ""
-        return Text(f" nothing was asked{since}", style="dim")
+        return Text(f" no requests{since}", style="dim")
     rows = (*report.rows, report.total) if len(report.rows) > 1 else report.rows
     table = Columns(
         Column.of(report.by, [Text(row.key or "none", style="bold") for row in rows]),
         (
             Column.of("requests", [f"{row.requests:,}" for row in rows], right=True),
             Column.of("failed", [f"{row.failed:,}" for row in rows], right=True),
-            Column.of("turned away", [f"{row.turned_away:,}" for row in rows], right=True),
+            Column.of("rejected (429)", [f"{row.turned_away:,}" for row in rows], right=True),
             Column.of("prompt tokens", [f"{row.prompt_tokens:,}" for row in rows], right=True),
-            Column.of("of these cached", [f"{row.cached_tokens:,}" for row in rows], right=True),
-            Column.of("answer tokens", [f"{row.completion_tokens:,}" for row in rows], right=True),
+            Column.of("cached prompt tokens", [f"{row.cached_tokens:,}" for row in rows], right=True),
+            Column.of("output tokens", [f"{row.completion_tokens:,}" for row in rows], right=True),
         ),
     )
-    since = f"since {report.since[:16].replace('T', ' ')} UTC" if report.since is not None else "ever"
-    whose = f" · {report.tenant}" if report.tenant is not None else ""
-    return Group(table, Text(), Text(f" {since}{whose}", style="dim"))
+    since = (
+        f"since {report.since[:16].replace('T', ' ')} UTC" if report.since is not None else "since the first request"
+    )
+    tenant = f" · {report.tenant}" if report.tenant is not None else ""
+    return Group(table, Text(), Text(f" {since}{tenant}", style="dim"))
 
 
 def usage_csv(report: UsageReport) -> str:
@@ -73,7 +75,7 @@ def _limit(value: int | None) -> str:
 
 
 def _keys(keys: Sequence[TenantKey], now: dt.datetime) -> str:
-    return ", ".join(f"{key.id}{_until(key, now)}" for key in keys) or "the one that serve was given"
+    return ", ".join(f"{key.id}{_until(key, now)}" for key in keys) or "the --api-key of serve"
 
 
 def _until(key: TenantKey, now: dt.datetime) -> str:

@@ -1,4 +1,4 @@
-"""Tuning as people see it: what is being measured, what came of it, the front, and the launch to take away."""
+"""The pages of `tune`: progress, result, Pareto front, and the launch command."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import get_args
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -14,21 +15,22 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.show.columns import Column, Columns
-from bedplate.show.figures import TBD, figure
+from bedplate.show.figures import NOT_MEASURED, figure
 from bedplate.show.page import page_of
 from bedplate.show.plots import Point, Series, lines
 from bedplate.tuning.search import Teller, target_words
 from bedplate.values.diagnosis import Bottleneck
 from bedplate.values.record import Figure
-from bedplate.values.tuning import Knob, Proof, Refused, Side, Step, Taken, Tuned, Turn, words_of
+from bedplate.values.tuning import Knob, Opponent, Proof, Refused, Side, Step, Taken, Tuned, Turn, words_of
 from bedplate.values.units import seconds, size
 
-NAMES = {"own defaults": "the engine's own defaults", "plan": "bedplate's plan", "tuned": "tuned"}
+ENGINE_DEFAULTS, PLAN = get_args(Opponent)
+NAMES = {ENGINE_DEFAULTS: "engine defaults", PLAN: "bedplate's plan", "tuned": "tuned"}
 MOST_ON_FRONT = 8
 
 
 class TuneTeller(Teller):
-    """Progress on stderr: one line that changes on a terminal, one line for each measurement elsewhere."""
+    """Progress on stderr: a status line on a terminal, one line per measurement elsewhere."""
 
     def __init__(self, out: Console) -> None:
         self._console = out
@@ -45,7 +47,7 @@ class TuneTeller(Teller):
         if self._status is not None:
             self._status.stop()
 
-    # what run and prepare tell
+    # progress of preparation and start
 
     def note(self, text: str) -> None:
         self._console.print(Text(f" {text}", style="dim"), soft_wrap=True)
@@ -58,7 +60,7 @@ class TuneTeller(Teller):
         if (took_s := time.monotonic() - began) >= 1:
             self._console.print(Text.assemble((" ✓ ", "green"), f"{label}: {seconds(took_s)}"))
 
-    # what tuning tells
+    # progress of tuning
 
     def begun(self, tuned: Tuned, knobs: Sequence[Knob]) -> None:
         load = tuned.load
@@ -68,19 +70,19 @@ class TuneTeller(Teller):
             words += f", {target}"
         allowed = [knob.name for knob in knobs if not tuned.knobs or knob.name in tuned.knobs]
         self._console.print(Text(f"{words} · {seconds(tuned.budget_s)}"), soft_wrap=True)
-        self._console.print(Text(f" turning {', '.join(allowed)}", style="dim"), soft_wrap=True)
+        self._console.print(Text(f" settings: {', '.join(allowed)}", style="dim"), soft_wrap=True)
 
     def doing(self, what: str, best: str, left_s: float) -> None:
         self._update(" · ".join(part for part in (what, best, f"{seconds(left_s)} left") if part))
 
     def taken(self, turned: tuple[Turn, ...], taken: Taken, tuned: Tuned) -> None:
         last = next((one for one in tuned.trials if one.taken and one.taken[-1] is taken), None)
-        name = "the engine's own defaults" if last is not None and last.own_defaults else words_of(turned)
+        name = "engine defaults" if last is not None and last.own_defaults else words_of(turned)
         if taken.cut:
-            words = f"given up after {seconds(taken.seconds)}: slower than the best"
+            words = f"stopped after {seconds(taken.seconds)}: slower than the best"
         else:
-            words = f"{figure(taken.output_tok_s)} tok/s · TTFT {figure(taken.ttft_ms)} ms"
-            words += f" · TPOT {figure(taken.tpot_ms)} ms"
+            words = f"{figure(taken.output_tok_s, NOT_MEASURED)} tok/s · TTFT {figure(taken.ttft_ms, NOT_MEASURED)} ms"
+            words += f" · TPOT {figure(taken.tpot_ms, NOT_MEASURED)} ms"
             if taken.peak_memory_bytes is not None:
                 words += f" · {size(taken.peak_memory_bytes)}"
         left = seconds(max(0.0, tuned.budget_s - tuned.spent_s))
@@ -90,14 +92,15 @@ class TuneTeller(Teller):
         )
 
     def diagnosed(self, found: Bottleneck) -> None:
-        self._console.print(Text(f" what binds: {found.text}", style="dim"), soft_wrap=True)
+        self._console.print(Text(f" bottleneck: {found.text}", style="dim"), soft_wrap=True)
 
     def kept(self, step: Step) -> None:
         words = f" ✓ kept {step.turn.knob} {step.turn.value} (was {step.before}): {gain_words(step.gain)}"
         self._console.print(Text(words, style="green"), soft_wrap=True)
 
     def worked(self, name: str, turn: int, taken: Taken, tuned: Tuned) -> None:
-        words = f" proof, turn {turn + 1}  {name}: {figure(taken.output_tok_s)} tok/s · TTFT {figure(taken.ttft_ms)} ms"
+        words = f" proof, round {turn + 1}  {name}: {figure(taken.output_tok_s, NOT_MEASURED)} tok/s"
+        words += f" · TTFT {figure(taken.ttft_ms, NOT_MEASURED)} ms"
         self._console.print(Text(f"{words} · in {seconds(taken.seconds)}"), soft_wrap=True)
 
     def refused(self, refused: Refused) -> None:
@@ -136,17 +139,19 @@ def _head(tuned: Tuned) -> Text:
     best = tuned.side("tuned")
     where = f"{tuned.engine} {tuned.engine_version}"
     if not tuned.finished:
-        return Text.assemble(("Not finished.", "bold yellow"), f"  {tuned.measurements} measurements are kept.")
+        return Text.assemble(("Not finished.", "bold yellow"), f"  {tuned.measurements} measurements are stored.")
     if best is None:
-        words = f"  Nothing that could be turned made {where} better by more than chance."
-        return Text.assemble(("The plan stays.", "bold green"), words)
+        words = f"  No setting made {where} significantly better."
+        return Text.assemble(("The plan is unchanged.", "bold green"), words)
     if not tuned.proven:
         found = tuned.proof("plan")
-        words = f"  {words_of(best.turned)} looked better, and that is not proven: {found.text if found else TBD}"
-        return Text.assemble(("The plan stays.", "bold yellow"), words)
-    own, plan = tuned.proof("own defaults"), tuned.proof("plan")
+        words = (
+            f"  {words_of(best.turned)} looked better, but this is not proven: {found.text if found else NOT_MEASURED}"
+        )
+        return Text.assemble(("The plan is unchanged.", "bold yellow"), words)
+    defaults, plan = tuned.proof(ENGINE_DEFAULTS), tuned.proof("plan")
     words = f"  {where} with {words_of(best.turned)}"
-    words += f": {_proof_words(own, 'its own defaults')}" if own is not None else ""
+    words += f": {_proof_words(defaults, 'the engine defaults')}" if defaults is not None else ""
     words += f"; {_proof_words(plan, 'the plan')}" if plan is not None else ""
     return Text.assemble(("Tuned.", "bold cyan"), f"{words}. `plan` and `serve` use it from now on.")
 
@@ -156,7 +161,7 @@ def _proof_words(proof: Proof, name: str) -> str:
     if proof.output_tok_s is not None:
         parts.append(f"{gain_words(proof.output_tok_s)} the tokens per second of {name}")
     if proof.ttft_ms is not None:
-        parts.append(f"{1 / proof.ttft_ms.value:.2f} of the time to the first token")
+        parts.append(f"{1 / proof.ttft_ms.value:.2f} of the time to first token")
     return " and ".join(parts) or proof.answer
 
 
@@ -169,59 +174,59 @@ def _sides(sides: Sequence[Side]) -> RenderableType:
             Column.of("TTFT ms", [_spread(one.ttft_ms) for one in sides], right=True),
             Column.of("TPOT ms", [_spread(one.tpot_ms) for one in sides], right=True),
             Column.of("peak GB", [_gigabytes(one.peak_memory_bytes) for one in sides], right=True),
-            Column.of("answers", [_answers(one) for one in sides], right=True),
+            Column.of("agreement", [_agreement(one) for one in sides], right=True),
         ),
     )
 
 
 def _spread(found: Figure | None) -> str:
     if found is None:
-        return TBD
+        return NOT_MEASURED
     wide = (found.high - found.low) / 2
     return f"{figure(found.value)} ± {figure(wide)}" if wide > 0 else figure(found.value)
 
 
 def _gigabytes(taken: int | None) -> str:
-    return TBD if taken is None else f"{taken / 1e9:.3g}"
+    return NOT_MEASURED if taken is None else f"{taken / 1e9:.3g}"
 
 
-def _answers(side: Side) -> str:
+def _agreement(side: Side) -> str:
     quality = side.quality
     if quality is None or quality.agreement is None:
-        return TBD
-    return f"{round(quality.agreement * quality.asked)} of {quality.asked}" + ("" if quality.verdict == "ok" else " !")
+        return NOT_MEASURED
+    return f"{round(quality.agreement * quality.asked)}/{quality.asked}" + ("" if quality.verdict == "ok" else " !")
 
 
 def _rows(tuned: Tuned) -> Iterator[tuple[str, str, str]]:
     if tuned.diagnosis:
-        yield "Limit", tuned.diagnosis, f"as planned: {tuned.limit or 'not known'}"
+        yield "Bottleneck", tuned.diagnosis, f"planned: {tuned.limit or 'unknown'}"
     for step in tuned.steps:
-        yield "Brought", f"{step.turn.knob} {step.turn.value} (was {step.before})  {gain_words(step.gain)}", "measured"
+        yield "Gain", f"{step.turn.knob} {step.turn.value} (was {step.before})  {gain_words(step.gain)}", "measured"
     for refused in tuned.refused:
         yield "Refused", f"{words_of((refused.turn,))}: {refused.why}", refused.kind
     for note in tuned.notes:
         yield "Note", note, ""
-    waves = f"{tuned.measurements} short measurements of {len(tuned.trials)} settings"
-    yield "Spent", f"{seconds(tuned.spent_s)} of {seconds(tuned.budget_s)}: {waves}", tuned.id
+    counts = f"{tuned.measurements} short measurements of {len(tuned.trials)} settings"
+    yield "Budget", f"{seconds(tuned.spent_s)} of {seconds(tuned.budget_s)} used: {counts}", tuned.id
     best = tuned.side("tuned") if tuned.proven else tuned.side("plan")
     if best is not None:
-        given = " ".join(f"{name}={shlex.quote(value)}" for name, value in best.variables)
-        yield "Launch", f"{given} {shlex.join(_shown(best.argv))}".strip(), ""
+        environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in best.variables)
+        yield "Launch", f"{environment} {shlex.join(_shorten(best.argv))}".strip(), ""
     if tuned.price_per_hour and best is not None and best.output_tok_s is not None:
         cost = tuned.price_per_hour / 3600 / best.output_tok_s.value * 1e6
-        yield "Cost", f"{figure(cost)} for a million tokens at {tuned.price_per_hour:g} an hour", "measured"
+        yield "Cost", f"{figure(cost)} per million tokens at {tuned.price_per_hour:g} per hour", "measured"
 
 
-def _shown(argv: Sequence[str]) -> list[str]:
-    """Without a chat template's text, which is longer than all the rest."""
+def _shorten(argv: Sequence[str]) -> list[str]:
+    """The command without the text of a chat template, which is longer than the rest."""
     return [word if len(word) < 300 else f"{word[:24]}…" for word in argv]
 
 
 def _front(tuned: Tuned) -> RenderableType:
-    """Settings that no other beats in everything, with a bar for the throughput."""
+    """The Pareto front: settings that no other setting beats in all metrics, with a bar for the throughput."""
     shown, most = tuned.front[:MOST_ON_FRONT], max(one.output_tok_s for one in tuned.front)
     table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
-    table.add_column("front: no other is better in all three", overflow="fold")
+    table.add_column("Pareto front: best trade-offs", overflow="fold")
     for name in ("tok/s", "TTFT ms", "peak GB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -235,9 +240,11 @@ def _front(tuned: Tuned) -> RenderableType:
 
 
 def front_svg(tuned: Tuned) -> str:
-    """Throughput over the time to the first token, all that was measured; the front joined by a line."""
+    """Throughput over time to first token for all measurements; a line joins the Pareto front."""
     seen = [
-        Point(one.ttft_ms, one.output_tok_s, title=words_of(trial.turned) if not trial.own_defaults else "own defaults")
+        Point(
+            one.ttft_ms, one.output_tok_s, title=words_of(trial.turned) if not trial.own_defaults else "engine defaults"
+        )
         for trial in tuned.trials
         if (one := trial.best) is not None and one.ttft_ms and one.output_tok_s
     ]
@@ -247,7 +254,7 @@ def front_svg(tuned: Tuned) -> str:
     return lines(f"{tuned.engine}: tokens per second and time to first token", series, "TTFT ms", "tok/s") + "\n"
 
 
-# what can be turned
+# tunable settings
 
 
 def render_knobs(engine: str, knobs: Sequence[Knob]) -> RenderableType:
@@ -255,12 +262,12 @@ def render_knobs(engine: str, knobs: Sequence[Knob]) -> RenderableType:
     return Group(
         Text(""),
         Columns(
-            Column.of(f"{engine}: knob", [knob.name for knob in rows]),
+            Column.of(f"{engine}: setting", [knob.name for knob in rows]),
             (
                 Column.of("planned", [knob.now for knob in rows]),
-                Column.of("its own default", [knob.own for knob in rows], comfortable=24),
+                Column.of("engine default", [knob.own for knob in rows], comfortable=24),
                 Column.of("values", [" ".join(one.value for one in knob.choices) for knob in rows], comfortable=36),
-                Column.of("may move", [", ".join(knob.limits) for knob in rows], comfortable=28),
+                Column.of("may relieve", [", ".join(knob.limits) for knob in rows], comfortable=28),
                 Column.of("risk", [", ".join(knob.risk) or "none" for knob in rows]),
                 Column.of("meaning", [knob.meaning for knob in rows], comfortable=50),
             ),

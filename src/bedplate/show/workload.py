@@ -1,4 +1,4 @@
-"""A trace as people read it: how long, how often, how many at once, and what its prompts share."""
+"""The page of `workload`: lengths, rate, concurrency and prefix sharing of a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 BAR_WIDTH = 18
 MOST_BINS = 12
 FEW = 0.005
-"""Bins at the ends that hold less than this share of the requests are shown as one with their neighbour."""
+"""Outer bins with less than this share of the requests are merged into their neighbour."""
 
 
 def render_summary(summary: TraceSummary) -> RenderableType:
@@ -47,7 +47,7 @@ def _lengths(summary: TraceSummary) -> RenderableType:
         table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
     table.add_row("Tokens", *(Text(name, style="dim") for name in ("mean", "p50", "p90", "p99", "max")), "")
-    rows = (("  prompt", summary.prompt), ("  output", summary.output), ("  both", summary.total))
+    rows = (("  prompt", summary.prompt), ("  output", summary.output), ("  total", summary.total))
     for label, lengths in rows:
         table.add_row(label, *_spread(lengths.spread), _basis(lengths))
     if summary.in_flight is not None:
@@ -71,7 +71,7 @@ def flight_basis(flight: InFlight) -> str:
 
 
 def _histogram(summary: TraceSummary) -> RenderableType:
-    """Prompts and outputs side by side, by powers of two."""
+    """Histograms of prompt and output lengths in powers of two, side by side."""
     table = Table.grid(padding=(0, 1, 0, 1))
     for _ in range(2):
         table.add_column(justify="right", no_wrap=True, min_width=13)
@@ -89,7 +89,7 @@ def _histogram(summary: TraceSummary) -> RenderableType:
 
 
 def bars(lengths: Lengths) -> list[tuple[str, str, str]]:
-    """Label, bar and share of each bin, with thin ends folded into their neighbours."""
+    """Label, bar and share of each bin; small outer bins are merged into their neighbours."""
     bins = [(one.from_tokens, one.to_tokens, one.requests) for one in lengths.bins]
     whole = sum(requests for _, _, requests in bins)
     if not whole:
@@ -117,7 +117,7 @@ def _rest(summary: TraceSummary) -> RenderableType:
     table.add_column(overflow="fold")
 
     def rows(label: str, *texts: str) -> None:
-        # As Text, since what comes out of files may hold brackets that would be taken for markup.
+        # As Text, because names from files may contain brackets, which rich would read as markup.
         for position, text in enumerate(texts):
             table.add_row(label if position == 0 else "", Text(text))
 
@@ -135,10 +135,10 @@ def _rest(summary: TraceSummary) -> RenderableType:
         )
     if summary.tenants or summary.models:
         tenants = f"{summary.tenants:,} tenant{'' if summary.tenants == 1 else 's'}" if summary.tenants else ""
-        rows("Who", " · ".join(filter(None, (tenants, ", ".join(summary.models)))))
+        rows("Tenants", " · ".join(filter(None, (tenants, ", ".join(summary.models)))))
     rows("Notes", *summary.notes)
     if summary.bad_rows:
-        left_out = f"{summary.bad_rows:,} cannot be read and {'is' if summary.bad_rows == 1 else 'are'} left out"
+        left_out = f"{summary.bad_rows:,} unreadable, skipped"
         rows("Bad rows", left_out, *summary.bad_examples)
     rows("Plan for", plan_words(summary))
     return table
@@ -146,12 +146,12 @@ def _rest(summary: TraceSummary) -> RenderableType:
 
 def rate_lines(arrivals: Arrivals) -> list[str]:
     rate = arrivals.requests_per_s or 0.0
-    often = f"{figure(rate)} requests a second" if rate >= 0.1 else f"{figure(rate * 60)} requests a minute"
+    often = f"{figure(rate)} requests/s" if rate >= 0.1 else f"{figure(rate * 60)} requests/min"
     if len(arrivals.series) < 2:
         return [often]
     each = long_time(arrivals.span_s / len(arrivals.series))
     highest = max(arrivals.series)
-    return [often, f"{sparkline(arrivals.series)}  each mark is {each}; the highest {figure(highest)} a second"]
+    return [often, f"{sparkline(arrivals.series)}  one mark is {each}; peak {figure(highest)} requests/s"]
 
 
 def sparkline(values: tuple[float, ...]) -> str:
@@ -162,9 +162,9 @@ def sparkline(values: tuple[float, ...]) -> str:
 
 
 def burst_words(arrivals: Arrivals) -> str:
-    """How uneven the arrivals are, in words and then in figures."""
+    """How bursty the arrivals are, in words and figures."""
     peaks = [
-        f"{figure(ratio)} × in the busiest {name}"
+        f"{figure(ratio)} × the mean in the busiest {name}"
         for ratio, name in (
             (arrivals.peak_to_mean_1s, "second"),
             (arrivals.peak_to_mean_10s, "10 seconds"),
@@ -172,54 +172,52 @@ def burst_words(arrivals: Arrivals) -> str:
         )
         if ratio is not None
     ]
-    over = f"; rate against the mean: {', '.join(peaks)}" if peaks else ""
+    over = f"; peak rate: {', '.join(peaks)}" if peaks else ""
     if arrivals.gap_cv is None:
-        return f"too few arrivals to tell{over}"
-    return f"{_evenness(arrivals.gap_cv)}: gaps vary by {arrivals.gap_cv:.2f} of their mean, 1 is chance{over}"
+        return f"unknown, too few arrivals{over}"
+    return (
+        f"{_evenness(arrivals.gap_cv)}: coefficient of variation of the gaps {arrivals.gap_cv:.2f} (Poisson: 1){over}"
+    )
 
 
 def _evenness(gap_cv: float) -> str:
     if gap_cv < 0.5:
-        return "steady, as a program with a clock sends them"
+        return "steady, like a scheduled client"
     if gap_cv < 0.85:
-        return "steadier than chance"
+        return "steadier than independent arrivals"
     if gap_cv <= 1.25:
-        return "as independent people send them"
-    return "bursty" if gap_cv <= 2.5 else "in clumps with pauses between"
+        return "like independent arrivals"
+    return "bursty" if gap_cv <= 2.5 else "very bursty"
 
 
 def prefix_words(prefix: PrefixReuse) -> list[str]:
-    """What a cache would save, how requests share, and what to do about it."""
-    told = f"({prefix.basis}: {prefix.how})"
+    """What a prefix cache would save, how many requests share a prefix, and what follows."""
+    source = f"({prefix.basis}: {prefix.how})"
     if prefix.basis == "reported":
-        lines = [f"the engine's prefix cache saved {prefix.saved_share:.0%} of prompt tokens {told}"]
+        lines = [f"the engine's prefix cache saved {prefix.saved_share:.0%} of prompt tokens {source}"]
     else:
-        lines = [f"a prefix cache would save about {prefix.saved_share:.0%} of prompt tokens if it never forgot {told}"]
+        lines = [f"an unlimited prefix cache would save about {prefix.saved_share:.0%} of prompt tokens {source}"]
     if prefix.by_cache:
         sizes = (f"{cache.saved_share:.0%} with {_count(cache.tokens)} tokens" for cache in prefix.by_cache)
-        lines.append(f"one that forgets the oldest: {', '.join(sizes)}")
+        lines.append(f"a limited LRU cache: {', '.join(sizes)}")
     if prefix.sharing_requests:
         lines.append(
-            f"{prefix.sharing_requests:.0%} of requests begin as an earlier one did, typically with "
+            f"{prefix.sharing_requests:.0%} of requests share a prefix with an earlier one, typically "
             f"{prefix.typical_tokens:,} tokens"
         )
-    return [*lines, _meaning(prefix)]
+    return [*lines, _prefix_advice(prefix)]
 
 
-def _meaning(prefix: PrefixReuse) -> str:
+def _prefix_advice(prefix: PrefixReuse) -> str:
     near = prefix.by_cache[0].saved_share if prefix.by_cache else prefix.saved_share
     if near >= 0.4:
-        return "prompts share much: keep prefix caching on, and send alike requests to the same replica"
+        return "much is shared: enable prefix caching, and route requests with the same prefix to the same replica"
     if near >= 0.1:
-        more = (
-            ", and a larger cache, in host memory or on disk, saves much more" if prefix.saved_share > 2 * near else ""
-        )
-        return f"worth having prefix caching on{more}"
+        more = "; a larger cache, in host memory or on disk, saves much more" if prefix.saved_share > 2 * near else ""
+        return f"enable prefix caching{more}"
     if prefix.saved_share >= 0.1:
-        return (
-            "prompts share much, but far apart in time: it takes a large cache, in host memory or on disk, to keep it"
-        )
-    return "hardly anything is shared: prefix caching matters little here"
+        return "much is shared, but far apart in time: only a large cache, in host memory or on disk, helps"
+    return "little is shared: prefix caching brings little"
 
 
 def _count(tokens: int) -> str:
@@ -227,11 +225,12 @@ def _count(tokens: int) -> str:
 
 
 def plan_words(summary: TraceSummary) -> str:
-    work = to_workload(summary)
-    flight = f"{work.concurrency:,} in flight (p99) · " if work.concurrency is not None else ""
-    shared = f" · {work.shared_prefix_tokens:,} shared" if work.shared_prefix_tokens else ""
-    lengths = f"{work.prompt_tokens:,} + {work.output_tokens:,} tokens (means) · up to {work.context_tokens:,} (p99)"
-    return f"{flight}{lengths}{shared}; -o FILE writes it"
+    workload = to_workload(summary)
+    flight = f"{workload.concurrency:,} in flight (p99) · " if workload.concurrency is not None else ""
+    shared = f" · {workload.shared_prefix_tokens:,} shared prefix tokens" if workload.shared_prefix_tokens else ""
+    lengths = f"{workload.prompt_tokens:,} + {workload.output_tokens:,} tokens (means)"
+    longest = f"up to {workload.context_tokens:,} (p99)"
+    return f"{flight}{lengths} · {longest}{shared}; write it with -o FILE"
 
 
 def long_time(span_s: float) -> str:

@@ -68,7 +68,7 @@ def test_the_page_has_every_figure_with_its_spread() -> None:
         "AVX-512 not tried: no executable memory",
         "2 cores: read 20 GB/s ± 10% · copy 30 GB/s",
         "1 core: read 12 GB/s",
-        "read 4.4 TB/s ± 10% · copy 4.2 TB/s ± 10% · by its clock and bus 4.92 TB/s · spec 4.8 TB/s",
+        "read 4.4 TB/s ± 10% · copy 4.2 TB/s ± 10% · theoretical 4.92 TB/s · spec 4.8 TB/s",
         "from host 55 GB/s ± 10% pinned · 9 GB/s ± 10% pageable",
         "to host 54 GB/s",
         "GPU 0 to GPU 1 400 GB/s",
