@@ -10,23 +10,47 @@ export UV_COMPILE_BYTECODE := 1
 export UV_PYTHON_DOWNLOADS ?= never
 ARGS ?=
 
-.PHONY: help serve test fleet lint format score docs clean
+PYTEST := $(BIN)/python -m pytest
+# Each test is in one of these sets by its marks (pyproject.toml); tests/conftest.py adds `engine` by fixtures.
+QUICK := first_answer or not (engine or browser or measures or nightly)
+REST := (engine or browser) and not (first_answer or measures or nightly)
+MEASURES := measures and not nightly
+
+.PHONY: help serve test test-rest test-all nightly coverage fleet lint types format score docs clean
 
 help:
 	@echo "make serve [ARGS=...]  run the built-in model behind an OpenAI-compatible endpoint"
-	@echo "make test [ARGS=...]   lint, type-check and run the tests"
+	@echo "make test [ARGS=...]   lint, types, all tests without an engine or a browser, and one real answer"
+	@echo "make test-all          the above, then the tests with real engines, a browser and measurements"
+	@echo "make nightly           soaks, the notebook, thousands of generated cases, and measurements that must be decided"
+	@echo "make coverage          lines that make test covers; fails below 80 %"
 	@echo "make fleet [ARGS=...]  install and try every engine that this machine can run, and print a table"
 	@echo "make lint              ruff and mypy --strict"
 	@echo "make format            let ruff rewrite the code"
 	@echo "make score             predicted speed and memory against published rows"
-	@echo "make docs              write docs/rules.md out of the rules"
+	@echo "make docs              write docs/rules.md and the JSON Schemas from the source"
 	@echo "make clean             remove what the above made here"
 
 serve: $(READY)
 	@exec $(BIN)/bedplate serve $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal -m "$(QUICK)" $(ARGS)
+
+# Without what `make test` runs. Measuring tests run alone, after all others.
+test-rest: $(READY_DEV)
+	$(PYTEST) -n 2 --dist loadfile -m "$(REST)"
+	$(PYTEST) -n 0 -m "$(MEASURES)"
+
+test-all: test
+	@$(MAKE) --no-print-directory test-rest
+
+nightly: $(READY_DEV)
+	$(PYTEST) -n 2 --dist worksteal -m "$(QUICK)" --hypothesis-profile=nightly
+	$(PYTEST) -n 0 -m "nightly or measures" --fail-undecided
+
+coverage: $(READY_DEV)
+	$(PYTEST) -n 2 --dist worksteal -m "$(QUICK)" --cov --cov-report=term:skip-covered --cov-fail-under=80
 
 # Its environments and weights are fresh each time, made as a user's are, and gone afterwards; uv's cache stays.
 fleet: $(READY_DEV)
@@ -43,6 +67,7 @@ score: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -c "import sys; from bedplate.show.rules import rules_page; sys.stdout.write(rules_page())" > docs/rules.md
+	$(BIN)/python -m bedplate.cli.schema_files
 
 format: $(READY_DEV)
 	$(BIN)/ruff format .

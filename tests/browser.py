@@ -20,7 +20,7 @@ OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--remote-debugging-port=0", "about:blank",
 )  # fmt: skip
-START_LIMIT_S = 120
+START_LIMIT_S = 240
 
 
 def browser() -> str | None:
@@ -66,7 +66,7 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    async def until(self, expression: str, limit_s: float = 20) -> Any:
+    async def until(self, expression: str, limit_s: float = 240) -> Any:
         """The expression's value, once it is something."""
         found = None
         with contextlib.suppress(TimeoutError):

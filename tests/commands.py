@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import click
+import typer
 from typer.testing import CliRunner
 
 from bedplate.cli.app import app
@@ -39,3 +42,14 @@ def invoke(*arguments: str) -> Answer:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return Answer(done.exit_code, done.stdout, done.stderr)
+
+
+def all_commands(
+    command: click.Command | None = None, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command of the tree, with the words that call it."""
+    command = command or typer.main.get_command(app)
+    yield path, command
+    if isinstance(command, click.Group):
+        for name, inner in command.commands.items():
+            yield from all_commands(inner, (*path, name))

@@ -8,10 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -19,62 +18,53 @@ from typing import TypeVar
 import hypothesis
 import psutil
 import pytest
-from tests.quiet import Others, Turns
+from tests.browser import browser
+from tests.measuring import (
+    pytest_addoption,
+    pytest_report_teststatus,
+    pytest_runtest_makereport,
+    pytest_runtest_setup,
+    pytest_runtestloop,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    skip_beside_others,
+)
 
 from bedplate.engines import engine
-from bedplate.measure.flags import BUSY
 from bedplate.run.builtin import fetch_builtin
 from bedplate.run.environments import Environment, make_environment
 
+__all__ = [
+    "pytest_addoption", "pytest_report_teststatus", "pytest_runtest_makereport", "pytest_runtest_setup",
+    "pytest_runtestloop", "pytest_sessionfinish", "pytest_terminal_summary",
+]  # fmt: skip
+
 T = TypeVar("T")
+HANG_S = 600.0
+"""No test bounds how long something takes; waiting ends here only so that a hang is reported."""
 
 # How long an example takes says more about the machine than about the code.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=3000)
+hypothesis.settings.load_profile("quick")  # another one: pytest --hypothesis-profile=nightly
 
 # A shell that runs this in the background has Ctrl-C ignored by it, and by all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-OTHERS, TURNS = pytest.StashKey[Others](), pytest.StashKey[Turns]()
-FOLDER = "BEDPLATE_TESTS_TURNS"
+ENGINE_FIXTURES = {"llama_environment", "serve", "served"}
+"""A test that asks for one of these runs a real engine: `make test` leaves it to `test-all`."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        shared = tempfile.TemporaryDirectory(prefix="bedplate-tests-")
-        config.add_cleanup(shared.cleanup)
-        os.environ[FOLDER] = shared.name
-    config.stash[TURNS] = Turns(Path(os.environ[FOLDER]))
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Outside of everything else, so that who waits for others does not run out of time meanwhile."""
-    with item.config.stash[TURNS].taken(alone=item.get_closest_marker("measures") is not None):
-        return (yield)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("measures"):
-        item.stash[OTHERS] = Others()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """See tests/quiet.py."""
-    report = yield
-    if report.when == "call" and report.failed and (others := item.stash.get(OTHERS, None)) is not None:
-        share, (file, line, _) = others.share(), item.location
-        if share > BUSY:
-            failed = call.excinfo.exconly().splitlines()[0] if call.excinfo is not None else "it failed"
-            why = f"others had {share:.0%} of the processors, and nothing can be measured then: {failed}"
-            report.outcome, report.longrepr = "skipped", (file, (line or 0) + 1, f"Skipped: {why}")
-    return report
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if ENGINE_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.engine)
+        if item.get_closest_marker("browser") and browser() is None:
+            item.add_marker(pytest.mark.skip(reason="no Chromium or Chrome is installed here"))
+        if item.get_closest_marker("measures"):
+            skip_beside_others(item)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -159,8 +149,8 @@ class Served:
     def stop(self, number: int = signal.SIGINT) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
-        code = self.process.wait(30)
-        self.reader.join(10)
+        code = self.process.wait(HANG_S)
+        self.reader.join(HANG_S)
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
@@ -173,17 +163,30 @@ def _command(process: psutil.Process) -> list[str]:
     return []
 
 
-def wait_for(look: Callable[[], T | None], what: str, seconds: float = 30) -> T:
-    """Looks until there is something to see: an empty collection is nothing yet, an exit status of 0 is something."""
-    deadline = time.monotonic() + seconds
+def wait_for(look: Callable[[], T | None], what: str) -> T:
+    """Polls until there is a result: an empty collection is none yet, an exit status of 0 is one."""
+    deadline = time.monotonic() + HANG_S
     while (seen := look()) is None or seen is False or (isinstance(seen, Sized) and not len(seen)):
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        assert time.monotonic() < deadline, f"waited {HANG_S} s for {what}"
         time.sleep(0.02)
     return seen
 
 
-def gone(processes: list[psutil.Process]) -> bool:
-    return not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+def gone(processes: Iterable[psutil.Process]) -> bool:
+    """Whether they have ended. A signal takes a moment: wait for this, do not assert it."""
+    return not any(_lives(process) for process in processes)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def no_new_children(before: Iterable[psutil.Process]) -> bool:
+    """Whether this process has no living descendant beside these."""
+    return gone(set(psutil.Process().children(recursive=True)) - set(before))
 
 
 def start_serve(*arguments: str, env: dict[str, str] | None = None) -> Served:

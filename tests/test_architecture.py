@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "bedplate"
 ROOMS = [
     "values", "facts", "engines", "decide", "deploy", "run", "measure", "judge", "tuning", "show", "hosting",
-    "changing", "page", "operate", "serving", "cli",
+    "changing", "page", "bundling", "serving", "cli",
 ]  # fmt: skip
 FOUNDATION = ["_version", "errors", "home", "interrupts", "progress", "store"]
 """Left of every room. `home` and `errors` speak in figures, so they may use the units in `values`."""
@@ -149,8 +149,11 @@ def test_the_page_on_architecture_shows_the_packages_and_their_imports() -> None
     assert drawn == arrows, f"the diagram should be\n{wanted}"
 
 
-PROGRAMS = {"facts/measured/worker.py", "facts/measured/execute.py", "measure/load/null_server.py", "run/warden.py"}
-"""These run as processes of their own and speak to bedplate through their standard streams."""
+PROGRAMS = {
+    "bundling/install.py", "facts/measured/execute.py", "facts/measured/worker.py", "measure/load/null_server.py",
+    "run/warden.py",
+}  # fmt: skip
+"""Programs of their own: one is run by people without bedplate, the others speak to it through their streams."""
 
 
 def test_only_the_command_line_prints() -> None:
@@ -199,6 +202,7 @@ def test_plan_loads_no_server_and_no_numpy() -> None:
     assert not loaded & {"numpy", "aiohttp", "huggingface_hub", "torch", "prometheus_client"}
 
 
+@pytest.mark.measures
 def test_help_takes_little_more_than_its_command_line_library() -> None:
     """At most three times what importing typer takes beyond bare Python, by the best of several runs of each in turn.
 

@@ -28,15 +28,6 @@ def test_version() -> None:
     assert run("--version").stdout == f"bedplate {bedplate.__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["", "serve", "plan", "models", "inspect", "probe", "engines"])
-def test_help_has_examples_that_name_real_verbs(verb: str) -> None:
-    done = run(*filter(None, [verb]), "--help")
-    assert done.returncode == 0 and "Examples:" in done.stdout
-    for line in done.stdout.partition("Examples:")[2].splitlines():
-        if line.strip().startswith("bedplate "):
-            assert line.split()[1] in {"serve", "plan", "models", "inspect", "probe", "engines"}
-
-
 def test_no_arguments_show_the_help() -> None:
     assert "Usage: bedplate" in run().stdout + run().stderr
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from tests.conftest import HANG_S
 
 from bedplate.facts import doctor
 from bedplate.facts.doctor import (
@@ -269,7 +270,7 @@ class TestCommand:
             "BEDPLATE_API_KEY": "hunter2",
         }
         command = [sys.executable, "-m", "bedplate", "doctor", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+        return subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG_S, check=False)
 
     def test_prints_a_report_as_json(self, tmp_path: Path) -> None:
         done = self.run(tmp_path, "--json")

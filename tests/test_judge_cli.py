@@ -157,3 +157,17 @@ class TestDiagnose:
     def test_a_run_without_cells_says_so(self) -> None:
         kept(run_of())
         assert invoke("diagnose").code == 2
+
+
+class TestVersions:
+    def test_one_engine_in_two_versions(self) -> None:
+        one, other = pair(1.3, ("vllm", "vllm"))
+        older = [replaced(cell, id=f"old-{cell.id}", subject=replaced(cell.subject, engine_version="0.26.0"))
+                 for cell in one]  # fmt: skip
+        newer = [replaced(cell, subject=replaced(cell.subject, engine_version="0.32.0")) for cell in other]
+        kept(run_of(*older, *newer))
+        answer = invoke("compare", "vllm@0.26.0", "vLLM@0.32.0")
+        assert answer.code == 10 and "vllm 0.26.0" in answer.out and "vllm 0.32.0" in answer.out
+        assert invoke("compare", "made:vllm@0.26.0", "made:vllm@0.32.0").code == 10
+        missing = invoke("compare", "vllm@0.26.0", "vllm@0.27.0")
+        assert missing.code == 2 and "0.32.0, 0.26.0" in missing.err

@@ -87,7 +87,7 @@ def test_the_default_tenant_can_be_limited_without_a_key() -> None:
         (("add", "a", "--weight", "0"), "weight"),
         (("add", "a", "--weight", "nan"), "weight"),
         (("add", "a", "--in-flight", "0"), "in_flight"),
-        (("add", "a", "--in-flight", "many"), "--in-flight is a number or none"),
+        (("add", "a", "--in-flight", "many"), "--in-flight must be a number or none"),
         (("add", "a", "--expires", "soon"), "--expires"),
         (("add", "a", "--expires", "0s"), "valid for some time"),
         (("add", "a", "--expires", "99999999999d"), "that long"),

@@ -38,7 +38,8 @@ def test_as_it_is_read_its_cells_are_to_be_determined() -> None:
     assert not any(one.get("outputs") for one in notebook.cells if one is not cell(notebook, "empty-table"))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_running_it_fills_the_table(builtin_gguf: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     parameters = cell(notebook, "parameters")

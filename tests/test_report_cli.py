@@ -37,7 +37,7 @@ def test_an_incumbent_is_weighed_against_the_choice(run_file: Path) -> None:
     done = invoke("report", str(run_file), "--md", "--incumbent", "pytorch")
     assert done.code == 0 and "**migrate**" in done.out
     nobody = invoke("report", str(run_file), "--md", "--incumbent", "sglang")
-    assert nobody.code == 2 and "was not measured here" in nobody.err
+    assert nobody.code == 2 and "was not measured in these runs" in nobody.err
 
 
 def test_without_a_run_it_says_what_measures(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def text_of(what: object) -> str:
 
 
 def test_nothing_runs() -> None:
-    assert "nothing is running" in invoke("ps").out
+    assert "no service is running" in invoke("ps").out
     assert json.loads(invoke("ps", "--json").out) == []
     for verb in ("status", "stop", "logs"):
         answer = invoke(verb)

@@ -106,15 +106,15 @@ def test_without_a_target_one_layout_is_shown_and_a_range_is_refused(tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--replicas", "many"), "no count and no range"),
+        (("--replicas", "many"), "is not a number or a range"),
         (("--replicas", "8..2"), "out of range"),
         (("--replicas", "0"), "out of range"),
-        (("--slo", "ttft=500"), "'ttft' is no latency"),
-        (("--slo", "ttft_ms=soon"), "is no target"),
-        (("--slo", "ttft_ms=-1"), "above 0"),
-        (("--slo", "ttft_ms=nan"), "above 0"),
+        (("--slo", "ttft=500"), "'ttft' is not one of ttft_ms and tpot_ms"),
+        (("--slo", "ttft_ms=soon"), "is not a target"),
+        (("--slo", "ttft_ms=-1"), "more than 0"),
+        (("--slo", "ttft_ms=nan"), "more than 0"),
         (("--replicas", "1", "--layout", "disaggregated"), "cannot be divided"),
-        (("--replicas", "4", "--layout", "aggregated", "--prefills", "1"), "is for --layout disaggregated"),
+        (("--replicas", "4", "--layout", "aggregated", "--prefills", "1"), "needs --layout disaggregated"),
         (("--trace", "nowhere.jsonl"), "cannot read"),
     ],
 )

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.conftest import HANG_S
 
 from bedplate import store
 from bedplate.errors import OutsideFailed
@@ -124,7 +125,7 @@ def test_several_processes_write_at_once(path: Path) -> None:
         "                     concurrency=1, prompt_tokens=1, output_tokens=1), Path(sys.argv[1]))\n"
     )
     children = [subprocess.Popen([sys.executable, "-c", program, str(path), str(number)]) for number in range(1, 5)]
-    assert [child.wait(60) for child in children] == [0] * 4
+    assert [child.wait(HANG_S) for child in children] == [0] * 4
     assert len(store.results("m1", path=path)) == 40
 
 

@@ -57,11 +57,11 @@ def test_a_damaged_file_is_no_tuning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--export", "x.json"), "nothing was tuned here yet"),
+        (("--export", "x.json"), "no engine has been tuned on this machine"),
         (("--resume", "last"), "no tuning was ended"),
         (("--budget", "soon"), "is no time"),
         (("--slo", "fast"), "is no target"),
-        (("--build", "mine"), "is not known"),
+        (("--build", "mine"), "is not one of packages and native"),
         (("--engine", "nobody"), "no engine is called"),
     ],
 )

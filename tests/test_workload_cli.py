@@ -52,7 +52,7 @@ def test_it_writes_the_intents_part_and_never_over_another(tmp_path: Path) -> No
     assert done.returncode == 0 and f"written: {path}" in done.stdout
     assert read_intent(path).workload == to_workload(summarise(CAPTURES / "azure-2023-conv.csv"))
     again = run(CAPTURES / "azure-2023-conv.csv", "-o", path)
-    assert again.returncode == 2 and "is there already" in again.stderr
+    assert again.returncode == 2 and "already exists" in again.stderr
     assert run(CAPTURES / "azure-2023-conv.csv", "-o", tmp_path / "no" / "x.yaml").returncode == 3
 
 

@@ -1,11 +1,11 @@
-"""What distribution costs and brings on one box: bedplate's own replicas, Ray Serve and Dynamo, through one endpoint.
+"""Cost and benefit of distributed serving on one machine: bedplate's replicas, Ray Serve and Dynamo at one endpoint.
 
     python benchmarks/beyond/compare.py --json beyond.json --only llama,mocker
-    python benchmarks/beyond/compare.py --json beyond.json                      the rest of it
+    python benchmarks/beyond/compare.py --json beyond.json                      the remaining cases
 
-Two tables. The first is what each layer costs: the same engine and the same load, with and without it. The second is
-what a router brings: prompts that share their beginnings, sent by what is cached where, or in turns. Every case is a
-fixed number of requests, is written down as soon as it is measured, and is not measured again.
+Prints two tables. The first shows the cost of each layer: the same engine and the same load, with and without it. The
+second shows the benefit of a router: prompts with shared prefixes, routed by KV cache contents or round robin. Every
+case is a fixed number of requests. It is saved as soon as it is measured, and is not measured again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ REPLICAS = 2
 CONTEXT_TOKENS = 2048
 SLOTS = 8
 READY_S = 900.0
-"""Of a first start, which installs and converts."""
+"""Time limit of a first start, which installs and converts."""
 STOP_S = 60.0
 LONGEST_CASE_S = 240.0
 ROUTED_IN_FLIGHT = 4
 ANSWER_TOKENS = 16
-"""Where prompts are what takes time."""
+"""Short answers, so that prompts take most of the time."""
 FEWEST_FOR_P95 = 20
 WORDS = [
     "river", "stone", "copper", "lantern", "orchard", "winter", "signal", "harbor", "meadow", "engine", "paper",
@@ -57,16 +57,16 @@ WORDS = [
 
 @dataclass(frozen=True)
 class Visit:
-    """One start of two engines behind one endpoint, and what is measured there."""
+    """One start of two engines behind one endpoint, and its measurements."""
 
     name: str
     arguments: tuple[str, ...]
     layer: str | None = None
     """Its row in the first table."""
     router: str | None = None
-    """Its row in the second; visits with the same one are taken together."""
+    """Its row in the second table; visits with the same row are merged."""
     texts: int = 1
-    """Which traffic the router gets: the same for all with this number."""
+    """Seed of the router's traffic: visits with the same number get the same traffic."""
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -80,7 +80,7 @@ VISITS = (
     Visit("llama-ray", (*RAY, *LLAMA), layer="llama.cpp on Ray"),
     Visit("vllm", VLLM, layer="vLLM", router="bedplate's gateway, vLLM"),
     Visit("vllm-ray", (*RAY, *VLLM), layer="vLLM on Ray", router="Ray Serve, vLLM"),
-    # The two policies that are compared come A B B A, so that a machine that becomes slower favours neither.
+    # The two policies run in the order A B B A, so that drift of the machine affects both equally.
     Visit("dynamo-kv-1", (*DYNAMO, *VLLM), layer="vLLM on Dynamo", router=KV),
     Visit("dynamo-turns-1", (*DYNAMO, *VLLM), router=TURNS, env=IN_TURNS),
     Visit("dynamo-turns-2", (*DYNAMO, *VLLM), router=TURNS, texts=2, env=IN_TURNS),
@@ -92,14 +92,14 @@ VISITS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of every system alike; one file has results of one of these."""
+    """Settings that are the same for every system; one file holds results for one set of settings."""
 
     prompt_tokens: int
     output_tokens: int
     alone: int
     """Measured requests, one at a time."""
     at_once: int
-    """And four at a time."""
+    """Measured requests at concurrency 4."""
     prefixes: int
     prefix_words: int
     warm_requests: int
@@ -107,13 +107,13 @@ class Settings:
 
     @property
     def layers(self) -> tuple[tuple[int, int], ...]:
-        """Requests in flight, and how many are measured."""
+        """Concurrency, and the number of measured requests."""
         return ((1, self.alone), (4, self.at_once))
 
 
 @dataclass(frozen=True)
 class Case:
-    """What was measured in one visit under one load, request by request."""
+    """Measurements of one visit under one load, by request."""
 
     visit: str
     kind: str
@@ -124,13 +124,13 @@ class Case:
     ttft_ms: tuple[float, ...]
     tpot_ms: tuple[float, ...]
     tokens: float
-    """Of answers, within the measured time."""
+    """Output tokens within the measurement window."""
     seconds: float
     requests: int
     failed: int
     memory_gb: float | None = None
     prompt_tokens: int = 0
-    """Of prompts whose answers tell how much of them was cached."""
+    """Tokens of prompts whose answers report how many were cached."""
     cached_tokens: int = 0
 
 
@@ -142,11 +142,11 @@ def now() -> str:
     return dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
 
 
-# what is kept
+# results
 
 
 class Kept:
-    """The file of results; without a path, only what this run finds."""
+    """The file of results; without a path, only the results of this run."""
 
     def __init__(self, path: Path | None, settings: Settings) -> None:
         self.path, self.settings = path, settings
@@ -176,7 +176,7 @@ class Kept:
         fresh.replace(self.path)
 
     def missing(self, visit: Visit) -> list[tuple[str, int, int]]:
-        """Kind, requests in flight, and how many are measured, of what is still to be done there."""
+        """Kind, concurrency and number of requests of the measurements that are still missing."""
         wanted = [("layer", at_once, count) for at_once, count in self.settings.layers] if visit.layer else []
         if visit.router:
             wanted.append(("router", ROUTED_IN_FLIGHT, self.settings.requests))
@@ -191,7 +191,7 @@ class Kept:
 
 @contextlib.contextmanager
 def served(visit: Visit) -> Iterator[dict[str, Any]]:
-    """The endpoint of `bedplate serve`, for the length of a with block; nothing of it is left afterwards."""
+    """Run `bedplate serve` for a with block and yield its endpoint; stop all its processes afterwards."""
     command = [sys.executable, "-m", "bedplate", "serve", "--json", "--port", "0", "--no-check"]
     command += ["--replicas", str(REPLICAS), "--context", str(CONTEXT_TOKENS), "--concurrency", str(SLOTS)]
     with tempfile.TemporaryFile() as log:
@@ -215,7 +215,7 @@ def served(visit: Visit) -> Iterator[dict[str, Any]]:
 
 
 def stopped(process: subprocess.Popen[bytes], name: str) -> None:
-    """Asks it to end. What is left would be in the figures of the next one: it is told, and killed."""
+    """Stop the process. Report and kill what remains, because it would affect the next measurement."""
     with contextlib.suppress(psutil.NoSuchProcess):
         below = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
@@ -234,7 +234,7 @@ def stopped(process: subprocess.Popen[bytes], name: str) -> None:
 
 
 def memory_gb(pid: int) -> float:
-    """Of the whole tree; what processes share is counted once for each of them where nothing better is known."""
+    """Memory of the whole process tree; where PSS is unavailable, shared pages count once for each process."""
     total = 0
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error, FileNotFoundError):
@@ -246,7 +246,7 @@ def engine_of(endpoint: Mapping[str, Any]) -> str:
     return f"{endpoint['engine']} {endpoint['engine_version']}"
 
 
-# what a layer costs
+# cost of a layer
 
 
 def layer(visit: Visit, endpoint: Mapping[str, Any], settings: Settings, concurrency: int, count: int) -> Case:
@@ -273,12 +273,12 @@ def layer(visit: Visit, endpoint: Mapping[str, Any], settings: Settings, concurr
     )
 
 
-# what a router brings
+# benefit of a router
 
 
 @dataclass
 class Told:
-    """One request, as its client saw it."""
+    """One request as seen by its client."""
 
     ttft_ms: float | None = None
     output_tokens: int = 0
@@ -288,7 +288,7 @@ class Told:
 
 
 def traffic(settings: Settings, seed: int) -> list[str]:
-    """Prompts that begin with one of a few long texts each, in an order of chance that is the same for everybody."""
+    """Prompts that each begin with one of a few long texts, in a random order that is the same for all systems."""
     chance = random.Random(seed)
     texts = [" ".join(chance.choices(WORDS, k=settings.prefix_words)) for _ in range(settings.prefixes)]
     order = [texts[number % len(texts)] for number in range(settings.warm_requests + settings.requests)]
@@ -327,7 +327,7 @@ async def ask(session: aiohttp.ClientSession, url: str, model: str, prompt: str,
 async def closed_loop(
     url: str, model: str, prompts: Sequence[str], concurrency: int, tokens: int
 ) -> tuple[list[Told], float]:
-    """All of them, so many at once; and how long that took."""
+    """Send all prompts at this concurrency; return the results and the duration."""
     waiting, found = iter(prompts), []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LONGEST_CASE_S)) as session:
 
@@ -344,7 +344,7 @@ async def closed_loop(
 
 
 def warmed(endpoint: Mapping[str, Any], settings: Settings) -> None:
-    """A few requests to each engine, since what comes first takes longer anywhere."""
+    """Send a few requests to each engine, because first requests take longer."""
     chance = random.Random("warm-up")
     prompts = [" ".join(chance.choices(WORDS, k=settings.prompt_tokens)) for _ in range(8)]
     run(closed_loop(endpoint["url"], endpoint["model"], prompts, ROUTED_IN_FLIGHT, ANSWER_TOKENS))
@@ -374,11 +374,11 @@ def router(visit: Visit, endpoint: Mapping[str, Any], settings: Settings) -> Cas
     )
 
 
-# all of it
+# all cases
 
 
 def visited(visit: Visit, kept: Kept) -> None:
-    """Starts it, and measures what is missing there."""
+    """Start the system and measure what is missing."""
     began = time.monotonic()
     with served(visit) as endpoint:
         say(f"{visit.name}: ready after {time.monotonic() - began:.0f} s")
@@ -395,7 +395,7 @@ def visited(visit: Visit, kept: Kept) -> None:
 
 
 def named(words: Sequence[str]) -> list[Visit]:
-    """Those with one of these names, or with one of these words in their names, in their own order."""
+    """Systems with one of these names, or with one of these words in their names, in the usual order."""
     parts = {part for visit in VISITS for part in (visit.name, *visit.name.split("-"))}
     if unknown := [word for word in words if word not in parts]:
         sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join(visit.name for visit in VISITS)}")
@@ -410,7 +410,7 @@ def p50(values: Sequence[float], digits: int = 0) -> str:
 
 
 def p95(values: Sequence[float]) -> str:
-    """Of few requests the slowest, which is marked."""
+    """For few requests, the slowest one, marked with `<`."""
     if not values:
         return "-"
     few = len(values) < FEWEST_FOR_P95
@@ -418,7 +418,7 @@ def p95(values: Sequence[float]) -> str:
 
 
 def joined(cases: Sequence[Case]) -> Case:
-    """The requests of several visits as one."""
+    """Merge the requests of several visits."""
     first = cases[0]
     return Case(
         visit=first.visit,
@@ -440,7 +440,7 @@ def joined(cases: Sequence[Case]) -> Case:
 
 def layer_table(kept: Kept) -> str:
     lines = [
-        "| | engine | in flight | TTFT ms p50 | p95 | TPOT ms p50 | tok/s | memory GB | failed |",
+        "| | engine | concurrency | TTFT ms p50 | p95 | TPOT ms p50 | tok/s | memory GB | failed |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [
@@ -474,16 +474,16 @@ def router_table(kept: Kept) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", metavar="WORDS", default="", help=f"of {', '.join(one.name for one in VISITS)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="what is in it is not measured again")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="results that are in it are not measured again")
     parser.add_argument("--tables", action="store_true", help="measures nothing")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--alone", type=int, default=8, help="measured requests of the first table, one at a time")
-    parser.add_argument("--at-once", type=int, default=24, help="and four at a time")
-    parser.add_argument("--prefixes", type=int, default=30, help="long texts that prompts begin with")
-    parser.add_argument("--prefix-words", type=int, default=500, help="of each of them")
-    parser.add_argument("--warm-requests", type=int, default=60, help="before those of the second table")
-    parser.add_argument("--requests", type=int, default=60, help="measured for the second table, in each visit")
+    parser.add_argument("--at-once", type=int, default=24, help="measured requests of that table, at concurrency 4")
+    parser.add_argument("--prefixes", type=int, default=30, help="number of long texts that prompts begin with")
+    parser.add_argument("--prefix-words", type=int, default=500, help="words of each text")
+    parser.add_argument("--warm-requests", type=int, default=60, help="warm-up requests of the second table")
+    parser.add_argument("--requests", type=int, default=60, help="measured requests of the second table, per visit")
     arguments = parser.parse_args()
     settings = Settings(
         prompt_tokens=arguments.prompt_tokens,
@@ -496,8 +496,8 @@ def main() -> int:
         requests=arguments.requests,
     )
     kept = Kept(arguments.json, settings)
-    # Whoever ends this, by a signal or a time limit, ends what it serves.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before its time"))
+    # A signal or a time limit that ends this program also stops what it serves.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted"))
     failed = 0
     for visit in named([word for word in arguments.only.split(",") if word]):
         if arguments.tables or not kept.missing(visit):

@@ -1,4 +1,4 @@
-"""The twenty lines most people would write: a streaming proxy on aiohttp and uvloop."""
+"""A minimal streaming proxy on aiohttp and uvloop."""
 
 import sys
 
@@ -11,14 +11,14 @@ SESSION = web.AppKey("session", aiohttp.ClientSession)
 
 
 async def open_session(app: web.Application) -> None:
-    """Opens the upstream pool, without aiohttp's default limits."""
+    """Open the upstream pool, without aiohttp's default limits."""
     app[SESSION] = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
     )
 
 
 async def proxy(request: web.Request) -> web.StreamResponse:
-    """Forwards one request and writes the answer on as it comes."""
+    """Forward one request and stream the answer back."""
     kept = {"content-type": request.headers.get("content-type", "application/json")}
     body = await request.read()
     async with request.app[SESSION].request(request.method, UPSTREAM + request.path_qs, data=body, headers=kept) as got:
@@ -32,7 +32,7 @@ async def proxy(request: web.Request) -> web.StreamResponse:
 
 
 def main() -> None:
-    """Serves on 127.0.0.1."""
+    """Serve on 127.0.0.1."""
     uvloop.install()
     app = web.Application()
     app.on_startup.append(open_session)

@@ -18,7 +18,7 @@ from bedplate.values.tenant import Tenant, TenantKey, key_digest
 
 
 def two_tenants(path: Path, key: str) -> None:
-    """One whose key this is, with limits that are never reached, and another, so that an engine is shared."""
+    """A tenant with this key and limits that are never reached, and a second tenant that shares the engine."""
     for name, own in (("one", key), ("other", key[::-1])):
         store.put_tenant(Tenant(name=name, requests_per_minute=10**9, tokens_per_minute=10**12, in_flight=10**6), path)
         store.add_key(name, TenantKey(id=name, created_at=""), key_digest(own.encode(), store.salt(path)), path)
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upstream", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--store", type=Path, help="with tenants, and a record of each request, in this file")
+    parser.add_argument("--store", type=Path, help="enable tenants and record each request in this file")
     options = parser.parse_args()
     if options.store is not None:
         options.store.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Compares streaming gateways side by side, in front of a null engine with known timing."""
+"""Compare streaming gateways in front of a null engine with known timing."""
 
 import argparse
 import contextlib
@@ -27,16 +27,16 @@ DIRECT = "direct"
 READY_LIMIT_S = 180.0
 ROUNDS = {1: 8, 16: 7, 64: 8, 256: 8}
 QUICK_ROUNDS = {1: 4, 16: 4, 64: 4, 256: 3}
-# A direct p99 this far from the engine's own first token says more about the machine than about any gateway.
+# A direct p99 this far from the engine's own first token means that the machine is too noisy.
 NOISY_MS = 1.0
 CROWDED_SHARE = 0.15
 SETTLE_S = 1.0
-"""Until what a gateway does after an answer, such as to write it down, is done and booked."""
+"""Time for work that a gateway does after an answer, such as logging, so that its CPU time is counted."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for."""
+    """Command-line settings."""
 
     names: tuple[str, ...]
     streams: tuple[int, ...]
@@ -51,11 +51,11 @@ class Settings:
 
     @property
     def plain_seconds(self) -> float:
-        """How long plain requests are counted."""
+        """Seconds for which plain requests are counted."""
         return 1.5 if self.quick else 4.0
 
     def rounds(self, streams: int) -> int:
-        """Streams that each slot runs, the warming one included."""
+        """Streams per slot, including the warm-up stream."""
         table = QUICK_ROUNDS if self.quick else ROUNDS
         return table[min(table, key=lambda known: abs(known - streams))]
 
@@ -105,18 +105,18 @@ class Summary:
 
 
 def say(text: str) -> None:
-    """Reports progress."""
+    """Report progress."""
     print(text, file=sys.stderr, flush=True)
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The median of what was measured."""
+    """Median of the measured values."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def wait_until_serving(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits until a plain completion comes through, which is what every gateway here must be able to do."""
+    """Wait until a plain completion succeeds, which every gateway here must support."""
     body = json.dumps({"model": "null-model", "messages": [{"role": "user", "content": "ready?"}]})
     headers = {"content-type": "application/json", "authorization": f"Bearer {os.environ[KEY_VARIABLE]}"}
     deadline = time.monotonic() + READY_LIMIT_S
@@ -135,7 +135,7 @@ def wait_until_serving(port: int, process: subprocess.Popen[bytes], log: Path) -
             connection.close()
         time.sleep(0.1)
     with log.open("rb") as output:
-        raise Unavailable(f"did not come up: {tail_of(output) or 'no output'}")
+        raise Unavailable(f"did not become ready: {tail_of(output) or 'no output'}")
 
 
 class Bench:
@@ -148,7 +148,7 @@ class Bench:
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[None]:
-        """Runs the null engine on the harness core."""
+        """Run the null engine on the harness core."""
         self.upstream = free_ports(1)[0]
         log = self.scratch / "null_server.log"
         options = ["--port", str(self.upstream), "--headers", self.settings.headers]
@@ -158,11 +158,11 @@ class Bench:
             yield
 
     def repeat_direct(self) -> Repeat:
-        """Measures the null engine with nothing in front of it."""
+        """Measure the null engine with nothing in front of it."""
         return self.run_levels(DIRECT, self.upstream, None, self.settings.streams)
 
     def repeat_peer(self, peer: Peer) -> Repeat:
-        """Starts a gateway, measures it and ends it."""
+        """Start a gateway, measure it and stop it."""
         env = environment_of(peer, self.settings.work)
         gateway, spare = free_ports(2)
         folder = Path(tempfile.mkdtemp(prefix=f"{peer.name}-", dir=self.scratch))
@@ -174,7 +174,7 @@ class Bench:
             return self.run_levels(peer.name, gateway, process.pid, self.settings.streams)
 
     def run_levels(self, name: str, port: int, pid: int | None, levels: Sequence[int]) -> Repeat:
-        """Runs every number of streams, then plain requests."""
+        """Run every number of streams, then plain requests."""
         result = Repeat()
         for streams in levels:
             level = self.run_level(port, pid, streams)
@@ -191,7 +191,7 @@ class Bench:
         return result
 
     def run_level(self, port: int, pid: int | None, streams: int) -> Level:
-        """Runs one number of streams, and books the CPU that the gateway used meanwhile."""
+        """Run one number of streams and record the CPU time that the gateway used."""
         rounds = self.settings.rounds(streams)
         cpu, busy, begin = (tree_cpu_s(pid) if pid else 0.0), self.core_busy_s(), time.monotonic()
         report = self.load("stream", port, "--streams", str(streams), "--rounds", str(rounds))
@@ -206,7 +206,7 @@ class Bench:
         return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
 
     def load(self, mode: str, port: int, *options: str) -> dict[str, Any]:
-        """Runs load.py on the harness core."""
+        """Run load.py on the harness core."""
         command = [sys.executable, str(HERE / "load.py"), mode, "--port", str(port), *options]
         output = measure(command, self.settings.harness_core, self.settings.nice, limit_s=150)
         report: dict[str, Any] = json.loads(output)
@@ -230,7 +230,7 @@ def describe(level: Level) -> str:
 
 
 def run_all(settings: Settings) -> tuple[dict[str, list[Repeat | None]], dict[str, str]]:
-    """Repeats the whole set in rotated order; returns the repeats of each gateway and why others were left out."""
+    """Repeat the whole set in rotated order; return the repeats of each gateway and why others were skipped."""
     results: dict[str, list[Repeat | None]] = {name: [] for name in settings.names}
     skipped: dict[str, str] = {}
     peers = {peer.name: peer for peer in PEERS}
@@ -314,7 +314,7 @@ def table(summaries: Sequence[Summary], levels: Sequence[int]) -> str:
 
 
 def notes(summaries: Sequence[Summary], skipped: dict[str, str], settings: Settings) -> list[str]:
-    """What a reader has to know about the table."""
+    """Notes to print below the table."""
     lines = ["direct: raw TTFT in brackets; the other rows add to it."]
     for each in summaries:
         if each.cut:
@@ -332,7 +332,7 @@ def notes(summaries: Sequence[Summary], skipped: dict[str, str], settings: Setti
 
 
 def crowding(results: dict[str, list[Repeat | None]]) -> list[str]:
-    """Which gateways had to share their core, and in how many of their levels."""
+    """Gateways that shared their core with other processes, and in how many of their levels."""
     lines = []
     for name, repeats in results.items():
         shares = [level.core_busy_by_others for each in repeats if each for level in each.levels.values()]
@@ -344,7 +344,7 @@ def crowding(results: dict[str, list[Repeat | None]]) -> list[str]:
 
 
 def targets(summaries: Sequence[Summary], levels: Sequence[int]) -> list[dict[str, Any]]:
-    """bedplate against its goals."""
+    """Compare bedplate with its goals."""
     by_name = {each.name: each for each in summaries}
     mine, router, litellm = by_name.get("bedplate"), by_name.get("vllm-router"), by_name.get("litellm")
     found: list[dict[str, Any]] = []
@@ -368,7 +368,7 @@ def targets(summaries: Sequence[Summary], levels: Sequence[int]) -> list[dict[st
 
 
 def target_line(target: dict[str, Any]) -> str:
-    """One goal in words."""
+    """Text for one goal."""
     sign = "<=" if target["at_most"] else ">="
     verdict = {True: "met", False: "missed", None: "not measured"}[target["met"]]
     ratio = "" if target["ratio"] is None else f" {target['ratio']:.2f}x,"
@@ -376,7 +376,7 @@ def target_line(target: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Versions and settings that the figures depend on."""
     model = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -391,7 +391,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Writes everything that was measured."""
+    """Write all measurements."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     say(f"wrote {path}")
@@ -404,16 +404,16 @@ def default_work() -> Path:
 
 
 def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
-    """Reads the command line."""
+    """Read the command line."""
     known = (DIRECT, *(peer.name for peer in PEERS))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help=f"comma-separated, of {','.join(known)}; direct always runs")
     parser.add_argument("--streams", default="1,16,64,256", help="comma-separated numbers of concurrent streams")
-    parser.add_argument("--repeats", type=int, help="of the whole set (default 3, 1 with --quick)")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: to see that it runs, not to quote")
-    parser.add_argument("--work", type=Path, default=default_work(), help="folder for the peers' environments")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument("--nice", type=int, default=0, help="of everything measured; negative ones need privileges")
+    parser.add_argument("--repeats", type=int, help="repeats of the whole set (default 3, 1 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: a smoke test, not for publication")
+    parser.add_argument("--work", type=Path, default=default_work(), help="folder for environments of other gateways")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to this file")
+    parser.add_argument("--nice", type=int, default=0, help="of all measured processes; negative needs privileges")
     parser.add_argument("--cores", default="0,1", help="core of the engine and the load, core of the gateway")
     parser.add_argument("--headers", choices=HEADER_MODES, default=HEADER_MODES[0], help=HEADER_HELP)
     options = parser.parse_args(arguments)
@@ -424,7 +424,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         streams = tuple(sorted({int(each) for each in options.streams.split(",")}))
         harness_core, gateway_core = (int(each) for each in options.cores.split(","))
     except ValueError:
-        parser.error("--streams takes numbers, --cores two of them")
+        parser.error("--streams takes numbers, --cores takes two numbers")
     if not streams or min(streams) < 1 or max(streams) > 2000:
         parser.error("--streams must be between 1 and 2000")
     if not {harness_core, gateway_core} <= os.sched_getaffinity(0) or harness_core == gateway_core:
@@ -447,7 +447,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
 
 
 def main() -> int:
-    """Runs the comparison."""
+    """Run the comparison."""
     settings = parse_settings()
     end_on_sigterm()
     os.sched_setaffinity(0, {settings.harness_core})

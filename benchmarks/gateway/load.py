@@ -44,17 +44,17 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def late_ns(events: bytes) -> int:
-    """How much longer than it should the engine held the request; 0 where a gateway has put an id of its own."""
+    """Delay of the engine's own timer; 0 where a gateway replaced the event id."""
     found = HELD.search(events)
     late = int(found[1], 16) - NOMINAL_FIRST_NS if found else 0
     return late if 0 <= late < 1_000_000_000 else 0
 
 
 def typical_p99(rounds: Sequence[Sequence[float]]) -> float:
-    """The median of the rounds' own p99, where a round has enough streams to have one; else that of all together.
+    """Median of the p99 of each round, if a round has enough streams; otherwise the p99 of all streams.
 
-    When the whole machine stands still for some milliseconds, every stream that starts then is late, whatever it runs
-    through. Pooled, one such moment makes the p99 of a whole run; this way it spoils one round.
+    When the whole machine pauses for some milliseconds, every stream that starts then is late, whatever the gateway.
+    Pooled, one such pause determines the p99 of a whole run; this way it affects one round.
     """
     if all(len(each) >= ENOUGH_FOR_P99 for each in rounds):
         return statistics.median(percentile(each, 0.99) for each in rounds)
@@ -63,7 +63,7 @@ def typical_p99(rounds: Sequence[Sequence[float]]) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """A streaming run: `streams` slots, each starting one stream a period, the slots evenly apart."""
+    """A streaming run: `streams` evenly spaced slots, each of which starts one stream per period."""
 
     streams: int
     rounds: int
@@ -75,7 +75,7 @@ class Plan:
 
 @dataclass
 class StreamReport:
-    """What came of a streaming run; times in milliseconds, none of them taken in the first (warming) round."""
+    """Results of a streaming run; times in milliseconds, without the first (warm-up) round."""
 
     streams: int
     started: int = 0
@@ -94,7 +94,7 @@ class StreamReport:
 
 @dataclass
 class PlainReport:
-    """What came of a closed loop of plain requests."""
+    """Results of a closed loop of plain requests."""
 
     connections: int
     seconds: float
@@ -112,12 +112,12 @@ class HttpClient(asyncio.Protocol):
         self.read_ns = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps the transport."""
+        """Store the transport."""
         self.transport = cast(asyncio.Transport, transport)
         self.parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
-        """Stamps the read before anything else looks at the bytes."""
+        """Timestamp the read before its bytes are processed."""
         self.read_ns = time.monotonic_ns()
         try:
             self.parser.feed_data(data)
@@ -125,12 +125,12 @@ class HttpClient(asyncio.Protocol):
             self.failed(f"bad HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Reports the loss; a lost connection is opened again for the next request."""
+        """Report the loss; the next request reopens the connection."""
         self.transport = None
         self.failed("connection lost")
 
     def failed(self, reason: str) -> None:
-        """Ends the request under way."""
+        """End the current request."""
         raise NotImplementedError
 
 
@@ -153,7 +153,7 @@ class StreamRun:
         self.begin_ns = 0
 
     async def run(self) -> StreamReport:
-        """Connects every slot first, then lets them go."""
+        """Connect every slot, then start all of them."""
         for slot in self.slots:
             await slot.connect()
         self.begin_ns = time.monotonic_ns() + 50_000_000
@@ -170,7 +170,7 @@ class StreamRun:
         return self.summary()
 
     def summary(self) -> StreamReport:
-        """The report with its percentiles; the warming round counts only where there was no other."""
+        """Report with percentiles; the warm-up round counts only if there is no other round."""
         report = self.report
         rounds = list(self.ttft_ns.values()) or [self.warm_ns]
         times = [time_ns for each in rounds for time_ns in each]
@@ -184,18 +184,18 @@ class StreamRun:
         return report
 
     def count_error(self, reason: str) -> None:
-        """Keeps the reasons, so that a failed run explains itself."""
+        """Store the reasons, so that a failed run can report them."""
         self.report.messages[reason] = self.report.messages.get(reason, 0) + 1
 
     def slot_done(self) -> None:
-        """Ends the run with its last slot."""
+        """End the run when the last slot is done."""
         self.open_slots -= 1
         if not self.open_slots:
             self.finished.set()
 
 
 class Slot(HttpClient):
-    """One of the concurrent streams, again and again on one connection."""
+    """One of the concurrent streams, repeated on one connection."""
 
     def __init__(self, run: StreamRun, index: int) -> None:
         super().__init__()
@@ -216,17 +216,17 @@ class Slot(HttpClient):
         return self.run.begin_ns + self.round * plan.period_ns + self.index * plan.period_ns // plan.streams
 
     async def connect(self) -> None:
-        """Opens the slot's connection."""
+        """Open the slot's connection."""
         await self.run.loop.create_connection(lambda: self, "127.0.0.1", self.run.port)
 
     def close(self) -> None:
-        """Closes without counting it as a lost stream."""
+        """Close without counting it as a lost stream."""
         self.closing = True
         if self.transport:
             self.transport.abort()
 
     def start(self, _when_ns: int) -> None:
-        """Sends the request, on a new connection where the old one is gone."""
+        """Send the request, on a new connection if the old one is closed."""
         if self.closing:
             return
         if self.transport is None or self.transport.is_closing():
@@ -241,7 +241,7 @@ class Slot(HttpClient):
         self.transport.write(self.run.request)
 
     async def reconnect(self) -> None:
-        """Opens the connection again and starts, or gives the stream up."""
+        """Reopen the connection and start the stream, or count it as failed."""
         try:
             await asyncio.wait_for(self.connect(), 10)
         except (OSError, TimeoutError) as error:
@@ -253,7 +253,7 @@ class Slot(HttpClient):
         self.start(0)
 
     def on_body(self, body: bytes) -> None:
-        """Checks the tokens of the whole events that have come, in their order."""
+        """Check the tokens of all complete events, in their order."""
         if not self.active:
             return
         if self.rest:
@@ -270,7 +270,7 @@ class Slot(HttpClient):
             self.done = True
 
     def count_token(self, events: bytes) -> None:
-        """Books the token under the stamp of the read that brought it."""
+        """Record the token with the timestamp of the read that contained it."""
         run, now_ns = self.run, self.read_ns
         if self.tokens:
             run.gap_ns.append(now_ns - self.token_ns)
@@ -282,7 +282,7 @@ class Slot(HttpClient):
         run.report.chunks += 1
 
     def on_message_complete(self) -> None:
-        """Judges the finished stream."""
+        """Check the finished stream."""
         if not self.active:
             return
         status = self.parser.get_status_code()
@@ -296,7 +296,7 @@ class Slot(HttpClient):
             self.next_round()
 
     def failed(self, reason: str) -> None:
-        """Counts a stream that had begun as truncated, any other as an error."""
+        """Count a stream that had begun as truncated, any other as an error."""
         if not self.active:
             return
         self.active = False
@@ -310,7 +310,7 @@ class Slot(HttpClient):
         self.next_round()
 
     def next_round(self) -> None:
-        """Starts the next stream when it is due, at once if that has passed."""
+        """Start the next stream when it is due, or immediately if it is late."""
         self.round += 1
         plan = self.run.plan
         now_ns = time.monotonic_ns()
@@ -334,7 +334,7 @@ class PlainRun:
 
 
 class PlainClient(HttpClient):
-    """Sends the next plain request as soon as the answer to the last is complete."""
+    """Send the next plain request as soon as the answer to the last is complete."""
 
     def __init__(self, run: PlainRun) -> None:
         super().__init__()
@@ -342,17 +342,17 @@ class PlainClient(HttpClient):
         self.answered = False
 
     def send(self) -> None:
-        """Sends one request."""
+        """Send one request."""
         self.answered = False
         if self.transport:
             self.transport.write(self.run.request)
 
     def on_body(self, body: bytes) -> None:
-        """Notes that a body has come."""
+        """Record that a body has arrived."""
         self.answered = True
 
     def on_message_complete(self) -> None:
-        """Counts the answer and goes on."""
+        """Count the answer and send the next request."""
         if not self.run.running:
             return
         if self.answered and self.parser.get_status_code() == 200:
@@ -362,13 +362,13 @@ class PlainClient(HttpClient):
         self.send()
 
     def failed(self, reason: str) -> None:
-        """Counts a lost connection; the loop goes on with those that are left."""
+        """Count a lost connection; the loop continues with the remaining ones."""
         if self.run.running:
             self.run.errors += 1
 
 
 async def run_plain(port: int, connections: int, seconds: float) -> PlainReport:
-    """Counts answers for some seconds, after a fifth of that to warm up."""
+    """Count answers for some seconds, after a warm-up of a fifth of that time."""
     loop = asyncio.get_running_loop()
     run = PlainRun(port)
     clients: list[PlainClient] = []
@@ -390,35 +390,35 @@ async def run_plain(port: int, connections: int, seconds: float) -> PlainReport:
 
 
 def spread_period_ns(duration_ms: float, interval_ms: float) -> int:
-    """An odd number of chunk intervals: a power of two of streams then never has two chunks due together."""
+    """An odd number of chunk intervals, so that no two chunks coincide if the streams are a power of two."""
     intervals = -int(-(duration_ms + 2 * interval_ms) // interval_ms)
     return int((intervals | 1) * interval_ms * 1e6)
 
 
 async def run_streams(port: int, plan: Plan) -> StreamReport:
-    """Runs one streaming level."""
+    """Run one streaming level."""
     return await StreamRun(port, plan, asyncio.get_running_loop()).run()
 
 
 def parse_options() -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("mode", choices=("stream", "plain"))
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--streams", type=int, default=64, help="concurrent streams")
-    parser.add_argument("--rounds", type=int, default=6, help="streams of each slot, the first to warm up")
+    parser.add_argument("--rounds", type=int, default=6, help="streams per slot; the first is a warm-up")
     parser.add_argument("--tokens", type=int, default=64, help="tokens the engine sends")
     parser.add_argument("--first-ms", type=float, default=50.0, help="the engine's time to the first token")
     parser.add_argument("--interval-ms", type=float, default=20.0, help="the engine's time between tokens")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds after which no stream is started")
-    parser.add_argument("--limit", type=float, default=80.0, help="seconds after which the open streams are given up")
+    parser.add_argument("--limit", type=float, default=80.0, help="seconds after which open streams are cancelled")
     parser.add_argument("--connections", type=int, default=64, help="plain: keep-alive connections")
-    parser.add_argument("--seconds", type=float, default=4.0, help="plain: how long to count")
+    parser.add_argument("--seconds", type=float, default=4.0, help="plain: seconds to count for")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Runs one measurement and prints it as JSON."""
+    """Run one measurement and prints it as JSON."""
     options = parse_options()
     report: StreamReport | PlainReport
     if options.mode == "plain":

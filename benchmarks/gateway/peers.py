@@ -17,7 +17,7 @@ INSTALL_LIMIT_S = 900.0
 
 
 class Unavailable(Exception):
-    """Why a gateway cannot take part on this machine."""
+    """Reason why a gateway cannot run on this machine."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Peer:
 
 
 def nginx_command(_env: Path, scratch: Path, ports: Ports) -> list[str]:
-    """nginx as a streaming proxy: no buffering, kept upstream connections, one worker."""
+    """nginx as a streaming proxy: no buffering, persistent upstream connections, one worker."""
     binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
     if binary is None:
         raise Unavailable("no nginx on PATH (Debian: apt-get install nginx-light)")
@@ -95,7 +95,7 @@ def bedplate_command(_env: Path, _scratch: Path, ports: Ports) -> list[str]:
     """bedplate's own gateway, with the Python that runs the comparison."""
     script = HERE / "bedplate_gateway.py"
     if not script.exists():
-        raise Unavailable(f"{script.name} is not there yet")
+        raise Unavailable(f"{script.name} does not exist yet")
     return [sys.executable, str(script), "--upstream", ports.upstream_url, "--port", str(ports.gateway)]
 
 
@@ -157,7 +157,7 @@ PEERS = (
 
 
 def environment_of(peer: Peer, work: Path) -> Path:
-    """The folder of a peer's virtual environment; makes it on first use."""
+    """Folder of a gateway's virtual environment; created on first use."""
     if peer.requirement is None:
         return work
     version = peer.requirement.rpartition("=")[2]
@@ -174,7 +174,7 @@ def environment_of(peer: Peer, work: Path) -> Path:
 
 
 def install(requirement: str, env: Path) -> None:
-    """Makes a virtual environment and installs into it, with uv where there is one."""
+    """Create a virtual environment and install into it, with uv if available."""
     python = str(env / "bin" / "python")
     uv = os.environ.get("UV") or shutil.which("uv")
     if uv:
@@ -186,7 +186,7 @@ def install(requirement: str, env: Path) -> None:
 
 
 def quiet_run(command: list[str]) -> None:
-    """Runs an installer and shows its output only where it fails."""
+    """Run an installer and show its output only if it fails."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=INSTALL_LIMIT_S, check=False
     )

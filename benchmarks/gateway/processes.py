@@ -1,4 +1,4 @@
-"""Child processes of a comparison: pinned, accounted as whole trees, and never left behind."""
+"""Child processes of a comparison: pinned, measured as whole process trees, and always stopped."""
 
 import contextlib
 import ctypes
@@ -28,7 +28,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def in_child(core: int, nice: int) -> Callable[[], None]:
-    """What a child does before it runs its program; all of its own children inherit core and niceness."""
+    """Set core and niceness in a child before it runs its program; its children inherit them."""
 
     def prepare() -> None:
         os.sched_setaffinity(0, {core})
@@ -43,7 +43,7 @@ def in_child(core: int, nice: int) -> Callable[[], None]:
 def running(
     command: Sequence[str], core: int, nice: int, log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a program for the length of a with block, and ends its whole tree after it."""
+    """Run a program for a with block, and stop its whole process tree afterwards."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -61,12 +61,12 @@ def running(
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of this process, with any HTTP proxy kept away from 127.0.0.1."""
+    """The environment of this process, with HTTP proxies disabled for 127.0.0.1."""
     return {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **extra}
 
 
 def measure(command: Sequence[str], core: int, nice: int, limit_s: float) -> bytes:
-    """Runs a program to its end and returns what it printed."""
+    """Run a program to its end and returns what it printed."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -112,7 +112,7 @@ def tree_rss_mb(pid: int) -> float:
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """Asks a tree to end, and kills what is left of it after five seconds."""
+    """Terminate a process tree, and kill what remains after five seconds."""
     members = tree_of(process.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
@@ -127,14 +127,14 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def tail_of(log: IO[bytes], size: int = 600) -> str:
-    """The end of a log, to explain a failure."""
+    """The last lines of a log, to explain a failure."""
     log.seek(0, os.SEEK_END)
     log.seek(max(0, log.tell() - size))
     return log.read().decode(errors="replace").strip()
 
 
 def end_on_sigterm() -> None:
-    """Makes SIGTERM unwind like Ctrl-C, so that every with block ends its processes."""
+    """Make SIGTERM unwind like Ctrl-C, so that every with block stops its processes."""
 
     def leave(_number: int, _frame: object) -> None:
         sys.exit(143)

@@ -1,7 +1,8 @@
-"""How often does `compare` move between two processes of one and the same engine, and does it find a gain of 15 %?
+"""How often does `compare` recommend migrating between two processes of one engine, and does it find a gain of 15 %?
 
-The real engine on the built-in model, twice, in turns. Stretches of a few neighbouring turns are drawn from what was
-measured, so that drift and bad moments stay as they were; a gain is put in by making one side's times shorter.
+Runs two processes of the real engine with the built-in model in interleaved rounds. Samples sequences of neighbouring
+rounds from the measurements, so that drift and disturbances are preserved. Simulates a gain by shortening the times of
+one side.
 
     python benchmarks/judge/same_engine.py --turns 40 --keep noise.json
     python benchmarks/judge/same_engine.py --from noise.json
@@ -29,11 +30,11 @@ from bedplate.values import Workload, from_json, replaced, to_json
 from bedplate.values.run import Cell, Environment, Load, Quality, Repeat, Run, Sample, Subject
 from bedplate.values.service import Wanted
 
-GOOD = Quality(asked=100, agreement=1.0, verdict="ok", note="taken for granted here")
+GOOD = Quality(asked=100, agreement=1.0, verdict="ok", note="assumed here")
 
 
 def measured(engine: str, load: Load, turns: int, seconds: float) -> Run:
-    """Two processes, A B B A …; each repeat has prompts of its own, the same for both."""
+    """Two processes in the order A B B A …; each repeat has new prompts, the same for both."""
     hardware = probe()
     work = Workload(concurrency=load.concurrency, prompt_tokens=load.prompt_tokens, output_tokens=load.output_tokens)
     wanted = Wanted(workload=work, engine=engine, untuned=True)
@@ -67,7 +68,7 @@ def rate(repeat: Repeat) -> float:
 
 
 def faster(repeat: Repeat, gain: float) -> Repeat:
-    """As if it had been so many times as fast."""
+    """Scale the times as if the side had been faster by this factor."""
     if gain == 1.0:
         return repeat
     samples = tuple(_faster(sample, gain) for sample in repeat.samples)
@@ -85,7 +86,7 @@ def _faster(sample: Sample, gain: float) -> Sample:
 
 
 def drawn(a: Cell, b: Cell, repeats: int, gain: float, dice: random.Random) -> tuple[Cell, Cell]:
-    """Some neighbouring turns; which process is A is tossed for, so that neither's own luck counts as a gain."""
+    """Some neighbouring rounds; which process is A is random, so that a difference between them is no gain."""
     first = dice.randrange(len(a.repeats) - repeats + 1)
     one, other = (a, b) if dice.random() < 0.5 else (b, a)
     chosen = slice(first, first + repeats)
@@ -111,9 +112,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5, help="of each side, in one comparison")
-    parser.add_argument("--keep", type=Path, help="write what was measured there")
-    parser.add_argument("--from", dest="kept", type=Path, help="measure nothing; read what was kept")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats per side in one comparison")
+    parser.add_argument("--keep", type=Path, help="write the measurements to this file")
+    parser.add_argument("--from", dest="kept", type=Path, help="measure nothing; read this file instead")
     asked = parser.parse_args()
     load = Load(concurrency=asked.concurrency, prompt_tokens=asked.prompt_tokens, output_tokens=asked.output_tokens)
     if asked.kept is not None:

@@ -1,4 +1,4 @@
-"""Compares load generators side by side, against one null server whose timing is known."""
+"""Compare load generators against a null server with known timing."""
 
 import argparse
 import contextlib
@@ -33,13 +33,13 @@ TOKENS = 64
 PROMPT_TOKENS = 128
 STREAM_S = (FIRST_MS + INTERVAL_MS * (TOKENS - 1)) / 1000
 ROUNDS = {1: 12, 16: 8, 64: 8, 256: 6}
-"""Streams that each slot runs."""
+"""Streams per slot."""
 LIMIT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for."""
+    """Command-line settings."""
 
     names: tuple[str, ...]
     streams: tuple[int, ...]
@@ -53,13 +53,13 @@ class Settings:
     json_file: Path | None
 
     def rounds(self, streams: int) -> int:
-        """Streams of each slot."""
+        """Streams per slot."""
         return ROUNDS[min(ROUNDS, key=lambda known: abs(known - streams))]
 
 
 @dataclass
 class Told:
-    """What a generator tells its user."""
+    """Figures that a generator reports to its user."""
 
     p50_ms: float
     p99_ms: float
@@ -75,11 +75,11 @@ class Result:
     cpu_s: float
     start_s: float
     delivered: float
-    """Streams that were really in flight between its ramp and its last request, over those that were asked for."""
+    """Measured concurrency between the ramp and the last request, divided by the requested concurrency."""
     requests: int
     server_p50_ms: float
     server_p99_ms: float
-    """When the null server really sent its first tokens, by its own clock."""
+    """When the null server actually sent its first tokens, by its own clock."""
     more: dict[str, Any] = field(default_factory=dict)
 
 
@@ -108,7 +108,7 @@ class Generator:
 
 
 def bedplate_command(_env: Path, job: Job) -> list[str]:
-    """Ours. Its warm-up is apart; the streams that it measures are as many as those of the others."""
+    """bedplate's generator. Its warm-up is separate; it measures as many streams as the others."""
     seconds = job.requests / job.streams * STREAM_S
     options = ["--url", job.url, "--streams", str(job.streams), "--seconds", f"{seconds:.3f}"]
     return [sys.executable, str(HERE / "ours.py"), *options, "--warmup", f"{2 * STREAM_S:.3f}"]
@@ -140,7 +140,7 @@ def vllm_told(job: Job, _output: bytes) -> Told:
 
 
 def aiperf_command(env: Path, job: Job) -> list[str]:
-    """AIPerf, spared from counting tokens itself."""
+    """AIPerf, configured to use the server's token counts."""
     return [
         *(str(env / "bin" / "aiperf"), "profile", "--model", MODEL, "--url", job.url),
         *("--endpoint-type", "completions", "--streaming", "--concurrency", str(job.streams)),
@@ -187,15 +187,15 @@ GENERATORS = (
 
 
 def say(text: str) -> None:
-    """Reports progress."""
+    """Report progress."""
     print(text, file=sys.stderr, flush=True)
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A tokenizer of single bytes, which the others need to make prompts; ours needs none."""
+    """A byte-level tokenizer, which the other generators need to create prompts; bedplate needs none."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    # As every byte-level tokenizer has it: bytes without a face of their own get one beyond 255.
+    # As in every byte-level tokenizer, unprintable bytes are mapped to characters beyond 255.
     letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + place) for place, byte in enumerate(hidden)}
     model = {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []}
     bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -215,7 +215,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def prepare_child(core: int, settings: Settings) -> Callable[[], None]:
-    """What a child does before it runs its program; all of its own children inherit it."""
+    """Set core and priority in a child before it runs its program; its children inherit them."""
 
     def prepare() -> None:
         os.sched_setaffinity(0, {core})
@@ -229,7 +229,7 @@ def prepare_child(core: int, settings: Settings) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def null_server(settings: Settings, folder: Path) -> Iterator[str]:
-    """Runs the server on its core."""
+    """Run the server on its core."""
     options = [f"--first-ms={FIRST_MS}", f"--interval-ms={INTERVAL_MS}", f"--tokens={TOKENS}"]
     with (folder / "null.log").open("wb") as log:
         process = subprocess.Popen(
@@ -247,14 +247,14 @@ def null_server(settings: Settings, folder: Path) -> Iterator[str]:
 
 
 def times_of(url: str) -> list[tuple[int, int, int]]:
-    """What the server saw since it was last asked: when requests came, when first and last tokens left."""
+    """The server's record since the last query: arrival of requests, departure of first and last tokens."""
     with urllib.request.urlopen(f"{url}/null/times", timeout=30) as answer:
         found: list[tuple[int, int, int]] = json.load(answer)["times_ns"]
     return found
 
 
 def delivered(times: Sequence[tuple[int, int, int]], streams: int) -> float:
-    """The mean number of streams in flight, from when all slots had begun to when the last request came."""
+    """Mean concurrency, from the time when all slots had started to the arrival of the last request."""
     ordered = sorted(times)
     start, end = ordered[min(streams, len(ordered) - 1)][0], ordered[-1][0]
     if end <= start:
@@ -264,7 +264,7 @@ def delivered(times: Sequence[tuple[int, int, int]], streams: int) -> float:
 
 
 def run_one(generator: Generator, env: Path, settings: Settings, job: Job) -> Result:
-    """Runs one generator to its end, and books what it and the server say."""
+    """Run one generator to its end, and record its report and the server's."""
     times_of(job.url)
     log = job.folder / "output.log"
     begin_ns = time.monotonic_ns()
@@ -306,7 +306,7 @@ def finished(process: subprocess.Popen[bytes]) -> tuple[bytes, float, int]:
     """Output, CPU seconds of the whole tree, status."""
 
     def give_up(_number: int, _frame: object) -> None:
-        raise Unavailable(f"was not done after {LIMIT_S:.0f} s")
+        raise Unavailable(f"did not finish within {LIMIT_S:.0f} s")
 
     signal.signal(signal.SIGALRM, give_up)
     signal.alarm(int(LIMIT_S))
@@ -320,7 +320,7 @@ def finished(process: subprocess.Popen[bytes]) -> tuple[bytes, float, int]:
 
 
 def environment_of(generator: Generator, settings: Settings) -> Path:
-    """Where a generator is installed; does so on first use."""
+    """Environment of a generator; installed on first use."""
     if generator.requirement is None:
         return settings.work
     if generator.name in settings.have:
@@ -336,7 +336,7 @@ def environment_of(generator: Generator, settings: Settings) -> Path:
 
 
 def run_all(settings: Settings) -> tuple[dict[str, dict[int, list[Result]]], dict[str, str]]:
-    """Repeats the whole set in rotated order; returns the results and why others were left out."""
+    """Repeat the whole set in rotated order; return the results and why others were skipped."""
     known = {each.name: each for each in GENERATORS}
     results: dict[str, dict[int, list[Result]]] = {
         name: {streams: [] for streams in settings.streams} for name in settings.names
@@ -402,7 +402,7 @@ def table(results: dict[str, dict[int, list[Result]]], settings: Settings) -> st
 
 
 def goals(results: dict[str, dict[int, list[Result]]], settings: Settings) -> list[str]:
-    """bedplate against its goals, within this run."""
+    """Compare bedplate with its goals, within this run."""
     lines = []
     limits = {64: (0.3, 3.0), 256: (0.5, 8.0)}
     ours = results.get("bedplate", {})
@@ -425,13 +425,13 @@ def goals(results: dict[str, dict[int, list[Result]]], settings: Settings) -> li
         ]
         cpu = (middle(mine, lambda r: r.cpu_s) or 0.0) / least
         lines.append(
-            f"{n} streams: beside {best}'s {their[0]:+.2f} / {their[1]:+.2f} ms; {cpu:.2f} x the least CPU of theirs"
+            f"{n} streams: {best} {their[0]:+.2f} / {their[1]:+.2f} ms; {cpu:.2f} x the lowest CPU time of the others"
         )
     return lines
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Versions and settings that the figures depend on."""
     model = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -440,20 +440,20 @@ def machine() -> dict[str, Any]:
 
 
 def parse_settings() -> Settings:
-    """Reads the command line."""
+    """Read the command line."""
     names = tuple(each.name for each in GENERATORS)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help=f"comma-separated, of {','.join(names)}")
     parser.add_argument("--streams", default="1,16,64,256", help="comma-separated numbers of concurrent streams")
-    parser.add_argument("--repeats", type=int, default=1, help="of the whole set, in rotated order")
+    parser.add_argument("--repeats", type=int, default=1, help="repeats of the whole set, in rotated order")
     parser.add_argument(
         "--cores", default="0,1", help="core of the null server, core of the generator; may be the same"
     )
-    parser.add_argument("--nice", type=int, default=0, help="of everything measured; negative ones need privileges")
-    parser.add_argument("--realtime", action="store_true", help="keeps other work off the two cores; needs privileges")
-    parser.add_argument("--have", action="append", default=[], metavar="NAME=ENV", help="an environment that is there")
+    parser.add_argument("--nice", type=int, default=0, help="of all measured processes; negative needs privileges")
+    parser.add_argument("--realtime", action="store_true", help="run with real-time priority; needs privileges")
+    parser.add_argument("--have", action="append", default=[], metavar="NAME=ENV", help="an existing environment")
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "bedplate" / "load-bench")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to this file")
     options = parser.parse_args()
     wanted = tuple(options.only.split(",")) if options.only else names
     if set(wanted) - set(names):
@@ -463,7 +463,7 @@ def parse_settings() -> Settings:
         server_core, core = (int(each) for each in options.cores.split(","))
         have = {name: Path(env) for name, env in (each.split("=", 1) for each in options.have)}
     except ValueError:
-        parser.error("--streams takes numbers, --cores two of them, --have NAME=ENV")
+        parser.error("--streams takes numbers, --cores two numbers, --have NAME=ENV")
     if not {server_core, core} <= os.sched_getaffinity(0):
         parser.error("--cores needs cores that this process may use")
     return Settings(
@@ -481,7 +481,7 @@ def parse_settings() -> Settings:
 
 
 def main() -> int:
-    """Runs the comparison."""
+    """Run the comparison."""
     settings = parse_settings()
     end_on_sigterm()
     begin = datetime.datetime.now(datetime.UTC)
@@ -491,7 +491,7 @@ def main() -> int:
         say("interrupted")
         return 130
     print(table(results, settings), "", *goals(results, settings), sep="\n")
-    print(*(f"{name}: left out, {reason}" for name, reason in skipped.items()), sep="\n")
+    print(*(f"{name}: skipped, {reason}" for name, reason in skipped.items()), sep="\n")
     if settings.json_file:
         document = {
             "begin": begin.isoformat(timespec="seconds"),

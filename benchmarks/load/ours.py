@@ -1,4 +1,4 @@
-"""bedplate's load generator as a program, for the comparison: one closed loop, its report as JSON."""
+"""Run bedplate's load generator for the comparison: one closed loop, with a JSON report."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from bedplate.values.run import Load
 
 
 def main() -> None:
-    """Measures, and prints what it tells its user."""
+    """Measure and print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", required=True)
     parser.add_argument("--streams", type=int, required=True)

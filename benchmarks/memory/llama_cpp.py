@@ -1,7 +1,7 @@
 """Predicted and measured memory of llama.cpp on this machine, at several contexts and slot counts.
 
-The real engine on the built-in model. Measured is the process's resident memory after it has answered one prompt in
-every slot, since buffers are touched only when they are used.
+Runs the real engine with the built-in model. Measures the resident memory of the process after one prompt in every
+slot, because buffers become resident only when they are used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Predicted and measured memory of PyTorch on a GPU, at several batches and lengths.
 
-An 8-billion-parameter Llama shape with random weights in bf16: memory does not care what the weights say.
+Uses an 8-billion-parameter Llama shape with random weights in bf16: memory does not depend on the weight values.
 
-    python benchmarks/memory/pytorch.py --measure > measured.json     where torch, transformers and a GPU are
-    python benchmarks/memory/pytorch.py --predict measured.json       where bedplate is
+    python benchmarks/memory/pytorch.py --measure > measured.json     on a machine with torch, transformers and a GPU
+    python benchmarks/memory/pytorch.py --predict measured.json       on a machine with bedplate
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Makes a Llama wider by zeros, so that it computes the same and its sizes are multiples of 128.
+"""Pad a Llama with zeros, so that its sizes are multiples of 128 and its results are unchanged.
 
     python benchmarks/models/pad_llama.py SMOLLM2_FOLDER OUT_FOLDER
 
-For engines that take no other widths, such as ExLlamaV3; runs where PyTorch and safetensors are installed. Norms divide
-by the mean over more elements than before, so their weights and epsilon are scaled by what that changes.
+For engines that support no other widths, such as ExLlamaV3. Needs PyTorch and safetensors. Norms divide by the mean
+over more elements than before, so their weights and epsilon are scaled accordingly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 STEP = 128
 TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Whose layers are these, with norms that multiply by their weights as they are."""
+"""Architectures with these layers, whose norms multiply by their weights without an offset."""
 AXES: dict[str, tuple[str | None, ...]] = {
     "embed_tokens": (None, "hidden"),
     "lm_head": (None, "hidden"),
@@ -67,10 +67,10 @@ class Sizes:
 
 
 def grown(now: Sizes, step: int = STEP, width: int | None = None) -> Sizes:
-    """The least sizes that are multiples of `step`; each KV head keeps as many query heads as it has."""
+    """The smallest sizes that are multiples of `step`; the number of query heads per KV head is unchanged."""
     kv_heads = next(count for count in range(now.kv_heads, now.kv_heads + step + 1) if count * now.head % step == 0)
     heads = kv_heads * (now.heads // now.kv_heads)
-    # Transformers takes no width that the number of heads does not divide.
+    # Transformers requires a width that is divisible by the number of heads.
     hidden = width or up_to(now.hidden, math.lcm(step, heads))
     return Sizes(hidden, up_to(now.intermediate, step), heads, kv_heads, now.head)
 
@@ -84,7 +84,7 @@ def is_norm(name: str) -> bool:
 
 
 def padded(name: str, tensor: Any, now: Sizes, new: Sizes, zeros: Callable[[Any, tuple[int, ...]], Any]) -> Any:
-    """The tensor within zeros, at the beginning of each axis: heads that are added come last."""
+    """The tensor padded with zeros at the end of each axis: added heads come last."""
     what, _, kind = name.rpartition(".")
     axes = AXES.get(what.rpartition(".")[2])
     if axes is None or kind not in ("weight", "bias"):
@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a folder with config.json and safetensors")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--width", type=int, help="another hidden size, such as one that the heads do not divide")
+    parser.add_argument("--width", type=int, help="another hidden size, such as one not divisible by the heads")
     given = parser.parse_args()
     now, new = write(given.source, given.out, given.width)
     print(f"{now} became {new}")

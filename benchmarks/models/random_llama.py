@@ -1,28 +1,33 @@
-"""A Llama of any size with random weights, for speed alone: as a 16-bit folder, as GGUF, or as EXL3.
+"""Create a Llama of any size with random weights, for speed tests: as a 16-bit folder, GGUF or EXL3.
 
     python benchmarks/models/random_llama.py --like SMOLLM2_FOLDER --shape 8b --form bf16 --out OUT_FOLDER
+    python benchmarks/models/random_llama.py --like SMOLLM2.gguf --shape moe --form bf16 --out OUT_FOLDER
     python benchmarks/models/random_llama.py --like SMOLLM2.gguf --shape 8b --form q4_k --out OUT.gguf
 
-The tokenizer is that of the model that it is like, so that every token has a text; hence the vocabulary is that one's.
+The tokenizer and the vocabulary are those of the model given with --like, so that every token has a text.
+Shapes with experts are Qwen3-MoE and exist as 16-bit folders only.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 SHARD_BYTES = 4 << 30
+SHIPPED = Path(__file__).resolve().parents[2] / "src" / "bedplate" / "engines" / "shipped"
 Q4_K_BLOCK, Q4_K_BYTES = 256, 144
 Q8_0_BLOCK, Q8_0_BYTES = 32, 34
 SPREAD = 0.02
 """The usual standard deviation of an untrained model's weights."""
 MUL1 = 0x83DC_D12D
-"""The multiplier that names ExLlamaV3's usual codebook; stored beside each of its tensors."""
+"""The multiplier that names ExLlamaV3's usual codebook; stored with each of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,18 @@ class Shape:
     heads: int
     kv_heads: int
     head: int = 128
+    experts: int = 0
+    experts_active: int = 0
+    """With experts, `intermediate` is the width of each of them."""
 
 
 SHAPES = {
     "8b": Shape(4096, 14336, 32, 32, 8),
     "1b": Shape(2048, 8192, 16, 32, 8, head=64),
+    # A layer as of Qwen3-30B-A3B, and a quarter of its 48 layers: 7.7 billion parameters, 0.9 billion for each token.
+    "moe": Shape(2048, 768, 12, 32, 4, experts=128, experts_active=8),
     "tiny": Shape(256, 512, 2, 4, 2, head=64),
+    "tiny-moe": Shape(256, 128, 2, 4, 2, head=64, experts=8, experts_active=2),
 }
 
 
@@ -51,22 +62,29 @@ def linears(shape: Shape) -> Iterator[tuple[str, int, int]]:
         yield f"{at}.self_attn.k_proj", kv, shape.hidden
         yield f"{at}.self_attn.v_proj", kv, shape.hidden
         yield f"{at}.self_attn.o_proj", shape.hidden, q
-        yield f"{at}.mlp.gate_proj", shape.intermediate, shape.hidden
-        yield f"{at}.mlp.up_proj", shape.intermediate, shape.hidden
-        yield f"{at}.mlp.down_proj", shape.hidden, shape.intermediate
+        if shape.experts:
+            yield f"{at}.mlp.gate", shape.experts, shape.hidden
+        for mlp in [f"{at}.mlp.experts.{expert}" for expert in range(shape.experts)] or [f"{at}.mlp"]:
+            yield f"{mlp}.gate_proj", shape.intermediate, shape.hidden
+            yield f"{mlp}.up_proj", shape.intermediate, shape.hidden
+            yield f"{mlp}.down_proj", shape.hidden, shape.intermediate
 
 
-def norms(shape: Shape) -> Iterator[str]:
+def norms(shape: Shape) -> Iterator[tuple[str, int]]:
     for layer in range(shape.layers):
-        yield f"model.layers.{layer}.input_layernorm"
-        yield f"model.layers.{layer}.post_attention_layernorm"
-    yield "model.norm"
+        at = f"model.layers.{layer}"
+        yield f"{at}.input_layernorm", shape.hidden
+        yield f"{at}.post_attention_layernorm", shape.hidden
+        if shape.experts:
+            yield f"{at}.self_attn.q_norm", shape.head
+            yield f"{at}.self_attn.k_norm", shape.head
+    yield "model.norm", shape.hidden
 
 
 def config(shape: Shape, like: dict[str, Any], exl3_bits: int | None) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen3MoeForCausalLM" if shape.experts else "LlamaForCausalLM"],
+        "model_type": "qwen3_moe" if shape.experts else "llama",
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,
@@ -82,6 +100,18 @@ def config(shape: Shape, like: dict[str, Any], exl3_bits: int | None) -> dict[st
         "torch_dtype": "bfloat16",
         **{name: like[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in like},
         **({"quantization_config": _exl3(exl3_bits)} if exl3_bits else {}),
+        **(_experts(shape) if shape.experts else {}),
+    }
+
+
+def _experts(shape: Shape) -> dict[str, Any]:
+    return {
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_active,
+        "moe_intermediate_size": shape.intermediate,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
     }
 
 
@@ -95,11 +125,8 @@ def write_folder(shape: Shape, like: Path, out: Path, exl3_bits: int | None) -> 
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     make = torch.Generator(device).manual_seed(0)
-    known = json.loads((like / "config.json").read_text())
     out.mkdir(parents=True)
-    for file in like.iterdir():
-        if "token" in file.name or file.suffix == ".jinja" or file.name == "generation_config.json":
-            shutil.copy(file, out / file.name)
+    known = write_tokenizer(like, out)
     (out / "config.json").write_text(json.dumps(config(shape, known, exl3_bits), indent=2))
     kind = torch.bfloat16 if exl3_bits is None else torch.float16
 
@@ -121,28 +148,49 @@ def write_folder(shape: Shape, like: Path, out: Path, exl3_bits: int | None) -> 
 
     shard: dict[str, Any] = {"model.embed_tokens.weight": dense(known["vocab_size"], shape.hidden)}
     where: dict[str, str] = {}
-    total = number = 0
+    total = number = held = 0
 
     def flush() -> None:
-        nonlocal shard, number
+        nonlocal shard, number, total, held
         number += 1
+        total += sum(one.nbytes for one in shard.values())
         name = f"model-{number:05d}.safetensors"
         save_file(shard, str(out / name), metadata={"format": "pt"})
         where.update(dict.fromkeys(shard, name))
-        shard = {}
+        shard, held = {}, 0
 
-    for name in norms(shape):
-        shard[f"{name}.weight"] = torch.ones(shape.hidden, dtype=kind)
+    for name, width in norms(shape):
+        shard[f"{name}.weight"] = torch.ones(width, dtype=kind)
     for name, rows, columns in [*linears(shape), ("lm_head", known["vocab_size"], shape.hidden)]:
         bits = 6 if name == "lm_head" else exl3_bits
-        shard |= packed(name, rows, columns, bits or 6) if exl3_bits else {f"{name}.weight": dense(rows, columns)}
-        if sum(one.nbytes for one in shard.values()) > SHARD_BYTES:
-            total += sum(one.nbytes for one in shard.values())
+        made = packed(name, rows, columns, bits or 6) if exl3_bits else {f"{name}.weight": dense(rows, columns)}
+        shard |= made
+        held += sum(one.nbytes for one in made.values())
+        if held > SHARD_BYTES:
             flush()
-    total += sum(one.nbytes for one in shard.values())
     flush()
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_tokenizer(like: Path, out: Path) -> dict[str, Any]:
+    """Copies the tokenizer of a folder, or builds it from a GGUF; returns what the configuration says of it."""
+    if like.is_dir():
+        for file in like.iterdir():
+            if "token" in file.name or file.suffix == ".jinja" or file.name == "generation_config.json":
+                shutil.copy(file, out / file.name)
+        known: dict[str, Any] = json.loads((like / "config.json").read_text())
+        return known
+    from transformers import AutoTokenizer
+
+    sys.path.insert(0, str(SHIPPED))
+    converter: Any = importlib.import_module("gguf_to_folder")
+    tokenizer, header = AutoTokenizer.from_pretrained(str(like.parent), gguf_file=like.name), converter.Header(like)
+    converter.set_pre_tokenizer(tokenizer.backend_tokenizer, header)
+    converter.set_begin(tokenizer, header)
+    tokenizer.save_pretrained(out)
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    return {"vocab_size": len(tokenizer), **{name: value for name, value in ids.items() if value is not None}}
 
 
 GGUF_NAMES = {
@@ -203,8 +251,8 @@ def write_gguf(shape: Shape, like: Path, out: Path, form: str) -> None:
 
     def q4_k(rows: int, columns: int) -> Any:
         blocks = np.empty((rows, columns // Q4_K_BLOCK, Q4_K_BYTES), np.uint8)
-        # A scale and a minimum of 32 in each sub-block, so that weights lie around nought. The high bits of the last
-        # four stand above those of the first four.
+        # A scale and a minimum of 32 in each sub-block, so that weights are centred on zero. The high bits of the last
+        # four are stored above those of the first four.
         blocks[..., :2] = np.frombuffer(np.float16(SPREAD / 256).tobytes(), np.uint8)
         blocks[..., 2:4] = np.frombuffer(np.float16(SPREAD / 256 * 7.5).tobytes(), np.uint8)
         blocks[..., 4:12] = 0xA0
@@ -223,8 +271,8 @@ def write_gguf(shape: Shape, like: Path, out: Path, form: str) -> None:
 
     add("token_embd", vocab, shape.hidden)
     add("output", vocab, shape.hidden)
-    for name in norms(shape):
-        writer.add_tensor(f"{gguf_name(name)}.weight", np.ones(shape.hidden, np.float32))
+    for name, width in norms(shape):
+        writer.add_tensor(f"{gguf_name(name)}.weight", np.ones(width, np.float32))
     for name, rows, columns in linears(shape):
         add(gguf_name(name), rows, columns)
     writer.write_header_to_file()
@@ -235,12 +283,14 @@ def write_gguf(shape: Shape, like: Path, out: Path, form: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--like", type=Path, required=True, help="a model whose tokenizer it takes: folder, or GGUF")
+    parser.add_argument("--like", type=Path, required=True, help="model whose tokenizer is used: a folder or a GGUF")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--form", choices=("bf16", "exl3-4", "exl3-8", "f16", "q8_0", "q4_k"), required=True)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     shape = SHAPES[given.shape]
+    if shape.experts and given.form != "bf16":
+        parser.error("a shape with experts is written with --form bf16 only")
     if given.form in ("f16", "q8_0", "q4_k"):
         write_gguf(shape, given.like, given.out, given.form)
     else:

@@ -1,8 +1,9 @@
-"""How long a full decision takes: every engine, form and layout for a few machines, up to 128 GPUs.
+"""Time of a complete decision: every engine, format and layout for a few machines, up to 128 GPUs.
 
     python benchmarks/plan/search.py
 
-The best of several, in one process that has read its tables already, and `bedplate plan` from a cold start beside it.
+Prints the best of several runs in one process that has already loaded its tables, and the best of several cold starts
+of `bedplate plan`.
 """
 
 from __future__ import annotations

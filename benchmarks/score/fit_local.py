@@ -1,11 +1,11 @@
-"""Fits the efficiencies of `decide/estimate/data/local.json` on a folder of published measurements.
+"""Fit the efficiencies of `decide/estimate/data/local.json` on a folder of published measurements.
 
-All are fitted together. An efficiency is a base times factors: of the backend, of the kind of memory and the
-architecture, of the kind of engine, of the engine, of its build. Each factor is expected to be 1 and moves from it only
-as far as rows say, so that an engine or a chip that nobody has measured takes what its like have in common.
+All efficiencies are fitted together. An efficiency is a base value times factors for the backend, the kind of memory
+and the architecture, the kind of engine, the engine and its build. Each factor is expected to be 1 and moves only as
+far as the rows support, so that an engine or a chip without measurements takes the values that similar ones share.
 
-Needs numpy, which bedplate itself does not: `pip install numpy`. Prints the error that is left, and with `--write` puts
-the fitted figures, their bands and the cross-validated errors into the data file.
+Needs numpy, which bedplate itself does not: `pip install numpy`. Prints the remaining error. With `--write`, stores the
+fitted values, their bands and the cross-validated errors in the data file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bedplate.decide.estimate.rows import Case, Refused, resolve
 
 DATA = Path(local.__file__).parent / "data" / "local.json"
 METRICS = {"decode_tok_s_single", "prefill_tok_s", "total_tok_s_incl_prompt", "output_tok_s_total"}
-# What an efficiency is before anything is measured, and by what factor it may well differ: physics and common sense.
+# Prior of each efficiency: its expected value and the factor by which it may plausibly differ.
 PRIOR = {
     "slack": (0.18, 1.5), "kv_read": (0.6, 1.5), "unpack_16": (0.03, 2.0), "unpack_8": (0.04, 2.0),
     "unpack_4": (0.04, 2.0), "layer_s": (25e-6, 2.0), "packed_s": (15e-6, 2.0), "moe_s": (30e-6, 2.0),
@@ -44,15 +44,15 @@ CPU_PRIOR = PRIOR | {
     "unpack_4": (0.15, 2.0), "layer_s": (20e-6, 2.0), "tile": (4.0, 2.0), "gemm": (0.9, 1.6),
     "gemm_moe": (0.6, 1.8), "attend": (0.15, 2.0), "pair": (3000.0, 3.0), "column": (0.5, 2.0),
 }  # fmt: skip
-# What is known of some before anything is measured, as a factor on the base.
+# Priors for particular effects, as a factor on the base value.
 EXPECTED = {
     "like eager": {"moe_s": 30.0},
-    # 32-bit activations, each operation a pass through memory.
+    # 32-bit activations; each operation is a pass through memory.
     "like gguf": {"activation": 3.0},
     "like gguf/cpu": {"activation": 3.0},
-    # On an RX 9070 XT, 84 % of what the same build makes with Vulkan (lmstudio-bug-tracker, issue 574).
+    # On an RX 9070 XT, 84 % of the speed of the same build with Vulkan (lmstudio-bug-tracker, issue 574).
     "rocm": {"unpack_4": 1.5, "unpack_8": 1.3, "layer_s": 1.4, "moe_s": 1.5},
-    # Tiles of 64 rows are what libraries of matrix products have at least.
+    # Matrix libraries use tiles of at least 64 rows.
     "like serving": {"tile": 2.0},
 }  # fmt: skip
 OF_CHIPS = (
@@ -61,14 +61,14 @@ OF_CHIPS = (
 )  # fmt: skip
 """Efficiencies that may differ between architectures, whatever the engine."""
 OF_MEMORY = (*OF_CHIPS,)
-"""Likewise between kinds of memory."""
+"""Efficiencies that may differ between kinds of memory."""
 SCALE = 0.06
 """Residuals of this size, in logarithms, weigh as much as one standard deviation of a prior."""
 ROUNDS = 80
 NARROWEST = (0.93, 1.07)
-"""A band is never narrower: two boxes of the same kind differ by as much."""
+"""Minimum width of a band: two machines of the same kind differ by as much."""
 MORE_WEIGHT = 0.4
-"""Of further tables, single figures that people wrote down, over that of tables which somebody measured in one go."""
+"""Relative weight of `--more` tables (single reported figures) compared with tables measured in one campaign."""
 
 
 class Row(NamedTuple):
@@ -79,11 +79,11 @@ class Row(NamedTuple):
     asked: Asked
     weight: float
     scored: bool
-    """Whether it is in the tables that errors are counted on, and not only in the fit."""
+    """Whether the row counts in the reported errors, and not only in the fit."""
 
 
 def spread_of(name: str) -> float:
-    """How far an effect may well go, as a share of how far its efficiency may go before anything is known."""
+    """Prior width of an effect, as a share of the prior width of its efficiency."""
     if name in ("gpu", "cpu"):
         return 1.0
     if name.startswith("chip "):
@@ -98,7 +98,7 @@ def spread_of(name: str) -> float:
 
 
 def load(folders: Sequence[Path], scored: int = 1) -> list[Row]:
-    """The rows that this path predicts, those of one group sharing the weight of one."""
+    """Rows that this path predicts; the rows of one group share the weight of one row."""
     found: list[tuple[str, Case, float, bool]] = []
     for number, folder in enumerate(folders):
         for path in sorted(folder.glob("*.csv")) if folder.is_dir() else [folder]:
@@ -122,7 +122,7 @@ def load(folders: Sequence[Path], scored: int = 1) -> list[Row]:
 
 
 def _left_out(source: str, case: Case) -> bool:
-    """Rows under load, which another fit is for; rows without lengths; and rows that the tables' own notes call odd."""
+    """Rows to skip: rows under load (another fit covers them), without lengths, or marked as odd in the notes."""
     if case.metric == "total_tok_s_incl_prompt" and case.prompt_tokens is None:
         return True
     if source == "llamacpp_xiongjiedai_gpus" and case.metric == "prefill_tok_s" and case.shape.bits > 12:
@@ -148,7 +148,7 @@ def key_of(row: Row) -> str:
 
 
 class Columns(NamedTuple):
-    """Rows as columns: their passes under each other, and which row each belongs to."""
+    """Rows as columns: all passes in one array, with the row that each belongs to."""
 
     rows: list[Row]
     work: Work
@@ -196,7 +196,7 @@ def log_predicted(table: Columns, logs: Any) -> Any:
 
 
 def prior(names: list[str]) -> tuple[Any, Any]:
-    """Of each effect on each efficiency, what is expected and how far it may differ; never where it has no say."""
+    """Prior mean and width of each effect on each efficiency; zero width where it does not apply."""
     fields = Profile._fields
     centre = np.zeros((len(names), len(fields)))
     spread = np.zeros((len(names), len(fields)))
@@ -221,13 +221,13 @@ def spread_out(table: Columns, effects: Any) -> Any:
 
 
 def softened(errors: Any) -> Any:
-    """Residuals in standard deviations: one that is far off, such as a throttled card, must not bend the others."""
+    """Softened residuals in standard deviations, so that an outlier such as a throttled card has limited influence."""
     sizes = abs(errors) / SCALE
     return np.sign(errors) * np.where(sizes > 1, 1 + np.log(np.maximum(sizes, 1)), sizes)
 
 
 def fit(table: Columns, start: Any = None, rounds: int = ROUNDS) -> Any:
-    """The effects that are likeliest, given the rows and what was to be expected before: damped Gauss-Newton."""
+    """Maximum a posteriori estimate of the effects by damped Gauss-Newton."""
     centre, spread = prior(table.names)
     has_say = spread > 0
     inverse = np.where(has_say, 1 / np.where(has_say, spread, 1) ** 2, 0)
@@ -248,7 +248,7 @@ def fit(table: Columns, start: Any = None, rounds: int = ROUNDS) -> Any:
             moved = logs.copy()
             moved[:, j] += 1e-4
             slopes[:, j] = (log_predicted(table, moved) - base) / 1e-4
-        # Weights with which squares slope as the squares of the softened residuals do.
+        # Weights for which weighted squares have the same gradient as the squares of the softened residuals.
         sizes = np.maximum(abs(errors), 1e-9)
         weight = table.weight * softened(sizes) / sizes / np.maximum(sizes, SCALE)
         size = len(table.names) * fields
@@ -285,7 +285,7 @@ def fit(table: Columns, start: Any = None, rounds: int = ROUNDS) -> Any:
 
 
 def predicted(rows: list[Row], names: list[str], effects: Any) -> Any:
-    """What effects say of rows, those among them that are not known changing nothing."""
+    """Efficiencies of rows by their effects; unknown effects change nothing."""
     table = columns(rows)
     known = {name: effects[i] for i, name in enumerate(names)}
     here, _ = prior(table.names)
@@ -317,13 +317,13 @@ SPLITS: dict[str, Callable[[Row], str]] = {
 
 
 def cross_validated(rows: list[Row], names: list[str], full: Any, split: str) -> list[tuple[Row, float]]:
-    """Each group predicted by what was fitted on all the others."""
+    """Predictions of each group from a fit on all other groups."""
     group_of = SPLITS[split]
     found = []
     for group in sorted({group_of(row) for row in rows if row.scored}):
         left_out = [row for row in rows if group_of(row) == group and row.scored]
         table = columns([row for row in rows if group_of(row) != group])
-        # From the fit on all, which is near; effects that now have no rows of their own are back at what is expected.
+        # Start from the fit on all rows, which is near; effects without rows of their own return to their prior.
         start, _ = prior(table.names)
         counts = Counter(name for row in rows for name in effects_of(row))
         still = Counter(name for row in table.rows for name in effects_of(row))
@@ -344,7 +344,7 @@ def shared(row: Row, rows: list[Row]) -> bool:
 
 
 def summary(found: list[tuple[Row, float]], split: str) -> list[dict[str, Any]]:
-    """By metric and source, and over the groups that were left out, so that one box with many rows counts once."""
+    """Errors by metric and source, and over left-out groups, so that one machine with many rows counts once."""
     lines = []
     for metric in sorted({row.case.metric for row, _ in found}):
         errors = [abs(error) for row, error in found if row.case.metric == metric]
@@ -363,7 +363,7 @@ def summary(found: list[tuple[Row, float]], split: str) -> list[dict[str, Any]]:
 
 
 def bands(found: list[tuple[Row, float]]) -> dict[str, tuple[float, float]]:
-    """Factors between which eight of ten truths lie, from predictions of rows that had no part in the fit."""
+    """Factors that contain eight of ten measured values, from predictions of rows outside of the fit."""
     ratios: dict[str, list[float]] = defaultdict(list)
     for row, error in found:
         ratios[row.case.metric].append(1 / (1 + error))
@@ -382,12 +382,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--truth", type=Path, default=Path(__file__).parents[3] / "shared" / "truth")
     parser.add_argument(
-        "--more", type=Path, nargs="*", default=[], help="further tables of the same form, to fit on but not to score"
+        "--more",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="more tables of the same format, for the fit but not for the score",
     )
-    parser.add_argument("--write", action="store_true", help="put the result into the package's data file")
-    parser.add_argument(
-        "--no-validation", action="store_true", help="leave out the cross-validation, which takes minutes"
-    )
+    parser.add_argument("--write", action="store_true", help="write the result to the package's data file")
+    parser.add_argument("--no-validation", action="store_true", help="skip the cross-validation, which takes minutes")
     parser.add_argument("--splits", nargs="*", default=list(SPLITS))
     options = parser.parse_args()
     rows = load([options.truth, *options.more])
@@ -401,7 +403,7 @@ def main() -> None:
             found = cross_validated(rows, table.names, full, split)
             report(found, f"left out by {split}")
             validation += summary(found, split)
-            # How far an engine is off that nobody measured says nothing of one that was.
+            # The error for an engine without measurements says nothing about one with measurements.
             left_out += [
                 (row, error) for row, error in found if split == "model" or (split == "chip" and shared(row, rows))
             ]

@@ -39,19 +39,19 @@ ARCHITECTURES = (
 )  # fmt: skip
 AXES = ("engine", "family", "weights", "pair")
 Array = Any
-"""Of numpy, whose types need not be there."""
+"""A numpy array; numpy may have no type stubs."""
 
 
 class Parameter(NamedTuple):
     scale: str
-    """share: between 0 and 1, moves on a logistic scale; positive: on a logarithmic one."""
+    """share: between 0 and 1, on a logistic scale; positive: on a logarithmic scale."""
     start: float
     axes: str = ""
-    """What it may differ by: e(ngine), f(amily of chips), w(eight type), p(air of engine and family)."""
+    """Groups that may adjust it: e(ngine), f(amily of chips), w(eight type), p(air of engine and family)."""
     tight: float = 1.0
-    """How firmly its deviations are held at none."""
+    """Regularization of its adjustments towards zero."""
     firm: float = 1.0
-    """How firmly it is held at its start, for what hardly more than one engine shows."""
+    """Regularization towards its start value, for effects that hardly more than one engine shows."""
 
 
 PARAMETERS = {
@@ -82,7 +82,7 @@ PARAMETERS = {
     "exchange_rate_prompt": Parameter("share", 0.4),
     "prompt_share": Parameter("positive", 0.8, "e"),
     "request_s": Parameter("positive", 10e-3, "e", 1.0, 0.3),
-    # Starts are of one digit: what a kernel, a message or a layer takes by its order of magnitude.
+    # Start values have one digit: the order of magnitude of the time of a kernel, a message or a layer.
     "first_layer_s": Parameter("positive", 1e-4),
     "first_expert_layer_s": Parameter("positive", 5e-4),
     "fused": Parameter("share", 0.5),
@@ -118,7 +118,7 @@ PARAMETERS = {
 }
 NAMES = list(Efficiencies._fields)
 APART = [name for name in NAMES if name.startswith("apart_")]
-# Rows of a kind that many say little of chips and models count less; spreads are those of a good fit.
+# Rows of a kind that says little about chips and models count less; spreads are those of a good fit.
 SPREAD = {"ttft_ms": 0.2, "tpot_ms": 0.12, "output_tok_s_total": 0.15}
 WEIGHT = {"ttft_ms": 0.6, "tpot_ms": 1.0, "output_tok_s_total": 0.8}
 WAY_WEIGHT = {"offline": 0.6, "server": 0.6, "interactive": 0.4, "wave": 0.5, "apart": 0.7}
@@ -180,13 +180,13 @@ def read(sources: tuple[str, ...] = SOURCES) -> tuple[list[Row], list[tuple[str,
 
 
 def trust(case: Case) -> float:
-    """Less for a campaign whose first tokens come sooner the more streams there are: something else was timed."""
+    """Lower weight for a campaign whose TTFT falls as concurrency rises: it timed something else."""
     odd = case.engine == "tensorrt-llm" and case.metric == "ttft_ms" and re.search(r"attn_dp( |$)", case.parallelism)
     return 0.15 if odd else 1.0
 
 
 def architecture(name: str) -> str:
-    """A model's family and size, whatever it is called and however it is stored."""
+    """Family and size of a model, whatever its name and weight format."""
     lowered = name.lower().replace("_", ".").replace(" ", "-")
     for word in ARCHITECTURES:
         if word in lowered:
@@ -195,14 +195,14 @@ def architecture(name: str) -> str:
 
 
 class Traced:
-    """A column that remembers what it was computed from: one sweep back gives its slopes by all of that.
+    """A column that records its inputs; one reverse pass gives the gradient for all of them.
 
-    Rows share nothing, so the slopes of all rows come out at once.
+    Rows are independent, so the gradients of all rows are computed at once.
     """
 
     __slots__ = ("parts", "slope", "value")
     __array_ufunc__ = None
-    """So that numpy leaves arithmetic between its columns and these to these."""
+    """Makes numpy defer arithmetic with its arrays to this class."""
     made: ClassVar[list[Traced]] = []
 
     def __init__(self, value: Array, *parts: tuple[Any, Array]) -> None:
@@ -212,7 +212,7 @@ class Traced:
         Traced.made.append(self)
 
     def slopes(self) -> None:
-        """Leaves in `slope` of all that this was computed from how fast this grows with it."""
+        """Store the gradient of this column in `slope` of each of its inputs."""
         for one in Traced.made:
             one.slope = None
         self.slope = np.ones_like(self.value)
@@ -267,7 +267,7 @@ def _plain(column: Any) -> Any:
 
 
 class Columns:
-    """Rows of one way as columns."""
+    """Rows of one serving layout as columns."""
 
     def __init__(self, rows: list[Row], index: Array) -> None:
         self.index = index
@@ -293,14 +293,14 @@ class Columns:
         )
         self.scale = np.array([SPREAD[METRICS[m]] for m in self.metric])
         weight = np.array([WEIGHT[METRICS[m]] for m in self.metric]) * WAY_WEIGHT.get(first.way, 1.0)
-        # What tables repeat was measured once.
+        # Rows that tables repeat were measured once.
         same = [(row.engine, self.place[i], row.metric, row.value) for i, row in enumerate(chosen)]
         often = Counter(same)
         once = np.array([often[one] ** -0.5 for one in same])
         self.weight = weight * np.array([row.trust for row in chosen]) * once
 
     def chosen(self, inside: Array) -> Columns:
-        """Those rows for which `inside`, of all rows, is true."""
+        """The rows for which `inside` is true."""
         kept = inside[self.index]
         part = copy(self)
         places, part.place = np.unique(self.place[kept], return_inverse=True)
@@ -318,12 +318,12 @@ class Columns:
         return part
 
     def figures(self, e: Any) -> tuple[Any, Any, Any]:
-        """In the order of `METRICS`, but for factors that no parameter changes."""
+        """In the order of `METRICS`, without factors that do not depend on a parameter."""
         got = answer(self.question, e)
         return got.first_s, got.token_s, got.tok_s
 
     def logs(self, figures: tuple[Any, Any, Any]) -> Array:
-        """Logarithm of predicted over true."""
+        """Logarithm of predicted over measured values."""
         one = np.ones(len(self.unique))
         found = np.stack([_plain(figure) * one for figure in figures])[self.metric, self.place]
         units = np.where(self.metric == METRICS.index("output_tok_s_total"), self.replicas, 1e3)
@@ -362,7 +362,7 @@ class Fit:
         self.places = [self._places(np.flatnonzero(self.cell == cell)[0]) for cell in range(len(cells))]
 
     def _places(self, row: int) -> tuple[Array, Array]:
-        """What moves the parameters of such a row: where each number stands, and which parameter it moves."""
+        """The numbers that determine the parameters of such a row: index of each, and the parameter it changes."""
         numbers, names = list(range(len(NAMES))), list(range(len(NAMES)))
         for (name, axis), place in self.slots.items():
             numbers.append(place.start + int(self.level[axis][row]))
@@ -375,7 +375,7 @@ class Fit:
         return [self.all[way].chosen(inside) for way in sorted(set(self.ways[index]))]
 
     def moved(self, x: Array, index: Array) -> Array:
-        """Of each parameter (down) for each row (across), where it stands on its scale."""
+        """Value of each parameter (rows) for each table row (columns), on its scale."""
         moved = np.repeat(x[: len(NAMES), None], len(index), axis=1)
         for (name, axis), place in self.slots.items():
             moved[NAMES.index(name)] += x[place][self.level[axis][index]]
@@ -390,7 +390,7 @@ class Fit:
         return values
 
     def run(self, index: Array, free: list[str] | None = None, start: Array | None = None, steps: int = 20) -> Array:
-        """Levenberg and Marquardt's way to least squares: thousands of rows, hundreds of numbers."""
+        """Least squares by Levenberg-Marquardt: thousands of rows, hundreds of numbers."""
         blocks = self.columns(index)
         x = np.zeros(self.size) if start is None else start.copy()
         active = np.zeros(self.size, dtype=bool)
@@ -427,7 +427,7 @@ class Fit:
         return total
 
     def sloped(self, blocks: list[Columns], x: Array, active: Array) -> tuple[float, Array, Array]:
-        """Half the slope of the sum of squares by every number that is fitted, and its curvature."""
+        """Half the gradient of the sum of squares for every fitted number, and its curvature."""
         total = float(np.sum((x * self.tight)[active] ** 2))
         gradient, curvature = x * self.tight**2, np.diag(self.tight**2)
         for block in blocks:
@@ -456,7 +456,7 @@ class Fit:
         return total, gradient[active], curvature[np.ix_(active, active)]
 
     def fitted(self, index: Array, steps: int = 20) -> Array:
-        """First all that is served by workers that do both, then what is left to say of workers apart."""
+        """Fit aggregated workers first, then the remaining parameters of disaggregated workers."""
         ways = self.ways[index]
         x = self.run(index[ways != "apart"], [name for name in NAMES if name not in APART], steps=steps)
         return self.run(index[ways == "apart"], APART, x, steps=steps) if (ways == "apart").any() else x
@@ -486,13 +486,13 @@ class Fit:
 
 
 def _off(logs: Array) -> Array:
-    """How far off as a share of the truth, which is what is reported; from a few times the truth on along a line."""
+    """Error as a share of the measured value, as reported; linear from a few times that value on."""
     near = np.minimum(logs, FAR)
     return np.expm1(near) + np.exp(near) * (logs - near)
 
 
 def _robust(logs: Array, block: Columns) -> Array:
-    """What lies far off counts by its logarithm only."""
+    """Outliers count by their logarithm only."""
     off = _off(logs)
     return np.sign(off) * block.scale * np.sqrt(np.log1p((off / block.scale) ** 2)) * block.weight
 
@@ -531,7 +531,7 @@ def show(title: str, lines: list[tuple[str, str, int, float, float]]) -> None:
 def cross_validated(
     fit: Fit, splits: tuple[str, ...] = ("chip", "model", "engine"), steps: int = 15
 ) -> dict[str, Array]:
-    """For each split, the logarithm of predicted over true of every row, fitted without the row's group."""
+    """For each split, the logarithm of predicted over measured for every row, fitted without the row's group."""
     everything = np.arange(len(fit.rows))
     found = {}
     for split in splits:
@@ -539,7 +539,7 @@ def cross_validated(
         logs = np.zeros(len(fit.rows))
         counts = {name: int((names == name).sum()) for name in set(names)}
         groups = [{name} for name, count in sorted(counts.items()) if count >= SMALL]
-        # Groups of a few rows are left out together: a fit for each would take long and say as much.
+        # Small groups are left out together: a fit for each would take long and show no more.
         groups.append({name for name, count in counts.items() if count < SMALL})
         for group in groups:
             inside = np.isin(names, list(group))
@@ -592,7 +592,7 @@ def main() -> None:
 
 
 def bands(rows: list[Row], left_out: dict[str, Array]) -> dict[str, list[float]]:
-    """Factors on a prediction between which eight of ten rows of unseen chips and models lie, by way and metric."""
+    """Factors on a prediction that contain eight of ten rows of unseen chips and models, by layout and metric."""
     found = {}
     splits = [logs for split, logs in left_out.items() if split != "engine"]
     spread = np.concatenate(splits)

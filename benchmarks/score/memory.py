@@ -1,7 +1,7 @@
-"""Predicted memory against published peaks: for each source the rows, the refused, and the error.
+"""Compare predicted memory with published peaks: for each source the rows, the refused rows, and the error.
 
-Reads the tables in a folder of measurements (`--truth`), rows of the metric `peak_memory_gb`. Some tables count in MB
-or GiB under that name; the unit is taken as the one in which weights and cache come nearest.
+Reads the tables in a folder of measurements (`--truth`), rows of the metric `peak_memory_gb`. Some tables use MB or GiB
+under that name; the unit in which weights and KV cache come nearest is assumed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rows(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def unit_of(table: list[dict[str, str]]) -> str:
-    """The unit in which most rows hold their weights and cache, and need the least beside them."""
+    """The unit in which most rows can hold weights and KV cache, with the least additional memory."""
 
     def least(row: dict[str, str]) -> float:
         model = model_of(row)
@@ -41,7 +41,7 @@ def unit_of(table: list[dict[str, str]]) -> str:
 
     def misfit(unit: str) -> float:
         shares = [float(row["value"]) * UNITS[unit] / least(row) for row in table]
-        # Below weights and cache is impossible, but for rounding; far above is only improbable.
+        # A value below weights and KV cache is impossible, except for rounding; one far above is only improbable.
         return statistics.mean(abs(share - 1) + (10.0 if share < 0.985 else 0.0) for share in shares)
 
     return min(UNITS, key=misfit)
@@ -56,7 +56,7 @@ def hardware_of(row: dict[str, str], count: int) -> Hardware:
     if row["hardware"].startswith("Apple"):
         name, _, memory = row["hardware"].rpartition(" ")
         return simulated({"accelerator": name, "ram_gb": float(memory.removesuffix("GB")), "os": "macos"})
-    # Tables say "A100 80GB" and leave the form factor open, which makes no difference to memory.
+    # Tables say "A100 80GB" without the form factor, which makes no difference to memory.
     chip = find_chip(row["hardware"], guess=True).chip
     return simulated({"accelerator": chip.name, "count": count, "ram_gb": 512, "os": "linux"})
 
@@ -72,7 +72,7 @@ def predicted_bytes(row: dict[str, str]) -> float:
         output_tokens=int(row["output_tokens"]),
     )
     engine = ENGINES[row["engine"].lower()]
-    # Transformers spreads a model over cards layer by layer.
+    # Transformers distributes a model over cards by layer.
     found = fit(hardware_of(row, count), model, workload, engine, parallelism=Parallelism(pipeline=count))
     return float(sum(need.count * need.total_bytes for need in found.devices))
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--truth", type=Path, default=Path(__file__).parents[3] / "shared" / "truth")
     options = parser.parse_args()
     if not options.truth.is_dir():
-        sys.exit(f"no tables in {options.truth}: say where they are with --truth DIR")
+        sys.exit(f"no tables in {options.truth}; pass their folder with --truth DIR")
     tables: dict[str, list[dict[str, str]]] = {}
     for source, row in rows(options.truth):
         tables.setdefault(source, []).append(row)

@@ -1,10 +1,10 @@
-"""Write `decide/estimate/data/recipes.json`: what InferenceX sets and its results leave out, from its repository.
+"""Write `decide/estimate/data/recipes.json`: settings from InferenceX's repository that its results omit.
 
     python benchmarks/score/recipes.py CHECKOUT WORKERS
 
-CHECKOUT is a clone of https://github.com/SemiAnalysisAI/InferenceX with its history (Apache-2.0): results are of what
-its configuration said at the time. WORKERS is one of https://github.com/NVIDIA/srt-slurm (Apache-2.0), where workers'
-own settings stand. Only counts and sizes are kept.
+CHECKOUT is a clone of https://github.com/SemiAnalysisAI/InferenceX with its history (Apache-2.0), because results
+belong to the configuration of their time. WORKERS is a clone of https://github.com/NVIDIA/srt-slurm (Apache-2.0), which
+contains the settings of the workers. Only counts and sizes are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DATA = Path(__file__).resolve().parents[2] / "src" / "bedplate" / "decide" / "es
 SOURCE = "https://github.com/SemiAnalysisAI/InferenceX"
 PATHS = (".github/configs/nvidia-master.yaml", "configs/nvidia-master.yaml")
 USUAL_GUESSES = 3
-"""Tokens that are guessed ahead where it is said only that they are."""
+"""Drafted tokens where a recipe only says that it uses speculative decoding."""
 SINCE, UNTIL = "2025-11-25", "2026-07-01"
 MODELS = {
     "dsr1": "deepseek-r1", "dsr1-fp8": "deepseek-r1", "DeepSeek-R1-0528": "deepseek-r1", "dsv4": "deepseek-v4",
@@ -42,7 +42,7 @@ def git(checkout: str, *arguments: str) -> str:
 
 
 def entries(checkout: str) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Every configuration that was ever in force, with its first and last day, 260131."""
+    """Every configuration that was ever valid, with its first and last day, such as 260131."""
     days: dict[str, list[int]] = defaultdict(list)
     log = git(checkout, "log", "--format=%H %cs", f"--since={SINCE}", f"--until={UNTIL}", "--", *PATHS)
     later = int(UNTIL[2:].replace("-", ""))
@@ -51,7 +51,7 @@ def entries(checkout: str) -> Iterator[tuple[dict[str, Any], int, int]]:
         text = next(filter(None, (git(checkout, "show", f"{commit}:{path}") for path in PATHS)), "")
         since = int(day[2:].replace("-", ""))
         for piece in re.split(r"\n(?=[A-Za-z][\w.\-]*:)", text):
-            # In force until the next change of the file, which the log has before this one.
+            # Valid until the next change of the file, which precedes this one in the log.
             days[piece.strip()] += [since, later]
         later = since
     for piece, inside in days.items():
@@ -60,17 +60,17 @@ def entries(checkout: str) -> Iterator[tuple[dict[str, Any], int, int]]:
 
 
 class Workers:
-    """How workers are set that a configuration names by their file: `CONFIG_FILE=recipes/…yaml[:part]`."""
+    """Settings of workers that a configuration names by file: `CONFIG_FILE=recipes/…yaml[:part]`."""
 
     def __init__(self, checkout: str) -> None:
         self.checkout = checkout
         self.read: dict[str, Any] = {}
 
     def sizes(self, sides: tuple[dict[str, Any], ...], prompt: int, guesses: int) -> tuple[int, int, int]:
-        """Tokens that are guessed ahead, sequences of a decode worker or of each rank that has its own, and tokens in a
-        pass of a prefill worker's rank.
+        """Drafted tokens, sequences per decode worker (or per rank with separate sequences), and tokens per pass of a
+        prefill rank.
 
-        0 where nothing is said.
+        0 where the recipe does not specify it.
         """
         settings = " ".join(str(side.get("additional-settings")) for side in sides)
         named = re.search(r"[_-]batch[_-]?(\d+)", settings) or re.search(r"[_-]bs?(\d+)[_-]", settings)
@@ -78,7 +78,7 @@ class Workers:
         found = re.search(r"CONFIG_FILE=([\w./-]+\.yaml)(?::(\w+)(?:\[(\d+)\])?)?", settings)
         prefill, decode = self.settings(found[1], found[2], int(found[3] or 0)) if found else ({}, {})
         if decode:
-            # SGLang counts those of all ranks together.
+            # SGLang counts the sequences of all ranks together.
             each = int(decode.get("max-running-requests") or 0) // ranks(decode)
             batch = int(decode.get("max_batch_size") or each or batch)
         drafts = (decode.get("speculative_config") or {}).get("num_nextn_predict_layers")
@@ -102,12 +102,12 @@ class Workers:
 
 
 def ranks(settings: dict[str, Any]) -> int:
-    """Those with sequences of their own."""
+    """Ranks with separate sequences."""
     return int(settings.get("dp-size") or settings.get("data-parallel-size") or 1)
 
 
 def laid_over(below: Any, above: Any, place: int) -> Any:
-    """Of lists, the part that stands at this place."""
+    """The element of a list at this position."""
     if isinstance(above, dict):
         under = below if isinstance(below, dict) else {}
         return {**under, **{name: laid_over(under.get(name), value, place) for name, value in above.items()}}
@@ -119,7 +119,7 @@ Found = dict[str, dict[Point, tuple[int, int]]]
 
 
 def recipes(checkout: str, settings: Workers) -> tuple[Found, Found]:
-    """Of workers that are apart and of servers, by model, weights, chip, engine and lengths.
+    """Recipes of disaggregated workers and of servers, by model, weights, chip, engine and lengths.
 
     Points are those of `recipes.Recipe` and `recipes.Server`, in their order, with the first and the last day.
     """
@@ -176,7 +176,7 @@ def written(found: Found) -> str:
 
 def main() -> None:
     workers, servers = recipes(sys.argv[1], Workers(sys.argv[2]))
-    # A server's recipe says what its results leave out only where there is speculative decoding at all.
+    # A server's recipe adds to its results only where it uses speculative decoding.
     servers = {name: points for name, points in servers.items() if any(point[5] for point in points)}
     DATA.write_text(
         f'{{\n "source": {json.dumps(SOURCE)},\n "workers": {written(workers)},\n "servers": {written(servers)}\n}}\n'

@@ -1,8 +1,8 @@
-"""Predicted speed and memory against published rows: for each source and metric the rows, the refused, and the error.
+"""Compare predicted speed and memory with published rows: for each source and metric the rows, refusals and errors.
 
-Reads the tables in a folder of measurements (`--truth`). The first table is what the shipped efficiencies say of rows
-that they were partly fitted on; the second what the fits said of whole groups of rows that were left out, by chip, by
-model and by engine, as the data files keep it (`fit_local.py` and `fit_serving.py` compute it anew).
+Reads the tables in a folder of measurements (`--truth`). The first table applies the shipped efficiencies to rows that
+they were partly fitted on. The second shows the errors for whole groups of rows that were left out of the fit, by chip,
+by model and by engine, as stored in the data files (`fit_local.py` and `fit_serving.py` recompute them).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Scored(NamedTuple):
 
 
 MEMORY_UNITS = (1.0, 1e3, 1e3 / 1.048576, 1 / 1.073741824)
-"""Under `peak_memory_gb` tables give GB, MB, MiB or GiB: as many of theirs as are in 10⁹ bytes."""
+"""Tables use GB, MB, MiB or GiB under `peak_memory_gb`: the number of each unit in 10⁹ bytes."""
 
 
 def score(folder: Path) -> tuple[dict[tuple[str, str], list[Scored]], dict[tuple[str, str], Counter[str]]]:
@@ -53,7 +53,7 @@ def score(folder: Path) -> tuple[dict[tuple[str, str], list[Scored]], dict[tuple
 
 
 def unit_of(members: list[tuple[Prediction, float]]) -> float:
-    """The unit in which predictions come nearest to a table."""
+    """The unit in which predictions are nearest to a table."""
     return min(
         MEMORY_UNITS,
         key=lambda unit: statistics.median(abs(found.value * unit / truth - 1) for found, truth in members),
@@ -95,17 +95,17 @@ def validation() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--truth", type=Path, default=Path(__file__).parents[3] / "shared" / "truth")
-    parser.add_argument("--why", action="store_true", help="say why rows were refused")
+    parser.add_argument("--why", action="store_true", help="show why rows were refused")
     options = parser.parse_args()
     if not options.truth.is_dir():
-        sys.exit(f"no tables in {options.truth}: say where they are with --truth DIR")
+        sys.exit(f"no tables in {options.truth}; pass their folder with --truth DIR")
     began = time.monotonic()
     scored, refused = score(options.truth)
     printed(scored, refused, options.why)
     rows = sum(map(len, scored.values())) + sum(counts.total() for counts in refused.values())
     print(f"\n{rows:,} rows in {seconds(time.monotonic() - began)}")
     if lines := validation():
-        print("\nLeft out by whole groups, predicted by what was fitted on the others:\n")
+        print("\nWhole groups left out, predicted from a fit on the others:\n")
         print("| left out by | metric | rows | median error | groups | median of the groups' medians |")
         print("| --- | --- | ---: | ---: | ---: | ---: |")
         for line in lines:

@@ -1,15 +1,15 @@
-"""Calibrates one simulated replica on measurements at low concurrency, and holds it against those at high concurrency.
+"""Calibrate a simulated replica on measurements at low concurrency, and compare it with those at high concurrency.
 
     bedplate bench --engines llama.cpp --concurrency 1,4,8,16 --json > run.json
     python benchmarks/simulate/here.py run.json [--learn 1 4] [--foretell 8 16]
 
-Four figures are fitted: what a pass takes, what each sequence and each prompt token add to it, and how much of a
-prompt's time others wait for. They are learnt from mean TTFT, mean TPOT, throughput and the mean gap between tokens of
-the closed loops named with `--learn`; what is said of the others is foretold. Two things are known of what was not
-measured. A further sequence costs no less than a token of a prompt, since a matrix product only gets better with more
-rows; where the last ones cost more than that, the geometric mean of the two is taken, and where they cost less, reading
-the weights hid a part of them, which it does not for many. And requests that run alone all do the same work, so what
-they differ by is the machine's: the loop is run at nine speeds that are spread like that.
+Four figures are fitted: the time of a pass, the time that each sequence and each prompt token add to it, and the share
+of a prompt's time for which other requests wait. They are fitted on mean TTFT, mean TPOT, throughput and the mean gap
+between tokens of the closed loops given with `--learn`; the others are predicted. Two assumptions cover what was not
+measured. First, another sequence costs at least as much as a prompt token, because a matrix product only becomes more
+efficient with more rows. If the last sequences cost more, the geometric mean of the two is used; if they cost less,
+reading the weights hid a part of their cost, which it does not for many sequences. Second, requests that run alone all
+do the same work, so they differ only by the speed of the machine: the loop runs at nine speeds with that spread.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from bedplate.values import from_json
 from bedplate.values.run import Cell, Run
 
 ACCEPT_S = APART_S = 0.001
-"""What a request over loopback takes to be seen, and how far two of them come apart: they never come at once."""
+"""Delay of a request over loopback, and the distance between two requests, which never arrive together."""
 WARMUP_S = 2.0
-"""As `bedplate bench` has it."""
+"""As in `bedplate bench`."""
 BATCH_TOKENS = {"llama.cpp": 2048, "vllm": 2048}
 ONE_TOKEN = (0.9, 1.1)
 PROMPT_GAP = 2.0
-"""Times the median: a gap that is longer had a prompt in it."""
+"""Multiple of the median: a longer gap contained a prompt."""
 
 
 class Seen(NamedTuple):
@@ -46,21 +46,21 @@ class Seen(NamedTuple):
     ttft_p95: float
     requests: int = 0
     gap: float | None = None
-    """The mean between two tokens, of passes in which no prompt was computed."""
+    """Mean gap between two tokens, for passes without a prompt."""
     firsts: tuple[float, ...] = ()
-    """Of each request."""
+    """One value per request."""
 
 
 class Asked(NamedTuple):
-    """What one cell was asked for."""
+    """Load of one cell."""
 
     prompt: int
     output: int
     concurrency: int
     seconds: tuple[float, ...]
-    """Of its repeats."""
+    """Duration of its repeats."""
     spread_s: float
-    """Over which the first requests are spread."""
+    """Time over which the first requests are spread."""
     enough: int
     """Requests that last longer than any repeat."""
 
@@ -72,7 +72,7 @@ class Guess(NamedTuple):
     share: float
 
     def decode_s(self, count: int, learnt: int) -> float:
-        """Of a pass in which so many get a token, where no more than `learnt` were seen."""
+        """Time of a pass in which this many sequences get a token, if at most `learnt` were measured."""
         further_s = math.sqrt(self.prompt_token_s * max(self.sequence_s, self.prompt_token_s))
         return self.pass_s + self.sequence_s * min(count, learnt) + further_s * max(0, count - learnt)
 
@@ -80,7 +80,7 @@ class Guess(NamedTuple):
         return Steps(
             decode_s=tuple(self.decode_s(count, learnt) for count in range(slots + 1)),
             context_s=tuple([0.0] * (slots + 1)),
-            # A pass of prompts reads the weights once, as every pass does.
+            # A prefill pass reads the weights once, like every pass.
             prompt_s=tuple(self.pass_s + self.prompt_token_s * tokens for tokens in range(batch + 1)),
             share=self.share,
             once_s=self.pass_s,
@@ -89,7 +89,7 @@ class Guess(NamedTuple):
 
 
 def share_of(ordered: Sequence[float], share: float) -> float:
-    """A percentile, straight between two ranks: of a few dozen requests the nearest rank is nearly the slowest."""
+    """Linearly interpolated percentile: for a few dozen requests, the nearest rank is nearly the slowest."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -97,9 +97,9 @@ def share_of(ordered: Sequence[float], share: float) -> float:
 
 
 def unevenness(cell: Cell) -> float:
-    """How far the machine's speed goes up and down, as the standard deviation of a logarithm.
+    """Variation of the machine's speed, as the standard deviation of a logarithm.
 
-    Half the distance between the 16th and the 84th percentile: one request that was held up says little of the others.
+    Half the distance between the 16th and the 84th percentile, so that one delayed request has little influence.
     """
     logs = sorted(
         math.log(one.ttft_ms)
@@ -111,16 +111,16 @@ def unevenness(cell: Cell) -> float:
 
 
 def speeds(spread: float, count: int = 9) -> list[float]:
-    """Factors on all times, log-normal, one for each ninth of the chances; their mean is 1."""
+    """Log-normal factors on all times, one for each ninth of the probability; their mean is 1."""
     normal = statistics.NormalDist()
     factors = [math.exp(spread * normal.inv_cdf((number + 0.5) / count)) for number in range(count)]
     return [factor / statistics.fmean(factors) for factor in factors]
 
 
 def undisturbed(gaps: Sequence[float]) -> float:
-    """Their mean without those in which a prompt was computed.
+    """Mean of the gaps without those in which a prompt was computed.
 
-    Not their median: what now and then holds a pass up is a part of what it takes, as it is of every other figure here.
+    Not the median: occasional delays are part of the time of a pass, as in every other figure here.
     """
     most = PROMPT_GAP * statistics.median(gaps)
     return statistics.fmean(gap for gap in gaps if gap <= most)
@@ -135,23 +135,23 @@ def measured(cell: Cell) -> Seen | None:
     tok_s = sum(repeat.delivered_tokens or 0 for repeat in cell.repeats) / sum(one.seconds for one in cell.repeats)
     gaps = [gap for one in samples for gap in one.gaps_ms]
     tokens = sum((one.output_tokens or 1) - 1 for one in samples)
-    # Where events carry several tokens or parts of one, the gaps between them say nothing of passes.
+    # Where events carry several tokens or parts of one, the gaps between them do not show passes.
     gap = undisturbed(gaps) if gaps and ONE_TOKEN[0] <= len(gaps) / max(1, tokens) <= ONE_TOKEN[1] else None
     return Seen(statistics.mean(firsts), statistics.mean(each), tok_s, share_of(firsts, 0.95), len(samples), gap)
 
 
 def foretold(steps: Steps, limits: Limits, asked: Asked, spread: float) -> Seen:
-    """The loop at all speeds that the machine has, as one."""
+    """Merge the loops at all speeds of the machine."""
     loops = [looped(faster(steps, 1 / factor), limits, asked) for factor in speeds(spread)]
     firsts = sorted(first for loop in loops for first in loop.firsts)
     each = statistics.fmean(loop.tpot for loop in loops)
-    # The speeds are those of requests: on the slow ones more of the time is spent.
+    # The speeds are those of requests: slow requests take more of the time.
     rate = statistics.harmonic_mean([loop.tok_s for loop in loops])
     return Seen(statistics.fmean(firsts), each, rate, share_of(firsts, 0.95), len(firsts))
 
 
 def looped(steps: Steps, limits: Limits, asked: Asked) -> Seen:
-    """A closed loop as `bedplate bench` measures it: first requests spread out, a warm-up, then each repeat's time."""
+    """A closed loop as in `bedplate bench`: spread first requests, a warm-up, then the repeats."""
     concurrency, output = asked.concurrency, asked.output
     firsts: list[float] = []
     each: list[float] = []
@@ -192,7 +192,7 @@ def asked_of(cell: Cell, lone: Seen | None) -> Asked:
 
 
 def calibrated(seen: dict[int, Seen], asked: dict[int, Asked], limits: Limits) -> Guess:
-    """The guess whose loops come nearest to what was measured, by ratios."""
+    """The parameters whose loops are nearest to the measurements, by ratios."""
     least = seen[min(seen)]
 
     def cost(logs: Sequence[float]) -> float:
@@ -205,7 +205,7 @@ def calibrated(seen: dict[int, Seen], asked: dict[int, Asked], limits: Limits) -
             if one.gap is not None:
                 pairs.append((steps.decode_s[min(concurrency, limits.slots)] * 1000, one.gap))
             off += sum(math.log(ours / theirs) ** 2 for ours, theirs in pairs)
-        # Between guesses that are alike, the one in which others wait for all of a prompt's time.
+        # Of equally good parameters, prefer those in which others wait for the whole time of a prompt.
         return off + 0.01 * math.log(guess.share) ** 2
 
     tpot_s, ttft_s, prompt = least.tpot / 1000, least.ttft / 1000, asked[min(seen)].prompt
@@ -218,7 +218,7 @@ def _guess(logs: Sequence[float]) -> Guess:
 
 
 def nelder_mead(cost: Callable[[Sequence[float]], float], start: Sequence[float], rounds: int = 400) -> list[float]:
-    """The downhill simplex, in its plainest form."""
+    """The downhill simplex method in its simplest form."""
     size = len(start)
     points = [list(start)]
     for axis in range(size):
@@ -251,7 +251,7 @@ def nelder_mead(cost: Callable[[Sequence[float]], float], start: Sequence[float]
 
 
 def loops_of(run: Run) -> dict[tuple[str, int, int], dict[int, Cell]]:
-    """By engine and lengths, the closed loops by their concurrency."""
+    """Closed loops by engine and lengths, then by concurrency."""
     found: dict[tuple[str, int, int], dict[int, Cell]] = {}
     for cell in run.cells:
         load = cell.load
@@ -261,7 +261,7 @@ def loops_of(run: Run) -> dict[tuple[str, int, int], dict[int, Cell]]:
 
 
 def limits_of(cell: Cell, longest: int, most: int) -> Limits:
-    """As it was started; what a plan does not set is the engine's own."""
+    """Limits of the started engine; what the plan does not set is the engine default."""
     settings = cell.subject.settings
     slots = settings.slots if settings is not None else most
     batch = (settings.batch_tokens if settings is not None else None) or BATCH_TOKENS.get(cell.subject.engine, 8192)
@@ -278,11 +278,11 @@ class Line(NamedTuple):
     ours: Seen
     theirs: Seen
     role: str
-    """learnt from, foretold, or nothing."""
+    """`learnt from`, `foretold`, or empty."""
 
 
 class Held(NamedTuple):
-    """One engine, calibrated and held against the loads that it was not calibrated on."""
+    """One engine, calibrated and compared with the loads outside of its calibration."""
 
     lines: tuple[Line, ...]
     guess: Guess
@@ -290,7 +290,7 @@ class Held(NamedTuple):
 
 
 def held(run: Run, learn: Sequence[int] = (1, 4), foretell: Sequence[int] = (8, 16)) -> list[Held]:
-    """Every engine of a run; those that were not measured at all of `learn` have no lines."""
+    """Every engine of a run; engines without measurements at every load of `learn` have no lines."""
     found = []
     for (engine, prompt, output), cells in loops_of(run).items():
         seen = {count: one for count, cell in cells.items() if (one := measured(cell)) is not None}
@@ -312,7 +312,7 @@ def held(run: Run, learn: Sequence[int] = (1, 4), foretell: Sequence[int] = (8, 
 
 
 def read(path: Path) -> Run:
-    """A file that `bedplate bench --json` printed, packed or not."""
+    """A file from `bedplate bench --json`, compressed or not."""
     raw = path.read_bytes()
     return from_json(Run, lzma.decompress(raw) if path.suffix == ".xz" else raw, str(path))
 
@@ -323,11 +323,11 @@ def off(ours: float, theirs: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="files that `bedplate bench --json` printed")
+    parser.add_argument("runs", type=Path, nargs="+", help="files from `bedplate bench --json`")
     parser.add_argument("--learn", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--foretell", type=int, nargs="+", default=[8, 16])
     options = parser.parse_args()
-    print("| engine | tokens | in flight | requests | tok/s | TTFT p95 ms | TTFT mean ms | TPOT mean ms | |")
+    print("| engine | tokens | concurrency | requests | tok/s | TTFT p95 ms | TTFT mean ms | TPOT mean ms | |")
     print("| --- | --- | ---: | ---: | --- | --- | --- | --- | --- |")
     for path in options.runs:
         for one in held(read(path), options.learn, options.foretell):

@@ -1,8 +1,8 @@
-"""How long a million requests on 512 simulated cards take, on one core.
+"""Time to simulate a million requests on 512 GPUs with one core.
 
     python benchmarks/simulate/million.py [--requests 1000000] [--replicas 512] [--rate-each 10] [--router least-loaded]
 
-An 8B model in FP8 on H100s at the shipped estimates; lengths spread by half of their mean.
+Uses an 8B model in FP8 on H100s with the shipped estimates; the spread of lengths is half of their mean.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--replicas", type=int, default=512)
-    parser.add_argument("--rate-each", type=float, default=10.0, help="requests a second for each replica")
+    parser.add_argument("--rate-each", type=float, default=10.0, help="requests per second and replica")
     parser.add_argument("--router", default="least-loaded", choices=("random", "least-loaded", "prefix"))
     parser.add_argument("--prefills", type=int, default=0)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--output", type=int, default=256)
-    parser.add_argument("--shared", type=int, default=0, help="tokens of a shared beginning, of which there are 1,000")
+    parser.add_argument("--shared", type=int, default=0, help="tokens of a shared prefix; there are 1,000 prefixes")
     options = parser.parse_args()
     model = lookup("meta-llama/Llama-3.1-8B-Instruct")
     assert model is not None

@@ -1,10 +1,10 @@
-"""Simulated closed loops against published rows that state their load, beside the estimator's own closed form.
+"""Compare simulated closed loops, and the estimator's closed form, with published rows that state their load.
 
     python benchmarks/simulate/truth.py [--truth FOLDER] [--every 10]
 
-Each row's engine, model, chips, lengths and requests in flight are taken as they are; the simulator gets the passes
-that the shipped efficiencies give, and nothing is fitted here. Tables with both latencies also state a throughput: the
-requests in flight over the time that one takes.
+Uses the engine, model, chips, lengths and concurrency of each row; the simulator gets the passes from the shipped
+efficiencies, and nothing is fitted here. Tables with both latencies imply a throughput: the concurrency divided by the
+time of one request.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SOURCES = ("aiconfigurator_silicon_e2e", "inferencex_repo_results", "trtllm_perf
 METRICS = ("ttft_ms", "tpot_ms", "output_tok_s_total")
 WAYS = ("steady", "saturated", "wave")
 WAVES = 10
-"""Requests for each stream: published loops are about so long, their first wave included."""
+"""Requests per stream: the typical length of published loops, including their initial burst."""
 BATCH_TOKENS = 8192
 APART_S = 0.001
-"""Between two requests that a client sends on the same occasion."""
+"""Interval between two requests that a client sends together."""
 
 
 class Load(NamedTuple):
-    """One configuration with all that was measured of it."""
+    """One configuration with all its measurements."""
 
     source: str
     case: Case
@@ -85,14 +85,14 @@ def simulated(load: Load) -> Outcome | None:
         batch_tokens=max(batch, slots + 1), kv_bits=found.kv_bits,
     )  # fmt: skip
     if question.guessing:
-        # Of a pass that guesses ahead, the part of each token that comes out of it.
+        # With speculative decoding, the share of a pass per generated token.
         slower, accepted = guessed(e, question.guessing)
         steps = steps._replace(
             decode_s=tuple(one * slower / accepted for one in steps.decode_s),
             context_s=tuple(one * slower / accepted for one in steps.context_s),
         )
     if question.way == "wave":
-        # Cold engines that get one wave of requests, for which the estimator has factors of its own.
+        # Cold engines with a single burst of requests, for which the estimator has separate factors.
         steps = steps._replace(
             decode_s=tuple(one * e.wave_token for one in steps.decode_s),
             context_s=tuple(one * e.wave_token for one in steps.context_s),
@@ -108,7 +108,7 @@ def simulated(load: Load) -> Outcome | None:
 
 
 def drawn(case: Case, mean: int, count: int, seed: int) -> list[int]:
-    """Lengths as InferenceX draws them, evenly from 0.8 of what is stated to all of it; elsewhere all are alike."""
+    """Lengths as InferenceX draws them, uniformly from 0.8 to 1.0 of the stated length; elsewhere constant."""
     if not recipes.is_result(case):
         return [mean] * count
     chance = random.Random(seed)
@@ -135,7 +135,7 @@ def predicted(load: Load, got: Outcome) -> dict[str, float]:
 
 
 def with_throughput(load: Load) -> dict[str, float]:
-    """What both latencies say of the throughput, where a table does not."""
+    """Throughput implied by both latencies, where a table does not state it."""
     measured = dict(load.measured)
     if "output_tok_s_total" not in measured and {"ttft_ms", "tpot_ms"} <= set(measured):
         output = float(load.asked.question.work.output)
@@ -147,7 +147,7 @@ def with_throughput(load: Load) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--truth", type=Path, default=Path(__file__).parents[3] / "shared" / "truth")
-    parser.add_argument("--every", type=int, default=10, help="only each so-manyth configuration")
+    parser.add_argument("--every", type=int, default=10, help="use only every Nth configuration")
     options = parser.parse_args()
     began = time.process_time()
     errors: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
@@ -174,7 +174,7 @@ def main() -> None:
             f"| {' | '.join(named)} | {len(pairs)} | {statistics.median(ours_off):.1%} | {within:.0%} | {bias:+.1%} "
             f"| {statistics.median(theirs_off):.1%} |"
         )
-    print(f"\n{left_out} left out that do not fit by our count; {time.process_time() - began:.0f} s of processor time")
+    print(f"\n{left_out} skipped that do not fit by this estimate; {time.process_time() - began:.0f} s of CPU time")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Which thread count is best for llama.cpp on this machine, and is it the one that the plan chooses?
+"""Find the best thread count for llama.cpp on this machine, and compare it with the plan's.
 
-The real engine on the built-in model. Every setting is started anew in every repeat, in rotated order, so that a
-machine that drifts or is busy for a while wrongs none of them.
+Runs the real engine with the built-in model. Every setting is restarted in every repeat, in rotated order, so that
+drift and temporary load on the machine affect all settings equally.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def measure(base: Plan, environment: Environment, threads: int, tokens: int) -> dict[str, float]:
-    """Prompt and generation speed for one request, and generation speed of four at once."""
+    """Prompt and generation speed of one request, and generation speed of four concurrent requests."""
     chosen = replaced(base, settings=replaced(base.settings, threads=threads))
     port = free_port()
     argv = command(environment, engine(base.engine).launch(chosen, port))

@@ -1,11 +1,11 @@
-"""How near does tuning come to the best there is? Every setting of a restricted space, measured once, beside the tuner.
+"""Compare the tuner with an exhaustive sweep over a restricted set of settings, each measured once.
 
     python benchmarks/tune/sweep.py [--out sweep.json] [--only tune|sweep]
 
-Each setting is a fresh start of the real engine and one wave of requests, as the tuner's own measurements are; one that
-takes nearly half as long again as the best before it is not waited for. The best few of the sweep and what the tuner
-found are then measured in turns, since the best of many single measurements is partly luck. With --out, what is
-measured is kept, and going on finds it.
+For each setting, the real engine is restarted and measured with one burst of requests, as in the tuner. A setting that
+takes nearly half as long again as the best so far is stopped. The best few of the sweep and the tuner's result are then
+measured in interleaved rounds, because the best of many single measurements is partly luck. With --out, measurements
+are saved, and a later run continues with them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SPACE = {
     "threads-batch": ("1", "2", "3"),
     "flash-attn": ("auto", "off"),
 }
-"""216 settings of llama.cpp. Weights that answer less faithfully than the file are not in it: speed alone would pick
-them."""
+"""216 settings of llama.cpp, without weights that agree less with the reference than the file: a sweep by speed
+alone would select them."""
 LOAD = Load(concurrency=4, prompt_tokens=64, output_tokens=16)
 CONTENDERS = 5
 SLOW = "slow"
@@ -90,7 +90,7 @@ def tuner(knobs: tuple[Knob, ...], budget_s: float, teller: Teller) -> Tuner:
         engine="llama.cpp", engine_version=chosen.plan.engine_version, build="wheel", model=facts.name, load=LOAD,
         workload=chosen.plan.workload, budget_s=budget_s,
     )  # fmt: skip
-    # A store of its own: nothing is known of earlier tunings, and nothing is left to later ones.
+    # A separate store: earlier tunings have no influence, and later ones are not influenced.
     path = Path(tempfile.mkdtemp()) / "store.sqlite"
     return Tuner(TuningState(hardware, facts, chosen, knobs, kept, Silent(), teller, path))
 
@@ -107,7 +107,7 @@ def tuned(knobs: tuple[Knob, ...], budget_s: float) -> dict[str, object]:
 
 
 def points(knobs: tuple[Knob, ...]) -> list[Point]:
-    """All settings; a knob that stands where it stood is not in them."""
+    """All combinations; settings that keep their present value are left out."""
     every = itertools.product(*([(knob.name, one.value) for one in knob.choices] for knob in knobs))
     now = {knob.name: knob.now for knob in knobs}
     return [tuple(sorted((name, value) for name, value in one if now[name] != value)) for one in every]
@@ -123,7 +123,7 @@ def sweep(knobs: tuple[Knob, ...], kept: dict[str, Any], out: Path) -> None:
             name = words_at(point)
             if name in kept["sweep"]:
                 continue
-            one.pool.close()  # each setting begins anew, and nothing else is loaded beside it
+            one.pool.close()  # each setting is started afresh, with no other engine loaded
             leader = state.trials[state.best].best if state.best in state.trials else None
             score = one.trials.measure(point, leader.score if leader is not None else None)
             taken = state.trials[point].taken[-1] if score is not None else None
@@ -162,11 +162,14 @@ def report(knobs: tuple[Knob, ...], kept: dict[str, Any]) -> list[str]:
     best, mine = max(middle, key=lambda name: middle[name]), words_at(pick)
     behind = [b.score - a.score for a, b in zip(taken[best], taken[mine], strict=True)]
     spread = statistics.stdev(behind) / math.sqrt(len(behind)) if best != mine else 0.0
-    lines = ["| setting | swept: tok/s | TTFT ms | in turns: tok/s | TTFT ms |", "| --- | ---: | ---: | ---: | ---: |"]
+    lines = [
+        "| setting | sweep: tok/s | TTFT ms | interleaved: tok/s | TTFT ms |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
     for name in sorted(middle, key=lambda name: -middle[name]):
         speed = statistics.median(each.output_tok_s or 0 for each in taken[name])
         first = statistics.median(each.ttft_ms or 0 for each in taken[name])
-        mark = " (**the tuner's**)" if name == mine else ""
+        mark = " (**found by tune**)" if name == mine else ""
         lines.append(
             f"| {name}{mark} | {swept[name][1]:.1f} | {swept[name][2]:.0f} | {speed:.1f} | {first:.0f} |"
             if name in swept
@@ -177,9 +180,9 @@ def report(knobs: tuple[Knob, ...], kept: dict[str, Any]) -> list[str]:
     ratio = math.exp(middle[mine] - middle[best])
     return [
         *lines, "",
-        f"- {every} settings were swept; {slow} were slow and not waited for, {every - len(swept) - slow} failed.",
-        f"- The tuner took {used} measurements, {used / every:.1%} of the sweep, and with its proof {spent:.0f} s.",
-        f"- By the objective, what it found has {ratio:.1%} of the best (± {1.96 * spread:.1%}), in {TURNS} turns.",
+        f"- {every} settings in the sweep; {slow} were stopped as too slow, {every - len(swept) - slow} failed.",
+        f"- The tuner needed {used} measurements, {used / every:.1%} of the sweep's, and {spent:.0f} s with its proof.",
+        f"- By the objective, its setting reaches {ratio:.1%} of the best (± {1.96 * spread:.1%}), in {TURNS} rounds.",
     ]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""What tuning brings: each engine's own defaults, bedplate's plan and the tuned settings, on this machine.
+"""Measure the gain of tuning: engine defaults, bedplate's plan and the tuned settings on this machine.
 
     python benchmarks/tune/tune.py [--engines llama.cpp,vllm,pytorch] [--budget 10m] [--out FILE] [MODEL]
 
-Installs what is missing first; that is not counted. Prints a Markdown table, and below it what was turned.
+Installs missing engines first; that time is not counted. Prints a Markdown table, and below it the changed settings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bedplate.values.run import Load
 from bedplate.values.tuning import Side, Tuned, words_of
 from bedplate.values.units import figure, seconds
 
-HEAD = "| engine | settings | weights | tok/s | TTFT ms | TPOT ms | peak GB | answers | tok/s: times | TTFT: times |"
+HEAD = "| engine | settings | weights | tok/s | TTFT ms | TPOT ms | peak GB | agreement | tok/s ratio | TTFT ratio |"
 LINE = "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--build", choices=("packages", "native"), default="packages")
-    parser.add_argument("--out", type=Path, help="all that was measured, as JSON")
+    parser.add_argument("--out", type=Path, help="write all measurements as JSON")
     options = parser.parse_args()
     load = Load(
         concurrency=options.concurrency,
@@ -72,11 +72,11 @@ def table(found: list[Tuned]) -> list[str]:
         turned = words_of(best.turned) if best is not None else "nothing was better than the plan"
         lines.append(
             f"- {tuned.engine} {tuned.engine_version}: {turned}; {'proven' if tuned.proven else 'not proven'}, in "
-            f"{seconds(tuned.spent_s)} with {tuned.measurements} short measurements. As planned it was limited by "
-            f"{tuned.limit or 'nobody knows what'}."
+            f"{seconds(tuned.spent_s)} with {tuned.measurements} short measurements. Bottleneck of the plan: "
+            f"{tuned.limit or 'unknown'}."
         )
         lines += [f"  - {step.turn.knob} {step.turn.value}: {times(step.gain)}" for step in tuned.steps]
-        lines += [f"  - {side.name}, turn by turn: {turns(side)}" for side in tuned.sides]
+        lines += [f"  - {side.name}, by round: {turns(side)}" for side in tuned.sides]
         lines += [f"  - against {one.against}: {one.answer}. {one.text}" for one in tuned.proofs]
         lines += [f"  - refused: {words_of((one.turn,))}: {one.why}" for one in tuned.refused]
         lines += [f"  - {note}" for note in tuned.notes]

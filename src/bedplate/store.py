@@ -6,7 +6,6 @@ Measurements are written by measure and read by decide; tenants and requests are
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import secrets
 import sqlite3
@@ -190,10 +189,11 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _bring_up_to_date(connection: sqlite3.Connection, path: Path) -> None:
-    """One at a time: SQLite refuses a second change of the journal's mode at once, however long it was told to wait."""
+    """One process at a time: SQLite refuses a concurrent change of the journal mode, whatever its busy timeout."""
+    from filelock import FileLock
+
     try:
-        with path.with_name(f"{path.name}.making").open("w") as mark:
-            fcntl.flock(mark, fcntl.LOCK_EX)
+        with FileLock(path.with_name(f"{path.name}.making")):
             connection.execute("PRAGMA journal_mode=WAL")
             connection.executescript(SCHEMA)
             connection.execute(f"PRAGMA user_version={VERSION}")

@@ -36,6 +36,7 @@ from bedplate.run.environments import Environment
 from bedplate.values.record import replaced
 
 
+@pytest.mark.nightly
 def test_ten_kills_and_nothing_is_lost(
     builtin_gguf: Path, llama_environment: Environment, own_home: Path, tmp_path: Path
 ) -> None:

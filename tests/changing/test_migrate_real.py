@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import Served, gone, on_one_core, start_serve, wait_for
+from tests.contract.documents import check_document
 from tests.soak.challengers import installed
 from tests.soak.streams import Counts, Streams, looked_at
 
@@ -56,7 +57,7 @@ def under_load(served: Served, site: Path, *words: str) -> tuple[int, dict[str, 
         return done, streams.counts
 
     done, counts = asyncio.run(go())
-    return done.returncode, json.loads(done.stdout or "{}"), done.stderr, counts
+    return done.returncode, check_document("migration", done.stdout) if done.stdout else {}, done.stderr, counts
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def test_of_two_versions_the_newer_comes_first() -> None:
 # what may never happen
 
 
-@settings(max_examples=15, deadline=None)
+@settings(deadline=None)
 @given(
     name=st.sampled_from([known.name for known in KNOWN]),
     ram=st.integers(2, 256),
@@ -288,6 +288,7 @@ def test_more_memory_never_makes_a_fit_fail_and_more_users_never_make_one(
     assert fits(ram, 1) or not fits(ram, users)
 
 
+@pytest.mark.measures
 def test_all_models_take_seconds() -> None:
     """Of this process's own time: the machine may be busy."""
     began = time.process_time()

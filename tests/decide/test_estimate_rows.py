@@ -176,7 +176,7 @@ def test_memory_is_what_the_fit_counts() -> None:
     assert 16 < value(**row) < 19
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(
     st.fixed_dictionaries(
         {},

@@ -18,10 +18,11 @@ from tests.decide.scenario_files import content, decided, own_files, shared_file
 from bedplate.decide import candidates, case, rules
 from bedplate.decide.case import Case
 from bedplate.decide.explain import REASONS
-from bedplate.decide.rules import CHALLENGES, DOUBTS, ORCHESTRATION, PICKS, Rule
+from bedplate.decide.rules import ARTICLES, CHALLENGES, DOUBTS, ORCHESTRATION, PICKS, RULES_PAGE, Rule
 from bedplate.engines import all_engines
 from bedplate.facts.intent import intent_of, resolved_hardware
 from bedplate.run.models import intended_model
+from bedplate.show.rules import rules_page
 from bedplate.values import Decision
 from bedplate.values.names import ORCHESTRATOR_IDS
 
@@ -31,28 +32,28 @@ ELSEWHERE = {"evidence.calibrated", "build.cpu", "tuned.measured"}
 """Reasons that no intent on paper has: of what was measured, and of what this version of bedplate installs."""
 
 
-SOURCE = re.compile(
-    r"seeds/\d{3} \"|physics: |measurement: |store: |[\w.-]+/[\w.-]+: |file header|the engine's package"
-)
-"""A seed and its words, a physical law, what was measured, a vendor's repository, or what the files themselves say."""
+SEED_OF = dict(zip(ARTICLES, ("000", "001", "002", "003", "004"), strict=True))
+QUOTES = rf"""({"|".join(ARTICLES)})((?:,? "[^"]+")+)"""
+SOURCE = re.compile(rf"{QUOTES}|physics: |measurement: |store: |[\w.-]+/[\w.-]+: |file header|the engine's package")
+"""A source article with its words, physics, a measurement, a vendor's repository, or what the files state."""
 
 
 def normal(text: str) -> str:
-    """Words alone: how a seed breaks its lines, and how its typography was stored, is no part of what it says."""
+    """Words alone: how an article breaks its lines, and how its typography was stored, is no part of what it says."""
     return " ".join(re.sub(r"[^\x20-\x7e]+", " ", text.replace("’", "'")).split()).lower()
 
 
 def quotes(source: str) -> Iterator[tuple[str, str]]:
-    """(seed's number, quoted words) of a source: seeds/001 "these", "and these"; seeds/002 "those"."""
-    for seed, quoted in re.findall(r'seeds/(\d{3})((?:,? "[^"]+")+)', source):
+    """(file number of the article, quoted words) of a source: cheat-sheet "these", "and these"; landscape "those"."""
+    for article, quoted in re.findall(QUOTES, source):
         for words in re.findall(r'"([^"]+)"', quoted):
-            yield seed, words
+            yield SEED_OF[article], words
 
 
 def all_sources() -> set[str]:
     """Of rules, and of what thresholds say of themselves."""
-    written = re.findall(r"""seeds/\d{3}(?:,? "[^"]+")+""", "".join(map(inspect.getsource, (case, candidates))))
-    return {rule.source for rule in ALL} | set(written)
+    written = re.finditer(QUOTES, "".join(map(inspect.getsource, (case, candidates))))
+    return {rule.source for rule in ALL} | {found[0] for found in written}
 
 
 class TestSources:
@@ -65,8 +66,8 @@ class TestSources:
             assert SOURCE.match(rule.source), rule.source
 
     def test_rules_speak_of_engines_that_are_there(self) -> None:
-        assert {rule.engine for rule in ALL if rule.engine} <= set(all_engines())
-        assert {rule.engine for rule in DOUBTS} | {"vllm"} == set(all_engines())
+        assert {engine for rule in ALL for engine in rule.engines} <= set(all_engines())
+        assert {engine for rule in DOUBTS for engine in rule.engines} | {"vllm"} == set(all_engines())
         named = {
             node.value
             for node in ast.walk(ast.parse(inspect.getsource(rules)))
@@ -74,7 +75,7 @@ class TestSources:
         }
         assert named == set(all_engines())
 
-    def test_what_is_quoted_from_a_seed_stands_there(self) -> None:
+    def test_every_quotation_is_in_its_source_article(self) -> None:
         if not SEEDS.is_dir():
             pytest.skip("the source documents (../shared/seeds) are not here")
         texts = {path.name[:3]: normal(path.read_text(errors="replace")) for path in SEEDS.glob("*.txt")}
@@ -82,7 +83,7 @@ class TestSources:
         for source in all_sources():
             for seed, words in quotes(source):
                 for part in words.split("…"):
-                    assert normal(part) in texts[seed], f"seeds/{seed} does not say {words!r}"
+                    assert normal(part) in texts[seed], f"article {seed} does not contain {words!r}"
                     checked += 1
         assert checked > 30
 
@@ -90,6 +91,9 @@ class TestSources:
         for decision in decisions().values():
             for reason in decision.reasons:
                 assert reason.text and reason.source, reason
+                assert not reason.source.startswith(ARTICLES), "a reason cites what its reader can open"
+                if reason.source.startswith(RULES_PAGE):
+                    assert f'<a id="{reason.source.partition("#")[2]}">' in rules_page()
 
 
 @functools.cache
@@ -149,7 +153,7 @@ class TestReached:
         assert [
             name
             for name, decision in decisions().items()
-            if rule.engine in [challenger.engine for challenger in decision.challengers]
+            if rule.engines[0] in [challenger.engine for challenger in decision.challengers]
         ]
 
     def test_orchestrators_are_those_of_the_design(self) -> None:

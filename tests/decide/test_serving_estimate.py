@@ -506,7 +506,7 @@ def test_a_latent_is_kept_by_each_tensor_rank_but_dealt_out_to_groups() -> None:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(
     chip=st.sampled_from(CHIPS),
     model=st.sampled_from(MODELS),

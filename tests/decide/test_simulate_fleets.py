@@ -170,7 +170,7 @@ def test_a_trace_without_times_needs_a_rate() -> None:
         from_shapes([RequestShape(prompt_tokens=None, output_tokens=5, started_s=0.0)], "log")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(st.integers(1, 2000), st.integers(1, 500), st.floats(0, 2), st.integers(0, 100))
 def test_made_up_traffic_is_what_was_asked_for(prompt: int, output: int, spread: float, seed: int) -> None:
     work = Workload(prompt_tokens=prompt, output_tokens=output)

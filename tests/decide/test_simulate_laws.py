@@ -90,7 +90,7 @@ def closed_of(draw: int) -> int | None:
     return draw or None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(fleets(), asked(), st.integers(0, 6).map(closed_of), st.integers(0, 3))
 def test_jumps_end_where_single_passes_do(
     fleet: Fleet, requests: list[Asked], concurrency: int | None, apart: int
@@ -103,7 +103,7 @@ def test_jumps_end_where_single_passes_do(
     assert [one.peak_blocks for one in ran.replicas] == [engine.peak for engine in engines]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(fleets(("random", "least-loaded", "prefix")), asked(), st.integers(0, 6).map(closed_of))
 def test_nothing_is_lost_and_nothing_overflows(fleet: Fleet, requests: list[Asked], concurrency: int | None) -> None:
     ran = simulate(fleet, book_of(requests, concurrency is None), concurrency=concurrency)
@@ -122,7 +122,7 @@ def test_nothing_is_lost_and_nothing_overflows(fleet: Fleet, requests: list[Aske
         assert replica.busy_s <= ran.end_s * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(fleets(("random", "least-loaded", "prefix")), asked(), st.integers(0, 6).map(closed_of))
 def test_work_is_conserved(fleet: Fleet, requests: list[Asked], concurrency: int | None) -> None:
     """Each prompt is computed once, but for what caches hold, and again with what was said when one is preempted."""
@@ -143,7 +143,7 @@ def test_work_is_conserved(fleet: Fleet, requests: list[Asked], concurrency: int
     assert made.output_tok_s * made.seconds == pytest.approx(sum(one.output for one in served))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(deadline=None)
 @given(fleets(("random", "least-loaded", "prefix")), asked())
 def test_the_same_seed_gives_the_same_result(fleet: Fleet, requests: list[Asked]) -> None:
     one, other = (simulate(fleet, book_of(requests)) for _ in range(2))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.conftest import HANG_S
 from tests.deploy.intents import PROMPTS, WITH_DYNAMO, files_of, platform_of
 
 from bedplate.deploy.dynamo import prompt_share, split_of
@@ -103,7 +104,7 @@ def test_dynamos_own_parser_reads_the_options_of_vllms_workers(tmp_path: Path) -
                 lines += [json.dumps(here)] if words else []
     (tmp_path / "arguments").write_text("\n".join(lines))
     done = subprocess.run(
-        [python, "-c", READS, str(tmp_path / "arguments")], capture_output=True, text=True, timeout=280
+        [python, "-c", READS, str(tmp_path / "arguments")], capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("read ") == len(lines) >= 5

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.conftest import HANG_S
 from tests.deploy.intents import WITH_RAY, files_of
 
 READS = """
@@ -59,6 +60,6 @@ def test_rays_own_classes_read_every_configuration(tmp_path: Path) -> None:
     for name, text in configurations().items():
         (tmp_path / name).write_text(text, encoding="utf-8")
         paths.append(str(tmp_path / name))
-    done = subprocess.run([python, "-c", READS, *paths], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([python, "-c", READS, *paths], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"read {len(paths)}" in done.stdout and len(paths) >= 5

@@ -155,4 +155,4 @@ class TestCommandLine:
     def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         answer = invoke(*self.CHAT, "--emit", "compose", "-o", str(tmp_path / "file" / "out"))
-        assert answer.code == 3 and "cannot make" in answer.err
+        assert answer.code == 3 and "cannot create" in answer.err

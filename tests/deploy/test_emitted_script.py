@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import HANG_S
 from tests.deploy.intents import made_platform
 from tests.deploy.walk import documents_in, pods_in
 
@@ -109,7 +110,9 @@ class Machine:
         env = {"PATH": str(self.folder / "tools"), "HOME": str(self.folder), "SOURCE": self.source, "BREAKS": breaks}
         env |= {"CALLS": str(self.folder / "calls"), "SELF": str(self.folder / "stand-in")}
         command = [str(self.folder / "tools" / "bash"), str(self.folder / "serve.sh")]
-        return subprocess.run(command, env=env, cwd=self.folder / "here", capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, env=env, cwd=self.folder / "here", capture_output=True, text=True, timeout=HANG_S
+        )
 
     def calls(self) -> list[list[str]]:
         path = self.folder / "calls"

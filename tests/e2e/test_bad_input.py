@@ -17,18 +17,18 @@ import gguf
 import numpy as np
 import psutil
 import pytest
-from tests.conftest import Served
+from tests.conftest import HANG_S, Served, no_new_children, wait_for
 
 
 def bedplate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Runs to the end; on the way out, checks that no child is left."""
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    before = psutil.Process().children(recursive=True)
     done = subprocess.run(
         [sys.executable, "-m", "bedplate", *arguments],
-        capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})},
+        capture_output=True, text=True, timeout=HANG_S, env={**os.environ, **(env or {})},
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
-    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+    wait_for(lambda: no_new_children(before), "its processes to end")
     return done
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from tests.commands import Answer, run
+from tests.conftest import HANG_S
+from tests.contract.documents import check_document
 
 from bedplate.run.environments import Environment
 from bedplate.values import from_json
@@ -32,7 +34,7 @@ def archive(builtin_gguf: Path, llama_environment: Environment, tmp_path_factory
     path = tmp_path_factory.mktemp("packed") / "chat.tar"
     answer = run("bundle", "--context", "512", "--concurrency", "1", "--engine", "llama.cpp", "-o", str(path), "--json")
     assert answer.code == 0, answer.err
-    packed = json.loads(answer.out)
+    packed = check_document("packed", answer.out)
     assert packed["path"] == str(path) and packed["size_bytes"] == path.stat().st_size
     assert "at most" in answer.err, "how large it will be is said before"
     assert [one.name for one in path.parent.iterdir()] == ["chat.tar"], "nothing is left beside it"
@@ -65,7 +67,7 @@ def cut_off(home: Path, *command: str, env: dict[str, str] | None = None) -> tup
     allowed = shutil.which("unshare") and subprocess.run([*namespace, "true"], capture_output=True).returncode == 0
     done = subprocess.run(
         [*(namespace if allowed else []), sys.executable, str(CUT_OFF), *command],
-        capture_output=True, text=True, env={**elsewhere(home), **(env or {})}, timeout=240,
+        capture_output=True, text=True, env={**elsewhere(home), **(env or {})}, timeout=HANG_S,
     )  # fmt: skip
     said = json.loads(done.stdout) if done.stdout.strip() else {}
     if said and allowed:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
-from tests.conftest import Served, wait_for
+from tests.conftest import HANG_S, Served, wait_for
 
 MODEL = "smollm2-135m-instruct"
 QUESTION: list[ChatCompletionMessageParam] = [
@@ -151,7 +151,7 @@ def test_an_abort_in_mid_stream_ends_the_generation_in_the_engine(client: OpenAI
     next(iter(stream))
     assert slots_in_use(served) == 1
     stream.close()
-    wait_for(lambda: slots_in_use(served) == 0, "the slot to be free again", 10)
+    wait_for(lambda: slots_in_use(served) == 0, "the slot to be free again")
     assert metric(served, cancelled) - before == 1
     assert metric(served, r"bedplate_requests_in_flight\{[^}]*\}") == 0
 
@@ -221,7 +221,7 @@ def test_the_llm_command_line_works(served: Served, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "llm", "-m", "here", "--key", "none", "-o", "max_tokens", "16", "-o", "temperature", "0",
          "What is the capital of France? Answer in one word."],
-        capture_output=True, text=True, env={**os.environ, "LLM_USER_PATH": str(tmp_path)}, timeout=120,
+        capture_output=True, text=True, env={**os.environ, "LLM_USER_PATH": str(tmp_path)}, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
@@ -231,6 +231,6 @@ def test_the_printed_curl_works_as_it_stands(served: Served) -> None:
     from bedplate.run.gateway.pages import curl
 
     done = subprocess.run(
-        ["bash", "-c", curl(served.root, needs_key=False)], capture_output=True, text=True, timeout=120
+        ["bash", "-c", curl(served.root, needs_key=False)], capture_output=True, text=True, timeout=HANG_S
     )
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]

@@ -19,7 +19,8 @@ from typing import Any
 import psutil
 import pytest
 from tests.commands import Answer, run
-from tests.conftest import gone, wait_for
+from tests.conftest import HANG_S, gone, wait_for
+from tests.contract.documents import check_document
 
 from bedplate.hosting import records
 from bedplate.hosting.services import status_of
@@ -45,7 +46,7 @@ class Background:
     def start(self, *arguments: str) -> dict[str, Any]:
         answer = run("serve", "-d", "--json", "--port", "0", "--no-check", *arguments)
         assert answer.code == 0, answer.err
-        endpoint: dict[str, Any] = json.loads(answer.out)
+        endpoint: dict[str, Any] = check_document("endpoint", answer.out)
         self.endpoints.append(endpoint)
         return endpoint
 
@@ -82,7 +83,7 @@ def ask(endpoint: dict[str, Any], model: str | None = None, tokens: int = 4, **m
         {"Content-Type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -94,7 +95,7 @@ def status(name: str) -> HostStatus:
 
 
 def listed() -> dict[str, Any]:
-    return {one["record"]["name"]: one for one in json.loads(run("ps", "--json").out)}
+    return {one["record"]["name"]: one for one in check_document("services", run("ps", "--json").out)}
 
 
 def states(name: str) -> dict[str, str]:
@@ -121,6 +122,7 @@ def test_a_service_in_the_background_from_its_start_to_its_end(background: Backg
     assert "chat" in run("ps").out
     told = run("status", "chat", "--json")
     assert told.code == 0, told.err
+    check_document("host", told.out)
     found = from_json(HostStatus, told.out)
     (model,) = found.models
     (engine,) = model.engines
@@ -149,7 +151,7 @@ def test_a_service_in_the_background_from_its_start_to_its_end(background: Backg
     assert outcome[0][0] == 200 and outcome[0][1]["usage"]["completion_tokens"] == 150, (
         "the answer under way was finished"
     )
-    assert gone(everything)
+    wait_for(lambda: gone(everything), "everything to end")
     assert "chat" not in listed()
     assert_clear(run("stop", "chat"), 1, "no service called chat", "running: ")
     assert "asked to stop" in run("logs", "chat").out
@@ -162,9 +164,9 @@ def test_kill_9_of_a_host_with_replicas_leaves_nothing(background: Background) -
     assert [engine.id for engine in status("twins").models[0].engines] == ["llama.cpp-1", "llama.cpp-2"]
     assert ask(endpoint)[0] == 200
     os.kill(endpoint["pid"], signal.SIGKILL)
-    wait_for(lambda: gone(everything), "everything to end", 10)
+    wait_for(lambda: gone(everything), "everything to end")
     seen = run("ps")
-    assert "twins" not in seen.out and "twins" in seen.err and "ended without saying so" in seen.err
+    assert "twins" not in seen.out and "twins" in seen.err and "ended unexpectedly" in seen.err
     assert "twins" not in run("ps").err, "it is said once"
     assert_clear(run("status", "twins"), 1, "no service called twins")
 
@@ -210,7 +212,7 @@ def test_ctrl_c_while_it_starts_stops_it(builtin_gguf: Path, llama_environment: 
     pid = wait_for(lambda: json.loads(record.read_text())["pid"] if record.exists() else None, "it to have begun")
     everything = descendants(pid)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 130 and "Ready" not in out
     wait_for(lambda: gone([*everything, *descendants(pid)]), "the service to end")
     assert not record.exists()

@@ -37,7 +37,7 @@ def served(argv: tuple[str, ...]) -> Any:
 
 
 @given(chosen=plans(EXL))
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 def test_every_option_and_value_is_known(chosen: Plan) -> None:
     launch = EXL.launch(chosen, 8123)
     said = served(launch.argv)

@@ -40,7 +40,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestLaunch:
     @given(chosen=plans(EXL))
-    @settings(max_examples=60, deadline=None)
+    @settings(deadline=None)
     def test_every_option_and_value_is_known(self, chosen: Plan) -> None:
         launch = EXL.launch(chosen, 8123)
         said = served(launch.argv)

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import given, settings
-from tests.conftest import wait_for
+from tests.conftest import HANG_S, wait_for
 from tests.engines.argv import parsed, published
 from tests.engines.plans import machine, model, plans
 from tests.engines.plans import plan as engine_plan
@@ -213,7 +213,7 @@ def running(environment: Environment, launch: Launch) -> Iterator[tuple[psutil.P
             yield psutil.Process(process.pid), f"http://127.0.0.1:{port}"
             process.terminate()
             # It is healthy a moment before its constructor is back, until when a signal ends it as it ends anything.
-            assert process.wait(10) in (0, -signal.SIGTERM)
+            assert process.wait(HANG_S) in (0, -signal.SIGTERM)
         finally:
             process.kill()  # lest what hangs is waited for here, and found by all tests after this one
 
@@ -353,7 +353,7 @@ print(json.dumps({
                 signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
             threading.Thread(target=tell, daemon=True).start()
         """) as process:
-            assert process.wait(60) == 0
+            assert process.wait(HANG_S) == 0
 
     def test_it_can_be_stopped_while_it_loads(self) -> None:
         # As the wheel does: Python's lock is held for as long as that takes.
@@ -363,7 +363,7 @@ print(json.dumps({
         """) as process:
             assert process.stdout is not None and process.stdout.readline() == "loading\n"
             process.terminate()
-            assert process.wait(60) == -signal.SIGTERM
+            assert process.wait(HANG_S) == -signal.SIGTERM
 
     def test_an_unknown_cache_type_names_the_known_ones(self, llama_environment: Environment) -> None:
         launch = Launch(argv=("llama-server", "--model", "m.gguf", "--cache-type-k", "q9"))
@@ -383,7 +383,7 @@ print(json.dumps({
         with running(llama_environment, LLAMA.launch(chosen, free_port())) as (process, url):
 
             def get(path: str) -> str:
-                with urllib.request.urlopen(f"{url}{path}", timeout=10) as answer:
+                with urllib.request.urlopen(f"{url}{path}", timeout=HANG_S) as answer:
                     return str(answer.read().decode())
 
             slots = json.loads(get("/slots"))
@@ -404,7 +404,7 @@ def on_a_gpu(name: str = "Qwen/Qwen3-30B-A3B", label: str | None = None, **given
 
 class TestCommandLines:
     @given(chosen=plans(LLAMA))
-    @settings(max_examples=150, deadline=None)
+    @settings(deadline=None)
     def test_every_option_and_value_is_one_of_llama_servers(self, launcher: ModuleType, chosen: Plan) -> None:
         launch = LLAMA.launch(chosen, 8123)
         said = parsed("llama_cpp", launch.argv[1:])

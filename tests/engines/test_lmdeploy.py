@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from tests.conftest import HANG_S
 from tests.engines.argv import parsed, published
 from tests.engines.plans import machine, model, plan, plans
 
@@ -30,7 +31,7 @@ def options(argv: tuple[str, ...]) -> dict[str, object]:
 
 class TestLaunch:
     @given(chosen=plans(LMDEPLOY))
-    @settings(max_examples=120, deadline=None)
+    @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
         launch = LMDEPLOY.launch(chosen, 8123)
         said = options(launch.argv)
@@ -213,7 +214,10 @@ def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
         "print('parsed all')\n"
     )
     done = subprocess.run(
-        [os.environ["BEDPLATE_LMDEPLOY_PYTHON"], "-c", script, str(lines)], capture_output=True, text=True, timeout=280
+        [os.environ["BEDPLATE_LMDEPLOY_PYTHON"], "-c", script, str(lines)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert "parsed all" in done.stdout, done.stderr[-2000:]
 

@@ -44,7 +44,7 @@ def gguf(**changes: Any) -> Model:
 
 class TestLaunch:
     @given(chosen=plans(RS))
-    @settings(max_examples=40, deadline=None)
+    @settings(deadline=None)
     def test_every_option_and_value_is_known(self, chosen: Plan) -> None:
         said = served(RS.launch(chosen, 8123).argv)
         assert (said.port, said.slots, said.context) == (8123, 1, chosen.settings.context_tokens)
@@ -172,7 +172,7 @@ class TestFiles:
         assert server().gguf_special_tokens(found) == {"bos_token": "<s>", "eos_token": "</s>"}
 
     @given(cut=st.integers(0, len(HEADER) - 1))
-    @settings(max_examples=50, deadline=None)
+    @settings(deadline=None)
     def test_a_file_that_is_cut_short_is_refused(self, tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
         file = tmp_path_factory.mktemp("cut") / "a.gguf"

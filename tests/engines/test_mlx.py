@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from tests.conftest import HANG_S
 from tests.engines.argv import parsed
 from tests.engines.plans import machine, model, plan, plans
 
@@ -32,7 +33,7 @@ def labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
 
 class TestLaunch:
     @given(chosen=plans(MLX))
-    @settings(max_examples=100, deadline=None)
+    @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
         launch = MLX.launch(chosen, 8123)
         assert launch.argv[0] == "mlx-server"
@@ -191,6 +192,6 @@ class TestShippedServer:
         )
         argv = [os.environ["BEDPLATE_MLX_PYTHON"], "-c", script, str(lines), str(SHIPPED)]
         done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=280, env={**os.environ, "HF_HOME": str(tmp_path)}
+            argv, capture_output=True, text=True, timeout=HANG_S, env={**os.environ, "HF_HOME": str(tmp_path)}
         )
         assert f"parsed {len(launches)} {len(converted)}" in done.stdout, done.stderr[-2000:]

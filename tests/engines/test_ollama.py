@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from tests.conftest import HANG_S
 from tests.engines.argv import parsed, published
 from tests.engines.plans import machine, model, plan, plans
 
@@ -44,7 +45,7 @@ def gguf(*files: str) -> Model:
 
 class TestLaunch:
     @given(chosen=plans(OLLAMA))
-    @settings(max_examples=120, deadline=None)
+    @settings(deadline=None)
     def test_every_word_variable_and_parameter_is_one_of_its_version(self, chosen: Plan) -> None:
         launch, facts = OLLAMA.launch(chosen, 8123), published("ollama")
         assert launch.argv == ("ollama", "serve") and "serve" in facts["commands"]
@@ -150,7 +151,7 @@ class TestImport:
         steps = OLLAMA.launch(plan(OLLAMA, machine("cpu"), gguf("/m/x.gguf")), port).prepare
         surroundings = {**os.environ, "PATH": path, "FAKE_LOG": str(log), **env}
         codes = [
-            subprocess.run([sys.executable, *step.argv[1:]], cwd=folder, env=surroundings, timeout=60).returncode
+            subprocess.run([sys.executable, *step.argv[1:]], cwd=folder, env=surroundings, timeout=HANG_S).returncode
             for step in steps
             if step.argv
         ]

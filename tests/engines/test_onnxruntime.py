@@ -48,7 +48,7 @@ def encoder(**changes: Any) -> Model:
 
 class TestLaunch:
     @given(chosen=plans(ORT))
-    @settings(max_examples=60, deadline=None)
+    @settings(deadline=None)
     def test_every_option_and_value_is_known(self, chosen: Plan) -> None:
         launch = ORT.launch(chosen, 8123)
         said = served(launch.argv)

@@ -21,7 +21,7 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import wait_for
+from tests.conftest import HANG_S, wait_for
 
 from bedplate.engines.shipped import ServedByBedplate
 from bedplate.engines.shipped.openai_server import (
@@ -58,7 +58,7 @@ class Server:
     """To be closed also where a test fails: what is left open is blamed on whichever test runs when it is collected."""
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANG_S)
 
     def ask(
         self, path: str, body: Any = None, method: str | None = None, headers: dict[str, str] | None = None
@@ -81,7 +81,7 @@ class Server:
     def client(self) -> openai.OpenAI:
         if self.opened is None:
             url = f"http://127.0.0.1:{self.port}/v1"
-            self.opened = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=20)
+            self.opened = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=HANG_S)
         return self.opened
 
     def complete(self, prompt: str, **more: Any) -> tuple[int, Any]:
@@ -360,7 +360,7 @@ class TestConnections:
             assert connection.getresponse().read() and connection.sock is before
 
     def raw(self, server: Server, data: bytes) -> bytes:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as line:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as line:
             line.sendall(data)
             line.shutdown(socket.SHUT_WR)
             found = b""
@@ -418,7 +418,7 @@ class TestConnections:
 class TestCancelling:
     def open(self, server: Server, stream: bool) -> socket.socket:
         body = json.dumps({"prompt": "forever:", "stream": stream}).encode()
-        line = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        line = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
         head = f"POST /v1/completions HTTP/1.1\r\nX-Api-Key: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
         server.lines.append(line)
         line.sendall(head.encode() + body)
@@ -483,7 +483,7 @@ class TestLife:
         server = start(env={"BEDPLATE_ENGINE_SUPERVISED": "1"})
         assert server.process.stdin is not None
         server.process.stdin.close()
-        assert server.process.wait(10) == 0
+        assert server.process.wait(HANG_S) == 0
         server.process.stdin = None
         server.process.communicate()
 
@@ -494,7 +494,7 @@ class TestLife:
         server.process.stdin = None
         assert server.complete("say:still here")[0] == 200
         server.process.terminate()
-        assert server.process.wait(10) == 0
+        assert server.process.wait(HANG_S) == 0
         server.process.communicate()
 
     def test_an_engine_that_breaks_ends_it(self) -> None:
@@ -502,19 +502,19 @@ class TestLife:
         with contextlib.suppress(ConnectionError, http.client.HTTPException):
             status, answer = server.complete("crash:")
             assert status == 500 and "the engine failed" in answer["error"]["message"]
-        assert server.process.wait(10) == 1
+        assert server.process.wait(HANG_S) == 1
         assert b"RuntimeError: the engine broke" in server.process.communicate()[1]
 
     def test_a_model_that_cannot_be_loaded(self) -> None:
         server = start("--model", "broken")
-        assert server.process.wait(10) == 1
+        assert server.process.wait(HANG_S) == 1
         assert server.process.communicate()[1].decode().splitlines()[-1] == "bedplate-engine: the model is broken"
 
     def test_a_port_in_use(self) -> None:
         server = start()
         try:
             argv = [sys.executable, "-I", str(SCRIPT), "--model", "m", "--port", str(server.port)]
-            second = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+            second = subprocess.run(argv, capture_output=True, text=True, timeout=HANG_S)
         finally:
             stop(server)
         assert second.returncode == 1

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from tests.conftest import HANG_S
 from tests.engines.argv import parsed
 from tests.engines.plans import machine, model, plan, plans
 
@@ -29,7 +30,7 @@ def labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
 
 class TestLaunch:
     @given(chosen=plans(TORCH))
-    @settings(max_examples=100, deadline=None)
+    @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
         launch = TORCH.launch(chosen, 8123)
         assert launch.argv[:2] == ("transformers-server", "serve")
@@ -183,5 +184,5 @@ def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
         "print('parsed all')\n"
     )
     argv = [os.environ["BEDPLATE_TRANSFORMERS_PYTHON"], "-c", script, str(lines)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=HANG_S)
     assert "parsed all" in done.stdout, done.stderr[-2000:]

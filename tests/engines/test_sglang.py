@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
+from tests.conftest import HANG_S
 from tests.engines.argv import parsed, published
 from tests.engines.plans import machine, model, plan, plans
 
@@ -35,7 +36,7 @@ def options(argv: tuple[str, ...]) -> dict[str, object]:
 
 class TestLaunch:
     @given(chosen=plans(SGLANG))
-    @settings(max_examples=150, deadline=None)
+    @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
         said = options(SGLANG.launch(chosen, 8123).argv)
         assert said["--host"] == "127.0.0.1" and said["--port"] == 8123 and said["--enable-metrics"]
@@ -260,7 +261,7 @@ class TestLauncher:
         program = tmp_path / "sglang-server"
         program.write_bytes(SHIPPED.read_bytes())
         env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=env, timeout=120)
+        done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=env, timeout=HANG_S)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines() == ["torchvision None True"] * 2
 
@@ -310,6 +311,6 @@ def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
         "print('parsed all')\n"
     )
     done = subprocess.run(
-        [os.environ["BEDPLATE_SGLANG_PYTHON"], "-c", script, str(lines)], capture_output=True, text=True, timeout=280
+        [os.environ["BEDPLATE_SGLANG_PYTHON"], "-c", script, str(lines)], capture_output=True, text=True, timeout=HANG_S
     )
     assert "parsed all" in done.stdout, done.stderr[-2000:]

@@ -29,7 +29,7 @@ def options(argv: tuple[str, ...]) -> dict[str, object]:
 
 class TestLaunch:
     @given(chosen=plans(TRT))
-    @settings(max_examples=150, deadline=None)
+    @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
         said = options(TRT.launch(chosen, 8123).argv)
         assert said["--host"] == "127.0.0.1" and said["--port"] == 8123

@@ -27,7 +27,7 @@ def options(argv: tuple[str, ...]) -> dict[str, object]:
 
 class TestLaunch:
     @given(chosen=plans(TGI))
-    @settings(max_examples=150, deadline=None)
+    @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
         said = options(TGI.launch(chosen, 8123).argv)
         assert said["--hostname"] == "127.0.0.1" and said["--port"] == 8123

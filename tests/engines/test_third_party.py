@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import HANG_S
 
 ENGINE = """\
 from bedplate.engines import Engine
@@ -49,7 +50,7 @@ def installed(folder: Path, source: str, package: str = "bedplate_warp") -> Path
 def bedplate(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(site), "BEDPLATE_HOME": str(site / "home"), "NO_COLOR": "1"}
     command = [sys.executable, "-m", "bedplate", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG_S)
 
 
 @pytest.fixture

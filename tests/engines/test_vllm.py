@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from tests.conftest import HANG_S
 from tests.engines.argv import parsed, published
 from tests.engines.plans import machine, model, plan, plans
 
@@ -35,7 +36,7 @@ def options(argv: tuple[str, ...]) -> dict[str, object]:
 
 class TestLaunch:
     @given(chosen=plans(VLLM))
-    @settings(max_examples=150, deadline=None)
+    @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: object) -> None:
         launch = VLLM.launch(chosen, 8123)  # type: ignore[arg-type]
         said = options(launch.argv)
@@ -325,7 +326,7 @@ def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
         "print('parsed all')\n"
     )
     done = subprocess.run(
-        [os.environ["BEDPLATE_VLLM_PYTHON"], "-c", script, str(lines)], capture_output=True, text=True, timeout=280
+        [os.environ["BEDPLATE_VLLM_PYTHON"], "-c", script, str(lines)], capture_output=True, text=True, timeout=HANG_S
     )
     assert "parsed all" in done.stdout, done.stderr[-2000:]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import HANG_S
 
 from bedplate.facts.cgroup import (
     CgroupLimits,
@@ -265,7 +266,7 @@ def test_a_real_group_with_a_limit() -> None:
             "print(memory.limit_bytes, memory.available_bytes)"
         )
         command = [sys.executable, "-c", program, str(group)]
-        child = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        child = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S)
         limit, available = map(int, child.stdout.split())
         assert limit == 512 << 20
         assert 0 < available < limit

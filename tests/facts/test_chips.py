@@ -32,6 +32,7 @@ def capability(chip: Chip) -> tuple[int, int]:
 # the data
 
 
+@pytest.mark.measures
 def test_reading_all_chips_takes_less_than_15_ms() -> None:
     read = chips.__wrapped__
 

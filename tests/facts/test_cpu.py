@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import HANG_S
 
 from bedplate.facts.cgroup import CgroupLimits
 from bedplate.facts.cpu import (
@@ -330,7 +331,7 @@ class TestThisMachine:
             "print(json.dumps([cpu.allowed_cores, cpu.allowed_physical_cores, cpu.logical_cores]))"
         )
         command = [sys.executable, "-c", program, str(mask[-1])]
-        child = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        child = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S)
         allowed, physical, logical = json.loads(child.stdout)
         assert (allowed, physical) == (1.0, 1)
         assert logical == read_cpu()[0].logical_cores

@@ -158,6 +158,7 @@ class TestTheRealFile:
             path.write_bytes(file.read(1_000_000))
         assert "is cut short: its header alone needs" in refused(path).message
 
+    @pytest.mark.measures
     def test_a_vocabulary_of_150_thousand_is_stepped_over_quickly(self, tmp_path: Path) -> None:
         words = b"".join(string(b"some token %d" % number) for number in range(150_000))
         body = ARCHITECTURE + string(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 150_000) + words
@@ -668,6 +669,7 @@ HOSTILE_WORDS = {
 }
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_header_is_refused_at_once_and_without_memory(tmp_path: Path, what: str) -> None:
     path = tmp_path / "hostile.gguf"
@@ -684,6 +686,7 @@ def test_a_hostile_header_is_refused_at_once_and_without_memory(tmp_path: Path, 
     assert peak < 4 << 20
 
 
+@pytest.mark.measures
 def test_a_large_file_of_tiny_strings_is_not_walked_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "sparse.gguf"
     path.write_bytes(header(0, 1, field(b"a.b", 9, struct.pack("<IQ", 8, 2**30))))
@@ -747,13 +750,13 @@ class TestFuzz:
             assert from_json(Model, to_json(model)) == model
             assert model.weight_bytes <= len(content)
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
     def test_any_truncation_ends_in_a_clear_no(self, tmp_path: Path, valid: bytes, data: st.DataObject) -> None:
         length = data.draw(st.integers(0, len(valid) - 1))
         self.check(tmp_path / "f.gguf", valid[:length])
 
-    @settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=6),
         cut=st.one_of(st.none(), st.floats(0, 1)),
@@ -769,7 +772,7 @@ class TestFuzz:
             content[int(where * span)] ^= mask
         self.check(tmp_path / "f.gguf", bytes(content if cut is None else content[: int(cut * len(content))]))
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(where=st.integers(4, 1150), value=st.integers(0, 2**64 - 1))
     def test_any_number_replaced_ends_in_a_model_or_a_clear_no(
         self, tmp_path: Path, valid: bytes, where: int, value: int
@@ -778,7 +781,7 @@ class TestFuzz:
         content[where : where + 8] = struct.pack("<Q", value)
         self.check(tmp_path / "f.gguf", bytes(content))
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(noise=st.binary(max_size=300))
     def test_noise_behind_a_magic_ends_in_a_clear_no(self, tmp_path: Path, noise: bytes) -> None:
         self.check(tmp_path / "f.gguf", b"GGUF\x03\0\0\0" + noise)

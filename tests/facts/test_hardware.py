@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from tests.conftest import HANG_S
 
 from bedplate.facts.cgroup import CgroupLimits
 from bedplate.facts.devices import Found
@@ -90,6 +91,7 @@ class TestProbe:
         hardware = probe()
         assert from_json(Hardware, to_json(hardware)) == hardware
 
+    @pytest.mark.measures
     @on_linux
     def test_is_quick_and_starts_no_process(self) -> None:
         probe()
@@ -110,7 +112,9 @@ class TestProbe:
             "import sys; from bedplate.facts.hardware import probe; found = probe()\n"
             "print(bool(found.accelerators or found.notes), 'pynvml' in sys.modules, 'torch' in sys.modules)"
         )
-        child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+        child = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S
+        )
         something, bindings, torch = child.stdout.split()
         assert torch == "False"
         assert something == "True" or bindings == "False"

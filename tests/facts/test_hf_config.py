@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.errors import BadQuestion
@@ -319,6 +319,7 @@ class TestByHand:
         one = read(quantization_config={**plain, "ignore": ["lm_head", "model.layers.0.self_attn*"]})
         assert one.weight_bytes - read(quantization_config=plain).weight_bytes == 4096 * (4096 + 1024 + 1024 + 4096)
 
+    @pytest.mark.measures
     def test_a_pattern_that_would_never_end_is_not_run(self) -> None:
         began = time.process_time()
         read(quantization_config={"quant_method": "fp8", "ignore": ["re:(a+)+$", "re:(.*.*)*x", "*" * 400, "re:["]})
@@ -404,7 +405,6 @@ small = st.one_of(
 )
 
 
-@settings(max_examples=600)
 @given(
     changes=st.dictionaries(st.sampled_from(KEYS), st.one_of(values, small), max_size=8), kind=st.sampled_from(TYPES)
 )

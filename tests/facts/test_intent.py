@@ -257,6 +257,7 @@ def test_anchors_and_merges_work() -> None:
 
 
 class TestHostileText:
+    @pytest.mark.measures
     def test_a_bomb_of_aliases_is_refused_at_once(self) -> None:
         lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
         lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.errors import BadQuestion
@@ -185,6 +185,7 @@ def test_every_known_model_is_found_by_its_own_name() -> None:
         assert model.parameters > 0 and model.weight_bytes > 0 and model.max_context
 
 
+@pytest.mark.measures
 def test_the_first_look_up_takes_a_blink() -> None:
     """In a process of its own, without what importing the package takes."""
     code = (
@@ -198,7 +199,7 @@ def test_the_first_look_up_takes_a_blink() -> None:
     assert float(took.stdout) < 0.1  # about 10 ms on a core of today
 
 
-@settings(max_examples=200)
+@pytest.mark.measures
 @given(text=st.text(max_size=60))
 def test_any_text_is_understood_somehow(text: str) -> None:
     understood(text)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.errors import BadQuestion
@@ -54,6 +54,7 @@ def test_a_scalar_and_an_empty_tensor(tmp_path: Path) -> None:
     assert sum(tensor.elements for tensor in found.tensors) == 1
 
 
+@pytest.mark.measures
 def test_the_weights_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "big.safetensors"
     with path.open("wb") as file:
@@ -90,6 +91,7 @@ def test_what_cannot_be(tensors: dict[str, Any], words: str, tmp_path: Path) -> 
     assert "m.safetensors" in caught.value.message
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 10**12, MAX_HEADER_BYTES + 1])
 def test_a_length_that_no_header_has(length: int, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
@@ -120,6 +122,7 @@ def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
         read_header(tmp_path / "m.safetensors")
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize(
     "text", ["[" * 200_000, '{"a":' * 200_000, '{"a":' + "[" * 100_000 + "]" * 100_000 + "}", "{", "nul", '{"a":1}' * 3]
 )
@@ -130,6 +133,7 @@ def test_json_that_is_none_or_without_bottom(text: str) -> None:
     assert time.process_time() - began < 2
 
 
+@pytest.mark.measures
 def test_a_bomb_of_tensors() -> None:
     text = "{" + ",".join(f'"{number}":{{}}' for number in range(safetensors.MAX_TENSORS + 2)) + "}"
     began = time.process_time()
@@ -138,7 +142,6 @@ def test_a_bomb_of_tensors() -> None:
     assert time.process_time() - began < 5
 
 
-@settings(max_examples=300)
 @given(data=st.binary(max_size=300))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     for call in (lambda: parse_header(data, "x"), lambda: parse_index(data, "x"), lambda: header_length(data, "x")):
@@ -158,7 +161,6 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
 @given(tensors=st.dictionaries(st.text(max_size=5), entries, max_size=5))
 def test_any_header_is_read_or_refused(tensors: dict[str, Any]) -> None:
     try:

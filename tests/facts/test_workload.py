@@ -311,6 +311,7 @@ def test_a_header_alone_holds_no_requests(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.measures
 def test_a_million_rows_take_seconds_and_little_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chance = random.Random(5)
     path = tmp_path / "million.csv"

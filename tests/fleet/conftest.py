@@ -86,7 +86,7 @@ def start_engine(bedplate_home: Path, tmp_path_factory: pytest.TempPathFactory) 
                 return bool(json.loads(at.page("/health")[1]) == {"status": "ok"})
             return False
 
-        wait_for(ready, f"{one.name} to be ready", 180)
+        wait_for(ready, f"{one.name} to be ready")
         return found
 
     with ends:

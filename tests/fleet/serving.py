@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+from tests.conftest import HANG_S
 from tests.fleet.checks import Wrong
 
 START_LIMIT_S = 1500.0
@@ -68,7 +69,7 @@ class Serving:
         except queue.Empty:
             raise Wrong(f"it was not ready after {limit_s:.0f} s") from None
         if not line:
-            raise Wrong(f"it ended with status {self.process.wait(30)} before it was ready")
+            raise Wrong(f"it ended with status {self.process.wait(HANG_S)} before it was ready")
         self.endpoint = json.loads(line)
         self.ready_s = time.monotonic() - self.began
 
@@ -128,7 +129,7 @@ class Serving:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(60)
+                self.process.wait(HANG_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -136,7 +137,7 @@ class Serving:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         for reader in self._readers:
-            reader.join(10)
+            reader.join(HANG_S)
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()

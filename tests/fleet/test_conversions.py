@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.conftest import wait_for
+from tests.conftest import HANG_S, wait_for
 
 from bedplate.decide import decide
 from bedplate.decide import plan as planned
@@ -121,9 +121,9 @@ def test_ctrl_c_in_a_conversion_leaves_nothing(unpacked: Path, tmp_path: Path, b
     argv = [sys.executable, "-m", "bedplate", "serve", str(source), "--engine", "llama.cpp", "--port", "0"]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: list(prepared_dir().glob(".making-*")) or None, "the conversion to begin", 120)
+        wait_for(lambda: list(prepared_dir().glob(".making-*")) or None, "the conversion to begin")
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     assert process.returncode == 130

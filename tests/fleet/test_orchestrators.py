@@ -25,7 +25,7 @@ import aiohttp
 import openai
 import psutil
 import pytest
-from tests.conftest import gone, wait_for
+from tests.conftest import HANG_S, gone, wait_for
 from tests.fleet.serving import Serving, serving
 
 pytestmark = [
@@ -81,7 +81,7 @@ def open_to_all(processes: list[psutil.Process]) -> list[tuple[str, Any]]:
 
 
 def says_something(one: Serving, **more: Any) -> str:
-    with openai.OpenAI(base_url=one.endpoint["url"], api_key="none", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=one.endpoint["url"], api_key="none", max_retries=0, timeout=HANG_S) as client:
         messages: Any = [{"role": "user", "content": "Count to ten."}]
         answer = client.chat.completions.create(model=one.endpoint["model"], messages=messages, max_tokens=8, **more)
         if not more.get("stream"):
@@ -232,7 +232,7 @@ class TestRay:
         below = one.descendants()
         assert len(below) > 10
         one.process.send_signal(signal.SIGKILL)
-        wait_for(lambda: gone(below), "all of Ray to end", 30)
+        wait_for(lambda: gone(below), "all of Ray to end")
 
     def test_a_signal_ends_all_of_it(self, builtin_gguf: Path) -> None:
         with orchestrated("--on", "ray", "--engine", "llama.cpp") as one:
@@ -316,7 +316,7 @@ class TestDynamo:
     def test_nothing_is_left_of_it(self, one: Serving) -> None:
         below = one.descendants()
         os.kill(one.process.pid, signal.SIGKILL)
-        wait_for(lambda: gone(below), "all of Dynamo to end", 30)
+        wait_for(lambda: gone(below), "all of Dynamo to end")
 
 
 @pytest.mark.parametrize(("on", "engine"), [("ray", "llama.cpp"), ("dynamo", "mocker")])
@@ -333,4 +333,4 @@ def test_in_the_background_it_stays_until_it_is_stopped(on: str, engine: str, bu
         assert model["state"] == "ready" and model["on"]["text"] == endpoint["on"]["text"]
     finally:
         bedplate("stop", endpoint["name"])
-    wait_for(lambda: gone([host, *below]), "all of it to end", 30)
+    wait_for(lambda: gone([host, *below]), "all of it to end")

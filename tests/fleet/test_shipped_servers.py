@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import wait_for
+from tests.conftest import HANG_S, wait_for
 from tests.fleet import checks
 from tests.fleet.conftest import Running, Start
 from tests.fleet.embedding import makes_pytorchs_vectors, pytorch_vectors
@@ -68,7 +68,7 @@ def served(
     assert running.process.stdin is not None
     running.process.stdin.close()
     running.process.stdin = None
-    assert running.process.wait(10) == 0  # it ends with whoever holds its stdin
+    assert running.process.wait(HANG_S) == 0  # it ends with whoever holds its stdin
 
 
 def test_it_knows_the_capital_of_france(served: Served) -> None:

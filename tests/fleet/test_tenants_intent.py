@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.commands import run
-from tests.conftest import wait_for
+from tests.conftest import HANG_S, wait_for
 from tests.fleet.beside import home_with
 from tests.fleet.serving import Serving, serving
 
@@ -49,7 +49,7 @@ def key_of(name: str, *more: str) -> str:
 def opened(url: str, key: str | None, body: dict[str, Any] | None = None) -> Any:
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     return urllib.request.urlopen(
-        urllib.request.Request(url, json.dumps(body).encode() if body is not None else None, headers), timeout=60
+        urllib.request.Request(url, json.dumps(body).encode() if body is not None else None, headers), timeout=HANG_S
     )
 
 
@@ -88,7 +88,7 @@ class Busy:
         self.rest = self._answer.read()
 
     def used(self) -> dict[str, int]:
-        self._thread.join(120)
+        self._thread.join(HANG_S)
         events = [line[6:] for line in self.rest.split(b"\n") if line.startswith(b"data: {")]
         return next(usage for event in reversed(events) if (usage := json.loads(event).get("usage")))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import psutil
+from tests.conftest import HANG_S, no_new_children, wait_for
 from tests.engines.plans import machine
 
 from bedplate.decide import decide, plan
@@ -101,14 +102,14 @@ def with_host(then: Callable[[Host], Awaitable[None]], logs: Path, *, budget_byt
         await host.start()
         host.state = "ready"
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_S):
                 await then(host)
         finally:
             await host.stop()
 
     before = psutil.Process().children(recursive=True)  # what an earlier test left is not this one's fault
     asyncio.run(run())
-    assert set(psutil.Process().children(recursive=True)) <= set(before)
+    wait_for(lambda: no_new_children(before), "the processes of the host to end")
 
 
 async def add(host: Host, one: Readied) -> None:

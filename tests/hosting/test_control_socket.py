@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import HANG_S
 
 from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.hosting.control import ControlServer, Nothing, Operation, ask
@@ -92,7 +93,7 @@ def serving(folder: Path, then: Callable[[HostStub, ServiceRecord], Awaitable[No
         host = HostStub()
         server = ControlServer(host, OPERATIONS)  # type: ignore[arg-type]
         path = await server.start(folder / "run" / "chat.sock", "chat")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await then(host, record_at(path))
         await server.stop()
         assert not path.exists()
@@ -185,7 +186,7 @@ def test_the_end_of_the_host_is_told_to_those_who_wait(tmp_path: Path, do: str) 
         await server.stop()
         with pytest.raises(OutsideFailed, match="is ending"):
             await waiting
-        await asyncio.wait_for(host.cancelled.wait(), 10)
+        await asyncio.wait_for(host.cancelled.wait(), HANG_S)
 
     asyncio.run(run())
 

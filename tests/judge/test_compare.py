@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.judge.made_cells import GOOD, Noise, made_cell, made_pair, made_repeat, made_sample, with_settings
 
@@ -362,7 +362,6 @@ class TestFigures:
     def test_a_clean_sheet_of_a_few_is_not_all(self) -> None:
         assert wilson(1.0, 5, 0.95)[0] < 0.6 < wilson(1.0, 100, 0.95)[0]
 
-    @settings(max_examples=15)
     @given(st.floats(0.3, 3.0), st.integers(3, 6), st.integers(0, 1000))
     def test_turned_round_the_effect_is_the_inverse(self, gain: float, repeats: int, seed: int) -> None:
         one, other = made_pair(Noise(seed, **QUIET), gain, repeats)

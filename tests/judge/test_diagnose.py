@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.judge.made_cells import made_cell, made_repeat, made_sample
 from tests.judge.made_engine import MadeEngine, exactly, the_shape
@@ -174,7 +174,6 @@ class TestHonesty:
         found = told(MadeEngine(prompt=1024, tokens=16), 8)
         assert found.limit == "compute" and any("alone" in one for one in found.unknown)
 
-    @settings(max_examples=60)
     @given(
         st.builds(
             MadeEngine, token_ms=st.floats(0.001, 5), read_ms=st.floats(0.1, 50), own_ms=st.floats(0, 50),

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.errors import BadQuestion
+from bedplate.measure.bench import label_of
 from bedplate.measure.questions import engine_list, loads_of, read_budget, read_target, trace_name
 from bedplate.measure.replays import read_shapes
+from bedplate.values.run import Load, Matrix
 from bedplate.values.workload import LatencyTarget
 
 
@@ -89,3 +91,8 @@ def test_a_trace_without_times_cannot_be_replayed(tmp_path: Path) -> None:
     path.write_text('[{"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c d"}]}]')
     with pytest.raises(BadQuestion, match="does not say when"):
         read_shapes(path, 20)
+
+
+def test_versions_of_one_engine_are_told_apart_in_a_run() -> None:
+    matrix = Matrix(engines=("vllm@0.26.0", "vllm@0.32.0", "sglang@0.5.15"), loads=(Load(concurrency=1),))
+    assert label_of(matrix, "vllm", "0.26.0") == "vllm@0.26.0" and label_of(matrix, "sglang", "0.5.15") == "sglang"

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.commands import run as command
-from tests.conftest import gone, wait_for
+from tests.conftest import HANG_S, gone, wait_for
 from tests.decide.test_tuned import MACHINE, tuned_for
 
 from bedplate import store
@@ -145,7 +145,7 @@ def kept_cells() -> int:
 
 def test_a_killed_run_loses_what_was_under_way_and_goes_on(home: Path, null: str) -> None:
     process = started("--url", null, "--concurrency", "1,2,3", *SHORT, "--no-quality")
-    wait_for(lambda: kept_cells() >= 1, "the first cell to be kept", 120)
+    wait_for(lambda: kept_cells() >= 1, "the first cell to be kept")
     below = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
@@ -165,14 +165,15 @@ def test_a_killed_run_loses_what_was_under_way_and_goes_on(home: Path, null: str
 def test_being_stopped_keeps_what_is_done(home: Path, null: str, number: int) -> None:
     many = ",".join(map(str, range(1, 13)))  # more than can be done before the signal is sent
     process = started("--url", null, "--concurrency", many, *SHORT, "--no-quality", "--csv")
-    wait_for(lambda: kept_cells() >= 1, "the first cell to be kept", 120)
+    wait_for(lambda: kept_cells() >= 1, "the first cell to be kept")
     below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 130, err
     assert "--resume" in err and "Traceback" not in err, err
     assert out.startswith("engine,version") and len(out.splitlines()) >= 2
-    assert gone(below) and not store.run().finished
+    wait_for(lambda: gone(below), "its processes to end")
+    assert not store.run().finished
 
 
 # a real engine
@@ -182,12 +183,12 @@ def test_a_real_engine_is_started_measured_checked_and_stopped(
     own_home: Path, builtin_gguf: Path, llama_environment: Environment, one_core: None
 ) -> None:
     process = started("--engines", "llama.cpp", "--concurrency", "1,2", *SHORT, "--seconds", "1", "--json")
-    wait_for(lambda: kept_cells() >= 1, "the first cell to be kept", 500)
+    wait_for(lambda: kept_cells() >= 1, "the first cell to be kept")
     below = psutil.Process(process.pid).children(recursive=True)
     assert any("llama-server" in " ".join(one.cmdline()) for one in below)
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
-    assert gone(below)
+    wait_for(lambda: gone(below), "its processes to end")
     run = from_json(Run, out)
     assert [cell.load.concurrency for cell in run.cells] == [1, 2] and run.finished
     for cell in run.cells:

@@ -12,7 +12,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -487,12 +486,11 @@ def test_a_real_engine_gives_exactly_what_is_asked_for(serve: Callable[..., Any]
         load = Load(concurrency=2, prompt_tokens=96, output_tokens=12, shared_prefix_tokens=40)
         target = Target.of(served.url)
         prepared = run(prepare(target, load))
-        began = time.monotonic()
         repeat = run(measure(target, load, prepared=prepared, seconds=1, warmup_s=0.5, least_requests=4, check=False))
     finally:
         os.sched_setaffinity(0, before)
     assert prepared.api == "completions" and prepared.takes_exact_output and prepared.tells_usage
     assert {sample.outcome for sample in repeat.samples} == {"ok"} and len(repeat.samples) >= 4
     assert {(each.prompt_tokens, each.output_tokens) for each in repeat.samples} == {(96, 12)}
-    assert repeat.exact_prompt and repeat.exact_output and time.monotonic() - began < 300
+    assert repeat.exact_prompt and repeat.exact_output
     assert all((each.cached_tokens or 0) <= 40 for each in repeat.samples), "no more than the chosen beginning"

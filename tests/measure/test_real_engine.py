@@ -30,7 +30,7 @@ def test_serve_checks_the_first_time_and_remembers(
     for folder in ("engines", "models"):
         (tmp_path / folder).symlink_to(bedplate_home / folder)
     first = serve("--check", env={"BEDPLATE_HOME": str(tmp_path)})
-    wait_for(lambda: "the reference: 4" in "".join(first.stderr), "the answers to be checked", 400)
+    wait_for(lambda: "the reference: 4" in "".join(first.stderr), "the answers to be checked")
     path = tmp_path / "store.sqlite"
     (found,) = wait_for(lambda: kept(path), "what was found to be kept")
     assert found.verdict == "ok" and found.answered == 48 and found.agreed >= 46

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import wait_for
+from tests.conftest import HANG_S, wait_for
 
 from bedplate.engines import EngineState, engine
 from bedplate.measure import watch
@@ -314,14 +314,14 @@ def test_a_stretch_that_ends_while_it_looks_is_seen_to_its_end() -> None:
         def look(self) -> Look:
             self.looks += 1
             self.looking.set()
-            assert self.answered.wait(30)
+            assert self.answered.wait(HANG_S)
             return super().look()
 
     meters = Slow()
     meters.pid = os.getpid()
     with Watcher(meters) as watcher:
         watcher.mark("begin")
-        assert meters.looking.wait(30)
+        assert meters.looking.wait(HANG_S)
         watcher.mark("end")
         threading.Timer(0.1, meters.answered.set).start()
     use, _ = watcher.seen()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import gone, wait_for
+from tests.conftest import HANG_S, gone, wait_for
 
 from bedplate.errors import OutsideFailed
 from bedplate.facts.gguf import read_gguf
@@ -77,7 +77,7 @@ def test_a_damaged_file_is_fetched_anew(own_home: Path) -> None:
 
 def test_of_two_processes_one_fetches_and_the_other_waits(own_home: Path) -> None:
     both = [fetch_process() for _ in range(2)]
-    outputs = [process.communicate(timeout=120) for process in both]
+    outputs = [process.communicate(timeout=HANG_S) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     lines = [line for output, _ in outputs for line in output.splitlines()]
     assert sum(line.startswith("downloading") for line in lines) == 1
@@ -99,7 +99,7 @@ def test_killed_in_the_middle_it_starts_clean(own_home: Path) -> None:
             below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
             process.kill()
             process.communicate()
-        wait_for(lambda below=below: gone(below), "uv to end too", 10)  # type: ignore[misc]
+        wait_for(lambda below=below: gone(below), "uv to end too")  # type: ignore[misc]
         if is_here():
             assert sha256(builtin_path()) == FILE_SHA256
     builtin_path().unlink(missing_ok=True)
@@ -111,7 +111,7 @@ def test_ctrl_c_leaves_nothing(own_home: Path) -> None:
     with fetch_process() as process:
         wait_for(lambda: list(own_home.glob("models/builtin/.fetch-*")) or None, "the fetch to begin")
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=HANG_S)
     assert in_folder() == [] or (in_folder() == [FILE] and sha256(builtin_path()) == FILE_SHA256)
 
 

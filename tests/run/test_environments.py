@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import psutil
 import pytest
-from tests.conftest import gone, wait_for
+from tests.conftest import HANG_S, gone, no_new_children, wait_for
 
 from bedplate.engines import Engine, Recipe, engine
 from bedplate.errors import BadQuestion, OutsideFailed
@@ -247,7 +247,7 @@ class TestKilled:
                 below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
                 process.send_signal(number)
                 process.communicate()
-            wait_for(lambda below=below: gone(below), "uv to end too", 10)  # type: ignore[misc]
+            wait_for(lambda below=below: gone(below), "uv to end too")  # type: ignore[misc]
             found = find_environment(engine("llama.cpp"))
             if found is not None:
                 check = [str(found.interpreter), "-I", "-c", "import xllamacpp; xllamacpp.CommonParams()"]
@@ -262,14 +262,14 @@ class TestKilled:
             assert process.stdout is not None and process.stdout.readline().startswith("installing llama.cpp")
             wait_for(lambda: list(own_home.glob("engines/*/.making-*/env")) or None, "uv to be at work")
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=20)
+            _, errors = process.communicate(timeout=HANG_S)
         assert "KeyboardInterrupt" in errors
         assert leftovers(own_home) == [] and installed() == []
 
 
 def test_of_two_processes_one_installs_and_the_other_waits(own_home: Path) -> None:
     both = [install_process() for _ in range(2)]
-    outputs = [process.communicate(timeout=120) for process in both]
+    outputs = [process.communicate(timeout=HANG_S) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     printed = [output.splitlines() for output, _ in outputs]
     assert len({lines[-1] for lines in printed}) == 1
@@ -340,7 +340,8 @@ class TestFailing:
         with pytest.raises(OutsideFailed, match="does not run on this machine") as caught:
             make_environment(Hanging())
         assert "not done after" in str(caught.value.cause)
-        assert leftovers(own_home) == [] and not psutil.Process().children(recursive=True)
+        wait_for(lambda: no_new_children([]), "uv to end")
+        assert leftovers(own_home) == []
 
     def test_a_home_that_cannot_be_written_says_which(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").write_text("")

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import wait_for
+from tests.conftest import HANG_S, wait_for
 from tests.run.test_environments import leftovers, own_home
 
 from bedplate.engines import Engine, SourceBuild, Variant, engine
@@ -372,10 +372,10 @@ def test_ctrl_c_ends_all_of_it_and_leaves_nothing(sources: Path, own_home: Path,
         sleeping[:] = [one for one in below if "sleep" in " ".join(_cmdline(one))]
         return bool(sleeping)
 
-    wait_for(compiles, "the build to be under way", 60)
+    wait_for(compiles, "the build to be under way")
     process.send_signal(number)
-    process.communicate(timeout=30)
-    wait_for(lambda: not any(one.is_running() for one in sleeping), "its processes to end", 30)
+    process.communicate(timeout=HANG_S)
+    wait_for(lambda: not any(one.is_running() for one in sleeping), "its processes to end")
     assert installed() == []
     if number == signal.SIGINT:
         assert leftovers(own_home) == []

@@ -16,7 +16,7 @@ from typing import ClassVar
 import msgspec
 import psutil
 import pytest
-from tests.conftest import gone, wait_for
+from tests.conftest import HANG_S, gone, wait_for
 
 from bedplate.engines import Engine, Failure, Recipe
 from bedplate.engines.base import made_path
@@ -603,8 +603,8 @@ class TestKilled:
         wait_for(lambda: list(prepared_dir().glob(".making-*/folder")) or None, "the step to be at work")
         below = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
-        process.communicate(timeout=20)
-        wait_for(lambda: gone(below), "the program to end too", 10)
+        process.communicate(timeout=HANG_S)
+        wait_for(lambda: gone(below), "the program to end too")
         assert not list(prepared_dir().glob("*/bedplate.json"))
         if number == signal.SIGINT:
             assert leftovers() == []
@@ -614,7 +614,7 @@ class TestKilled:
 
     def test_of_two_processes_one_works_and_the_other_waits(self, start: object) -> None:
         both = [start("make") for _ in range(2)]  # type: ignore[operator]
-        outputs = [process.communicate(timeout=60) for process in both]
+        outputs = [process.communicate(timeout=HANG_S) for process in both]
         assert [process.returncode for process in both] == [0, 0], outputs
         printed = [output.splitlines() for output, _ in outputs]
         assert printed[0][-1] == printed[1][-1]

@@ -16,7 +16,7 @@ import pytest
 import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import gone, wait_for
+from tests.conftest import HANG_S, gone, wait_for
 
 from bedplate.decide import decide, plan
 from bedplate.engines import Engine, Failure, engine
@@ -126,7 +126,7 @@ def supervise(
         one = Supervisor(real_plan(model_file), kind or Fake(), environment, backend, log)
         one.start()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_S):
                 await then(one, backend)
         finally:
             await one.stop()
@@ -277,6 +277,7 @@ class TestGivingUp:
         assert backend.restarts == 1
         assert "# not ready after 500 ms" in (tmp_path / "log").read_text()
 
+    @pytest.mark.measures
     def test_a_health_check_that_never_answers_is_a_hang_too(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -364,7 +365,7 @@ asyncio.run(main())
             processes = bedplate.children(recursive=True)
             assert len(processes) == 2
             bedplate.kill()
-        wait_for(lambda: gone(processes), "warden and engine to end", 10)
+        wait_for(lambda: gone(processes), "warden and engine to end")
 
 
 deaths = st.builds(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import wait_for
+from tests.conftest import HANG_S, wait_for
 
 from bedplate.run.child import run_child
 from bedplate.run.warden import guarded
@@ -80,7 +80,7 @@ class Tree:
         return found
 
     def wait_until_gone(self) -> None:
-        wait_for(lambda: not self.alive(), "all processes of the tree to end", 10)
+        wait_for(lambda: not self.alive(), "all processes of the tree to end")
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def tree() -> Iterator[Tree]:
         one.kill()
     for process in planted.started:
         process.kill()
-        process.wait(10)
+        process.wait(HANG_S)
     assert not left
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE]
 
@@ -127,7 +127,7 @@ def test_output_and_exit_status_arrive(tree: Tree) -> None:
     warden = tree.guard("import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit(7)")
     assert started_pid(warden) > 0
     assert line(warden) == "exited 7"
-    assert warden.wait(10) == 7
+    assert warden.wait(HANG_S) == 7
     assert warden.stderr is not None
     assert sorted(warden.stderr.read().split("\n")) == ["", "to stderr", "to stdout"]
 
@@ -136,14 +136,14 @@ def test_the_signal_that_ended_it_is_reported(tree: Tree) -> None:
     warden = tree.guard("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     started_pid(warden)
     assert line(warden) == f"exited {-signal.SIGSEGV}"
-    assert warden.wait(10) == 128 + signal.SIGSEGV
+    assert warden.wait(HANG_S) == 128 + signal.SIGSEGV
 
 
 def test_what_cannot_be_executed_is_reported(tree: Tree, tmp_path: Path) -> None:
     warden = tree.start(guarded([str(tmp_path / "nothing-here"), "--option"]))
     report = line(warden)
     assert report.startswith("failed ") and "No such file" in report and "nothing-here" in report
-    assert warden.wait(10) == 127
+    assert warden.wait(HANG_S) == 127
 
 
 def test_t_asks_and_k_insists(tree: Tree) -> None:
@@ -190,7 +190,7 @@ def test_the_whole_tree_goes_with_the_engine(tree: Tree, how: str) -> None:
         say(warden, "k")
     else:
         os.kill(engine, signal.SIGINT)  # a KeyboardInterrupt: it ends by itself
-    warden.wait(10)
+    warden.wait(HANG_S)
     tree.wait_until_gone()
 
 
@@ -208,7 +208,7 @@ def test_the_engine_goes_when_the_warden_is_killed(tree: Tree) -> None:
     engine = psutil.Process(started_pid(warden))
     assert log_line(warden) == "up"
     warden.kill()
-    wait_for(lambda: not engine.is_running(), "the engine to be killed", 10)
+    wait_for(lambda: not engine.is_running(), "the engine to be killed")
 
 
 @pytest.mark.parametrize("session", ["its own", "the engine's"])
@@ -233,7 +233,7 @@ time.sleep(600)
     assert log_line(warden) == "running"
     say(warden, "k")
     # Its processes live too shortly to be listed, but they hold the other end of the log.
-    warden.communicate(timeout=10)
+    warden.communicate(timeout=HANG_S)
     assert warden.returncode == 128 + signal.SIGKILL
 
 
@@ -252,7 +252,7 @@ time.sleep(600)
     started_pid(warden)
     assert log_line(warden) == "growing"
     say(warden, "k")
-    assert warden.wait(20) == 128 + signal.SIGKILL
+    assert warden.wait(HANG_S) == 128 + signal.SIGKILL
     tree.wait_until_gone()
 
 
@@ -272,7 +272,7 @@ time.sleep(600)
     warden = tree.guard(orphans)
     engine = started_pid(warden)
     assert log_line(warden) == "up"
-    wait_for(lambda: [p.pid for p in psutil.Process(warden.pid).children()] == [engine], "orphans to be reaped", 10)
+    wait_for(lambda: [p.pid for p in psutil.Process(warden.pid).children()] == [engine], "orphans to be reaped")
     say(warden, "k")
     assert line(warden) == f"exited {-signal.SIGKILL}"
 

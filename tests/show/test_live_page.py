@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.browser import Page as Tab
-from tests.browser import browser, opened
+from tests.browser import opened
 from tests.engines.plans import machine
 from tests.hosting.stub_hosts import add, stub_environment, stub_readied
 from tests.page.test_live import ANNS, OPERATOR, close_door, served
@@ -65,7 +65,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
 
 
-needs_browser = pytest.mark.skipif(browser() is None, reason="no Chromium or Chrome is installed here")
+needs_browser = pytest.mark.browser
 ANSWER = "document.getElementById('answer').textContent"
 TOLD = "document.getElementById('told').textContent"
 SHOWN = "!document.getElementById('all').hidden"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.browser import Page as Tab
-from tests.browser import browser, opened
+from tests.browser import opened
 from tests.runs import MODEL, made_cell, made_run
 
 from bedplate.run.builtin import builtin_facts
@@ -113,7 +113,7 @@ def test_axes_have_ticks(low: float, ratio: float) -> None:
     assert all(scale.low * 0.99 <= tick <= scale.high * 1.01 for tick in scale.ticks())
 
 
-@pytest.mark.skipif(browser() is None, reason="no Chromium or Chrome is installed here")
+@pytest.mark.browser
 def test_a_browser_shows_it_in_both_themes_at_two_widths_and_on_one_sheet(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(html(page()), encoding="utf-8")

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.plans import machine, model, plan
 
@@ -90,7 +90,6 @@ def test_it_comes_within_five_percent_of_the_best_with_a_tenth_of_the_measuremen
     assert max(spent) <= 0.2 and sum(spent) / len(spent) <= 0.1
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.floats(0.0, 0.08))
 def test_it_never_ends_far_below_where_it_began(seed: int, noise: float) -> None:
     made = Made(seed, noise)
@@ -99,14 +98,12 @@ def test_it_never_ends_far_below_where_it_began(seed: int, noise: float) -> None
     assert len(found.kept) == 0 or made.asked.count(found.best) >= 2  # nothing is kept that was measured once
 
 
-@settings(max_examples=40)
 @given(st.integers(0, 10**6))
 def test_the_same_measurements_give_the_same_search(seed: int) -> None:
     one, other = Made(seed), Made(seed)
     assert climbed(one) == climbed(other) and one.asked == other.asked
 
 
-@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from(["k0", "k1", "k3"]))
 def test_what_was_refused_is_never_asked_for(seed: int, name: str) -> None:
     made = Made(seed)

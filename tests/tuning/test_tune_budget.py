@@ -178,7 +178,7 @@ class Paper(Tuner):
         return repeat
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 10**6), st.floats(0.3, 30), st.floats(0.5, 15), st.floats(300, 1200), st.floats(1, 2))
 def test_a_tuning_takes_no_longer_than_it_may(
     tmp_path: Path, seed: int, wave: float, start: float, budget_s: float, own: float

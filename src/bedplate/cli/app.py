@@ -1,4 +1,4 @@
-"""Puts the verbs together and turns errors into messages and exit codes."""
+"""Assembles the verbs, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import errno
 import io
 import os
 import sys
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import click
 import typer
+from typer.core import TyperArgument, TyperGroup
 
 from bedplate._version import __version__
 from bedplate.cli import (
@@ -31,6 +35,7 @@ from bedplate.cli import (
     probe,
     ps,
     report,
+    schema,
     serve,
     shadow,
     simulate,
@@ -46,8 +51,57 @@ if TYPE_CHECKING:
     from bedplate.errors import BedplateError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+PANELS: dict[str, tuple[ModuleType, ...]] = {
+    "Run": (serve, ps, status, logs, stop),
+    "Decide": (plan, models, engines, inspect, probe, workload, estimate),
+    "Measure": (bench, tune, compare, diagnose, report),
+    "Change": (shadow, migrate, watch),
+    "Scale out": (simulate, bundle),
+    "Administer": (keys, usage, prepared, doctor, schema),
+}
+"""The verbs as `bedplate --help` groups them, each in a module of its name."""
+
+
+class _HelpedArgument(TyperArgument):
+    """Keeps the help of an argument. typer before 0.25 sets `help` before click 8.5 resets it, and click would list
+    arguments with `help` once more, in a section of its own."""
+
+    def __init__(self, *, help: str | None = None, **options: Any) -> None:
+        super().__init__(help=help, **options)
+        self.help, self._text = None, help
+
+    def get_help_record(self, ctx: click.Context) -> Any:
+        self.help = self._text
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.help = None
+
+
+typer.main.TyperArgument = _HelpedArgument  # type: ignore[attr-defined]
+
+
+class GroupedVerbs(TyperGroup):
+    """Lists the verbs under the headings of their groups, without rich."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        limit = formatter.width - width - 4
+        for panel, modules in PANELS.items():
+            names = [name_of(module) for module in modules]
+            with formatter.section(panel):
+                formatter.write_dl(
+                    [(f"{name:{width}}", self.commands[name].get_short_help_str(limit)) for name in names]
+                )
+
+
+def name_of(verb: ModuleType) -> str:
+    return verb.__name__.rpartition(".")[2]
+
+
 app = typer.Typer(
     name="bedplate",
+    cls=GroupedVerbs,
     help="You don't pick an inference engine, you pick a hardware strategy, and the engine follows.",
     epilog="""Examples:
 
@@ -55,10 +109,10 @@ app = typer.Typer(
   bedplate serve                     the built-in model behind an OpenAI-compatible endpoint
   bedplate serve model.gguf          any GGUF file, or one in the Hugging Face, Ollama or LM Studio cache
   bedplate plan model.gguf           which engine and why, without running anything
-  bedplate models                    what can I run here?
-  bedplate probe --json              this machine, for other programs
+  bedplate models                    the models that this machine can run
+  bedplate probe --json              this machine as JSON, for other programs
 
-Exit codes: 0 done; 1 the answer is no; 2 the question was wrong; 3 something outside failed.""",
+Exit codes: 0 done; 1 not possible; 2 usage error; 3 external failure.""",
     no_args_is_help=True,
     add_completion=True,
     # Plain help needs no rich, and so answers in half the time.
@@ -66,33 +120,13 @@ Exit codes: 0 done; 1 the answer is no; 2 the question was wrong; 3 something ou
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(epilog=serve.EXAMPLES)(serve.serve)
-app.command(epilog=ps.EXAMPLES)(ps.ps)
-app.command(epilog=status.EXAMPLES)(status.status)
-app.command(epilog=logs.EXAMPLES)(logs.logs)
-app.command(epilog=stop.EXAMPLES)(stop.stop)
-app.command(epilog=shadow.EXAMPLES)(shadow.shadow)
-app.command(epilog=migrate.EXAMPLES)(migrate.migrate)
-app.command(epilog=watch.EXAMPLES)(watch.watch)
-app.command(epilog=plan.EXAMPLES)(plan.plan)
-app.command(epilog=bench.EXAMPLES)(bench.bench)
-app.command(epilog=tune.EXAMPLES)(tune.tune)
-app.command(epilog=compare.EXAMPLES)(compare.compare)
-app.command(epilog=diagnose.EXAMPLES)(diagnose.diagnose)
-app.command(epilog=report.EXAMPLES)(report.report)
-app.command(epilog=models.EXAMPLES)(models.models)
-app.command(epilog=inspect.EXAMPLES)(inspect.inspect)
-app.command(epilog=probe.EXAMPLES)(probe.probe)
-app.command(epilog=workload.EXAMPLES)(workload.workload)
-app.command(epilog=estimate.EXAMPLES)(estimate.estimate)
-app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
-app.command(epilog=bundle.EXAMPLES)(bundle.bundle)
-app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+
 engines_use.register(engines.app)
-app.add_typer(engines.app, name="engines")
-app.add_typer(prepared.app, name="prepared")
-app.add_typer(keys.app, name="keys")
-app.command(epilog=usage.EXAMPLES)(usage.usage)
+for _verb in chain.from_iterable(PANELS.values()):
+    if hasattr(_verb, "app"):
+        app.add_typer(_verb.app, name=name_of(_verb))
+    else:
+        app.command(epilog=_verb.EXAMPLES)(getattr(_verb, name_of(_verb)))
 
 
 def _version(wanted: bool) -> None:
@@ -114,13 +148,13 @@ def main() -> None:
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Terminals that know no arrows get a question mark for one, and the page all the same.
+            # A terminal that cannot encode a character shows a question mark instead of failing.
             stream.reconfigure(errors="replace")
     try:
         try:
             app(prog_name="bedplate")
         finally:
-            # Now, and not when Python ends: then nothing could say what went wrong.
+            # Now, while an error can still be reported.
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BedplateError as error:
@@ -128,17 +162,17 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output has gone, as `bedplate … | head` does it.
+        # The reader of the output has ended, as in `bedplate … | head`.
         _forget_output()
         sys.exit(141)
     except OSError as error:
-        # Of a file that cannot be opened the error has the name; this one is of what was open already.
+        # With a file name the error is about opening a file; without one it is about writing the output.
         if error.errno not in NO_ROOM or error.filename is not None:
             raise
         from bedplate.errors import OutsideFailed
 
         _forget_output()
-        why, hint = error.strerror or str(error), "what is there is not all of it: make room, or write it elsewhere"
+        why, hint = error.strerror or str(error), "the output is incomplete; free some space, or write it elsewhere"
         _fail(OutsideFailed("cannot write the output", cause=why, hint=hint))
 
 
@@ -150,6 +184,6 @@ def _fail(error: BedplateError) -> NoReturn:
 
 
 def _forget_output() -> None:
-    """Drops what is not written yet, lest Python tries it once more at its end and complains in its own way."""
+    """Drops unwritten output, so that Python does not try to write it again at exit and print an error of its own."""
     with Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())

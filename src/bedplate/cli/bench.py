@@ -1,4 +1,4 @@
-"""bedplate bench: the matrix of engines and loads."""
+"""bedplate bench: measures engines under several loads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bedplate.cli.options import (
     Json,
     ModelName,
     PricePerHour,
-    engine_named,
+    engine_and_version,
     price_from,
     write_file,
 )
@@ -37,7 +37,7 @@ EXAMPLES = """Examples:
   bedplate bench --resume last
   bedplate bench --csv -o rows.csv
 
-Ctrl-C stops everything and keeps what is done."""
+Ctrl-C stops all engines and keeps the finished measurements."""
 
 
 class Arrivals(StrEnum):
@@ -51,96 +51,123 @@ def bench(
     file: IntentFile = None,
     engines: Annotated[
         str,
-        typer.Option(metavar="IDS", help="Engines, with commas between them; `all` installs what can run here."),
+        typer.Option(
+            metavar="IDS",
+            help="Engine ids, comma-separated, each ID or ID@VERSION; `all` installs every engine that can run here.",
+        ),
     ] = "installed",
     concurrency: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Requests in flight, one cell each.", show_default="1,4,8,16"),
+        typer.Option(
+            metavar="LIST",
+            help="Numbers of concurrent requests, comma-separated; each is measured as one cell.",
+            show_default="1,4,8,16",
+        ),
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, exactly.")] = 512,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer, exactly where possible.")] = 128,
-    shared_prefix: Annotated[int, typer.Option(min=0, help="Of each prompt, what all of them begin with.")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt length in tokens, exactly.")] = 512,
+    output_tokens: Annotated[
+        int, typer.Option(min=1, help="Answer length in tokens, exact where the engine allows it.")
+    ] = 128,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens at the beginning that all prompts share.")] = 0,
     rate: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Requests per second that come whatever happens.", show_default=False),
+        typer.Option(metavar="LIST", help="Open-loop request rates per second, comma-separated.", show_default=False),
     ] = None,
-    arrivals: Annotated[Arrivals, typer.Option(help="How they come.")] = Arrivals.poisson,
-    burst: Annotated[int, typer.Option(min=1, help="Requests that come at once, in bursts.")] = 8,
+    arrivals: Annotated[Arrivals, typer.Option(help="Arrival process, with --rate.")] = Arrivals.poisson,
+    burst: Annotated[int, typer.Option(min=1, help="Requests in one burst, with --arrivals burst.")] = 8,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Replay a trace or a log: its arrivals and lengths.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Replay the arrivals and lengths of a trace or a request log.", show_default=False
+        ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.5, help="Measured time of one repeat.")] = 10.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Repeats of a cell at the most.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.5, help="Measurement window of one repeat, in seconds.")] = 10.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Maximum number of repeats of a cell.")] = 5,
     turns: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Start every engine so often, in turns: what drifts is then shared out.",
+            help="Start each engine this many times, in interleaved rounds, so that drift affects all of them equally.",
             show_default="2 with several engines, else 1",
         ),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Measured time of all cells together.", show_default="4m for each engine"),
+        typer.Option(
+            metavar="TIME", help="Time limit for all measurements together.", show_default="4m for each engine"
+        ),
     ] = None,
     slo: Annotated[
         str | None,
         typer.Option(
-            metavar="TARGET", help="ttft_ms=500,tpot_ms=50: find the highest load that meets it.", show_default=False
+            metavar="TARGET",
+            help="Latency target, ttft_ms=500,tpot_ms=50: find the highest load that meets it.",
+            show_default=False,
         ),
     ] = None,
     price_per_hour: PricePerHour = None,
     electricity_price: ElectricityPrice = None,
     url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Measure this endpoint, and start nothing.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Measure this OpenAI-compatible endpoint instead of starting engines.",
+            show_default=False,
+        ),
     ] = None,
     key_env: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The environment variable with the endpoint's key.", show_default=False),
+        typer.Option(metavar="NAME", help="Environment variable that holds the API key of --url.", show_default=False),
     ] = None,
     served_model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="NAME", help="The endpoint's name of the model. Default: its first.", show_default=False
+            "--model", metavar="NAME", help="Model name at --url. Default: the first that it lists.", show_default=False
         ),
     ] = None,
     through_gateway: Annotated[
-        bool, typer.Option("--through-gateway", help="Measure through bedplate's gateway, as clients see it.")
+        bool, typer.Option("--through-gateway", help="Measure through bedplate's gateway, as clients do.")
     ] = False,
     build: Annotated[
-        str, typer.Option(metavar="KIND", help="packages, or native: built from source for this machine.")
+        str,
+        typer.Option(metavar="KIND", help="Engine build: packages, or native (built from source for this machine)."),
     ] = "packages",
     quality: Annotated[
-        bool, typer.Option("--quality/--no-quality", help="Compare answers with the reference, too.")
+        bool, typer.Option("--quality/--no-quality", help="Also compare answers with the float32 reference.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of the prompts and the arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and the arrivals.")] = 0,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="RUN", help="Go on with a run that was ended; `last` is the newest.", show_default=False),
+        typer.Option(
+            metavar="RUN", help="Continue an interrupted run by its id; `last` is the newest.", show_default=False
+        ),
     ] = None,
     import_file: Annotated[
         Path | None,
         typer.Option(
             "--import",
             metavar="FILE",
-            help="Keep and show what others measured: `vllm bench serve`, GuideLLM, bedplate.",
+            help="Store and show results of `vllm bench serve`, GuideLLM or another bedplate.",
             show_default=False,
         ),
     ] = None,
     json: Json = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the rows as CSV.")] = False,
-    jsonl: Annotated[bool, typer.Option("--jsonl", help="Print the rows as JSON, one a line.")] = False,
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="Print the rows as JSON lines.")] = False,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Write a file: .json, .jsonl, .csv or .txt.", show_default=False
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write a file; its suffix chooses the format: .json, .jsonl, .csv or .txt.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Measure engines side by side: speed, memory, energy and whether the answers are right.
+    """Measure the speed, memory, energy and answers of engines.
 
-    The built-in model on every engine that is installed, one to sixteen requests in flight.
+    Default: the built-in model on every installed engine, with 1, 4, 8 and 16 concurrent requests.
     """
     import sys
 
@@ -155,7 +182,7 @@ def bench(
     from bedplate.show.bench import teller_for
 
     asked = engine_list(engines)
-    named = asked if isinstance(asked, str) else tuple(dict.fromkeys(engine_named(one) for one in asked))
+    named = asked if isinstance(asked, str) else tuple(dict.fromkeys(engine_and_version(one) for one in asked))
     loads = loads_of(
         concurrency=concurrency,
         rate=rate,
@@ -206,16 +233,16 @@ def bench(
 
 
 def _model_in(file: Path) -> str | None:
-    """The model that an intent names; of its workload nothing is taken, since a benchmark has loads of its own."""
+    """The model that an intent names. Its workload is not used: `bench` has options for the load."""
     from bedplate.errors import BadQuestion
     from bedplate.facts.intent import read_intent
 
     intent = read_intent(file)
     if intent.services:
-        raise BadQuestion("one model is measured at a time, and the intent has services", hint="bedplate bench MODEL")
+        raise BadQuestion("bench measures one model, and the intent has services", hint="bedplate bench MODEL")
     named = intent.model
     if isinstance(named, dict):
-        raise BadQuestion("model: facts can be planned, not measured", hint="name a file, a folder or owner/name")
+        raise BadQuestion("model: a described model cannot be measured", hint="name a file, a folder or owner/name")
     return named
 
 
@@ -225,21 +252,19 @@ def _form(*, json: bool, csv: bool, jsonl: bool, output: Path | None) -> Form | 
     forms: dict[str, Form] = {"json": "json", "csv": "csv", "jsonl": "jsonl", "txt": "txt"}
     asked = [name for name, wanted in (("json", json), ("csv", csv), ("jsonl", jsonl)) if wanted]
     if len(asked) > 1:
-        raise BadQuestion(
-            f"--{' and --'.join(asked)} cannot be had at once", hint="-o FILE writes one beside the other"
-        )
+        raise BadQuestion(f"--{' and --'.join(asked)} cannot be combined", hint="-o FILE writes a second format")
     if asked:
         return forms[asked[0]]
     if output is None:
         return None
     ending = output.suffix.lower().removeprefix(".")
     if ending not in forms:
-        raise BadQuestion(f"{output.name} has no ending that says its form", hint="name it .json, .jsonl, .csv or .txt")
+        raise BadQuestion(f"{output.name} has an unknown suffix", hint="use .json, .jsonl, .csv or .txt")
     return forms[ending]
 
 
 def _limits(run: Run) -> dict[str, str]:
-    """What binds in each cell, as `diagnose` would say it."""
+    """The bottleneck of each cell, as `diagnose` finds it."""
     from bedplate.cli.judging import diagnosis_of, limits_of
     from bedplate.errors import BedplateError
     from bedplate.facts.hardware import probe
@@ -269,12 +294,12 @@ def _native(build: str) -> bool:
     from bedplate.errors import BadQuestion
 
     if build not in ("packages", "native"):
-        raise BadQuestion(f"--build {build!r} is not known", hint="packages or native")
+        raise BadQuestion(f"--build {build!r} is not one of packages and native")
     return build == "native"
 
 
 def _resumed(named: str | None) -> str | None:
-    """The empty name is the newest run's."""
+    """An empty name means the newest run."""
     return "" if named == "last" else named
 
 

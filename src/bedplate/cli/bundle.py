@@ -1,7 +1,9 @@
-"""bedplate bundle: engine, model, plan and bedplate itself, packed for a site that reaches nothing outside."""
+"""bedplate bundle: engine, model, plan and bedplate itself, packed for an air-gapped site."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +12,6 @@ import typer
 from bedplate.cli.options import (
     Concurrency,
     Context,
-    EngineId,
     Fields,
     HardwareName,
     IntentFile,
@@ -28,8 +29,11 @@ EXAMPLES = """Examples:
   bedplate bundle model.gguf --engine llama.cpp -o chat.tar
   bedplate bundle -f bedplate.yaml -o /media/stick/chat
   bedplate bundle --check chat.tar
+  bedplate bundle --for linux-x86_64-cuda13 --python 3.12 --engine vllm@0.26.0 \\
+      --overlay torch==2.11.0 --capability 9.0 --pieces 48M -o h200
 
-Then, at the site: tar xf chat.tar && ./bedplate-bundle/serve, or bedplate serve --bundle chat.tar."""
+Then, at the site: tar xf chat.tar && ./bedplate-bundle/serve, or bedplate serve --bundle chat.tar.
+With --for, on the target: python3 h200/install.py."""
 
 
 def bundle(
@@ -42,48 +46,126 @@ def bundle(
     prompt_tokens: PromptTokens = None,
     output_tokens: OutputTokens = None,
     fields: Fields = None,
-    engine: EngineId = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID[@VERSION]",
+            help="Ask for one engine; with --for, also a version, and several with commas.",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
             metavar="PATH",
-            help="An archive, where it ends in .tar, or a folder. Default: bedplate-MODEL-ENGINE.tar.",
+            help="A .tar archive or a folder. Default: bedplate-MODEL-ENGINE.tar.",
             show_default=False,
         ),
     ] = None,
     check: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Pack nothing: compare a bundle with its own manifest.", show_default=False),
+        typer.Option(metavar="PATH", help="Verify a bundle against its manifest; pack nothing.", show_default=False),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="TARGET",
+            help="Pack for another platform, such as linux-x86_64-cuda13 or linux-aarch64-cpu.",
+            show_default=False,
+        ),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(metavar="X.Y", help="With --for: the target's Python. Default: as here.", show_default=False),
+    ] = None,
+    overlay: Annotated[
+        str | None,
+        typer.Option(
+            metavar="torch==VERSION|FILE",
+            help="With --for: leave out what comes with this PyTorch, or the pinned packages of a file.",
+            show_default=False,
+        ),
+    ] = None,
+    capability: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X.Y",
+            help="With --for: compute capability of the target's GPUs; code for others is left out.",
+            show_default=False,
+        ),
+    ] = None,
+    pieces: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="With --for: cut into files of at most this size.", show_default=False),
+    ] = None,
+    without: Annotated[
+        str | None,
+        typer.Option(metavar="PARTS", help="With --for: leave out engine, model or bedplate.", show_default=False),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Pack an engine, a model, its plan and bedplate itself for a site that reaches nothing outside.
+    """Pack an engine, a model and bedplate for an air-gapped site.
 
-    Decides, installs and converts as `serve` would, and packs what that came to. For hardware on paper, and engines
-    that only an image has, the image is named instead of packed.
+    Decides, installs and converts as `serve` does, and packs the result. For hypothetical hardware, and for engines
+    that run only from a container image, the bundle names the image and does not contain it.
     """
-    from bedplate.cli.options import intent_from
+    from bedplate.cli.options import engine_named, intent_from
     from bedplate.cli.terminal import TerminalProgress, console
-    from bedplate.show.bundle import render_checked, render_packed
+    from bedplate.errors import BadQuestion
+    from bedplate.show.bundle import render_checked, render_packed, render_packed_for_target
     from bedplate.values import to_json
 
+    only_for = {"python": python, "overlay": overlay, "capability": capability, "pieces": pieces, "without": without}
+    if target is None and (given := [f"--{name}" for name, value in only_for.items() if value is not None]):
+        raise BadQuestion(f"{given[0]} needs --for", hint="for example --for linux-x86_64-cuda13")
     if check is not None:
-        from bedplate.operate.bundled import checked
+        from bedplate.bundling.opened import checked
 
         found = checked(check, TerminalProgress())
         shown, value = render_checked(check, found), to_json(found)
+    elif target is not None:
+        from bedplate.bundling.for_target import TargetRequest, make_target_bundle
+        from bedplate.values.units import parsed_bytes
+
+        of_plan = {
+            "hardware": hardware, "users": users, "concurrency": concurrency, "context": context,
+            "prompt-tokens": prompt_tokens, "output-tokens": output_tokens,
+        }  # fmt: skip
+        if given := [f"--{name}" for name, value in of_plan.items() if value is not None]:
+            raise BadQuestion(
+                f"{given[0]} and --for exclude each other", hint="serve plans on the target; give it there"
+            )
+        request = TargetRequest(
+            target=target,
+            python=python or f"{sys.version_info.major}.{sys.version_info.minor}",
+            engines=tuple(_with_version(one, engine_named) for one in engine.split(",")) if engine else (),
+            overlay=overlay,
+            capability=capability,
+            piece_bytes=parsed_bytes(pieces, "--pieces") if pieces is not None else None,
+            model=intent_from(file, fields, model=model).model,
+            without=frozenset(part.strip() for part in without.split(",")) if without else frozenset(),
+            output=output,
+        )
+        made = make_target_bundle(request, TerminalProgress())
+        shown, value = render_packed_for_target(made), to_json(made)
     else:
-        from bedplate.operate.bundle import make_bundle
+        from bedplate.bundling.make import make_bundle
 
         intent = intent_from(
             file, fields, model=model, hardware=hardware, users=users, concurrency=concurrency, context=context,
             prompt_tokens=prompt_tokens, output_tokens=output_tokens,
         )  # fmt: skip
-        packed = make_bundle(intent, engine, output, TerminalProgress())
+        packed = make_bundle(intent, engine_named(engine) if engine is not None else None, output, TerminalProgress())
         shown, value = render_packed(packed), to_json(packed)
     if json:
         print(value)  # noqa: T201
     else:
         console().print(shown)
+
+
+def _with_version(text: str, engine_named: Callable[[str], str]) -> str:
+    name, at, version = text.strip().partition("@")
+    return f"{engine_named(name)}{at}{version}"

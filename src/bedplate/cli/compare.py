@@ -26,32 +26,39 @@ Exit codes: 0 stay; 10 migrate; 20 not proven; 2 nothing to compare."""
 
 
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="What is in service: an engine, RUN[:ENGINE], or a file.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="What might take its place, likewise.")],
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="The engine in service: an engine id, RUN[:ENGINE], or a file from `bench --json`."
+        ),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="The engine that may replace it, named in the same way.")],
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Only this many requests in flight count.", show_default=False)
+        int | None, typer.Option(min=1, help="Compare only this number of concurrent requests.", show_default=False)
     ] = None,
     slo: Annotated[
         str | None,
-        typer.Option(metavar="TARGET", help="What latency has to be: ttft_ms=500,tpot_ms=50.", show_default=False),
+        typer.Option(metavar="TARGET", help="Latency target: ttft_ms=500,tpot_ms=50.", show_default=False),
     ] = None,
     least_gain: Annotated[
         float | None,
-        typer.Option(min=0.0, metavar="PERCENT", help="The gain below which moving does not pay.", show_default="10"),
+        typer.Option(min=0.0, metavar="PERCENT", help="Smallest gain that justifies a migration.", show_default="10"),
     ] = None,
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="WHAT", help="Compare although quantization, weights or machine differ.", show_default=False
+            metavar="WHAT",
+            help="Compare although these differ: quantization, weights or machine. May be repeated.",
+            show_default=False,
         ),
     ] = None,
     price_per_hour: PricePerHour = None,
     electricity_price: ElectricityPrice = None,
     json: Json = False,
 ) -> None:
-    """Weigh two engines by what was measured: stay, migrate or not proven.
+    """Compare two measured engines: stay, migrate or not proven.
 
-    A gain counts when it is no chance and pays for the move; wrong answers never do.
+    A gain counts when it is statistically significant and exceeds the cost of moving. Wrong answers rule an engine out.
     """
     from bedplate.decide.evidence import PROVEN_GAIN
     from bedplate.facts.hardware import probe
@@ -89,13 +96,13 @@ def compare(
 
 
 def _price(side: Kept) -> Price | None:
-    """As it was said when it was measured; of several runs, the last that says one."""
+    """The price that was given with the measurement; of several runs, the last one that has a price."""
     said = [side.environments[cell.run].price for cell in side.cells if cell.run in side.environments]
     return next((price for price in reversed(said) if price is not None), None)
 
 
 def _keep(verdict: Verdict) -> None:
-    """For the live page; a verdict that cannot be kept is one all the same."""
+    """Stores the verdict for the live page. Failing to store it does not change the answer."""
     import contextlib
     import datetime as dt
 
@@ -107,7 +114,7 @@ def _keep(verdict: Verdict) -> None:
 
 
 def _of_one_model(a: Kept, b: Kept) -> tuple[Kept, Kept]:
-    """Of engines that were measured with several models, the newest that both have."""
+    """The newest model that both engines were measured with."""
     shared = {cell.subject.model for cell in a.cells} & {cell.subject.model for cell in b.cells}
     newest = max((cell for cell in a.cells if cell.subject.model in shared), key=lambda cell: cell.at, default=None)
     if newest is None:

@@ -1,4 +1,4 @@
-"""bedplate diagnose: which limit binds."""
+"""bedplate diagnose: finds the bottleneck."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ EXAMPLES = """Examples:
   bedplate diagnose                        the newest run here
   bedplate diagnose 20261115-a1:vllm       one engine of a run
   bedplate diagnose run.json               a file from `bedplate bench --json`
-  bedplate diagnose run.json --model meta-llama/Llama-3.1-8B    where the run does not say what was measured"""
+  bedplate diagnose run.json --model meta-llama/Llama-3.1-8B    for a run that does not name its model"""
 
 
 def diagnose(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN", help="A run, RUN:ENGINE, an engine, or a file. Default: the newest run.", show_default=False
+            metavar="RUN",
+            help="A run id, RUN:ENGINE, an engine, or a file from `bench --json`. Default: the newest run.",
+            show_default=False,
         ),
     ] = None,
     # Any name that a run has, also of an engine that bedplate does not know: others measure those, too.
-    engine: Annotated[str | None, typer.Option(metavar="ID", help="Ask for one engine.", show_default=False)] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="ID", help="Diagnose only this engine.", show_default=False)
+    ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="What was measured, where the run does not say.", show_default=False),
+        typer.Option(metavar="MODEL", help="The measured model, for a run that does not name it.", show_default=False),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say which limit binds, with the figures that show it, and what to change first.
+    """Find the bottleneck of a measured run, and what to change first.
 
-    Memory bandwidth, KV cache, interconnect, scheduler, runtime overhead, or compute.
+    The bottleneck is memory bandwidth, KV cache, interconnect, scheduler, runtime overhead or compute.
     """
     from bedplate.cli.judging import diagnosis_of
     from bedplate.facts.hardware import probe

@@ -1,4 +1,4 @@
-"""bedplate doctor: what a bug report needs."""
+"""bedplate doctor: collects what a bug report needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES = """Examples:
   bedplate doctor
   bedplate doctor --json > report.json
 
-Keys, passwords and prompts are left out. Exit code 1: something is wrong."""
+Keys, passwords and prompts are left out. Exit code 1: a problem was found."""
 
 CHECK_LIMIT_S = 120.0
 UV_LIMIT_S = 10.0
@@ -26,9 +26,9 @@ BROKEN = "the Python that it was made with is gone, or its manifest cannot be re
 
 
 def doctor(json: Json = False) -> None:
-    """Gather what a bug report needs, and say what is wrong.
+    """Collect what a bug report needs, and list problems.
 
-    Versions, hardware, installed engines and whether they still run, models, settings, the ends of logs.
+    Versions, hardware, installed engines and whether they still run, models, settings, and the last lines of logs.
     """
     import sys
 
@@ -70,7 +70,7 @@ def _uv_version() -> str | None:
 
 
 def _checked() -> Iterator[EngineCheck]:
-    """Every environment, tried as it was when it was made."""
+    """Every environment, with the same checks as after its installation."""
     from pathlib import Path
 
     from bedplate.engines import all_engines

@@ -1,20 +1,18 @@
-"""bedplate engines: the map, one engine's page, and how to remove what is installed."""
+"""bedplate engines: lists engines, shows one, builds and removes them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bedplate.cli.options import EngineName, HardwareName, Json
 
 if TYPE_CHECKING:
-    from bedplate.decide.engine_map import Row
-    from bedplate.run.environments import Environment
     from bedplate.values import Hardware
 
 app = typer.Typer(
-    help="Show the map: which engine for which hardware, what each can do, what is installed and measured here.",
+    help="List engines: for which hardware, features, installed, measured.",
     invoke_without_command=True,
     rich_markup_mode=None,
     epilog="""Examples:
@@ -42,8 +40,10 @@ def engines(context: typer.Context, hardware: HardwareName = None, json: Json = 
     found = rows(all_engines(), machine, results(fingerprint(machine)))
     sheet, there = cheat_sheet(machine), installed()
     if json:
-        engines_there = [_with_environments(row, there) for row in found]
-        _print_json({"schema": "engines/1", "cheat_sheet": sheet, "engines": engines_there})
+        from bedplate.run.engine_listing import EngineEntry, EngineList, add_environments
+
+        entries = tuple(add_environments(EngineEntry, row, there) for row in found)
+        _print_json(EngineList(cheat_sheet=sheet, engines=entries))
         return
     from bedplate.cli.terminal import console
     from bedplate.show.engines import render_map
@@ -51,9 +51,16 @@ def engines(context: typer.Context, hardware: HardwareName = None, json: Json = 
     console().print(render_map(machine, sheet, found, there))
 
 
-@app.command()
+@app.command(
+    epilog="""Examples:
+
+\b
+  bedplate engines show vllm
+  bedplate engines show vllm --hardware "8x H100 SXM"
+  bedplate engines show llama.cpp --json"""
+)
 def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) -> None:
-    """Show one engine: what it is for, what it can do, and what it says of this machine."""
+    """Show one engine: what it is for, its features, and whether it runs on this machine."""
     from bedplate.decide.engine_map import measured_alike, row
     from bedplate.engines import engine as engine_by_id
     from bedplate.run.environments import installed
@@ -63,7 +70,9 @@ def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) 
     own = [result for result in results(fingerprint(machine)) if result.engine == one.id]
     found, there = row(one, machine, measured_alike(own).get(one.id)), installed()
     if json:
-        _print_json({"schema": "engine/1", **_with_environments(found, there)})
+        from bedplate.run.engine_listing import EnginePage, add_environments
+
+        _print_json(add_environments(EnginePage, found, there))
         return
     from bedplate.cli.terminal import console
     from bedplate.show.engines import render_engine
@@ -71,9 +80,14 @@ def show(engine: EngineName, hardware: HardwareName = None, json: Json = False) 
     console().print(render_engine(machine, found, there))
 
 
-@app.command()
+@app.command(
+    epilog="""Examples:
+
+\b
+  bedplate engines build llama.cpp"""
+)
 def build(engine: EngineName) -> None:
-    """Build an engine from its source for this machine, as `serve --build native` does; it is used with that option."""
+    """Build an engine from source for this machine, as `serve --build native` does."""
     from bedplate.cli.terminal import TerminalProgress
     from bedplate.engines import engine as engine_by_id
     from bedplate.errors import OutsideFailed
@@ -92,23 +106,28 @@ def build(engine: EngineName) -> None:
         raise OutsideFailed(
             f"the native build of {one.name} is not used: {error.why}",
             cause="; ".join(error.evidence) or None,
-            hint=f"bedplate engines remove {one.id} forgets that, so that it can be built again",
+            hint=f"to build it again, first run bedplate engines remove {one.id}",
         ) from error
     typer.echo(f"{one.id} {found.version} for {device}: {'; '.join(filter(None, found.notes))}")
     typer.echo(f"serve with it: bedplate serve --engine {one.id} --build native")
 
 
-@app.command()
+@app.command(
+    epilog="""Examples:
+
+\b
+  bedplate engines remove llama.cpp"""
+)
 def remove(
     engine: Annotated[str, typer.Argument(metavar="ID", help="The engine, as `bedplate engines` names it.")],
 ) -> None:
-    """Remove an engine's environments; the next `serve` installs it again."""
+    """Remove the environments of an engine. The next `serve` installs it again."""
     from bedplate.cli.options import engine_named
     from bedplate.run.environments import installed
     from bedplate.run.environments import remove as remove_environments
     from bedplate.values.units import size
 
-    # What `serve --on` installs is here, too, and no engine.
+    # `serve --on` installs orchestrators, which are listed here too but are not engines.
     there = {environment.engine for environment in installed()}
     named = engine if engine in there else engine_named(engine)
     freed = sum(environment.disk_bytes for environment in remove_environments(named))
@@ -120,13 +139,6 @@ def _machine(name: str | None) -> Hardware:
     from bedplate.facts.intent import resolved_hardware
 
     return resolved_hardware(intent_from(None, None, hardware=name))
-
-
-def _with_environments(row: Row, installed: list[Environment]) -> dict[str, Any]:
-    import msgspec
-
-    there = [environment for environment in installed if environment.engine == row.engine]
-    return {**msgspec.structs.asdict(row), "installed": there}
 
 
 def _print_json(value: object) -> None:

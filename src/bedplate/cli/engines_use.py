@@ -1,4 +1,4 @@
-"""bedplate engines use and forget: an engine that is here already, in the place of one that bedplate installs."""
+"""bedplate engines use and forget: use an engine that is already installed instead of one that bedplate installs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Python = Annotated[
     typer.Option(
         "--python",
         metavar="PATH",
-        help="An interpreter, or the folder of a virtual environment.",
+        help="A Python interpreter, or the folder of a virtual environment.",
         show_default=False,
     ),
 ]
 Program = Annotated[
     Path | None,
     typer.Option(
-        "--program", metavar="PATH", help="The engine's own server program, such as llama-server.", show_default=False
+        "--program", metavar="PATH", help="The server program of the engine, such as llama-server.", show_default=False
     ),
 ]
 
@@ -34,13 +34,14 @@ def register(app: typer.Typer) -> None:
   bedplate engines use vllm --python ~/vllm-env/bin/python
   bedplate engines use pytorch --python /opt/torch
   bedplate engines use llama.cpp --program /opt/homebrew/bin/llama-server
-  bedplate engines forget vllm"""
+
+`bedplate engines forget ID` undoes it."""
     )(use)
-    app.command()(forget)
+    app.command(epilog="Examples:\n\n\b\n  bedplate engines forget vllm")(forget)
 
 
 def use(engine: EngineName, python: Python = None, program: Program = None) -> None:
-    """Use an engine of your own: a Python that has its packages, or its server program. bedplate changes neither."""
+    """Use an installed engine: a Python with its packages, or its server program. bedplate changes neither."""
     from bedplate.engines import engine as engine_by_id
     from bedplate.errors import BadQuestion
     from bedplate.run.environments import adopt, adopt_program
@@ -48,20 +49,21 @@ def use(engine: EngineName, python: Python = None, program: Program = None) -> N
     one = engine_by_id(engine)
     if python is not None and program is None:
         found = adopt(one, python)
-        typer.echo(f"{one.id} runs in {found.adopted} from now on: version {found.version}, Python {found.python}")
+        typer.echo(f"{one.id} now runs in {found.adopted}: version {found.version}, Python {found.python}")
     elif program is not None and python is None:
         found = adopt_program(one, program)
-        typer.echo(f"{one.id} is {found.program} from now on: version {found.version}")
+        typer.echo(f"{one.id} now runs {found.program}: version {found.version}")
     else:
-        raise BadQuestion("name either --python or --program", hint="bedplate engines use --help")
-    if one.version is not None and found.version != one.version:
-        typer.echo(f"its options were checked for {one.version}; another version may refuse some of them", err=True)
+        raise BadQuestion("give either --python or --program", hint="bedplate engines use --help")
+    if one.version is not None and found.version not in (one.version, *one.checked_versions):
+        known = " and ".join((one.version, *one.checked_versions))
+        typer.echo(f"bedplate was tested with {known}; other versions may reject some options", err=True)
 
 
 def forget(engine: EngineName) -> None:
-    """Forget what was named with `use`; the next `serve` installs the engine again."""
+    """Undo `use`. The next `serve` installs the engine again."""
     from bedplate.engines import engine as engine_by_id
     from bedplate.run.environments import forget as forget_adopted
 
     gone = forget_adopted(engine_by_id(engine))
-    typer.echo(f"forgot {gone.theirs} for {engine}; it was not touched")
+    typer.echo(f"{engine} no longer uses {gone.theirs}, which was not changed")

@@ -1,4 +1,4 @@
-"""bedplate estimate: predicts the rows of a table."""
+"""bedplate estimate: predicts the rows of a table of measurements."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ EXAMPLES = """Examples:
   bedplate estimate --rows - < measured.csv | head
 
 Columns: hardware, count, engine, model, quantization, tensor_parallel, parallelism, concurrency, prompt_tokens,
-output_tokens, context_depth, metric; as hints backend, engine_version, scenario, notes. Only hardware, engine, model
-and metric must be there. A row that cannot be predicted honestly gets a reason instead of a number."""
+output_tokens, context_depth, metric; optional hints: backend, engine_version, scenario, notes. Required: hardware,
+engine, model and metric. A row that cannot be predicted gets a reason instead of a number."""
 
 
 def estimate(
-    rows: Annotated[str, typer.Option("--rows", metavar="FILE", help="A CSV table; - reads standard input.")],
+    rows: Annotated[
+        str, typer.Option("--rows", metavar="FILE", help="The CSV table of rows to predict; - reads standard input.")
+    ],
     out: Annotated[
-        str, typer.Option("--out", metavar="FILE", help="Where the predictions go; - is standard output.")
+        str, typer.Option("--out", metavar="FILE", help="The CSV file to write; - is standard output.")
     ] = "-",
 ) -> None:
-    """Predict each row of a table of measurements.
+    """Predict the rows of a table of measurements.
 
-    Writes row_id, predicted, low, high and refused, one line for each row, in the table's order.
+    Writes row_id, predicted, low, high and refused, one line per row, in the order of the table.
     """
     from bedplate.cli.terminal import TerminalProgress, console
     from bedplate.decide.estimate.table import predictions, read_table
@@ -56,7 +58,7 @@ def estimate(
 
 def _reading(name: str) -> AbstractContextManager[TextIO]:
     if name == "-":
-        # As a file is read, whatever the terminal speaks: spreadsheets begin their tables with a byte order mark.
+        # The same encoding as for files: spreadsheets write a byte order mark.
         return nullcontext(io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline=""))
     return Path(name).open(encoding="utf-8-sig", newline="")
 

@@ -1,4 +1,4 @@
-"""bedplate inspect: a model, from its headers alone."""
+"""bedplate inspect: a model, read from its headers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ EXAMPLES = """Examples:
   bedplate inspect model.gguf
   bedplate inspect ./Qwen3-8B                        a folder with config.json and safetensors files
   bedplate inspect "Llama 3.1 8B FP8" --json         a well-known model, by name
-  bedplate inspect owner/name                        on the hub: headers alone are fetched"""
+  bedplate inspect owner/name                        on the Hugging Face hub; only headers are fetched"""
 
 
 def inspect(model: ModelName = None, json: Json = False) -> None:
-    """Show what a model is made of, from its headers.
+    """Show the size, layers, KV cache and context of a model.
 
-    Weights, cache for each token by kind of layer, context, quantization. No weights are read.
+    Reads headers only, not the weights. Shows the KV cache per token by kind of layer, and the quantization.
     """
     from bedplate.run.models import inspected_model
 

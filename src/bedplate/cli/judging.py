@@ -1,4 +1,4 @@
-"""What judging needs of this machine and of models: gathered here, since judging itself is pure."""
+"""Collects what `judge` needs to know about this machine and about models; `judge` itself reads nothing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def diagnosis_of(
     models: Sequence[Model] = (),
     every_model: Model | None = None,
 ) -> Diagnosis:
-    """`hardware`: this machine; it counts for those cells that were measured on it. `models`: that the runs speak of.
+    """`hardware` is this machine, used for the cells that were measured on it. `models` are those that the runs name.
 
-    `every_model`: what somebody says that it was, whatever the runs call it.
+    `every_model` replaces the model of every run.
     """
     from bedplate.judge.diagnose import by_subject, diagnose, ground_for
     from bedplate.store import fingerprint
@@ -38,12 +38,12 @@ def diagnosis_of(
 
 
 def limits_of(diagnosis: Diagnosis) -> dict[str, str]:
-    """For a table: what binds in each cell, by its id."""
+    """The bottleneck of each cell, by the id of the cell, for a table."""
     return {load.cell: load.limit for one in diagnosis.bottlenecks for load in one.loads if load.limit is not None}
 
 
 def model_named(name: str, told: Sequence[Model] = ()) -> Model | None:
-    """Its facts: as a run told them, else where they are known without asking anybody elsewhere."""
+    """The model as a run describes it, else as it is known without network access."""
     from bedplate.errors import BedplateError
     from bedplate.run.models import known_model
 

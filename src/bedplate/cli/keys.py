@@ -1,4 +1,4 @@
-"""bedplate keys: who may use the endpoint, and how much of it."""
+"""bedplate keys: API keys and limits of tenants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from bedplate.cli.options import Json
 
 app = typer.Typer(
-    help="List tenants: their keys, weights and limits.",
+    help="Manage API keys and limits of tenants.",
     invoke_without_command=True,
     rich_markup_mode=None,
     epilog="""Examples:
@@ -22,30 +22,41 @@ app = typer.Typer(
   bedplate keys list --json
   bedplate keys revoke alice
 
-A running endpoint sees changes within a second. Only salted hashes of keys are kept.""",
+A running endpoint applies changes within a second. Only salted hashes of keys are stored.""",
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the tenant.")]
 Weight = Annotated[
     float | None,
-    typer.Option(help="Its part of an engine that several wait for, beside the others'. New: 1.", show_default=False),
+    typer.Option(
+        help="Scheduling weight against other waiting tenants. Default for a new tenant: 1.", show_default=False
+    ),
 ]
 Requests = Annotated[
-    str | None, typer.Option("--requests-per-minute", metavar="N", help="none: as many as come.", show_default=False)
+    str | None,
+    typer.Option(
+        "--requests-per-minute", metavar="N", help="Limit of requests per minute; none: no limit.", show_default=False
+    ),
 ]
 Tokens = Annotated[
     str | None,
-    typer.Option("--tokens-per-minute", metavar="N", help="Of prompts and answers together.", show_default=False),
+    typer.Option(
+        "--tokens-per-minute",
+        metavar="N",
+        help="Limit of prompt and output tokens per minute; none: no limit.",
+        show_default=False,
+    ),
 ]
 InFlight = Annotated[
-    str | None, typer.Option("--in-flight", metavar="N", help="Requests under way at once.", show_default=False)
+    str | None,
+    typer.Option("--in-flight", metavar="N", help="Limit of concurrent requests; none: no limit.", show_default=False),
 ]
 
 Admin = Annotated[
     bool | None,
     typer.Option(
         "--admin/--no-admin",
-        help="It may see what all use: every metric, and the whole of the live page. New: no.",
+        help="Whether the tenant may read all metrics and the whole live page. Default for a new tenant: no.",
         show_default=False,
     ),
 ]
@@ -57,16 +68,24 @@ def keys(context: typer.Context, json: Json = False) -> None:
         list_(json=json)
 
 
-@app.command(name="list")
+@app.command(
+    name="list",
+    epilog="""Examples:
+
+\b
+  bedplate keys list
+  bedplate keys list --json""",
+)
 def list_(json: Json = False) -> None:
-    """List tenants: their keys, weights and limits."""
+    """List tenants with their keys, weights and limits."""
     from bedplate import store
 
     found = store.tenants()
     if json:
         from bedplate.values import to_json
+        from bedplate.values.tenant import TenantList
 
-        print(to_json({"schema": "tenants/1", "tenants": found}))  # noqa: T201
+        print(to_json(TenantList(tenants=tuple(found))))  # noqa: T201
         return
     from bedplate.cli.terminal import console
     from bedplate.show.tenants import render_tenants
@@ -74,7 +93,14 @@ def list_(json: Json = False) -> None:
     console().print(render_tenants(found))
 
 
-@app.command()
+@app.command(
+    epilog="""Examples:
+
+\b
+  bedplate keys add alice --requests-per-minute 60 --in-flight 4
+  bedplate keys add ci --weight 0.5 --expires 30d
+  bedplate keys add prometheus --admin > prometheus.key"""
+)
 def add(
     name: Name,
     weight: Weight = None,
@@ -84,13 +110,13 @@ def add(
     expires: Annotated[
         str | None,
         typer.Option(
-            metavar="SPAN", help="How long the key is valid: 12h, 30d. Default: for ever.", show_default=False
+            metavar="SPAN", help="How long the key is valid: 12h, 30d. Default: no expiry.", show_default=False
         ),
     ] = None,
     admin: Admin = None,
     json: Json = False,
 ) -> None:
-    """Make a key for a tenant and print it, once. A tenant may have several keys."""
+    """Create a key for a tenant and print it once. A tenant may have several keys."""
     from bedplate.hosting.tenants import add_key
     from bedplate.values.units import parsed_seconds
 
@@ -99,14 +125,22 @@ def add(
     tenant, key = add_key(name, changes, valid_s)
     if json:
         from bedplate.values import to_json
+        from bedplate.values.tenant import NewKey
 
-        print(to_json({"key": key, "tenant": tenant}))  # noqa: T201
+        print(to_json(NewKey(key=key, tenant=tenant)))  # noqa: T201
         return
     typer.echo(key)
-    typer.echo(f"the key {tenant.keys[-1].id} of {name}; it is not kept, and cannot be shown again", err=True)
+    typer.echo(f"key {tenant.keys[-1].id} of {name}; it is not stored and cannot be shown again", err=True)
 
 
-@app.command(name="set")
+@app.command(
+    name="set",
+    epilog="""Examples:
+
+\b
+  bedplate keys set alice --tokens-per-minute 100000 --in-flight none
+  bedplate keys set default --requests-per-minute 60""",
+)
 def set_(
     name: Name,
     weight: Weight = None,
@@ -115,7 +149,7 @@ def set_(
     in_flight: InFlight = None,
     admin: Admin = None,
 ) -> None:
-    """Change what a tenant may have. `default` is whoever uses the key that serve was given."""
+    """Change the limits of a tenant. `default` is the tenant of the key that `serve` was given."""
     from bedplate.cli.terminal import console
     from bedplate.hosting.tenants import change
     from bedplate.show.tenants import render_tenants
@@ -124,15 +158,23 @@ def set_(
     console().print(render_tenants((tenant,)))
 
 
-@app.command()
+@app.command(
+    epilog="""Examples:
+
+\b
+  bedplate keys revoke alice
+  bedplate keys revoke 3f2a91c0"""
+)
 def revoke(
-    which: Annotated[str, typer.Argument(metavar="NAME|ID", help="A tenant with all of its keys, or one key.")],
+    which: Annotated[
+        str, typer.Argument(metavar="NAME|ID", help="A tenant, with all of its keys, or the id of one key.")
+    ],
 ) -> None:
-    """Take keys back. Answers that are under way are not cut."""
+    """Revoke keys. Running requests are not interrupted."""
     from bedplate.hosting.tenants import revoke as revoke_keys
 
     gone = revoke_keys(which)
-    typer.echo(f"revoked: {', '.join(gone) or 'no key, but its limits'}")
+    typer.echo(f"revoked: {', '.join(gone) or 'the limits of a tenant without keys'}")
 
 
 def _changes(
@@ -162,4 +204,4 @@ def _limit(text: str, option: str) -> int | None:
     try:
         return int(text.replace(",", "").replace("_", ""))
     except ValueError:
-        raise BadQuestion(f"{option} is a number or none, not {text!r}") from None
+        raise BadQuestion(f"{option} must be a number or none, not {text!r}") from None

@@ -1,4 +1,4 @@
-"""bedplate logs: what a service and its engines have said."""
+"""bedplate logs: the logs of a service and its engines."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ EXAMPLES = """Examples:
   bedplate logs chat -n 20
   bedplate logs chat -f
 
-Of a service that has ended, the logs are still there: name it."""
+The logs of a stopped service remain: give its name."""
 
 
 def logs(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Default: the only one that runs.", show_default=False)
+        str | None,
+        typer.Argument(metavar="NAME", help="The service. Default: the only running one.", show_default=False),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="The last lines of each log.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the logs until Ctrl-C.")] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Number of lines to show from the end of each log.")
+    ] = 100,
 ) -> None:
-    """Show the logs of a service and of its engines; each under its name where there are several."""
+    """Show the logs of a service and its engines."""
     from bedplate.hosting.logs import chosen, last_lines
     from bedplate.hosting.logs import follow as followed
 
@@ -40,7 +43,7 @@ def logs(
 
 
 class _Shown:
-    """Prints lines, with the file's name wherever it is another one than before."""
+    """Prints lines, with a heading whenever the file changes."""
 
     def __init__(self, with_names: bool) -> None:
         self._with_names = with_names

@@ -1,4 +1,4 @@
-"""bedplate migrate: another engine behind a running endpoint."""
+"""bedplate migrate: replaces the engine behind a running endpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bedplate.cli.options import Json, engine_named
+from bedplate.cli.options import Json, engine_and_version
 from bedplate.cli.serve import Build
 from bedplate.cli.status import ServiceName
 
@@ -22,39 +22,57 @@ EXAMPLES = """Examples:
   bedplate migrate pytorch --step 5,25,100 --slower 4
   bedplate plan --engine vllm --json > plan.json; bedplate migrate vllm --plan plan.json
 
-Exit codes: 0 migrated; 1 rolled back, with the reason; 2 the question was wrong; 3 something outside failed."""
+Exit codes: 0 migrated; 1 rolled back, with the reason; 2 usage error; 3 external failure."""
 
 
 def migrate(
-    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="What is to serve from now on.", parser=engine_named)],
+    engine: Annotated[
+        str, typer.Argument(metavar="ENGINE", help="The engine to migrate to.", parser=engine_and_version)
+    ],
     name: ServiceName = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Which of several served models. Default: the only one.", show_default=False),
+        typer.Option(
+            metavar="NAME", help="The served model, when there are several. Default: the only one.", show_default=False
+        ),
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Start it by this plan, from `bedplate plan --json`.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="Start the engine with this plan, a file from `bedplate plan --json`.",
+            show_default=False,
+        ),
     ] = None,
-    build: Annotated[Build, typer.Option(help="packages: what its makers built; native: built here.")] = Build.packages,
-    step: Annotated[str, typer.Option(metavar="PERCENT,…", help="How its part of the requests grows.")] = "10,50,100",
-    least: Annotated[float, typer.Option("--step-seconds", min=0.1, help="How long each step is watched.")] = 3,
+    build: Annotated[
+        Build, typer.Option(help="packages: as published; native: built from source on this machine.")
+    ] = Build.packages,
+    step: Annotated[
+        str, typer.Option(metavar="PERCENT,…", help="Share of requests that the new engine gets at each step.")
+    ] = "10,50,100",
+    least: Annotated[
+        float, typer.Option("--step-seconds", min=0.1, help="Shortest duration of a step, in seconds.")
+    ] = 3,
     most: Annotated[
-        float, typer.Option("--step-limit", min=0.1, help="Seconds after which a step with few requests goes on.")
+        float, typer.Option("--step-limit", min=0.1, help="Longest duration of a step with few requests, in seconds.")
     ] = 60,
     hold_most: Annotated[
-        int, typer.Option(min=0, help="Requests that may wait where both engines do not fit at once.")
+        int,
+        typer.Option(min=0, help="Requests that may wait while engines are swapped, when both do not fit into memory."),
     ] = 256,
-    prefixes: Annotated[int, typer.Option(min=8, max=48, help="After how many its next tokens are compared.")] = 48,
+    prefixes: Annotated[
+        int, typer.Option(min=8, max=48, help="Number of prompt prefixes at which the answers are compared.")
+    ] = 48,
     slower: Annotated[
         float,
-        typer.Option(
-            min=1, metavar="TIMES", help="How much longer tokens may take than before, if there is no latency target."
-        ),
+        typer.Option(min=1, metavar="TIMES", help="Allowed slowdown per token if there is no latency target."),
     ] = 1.5,
     json: Json = False,
 ) -> None:
-    """Swap the engine behind a running endpoint: nothing is lost, and a challenger that is worse is taken back."""
+    """Replace the engine behind a running endpoint.
+
+    No request is lost. If the new engine is worse, the old one takes over again.
+    """
     from bedplate.changing.migrate import Migrate, read_steps
     from bedplate.cli.terminal import TerminalProgress, console
     from bedplate.hosting.control import ask

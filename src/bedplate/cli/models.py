@@ -1,4 +1,4 @@
-"""bedplate models: what can I run?"""
+"""bedplate models: the known models that fit a machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXAMPLES = """Examples:
 
 Exit code 1: nothing fits."""
 SHOWN = 20
-"""Rows that a person reads; --limit has more, and JSON has all."""
+"""Rows for a person; --limit shows more, and JSON has all."""
 
 
 def models(
@@ -36,26 +36,33 @@ def models(
     context: Context = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="TASK", help="generate, embed or classify. Default: generate.", show_default=False),
+        typer.Option(
+            metavar="TASK",
+            help="Task of the models: generate, embed or classify. Default: generate.",
+            show_default=False,
+        ),
     ] = None,
     least: Annotated[
         float | None,
-        typer.Option("--min-tok-s", min=0.0, help="Tokens per second that one stream must reach.", show_default=False),
+        typer.Option("--min-tok-s", min=0.0, help="Minimum tokens per second of one stream.", show_default=False),
     ] = None,
     search: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Only models whose name holds these words.", show_default=False)
+        str | None,
+        typer.Option(metavar="TEXT", help="Only models whose name contains these words.", show_default=False),
     ] = None,
     fields: Fields = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also what does not fit, and why.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also list models that do not fit, with the reason.")
+    ] = False,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Rows to show. Default: {SHOWN}; with --json all.", show_default=False),
+        typer.Option(min=1, help=f"Number of models to list. Default: {SHOWN}; with --json all.", show_default=False),
     ] = None,
     json: Json = False,
 ) -> None:
-    """List the known models that fit, with engine, format, speed, memory and context.
+    """List the known models that fit, with engine, speed and memory.
 
-    Each is decided as `bedplate plan` would. The most capable that runs comfortably comes first.
+    The engine is chosen as by `bedplate plan`. The most capable model that runs comfortably comes first.
     """
     import sys
 
@@ -68,8 +75,8 @@ def models(
     )
     if intent.pools:
         raise BadQuestion(
-            f"pools: models answers for one machine, and the intent has {len(intent.pools)} pools of them",
-            hint='ask for one of them: bedplate models --hardware "8x H100 SXM"',
+            f"models covers one machine, and the intent has {len(intent.pools)} pools",
+            hint='name one machine: bedplate models --hardware "8x H100 SXM"',
         )
     machine = resolved_hardware(intent)
     found = _found(intent, machine, search, least, everything)
@@ -99,7 +106,7 @@ def _found(intent: Intent, machine: Hardware, search: str | None, least: float |
         least_tok_s=least,
     )
     entries: list[Entry] = []
-    with TerminalProgress().step(f"asking about {len(wanted)} models", len(wanted)) as done:
+    with TerminalProgress().step(f"checking {len(wanted)} models", len(wanted)) as done:
         for number, (_, entry) in enumerate(asked, 1):
             done(number)
             if entry is not None:
@@ -110,7 +117,7 @@ def _found(intent: Intent, machine: Hardware, search: str | None, least: float |
 
 
 def _next(found: Catalogue, intent: Intent, said: dict[str, object], fields: list[str]) -> str:
-    """How to look at the first of them closely, with the same machine and work."""
+    """The command that plans the first model for the same machine and workload."""
     import shlex
 
     from bedplate.decide.catalogue import everyday

@@ -1,7 +1,8 @@
-"""Options that several verbs share, and what they make together."""
+"""Options that several verbs share, and the values that they make together."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def engine_named(text: str) -> str:
-    """The id of the engine that a person names, in any usual spelling."""
+    """The id of an engine, from any usual spelling of its name."""
     from bedplate.engines import all_engines
     from bedplate.errors import BadQuestion
     from bedplate.values.names import engine_id, nearest_names
@@ -28,26 +29,44 @@ def engine_named(text: str) -> str:
     raise BadQuestion(f"no engine is called {text!r}", hint=f"{hint}known: {', '.join(known)}")
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print the value as JSON.")]
+def engine_and_version(text: str) -> str:
+    """The engine's id, with the version if one is given: ID@VERSION."""
+    name, at, version = text.partition("@")
+    if not at:
+        return engine_named(text)
+    if not re.fullmatch(r"v?[0-9][\w.+-]*", version):
+        from bedplate.errors import BadQuestion
+
+        raise BadQuestion(f"{text!r} names no version after the @", hint="such as vllm@0.26.0")
+    return f"{engine_named(name)}@{version.removeprefix('v')}"
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON. `bedplate schema` has its format.")]
 ModelName = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
         help="A .gguf file, a folder, a name in the Hugging Face, Ollama or LM Studio cache, or owner/name[:QUANT] "
-        "on the hub. Default: the built-in SmolLM2-135M-Instruct.",
+        "on the Hugging Face hub. Default: the built-in SmolLM2-135M-Instruct.",
         show_default=False,
     ),
 ]
 IntentFile = Annotated[
     Path | None,
-    typer.Option("--file", "-f", metavar="FILE", help="An intent file (bedplate.yaml).", show_default=False),
+    typer.Option(
+        "--file",
+        "-f",
+        metavar="FILE",
+        help="An intent file (bedplate.yaml); docs/intent.md describes it.",
+        show_default=False,
+    ),
 ]
 HardwareName = Annotated[
     str | None,
     typer.Option(
         "--hardware",
         metavar="NAME",
-        help='A machine on paper ("8x H100 SXM", "RTX 4090") or a file from `probe --json`. Default: this machine.',
+        help='Hypothetical hardware ("8x H100 SXM", "RTX 4090") or a file from `probe --json`. Default: this machine.',
         show_default=False,
     ),
 ]
@@ -56,38 +75,44 @@ Fields = Annotated[
     typer.Option(
         "--set",
         metavar="FIELD=VALUE",
-        help="Any field of the intent: volume=extreme, ram_gb=128. May be repeated.",
+        help="Set any field of the intent: volume=extreme, ram_gb=128. May be repeated.",
         show_default=False,
     ),
 ]
-Untuned = Annotated[bool, typer.Option("--untuned", help="Leave out what `bedplate tune` found here.")]
+Untuned = Annotated[bool, typer.Option("--untuned", help="Ignore the settings that `bedplate tune` found.")]
 EngineId = Annotated[
     str | None,
-    typer.Option("--engine", metavar="ID", help="Ask for one engine.", show_default=False, parser=engine_named),
+    typer.Option(
+        "--engine",
+        metavar="ID[@VERSION]",
+        help="Use this engine instead of the recommended one.",
+        show_default=False,
+        parser=engine_and_version,
+    ),
 ]
 EngineName = Annotated[
-    str, typer.Argument(metavar="ID", help="The engine, as `bedplate engines` names it.", parser=engine_named)
+    str, typer.Argument(metavar="ID", help="An engine id from `bedplate engines`.", parser=engine_named)
 ]
-Users = Annotated[int | None, typer.Option(min=1, help="People who may be active at once.", show_default=False)]
-Concurrency = Annotated[int | None, typer.Option(min=1, help="Requests in flight at once.", show_default=False)]
+Users = Annotated[int | None, typer.Option(min=1, help="Number of concurrent users.", show_default=False)]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="Number of concurrent requests.", show_default=False)]
 Context = Annotated[
-    int | None, typer.Option(min=1, help="The longest request, prompt and answer, in tokens.", show_default=False)
+    int | None, typer.Option(min=1, help="Longest request in tokens, prompt and answer together.", show_default=False)
 ]
-PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a usual prompt.", show_default=False)]
-OutputTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a usual answer.", show_default=False)]
+PromptTokens = Annotated[int | None, typer.Option(min=1, help="Typical prompt length in tokens.", show_default=False)]
+OutputTokens = Annotated[int | None, typer.Option(min=1, help="Typical answer length in tokens.", show_default=False)]
 PricePerHour = Annotated[
     float | None,
     typer.Option(
         min=0.0,
         metavar="PRICE",
-        help="Of one accelerator, or of the machine when it has none: the cost of a million tokens is then shown.",
+        help="Price per hour of one accelerator, or of the machine when it has none. Adds the cost per million tokens.",
         show_default=False,
     ),
 ]
 ElectricityPrice = Annotated[
     float | None,
     typer.Option(
-        min=0.0, metavar="PRICE", help="Of one kWh, in the same currency; added to the cost.", show_default=False
+        min=0.0, metavar="PRICE", help="Price of one kWh in the same currency; added to the cost.", show_default=False
     ),
 ]
 
@@ -95,7 +120,7 @@ ElectricityPrice = Annotated[
 def price_from(
     file: Path | None, price_per_hour: float | None, electricity_price: float | None, known: Price | None = None
 ) -> Price | None:
-    """What the options say, else the intent's operations, else what is `known`; `None`: nobody says anything."""
+    """The price from the options, else from the intent, else `known`; `None`: no price is given."""
     from bedplate.errors import BadQuestion
     from bedplate.facts.intent import read_intent
     from bedplate.values import replaced
@@ -108,7 +133,9 @@ def price_from(
     given = {"price_per_hour": price_per_hour, "electricity_price": electricity_price}
     for name, value in given.items():
         if value is not None and not value > 0:
-            raise BadQuestion(f"--{name.replace('_', '-')}: must be more than 0", hint="leave it out for no price")
+            raise BadQuestion(
+                f"--{name.replace('_', '-')} must be more than 0", hint="leave it out if there is no price"
+            )
     price = replaced(price, **{name: value for name, value in given.items() if value is not None})
     return price if price.said else None
 
@@ -123,7 +150,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def intent_from(file: Path | None, fields: list[str] | None, *, base: Intent | None = None, **options: Any) -> Intent:
-    """The file's intent, or `base`, or an empty one, with what the command line says instead."""
+    """The intent of the file, or `base`, or an empty one, changed by the options."""
     from bedplate.facts.intent import override, parsed_fields, read_intent
     from bedplate.values.intent import Intent
 
@@ -134,7 +161,7 @@ def intent_from(file: Path | None, fields: list[str] | None, *, base: Intent | N
 
 
 def words_of(context: typer.Context, without: Collection[str] = ()) -> list[str]:
-    """The command line again, as its parameters were understood; what nobody said is left out."""
+    """The command line again, from its parsed parameters; those that were not given are left out."""
     words: list[str] = []
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")

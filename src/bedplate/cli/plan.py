@@ -1,4 +1,4 @@
-"""bedplate plan: which engine, why, and the exact launch."""
+"""bedplate plan: which engine fits, why, and its launch command."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EXAMPLES = """Examples:
   bedplate plan model.gguf --emit command > serve.sh
   bedplate plan -f bedplate.yaml --emit kubernetes -o manifests
 
-Exit code 1: it does not fit, or nothing runs it here."""
+Exit code 1: the model does not fit, or no engine runs it."""
 
 
 def plan(
@@ -60,21 +60,25 @@ def plan(
     why_not: Annotated[
         str | None,
         typer.Option(
-            metavar="ENGINE", help="Explain why one engine was not chosen.", show_default=False, parser=engine_named
+            metavar="ENGINE", help="Explain why this engine was not chosen.", show_default=False, parser=engine_named
         ),
     ] = None,
     what_if: Annotated[
         str | None,
-        typer.Option(metavar="FIELD=VALUE,…", help="Show what would change: users=50,count=2.", show_default=False),
+        typer.Option(
+            metavar="FIELD=VALUE,…",
+            help="Show what would change with other values: users=50,count=2.",
+            show_default=False,
+        ),
     ] = None,
     procure: Annotated[
-        bool, typer.Option("--procure", help="Turn it round: which known machines would serve this work.")
+        bool, typer.Option("--procure", help="List the known hardware that would serve this workload.")
     ] = False,
     emit: Annotated[
         str | None,
         typer.Option(
             metavar="TARGET",
-            help="Print the plan for a target: command (a shell script), compose, kubernetes, dynamo or ray.",
+            help="Print deployment files for a target: command (a shell script), compose, kubernetes, dynamo or ray.",
             show_default=False,
         ),
     ] = None,
@@ -84,16 +88,16 @@ def plan(
             "--output",
             "-o",
             metavar="PATH",
-            help="Write there instead: a file, or a folder of manifests.",
+            help="With --emit or --json: the file, or the folder of manifests, to write.",
             show_default=False,
         ),
     ] = None,
     untuned: Untuned = False,
     json: Json = False,
 ) -> None:
-    """Say which engine fits, why, and how to launch it.
+    """Choose an engine, explain why, and show how to launch it.
 
-    Also what was refused and why, what it will need, how fast it should be, and whether it fits. Runs nothing.
+    Also shows rejected engines with reasons, memory, expected speed, and whether the model fits. Runs nothing.
     """
     from bedplate.cli.options import intent_from
 
@@ -119,29 +123,29 @@ def plan(
 def _check_together(
     questions: list[str], engine: str | None, hardware: str | None, output: Path | None, *, json: bool
 ) -> None:
-    """Refuses what would be left unanswered: one of two questions, or an option that the question does not ask for."""
+    """Refuses combinations of options of which one would be ignored."""
     from bedplate.errors import BadQuestion
 
     if len(questions) > 1:
         raise BadQuestion(
-            f"{' and '.join(questions)} cannot be had at once: each is a question with an answer of its own",
+            f"{' and '.join(questions)} cannot be combined",
             hint="run bedplate plan once for each",
         )
     if json and questions == ["--emit"]:
         raise BadQuestion(
-            "--json and --emit cannot be had at once: what is emitted is a script or manifests, the JSON is the plan",
+            "--json and --emit cannot be combined: --emit prints a script or manifests, --json the plan",
             hint="run bedplate plan once for each",
         )
     if questions == ["--procure"]:
         for option, value, why in (
-            ("--engine", engine, "the engine is decided for each machine"),
-            ("--hardware", hardware, "every known machine is asked"),
+            ("--engine", engine, "the engine is chosen for each machine"),
+            ("--hardware", hardware, "all known hardware is considered"),
         ):
             if value is not None:
-                raise BadQuestion(f"{option} cannot be given with --procure: {why}", hint="leave out one of the two")
+                raise BadQuestion(f"{option} and --procure cannot be combined: {why}", hint="leave out one of the two")
     if output is not None and not json and questions != ["--emit"]:
         raise BadQuestion(
-            f"-o {output}: a page for people is not written to a file",
+            f"-o {output} needs --emit or --json",
             hint="--emit command -o serve.sh writes a script; --json -o plan.json writes the plan",
         )
 
@@ -151,18 +155,19 @@ def _check_for_services(intent: Intent, asked: list[str]) -> None:
 
     many = f"the intent has {len(intent.services)} service{'s' if len(intent.services) > 1 else ''}"
     hints = {
-        "--engine": "say it in the file: the service's engine",
+        "--engine": "set the engine of each service in the file",
         "--procure": "name one model: bedplate plan MODEL --procure",
     }
     for option in asked:
         if option != "--emit":
             one = "name one model and its machine: bedplate plan MODEL --hardware NAME " + option
-            raise BadQuestion(f"{option} is about one model, and {many}, planned together", hint=hints.get(option, one))
+            raise BadQuestion(f"{option} needs a single model, and {many}", hint=hints.get(option, one))
 
 
 def _decided(intent: Intent, engine: str | None, *, untuned: bool = False) -> tuple[Hardware, Model, Decision]:
     from bedplate.decide import decide
     from bedplate.facts.intent import resolved_hardware
+    from bedplate.run.environments import registered_versions
     from bedplate.run.models import intended_model
     from bedplate.store import agreements, fingerprint, results, tunings, verdicts
     from bedplate.values import replaced
@@ -174,6 +179,7 @@ def _decided(intent: Intent, engine: str | None, *, untuned: bool = False) -> tu
         machine, facts, intent.workload, engine, operations=intent.operations, results=results(store_key),
         agreements=agreements(store_key, facts.name), verdicts=verdicts(store_key, facts.name),
         tunings=() if untuned else tuple(one for one in tunings(store_key, facts.name) if one.build != "native"),
+        versions=registered_versions() if intent.hardware is None else None,
     )  # fmt: skip
     notes = (
         (*machine.notes, *intent.notes, *decision.notes)
@@ -230,12 +236,12 @@ def _check_target(emit: str | None) -> None:
 
     if emit in (None, "command", "compose", "kubernetes", "dynamo", "ray"):
         return
-    hint = "--emit command writes a shell script; compose, kubernetes, dynamo and ray write a folder"
-    raise BadQuestion(f"nothing is emitted for {emit!r}", hint=hint)
+    hint = "choose command, compose, kubernetes, dynamo or ray"
+    raise BadQuestion(f"unknown target {emit!r}", hint=hint)
 
 
 def _emit_files(platform: Platform, target: str, folder: Path | None, shown: RenderableType) -> NoReturn:
-    """What was decided first, for a person to see; then the files, or their text where no folder is named."""
+    """Prints the decision, then writes the files, or prints them if no folder is given."""
     import sys
 
     from bedplate.cli.terminal import console
@@ -259,7 +265,7 @@ def _written_in(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutsideFailed(f"cannot make {path.parent}", cause=error.strerror or str(error)) from error
+        raise OutsideFailed(f"cannot create {path.parent}", cause=error.strerror or str(error)) from error
     _written(text, path)
 
 
@@ -275,7 +281,7 @@ def _what_if(
 ) -> None:
     import sys
 
-    from bedplate.decide.questions import changes
+    from bedplate.decide.questions import WhatIf, changes
     from bedplate.facts.intent import override, parsed_fields
     from bedplate.show.decision import render_changes
     from bedplate.values import to_json
@@ -284,7 +290,7 @@ def _what_if(
     _, _, after = _decided(override(intent, **parsed_fields([changed])), engine, untuned=untuned)
     found = changes(before, after)
     if json:
-        _written(to_json({"what_if": changed, "changes": found, "before": before, "after": after}), output)
+        _written(to_json(WhatIf(what_if=changed, changes=found, before=before, after=after)), output)
     else:
         _out(render_changes(changed, before, after, found))
     sys.exit(0 if after.fits else 1)
@@ -302,7 +308,7 @@ def _procure(intent: Intent, output: Path | None, *, json: bool) -> None:
     facts = intended_model(intent.model)
     known = purchasable()
     offers = []
-    with TerminalProgress().step(f"asking {len(known)} chips", len(known)) as done:
+    with TerminalProgress().step(f"checking {len(known)} chips", len(known)) as done:
         for number, (_, offer) in enumerate(procure(facts, intent.workload, intent.operations, known), 1):
             done(number)
             if offer is not None:
@@ -326,7 +332,10 @@ def _portfolio(intent: Intent, emit: str | None, output: Path | None, *, json: b
     if emit == "command":
         from bedplate.errors import BadQuestion
 
-        raise BadQuestion("a shell script starts one service", hint="--emit compose, kubernetes, dynamo or ray")
+        raise BadQuestion(
+            "--emit command starts one service, and the intent has several",
+            hint="--emit compose, kubernetes, dynamo or ray",
+        )
     models = [intended_model(service.model) for service in intent.services]
     machine = None if intent.pools else resolved_hardware(intent)
     found = portfolio(intent, models) if machine is None else on_one_machine(intent, models, machine)

@@ -1,4 +1,4 @@
-"""bedplate prepared: what was converted for an engine and is kept, and how to remove it."""
+"""bedplate prepared: lists and removes converted weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from bedplate.cli.options import Json
 
 app = typer.Typer(
-    help="List converted weights that are kept: for which engine, how large, when last used.",
+    help="List or remove converted weights.",
     invoke_without_command=True,
     rich_markup_mode=None,
     epilog="""Examples:
@@ -31,9 +31,10 @@ def prepared(context: typer.Context, json: Json = False) -> None:
 
     found = kept()
     if json:
+        from bedplate.run.kept import PreparedList
         from bedplate.values import to_json
 
-        print(to_json({"schema": "prepared/1", "prepared": found}))  # noqa: T201
+        print(to_json(PreparedList(prepared=tuple(found))))  # noqa: T201
         return
     from bedplate.cli.terminal import console
     from bedplate.show.prepared import render_prepared
@@ -41,25 +42,34 @@ def prepared(context: typer.Context, json: Json = False) -> None:
     console().print(render_prepared(found))
 
 
-@app.command()
+@app.command(
+    epilog="""Examples:
+
+\b
+  bedplate prepared remove c2427084
+  bedplate prepared remove --stale
+  bedplate prepared remove --unused"""
+)
 def remove(
     ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ID]...", help="As `bedplate prepared` names them; the first letters will do."),
+        typer.Argument(metavar="[ID]...", help="Ids from `bedplate prepared`, or their first letters."),
     ] = None,
-    stale: Annotated[bool, typer.Option("--stale", help="Those that nothing will ask for again.")] = False,
-    unused: Annotated[bool, typer.Option("--unused", help="All that no running bedplate uses.")] = False,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Remove outdated weights, which nothing will use again.")
+    ] = False,
+    unused: Annotated[bool, typer.Option("--unused", help="Remove all weights that no running bedplate uses.")] = False,
 ) -> None:
-    """Remove converted weights; the next start that needs them makes them again. Never what is in use."""
+    """Remove converted weights. The next start that needs them converts again. Weights in use are kept."""
     from bedplate.errors import AnswerIsNo, BadQuestion
     from bedplate.run.kept import chosen
     from bedplate.run.kept import remove as remove_kept
     from bedplate.values.units import size
 
     if not ids and not stale and not unused:
-        raise BadQuestion("nothing was named", hint="name an id, --stale or --unused; bedplate prepared lists them")
+        raise BadQuestion("no weights are named", hint="give an id from bedplate prepared, --stale or --unused")
     gone, stay = remove_kept(chosen(ids or [], stale=stale, unused=unused))
     typer.echo(f"removed {len(gone)}: {size(sum(one.disk_bytes for one in gone))} freed")
     if stay:
         names = ", ".join(one.id for one in stay)
-        raise AnswerIsNo(f"in use by a running bedplate, and still there: {names}", hint="stop it first")
+        raise AnswerIsNo(f"not removed, since a running bedplate uses them: {names}", hint="stop it first")

@@ -1,4 +1,4 @@
-"""bedplate probe: this machine."""
+"""bedplate probe: the hardware of this machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ EXAMPLES = """Examples:
 
 def probe(
     measure: Annotated[
-        bool, typer.Option("--measure", help="Time memory, GPUs, links and disk; takes seconds and is remembered.")
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure the bandwidth of memory, GPUs, links and disk; takes seconds, and the results are stored.",
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Show this machine, as far as we may use it, with what was measured on it."""
+    """Show the hardware of this machine that bedplate may use."""
     from bedplate.facts.hardware import probe as probe_hardware
 
     hardware = probe_hardware(recall=not measure)

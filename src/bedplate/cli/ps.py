@@ -12,7 +12,7 @@ EXAMPLES = """Examples:
 
 
 def ps(json: Json = False) -> None:
-    """List the services that run, in the foreground and in the background."""
+    """List the running services."""
     import sys
 
     from bedplate.cli.terminal import console
@@ -22,14 +22,14 @@ def ps(json: Json = False) -> None:
     found, ended = listed()
     for record in ended:
         console(sys.stderr).print(
-            f" {record.name} (process {record.pid}) ended without saying so; its log: {record.log}",
+            f" {record.name} (process {record.pid}) ended unexpectedly; its log: {record.log}",
             style="dim", soft_wrap=True, markup=False,
         )  # fmt: skip
     if json:
         print(to_json(found))  # noqa: T201
         return
     if not found:
-        console().print(" nothing is running; bedplate serve -d starts a service")
+        console().print(" no service is running; bedplate serve -d starts one")
         return
     from bedplate.show.services import render_list
 

@@ -1,4 +1,4 @@
-"""bedplate report: measurements as one page."""
+"""bedplate report: measurements as one HTML or Markdown page."""
 
 from __future__ import annotations
 
@@ -21,26 +21,36 @@ EXAMPLES = """Examples:
   bedplate report                          the newest run, to bedplate-report.html
   bedplate report RUN1 RUN2 -o both.html   several runs on one page
   bedplate report run.json --md            a file from `bedplate bench --json`, as Markdown on standard output
-  bedplate report --slo ttft_ms=500        argue for what meets this
-  bedplate report --incumbent vllm         argue against what is in service today"""
+  bedplate report --slo ttft_ms=500        recommend an engine that meets this target
+  bedplate report --incumbent vllm         compare with the engine in service today"""
 DEFAULT_FILE = Path("bedplate-report.html")
 
 
 def report(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN]...", help="Runs or files. Default: the newest run.", show_default=False),
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Run ids, or files from `bench --json`. Default: the newest run.",
+            show_default=False,
+        ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Where it goes; .md is Markdown.", show_default=str(DEFAULT_FILE)
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The file to write; .md writes Markdown.",
+            show_default=str(DEFAULT_FILE),
         ),
     ] = None,
-    md: Annotated[bool, typer.Option("--md", help="Markdown instead of HTML, on standard output.")] = False,
+    md: Annotated[
+        bool, typer.Option("--md", help="Print Markdown on standard output instead of writing HTML.")
+    ] = False,
     slo: Annotated[
         str | None,
-        typer.Option(metavar="TARGET", help="What latency has to be: ttft_ms=500,tpot_ms=50.", show_default=False),
+        typer.Option(metavar="TARGET", help="Latency target: ttft_ms=500,tpot_ms=50.", show_default=False),
     ] = None,
     incumbent: Annotated[
         str | None, typer.Option(metavar="ENGINE", help="The engine in service today.", show_default=False)
@@ -48,9 +58,9 @@ def report(
     price_per_hour: PricePerHour = None,
     electricity_price: ElectricityPrice = None,
 ) -> None:
-    """Make one page of what was measured: the argument, the table, the plots, and how to repeat it.
+    """Write a report of measurements: recommendation, table, charts.
 
-    The HTML file needs nothing beside it: it opens offline, light or dark, on a phone and on paper.
+    The HTML file is self-contained: it opens offline, in light or dark mode, on a phone and in print.
     """
     from bedplate.cli.judging import diagnosis_of
     from bedplate.facts.hardware import probe
@@ -94,7 +104,7 @@ def _priced(run: Run, price_per_hour: float | None, electricity_price: float | N
 
 
 def _facts(cells: list[Cell], told: list[Model]) -> dict[tuple[str, str | None], Model]:
-    """What is known of each measured model with its weights as they were served."""
+    """The facts of each measured model, with its weights as they were served."""
     from bedplate.cli.judging import model_named
     from bedplate.judge.ground import as_served
 
@@ -106,7 +116,7 @@ def _facts(cells: list[Cell], told: list[Model]) -> dict[tuple[str, str | None],
 
 
 def _verdict(cells: list[Cell], incumbent: str, choice: Candidate | None) -> Verdict | None:
-    """What is in service against what the measurements argue for; nothing where they are the same."""
+    """Compares the engine in service with the recommended one; `None` where they are the same."""
     from bedplate.errors import BadQuestion
     from bedplate.judge.compare import compare
     from bedplate.values.names import engine_id
@@ -114,8 +124,8 @@ def _verdict(cells: list[Cell], incumbent: str, choice: Candidate | None) -> Ver
     wanted = engine_id(incumbent) or incumbent
     mine = [cell for cell in cells if cell.subject.engine == wanted]
     if not mine:
-        there = ", ".join(dict.fromkeys(cell.subject.engine for cell in cells)) or "nothing"
-        raise BadQuestion(f"{incumbent} was not measured here", hint=f"there is {there}")
+        there = ", ".join(dict.fromkeys(cell.subject.engine for cell in cells)) or "none"
+        raise BadQuestion(f"{incumbent} was not measured in these runs", hint=f"measured engines: {there}")
     if choice is None or choice.engine == wanted:
         return None
     return compare(mine, choice.cells, allow=("quantization", "weights"))

@@ -1,4 +1,4 @@
-"""bedplate serve: the main job."""
+"""bedplate serve: serves models behind one endpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EXAMPLES = """Examples:
   bedplate serve --bundle bedplate-bundle.tar
   bedplate serve --name chat --systemd > ~/.config/systemd/user/bedplate-chat.service
 
-Ctrl-C stops everything; answers under way get a few seconds to finish."""
+Ctrl-C stops everything; running requests get a few seconds to finish."""
 
 
 class Build(StrEnum):
@@ -58,13 +58,13 @@ def serve(
     context_: typer.Context,
     model: ModelName = None,
     file: IntentFile = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The endpoint's port; 0 takes any free one.")] = 8080,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the endpoint; 0 chooses a free one.")] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar="BEDPLATE_API_KEY",
-            help="A key that clients must send. Better in the environment: options can be seen by other users.",
+            help="API key that clients must send. Prefer the environment variable: other users can see options.",
             show_default=False,
             show_envvar=True,
         ),
@@ -79,37 +79,41 @@ def serve(
     build: Annotated[
         Build,
         typer.Option(
-            help="native: build the engine from its source for this very machine, which takes minutes, once. "
-            "It is used if it then runs and answers as the ready-made one does."
+            help="packages: the engine as published. native: build it from source for this machine, once, in minutes; "
+            "it is used if it gives the same answers as the published one."
         ),
     ] = Build.packages,
     untuned: Untuned = False,
-    max_body_mb: Annotated[int, typer.Option(min=1, help="The largest request that is taken, in MB.")] = 32,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Largest accepted request body, in MB.")] = 32,
     log_content: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Also keep what is asked and answered, in files here that only you can read.",
+            help="Also store prompts and answers in this folder, readable by you only.",
             show_default=False,
         ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Compare a few answers with a reference, the first time.")
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Compare a few answers with the float32 reference before the first use of an engine.",
+        ),
     ] = True,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Start it in the background, and return when it is ready.")
+        bool, typer.Option("--detach", "-d", help="Start in the background, and return when the service is ready.")
     ] = False,
     name: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What ps, status, logs and stop know it by.", show_default=False),
+        typer.Option(metavar="NAME", help="Name of the service for ps, status, logs and stop.", show_default=False),
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(min=1, max=64, help="So many of the engine, side by side.", show_default=False)
+        int | None, typer.Option(min=1, max=64, help="Number of engine processes side by side.", show_default=False)
     ] = None,
     on: Annotated[
         On | None,
         typer.Option(
-            help="Have the replicas run by Dynamo, with its KV router, or by Ray Serve, on a cluster on this machine.",
+            help="Run the replicas with Dynamo and its KV router, or with Ray Serve, on this machine.",
             show_default=False,
         ),
     ] = None,
@@ -117,32 +121,32 @@ def serve(
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Load the model when its first request comes, unload it after this long without one: 10m.",
+            help="Load the model at its first request, and unload it after this long without requests: 10m.",
             show_default=False,
         ),
     ] = None,
     memory_budget: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="The most that all engines may take: 8GiB. Default: what is free.", show_default=False
+            metavar="SIZE", help="Memory limit of all engines together: 8GiB. Default: free memory.", show_default=False
         ),
     ] = None,
     bundle: Annotated[
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="Serve from what `bedplate bundle` made, a folder or a .tar; nothing outside is reached.",
+            help="Serve from a folder or .tar of `bedplate bundle`, without network access.",
             show_default=False,
         ),
     ] = None,
     systemd: Annotated[
-        bool, typer.Option("--systemd", help="Print a systemd unit that serves this; run nothing.")
+        bool, typer.Option("--systemd", help="Print a systemd unit that runs this command; start nothing.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="When ready, print the endpoint as JSON, on one line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="When ready, print the endpoint as one line of JSON.")] = False,
 ) -> None:
     """Serve a model behind one OpenAI-compatible endpoint.
 
-    Looks at this machine, decides which engine fits, installs it, launches it and keeps it running.
+    Probes this machine, chooses an engine, installs it, starts it and keeps it running.
     """
     from bedplate.cli.options import intent_from
     from bedplate.hosting.ordering import order_of
@@ -176,15 +180,15 @@ def serve(
 
 
 def _in_bundle(bundle: Path, refused: list[str]) -> tuple[Intent, str]:
-    """What was asked for when the bundle was made, and its engine."""
+    """The intent that the bundle was made for, and its engine."""
+    from bedplate.bundling.opened import read_bundle
     from bedplate.errors import BadQuestion
-    from bedplate.operate.bundled import read_bundle
     from bedplate.values.intent import Intent
 
     if refused:
         raise BadQuestion(
-            f"--bundle has its own model and engine: {' and '.join(refused)} cannot be given with it",
-            hint="bedplate bundle packs another",
+            f"--bundle contains a model and an engine: {' and '.join(refused)} cannot be combined with it",
+            hint="bedplate bundle packs another model or engine",
         )
     found = read_bundle(bundle)
     return Intent(workload=found.wanted.workload, operations=found.wanted.operations), found.plan.engine
@@ -234,7 +238,7 @@ def _print_unit(order: Order, context: typer.Context, fallback: str | None) -> N
 
     if context.params.get("api_key") and "BEDPLATE_API_KEY" not in os.environ:
         raise BadQuestion(
-            "a key does not belong into a unit, which others may read",
+            "--api-key cannot be combined with --systemd: other users can read a unit",
             hint="write BEDPLATE_API_KEY=… into the file that the unit names as its EnvironmentFile",
         )
     first = order.services[0].model or "the built-in model"
@@ -246,7 +250,7 @@ def _print_unit(order: Order, context: typer.Context, fallback: str | None) -> N
 
 
 class _Heads:
-    """The decision for each model as it is known, under one title."""
+    """Prints the decision of each model, below one title."""
 
     def __init__(self, *, json: bool) -> None:
         self._json = json

@@ -1,4 +1,4 @@
-"""bedplate shadow: a challenger on the endpoint's own work."""
+"""bedplate shadow: tries another engine with the requests of a running endpoint."""
 
 from __future__ import annotations
 
@@ -17,48 +17,53 @@ EXAMPLES = """Examples:
   bedplate shadow pytorch chat --share 25% --for 30m
   bedplate shadow vllm chat --url https://gpu-2.example.com/v1 --key-env CHALLENGER_KEY
 
-Exit codes: 0 stay; 10 migrate; 20 not proven; 1 it could not be compared; 3 something outside failed."""
+Exit codes: 0 stay; 10 migrate; 20 not proven; 1 not comparable; 3 external failure."""
 
 
 def shadow(
     engine: Annotated[
         str,
-        typer.Argument(metavar="ENGINE", help="What might take the place of the one in service.", parser=engine_named),
+        typer.Argument(metavar="ENGINE", help="The engine to try.", parser=engine_named),
     ],
     name: ServiceName = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Which of several served models. Default: the only one.", show_default=False),
+        typer.Option(
+            metavar="NAME", help="The served model, when there are several. Default: the only one.", show_default=False
+        ),
     ] = None,
-    share: Annotated[str, typer.Option(metavar="PERCENT", help="How much of the requests it is tried with.")] = "10%",
-    limit: Annotated[
-        str, typer.Option("--for", metavar="TIME", help="The most that it may take: 90s, 10m, 1h.")
-    ] = "10m",
-    since: Annotated[str, typer.Option(metavar="TIME", help="How far back recorded requests are taken from.")] = "24h",
-    build: Annotated[Build, typer.Option(help="packages: what its makers built; native: built here.")] = Build.packages,
+    share: Annotated[str, typer.Option(metavar="PERCENT", help="Share of the requests that it is tried with.")] = "10%",
+    limit: Annotated[str, typer.Option("--for", metavar="TIME", help="Time limit: 90s, 10m, 1h.")] = "10m",
+    since: Annotated[
+        str, typer.Option(metavar="TIME", help="Age of the oldest recorded requests to use: 24h, 7d.")
+    ] = "24h",
+    build: Annotated[
+        Build, typer.Option(help="packages: as published; native: built from source on this machine.")
+    ] = Build.packages,
     url: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where ENGINE serves the model already, on a device of its own; nothing is started here. "
-            "The sampled requests go there as they are.",
+            help="Endpoint where ENGINE already serves the model on other hardware; nothing is started here. "
+            "The sampled requests are sent there unchanged.",
             show_default=False,
         ),
     ] = None,
     key_env: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The environment variable with that endpoint's key.", show_default=False),
+        typer.Option(metavar="NAME", help="Environment variable that holds the API key of --url.", show_default=False),
     ] = None,
     served_model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What the model is called there. Default: the first.", show_default=False),
+        typer.Option(metavar="NAME", help="Model name at --url. Default: the first that it lists.", show_default=False),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Try an engine on the endpoint's own work, and say stay, migrate or not proven. Real requests come first.
+    """Try another engine with the requests of a running endpoint.
 
-    On a device of its own it gets a sample of the live requests. On a shared one, recorded shapes are replayed to both
-    in turns while nobody asks for anything.
+    The answer is stay, migrate or not proven. On separate hardware the engine gets a sample of the live requests. On
+    shared hardware, recorded request shapes are replayed to both engines in turn while the endpoint is idle; real
+    requests have priority.
     """
     from bedplate.changing.shadow import Shadow
     from bedplate.cli.questions import read_share, read_time
@@ -72,9 +77,9 @@ def shadow(
     from bedplate.values.shadow import Shadowed
 
     if url is None and (key_env is not None or served_model is not None):
-        raise BadQuestion("--key-env and --served-model are those of the endpoint at --url, and there is none")
+        raise BadQuestion("--key-env and --served-model need --url")
     if url is not None and build is not Build.packages:
-        raise BadQuestion("--build is for what is started here, and with --url nothing is")
+        raise BadQuestion("--build and --url cannot be combined: with --url nothing is started here")
     key = key_from(key_env)
     wanted = Shadow(
         engine=engine,

@@ -1,4 +1,4 @@
-"""bedplate simulate: a fleet on paper, under a trace or made-up traffic."""
+"""bedplate simulate: a simulated fleet under a trace or synthetic traffic."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ EXAMPLES = """Examples:
   bedplate simulate Qwen/Qwen3-32B --hardware "H100 SXM" --requests 5000 --rate 20 \\
                     --replicas 1..512 --slo ttft_ms=500,tpot_ms=50
 
-Exit code 1: no layout in the range meets the targets, or nothing serves the model there."""
+Exit code 1: no layout in the range meets the targets, or no engine runs the model there."""
 REQUESTS = 10_000
 GUESSED_TTFT_S, GUESSED_TPOT_S = 0.5, 0.03
-"""Of a request before anything is simulated: what its users send and how many are in flight follows from it."""
+"""Assumed latency before anything is simulated; the request rate of users and the concurrency follow from it."""
 MOST_AT_ONCE = 256
-"""Requests that one replica is planned for at the most."""
+"""Maximum number of concurrent requests that one replica is planned for."""
 MOST_REPLICAS = 65_536
 
 
@@ -61,33 +61,44 @@ def simulate(
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="A trace or a request log, as `bedplate workload` reads it.", show_default=False
+            metavar="FILE",
+            help="A trace or a request log in a format that `bedplate workload` reads.",
+            show_default=False,
         ),
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Made-up requests, or as many of the trace. Default: 10,000.", show_default=False),
+        typer.Option(
+            min=1,
+            help="Number of synthetic requests, or of requests taken from the trace. Default: 10,000.",
+            show_default=False,
+        ),
     ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
-            min=1e-6, help="Requests a second. Default: the trace's own, or what the intent says.", show_default=False
+            min=1e-6, help="Requests per second. Default: that of the trace, or of the intent.", show_default=False
         ),
     ] = None,
     replicas: Annotated[
-        str, typer.Option(metavar="N|LOW..HIGH", help="So many engines; of a range, the fewest that meet the targets.")
+        str,
+        typer.Option(
+            metavar="N|LOW..HIGH", help="Number of engines; of a range, the fewest that meet the targets are found."
+        ),
     ] = "1..512",
-    router: Annotated[RouterChoice, typer.Option(help="How a request finds its replica.")] = RouterChoice.least_loaded,
+    router: Annotated[
+        RouterChoice, typer.Option(help="How requests are routed to replicas.")
+    ] = RouterChoice.least_loaded,
     layout: Annotated[
         LayoutChoice | None,
         typer.Option(
-            help="Whether prompts get workers of their own. Default: of a range the cheaper one, else aggregated.",
+            help="Whether separate workers compute prompts. Default: with a range the cheaper layout, else aggregated.",
             show_default=False,
         ),
     ] = None,
     prefills: Annotated[
         int | None,
-        typer.Option(min=1, help="Of the replicas, those that only compute prompts.", show_default=False),
+        typer.Option(min=1, help="Number of replicas that only compute prompts.", show_default=False),
     ] = None,
     slo: Annotated[
         str | None,
@@ -98,18 +109,19 @@ def simulate(
     prompt_tokens: PromptTokens = None,
     output_tokens: OutputTokens = None,
     spread: Annotated[
-        float, typer.Option(min=0, max=5, help="Of made-up lengths: standard deviation over mean. 0: all alike.")
+        float,
+        typer.Option(
+            min=0, max=5, help="Standard deviation of synthetic lengths divided by their mean; 0: all are equal."
+        ),
     ] = 0.0,
-    prefixes: Annotated[
-        int, typer.Option(min=1, help="Of made-up prompts: how many different beginnings of the shared length.")
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn by chance.")] = 0,
+    prefixes: Annotated[int, typer.Option(min=1, help="Number of different shared prefixes of synthetic prompts.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     fields: Fields = None,
     json: Json = False,
 ) -> None:
-    """Simulate a fleet: routers, batching, caches; say what it delivers and the cheapest that meets the targets.
+    """Simulate a fleet, and find the cheapest that meets the targets.
 
-    The engine, its weights and its layout are those of `bedplate plan`; a replica is one such engine. Runs nothing.
+    Simulates routing, batching and prefix caches. A replica is one engine as `bedplate plan` chooses it. Runs nothing.
     """
     import sys
 
@@ -124,13 +136,13 @@ def simulate(
         file, fields, model=model, hardware=hardware, prompt_tokens=prompt_tokens, output_tokens=output_tokens
     )  # fmt: skip
     if intent.services:
-        raise BadQuestion("simulate takes one model on one kind of machine, and the intent has several services")
+        raise BadQuestion("simulate needs a single model, and the intent has services")
     low, high = _range(replicas)
     target = _target(slo, intent)
     stream = _stream(intent, trace, requests, rate, seed, spread, prefixes)
     deployment = _deployment(intent, stream, engine, traced=trace is not None)
     if layout is LayoutChoice.aggregated and prefills is not None:
-        raise BadQuestion("--prefills is for --layout disaggregated")
+        raise BadQuestion("--prefills needs --layout disaggregated")
     with telling(TerminalProgress()) as told:
         question = Question(deployment, stream, target, router.value, seed, told)
         if low == high or prefills is not None:
@@ -140,7 +152,7 @@ def simulate(
         else:
             if target is None:
                 raise BadQuestion(
-                    "the cheapest of a range needs latency targets",
+                    "a range of replicas needs latency targets",
                     hint="--slo ttft_ms=500,tpot_ms=50, `latency` in the intent's workload, or one count: --replicas 8",
                 )
             layouts: tuple[LayoutName, ...] = (layout.value,) if layout is not None else ("aggregated", "disaggregated")
@@ -160,9 +172,11 @@ def _range(text: str) -> tuple[int, int]:
     try:
         found = (int(low), int(high if dots else low))
     except ValueError:
-        raise BadQuestion(f"--replicas: {text!r} is no count and no range", hint="for example 8 or 1..512") from None
+        raise BadQuestion(f"--replicas: {text!r} is not a number or a range", hint="for example 8 or 1..512") from None
     if not 1 <= found[0] <= found[1] <= MOST_REPLICAS:
-        raise BadQuestion(f"--replicas: {text!r} is out of range", hint=f"1 to {MOST_REPLICAS:,}, the lower first")
+        raise BadQuestion(
+            f"--replicas: {text!r} is out of range", hint=f"1 to {MOST_REPLICAS:,}, the lower number first"
+        )
     return found
 
 
@@ -171,8 +185,8 @@ def _check_split(layout: str, replicas: int, prefills: int | None) -> None:
 
     if layout == "disaggregated" and (replicas < 2 or (prefills or 1) >= replicas):
         raise BadQuestion(
-            f"{replicas} replicas cannot be divided into {prefills or 1} for prompts and the rest for answers",
-            hint="both kinds need one at least",
+            f"{replicas} replicas cannot be divided into {prefills or 1} for prefill and the rest for decode",
+            hint="prefill and decode need at least one replica each",
         )
 
 
@@ -188,11 +202,11 @@ def _target(slo: str | None, intent: Intent) -> LatencyTarget | None:
         try:
             found[name.strip()] = float(value)
         except ValueError:
-            raise BadQuestion(f"--slo: {part!r} is no target", hint="for example ttft_ms=500,tpot_ms=50") from None
+            raise BadQuestion(f"--slo: {part!r} is not a target", hint="for example ttft_ms=500,tpot_ms=50") from None
     if unknown := set(found) - {"ttft_ms", "tpot_ms"}:
-        raise BadQuestion(f"--slo: {sorted(unknown)[0]!r} is no latency", hint="ttft_ms and tpot_ms are")
+        raise BadQuestion(f"--slo: {sorted(unknown)[0]!r} is not one of ttft_ms and tpot_ms")
     if not all(0 < value < 1e9 for value in found.values()):
-        raise BadQuestion("--slo: a target is a time above 0", hint="for example ttft_ms=500,tpot_ms=50")
+        raise BadQuestion("--slo: a target must be more than 0", hint="for example ttft_ms=500,tpot_ms=50")
     return LatencyTarget(**found)
 
 
@@ -226,13 +240,13 @@ def _stream(
 
 
 def _asked_rate(intent: Intent) -> float:
-    """What the intent says, or what its users send who wait for their answers."""
+    """The rate of the intent, or the rate at which its users send requests."""
     from bedplate.errors import BadQuestion
 
     work = intent.workload
     if work.requests_per_s is None and work.concurrency is None and work.users == 1:
         raise BadQuestion(
-            "nobody says how many requests come",
+            "the request rate is not specified",
             hint="--rate R, --trace FILE, or requests_per_s, users or concurrency in the intent's workload",
         )
     return work.arrivals_per_s(guessed_request_s(work.output_tokens))
@@ -262,7 +276,7 @@ def _deployment(intent: Intent, stream: Stream, engine: str | None, *, traced: b
 
 
 def _planned(work: Workload, stream: Stream, max_context: int | None, *, traced: bool) -> Workload:
-    """What one replica is planned for: the requests as they are, and as many at once as one engine takes."""
+    """The workload that one replica is planned for."""
     import math
 
     from bedplate.values import replaced

@@ -1,4 +1,4 @@
-"""bedplate status: how one service is doing."""
+"""bedplate status: the state of one service."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ EXAMPLES = """Examples:
 
 Exit code 1: no such service is running."""
 ServiceName = Annotated[
-    str | None, typer.Argument(metavar="NAME", help="Default: the only one that runs.", show_default=False)
+    str | None, typer.Argument(metavar="NAME", help="The service. Default: the only running one.", show_default=False)
 ]
 
 
 def status(name: ServiceName = None, json: Json = False) -> None:
-    """Show what is served by which engine and why, in flight, memory, restarts, and whether the work has changed."""
+    """Show the state of a running service and its engines.
+
+    The engine and why it was chosen, running requests, memory, restarts, and whether the workload has changed.
+    """
     from bedplate.cli.terminal import console
     from bedplate.hosting.records import chosen
     from bedplate.hosting.services import status_of

@@ -1,4 +1,4 @@
-"""bedplate stop: ends services in order."""
+"""bedplate stop: stops services."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ EXAMPLES = """Examples:
   bedplate stop chat --drain 120
   bedplate stop --all
 
-Exit code 1: no such service is running. 3: it has not ended in time."""
+Exit codes: 1 no such service is running; 3 it did not stop in time."""
 
 
 def stop(
     name: ServiceName = None,
-    every: Annotated[bool, typer.Option("--all", help="Stop all that run.")] = False,
-    drain: Annotated[float, typer.Option(min=0, max=86400, help="Seconds that answers under way may take.")] = 30,
+    every: Annotated[bool, typer.Option("--all", help="Stop all running services.")] = False,
+    drain: Annotated[
+        float, typer.Option(min=0, max=86400, help="Seconds that running requests may take to finish.")
+    ] = 30,
     json: Json = False,
 ) -> None:
-    """Stop a service: it takes nothing new, finishes its answers, and ends with its engines."""
+    """Stop a service after it has finished its running requests."""
     import sys
 
     from bedplate.cli.terminal import TerminalProgress, console, show_error
@@ -36,7 +38,7 @@ def stop(
     from bedplate.values.units import seconds
 
     if every and name is not None:
-        raise BadQuestion("--all and a name cannot both be meant", hint="leave one of them out")
+        raise BadQuestion("--all and NAME cannot be combined", hint="leave out one of the two")
     progress = TerminalProgress()
     done, code = [], 0
     for record in running() if every else [chosen(name)]:
@@ -45,7 +47,7 @@ def stop(
         except BedplateError as error:
             if not every:
                 raise
-            show_error(error)  # the others are stopped all the same
+            show_error(error)  # the others are still stopped
             code = error.exit_code
             continue
         done.append(one)
@@ -54,5 +56,5 @@ def stop(
     if json:
         print(to_json(done))  # noqa: T201
     elif every and not done and not code:
-        console().print(" nothing is running")
+        console().print(" no service is running")
     sys.exit(code)

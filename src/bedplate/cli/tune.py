@@ -1,4 +1,4 @@
-"""bedplate tune: the best settings of one engine on this machine, found by measuring."""
+"""bedplate tune: finds the best settings of one engine on this machine by measuring."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ EXAMPLES = """Examples:
   bedplate tune model.gguf --slo ttft_ms=500,tpot_ms=50
   bedplate tune --objective latency --concurrency 1
   bedplate tune --knobs threads,ubatch
-  bedplate tune --list                     what can be turned, and what it would do; runs nothing
+  bedplate tune --list                     the tunable settings and what they do; runs nothing
   bedplate tune --resume last
-  bedplate tune --export tuned.json        what was found last, for others
+  bedplate tune --export tuned.json        the last result, for other machines
   bedplate tune --import tuned.json
 
-`plan` and `serve` then use what was found, and say so. Ctrl-C stops everything and keeps what was measured.
-Exit codes: 0 better settings are proven; 1 nothing better than the plan was proven."""
+`plan` and `serve` then use these settings and say so. Ctrl-C stops everything and keeps the measurements.
+Exit codes: 0 better settings are proven; 1 no better settings are proven."""
 
 
 class Goal(StrEnum):
@@ -44,71 +44,97 @@ def tune(
     model: ModelName = None,
     file: IntentFile = None,
     engine: EngineId = None,
-    objective: Annotated[Goal, typer.Option(help="What is to be best.")] = Goal.throughput,
+    objective: Annotated[Goal, typer.Option(help="What to optimize.")] = Goal.throughput,
     slo: Annotated[
         str | None,
         typer.Option(
-            metavar="TARGET", help="Requests that miss it do not count: ttft_ms=500,tpot_ms=50.", show_default=False
+            metavar="TARGET",
+            help="Latency target, ttft_ms=500,tpot_ms=50; requests that miss it do not count.",
+            show_default=False,
         ),
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests in flight at once.", show_default="4")
+        int | None, typer.Option(min=1, help="Number of concurrent requests.", show_default="4")
     ] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each prompt.", show_default="512")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each answer.", show_default="128")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Prompt length in tokens.", show_default="512")
+    ] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Answer length in tokens.", show_default="128")
+    ] = None,
     shared_prefix: Annotated[
-        int | None, typer.Option(min=0, help="Of each prompt, what all begin with.", show_default="0")
+        int | None, typer.Option(min=0, help="Tokens at the beginning that all prompts share.", show_default="0")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(metavar="TIME", help="How long it may take, once installed.", show_default="10m")
+        str | None, typer.Option(metavar="TIME", help="Time limit after the installation: 20m, 1h.", show_default="10m")
     ] = None,
     knobs: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Turn only these, with commas between them.", show_default=False),
+        typer.Option(
+            metavar="NAMES",
+            help="Tune only these settings, comma-separated; --list shows their names.",
+            show_default=False,
+        ),
     ] = None,
     lossy: Annotated[
         bool,
-        typer.Option("--lossy", help="Allow weights that answer less faithfully, within what their bits explain."),
+        typer.Option(
+            "--lossy",
+            help="Also try weights with lower precision, as long as their answers stay within the expected error.",
+        ),
     ] = False,
     draft: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A small model of the same tokens that may guess ahead.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="A small draft model with the same tokenizer, for speculative decoding.",
+            show_default=False,
+        ),
     ] = None,
     build: Annotated[
-        str, typer.Option(metavar="KIND", help="packages, or native: built from source for this machine.")
+        str,
+        typer.Option(metavar="KIND", help="Engine build: packages, or native (built from source for this machine)."),
     ] = "packages",
     price: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Of an hour of this machine, for --objective cost.", show_default=False),
+        typer.Option(min=0.0, help="Price of this machine per hour, for --objective cost.", show_default=False),
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="Show what can be turned; run nothing.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the tunable settings; run nothing.")] = False,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Go on with one that was ended; `last` is the newest.", show_default=False),
+        typer.Option(
+            metavar="ID", help="Continue an interrupted tuning by its id; `last` is the newest.", show_default=False
+        ),
     ] = None,
     export: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write what was found to a small file; alone: the last.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="Write the settings that were found to a file; without other options, the last ones.",
+            show_default=False,
+        ),
     ] = None,
     import_file: Annotated[
         Path | None,
-        typer.Option("--import", metavar="FILE", help="Keep what was found elsewhere.", show_default=False),
+        typer.Option(
+            "--import", metavar="FILE", help="Store settings that were found on another machine.", show_default=False
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the front as an SVG picture.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Write the Pareto front as an SVG image.", show_default=False)
     ] = None,
     json: Json = False,
 ) -> None:
-    """Find the best settings of one engine for your work on this machine, by measuring.
+    """Find the best settings of one engine by measuring.
 
-    Starts from the plan, turns one knob after the other, and proves what wins against the engine's own defaults.
+    Starts from the plan, changes one setting after the other, and verifies the best ones against the engine defaults.
     """
     import sys
 
     from bedplate.errors import BadQuestion
 
     if build not in ("packages", "native"):
-        raise BadQuestion(f"--build {build!r} is not known", hint="packages or native")
+        raise BadQuestion(f"--build {build!r} is not one of packages and native")
     if import_file is not None:
         _show(_imported(import_file), json=json, plot=plot)
         return
@@ -161,7 +187,7 @@ def tune(
 
 
 def _work(model: str | None, file: Path | None, **lengths: int | None) -> tuple[str | None, Load, Workload | None]:
-    """The model and the load: as the options say, else as the intent file does, else as `bench` has it."""
+    """The model and the load: from the options, else from the intent file, else the defaults of `bench`."""
     from bedplate.errors import BadQuestion
     from bedplate.values.run import Load
 
@@ -172,9 +198,9 @@ def _work(model: str | None, file: Path | None, **lengths: int | None) -> tuple[
 
     intent = intent_from(file, None, model=model)
     if intent.services:
-        raise BadQuestion("one service is tuned at a time", hint="name its model and its load: bedplate tune MODEL")
+        raise BadQuestion("tune needs a single model, and the intent has services", hint="bedplate tune MODEL")
     if isinstance(intent.model, dict):
-        raise BadQuestion("model: facts can be planned, not tuned", hint="name a file, a folder or owner/name")
+        raise BadQuestion("model: a described model cannot be tuned", hint="name a file, a folder or owner/name")
     work = intent.workload
     of_file = {
         "concurrency": work.in_flight() if work.concurrency or work.users > 1 else 4,
@@ -214,19 +240,19 @@ def _last() -> Tuned:
 
     found = next((one for one in tunings(fingerprint(probe())) if one.finished and one.source is None), None)
     if found is None:
-        raise BadQuestion("nothing was tuned here yet", hint="bedplate tune --export FILE tunes, and then writes it")
+        raise BadQuestion("no engine has been tuned on this machine", hint="run bedplate tune first")
     return found
 
 
 def _exported(tuned: Tuned) -> str:
-    """What others need: the settings, what they brought and on what machine; not each short measurement."""
+    """The settings, their gain and the machine, without the single measurements."""
     from bedplate.values import replaced, to_json
 
     return to_json(replaced(tuned, trials=())) + "\n"
 
 
 def _imported(path: Path) -> Tuned:
-    """Kept under the machine that it was found on: used at once on one like it, and a hint on others."""
+    """Stored under the machine that it was found on: used on machines like it, and a hint on others."""
     from bedplate.errors import BadQuestion
     from bedplate.store import add_tuning
     from bedplate.values import from_json, replaced

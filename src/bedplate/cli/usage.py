@@ -25,19 +25,21 @@ class By(StrEnum):
 
 
 def usage(
-    since: Annotated[str, typer.Option(metavar="SPAN", help="How far back: 90m, 24h, 30d; all: ever.")] = "24h",
-    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Of one tenant.", show_default=False)] = None,
-    by: Annotated[By, typer.Option(help="What each row is.")] = By.tenant,
-    csv: Annotated[bool, typer.Option("--csv", help="Print a table for other programs.")] = False,
+    since: Annotated[str, typer.Option(metavar="SPAN", help="Time range: 90m, 24h, 30d, or all.")] = "24h",
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show only this tenant.", show_default=False)
+    ] = None,
+    by: Annotated[By, typer.Option(help="Group the rows by this.")] = By.tenant,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     json: Json = False,
 ) -> None:
-    """Show requests and tokens that the endpoint served, by tenant, model, engine or day."""
+    """Show served requests and tokens by tenant, model, engine or day."""
     from bedplate.errors import BadQuestion
     from bedplate.hosting.tenants import usage as used
     from bedplate.values.units import parsed_seconds
 
     if csv and json:
-        raise BadQuestion("--csv and --json are two answers", hint="ask for one of them")
+        raise BadQuestion("--csv and --json cannot be combined", hint="leave out one of the two")
     since_s = None if since.strip().lower() == "all" else parsed_seconds(since, "--since")
     report = used(by.value, since_s, tenant)
     if json:

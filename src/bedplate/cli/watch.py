@@ -1,4 +1,4 @@
-"""bedplate watch: is it still the right engine?"""
+"""bedplate watch: checks regularly whether a service has the right engine."""
 
 from __future__ import annotations
 
@@ -20,31 +20,40 @@ EXAMPLES = """Examples:
   bedplate watch chat --webhook https://example.com/hooks/bedplate
   bedplate watch chat --auto
 
-Exit codes with --once: 0 stay; 10 migrate; 20 not proven; 3 something outside failed."""
+Exit codes with --once: 0 stay; 10 migrate; 20 not proven; 3 external failure."""
 
 
 def watch(
     name: ServiceName = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Which of several served models. Default: the only one.", show_default=False),
+        typer.Option(
+            metavar="NAME", help="The served model, when there are several. Default: the only one.", show_default=False
+        ),
     ] = None,
-    every: Annotated[str, typer.Option(metavar="TIME", help="How often, if nothing changes meanwhile.")] = "24h",
+    every: Annotated[
+        str, typer.Option(metavar="TIME", help="Interval between evaluations when nothing changes.")
+    ] = "24h",
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="What all challengers of one look may take together.")
+        str, typer.Option(metavar="TIME", help="Time limit of one evaluation, for all challengers together.")
     ] = "10m",
-    share: Annotated[str, typer.Option(metavar="PERCENT", help="How much of the work they are tried with.")] = "10%",
+    share: Annotated[
+        str, typer.Option(metavar="PERCENT", help="Share of the requests that challengers are tried with.")
+    ] = "10%",
     webhook: Annotated[
-        str | None, typer.Option(metavar="URL", help="Is sent the result as JSON.", show_default=False)
+        str | None,
+        typer.Option(metavar="URL", help="URL that gets each result as a JSON POST request.", show_default=False),
     ] = None,
-    auto: Annotated[bool, typer.Option("--auto", help="Migrate when that is proven.")] = False,
-    once: Annotated[bool, typer.Option("--once", help="Look once, now, and end with the answer as exit code.")] = False,
+    auto: Annotated[bool, typer.Option("--auto", help="Migrate when a challenger is proven better.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Evaluate once, now, and exit with the answer as exit code.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Look again whether a service has the right engine: on a schedule, and when something has changed.
+    """Check regularly whether a service has the right engine.
 
-    A new release, another driver, other work or a missed latency target are reasons to look. Challengers are measured
-    while nobody asks for anything; nothing is moved without --auto.
+    Evaluates on a schedule, and after a new release, a driver change, a workload change or a missed latency target.
+    Challengers are measured while the endpoint is idle. Without --auto nothing is migrated.
     """
     from bedplate.changing.notify import checked_url
     from bedplate.changing.watch import Watching, watch_once

@@ -1,4 +1,4 @@
-"""bedplate workload: the shape of real work, from a trace, a log or the endpoint's own traffic."""
+"""bedplate workload: summarizes a trace, a request log or the traffic of endpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLES = """Examples:
   bedplate workload requests.jsonl --json | jq .in_flight.spread
   bedplate workload --observed 24h -o bedplate.yaml
 
-Nothing of a request's content is kept or shown."""
+The content of requests is neither stored nor shown."""
 
 
 class Format(StrEnum):
@@ -40,48 +40,58 @@ def workload(
     trace: Annotated[
         str | None,
         typer.Argument(
-            metavar="[FILE]", help="A trace or a log, plain, .gz or .zst; - reads standard input.", show_default=False
+            metavar="[FILE]",
+            help="A trace or a request log, plain, .gz or .zst; - reads standard input.",
+            show_default=False,
         ),
     ] = None,
     observed: Annotated[
         str | None,
         typer.Option(
-            metavar="SPAN", help="Instead: what endpoints here were asked lately: 24h, 7d.", show_default=False
+            metavar="SPAN", help="Instead of FILE: the recorded traffic of endpoints here: 24h, 7d.", show_default=False
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With --observed: of one model.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="With --observed: only this model.", show_default=False)
     ] = None,
     kind: Annotated[
-        Format, typer.Option("--format", help="What it is; auto tells from its beginning.", show_default=True)
+        Format, typer.Option("--format", help="Format of FILE; auto detects it.", show_default=True)
     ] = Format.auto,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the intent's workload part as YAML.", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write the workload section of an intent file as YAML.",
+            show_default=False,
+        ),
     ] = None,
     ttft_ms: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Assumed time to the first token, where the trace has no durations.", show_default="500"
+            min=0, help="Assumed time to first token in ms, for traces without durations.", show_default="500"
         ),
     ] = None,
     tpot_ms: Annotated[
         float | None,
-        typer.Option(min=0, help="Assumed time for each token, where the trace has no durations.", show_default="50"),
+        typer.Option(
+            min=0, help="Assumed time per output token in ms, for traces without durations.", show_default="50"
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show the shape of real work, from a trace, a log or the endpoint's own traffic.
+    """Summarize a trace, a request log or the traffic of an endpoint.
 
-    Lengths, arrival rate and bursts, requests in flight, and how much of the prompts a prefix cache would save.
+    Lengths, arrival rate and bursts, concurrent requests, and the share of prompt tokens that a prefix cache saves.
     """
     from bedplate.errors import BadQuestion
     from bedplate.facts.workload import ASSUMED_TPOT_MS, ASSUMED_TTFT_MS, summarise, workload_yaml
 
     if (trace is None) == (observed is None):
-        raise BadQuestion("one source of requests is needed", hint="name a FILE, or --observed 24h")
+        raise BadQuestion("give either FILE or --observed", hint="for example --observed 24h")
     if model is not None and observed is None:
-        raise BadQuestion("--model chooses among what was observed", hint="add --observed 24h, or leave it out")
+        raise BadQuestion("--model needs --observed", hint="add --observed 24h, or leave out --model")
     if observed is not None:
         from bedplate.facts.observed import observed as observe
         from bedplate.values.units import parsed_seconds
@@ -116,7 +126,7 @@ def _write(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        hint = "put the part in by hand, or name another file"
-        raise BadQuestion(f"{path} is there already, and is not written over", hint=hint) from None
+        hint = "name another file, or add the section by hand"
+        raise BadQuestion(f"{path} already exists and is not overwritten", hint=hint) from None
     except OSError as error:
         raise OutsideFailed(f"cannot write {path}", cause=error.strerror or str(error)) from error

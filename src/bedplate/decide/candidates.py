@@ -13,21 +13,33 @@ from bedplate.decide.estimate.calibration import Expectation
 from bedplate.decide.evidence import Evidence
 from bedplate.decide.layouts import layouts
 from bedplate.decide.memory import Asked, fit
+from bedplate.decide.wording import describe_remedy, describe_shortage, join_alternatives
 from bedplate.engines import Engine
 from bedplate.engines.base import RESERVED_SHARE, SIXTEEN_BIT, Target, cards_of
 from bedplate.facts.known_models import with_label
-from bedplate.values import Fit, Hardware, Model, Parallelism, Refusal, Settings, Weights, Workload, replaced
+from bedplate.values import (
+    Fit,
+    Hardware,
+    Model,
+    Parallelism,
+    Refusal,
+    Remedy,
+    Settings,
+    Shortage,
+    Weights,
+    Workload,
+    replaced,
+)
 from bedplate.values.agreement import Agreement
 from bedplate.values.fit import DeviceNeed
 from bedplate.values.tuning import Tuned
-from bedplate.values.units import memory as as_memory
 
 LEAST_BITS = 3.0
 """Below this, weights lose more than another engine or a smaller model would."""
 EVERYDAY_BITS = 4.0
-"""seeds/002 "for text generation, 4-bit quantization is often acceptable"."""
+"""landscape "for text generation, 4-bit quantization is often acceptable"."""
 PRECISE_BITS = 8.0
-"""seeds/002 "anything where precision matters at the decimal level": such work keeps eight bits."""
+"""landscape "anything where precision matters at the decimal level": such work keeps eight bits."""
 TWICE_BITS = 8.0
 """What was rounded to fewer is not rounded so again: of SmolLM2 in Q4_1, INT4 gives 588 of 1,000 next tokens as they
 should be, and INT8 914 of 960 (docs/fleet.md)."""
@@ -131,31 +143,30 @@ def wrong_here(candidate: Candidate, evidence: Evidence) -> Agreement | None:
 def too_large(engine: Engine, nearest: Candidate, work: Workload) -> Refusal:
     """Why not even the smallest form fits, with figures."""
     fullest = max(nearest.fit.devices, key=lambda need: need.high_bytes - (need.usable_bytes or 0))
-    own = fullest.overhead_bytes.high + fullest.activation_bytes.high
-    free = as_memory(fullest.usable_bytes) if fullest.usable_bytes is not None else "an unknown part"
-    where = (
-        ""
-        if fullest.device == "host"
-        else f" on each of {fullest.count} cards"
-        if fullest.count > 1
-        else " on the card"
+    shortage = Shortage(
+        device=fullest.device,
+        count=fullest.count,
+        weights_label=nearest.model.quantization or nearest.weights.label,
+        needed_bytes=fullest.high_bytes,
+        weights_bytes=fullest.weights_bytes,
+        cache_bytes=fullest.kv_bytes,
+        overhead_bytes=fullest.overhead_bytes.high + fullest.activation_bytes.high,
+        usable_bytes=fullest.usable_bytes,
     )
-    why = (
-        f"needs {as_memory(fullest.high_bytes)}{where} in {nearest.model.quantization or nearest.weights.label} "
-        f"(weights {as_memory(fullest.weights_bytes)}, cache {as_memory(fullest.kv_bytes)}, its own {as_memory(own)}), "
-        f"and may take {free}"
+    remedies = what_would_fit(nearest, work)
+    return Refusal(
+        engine=engine.id,
+        kind="impossible",
+        why=describe_shortage(shortage),
+        hint=join_alternatives(map(describe_remedy, remedies)),
+        shortage=shortage,
+        remedies=remedies,
     )
-    return engine.refusal("impossible", why, "; or ".join(what_would_fit(nearest, work)))
 
 
-def about_memory(refusal: Refusal) -> bool:
-    """Whether it is one of `too_large`: the engine could, had it the room."""
-    return refusal.kind == "impossible" and "(weights " in refusal.why
-
-
-def what_would_fit(nearest: Candidate, work: Workload) -> tuple[str, ...]:
+def what_would_fit(nearest: Candidate, work: Workload) -> tuple[Remedy, ...]:
     """The nearest things that would fit, nearest first; figures are rounded so that they still do."""
-    hints: list[str] = []
+    remedies: list[Remedy] = []
     needs = nearest.fit.devices
     room = sum(
         (need.usable_bytes or 0) - need.kv_bytes - need.overhead_bytes.high - need.activation_bytes.high
@@ -164,13 +175,13 @@ def what_would_fit(nearest: Candidate, work: Workload) -> tuple[str, ...]:
     )
     model = nearest.model
     if room > 0 and model.parameters and (bits := math.floor(room * 80 / model.parameters) / 10) >= LEAST_BITS:
-        hints.append(f"a quantization of at most {bits:.1f} bits per weight (this one has {nearest.bits:.1f})")
+        remedies.append(Remedy(kind="quantization", most_bits_per_weight=bits, bits_per_weight=nearest.bits))
     lacking = {need.device: _shortage(need, nearest.engine) * need.count for need in needs}
-    where = " on the cards" if not lacking.get("host") else ""
-    hints.append(f"{as_memory(sum(lacking.values()) * ROUNDING)} more free memory{where}")
+    missing_bytes = sum(lacking.values()) * ROUNDING
+    remedies.append(Remedy(kind="memory", memory_bytes=missing_bytes, on_cards=not lacking.get("host")))
     if needs[0].device != "host" and (cards := _enough_cards(nearest, work)) is not None:
-        hints.append(f"{cards} cards like these")
-    return tuple(hints)
+        remedies.append(Remedy(kind="cards", cards=cards))
+    return tuple(remedies)
 
 
 def _enough_cards(nearest: Candidate, work: Workload) -> int | None:

@@ -10,11 +10,11 @@ from bedplate.values import Hardware, Model, Workload, replaced
 from bedplate.values.intent import Operations
 
 MANY = 10
-"""Requests in flight from which on a scheduler decides: seeds/002 "High concurrency (10+ simultaneous)"."""
+"""Requests in flight from which on a scheduler decides: landscape "High concurrency (10+ simultaneous)"."""
 FEW = 4
 """Requests in flight that a local engine still serves well: its clients and a retry or two."""
 RTX_CARDS = 4
-"""seeds/001 "perfect for 1/2/3/4 GPU(s) setups"."""
+"""cheat-sheet "perfect for 1/2/3/4 GPU(s) setups"."""
 LONG_TOKENS = 8192
 """From here on a mixture of experts with long requests asks for more than batching."""
 VERY_LONG_TOKENS = 32768

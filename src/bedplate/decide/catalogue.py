@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from bedplate.decide.candidates import LEAST_BITS, PRECISE_BITS, READING_TOK_S, Candidate, about_memory
+from bedplate.decide.candidates import LEAST_BITS, PRECISE_BITS, READING_TOK_S, Candidate
 from bedplate.decide.case import FEW, Case, with_tasks_agreed
 from bedplate.decide.choose import FIRST_GUESS_S, GUESSED_TPOT_S, Search
 from bedplate.decide.evidence import Evidence, Measured, gathered
 from bedplate.decide.explain import expectations
 from bedplate.decide.memory import fit, free_of, most_that
+from bedplate.decide.wording import describe_shortage
 from bedplate.engines import all_engines
 from bedplate.facts.known_models import known_names, lookup, understood
 from bedplate.facts.library import Located
@@ -343,10 +344,12 @@ def _choice(case: Case, evidence: Evidence) -> _Found | str:
 
 def _shortly(refusals: Sequence[Refusal]) -> str:
     """Of all refusals, the one that says the most about this machine: how much memory is missing."""
-    sizes = [refusal for refusal in refusals if about_memory(refusal)]
-    sizes.sort(key=lambda refusal: refusal.engine != "llama.cpp")
-    if sizes:
-        return re.sub(r" \([^)]*\)", "", sizes[0].why)
+    lacking = sorted(
+        (refusal for refusal in refusals if refusal.shortage is not None),
+        key=lambda refusal: not all_engines()[refusal.engine].offloads,
+    )
+    if lacking and (shortage := lacking[0].shortage) is not None:
+        return describe_shortage(shortage, breakdown=False)
     return refusals[0].why if refusals else "no engine runs it here"
 
 

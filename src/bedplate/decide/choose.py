@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
-from bedplate.decide.candidates import SERVER_EFFORT, Candidate, about_memory, best, wrong_here
+from bedplate.decide.candidates import SERVER_EFFORT, Candidate, best, wrong_here
 from bedplate.decide.case import STORED_BITS, Case, with_tasks_agreed
 from bedplate.decide.evidence import Better, Evidence, gathered, name_of
 from bedplate.decide.explain import expectations, reasons_for
 from bedplate.decide.planning import plan
 from bedplate.decide.rules import ASKED, CHALLENGES, DOUBTS, MEASURED, ORCHESTRATION, PICKS, Doubt, Pick
 from bedplate.decide.tuned import with_tuning
+from bedplate.decide.wording import describe_remedy
 from bedplate.engines import Engine, all_engines
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import Target, installing_within
@@ -58,14 +60,16 @@ def decide(
     verdicts: tuple[Verdict, ...] = (),
     tunings: tuple[Tuned, ...] = (),
     installable: bool = False,
+    versions: Mapping[str, str] | None = None,
 ) -> Decision:
-    """Which engine, why, and what to expect. `wanted` asks for one engine by its id.
+    """Which engine, why, and what to expect. `wanted` asks for one engine by its id, or by ID@VERSION.
 
     `results` is what was measured on this very machine, `agreements` whose answers were checked on it, `verdicts` what
     was said of two engines there and `tunings` what was tuned there, the newest first. `installable` keeps to what this
-    version of bedplate installs and starts by itself.
+    version of bedplate installs and starts by itself. `versions` are those of engines that are registered here.
     """
-    asked = engine_by_id(wanted) if wanted is not None else None
+    engines = _in_versions(versions or {}, wanted)
+    asked = engines[wanted.partition("@")[0]] if wanted is not None else None
     workload = with_tasks_agreed(model, workload)
     folder = unpacked(model) if asked is not None and _needs_unpacking(asked) else None
     case = Case(hardware, folder or model, workload, operations or Operations())
@@ -73,12 +77,22 @@ def decide(
         return _too_long(case)
     evidence = gathered(hardware, case.model, results, agreements, verdicts, tunings)
     if workload.concurrency is not None or not (workload.requests_per_s or workload.think_time_s):
-        decision = Search(case, evidence, installable).decision(asked)
+        decision = Search(case, evidence, installable, engines).decision(asked)
     else:
-        decision = _settled(case, evidence, asked, installable)
+        decision = _settled(case, evidence, asked, installable, engines)
     if asked is None and (better := _in_four_bits(decision, case, evidence, installable)):
         decision = replaced(decision, notes=(*decision.notes, better))
     return _unpacking(decision, model, case.model) if folder is not None else decision
+
+
+def _in_versions(versions: Mapping[str, str], wanted: str | None) -> dict[str, Engine]:
+    """All engines, each in the version that is registered; the one that is asked for in the version that it names."""
+    known = all_engines()
+    found = {**known, **{name: engine_by_id(f"{name}@{one}") for name, one in versions.items() if name in known}}
+    if wanted is not None and wanted not in found:
+        asked = engine_by_id(wanted)
+        found[asked.id] = asked
+    return found
 
 
 def _in_four_bits(decision: Decision, case: Case, evidence: Evidence, installable: bool) -> str | None:
@@ -125,14 +139,17 @@ def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
     return replaced(decision, unpacks=True, launch=launch)
 
 
-def _settled(case: Case, evidence: Evidence, asked: Engine | None, installable: bool) -> Decision:
+def _settled(
+    case: Case, evidence: Evidence, asked: Engine | None, installable: bool, engines: Mapping[str, Engine]
+) -> Decision:
     """By Little's law: how many are in flight follows from how long a request takes, and the other way round."""
     workload = case.workload
     request_s = FIRST_GUESS_S + GUESSED_TPOT_S * workload.output_tokens
     seen: set[int] = set()
 
     def with_in_flight(count: int) -> Decision:
-        return Search(case.with_work(replaced(workload, concurrency=count)), evidence, installable).decision(asked)
+        work = case.with_work(replaced(workload, concurrency=count))
+        return Search(work, evidence, installable, engines).decision(asked)
 
     while True:
         in_flight = workload.in_flight(request_s)
@@ -166,8 +183,11 @@ def too_slow(decision: Decision, workload: Workload) -> str | None:
 class Search:
     """One case; what each engine could be given is found when it is asked for, and once."""
 
-    def __init__(self, case: Case, evidence: Evidence, installable: bool) -> None:
+    def __init__(
+        self, case: Case, evidence: Evidence, installable: bool, engines: Mapping[str, Engine] | None = None
+    ) -> None:
         self.case, self.evidence, self.installable = case, evidence, installable
+        self.engines = engines or all_engines()
         self._found: dict[str, Candidate | Refusal] = {}
         self._wanted: Engine | None = None
         self._overruled: tuple[str, Better] | None = None
@@ -227,14 +247,14 @@ class Search:
     def _replaced(self, chosen: Candidate, why: Reason) -> tuple[Reason, ...]:
         """Why the engine in service does not stay, where it cannot. Who was asked for, or measured, says so itself."""
         named = self.case.operations.incumbent
-        engine = all_engines().get(named) if named is not None else None
+        engine = self.engines.get(named) if named is not None else None
         if engine is None or engine is chosen.engine or self._wanted is not None or self._overruled is not None:
             return ()
         said = self._said_of(engine, chosen)
         if not isinstance(said, Refusal) or why.rule == INCUMBENT:
             return ()
         rule = next(rule for rule in PICKS if rule.id == INCUMBENT)
-        return (Reason(rule=rule.id, text=f"{engine.name} is in service, but: {said.why}", source=rule.source),)
+        return (Reason(rule=rule.id, text=f"{engine.name} is in service, but: {said.why}", source=rule.citation),)
 
     def _asked(self, engine: Engine) -> tuple[Candidate | None, Reason | None]:
         found = self.candidate(engine)
@@ -251,13 +271,12 @@ class Search:
             picked = rule.says(self.case)
             found = self._first_able(picked) if picked is not None else None
             if picked is not None and found is not None:
-                return self._overturned(found) or (found, Reason(rule=rule.id, text=picked.text, source=rule.source))
+                return self._overturned(found) or (found, Reason(rule=rule.id, text=picked.text, source=rule.citation))
         return None, None
 
     def _first_able(self, picked: Pick) -> Candidate | None:
-        engines = all_engines()
         for engine_id in picked.engines:
-            engine = engines.get(engine_id)
+            engine = self.engines.get(engine_id)
             found = self.candidate(engine) if engine is not None else None
             if not isinstance(found, Candidate) or self._leaves_gpu_idle(found.target):
                 continue
@@ -273,7 +292,7 @@ class Search:
             return False
         return any(
             (target := engine.target(self.case.hardware)) is not None and target.device != "cpu"
-            for engine in all_engines().values()
+            for engine in self.engines.values()
         )
 
     def _overturned(self, chosen: Candidate) -> tuple[Candidate, Reason] | None:
@@ -288,7 +307,7 @@ class Search:
 
     def _as_measured(self, better: Better) -> Candidate | None:
         """The engine in the form in which it was measured, where it can be had in it."""
-        engine = all_engines().get(better.engine)
+        engine = self.engines.get(better.engine)
         if engine is None:
             return None
         found = self.candidate(engine)
@@ -307,7 +326,7 @@ class Search:
     ) -> tuple[tuple[Refusal, ...], tuple[Challenger, ...]]:
         refused: list[Refusal] = []
         challengers: list[Challenger] = []
-        for engine in all_engines().values():
+        for engine in self.engines.values():
             if chosen is not None and engine is chosen.engine:
                 continue
             said = self._said_of(engine, chosen)
@@ -316,8 +335,8 @@ class Search:
         refused.sort(
             key=lambda refusal: (
                 asked is None or refusal.engine != asked.id,
-                chosen is not None or not about_memory(refusal) or not all_engines()[refusal.engine].offloads,
-                chosen is not None or not about_memory(refusal),
+                chosen is not None or refusal.shortage is None or not all_engines()[refusal.engine].offloads,
+                chosen is not None or refusal.shortage is None,
             )
         )
         return tuple(refused), tuple(challengers)
@@ -350,22 +369,22 @@ class Search:
         if chosen is None:
             return engine.refusal("outranked", "another engine was asked for", engine.strength)
         for rule in CHALLENGES:
-            if rule.engine == engine.id and (evidence := rule.says(case, chosen.engine.id)):
+            if engine.id in rule.engines and (evidence := rule.says(case, chosen.engine.id)):
                 return Challenger(engine=engine.id, evidence_needed=evidence)
         return engine.refusal("outranked", f"{chosen.engine.name} is the nearer choice here", engine.strength)
 
     def _orchestrated(self, nodes: int) -> tuple[str | None, tuple[Reason, ...]]:
         for rule in ORCHESTRATION:
             if picked := rule.says(self.case, nodes):
-                return picked.engines[0], (Reason(rule=rule.id, text=picked.text, source=rule.source),)
+                return picked.engines[0], (Reason(rule=rule.id, text=picked.text, source=rule.citation),)
         return None, ()
 
     def _hints(self, asked: Engine | None) -> tuple[str, ...]:
         """The nearest things that would fit: those of an engine that offloads, which needs least, before others."""
-        engines = [asked] if asked is not None else sorted(all_engines().values(), key=lambda one: not one.offloads)
+        engines = [asked] if asked is not None else sorted(self.engines.values(), key=lambda one: not one.offloads)
         tried = [refusal for engine in engines if isinstance(refusal := self._found.get(engine.id), Refusal)]
-        hints = [refusal.hint for refusal in tried if refusal.hint and about_memory(refusal)]
-        return tuple(hints[0].split("; or ")) if hints else ()
+        remedies = next((refusal.remedies for refusal in tried if refusal.remedies), ())
+        return tuple(map(describe_remedy, remedies))
 
 
 def _nodes(chosen: Candidate) -> int:
@@ -387,7 +406,7 @@ def _installs(engine: Engine, hardware: Hardware) -> bool:
 
 
 def doubt_of(engine: Engine, case: Case) -> Doubt | None:
-    return next((said for rule in DOUBTS if rule.engine == engine.id and (said := rule.says(case))), None)
+    return next((said for rule in DOUBTS if engine.id in rule.engines and (said := rule.says(case))), None)
 
 
 def _too_long(case: Case) -> Decision:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType
-from typing import Any, Literal
+from typing import Literal
 
 from bedplate.decide.case import Case
 from bedplate.decide.choose import Search, doubt_of
 from bedplate.decide.evidence import Evidence
-from bedplate.decide.rules import CHALLENGES, DOUBTS, PICKS, Rule
+from bedplate.decide.rules import CHALLENGES, DOUBTS, PICKS
 from bedplate.engines import Engine, Features
 from bedplate.facts.known_models import model_from_facts
 from bedplate.values import Hardware, Model, Workload, replaced
@@ -39,61 +38,71 @@ CHEAT_SHEET: tuple[Situation, ...] = (
         when="laptop, edge box, CPU, unusual hardware",
         engines=("llama.cpp",),
         rules=("hardware.cpu", "hardware.unusual", "anywhere"),
-        source="seeds/001",
+        source="docs/rules.md#hardware.cpu",
     ),
-    Situation(when="little VRAM and plenty of RAM", engines=("llama.cpp",), rules=("fit.offload",), source="seeds/000"),
-    Situation(when="a Mac", engines=("mlx",), rules=("hardware.apple",), source="seeds/001"),
+    Situation(
+        when="little VRAM and plenty of RAM",
+        engines=("llama.cpp",),
+        rules=("fit.offload",),
+        source="docs/rules.md#fit.offload",
+    ),
+    Situation(when="a Mac", engines=("mlx",), rules=("hardware.apple",), source="docs/rules.md#hardware.apple"),
     Situation(
         when="1 to 4 RTX cards, one or a few people",
         engines=("exllamav3", "exllamav2"),
         rules=("hardware.rtx",),
-        source="seeds/001",
+        source="docs/rules.md#hardware.rtx",
     ),
     Situation(
         when="general serving from GPUs",
         engines=("vllm",),
         rules=("serve.default", "operations.huggingface"),
-        source="seeds/000",
+        source="docs/rules.md#serve.default",
     ),
     Situation(
         when="complex infrastructure, long context, MoE; shared prefixes, structured output",
         engines=("sglang",),
         rules=("serve.moe-long", "serve.long", "serve.shared-prefix", "serve.structured"),
-        source="seeds/000",
+        source="docs/rules.md#serve.moe-long",
     ),
     Situation(
         when="the most of NVIDIA: extreme volume, a model that rarely changes",
         engines=("tensorrt-llm",),
         rules=("serve.compiled",),
-        source="seeds/000",
+        source="docs/rules.md#serve.compiled",
     ),
     Situation(
         when="no LLM, or the same on several vendors' hardware",
         engines=("onnxruntime",),
         rules=("task.not-llm", "operations.portable"),
-        source="seeds/002",
+        source="docs/rules.md#task.not-llm",
     ),
     Situation(
         when="prototypes, one item at a time",
         engines=("pytorch",),
         rules=("operations.prototype",),
-        source="seeds/002",
+        source="docs/rules.md#operations.prototype",
     ),
-    Situation(when="a small portable program", engines=("mistral.rs",), rules=("anywhere",), source="seeds/003"),
     Situation(
-        when="in service already; nothing new", engines=("tgi",), rules=("operations.incumbent",), source="seeds/002"
+        when="a small portable program", engines=("mistral.rs",), rules=("anywhere",), source="docs/rules.md#anywhere"
+    ),
+    Situation(
+        when="in service already; nothing new",
+        engines=("tgi",),
+        rules=("operations.incumbent",),
+        source="docs/rules.md#operations.incumbent",
     ),
     Situation(
         when="in service already, or asked for by name",
         engines=("ollama", "lmdeploy"),
         rules=("operations.incumbent",),
-        source="seeds/000",
+        source="docs/rules.md#operations.incumbent",
     ),
     Situation(
         when="several nodes, above the engine",
         engines=("dynamo", "kubernetes", "ray"),
         rules=("orchestrate.dynamo", "orchestrate.kubernetes", "orchestrate.ray"),
-        source="seeds/003",
+        source="docs/rules.md#orchestrate.dynamo",
     ),
 )
 
@@ -219,30 +228,14 @@ def _line_of(rule: str, engine: str) -> int:
 def rules_of(engine: str) -> Iterator[RuleLine]:
     """Every rule that speaks of this engine."""
     for pick in PICKS:
-        if engine in engines_named(pick):
-            yield RuleLine(rule=pick.id, kind="may pick", text=pick.sentence, source=pick.source)
+        if engine in pick.engines:
+            yield RuleLine(rule=pick.id, kind="may pick", text=pick.sentence, source=pick.citation)
     for doubt in DOUBTS:
-        if doubt.engine == engine:
-            yield RuleLine(rule=doubt.id, kind="doubts", text=doubt.sentence, source=doubt.source)
+        if engine in doubt.engines:
+            yield RuleLine(rule=doubt.id, kind="doubts", text=doubt.sentence, source=doubt.citation)
     for challenge in CHALLENGES:
-        if challenge.engine == engine:
-            yield RuleLine(rule=challenge.id, kind="would measure", text=challenge.sentence, source=challenge.source)
-
-
-def engines_named(rule: Rule[..., Any]) -> frozenset[str]:
-    """The words that a rule's function may answer with: engines among them are those that it can pick."""
-    return frozenset(_words(rule.says.__code__))
-
-
-def _words(constant: object) -> Iterator[str]:
-    if isinstance(constant, str):
-        yield constant
-    elif isinstance(constant, CodeType):
-        for inner in constant.co_consts:
-            yield from _words(inner)
-    elif isinstance(constant, tuple | frozenset):
-        for inner in constant:
-            yield from _words(inner)
+        if engine in challenge.engines:
+            yield RuleLine(rule=challenge.id, kind="would measure", text=challenge.sentence, source=challenge.citation)
 
 
 def measured_alike(results: Sequence[Result]) -> dict[str, Result]:

@@ -67,7 +67,7 @@ def reason(rule_id: str, source: str) -> Callable[[Says], Says]:
 
 def reasons_for(candidate: Candidate, case: Case, evidence: Evidence) -> tuple[Reason, ...]:
     said = ((rule, rule.says(candidate, case, evidence)) for rule in REASONS)
-    return tuple(Reason(rule=rule.id, text=text, source=rule.source) for rule, text in said if text)
+    return tuple(Reason(rule=rule.id, text=text, source=rule.citation) for rule, text in said if text)
 
 
 @reason("tuned.measured", "store: measured here by bedplate tune; --untuned leaves it out")
@@ -86,7 +86,7 @@ def fits(candidate: Candidate, case: Case, evidence: Evidence) -> str:
     return f"{used} of {free} that may be used on {f'each of {need.count} cards' if need.count > 1 else 'the card'}"
 
 
-@reason("fit.split", 'seeds/001 "hybrid offload"')
+@reason("fit.split", 'cheat-sheet "hybrid offload"')
 def split(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """What the cards cannot hold stays in RAM: routed experts first, since each token reads only a few of them."""
     offload = candidate.fit.offload
@@ -115,7 +115,7 @@ def fp4(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     return "FP4 units on this chip, and eight bits do not hold everyone"
 
 
-@reason("quant.none", 'seeds/002 "anything where precision matters at the decimal level"')
+@reason("quant.none", 'landscape "anything where precision matters at the decimal level"')
 def unquantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """Work that shows small errors keeps 16 bits where they fit; so does what nothing is gained by shrinking."""
     weights = candidate.weights
@@ -128,7 +128,7 @@ def unquantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | N
     return f"{bits}-bit weights: this work shows small errors" if small else f"{bits}-bit weights fit"
 
 
-@reason("quant.stored", 'seeds/002 "anything where precision matters at the decimal level"')
+@reason("quant.stored", 'landscape "anything where precision matters at the decimal level"')
 def stored_small(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """Weights that come in few bits cannot be given back what they lost: work that shows small errors is warned."""
     if not case.workload.precision_sensitive or candidate.nominal_bits >= PRECISE_BITS - ROUNDED_OFF:
@@ -139,7 +139,7 @@ def stored_small(candidate: Candidate, case: Case, evidence: Evidence) -> str | 
     )
 
 
-@reason("quant.fit", 'seeds/002 "for text generation, 4-bit quantization is often acceptable"')
+@reason("quant.fit", 'landscape "for text generation, 4-bit quantization is often acceptable"')
 def quantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """The most faithful weights that fit and keep up with a reader; below four bits only where nothing else fits."""
     label = candidate.weights.label
@@ -162,7 +162,7 @@ def _why_these_bits(candidate: Candidate, case: Case) -> str:
     return "the quickest that fit; none keep up with a reader"
 
 
-@reason("layout.tensor", 'seeds/001 "interconnect (PCIe vs NVLink vs RDMA)"')
+@reason("layout.tensor", 'cheat-sheet "interconnect (PCIe vs NVLink vs RDMA)"')
 def tensor(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """Layers are divided among cards only where links are fast, or over a few cards of one board."""
     size = candidate.layout.tensor
@@ -177,13 +177,13 @@ def attention(candidate: Candidate, case: Case, evidence: Evidence) -> str | Non
     return f"attention as {candidate.layout.attention_data} replicas: a latent cache cannot be divided among ranks"
 
 
-@reason("layout.expert", 'seeds/001 "expert parallel for MoE"')
+@reason("layout.expert", 'cheat-sheet "expert parallel for MoE"')
 def expert(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """Experts are spread whole, so that each token's few are read where they are."""
     return f"experts whole, spread over {candidate.layout.expert} cards" if candidate.layout.expert > 1 else None
 
 
-@reason("layout.pipeline", 'seeds/001 "interconnect (PCIe vs NVLink vs RDMA)"')
+@reason("layout.pipeline", 'cheat-sheet "interconnect (PCIe vs NVLink vs RDMA)"')
 def pipeline(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """Across slow links go stages of layers: they exchange once a stage and not twice a layer."""
     size = candidate.layout.pipeline
@@ -194,7 +194,7 @@ def pipeline(candidate: Candidate, case: Case, evidence: Evidence) -> str | None
     return f"{size} stages of layers: slow links carry one exchange a stage"
 
 
-@reason("layout.data", 'seeds/001 "tensor / pipeline / data parallel"')
+@reason("layout.data", 'cheat-sheet "tensor / pipeline / data parallel"')
 def replicas(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """Cards that the model does not need hold further copies of it."""
     size = candidate.layout.data
@@ -230,7 +230,7 @@ def queue(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     return f"{of_usual} requests at once while they have {usual:,} tokens, {longest:,} of {most:,}; the others wait"
 
 
-@reason("latency.target", 'seeds/000 "latency as the critical constraint"')
+@reason("latency.target", 'hardware-strategy "latency as the critical constraint"')
 def in_time(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     """Layout and weights are chosen to keep the targets; where none does, the nearest, and that is said."""
     target = case.workload.latency

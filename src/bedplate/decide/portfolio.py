@@ -17,7 +17,7 @@ from bedplate.values.portfolio import Placement, Portfolio
 from bedplate.values.record import replaced
 
 STANDARD = "vllm"
-"""Of engines that serve as many services, the default of the seeds."""
+"""Of engines that serve as many services, the default of the source articles."""
 
 
 @dataclass(frozen=True)

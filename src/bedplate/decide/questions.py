@@ -34,6 +34,16 @@ class Change(Record, frozen=True, kw_only=True):
     after: str
 
 
+class WhatIf(Record, frozen=True, kw_only=True):
+    """What `bedplate plan --what-if --json` prints."""
+
+    what_if: str
+    """The changed fields, as they were given."""
+    changes: tuple[Change, ...]
+    before: Decision
+    after: Decision
+
+
 def changes(before: Decision, after: Decision) -> tuple[Change, ...]:
     """What differs, in the order in which a person would ask."""
     rows = [

@@ -17,6 +17,10 @@ from typing import Generic, NamedTuple, ParamSpec, TypeVar
 
 from bedplate.decide.case import FEW, MANY, RTX_CARDS, STORED_BITS, Case
 
+ARTICLES = ("hardware-strategy", "cheat-sheet", "landscape", "behind-the-stack", "engines-compared")
+"""Short names of the source articles; the page of rules has their titles."""
+RULES_PAGE = "docs/rules.md"
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -39,7 +43,13 @@ class Rule(Generic[P, T]):
     id: str
     source: str
     says: Callable[P, T | None]
-    engine: str = ""
+    engines: tuple[str, ...] = ()
+    """Those that it may pick, or the one that it speaks of."""
+
+    @property
+    def citation(self) -> str:
+        """What a reason names as its source: for a source article, the page that quotes it."""
+        return f"{RULES_PAGE}#{self.id}" if self.source.startswith(ARTICLES) else self.source
 
     @property
     def sentence(self) -> str:
@@ -52,9 +62,11 @@ CHALLENGES: list[Rule[[Case, str], str]] = []
 ORCHESTRATION: list[Rule[[Case, int], Pick]] = []
 
 
-def pick(rule_id: str, source: str) -> Callable[[Callable[[Case], Pick | None]], Callable[[Case], Pick | None]]:
+def pick(
+    rule_id: str, engines: tuple[str, ...], source: str
+) -> Callable[[Callable[[Case], Pick | None]], Callable[[Case], Pick | None]]:
     def keep(says: Callable[[Case], Pick | None]) -> Callable[[Case], Pick | None]:
-        PICKS.append(Rule(rule_id, source, says))
+        PICKS.append(Rule(rule_id, source, says, engines))
         return says
 
     return keep
@@ -64,7 +76,7 @@ def doubt(
     rule_id: str, engine: str, source: str
 ) -> Callable[[Callable[[Case], Doubt | None]], Callable[[Case], Doubt | None]]:
     def keep(says: Callable[[Case], Doubt | None]) -> Callable[[Case], Doubt | None]:
-        DOUBTS.append(Rule(rule_id, source, says, engine))
+        DOUBTS.append(Rule(rule_id, source, says, (engine,)))
         return says
 
     return keep
@@ -74,7 +86,7 @@ def challenge(
     rule_id: str, engine: str, source: str
 ) -> Callable[[Callable[[Case, str], str | None]], Callable[[Case, str], str | None]]:
     def keep(says: Callable[[Case, str], str | None]) -> Callable[[Case, str], str | None]:
-        CHALLENGES.append(Rule(rule_id, source, says, engine))
+        CHALLENGES.append(Rule(rule_id, source, says, (engine,)))
         return says
 
     return keep
@@ -100,7 +112,11 @@ MEASURED = ("evidence.measured", "store: what was measured on this machine")
 # picks, in the order in which they are asked
 
 
-@pick("operations.incumbent", 'seeds/000 "default to vLLM, migrate only when a bottleneck is proven"')
+@pick(
+    "operations.incumbent",
+    ("ollama", "llama.cpp"),
+    'hardware-strategy "default to vLLM, migrate only when a bottleneck is proven"',
+)
 def incumbent(case: Case) -> Pick | None:
     """The engine in service stays until something measured here is better."""
     name = case.operations.incumbent
@@ -114,7 +130,8 @@ def incumbent(case: Case) -> Pick | None:
 
 @pick(
     "task.not-llm",
-    'seeds/002 "serving non-LLM models where the autoregressive optimizations of vLLM/TGI are irrelevant"',
+    ("onnxruntime", "pytorch"),
+    'landscape "serving non-LLM models where the autoregressive optimizations of vLLM/TGI are irrelevant"',
 )
 def not_an_llm(case: Case) -> Pick | None:
     """A model that writes no text gains nothing from an engine that is made to write text."""
@@ -124,7 +141,11 @@ def not_an_llm(case: Case) -> Pick | None:
     return Pick(("onnxruntime", "pytorch"), f"the work is to {task}: an engine for writing text would add nothing")
 
 
-@pick("operations.portable", 'seeds/002 "Must be hardware-agnostic points to ONNX Runtime"')
+@pick(
+    "operations.portable",
+    ("onnxruntime", "vllm", "llama.cpp"),
+    'landscape "Must be hardware-agnostic points to ONNX Runtime"',
+)
 def portable(case: Case) -> Pick | None:
     """What must run unchanged on other vendors' hardware runs on ONNX Runtime, where that can hold it."""
     if not case.operations.portable:
@@ -133,13 +154,17 @@ def portable(case: Case) -> Pick | None:
     return Pick(("onnxruntime", *others), "it must run unchanged on other vendors' hardware", holding=True)
 
 
-@pick("hardware.cpu", 'seeds/002 "CPU-only or consumer hardware points to llama.cpp"')
+@pick("hardware.cpu", ("llama.cpp",), 'landscape "CPU-only or consumer hardware points to llama.cpp"')
 def no_accelerator(case: Case) -> Pick | None:
     """Without a GPU, llama.cpp: its kernels and formats are made for CPUs."""
     return None if case.hardware.accelerators else Pick(("llama.cpp",), "no GPU here: llama.cpp runs anywhere")
 
 
-@pick("format.given", 'seeds/001 "GGUF, ultimate portability", "EXL2 quant", "EXL3 quant"; seeds/004 "MLX quant"')
+@pick(
+    "format.given",
+    ("llama.cpp", "mistral.rs", "mlx", "exllamav3", "exllamav2", "onnxruntime"),
+    'cheat-sheet "GGUF, ultimate portability", "EXL2 quant", "EXL3 quant"; engines-compared "MLX quant"',
+)
 def format_given(case: Case) -> Pick | None:
     """Weights that are made for one engine are served by it: converting them back would cost time or quality."""
     made_for = {
@@ -152,7 +177,11 @@ def format_given(case: Case) -> Pick | None:
     return Pick(made_for, f"the weights are {case.model.format.upper()}") if made_for else None
 
 
-@pick("hardware.apple", 'seeds/001 "Mac workflows → MLX", "great for Mac-first workflows, not prod serving"')
+@pick(
+    "hardware.apple",
+    ("llama.cpp", "mlx"),
+    'cheat-sheet "Mac workflows → MLX", "great for Mac-first workflows, not prod serving"',
+)
 def apple(case: Case) -> Pick | None:
     """A Mac runs MLX; when many share it, llama.cpp, which keeps a slot for each of them."""
     if case.vendor != "apple":
@@ -162,7 +191,7 @@ def apple(case: Case) -> Pick | None:
     return Pick(("mlx", "llama.cpp"), "Apple Silicon: unified memory, and the engine that is made for it")
 
 
-@pick("hardware.unusual", 'seeds/001 "laptop / edge / weird hardware → llama.cpp"')
+@pick("hardware.unusual", ("llama.cpp", "mistral.rs"), 'cheat-sheet "laptop / edge / weird hardware → llama.cpp"')
 def unusual(case: Case) -> Pick | None:
     """Edge boxes, shared memory and GPUs that few engines know get the engine that runs everywhere."""
     if case.vendor is None or (case.many and case.vendor in ("nvidia", "amd")):
@@ -178,7 +207,9 @@ def unusual(case: Case) -> Pick | None:
 
 
 @pick(
-    "fit.offload", 'seeds/001 "best when VRAM is tight and RAM is plenty"; seeds/000 "low VRAM … plenty of system RAM"'
+    "fit.offload",
+    ("llama.cpp",),
+    'cheat-sheet "best when VRAM is tight and RAM is plenty"; hardware-strategy "low VRAM … plenty of system RAM"',
 )
 def tight_memory(case: Case) -> Pick | None:
     """A model whose 4-bit weights are larger than the cards' memory is split between cards and RAM."""
@@ -191,7 +222,11 @@ def tight_memory(case: Case) -> Pick | None:
     )
 
 
-@pick("format.stored", "physics: what is in four bits already loses again when it is stored anew")
+@pick(
+    "format.stored",
+    ("exllamav2", "vllm", "llama.cpp"),
+    "physics: what is in four bits already loses again when it is stored anew",
+)
 def stored_small(case: Case) -> Pick | None:
     """Weights that come in about four bits are served in them, by an engine that takes them so."""
     details = case.model.quantization_details
@@ -201,7 +236,11 @@ def stored_small(case: Case) -> Pick | None:
     return Pick(engines, f"the weights come in {case.model.quantization}, and are served so")
 
 
-@pick("hardware.rtx", 'seeds/000 "Consumer GPU 1-4x RTX -> ExLlamaV2 / ExLlamaV3"')
+@pick(
+    "hardware.rtx",
+    ("exllamav3", "exllamav2", "llama.cpp"),
+    'hardware-strategy "Consumer GPU 1-4x RTX -> ExLlamaV2 / ExLlamaV3"',
+)
 def rtx(case: Case) -> Pick | None:
     """One to four RTX cards and a person or a few: ExLlama, whose quantization is made for them."""
     if not case.rtx or not case.few or case.workload.precision_sensitive or case.workload.task != "generate":
@@ -213,7 +252,8 @@ def rtx(case: Case) -> Pick | None:
 
 @pick(
     "operations.prototype",
-    'seeds/002 "Prototyping, batch jobs that process one item at a time, or low-traffic internal tools"',
+    ("pytorch", "vllm"),
+    'landscape "Prototyping, batch jobs that process one item at a time, or low-traffic internal tools"',
 )
 def prototype(case: Case) -> Pick | None:
     """One request at a time, a model that changes often and no machinery: no engine at all."""
@@ -224,7 +264,8 @@ def prototype(case: Case) -> Pick | None:
 
 @pick(
     "serve.compiled",
-    'seeds/002 "a stable model that rarely changes", "committed to NVIDIA GPUs", "absolute maximum tokens-per-second"',
+    ("tensorrt-llm", "vllm"),
+    'landscape "a stable model that rarely changes", "committed to NVIDIA GPUs", "absolute maximum tokens-per-second"',
 )
 def compiled(case: Case) -> Pick | None:
     """Extreme volume on data-centre NVIDIA with a model that rarely changes is what TensorRT-LLM is for."""
@@ -235,7 +276,9 @@ def compiled(case: Case) -> Pick | None:
 
 
 @pick(
-    "serve.shared-prefix", 'seeds/000 "SGLang (RadixAttention)"; seeds/004 "structured generation and prefix sharing"'
+    "serve.shared-prefix",
+    ("sglang", "vllm"),
+    'hardware-strategy "SGLang (RadixAttention)"; engines-compared "structured generation and prefix sharing"',
 )
 def shared_prefix(case: Case) -> Pick | None:
     """Requests that share most of their prompt want a tree of prefixes."""
@@ -247,7 +290,9 @@ def shared_prefix(case: Case) -> Pick | None:
 
 @pick(
     "serve.structured",
-    'seeds/004 "Agentic/structured serving"; seeds/003 "Designed for batched tool-using agents and workflows"',
+    ("sglang", "vllm"),
+    'engines-compared "Agentic/structured serving"; '
+    'behind-the-stack "Designed for batched tool-using agents and workflows"',
 )
 def structured(case: Case) -> Pick | None:
     """Many structured answers at once are what SGLang's runtime is built around."""
@@ -256,7 +301,7 @@ def structured(case: Case) -> Pick | None:
     return Pick(("sglang", "vllm"), f"structured output for {case.in_flight} requests at once")
 
 
-@pick("serve.moe-long", 'seeds/001 "complex infra / long context / MoE → SGLang"')
+@pick("serve.moe-long", ("sglang", "vllm"), 'cheat-sheet "complex infra / long context / MoE → SGLang"')
 def moe_long(case: Case) -> Pick | None:
     """A mixture of experts with long requests, where the team runs more than one container."""
     if not _server_grade(case) or not (case.moe and case.long and case.many) or not case.allows("container"):
@@ -264,7 +309,7 @@ def moe_long(case: Case) -> Pick | None:
     return Pick(("sglang", "vllm"), f"a mixture of experts and requests of {case.workload.request_tokens:,} tokens")
 
 
-@pick("serve.long", 'seeds/000 "Complex infra, long context, MoE -> SGLang"')
+@pick("serve.long", ("sglang", "vllm"), 'hardware-strategy "Complex infra, long context, MoE -> SGLang"')
 def very_long(case: Case) -> Pick | None:
     """Very long requests of many, on infrastructure that is a cluster anyway."""
     if not _server_grade(case) or not (case.very_long and case.many) or not case.allows("kubernetes"):
@@ -275,7 +320,9 @@ def very_long(case: Case) -> Pick | None:
 
 
 @pick(
-    "operations.huggingface", 'seeds/002 "your workflow already lives in HuggingFace"; TGI was archived in March 2026'
+    "operations.huggingface",
+    ("vllm",),
+    'landscape "your workflow already lives in HuggingFace"; TGI was archived in March 2026',
 )
 def huggingface(case: Case) -> Pick | None:
     """For a team that lives on the hub, vLLM: it loads the same models, and TGI is no longer developed."""
@@ -284,7 +331,11 @@ def huggingface(case: Case) -> Pick | None:
     return Pick(("vllm",), "a team on the hub: vLLM loads its models as they are, and TGI is no longer developed")
 
 
-@pick("serve.default", 'seeds/000 "Default candidate for general production serving"')
+@pick(
+    "serve.default",
+    ("vllm", "llama.cpp", "pytorch"),
+    'hardware-strategy "Default candidate for general production serving"',
+)
 def general_serving(case: Case) -> Pick | None:
     """Serving from GPUs is vLLM's: the broadest hardware and model coverage, and predictable."""
     if case.vendor not in ("nvidia", "amd"):
@@ -294,7 +345,11 @@ def general_serving(case: Case) -> Pick | None:
     return Pick(("vllm",), f"{case.in_flight} requests at once over an API, on GPUs")
 
 
-@pick("anywhere", 'seeds/001 "runs anywhere"')
+@pick(
+    "anywhere",
+    ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "sglang", "exllamav3", "mlx"),
+    'cheat-sheet "runs anywhere"',
+)
 def anywhere(case: Case) -> Pick | None:
     """What nothing else serves, the engine that runs anywhere does, if it can."""
     simplest_first = ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "sglang", "exllamav3", "mlx")
@@ -308,7 +363,7 @@ def _server_grade(case: Case) -> bool:
 # doubts: it could, but was not built for this
 
 
-@doubt("doubt.mlx", "mlx", 'seeds/004 "Apple-only"')
+@doubt("doubt.mlx", "mlx", 'engines-compared "Apple-only"')
 def mlx_elsewhere(case: Case) -> Doubt | None:
     """Off a Mac, MLX only shows that it runs."""
     if case.vendor == "apple":
@@ -316,19 +371,19 @@ def mlx_elsewhere(case: Case) -> Doubt | None:
     return Doubt("made for Apple's unified memory; elsewhere it only shows that it runs", "a Mac with an M-series chip")
 
 
-@doubt("doubt.mlx-many", "mlx", 'seeds/001 "great for Mac-first workflows, not prod serving"')
+@doubt("doubt.mlx-many", "mlx", 'cheat-sheet "great for Mac-first workflows, not prod serving"')
 def mlx_for_many(case: Case) -> Doubt | None:
     """MLX is for one person's Mac, not for serving many."""
     return Doubt("for one person's Mac, not for serving many", "fewer requests at once") if case.many else None
 
 
-@doubt("doubt.exllama", "exllamav3", 'seeds/001 "consumer rigs pretending to be datacenters"')
+@doubt("doubt.exllama", "exllamav3", 'cheat-sheet "consumer rigs pretending to be datacenters"')
 def exllama_at_scale(case: Case) -> Doubt | None:
     """ExLlamaV3 is for one to four RTX cards and a few requests at once."""
     return _beyond_exllama(case)
 
 
-@doubt("doubt.exllamav2", "exllamav2", 'seeds/001 "not meant for clusters or non-CUDA"')
+@doubt("doubt.exllamav2", "exllamav2", 'cheat-sheet "not meant for clusters or non-CUDA"')
 def exllamav2_at_scale(case: Case) -> Doubt | None:
     """ExLlamaV2 likewise."""
     return _beyond_exllama(case)
@@ -347,7 +402,7 @@ def _beyond_exllama(case: Case) -> Doubt | None:
     return None if case.rtx else Doubt("built for RTX cards at home, not for data-centre cards", hint)
 
 
-@doubt("doubt.llama.cpp", "llama.cpp", 'seeds/004 "Not the high-concurrency GPU throughput king"')
+@doubt("doubt.llama.cpp", "llama.cpp", 'engines-compared "Not the high-concurrency GPU throughput king"')
 def llama_cpp_for_many(case: Case) -> Doubt | None:
     """On GPUs, llama.cpp is not built for many requests at once."""
     if not case.many or case.vendor not in ("nvidia", "amd"):
@@ -355,7 +410,11 @@ def llama_cpp_for_many(case: Case) -> Doubt | None:
     return Doubt("not built for many requests at once on GPUs", f"fewer than {MANY} requests at once, or little VRAM")
 
 
-@doubt("doubt.mistral.rs", "mistral.rs", 'seeds/003 "Mistral.rs and similar projects: Built for maximum portability"')
+@doubt(
+    "doubt.mistral.rs",
+    "mistral.rs",
+    'behind-the-stack "Mistral.rs and similar projects: Built for maximum portability"',
+)
 def mistralrs_for_many(case: Case) -> Doubt | None:
     """mistral.rs' package answers one request after another."""
     if case.in_flight <= FEW:
@@ -363,7 +422,7 @@ def mistralrs_for_many(case: Case) -> Doubt | None:
     return Doubt("a portable program for one person; its package answers one request after another", "one user")
 
 
-@doubt("doubt.pytorch", "pytorch", 'seeds/002 "there is no memory management or batching infrastructure"')
+@doubt("doubt.pytorch", "pytorch", 'landscape "there is no memory management or batching infrastructure"')
 def pytorch_for_serving(case: Case) -> Doubt | None:
     """PyTorch alone is for prototypes and for one item at a time."""
     if case.in_flight == 1 and case.operations.machinery == "none":
@@ -371,7 +430,7 @@ def pytorch_for_serving(case: Case) -> Doubt | None:
     return Doubt("no memory management and hardly any batching: for prototypes", "one item at a time, no machinery")
 
 
-@doubt("doubt.onnxruntime", "onnxruntime", 'seeds/002 "not specialized for LLMs or autoregressive generation"')
+@doubt("doubt.onnxruntime", "onnxruntime", 'landscape "not specialized for LLMs or autoregressive generation"')
 def onnxruntime_for_text(case: Case) -> Doubt | None:
     """ONNX Runtime is not made for writing text, unless portability asks for it."""
     if not case.is_llm or case.operations.portable:
@@ -379,7 +438,7 @@ def onnxruntime_for_text(case: Case) -> Doubt | None:
     return Doubt("general, not made for writing text", "it must run on several vendors' hardware, or is no LLM")
 
 
-@doubt("doubt.vllm", "vllm", 'seeds/003 "Deployed on a few powerful machines (e.g., A100s or H100s)"')
+@doubt("doubt.vllm", "vllm", 'behind-the-stack "Deployed on a few powerful machines (e.g., A100s or H100s)"')
 def vllm_without_gpu(case: Case) -> Doubt | None:
     """Without a GPU and for a few, vLLM's machinery is for nothing."""
     if case.vendor is not None or case.many:
@@ -387,7 +446,7 @@ def vllm_without_gpu(case: Case) -> Doubt | None:
     return Doubt("built to serve many users from GPUs", "a GPU, or many requests at once on a server's CPU")
 
 
-@doubt("doubt.sglang", "sglang", 'seeds/001 "this is infra nerd territory"')
+@doubt("doubt.sglang", "sglang", 'cheat-sheet "this is infra nerd territory"')
 def sglang_for_few(case: Case) -> Doubt | None:
     """SGLang's machinery is for many requests at once on GPUs."""
     hint = "many requests that share prefixes, are structured, or are long on a mixture of experts"
@@ -399,7 +458,7 @@ def sglang_for_few(case: Case) -> Doubt | None:
 @doubt(
     "doubt.tensorrt-llm",
     "tensorrt-llm",
-    'seeds/000 "If the workload does not justify that complexity, it is a net loss"',
+    'hardware-strategy "If the workload does not justify that complexity, it is a net loss"',
 )
 def tensorrt_unjustified(case: Case) -> Doubt | None:
     """TensorRT-LLM's upkeep pays only at high volume and with a model that does not change."""
@@ -431,7 +490,7 @@ def ollama_instead_of_llama_cpp(case: Case) -> Doubt | None:
     )
 
 
-@doubt("doubt.lmdeploy", "lmdeploy", 'seeds/000 "Keeping one standard engine"; no seed speaks of LMDeploy')
+@doubt("doubt.lmdeploy", "lmdeploy", 'hardware-strategy "Keeping one standard engine"; no article names LMDeploy')
 def lmdeploy_without_evidence(case: Case) -> Doubt | None:
     """LMDeploy is vLLM's like: a second server wants evidence, asked for with 4-bit weights or on cards vLLM left."""
     if case.operations.incumbent == "lmdeploy" or _four_bits_for_many(case) or _many_on_old_cards(case):
@@ -452,7 +511,7 @@ def _many_on_old_cards(case: Case) -> bool:
 # challenges: worth measuring, and the evidence that would justify each
 
 
-@challenge("challenge.vllm", "vllm", 'seeds/000 "Keeping one standard engine"')
+@challenge("challenge.vllm", "vllm", 'hardware-strategy "Keeping one standard engine"')
 def measure_vllm(case: Case, chosen: str) -> str | None:
     """The default is worth measuring against whatever was chosen instead of it on GPUs."""
     if case.vendor in ("nvidia", "amd") and (case.in_flight > 1 or chosen in ("tgi", "pytorch")):
@@ -462,7 +521,9 @@ def measure_vllm(case: Case, chosen: str) -> str | None:
     return None
 
 
-@challenge("challenge.sglang", "sglang", 'seeds/000 "making that branching decision based on measured bottlenecks"')
+@challenge(
+    "challenge.sglang", "sglang", 'hardware-strategy "making that branching decision based on measured bottlenecks"'
+)
 def measure_sglang(case: Case, chosen: str) -> str | None:
     """SGLang where many are served: when prefixes repeat, or the scheduler is the limit."""
     if not case.many or case.vendor not in ("nvidia", "amd") or chosen not in ("vllm", "tensorrt-llm", "tgi"):
@@ -473,7 +534,7 @@ def measure_sglang(case: Case, chosen: str) -> str | None:
 @challenge(
     "challenge.tensorrt-llm",
     "tensorrt-llm",
-    'seeds/000 "worth investing in only for extreme volume or latency-critical cases"',
+    'hardware-strategy "worth investing in only for extreme volume or latency-critical cases"',
 )
 def measure_tensorrt(case: Case, chosen: str) -> str | None:
     """TensorRT-LLM where volume is high on NVIDIA and the model does not change often."""
@@ -482,7 +543,7 @@ def measure_tensorrt(case: Case, chosen: str) -> str | None:
     return f"{chosen} bound by compute or runtime overhead at full load, and a gain that pays for its upkeep"
 
 
-@challenge("challenge.exllamav3", "exllamav3", 'seeds/001 "single RTX box go brrr"')
+@challenge("challenge.exllamav3", "exllamav3", 'cheat-sheet "single RTX box go brrr"')
 def measure_exllama(case: Case, chosen: str) -> str | None:
     """ExLlamaV3 on RTX cards for a few."""
     if not case.rtx or not case.few or case.workload.precision_sensitive:
@@ -490,7 +551,7 @@ def measure_exllama(case: Case, chosen: str) -> str | None:
     return f"more tokens per second for one stream than {chosen}, at the same quality against the reference"
 
 
-@challenge("challenge.llama.cpp", "llama.cpp", 'seeds/001 "runs anywhere"')
+@challenge("challenge.llama.cpp", "llama.cpp", 'cheat-sheet "runs anywhere"')
 def measure_llama_cpp(case: Case, chosen: str) -> str | None:
     """llama.cpp beside whatever serves a few: it is the simplest."""
     others = ("mlx", "exllamav3", "exllamav2", "pytorch", "vllm", "ollama")
@@ -499,7 +560,7 @@ def measure_llama_cpp(case: Case, chosen: str) -> str | None:
     return f"as many tokens per second as {chosen}: it is the simpler one to keep"
 
 
-@challenge("challenge.mlx", "mlx", 'seeds/001 "Apple Silicon weapon"')
+@challenge("challenge.mlx", "mlx", 'cheat-sheet "Apple Silicon weapon"')
 def measure_mlx(case: Case, chosen: str) -> str | None:
     """MLX on a Mac that runs something else."""
     return f"more tokens per second than {chosen} on this Mac" if case.vendor == "apple" and not case.many else None
@@ -522,7 +583,9 @@ def measure_lmdeploy(case: Case, chosen: str) -> str | None:
 # above the engine
 
 
-@orchestration("orchestrate.dynamo", 'seeds/003 "Use Dynamo when you need to scale inference like infrastructure"')
+@orchestration(
+    "orchestrate.dynamo", 'behind-the-stack "Use Dynamo when you need to scale inference like infrastructure"'
+)
 def dynamo(case: Case, nodes: int) -> Pick | None:
     """Several nodes of NVIDIA GPUs under extreme load, and a team that runs clusters: Dynamo."""
     if nodes < 2 or case.vendor != "nvidia" or not case.allows("cluster"):
@@ -536,7 +599,7 @@ def dynamo(case: Case, nodes: int) -> Pick | None:
 
 
 @orchestration(
-    "orchestrate.kubernetes", 'seeds/000 "We pool GPUs on Kubernetes, manage queuing and scheduling with Kueue"'
+    "orchestrate.kubernetes", 'hardware-strategy "We pool GPUs on Kubernetes, manage queuing and scheduling with Kueue"'
 )
 def kubernetes(case: Case, nodes: int) -> Pick | None:
     """Several nodes, and a team that runs Kubernetes."""
@@ -545,7 +608,7 @@ def kubernetes(case: Case, nodes: int) -> Pick | None:
     return Pick(("kubernetes",), f"{nodes} nodes, and the team runs Kubernetes")
 
 
-@orchestration("orchestrate.ray", 'seeds/003 "How much infrastructure are you willing to manage?"')
+@orchestration("orchestrate.ray", 'behind-the-stack "How much infrastructure are you willing to manage?"')
 def ray(case: Case, nodes: int) -> Pick | None:
     """Several nodes otherwise: Ray starts one engine, or its replicas, over all of them."""
     return Pick(("ray",), f"{nodes} nodes: one start over all of them") if nodes > 1 else None

@@ -14,16 +14,18 @@ from bedplate.engines.base import (
     Failure,
     Features,
     MemoryUse,
+    OverlayRecipe,
     Recipe,
     SourceBuild,
     Target,
     Variant,
 )
 from bedplate.errors import BadQuestion, OutsideFailed
+from bedplate.values import Plan
 
 __all__ = [
-    "BorrowedLibrary", "Engine", "EngineState", "Failure", "Features", "MemoryUse", "Recipe", "SourceBuild",
-    "Target", "Variant", "all_engines", "engine",
+    "BorrowedLibrary", "Engine", "EngineState", "Failure", "Features", "MemoryUse", "OverlayRecipe", "Recipe",
+    "SourceBuild", "Target", "Variant", "all_engines", "engine", "engine_of",
 ]  # fmt: skip
 
 
@@ -51,12 +53,24 @@ def all_engines() -> dict[str, Engine]:
     return found
 
 
-def engine(engine_id: str) -> Engine:
+@functools.cache
+def engine(name: str) -> Engine:
+    """An engine by its id, or in one version by ID@VERSION."""
     import difflib
 
     known = all_engines()
-    if engine_id in known:
+    engine_id, at, version = name.partition("@")
+    if engine_id in known and not at:
         return known[engine_id]
+    if engine_id in known and version:
+        return known[engine_id].at(version)
     near = difflib.get_close_matches(engine_id, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise BadQuestion(f"no engine is called {engine_id!r}", hint=f"{hint}known: {', '.join(known)}")
+    raise BadQuestion(f"no engine is called {name!r}", hint=f"{hint}known: {', '.join(known)}")
+
+
+def engine_of(plan: Plan) -> Engine:
+    """The engine of a plan, in the version that the plan was made for."""
+    one = engine(plan.engine)
+    version = one.version_of(plan)
+    return one if version == one.version else engine(f"{plan.engine}@{version}")

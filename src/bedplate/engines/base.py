@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable
 from typing import ClassVar, Literal
@@ -31,6 +32,8 @@ DEVICES: dict[str, Device] = {"nvidia": "cuda", "amd": "rocm", "apple": "metal",
 VENDOR_NAMES = {"nvidia": "NVIDIA", "amd": "AMD", "apple": "Apple", "intel": "Intel", "tenstorrent": "Tenstorrent"}
 SIXTEEN_BIT = ("BF16", "F16", "F32")
 HIGHEST_PORT = 65535
+NO_VERSION = ("", "unpinned", "unknown")
+"""What stands for a version where none is known."""
 EVERYDAY_CONTEXT = 8192
 """Context that a chat is given when nobody asked for a length: most conversations stay below it."""
 
@@ -60,6 +63,35 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int
     check: str
     """Python that must run in the finished environment, or the environment is not taken for a good one."""
+
+
+class OverlayRecipe(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of the engine over a PyTorch that the machine has already: what is added, and what is left out."""
+
+    version: str
+    packages: tuple[str, ...]
+    """What is resolved for the target."""
+    as_of: str
+    """Releases after this moment are not taken: the packages are those that it ran with."""
+    additional: tuple[str, ...] = ()
+    """Packages that bedplate's own steps need in the same environment."""
+    torch: str
+    """The version of PyTorch that this version requires."""
+    cuda: str
+    """The major version of CUDA that its kernels are built with."""
+    provided: tuple[str, ...]
+    """Packages that come with PyTorch, as patterns."""
+    unused: tuple[str, ...] = ()
+    """Packages that serving text does not import, as patterns."""
+    unused_files: tuple[str, ...] = ()
+    """Files that it does not load, as patterns below site-packages."""
+    other_kernels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(major compute capability, patterns): kernels that it does not load on such a GPU, since it has others."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that it needs, unless the user has set them."""
+    check: str
+    """Python that must run in the finished environment."""
+    source: str
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,10 +207,16 @@ class Engine:
 
     id: ClassVar[str]
     name: ClassVar[str]
-    version: ClassVar[str | None] = None
-    """The pinned version that plans are made for."""
+    version: str | None = None
+    """The pinned version that plans are made for; of an engine from `at`, the one that was named."""
+    checked_versions: ClassVar[tuple[str, ...]] = ()
+    """Older versions whose options were checked too, the newest first."""
+    is_version_named: bool = False
+    """Whether somebody asked for this very version."""
     recipe: ClassVar[Recipe | None] = None
     """`None`: planned for, but not installed by this version of bedplate."""
+    overlays: ClassVar[tuple[OverlayRecipe, ...]] = ()
+    """Versions that are bundled for machines that have a PyTorch already."""
     build: ClassVar[SourceBuild | None] = None
     """How it is built for a machine of its own; `None`: it is not built by bedplate."""
     formats: ClassVar[tuple[str, ...]] = ()
@@ -206,6 +244,8 @@ class Engine:
     features: ClassVar[Features | None] = None
     supervised_env: ClassVar[dict[str, str]] = {}
     """Beside the launch's own environment, what helps the supervisor and would only confuse a person."""
+    compile_caches: ClassVar[tuple[str, ...]] = ()
+    """Environment variables with the folders where it keeps what it compiled, so that a later start finds it."""
     uses: ClassVar[MemoryUse] = MemoryUse(spread=1.0, source="not known for this engine")
     highest_port: ClassVar[int] = HIGHEST_PORT
     """Of those that it can be told to listen on."""
@@ -217,6 +257,29 @@ class Engine:
     """The environment variable from which it takes the key that it then asks of its clients."""
     strength: ClassVar[str] = ""
     """When it is the right choice, in the words of the hint behind a refusal."""
+
+    def at(self, version: str) -> Engine:
+        """The same engine in another version: launch lines and plans are those of that version."""
+        one = copy.copy(self)
+        one.version, one.is_version_named = version, True
+        return one
+
+    @property
+    def pinned_version(self) -> str | None:
+        """The version that bedplate installs by itself."""
+        return type(self).version
+
+    def version_of(self, plan: Plan) -> str | None:
+        """The version that a plan was made for."""
+        return self.version if plan.engine_version in NO_VERSION else plan.engine_version
+
+    def options_version(self, version: str | None) -> str | None:
+        """The checked version whose options hold for `version`: itself, else the newest before it, else the oldest."""
+        known = [one for one in (self.pinned_version, *self.checked_versions) if one is not None]
+        if version is None or not known or version in known:
+            return version if version in known else self.pinned_version
+        before = [one for one in known if _numbers(one) <= _numbers(version)]
+        return max(before, key=_numbers) if before else min(known, key=_numbers)
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         """Why it cannot run here, or not this model or task; `None`: it can. Whether it should is for the rules."""
@@ -411,6 +474,10 @@ def fetching(plan: Plan) -> tuple[Preparation, ...]:
 def installing_within(helper: Engine) -> tuple[Preparation, ...]:
     """The environment of another engine, which a step of this one's plan runs in."""
     return tuple(msgspec.structs.replace(step, within=helper.id) for step in helper.installation())
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in re.findall(r"\d+", version)[:4])
 
 
 def _version(text: str | None) -> tuple[int, int] | None:

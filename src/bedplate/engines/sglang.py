@@ -10,6 +10,7 @@ from bedplate.engines.base import (
     Failure,
     Features,
     MemoryUse,
+    OverlayRecipe,
     Recipe,
     Target,
     cards_of,
@@ -19,9 +20,12 @@ from bedplate.engines.base import (
 from bedplate.engines.knobs import field_scale, has_own_defaults, landed, slots_knob, variable_scale, worth_turning
 from bedplate.engines.parsers import Parsers, parsers_for
 from bedplate.engines.shared import (
+    DATA_NOT_FOR_SERVING,
     HUB,
+    NOT_FOR_TEXT,
     PORT_IN_USE,
     TORCH,
+    TORCH_2_11_CUDA_13,
     Known,
     compressing,
     everyday_settings,
@@ -96,6 +100,10 @@ PARSERS: Mapping[str, Parsers] = {
     "mimo": Parsers("mimo", "mimo"),
     "lfm2": Parsers("lfm2"),
 }
+PARSERS_BY_VERSION: Mapping[str, Mapping[str, Parsers]] = {
+    # srt/function_call/function_call_parser.py and srt/parser/reasoning_parser.py of 0.5.15.
+    "0.5.15": {name: one for name, one in PARSERS.items() if name not in ("kimi-k3", "minimax-m3")},
+}
 X86 = ("x86_64", "amd64", "AMD64")
 CPU_SLOTS = 8
 CPU_BATCH_TOKENS = 2048
@@ -142,11 +150,33 @@ _KNOWN_FAILURES: Known = (
     ),
 )
 
+OVERLAY_0_5_15 = OverlayRecipe(
+    version="0.5.15",
+    packages=("sglang==0.5.15",),
+    as_of="2026-11-17T11:00:00Z",
+    additional=("gguf==0.19.0",),
+    torch="2.11.0",
+    cuda="13",
+    provided=TORCH_2_11_CUDA_13,
+    unused=NOT_FOR_TEXT,
+    unused_files=(*DATA_NOT_FOR_SERVING, "xgrammar/lib/libxgrammar.a"),
+    # sgl_kernel/load_utils.py chooses the folder by the GPU: sm90 for Hopper, sm100 for others.
+    other_kernels=(("9", ("sgl_kernel/sm100",)), ("10", ("sgl_kernel/sm90",)), ("12", ("sgl_kernel/sm90",))),
+    # With it, sampling and some FP8 products are compiled during the first start; attention is FA3 on Hopper anyway
+    # (server_args.py, srt/arg_groups/overrides.py: _sampling_backend_default).
+    environment=(("SGLANG_IS_FLASHINFER_AVAILABLE", "false"),),
+    check="import sglang, torch, sgl_kernel.flash_attn; assert torch.cuda.is_available()",
+    source="SGLang 0.5.15: requirements of its wheel; served on one H200 with PyTorch 2.11.0+cu130 and Triton "
+    "attention, November 2026",
+)
+
 
 class Sglang(Engine):
     id = "sglang"
     name = "SGLang"
     version = "0.5.23"
+    # srt/server_args.py of its wheel: of what launches use, parsers and attention data parallelism differ.
+    checked_versions = ("0.5.15",)
     formats = ("safetensors",)
     vendors = ("nvidia", "amd")
     cpu = True
@@ -158,6 +188,7 @@ class Sglang(Engine):
     # For GPUs it is planned and not installed; a CPU beside them does not stand in for them.
     built_for = ("cpu", "cuda", "rocm")
     recipe = CPU_RECIPE
+    overlays = (OVERLAY_0_5_15,)
     effort = 4
     features = Features(
         batching="continuous, prompts in chunks, scheduling overlapped with the GPU",
@@ -179,6 +210,11 @@ class Sglang(Engine):
         source="SGLang: mem_fraction_static and chunked_prefill_size defaults; graphs as its log reports",
     )
     default_slots = 256
+    # srt/environ.py of 0.5.15 and 0.5.23, PyTorch, Triton, and flashinfer/jit/env.py.
+    compile_caches = (
+        "SGLANG_CACHE_DIR", "SGLANG_DG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
+        "FLASHINFER_WORKSPACE_BASE",
+    )  # fmt: skip
     strength = "shared prefixes, structured output, long context or MoE at scale"
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
@@ -248,11 +284,12 @@ class Sglang(Engine):
         argv += _loaded_as(plan)
         if settings.kv_type == "fp8":
             argv += ["--kv-cache-dtype", "fp8_e4m3"]
-        argv += _layout(layout)
+        argv += _layout(layout, self.options_version(plan.engine_version))
         if plan.workload.task == "embed":
             argv += ["--is-embedding"]
         else:
-            parsers = parsers_for(plan.model, PARSERS)
+            known = PARSERS_BY_VERSION.get(self.options_version(plan.engine_version) or "", PARSERS)
+            parsers = parsers_for(plan.model, known)
             argv += joined([("--tool-call-parser", parsers.tools), ("--reasoning-parser", parsers.reasoning)])
         argv += ["--enable-metrics", *(_on_cpu(plan) if on_cpu else [])]
         return landed(Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan)), settings)
@@ -301,7 +338,7 @@ class Sglang(Engine):
         return self.refusal("impossible", why, "an NVIDIA or AMD GPU, or an x86 processor")
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
-        package, where = f"sglang=={self.version}", "an environment of its own"
+        package, where = f"sglang=={self.version_of(plan)}", "an environment of its own"
         if plan.settings.device == "cpu":
             return _install_for_cpu(where)
         if plan.settings.device == "rocm":
@@ -469,17 +506,18 @@ def _one_group(layout: Parallelism) -> Parallelism:
     )  # fmt: skip
 
 
-def _layout(layout: Parallelism) -> list[str]:
-    return joined(
-        (name, size if size > 1 else None)
-        for name, size in (
-            ("--tp-size", layout.tensor),
-            ("--pp-size", layout.pipeline),
-            ("--dp-size", layout.data),
-            ("--ep-size", layout.expert),
-            ("--attn-dp-size", layout.attention_data),
-        )
+def _layout(layout: Parallelism, version: str | None) -> list[str]:
+    # srt/server_args.py of 0.5.15: attention is divided by the one size of data parallelism, with a switch.
+    switch = version == "0.5.15" and layout.attention_data > 1
+    sizes = (
+        ("--tp-size", layout.tensor),
+        ("--pp-size", layout.pipeline),
+        ("--dp-size", layout.attention_data if switch else layout.data),
+        ("--ep-size", layout.expert),
+        ("--attn-dp-size", 1 if switch else layout.attention_data),
     )
+    argv = joined((name, size if size > 1 else None) for name, size in sizes)
+    return [*argv, "--enable-dp-attention"] if switch else argv
 
 
 ENGINE = Sglang()

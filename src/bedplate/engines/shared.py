@@ -14,6 +14,24 @@ GIB = 1 << 30
 COMPRESSOR = "llmcompressor==0.14.0.1"
 WIDE = frozenset(["fp32"])
 """Of a target that should compute in 32 bits."""
+TORCH_2_11_CUDA_13 = (
+    "torch", "triton", "cuda-toolkit", "nvidia-cublas", "nvidia-cuda-cupti", "nvidia-cuda-nvrtc",
+    "nvidia-cuda-runtime", "nvidia-cudnn-cu13", "nvidia-cufft", "nvidia-cufile", "nvidia-curand", "nvidia-cusolver",
+    "nvidia-cusparse", "nvidia-cusparselt-cu13", "nvidia-nccl-cu13", "nvidia-nvjitlink", "nvidia-nvshmem-cu13",
+    "nvidia-nvtx",
+)  # fmt: skip
+"""Packages that torch 2.11.0 for CUDA 13 requires on Linux, by the metadata of its wheel; triton is 3.6.0."""
+NOT_FOR_TEXT = (
+    "torchvision", "torchaudio", "torchcodec", "opencv*", "pynvvideocodec", "pyarrow", "pandas", "datasets", "lxml",
+    "modelscope*", "grpcio*", "smg*", "sentry-sdk", "fastapi-cloud-cli", "agent-detector", "detect-installer",
+    "rignore", "fastar", "z3-solver", "tilelang", "tokenspeed*", "cuda-tile", "torch-c-dlpack-ext",
+    "flashinfer-cubin", "nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm",
+    "nvidia-cuda-tileiras", "nvidia-nvvm", "nvidia-mathdx",
+)  # fmt: skip
+"""Images, sound, data sets, telemetry, and compilers. vLLM 0.26.0 and SGLang 0.5.15 served text without them on an
+H200 (November 2026); kernels that are compiled on first use take the machine's own nvcc."""
+DATA_NOT_FOR_SERVING = ("pycountry/locales", "sympy/*/tests", "scipy/*/tests", "mistral_common/data/*.*")
+"""Translations, tests, and tokenizers that only MistralTokenizer.v1() to .v7() read: models bring their own."""
 
 Known = tuple[tuple[str, Failure], ...]
 """Patterns, the most telling first: a log of a failed start often ends with a general line about it."""

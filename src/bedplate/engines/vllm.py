@@ -11,6 +11,7 @@ from bedplate.engines.base import (
     Failure,
     Features,
     MemoryUse,
+    OverlayRecipe,
     Recipe,
     Target,
     fetching,
@@ -19,10 +20,13 @@ from bedplate.engines.base import (
 from bedplate.engines.knobs import field_scale, has_own_defaults, landed, worth_turning
 from bedplate.engines.parsers import Parsers, parsers_for
 from bedplate.engines.shared import (
+    DATA_NOT_FOR_SERVING,
     GIB,
     HUB,
+    NOT_FOR_TEXT,
     PORT_IN_USE,
     TORCH,
+    TORCH_2_11_CUDA_13,
     WIDE,
     Known,
     compressing,
@@ -113,6 +117,10 @@ PARSERS: Mapping[str, Parsers] = {
     "seed-oss": Parsers("seed_oss", "seed_oss"),
     "lfm2": Parsers("lfm2"),
 }
+PARSERS_BY_VERSION: Mapping[str, Mapping[str, Parsers]] = {
+    # tool_parsers/__init__.py and reasoning/__init__.py of 0.26.0.
+    "0.26.0": {name: one for name, one in PARSERS.items() if name != "kimi-k3"},
+}
 _KNOWN_FAILURES: Known = (
     (
         r"To serve at least one request with the models?'s max seq len \((?P<length>\d+)\)"
@@ -189,12 +197,34 @@ CUDA_RECIPE = Recipe(
     disk_bytes=11_000_000_000,
     check=CHECK,
 )
+OVERLAY_0_26 = OverlayRecipe(
+    version="0.26.0",
+    packages=("vllm==0.26.0",),
+    as_of="2026-11-17T11:00:00Z",
+    # Converts a GGUF file to the folder that it loads.
+    additional=("gguf==0.19.0",),
+    torch="2.11.0",
+    cuda="13",
+    provided=TORCH_2_11_CUDA_13,
+    # CUTLASS' DSL has kernels for Blackwell alone here.
+    unused=(*NOT_FOR_TEXT, "nvidia-cutlass*"),
+    # The front end in Rust is started only by VLLM_RUST_FRONTEND_PATH (envs.py).
+    unused_files=(*DATA_NOT_FOR_SERVING, "vllm/vllm-rs"),
+    # Hopper has FlashAttention 3 (vllm_flash_attn/flash_attn_interface.py).
+    other_kernels=(("9", ("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",)),),
+    # Otherwise FlashInfer compiles its sampler during the first start, which takes minutes.
+    environment=(("VLLM_USE_FLASHINFER_SAMPLER", "0"),),
+    check=CHECK,
+    source="vLLM 0.26.0: requirements of its wheel; served on one H200 with PyTorch 2.11.0+cu130, November 2026",
+)
 
 
 class Vllm(Engine):
     id = "vllm"
     name = "vLLM"
     version = "0.32.0"
+    # engine/arg_utils.py and entrypoints/openai/cli_args.py of its wheel: of what launches use, only parsers differ.
+    checked_versions = ("0.26.0",)
     formats = ("safetensors",)
     vendors = ("nvidia", "amd", "intel")
     cpu = True
@@ -206,6 +236,7 @@ class Vllm(Engine):
     built_for = ("cpu", "cuda")
     effort = 3
     recipe = CPU_RECIPE
+    overlays = (OVERLAY_0_26,)
     features = Features(
         batching="continuous, prompts in chunks",
         kv_cache="paged, prefix cache by block hashes; FP8",
@@ -226,6 +257,8 @@ class Vllm(Engine):
         source="vLLM: defaults of gpu_memory_utilization and max_num_batched_tokens; graphs as its log reports",
     )
     default_slots = 256
+    # envs.py of 0.26.0 and 0.32.0, Triton, and flashinfer/jit/env.py.
+    compile_caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
     key_variable = "VLLM_API_KEY"
     strength = "many users over an API on data-centre GPUs"
 
@@ -351,12 +384,13 @@ class Vllm(Engine):
     def _talk(self, plan: Plan) -> list[str]:
         if plan.workload.task != "generate":
             return []
-        parsers = parsers_for(plan.model, PARSERS)
+        known = PARSERS_BY_VERSION.get(self.options_version(plan.engine_version) or "", PARSERS)
+        parsers = parsers_for(plan.model, known)
         tools = ["--enable-auto-tool-choice", "--tool-call-parser", parsers.tools] if parsers.tools else []
         return [*tools, *joined([("--reasoning-parser", parsers.reasoning)])]
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
-        steps = list(_install(plan.settings.device))
+        steps = list(_install(plan.settings.device, self.version_of(plan)))
         if plan.weights.made == "converted":
             steps += fetching(plan)
             steps += compressing(plan, "NVFP4" if plan.weights.label == "NVFP4" else "W4A16_ASYM")
@@ -534,7 +568,10 @@ def _layout(plan: Plan) -> list[str]:
 def _environment(plan: Plan) -> dict[str, str]:
     settings = plan.settings
     on_few = settings.device == "cpu" and not has_own_defaults(settings) and _few(settings.threads)
-    return {"VLLM_NO_USAGE_STATS": "1", **hub_variables(plan), **({RESERVED: "0"} if on_few else {})}
+    env = {"VLLM_NO_USAGE_STATS": "1", **hub_variables(plan), **({RESERVED: "0"} if on_few else {})}
+    # With it, 0.26.0 compiles FlashInfer's sampler for minutes on the first start (seen on an H200).
+    without = settings.device == "cuda" and plan.engine_version.startswith("0.26.")
+    return env | ({"VLLM_USE_FLASHINFER_SAMPLER": "0"} if without else {})
 
 
 def _few(cores: int | None) -> bool:
@@ -550,11 +587,11 @@ def _cache_bytes(plan: Plan) -> int:
     return round(1.1 * wide * max(model.kv_bytes(plan.settings.context_tokens), at_once, GIB // 16))
 
 
-def _install(device: str) -> tuple[Preparation, ...]:
+def _install(device: str, version: str | None) -> tuple[Preparation, ...]:
     where = "an environment of its own"
     if device == "cuda":
-        argv = ("uv", "pip", "install", "--torch-backend", "auto", f"vllm=={Vllm.version}")
-        return (Preparation(kind="install", what=f"vllm=={Vllm.version}", where=where, argv=argv),)
+        argv = ("uv", "pip", "install", "--torch-backend", "auto", f"vllm=={version}")
+        return (Preparation(kind="install", what=f"vllm=={version}", where=where, argv=argv),)
     if device == "cpu":
         recipe = CPU_RECIPE
         return (
@@ -574,7 +611,7 @@ def _install(device: str) -> tuple[Preparation, ...]:
             ),
         )
     built = {"rocm": "ROCm", "xpu": "Intel GPUs"}.get(device, device)
-    return (Preparation(kind="install", what=f"vllm=={Vllm.version} built for {built}", where=where),)
+    return (Preparation(kind="install", what=f"vllm=={version} built for {built}", where=where),)
 
 
 ENGINE = Vllm()

@@ -19,6 +19,7 @@ from bedplate.facts.hf_config import anatomy, read_config, summed
 from bedplate.facts.hf_fields import Config, Unplannable, Weight, shown
 from bedplate.facts.quantization import FP8, MXFP4, MXFP8, NVFP4, Scheme, Storage
 from bedplate.values import Model, replaced
+from bedplate.values.intent import ModelFacts
 from bedplate.values.model import Part, Quantization, Task, TensorGroup
 
 # Bits of a weight over a whole file, embedding and output included: sizes of Llama 3 8B's GGUF files over its 8.03 B
@@ -306,11 +307,7 @@ def _built(name: str, variant: Variant) -> Model:
     )
 
 
-_FACTS = {
-    "name", "task", "params_b", "active_params_b", "format", "quantization", "weight_gb", "context", "layers",
-    "hidden_size", "heads", "kv_heads",
-    "head_dim", "kv_bytes_per_token", "experts", "experts_active",
-}  # fmt: skip
+_FACTS = frozenset(ModelFacts.__struct_fields__)
 _FORMAT_BITS = {"gguf": 4.9, "onnx": 32.0, "mlx": 4.5, "exl2": 4.0, "exl3": 4.0, "safetensors": 16.0, "facts": 16.0}
 
 

@@ -16,13 +16,13 @@ from bedplate.facts.chips import GIB, Chip, ChipLink, Match, find_chip, memory_b
 from bedplate.facts.devices import host_link
 from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link, Memory
 from bedplate.values.hardware import UNNAMED_CPU, OperatingSystem, Pcie, Vendor
+from bedplate.values.intent import MOST_CARDS, MOST_CORES, MOST_NODE_CARDS, MOST_RAM_GB, DescribedMachine
 from bedplate.values.record import Basis
 
-FIELDS = ("accelerator", "count", "gpus_per_node", "link", "network", "cpu", "cores", "ram_gb", "os", "arch")
+FIELDS = DescribedMachine.__struct_fields__
 LINK_KINDS = ("nvlink", "xgmi", "pcie")
 ARCHES = ("x86_64", "arm64", "aarch64", "riscv64", "ppc64le", "s390x", "i686", "armv7l", "loongarch64")
 SAME_ARCH = {"amd64": "x86_64", "x64": "x86_64", "x86-64": "x86_64", "arm": "aarch64"}
-MOST_CARDS, MOST_NODE_CARDS, MOST_CORES, MOST_RAM_GB = 16_384, 144, 4_096, 65_536
 # Pairs grow with the square of a node's cards: in a larger fleet, all nodes are like those whose links are listed.
 MOST_LINKED = 1_024
 # In an idle machine: what the operating system holds of its RAM, at most an eighth of it.

@@ -11,7 +11,7 @@ from bedplate.judge.ground import Ground
 from bedplate.judge.observed import View, slots_of
 from bedplate.judge.spending import threads_too_many
 from bedplate.values import Figure
-from bedplate.values.diagnosis import AtLoad, Change, Limit, Prediction
+from bedplate.values.diagnosis import AtLoad, Change, Limit, Prediction, SpentOn
 from bedplate.values.run import Cell
 from bedplate.values.verdict import Metric
 
@@ -46,8 +46,8 @@ class Patient(NamedTuple):
     def share(self, limit: Limit) -> float:
         return sum(one.share for one in self.told.spent if one.limit == limit)
 
-    def share_of(self, word: str) -> float:
-        return sum(one.share for one in self.told.spent if word in one.what)
+    def share_spent_on(self, *parts: SpentOn) -> float:
+        return sum(one.share for one in self.told.spent if one.on in parts)
 
     def flag(self, knob: Knob, value: object = None) -> str | None:
         name = flag(knob, self.engine, self.ground.device)
@@ -78,7 +78,7 @@ def _all_at_once(patient: Patient) -> Iterator[Prediction]:
 
 def _roomier_cache(patient: Patient) -> Iterator[Prediction]:
     yield from _all_at_once(patient)
-    reading = patient.share_of("reading the cache")
+    reading = patient.share_spent_on("cache")
     if reading > 0.1:
         yield _predicted("a cache in 8 bits", "output_tok_s", 1 / (1 - reading / 2))
 
@@ -90,7 +90,7 @@ def _fewer_bytes(patient: Patient) -> Iterator[Prediction]:
 
 
 def _cached_prompts(patient: Patient) -> Iterator[Prediction]:
-    prompts = patient.share_of("prompt")
+    prompts = patient.share_spent_on("prompt", "other prompts")
     if prompts > 0.1:
         yield _predicted("prompts that a cache holds already", "output_tok_s", 1 / (1 - min(prompts, 0.98)))
 
@@ -212,7 +212,7 @@ def _less_overhead(patient: Patient) -> Iterator[Change]:
 
 
 def _less_to_compute(patient: Patient) -> Iterator[Change]:
-    if patient.share_of("prompt") > 0.5:
+    if patient.share_spent_on("prompt", "other prompts") > 0.5:
         yield Change(kind="work", text="shorter prompts, or a prefix that requests share and a cache holds")
     reached = patient.told.operations_share
     if reached is not None and reached < 0.3:

@@ -1,4 +1,4 @@
-"""Stay, migrate or not proven: two subjects under the same loads, weighed as seeds/004 asks for it.
+"""Stay, migrate or not proven: two subjects under the same loads, by the rules of the source articles (docs/rules.md).
 
 "What is a fair engine comparison? Same model, quantization, prompts, output lengths, hardware, warmup, and metrics."
 "The winner is the engine that satisfies your deployment constraint with measured headroom."

@@ -1,9 +1,10 @@
 """Which limit binds: where the time of a request goes, part by part, and what removing the largest part should bring.
 
-The limits are those of seeds/001: "memory bandwidth (the real limiter)", "KV cache (explodes with long context)",
+The limits are those of the source article "cheat-sheet" (docs/rules.md): "memory bandwidth (the real limiter)", "KV
+cache (explodes with long context)",
 "interconnect (PCIe vs NVLink vs RDMA)", "scheduler quality (batching + engine design)" and "runtime overhead"; and
 compute, for long prompts. "At batch 1, launch overhead, sampling, and memory bandwidth matter. At high concurrency,
-scheduler quality and KV memory management dominate" (seeds/004).
+scheduler quality and KV memory management dominate" (engines-compared).
 
 A request waits for its turn, its prompt is computed, and then it gets a token with each step; steps wait while other
 prompts are computed. A step reads the weights once and each stream's cache, and computes one token for each stream,

@@ -46,11 +46,13 @@ def evidence_of(
     yield from _host_evidence(cell, told, ground)
     if (threads := threads_too_many(cell, ground)) is not None:
         yield Evidence(
-            text=f"{threads} threads on {ground.cores} cores: they hold each other up", limit="runtime overhead"
+            kind="threads",
+            text=f"{threads} threads on {ground.cores} cores: they hold each other up",
+            limit="runtime overhead",
         )
     clients = [repeat.client.cpu_share for repeat in cell.repeats]
     if clients:
-        yield Evidence(text=f"the client took {max(clients):.0%} of one core and was not the limit")
+        yield Evidence(kind="client", text=f"the client took {max(clients):.0%} of one core and was not the limit")
 
 
 def _bandwidth_evidence(cell: Cell, view: View, told: AtLoad, ground: Ground) -> Iterator[Evidence]:
@@ -60,6 +62,7 @@ def _bandwidth_evidence(cell: Cell, view: View, told: AtLoad, ground: Ground) ->
     achieved = sum(found) / view.step_ms * 1000
     basis = "as measured" if ground.bandwidth.basis == "measured" else f"that {ground.bandwidth.basis} says"
     yield Evidence(
+        kind="bandwidth",
         text=f"a step of {figure(view.step_ms)} ms reads {size(found[0])} of weights and {size(found[1])} of cache: "
         f"{size(achieved)}/s, {told.bandwidth_share:.0%} of the {size(ground.bandwidth.value)}/s {basis}",
         limit="memory bandwidth" if told.bandwidth_share >= 0.5 else None,
@@ -70,6 +73,7 @@ def _floor_evidence(view: View, told: AtLoad) -> Iterator[Evidence]:
     if told.floor_ms:
         times = view.step_ms / told.floor_ms
         yield Evidence(
+            kind="step floor",
             text=f"a step takes {times:.1f} times its floor of {figure(told.floor_ms)} ms",
             limit="runtime overhead" if times >= 3 and told.limit == "runtime overhead" else None,
         )
@@ -85,6 +89,7 @@ def _growth_evidence(views: Sequence[tuple[Cell, View | None]]) -> Iterator[Evid
     if high.step_ms >= 1.3 * low.step_ms:
         limit = "compute" if each <= FAR_MORE * low.token_ms else "runtime overhead"
     yield Evidence(
+        kind="step growth",
         text=f"a step grows from {figure(low.step_ms)} ms for {figure(low.batch, 2)} to {figure(high.step_ms)} ms for "
         f"{figure(high.batch, 2)} streams: {figure(max(0.0, each), 2)} ms for each further one, "
         f"where a token of a prompt takes {figure(low.token_ms, 2)} ms",
@@ -103,7 +108,7 @@ def _prompt_evidence(view: View, ground: Ground) -> Iterator[Evidence]:
         if ground.operations is not None:
             basis = "as measured" if ground.operations.basis == "measured" else f"that {ground.operations.basis} says"
             text += f", {rate / ground.operations.value:.0%} of the {flops(ground.operations.value)} {basis}"
-    yield Evidence(text=text, limit="compute" if view.prefill_ms > 0.35 * view.request_ms else None)
+    yield Evidence(kind="prompt", text=text, limit="compute" if view.prefill_ms > 0.35 * view.request_ms else None)
 
 
 def flops(rate: float) -> str:
@@ -115,6 +120,7 @@ def _queue_evidence(cell: Cell, view: View, views: Sequence[tuple[Cell, View | N
     alone = next((one for other, one in views if one is not None and other.load.concurrency == 1), None)
     if alone is not None and alone is not view:
         yield Evidence(
+            kind="queue",
             text=f"the first token comes after {figure(view.ttft_ms)} ms, alone after {figure(alone.ttft_ms)} ms",
             limit=queue_limit(cell) if view.queue_ms > 0.5 * view.ttft_ms else None,
         )
@@ -124,9 +130,11 @@ def _queue_evidence(cell: Cell, view: View, views: Sequence[tuple[Cell, View | N
     if waiting is not None:
         text = f"{waiting:.1f} requests wait in the engine on average"
         text += f" while {running:.1f} are computed" if running is not None else ""
-        yield Evidence(text=text, limit=queue_limit(cell) if waiting > WAITING and view.queue_ms > 0 else None)
+        yield Evidence(
+            kind="queue", text=text, limit=queue_limit(cell) if waiting > WAITING and view.queue_ms > 0 else None
+        )
     if slots is not None and in_flight is not None and slots < in_flight:
-        yield Evidence(text=f"{slots} slots for {in_flight} requests in flight", limit="scheduler")
+        yield Evidence(kind="queue", text=f"{slots} slots for {in_flight} requests in flight", limit="scheduler")
 
 
 def _cache_evidence(cell: Cell) -> Iterator[Evidence]:
@@ -134,11 +142,13 @@ def _cache_evidence(cell: Cell) -> Iterator[Evidence]:
     preempted = mean_of(repeat.engine.preemptions for repeat in cell.repeats)
     if used is not None:
         yield Evidence(
-            text=f"the KV cache was {used:.0%} full at the most", limit="KV cache" if used >= FULL_CACHE else None
+            kind="cache",
+            text=f"the KV cache was {used:.0%} full at the most",
+            limit="KV cache" if used >= FULL_CACHE else None,
         )
     if preempted is not None:
         total = sum(repeat.engine.preemptions or 0.0 for repeat in cell.repeats)
-        yield Evidence(text=f"{total:.0f} preemptions", limit="KV cache" if total > 0 else None)
+        yield Evidence(kind="cache", text=f"{total:.0f} preemptions", limit="KV cache" if total > 0 else None)
 
 
 def _links_evidence(cell: Cell, view: View, ground: Ground) -> Iterator[Evidence]:
@@ -148,6 +158,7 @@ def _links_evidence(cell: Cell, view: View, ground: Ground) -> Iterator[Evidence
         over = f" over links of {size(ground.link_bytes_s)}/s" if ground.link_bytes_s else ""
         links = links_ms(view, ground, cell)
         yield Evidence(
+            kind="links",
             text=f"each of {ranks} devices sends {size(sent)} in a step{over}: "
             f"about {figure(links, 2)} of {figure(view.step_ms)} ms",
             limit="interconnect" if links > 0.3 * view.step_ms else None,
@@ -163,6 +174,7 @@ def _host_evidence(cell: Cell, told: AtLoad, ground: Ground) -> Iterator[Evidenc
     cores = busy_s / known_s
     binds = cores >= BUSY_CORES and told.limit == "runtime overhead"
     yield Evidence(
+        kind="host",
         text=f"the engine's processes kept {cores:.1f} of the host's cores busy",
         limit="runtime overhead" if binds else None,
     )

@@ -12,7 +12,7 @@ from bedplate.decide.estimate.physics import (
 from bedplate.judge.ground import Ground
 from bedplate.judge.observed import View, cache_is_full
 from bedplate.measure.summary import why_invalid
-from bedplate.values.diagnosis import AtLoad, Limit, Spent
+from bedplate.values.diagnosis import AtLoad, Limit, Spent, SpentOn
 from bedplate.values.run import Cell
 
 CLEAR = 1.3
@@ -65,17 +65,17 @@ def _spent(cell: Cell, view: View, ground: Ground) -> list[Spent]:
     behind = view.behind_ms - first
     step = _step_parts(cell, view, ground)
     scale = (steps * view.step_ms + first) / view.step_ms if view.step_ms > 0 else 0.0
-    found: list[tuple[Limit, str, float]] = [
-        (queue_limit(cell), "waiting for a turn", view.queue_ms),
-        ("compute", "its own prompt", view.prefill_ms),
-        ("compute", "waiting while other prompts are computed", behind + view.stalled_ms)
+    found: list[tuple[Limit, SpentOn, str, float]] = [
+        (queue_limit(cell), "queue", "waiting for a turn", view.queue_ms),
+        ("compute", "prompt", "its own prompt", view.prefill_ms),
+        ("compute", "other prompts", "waiting while other prompts are computed", behind + view.stalled_ms)
         if (cell.load.concurrency or 2) > 1
-        else ("runtime overhead", "stalls", behind + view.stalled_ms),
-        *((limit, what, ms * scale) for limit, what, ms in step),
+        else ("runtime overhead", "stalls", "stalls", behind + view.stalled_ms),
+        *((limit, on, what, ms * scale) for limit, on, what, ms in step),
     ]
     return [
-        Spent(limit=limit, what=what, ms=ms, share=ms / view.request_ms)
-        for limit, what, ms in found
+        Spent(limit=limit, on=on, what=what, ms=ms, share=ms / view.request_ms)
+        for limit, on, what, ms in found
         if ms > 0.001 * view.request_ms
     ]
 
@@ -84,7 +84,7 @@ def queue_limit(cell: Cell) -> Limit:
     return "KV cache" if cache_is_full(cell) else "scheduler"
 
 
-def _step_parts(cell: Cell, view: View, ground: Ground) -> list[tuple[Limit, str, float]]:
+def _step_parts(cell: Cell, view: View, ground: Ground) -> list[tuple[Limit, SpentOn, str, float]]:
     """One step by what it is spent on. Reading and computing overlap where a device can; then their parts shrink."""
     weights, cache = _read_ms(view, ground, cell)
     compute = view.batch * view.stream_ms
@@ -92,11 +92,11 @@ def _step_parts(cell: Cell, view: View, ground: Ground) -> list[tuple[Limit, str
     floor = weights + cache + compute + links
     shrink = min(1.0, view.step_ms / floor) if floor > 0 else 1.0
     return [
-        ("memory bandwidth", "reading the weights", weights * shrink),
-        ("KV cache", "reading the cache", cache * shrink),
-        ("compute", "computing a token for each stream", compute * shrink),
-        ("interconnect", "adding up over the links", links * shrink),
-        ("runtime overhead", "neither read, computed nor sent", max(0.0, view.step_ms - floor)),
+        ("memory bandwidth", "weights", "reading the weights", weights * shrink),
+        ("KV cache", "cache", "reading the cache", cache * shrink),
+        ("compute", "tokens", "computing a token for each stream", compute * shrink),
+        ("interconnect", "links", "adding up over the links", links * shrink),
+        ("runtime overhead", "runtime", "neither read, computed nor sent", max(0.0, view.step_ms - floor)),
     ]
 
 

@@ -258,8 +258,10 @@ def chance(agreed: int, asked: int, share: float) -> float:
     return sum(math.comb(asked, hits) * share**hits * (1 - share) ** (asked - hits) for hits in range(agreed + 1))
 
 
-def verdict_of(found: Comparison, floor: float) -> tuple[Literal["ok", "broken", "unchecked"], str]:
-    """The verdict, and in one clause why."""
+def verdict_of(
+    found: Comparison, floor: float, against: Literal["reference", "incumbent"] = "reference"
+) -> tuple[Literal["ok", "broken", "unchecked"], str]:
+    """The verdict, and in one clause why. `against`: whose answers were compared."""
     if found.failure is not None and (found.failure.lasting or found.answered < LEAST_ANSWERED * found.asked):
         answered = "" if found.failure.lasting else f"only {found.answered} of {found.asked} prefixes were answered: "
         return "unchecked", f"{answered}{found.failure.why}"
@@ -273,7 +275,11 @@ def verdict_of(found: Comparison, floor: float) -> tuple[Literal["ok", "broken",
         return "ok", f"{counts} with a clear answer agree"
     if not few:
         counts = f"{found.telling_agreed} of {found.telling} prefixes that depend on right positions"
-    why = f"{counts} agree with the reference, where its weights explain no less than {floor:.0%}"
+    sides = {
+        "reference": "with the reference, where its weights explain",
+        "incumbent": "with the engine in service, where the weights of both explain",
+    }
+    why = f"{counts} agree {sides[against]} no less than {floor:.0%}"
     if found.other_lengths > found.answered / 2:
         by = f", {found.longer_by:+d} each" if found.longer_by is not None else ""
         why += f"; it reads {found.other_lengths} prompts as another number of tokens{by}"

@@ -237,8 +237,8 @@ def against_incumbent(plan: Plan, basis: Basis, pairs: Pairs, said: Sequence[Sai
     found = compare(pairs, said)
     floors = [floor(one, basis.clear_known) for one in (plan, basis.plan) if one is not None]
     least = floors[0] * floors[-1] if len(floors) > 1 else floors[0]
-    verdict, why = verdict_of(found, least)
-    return _of_comparison(found, stage, None if verdict == "unchecked" else least, verdict, _in_service(why))
+    verdict, why = verdict_of(found, least, "incumbent")
+    return _of_comparison(found, stage, None if verdict == "unchecked" else least, verdict, why)
 
 
 def floor(plan: Plan, clear_known: bool) -> float:
@@ -250,12 +250,6 @@ def floor(plan: Plan, clear_known: bool) -> float:
 
 def replaced_text(one: Said) -> Said:
     return msgspec.structs.replace(one, text=one.text.strip()) if isinstance(one, Answer) else one
-
-
-def _in_service(why: str) -> str:
-    return why.replace(
-        "with the reference, where its weights explain", "with the engine in service, where the weights of both explain"
-    )
 
 
 def _of_comparison(found: Comparison, stage: Stage, least: float | None, verdict: str, why: str) -> Checked:

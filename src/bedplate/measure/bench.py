@@ -228,7 +228,7 @@ def _resumed(run: Run, hardware: Hardware, progress: Progress, teller: Teller, p
     one = Bench(replaced(run, cells=()), hardware, progress, teller, path)
     one.cells = {cell.id: cell for cell in run.cells}
     one.qualities = {
-        cell.subject.engine: cell.quality
+        label_of(run.matrix, cell.subject.engine, cell.subject.engine_version): cell.quality
         for cell in run.cells
         if cell.quality is not None and cell.quality.verdict != "unchecked"
     }
@@ -312,13 +312,14 @@ def _measure_engines(one: Bench) -> None:
     for turn in range(matrix.turns):
         # Those who went last go first in the next turn: what drifts with time is shared out.
         for subject in one.subjects if turn % 2 == 0 else one.subjects[::-1]:
-            if subject.engine.id in failed or not _missing(one, subject, turn):
+            label = label_of(matrix, subject.engine.id, subject.decision.engine_version)
+            if label in failed or not _missing(one, subject, turn):
                 continue
             try:
                 _measure_engine(one, subject, turn)
             except (OutsideFailed, AnswerIsNo) as error:
-                failed.add(subject.engine.id)
-                refusal = Refusal(engine=subject.engine.id, kind="impossible", why=error.summary, hint=error.hint)
+                failed.add(label)
+                refusal = Refusal(engine=label, kind="impossible", why=error.summary, hint=error.hint)
                 one.keep_run(left_out=(*one.run.left_out, refusal))
                 one.teller.left_out(refusal)
     if not one.cells and one.run.left_out:
@@ -356,7 +357,8 @@ def _in_flight(load: Load) -> int:
 
 def _missing(one: Bench, subject: Decided, turn: int) -> bool:
     """Whether anything of this engine is still to be measured in this turn."""
-    made = [one.cells.get(_cell_id(one, subject.engine.id, load)) for load in one.matrix.loads]
+    label = label_of(one.matrix, subject.engine.id, subject.decision.engine_version)
+    made = [one.cells.get(_cell_id(one, label, load)) for load in one.matrix.loads]
     return any(cell is None or not _enough(one, cell, turn) for cell in made)
 
 
@@ -395,7 +397,7 @@ def _measure_engine(one: Bench, subject: Decided, turn: int) -> None:
 
 def _checked(one: Bench, ready: Readied, started: Started) -> Quality:
     """Once for each engine of a run: its answers do not depend on the load."""
-    engine = ready.decided.engine.id
+    engine = label_of(one.matrix, ready.decided.engine.id, ready.decided.decision.engine_version)
     if engine not in one.qualities:
         if not one.matrix.check_quality:
             found = Quality(note="not asked for")
@@ -464,6 +466,13 @@ class Measuring:
     prepared: Prepared | None = None
     alive: Callable[[], bool] = lambda: True
 
+    @property
+    def label(self) -> str:
+        return label_of(self.one.matrix, self.subject.engine, self.subject.engine_version)
+
+    def is_mine(self, cell: Cell) -> bool:
+        return label_of(self.one.matrix, cell.subject.engine, cell.subject.engine_version) == self.label
+
     def all(self) -> None:
         for number, load in enumerate(self.one.matrix.loads):
             self.cell(load, number)
@@ -474,7 +483,7 @@ class Measuring:
         """Loads between and beyond those of the matrix, until the highest that meets the target is known."""
         number = len(self.one.matrix.loads)
         while True:
-            mine = [cell for cell in self.one.cells.values() if cell.subject.engine == self.subject.engine]
+            mine = [cell for cell in self.one.cells.values() if self.is_mine(cell)]
             wanted = next_load(mine, target)
             # A load whose cell is not valid, on a busy machine, would be asked for again and again.
             if wanted is None or wanted in [cell.load for cell in mine]:
@@ -484,7 +493,7 @@ class Measuring:
 
     def cell(self, load: Load, number: int, *, searching: bool = False) -> None:
         one = self.one
-        cell_id = _cell_id(one, self.subject.engine, load)
+        cell_id = _cell_id(one, self.label, load)
         kept = one.cells.get(cell_id)
         if kept is not None and _enough(one, kept, self.turn):
             return
@@ -616,6 +625,12 @@ def _told(model: Model) -> tuple[Model, ...]:
 
 def _weights_id(model: Model | None) -> str | None:
     return content_id(model)[:12] if model is not None and model.files else None
+
+
+def label_of(matrix: Matrix, engine: str, version: str | None) -> str:
+    """What an engine is called in its run: its id, and the version too where several of it are measured."""
+    named = [name.partition("@")[0] for name in matrix.engines]
+    return f"{engine}@{version}" if named.count(engine) > 1 else engine
 
 
 def _cell_id(one: Bench, engine: str, load: Load) -> str:

@@ -35,7 +35,7 @@ def kept(named: str | None = None, machine: str | None = None) -> Kept:
     if named.endswith(".json") or Path(named).is_file():
         return _of_file(Path(named))
     if (engine := engine_id(named)) is not None:
-        return _of_engine(engine, machine)
+        return in_version(_of_engine(engine, machine), named)
     cells = tuple(cell for cell in store.cells() if cell.id == named)
     if cells:
         return _of_cells(cells)
@@ -45,11 +45,23 @@ def kept(named: str | None = None, machine: str | None = None) -> Kept:
 
 
 def only_engine(found: Kept, named: str) -> Kept:
-    wanted = engine_id(named) or named
+    wanted = engine_id(named) or named.partition("@")[0]
     cells = tuple(cell for cell in found.cells if cell.subject.engine == wanted)
     if not cells:
         there = ", ".join(dict.fromkeys(cell.subject.engine for cell in found.cells)) or "nothing"
         raise BadQuestion(f"{named} was not measured in this run", hint=f"it has {there}")
+    return in_version(found._replace(cells=cells), named)
+
+
+def in_version(found: Kept, named: str) -> Kept:
+    """Of an engine's cells, those of the version that ID@VERSION names."""
+    _, at, version = named.partition("@")
+    if not at:
+        return found
+    cells = tuple(cell for cell in found.cells if cell.subject.engine_version == version.removeprefix("v"))
+    if not cells:
+        there = ", ".join(dict.fromkeys(cell.subject.engine_version or "none" for cell in found.cells))
+        raise BadQuestion(f"{named} was not measured", hint=f"measured versions: {there}")
     return found._replace(cells=cells)
 
 

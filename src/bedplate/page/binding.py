@@ -48,9 +48,7 @@ def binding(
         limit=found.limit,
         text=found.text,
         evidence=tuple(
-            one.text
-            for one in sorted(found.evidence, key=lambda one: one.limit != found.limit)
-            if not one.text.startswith("the client ")
+            one.text for one in sorted(found.evidence, key=lambda one: one.limit != found.limit) if one.kind != "client"
         )[:MOST_EVIDENCE],
         change=found.changes[0].text if found.changes else None,
     )

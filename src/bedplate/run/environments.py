@@ -19,6 +19,7 @@ from pathlib import Path, PurePath
 import msgspec
 
 from bedplate.engines import BorrowedLibrary, Engine, Recipe
+from bedplate.engines.base import NO_VERSION
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.home import disk_failure, engines_dir, locked, need_free, writable
 from bedplate.run.child import run_child
@@ -92,6 +93,11 @@ def environment_path(engine: Engine, recipe: Recipe, device: Device = "cpu") -> 
     return engines_dir() / engine.id / f"{engine.version}-{hashlib.sha256(what.encode()).hexdigest()[:10]}"
 
 
+def compiled_dir(engine_id: str, version: str) -> Path:
+    """Where a version of an engine keeps what it compiles for its models; it goes with the engine."""
+    return engines_dir() / engine_id / "compiled" / version
+
+
 def find_environment(engine: Engine, device: Device = "cpu") -> Environment | None:
     """The engine's environment for what it is to compute on; one that was adopted goes before bedplate's own."""
     if adopted := find_adopted(engine):
@@ -124,7 +130,7 @@ def find_adopted(engine: Engine) -> Environment | None:
     """What was named for this engine; a Python has bedplate's programs for it as they are in this version."""
     path = _adopted_path(engine)
     record = _record(path)
-    if record is None:
+    if record is None or (engine.is_version_named and record.version not in (engine.version, *NO_VERSION)):
         return None
     if not record.whole:
         what = "program" if record.program else "Python"
@@ -135,6 +141,25 @@ def find_adopted(engine: Engine) -> Environment | None:
     if engine.recipe is not None and record.adopted:
         _put_programs(engine.recipe, path / _PROGRAMS)
     return record
+
+
+def registered_versions() -> dict[str, str]:
+    """The version of each engine whose Python or program was named with `bedplate engines use`."""
+    found = (_record(manifest.parent) for manifest in sorted(engines_dir().glob(f"*/{_ADOPTED}/{_MANIFEST}")))
+    return {one.engine: one.version for one in found if one is not None and one.version not in NO_VERSION}
+
+
+def check_version(engine: Engine) -> None:
+    """Raises where a version is asked for that is neither registered nor the one that bedplate installs."""
+    if not engine.is_version_named or engine.version == engine.pinned_version or find_adopted(engine) is not None:
+        return
+    there = _record(_adopted_path(engine))
+    raise BadQuestion(
+        f"{engine.name} {engine.version} is not installed here",
+        cause=f"{there.theirs} has version {there.version}" if there is not None else None,
+        hint=f"bedplate engines use {engine.id} --python PATH takes one that has it; without a version, "
+        f"{engine.pinned_version if there is None else there.version} is used",
+    )
 
 
 def adopt(engine: Engine, python: Path) -> Environment:

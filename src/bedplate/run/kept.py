@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -15,6 +16,7 @@ from bedplate.engines import engine as engine_by_id
 from bedplate.errors import BadQuestion, BedplateError
 from bedplate.home import disk_failure
 from bedplate.run.prepare import MANIFEST, Prepared, identity, prepared_dir, size_of
+from bedplate.values.record import Record
 
 MAKING = ".making-"
 
@@ -37,6 +39,13 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     checked: tuple[str, ...] = ()
     built_for: tuple[str, ...] = ()
     """Of what was compiled: the interpreter, packages, cards and compiler that it is for."""
+
+
+class PreparedList(Record, frozen=True, kw_only=True):
+    """What `bedplate prepared --json` prints."""
+
+    schema: Literal["prepared/1"] = "prepared/1"
+    prepared: tuple[Kept, ...]
 
 
 def kept() -> list[Kept]:

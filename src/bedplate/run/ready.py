@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from bedplate.decide import decide, plan
 from bedplate.decide.together import Ask, Need, Part, together
-from bedplate.engines import Engine, all_engines
+from bedplate.engines import Engine, all_engines, engine_of
 from bedplate.engines import engine as engine_by_id
 from bedplate.engines.base import cards_of
 from bedplate.engines.knobs import is_native
@@ -18,7 +18,14 @@ from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.facts.cpu import INSTRUCTION_SETS
 from bedplate.progress import Progress
 from bedplate.run.builtin import fetch_builtin
-from bedplate.run.environments import Environment, find_adopted, find_environment, make_environment
+from bedplate.run.environments import (
+    Environment,
+    check_version,
+    find_adopted,
+    find_environment,
+    make_environment,
+    registered_versions,
+)
 from bedplate.run.models import fetched_model, is_builtin, local_model
 from bedplate.run.native import NotUsable, buildable, toolchain, usable_build
 from bedplate.run.prepare import prepare
@@ -52,7 +59,8 @@ class Decided:
 
     @property
     def engine(self) -> Engine:
-        return engine_by_id(self.plan.engine)
+        """In the version that was asked for, where one was."""
+        return engine_by_id(self.wanted.engine or self.plan.engine)
 
     @property
     def decision(self) -> Decision:
@@ -199,6 +207,8 @@ class _Past:
 
 def _decides(wanted: Wanted, facts: Model, build: Build, past: _Past) -> Callable[[Hardware, Workload], Decision]:
     engine = wanted.engine
+    if engine is not None:
+        check_version(engine_by_id(engine))
     # What is built here is for all of this machine, and what somebody else made may be.
     for_all = build == "native" or (engine is not None and find_adopted(engine_by_id(engine)) is not None)
 
@@ -214,6 +224,7 @@ def _decides(wanted: Wanted, facts: Model, build: Build, past: _Past) -> Callabl
             verdicts=past.verdicts,
             tunings=past.tuned(build, wanted.untuned),
             installable=not for_all,
+            versions=registered_versions() if build != "native" else None,
         )
         if build == "native" and decision.engine is not None:
             return replaced(decision, engine_version=buildable(engine_by_id(decision.engine)).version)
@@ -304,6 +315,8 @@ def _environment(
                 f"tuning found the build of {engine.name} for this machine better, and it is not here: the ready-made "
                 f"one has the same settings; --build native builds it"
             )
+        else:
+            engine = engine_of(chosen)
         environment = make_environment(engine, progress, device)
         if environment.server is None and not to_measure and (words := _unused_words(engine, hardware, chosen)):
             progress.note(words)

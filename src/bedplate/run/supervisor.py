@@ -20,7 +20,7 @@ import aiohttp
 from bedplate.engines import Engine, Failure
 from bedplate.engines.base import HIGHEST_PORT
 from bedplate.errors import OutsideFailed
-from bedplate.run.environments import Environment, command, variables
+from bedplate.run.environments import Environment, command, compiled_dir, variables
 from bedplate.run.gateway import Backend
 from bedplate.run.prepare import SECRETS, offline, weights_are_here
 from bedplate.run.warden import guarded
@@ -480,6 +480,8 @@ def surroundings(
     given = {name: value for name, value in os.environ.items() if name not in SECRETS}
     if weights_are_here(plan):
         given = offline(given)
+    compiled = compiled_dir(engine.id, environment.version)
+    given = {**{name: str(compiled / name.lower()) for name in engine.compile_caches}, **given}
     return variables(Path(environment.path), {**given, **engine.supervised_env, **launch.env, **more})
 
 

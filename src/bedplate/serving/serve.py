@@ -38,7 +38,7 @@ from bedplate.values.service import Build, Order, ServiceRecord, Wanted
 from bedplate.values.units import seconds
 
 if TYPE_CHECKING:
-    from bedplate.operate.bundled import Opened
+    from bedplate.bundling.opened import Opened
 
 Check = Callable[[Hardware, Plan, str, str | None], Coroutine[Any, Any, None]]
 """Looks at the answers of an engine: its private URL, and the key that it asks for."""
@@ -108,7 +108,7 @@ def serve_order(
     if order.bundle is None:
         _serve_order(order, hooks, listen, fallback, detached)
         return
-    from bedplate.operate.bundled import opened
+    from bedplate.bundling.opened import opened
 
     with opened(Path(order.bundle), hooks.progress) as bundle:
         _serve_order(bundle.order(order), hooks, listen, fallback, detached, bundle)

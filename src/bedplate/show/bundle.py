@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from bedplate.show.decision import page
-from bedplate.values.bundle import TOP, Bundle, Packed
+from bedplate.values.bundle import TOP, Bundle, Packed, PackedForTarget, TargetBundle
 from bedplate.values.units import size
 
 
@@ -27,7 +27,33 @@ def render_packed(packed: Packed) -> RenderableType:
     return _page(rows)
 
 
-def render_checked(path: Path, bundle: Bundle) -> RenderableType:
+def render_packed_for_target(packed: PackedForTarget) -> RenderableType:
+    bundle = packed.bundle
+    rows = [("Bundle", packed.path, f"{size(packed.size_bytes)} in {_count(len(bundle.pieces), 'piece')}")]
+    return _page([*rows, *_inside_for_target(bundle), ("There", f"python3 {Path(packed.path).name}/install.py", "")])
+
+
+def _inside_for_target(bundle: TargetBundle) -> list[tuple[str, str, str]]:
+    target = bundle.target
+    rows = []
+    for one in bundle.engines:
+        kind = f"over PyTorch {one.torch}" if one.torch is not None else "complete"
+        rows.append(("Engine", f"{one.name} {one.version}, {_packages(one.packages)}", kind))
+    if bundle.model is not None:
+        rows.append(("Model", bundle.model, ""))
+    if bundle.own_place is not None:
+        rows.append(("bedplate", f"{bundle.bedplate}, {_packages(bundle.own_packages)}", ""))
+    needs = [f"Python {target.python} on {target.system}-{target.machine}"]
+    needs += [f"glibc {target.glibc} or newer"] if target.glibc is not None else []
+    needs += [f"driver {target.driver} or newer"] if target.driver is not None else []
+    needs += [f"compute capability {target.capability}"] if target.capability is not None else []
+    return [*rows, ("Needs", ", ".join(needs), f"{size(bundle.unpacked_bytes)} of disk")]
+
+
+def render_checked(path: Path, bundle: Bundle | TargetBundle) -> RenderableType:
+    if isinstance(bundle, TargetBundle):
+        text = f"{path}: {_count(len(bundle.pieces), 'piece')} as made {bundle.made_at}"
+        return _page([("Whole", text, size(bundle.size_bytes)), *_inside_for_target(bundle)])
     count = sum(file.link is None for file in bundle.files)
     return _page([("Whole", f"{path}: {count} files as they were packed {bundle.made_at}", ""), *_inside(bundle)])
 
@@ -60,4 +86,8 @@ def _inside(bundle: Bundle) -> list[tuple[str, str, str]]:
 
 
 def _packages(pins: tuple[str, ...]) -> str:
-    return f"{len(pins)} package{'s' if len(pins) != 1 else ''}"
+    return _count(len(pins), "package")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' if number != 1 else ''}"

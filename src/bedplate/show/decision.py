@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.decide.questions import Change, layout_words
+from bedplate.decide.rules import RULES_PAGE
 from bedplate.show.probe import one_line
-from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, Refusal, Workload
+from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, Reason, Refusal, Workload
 from bedplate.values.units import figure, memory, seconds, size
 
 
@@ -35,7 +36,7 @@ def render_serving(
     if decision.engine is not None:
         first = decision.reasons[0]
         table.add_row("Engine", Text(f"{decision.engine} {decision.engine_version}", style="bold green"), "")
-        table.add_row("", Text(f"why: {first.text}"), Text(f"{first.rule}, {source_file(first.source)}"))
+        table.add_row("", Text(f"why: {first.text}"), Text(cited(first)))
     else:
         table.add_row("Engine", Text(headline(decision, model, asked), style="bold red"), "")
     if decision.refused:
@@ -57,7 +58,7 @@ def render_decision(
     table.add_row("On", Text(one_line(hardware)), "")
     table.add_row("Work", Text(work_line(workload, decision)), workload.origin)
     for position, reason in enumerate(decision.reasons):
-        table.add_row("Why" if position == 0 else "", Text(reason.text), Text(f"{reason.rule} · {reason.source}"))
+        table.add_row("Why" if position == 0 else "", Text(reason.text), Text(cited(reason)))
     if decision.memory is not None:
         table.add_row("Memory", Text(fit_line(decision.memory)), Text(band(decision.estimate.memory_gb)))
     if decision.fits:
@@ -77,6 +78,8 @@ def render_decision(
     for position, note in enumerate(decision.notes):
         table.add_row("Note" if position == 0 else "", Text(note), "")
     parts: list[RenderableType] = [Text(""), head, Text(""), table]
+    if decision.reasons:
+        parts.append(Text(f"\n The source of each rule: {RULES_PAGE}", style="dim"))
     if decision.launch is not None:
         parts += [Text(""), *_preparations(decision), Text(" Launch", style="bold"), Text("  " + launch_text(decision))]
     return Group(*parts)
@@ -86,7 +89,7 @@ def render_why_not(decision: Decision, engine: str) -> tuple[RenderableType, Ref
     """What the decision says of one engine, and the value that says it."""
     if decision.engine == engine:
         reason = decision.reasons[0]
-        return Text(f" {engine} is the choice: {reason.text}  ({reason.rule} · {reason.source})"), decision
+        return Text(f" {engine} is the choice: {reason.text}  ({cited(reason)})"), decision
     for challenger in decision.challengers:
         if challenger.engine == engine:
             text = f" {engine} is worth measuring. It would be justified by {challenger.evidence_needed}"
@@ -114,7 +117,7 @@ def render_changes(asked: str, before: Decision, after: Decision, found: Sequenc
     lines: list[RenderableType] = [Text(""), table]
     if after.reasons and (not before.reasons or before.reasons[0] != after.reasons[0]):
         first = after.reasons[0]
-        lines += [Text(""), Text(f" Why  {first.text}  ({first.rule} · {first.source})")]
+        lines += [Text(""), Text(f" Why  {first.text}  ({cited(first)})")]
     lines += [Text(f" Would fit  {hint}") for hint in after.hints]
     return Group(*lines)
 
@@ -266,8 +269,9 @@ def band(figure: Figure | None) -> str:
     return f"{figure.basis} ± {(figure.high - figure.value) / figure.value:.0%}"
 
 
-def source_file(source: str) -> str:
-    return source.partition(' "')[0]
+def cited(reason: Reason) -> str:
+    """The rule, and its source unless the page of rules has it."""
+    return reason.rule if reason.source.startswith(RULES_PAGE) else f"{reason.rule} · {reason.source}"
 
 
 def launch_text(decision: Decision) -> str:

@@ -75,7 +75,7 @@ def _cheat_sheet(sheet: Sequence[Situation]) -> Table:
     table.add_column(style="dim", no_wrap=True)
     for line in sheet:
         mark = (f"  ← this machine, {' and '.join(line.here)}", "green") if line.here else ""
-        table.add_row(Text.assemble(line.when, mark), ", ".join(line.engines), line.source)
+        table.add_row(Text.assemble(line.when, mark), ", ".join(line.engines), line.rules[0])
     return table
 
 

@@ -18,7 +18,7 @@ from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFaile
 from bedplate.facts.hardware import probe
 from bedplate.measure.bench import CONTEXT_SPARE, LEAST_CONTEXT, hardware_words, stoppable
 from bedplate.measure.moments import new_run_id, now_text
-from bedplate.run.environments import find_adopted
+from bedplate.run.environments import find_adopted, registered_versions
 from bedplate.run.native import usable_build
 from bedplate.run.prepare import content_id
 from bedplate.run.progress import Progress, Silent
@@ -143,7 +143,7 @@ def chosen_plan(
         context_tokens=min(context, facts.max_context or context),
     )
     if engine is None:
-        engine = decide(hardware, facts, work, installable=True).engine
+        engine = decide(hardware, facts, work, installable=True, versions=registered_versions()).engine
         if engine is None:
             raise AnswerIsNo(f"{facts.name} cannot be served here", hint="bedplate plan says why")
     wanted = Wanted(model=facts.name, workload=work, engine=engine, untuned=True)

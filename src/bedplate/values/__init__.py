@@ -10,7 +10,9 @@ from bedplate.values.decision import (
     Preparation,
     Reason,
     Refusal,
+    Remedy,
     Settings,
+    Shortage,
     Weights,
 )
 from bedplate.values.endpoint import Endpoint
@@ -36,6 +38,6 @@ __all__ = [
     "Accelerator", "Basis", "Cache", "Challenger", "Cpu", "Decision", "DeviceNeed", "Disk", "Endpoint",
     "Estimate", "Figure", "Fit", "GpuProcess", "Hardware", "LatencyTarget", "Launch", "LayerGroup", "Link",
     "Measurements", "Memory", "Model", "NumaNode", "Offload", "Parallelism", "Part", "Pcie", "Plan",
-    "Preparation", "Quantization", "Reason", "Record", "Refusal", "Settings", "TensorGroup", "Weights",
-    "Workload", "estimate", "from_json", "replaced", "to_json",
+    "Preparation", "Quantization", "Reason", "Record", "Refusal", "Remedy", "Settings", "Shortage",
+    "TensorGroup", "Weights", "Workload", "estimate", "from_json", "replaced", "to_json",
 ]  # fmt: skip

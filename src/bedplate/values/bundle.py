@@ -88,3 +88,89 @@ class Packed(Record, frozen=True, kw_only=True):
     path: str
     size_bytes: int
     bundle: Bundle
+
+
+class BundleTarget(Record, frozen=True, kw_only=True):
+    """The machine that a bundle is for, and what it must have before anything is installed."""
+
+    name: str
+    """linux-x86_64-cuda13."""
+    system: str
+    machine: str
+    device: Literal["cpu", "cuda"]
+    python: str
+    """Its minor version: 3.12."""
+    glibc: str | None = None
+    """The least, by the tags of the wheels."""
+    cuda: str | None = None
+    """Major version."""
+    driver: str | None = None
+    """The least version of NVIDIA's driver."""
+    capability: str | None = None
+    """Compute capability: code for other GPUs is left out. `None`: nothing was left out."""
+
+
+class BundledEngine(Record, frozen=True, kw_only=True):
+    """An engine in a bundle for another machine: a tree of files, which becomes an environment there."""
+
+    engine: str
+    name: str
+    version: str
+    path: str
+    """In the archive."""
+    place: str
+    """Below `BEDPLATE_HOME`."""
+    torch: str | None = None
+    """The version of PyTorch that the target brings; `None`: the bundle is complete."""
+    packages: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    """Packages that were resolved and are not in the bundle."""
+    environment: dict[str, str]
+    check: str
+    """Python that must run in the finished environment."""
+    libraries: tuple[str, ...] = ()
+    """Shared libraries under borrowed/, for systems that lack them."""
+
+
+class BundlePiece(Record, frozen=True, kw_only=True):
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class TargetBundle(Record, frozen=True, kw_only=True):
+    """The manifest of a bundle for another machine; `install.py` reads it there."""
+
+    schema: Literal["target-bundle/1"] = "target-bundle/1"
+    id: str
+    bedplate: str
+    """Whose version made it."""
+    made_at: str
+    target: BundleTarget
+    engines: tuple[BundledEngine, ...] = ()
+    own_place: str | None = None
+    """Where bedplate goes below `BEDPLATE_HOME`; `None`: it is not in the bundle."""
+    own_packages: tuple[str, ...] = ()
+    model: str | None = None
+    model_place: str | None = None
+    """Below `BEDPLATE_HOME`: the file or folder to serve."""
+    unpacked_bytes: int
+    cleared_bytes: int = 0
+    """Code for other GPUs, which was overwritten with zeros."""
+    pieces: tuple[BundlePiece, ...]
+    """Parts of one tar archive, compressed with zstd."""
+    decompressor: BundlePiece
+    """zstandard for the target's Python."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(piece.size_bytes for piece in self.pieces)
+
+
+class PackedForTarget(Record, frozen=True, kw_only=True):
+    """What `bedplate bundle --for` made, and where."""
+
+    schema: Literal["packed-for-target/1"] = "packed-for-target/1"
+    path: str
+    size_bytes: int
+    bundle: TargetBundle

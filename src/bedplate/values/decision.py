@@ -21,6 +21,36 @@ class Reason(Record, frozen=True, kw_only=True):
     source: str
 
 
+class Shortage(Record, frozen=True, kw_only=True):
+    """The memory that even the smallest weights an engine takes would need on its fullest device."""
+
+    device: str
+    """`host`, or what the engine computes on."""
+    count: int
+    """Devices that need as much each."""
+    weights_label: str
+    needed_bytes: float
+    weights_bytes: float
+    cache_bytes: float
+    overhead_bytes: float
+    """The engine's own memory: runtime, activations, graphs."""
+    usable_bytes: int | None
+    """Free memory that the engine may use; `None`: unknown."""
+
+
+class Remedy(Record, frozen=True, kw_only=True):
+    """A change with which the model would fit."""
+
+    kind: Literal["quantization", "memory", "cards"]
+    most_bits_per_weight: float | None = None
+    bits_per_weight: float | None = None
+    """Of the weights that did not fit."""
+    memory_bytes: float | None = None
+    on_cards: bool = False
+    """Whether the memory is missing on accelerators alone."""
+    cards: int | None = None
+
+
 class Refusal(Record, frozen=True, kw_only=True):
     """Why an engine is neither chosen nor worth measuring, and what would change that."""
 
@@ -28,6 +58,10 @@ class Refusal(Record, frozen=True, kw_only=True):
     kind: Literal["impossible", "unsuitable", "outranked"]
     why: str
     hint: str | None = None
+    shortage: Shortage | None = None
+    """Where the model does not fit: the figures behind `why`."""
+    remedies: tuple[Remedy, ...] = ()
+    """Where the model does not fit: what would make it fit, the nearest first."""
 
 
 class Challenger(Record, frozen=True, kw_only=True):

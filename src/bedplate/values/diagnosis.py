@@ -9,15 +9,24 @@ from bedplate.values.run import Load
 from bedplate.values.verdict import Metric
 
 Limit = Literal["memory bandwidth", "KV cache", "interconnect", "scheduler", "runtime overhead", "compute"]
-"""The five of seeds/001, and compute, for long prompts and large batches."""
+"""The five that the source articles name (docs/rules.md), and compute, for long prompts and large batches."""
 ChangeKind = Literal["flag", "quantization", "engine", "hardware", "work", "measure"]
+
+
+SpentOn = Literal["queue", "prompt", "other prompts", "stalls", "weights", "cache", "tokens", "links", "runtime"]
+"""What a part of a request's time is spent on; `prompt` is its own."""
+EvidenceKind = Literal[
+    "bandwidth", "step floor", "step growth", "prompt", "queue", "cache", "links", "host", "threads", "client"
+]
 
 
 class Spent(Record, frozen=True, kw_only=True):
     """A part of the mean time of a request, and what it is spent on."""
 
     limit: Limit
+    on: SpentOn | None = None
     what: str
+    """The same in words."""
     ms: float
     share: float
     """Of the whole request."""
@@ -52,6 +61,7 @@ class AtLoad(Record, frozen=True, kw_only=True):
 class Evidence(Record, frozen=True, kw_only=True):
     """One observation, and which limit it speaks for; `None`: it speaks against one, or for none."""
 
+    kind: EvidenceKind | None = None
     text: str
     limit: Limit | None = None
 

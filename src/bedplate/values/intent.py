@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from bedplate.values.cost import Price
+from bedplate.values.hardware import OperatingSystem
+from bedplate.values.model import Task
 from bedplate.values.record import Record
 from bedplate.values.tenant import Limit
 from bedplate.values.workload import Count, Positive, Workload
@@ -14,26 +16,93 @@ from bedplate.values.workload import Count, Positive, Workload
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 ModelNamed = str | dict[str, Any]
-"""A hub id, a folder or a file; or the facts of a model that is nowhere to be read."""
+"""A hub id, a folder or a file; or the facts of a model that cannot be read (`ModelFacts`)."""
+MOST_CARDS, MOST_NODE_CARDS, MOST_CORES, MOST_RAM_GB = 16_384, 144, 4_096, 65_536
+
+
+class DescribedMachine(Record, frozen=True, kw_only=True):
+    """Hypothetical hardware. Needs an accelerator or a CPU."""
+
+    accelerator: Name | None = None
+    """The accelerator: H100 SXM, RTX 4090, Apple M4 Max. A count may stand before it: 8x H100 SXM."""
+    count: Annotated[int, msgspec.Meta(ge=1, le=MOST_CARDS)] | None = None
+    """Accelerators in all nodes together. Default: 1."""
+    gpus_per_node: Annotated[int, msgspec.Meta(ge=1, le=MOST_NODE_CARDS)] | None = None
+    """Accelerators in one node. Default: 8, or as many as its link connects."""
+    link: Literal["nvlink", "xgmi", "pcie"] | None = None
+    """What connects the accelerators of one node. Default: what such accelerators always have."""
+    network: Name | Positive | None = None
+    """What connects the nodes: InfiniBand NDR 400, 8x 400 Gbit/s, 100 GbE, none. A number is in Gbit/s."""
+    cpu: Name | None = None
+    """The CPU: AMD EPYC 9654, Intel Xeon Gold 6430."""
+    cores: Annotated[int, msgspec.Meta(ge=1, le=MOST_CORES)] | None = None
+    """CPU cores of one node."""
+    ram_gb: Annotated[float, msgspec.Meta(gt=0, le=MOST_RAM_GB)] | None = None
+    """Memory of one node in GiB. On unified memory, what CPU and GPU share."""
+    os: OperatingSystem | None = None
+    """The operating system. Default: linux, or macos on Apple hardware."""
+    arch: (
+        Literal["x86_64", "arm64", "aarch64", "riscv64", "ppc64le", "s390x", "i686", "armv7l", "loongarch64"] | None
+    ) = None
+    """The instruction set. Default: that of the named CPU."""
+
+
+class ModelFacts(Record, frozen=True, kw_only=True):
+    """A model whose files cannot be read, described by a few figures."""
+
+    params_b: Annotated[float, msgspec.Meta(gt=0, le=1e5)]
+    """Parameters, in billions."""
+    name: str | None = None
+    """What the plan calls it."""
+    task: Task | None = None
+    """What it does. Default: generate."""
+    active_params_b: Positive | None = None
+    """Parameters that compute one token, in billions. Default: all of them."""
+    format: Literal["gguf", "onnx", "mlx", "exl2", "exl3", "safetensors", "facts"] | None = None
+    """The format of its files. Default: facts, no particular one."""
+    quantization: str | None = None
+    """The quantization of its files: Q4_K_M, FP8, AWQ-INT4."""
+    weight_gb: Positive | None = None
+    """Size of its files in units of 10^9 bytes. Default: by parameters and quantization."""
+    context: Count | None = None
+    """The longest context that it was trained for, in tokens."""
+    layers: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+    """Transformer layers."""
+    hidden_size: Count | None = None
+    """Width of the hidden state."""
+    heads: Count | None = None
+    """Attention heads."""
+    kv_heads: Count | None = None
+    """Key-value heads."""
+    head_dim: Count | None = None
+    """Width of one attention head."""
+    kv_bytes_per_token: Count | None = None
+    """KV cache for one token in bytes. Default: by layers, heads and head_dim."""
+    experts: Count | None = None
+    """Experts of a mixture-of-experts model."""
+    experts_active: Count | None = None
+    """Experts that compute one token."""
 
 
 class Operations(Record, frozen=True, kw_only=True):
-    """How the service is kept. `None` is not said, which is not the same as no."""
+    """How the service is operated. A field that is left out is not specified, which differs from no."""
 
     model_changes: Literal["often", "rarely"] | None = None
+    """How often the model is replaced. Compiled engines pay off when it is rarely."""
     machinery: Literal["none", "container", "kubernetes", "cluster"] | None = None
-    """The most that the team will run."""
+    """The most infrastructure that the team will run."""
     portable: bool = False
-    """It must run unchanged on other vendors' hardware."""
+    """It must run unchanged on hardware of other vendors."""
     ecosystem: Literal["huggingface"] | None = None
+    """The ecosystem that the team already uses."""
     incumbent: Name | None = None
-    """The engine in service today."""
+    """The engine or orchestrator in service today, in any usual spelling: vLLM 0.10, llama.cpp, TensorRT-LLM."""
     price_per_hour: Positive | None = None
-    """Of one accelerator, or of the machine when it has none."""
+    """Price of one accelerator per hour, or of the machine when it has none."""
     watts: Positive | None = None
-    """Of one accelerator, or of the machine when it has none."""
+    """Power of one accelerator in watts, or of the machine when it has none."""
     electricity_price: Positive | None = None
-    """Of one kWh, in the currency of `price_per_hour`."""
+    """Price of one kWh, in the currency of `price_per_hour`."""
 
     @property
     def price(self) -> Price:
@@ -44,20 +113,29 @@ class Pool(Record, frozen=True, kw_only=True):
     """Nodes of one kind."""
 
     name: Name
+    """The name that services refer to."""
     accelerator: Name | None = None
+    """The accelerator: H100 SXM, L4. A pool without one needs `cpu`."""
     cpu: Name | None = None
+    """The CPU: AMD EPYC 9654."""
     cores: Count | None = None
+    """CPU cores of one node."""
     count: Count = 1
-    """Accelerators in the whole pool; of a pool without any, its nodes."""
+    """Accelerators in the whole pool; of a pool without accelerators, its nodes."""
     gpus_per_node: Count | None = None
+    """Accelerators in one node."""
     network: Name | None = None
-    """What connects the nodes, as people write it: InfiniBand NDR 400, 100 GbE, none."""
+    """What connects the nodes: InfiniBand NDR 400, 100 GbE, none."""
     ram_gb: Positive | None = None
-    """Of one node."""
+    """Memory of one node in GiB."""
     os: Literal["linux", "macos", "windows"] = "linux"
+    """The operating system of the nodes."""
     arch: Name | None = None
+    """The instruction set of the nodes: x86_64, arm64."""
     price_per_hour: Positive | None = None
+    """Price of one accelerator per hour, or of one node when it has none."""
     watts: Positive | None = None
+    """Power of one accelerator in watts, or of one node when it has none."""
 
     @property
     def nodes(self) -> int:
@@ -65,65 +143,85 @@ class Pool(Record, frozen=True, kw_only=True):
 
 
 class Service(Record, frozen=True, kw_only=True):
-    """One model for one kind of work."""
+    """One model for one workload."""
 
     model: ModelNamed
+    """A hub id, a folder, a file, or the facts of a model."""
     name: Name | None = None
+    """The name of the service. Default: the model's."""
     workload: Workload = Workload(origin="default")
+    """What it is asked for."""
     operations: Operations | None = None
-    """What differs from the platform's own."""
+    """What differs from the operations of the whole platform."""
     pool: Name | None = None
-    """The only pool that it may use; when absent, any."""
+    """The only pool that it may use. Default: any."""
     tenants: tuple[Name, ...] = ()
-    """Who may call it; when absent, everyone."""
+    """The tenants that may call it. Default: all."""
     engine: Name | None = None
-    """The engine that is asked for; when absent, the one that is decided on."""
+    """The engine to use. Default: the one that is decided on."""
     replicas: Count = 1
-    """Of that engine, each with its part of the machine."""
+    """Engine processes side by side, each with its part of the machine."""
     ttl: Name | Positive | None = None
-    """Loaded when its first request comes, unloaded after this long without one: 10m, or seconds. Absent: it stays."""
+    """Load the model at its first request, and unload it after this long without one: 10m, or seconds. Default: it
+    stays loaded."""
     preload: bool = False
-    """Loaded at the start all the same."""
+    """With `ttl`: load the model at the start all the same."""
 
 
 class Tenant(Record, frozen=True, kw_only=True):
+    """Somebody who shares the platform."""
+
     name: Name
+    """The name that services and keys refer to."""
     share: Fraction | None = None
-    """The part of the platform that is theirs when all are busy."""
+    """The part of the platform that it gets while all tenants are busy, from 0 to 1."""
     requests_per_minute: Limit | None = None
+    """Requests per minute; more are rejected (429). Limits apply to `serve`, not to `plan`."""
     tokens_per_minute: Limit | None = None
+    """Prompt and output tokens per minute."""
     in_flight: Limit | None = None
-    """Requests that they may have under way at once. Limits are those of `serve`; a plan does not ask for them."""
+    """Concurrent requests."""
 
 
 class Deploy(Record, frozen=True, kw_only=True):
-    """What a platform is like that files are written for; only `plan --emit` asks."""
+    """The platform that `plan --emit` writes files for."""
 
     namespace: Name | None = None
+    """The Kubernetes namespace."""
     gateway: Name | None = None
-    """A Gateway with the inference extension, as [namespace/]name: then its InferencePool is written too."""
+    """A Gateway with the inference extension, as [namespace/]name. Its InferencePool is then written too."""
     layout: Literal["aggregated", "disaggregated"] | None = None
-    """Whether prompts are computed by workers of their own; when absent, by the estimate."""
+    """Whether separate workers compute the prompts. Default: by the estimate."""
     storage_class: Name | None = None
-    """Of the volume with the models; when absent, the cluster's default."""
+    """The storage class of the volume with the models. Default: that of the cluster."""
     prometheus: Name | None = None
-    """Where autoscaling reads its metrics."""
+    """The Prometheus address that autoscaling reads its metrics from."""
     registry: Name | None = None
-    """Where images are pushed that are built from the files."""
+    """The registry that images built from the files are pushed to."""
     rdma: Name | None = None
-    """What the network adapters are called as a resource of a node: rdma/ib."""
+    """The resource name of a node's RDMA adapters: rdma/ib."""
 
 
 class Intent(Record, frozen=True, kw_only=True):
+    """What a person wants: hardware, model, workload and operations; or pools, services and tenants."""
+
     schema: Literal["intent/1"] = "intent/1"
+    """The version of this format."""
     hardware: str | dict[str, Any] | None = None
-    """A machine as people name it, a file from `probe --json`, or a mapping; when absent, this machine."""
+    """A machine by name, a file from `bedplate probe --json`, or a description. Default: this machine."""
     model: ModelNamed | None = None
+    """A hub id, a folder, a GGUF file, or the facts of a model. Default: the built-in model."""
     workload: Workload = Workload(origin="default")
+    """What the model is asked for."""
     operations: Operations = Operations()
+    """How the service is operated."""
     deploy: Deploy = Deploy()
+    """The platform that `plan --emit` writes files for."""
     pools: tuple[Pool, ...] = ()
+    """The nodes of a platform, instead of `hardware`."""
     services: tuple[Service, ...] = ()
+    """The models of a platform, instead of `model` and `workload`."""
     tenants: tuple[Tenant, ...] = ()
+    """Who shares the platform."""
     notes: tuple[str, ...] = ()
-    """What is odd about it without being wrong."""
+    """Remarks that bedplate adds about unusual values; not for people to write."""

@@ -59,7 +59,7 @@ class Summary(Record, frozen=True, kw_only=True):
 
 
 class Row(Record, frozen=True, kw_only=True):
-    """One line of a table or a CSV file: what seeds/004 asks of each row first, then what makes it worth believing."""
+    """One line of a table or a CSV file: the columns that the source articles ask for, then those that qualify them."""
 
     engine: str
     version: str | None

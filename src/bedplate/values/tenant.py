@@ -39,6 +39,21 @@ class Tenant(Record, frozen=True, kw_only=True):
     keys: tuple[TenantKey, ...] = ()
 
 
+class TenantList(Record, frozen=True, kw_only=True):
+    """What `bedplate keys list --json` prints."""
+
+    schema: Literal["tenants/1"] = "tenants/1"
+    tenants: tuple[Tenant, ...]
+
+
+class NewKey(Record, frozen=True, kw_only=True):
+    """What `bedplate keys add --json` prints."""
+
+    key: str
+    """The key itself. It is not stored, and cannot be printed again."""
+    tenant: Tenant
+
+
 class Declared(Record, frozen=True, kw_only=True):
     """A tenant as whoever starts an endpoint names it; `None`: nothing is said, and the store's word holds."""
 

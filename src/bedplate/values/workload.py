@@ -30,8 +30,12 @@ def rate_by_littles_law(concurrency: float, request_s: float) -> float:
 
 
 class LatencyTarget(Record, frozen=True, kw_only=True):
+    """The latency that requests must meet."""
+
     ttft_ms: Positive | None = None
+    """Time to the first token, in milliseconds."""
     tpot_ms: Positive | None = None
+    """Time per output token after the first, in milliseconds."""
 
     def overrun(self, ttft_ms: float | None, tpot_ms: float | None) -> float:
         """How many times as long as wanted the worse of the two is, up to 1 where both are kept; what is wanted and not
@@ -42,22 +46,38 @@ class LatencyTarget(Record, frozen=True, kw_only=True):
 
 
 class Workload(Record, frozen=True, kw_only=True):
+    """The requests that are asked for, or were observed."""
+
     schema: Literal["workload/1"] = "workload/1"
+    """The version of this format."""
     users: Count = 1
+    """People who may be active at once."""
     concurrency: Count | None = None
+    """Concurrent requests. Default: by Little's law from the arrival rate or the users."""
     requests_per_s: Positive | None = None
+    """Arrival rate, in requests per second."""
     think_time_s: Positive | None = None
+    """Seconds between an answer and the same person's next request. Default: 30."""
     prompt_tokens: Count = 512
+    """Tokens of a usual prompt."""
     output_tokens: Count = 256
+    """Tokens of a usual answer."""
     context_tokens: Count | None = None
-    """The longest conversation a request may have; when absent, prompt and output together."""
+    """The longest request, prompt and answer, in tokens. Default: prompt_tokens + output_tokens."""
     shared_prefix_tokens: Tokens = 0
+    """Prompt tokens at the beginning that requests have in common."""
     structured_output: bool = False
+    """Answers must follow a grammar or a JSON schema."""
     precision_sensitive: bool = False
+    """Excludes 4-bit weights."""
     task: Task = "generate"
+    """What the model is used for. Default: the model's own task."""
     volume: Literal["normal", "extreme"] = "normal"
+    """extreme: so much traffic that the last percent of throughput pays for more effort."""
     latency: LatencyTarget | None = None
+    """The latency that requests must meet."""
     origin: Literal["default", "asked", "observed"] = "asked"
+    """Where the workload comes from; written by bedplate."""
 
     @property
     def request_tokens(self) -> int:

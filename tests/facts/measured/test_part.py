@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import wait_for
+from tests.conftest import HANG_S, wait_for
 
 from bedplate.errors import OutsideFailed
 from bedplate.facts.measured import cuda, disk
@@ -141,7 +141,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     wait_for(lambda: _worker(process) or process.poll() is not None, "a worker")
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert not [one for one in psutil.process_iter(["environ"]) if _is_ours(one, tmp_path)]
     assert not tmp_path.exists() or not list(tmp_path.rglob("*"))
@@ -169,7 +169,7 @@ def _is_ours(process: psutil.Process, home: Path) -> bool:
 
 def test_the_whole_measurement_on_this_machine(tmp_path: Path) -> None:
     process = start(tmp_path)
-    out, errors = process.communicate(timeout=240)
+    out, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, errors
     hardware = from_json(Hardware, out)
     found = hardware.measured

@@ -8,6 +8,7 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import HANG_S
 
 from bedplate.facts.measured import ram
 from bedplate.facts.measured.ram import Crew, Request, Slices, buffer_bytes, doubts, physical_cpus, request, work
@@ -95,7 +96,7 @@ def test_all_threads_of_a_crew_work_at_the_same_time() -> None:
     together = threading.Barrier(3)
     seen: list[int] = []
     with Crew([None] * 3) as crew:
-        assert crew.round(lambda number: seen.append(together.wait(20)), loops=2) > 0
+        assert crew.round(lambda number: seen.append(together.wait(HANG_S)), loops=2) > 0
     assert sorted(seen) == [0, 0, 1, 1, 2, 2]
 
 

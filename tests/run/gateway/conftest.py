@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from tests.conftest import HANG_S
 
 from .scripted import PROBLEMS
 
@@ -29,7 +30,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     PROBLEMS.clear()
     with asyncio.Runner(loop_factory=LOOPS[str(pyfuncitem.callspec.params["loop_kind"])]) as runner:
         runner.get_loop().set_exception_handler(_note)
-        runner.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 120))
+        runner.run(asyncio.wait_for(pyfuncitem.obj(**arguments), HANG_S))
     assert not PROBLEMS
     return True
 

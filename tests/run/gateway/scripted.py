@@ -18,7 +18,7 @@ from bedplate.run.gateway.client import ClientConnection
 from bedplate.run.gateway.upstream import EngineConnection
 
 T = TypeVar("T")
-PATIENCE_S = 30.0
+PATIENCE_S = 240.0
 """How long a test waits for what must happen."""
 
 CHAT = "/v1/chat/completions"

@@ -48,6 +48,7 @@ async def ask(house: House, body: dict[str, Any] | None = None) -> Answer:
     return answer
 
 
+@pytest.mark.measures
 async def test_thousands_of_idle_connections_cost_little_and_disturb_nobody() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * IDLE + 500

@@ -306,7 +306,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 PLACES = st.lists(st.integers(0, 5000), max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(streams(), PLACES, PLACES, st.booleans())
 @example(([delta("火"), USAGE, DONE], True), list(range(400)), list(range(1000)), False)
 @example(([delta("火"), USAGE, DONE], True), [], [], False)
@@ -335,7 +335,7 @@ def test_however_a_stream_is_cut_the_client_gets_the_same_events(
     assert bench.pool.active == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(st.binary(max_size=300), PLACES)
 @example(b"\n\n", [])
 @example(b"data: \xff\xfe\n\n\xf0\x9f", [3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bedplate.values.bundle import MANIFEST, Bundle
+from bedplate.values.bundle import MANIFEST, Bundle, TargetBundle
 from bedplate.values.units import size
 
 _README = """bedplate bundle: {model}, with {engine}
@@ -81,6 +81,65 @@ sys.exit(sys.version_info[:2] != {python_tuple} or s.get_platform() != "{platfor
 fi
 exec "$env/bin/python" -I -m bedplate serve --bundle "$here" "$@"
 """
+
+_TARGET = """bedplate bundle for {target}: {what}
+
+Made {made_at} by bedplate {version}. Nothing is downloaded when it is installed.
+
+The machine needs
+  {needs}
+  {disk} of disk
+
+Copy all files of this folder to one folder there, in as many transfers as it takes. Then
+  python3 install.py --check     reports everything that is missing; unpacks nothing
+  python3 install.py             installs to BEDPLATE_HOME, or ~/.cache/bedplate, and prints how to serve
+{over}
+Files
+  install.py                     the installer: Python alone
+  {manifest}           the manifest: pieces with size and sha256, packages, requirements
+  piece.000 ...                  {pieces} piece{s}, {packed} together: one tar archive, compressed with zstd
+  zstandard.zip                  the decompressor
+"""
+
+
+def target_needs(bundle: TargetBundle) -> list[str]:
+    """What the machine must have before the bundle is installed."""
+    target = bundle.target
+    needs = [f"Python {target.python} on {target.system}-{target.machine}"]
+    if target.glibc is not None:
+        needs.append(f"glibc {target.glibc} or newer")
+    if target.cuda is not None:
+        needs.append(f"an NVIDIA GPU with driver {target.driver} or newer (CUDA {target.cuda})")
+    if target.capability is not None:
+        needs.append(f"compute capability {target.capability}: code for other GPUs is left out")
+    needs += sorted(
+        {
+            f"PyTorch {one.torch} for CUDA {target.cuda} in that Python"
+            for one in bundle.engines
+            if one.torch is not None
+        }
+    )
+    return needs
+
+
+def target_readme(bundle: TargetBundle) -> str:
+    what = [f"{one.name} {one.version}" for one in bundle.engines]
+    what += [bundle.model] if bundle.model is not None else []
+    what += [f"bedplate {bundle.bedplate}"] if bundle.own_place is not None else []
+    over = "Run it with the Python that has PyTorch, such as /opt/venv/bin/python3 install.py.\n"
+    return _TARGET.format(
+        target=bundle.target.name,
+        what=", ".join(what),
+        made_at=bundle.made_at,
+        version=bundle.bedplate,
+        needs="\n  ".join(target_needs(bundle)),
+        disk=size(bundle.unpacked_bytes),
+        over=over if any(one.torch is not None for one in bundle.engines) else "",
+        manifest=MANIFEST,
+        pieces=len(bundle.pieces),
+        s="s" if len(bundle.pieces) != 1 else "",
+        packed=size(bundle.size_bytes),
+    )
 
 
 def readme(bundle: Bundle) -> str:

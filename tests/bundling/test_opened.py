@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.commands import invoke
 
+from bedplate.bundling.make import _chain_of, make_bundle
+from bedplate.bundling.opened import Opened, check_files, check_site, checked, differences, opened, read_bundle
 from bedplate.decide import decide, plan
 from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFailed
 from bedplate.facts.hardware import probe
-from bedplate.operate.bundle import _chain_of, make_bundle
-from bedplate.operate.bundled import Opened, check_files, check_site, checked, differences, opened, read_bundle
 from bedplate.progress import Silent
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.prepare import prepared_dir
@@ -103,7 +103,7 @@ def test_damage_names_the_file(happens: Callable[[Path], Any], words: str, manif
     assert words in str(raised.value.cause) and "copy it" in str(raised.value.hint)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
 def test_an_archive_with_a_flipped_bit_or_a_missing_end_is_an_error_or_whole(
     where: float, bit: int, cut: bool, manifest: Bundle, tmp_path: Path
@@ -121,6 +121,7 @@ def test_an_archive_with_a_flipped_bit_or_a_missing_end_is_an_error_or_whole(
     except BedplateError as error:
         assert error.message
     else:
+        assert isinstance(found, Bundle)
         assert [file.sha256 for file in found.files] == [file.sha256 for file in manifest.files]
 
 
@@ -235,7 +236,7 @@ def test_while_it_is_open_nothing_is_installed_from_anywhere_else(manifest: Bund
 def test_a_bundles_model_and_engine_are_its_own(manifest: Bundle, tmp_path: Path) -> None:
     root = folder(tmp_path / "one", manifest)
     answer = invoke("serve", "other.gguf", "--bundle", str(root), "--engine", "vllm")
-    assert answer.code == 2 and "a model and --engine cannot be given with it" in answer.err
+    assert answer.code == 2 and "a model and --engine cannot be combined with it" in answer.err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Packs what it takes to serve a model at a site that reaches nothing outside: whole or not there."""
+"""Packs everything that an air-gapped site needs to serve a model; a bundle is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from bedplate import _version
+from bedplate.bundling.texts import readme, serve_script
 from bedplate.decide import decide
 from bedplate.decide import plan as planned
 from bedplate.deploy.emit import emitted
@@ -31,8 +32,6 @@ from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
 from bedplate.facts.intent import resolved_hardware
 from bedplate.home import need_free
-from bedplate.hosting.ordering import order_of
-from bedplate.operate.bundle_texts import readme, serve_script
 from bedplate.progress import Progress, Silent
 from bedplate.run import wheels
 from bedplate.run.environments import make_environment
@@ -100,7 +99,7 @@ def default_output(plan: Plan) -> Path:
 def make_bundle(
     intent: Intent, engine: str | None = None, output: Path | None = None, progress: Progress | None = None
 ) -> Packed:
-    """The bundle for this machine and others like it; for hardware on paper, one that names the image instead."""
+    """The bundle for machines like this one; for hypothetical hardware, one that names the image instead."""
     progress = progress or Silent()
     if os.name != "posix":
         raise OutsideFailed("a bundle serves on Linux or macOS", hint="on Windows, run bedplate inside of WSL")
@@ -129,7 +128,7 @@ def _check_output(output: Path) -> None:
 
 def _for_here(intent: Intent, engine: str | None, progress: Progress) -> Load:
     """All that `serve` would decide, install and convert, without starting it."""
-    wanted = order_of(intent, engine=engine).services[0]
+    wanted = _wanted(intent, engine)
     hardware = probe()
     if engine is not None and engine_by_id(engine).recipe is None:
         return _on_paper(intent, engine, hardware)
@@ -156,9 +155,16 @@ def _for_here(intent: Intent, engine: str | None, progress: Progress) -> Load:
     return load
 
 
+def _wanted(intent: Intent, engine: str | None) -> Wanted:
+    if isinstance(intent.model, dict):
+        hint = "name a file, a folder or owner/name"
+        raise BadQuestion("model: facts can be planned, not served", hint=hint)
+    return Wanted(model=intent.model, workload=intent.workload, operations=intent.operations, engine=engine)
+
+
 def _on_paper(intent: Intent, engine: str | None, hardware: Hardware | None = None) -> Load:
     """For a machine that is not this one, or an engine that only an image has: nothing is installed here."""
-    wanted = order_of(replaced(intent, hardware=None), engine=engine).services[0]
+    wanted = _wanted(intent, engine)
     hardware = hardware or resolved_hardware(intent)
     facts = intended_model(intent.model)
     decision = decide(hardware, facts, intent.workload, engine, operations=intent.operations)
@@ -166,7 +172,11 @@ def _on_paper(intent: Intent, engine: str | None, hardware: Hardware | None = No
     chosen = engine_by_id(plan.engine)
     image = image_for(chosen, plan.settings, None, hardware.cpu.arch, None)
     if image is None or image.dockerfile is not None:
-        why = "on paper nothing is installed" if intent.hardware is not None else "bedplate cannot install it"
+        why = (
+            "nothing is installed on hypothetical hardware"
+            if intent.hardware is not None
+            else "bedplate cannot install it"
+        )
         raise AnswerIsNo(
             f"{chosen.name} cannot be bundled for {_machine_words(hardware)}",
             cause=f"{why}, and nobody publishes an image that has it",

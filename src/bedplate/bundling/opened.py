@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import shutil
 import sys
 import sysconfig
@@ -15,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from bedplate.bundling.make import ENGINE_PINS, recipe_of
 from bedplate.engines import engine as engine_by_id
 from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.home import disk_failure, home, locked, need_free, writable
-from bedplate.operate.bundle import ENGINE_PINS, recipe_of
 from bedplate.progress import Progress, Silent
 from bedplate.run.prepare import MANIFEST as PREPARED_MANIFEST
 from bedplate.run.prepare import file_sha256, prepared_dir
@@ -27,7 +28,7 @@ from bedplate.run.uv import Wheels, only_from
 from bedplate.run.wheels import version
 from bedplate.store import fingerprint
 from bedplate.values import Hardware, Model, Plan, from_json, replaced
-from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile
+from bedplate.values.bundle import MANIFEST, TOP, Bundle, BundledFile, TargetBundle
 from bedplate.values.service import Order
 from bedplate.values.units import size
 
@@ -126,10 +127,19 @@ def read_bundle(path: Path) -> Bundle:
         ) from error
     except OSError as error:
         raise OutsideFailed(f"cannot read {path}", cause=error.strerror or str(error)) from error
+    if _is_for_target(raw):
+        raise AnswerIsNo(
+            f"{path} is installed before it is served",
+            hint=f"python3 {path / 'install.py'} installs it, and prints the command",
+        )
     bundle = from_json(Bundle, raw, f"{path / MANIFEST if path.is_dir() else path}")
     if bad := next((file for file in bundle.files if not file.inside), None):
         raise OutsideFailed(f"{path} is not to be trusted: {bad.path} leads out of it", hint="where is it from?")
     return bundle
+
+
+def _is_for_target(raw: bytes) -> bool:
+    return re.match(rb'\s*\{\s*"schema"\s*:\s*"target-bundle/', raw) is not None
 
 
 def _member(archive: tarfile.TarFile, path: str) -> BinaryIO:
@@ -193,14 +203,16 @@ def check_files(bundle: Bundle, root: Path, progress: Progress | None = None) ->
                 wrong.append(f"{file.path} {why}")
             done += file.size_bytes
             tell(done)
-    _refuse_damaged(wrong, bundle, f"copy it to {root} again; sha256sum --check SHA256SUMS names the files too")
+    _refuse_damaged(
+        wrong, len(bundle.files), f"copy it to {root} again; sha256sum --check SHA256SUMS names the files too"
+    )
 
 
-def _refuse_damaged(wrong: list[str], bundle: Bundle, hint: str) -> None:
+def _refuse_damaged(wrong: list[str], count: int, hint: str) -> None:
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise OutsideFailed(
-            f"the bundle is damaged: {len(wrong)} of {len(bundle.files)} files are not as they were packed",
+            f"the bundle is damaged: {len(wrong)} of {count} files are not as they were packed",
             cause=", ".join(wrong[:SHOWN]) + more,
             hint=hint,
         )
@@ -293,9 +305,11 @@ def _put_prepared(bundle: Bundle, root: Path) -> None:
             shutil.copyfile(source / PREPARED_MANIFEST, folder / PREPARED_MANIFEST)
 
 
-def checked(path: Path, progress: Progress | None = None) -> Bundle:
+def checked(path: Path, progress: Progress | None = None) -> Bundle | TargetBundle:
     """The manifest of a bundle whose files, all of them read now, are those that were packed."""
     path = path.expanduser().absolute()
+    if (path / MANIFEST).is_file() and _is_for_target(raw := (path / MANIFEST).read_bytes()):
+        return _checked_pieces(path, from_json(TargetBundle, raw, str(path / MANIFEST)), progress)
     bundle = read_bundle(path)
     if path.is_dir():
         check_files(bundle, path, progress)
@@ -308,5 +322,23 @@ def checked(path: Path, progress: Progress | None = None) -> Bundle:
                 wrong.append(f"{file.path} {why}")
             done += file.size_bytes
             tell(done)
-    _refuse_damaged(wrong, bundle, f"copy {path} again")
+    _refuse_damaged(wrong, len(bundle.files), f"copy {path} again")
+    return bundle
+
+
+def _checked_pieces(path: Path, bundle: TargetBundle, progress: Progress | None) -> TargetBundle:
+    wrong: list[str] = []
+    done = 0
+    with (progress or Silent()).step("checking", bundle.size_bytes) as tell:
+        for piece in (*bundle.pieces, bundle.decompressor):
+            file = BundledFile(path=piece.name, size_bytes=piece.size_bytes, sha256=piece.sha256)
+            if not file.inside:
+                raise OutsideFailed(
+                    f"{path} is not to be trusted: {piece.name} leads out of it", hint="where is it from?"
+                )
+            if (why := _wrong(file, path / piece.name)) is not None:
+                wrong.append(f"{piece.name} {why}")
+            done += piece.size_bytes
+            tell(done)
+    _refuse_damaged(wrong, len(bundle.pieces) + 1, f"copy these files to {path} again")
     return bundle

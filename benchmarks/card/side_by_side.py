@@ -1,0 +1,236 @@
+"""Two or more engines, or one with two sets of settings, on one GPU at once: measured in interleaved rounds.
+
+    python benchmarks/card/side_by_side.py MODEL --sides vllm,vllm:defaults --loads 1,64 --out DIR
+    python benchmarks/card/side_by_side.py MODEL --sides vllm,sglang --loads 64,64:2048/128/1792 --out DIR
+
+A side is an engine with the plan's settings, or `ENGINE:defaults`: the same weights, and of the settings only what the
+engine cannot do without. All sides stay loaded, each with the same part of the GPU's memory (`--share`), so that drift
+affects all of them equally: in each round every side answers the same prompts, in alternating order.
+A load is CONCURRENCY[:PROMPT/OUTPUT[/SHARED_PREFIX]].
+
+Writes one run file for each side after every round (SIDE.json) and what `compare` says of each pair (verdicts.json).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bedplate.engines import Engine
+from bedplate.engines.knobs import merged, with_own_defaults
+from bedplate.errors import BedplateError
+from bedplate.facts.hardware import probe
+from bedplate.judge.compare import compare
+from bedplate.measure.bench import CONTEXT_SPARE, LEAST_CONTEXT, REQUEST_LIMIT_S, environment_of
+from bedplate.measure.load import OwnError, Prepared, Target, measure_apart, prepare
+from bedplate.measure.load import run as run_loop
+from bedplate.measure.moments import new_run_id, now_text
+from bedplate.measure.watch import Meters, Watcher, meters_of
+from bedplate.run.prepare import content_id
+from bedplate.run.progress import Silent
+from bedplate.run.ready import fetch_facts, plan_engine, readied
+from bedplate.run.starting import Started, running
+from bedplate.values import Hardware, Launch, Model, Plan, Workload, replaced, to_json
+from bedplate.values.run import Cell, Environment, Load, Quality, Repeat, Run, Subject
+from bedplate.values.service import Wanted
+
+DEFAULTS = "defaults"
+SHARE_OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
+NOT_CHECKED = Quality(note="random weights: answers are not compared")
+LEAST_GAIN = 1.03
+
+
+class Progress(Silent):
+    def note(self, text: str) -> None:
+        say(text)
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def sharing(engine: Engine, share: float | None) -> Engine:
+    """The engine with a part of the GPU's memory, whatever the plan says; on a CPU as it is."""
+    if share is None or engine.id not in SHARE_OPTIONS:
+        return engine
+    option = SHARE_OPTIONS[engine.id]
+
+    class Sharing(type(engine)):  # type: ignore[misc]
+        def launch(self, plan: Plan, port: int) -> Launch:
+            launch: Launch = super().launch(plan, port)
+            if plan.settings.device == "cpu":
+                return launch
+            return replaced(launch, argv=merged(launch.argv, (option, f"{share:g}")))
+
+    one: Engine = Sharing.__new__(Sharing)
+    one.__dict__.update(engine.__dict__)
+    return one
+
+
+@dataclass
+class Side:
+    name: str
+    subject: Subject
+    target: Target
+    meters: Meters
+    started: Started
+    prepared: Prepared | None = None
+    repeats: dict[Load, list[Repeat]] = field(default_factory=dict)
+
+
+def read_load(text: str) -> Load:
+    concurrency, _, sizes = text.partition(":")
+    prompt, output, shared = (*map(int, sizes.split("/")), 0, 0)[:3] if sizes else (512, 128, 0)
+    return Load(
+        concurrency=int(concurrency), prompt_tokens=prompt, output_tokens=output or 128, shared_prefix_tokens=shared
+    )
+
+
+def work_of(loads: Sequence[Load], facts: Model) -> Workload:
+    """One plan for all loads, as `bench` makes it."""
+    longest = max(load.prompt_tokens + load.output_tokens for load in loads)
+    context = max(LEAST_CONTEXT, longest + CONTEXT_SPARE)
+    return Workload(
+        concurrency=max(load.concurrency or 1 for load in loads),
+        prompt_tokens=loads[0].prompt_tokens,
+        output_tokens=loads[0].output_tokens,
+        context_tokens=min(context, facts.max_context or context),
+    )
+
+
+def start(name: str, hardware: Hardware, facts: Model, work: Workload, share: float | None, stack: ExitStack) -> Side:
+    engine_id, _, how = name.partition(":")
+    wanted = Wanted(model=facts.name, workload=work, engine=engine_id, untuned=True)
+    chosen = plan_engine(wanted, facts, hardware, Progress())
+    if how == DEFAULTS:
+        chosen = replace(chosen, plan=with_own_defaults(chosen.plan))
+    ready = readied(chosen, Progress(), to_measure=True)
+    say(f"starting {name}")
+    launched = replace(ready.start(), launched=sharing(chosen.engine, share))
+    started = stack.enter_context(running(launched, Progress()))
+    say(f"{name} is ready after {started.start_s:.1f} s: {' '.join(started.argv)}")
+    subject = Subject(
+        engine=engine_id,
+        engine_version=ready.plan.engine_version,
+        model=facts.name,
+        quantization=chosen.decision.quantization,
+        weights_id=content_id(facts)[:12] if facts.files else None,
+        device=ready.plan.settings.device,
+        parallelism=ready.plan.parallelism,
+        settings=ready.plan.settings,
+        build=ready.build,
+        argv=started.argv,
+        start_s=started.start_s,
+    )
+    target = Target.of(started.url, key=started.key, model=ready.plan.model.served_name)
+    return Side(name, subject, target, meters_of(started), started)
+
+
+def measure_once(side: Side, load: Load, number: int, seconds: float, most_s: float, own: dict[int, OwnError]) -> None:
+    """One round of one side. `own` has the client's own error by the number of streams, measured once each."""
+    streams = load.concurrency or 1
+    side.prepared = run_loop(prepare(side.target, load, known=side.prepared))
+    with Watcher(side.meters) as watcher:
+        repeat = measure_apart(
+            side.target, load, prepared=side.prepared, seconds=seconds, warmup_s=1.0, most_seconds=most_s,
+            timeout_s=REQUEST_LIMIT_S, round=number, check=own.get(streams, True), watch=watcher.mark,
+        )  # fmt: skip
+    client = repeat.client
+    if client.error_p50_ms is not None and client.error_p99_ms is not None:
+        found = OwnError(p50_ms=client.error_p50_ms, p99_ms=client.error_p99_ms, streams=streams, samples=0)
+        own.setdefault(streams, found)
+    use, engine = watcher.seen()
+    side.repeats.setdefault(load, []).append(replaced(repeat, at=repeat.at or now_text(), use=use, engine=engine))
+    speed = (repeat.delivered_tokens or 0.0) / repeat.seconds
+    say(f"{words(load)}, round {number % 1000 + 1}, {side.name}: {speed:.0f} tok/s")
+    if side.started.died:
+        raise SystemExit(f"{side.name} died under this load")
+
+
+def words(load: Load) -> str:
+    shared = f"/{load.shared_prefix_tokens}" if load.shared_prefix_tokens else ""
+    return f"{load.concurrency}:{load.prompt_tokens}/{load.output_tokens}{shared}"
+
+
+def cells_of(side: Side, run: str, machine: str) -> tuple[Cell, ...]:
+    return tuple(
+        Cell(
+            id=f"{run}-{side.name.replace(':', '-')}-{words(load).replace(':', '-').replace('/', '-')}",
+            run=run, at=repeats[0].at or "", machine=machine, subject=side.subject, load=load, repeats=tuple(repeats),
+            exact_output=all(bool(one.exact_output) for one in repeats), quality=NOT_CHECKED,
+            notes="side by side with others on one GPU", halt="most",
+        )
+        for load, repeats in side.repeats.items()
+    )  # fmt: skip
+
+
+def write(sides: Sequence[Side], out: Path, environment: Environment, run: str, facts: Model, finished: bool) -> None:
+    for side in sides:
+        cells = cells_of(side, run, environment.machine)
+        told = replaced(facts, files=(), chat_template=None)
+        one = Run(id=run, at=now_text(), environment=environment, cells=cells, finished=finished, models=(told,))
+        (out / f"{side.name.replace(':', '-')}.json").write_text(to_json(one))
+    verdicts: list[dict[str, Any]] = []
+    for a, b in itertools.combinations(sides, 2):
+        for load in a.repeats:
+            try:
+                found = compare(
+                    [one for one in cells_of(a, run, environment.machine) if one.load == load],
+                    [one for one in cells_of(b, run, environment.machine) if one.load == load],
+                    allow=("quantization", "weights"), least_gain=LEAST_GAIN,
+                )  # fmt: skip
+            except BedplateError as error:
+                verdicts.append(
+                    {"a": a.name, "b": b.name, "load": words(load), "not comparable": f"{error.message}: {error.cause}"}
+                )
+                continue
+            gains: dict[str, Any] = {}
+            for effect in found.effects:
+                gains[effect.metric] = [effect.gain.low, effect.gain.value, effect.gain.high]
+            verdicts.append(
+                {"a": a.name, "b": b.name, "load": words(load), "answer": found.answer, "text": found.text, **gains}
+            )
+    (out / "verdicts.json").write_text(json.dumps(verdicts, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a model folder; `builtin` is the built-in model")
+    parser.add_argument("--sides", default="vllm,vllm:defaults")
+    parser.add_argument("--loads", default="1,64")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--share", type=float, help="of the GPU's memory, for each side (default: 0.88 / sides)")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    names, loads = given.sides.split(","), [read_load(text) for text in given.loads.split(",")]
+    hardware = probe()
+    facts = fetch_facts(None if given.model == "builtin" else given.model, hardware, Progress())
+    work, environment, run = work_of(loads, facts), environment_of(hardware, sys.argv), new_run_id()
+    own: dict[int, OwnError] = {}
+    share = given.share or round(0.88 / len(names), 2)
+    try:
+        with ExitStack() as stack:
+            # One after the other: an engine counts the memory that is free when it starts.
+            sides = [start(name, hardware, facts, work, share, stack) for name in names]
+            for turn in range(given.rounds):
+                for place, load in enumerate(loads):
+                    for side in sides if (turn + place) % 2 == 0 else reversed(sides):
+                        measure_once(side, load, place * 1000 + turn, given.seconds, 6 * given.seconds, own)
+                write(sides, given.out, environment, run, facts, finished=turn == given.rounds - 1)
+    except BedplateError as error:
+        raise SystemExit(f"{error.message}: {error.cause or ''} ({error.hint or ''})") from error
+    print((given.out / "verdicts.json").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Clears the machine code for other GPUs in a shared library, so that it takes next to no space when compressed.
+
+A library that nvcc made holds one or more fat binaries: a header, and an entry for each architecture. The driver takes
+the entry that fits the GPU and does not read the others, so their content can be zeros. Nothing is moved.
+"""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+# fatbinary_section.h of the CUDA toolkit has the magic number; the entries' fields are those that cuobjdump prints.
+MAGIC = struct.pack("<I", 0xBA55ED50)
+_HEADER = struct.Struct("<4sHHQ")
+_ENTRY = struct.Struct("<HHIQ12xI")
+"""Kind, version, bytes of this header, bytes of the content; 12 bytes further on, the architecture."""
+_LEAST_ENTRY_BYTES = 64
+PTX, ELF = 1, 2
+
+
+class DeviceCode(NamedTuple):
+    """One entry of a fat binary."""
+
+    kind: int
+    architecture: int
+    """90 for compute capability 9.0."""
+    start: int
+    size_bytes: int
+
+
+def fat_binaries(data: bytes | mmap.mmap) -> Iterator[list[DeviceCode]]:
+    """The entries of each fat binary; one that is not understood is left out, and so stays as it is."""
+    position = 0
+    while (position := data.find(MAGIC, position)) >= 0:
+        found = _entries(data, position)
+        if found is None:
+            position += len(MAGIC)
+            continue
+        entries, position = found
+        yield entries
+
+
+def _entries(data: bytes | mmap.mmap, position: int) -> tuple[list[DeviceCode], int] | None:
+    if position + _HEADER.size > len(data):
+        return None
+    _, version, header, size = _HEADER.unpack_from(data, position)
+    end = position + header + size
+    if version != 1 or header != _HEADER.size or end > len(data):
+        return None
+    entries: list[DeviceCode] = []
+    at = position + header
+    while at < end:
+        if at + _LEAST_ENTRY_BYTES > end:
+            return None
+        kind, _, header, size, architecture = _ENTRY.unpack_from(data, at)
+        if kind not in (PTX, ELF) or header < _LEAST_ENTRY_BYTES or at + header + size > end:
+            return None
+        entries.append(DeviceCode(kind, architecture, at + header, size))
+        at += header + size
+    return entries, end
+
+
+def unused_on(entries: list[DeviceCode], architecture: int) -> list[DeviceCode]:
+    """Entries that a GPU of this architecture never loads.
+
+    Machine code runs on its own major version from its own minor version on. PTX is compiled for any newer
+    architecture, but only where no machine code fits.
+    """
+
+    def runs(one: DeviceCode) -> bool:
+        return one.architecture // 10 == architecture // 10 and one.architecture <= architecture
+
+    has_machine_code = any(one.kind == ELF and runs(one) for one in entries)
+    return [
+        one
+        for one in entries
+        if not (runs(one) if one.kind == ELF else one.architecture <= architecture and not has_machine_code)
+    ]
+
+
+def clear_unused(library: Path, architecture: int) -> int:
+    """Replaces the library by a copy with zeros in place of that code; returns how many bytes were cleared.
+
+    A copy, since the file may be a hard link into a package cache.
+    """
+    if library.stat().st_size < _HEADER.size:
+        return 0
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        unused = [one for entries in fat_binaries(data) for one in unused_on(entries, architecture)]
+    if not unused:
+        return 0
+    copy = library.with_name(f"{library.name}.cleared")
+    shutil.copy2(library, copy)
+    with copy.open("r+b") as out:
+        for one in unused:
+            out.seek(one.start)
+            out.write(bytes(one.size_bytes))
+    copy.replace(library)
+    return sum(one.size_bytes for one in unused)

@@ -1,0 +1,620 @@
+"""Makes a bundle for another platform: packages are resolved and downloaded for it, nothing of them runs here."""
+
+from __future__ import annotations
+
+import datetime as dt
+import fnmatch
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.resources
+import re
+import shutil
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from bedplate import _version
+from bedplate.bundling.device_code import clear_unused
+from bedplate.bundling.texts import target_readme
+from bedplate.engines import Engine, OverlayRecipe
+from bedplate.engines import engine as engine_by_id
+from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.home import need_free
+from bedplate.progress import Progress, Silent
+from bedplate.run import wheels
+from bedplate.run.builtin import FILE as BUILTIN_FILE
+from bedplate.run.builtin import NAME as BUILTIN_NAME
+from bedplate.run.builtin import fetch_builtin
+from bedplate.run.models import intended_model
+from bedplate.run.uv import python_for_engines, run_uv
+from bedplate.values import replaced, to_json
+from bedplate.values.bundle import (
+    MANIFEST,
+    BundledEngine,
+    BundlePiece,
+    BundleTarget,
+    PackedForTarget,
+    TargetBundle,
+)
+from bedplate.values.intent import ModelNamed
+from bedplate.values.units import size
+
+INSTALLER, DECOMPRESSOR = "install.py", "zstandard.zip"
+ZSTANDARD = "zstandard==0.25.0"
+# 201 MB of the FlashAttention 3 library of sglang-kernel 0.4.4, code for other GPUs cleared, on a busy machine: level 6
+# 60.3 MB in 26 s, level 9 57.9 MB in 33 s, level 12 56.1 MB in 83 s; xz -3 52.9 MB in 239 s.
+LEVEL, LARGEST_WINDOW_LOG = 9, 30
+"""The target needs as much memory as the window has: 1 GiB at most, less for a smaller bundle."""
+GLIBC = "2.35"
+"""Wheels for a newer one are not taken: Ubuntu 22.04 has it."""
+MACHINES = ("x86_64", "aarch64")
+DRIVERS = {"12": "525", "13": "580"}
+"""The least driver for each major version of CUDA (minor version compatibility), by the toolkit's release notes."""
+PARTS = ("engine", "model", "bedplate")
+LEAST_PIECE_BYTES = 1 << 20
+_MTIME = 315_532_800
+"""1980: the same files give the same archive."""
+_OF_THIS_MACHINE = frozenset(["direct_url.json", "uv_cache.json", "REQUESTED", ".lock"])
+
+
+@dataclass(frozen=True)
+class TargetRequest:
+    """What `bedplate bundle --for` was asked for."""
+
+    target: str
+    python: str
+    engines: tuple[str, ...] = ()
+    """ID or ID@VERSION."""
+    overlay: str | None = None
+    """torch==VERSION, or a file with the packages of the target, pinned."""
+    capability: str | None = None
+    piece_bytes: int | None = None
+    model: ModelNamed | None = None
+    without: frozenset[str] = frozenset()
+    output: Path | None = None
+
+
+@dataclass
+class _Contents:
+    """Everything that goes into the archive, below one folder."""
+
+    root: Path
+    engines: list[BundledEngine] = field(default_factory=list)
+    own_packages: tuple[str, ...] = ()
+    links: list[tuple[str, Path]] = field(default_factory=list)
+    """Files that are read where they are: (path in the archive, file)."""
+    model: str | None = None
+    model_place: str | None = None
+    glibc: list[str] = field(default_factory=list)
+    cleared_bytes: int = 0
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """Files of the same kind follow each other, which compresses better."""
+        found = [(file.relative_to(self.root).as_posix(), file) for file in self.root.rglob("*") if _is_content(file)]
+        yield from sorted(found, key=lambda one: (one[1].suffix, one[0]))
+        yield from self.links
+
+
+def _is_content(file: Path) -> bool:
+    return file.is_file() and "__pycache__" not in file.parts and file.name not in _OF_THIS_MACHINE
+
+
+def parse_target(name: str, python: str, capability: str | None = None) -> BundleTarget:
+    found = re.fullmatch(r"linux-(\w+?)-(cpu|cuda(\d+))", name)
+    if found is None or found[1] not in MACHINES or (found[3] and found[3] not in DRIVERS):
+        known = [f"linux-{machine}-{kind}" for machine in MACHINES for kind in ("cpu", *(f"cuda{n}" for n in DRIVERS))]
+        raise BadQuestion(f"unknown target {name!r}", hint=f"choose {', '.join(known[:-1])} or {known[-1]}")
+    if re.fullmatch(r"3\.\d+", python) is None:
+        raise BadQuestion(f"--python: {python!r} is not a minor version", hint="for example 3.12")
+    if capability is not None and (found[3] is None or re.fullmatch(r"\d+\.\d", capability) is None):
+        raise BadQuestion(
+            f"--capability: {capability!r} is not the compute capability of a GPU of {name}",
+            hint="for example 9.0, for a target with CUDA; nvidia-smi --query-gpu=compute_cap --format=csv shows it",
+        )
+    return BundleTarget(
+        name=name,
+        system="linux",
+        machine=found[1],
+        device="cuda" if found[3] else "cpu",
+        python=python,
+        cuda=found[3],
+        driver=DRIVERS[found[3]] if found[3] else None,
+        capability=capability,
+    )
+
+
+def make_target_bundle(request: TargetRequest, progress: Progress | None = None) -> PackedForTarget:
+    progress = progress or Silent()
+    target = parse_target(request.target, request.python, request.capability)
+    if unknown := request.without - set(PARTS):
+        raise BadQuestion(f"--without: {min(unknown)!r} is not one of {', '.join(PARTS)}")
+    if request.piece_bytes is not None and request.piece_bytes < LEAST_PIECE_BYTES:
+        raise BadQuestion("--pieces: a piece has at least 1 MiB", hint="for example --pieces 48M")
+    if request.without == set(PARTS) or ("engine" in request.without and request.engines):
+        raise BadQuestion("--without leaves nothing to pack, or leaves out an engine that --engine asks for")
+    engines = request.engines or ("vllm" if target.cuda else "llama.cpp",)
+    named = [_engine_version(text) for text in engines if "engine" not in request.without]
+    overlay = _Overlay.parse(request.overlay) if request.overlay is not None else None
+    default = "-".join(["bedplate", *(one.id for one, _ in named), "for", target.name])
+    output = (request.output or Path(default)).expanduser().absolute()
+    if output.exists() or output.is_symlink():
+        raise BadQuestion(f"{output} is there already", hint="name another with -o, or remove it first")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".making-{output.name}-"
+        for leftover in output.parent.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=output.parent, ignore_cleanup_errors=True) as holder:
+            scratch = Path(holder)
+            (root := scratch / "contents").mkdir()
+            download = _Download(target, scratch, progress)
+            contents = _Contents(root)
+            for engine, version in named:
+                _add_engine(contents, engine, version, overlay, download)
+            if "bedplate" not in request.without:
+                _add_bedplate(contents, download)
+            if "model" not in request.without:
+                _add_model(contents, request.model, progress)
+            target = replaced(target, glibc=wheels.least_glibc(contents.glibc, GLIBC))
+            bundle = _write(contents, target, request.piece_bytes, download, scratch / "bundle")
+            (scratch / "bundle").rename(output)
+    except OSError as error:
+        hint = "free some space, or name another place with -o"
+        raise OutsideFailed(f"cannot write {output}", cause=error.strerror or str(error), hint=hint) from error
+    total = sum(file.stat().st_size for file in output.iterdir())
+    return PackedForTarget(path=str(output), size_bytes=total, bundle=bundle)
+
+
+def _engine_version(text: str) -> tuple[Engine, str | None]:
+    name, _, version = text.partition("@")
+    return engine_by_id(name), version or None
+
+
+# what the target has
+
+
+@dataclass(frozen=True)
+class _Overlay:
+    """What the target has already."""
+
+    torch: str
+    pins: tuple[str, ...]
+    """All packages that are known to be there."""
+
+    @classmethod
+    def parse(cls, text: str) -> _Overlay:
+        if found := re.fullmatch(r"torch==(\d[\w.]*)(?:\+\w+)?", text):
+            return cls(found[1], ())
+        file = Path(text).expanduser()
+        if not file.is_file():
+            raise BadQuestion(
+                f"--overlay: {text!r} is neither torch==VERSION nor a file",
+                hint="for example --overlay torch==2.11.0, or what `pip freeze` printed on the target",
+            )
+        lines = (line.partition("#")[0].partition(";")[0].strip() for line in file.read_text().splitlines())
+        pins = tuple(line for line in lines if re.fullmatch(r"[\w.-]+==[\w.+!]+", line))
+        versions = dict(line.split("==") for line in pins)
+        torch = next((version for name, version in versions.items() if wheels.normal(name) == "torch"), None)
+        if torch is None:
+            raise BadQuestion(f"--overlay: {file} has no torch==VERSION", hint="an overlay lies over a PyTorch")
+        return cls(torch.partition("+")[0], pins)
+
+    @property
+    def constraints(self) -> list[str]:
+        return [pin.partition("+")[0] for pin in self.pins] or [f"torch=={self.torch}"]
+
+    def has(self, pin: str) -> bool:
+        name, _, version = pin.partition("==")
+        return any(
+            wheels.normal(own.partition("==")[0]) == name and own.partition("==")[2].partition("+")[0] == version
+            for own in self.pins
+        )
+
+
+@dataclass(frozen=True)
+class _EngineContents:
+    """The packages of an engine's environment, complete or as an overlay."""
+
+    version: str
+    packages: tuple[str, ...]
+    check: str
+    additional: tuple[str, ...] = ()
+    """Installed without what they require."""
+    left_out: tuple[str, ...] = ()
+    """Patterns."""
+    unused_files: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    as_of: str | None = None
+
+
+def _engine_contents(
+    engine: Engine, version: str | None, overlay: _Overlay | None, target: BundleTarget
+) -> _EngineContents:
+    recipe = _overlay_recipe(engine, version, overlay, target) if target.cuda is not None else None
+    if recipe is not None:
+        major = (target.capability or "").partition(".")[0]
+        kernels = [pattern for of, patterns in recipe.other_kernels if of == major for pattern in patterns]
+        return _EngineContents(
+            recipe.version,
+            recipe.packages,
+            recipe.check,
+            recipe.additional,
+            (*recipe.provided, *recipe.unused) if overlay is not None else (),
+            (*recipe.unused_files, *kernels),
+            recipe.environment,
+            recipe.as_of,
+        )
+    installed = engine.recipe_for(target.device)
+    if overlay is not None or installed is None or version not in (None, engine.version):
+        asked = f"{engine.id}@{version}" if version else engine.id
+        over = f" over torch {overlay.torch}" if overlay else ""
+        known = [f"{engine.id}@{one.version} over torch {one.torch} and CUDA {one.cuda}" for one in engine.overlays]
+        if engine.recipe_for(target.device) is not None:
+            known.append(f"{engine.id}@{engine.version}, complete")
+        raise AnswerIsNo(
+            f"bedplate has no recipe for {asked}{over} on {target.name}",
+            hint=f"known: {'; '.join(known)}" if known else "choose another engine with --engine",
+        )
+    return _EngineContents(
+        engine.version or "", installed.packages, installed.check, installed.bare, left_out=installed.removes
+    )
+
+
+def _overlay_recipe(
+    engine: Engine, version: str | None, overlay: _Overlay | None, target: BundleTarget
+) -> OverlayRecipe | None:
+    """The recipe of the version that is named, or of the newest that fits the PyTorch of the target."""
+    for recipe in engine.overlays:
+        fits = recipe.cuda == target.cuda and (overlay is None or overlay.torch == recipe.torch)
+        if fits and (version == recipe.version or (version is None and overlay is not None)):
+            return recipe
+    return None
+
+
+# what goes in
+
+
+class _Download:
+    """Runs uv for the target's platform."""
+
+    def __init__(self, target: BundleTarget, scratch: Path, progress: Progress) -> None:
+        self.target, self.scratch, self.progress = target, scratch, progress
+        major, minor = GLIBC.split(".")
+        platform = f"{target.machine}-manylinux_{major}_{minor}"
+        self._arguments = ["--python-platform", platform, "--python-version", target.python]
+        self._arguments += ["--python", python_for_engines()]
+
+    def _torch_backend(self, packages: Iterable[str]) -> list[str]:
+        on_cpu = self.target.device == "cpu" and any(package.startswith("torch==") for package in packages)
+        return ["--torch-backend", "cpu"] if on_cpu else []
+
+    def resolve(
+        self, what: str, packages: Sequence[str], constraints: Sequence[str] = (), as_of: str | None = None
+    ) -> list[str]:
+        """Pins of the packages and of everything that they require on the target."""
+        folder = Path(tempfile.mkdtemp(prefix="resolve-", dir=self.scratch))
+        wanted, limits, pins = (folder / name for name in ("wanted.in", "constraints.txt", "pins.txt"))
+        wanted.write_text("\n".join(packages) + "\n")
+        limits.write_text("\n".join(constraints) + "\n")
+        command = ["pip", "compile", str(wanted), "--constraint", str(limits), "--output-file", str(pins)]
+        command += ["--no-annotate", "--no-header", "--quiet", *self._arguments, *self._torch_backend(packages)]
+        label = f"resolving {what} for {self.target.name} with Python {self.target.python}"
+        # Some engines pin packages that have only been released as previews, and some indexes have no upload times.
+        dates = [["--exclude-newer", as_of], []] if as_of is not None else [[]]
+        attempts = [[*date, "--prerelease", mode] for date in dates for mode in ("if-necessary-or-explicit", "allow")]
+        with self.progress.step(label):
+            for number, options in enumerate(attempts):
+                try:
+                    self._run([*command, *options], label, folder)
+                except OutsideFailed:
+                    if number == len(attempts) - 1:
+                        raise
+                    continue
+                if as_of is not None and "--exclude-newer" not in options:
+                    self.progress.note(f"the index has no packages as of {as_of}: {what} gets newer ones")
+                break
+        return [line.strip() for line in pins.read_text().splitlines() if "==" in line or " @ " in line]
+
+    def _run(self, command: list[str], label: str, folder: Path) -> None:
+        try:
+            run_uv(command, label, folder)
+        except OutsideFailed as error:
+            if "unsatisfiable" not in (error.cause or ""):
+                raise
+            hint = f"the index has no such packages for Python {self.target.python} on {self.target.name}"
+            raise OutsideFailed(error.message, cause=error.cause, hint=hint) from error
+
+    def install(self, what: str, pins: Sequence[str], folder: Path) -> None:
+        """Unpacks exactly these wheels; nothing is built."""
+        file = Path(tempfile.mkdtemp(prefix="install-", dir=self.scratch)) / "pins.txt"
+        file.write_text("\n".join(pins) + "\n")
+        command = ["pip", "install", "--quiet", "--no-deps", "--no-build", "--prerelease", "allow"]
+        label = f"downloading {what} for {self.target.name}"
+        with self.progress.step(label):
+            run_uv(
+                [*command, "--target", str(folder), *self._arguments, "--requirement", str(file)], label, file.parent
+            )
+
+    @property
+    def site_packages(self) -> str:
+        return f"lib/python{self.target.python}/site-packages"
+
+
+def _add_engine(
+    contents: _Contents, engine: Engine, version: str | None, overlay: _Overlay | None, download: _Download
+) -> None:
+    wanted = _engine_contents(engine, version, overlay, download.target)
+    what = f"{engine.name} {wanted.version}"
+    resolved = download.resolve(what, wanted.packages, overlay.constraints if overlay is not None else (), wanted.as_of)
+    left_out = [
+        pin
+        for pin in resolved
+        if any(fnmatch.fnmatch(pin.partition("==")[0], pattern) for pattern in wanted.left_out)
+        or (overlay is not None and overlay.has(pin))
+    ]
+    names = {wheels.normal(re.split(r"[=<>~\[; ]", pin)[0]) for pin in wanted.additional}
+    kept = [pin for pin in resolved if pin not in left_out and pin.partition("==")[0] not in names]
+    path = f"engines/{engine.id}"
+    tree = contents.root / path
+    site = tree / download.site_packages
+    download.install(what, [*kept, *wanted.additional], site)
+    _arrange(site, tree / "bin")
+    _remove(site, wanted.unused_files)
+    _remove_other_pythons(site, download.target.python)
+    if (capability := download.target.capability) is not None:
+        with download.progress.step(f"clearing code for other GPUs in {engine.name}"):
+            contents.cleared_bytes += _clear(site, int(capability.replace(".", "")))
+    _note_glibc(contents, site)
+    contents.engines.append(
+        BundledEngine(
+            engine=engine.id,
+            name=engine.name,
+            version=wanted.version,
+            path=path,
+            place=f"{path}/{wanted.version}-{download.target.name}",
+            torch=overlay.torch if overlay is not None else None,
+            packages=tuple(sorted(_pins(site))),
+            left_out=tuple(left_out),
+            environment=dict(wanted.environment),
+            check=wanted.check,
+            libraries=tuple(_add_libraries(engine, download, tree / "borrowed")),
+        )
+    )
+
+
+def _add_libraries(engine: Engine, download: _Download, folder: Path) -> Iterator[str]:
+    """Libraries that the engine borrows where the system lacks them."""
+    recipe = engine.recipe_for(download.target.device)
+    for library in recipe.libraries if recipe is not None else ():
+        holder = Path(tempfile.mkdtemp(prefix="library-", dir=download.scratch))
+        download.install(library.soname, [library.package], holder)
+        found = next(holder.glob(library.file), None)
+        if found is None:
+            download.progress.note(f"{library.soname} is not packed: the target's system must have it")
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(found, folder / library.soname)
+        yield library.soname
+
+
+def _add_bedplate(contents: _Contents, download: _Download) -> None:
+    import bedplate
+
+    own = importlib.metadata.distribution("bedplate")
+    folder = Path(tempfile.mkdtemp(prefix="bedplate-", dir=download.scratch))
+    if wheels.is_editable(own):
+        wheel = wheels.pack_source(own, Path(bedplate.__file__).parent, folder)
+    else:
+        wheel = wheels.pack(own, folder)
+    pins = download.resolve("bedplate", [f"bedplate @ {wheel.as_uri()}"])
+    tree = contents.root / "bedplate"
+    site = tree / download.site_packages
+    download.install("bedplate", pins, site)
+    _arrange(site, tree / "bin")
+    _note_glibc(contents, site)
+    contents.own_packages = tuple(sorted(_pins(site)))
+
+
+def _add_model(contents: _Contents, model: ModelNamed | None, progress: Progress) -> None:
+    if model is None:
+        contents.links = [(f"model/{BUILTIN_FILE}", fetch_builtin(progress))]
+        contents.model, contents.model_place = BUILTIN_NAME, f"models/builtin/{BUILTIN_FILE}"
+        return
+    facts = intended_model(model)
+    files = [Path(file) for file in facts.files]
+    if not files:
+        raise AnswerIsNo(
+            f"the files of {facts.name} are not on this machine",
+            hint=f"hf download {facts.name} --local-dir FOLDER, then name that folder; or --without model",
+        )
+    place = f"models/bundled/{facts.short_name}"
+    contents.model = facts.name
+    if facts.format == "gguf":
+        names = [file.name if file.suffix.lower() == ".gguf" else f"{facts.short_name}.gguf" for file in files]
+        contents.links = [(f"model/{name}", file) for name, file in zip(names, files, strict=True)]
+        contents.model_place = f"{place}/{names[0]}"
+        return
+    top = files[0].parent
+    found = [file for file in sorted(top.rglob("*")) if file.is_file()]
+    visible = [file for file in found if not any(part.startswith(".") for part in file.relative_to(top).parts)]
+    contents.links = [(f"model/{file.relative_to(top).as_posix()}", file) for file in visible]
+    contents.model_place = place
+
+
+def _arrange(site: Path, programs: Path) -> None:
+    """Moves programs to where an environment has them; scripts for Python are written again on the target."""
+    given = site / "bin"
+    if given.is_dir():
+        programs.mkdir(parents=True, exist_ok=True)
+        for file in given.iterdir():
+            if file.is_file() and not file.read_bytes()[:2].startswith(b"#!"):
+                shutil.move(file, programs / file.name)
+        shutil.rmtree(given)
+
+
+def _remove(site: Path, patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        for found in list(site.glob(pattern)):
+            if found.is_dir():
+                shutil.rmtree(found)
+            else:
+                found.unlink()
+
+
+def _remove_other_pythons(site: Path, python: str) -> None:
+    """Extension modules that only another version of Python loads, which some wheels carry beside this one's."""
+    own = f".cpython-{python.replace('.', '')}-"
+    for file in list(site.rglob("*.cpython-3*.so")):
+        beside = file.name.partition(".")[0]
+        if own not in file.name and any(file.parent.glob(f"{beside}{own}*")):
+            file.unlink()
+
+
+def _clear(site: Path, architecture: int) -> int:
+    return sum(clear_unused(file, architecture) for file in list(site.rglob("*.so*")) if file.is_file())
+
+
+def _pins(site: Path) -> list[str]:
+    return [wheels.pin(one) for one in wheels.distributions(site).values()]
+
+
+def _note_glibc(contents: _Contents, site: Path) -> None:
+    for one in wheels.distributions(site).values():
+        tags = re.findall(r"^Tag:\s*(\S+)\s*$", one.read_text("WHEEL") or "", re.MULTILINE)
+        platforms = ".".join(dict.fromkeys(tag.rpartition("-")[2] for tag in tags))
+        contents.glibc.append(f"{one.name}-{platforms}")
+
+
+# how it is written
+
+
+class _Pieces:
+    """A stream that is cut into files of at most so many bytes."""
+
+    def __init__(self, folder: Path, piece_bytes: int | None) -> None:
+        self._folder, self._most = folder, piece_bytes
+        self.done: list[BundlePiece] = []
+        self._open()
+
+    def _open(self) -> None:
+        self._file: BinaryIO = (self._folder / f"piece.{len(self.done):03}").open("xb")
+        self._hash, self._size = hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        rest = memoryview(data)
+        while rest:
+            if self._most is not None and self._size == self._most:
+                self.close()
+                self._open()
+            part = rest if self._most is None else rest[: self._most - self._size]
+            self._file.write(part)
+            self._hash.update(part)
+            self._size += len(part)
+            rest = rest[len(part) :]
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        name = f"piece.{len(self.done):03}"
+        self.done.append(BundlePiece(name=name, size_bytes=self._size, sha256=self._hash.hexdigest()))
+
+
+def _write(
+    contents: _Contents, target: BundleTarget, piece_bytes: int | None, download: _Download, folder: Path
+) -> TargetBundle:
+    files = list(contents.files())
+    total = sum(file.stat().st_size for _, file in files)
+    need_free(folder.parent, total, "the bundle")
+    folder.mkdir()
+    compressor = _compressor(download.scratch, total)
+    pieces = _Pieces(folder, piece_bytes)
+    with (
+        download.progress.step(f"packing {size(total)}", total) as tell,
+        compressor.stream_writer(pieces, closefd=False) as out,
+        tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        done = 0
+        for path, file in files:
+            before = file.stat()
+            info = tarfile.TarInfo(path)
+            info.size, info.mtime = before.st_size, _MTIME
+            info.mode = 0o755 if before.st_mode & 0o111 else 0o644
+            with file.open("rb") as source:
+                archive.addfile(info, _Counting(source, lambda count, so_far=done: tell(so_far + count)))  # type: ignore[misc]
+            done += before.st_size
+    pieces.close()
+    decompressor = _add_decompressor(download, folder)
+    digest = hashlib.sha256("".join(piece.sha256 for piece in pieces.done).encode()).hexdigest()[:10]
+    bundle = TargetBundle(
+        id=digest,
+        bedplate=_version.__version__,
+        made_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        target=target,
+        engines=tuple(replaced(one, place=f"{one.place}-{digest}") for one in contents.engines),
+        own_place=f"bundles/bedplate-{_version.__version__}-{digest}" if contents.own_packages else None,
+        own_packages=contents.own_packages,
+        model=contents.model,
+        model_place=contents.model_place,
+        unpacked_bytes=total,
+        cleared_bytes=contents.cleared_bytes,
+        pieces=tuple(pieces.done),
+        decompressor=decompressor,
+    )
+    installer = importlib.resources.files("bedplate.bundling") / INSTALLER
+    (folder / INSTALLER).write_bytes(installer.read_bytes())
+    (folder / "README.txt").write_text(target_readme(bundle))
+    (folder / MANIFEST).write_text(to_json(bundle) + "\n")
+    return bundle
+
+
+class _Counting:
+    """A file that tells how much of it was read."""
+
+    def __init__(self, file: BinaryIO, tell: Callable[[int], None]) -> None:
+        self._file, self._tell, self._count = file, tell, 0
+
+    def read(self, count: int = -1) -> bytes:
+        data = self._file.read(count)
+        self._count += len(data)
+        self._tell(self._count)
+        return data
+
+
+def _compressor(scratch: Path, total: int) -> Any:
+    """zstandard for this machine: Python has zstd of its own only from 3.14 on."""
+    folder = scratch / "compressor"
+    command = ["pip", "install", "--quiet", "--no-deps", "--no-build", "--target", str(folder)]
+    run_uv([*command, "--python", python_for_engines(), ZSTANDARD], "fetching zstandard", scratch)
+    sys.path.insert(0, str(folder))
+    try:
+        zstandard = importlib.import_module("zstandard")
+    finally:
+        sys.path.remove(str(folder))
+    options = zstandard.ZstdCompressionParameters.from_level(
+        LEVEL,
+        window_log=min(max(total.bit_length(), 20), LARGEST_WINDOW_LOG),
+        enable_ldm=True,
+        threads=-1,
+        write_checksum=True,
+    )
+    return zstandard.ZstdCompressor(compression_params=options)
+
+
+def _add_decompressor(download: _Download, folder: Path) -> BundlePiece:
+    """The part of zstandard for the target that decompressing takes."""
+    site = Path(tempfile.mkdtemp(prefix="zstandard-", dir=download.scratch))
+    download.install("zstandard", [ZSTANDARD], site)
+    with zipfile.ZipFile(folder / DECOMPRESSOR, "x", zipfile.ZIP_DEFLATED) as archive:
+        for file in [site / "zstandard" / "__init__.py", *sorted((site / "zstandard").glob("backend_c.*.so"))]:
+            archive.write(file, file.relative_to(site).as_posix())
+    content = (folder / DECOMPRESSOR).read_bytes()
+    return BundlePiece(name=DECOMPRESSOR, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())

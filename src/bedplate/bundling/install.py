@@ -1,0 +1,504 @@
+"""Installs a bundle that `bedplate bundle --for` made. It needs nothing but the Python that runs it.
+
+    python3 install.py [--home FOLDER] [--check] [--json]
+
+For an overlay, run it with the Python that has PyTorch. Everything that is missing on this machine is reported before
+anything is unpacked. Exit codes: 0 installed, 1 not possible on this machine, 2 usage error, 3 external failure.
+"""
+
+# It starts on any Python from 3.7 on, so that a wrong version is reported in words.
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import configparser
+import ctypes
+import hashlib
+import importlib
+import importlib.util
+import io
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Any, BinaryIO
+
+    Manifest = dict[str, Any]  # a JSON object of the manifest
+
+MANIFEST = "bedplate-bundle.json"
+INSTALLED = ".bedplate-bundle"
+"""Written into a folder before it is renamed to its place: what has it is complete."""
+CHUNK_BYTES = 1 << 20
+SLACK_BYTES = 200_000_000
+CHECK_LIMIT_S = 900
+
+
+class Failure(Exception):
+    """What failed, and what to do."""
+
+    def __init__(self, code: int, message: str, hint: str | None = None, problems: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.code, self.message, self.hint, self.problems = code, message, hint, list(problems)
+
+
+class Progress:
+    """Lines on the terminal's error stream, at most one in two seconds for a step."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def note(self, text: str) -> None:
+        print(" " + text, file=sys.stderr, flush=True)
+        self._last = time.monotonic()
+
+    def tell(self, label: str, done: int, total: int) -> None:
+        if time.monotonic() - self._last >= 2:
+            self.note(f"{label}: {100 * done // max(1, total)} %")
+
+
+# what must be there
+
+
+def check_pieces(folder: Path, manifest: Manifest, progress: Progress) -> list[str]:
+    """Problems of the pieces, by size and sha256."""
+    pieces = [*manifest["pieces"], manifest["decompressor"]]
+    total, done = sum(piece["size_bytes"] for piece in pieces), 0
+    problems: list[str] = []
+    with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda piece: (piece, piece_problem(folder, piece)), pieces)
+        for piece, problem in found:
+            done += piece["size_bytes"]
+            progress.tell("checking the pieces", done, total)
+            if problem is not None:
+                problems.append("{} {}".format(piece["name"], problem))
+    return problems
+
+
+def piece_problem(folder: Path, piece: Manifest) -> str | None:
+    path = folder / piece["name"]
+    if not path.is_file():
+        return "is missing"
+    if path.stat().st_size != piece["size_bytes"]:
+        return "has {} bytes instead of {}".format(path.stat().st_size, piece["size_bytes"])
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for chunk in iter(lambda: file.read(CHUNK_BYTES), b""):
+            digest.update(chunk)
+    return None if digest.hexdigest() == piece["sha256"] else "is damaged: it has another sha256"
+
+
+def check_target(manifest: Manifest, home: Path) -> list[str]:
+    """What this machine lacks: one line each."""
+    target = manifest["target"]
+    problems: list[str] = []
+    system, machine = platform.system().lower(), platform.machine().lower()
+    if (system, machine) != (target["system"], target["machine"]):
+        problems.append("the bundle is for {system} on {machine}".format(**target) + f"; this is {system} on {machine}")
+    if python_version() != target["python"]:
+        problems.append(
+            "Python {} is needed; {} is Python {}".format(target["python"], sys.executable, platform.python_version())
+        )
+    if importlib.util.find_spec("venv") is None:
+        problems.append("this Python has no venv module (on Debian and Ubuntu: the package python3-venv)")
+    glibc = platform.libc_ver()[1]
+    if target.get("glibc") and glibc and numbers(glibc) < numbers(target["glibc"]):
+        problems.append("glibc {} or newer is needed; this system has {}".format(target["glibc"], glibc))
+    torches = {engine["torch"]: engine["name"] for engine in manifest["engines"] if engine.get("torch")}
+    for version, name in torches.items():
+        problems += torch_problems(version, target.get("cuda"), name)
+    if target.get("cuda") and manifest["engines"]:
+        problems += gpu_problems(target)
+    folder = existing(home)
+    needed = 0 if is_installed(manifest, home) else manifest["unpacked_bytes"] + SLACK_BYTES
+    free = shutil.disk_usage(str(folder)).free
+    if free < needed:
+        problems.append(f"{size(needed)} are needed in {folder}; {size(free)} are free")
+    if not os.access(str(folder), os.W_OK):
+        problems.append(f"{folder} cannot be written to; name another folder with --home")
+    return problems
+
+
+def torch_problems(version: str, cuda: str | None, engine: str) -> list[str]:
+    """Read from torch/version.py: importing it takes seconds."""
+    needed = f"PyTorch {version} for CUDA {cuda} is needed by {engine}"
+    folder = torch_folder()
+    if folder is None:
+        return [f"{needed}; {sys.executable} has none (run install.py with the Python that has it)"]
+    try:
+        text = (folder / "version.py").read_text()
+    except OSError:
+        text = ""
+    found = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+    found_cuda = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", text, re.MULTILINE)
+    own = found.group(1) if found else "unknown"
+    problems = []
+    if own.partition("+")[0] != version:
+        problems.append(f"{needed}; {folder} is version {own}")
+    if cuda and (found_cuda is None or found_cuda.group(1).partition(".")[0] != cuda):
+        built = "CUDA " + found_cuda.group(1) if found_cuda else "no CUDA"
+        problems.append(f"{needed}; {folder} was built for {built}")
+    return problems
+
+
+def torch_folder() -> Path | None:
+    spec = importlib.util.find_spec("torch")
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(places[0]) if places else None
+
+
+def gpu_problems(target: Manifest) -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"an NVIDIA GPU is needed; nvidia-smi does not run: {error}"]
+    text = done.stdout.decode(errors="replace").strip()
+    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
+    if done.returncode != 0 or not rows or any(len(row) != 3 for row in rows):
+        return ["an NVIDIA GPU is needed; nvidia-smi says: {}".format((text.splitlines() or ["nothing"])[0])]
+    problems = []
+    driver = rows[0][1]
+    if target.get("driver") and numbers(driver) < numbers(target["driver"]):
+        problems.append(
+            "CUDA {} needs driver {} or newer; this machine has {}".format(target["cuda"], target["driver"], driver)
+        )
+    wanted = target.get("capability")
+    others = sorted({f"{row[0]} ({row[2]})" for row in rows if wanted and row[2] != wanted})
+    if others:
+        problems.append(
+            "the bundle has code for compute capability {} alone; here are {}".format(wanted, ", ".join(others))
+        )
+    return problems
+
+
+# how it is installed
+
+
+class Joined(io.RawIOBase):
+    """The pieces as one stream."""
+
+    def __init__(self, paths: Iterable[Path], tell: Callable[[int], None]) -> None:
+        self._paths, self._tell, self._done = list(paths), tell, 0
+        self._file: BinaryIO | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        while True:
+            if self._file is None:
+                if not self._paths:
+                    return b""
+                self._file = self._paths.pop(0).open("rb")
+            data = self._file.read(size)
+            if data:
+                self._done += len(data)
+                self._tell(self._done)
+                return data
+            self._file.close()
+            self._file = None
+
+
+def load_decompressor(folder: Path, manifest: Manifest, scratch: Path) -> Any:
+    """zstandard for this Python, from beside this file."""
+    with zipfile.ZipFile(str(folder / manifest["decompressor"]["name"])) as archive:
+        archive.extractall(str(scratch))  # noqa: S202
+    sys.path.insert(0, str(scratch))
+    try:
+        return importlib.import_module("zstandard")
+    finally:
+        sys.path.remove(str(scratch))
+
+
+def unpack(folder: Path, manifest: Manifest, into: Path, scratch: Path, progress: Progress) -> None:
+    total = sum(piece["size_bytes"] for piece in manifest["pieces"])
+    zstandard = load_decompressor(folder, manifest, scratch)
+    paths = [folder / piece["name"] for piece in manifest["pieces"]]
+    joined = Joined(paths, lambda done: progress.tell("unpacking", done, total))
+    try:
+        reader = zstandard.ZstdDecompressor(max_window_size=1 << 30).stream_reader(joined)
+        with tarfile.open(fileobj=reader, mode="r|") as archive:
+            if hasattr(tarfile, "data_filter"):
+                archive.extraction_filter = tarfile.data_filter
+            archive.extractall(str(into))  # noqa: S202
+    except (tarfile.TarError, zstandard.ZstdError, EOFError) as error:
+        raise Failure(3, f"the bundle cannot be unpacked: {error}", "copy the pieces again") from error
+
+
+def make_environment(tree: Path, place: Path, engine: Manifest | None = None) -> None:
+    """Makes an environment of an unpacked tree, which is renamed to `place` afterwards."""
+    command = [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(tree)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        said = done.stdout.decode(errors="replace").strip().splitlines()
+        raise Failure(3, "cannot make an environment in {}: {}".format(tree, (said or ["no reason given"])[-1]))
+    site = tree / "lib" / ("python" + python_version()) / "site-packages"
+    if engine is not None:
+        lines = []
+        torch = torch_folder() if engine.get("torch") else None
+        if torch is not None:
+            lines.append(str(torch.parent))
+        for name, value in sorted(engine.get("environment", {}).items()):
+            lines.append(f"import os; os.environ.setdefault({name!r}, {value!r})")
+        (site / "bedplate-overlay.pth").write_text("".join(line + "\n" for line in lines))
+    write_programs(site, tree / "bin", place / "bin" / "python")
+
+
+def write_programs(site: Path, folder: Path, python: Path) -> None:
+    """The programs that the packages name. The guard matters: an engine may start its script again in a child."""
+    first = f"#!{python}\n"
+    if len(first) > 120 or " " in first:
+        first = f"#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''\n"
+    for file in sorted(site.glob("*.dist-info/entry_points.txt")):
+        points = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+        points.optionxform = str  # type: ignore[assignment, method-assign]
+        points.read(str(file))
+        for name, point in points.items("console_scripts") if points.has_section("console_scripts") else ():
+            module, _, function = point.partition("[")[0].strip().partition(":")
+            program = folder / name
+            if program.exists() or not function or "/" in name:
+                continue
+            program.write_text(
+                "{}import sys\nfrom {} import {}\nif __name__ == '__main__':\n    sys.exit({}())\n".format(
+                    first, module, function.partition(".")[0], function
+                )
+            )
+            program.chmod(0o755)
+
+
+def move_model(source: Path, place: Path) -> None:
+    """`place` is a file in a folder of its own, or the folder."""
+    folder = place.parent if place.suffix.lower() == ".gguf" else place
+    for file in sorted(path for path in source.rglob("*") if path.is_file()):
+        goal = folder / file.relative_to(source)
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(goal)
+
+
+def places(manifest: Manifest, home: Path) -> list[tuple[str, Path, Manifest | None]]:
+    """(tree in the archive, place, engine) of every environment."""
+    found: list[tuple[str, Path, Manifest | None]] = [
+        (engine["path"], home / engine["place"], engine) for engine in manifest["engines"]
+    ]
+    if manifest.get("own_place"):
+        found.append(("bedplate", home / manifest["own_place"], None))
+    return found
+
+
+def is_installed(manifest: Manifest, home: Path) -> bool:
+    model = manifest.get("model_place")
+    return all((place / INSTALLED).is_file() for _, place, _ in places(manifest, home)) and (
+        model is None or (home / model).exists()
+    )
+
+
+def install(folder: Path, manifest: Manifest, home: Path, progress: Progress) -> None:
+    if is_installed(manifest, home):
+        progress.note("bundle {} is unpacked already".format(manifest["id"]))
+    else:
+        for leftover in home.glob(".installing-*"):
+            shutil.rmtree(str(leftover), ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=".installing-", dir=str(home)) as holder:
+            staging = Path(holder) / "contents"
+            staging.mkdir()
+            progress.note("unpacking {} to {}".format(size(manifest["unpacked_bytes"]), home))
+            unpack(folder, manifest, staging, Path(holder) / "zstandard", progress)
+            for path, place, engine in places(manifest, home):
+                tree = staging / path
+                make_environment(tree, place, engine)
+                (tree / INSTALLED).write_text(manifest["id"] + "\n")
+                shutil.rmtree(str(place), ignore_errors=True)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                tree.rename(place)
+            if manifest.get("model_place"):
+                move_model(staging / "model", home / manifest["model_place"])
+    if manifest.get("own_place"):
+        link(home / manifest["own_place"] / "bin" / "bedplate", home / "bin" / "bedplate")
+
+
+def link(program: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    new = place.with_name(f".{place.name}.{os.getpid()}")
+    new.symlink_to(program)
+    new.replace(place)
+
+
+def register(manifest: Manifest, home: Path, progress: Progress) -> list[str]:
+    """Makes each engine known to bedplate; returns the commands that are left to the user."""
+    bedplate = home / "bin" / "bedplate"
+    program = str(bedplate) if bedplate.exists() else shutil.which("bedplate")
+    left: list[str] = []
+    for engine in manifest["engines"]:
+        place = home / engine["place"]
+        python = place / "bin" / "python"
+        variables = dict(os.environ, BEDPLATE_HOME=str(home))
+        missing = [name for name in engine.get("libraries", ()) if not loads(name)]
+        if missing:
+            paths = [str(place / "borrowed")] + [path for path in [variables.get("LD_LIBRARY_PATH")] if path]
+            variables["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
+        run_check(engine, python, variables, progress)
+        command = [program or "bedplate", "engines", "use", engine["engine"], "--python", str(python)]
+        if program is None:
+            left.append(shell_words(home, command))
+            continue
+        progress.note("registering {} {}".format(engine["name"], engine["version"]))
+        said = run(command, variables, "{} was not registered".format(engine["name"]))
+        progress.note(said.strip().splitlines()[0] if said.strip() else "registered")
+        for name in missing:
+            folder = home / "engines" / engine["engine"] / "adopted" / "borrowed"
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(str(place / "borrowed" / name), str(folder / name))
+    return left
+
+
+def run_check(engine: Manifest, python: Path, variables: dict[str, str], progress: Progress) -> None:
+    progress.note("checking that {} {} can be imported".format(engine["name"], engine["version"]))
+    run(
+        [str(python), "-c", engine["check"]], variables, "{} was installed but does not run here".format(engine["name"])
+    )
+
+
+def run(command: list[str], variables: dict[str, str], failure: str) -> str:
+    try:
+        done = subprocess.run(
+            command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=CHECK_LIMIT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Failure(3, f"{failure}: {error}") from error
+    said = done.stdout.decode(errors="replace")
+    if done.returncode != 0:
+        last = said.strip().splitlines()[-12:] or [f"exit status {done.returncode}"]
+        raise Failure(3, failure, "the command was: " + " ".join(command), last)
+    return said
+
+
+def loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+# small things
+
+
+def python_version() -> str:
+    return ".".join(map(str, sys.version_info[:2]))
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
+def size(count: int) -> str:
+    for unit, step in (("GB", 1e9), ("MB", 1e6)):
+        if count >= step:
+            return f"{count / step:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def default_home() -> Path:
+    """As bedplate has it on Linux."""
+    if os.environ.get("BEDPLATE_HOME"):
+        return Path(os.environ["BEDPLATE_HOME"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "bedplate"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    try:
+        manifest: Manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise Failure(3, f"cannot read {folder / MANIFEST}: {error}", "copy it beside install.py again") from error
+    if manifest.get("schema") != "target-bundle/1":
+        raise Failure(3, "{} is of another version: {}".format(folder / MANIFEST, manifest.get("schema")))
+    return manifest
+
+
+def check(folder: Path, manifest: Manifest, home: Path, progress: Progress) -> None:
+    """Everything that is missing, before anything is unpacked."""
+    pieces = [] if is_installed(manifest, home) else check_pieces(folder, manifest, progress)
+    target = check_target(manifest, home)
+    if pieces:
+        hint = f"copy these files to {folder} again, then run this again"
+        raise Failure(3, "the bundle is not complete", hint, pieces + target)
+    if target:
+        hint = "nothing was unpacked; install what is missing, or make another bundle with bedplate bundle --for"
+        raise Failure(1, "this machine cannot run the bundle", hint, target)
+
+
+def serve_commands(manifest: Manifest, home: Path) -> list[str]:
+    model = home / manifest["model_place"] if manifest.get("model_place") else None
+    named = [] if model is None or model.parent.name == "builtin" else [str(model)]
+    program = str(home / "bin" / "bedplate")
+    return [
+        shell_words(home, [program, "serve", *named, "--engine", engine["engine"]]) for engine in manifest["engines"]
+    ]
+
+
+def shell_words(home: Path, command: list[str]) -> str:
+    return " ".join(["BEDPLATE_HOME=" + shlex.quote(str(home)), *map(shlex.quote, command)])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Installs a bundle of bedplate on this machine, without a network.")
+    parser.add_argument("--home", type=Path, help="where to install; default: BEDPLATE_HOME, or ~/.cache/bedplate")
+    parser.add_argument("--check", action="store_true", help="check the pieces and this machine; unpack nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    folder = Path(__file__).resolve().parent
+    home = (options.home or default_home()).expanduser().absolute()
+    progress = Progress()
+    result: dict[str, Any] = {"schema": "installed-bundle/1", "home": str(home), "installed": False, "problems": []}
+    code = 0
+    try:
+        manifest = read_manifest(folder)
+        result["id"] = manifest["id"]
+        check(folder, manifest, home, progress)
+        result["commands"] = serve_commands(manifest, home)
+        if not options.check:
+            home.mkdir(parents=True, exist_ok=True)
+            install(folder, manifest, home, progress)
+            result["installed"] = True
+            result["commands"] = register(manifest, home, progress) + result["commands"]
+    except (Failure, OSError) as caught:
+        error = caught if isinstance(caught, Failure) else Failure(3, f"{caught}", "name another folder with --home")
+        code = error.code
+        result.update(error=error.message, hint=error.hint, problems=error.problems)
+        print(f"error: {error.message}", file=sys.stderr)
+        for problem in error.problems:
+            print(f"  - {problem}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(result))
+    elif code == 0 and options.check:
+        print("The pieces are complete, and this machine has what the bundle needs.")
+    elif code == 0:
+        print(f"Installed to {home}. Next:")
+        for command in result["commands"]:
+            print(f"  {command}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

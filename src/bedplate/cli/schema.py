@@ -1,0 +1,113 @@
+"""bedplate schema: the JSON Schemas of the documents that bedplate writes and reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+EXAMPLES = """Examples:
+
+\b
+  bedplate schema                          list the documents
+  bedplate schema decision                 the schema of `bedplate plan --json`
+  bedplate schema intent > intent.json     for an editor that checks bedplate.yaml
+
+What stays the same from version to version: docs/compatibility.md."""
+FOLDER = Path(__file__).with_name("schemas")
+"""Written by `make docs`. Reading a file is faster than importing every record."""
+
+
+class Document(NamedTuple):
+    name: str
+    command: str
+    """The command line that writes it, or reads it in the case of `intent` and `request`."""
+    records: tuple[str, ...]
+    """The records that it may be, as module:class below `bedplate`."""
+    form: str = "one"
+    """one: a JSON object; list: an array of them; lines: one object a line."""
+    is_input: bool = False
+    """Written by people or other programs, and read by bedplate. Unknown keys are then errors."""
+
+
+DOCUMENTS = (
+    Document("intent", "plan -f FILE", ("values.intent:Intent",), is_input=True),
+    Document("hardware", "probe --json", ("values.hardware:Hardware",)),
+    Document("model", "inspect --json", ("values.model:Model",)),
+    Document("models", "models --json", ("decide.catalogue:Catalogue",)),
+    Document("decision", "plan --json", ("values.decision:Decision",)),
+    Document(
+        "why-not",
+        "plan --why-not ENGINE --json",
+        ("values.decision:Refusal", "values.decision:Challenger", "values.decision:Decision"),
+    ),
+    Document("what-if", "plan --what-if FIELD=VALUE --json", ("decide.questions:WhatIf",)),
+    Document("offers", "plan --procure --json", ("decide.questions:Offer",), form="list"),
+    # Of an intent with several services.
+    Document("portfolio", "plan -f FILE --json", ("values.portfolio:Portfolio",)),
+    Document("simulation", "simulate --json", ("values.simulation:Simulation",)),
+    Document("trace", "workload --json", ("values.workload:TraceSummary",)),
+    Document("request", "workload FILE", ("values.workload:RequestShape",), form="lines", is_input=True),
+    Document("engines", "engines --json", ("run.engine_listing:EngineList",)),
+    Document("engine", "engines show ID --json", ("run.engine_listing:EnginePage",)),
+    Document("prepared", "prepared --json", ("run.kept:PreparedList",)),
+    Document("doctor", "doctor --json", ("facts.doctor:Report",)),
+    Document("endpoint", "serve --json", ("values.endpoint:Endpoint",)),
+    Document("services", "ps --json", ("hosting.services:Running",), form="list"),
+    Document("host", "status --json", ("values.service:HostStatus",)),
+    Document("stopped", "stop --json", ("hosting.services:Stopped",), form="list"),
+    Document("run", "bench --json", ("values.run:Run",)),
+    Document("row", "bench --jsonl", ("values.summary:Row",), form="lines"),
+    Document("diagnosis", "diagnose --json", ("values.diagnosis:Diagnosis",)),
+    Document("verdict", "compare --json", ("values.verdict:Verdict",)),
+    Document("tuning", "tune --json", ("values.tuning:Tuned",)),
+    Document("knobs", "tune --list --json", ("values.tuning:Knob",), form="list"),
+    Document("shadow", "shadow --json", ("values.shadow:Shadowed",)),
+    Document("migration", "migrate --json", ("values.migration:Migration",)),
+    Document("watch", "watch --json", ("values.watch:Watched",)),
+    Document("packed", "bundle --json", ("values.bundle:Packed",)),
+    Document("bundle", "bundle --check PATH --json", ("values.bundle:Bundle",)),
+    Document("tenants", "keys list --json", ("values.tenant:TenantList",)),
+    Document("key", "keys add NAME --json", ("values.tenant:NewKey",)),
+    Document("usage", "usage --json", ("values.traffic:UsageReport",)),
+)
+
+
+def schema(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="The document. Default: list all of them.", show_default=False),
+    ] = None,
+) -> None:
+    """Print the JSON Schema of a document that bedplate writes or reads.
+
+    Every --json option writes one of these documents. `intent` is the file that -f reads.
+    """
+    if name is None:
+        width = max(len(document.name) for document in DOCUMENTS)
+        for document in DOCUMENTS:
+            verb = "read by" if document.is_input else "written by"
+            typer.echo(f"{document.name:{width}}  {verb:10}  bedplate {document.command}")
+        return
+    if name not in {document.name for document in DOCUMENTS}:
+        _refuse(name)
+    typer.echo(schema_file(name).read_text(encoding="utf-8"), nl=False)
+
+
+def schema_file(name: str) -> Path:
+    return FOLDER / f"{name}.json"
+
+
+def _refuse(name: str) -> None:
+    import difflib
+
+    from bedplate.errors import BadQuestion
+
+    if written := [one.name for one in DOCUMENTS if one.command.split()[0] == name and not one.is_input]:
+        hint = f"bedplate {name} writes {' or '.join(written)}"
+    elif near := difflib.get_close_matches(name, [document.name for document in DOCUMENTS], 3):
+        hint = f"did you mean {' or '.join(near)}?"
+    else:
+        hint = "bedplate schema lists the documents"
+    raise BadQuestion(f"there is no document named {name!r}", hint=hint)

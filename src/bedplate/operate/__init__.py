@@ -1,1 +1,0 @@
-"""Bundles: everything that it takes to serve one model at an air-gapped site."""

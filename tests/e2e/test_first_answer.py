@@ -1,0 +1,37 @@
+"""The main job, end to end: `bedplate serve` of the built-in model, one real answer, and Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+from openai import OpenAI
+from tests.conftest import gone, start_serve, wait_for
+
+from bedplate.run.environments import Environment
+
+pytestmark = pytest.mark.first_answer
+
+
+def test_serve_answers_and_ctrl_c_stops_everything(builtin_gguf: Path, llama_environment: Environment) -> None:
+    served = start_serve("--check")
+    assert served.endpoint, "".join(served.stderr)
+    processes = [psutil.Process(served.process.pid), *served.descendants()]
+    assert len(processes) == 3, "bedplate, the warden and the engine"
+    with OpenAI(base_url=served.url, api_key="none", max_retries=0) as client:
+        (model,) = client.models.list()
+        stream = client.chat.completions.create(
+            model=model.id,
+            messages=[{"role": "user", "content": "What is the capital of France? Answer in one word."}],
+            max_tokens=16, temperature=0, stream=True, stream_options={"include_usage": True},
+        )  # fmt: skip
+        chunks = list(stream)
+    assert "Paris" in "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens > 0
+    with urllib.request.urlopen(f"{served.root}/metrics") as answer:
+        assert b"bedplate_" in answer.read()
+    assert served.stop(signal.SIGINT) == 0
+    wait_for(lambda: gone(processes), "every process to end")

@@ -1,0 +1,55 @@
+"""What an engine compiles is kept under BEDPLATE_HOME, by engine and version, unless the user says where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.engines.plans import machine, model, plan
+
+from bedplate.engines import engine
+from bedplate.run.environments import Environment, remove
+from bedplate.run.supervisor import surroundings
+
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+    for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "home"
+
+
+def given(name: str) -> dict[str, str]:
+    one = engine(name)
+    chosen = plan(one, machine("H100 SXM", 1), model(LLAMA))
+    environment = Environment(
+        engine=one.id, version=chosen.engine_version, path="/nowhere", packages=(), python="3.12", made_at="",
+        disk_bytes=0,
+    )  # fmt: skip
+    return surroundings(chosen, one, environment, one.launch(chosen, 8000), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"), [("vllm@0.26.0", "VLLM_CACHE_ROOT"), ("sglang@0.5.15", "SGLANG_CACHE_DIR")]
+)
+def test_two_starts_find_the_same_folder_and_another_version_another(name: str, variable: str, own_home: Path) -> None:
+    first, again, newer = given(name), given(name), given(name.partition("@")[0])
+    assert Path(first[variable]).is_relative_to(own_home) and first[variable] == again[variable]
+    assert newer[variable] != first[variable]
+    folders = [first[one] for one in engine(name).compile_caches]
+    assert len(set(folders)) == len(folders)
+
+
+def test_what_the_user_says_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/large/triton")
+    assert given("vllm")["TRITON_CACHE_DIR"] == "/large/triton"
+
+
+def test_it_is_removed_with_the_engine() -> None:
+    folder = Path(given("vllm@0.26.0")["VLLM_CACHE_ROOT"])
+    folder.mkdir(parents=True)
+    remove("vllm")
+    assert not folder.exists()

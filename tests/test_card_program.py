@@ -1,0 +1,122 @@
+"""benchmarks/card/measure.py: its commands are commands of this version, and a call goes on where one was cut short."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer.main
+
+from bedplate.cli.app import app
+
+PROGRAM = Path(__file__).parents[1] / "benchmarks" / "card" / "measure.py"
+
+
+@pytest.fixture
+def program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("card_measure", PROGRAM)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*words: str, home: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), *words], capture_output=True, text=True, check=True,
+        env={"BEDPLATE_HOME": str(home), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_every_command_is_one_of_this_version(tmp_path: Path, program: ModuleType) -> None:
+    names = ",".join(step.name for step in program.STEPS)
+    said = run("--out", str(tmp_path / "out"), "--steps", names, "--dry-run", home=tmp_path / "home")
+    lines = [shlex.split(line) for line in said.splitlines() if " -m bedplate " in line]
+    verbs = {words[3] for words in lines}
+    assert {"probe", "plan", "serve", "status", "bench", "compare", "migrate", "tune", "doctor"} <= verbs
+    command = typer.main.get_command(app)
+    for words in lines:
+        if words[3] == "--version":
+            continue
+        verb = command.commands[words[3]]  # type: ignore[attr-defined]
+        # Raises where an option or a value is not one of the command's.
+        assert verb.make_context(words[3], words[4:]) is not None
+
+
+def call(program: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["measure.py", *words])
+    code: int = program.main()
+    return code
+
+
+def test_a_later_call_takes_what_an_earlier_one_did_not(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
+    taken: list[str] = []
+
+    def first(step: object) -> None:
+        taken.append("first")
+
+    def second(step: object) -> None:
+        taken.append("second")
+        if taken.count("second") == 1:
+            raise program.OutOfTime
+
+    def third(step: object) -> None:
+        taken.append("third")
+        raise program.StepFailed("on purpose")
+
+    steps = (
+        program.Step("first", "", 0, first), program.Step("second", "", 0, second), program.Step("third", "", 0, third),
+        program.Step("long", "", 3600, first), program.Step("engine", "", 0, first, ("vllm",)),
+    )  # fmt: skip
+    monkeypatch.setattr(program, "STEPS", steps)
+    out = tmp_path / "out"
+    words = ("--out", str(out), "--steps", "all", "--budget", "1m", "--pack", str(tmp_path / "all.tar.xz"))
+    assert call(program, monkeypatch, *words) == 4
+    states = {name: one["state"] for name, one in json.loads((out / "state.json").read_text()).items()}
+    assert states == {"first": "done", "second": "cut short", "third": "failed"}
+    assert taken == ["first", "second", "third"] and (tmp_path / "all.tar.xz").stat().st_size > 0
+    manifest = tmp_path / "home" / "engines" / "vllm" / "adopted" / "bedplate.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
+    assert call(program, monkeypatch, *words) == 1
+    assert taken == ["first", "second", "third", "second", "third", "first"]
+
+
+def test_a_command_that_outlasts_the_budget_is_ended_with_all_that_it_started(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked first, so that it can write what it has."""
+    os.mkfifo(tmp_path / "alive")
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    held = f"import time; held = open({str(tmp_path / 'alive')!r}, 'w'); time.sleep(600)"
+    code = (
+        "import subprocess, sys, time, pathlib\n"
+        f"subprocess.Popen([sys.executable, '-c', {held!r}])\n"
+        "try:\n    time.sleep(600)\n"
+        f"except KeyboardInterrupt:\n    pathlib.Path({str(tmp_path / 'kept')!r}).write_text('')\n"
+    )
+
+    def take(step: object) -> None:
+        step.command([sys.executable, "-c", code])  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(program, "STEPS", (program.Step("slow", "", 0, take),))
+    out = tmp_path / "out"
+    assert call(program, monkeypatch, "--out", str(out), "--steps", "slow", "--budget", "3s") == 1
+    assert json.loads((out / "state.json").read_text())["slow"]["state"] == "cut short"
+    assert (tmp_path / "kept").exists()
+    # The last writer is gone when the other end of the pipe is at its end; until then, reading waits.
+    os.set_blocking(alive, True)
+    assert os.read(alive, 1) == b""
+    os.close(alive)

@@ -1,0 +1,75 @@
+"""The help of every command: grouped verbs, a summary, a text for each parameter, and examples that parse."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import click
+import pytest
+from tests.commands import all_commands
+
+from bedplate.cli.app import PANELS, name_of
+
+COMMANDS = {" ".join(path) or "bedplate": command for path, command in all_commands()}
+every_command = pytest.mark.parametrize("name", COMMANDS)
+
+
+@every_command
+def test_every_parameter_has_help(name: str) -> None:
+    command = COMMANDS[name]
+    context = click.Context(command)
+    undescribed = []
+    for parameter in command.params:
+        left, text = parameter.get_help_record(context) or ("", "")
+        if not re.search(r"[.](  \[.*\])?$", text):  # a sentence, and typer's remarks on defaults and ranges
+            undescribed.append((parameter.name, left, text))
+    assert undescribed == []
+
+
+def help_of(name: str) -> str:
+    return COMMANDS[name].get_help(click.Context(COMMANDS[name], info_name=name, terminal_width=80))
+
+
+@every_command
+def test_help_lists_arguments_once(name: str) -> None:
+    has_arguments = any(parameter.param_type_name == "argument" for parameter in COMMANDS[name].params)
+    titles = re.findall(r"^(.*arguments):$", help_of(name), re.MULTILINE | re.IGNORECASE)
+    assert titles == ["Arguments"] * has_arguments
+
+
+@every_command
+def test_help_has_a_summary_and_examples(name: str) -> None:
+    words = [] if name == "bedplate" else name.split()
+    assert (COMMANDS[name].help or "").splitlines()[0].endswith(".")
+    shown = help_of(name)
+    lines = re.findall(r"^ +(?:[A-Z_]+=\S+ )?(bedplate .*)$", shown.partition("Examples:")[2], re.MULTILINE)
+    calls = [line.partition("  ")[0].removesuffix("\\") for line in lines]  # what follows two spaces explains it
+    examples = [example for call in calls for example in re.findall(r"bedplate ([^;|>]*)", call)]
+    assert any(example.split()[: len(words)] == words for example in examples)
+    for example in examples:
+        assert not unknown_options(shlex.split(example)), example
+
+
+def unknown_options(words: list[str]) -> set[str]:
+    """Options that the named command does not have."""
+    command = COMMANDS.get(" ".join(words[:2])) or COMMANDS[words[0]]
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return {word for word in words if re.match(r"--?[a-z]", word)} - known
+
+
+def test_help_groups_the_verbs() -> None:
+    shown = help_of("bedplate")
+    titles = ["Run", "Decide", "Measure", "Change", "Scale out", "Administer"]
+    assert list(PANELS) == titles
+    found = re.findall(r"^([A-Z][a-z ]+):\n((?:  \S.*\n)+)", shown, re.MULTILINE)
+    listed = {title: [line.split()[0] for line in body.splitlines()] for title, body in found}
+    assert [title for title in listed if title in titles] == titles
+    assert all(listed[title] == [name_of(verb) for verb in verbs] for title, verbs in PANELS.items())
+    group = COMMANDS["bedplate"]
+    assert isinstance(group, click.Group)
+    assert sorted(group.commands) == sorted(verb for title in titles for verb in listed[title])
+
+
+def test_every_summary_of_the_overview_fits_on_its_line() -> None:
+    assert "..." not in help_of("bedplate").partition("Run:")[2]
