@@ -159,7 +159,7 @@ PROGRAMS = {
     "bundling/install.py", "facts/measured/worker.py", "facts/measured/execute.py", "measure/load/null_server.py",
     "run/warden.py",
 }  # fmt: skip
-"""These run as processes of their own and speak to bedplate through their standard streams."""
+"""Separate programs: people run the first without bedplate, and bedplate talks to the others through their streams."""
 
 
 def test_only_the_command_line_prints() -> None:

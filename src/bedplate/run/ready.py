@@ -59,7 +59,8 @@ class Decided:
 
     @property
     def engine(self) -> Engine:
-        return engine_by_id(self.plan.engine)
+        """In the version that was asked for, where one was."""
+        return engine_by_id(self.wanted.engine or self.plan.engine)
 
     @property
     def decision(self) -> Decision:
