@@ -148,6 +148,7 @@ def test_advice_names_its_own_flag(site: Path, tmp_path: Path) -> None:
     assert changes[0]["flag"] == "--lanes 8"
 
 
+@pytest.mark.engine
 def test_it_is_installed_and_measured(site: Path, tmp_path: Path, builtin_gguf: Path) -> None:
     env = {"UV_FIND_LINKS": str(write_wheel(tmp_path / "wheels")), "UV_OFFLINE": "1"}
     loads = ("--concurrency", "1,2", "--prompt-tokens", "24", "--output-tokens", "8")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.commands import invoke
 from tests.engines.argv import FOLDER, parsed, published
@@ -39,7 +39,6 @@ def test_there_is_an_older_version_of_each_engine_that_runs_over_an_older_pytorc
 @pytest.mark.parametrize(("name", "version"), OLDER)
 class TestLaunchLines:
     @given(data=st.data())
-    @settings(max_examples=100, deadline=None)
     def test_every_option_and_value_is_one_of_the_version(self, name: str, version: str, data: st.DataObject) -> None:
         one = engine(f"{name}@{version}")
         chosen = data.draw(plans(one))
