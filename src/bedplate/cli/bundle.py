@@ -154,11 +154,12 @@ def bundle(
     else:
         from bedplate.bundling.make import make_bundle
 
+        named = engine_named(engine) if engine is not None else None
         intent = intent_from(
             file, fields, model=model, hardware=hardware, users=users, concurrency=concurrency, context=context,
             prompt_tokens=prompt_tokens, output_tokens=output_tokens,
         )  # fmt: skip
-        packed = make_bundle(intent, engine_named(engine) if engine is not None else None, output, TerminalProgress())
+        packed = make_bundle(intent, named, output, TerminalProgress())
         shown, value = render_packed(packed), to_json(packed)
     if json:
         print(value)  # noqa: T201
