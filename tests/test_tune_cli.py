@@ -50,7 +50,7 @@ def test_a_damaged_file_is_no_tuning(tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
     file.write_text('{"schema": "tuning/1", "engine": 3}')
     found = invoke("tune", "--import", str(file))
-    assert found.code == 2 and "not a Tuned" in found.err
+    assert found.code == 2 and "not a valid Tuned" in found.err
     assert invoke("tune", "--import", str(tmp_path / "none.json")).code == 2
 
 
@@ -59,7 +59,7 @@ def test_a_damaged_file_is_no_tuning(tmp_path: Path) -> None:
     [
         (("--export", "x.json"), "no engine has been tuned on this machine"),
         (("--resume", "last"), "no tuning was ended"),
-        (("--budget", "soon"), "is no length of time"),
+        (("--budget", "soon"), "is not a duration"),
         (("--slo", "fast"), "is no target"),
         (("--build", "mine"), "is not one of packages and native"),
         (("--engine", "nobody"), "no engine is called"),

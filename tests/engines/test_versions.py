@@ -154,7 +154,7 @@ class TestRegistered:
         (info,) = python.parent.parent.glob("lib/*/site-packages/vllm-0.26.0.dist-info/METADATA")
         info.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.27.3\n")
         answer = invoke("engines", "use", "vllm", "--python", str(python))
-        assert answer.code == 0 and "checked for 0.32.0 and 0.26.0" in answer.err
+        assert answer.code == 0 and "tested with 0.32.0 and 0.26.0" in answer.err
 
     def test_plans_for_this_machine_are_made_for_it(self, python: Path) -> None:
         invoke("engines", "use", "vllm", "--python", str(python))
