@@ -363,7 +363,7 @@ class TestFailing:
         self, small_disk: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("BEDPLATE_HOME", str(small_disk))
-        with pytest.raises(OutsideFailed, match=r"not enough disk space for llama\.cpp: 161 MB are needed") as caught:
+        with pytest.raises(OutsideFailed, match=r"not enough disk space for llama\.cpp: 161 MB needed") as caught:
             make_environment(engine("llama.cpp"))
         assert "BEDPLATE_HOME" in str(caught.value.hint)
         assert leftovers(small_disk) == []
