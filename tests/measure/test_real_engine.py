@@ -30,13 +30,13 @@ def test_serve_checks_the_first_time_and_remembers(
     for folder in ("engines", "models"):
         (tmp_path / folder).symlink_to(bedplate_home / folder)
     first = serve("--check", env={"BEDPLATE_HOME": str(tmp_path)})
-    wait_for(lambda: "the reference: 4" in "".join(first.stderr), "the answers to be checked")
+    wait_for(lambda: "the float32 reference: 4" in "".join(first.stderr), "the answers to be checked")
     path = tmp_path / "store.sqlite"
     (found,) = wait_for(lambda: kept(path), "what was found to be kept")
     assert found.verdict == "ok" and found.answered == 48 and found.agreed >= 46
     assert first.stop() == 0
     again = serve("--check", env={"BEDPLATE_HOME": str(tmp_path)})
-    assert again.stop() == 0 and "the reference" not in "".join(again.stderr)
+    assert again.stop() == 0 and "the float32 reference" not in "".join(again.stderr)
     assert len(kept(path)) == 1
 
 
