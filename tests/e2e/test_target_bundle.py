@@ -80,7 +80,7 @@ def test_its_manifest_and_pieces(made: Path) -> None:
     assert {file.name for file in made.iterdir()} == names
     assert "python3 install.py" in (made / "README.txt").read_text()
     answer = run("bundle", "--check", str(made))
-    assert answer.code == 0 and "pieces as made" in " ".join(answer.out.split()), answer.err
+    assert answer.code == 0 and "unchanged since" in " ".join(answer.out.split()), answer.err
     answer = run("serve", "--bundle", str(made))
     assert answer.code == 1 and "install.py" in answer.err
 
