@@ -10,7 +10,8 @@ export UV_COMPILE_BYTECODE := 1
 export UV_PYTHON_DOWNLOADS ?= never
 ARGS ?=
 
-PYTEST := $(BIN)/python -m pytest
+# Assertions are rewritten once and cached, also where the environment forbids bytecode.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 # Each test is in one of these sets by its marks (pyproject.toml); tests/conftest.py adds `engine` by fixtures.
 QUICK := first_answer or not (engine or browser or measures or nightly)
 REST := (engine or browser) and not (first_answer or measures or nightly)

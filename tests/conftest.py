@@ -53,8 +53,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-ENGINE_FIXTURES = {"llama_environment", "serve", "served"}
-"""A test that asks for one of these runs a real engine: `make test` leaves it to `test-all`."""
+ENGINE_FIXTURES = {"llama_environment", "null", "serve", "served"}
+"""A test with one of these runs a real engine, or a load generator against a server: `make test-all` runs it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

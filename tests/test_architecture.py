@@ -1,8 +1,9 @@
-"""The house is one way: a room imports only from rooms to its left."""
+"""Imports go one way: a package imports only from packages to its left."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -21,29 +22,41 @@ ROOMS = [
     "bundling", "hosting", "changing", "page", "serving", "cli",
 ]  # fmt: skip
 FOUNDATION = ["_version", "errors", "home", "interrupts", "progress", "store"]
-"""Left of every room. `home` and `errors` speak in figures, so they may use the units in `values`."""
+"""Left of every package. `home` and `errors` print figures, so they may use the units in `values`."""
 
 
 def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def without_types(path: Path) -> ast.Module:
+@functools.cache
+def parse(text: str) -> ast.Module:
+    """Parsed once for all tests, which do not change it."""
+    return ast.parse(text)
+
+
+def without_types(text: str) -> ast.Module:
     """A file without what it imports for a type checker alone."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(text)
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = [ast.Pass()]
     return tree
+
+
+@functools.cache
+def import_nodes(text: str, for_types: bool) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    tree = parse(text) if for_types else without_types(text)
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def imports(path: Path, for_types: bool = True) -> set[str]:
     """Every bedplate module that a file imports, also inside of functions; those for a type checker on request."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text()) if for_types else without_types(path)):
+    for node in import_nodes(path.read_text(), for_types):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             if node.level == 1 and path.parent == SERVER:
                 continue
             assert node.level == 0, f"{path} uses a relative import"
@@ -54,18 +67,20 @@ def imports(path: Path, for_types: bool = True) -> set[str]:
     return {name for name in found if name.split(".")[0] == "bedplate"}
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_a_room_imports_only_from_rooms_to_its_left(path: Path) -> None:
-    own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    for module in imports(path):
-        other = room_of(module)
-        if other in ("", *FOUNDATION):
-            continue
-        assert other in ROOMS, f"{path}: {other} is no room"
-        if own in ROOMS:
-            assert ROOMS.index(other) <= ROOMS.index(own), f"{path}: {own} may not import {other}"
-        elif own in FOUNDATION:
-            assert other == "values", f"{path}: {own} stands left of {other}"
+@pytest.mark.parametrize("own", [*ROOMS, *FOUNDATION])
+def test_a_package_imports_only_from_packages_to_its_left(own: str) -> None:
+    paths = sorted((SOURCE / own).rglob("*.py")) if own in ROOMS else [SOURCE / f"{own}.py"]
+    assert paths
+    for path in paths:
+        for module in imports(path):
+            other = room_of(module)
+            if other in ("", *FOUNDATION):
+                continue
+            assert other in ROOMS, f"{path}: {other} is not a package"
+            if own in ROOMS:
+                assert ROOMS.index(other) <= ROOMS.index(own), f"{path}: {own} may not import {other}"
+            else:
+                assert other == "values", f"{path}: {own} is left of {other}"
 
 
 def module_graph(source: Path) -> dict[str, set[str]]:
@@ -78,10 +93,10 @@ def module_graph(source: Path) -> dict[str, set[str]]:
     graph = {}
     for name, path in paths.items():
         found = set()
-        for node in ast.walk(without_types(path)):
+        for node in import_nodes(path.read_text(), False):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
+            elif node.module:
                 inside = {f"{node.module}.{alias.name}" for alias in node.names}
                 found |= {one if one in paths else node.module for one in inside}
         graph[name] = found & paths.keys() - {name}
@@ -169,7 +184,7 @@ def test_only_the_command_line_prints() -> None:
         name = path.relative_to(SOURCE).as_posix()
         if name.startswith(("cli/", "engines/shipped/")) or name in PROGRAMS:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             stream = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
             if called in ("print", "rich.print", "Console", "typer.echo") or stream in ("sys.stdout", "sys.stderr"):
@@ -178,7 +193,8 @@ def test_only_the_command_line_prints() -> None:
 
 
 def test_every_room_is_known() -> None:
-    rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert rooms
     assert rooms <= set(ROOMS)
 
 
@@ -263,7 +279,7 @@ def engines_named(text: str, words: frozenset[str]) -> list[str]:
 
 def string_constants(path: Path) -> list[tuple[int, str]]:
     """The strings of a file with their lines, without docstrings and the examples of the command line's help."""
-    tree = ast.parse(path.read_text())
+    tree = parse(path.read_text())
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return [
         (node.lineno, node.value)

@@ -232,7 +232,9 @@ def test_through_the_gateway_it_is_the_same_engine_and_said_so(
     assert [one.b for one in told.printed if one.what == "measured"] == ["through the gateway"]
 
 
-def test_what_is_installed_is_measured_without_being_named(home: Path, bedplate_home: Path) -> None:
+def test_what_is_installed_is_measured_without_being_named(
+    home: Path, bedplate_home: Path, llama_environment: Environment
+) -> None:
     hardware = probe()
     assert installed_engines(hardware) == ()
     (home / "engines").symlink_to(bedplate_home / "engines")

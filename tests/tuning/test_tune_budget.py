@@ -178,7 +178,11 @@ class Paper(Tuner):
         return repeat
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(  # one example is a whole tuning of simulated minutes
+    deadline=None,
+    max_examples=max(5, settings().max_examples // 5),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.integers(0, 10**6), st.floats(0.3, 30), st.floats(0.5, 15), st.floats(300, 1200), st.floats(1, 2))
 def test_a_tuning_takes_no_longer_than_it_may(
     tmp_path: Path, seed: int, wave: float, start: float, budget_s: float, own: float
