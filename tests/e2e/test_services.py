@@ -130,7 +130,7 @@ def test_a_service_in_the_background_from_its_start_to_its_end(background: Backg
     assert engine.memory_bytes is not None and 50e6 < engine.memory_bytes < engine.planned_bytes
     assert engine.pid in {process.pid for process in everything}
     shown = run("status", "chat").out
-    assert endpoint["url"] in shown and "llama.cpp-1" in shown and "assumed 1 user" in shown
+    assert endpoint["url"] in shown and "llama.cpp-1" in shown and "planned for 1 user" in shown
 
     said = run("logs", "chat", "-n", "1000").out
     assert "==> chat <==" in said and "==> chat@llama.cpp-1 <==" in said and "ready at" in said
