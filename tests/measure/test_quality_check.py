@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from bedplate.measure.likelihood import (
     shipped,
     written,
 )
-from bedplate.measure.reference import shipped_references
+from bedplate.measure.reference import Known, shipped_references
 from bedplate.run.builtin import FILE_SHA256, builtin_facts
 from bedplate.values.run import Quality
 
@@ -174,6 +175,12 @@ def test_any_text_gets_a_short_answer(text: str) -> None:
 # an endpoint
 
 
+@functools.cache
+def reference_answers() -> dict[str, Known]:
+    reference = next(one for one in shipped_references() if one.sha256 == FILE_SHA256)
+    return dict(reference.known())
+
+
 class Endpoint(BaseHTTPRequestHandler):
     """Says what the reference says, as far as it is let."""
 
@@ -211,8 +218,7 @@ class Endpoint(BaseHTTPRequestHandler):
                 return 400, {"error": "too many"}
             found = next(one for one in KNOWN.places if prompt == fixed_text()[: one.end])
             return 200, {"choices": [{"text": "x", "logprobs": {"top_logprobs": [dict(found.top[:5])]}}]}
-        reference = next(one for one in shipped_references() if one.sha256 == FILE_SHA256)
-        known = dict(reference.known())[prompt]
+        known = reference_answers()[prompt]
         right = known.text if "right" in self.gives else "wrong"
         usage = {"prompt_tokens": known.tokens, "completion_tokens": 1}
         return 200, {"choices": [{"text": right, "finish_reason": "length"}], "usage": usage}

@@ -174,6 +174,7 @@ def _is_ours(process: psutil.Process, home: Path) -> bool:
     return (process.info["environ"] or {}).get("BEDPLATE_HOME") == str(home)
 
 
+@pytest.mark.measures
 def test_the_whole_measurement_on_this_machine(tmp_path: Path) -> None:
     process = start(tmp_path)
     out, errors = process.communicate(timeout=HANG_S)
