@@ -48,9 +48,11 @@ hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=3000)
 hypothesis.settings.load_profile("quick")  # another one: pytest --hypothesis-profile=nightly
 
-# A shell that runs this in the background has Ctrl-C ignored by it, and by all that it starts.
+# A shell that runs this in the background ignores SIGINT, and `nohup` SIGHUP; every process started here would, too.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 ENGINE_FIXTURES = {"llama_environment", "null", "serve", "served"}
