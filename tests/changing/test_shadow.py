@@ -432,8 +432,8 @@ class TestElsewhere:
     @pytest.mark.parametrize(
         ("words", "why"),
         [
-            (("--key-env", "KEY"), "need --url"),
-            (("--served-model", "alpha"), "need --url"),
+            (("--key-env", "KEY"), "--key-env and --served-model need --url"),
+            (("--served-model", "alpha"), "--key-env and --served-model need --url"),
             (("--url", "http://127.0.0.1:9", "--build", "native"), "with --url nothing is"),
             (("--url", "http://127.0.0.1:9", "--key-env", "NO_SUCH_KEY"), "NO_SUCH_KEY is not set"),
             (("--url", "ftp://127.0.0.1"), "not an HTTP URL"),
