@@ -37,6 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bedplate.values.units import parsed_seconds
+
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 RANDOM_LLAMA = REPOSITORY / "benchmarks" / "models" / "random_llama.py"
@@ -592,13 +594,8 @@ def chosen_steps(text: str) -> list[Step]:
     return [known[name] for name in text.split(",")]
 
 
-def read_seconds(text: str) -> float:
-    number, unit = (text[:-1], text[-1]) if text[-1:] in ("s", "m", "h") else (text, "s")
-    return float(number) * {"s": 1.0, "m": 60.0, "h": 3600.0}[unit]
-
-
 def take_all(given: argparse.Namespace) -> int:
-    deadline = time.monotonic() + read_seconds(given.budget)
+    deadline = time.monotonic() + parsed_seconds(given.budget)
     state, bad, late = State(given.out), 0, 0
     pending = [step for step in chosen_steps(given.steps) if given.again or not state.is_done(step.name)]
     with sampled_gpu(given):
@@ -696,7 +693,7 @@ def detach(given: argparse.Namespace) -> None:
 
 def wait(given: argparse.Namespace) -> None:
     """Shows what the background process writes, until it ends or the time is over."""
-    until = time.monotonic() + read_seconds(given.wait)
+    until = time.monotonic() + parsed_seconds(given.wait)
     pid, log = int((given.out / "measure.pid").read_text()), given.out / "measure.log"
     shown = max(0, log.stat().st_size - 4000)
     while True:

@@ -25,7 +25,7 @@ import msgspec
 
 from bedplate.cli.terminal import console
 from bedplate.facts.hardware import probe
-from bedplate.run.progress import Silent
+from bedplate.progress import Silent
 from bedplate.run.ready import fetch_facts, readied
 from bedplate.show.tune import teller_for
 from bedplate.store import fingerprint

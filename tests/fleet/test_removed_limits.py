@@ -19,8 +19,8 @@ from bedplate.facts.hardware import probe
 from bedplate.facts.measured import apply, measure
 from bedplate.judge.diagnose import bottleneck, ground_for
 from bedplate.measure.summary import summarized
+from bedplate.progress import Silent
 from bedplate.run.models import known_model
-from bedplate.run.progress import Silent
 from bedplate.run.ready import Readied
 from bedplate.values import Hardware, Workload, replaced, to_json
 from bedplate.values.diagnosis import Bottleneck, Limit

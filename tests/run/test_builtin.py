@@ -25,7 +25,7 @@ from bedplate.values import replaced
 
 FETCH = """
 from bedplate.run.builtin import fetch_builtin
-from bedplate.run.progress import Silent
+from bedplate.progress import Silent
 class Notes(Silent):
     def note(self, text): print(text, flush=True)
 print("path", fetch_builtin(Notes()), flush=True)

@@ -37,7 +37,7 @@ UNREACHABLE = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "UV_HTTP_RETRIES
 INSTALL = """
 from bedplate.engines import engine
 from bedplate.run.environments import make_environment
-from bedplate.run.progress import Silent
+from bedplate.progress import Silent
 class Notes(Silent):
     def note(self, text): print(text, flush=True)
 print("path", make_environment(engine("llama.cpp"), Notes()).path, flush=True)

@@ -26,6 +26,7 @@ from tests.run.test_environments import leftovers, own_home
 from bedplate.engines import Engine, SourceBuild, Variant, engine
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.facts.hardware import probe
+from bedplate.progress import Silent
 from bedplate.run import native
 from bedplate.run.environments import Environment, command, installed, remove, why_not
 from bedplate.run.native import (
@@ -44,7 +45,6 @@ from bedplate.run.native import (
     toolchain,
     unpack,
 )
-from bedplate.run.progress import Silent
 from bedplate.values import Hardware, Launch, replaced
 from bedplate.values.decision import Device
 

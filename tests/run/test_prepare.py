@@ -23,11 +23,11 @@ from bedplate.engines.base import made_path
 from bedplate.errors import OutsideFailed
 from bedplate.facts.simulated import simulated
 from bedplate.home import home
+from bedplate.progress import Silent
 from bedplate.run import prepare as module
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment
 from bedplate.run.prepare import Prepared, offline, prepare, prepared_dir
-from bedplate.run.progress import Silent
 from bedplate.values import Hardware, Plan, Preparation, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
 

@@ -12,9 +12,9 @@ from tests.conftest import gone, wait_for
 
 from bedplate import store
 from bedplate.facts.hardware import probe
+from bedplate.progress import Silent
 from bedplate.run.builtin import builtin_facts
 from bedplate.run.environments import Environment
-from bedplate.run.progress import Silent
 from bedplate.run.ready import readied
 from bedplate.tuning import answers
 from bedplate.tuning import rounds as proving

@@ -20,7 +20,7 @@ from bedplate.engines.vllm import COMPILE_S
 from bedplate.errors import OutsideFailed
 from bedplate.facts.known_models import with_label
 from bedplate.measure.reference import shipped_references
-from bedplate.run.progress import Silent
+from bedplate.progress import Silent
 from bedplate.run.starting import EngineStart
 from bedplate.tuning import answers
 from bedplate.tuning.answers import Answers

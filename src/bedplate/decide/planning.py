@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bedplate.decide.case import with_tasks_agreed
+from bedplate.decide.wording import join_alternatives
 from bedplate.errors import AnswerIsNo
 from bedplate.facts.unpack import unpacked
 from bedplate.values import Decision, Model, Plan, Workload
@@ -14,7 +15,7 @@ def plan(decision: Decision, model: Model, workload: Workload) -> Plan:
         raise AnswerIsNo(
             f"{model.name} cannot be served here as asked",
             cause=f"{first.engine}: {first.why}" if first else None,
-            hint="; or ".join(decision.hints) or (first.hint if first else None),
+            hint=join_alternatives(decision.hints) or (first.hint if first else None),
         )
     source = model if decision.unpacks else None
     workload = with_tasks_agreed(model, workload)

@@ -348,15 +348,13 @@ def general_serving(case: Case) -> Pick | None:
     return Pick(("vllm",), f"{case.in_flight} requests at once over an API, on GPUs")
 
 
-@pick(
-    "anywhere",
-    ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "sglang", "exllamav3", "mlx"),
-    'cheat-sheet "runs anywhere"',
-)
+SIMPLEST_FIRST = ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "sglang", "exllamav3", "mlx")
+
+
+@pick("anywhere", SIMPLEST_FIRST, 'cheat-sheet "runs anywhere"')
 def anywhere(case: Case) -> Pick | None:
     """What nothing else serves, the engine that runs anywhere does, if it can."""
-    simplest_first = ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "sglang", "exllamav3", "mlx")
-    return Pick(simplest_first, "nothing that is made for this serves it here; this can")
+    return Pick(SIMPLEST_FIRST, "nothing that is made for this serves it here; this can")
 
 
 def _server_grade(case: Case) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bedplate.decide.memory import free_of
+from bedplate.decide.wording import join_alternatives
 from bedplate.engines.base import RESERVED_SHARE
 from bedplate.engines.roles import FIRST
 from bedplate.errors import AnswerIsNo
@@ -210,5 +211,5 @@ def _too_much(
     return AnswerIsNo(
         f"{many} not fit{where} in {within}",
         cause=f"{first.engine}: {first.why}" if first is not None else None,
-        hint="; or ".join((*hints, *decision.hints)) or None,
+        hint=join_alternatives((*hints, *decision.hints)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bedplate.decide import decide
+from bedplate.decide.wording import join_alternatives
 from bedplate.errors import BedplateError
 from bedplate.facts.observed import observed
 from bedplate.facts.workload import to_workload
@@ -61,7 +62,7 @@ def differing(assumed: Workload, seen: Workload) -> list[str]:
 
 def consequence(before: Decision, now: Decision) -> str:
     if now.engine is None or now.settings is None:
-        return f"that does not fit here: {'; or '.join(now.hints) or 'see bedplate plan'}"
+        return f"that does not fit here: {join_alternatives(now.hints) or 'see bedplate plan'}"
     settings = f"{now.settings.slots} slots of {now.settings.context_tokens:,} tokens"
     if now.engine != before.engine:
         why = f" ({now.reasons[0].text})" if now.reasons else ""

@@ -34,7 +34,7 @@ from bedplate.values.endpoint import Above
 
 if TYPE_CHECKING:
     from bedplate.hosting.host import HostedEngine
-    from bedplate.run.progress import Progress
+    from bedplate.progress import Progress
     from bedplate.run.ready import Decided, Readied
     from bedplate.run.trials import Examiner
     from bedplate.values.service import Order

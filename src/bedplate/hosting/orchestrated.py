@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from bedplate.decide.together import Need
     from bedplate.engines import Engine
     from bedplate.hosting.host import HostedEngine
+    from bedplate.progress import Progress
     from bedplate.run.environments import Environment
-    from bedplate.run.progress import Progress
     from bedplate.run.ready import Decided, Readied
     from bedplate.run.trials import Examiner
     from bedplate.values.service import Wanted

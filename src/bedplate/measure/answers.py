@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -207,7 +207,7 @@ async def checked(
             at=now_text(),
             machine=fingerprint(hardware),
         )
-        found.append(_of_agreement(agreement, stage))
+        found.append(_checked(agreement, "the reference", stage, agreement.floor, agreement.verdict, agreement.why))
         if agreement.verdict != "unchecked" and stage == "answers":
             await asyncio.to_thread(_keep, agreement)
     if by_incumbent and basis.plan is not None:
@@ -238,7 +238,7 @@ def against_incumbent(plan: Plan, basis: Basis, pairs: Pairs, said: Sequence[Sai
     floors = [floor(one, basis.clear_known) for one in (plan, basis.plan) if one is not None]
     least = floors[0] * floors[-1] if len(floors) > 1 else floors[0]
     verdict, why = verdict_of(found, least, "incumbent")
-    return _of_comparison(found, stage, None if verdict == "unchecked" else least, verdict, why)
+    return _checked(found, "the engine in service", stage, None if verdict == "unchecked" else least, verdict, why)
 
 
 def floor(plan: Plan, clear_known: bool) -> float:
@@ -252,33 +252,25 @@ def replaced_text(one: Said) -> Said:
     return msgspec.structs.replace(one, text=one.text.strip()) if isinstance(one, Answer) else one
 
 
-def _of_comparison(found: Comparison, stage: Stage, least: float | None, verdict: str, why: str) -> Checked:
+def _checked(
+    found: Comparison | Agreement,
+    against: Literal["the reference", "the engine in service"],
+    stage: Stage,
+    floor: float | None,
+    verdict: str,
+    why: str,
+) -> Checked:
     return Checked(
-        against="the engine in service",
+        against=against,
         stage=stage,
         asked=found.asked,
         answered=found.answered,
         agreed=found.agreed,
         clear=found.clear,
         clear_agreed=found.clear_agreed,
-        floor=least,
+        floor=floor,
         verdict=verdict,  # type: ignore[arg-type]
         why=why,
-    )
-
-
-def _of_agreement(found: Agreement, stage: Stage) -> Checked:
-    return Checked(
-        against="the reference",
-        stage=stage,
-        asked=found.asked,
-        answered=found.answered,
-        agreed=found.agreed,
-        clear=found.clear,
-        clear_agreed=found.clear_agreed,
-        floor=found.floor,
-        verdict=found.verdict,
-        why=found.why,
     )
 
 

@@ -31,8 +31,8 @@ from bedplate.measure.load.repeating import halt
 from bedplate.measure.moments import new_run_id, now_text
 from bedplate.measure.summary import result_of
 from bedplate.measure.watch import Meters, Watcher, idle_share, listening_pid, meters_of
+from bedplate.progress import Progress, Silent
 from bedplate.run.prepare import content_id
-from bedplate.run.progress import Progress, Silent
 from bedplate.run.ready import (
     Decided,
     Readied,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bedplate.errors import OutsideFailed
 from bedplate.home import disk_failure, locked, models_dir, need_free, writable
-from bedplate.run.progress import Progress, Silent
+from bedplate.progress import Progress, Silent
 from bedplate.run.uv import python_for_engines, run_uv
 from bedplate.values import Model, from_json, replaced
 from bedplate.values.units import size

@@ -23,8 +23,8 @@ from bedplate.engines import BorrowedLibrary, Engine, Recipe
 from bedplate.engines.base import NO_VERSION
 from bedplate.errors import BadQuestion, OutsideFailed
 from bedplate.home import disk_failure, engines_dir, locked, need_free, writable
+from bedplate.progress import Progress, Silent
 from bedplate.run.child import run_child
-from bedplate.run.progress import Progress, Silent
 from bedplate.run.uv import pinned_packages, python_for_engines, run_uv, torch_arguments, torch_backend
 from bedplate.values import Launch
 from bedplate.values.decision import Device

@@ -9,8 +9,8 @@ from bedplate.facts.gguf import read_gguf
 from bedplate.facts.known_models import lookup, nearest
 from bedplate.facts.library import Located, locate
 from bedplate.facts.model_folder import PICKLES, pickle_refused, read_config_file, read_folder
+from bedplate.progress import Progress
 from bedplate.run import builtin
-from bedplate.run.progress import Progress
 from bedplate.values import Model
 from bedplate.values.intent import ModelNamed
 

@@ -19,9 +19,9 @@ from bedplate.engines import Engine, SourceBuild, Variant
 from bedplate.engines.base import cards_of
 from bedplate.errors import BadQuestion, BedplateError, OutsideFailed
 from bedplate.home import disk_failure, engines_dir, locked, logs_dir, need_free, writable
+from bedplate.progress import Progress, Silent
 from bedplate.run.child import run_child
 from bedplate.run.environments import Environment, disk_bytes, keep, now, read
-from bedplate.run.progress import Progress, Silent
 from bedplate.run.uv import environment as uv_environment
 from bedplate.run.uv import python_for_engines, run_uv
 from bedplate.values import Hardware

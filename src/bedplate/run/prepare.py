@@ -25,9 +25,9 @@ from bedplate.errors import BedplateError, OutsideFailed
 from bedplate.facts.chips import chip_of
 from bedplate.facts.known_models import with_label
 from bedplate.home import disk_failure, home, locked, logs_dir, need_free, writable
+from bedplate.progress import Progress, Silent
 from bedplate.run.child import run_child
 from bedplate.run.environments import Environment, command, find_environment, make_environment, shipped, variables
-from bedplate.run.progress import Progress, Silent
 from bedplate.run.uv import tell_writes
 from bedplate.values import Accelerator, Hardware, Launch, Model, Plan, Preparation
 from bedplate.values.decision import Device

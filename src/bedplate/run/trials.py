@@ -11,11 +11,11 @@ from bedplate.decide import decide, plan
 from bedplate.engines import Engine
 from bedplate.errors import BedplateError, OutsideFailed
 from bedplate.home import logs_dir, writable
+from bedplate.progress import Progress
 from bedplate.run.builtin import builtin_facts, fetch_builtin
 from bedplate.run.environments import Environment, make_environment
 from bedplate.run.gateway import Backend
 from bedplate.run.native import Verdict, build_environment, built_here
-from bedplate.run.progress import Progress
 from bedplate.run.starting import EngineStart, supervise
 from bedplate.run.supervisor import Death, EngineLog, EngineProcess, explain
 from bedplate.values import Hardware, Model, Plan, Workload, replaced

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bedplate.decide.questions import layout_words
+from bedplate.decide.wording import join_alternatives
 from bedplate.show.decision import short
 from bedplate.values.portfolio import Portfolio
 
@@ -32,7 +33,7 @@ def render_portfolio(found: Portfolio) -> RenderableType:
     lines: list[RenderableType] = [Text(""), head, Text(f" {found.text}"), Text(""), table, Text("")]
     for placement in found.placements:
         if placement.pool is None:
-            hints = "; or ".join(placement.decision.hints) or "no pool has enough left"
+            hints = join_alternatives(placement.decision.hints) or "no pool has enough left"
             lines.append(Text(f" {placement.service} is not placed: {hints}", style="red"))
         elif placement.exception is not None:
             lines.append(Text(f" exception  {placement.service}: {placement.exception}"))

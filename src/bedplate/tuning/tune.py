@@ -19,10 +19,10 @@ from bedplate.errors import AnswerIsNo, BadQuestion, BedplateError, OutsideFaile
 from bedplate.facts.hardware import probe
 from bedplate.measure.bench import CONTEXT_SPARE, LEAST_CONTEXT, hardware_words, stoppable
 from bedplate.measure.moments import new_run_id, now_text
+from bedplate.progress import Progress, Silent
 from bedplate.run.environments import find_adopted, registered_versions
 from bedplate.run.native import usable_build
 from bedplate.run.prepare import content_id
-from bedplate.run.progress import Progress, Silent
 from bedplate.run.ready import Decided, fetch_facts, plan_engine, readied
 from bedplate.store import fingerprint
 from bedplate.tuning.answers import Answers

@@ -12,6 +12,7 @@ from bedplate.decide.simulate.fleet import Fleet, Transfer
 from bedplate.decide.simulate.outcome import Paid
 from bedplate.decide.simulate.replica import BLOCK_TOKENS, Limits, Steps
 from bedplate.decide.simulate.times import Lengths, timed
+from bedplate.decide.wording import join_alternatives
 from bedplate.engines import Engine as InferenceEngine
 from bedplate.engines import engine as engine_by_id
 from bedplate.errors import AnswerIsNo, BadQuestion
@@ -58,7 +59,7 @@ def deployed(
         raise AnswerIsNo(
             f"{model.name} cannot be served on {named(hardware)} as asked, so there is nothing to simulate",
             cause=f"{first.engine}: {first.why}" if first else None,
-            hint="; or ".join(decision.hints) or None,
+            hint=join_alternatives(decision.hints),
         )
     engine, settings, memory = engine_by_id(decision.engine), decision.settings, decision.memory
     whole = (unpacked(model) or model) if decision.unpacks else model
