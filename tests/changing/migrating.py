@@ -70,7 +70,7 @@ def made(folder: Path, name: str, *, seed: str = "same", pause_s: float = 0.01, 
 
 def offered(monkeypatch: pytest.MonkeyPatch, **engines: Readied) -> None:
     """What a migration finds when it asks for an engine by name; deciding and installing are tested elsewhere."""
-    monkeypatch.setattr(Migrating, "_made_ready", lambda self, progress: engines[self.asked.engine])
+    monkeypatch.setattr(Migrating, "_made_ready", lambda self, progress, hardware=None: engines[self.asked.engine])
 
 
 async def asked(host: Host, count: int, tokens: int = 3) -> list[tuple[int, dict[str, Any]]]:

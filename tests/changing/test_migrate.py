@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 
 import pytest
 from tests.changing.migrating import Load, asked, made, offered, quickly
+from tests.engines.plans import machine
 from tests.hosting.stub_hosts import DIES, add, needs, pid_in, stub_environment, stub_readied, with_host
 from tests.run.test_supervisor import until
 
 from bedplate.changing.migrate import Migrating, as_planned, migrate, read_steps
 from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.hosting.host import Host
+from bedplate.run.ready import Readied
+from bedplate.values import Hardware
 from bedplate.values.migration import Migration
 from bedplate.values.record import from_json, replaced, to_json
 
@@ -234,6 +238,46 @@ class TestWhenTheOneInServiceDies:
             assert not host.engines and host.service().state == "failed"
 
         with_host(then, tmp_path)
+
+
+class TestBothOnOneGpu:
+    """The GPU and the free memory on it are simulated; engines that share a real one need one."""
+
+    @pytest.mark.parametrize(("slots", "side_by_side"), [(64, True), (8, False)])
+    def test_second_engine_gets_the_memory_that_is_free_if_it_serves_as_many_requests(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int, side_by_side: bool
+    ) -> None:
+        hardware = machine("H200 SXM", 1)
+        (card,) = hardware.accelerators
+        whole = {"card 0": card.free_bytes or 0}
+        first = with_slots(made(tmp_path, "one"), 64, whole)
+        two = made(tmp_path, "two")
+        second, smaller = with_slots(two, 64, whole), with_slots(two, slots, {"card 0": 8 * 2**30})
+        free = 11 * 2**30
+        now = replaced(hardware, accelerators=(replaced(card, free_bytes=free),))
+        monkeypatch.setattr("bedplate.changing.migrate.probe", lambda *, recall: now)
+        planned: list[int | None] = []
+
+        def prepare(self: Migrating, progress: object, hardware: Hardware | None = None) -> Readied:
+            planned.append(hardware.accelerators[0].free_bytes if hardware is not None else None)
+            return second if hardware is None else smaller
+
+        monkeypatch.setattr(Migrating, "_made_ready", prepare)
+
+        async def then(host: Host) -> None:
+            await add(host, first)
+            done = await migrate(host, quickly("llama.cpp"), Told())
+            assert (done.outcome, done.side_by_side) == ("migrated", side_by_side), done.reason
+            assert planned == [None, free]
+
+        with_host(then, tmp_path, hardware=hardware)
+
+
+def with_slots(ready: Readied, slots: int, need: dict[str, int]) -> Readied:
+    """The same engine for this many requests, with this need of memory."""
+    plan = replaced(ready.plan, settings=replaced(ready.plan.settings, slots=slots))
+    part = dataclasses.replace(ready.decided.part, needs=(need,))
+    return dataclasses.replace(ready, plan=plan, decided=dataclasses.replace(ready.decided, part=part))
 
 
 class TestOneAfterTheOther:

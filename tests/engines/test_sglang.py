@@ -314,3 +314,15 @@ def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
         [os.environ["BEDPLATE_SGLANG_PYTHON"], "-c", script, str(lines)], capture_output=True, text=True, timeout=HANG_S
     )
     assert "parsed all" in done.stdout, done.stderr[-2000:]
+
+
+def test_memory_share_is_given_only_beside_other_processes() -> None:
+    """SGLang's default leaves activations and CUDA graphs a part of the free memory, which is too little of little."""
+    alone = machine("H100 SXM", 1)
+    (card,) = alone.accelerators
+    busy = replaced(alone, accelerators=(replaced(card, free_bytes=12_000_000_000),))
+    work = Workload(concurrency=16)
+    shares = [SGLANG.settle(one, model("Qwen/Qwen3-0.6B"), work).memory_share for one in (alone, busy)]
+    assert shares[0] is None and shares[1] is not None
+    left = (1 - shares[1]) * 12_000_000_000
+    assert SGLANG.uses.device_bytes * (1 + SGLANG.uses.spread) <= left < 9_000_000_000

@@ -93,12 +93,18 @@ def needs(one: Readied) -> int:
     return sum(sum(need.values()) for need in one.needs)
 
 
-def with_host(then: Callable[[Host], Awaitable[None]], logs: Path, *, budget_bytes: int | None = None) -> None:
+def with_host(
+    then: Callable[[Host], Awaitable[None]],
+    logs: Path,
+    *,
+    budget_bytes: int | None = None,
+    hardware: Hardware | None = None,
+) -> None:
     """A host from its start to its end; nothing that it started may be left."""
 
     async def run() -> None:
-        hardware = machine("cpu")
-        host = Host("test", Listen(port=0, grace_s=5), hardware, Silent(), logs, room=Room.of(hardware, budget_bytes))
+        on = hardware or machine("cpu")
+        host = Host("test", Listen(port=0, grace_s=5), on, Silent(), logs, room=Room.of(on, budget_bytes))
         await host.start()
         host.state = "ready"
         try:

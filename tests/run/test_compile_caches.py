@@ -53,3 +53,14 @@ def test_it_is_removed_with_the_engine() -> None:
     folder.mkdir(parents=True)
     remove("vllm")
     assert not folder.exists()
+
+
+def test_bytecode_is_kept_where_the_user_forbids_to_write_it_beside_the_source(
+    monkeypatch: pytest.MonkeyPatch, own_home: Path
+) -> None:
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    assert "PYTHONPYCACHEPREFIX" not in given("vllm")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    found = given("vllm")
+    assert "PYTHONDONTWRITEBYTECODE" not in found
+    assert Path(found["PYTHONPYCACHEPREFIX"]).is_relative_to(own_home / "engines" / "vllm")

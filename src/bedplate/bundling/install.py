@@ -323,10 +323,27 @@ def install(folder: Path, manifest: Manifest, home: Path, progress: Progress) ->
                 shutil.rmtree(str(place), ignore_errors=True)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 tree.rename(place)
+                compile_bytecode(place, progress)
             if manifest.get("model_place"):
                 move_model(staging / "model", home / manifest["model_place"])
     if manifest.get("own_place"):
         link(home / manifest["own_place"] / "bin" / "bedplate", home / "bin" / "bedplate")
+
+
+def compile_bytecode(place: Path, progress: Progress) -> None:
+    """Saves the compilation at every start, also where the environment forbids Python to write bytecode.
+
+    Packages carry files that are not valid for this Python, so a failure here means nothing.
+    """
+    progress.note(f"compiling bytecode in {place}")
+    command = [str(place / "bin" / "python"), "-m", "compileall", "-q", "-j", "0", str(place / "lib")]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    try:
+        subprocess.run(
+            command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=CHECK_LIMIT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        progress.note(f"bytecode was not compiled, so engines start more slowly: {error}")
 
 
 def link(program: Path, place: Path) -> None:

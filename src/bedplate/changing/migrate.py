@@ -18,12 +18,13 @@ import msgspec
 from bedplate.changing.challenger import Noted, named, where_it_was, where_of
 from bedplate.changing.sides import LEAST_SEEN, Limits, Seen, Tally, latency, stuck, worse
 from bedplate.decide.planning import plan as plan_of
-from bedplate.decide.together import need_of
+from bedplate.decide.together import HOST, need_of
 from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
+from bedplate.facts.hardware import probe
 from bedplate.measure.answers import ASKED, ASKED_IN_SERVICE, Basis, basis_of, checked, warmed
 from bedplate.measure.moments import now_text
 from bedplate.run.ready import Decided, Readied, decided, readied
-from bedplate.values import Decision, replaced
+from bedplate.values import Decision, Hardware, replaced
 from bedplate.values.migration import Checked, Migration, Party, Stage, Step
 from bedplate.values.record import Record
 from bedplate.values.service import Build
@@ -139,6 +140,9 @@ class Migrating:
             beside = self.host.room.holds([*ready.needs, *(engine.need for engine in self.host.engines)])
             if beside or not self.incumbents:
                 return await self._side_by_side(ready)
+            if (smaller := await self._plan_in_free_memory(ready)) is not None:
+                self._note(f"{named(smaller.plan)} gets the GPU memory that is free beside {named(self.before.plan)}")
+                return await self._side_by_side(smaller)
             return await self._swap(ready)
         finally:
             self._usual.close()
@@ -151,10 +155,28 @@ class Migrating:
         progress = Noted(asyncio.get_running_loop(), self._tell)
         return await asyncio.to_thread(self._made_ready, progress)
 
-    def _made_ready(self, progress: Noted) -> Readied:
+    async def _plan_in_free_memory(self, ready: Readied) -> Readied | None:
+        """The same engine within the GPU memory that is free now, if it serves as many requests there.
+
+        An engine that takes a share of a GPU's memory takes it whether or not the workload needs it.
+        """
+        if self.asked.decision is not None or self.host.room.budget_bytes is not None or not uses_gpu(ready):
+            return None
+        progress = Noted(asyncio.get_running_loop(), self._tell)
+        hardware = await asyncio.to_thread(measure_free_memory, self.host.hardware)
+        try:
+            smaller = await asyncio.to_thread(self._made_ready, progress, hardware)
+        except AnswerIsNo:
+            return None
+        wanted, found = ready.plan.settings, smaller.plan.settings
+        enough = found.slots >= wanted.slots and found.context_tokens >= wanted.context_tokens
+        return smaller if enough else None
+
+    def _made_ready(self, progress: Noted, hardware: Hardware | None = None) -> Readied:
         asked, host = self.asked, self.host
         wanted = replaced(self.service.wanted, engine=asked.engine)
-        (one,) = decided([wanted], host.hardware, progress, build=asked.build, budget_bytes=host.room.budget_bytes)
+        hardware = hardware or host.hardware
+        (one,) = decided([wanted], hardware, progress, build=asked.build, budget_bytes=host.room.budget_bytes)
         if asked.decision is not None:
             one = as_planned(one, asked.decision)
         examiner = None
@@ -481,6 +503,17 @@ def as_planned(one: Decided, decision: Decision) -> Decided:
     need = need_of(decision, one.hardware.accelerators)
     part = dataclasses.replace(one.part, decision=decision, needs=tuple(need for _ in one.part.needs))
     return dataclasses.replace(one, part=part, plan=plan_of(decision, one.facts, part.workload))
+
+
+def uses_gpu(ready: Readied) -> bool:
+    return any(device != HOST for need in ready.needs for device in need)
+
+
+def measure_free_memory(hardware: Hardware) -> Hardware:
+    """The same machine with the GPU memory that is free now."""
+    now = {(card.vendor, card.index): card.free_bytes for card in probe(recall=False).accelerators}
+    cards = tuple(replaced(card, free_bytes=now.get((card.vendor, card.index))) for card in hardware.accelerators)
+    return replaced(hardware, accelerators=cards)
 
 
 def read_steps(text: str) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal
@@ -39,6 +40,8 @@ from bedplate.values import (
 from bedplate.values.decision import Device
 from bedplate.values.tuning import Knob
 
+SHARE_MARGIN = 0.01
+"""Of a device's memory: what stays free beside the share that an engine asks for when it starts."""
 RESERVED_SHARE = 0.05
 """Of the free memory, what is left to the system: a machine that swaps is slower than any other setting."""
 Way = Literal["tensor", "pipeline", "data", "expert", "attention_data"]
@@ -159,6 +162,8 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a row of logits is made for each of them, and not only for the last."""
     share: float = 1.0
     """Of a device's free memory, what the engine may take."""
+    share_of: Literal["free", "total"] = "free"
+    """What the engine's own option for that share counts from, when it starts: the free memory of a device, or all."""
     spread: float
     """The band around all of this, up and down."""
     source: str
@@ -367,8 +372,24 @@ class Engine:
             slots=min(slots, self.max_slots) if self.max_slots else slots,
             context_tokens=min(workload.request_tokens, model.max_context or workload.request_tokens),
             device=target.device if target is not None else "cpu",
-            memory_share=self.uses.share if self.uses.share < 1 else None,
+            memory_share=self.memory_share(hardware),
         )
+
+    def memory_share(self, hardware: Hardware) -> float | None:
+        """The engine's option for its share of a device's memory; `None` if it has none.
+
+        An option that counts from the total must leave what other processes hold: the engine refuses to start else.
+        """
+        share = self.uses.share
+        if share >= 1:
+            return None
+        if self.uses.share_of == "total":
+            for card in cards_of(hardware, self.vendors):
+                if card.memory_bytes and card.free_bytes is not None:
+                    free = card.free_bytes / card.memory_bytes
+                    if free < self.uses.share + SHARE_MARGIN:
+                        share = min(share, math.floor(100 * self.uses.share * free) / 100)
+        return max(share, SHARE_MARGIN)
 
     def cache_bits(self, model: Model) -> int:
         """Of each key and value on a host, as long as nobody asks for fewer."""
@@ -391,6 +412,10 @@ class Engine:
     def launch(self, plan: Plan, port: int) -> Launch:
         """The exact command on a machine that has it installed, what to do before, and how to tell that it is ready."""
         raise NotImplementedError
+
+    def needs_stable_key(self, version: str) -> bool:
+        """Whether this version's compile cache depends on the key that protects its port."""
+        return False
 
     def recipe_for(self, device: Device) -> Recipe | None:
         """The recipe for what the plan computes on, where packages differ."""

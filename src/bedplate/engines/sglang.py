@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from bedplate.engines.base import (
@@ -70,6 +71,8 @@ from bedplate.values.tuning import Choice, Knob
 
 # All of this by the source of 0.5.23 (its wheel), unless another version is named.
 DIST_PORT = 25000
+ALONE_SHARE = 0.9
+"""Of a GPU's memory: with more free, SGLang has it to itself."""
 CHUNKS, SHARES = (512, 1024, 2048, 4096, 8192, 16384), (0.8, 0.85, 0.9)
 # python/sglang/kernels/aot/setup_rocm.py of v0.5.18.
 GFX = ("gfx942", "gfx950", "gfx1250")
@@ -284,16 +287,28 @@ class Sglang(Engine):
         return tuple(found)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        # What it leaves to activations and graphs it computes from the card's memory; a share would override that.
-        settings = replaced(
-            everyday_settings(super().settle(hardware, model, workload), model, workload), memory_share=None
-        )
+        settings = everyday_settings(super().settle(hardware, model, workload), model, workload)
         if settings.device != "cpu":
-            return settings
+            return replaced(settings, memory_share=self._share_beside_others(hardware, model, settings.context_tokens))
+        settings = replaced(settings, memory_share=None)
         stated = workload.concurrency is not None or workload.users > 1
         slots = settings.slots if stated else max(workload.in_flight(), CPU_SLOTS)
         threads = hardware.cpu.allowed_physical_cores
         return replaced(settings, slots=slots, threads=threads, batch_tokens=CPU_BATCH_TOKENS)
+
+    def _share_beside_others(self, hardware: Hardware, model: Model, prompt_tokens: int) -> float | None:
+        """`--mem-fraction-static` where other processes hold much of a GPU's memory; `None` leaves it to SGLang.
+
+        SGLang derives what it leaves to activations and CUDA graphs from the GPU's total memory, but counts the share
+        from the memory that is free when it starts.
+        """
+        cards = [card for card in cards_of(hardware, self.vendors) if card.memory_bytes and card.free_bytes]
+        smallest = min(cards, key=lambda card: card.free_bytes or 0, default=None)
+        if smallest is None or (smallest.free_bytes or 0) >= ALONE_SHARE * (smallest.memory_bytes or 0):
+            return None
+        free = smallest.free_bytes or 0
+        rest = (self.uses.device_bytes + self.activation_bytes(model, prompt_tokens)) * (1 + self.uses.spread)
+        return min(self.uses.share, max(0.1, math.floor(100 * (free - rest) / free) / 100))
 
     def recipe_for(self, device: Device) -> Recipe | None:
         return self.recipe if device == "cpu" else None

@@ -88,6 +88,15 @@ TORCH: Known = (
         ),
     ),
     (
+        r"CUDA out of memory[^\n]{0,200}GPU \d+ has a total capacity of (?P<all>[\d.]+) GiB[^\n]{0,200}?"
+        r"Process (?P<pid>\d+) has (?P<held>[\d.]+) GiB memory in use",
+        Failure(
+            message="the GPU ran out of memory: process {pid} holds {held} of its {all} GiB",
+            hint="stop that process, use another GPU (CUDA_VISIBLE_DEVICES), or ask for less: a shorter --context, "
+            "a smaller quantization",
+        ),
+    ),
+    (
         r"(?:torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory|HIP out of memory|XPU out of memory)"
         r"|CUDA error: out of memory|cudaErrorMemoryAllocation",
         Failure(

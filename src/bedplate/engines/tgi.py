@@ -111,6 +111,7 @@ class Tgi(Engine):
         device_bytes=2_500_000_000,
         prefill_tokens=PREFILL_TOKENS,
         share=0.95,
+        share_of="total",
         spread=0.5,
         source="TGI: five percent of the memory are left free by its warm-up (flash_causal_lm.py)",
     )

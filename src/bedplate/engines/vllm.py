@@ -198,6 +198,18 @@ _KNOWN_FAILURES: Known = (
 )  # fmt: skip
 
 
+_CORE_DIED: Known = (
+    (
+        r"engine core exited unexpectedly|EngineDeadError|Engine core proc \S+ died unexpectedly",
+        Failure(
+            message="its engine core process died, which its API server outlives",
+            hint="its log may name the cause; if the kernel killed it, `dmesg` does",
+            lasting=False,
+        ),
+    ),
+)
+"""Looked for last: what made the core die is in the log above it."""
+
 CHECK = "import torch, vllm; from vllm.platforms import current_platform; assert current_platform.device_type"
 """Without a device that it was built for, there is none."""
 CPU_RECIPE = Recipe(
@@ -274,6 +286,7 @@ class Vllm(Engine):
         device_bytes=2_500_000_000,
         prefill_tokens=LARGE_BATCH_TOKENS,
         share=0.92,
+        share_of="total",
         spread=0.5,
         source="vLLM: defaults of gpu_memory_utilization and max_num_batched_tokens; graphs as its log reports",
     )
@@ -358,6 +371,11 @@ class Vllm(Engine):
 
     def cache_bits(self, model: Model) -> int:
         return computed_bits(model)
+
+    def needs_stable_key(self, version: str) -> bool:
+        # `compile_factors` in envs.py: 0.26.0 hashes VLLM_API_KEY into the cache's name, 0.32.0 ignores it.
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        return numbers is not None and tuple(map(int, numbers.groups())) < (0, 32)
 
     def recipe_for(self, device: Device) -> Recipe | None:
         return {"cpu": self.recipe, "cuda": CUDA_RECIPE}.get(device)
@@ -453,7 +471,7 @@ class Vllm(Engine):
         return progress_of_shards(line)
 
     def explain(self, log: str) -> Failure | None:
-        return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
+        return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE, _CORE_DIED)
 
     def read(self, metrics: str) -> EngineState:
         return EngineState(

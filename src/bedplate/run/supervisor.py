@@ -20,6 +20,7 @@ import aiohttp
 from bedplate.engines import Engine, Failure
 from bedplate.engines.base import HIGHEST_PORT
 from bedplate.errors import OutsideFailed
+from bedplate.run.engine_key import read_stable_key
 from bedplate.run.environments import Environment, command, compiled_dir, variables
 from bedplate.run.gateway import Backend
 from bedplate.run.prepare import SECRETS, offline, weights_are_here
@@ -459,7 +460,8 @@ class Supervisor:
     def _variables(self, launch: Launch) -> dict[str, str]:
         given = surroundings(self.plan, self.engine, self.environment, launch, self.env)
         if self.engine.key_variable is not None:
-            self.backend.engine_key = secrets.token_urlsafe(32)
+            stable = self.engine.needs_stable_key(self.environment.version)
+            self.backend.engine_key = read_stable_key(self.engine.id) if stable else secrets.token_urlsafe(32)
             given[self.engine.key_variable] = self.backend.engine_key
         return given
 
@@ -482,6 +484,9 @@ def surroundings(
         given = offline(given)
     compiled = compiled_dir(engine.id, environment.version)
     given = {**{name: str(compiled / name.lower()) for name in engine.compile_caches}, **given}
+    if given.pop("PYTHONDONTWRITEBYTECODE", None):
+        # Without bytecode, PyTorch alone is compiled anew in each of an engine's processes at each start.
+        given.setdefault("PYTHONPYCACHEPREFIX", str(compiled / "bytecode"))
     return variables(Path(environment.path), {**given, **engine.supervised_env, **launch.env, **more})
 
 
