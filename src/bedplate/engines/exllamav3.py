@@ -30,7 +30,7 @@ OWN_SLOTS, CHUNK, CHUNKS = 256, 2048, (512, 1024, 2048, 4096)
 GRAPHED = 8
 """Requests up to which a whole step is one CUDA graph (MAX_BSZ in modules/attention_fn/bc_attn.py, MAX_BSZN in
 modules/mlp.py of 1.6.5)."""
-_GRAPHS = "generator/generator.py of 1.6.5: max_batch_size; modules/attention_fn/bc_attn.py: MAX_BSZ; docs/h200.md"
+_GRAPHS = "generator/generator.py of 1.6.5: max_batch_size; modules/attention_fn/bc_attn.py: MAX_BSZ; docs/gpu.md"
 BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
 PAGE_TOKENS = 256
 WIDTH_STEP = 128
@@ -212,7 +212,7 @@ class ExLlamaV3(ServedByBedplate):
         env = kernels_env("exllamav3")
         if not has_own_defaults(settings):
             # Tokens become vectors on the host. From some batch on PyTorch divides that among all cores, which then
-            # wait for each other in a loop: slower, with eight cores busy (docs/h200.md).
+            # wait for each other in a loop: slower, with eight cores busy (docs/gpu.md).
             env["OMP_NUM_THREADS"] = "1"
         return landed(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), settings)
 
