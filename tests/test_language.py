@@ -22,7 +22,6 @@ NOT_YET = {
     "docs/worked-example.md#examples",
     "src/bedplate/changing",
     "src/bedplate/decide",
-    "src/bedplate/deploy",
     "src/bedplate/engines",
     "src/bedplate/facts",
     "src/bedplate/hosting",
