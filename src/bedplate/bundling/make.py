@@ -22,7 +22,7 @@ from typing import BinaryIO, Protocol
 from bedplate import _version
 from bedplate.bundling.texts import readme, serve_script
 from bedplate.decide import decide
-from bedplate.decide import plan as planned
+from bedplate.decide import plan as plan_decision
 from bedplate.decide.intent import resolved_hardware
 from bedplate.deploy.emit import emitted
 from bedplate.deploy.images import image_for
@@ -172,7 +172,7 @@ def _on_paper(intent: Intent, engine: str | None, hardware: Hardware | None = No
     hardware = hardware or resolved_hardware(intent)
     facts = intended_model(intent.model)
     decision = decide(hardware, facts, intent.workload, engine, operations=intent.operations)
-    plan = planned(decision, facts, intent.workload)
+    plan = plan_decision(decision, facts, intent.workload)
     chosen = engine_by_id(plan.engine)
     image = image_for(chosen, plan.settings, None, hardware.cpu.arch, None)
     if image is None or image.dockerfile is not None:

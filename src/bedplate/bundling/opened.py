@@ -223,6 +223,7 @@ def _refuse_damaged(wrong: list[str], count: int, hint: str) -> None:
 
 
 def _wrong(file: BundledFile, path: Path) -> str | None:
+    """Compare a file with its manifest entry; return what is wrong with it."""
     if file.link is not None:
         return None if path.is_symlink() and str(path.readlink()) == file.link else "is not the link that was packed"
     if not path.is_file():
@@ -233,7 +234,7 @@ def _wrong(file: BundledFile, path: Path) -> str | None:
 
 
 def _wrong_in(archive: tarfile.TarFile, file: BundledFile) -> str | None:
-    """Like `_wrong`, for a file inside the archive."""
+    """Compare a file inside the archive with its manifest entry."""
     try:
         member = archive.getmember(f"{TOP}/{file.path}")
         if file.link is not None:

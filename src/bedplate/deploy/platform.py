@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bedplate.decide import plan as planned
+from bedplate.decide import plan as plan_decision
 from bedplate.decide.portfolio import machine_of
 from bedplate.errors import AnswerIsNo
 from bedplate.facts.chips import chip_of
@@ -44,7 +44,7 @@ class Platform:
 
 def one_service(intent: Intent, hardware: Hardware, model: Model, workload: Workload, decision: Decision) -> Platform:
     """Describe one service on one machine or on identical nodes."""
-    plan = planned(decision, model, workload)
+    plan = plan_decision(decision, model, workload)
     name = slug(model.short_name)
     pool = _pool_of(intent, hardware)
     layout = decision.parallelism
@@ -70,7 +70,7 @@ def many_services(
     names = _names([placement.service for placement in found.placements])
     services = []
     for name, asked, model, placement in zip(names, intent.services, models, found.placements, strict=True):
-        plan = planned(placement.decision, model, asked.workload)
+        plan = plan_decision(placement.decision, model, asked.workload)
         if alone is not None and hardware is not None:
             services.append(
                 Placed(name, plan, placement.decision, alone, hardware, 0, asked.tenants, max(1, asked.replicas))
