@@ -210,7 +210,7 @@ def test_explains_a_changed_plan_and_nothing_else(manifest: Bundle, tmp_path: Pa
     fewer = replaced(found.plan, settings=replaced(found.plan.settings, slots=found.plan.settings.slots + 3))
     (line,) = differences(found.hardware, found.hardware, fewer, found.plan)
     assert "slots" in line and line.startswith("fewer resources are free on this machine: planned again")
-    (line,) = differences(found.hardware, found.hardware, fewer, found.plan, asked_otherwise=True)
+    (line,) = differences(found.hardware, found.hardware, fewer, found.plan, other_workload=True)
     assert line.startswith("the workload differs")
     elsewhere = replaced(found.hardware, cpu=replaced(found.hardware.cpu, name="Another CPU"))
     (line,) = differences(elsewhere, found.hardware, found.plan, found.plan)

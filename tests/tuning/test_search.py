@@ -75,8 +75,8 @@ class MadeUpEngine:
         return math.prod(len(lever.values) for lever in self.levers)
 
 
-def run_search(made: MadeUpEngine, **more: Callable[[Point], bool]) -> Climbed:
-    return climb(made.levers, made.measure, **more)  # type: ignore[arg-type]
+def run_search(made: MadeUpEngine, **options: Callable[[Point], bool]) -> Climbed:
+    return climb(made.levers, made.measure, **options)  # type: ignore[arg-type]
 
 
 def test_search_gets_within_five_percent_of_the_best_with_a_tenth_of_the_measurements() -> None:
@@ -144,11 +144,11 @@ def test_next_best_is_kept_if_the_winner_is_rejected() -> None:
 def test_search_stops_when_time_is_up() -> None:
     made, left = MadeUpEngine(5), [6]
 
-    def more(point: Point) -> bool:
+    def has_time(point: Point) -> bool:
         left[0] -= 1
         return left[0] > 0
 
-    assert not run_search(made, more=more).whole
+    assert not run_search(made, has_time=has_time).whole
     assert len(made.measured) < 6
 
 
@@ -160,7 +160,7 @@ def test_values_without_time_are_skipped() -> None:
         asked.append(point)
         return len(point) / 2
 
-    found = climb((lever, other), measure, more=lambda point: "slow" not in dict(point))
+    found = climb((lever, other), measure, has_time=lambda point: "slow" not in dict(point))
     assert dict(found.best) == {"quick": "2"} and not found.whole
     assert all("slow" not in dict(point) for point in asked)
 
@@ -225,7 +225,7 @@ def test_last_candidate_alternates_with_the_best() -> None:
 
 def test_recent_measurement_of_the_best_is_reused() -> None:
     made = ScriptedEngine(a=[-1.0])
-    climb(made.levers, made.measure, seen=0.0)
+    climb(made.levers, made.measure, start_score=0.0)
     assert made.measured == [(("a", ON),)]  # and a candidate far behind is not compared again
 
 
@@ -249,21 +249,21 @@ def test_significance_uses_the_noise_of_all_candidates() -> None:
     found = climb(steady.levers, steady.measure, width=1, accept=lambda point, move: move.lever.name == "d")
     assert dict(found.best) == {"d": ON} and len(found.kept[0].gains) == 2
     before = ScriptedEngine(d=[0.05, 0.01])
-    assert not climb(before.levers, before.measure, width=1, more=lambda point: len(before.measured) < 5).kept
+    assert not climb(before.levers, before.measure, width=1, has_time=lambda point: len(before.measured) < 5).kept
 
 
 def test_large_gain_measured_once_is_kept_when_time_is_up() -> None:
     for gain, answers, taken in ((2.0, True, True), (0.3, True, False), (2.0, False, False)):
         made, asked = ScriptedEngine(a=[gain] * 7), list[Point]()
 
-        def more(point: Point, made: ScriptedEngine = made) -> bool:
+        def has_time(point: Point, made: ScriptedEngine = made) -> bool:
             return len(made.measured) < 2
 
         def accept(point: Point, move: Move, asked: list[Point] = asked, answers: bool = answers) -> bool:
             asked.append(point)
             return answers
 
-        found = climb(made.levers, made.measure, accept=accept, more=more)
+        found = climb(made.levers, made.measure, accept=accept, has_time=has_time)
         assert bool(found.best) == taken and not found.whole
         assert [one.gains for one in found.kept] == ([(gain,)] if taken else [])
         assert bool(asked) == (gain > 1)
@@ -272,7 +272,7 @@ def test_large_gain_measured_once_is_kept_when_time_is_up() -> None:
 
 def test_short_budget_keeps_a_clear_gain_after_one_measurement() -> None:
     made = ScriptedEngine(a=[0.07] * 20, b=[0.04] * 20)
-    found = climb(made.levers, made.measure, hasty=True, width=1)
+    found = climb(made.levers, made.measure, short_budget=True, width=1)
     assert [len(one.gains) for one in found.kept] == [1, 2]
     assert made.measured[:2] == [(), (("a", ON),)]
     careful = ScriptedEngine(a=[0.07] * 20, b=[0.04] * 20)
@@ -289,7 +289,7 @@ def test_lossy_weights_are_tried_only_if_allowed() -> None:
 
 def test_candidates_with_time_continue_without_the_others() -> None:
     made = ScriptedEngine(a=[0.2] * 7, b=[0.5] * 7)
-    found = climb(made.levers, made.measure, more=lambda point: "b" not in dict(point) or len(made.measured) < 1)
+    found = climb(made.levers, made.measure, has_time=lambda point: "b" not in dict(point) or len(made.measured) < 1)
     assert dict(found.best) == {"a": ON} and not found.whole and not made.count("b")
 
 

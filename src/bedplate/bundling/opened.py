@@ -72,12 +72,12 @@ class Opened:
                 hint=f"use the bedplate in the bundle: {self.root / 'serve'}",
             )
         other = found.wanted.workload != self.bundle.wanted.workload
-        for line in differences(self.bundle.hardware, found.hardware, bundled, here, asked_otherwise=other):
+        for line in differences(self.bundle.hardware, found.hardware, bundled, here, other_workload=other):
             progress.note(line)
 
 
 def differences(
-    before: Hardware, now: Hardware, bundled: Plan, here: Plan, *, asked_otherwise: bool = False
+    before: Hardware, now: Hardware, bundled: Plan, here: Plan, *, other_workload: bool = False
 ) -> list[str]:
     """Describe how hardware and plan differ from those that the bundle was made for; empty if they do not."""
     changed = [
@@ -92,7 +92,7 @@ def differences(
     other = fingerprint(before) != fingerprint(now)
     if not changed and not other:
         return []
-    why = "the workload differs from the bundle's" if asked_otherwise else "fewer resources are free on this machine"
+    why = "the workload differs from the bundle's" if other_workload else "fewer resources are free on this machine"
     if other:
         why = f"the bundle was planned for {_words(before)}, this machine is {_words(now)}"
     return [f"{why}: planned again, {'; '.join(changed) if changed else 'with the same settings'}"]

@@ -25,10 +25,10 @@ def compose(platform: Platform) -> Files:
     pools = list(dict.fromkeys(placed.pool.name for placed in platform.services))
     files: Files = {}
     for name in pools:
-        here = [copy for placed in platform.services if placed.pool.name == name for copy in _copies(placed)]
-        _check_one_machine(here)
+        services = [copy for placed in platform.services if placed.pool.name == name for copy in _copies(placed)]
+        _check_one_machine(services)
         folder = f"{name}/" if len(pools) > 1 else ""
-        made = _machine(here, platform.deploy)
+        made = _machine(services, platform.deploy)
         files |= {f"{folder}{path}": text for path, text in made.items()}
     return files
 
@@ -49,17 +49,17 @@ def _check_one_machine(placed: Sequence[Placed]) -> None:
         )
 
 
-def _machine(here: Sequence[Placed], deploy: Deploy) -> Files:
-    units = [served(placed, deploy, whole=True) for placed in here]
-    services: Tree = {}
-    taken = 0
+def _machine(services: Sequence[Placed], deploy: Deploy) -> Files:
+    units = [served(placed, deploy, all_replicas=True) for placed in services]
+    entries: Tree = {}
+    used_gpus = 0
     for number, unit in enumerate(units):
-        services |= _filling(unit, taken, len(units) > 1)
-        services[unit.name] = why(_engine(unit, FIRST_PORT + number, taken, len(units) > 1), head_of(unit))
-        taken += unit.cards
+        entries |= _filling(unit, used_gpus, len(units) > 1)
+        entries[unit.name] = why(_engine(unit, FIRST_PORT + number, used_gpus, len(units) > 1), head_of(unit))
+        used_gpus += unit.cards
     tree: Tree = {
         "name": "bedplate",
-        "services": services,
+        "services": entries,
         "volumes": {
             "models": why({}, "model weights, downloaded once"),
             "cache": why({}, "compile caches of the engines"),

@@ -78,7 +78,7 @@ def dynamo(platform: Platform) -> Files:
         else:
             units[index] = _as_dynamo(unit)
             workloads[unit.name] = _graph(units[index], platform)
-    return manifests(platform, units, workloads, beside=reasons)
+    return manifests(platform, units, workloads, plain_reasons=reasons)
 
 
 def refused(unit: Served) -> str | None:

@@ -44,20 +44,22 @@ def manifests(
     units: Sequence[Served],
     workloads: Mapping[str, Sequence[Tree]],
     *,
-    beside: Mapping[str, str] | None = None,
-    more: Files | None = None,
+    plain_reasons: Mapping[str, str] | None = None,
+    more_files: Files | None = None,
 ) -> Files:
     """Write all files around the workloads, which differ between plain Kubernetes and its orchestrators.
 
-    `beside` gives, by service, why an orchestrator does not run it and it is a plain workload.
+    `plain_reasons` gives, by service, why an orchestrator does not run it and it is a plain workload.
     """
     deploy = platform.deploy
     files = {"namespace.yaml": documents(list(_namespace(deploy)))}
     plain = [unit for unit in units if _is_plain(workloads[unit.name])]
     for unit in units:
         parts = [*_before(unit, platform, unit in plain), *workloads[unit.name]]
-        plain_note = f"\n{beside[unit.name]}: deployed as a plain workload." if beside and unit.name in beside else ""
-        files[f"{unit.name}.yaml"] = documents(parts, head_of(unit) + plain_note)
+        heading = head_of(unit)
+        if plain_reasons and unit.name in plain_reasons:
+            heading += f"\n{plain_reasons[unit.name]}: deployed as a plain workload."
+        files[f"{unit.name}.yaml"] = documents(parts, heading)
     files["network.yaml"] = documents([*_network(units, deploy, plain)])
     if watched := [pod_monitor(unit, deploy, unit.metrics.path) for unit in plain if unit.metrics is not None]:
         files["monitoring.yaml"] = documents(watched)
@@ -67,7 +69,7 @@ def manifests(
         files["queues.yaml"] = documents(queues(platform, units))
     if deploy.gateway is not None and plain:
         files["gateway.yaml"] = documents([part for unit in plain for part in inference_pool(unit, deploy, len(plain))])
-    files |= more or {}
+    files |= more_files or {}
     files["kustomization.yaml"] = kustomization(platform, units, files)
     return files | built_images(units)
 

@@ -62,7 +62,7 @@ def ray(platform: Platform) -> Files:
         configs[f"serve/{unit.name}.yaml"] = document(config, head_of(unit))
         service = _ray_service(units[index], platform.deploy, queue_of(unit, platform), config)
         workloads[unit.name] = [service, _watched(units[index], platform.deploy)]
-    return manifests(platform, units, workloads, beside=reasons, more=configs)
+    return manifests(platform, units, workloads, plain_reasons=reasons, more_files=configs)
 
 
 def refused(unit: Served) -> str | None:

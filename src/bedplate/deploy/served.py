@@ -202,8 +202,8 @@ class Served:
         return command, tuple(_joined(rest)) if self.engine.container.joins_values else rest
 
 
-def served(placed: Placed, deploy: Deploy, *, whole: bool = False) -> Served:
-    """Describe the containers of one service; with `whole`, one container runs all replicas."""
+def served(placed: Placed, deploy: Deploy, *, all_replicas: bool = False) -> Served:
+    """Describe the containers of one service; with `all_replicas`, one container runs all of them."""
     engine = engine_by_id(placed.plan.engine)
     device = placed.plan.settings.device
     if placed.node.os != "linux":
@@ -221,9 +221,9 @@ def served(placed: Placed, deploy: Deploy, *, whole: bool = False) -> Served:
     image = image_for(engine, placed.plan.settings, gfx, placed.node.cpu.arch, deploy.registry)
     if image is None:
         raise _cannot(placed, f"{engine.name} has no image for {device}, and none can be built from its packages")
-    replicas = 1 if whole else max(1, layout.data) * placed.copies
-    plan = _inside(placed.plan, data=layout.data if whole else 1)
-    cards = each * (layout.data if whole else 1)
+    replicas = 1 if all_replicas else max(1, layout.data) * placed.copies
+    plan = _inside(placed.plan, data=layout.data if all_replicas else 1)
+    cards = each * (layout.data if all_replicas else 1)
     nodes = max(1, -(-cards // cards_per_node(placed))) if cards else 1
     launch = _launch(engine, plan, image)
     spare = placed.spare // each if each else placed.spare

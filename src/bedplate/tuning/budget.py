@@ -20,7 +20,7 @@ MOST_WAITED = {"throughput": 1.45, "cost": 1.45}
 """A candidate is stopped after this many times the best's burst; other objectives allow slower candidates."""
 WAITED_ELSE = 2.5
 MANY_WAVES = 30
-"""A budget shorter than this many bursts of the plan counts as short (`is_hasty`)."""
+"""A budget shorter than this many bursts of the plan counts as short."""
 SLOW, HASTY_SLOW = 6.0, 2.5
 """Limit for the engine defaults as a multiple of the plan's burst: usually, and with a short budget."""
 MEMORY_SHARE = 0.6

@@ -148,33 +148,33 @@ def climb(
     measure: Measure,
     *,
     accept: Callable[[Point, Move], bool] = lambda point, move: True,
-    more: Callable[[Point], bool] = lambda point: True,
+    has_time: Callable[[Point], bool] = lambda point: True,
     refused: Collection[tuple[str, str]] = (),
     start: Point = (),
-    seen: float | None = None,
+    start_score: float | None = None,
     width: int = WIDTH,
-    hasty: bool = False,
+    short_budget: bool = False,
 ) -> Climbed:
-    """Search the best point. `accept` may reject a winner; `more` says whether there is time to measure a point.
+    """Search the best point. `accept` may reject a winner; `has_time` says whether there is time to measure a point.
 
-    `seen`: the score of `start` if it was just measured. `hasty`: there is time for only a few measurements, so a gain
-    need not be repeated.
+    `start_score`: the score of `start` if it was just measured. `short_budget`: there is time for only a few
+    measurements, so a gain need not be repeated.
     """
     best, kept, whole = start, list[Kept](), True
-    meter, noise = _Meter(measure, width), _Noise(hasty)
-    if seen is not None:
-        meter.remember(best, seen)
+    meter, noise = _Meter(measure, width), _Noise(short_budget)
+    if start_score is not None:
+        meter.remember(best, start_score)
     queue = deque(move for lever in levers for move in _first_moves(lever, best))
     tried: dict[tuple[str, str], int] = {}
-    while queue and more(best):
+    while queue and has_time(best):
         moves = _round(queue, best, width, refused)
-        in_time = [move for move in moves if more(turned(best, move.lever, move.value))]
+        in_time = [move for move in moves if has_time(turned(best, move.lever, move.value))]
         whole = whole and in_time == moves
         if not in_time:
             continue
         for move in in_time:
             tried[_key(move)] = tried.get(_key(move), 0) + 1
-        ranked, late = _race(best, in_time, meter, noise, more)
+        ranked, late = _race(best, in_time, meter, noise, has_time)
         whole = whole and not late
         sure = [(move, gains) for move, gains in ranked if noise.is_sure(gains)]
         if late and not sure:
@@ -263,8 +263,8 @@ class _Noise:
     It pools the rounds of all candidates: two or three rounds of one candidate are too few.
     """
 
-    def __init__(self, hasty: bool) -> None:
-        self.hasty = hasty
+    def __init__(self, short_budget: bool) -> None:
+        self.short_budget = short_budget
         self._seen: list[list[float]] = []
 
     def watch(self, gains: Iterable[list[float]]) -> None:
@@ -279,8 +279,8 @@ class _Noise:
         return math.sqrt(sum(statistics.variance(one) * (len(one) - 1) for one in repeated) / count)
 
     def is_sure(self, gains: Sequence[float]) -> bool:
-        """Whether the gain is significant; one round is enough only if `hasty`."""
-        return (self.hasty or len(gains) > 1) and statistics.fmean(gains) > self._bar(gains, len(gains))
+        """Whether the gain is significant; one round is enough only if `short_budget`."""
+        return (self.short_budget or len(gains) > 1) and statistics.fmean(gains) > self._bar(gains, len(gains))
 
     def is_hopeful(self, gains: Sequence[float]) -> bool:
         """Whether the gain would be significant after the last round if its mean stays the same."""
@@ -291,7 +291,7 @@ class _Noise:
 
 
 def _race(
-    best: Point, moves: Sequence[Move], measure: _Meter, noise: _Noise, more: Callable[[Point], bool]
+    best: Point, moves: Sequence[Move], measure: _Meter, noise: _Noise, has_time: Callable[[Point], bool]
 ) -> tuple[list[tuple[Move, list[float]]], bool]:
     """Return the candidates with their gains over the best per round, best first, and whether time ran out.
 
@@ -308,11 +308,11 @@ def _race(
         scores: dict[Move, float] = {}
         for move in alive if turn % 2 == 0 else alive[::-1]:
             point = turned(best, move.lever, move.value)
-            if not more(point):
+            if not has_time(point):
                 late = True
             elif (score := measure(point, before - CUT)) is not None:
                 scores[move] = score
-        over, after = not more(best), before
+        over, after = not has_time(best), before
         lead = max(scores.values(), default=-math.inf) - before
         if not over and lead > -CLOSE and not noise.is_sure([lead]):
             if (again := measure(best, None)) is None:
@@ -327,7 +327,7 @@ def _race(
             late = late or over
             break
         first, single = gains[alive[0]], len(alive) == 1
-        settled = (single or noise.hasty) and noise.is_sure(first)
+        settled = (single or noise.short_budget) and noise.is_sure(first)
         if settled or (turn and single and not noise.is_hopeful(first)):
             break
         before = after

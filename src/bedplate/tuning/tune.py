@@ -156,8 +156,8 @@ def all_knobs(chosen: Decided) -> tuple[Knob, ...]:
     found = chosen.engine.knobs(chosen.hardware, chosen.plan)
     if not found or chosen.build == "native" or find_adopted(chosen.engine) is not None:
         return found
-    there = usable_build(chosen.engine, chosen.hardware, chosen.plan.settings.device)
-    return (build_knob(), *found) if there is not None else found
+    native = usable_build(chosen.engine, chosen.hardware, chosen.plan.settings.device)
+    return (build_knob(), *found) if native is not None else found
 
 
 def _drafting(chosen: Decided, draft: str | None) -> tuple[Knob, ...]:
@@ -238,7 +238,7 @@ class Tuner:
         return self.state.kept
 
     def search(self) -> Climbed:
-        seen = self._first_look()
+        start_score = self._first_look()
         levers = levers_of(
             self.state.knobs, self.state.kept.limit, self.state.kept.knobs, hints=self._hints(),
             as_own=self._own_is_better(), lossy=self.state.kept.lossy,
@@ -247,10 +247,10 @@ class Tuner:
             levers,
             self.trials.measure,
             accept=self._accept,
-            more=self.budget.has_time_for,
+            has_time=self.budget.has_time_for,
             refused=self._refused_before(),
-            seen=seen,
-            hasty=self.budget.is_hasty,
+            start_score=start_score,
+            short_budget=self.budget.is_hasty,
             width=max(1, self.pool.most - 1) if self.pool.most > 1 else 3,
         )
 
