@@ -86,7 +86,7 @@ def _check_manifest(tree: Tree, named: set[tuple[str, str]], pods: list[tuple[Tr
     if kind == "ClusterQueue":
         yield from _check_quotas(spec, named, pods)
     if kind == "ScaledObject":
-        yield from _scaled(spec, named, pods)
+        yield from _check_scaling(spec, named, pods)
     if kind == "InferencePool":
         picker = spec["endpointPickerRef"]
         if ("Service", picker["name"]) not in named:
@@ -117,11 +117,11 @@ def _check_selection(kind: str, spec: Tree, pods: list[tuple[Tree, Tree, Tree]])
         wanted = [port["number"] for port in spec["targetPorts"]]
     for port in wanted:
         for pod in chosen:
-            if port not in _ports(pod):
-                yield f"port {port} is none of {sorted(map(str, _ports(pod)))}"
+            if port not in _list_ports(pod):
+                yield f"port {port} is none of {sorted(map(str, _list_ports(pod)))}"
 
 
-def _ports(pod: Tree) -> set[Any]:
+def _list_ports(pod: Tree) -> set[Any]:
     ports = [port for container in pod["containers"] for port in container.get("ports", [])]
     return {port["containerPort"] for port in ports} | {port["name"] for port in ports}
 
@@ -141,7 +141,7 @@ def _check_quotas(spec: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree
                 yield f"{tree['metadata']['name']} asks for {left}, which no quota covers"
 
 
-def _scaled(spec: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree, Tree]]) -> Iterator[str]:
+def _check_scaling(spec: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree, Tree]]) -> Iterator[str]:
     target = spec["scaleTargetRef"]
     if target["kind"] == "DynamoGraphDeploymentScalingAdapter":
         adapters = {
@@ -171,14 +171,14 @@ def _check_pod(tree: Tree, pod: Tree, named: set[tuple[str, str]]) -> Iterator[s
         config = volume.get("configMap", {}).get("name")
         if config is not None and ("ConfigMap", config) not in named:
             yield f"no ConfigMap {config}"
-        mounted = [mount["name"] for container in _containers(pod) for mount in container.get("volumeMounts", [])]
+        mounted = [mount["name"] for container in _list_containers(pod) for mount in container.get("volumeMounts", [])]
         if name not in mounted:
             yield f"the volume {name} is mounted nowhere"
-    for container in _containers(pod):
+    for container in _list_containers(pod):
         yield from _check_container(tree, pod, container, volumes)
 
 
-def _containers(pod: Tree) -> list[Tree]:
+def _list_containers(pod: Tree) -> list[Tree]:
     return [*pod["containers"], *pod.get("initContainers", [])]
 
 
