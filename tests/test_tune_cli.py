@@ -58,7 +58,7 @@ def test_a_damaged_file_is_no_tuning(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--export", "x.json"), "no engine has been tuned on this machine"),
-        (("--resume", "last"), "no tuning was ended"),
+        (("--resume", "last"), "there is no unfinished tuning"),
         (("--budget", "soon"), "is not a duration"),
         (("--slo", "fast"), "is no target"),
         (("--build", "mine"), "is not one of packages and native"),
@@ -73,12 +73,12 @@ def test_wrong_questions_are_said_before_anything_runs(arguments: tuple[str, ...
 def test_a_knob_that_there_is_not_is_said(builtin_gguf: Path) -> None:
     fetch_builtin()
     found = invoke("tune", "--engine", "llama.cpp", "--knobs", "luck")
-    assert found.code == 2 and "no knob 'luck'" in found.err and "ubatch" in found.err
+    assert found.code == 2 and "no tunable setting 'luck'" in found.err and "ubatch" in found.err
 
 
 def test_one_that_has_ended_is_not_gone_on_with() -> None:
     tuned = kept_here()
-    assert "has come to its end" in invoke("tune", "--resume", tuned.id).err
+    assert "is already finished" in invoke("tune", "--resume", tuned.id).err
 
 
 def test_the_plan_uses_what_was_found_unless_told_otherwise() -> None:

@@ -1,4 +1,4 @@
-"""Code for other GPUs in a library: which is cleared, and that nothing else changes."""
+"""Clearing code for other GPUs in a library changes nothing else."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from bedplate.bundling.device_code import ELF, MAGIC, PTX, DeviceCode, clear_unu
 CODE = b"machine code of one architecture"
 
 
-def entry(kind: int, architecture: int, content: bytes = CODE) -> bytes:
-    """As nvcc writes it: a header of 64 bytes, with the architecture at byte 28."""
+def write_entry(kind: int, architecture: int, content: bytes = CODE) -> bytes:
+    """Write an entry like nvcc: a header of 64 bytes, with the architecture at byte 28."""
     return struct.pack("<HHIQIIHHI32x", kind, 0x101, 64, len(content), 0, 0, 0, 1, architecture) + content
 
 
-def fat_binary(*entries: bytes) -> bytes:
+def write_fat_binary(*entries: bytes) -> bytes:
     content = b"".join(entries)
     return MAGIC + struct.pack("<HHQ", 1, 16, len(content)) + content
 
 
-def kept(*entries: tuple[int, int], on: int) -> list[tuple[int, int]]:
+def find_kept(*entries: tuple[int, int], on: int) -> list[tuple[int, int]]:
     found = [DeviceCode(kind, architecture, 0, 0) for kind, architecture in entries]
     unused = unused_on(found, on)
     return [(one.kind, one.architecture) for one in found if one not in unused]
@@ -40,29 +40,35 @@ def kept(*entries: tuple[int, int], on: int) -> list[tuple[int, int]]:
         ([(PTX, 80), (ELF, 90)], 90, [(ELF, 90)]),
         ([(PTX, 100), (ELF, 100)], 90, []),
     ],
-    ids=["its own", "older of the same major version", "PTX, since no code fits", "code before PTX", "newer alone"],
+    ids=["same", "older of the same major version", "PTX if no code fits", "code before PTX", "only newer"],
 )
-def test_what_a_gpu_loads_is_kept(entries: list[tuple[int, int]], on: int, left: list[tuple[int, int]]) -> None:
-    assert kept(*entries, on=on) == left
+def test_keeps_code_that_the_gpu_loads(entries: list[tuple[int, int]], on: int, left: list[tuple[int, int]]) -> None:
+    assert find_kept(*entries, on=on) == left
 
 
-def test_only_other_architectures_are_cleared_and_the_original_file_stays(tmp_path: Path) -> None:
+def test_clears_only_other_architectures_in_a_copy_of_the_file(tmp_path: Path) -> None:
     host = b"\x7fELF host code " * 8
-    data = host + fat_binary(entry(ELF, 80), entry(ELF, 90)) + host + fat_binary(entry(PTX, 80), entry(ELF, 100)) + host
+    data = (
+        host
+        + write_fat_binary(write_entry(ELF, 80), write_entry(ELF, 90))
+        + host
+        + write_fat_binary(write_entry(PTX, 80), write_entry(ELF, 100))
+        + host
+    )
     cached, library = tmp_path / "cached.so", tmp_path / "library.so"
     cached.write_bytes(data)
     os.link(cached, library)
     assert clear_unused(library, 90) == 2 * len(CODE)
     zeros = bytes(len(CODE))
     assert library.read_bytes() == (
-        host + fat_binary(entry(ELF, 80, zeros), entry(ELF, 90)) + host
-        + fat_binary(entry(PTX, 80), entry(ELF, 100, zeros)) + host
+        host + write_fat_binary(write_entry(ELF, 80, zeros), write_entry(ELF, 90)) + host
+        + write_fat_binary(write_entry(PTX, 80), write_entry(ELF, 100, zeros)) + host
     )  # fmt: skip
     assert cached.read_bytes() == data, "it may be a hard link into a package cache"
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["cached.so", "library.so"]
 
 
-def test_a_library_without_device_code_is_not_written(tmp_path: Path) -> None:
+def test_library_without_device_code_is_not_rewritten(tmp_path: Path) -> None:
     library = tmp_path / "plain.so"
     library.write_bytes(b"nothing of CUDA" * 10)
     before = library.stat()
@@ -71,8 +77,8 @@ def test_a_library_without_device_code_is_not_written(tmp_path: Path) -> None:
 
 
 @given(before=st.binary(max_size=40), rest=st.binary(max_size=200), cut=st.integers(0, 300))
-def test_what_is_not_understood_is_left_alone(before: bytes, rest: bytes, cut: int) -> None:
-    data = (before + MAGIC + rest + fat_binary(entry(ELF, 80)))[:cut]
+def test_skips_fat_binaries_of_unknown_format(before: bytes, rest: bytes, cut: int) -> None:
+    data = (before + MAGIC + rest + write_fat_binary(write_entry(ELF, 80)))[:cut]
     for entries in fat_binaries(data):
         for one in entries:
             assert 0 <= one.start <= one.start + one.size_bytes <= len(data)

@@ -1,4 +1,4 @@
-"""Bundles for another platform: what is asked for, what is left out, and how it is cut. Nothing is downloaded."""
+"""Bundles for another platform: targets, excluded packages and pieces. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bedplate.errors import AnswerIsNo, BadQuestion, OutsideFailed
 from bedplate.progress import Silent
 
 
-def test_a_target_says_what_the_machine_must_have() -> None:
+def test_target_name_determines_the_requirements() -> None:
     target = parse_target("linux-x86_64-cuda13", "3.12", "9.0")
     assert (target.machine, target.device, target.cuda, target.driver) == ("x86_64", "cuda", "13", "580")
     plain = parse_target("linux-aarch64-cpu", "3.11")
@@ -43,13 +43,13 @@ def test_a_target_says_what_the_machine_must_have() -> None:
         ("linux-x86_64-cuda13", "3.12", "sm90", "compute capability"),
     ],
 )
-def test_what_is_not_a_target(name: str, python: str, capability: str | None, words: str) -> None:
+def test_rejects_invalid_targets(name: str, python: str, capability: str | None, words: str) -> None:
     with pytest.raises(BadQuestion) as caught:
         parse_target(name, python, capability)
     assert words in caught.value.message and caught.value.hint
 
 
-def test_an_overlay_leaves_out_what_pytorch_brings_and_other_gpus_kernels() -> None:
+def test_overlay_excludes_packages_of_pytorch_and_kernels_for_other_gpus() -> None:
     target = parse_target("linux-x86_64-cuda13", "3.12", "9.0")
     found = _engine_contents(engine("vllm"), "0.26.0", _Overlay.parse("torch==2.11.0+cu130"), target)
     assert found.version == "0.26.0" and found.packages == ("vllm==0.26.0",)
@@ -60,7 +60,7 @@ def test_an_overlay_leaves_out_what_pytorch_brings_and_other_gpus_kernels() -> N
     assert complete.left_out == () and complete.environment == found.environment
 
 
-def test_without_a_version_the_one_that_fits_the_pytorch_is_taken() -> None:
+def test_overlay_without_version_chooses_the_one_that_fits_pytorch() -> None:
     target = parse_target("linux-x86_64-cuda13", "3.12")
     found = _engine_contents(engine("sglang"), None, _Overlay.parse("torch==2.11.0"), target)
     assert found.version == "0.5.15" and "sgl_kernel/sm100" not in found.unused_files
@@ -76,16 +76,14 @@ def test_without_a_version_the_one_that_fits_the_pytorch_is_taken() -> None:
     ],
     ids=["version", "PyTorch", "CUDA", "no CUDA"],
 )
-def test_a_combination_without_a_recipe_is_refused_with_those_that_are_known(
-    version: str, overlay: str | None, name: str
-) -> None:
+def test_refusal_without_recipe_lists_known_combinations(version: str, overlay: str | None, name: str) -> None:
     given = _Overlay.parse(overlay) if overlay else None
     with pytest.raises(AnswerIsNo) as caught:
         _engine_contents(engine("vllm"), version, given, parse_target(name, "3.12"))
     assert "vllm@0.26.0 over torch 2.11.0 and CUDA 13" in (caught.value.hint or "")
 
 
-def test_every_overlay_names_its_source_and_a_check() -> None:
+def test_every_overlay_has_a_source_and_a_check() -> None:
     overlays = [one for each in all_engines().values() for one in each.overlays]
     assert {one.packages[0] for one in overlays} >= {"vllm==0.26.0", "sglang==0.5.15"}
     for one in overlays:
@@ -93,7 +91,7 @@ def test_every_overlay_names_its_source_and_a_check() -> None:
         assert not set(one.provided) & set(one.unused)
 
 
-def test_a_file_with_the_targets_packages(tmp_path: Path) -> None:
+def test_overlay_reads_a_requirements_file(tmp_path: Path) -> None:
     file = tmp_path / "freeze.txt"
     file.write_text("# of the target\ntorch==2.11.0+cu130\nNumPy==2.3.5\nlocal @ file:///x\n")
     overlay = _Overlay.parse(str(file))
@@ -107,7 +105,9 @@ def test_a_file_with_the_targets_packages(tmp_path: Path) -> None:
 
 
 @given(parts=st.lists(st.binary(max_size=50), max_size=12), most=st.integers(1, 40))
-def test_pieces_joined_are_the_stream(parts: list[bytes], most: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_joined_pieces_equal_the_stream(
+    parts: list[bytes], most: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("pieces")
     pieces = _Pieces(folder, most)
     for part in parts:
@@ -121,7 +121,7 @@ def test_pieces_joined_are_the_stream(parts: list[bytes], most: int, tmp_path_fa
     assert all(len(one) == most for one in contents[:-1]) and len(contents[-1]) <= most
 
 
-def test_modules_for_other_pythons_are_left_out_where_this_ones_is_there(tmp_path: Path) -> None:
+def test_removes_modules_for_other_pythons_if_the_right_one_exists(tmp_path: Path) -> None:
     for name in ("a/_C.cpython-312-x.so", "a/_C.cpython-313-x.so", "b/_D.cpython-310-x.so", "b/tests/t.py", "b/t.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(b"")
@@ -134,33 +134,33 @@ def test_modules_for_other_pythons_are_left_out_where_this_ones_is_there(tmp_pat
 @pytest.mark.parametrize(
     ("refused", "notes"),
     [((), 0), (("if-necessary-or-explicit",), 0), (("--exclude-newer",), 1)],
-    ids=["as it ran", "with previews", "an index without upload times"],
+    ids=["as of the date", "with pre-releases", "index without upload times"],
 )
-def test_packages_are_those_of_the_recipes_date_where_the_index_knows_dates(
+def test_packages_are_resolved_as_of_the_date_of_the_recipe_if_possible(
     refused: tuple[str, ...], notes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index is a stand-in that refuses some options, as an index does that has no upload times or only previews."""
-    asked: list[list[str]] = []
+    """A stand-in for uv rejects some options, as for an index without upload times or with only pre-releases."""
+    calls: list[list[str]] = []
 
     def compile_pins(arguments: list[str], what: str, folder: Path, written: object = None) -> None:
-        asked.append(arguments)
+        calls.append(arguments)
         if set(refused) & set(arguments):
             raise OutsideFailed(what, cause="requirements are unsatisfiable")
         Path(arguments[arguments.index("--output-file") + 1]).write_text("one==1.0\ntwo==2.0\n")
 
     class Notes(Silent):
         def note(self, text: str) -> None:
-            said.append(text)
+            noted.append(text)
 
-    said: list[str] = []
+    noted: list[str] = []
     monkeypatch.setattr("bedplate.bundling.for_target.run_uv", compile_pins)
     download = _Download(parse_target("linux-x86_64-cuda13", "3.12"), tmp_path, Notes())
     assert download.resolve("one", ["one"], (), "2026-11-17T11:00:00Z") == ["one==1.0", "two==2.0"]
-    assert len(said) == notes and "--exclude-newer" in asked[0]
-    assert "x86_64-manylinux_2_35" in asked[-1] and "3.12" in asked[-1]
+    assert len(noted) == notes and "--exclude-newer" in calls[0]
+    assert "x86_64-manylinux_2_35" in calls[-1] and "3.12" in calls[-1]
 
 
-def test_nothing_that_resolves_names_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hint_names_the_target_if_packages_cannot_be_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(arguments: list[str], what: str, folder: Path, written: object = None) -> None:
         raise OutsideFailed(what, cause="requirements are unsatisfiable", hint="of this machine")
 
@@ -181,11 +181,11 @@ def test_nothing_that_resolves_names_the_target(tmp_path: Path, monkeypatch: pyt
         (["--for", "linux-x86_64-cpu", "--engine", "nonsense@1"], "no engine is called 'nonsense'"),
     ],
 )
-def test_usage_errors(options: list[str], words: str) -> None:
+def test_reports_usage_errors(options: list[str], words: str) -> None:
     answer = invoke("bundle", *options)
     assert answer.code == 2 and words in answer.err
 
 
-def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(BadQuestion, match="is there already"):
+def test_existing_output_is_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(BadQuestion, match="already exists"):
         make_target_bundle(TargetRequest("linux-x86_64-cpu", "3.12", output=tmp_path))

@@ -1,4 +1,4 @@
-"""What install.py says on a machine that lacks something. PyTorch and nvidia-smi are stand-ins, for checks alone."""
+"""install.py reports what a machine lacks. PyTorch and nvidia-smi are stand-ins, used only by the checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bu
 
 
 class Site:
-    """A machine with a bundle, a Python, a PyTorch and a GPU, each as the test wants it."""
+    """A machine with a bundle, Python, PyTorch and GPU that the test configures."""
 
     def __init__(self, folder: Path) -> None:
         self.bundle, self.home = folder / "bundle", folder / "home"
@@ -95,86 +95,86 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def refused(site: Site, code: int, *words: str) -> None:
-    """Without --check too, nothing is written."""
-    found, said, err = site.run()
+def check_refusal(site: Site, code: int, *words: str) -> None:
+    """Run the installation and check that it reports these problems and writes nothing."""
+    found, result, err = site.run()
     assert found == code, err
-    told = "\n".join(said["problems"])
-    assert len(said["problems"]) == len(words), told
+    problems = "\n".join(result["problems"])
+    assert len(result["problems"]) == len(words), problems
     for word in words:
-        assert word in told and word in err, err
-    assert not said["installed"] and said["error"] and not site.home.exists()
+        assert word in problems and word in err, err
+    assert not result["installed"] and result["error"] and not site.home.exists()
 
 
-def test_a_machine_that_has_everything_passes(site: Site) -> None:
+def test_check_passes_on_a_machine_that_meets_all_requirements(site: Site) -> None:
     code, said, err = site.run("--check")
     assert code == 0, err
     assert said["problems"] == [] and not site.home.exists()
     assert said["commands"][0].endswith("serve --engine vllm")
 
 
-def test_no_pytorch(site: Site) -> None:
+def test_reports_missing_pytorch(site: Site) -> None:
     site.has_torch(None)
-    refused(site, 1, "PyTorch 2.11.0 for CUDA 13 is needed by vLLM; " + PYTHON + " has none")
+    check_refusal(site, 1, "vLLM requires PyTorch 2.11.0 for CUDA 13; " + PYTHON + " has none")
 
 
-def test_another_pytorch(site: Site) -> None:
+def test_reports_another_version_of_pytorch(site: Site) -> None:
     site.has_torch("2.12.1+cu130", "13.0")
-    refused(site, 1, "is version 2.12.1+cu130")
+    check_refusal(site, 1, "is version 2.12.1+cu130")
 
 
 @pytest.mark.parametrize(("cuda", "words"), [("12.8", "was built for CUDA 12.8"), (None, "was built for no CUDA")])
-def test_a_pytorch_for_another_cuda(site: Site, cuda: str | None, words: str) -> None:
+def test_reports_pytorch_for_another_cuda(site: Site, cuda: str | None, words: str) -> None:
     site.has_torch("2.11.0", cuda)
-    refused(site, 1, words)
+    check_refusal(site, 1, words)
 
 
-def test_no_gpu(site: Site) -> None:
+def test_reports_missing_gpu(site: Site) -> None:
     site.has_gpu()
-    refused(site, 1, "an NVIDIA GPU is needed; nvidia-smi does not run")
+    check_refusal(site, 1, "an NVIDIA GPU is required, but nvidia-smi cannot run")
 
 
-def test_an_old_driver(site: Site) -> None:
+def test_reports_old_driver(site: Site) -> None:
     site.has_gpu("NVIDIA H200, 570.124.06, 9.0")
-    refused(site, 1, "CUDA 13 needs driver 580 or newer; this machine has 570.124.06")
+    check_refusal(site, 1, "CUDA 13 requires driver 580 or newer; this machine has 570.124.06")
 
 
-def test_a_gpu_whose_code_was_left_out(site: Site) -> None:
+def test_reports_gpu_without_packed_code(site: Site) -> None:
     site.has_gpu(GPU, "NVIDIA B200, 580.95.05, 10.0")
-    refused(site, 1, "compute capability 9.0 alone; here are NVIDIA B200 (10.0)")
+    check_refusal(site, 1, "compute capability 9.0; this machine has NVIDIA B200 (10.0)")
 
 
-def test_another_python_machine_and_glibc_are_told_together(site: Site) -> None:
+def test_reports_python_machine_and_glibc_together(site: Site) -> None:
     site.needs(python="3.7", machine="riscv64", glibc="9.99")
-    refused(site, 1, "Python 3.7 is needed", "linux on riscv64", "glibc 9.99 or newer is needed")
+    check_refusal(site, 1, "Python 3.7 is required", "linux on riscv64", "glibc 9.99 or newer is required")
 
 
-def test_no_disk_space(site: Site) -> None:
+def test_reports_missing_disk_space(site: Site) -> None:
     site.needs(unpacked_bytes=10**18)
-    refused(site, 1, "1000000000.2 GB are needed in")
+    check_refusal(site, 1, "1000000000.2 GB of disk space is required in")
 
 
-def test_a_missing_and_a_damaged_piece_are_told_with_what_the_machine_lacks(site: Site) -> None:
+def test_reports_bad_pieces_together_with_missing_requirements(site: Site) -> None:
     (site.bundle / "piece.000").unlink()
     (site.bundle / "piece.001").write_bytes(b"b" * 9 + b"c")
     site.has_torch(None)
-    refused(site, 3, "piece.000 is missing", "piece.001 is damaged: it has another sha256", "PyTorch 2.11.0")
+    check_refusal(site, 3, "piece.000 is missing", "piece.001 is damaged: its sha256 differs", "PyTorch 2.11.0")
 
 
-def test_a_piece_that_was_cut_short(site: Site) -> None:
+def test_reports_truncated_piece(site: Site) -> None:
     (site.bundle / "piece.000").write_bytes(b"a" * 900)
     (site.bundle / "zstandard.zip").unlink()
-    refused(site, 3, "piece.000 has 900 bytes instead of 1000", "zstandard.zip is missing")
+    check_refusal(site, 3, "piece.000 has 900 bytes instead of 1000", "zstandard.zip is missing")
 
 
-def test_no_manifest_and_a_wrong_option(site: Site) -> None:
+def test_reports_invalid_manifest_and_unknown_option(site: Site) -> None:
     (site.bundle / MANIFEST).write_text("{")
     code, said, err = site.run()
     assert code == 3 and MANIFEST in said["error"] and "hint: copy it" in err
     assert site.run("--nonsense")[0] == 2
 
 
-def test_bedplate_alone_needs_no_gpu(site: Site) -> None:
+def test_bundle_without_engine_needs_no_gpu(site: Site) -> None:
     manifest = json.loads((site.bundle / MANIFEST).read_text()) | {"engines": []}
     (site.bundle / MANIFEST).write_text(json.dumps(manifest))
     site.has_gpu()
@@ -182,7 +182,7 @@ def test_bedplate_alone_needs_no_gpu(site: Site) -> None:
     assert site.run("--check")[0] == 0
 
 
-def test_an_overlay_sees_the_pytorch_below_it_and_its_own_packages_first(
+def test_overlay_imports_its_own_packages_before_those_of_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     below, tree = tmp_path / "below", tmp_path / "tree"
@@ -202,18 +202,18 @@ def test_an_overlay_sees_the_pytorch_below_it_and_its_own_packages_first(
         return subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout.split()
 
     assert run() == ["False", "True", "0", str(tree)]
-    assert run(ENGINE_OF_TEST="1")[2] == "1", "what the user has set holds"
+    assert run(ENGINE_OF_TEST="1")[2] == "1", "a variable that the user set keeps its value"
 
 
-def test_commands_can_be_pasted_into_a_shell() -> None:
+def test_printed_commands_are_quoted_for_a_shell() -> None:
     manifest = {"model_place": "models/bundled/one/a b.gguf", "engines": [{"engine": "vllm"}]}
     (command,) = install.serve_commands(manifest, Path("/a home"))
     place = "'/a home/models/bundled/one/a b.gguf'"
     assert command == f"BEDPLATE_HOME='/a home' '/a home/bin/bedplate' serve {place} --engine vllm"
 
 
-def test_programs_can_be_started_again_by_a_child(tmp_path: Path) -> None:
-    """An engine that spawns its workers imports the program's file again, which must not start a second server."""
+def test_console_scripts_guard_against_reimport(tmp_path: Path) -> None:
+    """A spawned worker imports the script again, which must not start a second server."""
     site = tmp_path / "site-packages"
     about = site / "one-1.dist-info"
     about.mkdir(parents=True)
@@ -227,7 +227,7 @@ def test_programs_can_be_started_again_by_a_child(tmp_path: Path) -> None:
     assert os.access(programs / "two", os.X_OK)
 
 
-def test_a_program_runs_from_a_path_that_a_first_line_cannot_hold(tmp_path: Path) -> None:
+def test_console_script_runs_with_a_path_that_a_shebang_cannot_hold(tmp_path: Path) -> None:
     site, programs = tmp_path / "site-packages", tmp_path / "bin"
     about = site / "one-1.dist-info"
     about.mkdir(parents=True)
@@ -241,7 +241,7 @@ def test_a_program_runs_from_a_path_that_a_first_line_cannot_hold(tmp_path: Path
     assert platform.python_version() in done.stdout + done.stderr
 
 
-def test_it_needs_nothing_of_ours_and_starts_on_an_older_python() -> None:
+def test_installer_imports_only_the_standard_library_and_parses_on_python_3_7() -> None:
     text = Path(install.__file__).read_text()
     tree = ast.parse(text, feature_version=(3, 7))
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

@@ -1,4 +1,4 @@
-"""Bundles that are not what they should be: damaged, cut short, for another machine, or no bundles at all."""
+"""Opening bundles: damaged, truncated, for another machine, or not a bundle."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ CONTENT = {"wheels/a.whl": b"not a real wheel", "model/tiny.gguf": b"weights " *
 
 @pytest.fixture(scope="module")
 def manifest() -> Bundle:
-    """What a bundle of the built-in model would say, with three small files in the place of its own."""
+    """The manifest of a bundle of the built-in model, with three small files instead of its own."""
     hardware, facts = probe(), builtin_facts()
     chosen = plan(decide(hardware, facts, Workload(origin="default"), "llama.cpp"), facts, Workload(origin="default"))
     return Bundle(
         bedplate="0.1.0",
         made_at="2026-11-15T12:00:00+00:00",
-        site=_here(),
+        site=_describe_this_site(),
         wanted=Wanted(engine="llama.cpp"),
         hardware=hardware,
         plan=replaced(chosen, model=replaced(facts, files=("model/tiny.gguf",))),
@@ -55,7 +55,7 @@ def manifest() -> Bundle:
     )
 
 
-def _here() -> Site:
+def _describe_this_site() -> Site:
     import platform
     import sysconfig
 
@@ -63,7 +63,7 @@ def _here() -> Site:
     return Site(python=python, platform=sysconfig.get_platform(), glibc="2.5")
 
 
-def folder(root: Path, bundle: Bundle) -> Path:
+def write_folder(root: Path, bundle: Bundle) -> Path:
     for path, data in CONTENT.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(data)
@@ -71,7 +71,7 @@ def folder(root: Path, bundle: Bundle) -> Path:
     return root
 
 
-def archive(path: Path, bundle: Bundle) -> Path:
+def write_archive(path: Path, bundle: Bundle) -> Path:
     with tarfile.open(path, "w") as out:
         for name, data in {**CONTENT, MANIFEST: to_json(bundle).encode()}.items():
             info = tarfile.TarInfo(f"{TOP}/{name}")
@@ -80,22 +80,27 @@ def archive(path: Path, bundle: Bundle) -> Path:
     return path
 
 
-@pytest.mark.parametrize("make", [folder, archive], ids=["folder", "archive"])
-def test_a_whole_bundle_is_found_whole(make: Callable[..., Path], manifest: Bundle, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [write_folder, write_archive], ids=["folder", "archive"])
+def test_complete_bundle_passes_the_check(make: Callable[..., Path], manifest: Bundle, tmp_path: Path) -> None:
     assert checked(make(tmp_path / "one", manifest)) == manifest
 
 
 @pytest.mark.parametrize(
     ("happens", "words"),
     [
-        (lambda root: (root / "model/tiny.gguf").write_bytes(b"Weights " * 40), "model/tiny.gguf has another sha256"),
+        (
+            lambda root: (root / "model/tiny.gguf").write_bytes(b"Weights " * 40),
+            "model/tiny.gguf has a different sha256",
+        ),
         (lambda root: (root / "model/tiny.gguf").write_bytes(b"weights"), "has 7 bytes instead of 320"),
         (lambda root: (root / "wheels/a.whl").unlink(), "wheels/a.whl is missing"),
     ],
     ids=["changed", "shorter", "missing"],
 )
-def test_damage_names_the_file(happens: Callable[[Path], Any], words: str, manifest: Bundle, tmp_path: Path) -> None:
-    root = folder(tmp_path / "one", manifest)
+def test_error_names_the_damaged_file(
+    happens: Callable[[Path], Any], words: str, manifest: Bundle, tmp_path: Path
+) -> None:
+    root = write_folder(tmp_path / "one", manifest)
     check_files(manifest, root)
     happens(root)
     with pytest.raises(OutsideFailed, match="damaged: 1 of 3 files") as raised, opened(root):
@@ -105,11 +110,11 @@ def test_damage_names_the_file(happens: Callable[[Path], Any], words: str, manif
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
-def test_an_archive_with_a_flipped_bit_or_a_missing_end_is_an_error_or_whole(
+def test_corrupt_archive_raises_an_error_or_has_the_same_files(
     where: float, bit: int, cut: bool, manifest: Bundle, tmp_path: Path
 ) -> None:
-    """Never anything else: some bytes of an archive are padding, and some of a manifest are words."""
-    data = bytearray(archive(tmp_path / "made.tar", manifest).read_bytes())
+    """Some bits do not matter: an archive has padding, and a manifest has free text."""
+    data = bytearray(write_archive(tmp_path / "made.tar", manifest).read_bytes())
     at = int(where * len(data))
     if cut:
         del data[at:]
@@ -128,19 +133,19 @@ def test_an_archive_with_a_flipped_bit_or_a_missing_end_is_an_error_or_whole(
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", "null", '{"schema": "bundle/9"}', "\x00\xff", '{"schema": "bundle/1", "files": 3}']
 )
-def test_a_garbled_manifest_is_an_error_that_says_so(text: str, tmp_path: Path) -> None:
+def test_rejects_invalid_manifest(text: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(BadQuestion, match="is not a valid Bundle"):
         read_bundle(tmp_path)
 
 
-def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
+def test_rejects_paths_that_are_not_bundles(tmp_path: Path) -> None:
     with pytest.raises(BadQuestion, match="no bundle"):
         read_bundle(tmp_path / "nowhere")
-    with pytest.raises(OutsideFailed, match="no bundle of bedplate"):
+    with pytest.raises(OutsideFailed, match="is not a bedplate bundle"):
         read_bundle(tmp_path)
     (tmp_path / "text.tar").write_text("hello")
-    with pytest.raises(OutsideFailed, match="no bundle of bedplate"):
+    with pytest.raises(OutsideFailed, match="is not a bedplate bundle"):
         read_bundle(tmp_path / "text.tar")
 
 
@@ -157,12 +162,12 @@ def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
         ("x", "..", False),
     ],
 )
-def test_no_file_and_no_link_leads_out_of_a_bundle(
+def test_rejects_paths_and_links_that_lead_out_of_the_bundle(
     path: str, link: str | None, inside: bool, manifest: Bundle, tmp_path: Path
 ) -> None:
     file = BundledFile(path=path, link=link)
     assert file.inside == inside
-    root = folder(tmp_path / "one", replaced(manifest, files=(file,)))
+    root = write_folder(tmp_path / "one", replaced(manifest, files=(file,)))
     if not inside:
         with pytest.raises(OutsideFailed, match="leads out of it"):
             read_bundle(root)
@@ -172,57 +177,57 @@ def test_no_file_and_no_link_leads_out_of_a_bundle(
     ("site", "words"),
     [
         ({"platform": "linux-riscv64"}, "the bundle is for linux-riscv64"),
-        ({"python": "3.9"}, "for Python 3.9, and this bedplate runs on"),
+        ({"python": "3.9"}, "for Python 3.9, but this bedplate runs on"),
         ({"glibc": "9.99"}, "need glibc 9.99 or newer"),
     ],
 )
-def test_another_kind_of_machine_is_refused_before_anything_is_unpacked(
+def test_refuses_unsuitable_machine_before_unpacking(
     site: dict[str, str], words: str, manifest: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UV_PYTHON", raising=False)
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
-    other = replaced(manifest, site=replaced(_here(), **site))
-    with pytest.raises(AnswerIsNo, match=words) as raised, opened(archive(tmp_path / "one.tar", other)):
+    other = replaced(manifest, site=replaced(_describe_this_site(), **site))
+    with pytest.raises(AnswerIsNo, match=words) as raised, opened(write_archive(tmp_path / "one.tar", other)):
         pass
     assert raised.value.hint and not (tmp_path / "home").exists()
 
 
-def test_an_engine_of_an_image_is_not_started(manifest: Bundle) -> None:
+def test_refuses_engine_that_runs_from_an_image(manifest: Bundle) -> None:
     with pytest.raises(AnswerIsNo, match="container image: nvcr"):
         check_site(replaced(manifest, image="nvcr.io/nvidia/tensorrt-llm/release:1.2"))
 
 
-def _decided(model: str) -> Decided:
+def _decide_builtin(model: str) -> Decided:
     (found,) = decided([Wanted(engine="llama.cpp")], probe(), Silent(), models=[builtin_facts()])
     return found
 
 
-def test_a_plan_that_is_the_same_is_not_worth_a_word_and_another_is_explained(manifest: Bundle, tmp_path: Path) -> None:
-    found = _decided("llama.cpp")
+def test_explains_a_changed_plan_and_nothing_else(manifest: Bundle, tmp_path: Path) -> None:
+    found = _decide_builtin("llama.cpp")
     same = differences(found.hardware, found.hardware, found.plan, found.plan)
     assert same == []
     fewer = replaced(found.plan, settings=replaced(found.plan.settings, slots=found.plan.settings.slots + 3))
     (line,) = differences(found.hardware, found.hardware, fewer, found.plan)
-    assert "slots" in line and line.startswith("less is free here: planned again")
-    (line,) = differences(found.hardware, found.hardware, fewer, found.plan, asked_otherwise=True)
-    assert line.startswith("other work is asked for")
+    assert "slots" in line and line.startswith("fewer resources are free on this machine: planned again")
+    (line,) = differences(found.hardware, found.hardware, fewer, found.plan, other_workload=True)
+    assert line.startswith("the workload differs")
     elsewhere = replaced(found.hardware, cpu=replaced(found.hardware.cpu, name="Another CPU"))
     (line,) = differences(elsewhere, found.hardware, found.plan, found.plan)
     assert "planned for Another CPU" in line and "with the same settings" in line
 
 
-def test_packages_for_another_device_or_of_another_version_are_refused(manifest: Bundle, tmp_path: Path) -> None:
-    found = _decided("llama.cpp")
+def test_refuses_packages_for_another_device_or_version(manifest: Bundle, tmp_path: Path) -> None:
+    found = _decide_builtin("llama.cpp")
     for_cuda = replaced(manifest.plan, settings=replaced(manifest.plan.settings, device="cuda"))
     with pytest.raises(AnswerIsNo, match=r"has llama\.cpp for cuda"):
         Opened(replaced(manifest, plan=for_cuda), tmp_path).agreed(found, Silent())
-    with pytest.raises(AnswerIsNo, match="not the one that this bedplate starts"):
+    with pytest.raises(AnswerIsNo, match="do not match this version of bedplate"):
         Opened(replaced(manifest, recipe=("xllamacpp==1",)), tmp_path).agreed(found, Silent())
 
 
-def test_while_it_is_open_nothing_is_installed_from_anywhere_else(manifest: Bundle, tmp_path: Path) -> None:
-    root = folder(tmp_path / "one", manifest)
+def test_open_bundle_is_the_only_source_of_packages(manifest: Bundle, tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "one", manifest)
     assert pinned_packages("llama.cpp") is None
     with opened(root):
         assert "--require-hashes" in (pinned_packages("llama.cpp") or [])
@@ -233,8 +238,8 @@ def test_while_it_is_open_nothing_is_installed_from_anywhere_else(manifest: Bund
     assert pinned_packages("llama.cpp") is None
 
 
-def test_a_bundles_model_and_engine_are_its_own(manifest: Bundle, tmp_path: Path) -> None:
-    root = folder(tmp_path / "one", manifest)
+def test_serve_rejects_model_and_engine_with_a_bundle(manifest: Bundle, tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "one", manifest)
     answer = invoke("serve", "other.gguf", "--bundle", str(root), "--engine", "vllm")
     assert answer.code == 2 and "a model and --engine cannot be combined with it" in answer.err
 
@@ -242,19 +247,17 @@ def test_a_bundles_model_and_engine_are_its_own(manifest: Bundle, tmp_path: Path
 @pytest.mark.parametrize(
     ("intent", "output", "words"),
     [
-        (Intent(), "there", "is there already"),
-        (Intent(), "nowhere/one.tar", "is not there"),
+        (Intent(), "there", "already exists"),
+        (Intent(), "nowhere/one.tar", "does not exist"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_refused_first(
-    intent: Intent, output: str, words: str, tmp_path: Path
-) -> None:
+def test_rejects_existing_output_and_missing_folder(intent: Intent, output: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(BadQuestion, match=words):
         make_bundle(intent, output=tmp_path / output)
 
 
-def test_several_services_are_refused(tmp_path: Path) -> None:
+def test_rejects_several_services(tmp_path: Path) -> None:
     from bedplate.values.intent import Service
 
     with pytest.raises(BadQuestion, match="a bundle serves one model"):
@@ -263,15 +266,13 @@ def test_several_services_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without bedplate's own packages, most of which is uv; tests/e2e/test_bundle.py packs them all."""
+    """Pack one small package instead of bedplate's own; tests/e2e/test_bundle.py packs them all."""
     monkeypatch.setattr("bedplate.run.wheels.needed_by", lambda name: [importlib.metadata.distribution("filelock")])
 
 
-def test_for_a_machine_on_paper_the_image_is_named_and_an_engine_without_one_refused(
-    builtin_gguf: Path, tmp_path: Path, light: None
-) -> None:
-    paper = Intent(hardware="RTX 4090", model=str(builtin_gguf))
-    packed = make_bundle(paper, "llama.cpp", tmp_path / "one")
+def test_bundle_for_hypothetical_hardware_names_the_image(builtin_gguf: Path, tmp_path: Path, light: None) -> None:
+    intent = Intent(hardware="RTX 4090", model=str(builtin_gguf))
+    packed = make_bundle(intent, "llama.cpp", tmp_path / "one")
     assert packed.bundle.image is not None and "server-cuda" in packed.bundle.image and not packed.bundle.packages
     root = tmp_path / "one"
     assert (root / "images.txt").read_text().strip() == packed.bundle.image
@@ -279,11 +280,11 @@ def test_for_a_machine_on_paper_the_image_is_named_and_an_engine_without_one_ref
     assert "docker save" in (root / "README.txt").read_text()
     assert checked(root) == packed.bundle
     with pytest.raises(AnswerIsNo, match="cannot be bundled"):
-        make_bundle(paper, "pytorch", tmp_path / "two")
+        make_bundle(intent, "pytorch", tmp_path / "two")
     assert not (tmp_path / "two").exists() and not list(tmp_path.glob(".making*"))
 
 
-def kept_conversion(folder: Path, name: str, made: str, link: tuple[str, str] | None = None) -> Path:
+def write_conversion(folder: Path, name: str, made: str, link: tuple[str, str] | None = None) -> Path:
     one = folder / name
     one.mkdir(parents=True)
     (one / made).write_text(f"weights of {name}")
@@ -293,19 +294,19 @@ def kept_conversion(folder: Path, name: str, made: str, link: tuple[str, str] | 
     return one
 
 
-def test_converted_weights_are_found_where_they_are_looked_for_and_nothing_is_copied(
+def test_converted_weights_are_linked_from_the_bundle(
     manifest: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps, the second with a link to what the first has made, as `prepare` keeps them."""
+    """Two conversion steps; the second links to the result of the first, as `prepare` stores them."""
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "maker"))
-    first = kept_conversion(prepared_dir(), "aaaa", "folder")
-    last = kept_conversion(prepared_dir(), "bbbb", "model-fp8", ("folder", "../aaaa/folder"))
+    first = write_conversion(prepared_dir(), "aaaa", "folder")
+    last = write_conversion(prepared_dir(), "bbbb", "model-fp8", ("folder", "../aaaa/folder"))
     assert _chain_of(last) == [last, first]
 
-    root = folder(tmp_path / "bundle", replaced(manifest, prepared=("bbbb", "aaaa")))
+    root = write_folder(tmp_path / "bundle", replaced(manifest, prepared=("bbbb", "aaaa")))
     shutil.copytree(prepared_dir(), root / "prepared", symlinks=True)
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "site"))
-    for _ in range(2):  # a second start finds them there
+    for _ in range(2):  # a second start finds the links
         with opened(root):
             pass
     there = prepared_dir() / "bbbb"
@@ -318,7 +319,9 @@ def test_converted_weights_are_found_where_they_are_looked_for_and_nothing_is_co
         assert (there / "model-fp8").read_text() == "weights of bbbb", "links follow a bundle that was moved"
 
 
-def test_an_engine_that_only_an_image_has_is_named_here_too(builtin_gguf: Path, tmp_path: Path, light: None) -> None:
+def test_bundle_for_this_machine_names_the_image_of_an_engine_without_recipe(
+    builtin_gguf: Path, tmp_path: Path, light: None
+) -> None:
     packed = make_bundle(Intent(), "ollama", tmp_path / "one")
     assert packed.bundle.image is not None and packed.bundle.image.startswith("ollama/ollama:")
     assert (tmp_path / "one" / "model" / builtin_gguf.name).is_file()

@@ -1,4 +1,4 @@
-"""Intents of every kind that files are emitted for: machines, platforms, engines, vendors and odd corners."""
+"""Intents for the emitted files: machines, platforms, engines, vendors and edge cases."""
 
 from __future__ import annotations
 
@@ -164,20 +164,20 @@ WRITTEN = [(name, target) for name in INTENTS for target in TARGETS if (name, ta
 
 
 @functools.cache
-def platform_of(name: str) -> Platform:
-    """With the same expectations for all, so that a better fit of the estimator changes no file here."""
+def build_platform(name: str) -> Platform:
+    """Build a platform with fixed estimates, so that a change of the estimator changes no snapshot."""
     described, engine = INTENTS[name]
-    made = made_platform(described, engine)
-    return replace(made, services=tuple(_expecting(placed) for placed in made.services))
+    made = make_platform(described, engine)
+    return replace(made, services=tuple(_fix_estimate(placed) for placed in made.services))
 
 
-def _expecting(placed: Placed) -> Placed:
+def _fix_estimate(placed: Placed) -> Placed:
     rate = 1000.0 * max(1, placed.decision.parallelism.data)
     fixed = Estimate(ttft_ms=figure(300, 0.5), tpot_ms=figure(25, 0.4), output_tok_s=figure(rate, 0.3))
     return replace(placed, decision=replaced(placed.decision, estimate=fixed))
 
 
-def made_platform(described: dict[str, Any], engine: str | None = None) -> Platform:
+def make_platform(described: dict[str, Any], engine: str | None = None) -> Platform:
     intent = intent_of(described)
     if intent.services:
         models = [intended_model(service.model) for service in intent.services]
@@ -190,5 +190,5 @@ def made_platform(described: dict[str, Any], engine: str | None = None) -> Platf
 
 
 @functools.cache
-def files_of(name: str, target: str) -> dict[str, str]:
-    return emitted(platform_of(name), target)
+def emit_files(name: str, target: str) -> dict[str, str]:
+    return emitted(build_platform(name), target)

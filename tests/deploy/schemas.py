@@ -1,4 +1,4 @@
-"""Published schemas to hold emitted files against: of custom kinds, from a folder beside the project."""
+"""Published schemas of custom kinds, to validate emitted files; read from a folder next to the project."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CRDS = Path(__file__).parents[2].parent / "shared" / "crds"
 
 
 @functools.cache
-def custom_kinds() -> dict[tuple[str, str], dict[str, Any]]:
-    """By apiVersion and kind; made strict about fields that a schema does not know."""
+def load_custom_kinds() -> dict[tuple[str, str], dict[str, Any]]:
+    """Load the schemas by apiVersion and kind; unknown fields are errors."""
     if not CRDS.is_dir():
         pytest.skip("the schemas of custom kinds are not here (../shared/crds)")
     found: dict[tuple[str, str], dict[str, Any]] = {}
@@ -24,17 +24,17 @@ def custom_kinds() -> dict[tuple[str, str], dict[str, Any]]:
         for version in crd["spec"]["versions"]:
             if version["served"]:
                 schema = version["schema"]["openAPIV3Schema"]
-                found[f"{group}/{version['name']}", kind] = strict(schema)
+                found[f"{group}/{version['name']}", kind] = forbid_unknown_fields(schema)
     return found
 
 
-def strict(schema: Any) -> Any:
-    """A cluster drops fields that a schema does not name without a word; here they are mistakes."""
+def forbid_unknown_fields(schema: Any) -> Any:
+    """Reject unknown fields, which a cluster would silently drop."""
     if isinstance(schema, list):
-        return [strict(inner) for inner in schema]
+        return [forbid_unknown_fields(inner) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {name: strict(inner) for name, inner in schema.items()}
+    made = {name: forbid_unknown_fields(inner) for name, inner in schema.items()}
     if schema.get("x-kubernetes-int-or-string"):
         made.pop("type", None)
         made.pop("pattern", None)

@@ -1,7 +1,7 @@
-"""Stands in for every program that an emitted script calls: says so in a log, and makes what the real one would make.
+"""Replaces every program that an emitted script calls: logs the call and creates what the real program would create.
 
-It is run through links with the programs' names. A package brings the programs that the real one brings, so
-that a script which calls one too early fails as it would on a machine.
+It runs through links with the programs' names. Installing a package adds the same programs as the real package,
+so a script that calls one too early fails as it would on a real machine.
 """
 
 import json
@@ -28,16 +28,16 @@ def main() -> None:
     program, words = Path(sys.argv[0]), sys.argv[1:]
     name = program.name
     if name in ("python", "python3") and words[0].startswith("/"):
-        # One of bedplate's own, whose first line names this interpreter.
+        # One of bedplate's programs, whose first line names this interpreter.
         name, words = Path(words[0]).name, words[1:]
     with Path(os.environ["CALLS"]).open("a") as log:
         log.write(json.dumps([name, *words]) + "\n")
-    take(program, name, words)
+    imitate(program, name, words)
     if os.environ.get("BREAKS", "never") in " ".join([name, *words]):
         sys.exit(f"{name} was interrupted")
 
 
-def take(program: Path, name: str, words: list[str]) -> None:
+def imitate(program: Path, name: str, words: list[str]) -> None:
     if words[:2] == ["-m", "venv"]:
         link(Path(words[2]) / "bin", "python", "python3", "pip")
     elif name == "pip" or words[:2] == ["pip", "install"]:
@@ -47,33 +47,33 @@ def take(program: Path, name: str, words: list[str]) -> None:
             link(bin_folder, *BRINGS.get(re.split(r"[\[=;]", word)[0], ()))
     elif name == "uvx":
         assert words[0] == "--from" and words[1].startswith(f"{HUB_CLIENT}==") and words[2] == "hf", words
-        folder(words[words.index("--local-dir") + 1])
+        create_folder(words[words.index("--local-dir") + 1])
     elif words[:3] == ["-m", "pip", "download"]:
         package = next(word for word in words if "==" in word)
         Path(f"{package.replace('-', '_').replace('==', '-')}.tar.gz").touch()
     elif name == "tar":
-        file(f"{words[-1].removesuffix('.tar.gz')}/{MADE_OF_SOURCE}")
+        create_file(f"{words[-1].removesuffix('.tar.gz')}/{MADE_OF_SOURCE}")
     elif name == "git":
-        file(f"{words[-1]}/{OPTIMIZER}")
+        create_file(f"{words[-1]}/{OPTIMIZER}")
     elif name == "cmake" and words[0] == "--build":
         link(Path(words[1]) / "bin", *words[words.index("--target") + 1 :])
     elif name == "cmake":
-        folder(words[words.index("-B") + 1])
+        create_folder(words[words.index("-B") + 1])
     else:
         convert(words)
 
 
 def convert(words: list[str]) -> None:
-    """Or compile, or serve: all of them want what they are given, and some write."""
+    """Convert, compile or serve: require the input files, and create the output."""
     for word in words:
         if word == os.environ["SOURCE"] and not Path(word).is_dir():
             sys.exit(f"FileNotFoundError: {word}")
         if word.endswith(".py") and "/" in word and not Path(word).is_file():
             sys.exit(f"can't open file {word}")
         for made in re.findall(r"'([^']+\.part)'|abspath\(\"([^\"]+)\"\)", word):
-            folder("".join(made))
+            create_folder("".join(made))
         if word.endswith(".part"):
-            folder(word)
+            create_folder(word)
 
 
 def link(where: Path, *names: str) -> None:
@@ -83,12 +83,12 @@ def link(where: Path, *names: str) -> None:
             (where / name).symlink_to(os.environ["SELF"])
 
 
-def folder(path: str) -> None:
+def create_folder(path: str) -> None:
     Path(path).mkdir(parents=True, exist_ok=True)
 
 
-def file(path: str) -> None:
-    folder(str(Path(path).parent))
+def create_file(path: str) -> None:
+    create_folder(str(Path(path).parent))
     Path(path).touch()
 
 

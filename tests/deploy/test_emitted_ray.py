@@ -1,4 +1,4 @@
-"""Ray's own classes read what is emitted for it, in a Python that has them (BEDPLATE_RAY_PYTHON)."""
+"""Ray's classes read the emitted configuration, in a Python that has them (BEDPLATE_RAY_PYTHON)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.conftest import HANG_S
-from tests.deploy.intents import WITH_RAY, files_of
+from tests.deploy.intents import WITH_RAY, emit_files
 
 READS = """
 import sys, yaml
@@ -30,17 +30,17 @@ print("read", len(sys.argv) - 1)
 """
 
 
-def configurations() -> dict[str, str]:
+def collect_configurations() -> dict[str, str]:
     return {
         f"{name}-{Path(path).name}": text
         for name in sorted(WITH_RAY)
-        for path, text in files_of(name, "ray").items()
+        for path, text in emit_files(name, "ray").items()
         if path.startswith("serve/")
     }
 
 
-def test_a_service_has_what_its_configuration_says() -> None:
-    files = files_of("h100-chat", "ray")
+def test_ray_service_contains_the_serve_configuration() -> None:
+    files = emit_files("h100-chat", "ray")
     alone = yaml.safe_load(files["serve/meta-llama-3-1-70b.yaml"])
     service = next(
         tree for tree in yaml.safe_load_all(files["meta-llama-3-1-70b.yaml"]) if tree["kind"] == "RayService"
@@ -52,12 +52,12 @@ def test_a_service_has_what_its_configuration_says() -> None:
     assert kwargs["tensor_parallel_size"] == cards and "host" not in kwargs and "data_parallel_size" not in kwargs
 
 
-def test_rays_own_classes_read_every_configuration(tmp_path: Path) -> None:
+def test_ray_reads_every_serve_configuration(tmp_path: Path) -> None:
     python = os.environ.get("BEDPLATE_RAY_PYTHON")
     if not python:
         pytest.skip("BEDPLATE_RAY_PYTHON names no Python with ray[serve]")
     paths = []
-    for name, text in configurations().items():
+    for name, text in collect_configurations().items():
         (tmp_path / name).write_text(text, encoding="utf-8")
         paths.append(str(tmp_path / name))
     done = subprocess.run([python, "-c", READS, *paths], capture_output=True, text=True, timeout=HANG_S)

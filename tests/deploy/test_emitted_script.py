@@ -1,4 +1,4 @@
-"""A plan as a script is run, with stand-ins for what it installs: each program that it calls must be there by then."""
+"""Runs emitted scripts with stand-ins for the programs they install; each must exist when the script calls it."""
 
 from __future__ import annotations
 
@@ -12,61 +12,61 @@ from typing import Any
 
 import pytest
 from tests.conftest import HANG_S
-from tests.deploy.intents import made_platform
-from tests.deploy.walk import documents_in, pods_in
+from tests.deploy.intents import make_platform
+from tests.deploy.walk import iterate_pods, read_manifests
 
 from bedplate.decide import decide, plan
 from bedplate.decide.intent import intent_of, resolved_hardware
-from bedplate.deploy.emit import emitted as to_target
+from bedplate.deploy.emit import emitted
 from bedplate.deploy.shell import script
 from bedplate.engines import all_engines
 from bedplate.run.models import intended_model
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="an interpreter that is a script itself")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the interpreter is itself a script, which needs Linux")
 
 XEON = {"cpu": "Intel Xeon Gold 6430", "cores": 32, "ram_gb": 128}
 MAC = {"accelerator": "Apple M3 Max 40-core", "ram_gb": 64, "os": "macos"}
 QWEN, LLAMA = "Qwen/Qwen3-8B", "meta-llama/Llama-3.2-3B-Instruct"
 LARGE, MIDDLE = "meta-llama/Meta-Llama-3.1-70B", "Qwen/Qwen3-32B"
 COMMON = ("bash", "cat", "chmod", "env", "mkdir", "mv", "rm", "sh", "touch")
-"""Beside what its head says: the least of any system."""
+"""Programs of every system, in addition to those that the script declares."""
 
 
-def cards(name: str, count: int = 1) -> dict[str, Any]:
+def describe_gpus(name: str, count: int = 1) -> dict[str, Any]:
     return {"accelerator": name, "count": count, "ram_gb": 128}
 
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "exllamav2": (QWEN, cards("RTX 3090", 2), "exllamav2"),
-    "exllamav3": (QWEN, cards("RTX 3090", 2), "exllamav3"),
-    "llama.cpp built": (QWEN, cards("RTX 3090", 2), "llama.cpp"),
-    "llama.cpp built, quantized": (QWEN, cards("RTX 3070"), "llama.cpp"),
+    "exllamav2": (QWEN, describe_gpus("RTX 3090", 2), "exllamav2"),
+    "exllamav3": (QWEN, describe_gpus("RTX 3090", 2), "exllamav3"),
+    "llama.cpp built": (QWEN, describe_gpus("RTX 3090", 2), "llama.cpp"),
+    "llama.cpp built, quantized": (QWEN, describe_gpus("RTX 3070"), "llama.cpp"),
     "llama.cpp": (QWEN, XEON, "llama.cpp"),
-    "lmdeploy": (QWEN, cards("L40S", 2), "lmdeploy"),
-    "lmdeploy, quantized": (MIDDLE, cards("RTX 5090"), "lmdeploy"),
+    "lmdeploy": (QWEN, describe_gpus("L40S", 2), "lmdeploy"),
+    "lmdeploy, quantized": (MIDDLE, describe_gpus("RTX 5090"), "lmdeploy"),
     "mistral.rs": (QWEN, XEON, "mistral.rs"),
     "mlx": (QWEN, MAC, "mlx"),
     "ollama": (LLAMA, XEON, "ollama"),
     "onnxruntime": (QWEN, XEON, "onnxruntime"),
-    "onnxruntime on a card": (QWEN, cards("RTX 3090", 2), "onnxruntime"),
-    "an encoder": ("BAAI/bge-m3", cards("RTX 4090"), "onnxruntime"),
+    "onnxruntime on a card": (QWEN, describe_gpus("RTX 3090", 2), "onnxruntime"),
+    "an encoder": ("BAAI/bge-m3", describe_gpus("RTX 4090"), "onnxruntime"),
     "pytorch": (QWEN, XEON, "pytorch"),
-    "sglang": (QWEN, cards("L40S", 2), "sglang"),
+    "sglang": (QWEN, describe_gpus("L40S", 2), "sglang"),
     "sglang on a CPU": (LLAMA, XEON, "sglang"),
-    "sglang for ROCm": (QWEN, cards("MI300X"), "sglang"),
-    "sglang, quantized": (MIDDLE, cards("RTX 5090"), "sglang"),
-    "tensorrt-llm": (QWEN, cards("H100 SXM"), "tensorrt-llm"),
-    "tensorrt-llm, quantized": (LARGE, cards("H100 SXM"), "tensorrt-llm"),
-    "tgi": (QWEN, cards("H100 SXM"), "tgi"),
-    "vllm": (QWEN, cards("L40S", 2), "vllm"),
+    "sglang for ROCm": (QWEN, describe_gpus("MI300X"), "sglang"),
+    "sglang, quantized": (MIDDLE, describe_gpus("RTX 5090"), "sglang"),
+    "tensorrt-llm": (QWEN, describe_gpus("H100 SXM"), "tensorrt-llm"),
+    "tensorrt-llm, quantized": (LARGE, describe_gpus("H100 SXM"), "tensorrt-llm"),
+    "tgi": (QWEN, describe_gpus("H100 SXM"), "tgi"),
+    "vllm": (QWEN, describe_gpus("L40S", 2), "vllm"),
     "vllm on a CPU": (QWEN, XEON, "vllm"),
-    "vllm for ROCm": (QWEN, cards("MI300X"), "vllm"),
-    "vllm, quantized": (MIDDLE, cards("RTX 5090"), "vllm"),
+    "vllm for ROCm": (QWEN, describe_gpus("MI300X"), "vllm"),
+    "vllm, quantized": (MIDDLE, describe_gpus("RTX 5090"), "vllm"),
 }
 CONVERTED = ("an encoder", "exllamav3", "llama.cpp built, quantized", "tensorrt-llm, quantized", "vllm, quantized")
 
 
-def emitted(name: str) -> str:
+def emit_script(name: str) -> str:
     model, hardware, engine = CASES[name]
     intent = intent_of({"hardware": hardware, "model": model})
     facts = intended_model(intent.model)
@@ -77,15 +77,15 @@ def emitted(name: str) -> str:
 
 @dataclass
 class Machine:
-    """One that has nothing but what a script says it needs."""
+    """A PATH with only the programs that a script declares."""
 
     folder: Path
     text: str
     source: str
 
     @classmethod
-    def made(cls, folder: Path, name: str) -> Machine:
-        text = emitted(name)
+    def create(cls, folder: Path, name: str) -> Machine:
+        text = emit_script(name)
         tools = folder / "tools"
         tools.mkdir()
         for program in COMMON:
@@ -120,28 +120,28 @@ class Machine:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_script_reaches_its_server_on_a_bare_machine(name: str, tmp_path: Path) -> None:
-    machine = Machine.made(tmp_path, name)
+def test_script_reaches_the_server_with_only_its_declared_programs(name: str, tmp_path: Path) -> None:
+    machine = Machine.create(tmp_path, name)
     done = machine.run()
     assert done.returncode == 0 and not done.stderr, done.stderr
     first = machine.calls()
     launched = machine.text[machine.text.rindex("\nexec ") + 6 :].split()
-    assert "quantized" not in name or "\nwhole " in machine.text
+    assert "quantized" not in name or "\nwrite_atomically " in machine.text
     assert first[-1][0] == Path(launched[0]).name and "127.0.0.1" in machine.text
-    # A second time nothing is done again; Ollama's store is asked, which has it already.
+    # A second run repeats no step; only Ollama's store is asked again.
     assert machine.run().returncode == 0
     again = [call for call in machine.calls()[:-1] if call[0] not in ("ollama", "docker")]
     assert [call[0] for call in again] == (["python"] if name == "ollama" else [])
     assert not list((tmp_path / "here").rglob("*.part"))
 
 
-def test_every_engine_is_run() -> None:
+def test_every_engine_has_a_script_case() -> None:
     assert {engine for _, _, engine in CASES.values()} == set(all_engines())
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-def test_what_was_interrupted_is_not_taken_for_finished(name: str, tmp_path: Path) -> None:
-    machine = Machine.made(tmp_path, name)
+def test_interrupted_step_runs_again(name: str, tmp_path: Path) -> None:
+    machine = Machine.create(tmp_path, name)
     machine.run()
     steps = [call for call in machine.calls()[:-1] if call[0] != "pip" and call[1:3] != ["-m", "venv"]]
     assert len(steps) > 2
@@ -156,8 +156,8 @@ def test_what_was_interrupted_is_not_taken_for_finished(name: str, tmp_path: Pat
         assert step not in machine.calls()
 
 
-def test_a_card_has_its_own_packages_and_its_own_environment(tmp_path: Path) -> None:
-    on_card, on_cpu = emitted("onnxruntime on a card"), emitted("onnxruntime")
+def test_gpu_script_has_its_own_packages_and_environment(tmp_path: Path) -> None:
+    on_card, on_cpu = emit_script("onnxruntime on a card"), emit_script("onnxruntime")
     (install,) = [line for line in on_card.splitlines() if line.strip().startswith("uv pip install")]
     assert " onnxruntime-genai-cuda==" in install and " onnxruntime-gpu==" in install
     assert " onnxruntime==" not in install and " onnxruntime-genai==" not in install
@@ -165,16 +165,16 @@ def test_a_card_has_its_own_packages_and_its_own_environment(tmp_path: Path) -> 
     assert f"{folder}-cuda}}" in on_card and f"{folder}}}" in on_cpu
 
 
-def test_an_image_that_is_here_is_not_asked_for(tmp_path: Path) -> None:
-    machine = Machine.made(tmp_path, "tgi")
+def test_local_image_is_not_pulled(tmp_path: Path) -> None:
+    machine = Machine.create(tmp_path, "tgi")
     machine.run()
     assert [call[1] for call in machine.calls()] == ["image", "run"]
     machine.run(breaks="image inspect")
     assert [call[1] for call in machine.calls()] == ["image", "pull", "run"]
 
 
-def test_what_a_script_lacks_is_said_before_anything_is_made(tmp_path: Path) -> None:
-    machine = Machine.made(tmp_path, "llama.cpp built")
+def test_script_reports_missing_program_before_it_starts(tmp_path: Path) -> None:
+    machine = Machine.create(tmp_path, "llama.cpp built")
     (tmp_path / "tools" / "cmake").unlink()
     done = machine.run()
     assert done.returncode == 1 and done.stderr == "this script needs cmake\n" and not machine.calls()
@@ -182,15 +182,15 @@ def test_what_a_script_lacks_is_said_before_anything_is_made(tmp_path: Path) -> 
     assert "Needs python3 with venv, a package index, tar, cmake, a C++ compiler and the CUDA toolkit." in head
 
 
-def test_an_engine_that_nobody_installs_is_asked_for(tmp_path: Path) -> None:
-    machine = Machine.made(tmp_path, "vllm for ROCm")
+def test_script_reports_engine_that_it_cannot_install(tmp_path: Path) -> None:
+    machine = Machine.create(tmp_path, "vllm for ROCm")
     (tmp_path / "tools" / "vllm").unlink()
     done = machine.run()
     assert done.returncode == 1 and done.stderr.startswith("this script needs vllm==") and "ROCm" in done.stderr
 
 
-def test_weights_that_are_here_already_are_used(tmp_path: Path) -> None:
-    machine = Machine.made(tmp_path, "an encoder")
+def test_existing_converted_weights_are_used(tmp_path: Path) -> None:
+    machine = Machine.create(tmp_path, "an encoder")
     (tmp_path / "here" / "bge-m3-F32").mkdir()
     assert machine.run().returncode == 0
     assert not [call for call in machine.calls() if call[0] == "onnx-export"]
@@ -201,10 +201,10 @@ def test_weights_that_are_here_already_are_used(tmp_path: Path) -> None:
     [("llama.cpp", "llama.cpp"), ("llama.cpp built, quantized", "llama.cpp"), ("exllamav3", "exllamav3"),
      ("an encoder", "onnxruntime"), ("vllm, quantized", "vllm"), ("tensorrt-llm, quantized", "tensorrt-llm")],
 )  # fmt: skip
-def test_a_cluster_takes_no_half_converted_model_either(name: str, engine: str) -> None:
+def test_conversion_on_kubernetes_is_atomic(name: str, engine: str) -> None:
     model, hardware, _ = CASES[name]
-    files = to_target(made_platform({"hardware": hardware, "model": model}, engine), "kubernetes")
-    pods = [pod for tree in documents_in(files) if tree["kind"] == "Job" for _, pod in pods_in(tree)]
+    files = emitted(make_platform({"hardware": hardware, "model": model}, engine), "kubernetes")
+    pods = [pod for tree in read_manifests(files) if tree["kind"] == "Job" for _, pod in iterate_pods(tree)]
     (step,) = [one for pod in pods for one in pod["initContainers"] if one["name"] == "convert"]
     command = " ".join([*step.get("command", []), *step.get("args", [])])
     made = command[command.index("[ -e ") + 5 : command.index(" ] || (rm -rf ")]
@@ -213,15 +213,15 @@ def test_a_cluster_takes_no_half_converted_model_either(name: str, engine: str) 
     assert subprocess.run(["sh", "-n", "-c", command[command.index("[ -e ") :]]).returncode == 0
 
 
-def test_an_image_for_a_card_has_the_packages_for_it() -> None:
+def test_gpu_image_has_gpu_packages() -> None:
     model, hardware, _ = CASES["an encoder"]
-    files = to_target(made_platform({"hardware": hardware, "model": model}, "onnxruntime"), "kubernetes")
+    files = emitted(make_platform({"hardware": hardware, "model": model}, "onnxruntime"), "kubernetes")
     text = files["images/onnxruntime/Dockerfile"]
     assert " onnxruntime-gpu==" in text and " onnxruntime==" not in text
 
 
-def test_where_packages_differ_by_card_the_image_has_the_one_for_it() -> None:
+def test_image_has_the_wheel_for_the_compute_capability() -> None:
     model, hardware = "Qwen/Qwen3-4B", {"accelerator": "RTX 4090"}
-    files = to_target(made_platform({"hardware": hardware, "model": model}, "mistral.rs"), "kubernetes")
+    files = emitted(make_platform({"hardware": hardware, "model": model}, "mistral.rs"), "kubernetes")
     assert "/v0.9.5 mistralrs==0.9.5+cuda128.sm89 " in files["images/mistral.rs/Dockerfile"]
     assert any(":0.9.5-sm89" in text for name, text in files.items() if name.endswith(".yaml"))

@@ -1,4 +1,4 @@
-"""What is emitted for many intents, in short; and one of each target as a whole."""
+"""Snapshots: a summary of the emitted files of every intent, and all files of one intent per target."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 from syrupy.assertion import SnapshotAssertion
-from tests.deploy.intents import INTENTS, REFUSED, TARGETS, WRITTEN, files_of
-from tests.deploy.walk import documents_in, pods_in
+from tests.deploy.intents import INTENTS, REFUSED, TARGETS, WRITTEN, emit_files
+from tests.deploy.walk import iterate_pods, read_manifests
 
 from bedplate.errors import AnswerIsNo
 
@@ -18,46 +18,46 @@ WHOLE = [("h100-chat", "kubernetes"), ("one-pool", "compose"), ("fleet-apart", "
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", list(INTENTS))
-def test_in_short(name: str, target: str, snapshot: SnapshotAssertion) -> None:
-    assert "\n".join(in_short(name, target)) == snapshot
+def test_summary_of_emitted_files_matches_snapshot(name: str, target: str, snapshot: SnapshotAssertion) -> None:
+    assert "\n".join(summarize(name, target)) == snapshot
 
 
 @pytest.mark.parametrize(("name", "target"), WHOLE)
-def test_as_a_whole(name: str, target: str, snapshot: SnapshotAssertion) -> None:
-    files = files_of(name, target)
+def test_emitted_files_match_snapshot(name: str, target: str, snapshot: SnapshotAssertion) -> None:
+    files = emit_files(name, target)
     whole = "".join(f"=== {path}\n{text}" for path, text in files.items() if "images/" not in path)
-    # How long a prompt takes alone is the estimator's, and may become better.
+    # Leave out the prefill time: it changes when the estimator does.
     assert re.sub(r"# By the estimate[^\n]*(?:\n +# [^\n]*)?", "# By the estimate …", whole) == snapshot
 
 
-def test_there_are_forty_of_them_at_the_least() -> None:
+def test_at_least_forty_intents_are_emitted_and_the_others_refused() -> None:
     assert len(WRITTEN) >= 40
     for name, target in REFUSED:
         with pytest.raises(AnswerIsNo):
-            files_of(name, target)
+            emit_files(name, target)
 
 
-def in_short(name: str, target: str) -> list[str]:
-    """Each manifest in a line, its containers below it: image, cards, times, and the engine's own options."""
+def summarize(name: str, target: str) -> list[str]:
+    """Write one line per manifest, then its containers: image, GPUs, timeouts and engine options."""
     try:
-        files = files_of(name, target)
+        files = emit_files(name, target)
     except AnswerIsNo as refusal:
         return [f"refused: {refusal.message}"]
     if target == "compose":
         return [line for path, text in files.items() if path.endswith("compose.yaml")
-                for line in [path, *_compose(yaml.safe_load(text))]]  # fmt: skip
+                for line in [path, *_describe_compose(yaml.safe_load(text))]]  # fmt: skip
     found = [path for path in files if "/" in path]
-    for tree in documents_in(files):
-        found.append(f"{tree['kind']} {tree['metadata']['name']}{_figures(tree)}")
+    for tree in read_manifests(files):
+        found.append(f"{tree['kind']} {tree['metadata']['name']}{_describe_figures(tree)}")
         if tree["kind"] == "Job":
-            found += [f"  {step['name']}: {step['image']}" for step in next(pods_in(tree))[1]["initContainers"]]
+            found += [f"  {step['name']}: {step['image']}" for step in next(iterate_pods(tree))[1]["initContainers"]]
         elif tree["kind"] != "Deployment" or "picker" not in tree["metadata"]["name"]:
-            for _, pod in pods_in(tree):
-                found += _pod(pod)
+            for _, pod in iterate_pods(tree):
+                found += _describe_pod(pod)
     return found
 
 
-def _figures(tree: dict[str, Any]) -> str:
+def _describe_figures(tree: dict[str, Any]) -> str:
     spec, kind = tree.get("spec", {}), tree["kind"]
     if kind == "ScaledObject":
         thresholds = [trigger["metadata"]["threshold"] for trigger in spec["triggers"]]
@@ -84,7 +84,7 @@ def _figures(tree: dict[str, Any]) -> str:
     return f" {spec['replicas']}" if "replicas" in spec else ""
 
 
-def _pod(pod: dict[str, Any]) -> list[str]:
+def _describe_pod(pod: dict[str, Any]) -> list[str]:
     found = []
     for container in pod["containers"]:
         asked = container["resources"]["requests"]
@@ -96,7 +96,7 @@ def _pod(pod: dict[str, Any]) -> list[str]:
     return found
 
 
-def _compose(tree: dict[str, Any]) -> list[str]:
+def _describe_compose(tree: dict[str, Any]) -> list[str]:
     found = []
     for name, one in tree["services"].items():
         devices = one.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [{}])[0]

@@ -1,4 +1,4 @@
-"""Emitted files are what the published schemas say: core kinds, custom kinds, Compose."""
+"""Emitted files match the published schemas of core kinds, custom kinds and Compose."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from tests.deploy.intents import files_of
-from tests.deploy.schemas import custom_kinds
+from tests.deploy.intents import emit_files
+from tests.deploy.schemas import load_custom_kinds
 from tests.deploy.test_emitted_walk import ON_A_CLUSTER, WITH_COMPOSE
-from tests.deploy.walk import documents_in
+from tests.deploy.walk import read_manifests
 
 CORE_VERSION = "1.33"
 CUSTOM_GROUPS = ("kueue.x-k8s.io", "leaderworkerset.x-k8s.io", "keda.sh", "monitoring.coreos.com", "nvidia.com",
@@ -25,44 +25,46 @@ def is_custom(tree: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
-def test_core_kinds_are_what_kubernetes_says(name: str, target: str) -> None:
+def test_core_kinds_match_kubernetes_schemas(name: str, target: str) -> None:
     import kubernetes_validate
 
-    for tree in documents_in(files_of(name, target)):
+    for tree in read_manifests(emit_files(name, target)):
         if not is_custom(tree):
             kubernetes_validate.validate(tree, CORE_VERSION, strict=True)
 
 
-def test_a_field_that_a_core_kind_does_not_have_would_be_seen() -> None:
+def test_unknown_field_of_a_core_kind_is_detected() -> None:
     import kubernetes_validate
 
-    tree = next(tree for tree in documents_in(files_of("h100-chat", "kubernetes")) if tree["kind"] == "Deployment")
+    tree = next(tree for tree in read_manifests(emit_files("h100-chat", "kubernetes")) if tree["kind"] == "Deployment")
     tree["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(tree, CORE_VERSION, strict=True)
 
 
 @pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
-def test_custom_kinds_are_what_their_projects_publish(name: str, target: str) -> None:
-    kinds = custom_kinds()
-    for tree in documents_in(files_of(name, target)):
+def test_custom_kinds_match_published_schemas(name: str, target: str) -> None:
+    kinds = load_custom_kinds()
+    for tree in read_manifests(emit_files(name, target)):
         if is_custom(tree):
-            # The schema of metadata is the cluster's own.
+            # The CRD does not contain the schema of metadata.
             schema = kinds[tree["apiVersion"], tree["kind"]]
             schema = {**schema, "properties": {**schema["properties"], "metadata": {"type": "object"}}}
             jsonschema.Draft7Validator(schema).validate(tree)
 
 
-def test_a_field_that_a_custom_kind_does_not_have_would_be_seen() -> None:
-    schema = custom_kinds()["keda.sh/v1alpha1", "ScaledObject"]
-    tree = next(tree for tree in documents_in(files_of("h100-chat", "kubernetes")) if tree["kind"] == "ScaledObject")
+def test_unknown_field_of_a_custom_kind_is_detected() -> None:
+    schema = load_custom_kinds()["keda.sh/v1alpha1", "ScaledObject"]
+    tree = next(
+        tree for tree in read_manifests(emit_files("h100-chat", "kubernetes")) if tree["kind"] == "ScaledObject"
+    )
     tree["spec"]["maxReplicas"] = 3
     with pytest.raises(jsonschema.ValidationError, match="maxReplicas"):
         jsonschema.Draft7Validator(schema).validate(tree)
 
 
-def compose_schema() -> dict[str, Any]:
-    """The published Compose specification, as the package check-jsonschema carries it along."""
+def load_compose_schema() -> dict[str, Any]:
+    """Load the Compose specification that the package check-jsonschema contains."""
     if importlib.util.find_spec("check_jsonschema") is None:
         pytest.skip("the package check-jsonschema, which has the Compose specification, is not installed")
     vendored = importlib.resources.files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
@@ -71,26 +73,26 @@ def compose_schema() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", WITH_COMPOSE)
-def test_compose_files_are_what_the_specification_says(name: str) -> None:
-    files = files_of(name, "compose")
-    schema = compose_schema()
+def test_compose_files_match_the_specification(name: str) -> None:
+    files = emit_files(name, "compose")
+    schema = load_compose_schema()
     kind = jsonschema.validators.validator_for(schema)
     for path, text in files.items():
         if path.endswith("compose.yaml"):
             kind(schema).validate(yaml.safe_load(text))
 
 
-def test_a_mistake_in_a_compose_file_would_be_seen() -> None:
-    schema = compose_schema()
-    tree = yaml.safe_load(files_of("h100-chat", "compose")["compose.yaml"])
+def test_unknown_field_of_a_compose_file_is_detected() -> None:
+    schema = load_compose_schema()
+    tree = yaml.safe_load(emit_files("h100-chat", "compose")["compose.yaml"])
     next(iter(tree["services"].values()))["imag"] = "x"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validators.validator_for(schema)(schema).validate(tree)
 
 
 @pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
-def test_kustomize_lists_every_manifest_and_nothing_else(name: str, target: str) -> None:
-    files = files_of(name, target)
+def test_kustomization_lists_exactly_the_manifests(name: str, target: str) -> None:
+    files = emit_files(name, target)
     tree = yaml.safe_load(files["kustomization.yaml"])
     manifests = [path for path in files if path.endswith(".yaml") and "/" not in path and path != "kustomization.yaml"]
     assert tree["resources"] == manifests and set(tree) <= {"apiVersion", "kind", "resources", "images"}

@@ -1,11 +1,11 @@
-"""Every selector, port, probe, volume, queue and name in emitted files leads somewhere."""
+"""Every selector, port, probe, volume, queue and name in emitted files resolves."""
 
 from __future__ import annotations
 
 import pytest
 import yaml
-from tests.deploy.intents import INTENTS, WRITTEN, files_of
-from tests.deploy.walk import broken, documents_in, pods_in
+from tests.deploy.intents import INTENTS, WRITTEN, emit_files
+from tests.deploy.walk import find_broken_references, iterate_pods, read_manifests
 
 ON_A_CLUSTER = [case for case in WRITTEN if case[1] != "compose"]
 WITH_COMPOSE = [name for name, target in WRITTEN if target == "compose"]
@@ -13,11 +13,11 @@ WITH_COMPOSE = [name for name, target in WRITTEN if target == "compose"]
 
 @pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
 def test_all_references_resolve(name: str, target: str) -> None:
-    assert not broken(files_of(name, target))
+    assert not find_broken_references(emit_files(name, target))
 
 
-def test_the_walk_sees_what_is_broken() -> None:
-    files = dict(files_of("h100-chat", "kubernetes"))
+def test_broken_references_are_detected() -> None:
+    files = dict(emit_files("h100-chat", "kubernetes"))
     text = files["meta-llama-3-1-70b.yaml"]
     for old, new, complaint in (
         ("claimName: meta-llama-3-1-70b-model", "claimName: other", "no PersistentVolumeClaim other"),
@@ -29,21 +29,21 @@ def test_the_walk_sees_what_is_broken() -> None:
         ("- name: shm\n              mountPath", "- name: shared\n              mountPath", "no volume shared"),
     ):
         assert old in text, old
-        found = broken({**files, "meta-llama-3-1-70b.yaml": text.replace(old, new)})
+        found = find_broken_references({**files, "meta-llama-3-1-70b.yaml": text.replace(old, new)})
         assert any(complaint in what for what in found), (complaint, found)
     scaled = files["scaling.yaml"].replace("name: meta-llama-3-1-70b\n  # 64", "name: nothing\n  # 64")
-    assert any("no Deployment nothing" in what for what in broken({**files, "scaling.yaml": scaled}))
+    assert any("no Deployment nothing" in what for what in find_broken_references({**files, "scaling.yaml": scaled}))
 
 
-def test_the_walk_sees_a_queue_that_is_not_there() -> None:
-    files = dict(files_of("platform", "kubernetes"))
+def test_missing_queue_is_detected() -> None:
+    files = dict(emit_files("platform", "kubernetes"))
     text = files["chat.yaml"].replace("queue-name: shared-services", "queue-name: nowhere")
-    assert any("no LocalQueue nowhere" in what for what in broken({**files, "chat.yaml": text}))
+    assert any("no LocalQueue nowhere" in what for what in find_broken_references({**files, "chat.yaml": text}))
 
 
 @pytest.mark.parametrize("name", WITH_COMPOSE)
-def test_a_compose_file_refers_to_what_it_has(name: str) -> None:
-    for path, text in files_of(name, "compose").items():
+def test_compose_references_resolve(name: str) -> None:
+    for path, text in emit_files(name, "compose").items():
         if not path.endswith("compose.yaml"):
             continue
         tree = yaml.safe_load(text)
@@ -64,23 +64,23 @@ def test_a_compose_file_refers_to_what_it_has(name: str) -> None:
 
 
 class TestFigures:
-    """What a number in a file must agree with elsewhere."""
+    """Numbers that must agree between parts of the files."""
 
     @pytest.mark.parametrize("name", [name for name in INTENTS if "cpu" not in name])
-    def test_a_node_holds_what_its_pods_ask_for(self, name: str) -> None:
-        for tree in documents_in(files_of(name, "kubernetes")):
-            for _, pod in pods_in(tree):
+    def test_pods_request_at_most_the_gpus_of_a_node(self, name: str) -> None:
+        for tree in read_manifests(emit_files(name, "kubernetes")):
+            for _, pod in iterate_pods(tree):
                 for container in pod["containers"]:
                     requests = container["resources"]["requests"]
                     for vendor in ("nvidia.com/gpu", "amd.com/gpu"):
                         assert requests.get(vendor, 0) == container["resources"]["limits"].get(vendor, 0) <= 8
 
     @pytest.mark.parametrize("name", list(INTENTS))
-    def test_an_engine_is_given_longer_to_leave_than_its_longest_answer(self, name: str) -> None:
-        for tree in documents_in(files_of(name, "kubernetes")):
+    def test_grace_period_covers_drain_and_shutdown(self, name: str) -> None:
+        for tree in read_manifests(emit_files(name, "kubernetes")):
             if tree["kind"] not in ("Deployment", "LeaderWorkerSet"):
                 continue
-            for _, pod in pods_in(tree):
+            for _, pod in iterate_pods(tree):
                 grace = pod["terminationGracePeriodSeconds"]
                 for container in pod["containers"]:
                     waits = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
@@ -88,8 +88,8 @@ class TestFigures:
                               if word.startswith("--shutdown-timeout")]  # fmt: skip
                     assert waits + sum(drains) < grace
 
-    def test_quotas_give_out_every_card_once(self) -> None:
-        trees = documents_in(files_of("platform", "kubernetes"))
+    def test_quotas_add_up_to_the_gpus_of_each_pool(self) -> None:
+        trees = read_manifests(emit_files("platform", "kubernetes"))
         given: dict[str, int] = {}
         for tree in trees:
             if tree["kind"] == "ClusterQueue":

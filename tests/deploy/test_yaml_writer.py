@@ -1,4 +1,4 @@
-"""What is written is read back as the same data, whatever the text; comments stand where they belong."""
+"""YAML round trip of any text, and the position of comments."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ trees = st.recursive(
 
 
 @given(st.dictionaries(keys, trees, max_size=5))
-def test_every_tree_is_read_back_as_it_was(tree: dict[str, Any]) -> None:
+def test_written_data_is_read_back_unchanged(tree: dict[str, Any]) -> None:
     assert (yaml.safe_load(document(tree)) or {}) == tree
 
 
 @given(st.dictionaries(keys, trees.map(lambda value: why(value, "a reason\nof two lines # and a mark")), max_size=5))
-def test_reasons_change_no_data(tree: dict[str, Any]) -> None:
+def test_comments_do_not_change_data(tree: dict[str, Any]) -> None:
     assert (yaml.safe_load(document(tree, "A head: with - marks")) or {}) == plain(tree)
 
 
-def test_a_reason_stands_above_what_it_is_for() -> None:
+def test_comment_is_above_its_value() -> None:
     tree = {"a": why(1, "first"), "b": [{"c": why(2, "second"), "d": None}, why("x", "third")]}
     assert document(tree, "head") == (
         "# head\n# first\na: 1\nb:\n  # second\n  - c: 2\n  # third\n  - x\n"
     )  # fmt: skip
 
 
-def test_long_reasons_are_wrapped() -> None:
+def test_long_comments_are_wrapped() -> None:
     lines = document({"a": {"b": why(1, "word " * 60)}}).splitlines()
     assert max(map(len, lines)) <= 112 and all(line.startswith("  # word") for line in lines[1:-1])
 
 
-def test_several_documents() -> None:
+def test_writes_several_documents() -> None:
     text = documents([{"a": 1}, {"b": "2"}], "head")
     assert list(yaml.safe_load_all(text)) == [{"a": 1}, {"b": "2"}] and text.startswith("# head\n")
 
 
 @pytest.mark.parametrize("text", ["yes", "1e3", "0o17", "012", "1:30", "y", "Null", "0x10", "1_0", ".inf", "1.0"])
-def test_text_that_some_reader_takes_for_a_number_or_a_word_is_quoted(text: str) -> None:
+def test_ambiguous_text_is_quoted(text: str) -> None:
     assert document({"a": text}) == f'a: "{text}"\n'

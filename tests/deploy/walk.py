@@ -1,4 +1,4 @@
-"""Walks emitted manifests and names every reference that leads nowhere."""
+"""Finds references in emitted manifests that do not resolve."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import yaml
 
 Tree = dict[str, Any]
 OPERATOR_PORTS = {9090}
-"""What Dynamo's operator adds to its workers."""
+"""Ports that Dynamo's operator adds to its workers."""
 
 
-def documents_in(files: Mapping[str, str]) -> list[Tree]:
-    """Every manifest that kustomize would take."""
+def read_manifests(files: Mapping[str, str]) -> list[Tree]:
+    """Read every manifest that kustomization.yaml lists."""
     listed = yaml.safe_load(files["kustomization.yaml"])["resources"]
     return [tree for name in listed for tree in yaml.safe_load_all(files[name]) if tree]
 
 
-def pods_in(tree: Tree) -> Iterator[tuple[Tree, Tree]]:
-    """(labels, spec) of every pod that a manifest makes."""
+def iterate_pods(tree: Tree) -> Iterator[tuple[Tree, Tree]]:
+    """Yield (labels, spec) of every pod that a manifest creates."""
     kind, spec = tree["kind"], tree.get("spec", {})
     templates = []
     if kind in ("Deployment", "Job"):
@@ -36,16 +36,16 @@ def pods_in(tree: Tree) -> Iterator[tuple[Tree, Tree]]:
         yield template.get("metadata", {}).get("labels", {}), template["spec"]
 
 
-def broken(files: Mapping[str, str]) -> list[str]:
-    """All references that do not resolve, in words."""
-    trees = documents_in(files)
+def find_broken_references(files: Mapping[str, str]) -> list[str]:
+    """Describe all references that do not resolve."""
+    trees = read_manifests(files)
     named = {(tree["kind"], tree["metadata"]["name"]) for tree in trees}
-    pods = [(tree, labels, spec) for tree in trees for labels, spec in pods_in(tree)]
-    found = [f"{kind} {name} is there twice" for kind, name in _twice(trees)]
+    pods = [(tree, labels, spec) for tree in trees for labels, spec in iterate_pods(tree)]
+    found = [f"{kind} {name} is there twice" for kind, name in _find_duplicates(trees)]
     for tree in trees:
-        found += [f"{tree['kind']} {tree['metadata']['name']}: {what}" for what in _of(tree, named, pods)]
+        found += [f"{tree['kind']} {tree['metadata']['name']}: {what}" for what in _check_manifest(tree, named, pods)]
     for tree, labels, spec in pods:
-        found += [f"{tree['kind']} {tree['metadata']['name']}: {what}" for what in _in_pod(tree, spec, named)]
+        found += [f"{tree['kind']} {tree['metadata']['name']}: {what}" for what in _check_pod(tree, spec, named)]
         del labels
     namespaces = {tree["metadata"]["name"] for tree in trees if tree["kind"] == "Namespace"}
     found += [
@@ -56,7 +56,7 @@ def broken(files: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _twice(trees: list[Tree]) -> list[tuple[str, str]]:
+def _find_duplicates(trees: list[Tree]) -> list[tuple[str, str]]:
     all_names = [(tree["kind"], tree["metadata"]["name"]) for tree in trees]
     return [name for name in set(all_names) if all_names.count(name) > 1]
 
@@ -66,13 +66,13 @@ def _selects(selector: Tree, labels: Tree) -> bool:
     return alike and all(labels.get(one["key"]) in one["values"] for one in selector.get("matchExpressions", []))
 
 
-def _of(tree: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree, Tree]]) -> Iterator[str]:
+def _check_manifest(tree: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree, Tree]]) -> Iterator[str]:
     kind, spec = tree["kind"], tree.get("spec", {})
     queue = tree["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
     if queue is not None and ("LocalQueue", queue) not in named:
         yield f"no LocalQueue {queue}"
     if kind == "Deployment":
-        own = next(labels for labels, _ in pods_in(tree))
+        own = next(labels for labels, _ in iterate_pods(tree))
         if not _selects(spec["selector"], own):
             yield "selects none of its own pods"
         stolen = [other["metadata"]["name"] for other, labels, _ in pods if other is not tree
@@ -80,13 +80,13 @@ def _of(tree: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree, Tr
         if stolen:
             yield f"selects pods of {stolen}"
     if kind in ("Service", "PodMonitor", "PodDisruptionBudget", "InferencePool", "NetworkPolicy"):
-        yield from _selection(kind, spec, pods)
+        yield from _check_selection(kind, spec, pods)
     if kind == "LocalQueue" and ("ClusterQueue", spec["clusterQueue"]) not in named:
         yield f"no ClusterQueue {spec['clusterQueue']}"
     if kind == "ClusterQueue":
-        yield from _quotas(spec, named, pods)
+        yield from _check_quotas(spec, named, pods)
     if kind == "ScaledObject":
-        yield from _scaled(spec, named, pods)
+        yield from _check_scaling(spec, named, pods)
     if kind == "InferencePool":
         picker = spec["endpointPickerRef"]
         if ("Service", picker["name"]) not in named:
@@ -102,7 +102,7 @@ def _of(tree: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree, Tr
         yield from (f"no {what} {name}" for what, name in references if (what, name) not in named)
 
 
-def _selection(kind: str, spec: Tree, pods: list[tuple[Tree, Tree, Tree]]) -> Iterator[str]:
+def _check_selection(kind: str, spec: Tree, pods: list[tuple[Tree, Tree, Tree]]) -> Iterator[str]:
     selector: Tree = spec["podSelector"] if kind == "NetworkPolicy" else spec["selector"]
     selector = {"matchLabels": selector} if kind == "Service" else selector
     chosen = [pod for _, labels, pod in pods if _selects(selector, labels)]
@@ -117,16 +117,16 @@ def _selection(kind: str, spec: Tree, pods: list[tuple[Tree, Tree, Tree]]) -> It
         wanted = [port["number"] for port in spec["targetPorts"]]
     for port in wanted:
         for pod in chosen:
-            if port not in _ports(pod):
-                yield f"port {port} is none of {sorted(map(str, _ports(pod)))}"
+            if port not in _list_ports(pod):
+                yield f"port {port} is none of {sorted(map(str, _list_ports(pod)))}"
 
 
-def _ports(pod: Tree) -> set[Any]:
+def _list_ports(pod: Tree) -> set[Any]:
     ports = [port for container in pod["containers"] for port in container.get("ports", [])]
     return {port["containerPort"] for port in ports} | {port["name"] for port in ports}
 
 
-def _quotas(spec: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree, Tree]]) -> Iterator[str]:
+def _check_quotas(spec: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree, Tree]]) -> Iterator[str]:
     covered = {name for group in spec["resourceGroups"] for name in group["coveredResources"]}
     for group in spec["resourceGroups"]:
         for flavor in group["flavors"]:
@@ -141,7 +141,7 @@ def _quotas(spec: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree
                 yield f"{tree['metadata']['name']} asks for {left}, which no quota covers"
 
 
-def _scaled(spec: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree, Tree]]) -> Iterator[str]:
+def _check_scaling(spec: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree, Tree]]) -> Iterator[str]:
     target = spec["scaleTargetRef"]
     if target["kind"] == "DynamoGraphDeploymentScalingAdapter":
         adapters = {
@@ -159,7 +159,7 @@ def _scaled(spec: Tree, named: set[tuple[str, str]], pods: list[tuple[Tree, Tree
         yield "cannot scale"
 
 
-def _in_pod(tree: Tree, pod: Tree, named: set[tuple[str, str]]) -> Iterator[str]:
+def _check_pod(tree: Tree, pod: Tree, named: set[tuple[str, str]]) -> Iterator[str]:
     account = pod.get("serviceAccountName")
     if account is not None and ("ServiceAccount", account) not in named:
         yield f"no ServiceAccount {account}"
@@ -171,18 +171,18 @@ def _in_pod(tree: Tree, pod: Tree, named: set[tuple[str, str]]) -> Iterator[str]
         config = volume.get("configMap", {}).get("name")
         if config is not None and ("ConfigMap", config) not in named:
             yield f"no ConfigMap {config}"
-        mounted = [mount["name"] for container in _containers(pod) for mount in container.get("volumeMounts", [])]
+        mounted = [mount["name"] for container in _list_containers(pod) for mount in container.get("volumeMounts", [])]
         if name not in mounted:
             yield f"the volume {name} is mounted nowhere"
-    for container in _containers(pod):
-        yield from _in_container(tree, pod, container, volumes)
+    for container in _list_containers(pod):
+        yield from _check_container(tree, pod, container, volumes)
 
 
-def _containers(pod: Tree) -> list[Tree]:
+def _list_containers(pod: Tree) -> list[Tree]:
     return [*pod["containers"], *pod.get("initContainers", [])]
 
 
-def _in_container(tree: Tree, pod: Tree, container: Tree, volumes: Tree) -> Iterator[str]:
+def _check_container(tree: Tree, pod: Tree, container: Tree, volumes: Tree) -> Iterator[str]:
     del pod
     image = container["image"]
     if ":" not in image.rpartition("/")[2] or image.endswith(":latest"):

@@ -1,4 +1,4 @@
-"""The proof: as much work and as many turns as there is time for, in an order that drift cannot favour."""
+"""The schedule of a proof: sides, rounds and their order, within the time left."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ TIMES = Times({OWN: 19.0, PLAN: 17.0, TUNED: 12.0})
 SECONDS = st.floats(0.05, 120)
 
 
-def test_with_time_it_is_held_against_both_and_works_longer_in_each_turn() -> None:
+def test_more_time_allows_all_sides_and_longer_rounds() -> None:
     found = shaped(TIMES, TUNED, (OWN, PLAN), 2000)
     assert found.sides == (OWN, TUNED, PLAN) and found.rounds == 2
     assert shaped(TIMES, TUNED, (OWN, PLAN), 300).rounds == 1
     assert shaped(Times({OWN: 0.5, TUNED: 0.3}), TUNED, (OWN,), 2000).rounds == 20
 
 
-def test_with_little_time_it_is_held_against_the_plan_or_whoever_there_is_time_for() -> None:
+def test_little_time_allows_one_opponent_preferably_the_plan() -> None:
     assert shaped(TIMES, TUNED, (OWN, PLAN), 110).sides == (PLAN, TUNED)
     quick = Times({OWN: 10.0, PLAN: 17.0, TUNED: 12.0})
     assert shaped(quick, TUNED, (OWN, PLAN), 90).sides == (OWN, TUNED)
     assert shaped(TIMES, TUNED, (OWN, PLAN), 0).sides == (PLAN, TUNED)
 
 
-def test_who_cannot_stay_loaded_is_expected_to_start_each_time() -> None:
+def test_rounds_include_start_up_of_sides_that_cannot_stay_loaded() -> None:
     started = Times(TIMES.waves, {OWN: 60.0, PLAN: 60.0, TUNED: 60.0})
     assert shaped(started, TUNED, (OWN, PLAN), 2000).seconds > 180
     assert shaped(started, TUNED, (OWN, PLAN), 520).sides == (PLAN, TUNED)
 
 
 @given(SECONDS, SECONDS, SECONDS, st.floats(60, 3600), st.floats(0, 60))
-def test_a_search_leaves_what_the_proof_needs_and_no_more_than_its_share(
+def test_reserved_time_fits_the_proof_and_stays_within_its_share(
     own: float, plan: float, tuned: float, budget_s: float, other_s: float
 ) -> None:
     times = Times({OWN: own, PLAN: plan, TUNED: tuned})
@@ -61,7 +61,7 @@ def test_a_search_leaves_what_the_proof_needs_and_no_more_than_its_share(
     assert left >= PROOF_SHARE * budget_s or LEAST_TURNS * shape.seconds + other_s <= left * (1 + 1e-9)
 
 
-def test_for_want_of_time_more_of_it_goes_to_the_proof_where_that_holds_the_winner_against_both() -> None:
+def test_reserved_time_grows_if_that_allows_a_proof_against_both() -> None:
     slow = Times({OWN: 42.0, PLAN: 41.0, TUNED: 25.0})
     left = reserve_s(slow, TUNED, (OWN, PLAN), budget_s=600)
     assert PROOF_SHARE * 600 < left <= WHOLE_SHARE * 600
@@ -70,7 +70,7 @@ def test_for_want_of_time_more_of_it_goes_to_the_proof_where_that_holds_the_winn
 
 
 class Sides:
-    """Sides whose work takes as long as it takes, on a clock of their own."""
+    """Sides with given durations, on a simulated clock."""
 
     def __init__(self, waves: dict[Point, float], left_s: float, slower: float = 1.0) -> None:
         self.waves, self.left_s, self.slower = waves, left_s, slower
@@ -83,55 +83,55 @@ class Sides:
         self.now += took_s
         return took_s
 
-    def left(self) -> float:
+    def get_left_s(self) -> float:
         return self.left_s - self.now
 
-    def moments(self, side: Point) -> list[str | None]:
+    def list_moments(self, side: Point) -> list[str | None]:
         return [f"{number:06d}" for number, (one, _) in enumerate(self.order) if one == side]
 
 
-def test_neighbours_take_turns_so_that_each_piece_of_work_has_its_pair() -> None:
+def test_sides_alternate_so_that_measurements_form_pairs() -> None:
     sides = Sides({OWN: 19.0, PLAN: 17.0, TUNED: 12.0}, 260)
     shape = shaped(TIMES, TUNED, (OWN, PLAN), 260)
-    found = take_turns(shape, TUNED, TIMES, sides.measure, set, sides.left, 0.0)
+    found = take_turns(shape, TUNED, TIMES, sides.measure, set, sides.get_left_s, 0.0)
     assert found.cut and found.turns == 5
     assert [one for one, _ in sides.order[:6]] == [OWN, TUNED, PLAN, PLAN, TUNED, OWN]
     for other in (OWN, PLAN):
-        assert len(turns_of(sides.moments(other), sides.moments(TUNED))) == 5
+        assert len(turns_of(sides.list_moments(other), sides.list_moments(TUNED))) == 5
 
 
-def test_who_is_settled_takes_no_more_turns_and_the_pairs_stay_pairs() -> None:
+def test_settled_side_is_not_measured_again() -> None:
     sides = Sides({OWN: 19.0, PLAN: 17.0, TUNED: 12.0}, 2000)
     shape = shaped(TIMES, TUNED, (OWN, PLAN), 300)
 
     def settled() -> set[Point]:
         return {OWN, PLAN} if len(sides.order) >= 17 else {OWN}
 
-    found = take_turns(shape, TUNED, TIMES, sides.measure, settled, sides.left, 0.0)
+    found = take_turns(shape, TUNED, TIMES, sides.measure, settled, sides.get_left_s, 0.0)
     count = Counter(one for one, _ in sides.order)
     assert not found.cut and count[OWN] == LEAST_TURNS and count[PLAN] == count[TUNED] == found.turns == 7
-    assert len(turns_of(sides.moments(PLAN), sides.moments(TUNED))) == 7
+    assert len(turns_of(sides.list_moments(PLAN), sides.list_moments(TUNED))) == 7
 
 
-def test_without_an_end_it_ends() -> None:
+def test_number_of_rounds_is_limited() -> None:
     sides = Sides({OWN: 1.0, PLAN: 1.0, TUNED: 1.0}, 1e9)
     shape = shaped(TIMES, TUNED, (OWN, PLAN), 1e9)
-    assert take_turns(shape, TUNED, TIMES, sides.measure, set, sides.left, 0.0).turns == MOST_TURNS
+    assert take_turns(shape, TUNED, TIMES, sides.measure, set, sides.get_left_s, 0.0).turns == MOST_TURNS
 
 
 @given(SECONDS, SECONDS, SECONDS, st.floats(1, 2000), st.floats(0.5, 2.5))
-def test_what_is_slower_than_it_was_costs_no_more_than_one_piece_of_work(
+def test_overrun_is_at_most_one_measurement(
     own: float, plan: float, tuned: float, left_s: float, slower: float
 ) -> None:
     times = Times({OWN: own, PLAN: plan, TUNED: tuned})
     shape = shaped(times, TUNED, (OWN, PLAN), left_s)
     work = {side: shape.rounds * seconds for side, seconds in times.waves.items()}
     sides, late_s = Sides(work, left_s, slower), 0.03 * left_s
-    take_turns(shape, TUNED, times, sides.measure, set, sides.left, late_s)
+    take_turns(shape, TUNED, times, sides.measure, set, sides.get_left_s, late_s)
     assert sides.now <= left_s + late_s + max(0.0, slower - 1) * max(work.values()) + 1e-6
 
 
-def test_without_one_of_the_others_it_goes_on_against_the_last() -> None:
+def test_proof_continues_if_one_opponent_fails() -> None:
     sides = Sides({PLAN: 17.0, TUNED: 12.0}, 2000)
 
     def measure(side: Point, turn: int) -> float | None:
@@ -139,12 +139,12 @@ def test_without_one_of_the_others_it_goes_on_against_the_last() -> None:
 
     shape = shaped(TIMES, TUNED, (OWN, PLAN), 300)
     done = lambda: {PLAN} if len(sides.order) >= 6 else set()  # noqa: E731
-    found = take_turns(shape, TUNED, TIMES, measure, done, sides.left, 0.0)
+    found = take_turns(shape, TUNED, TIMES, measure, done, sides.get_left_s, 0.0)
     assert not found.cut and found.turns == 3 and {side for side, _ in sides.order} == {PLAN, TUNED}
-    assert len(turns_of(sides.moments(PLAN), sides.moments(TUNED))) == 3
+    assert len(turns_of(sides.list_moments(PLAN), sides.list_moments(TUNED))) == 3
 
 
-def test_who_fails_ends_it() -> None:
+def test_proof_ends_if_all_sides_fail() -> None:
     shape = shaped(TIMES, TUNED, (OWN, PLAN), 300)
     found = take_turns(shape, TUNED, TIMES, lambda side, turn: None, set, lambda: 300.0, 0.0)
     assert found.cut and found.turns == 0

@@ -1,4 +1,4 @@
-"""Tuning with the real llama.cpp: a knob that is faster and wrong is caught, and nothing is left running."""
+"""Tuning the real llama.cpp: a setting that is faster but wrong is refused, and no process is left running."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def own_store(tmp_path: Path) -> Path:
     return tmp_path / "store.sqlite"
 
 
-def with_few_of_its_layers(source: Path, result: Path) -> None:
-    """The same model with a tenth of its layers: it loads, writes text, is several times as fast, and wrong."""
+def write_model_with_few_layers(source: Path, result: Path) -> None:
+    """Write the model with a tenth of its layers: it loads, generates text several times as fast, and is wrong."""
     reader = gguf.GGUFReader(source)
     layers = int(reader.fields["llama.block_count"].contents())
     writer = gguf.GGUFWriter(result, "llama")
@@ -63,29 +63,35 @@ def with_few_of_its_layers(source: Path, result: Path) -> None:
     writer.close()
 
 
-def trap(path: Path) -> Knob:
+def make_wrong_setting(path: Path) -> Knob:
     return Knob(
-        name="depth", meaning="a model that lacks most of its layers", now="whole", own="whole", alone=True,
+        name="depth", meaning="a model without most of its layers", now="whole", own="whole", alone=True,
         choices=(Choice(value="whole"), Choice(value="few", options=("--model", str(path)))),
         risk=("answers",), prior=0.9, source="made for this test",
     )  # fmt: skip
 
 
-def below_us() -> list[psutil.Process]:
+def list_children() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def test_a_knob_that_is_faster_and_wrong_is_caught_and_never_proposed_again(
+def test_setting_with_wrong_answers_is_refused_and_not_tried_again(
     builtin_gguf: Path, llama_environment: Environment, tmp_path: Path, own_store: Path
 ) -> None:
     path = tmp_path / "few.gguf"
-    with_few_of_its_layers(builtin_gguf, path)
-    asked = {"engine": "llama.cpp", "load": LOAD, "knobs": ("depth",), "more_knobs": (trap(path),), "path": own_store}
+    write_model_with_few_layers(builtin_gguf, path)
+    asked = {
+        "engine": "llama.cpp",
+        "load": LOAD,
+        "knobs": ("depth",),
+        "more_knobs": (make_wrong_setting(path),),
+        "path": own_store,
+    }
     found = tune(budget_s=1800, **asked)  # type: ignore[arg-type]
     trials = {trial.turned: trial.best for trial in found.trials if not trial.own_defaults}
     planned, trapped = trials[()], trials[(Turn(knob="depth", value="few"),)]
     assert planned is not None and trapped is not None
-    assert (trapped.output_tok_s or 0) > 1.2 * (planned.output_tok_s or 0)  # it is a trap
+    assert (trapped.output_tok_s or 0) > 1.2 * (planned.output_tok_s or 0)  # it is faster, but wrong
     (refused,) = found.refused
     assert refused.kind == "answers" and refused.turn.value == "few" and refused.evidence
     assert "agree with the reference" in refused.why
@@ -94,13 +100,15 @@ def test_a_knob_that_is_faster_and_wrong_is_caught_and_never_proposed_again(
     assert store.refused_settings(found.machine, "llama.cpp", own_store) == (refused,)
     hardware, facts = probe(), builtin_facts()
     chosen = chosen_plan("llama.cpp", hardware, facts, LOAD, None)
-    again = Tuner(TuningState(hardware, facts, chosen, (trap(path),), found, Silent(), Teller(), own_store))
-    assert again._refused_before() == {("depth", "few")}  # what a search leaves out: tests/tuning/test_search.py
-    assert not below_us()
+    again = Tuner(
+        TuningState(hardware, facts, chosen, (make_wrong_setting(path),), found, Silent(), Teller(), own_store)
+    )
+    assert again._refused_before() == {("depth", "few")}  # tests/tuning/test_search.py checks that a search skips these
+    assert not list_children()
 
 
-class StopsAfter(Teller):
-    """Somebody who presses Ctrl-C after so many measurements."""
+class InterruptAfter(Teller):
+    """Simulates Ctrl-C after `count` measurements."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -112,16 +120,16 @@ class StopsAfter(Teller):
             raise KeyboardInterrupt
 
 
-def test_what_was_measured_before_ctrl_c_is_kept_and_not_measured_again(
+def test_resume_reuses_measurements_from_before_ctrl_c(
     builtin_gguf: Path, llama_environment: Environment, own_store: Path
 ) -> None:
     asked = {"engine": "llama.cpp", "load": LOAD, "knobs": ("threads",), "path": own_store}
     with pytest.raises(Stopped) as stopped:
-        tune(budget_s=1800, teller=StopsAfter(3), **asked)  # type: ignore[arg-type]
+        tune(budget_s=1800, teller=InterruptAfter(3), **asked)  # type: ignore[arg-type]
     kept = stopped.value.tuned
     assert kept.measurements == 3 and not kept.finished and kept.id in str(stopped.value)
-    wait_for(lambda: gone(below_us()), "the engines to end")
-    counting = StopsAfter(-1)
+    wait_for(lambda: gone(list_children()), "the engines to end")
+    counting = InterruptAfter(-1)
     whole = tune(resume=kept.id, budget_s=1800, teller=counting, path=own_store)
     assert whole.finished and whole.id == kept.id
     assert whole.measurements == 3 + len(counting.seen)
@@ -129,7 +137,7 @@ def test_what_was_measured_before_ctrl_c_is_kept_and_not_measured_again(
     assert whole.side("own defaults") is not None and whole.side("plan") is not None
 
 
-class Refusals(Teller):
+class RefusalRecorder(Teller):
     def __init__(self) -> None:
         self.found: list[Refused] = []
 
@@ -137,14 +145,14 @@ class Refusals(Teller):
         self.found.append(refused)
 
 
-def test_a_setting_that_does_not_start_is_left_out_with_what_the_engine_said(
+def test_setting_that_does_not_start_is_refused_with_the_engine_error(
     builtin_gguf: Path, llama_environment: Environment, own_store: Path
 ) -> None:
     broken = Knob(
-        name="cache", meaning="a type that there is not", now="f16", own="f16", prior=0.9, source="made for this test",
+        name="cache", meaning="an unknown cache type", now="f16", own="f16", prior=0.9, source="made for this test",
         choices=(Choice(value="f16"), Choice(value="q9", options=("--cache-type-k", "q9_9"))),
     )  # fmt: skip
-    teller = Refusals()
+    teller = RefusalRecorder()
     found = tune(
         engine="llama.cpp", load=LOAD, knobs=("cache",), more_knobs=(broken,), budget_s=1800, teller=teller,
         path=own_store,
@@ -154,10 +162,10 @@ def test_a_setting_that_does_not_start_is_left_out_with_what_the_engine_said(
     assert store.refused_settings(store.fingerprint(probe()), "llama.cpp", own_store) == (refused,)
 
 
-def test_the_build_for_this_machine_is_measured_beside_the_ready_made_engine(
+def test_native_build_is_compared_with_the_package(
     builtin_gguf: Path, llama_environment: Environment, own_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same program under another name: it takes long to build one."""
+    """The build is a stand-in, the same program with another version: a real one takes long."""
     built = msgspec.structs.replace(llama_environment, version="as built", built=True)
     hardware = probe()
     chosen = chosen_plan("llama.cpp", hardware, builtin_facts(), LOAD, None)
@@ -175,4 +183,4 @@ def test_the_build_for_this_machine_is_measured_beside_the_ready_made_engine(
     assert state.plan_at(point).engine_version == "as built"
     subject = state.cell(point, LOAD, (Repeat(at="2026-11-16T10:00:00Z", seconds=1.0, samples=()),), "tuned").subject
     assert (subject.build, subject.engine_version) == ("native", "as built")
-    assert not below_us()
+    assert not list_children()

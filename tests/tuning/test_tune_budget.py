@@ -1,4 +1,4 @@
-"""The budget holds: a whole tuning with engines on paper and a clock of its own, from the first look to the proof."""
+"""A tuning stays within its budget: complete tunings with simulated engines and a simulated clock."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ LOAD = Load(concurrency=4, prompt_tokens=64, output_tokens=32)
 MIB_300 = 300 << 20
 
 
-class PaperPool(Pool):
-    """Starts and conversions only take their time."""
+class SimulatedPool(Pool):
+    """Starts and conversions only advance the clock."""
 
-    def __init__(self, tuner: Paper, most: int) -> None:
+    def __init__(self, tuner: SimulatedTuner, most: int) -> None:
         super().__init__(most)
         self.tuner = tuner
 
@@ -55,151 +55,151 @@ class PaperPool(Pool):
                 self.end(next(iter(self.running)))
             if tuner.budget.conversion_s(point):
                 label = tuner.state.plan_at(point).weights.label
-                tuner.budget.convert_s[label] = tuner.passes(tuner.about["convert"])
-            tuner.passes(tuner.start(point))
+                tuner.budget.convert_s[label] = tuner.pass_time(tuner.about["convert"])
+            tuner.pass_time(tuner.get_start_s(point))
         self.running[point] = self.running.pop(point, alive)
         return self.running[point]
 
 
-class PaperEngines(Engines):
-    def __init__(self, tuner: Paper) -> None:
+class SimulatedEngines(Engines):
+    def __init__(self, tuner: SimulatedTuner) -> None:
         super().__init__(tuner.state, tuner.budget, tuner.pool)
         self.tuner = tuner
 
     def warm(self, alive: Alive, limit_s: float) -> None: ...
 
     def rest(self, point: Point) -> None:
-        self.tuner.passes(0.2)
+        self.tuner.pass_time(0.2)
 
 
-class PaperAnswers(Answers):
-    def __init__(self, tuner: Paper) -> None:
+class SimulatedAnswers(Answers):
+    def __init__(self, tuner: SimulatedTuner) -> None:
         super().__init__(tuner.state, tuner.budget, tuner.engines)
         self.tuner = tuner
 
     def check(self, point: Point) -> Quality:
         self.engines.get(point)
-        self.budget.check_s = max(self.budget.check_s, self.tuner.passes(self.tuner.about["check"]))
+        self.budget.check_s = max(self.budget.check_s, self.tuner.pass_time(self.tuner.about["check"]))
         wrong = dict(point).get("weights") == "Q4_0"
         self.state.qualities[point] = replaced(GOOD, verdict="broken", note="wrong") if wrong else GOOD
         return self.state.qualities[point]
 
 
-class PaperTrials(Trials):
-    def __init__(self, tuner: Paper) -> None:
+class SimulatedTrials(Trials):
+    def __init__(self, tuner: SimulatedTuner) -> None:
         super().__init__(tuner.state, tuner.budget, tuner.engines)
         self.tuner = tuner
 
     def watch(self, alive: Alive, load: Load, limit_s: float) -> tuple[Repeat | None, Used]:
         tuner, point = self.tuner, cast(Any, alive).point
-        tuner.beside.append((point, set(tuner.pool.running)))
+        tuner.loaded.append((point, set(tuner.pool.running)))
         before, used = tuner.now, Used(MIB_300, None, 0)
-        took_s = tuner.passes(tuner.wave(point))
+        took_s = tuner.pass_time(tuner.get_burst_s(point))
         if took_s > limit_s:
             tuner.now = before + limit_s
             return None, used
-        return tuner.repeat(took_s, 1), used
+        return tuner.make_repeat(took_s, 1), used
 
     def diagnose(self) -> None:
-        self.tuner.passes(self.tuner.about["wave"] / 2)
-        self.tuner.diagnosed()
+        self.tuner.pass_time(self.tuner.about["wave"] / 2)
+        self.tuner.set_bottleneck()
 
 
-class PaperProver(Prover):
-    def __init__(self, tuner: Paper) -> None:
+class SimulatedProver(Prover):
+    def __init__(self, tuner: SimulatedTuner) -> None:
         super().__init__(tuner.state, tuner.budget, tuner.engines, tuner.answers)
         self.tuner = tuner
 
     def work(self, point: Point, turn: int, rounds: int, limit_s: float) -> Repeat | None:
         self.engines.get(point)
         tuner = self.tuner
-        before, took_s = tuner.now, tuner.passes(rounds * tuner.wave(point))
+        before, took_s = tuner.now, tuner.pass_time(rounds * tuner.get_burst_s(point))
         if took_s > limit_s:
             tuner.now = before + limit_s
             return None
-        return tuner.disturbed(tuner.repeat(took_s, rounds), point, turn)
+        return tuner.disturb(tuner.make_repeat(took_s, rounds), point, turn)
 
 
-class Paper(Tuner):
-    """Nothing is started: waves take what they take, longer by chance, and so do starts, conversions and answers."""
+class SimulatedTuner(Tuner):
+    """Starts no engine: bursts, starts, conversions and checks of answers take given times, with noise."""
 
     def __init__(self, path: Path, budget_s: float, seed: int, engine_id: str = "llama.cpp", **about: float) -> None:
         self.now = 0.0
-        self.dice = random.Random(seed)
+        self.random = random.Random(seed)
         self.about = {"wave": 17.0, "start": 1.5, "convert": 6.0, "check": 8.0, "own": 1.15, "noise": 0.1, **about}
-        self.beside: list[tuple[Point, set[Point]]] = []
-        """Who was loaded beside whom while it was measured."""
+        self.loaded: list[tuple[Point, set[Point]]] = []
+        """Each measured point, and the points that were loaded at that time."""
         on, one = machine("cpu", 1), engine(engine_id)
         facts = model("meta-llama/Llama-3.1-8B-Instruct", folder=True)
         if engine_id in ("llama.cpp", "onnxruntime"):
             facts = replaced(with_label(facts, "Q4_1"), format="gguf", files=("/models/a.gguf",))
         chosen = chosen_plan(one.id, on, facts, LOAD, None, path=path)
         kept = Tuned(
-            id=f"paper-{seed}", at="2026-11-15T10:00:00Z", machine="paper", hardware="", bedplate="", engine=one.id,
-            engine_version=chosen.plan.engine_version, build="wheel", model=facts.name, load=LOAD,
+            id=f"simulated-{seed}", at="2026-11-15T10:00:00Z", machine="simulated", hardware="", bedplate="",
+            engine=one.id, engine_version=chosen.plan.engine_version, build="wheel", model=facts.name, load=LOAD,
             workload=chosen.plan.workload, budget_s=budget_s,
         )  # fmt: skip
         knobs = one.knobs(on, chosen.plan)
         super().__init__(TuningState(on, facts, chosen, knobs, kept, Silent(), Teller(), path, lambda: self.now))
-        self.pool = self.budget.pool = PaperPool(self, 5)
-        self.engines = PaperEngines(self)
-        self.answers = PaperAnswers(self)
-        self.trials = PaperTrials(self)
-        self.prover = PaperProver(self)
+        self.pool = self.budget.pool = SimulatedPool(self, 5)
+        self.engines = SimulatedEngines(self)
+        self.answers = SimulatedAnswers(self)
+        self.trials = SimulatedTrials(self)
+        self.prover = SimulatedProver(self)
 
     def run(self) -> Tuned:
         self.prover.prove(self.search())
         self.state.keep(finished=True)
         return self.state.kept
 
-    def passes(self, seconds: float) -> float:
-        took_s = seconds * self.dice.lognormvariate(0, self.about["noise"])
+    def pass_time(self, seconds: float) -> float:
+        took_s = seconds * self.random.lognormvariate(0, self.about["noise"])
         self.now += took_s
         return took_s
 
-    def wave(self, point: Point) -> float:
+    def get_burst_s(self, point: Point) -> float:
         faster = {"Q8_0": 0.65, "Q4_0": 0.6, "F16": 0.95, "Q5_0": 0.9}.get(dict(point).get("weights", ""), 1.0)
         return self.about["wave"] * (self.about["own"] if point == OWN else faster)
 
-    def repeat(self, took_s: float, rounds: int) -> Repeat:
-        """Four streams, as fast as it says."""
+    def make_repeat(self, took_s: float, rounds: int) -> Repeat:
+        """Make a repeat of four streams with this duration."""
         each_ms = 1000 * took_s / rounds
         samples = [
             made_sample(0.0, each_ms / 2, each_ms / 2 / 31, 32, prompt_tokens=64) for _ in range(rounds * 4)
         ]  # fmt: skip
         return made_repeat(samples, self.now - took_s, took_s, delivered_tokens=float(rounds * 4 * 32))
 
-    def start(self, point: Point) -> float:
+    def get_start_s(self, point: Point) -> float:
         return self.about["start"]
 
-    def diagnosed(self) -> None: ...
+    def set_bottleneck(self) -> None: ...
 
-    def disturbed(self, repeat: Repeat, point: Point, turn: int) -> Repeat:
+    def disturb(self, repeat: Repeat, point: Point, turn: int) -> Repeat:
         return repeat
 
 
-@settings(  # one example is a whole tuning of simulated minutes
+@settings(  # one example is a complete tuning of simulated minutes
     deadline=None,
     max_examples=max(5, settings().max_examples // 5),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.integers(0, 10**6), st.floats(0.3, 30), st.floats(0.5, 15), st.floats(300, 1200), st.floats(1, 2))
-def test_a_tuning_takes_no_longer_than_it_may(
+def test_tuning_stays_within_its_budget(
     tmp_path: Path, seed: int, wave: float, start: float, budget_s: float, own: float
 ) -> None:
-    tuner = Paper(tmp_path / "store.sqlite", budget_s, seed, wave=wave, start=start, own=own)
+    tuner = SimulatedTuner(tmp_path / "store.sqlite", budget_s, seed, wave=wave, start=start, own=own)
     found = tuner.run()
     assert tuner.now <= 1.05 * budget_s
     assert found.finished and found.spent_s <= 1.05 * budget_s
     names = {side.name for side in found.sides}
-    # Where time is short it is held against one opponent alone.
+    # With little time there is only one opponent.
     assert "plan" in names or names == {"own defaults", "tuned"}
 
 
-def test_ten_minutes_hold_a_search_that_finds_the_weights_and_a_proof_of_them(tmp_path: Path) -> None:
+def test_ten_minutes_are_enough_to_find_and_prove_the_best_weights(tmp_path: Path) -> None:
     proven = 0
     for seed in range(6):
-        tuner = Paper(tmp_path / f"{seed}.sqlite", 600, seed)
+        tuner = SimulatedTuner(tmp_path / f"{seed}.sqlite", 600, seed)
         found = tuner.run()
         best = found.side("tuned")
         assert tuner.now <= 630 and best is not None and ("weights", "Q8_0") in best.settings.turned.knobs  # type: ignore[union-attr]
@@ -212,9 +212,9 @@ def test_ten_minutes_hold_a_search_that_finds_the_weights_and_a_proof_of_them(tm
     assert proven >= 5
 
 
-def test_a_proof_that_is_plain_ends_before_its_time_and_one_that_is_not_goes_on(tmp_path: Path) -> None:
-    plain = Paper(tmp_path / "store.sqlite", 3000, 1, noise=0.01).run()
-    unclear = Paper(tmp_path / "other.sqlite", 3000, 1, noise=0.35)
+def test_clear_proof_ends_early_and_unclear_one_continues(tmp_path: Path) -> None:
+    plain = SimulatedTuner(tmp_path / "store.sqlite", 3000, 1, noise=0.01).run()
+    unclear = SimulatedTuner(tmp_path / "other.sqlite", 3000, 1, noise=0.35)
     assert plain.proven and max(len(side.taken) for side in plain.sides) == 3
     assert plain.spent_s < 1500
     unclear.state.best = (("weights", "Q8_0"),)
@@ -223,59 +223,61 @@ def test_a_proof_that_is_plain_ends_before_its_time_and_one_that_is_not_goes_on(
     assert max(map(len, unclear.prover.measure_sides().values())) > 3
 
 
-def test_where_there_is_no_time_for_both_it_says_so(tmp_path: Path) -> None:
-    found = Paper(tmp_path / "store.sqlite", 600, 2, wave=45.0, own=2.0).run()
+def test_notes_report_missing_time_for_the_proof(tmp_path: Path) -> None:
+    found = SimulatedTuner(tmp_path / "store.sqlite", 600, 2, wave=45.0, own=2.0).run()
     assert found.spent_s <= 630
-    assert any("no time to hold it against" in note or "time was up" in note for note in found.notes)
+    assert any("no time to compare with" in note or "budget was used up" in note for note in found.notes)
 
 
-def test_where_there_is_time_for_few_waves_it_finds_the_weights_and_proves_them_against_both(tmp_path: Path) -> None:
+def test_short_budget_finds_and_proves_the_best_weights(tmp_path: Path) -> None:
     for seed in range(4):
-        tuner = Paper(tmp_path / f"{seed}.sqlite", 600, seed, wave=40.0, start=3.0, check=15.0, own=1.03, noise=0.03)
+        tuner = SimulatedTuner(
+            tmp_path / f"{seed}.sqlite", 600, seed, wave=40.0, start=3.0, check=15.0, own=1.03, noise=0.03
+        )
         found = tuner.run()
         best = found.side("tuned")
         assert tuner.now <= 630 and best is not None and ("weights", "Q8_0") in best.settings.turned.knobs  # type: ignore[union-attr]
-        assert not [one for one in found.trials if one.own_defaults]  # they are measured in the proof alone
+        assert not [one for one in found.trials if one.own_defaults]  # they are measured only in the proof
         assert [len(side.taken) for side in found.sides] == [3, 3, 3] and found.proven
 
 
-class Stubborn(Paper):
-    """Its own defaults do not start."""
+class TunerWithFailingDefaults(SimulatedTuner):
+    """The engine defaults do not start."""
 
-    def start(self, point: Point) -> float:
+    def get_start_s(self, point: Point) -> float:
         if point == OWN:
             raise OutsideFailed("it did not start")
-        return super().start(point)
+        return super().get_start_s(point)
 
 
-def test_own_defaults_that_do_not_start_leave_the_proof_against_the_plan(tmp_path: Path) -> None:
+def test_proof_against_the_plan_continues_if_engine_defaults_do_not_start(tmp_path: Path) -> None:
     for wave in (40.0, 5.0):
-        found = Stubborn(tmp_path / f"{wave}.sqlite", 600, 2, wave=wave, start=3.0, noise=0.03).run()
+        found = TunerWithFailingDefaults(tmp_path / f"{wave}.sqlite", 600, 2, wave=wave, start=3.0, noise=0.03).run()
         assert [side.name for side in found.sides] == ["plan", "tuned"] and found.proven
         assert [one.turn.knob for one in found.refused] == ["own defaults"]
 
 
-class Disturbed(Paper):
-    """In the second turn somebody else has the processors while the engine's own defaults are measured."""
+class DisturbedTuner(SimulatedTuner):
+    """In the second round, other processes use the CPU while the engine defaults are measured."""
 
-    def disturbed(self, repeat: Repeat, point: Point, turn: int) -> Repeat:
+    def disturb(self, repeat: Repeat, point: Point, turn: int) -> Repeat:
         if turn != 1 or point != OWN:
             return repeat
         return replaced(repeat, seconds=3 * repeat.seconds, use=replaced(repeat.use, other_cpu_share=0.5))
 
 
-def test_a_turn_in_which_others_had_the_processors_counts_for_nobody(tmp_path: Path) -> None:
-    found = Disturbed(tmp_path / "store.sqlite", 900, 3, noise=0.02).run()
+def test_round_disturbed_by_other_processes_does_not_count(tmp_path: Path) -> None:
+    found = DisturbedTuner(tmp_path / "store.sqlite", 900, 3, noise=0.02).run()
     own, best = found.side("own defaults"), found.side("tuned")
     assert own is not None and best is not None
     assert len(own.taken) == len(best.taken) >= 3
     assert max(one.seconds for one in own.taken) < 2 * min(one.seconds for one in own.taken)
-    assert found.notes[-1] == f"of {len(own.taken) + 1} turns 1 do not count: others had the processors"
+    assert found.notes[-1] == f"1 of {len(own.taken) + 1} rounds do not count: other processes used the CPU"
     assert found.proven
 
 
-def test_own_defaults_that_are_much_slower_are_not_waited_for_and_not_held_to_be_unsafe(tmp_path: Path) -> None:
-    tuner = Paper(tmp_path / "store.sqlite", 900, 4, own=40.0, noise=0.02)
+def test_slow_engine_defaults_are_stopped_but_not_refused(tmp_path: Path) -> None:
+    tuner = SimulatedTuner(tmp_path / "store.sqlite", 900, 4, own=40.0, noise=0.02)
     found = tuner.run()
     (own,) = [one for one in found.trials if one.own_defaults]
     assert [one.cut for one in own.taken] == [True] and own.taken[0].seconds < 7 * 17
@@ -283,59 +285,57 @@ def test_own_defaults_that_are_much_slower_are_not_waited_for_and_not_held_to_be
     assert found.side("own defaults") is None and found.proven
 
 
-def test_in_haste_the_proof_goes_on_without_them(tmp_path: Path) -> None:
-    tuner = Paper(tmp_path / "store.sqlite", 700, 5, wave=40.0, start=3.0, check=10.0, own=40.0, noise=0.02)
+def test_short_budget_proof_continues_without_slow_engine_defaults(tmp_path: Path) -> None:
+    tuner = SimulatedTuner(tmp_path / "store.sqlite", 700, 5, wave=40.0, start=3.0, check=10.0, own=40.0, noise=0.02)
     found = tuner.run()
     assert tuner.now <= 1.05 * 700 and [side.name for side in found.sides] == ["plan", "tuned"] and found.proven
     assert not [one for one in found.refused if one.kind != "answers"]
-    assert any(note.startswith("own defaults had not done in") for note in found.notes)
+    assert any(note.startswith("the engine defaults took over") for note in found.notes)
 
 
-def test_nobody_is_measured_beside_an_engine_that_spins_while_it_is_idle(tmp_path: Path) -> None:
-    tuner = Paper(tmp_path / "store.sqlite", 900, 5)
+def test_no_engine_is_measured_while_another_one_spins(tmp_path: Path) -> None:
+    tuner = SimulatedTuner(tmp_path / "store.sqlite", 900, 5)
     tuner.state.change(knobs=("spin", "pinning"))
     tuner.run()
     spinning = (("spin", "active"),)
-    assert any(point == spinning for point, _ in tuner.beside)
-    assert any(len(running) > 2 for _, running in tuner.beside)
-    assert not [point for point, running in tuner.beside if spinning in running and point != spinning]
+    assert any(point == spinning for point, _ in tuner.loaded)
+    assert any(len(running) > 2 for _, running in tuner.loaded)
+    assert not [point for point, running in tuner.loaded if spinning in running and point != spinning]
     tuner.state.best = spinning
-    assert list(tuner.budget.proof_times().starts) == [
-        spinning
-    ]  # in the proof it is started anew before each piece of work
+    assert list(tuner.budget.proof_times().starts) == [spinning]  # in the proof it starts again before each measurement
 
 
-class Compiling(Paper):
-    """vLLM on a processor: compiled it is faster, as it is by itself, and takes two minutes to start."""
+class CompilingTuner(SimulatedTuner):
+    """vLLM on a CPU: compilation is its default; it is faster but takes two minutes to start."""
 
     def __init__(self, path: Path, budget_s: float, seed: int) -> None:
         super().__init__(path, budget_s, seed, engine_id="vllm", wave=10.0, start=35.0, own=0.7, noise=0.03)
         self.pool.most = 2
         self.budget.engines_at_once = lambda trial: 2  # type: ignore[method-assign]
 
-    def wave(self, point: Point) -> float:
+    def get_burst_s(self, point: Point) -> float:
         return 10.0 * (0.7 if self.compiles(point) else 1.0)
 
-    def start(self, point: Point) -> float:
+    def get_start_s(self, point: Point) -> float:
         return 150.0 if self.compiles(point) else 35.0
 
     def compiles(self, point: Point) -> bool:
         return point == OWN or ("compile", "on") in point
 
-    def diagnosed(self) -> None:
+    def set_bottleneck(self) -> None:
         self.state.change(limit="runtime overhead")
 
 
-def test_what_own_defaults_do_better_than_the_plan_is_tried_first_though_it_is_slow_to_start(tmp_path: Path) -> None:
-    tuner = Compiling(tmp_path / "store.sqlite", 1200, 6)
+def test_better_engine_default_is_tried_first_despite_slow_start(tmp_path: Path) -> None:
+    tuner = CompilingTuner(tmp_path / "store.sqlite", 1200, 6)
     found = tuner.run()
     first = next(one for one in found.trials if one.turned)
     assert ("compile", "on") in point_of(first)
     assert found.steps[0].turn.knob == "compile" and found.spent_s <= 1260
 
 
-def test_a_slow_start_is_expected_of_those_alone_that_have_a_reason(tmp_path: Path) -> None:
-    tuner = Compiling(tmp_path / "store.sqlite", 1200, 7)
+def test_slow_start_is_expected_only_for_settings_that_cause_it(tmp_path: Path) -> None:
+    tuner = CompilingTuner(tmp_path / "store.sqlite", 1200, 7)
     compiled, other = (("compile", "on"),), (("batch-tokens", "512"),)
     budget = tuner.budget
     budget.start_s = {(): 35.0}
@@ -346,23 +346,23 @@ def test_a_slow_start_is_expected_of_those_alone_that_have_a_reason(tmp_path: Pa
     assert budget.starting_s(compiled) == 140
 
 
-def test_other_weights_are_made_of_what_the_file_is_unpacked_to(tmp_path: Path) -> None:
-    tuner = Paper(tmp_path / "store.sqlite", 60.0, 1, "onnxruntime")
+def test_other_weights_are_converted_from_the_dequantized_file(tmp_path: Path) -> None:
+    tuner = SimulatedTuner(tmp_path / "store.sqlite", 60.0, 1, "onnxruntime")
     plan = tuner.state.plan_at((("weights", "F32"),))
     steps = [step for step in tuner.state.conversions(plan) if step.kind == "convert"]
     assert [step.argv[0] for step in steps] == ["gguf-to-folder", "python"]
     assert steps[0].where in steps[1].argv and "fp32" in steps[1].argv
 
 
-def test_an_engine_that_reads_slowly_is_asked_for_fewer_answers(tmp_path: Path) -> None:
+def test_slow_engine_is_compared_with_fewer_answers(tmp_path: Path) -> None:
     known = shipped_references()[0].known()
 
-    def asked(ttft_ms: float, budget_s: float) -> int:
-        tuner = Paper(tmp_path / "store.sqlite", budget_s, 1)
+    def count_asked(ttft_ms: float, budget_s: float) -> int:
+        tuner = SimulatedTuner(tmp_path / "store.sqlite", budget_s, 1)
         taken = Taken(at="2026-11-16T10:00:00Z", seconds=1.0, score=0.0, ttft_ms=ttft_ms)
         tuner.state.trials[()] = Trial(taken=(taken,))
         return len(tuner.answers.affordable(known))
 
-    assert asked(100.0, 600.0) == answers.ASKED == asked(100.0, 60.0)
-    assert asked(60_000.0, 240.0) == answers.LEAST_ASKED
-    assert answers.LEAST_ASKED < asked(8_000.0, 240.0) < asked(8_000.0, 600.0) <= answers.ASKED
+    assert count_asked(100.0, 600.0) == answers.ASKED == count_asked(100.0, 60.0)
+    assert count_asked(60_000.0, 240.0) == answers.LEAST_ASKED
+    assert answers.LEAST_ASKED < count_asked(8_000.0, 240.0) < count_asked(8_000.0, 600.0) <= answers.ASKED

@@ -1,7 +1,7 @@
-"""Clears the machine code for other GPUs in a shared library, so that it takes next to no space when compressed.
+"""Clears machine code for other GPUs in a shared library, so that it compresses to almost nothing.
 
-A library that nvcc made holds one or more fat binaries: a header, and an entry for each architecture. The driver takes
-the entry that fits the GPU and does not read the others, so their content can be zeros. Nothing is moved.
+A library built by nvcc contains fat binaries: a header, and one entry per architecture. The driver loads the entry
+for the GPU and does not read the others, so their content can be zeros. All offsets stay the same.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# fatbinary_section.h of the CUDA toolkit has the magic number; the entries' fields are those that cuobjdump prints.
+# The magic number is from fatbinary_section.h of the CUDA toolkit; the fields are those that cuobjdump prints.
 MAGIC = struct.pack("<I", 0xBA55ED50)
 _HEADER = struct.Struct("<4sHHQ")
 _ENTRY = struct.Struct("<HHIQ12xI")
-"""Kind, version, bytes of this header, bytes of the content; 12 bytes further on, the architecture."""
+"""Kind, version, size of this header, size of the content; after 12 more bytes, the architecture."""
 _LEAST_ENTRY_BYTES = 64
 PTX, ELF = 1, 2
 
@@ -33,7 +33,7 @@ class DeviceCode(NamedTuple):
 
 
 def fat_binaries(data: bytes | mmap.mmap) -> Iterator[list[DeviceCode]]:
-    """The entries of each fat binary; one that is not understood is left out, and so stays as it is."""
+    """Yield the entries of each fat binary; one of unknown format is skipped and so stays unchanged."""
     position = 0
     while (position := data.find(MAGIC, position)) >= 0:
         found = _entries(data, position)
@@ -65,10 +65,10 @@ def _entries(data: bytes | mmap.mmap, position: int) -> tuple[list[DeviceCode], 
 
 
 def unused_on(entries: list[DeviceCode], architecture: int) -> list[DeviceCode]:
-    """Entries that a GPU of this architecture never loads.
+    """Return the entries that a GPU of this architecture never loads.
 
-    Machine code runs on its own major version from its own minor version on. PTX is compiled for any newer
-    architecture, but only where no machine code fits.
+    Machine code runs on the same major version with the same or a newer minor version. The driver compiles PTX for
+    any newer architecture, but only if no machine code fits.
     """
 
     def runs(one: DeviceCode) -> bool:
@@ -83,9 +83,9 @@ def unused_on(entries: list[DeviceCode], architecture: int) -> list[DeviceCode]:
 
 
 def clear_unused(library: Path, architecture: int) -> int:
-    """Replaces the library by a copy with zeros in place of that code; returns how many bytes were cleared.
+    """Replace the library by a copy with zeros in place of unused code; return the number of cleared bytes.
 
-    A copy, since the file may be a hard link into a package cache.
+    It writes a copy because the file may be a hard link into a package cache.
     """
     if library.stat().st_size < _HEADER.size:
         return 0

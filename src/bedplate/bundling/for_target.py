@@ -1,4 +1,4 @@
-"""Makes a bundle for another platform: packages are resolved and downloaded for it, nothing of them runs here."""
+"""Makes a bundle for another platform: resolves and downloads its packages, and runs none of them here."""
 
 from __future__ import annotations
 
@@ -52,29 +52,29 @@ ZSTANDARD = "zstandard==0.25.0"
 # 201 MB of the FlashAttention 3 library of sglang-kernel 0.4.4, code for other GPUs cleared, on a busy machine: level 6
 # 60.3 MB in 26 s, level 9 57.9 MB in 33 s, level 12 56.1 MB in 83 s; xz -3 52.9 MB in 239 s.
 LEVEL, LARGEST_WINDOW_LOG = 9, 30
-"""The target needs as much memory as the window has: 1 GiB at most, less for a smaller bundle."""
+"""Decompressing needs as much memory as the window: at most 1 GiB, less for a smaller bundle."""
 GLIBC = "2.35"
-"""Wheels for a newer one are not taken: Ubuntu 22.04 has it."""
+"""The newest glibc that a wheel may need; Ubuntu 22.04 has this version."""
 MACHINES = ("x86_64", "aarch64")
 DRIVERS = {"12": "525", "13": "580"}
-"""The least driver for each major version of CUDA (minor version compatibility), by the toolkit's release notes."""
+"""Minimum driver per major version of CUDA (minor version compatibility), from the toolkit's release notes."""
 PARTS = ("engine", "model", "bedplate")
 LEAST_PIECE_BYTES = 1 << 20
 _MTIME = 315_532_800
-"""1980: the same files give the same archive."""
+"""1980: a fixed time makes the archive reproducible."""
 _OF_THIS_MACHINE = frozenset(["direct_url.json", "uv_cache.json", "REQUESTED", ".lock"])
 
 
 @dataclass(frozen=True)
 class TargetRequest:
-    """What `bedplate bundle --for` was asked for."""
+    """The options of `bedplate bundle --for`."""
 
     target: str
     python: str
     engines: tuple[str, ...] = ()
     """ID or ID@VERSION."""
     overlay: str | None = None
-    """torch==VERSION, or a file with the packages of the target, pinned."""
+    """torch==VERSION, or a file with the pinned packages of the target."""
     capability: str | None = None
     piece_bytes: int | None = None
     model: ModelNamed | None = None
@@ -84,20 +84,20 @@ class TargetRequest:
 
 @dataclass
 class _Contents:
-    """Everything that goes into the archive, below one folder."""
+    """Everything that goes into the archive."""
 
     root: Path
     engines: list[BundledEngine] = field(default_factory=list)
     own_packages: tuple[str, ...] = ()
     links: list[tuple[str, Path]] = field(default_factory=list)
-    """Files that are read where they are: (path in the archive, file)."""
+    """Files that are packed from their own path: (path in the archive, file)."""
     model: str | None = None
     model_place: str | None = None
     glibc: list[str] = field(default_factory=list)
     cleared_bytes: int = 0
 
     def files(self) -> Iterator[tuple[str, Path]]:
-        """Files of the same kind follow each other, which compresses better."""
+        """Yield files sorted by suffix, which compresses better."""
         found = [(file.relative_to(self.root).as_posix(), file) for file in self.root.rglob("*") if _is_content(file)]
         yield from sorted(found, key=lambda one: (one[1].suffix, one[0]))
         yield from self.links
@@ -137,16 +137,16 @@ def make_target_bundle(request: TargetRequest, progress: Progress | None = None)
     if unknown := request.without - set(PARTS):
         raise BadQuestion(f"--without: {min(unknown)!r} is not one of {', '.join(PARTS)}")
     if request.piece_bytes is not None and request.piece_bytes < LEAST_PIECE_BYTES:
-        raise BadQuestion("--pieces: a piece has at least 1 MiB", hint="for example --pieces 48M")
+        raise BadQuestion("--pieces: a piece must have at least 1 MiB", hint="for example --pieces 48M")
     if request.without == set(PARTS) or ("engine" in request.without and request.engines):
-        raise BadQuestion("--without leaves nothing to pack, or leaves out an engine that --engine asks for")
+        raise BadQuestion("--without leaves nothing to pack, or excludes an engine that --engine names")
     engines = request.engines or (STANDARD_ENGINE if target.cuda else FIRST.id,)
     named = [_engine_version(text) for text in engines if "engine" not in request.without]
     overlay = _Overlay.parse(request.overlay) if request.overlay is not None else None
     default = "-".join(["bedplate", *(one.id for one, _ in named), "for", target.name])
     output = (request.output or Path(default)).expanduser().absolute()
     if output.exists() or output.is_symlink():
-        raise BadQuestion(f"{output} is there already", hint="name another with -o, or remove it first")
+        raise BadQuestion(f"{output} already exists", hint="name another path with -o, or remove it")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".making-{output.name}-"
@@ -167,7 +167,7 @@ def make_target_bundle(request: TargetRequest, progress: Progress | None = None)
             bundle = _write(contents, target, request.piece_bytes, download, scratch / "bundle")
             (scratch / "bundle").rename(output)
     except OSError as error:
-        hint = "free some space, or name another place with -o"
+        hint = "free some disk space, or name another path with -o"
         raise OutsideFailed(f"cannot write {output}", cause=error.strerror or str(error), hint=hint) from error
     total = sum(file.stat().st_size for file in output.iterdir())
     return PackedForTarget(path=str(output), size_bytes=total, bundle=bundle)
@@ -178,16 +178,16 @@ def _engine_version(text: str) -> tuple[Engine, str | None]:
     return engine_by_id(name), version or None
 
 
-# what the target has
+# packages on the target
 
 
 @dataclass(frozen=True)
 class _Overlay:
-    """What the target has already."""
+    """The packages that the target already has."""
 
     torch: str
     pins: tuple[str, ...]
-    """All packages that are known to be there."""
+    """All packages that are known to be on the target."""
 
     @classmethod
     def parse(cls, text: str) -> _Overlay:
@@ -197,14 +197,14 @@ class _Overlay:
         if not file.is_file():
             raise BadQuestion(
                 f"--overlay: {text!r} is neither torch==VERSION nor a file",
-                hint="for example --overlay torch==2.11.0, or what `pip freeze` printed on the target",
+                hint="for example --overlay torch==2.11.0, or a file with the output of `pip freeze` on the target",
             )
         lines = (line.partition("#")[0].partition(";")[0].strip() for line in file.read_text().splitlines())
         pins = tuple(line for line in lines if re.fullmatch(r"[\w.-]+==[\w.+!]+", line))
         versions = dict(line.split("==") for line in pins)
         torch = next((version for name, version in versions.items() if wheels.normal(name) == "torch"), None)
         if torch is None:
-            raise BadQuestion(f"--overlay: {file} has no torch==VERSION", hint="an overlay lies over a PyTorch")
+            raise BadQuestion(f"--overlay: {file} has no torch==VERSION", hint="an overlay needs PyTorch on the target")
         return cls(torch.partition("+")[0], pins)
 
     @property
@@ -227,9 +227,9 @@ class _EngineContents:
     packages: tuple[str, ...]
     check: str
     additional: tuple[str, ...] = ()
-    """Installed without what they require."""
+    """Installed without their dependencies."""
     left_out: tuple[str, ...] = ()
-    """Patterns."""
+    """Patterns of package names."""
     unused_files: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     as_of: str | None = None
@@ -258,7 +258,7 @@ def _engine_contents(
         over = f" over torch {overlay.torch}" if overlay else ""
         known = [f"{engine.id}@{one.version} over torch {one.torch} and CUDA {one.cuda}" for one in engine.overlays]
         if engine.recipe_for(target.device) is not None:
-            known.append(f"{engine.id}@{engine.version}, complete")
+            known.append(f"{engine.id}@{engine.version} without --overlay")
         raise AnswerIsNo(
             f"bedplate has no recipe for {asked}{over} on {target.name}",
             hint=f"known: {'; '.join(known)}" if known else "choose another engine with --engine",
@@ -271,7 +271,7 @@ def _engine_contents(
 def _overlay_recipe(
     engine: Engine, version: str | None, overlay: _Overlay | None, target: BundleTarget
 ) -> OverlayRecipe | None:
-    """The recipe of the version that is named, or of the newest that fits the PyTorch of the target."""
+    """Return the recipe of the named version, or the first that fits the PyTorch of the target."""
     for recipe in engine.overlays:
         fits = recipe.cuda == target.cuda and (overlay is None or overlay.torch == recipe.torch)
         if fits and (version == recipe.version or (version is None and overlay is not None)):
@@ -279,7 +279,7 @@ def _overlay_recipe(
     return None
 
 
-# what goes in
+# contents
 
 
 class _Download:
@@ -299,7 +299,7 @@ class _Download:
     def resolve(
         self, what: str, packages: Sequence[str], constraints: Sequence[str] = (), as_of: str | None = None
     ) -> list[str]:
-        """Pins of the packages and of everything that they require on the target."""
+        """Pin the packages and all their dependencies on the target."""
         folder = Path(tempfile.mkdtemp(prefix="resolve-", dir=self.scratch))
         wanted, limits, pins = (folder / name for name in ("wanted.in", "constraints.txt", "pins.txt"))
         wanted.write_text("\n".join(packages) + "\n")
@@ -307,7 +307,7 @@ class _Download:
         command = ["pip", "compile", str(wanted), "--constraint", str(limits), "--output-file", str(pins)]
         command += ["--no-annotate", "--no-header", "--quiet", *self._arguments, *self._torch_backend(packages)]
         label = f"resolving {what} for {self.target.name} with Python {self.target.python}"
-        # Some engines pin packages that have only been released as previews, and some indexes have no upload times.
+        # Some engines pin pre-releases, and some indexes have no upload times.
         dates = [["--exclude-newer", as_of], []] if as_of is not None else [[]]
         attempts = [[*date, "--prerelease", mode] for date in dates for mode in ("if-necessary-or-explicit", "allow")]
         with self.progress.step(label):
@@ -319,7 +319,7 @@ class _Download:
                         raise
                     continue
                 if as_of is not None and "--exclude-newer" not in options:
-                    self.progress.note(f"the index has no packages as of {as_of}: {what} gets newer ones")
+                    self.progress.note(f"the index cannot resolve packages as of {as_of}: {what} gets newer ones")
                 break
         return [line.strip() for line in pins.read_text().splitlines() if "==" in line or " @ " in line]
 
@@ -333,7 +333,7 @@ class _Download:
             raise OutsideFailed(error.message, cause=error.cause, hint=hint) from error
 
     def install(self, what: str, pins: Sequence[str], folder: Path) -> None:
-        """Unpacks exactly these wheels; nothing is built."""
+        """Unpack exactly these wheels; nothing is built."""
         file = Path(tempfile.mkdtemp(prefix="install-", dir=self.scratch)) / "pins.txt"
         file.write_text("\n".join(pins) + "\n")
         command = ["pip", "install", "--quiet", "--no-deps", "--no-build", "--prerelease", "allow"]
@@ -391,14 +391,14 @@ def _add_engine(
 
 
 def _add_libraries(engine: Engine, download: _Download, folder: Path) -> Iterator[str]:
-    """Libraries that the engine borrows where the system lacks them."""
+    """Add libraries that the engine needs if the target's system lacks them."""
     recipe = engine.recipe_for(download.target.device)
     for library in recipe.libraries if recipe is not None else ():
         holder = Path(tempfile.mkdtemp(prefix="library-", dir=download.scratch))
         download.install(library.soname, [library.package], holder)
         found = next(holder.glob(library.file), None)
         if found is None:
-            download.progress.note(f"{library.soname} is not packed: the target's system must have it")
+            download.progress.note(f"{library.soname} is not packed: the target's system must provide it")
             continue
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy2(found, folder / library.soname)
@@ -450,7 +450,7 @@ def _add_model(contents: _Contents, model: ModelNamed | None, progress: Progress
 
 
 def _arrange(site: Path, programs: Path) -> None:
-    """Moves programs to where an environment has them; scripts for Python are written again on the target."""
+    """Move binaries to the environment's `bin`; install.py writes the Python scripts on the target."""
     given = site / "bin"
     if given.is_dir():
         programs.mkdir(parents=True, exist_ok=True)
@@ -470,11 +470,11 @@ def _remove(site: Path, patterns: Iterable[str]) -> None:
 
 
 def _remove_other_pythons(site: Path, python: str) -> None:
-    """Extension modules that only another version of Python loads, which some wheels carry beside this one's."""
+    """Remove extension modules for other versions of Python, which some wheels contain too."""
     own = f".cpython-{python.replace('.', '')}-"
     for file in list(site.rglob("*.cpython-3*.so")):
-        beside = file.name.partition(".")[0]
-        if own not in file.name and any(file.parent.glob(f"{beside}{own}*")):
+        module = file.name.partition(".")[0]
+        if own not in file.name and any(file.parent.glob(f"{module}{own}*")):
             file.unlink()
 
 
@@ -493,11 +493,11 @@ def _note_glibc(contents: _Contents, site: Path) -> None:
         contents.glibc.append(f"{one.name}-{platforms}")
 
 
-# how it is written
+# writing
 
 
 class _Pieces:
-    """A stream that is cut into files of at most so many bytes."""
+    """A stream that is split into files of at most `piece_bytes`."""
 
     def __init__(self, folder: Path, piece_bytes: int | None) -> None:
         self._folder, self._most = folder, piece_bytes
@@ -579,7 +579,7 @@ def _write(
 
 
 class _Counting:
-    """A file that tells how much of it was read."""
+    """A file that reports how many bytes were read."""
 
     def __init__(self, file: BinaryIO, tell: Callable[[int], None]) -> None:
         self._file, self._tell, self._count = file, tell, 0
@@ -592,7 +592,7 @@ class _Counting:
 
 
 def _compressor(scratch: Path, total: int) -> Any:
-    """zstandard for this machine: Python has zstd of its own only from 3.14 on."""
+    """Install zstandard for this machine: Python has a zstd module only since 3.14."""
     folder = scratch / "compressor"
     command = ["pip", "install", "--quiet", "--no-deps", "--no-build", "--target", str(folder)]
     run_uv([*command, "--python", python_for_engines(), ZSTANDARD], "fetching zstandard", scratch)
@@ -612,7 +612,7 @@ def _compressor(scratch: Path, total: int) -> Any:
 
 
 def _add_decompressor(download: _Download, folder: Path) -> BundlePiece:
-    """The part of zstandard for the target that decompressing takes."""
+    """Pack the part of zstandard that the target needs to decompress."""
     site = Path(tempfile.mkdtemp(prefix="zstandard-", dir=download.scratch))
     download.install("zstandard", [ZSTANDARD], site)
     with zipfile.ZipFile(folder / DECOMPRESSOR, "x", zipfile.ZIP_DEFLATED) as archive:

@@ -1,4 +1,4 @@
-"""Installs a bundle that `bedplate bundle --for` made. It needs nothing but the Python that runs it.
+"""Installs a bundle that `bedplate bundle --for` made. It needs only the Python that runs it.
 
     python3 install.py [--home FOLDER] [--check] [--json]
 
@@ -6,7 +6,7 @@ For an overlay, run it with the Python that has PyTorch. Everything that is miss
 anything is unpacked. Exit codes: 0 installed, 1 not possible on this machine, 2 usage error, 3 external failure.
 """
 
-# It starts on any Python from 3.7 on, so that a wrong version is reported in words.
+# It must run on Python 3.7 and later, so that it can report a wrong version.
 from __future__ import annotations
 
 import argparse
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 MANIFEST = "bedplate-bundle.json"
 INSTALLED = ".bedplate-bundle"
-"""Written into a folder before it is renamed to its place: what has it is complete."""
+"""Marker of a complete folder: written before the folder is renamed to its place."""
 CHUNK_BYTES = 1 << 20
 SLACK_BYTES = 200_000_000
 CHECK_LIMIT_S = 900
 
 
 class Failure(Exception):
-    """What failed, and what to do."""
+    """An error with exit code, hint and a list of problems."""
 
     def __init__(self, code: int, message: str, hint: str | None = None, problems: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class Failure(Exception):
 
 
 class Progress:
-    """Lines on the terminal's error stream, at most one in two seconds for a step."""
+    """Progress lines on stderr, at most one every two seconds per step."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -69,11 +69,11 @@ class Progress:
             self.note(f"{label}: {100 * done // max(1, total)} %")
 
 
-# what must be there
+# checks
 
 
 def check_pieces(folder: Path, manifest: Manifest, progress: Progress) -> list[str]:
-    """Problems of the pieces, by size and sha256."""
+    """Check size and sha256 of the pieces; return the problems."""
     pieces = [*manifest["pieces"], manifest["decompressor"]]
     total, done = sum(piece["size_bytes"] for piece in pieces), 0
     problems: list[str] = []
@@ -97,11 +97,11 @@ def piece_problem(folder: Path, piece: Manifest) -> str | None:
     with path.open("rb") as file:
         for chunk in iter(lambda: file.read(CHUNK_BYTES), b""):
             digest.update(chunk)
-    return None if digest.hexdigest() == piece["sha256"] else "is damaged: it has another sha256"
+    return None if digest.hexdigest() == piece["sha256"] else "is damaged: its sha256 differs"
 
 
 def check_target(manifest: Manifest, home: Path) -> list[str]:
-    """What this machine lacks: one line each."""
+    """Return what this machine lacks, one line each."""
     target = manifest["target"]
     problems: list[str] = []
     system, machine = platform.system().lower(), platform.machine().lower()
@@ -109,13 +109,13 @@ def check_target(manifest: Manifest, home: Path) -> list[str]:
         problems.append("the bundle is for {system} on {machine}".format(**target) + f"; this is {system} on {machine}")
     if python_version() != target["python"]:
         problems.append(
-            "Python {} is needed; {} is Python {}".format(target["python"], sys.executable, platform.python_version())
+            "Python {} is required; {} is Python {}".format(target["python"], sys.executable, platform.python_version())
         )
     if importlib.util.find_spec("venv") is None:
-        problems.append("this Python has no venv module (on Debian and Ubuntu: the package python3-venv)")
+        problems.append("this Python has no venv module (on Debian and Ubuntu, install the package python3-venv)")
     glibc = platform.libc_ver()[1]
     if target.get("glibc") and glibc and numbers(glibc) < numbers(target["glibc"]):
-        problems.append("glibc {} or newer is needed; this system has {}".format(target["glibc"], glibc))
+        problems.append("glibc {} or newer is required; this system has {}".format(target["glibc"], glibc))
     torches = {engine["torch"]: engine["name"] for engine in manifest["engines"] if engine.get("torch")}
     for version, name in torches.items():
         problems += torch_problems(version, target.get("cuda"), name)
@@ -125,18 +125,18 @@ def check_target(manifest: Manifest, home: Path) -> list[str]:
     needed = 0 if is_installed(manifest, home) else manifest["unpacked_bytes"] + SLACK_BYTES
     free = shutil.disk_usage(str(folder)).free
     if free < needed:
-        problems.append(f"{size(needed)} are needed in {folder}; {size(free)} are free")
+        problems.append(f"{size(needed)} of disk space is required in {folder}; {size(free)} is free")
     if not os.access(str(folder), os.W_OK):
         problems.append(f"{folder} cannot be written to; name another folder with --home")
     return problems
 
 
 def torch_problems(version: str, cuda: str | None, engine: str) -> list[str]:
-    """Read from torch/version.py: importing it takes seconds."""
-    needed = f"PyTorch {version} for CUDA {cuda} is needed by {engine}"
+    """Compare the version in torch/version.py: importing torch takes seconds."""
+    needed = f"{engine} requires PyTorch {version} for CUDA {cuda}"
     folder = torch_folder()
     if folder is None:
-        return [f"{needed}; {sys.executable} has none (run install.py with the Python that has it)"]
+        return [f"{needed}; {sys.executable} has none (run install.py with the Python that has PyTorch)"]
     try:
         text = (folder / "version.py").read_text()
     except OSError:
@@ -164,31 +164,31 @@ def gpu_problems(target: Manifest) -> list[str]:
     try:
         done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"an NVIDIA GPU is needed; nvidia-smi does not run: {error}"]
+        return [f"an NVIDIA GPU is required, but nvidia-smi cannot run: {error}"]
     text = done.stdout.decode(errors="replace").strip()
     rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
     if done.returncode != 0 or not rows or any(len(row) != 3 for row in rows):
-        return ["an NVIDIA GPU is needed; nvidia-smi says: {}".format((text.splitlines() or ["nothing"])[0])]
+        return ["an NVIDIA GPU is required, but nvidia-smi failed: {}".format((text.splitlines() or ["no output"])[0])]
     problems = []
     driver = rows[0][1]
     if target.get("driver") and numbers(driver) < numbers(target["driver"]):
         problems.append(
-            "CUDA {} needs driver {} or newer; this machine has {}".format(target["cuda"], target["driver"], driver)
+            "CUDA {} requires driver {} or newer; this machine has {}".format(target["cuda"], target["driver"], driver)
         )
     wanted = target.get("capability")
     others = sorted({f"{row[0]} ({row[2]})" for row in rows if wanted and row[2] != wanted})
     if others:
         problems.append(
-            "the bundle has code for compute capability {} alone; here are {}".format(wanted, ", ".join(others))
+            "the bundle only has code for compute capability {}; this machine has {}".format(wanted, ", ".join(others))
         )
     return problems
 
 
-# how it is installed
+# installation
 
 
 class Joined(io.RawIOBase):
-    """The pieces as one stream."""
+    """Reads the pieces as one stream."""
 
     def __init__(self, paths: Iterable[Path], tell: Callable[[int], None]) -> None:
         self._paths, self._tell, self._done = list(paths), tell, 0
@@ -213,7 +213,7 @@ class Joined(io.RawIOBase):
 
 
 def load_decompressor(folder: Path, manifest: Manifest, scratch: Path) -> Any:
-    """zstandard for this Python, from beside this file."""
+    """Load zstandard for this Python from the bundle."""
     with zipfile.ZipFile(str(folder / manifest["decompressor"]["name"])) as archive:
         archive.extractall(str(scratch))  # noqa: S202
     sys.path.insert(0, str(scratch))
@@ -239,12 +239,12 @@ def unpack(folder: Path, manifest: Manifest, into: Path, scratch: Path, progress
 
 
 def make_environment(tree: Path, place: Path, engine: Manifest | None = None) -> None:
-    """Makes an environment of an unpacked tree, which is renamed to `place` afterwards."""
+    """Turn an unpacked tree into an environment that works after it is renamed to `place`."""
     command = [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(tree)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode != 0:
-        said = done.stdout.decode(errors="replace").strip().splitlines()
-        raise Failure(3, "cannot make an environment in {}: {}".format(tree, (said or ["no reason given"])[-1]))
+        output = done.stdout.decode(errors="replace").strip().splitlines()
+        raise Failure(3, "cannot create an environment in {}: {}".format(tree, (output or ["no output"])[-1]))
     site = tree / "lib" / ("python" + python_version()) / "site-packages"
     if engine is not None:
         lines = []
@@ -258,7 +258,7 @@ def make_environment(tree: Path, place: Path, engine: Manifest | None = None) ->
 
 
 def write_programs(site: Path, folder: Path, python: Path) -> None:
-    """The programs that the packages name. The guard matters: an engine may start its script again in a child."""
+    """Write the console scripts of the packages. They need the guard: an engine may re-run its script in a child."""
     first = f"#!{python}\n"
     if len(first) > 120 or " " in first:
         first = f"#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''\n"
@@ -280,7 +280,7 @@ def write_programs(site: Path, folder: Path, python: Path) -> None:
 
 
 def move_model(source: Path, place: Path) -> None:
-    """`place` is a file in a folder of its own, or the folder."""
+    """Move the model's files to `place`: a GGUF file, or a folder."""
     folder = place.parent if place.suffix.lower() == ".gguf" else place
     for file in sorted(path for path in source.rglob("*") if path.is_file()):
         goal = folder / file.relative_to(source)
@@ -289,7 +289,7 @@ def move_model(source: Path, place: Path) -> None:
 
 
 def places(manifest: Manifest, home: Path) -> list[tuple[str, Path, Manifest | None]]:
-    """(tree in the archive, place, engine) of every environment."""
+    """List (tree in the archive, place, engine) of every environment."""
     found: list[tuple[str, Path, Manifest | None]] = [
         (engine["path"], home / engine["place"], engine) for engine in manifest["engines"]
     ]
@@ -307,7 +307,7 @@ def is_installed(manifest: Manifest, home: Path) -> bool:
 
 def install(folder: Path, manifest: Manifest, home: Path, progress: Progress) -> None:
     if is_installed(manifest, home):
-        progress.note("bundle {} is unpacked already".format(manifest["id"]))
+        progress.note("bundle {} is already unpacked".format(manifest["id"]))
     else:
         for leftover in home.glob(".installing-*"):
             shutil.rmtree(str(leftover), ignore_errors=True)
@@ -354,7 +354,7 @@ def link(program: Path, place: Path) -> None:
 
 
 def register(manifest: Manifest, home: Path, progress: Progress) -> list[str]:
-    """Makes each engine known to bedplate; returns the commands that are left to the user."""
+    """Register each engine with bedplate; return the commands that the user must run."""
     bedplate = home / "bin" / "bedplate"
     program = str(bedplate) if bedplate.exists() else shutil.which("bedplate")
     left: list[str] = []
@@ -372,8 +372,8 @@ def register(manifest: Manifest, home: Path, progress: Progress) -> list[str]:
             left.append(shell_words(home, command))
             continue
         progress.note("registering {} {}".format(engine["name"], engine["version"]))
-        said = run(command, variables, "{} was not registered".format(engine["name"]))
-        progress.note(said.strip().splitlines()[0] if said.strip() else "registered")
+        output = run(command, variables, "cannot register {}".format(engine["name"]))
+        progress.note(output.strip().splitlines()[0] if output.strip() else "registered")
         for name in missing:
             folder = home / "engines" / engine["engine"] / "adopted" / "borrowed"
             folder.mkdir(parents=True, exist_ok=True)
@@ -384,7 +384,9 @@ def register(manifest: Manifest, home: Path, progress: Progress) -> list[str]:
 def run_check(engine: Manifest, python: Path, variables: dict[str, str], progress: Progress) -> None:
     progress.note("checking that {} {} can be imported".format(engine["name"], engine["version"]))
     run(
-        [str(python), "-c", engine["check"]], variables, "{} was installed but does not run here".format(engine["name"])
+        [str(python), "-c", engine["check"]],
+        variables,
+        "{} was installed but cannot be imported".format(engine["name"]),
     )
 
 
@@ -395,11 +397,11 @@ def run(command: list[str], variables: dict[str, str], failure: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Failure(3, f"{failure}: {error}") from error
-    said = done.stdout.decode(errors="replace")
+    output = done.stdout.decode(errors="replace")
     if done.returncode != 0:
-        last = said.strip().splitlines()[-12:] or [f"exit status {done.returncode}"]
+        last = output.strip().splitlines()[-12:] or [f"exit status {done.returncode}"]
         raise Failure(3, failure, "the command was: " + " ".join(command), last)
-    return said
+    return output
 
 
 def loads(library: str) -> bool:
@@ -410,7 +412,7 @@ def loads(library: str) -> bool:
     return True
 
 
-# small things
+# helpers
 
 
 def python_version() -> str:
@@ -435,7 +437,7 @@ def existing(folder: Path) -> Path:
 
 
 def default_home() -> Path:
-    """As bedplate has it on Linux."""
+    """Return the same default as bedplate on Linux."""
     if os.environ.get("BEDPLATE_HOME"):
         return Path(os.environ["BEDPLATE_HOME"])
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "bedplate"
@@ -445,19 +447,21 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest: Manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
-        raise Failure(3, f"cannot read {folder / MANIFEST}: {error}", "copy it beside install.py again") from error
+        raise Failure(
+            3, f"cannot read {folder / MANIFEST}: {error}", "copy it to the folder of install.py again"
+        ) from error
     if manifest.get("schema") != "target-bundle/1":
-        raise Failure(3, "{} is of another version: {}".format(folder / MANIFEST, manifest.get("schema")))
+        raise Failure(3, "{} has an unknown schema: {}".format(folder / MANIFEST, manifest.get("schema")))
     return manifest
 
 
 def check(folder: Path, manifest: Manifest, home: Path, progress: Progress) -> None:
-    """Everything that is missing, before anything is unpacked."""
+    """Report everything that is missing before anything is unpacked."""
     pieces = [] if is_installed(manifest, home) else check_pieces(folder, manifest, progress)
     target = check_target(manifest, home)
     if pieces:
-        hint = f"copy these files to {folder} again, then run this again"
-        raise Failure(3, "the bundle is not complete", hint, pieces + target)
+        hint = f"copy these files to {folder} again, then run install.py again"
+        raise Failure(3, "the bundle is incomplete", hint, pieces + target)
     if target:
         hint = "nothing was unpacked; install what is missing, or make another bundle with bedplate bundle --for"
         raise Failure(1, "this machine cannot run the bundle", hint, target)
@@ -509,7 +513,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps(result))
     elif code == 0 and options.check:
-        print("The pieces are complete, and this machine has what the bundle needs.")
+        print("The bundle is complete, and this machine meets its requirements.")
     elif code == 0:
         print(f"Installed to {home}. Next:")
         for command in result["commands"]:

@@ -1,4 +1,4 @@
-"""Packs everything that an air-gapped site needs to serve a model; a bundle is complete or does not exist."""
+"""Packs everything that an air-gapped site needs to serve a model. Bundles are written atomically."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import BinaryIO, Protocol
 from bedplate import _version
 from bedplate.bundling.texts import readme, serve_script
 from bedplate.decide import decide
-from bedplate.decide import plan as planned
+from bedplate.decide import plan as plan_decision
 from bedplate.decide.intent import resolved_hardware
 from bedplate.deploy.emit import emitted
 from bedplate.deploy.images import image_for
@@ -50,29 +50,29 @@ CHUNK_BYTES = 1 << 20
 SUMS = "SHA256SUMS"
 ENGINE_PINS, OWN_PINS = "engine-requirements.txt", "bedplate-requirements.txt"
 SLACK_BYTES = 4_000_000
-"""The small files, and an archive's own padding."""
+"""Small files and the padding of the archive."""
 
 
 @dataclass
 class Load:
-    """All that goes into a bundle, known before the first byte is written."""
+    """Everything that goes into a bundle, known before the first byte is written."""
 
     wanted: Wanted
     hardware: Hardware
     plan: Plan
     decision: Decision
     model_files: list[tuple[str, Path]] = field(default_factory=list)
-    """Path in the bundle, and where it is."""
+    """Path in the bundle, and the file on this machine."""
     prepared: list[Path] = field(default_factory=list)
     engine: list[importlib.metadata.Distribution] = field(default_factory=list)
     own: list[importlib.metadata.Distribution] = field(default_factory=list)
     carried: list[importlib.metadata.Distribution] = field(default_factory=list)
-    """Packages that the engine borrows a library from, where the system lacks it."""
+    """Packages with a library that the engine uses if the system lacks it."""
     recipe: Recipe | None = None
     python: str = ""
     image: str | None = None
     more: dict[str, str] = field(default_factory=dict)
-    """Small files of text."""
+    """Small text files: path in the bundle and text."""
 
     @property
     def distributions(self) -> list[importlib.metadata.Distribution]:
@@ -80,7 +80,7 @@ class Load:
 
     @property
     def size_bytes(self) -> int:
-        """At the most: packages are pressed."""
+        """Upper bound: wheels are compressed."""
         files = sum(file.stat().st_size for _, file in self.model_files)
         kept = sum(file.stat().st_size for _, file in self.prepared_files() if not file.is_symlink())
         return files + kept + sum(_size_of(one) for one in self.distributions) + SLACK_BYTES
@@ -99,12 +99,14 @@ def default_output(plan: Plan) -> Path:
 def make_bundle(
     intent: Intent, engine: str | None = None, output: Path | None = None, progress: Progress | None = None
 ) -> Packed:
-    """The bundle for machines like this one; for hypothetical hardware, one that names the image instead."""
+    """Pack a bundle for machines like this one; for hypothetical hardware it names an image instead of packages."""
     progress = progress or Silent()
     if os.name != "posix":
-        raise OutsideFailed("a bundle serves on Linux or macOS", hint="on Windows, run bedplate inside of WSL")
+        raise OutsideFailed("bundles need Linux or macOS", hint="on Windows, run bedplate inside WSL")
     if intent.services:
-        raise BadQuestion("a bundle serves one model, and the intent has services", hint="name one: --set model=NAME")
+        raise BadQuestion(
+            "a bundle serves one model, but the intent lists services", hint="name one model: --set model=NAME"
+        )
     if output is not None:
         _check_output(output)
     with tempfile.TemporaryDirectory(prefix="bedplate-bundle-") as scratch:
@@ -118,16 +120,18 @@ def make_bundle(
 
 def _check_output(output: Path) -> None:
     if output.exists() or output.is_symlink():
-        raise BadQuestion(f"{output} is there already", hint="name another with -o, or remove it first")
+        raise BadQuestion(f"{output} already exists", hint="name another path with -o, or remove it")
     if not output.absolute().parent.is_dir():
-        raise BadQuestion(f"the folder {output.absolute().parent} is not there", hint="make it first, or name another")
+        raise BadQuestion(
+            f"the folder {output.absolute().parent} does not exist", hint="create it, or name another with -o"
+        )
 
 
-# what goes in
+# contents
 
 
 def _for_here(intent: Intent, engine: str | None, progress: Progress) -> Load:
-    """All that `serve` would decide, install and convert, without starting it."""
+    """Decide, install and convert as `serve` would, without starting the engine."""
     wanted = _wanted(intent, engine)
     hardware = probe()
     if engine is not None and engine_by_id(engine).recipe is None:
@@ -138,13 +142,13 @@ def _for_here(intent: Intent, engine: str | None, progress: Progress) -> Load:
     if recipe is None:
         return _on_paper(intent, chosen.id, hardware)
     made = readied(found, progress)
-    # Somebody else's environment is not ours to copy.
+    # Do not pack an environment that the user registered with `engines use`.
     environment = make_environment(chosen, progress, made.plan.settings.device, own=True)
     if _minor(environment.python) != _own_python():
         raise AnswerIsNo(
             f"{chosen.name} is installed for Python {environment.python}, bedplate runs on {platform.python_version()}",
-            cause="a site would need both",
-            hint="make the bundle without UV_PYTHON",
+            cause="the site would need both versions of Python",
+            hint="unset UV_PYTHON and make the bundle again",
         )
     load = Load(wanted, hardware, made.plan, found.decision, recipe=recipe, python=_minor(environment.python))
     load.engine = list(wheels.distributions(Path(environment.path)).values())
@@ -158,32 +162,32 @@ def _for_here(intent: Intent, engine: str | None, progress: Progress) -> Load:
 def _wanted(intent: Intent, engine: str | None) -> Wanted:
     if isinstance(intent.model, dict):
         hint = "name a file, a folder or owner/name"
-        raise BadQuestion("model: facts can be planned, not served", hint=hint)
+        raise BadQuestion("model: a model given by its facts can be planned but not served", hint=hint)
     return Wanted(model=intent.model, workload=intent.workload, operations=intent.operations, engine=engine)
 
 
 def _on_paper(intent: Intent, engine: str | None, hardware: Hardware | None = None) -> Load:
-    """For a machine that is not this one, or an engine that only an image has: nothing is installed here."""
+    """Describe a bundle for other hardware, or for an engine that runs from an image; nothing is installed."""
     wanted = _wanted(intent, engine)
     hardware = hardware or resolved_hardware(intent)
     facts = intended_model(intent.model)
     decision = decide(hardware, facts, intent.workload, engine, operations=intent.operations)
-    plan = planned(decision, facts, intent.workload)
+    plan = plan_decision(decision, facts, intent.workload)
     chosen = engine_by_id(plan.engine)
     image = image_for(chosen, plan.settings, None, hardware.cpu.arch, None)
     if image is None or image.dockerfile is not None:
         here = intent.hardware is None
-        why = "bedplate cannot install it" if here else "nothing is installed on hypothetical hardware"
+        why = "bedplate cannot install it" if here else "bedplate cannot install it for hypothetical hardware"
         raise AnswerIsNo(
             f"{chosen.name} cannot be bundled for {_machine_words(hardware)}",
-            cause=f"{why}, and nobody publishes an image that has it",
-            hint="make the bundle on a machine like the one that it is for, or choose another engine with --engine",
+            cause=f"{why}, and there is no published image of it",
+            hint="make the bundle on a machine like the target, or choose another engine with --engine",
         )
     load = Load(wanted, hardware, plan, decision, image=image.name, python=_own_python())
     if not (plan.source or plan.model).files:
         raise AnswerIsNo(
             f"the files of {plan.model.name} are not on this machine",
-            hint=f"hf download {plan.model.name} --local-dir FOLDER, then name that folder",
+            hint=f"run hf download {plan.model.name} --local-dir FOLDER, then name that folder",
         )
     _take_model(load)
     load.own = wheels.needed_by("bedplate")
@@ -197,14 +201,14 @@ def _compose(intent: Intent, hardware: Hardware, facts: Model, decision: Decisio
 
 
 def _take_model(load: Load) -> None:
-    """Its files, and the plan with their places in the bundle."""
+    """Add the model's files, and change the plan to their paths in the bundle."""
     source = load.plan.source or load.plan.model
     files = [Path(file) for file in source.files]
     if not files:
-        return  # downloaded by a step of the plan, and kept with what that has made
+        return  # a step of the plan downloads it; it is packed with the prepared files
     if source.format == "gguf":
         name = source.short_name
-        one_file = len(files) == 1 and files[0].suffix.lower() != ".gguf"  # a store that names files by their hash
+        one_file = len(files) == 1 and files[0].suffix.lower() != ".gguf"  # a store names files by their hash
         load.model_files = [(f"model/{name}.gguf" if one_file else f"model/{file.name}", file) for file in files]
     else:
         top = files[0].parent
@@ -212,7 +216,7 @@ def _take_model(load: Load) -> None:
         load.model_files = [(f"model/{file.relative_to(top).as_posix()}", file) for file in found]
     for _, file in load.model_files:
         if not os.access(file, os.R_OK):
-            raise OutsideFailed(f"cannot read {file}", hint="is the model still there, and may this user read it?")
+            raise OutsideFailed(f"cannot read {file}", hint="check that the file exists and that this user may read it")
     places = {str(file): path for path, file in load.model_files}
     inside = replaced(source, files=tuple(places[file] for file in source.files))
     load.plan = replaced(load.plan, **{"source" if load.plan.source is not None else "model": inside})
@@ -223,7 +227,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _chain_of(folder: Path) -> list[Path]:
-    """A folder with converted weights, and those that it links to."""
+    """Return a folder with converted weights and all folders that it links to."""
     found = [folder]
     for link in folder.iterdir():
         if link.is_symlink() and (other := prepared_dir() / link.readlink().parts[1]).is_dir():
@@ -232,7 +236,7 @@ def _chain_of(folder: Path) -> list[Path]:
 
 
 def _carried(recipe: Recipe, scratch: Path, progress: Progress) -> list[importlib.metadata.Distribution]:
-    """Small packages with a library that this system may have and the other may lack."""
+    """Download small packages with libraries that the site's system may lack."""
     found: list[importlib.metadata.Distribution] = []
     for number, library in enumerate(recipe.libraries if sys.platform.startswith("linux") else ()):
         folder = scratch / f"carrier{number}"
@@ -240,13 +244,13 @@ def _carried(recipe: Recipe, scratch: Path, progress: Progress) -> list[importli
         try:
             run_uv([*arguments, "--python", python_for_engines(), library.package], "fetching a library", scratch)
         except OutsideFailed as error:
-            progress.note(f"{library.soname} is not packed ({error.cause}): the site's system must have it")
+            progress.note(f"{library.soname} is not packed ({error.cause}): the site's system must provide it")
             continue
         found += wheels.distributions(folder).values()
     return found
 
 
-# how it is written
+# writing
 
 
 class _Sink(Protocol):
@@ -291,7 +295,7 @@ class _Archive:
 
 
 class _Read(io.RawIOBase):
-    """A file that is hashed and counted as it is read."""
+    """A file that computes its hash and size while it is read."""
 
     def __init__(self, file: BinaryIO, tell: Callable[[int], None]) -> None:
         self._file, self._tell = file, tell
@@ -306,7 +310,7 @@ class _Read(io.RawIOBase):
 
 
 class _Writer:
-    """Adds files, and keeps what the manifest will say of them."""
+    """Adds files and collects their manifest entries."""
 
     def __init__(self, sink: _Sink, tell: Callable[[int], None], note: Callable[[str], None]) -> None:
         self._sink, self._tell, self._done = sink, tell, 0
@@ -323,7 +327,7 @@ class _Writer:
             reading = _Read(opened, (lambda count: None) if silent else self.told)
             self._sink.write(path, before.st_size, reading, 0o755 if before.st_mode & 0o111 else 0o644)  # type: ignore[arg-type]
         if reading.count != before.st_size:
-            raise OutsideFailed(f"{source} changed while it was packed", hint="try again when nothing writes to it")
+            raise OutsideFailed(f"{source} changed while it was packed", hint="try again when no process writes to it")
         return self._kept(BundledFile(path=path, size_bytes=reading.count, sha256=reading.hash.hexdigest()))
 
     def text(self, path: str, text: str, *, listed: bool = True) -> None:
@@ -361,7 +365,7 @@ def _written(load: Load, output: Path, progress: Progress) -> Packed:
             staging.chmod(0o644 if staging.is_file() else 0o755)
             staging.rename(output)
     except OSError as error:
-        hint = "free some space, or name another place with -o"
+        hint = "free some disk space, or name another path with -o"
         raise OutsideFailed(f"cannot write {output}", cause=error.strerror or str(error), hint=hint) from error
     return Packed(path=str(output), size_bytes=_on_disk(output), bundle=bundle)
 
@@ -455,7 +459,7 @@ def _recipe_words(recipe: Recipe | None) -> tuple[str, ...]:
 
 
 def recipe_of(engine: Engine, plan: Plan) -> tuple[str, ...]:
-    """What this version of bedplate would make the engine's environment of."""
+    """Return the packages that this version of bedplate installs for the engine."""
     return _recipe_words(engine.recipe_for(plan.settings.device))
 
 

@@ -1,4 +1,4 @@
-"""Serves from a bundle: checked against its manifest, installed from its wheels alone, with no connection opened."""
+"""Serves from a bundle: checks it against its manifest and installs only from its wheels, without network."""
 
 from __future__ import annotations
 
@@ -39,60 +39,60 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Opened:
-    """A bundle whose files are there and are the ones that were packed."""
+    """A bundle whose files match its manifest."""
 
     bundle: Bundle
     root: Path
 
     @property
     def facts(self) -> Model:
-        """The model, with its files where they are now."""
+        """The model with the paths of its files on this machine."""
         source = self.bundle.plan.source or self.bundle.plan.model
         return replaced(source, files=tuple(str(self.root / file) for file in source.files))
 
     def order(self, order: Order) -> Order:
-        """What was ordered, of the model in here."""
+        """Return the order with the bundle's model."""
         files = self.facts.files
         model = (files[0] if files[0].endswith(".gguf") else str(Path(files[0]).parent)) if files else self.facts.name
         return replaced(order, services=tuple(replaced(one, model=model) for one in order.services))
 
     def agreed(self, found: Decided, progress: Progress) -> None:
-        """Says where this machine's plan is another than the bundle's; refuses one that its packages cannot run."""
+        """Report how this machine's plan differs from the bundle's; refuse a plan that its packages cannot run."""
         bundled, here = self.bundle.plan, found.plan
         if here.engine != bundled.engine or here.settings.device != bundled.settings.device:
             raise AnswerIsNo(
                 f"the bundle has {bundled.engine} for {bundled.settings.device}, "
-                f"and this machine's plan is {here.engine} for {here.settings.device}",
+                f"but the plan for this machine is {here.engine} for {here.settings.device}",
                 hint="make the bundle on a machine like this one",
             )
         if recipe_of(engine_by_id(here.engine), here) != self.bundle.recipe:
             raise AnswerIsNo(
-                f"the bundle's {here.engine} is not the one that this bedplate starts",
-                cause=f"it was made by another version: {', '.join(self.bundle.recipe)}",
+                f"the packages of {here.engine} in the bundle do not match this version of bedplate",
+                cause=f"another version of bedplate packed {', '.join(self.bundle.recipe)}",
                 hint=f"use the bedplate in the bundle: {self.root / 'serve'}",
             )
         other = found.wanted.workload != self.bundle.wanted.workload
-        for line in differences(self.bundle.hardware, found.hardware, bundled, here, asked_otherwise=other):
+        for line in differences(self.bundle.hardware, found.hardware, bundled, here, other_workload=other):
             progress.note(line)
 
 
 def differences(
-    before: Hardware, now: Hardware, bundled: Plan, here: Plan, *, asked_otherwise: bool = False
+    before: Hardware, now: Hardware, bundled: Plan, here: Plan, *, other_workload: bool = False
 ) -> list[str]:
-    """What is not as it was where the bundle was made; nothing where the plan is the same."""
+    """Describe how hardware and plan differ from those that the bundle was made for; empty if they do not."""
     changed = [
         f"{name.replace('_', ' ')} {getattr(here.settings, name)} instead of {getattr(bundled.settings, name)}"
         for name in here.settings.__struct_fields__
         if getattr(here.settings, name) != getattr(bundled.settings, name)
     ]
     if here.parallelism != bundled.parallelism:
-        changed.append("divided among the accelerators in another way")
+        changed.append("another parallelism")
     if here.weights != bundled.weights:
         changed.append(f"weights {here.weights.label} instead of {bundled.weights.label}")
     other = fingerprint(before) != fingerprint(now)
     if not changed and not other:
         return []
-    why = "other work is asked for than the bundle was made for" if asked_otherwise else "less is free here"
+    why = "the workload differs from the bundle's" if other_workload else "fewer resources are free on this machine"
     if other:
         why = f"the bundle was planned for {_words(before)}, this machine is {_words(now)}"
     return [f"{why}: planned again, {'; '.join(changed) if changed else 'with the same settings'}"]
@@ -105,14 +105,14 @@ def _words(hardware: Hardware) -> str:
     return f"{what}, {memory}"
 
 
-# opening one
+# opening
 
 
 def read_bundle(path: Path) -> Bundle:
-    """The manifest of a folder or an archive; nothing else of it is looked at."""
+    """Read only the manifest of a folder or an archive."""
     path = path.expanduser()
     if not path.exists():
-        raise BadQuestion(f"there is no bundle {path}", hint="bedplate bundle makes one")
+        raise BadQuestion(f"there is no bundle {path}", hint="bedplate bundle creates one")
     try:
         if path.is_dir():
             raw = (path / MANIFEST).read_bytes()
@@ -121,7 +121,7 @@ def read_bundle(path: Path) -> Bundle:
                 raw = _member(archive, MANIFEST).read(MOST_MANIFEST_BYTES)
     except (KeyError, FileNotFoundError, tarfile.TarError, EOFError) as error:
         raise OutsideFailed(
-            f"{path} is no bundle of bedplate, or it is cut short: {MANIFEST}, which is written last, is not in it",
+            f"{path} is not a bedplate bundle, or it is incomplete: {MANIFEST}, which is written last, is missing",
             cause=str(error) if isinstance(error, tarfile.TarError) else None,
             hint="copy it again, and compare its size with that of the original",
         ) from error
@@ -129,12 +129,14 @@ def read_bundle(path: Path) -> Bundle:
         raise OutsideFailed(f"cannot read {path}", cause=error.strerror or str(error)) from error
     if _is_for_target(raw):
         raise AnswerIsNo(
-            f"{path} is installed before it is served",
-            hint=f"python3 {path / 'install.py'} installs it, and prints the command",
+            f"{path} must be installed before it can be served",
+            hint=f"run python3 {path / 'install.py'}, which prints the serve command",
         )
     bundle = from_json(Bundle, raw, f"{path / MANIFEST if path.is_dir() else path}")
     if bad := next((file for file in bundle.files if not file.inside), None):
-        raise OutsideFailed(f"{path} is not to be trusted: {bad.path} leads out of it", hint="where is it from?")
+        raise OutsideFailed(
+            f"{path} is not safe to open: the path {bad.path} leads out of it", hint="check where the bundle is from"
+        )
     return bundle
 
 
@@ -151,7 +153,7 @@ def _member(archive: tarfile.TarFile, path: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def opened(path: Path, progress: Progress | None = None) -> Iterator[Opened]:
-    """While this is open, whatever is installed comes out of the bundle, and nothing outside is reached."""
+    """Check and open a bundle. Inside the context, packages are installed only from it, without network."""
     progress = progress or Silent()
     path = path.expanduser().absolute()
     bundle = read_bundle(path)
@@ -167,34 +169,34 @@ def opened(path: Path, progress: Progress | None = None) -> Iterator[Opened]:
 
 
 def check_site(bundle: Bundle) -> None:
-    """Whether the packages can run here at all, before anything is unpacked."""
+    """Check, before anything is unpacked, that the packages can run on this machine."""
     if bundle.image is not None:
         raise AnswerIsNo(
-            f"{bundle.plan.engine} of this bundle is run by a container image: {bundle.image}",
-            hint="its README.txt says how: docker load, then docker compose -f compose/compose.yaml up",
+            f"{bundle.plan.engine} in this bundle runs from a container image: {bundle.image}",
+            hint="see its README.txt: docker load, then docker compose -f compose/compose.yaml up",
         )
     site = bundle.site
     python = ".".join(map(str, sys.version_info[:2]))
     if site.platform != sysconfig.get_platform():
         raise AnswerIsNo(
-            f"the bundle is for {site.platform}, and this machine is {sysconfig.get_platform()}",
+            f"the bundle is for {site.platform}, but this machine is {sysconfig.get_platform()}",
             hint="make the bundle on a machine like this one",
         )
     if site.python != python and "UV_PYTHON" not in os.environ:
         raise AnswerIsNo(
-            f"the bundle's packages are for Python {site.python}, and this bedplate runs on {python}",
-            hint=f"its own program looks for the right one: ./serve; or run bedplate with python{site.python}",
+            f"the bundle's packages are for Python {site.python}, but this bedplate runs on {python}",
+            hint=f"start it with ./serve, which finds the right Python, or run bedplate with python{site.python}",
         )
     glibc = platform.libc_ver()[1]
     if site.glibc is not None and glibc and version(glibc) < version(site.glibc):
         raise AnswerIsNo(
-            f"the bundle's packages need glibc {site.glibc} or newer, and this system has {glibc}",
-            hint="use a newer system, or make the bundle on one like this",
+            f"the bundle's packages need glibc {site.glibc} or newer, but this system has {glibc}",
+            hint="use a newer system, or make the bundle on a system like this one",
         )
 
 
 def check_files(bundle: Bundle, root: Path, progress: Progress | None = None) -> None:
-    """Each file against the manifest. One that was found good is hashed again only when its size or time changes."""
+    """Compare each file with the manifest. A file that passed is hashed again only if its size or time changes."""
     wrong: list[str] = []
     done = 0
     with (progress or Silent()).step("checking the bundle", bundle.size_bytes) as tell:
@@ -204,7 +206,9 @@ def check_files(bundle: Bundle, root: Path, progress: Progress | None = None) ->
             done += file.size_bytes
             tell(done)
     _refuse_damaged(
-        wrong, len(bundle.files), f"copy it to {root} again; sha256sum --check SHA256SUMS names the files too"
+        wrong,
+        len(bundle.files),
+        f"copy it to {root} again; sha256sum --check SHA256SUMS lists the damaged files",
     )
 
 
@@ -212,39 +216,40 @@ def _refuse_damaged(wrong: list[str], count: int, hint: str) -> None:
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise OutsideFailed(
-            f"the bundle is damaged: {len(wrong)} of {count} files are not as they were packed",
+            f"the bundle is damaged: {len(wrong)} of {count} files differ from the manifest",
             cause=", ".join(wrong[:SHOWN]) + more,
             hint=hint,
         )
 
 
 def _wrong(file: BundledFile, path: Path) -> str | None:
+    """Compare a file with its manifest entry; return what is wrong with it."""
     if file.link is not None:
-        return None if path.is_symlink() and str(path.readlink()) == file.link else "is no longer a link"
+        return None if path.is_symlink() and str(path.readlink()) == file.link else "is not the link that was packed"
     if not path.is_file():
         return "is missing"
     if (found := path.stat().st_size) != file.size_bytes:
         return f"has {found:,} bytes instead of {file.size_bytes:,}"
-    return None if file_sha256(path) == file.sha256 else "has another sha256"
+    return None if file_sha256(path) == file.sha256 else "has a different sha256"
 
 
 def _wrong_in(archive: tarfile.TarFile, file: BundledFile) -> str | None:
-    """As `_wrong`, of a file that is still in its archive."""
+    """Compare a file inside the archive with its manifest entry."""
     try:
         member = archive.getmember(f"{TOP}/{file.path}")
         if file.link is not None:
-            return None if member.linkname == file.link else "is no longer a link"
+            return None if member.linkname == file.link else "is not the link that was packed"
         digest = hashlib.sha256()
         with _member(archive, file.path) as source:
             while chunk := source.read(CHUNK_BYTES):
                 digest.update(chunk)
     except (KeyError, tarfile.TarError, EOFError, OSError):
-        return "is missing or cut short"
-    return None if digest.hexdigest() == file.sha256 else "has another sha256"
+        return "is missing or truncated"
+    return None if digest.hexdigest() == file.sha256 else "has a different sha256"
 
 
 def _unpacked(path: Path, bundle: Bundle, progress: Progress) -> Path:
-    """An archive's files in bedplate's own folder; its manifest is put there last, so what has one is whole."""
+    """Unpack an archive into bedplate's home. The manifest is written last and marks a complete folder."""
     with tarfile.open(path, "r:") as archive:
         raw = _member(archive, MANIFEST).read()
         root = home() / "bundles" / hashlib.sha256(raw).hexdigest()[:16]
@@ -253,7 +258,7 @@ def _unpacked(path: Path, bundle: Bundle, progress: Progress) -> Path:
             if (root / MANIFEST).is_file():
                 return root
             shutil.rmtree(root, ignore_errors=True)
-            need_free(root.parent, bundle.size_bytes, f"what is in {path.name}")
+            need_free(root.parent, bundle.size_bytes, f"the contents of {path.name}")
             progress.note(f"unpacking {path} ({size(bundle.size_bytes)}) to {root}")
             try:
                 _unpack(archive, bundle, root, progress)
@@ -271,7 +276,7 @@ def _unpacked(path: Path, bundle: Bundle, progress: Progress) -> Path:
 
 
 def _unpack(archive: tarfile.TarFile, bundle: Bundle, root: Path, progress: Progress) -> None:
-    """Only what the manifest names: an archive may hold anything."""
+    """Unpack only files in the manifest: an archive may contain anything."""
     done = 0
     with progress.step("unpacking", bundle.size_bytes) as tell:
         for file in bundle.files:
@@ -289,7 +294,7 @@ def _unpack(archive: tarfile.TarFile, bundle: Bundle, root: Path, progress: Prog
 
 
 def _put_prepared(bundle: Bundle, root: Path) -> None:
-    """Converted weights where `prepare` looks for them: links, since a bundle may lie on what cannot be written."""
+    """Link converted weights to where `prepare` looks for them: the bundle may be on a read-only disk."""
     for name in bundle.prepared:
         source, folder = root / "prepared" / name, prepared_dir() / name
         writable(prepared_dir())
@@ -306,7 +311,7 @@ def _put_prepared(bundle: Bundle, root: Path) -> None:
 
 
 def checked(path: Path, progress: Progress | None = None) -> Bundle | TargetBundle:
-    """The manifest of a bundle whose files, all of them read now, are those that were packed."""
+    """Compare every file of a bundle with its manifest, and return the manifest."""
     path = path.expanduser().absolute()
     if (path / MANIFEST).is_file() and _is_for_target(raw := (path / MANIFEST).read_bytes()):
         return _checked_pieces(path, from_json(TargetBundle, raw, str(path / MANIFEST)), progress)
@@ -334,7 +339,8 @@ def _checked_pieces(path: Path, bundle: TargetBundle, progress: Progress | None)
             file = BundledFile(path=piece.name, size_bytes=piece.size_bytes, sha256=piece.sha256)
             if not file.inside:
                 raise OutsideFailed(
-                    f"{path} is not to be trusted: {piece.name} leads out of it", hint="where is it from?"
+                    f"{path} is not safe to open: the path {piece.name} leads out of it",
+                    hint="check where the bundle is from",
                 )
             if (why := _wrong(file, path / piece.name)) is not None:
                 wrong.append(f"{piece.name} {why}")

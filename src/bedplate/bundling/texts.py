@@ -1,4 +1,4 @@
-"""What a bundle says to a person who has it and no network: a page to read, and a program to start."""
+"""The README.txt and the start script in a bundle."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from bedplate.values.units import size
 
 _README = """bedplate bundle: {model}, with {engine}
 
-Made {made_at} by bedplate {version}. All that is needed is in this folder; nothing outside is reached.
+Made {made_at} by bedplate {version}. The bundle needs no network.
 
-It needs
+Requirements
   {needs}
-  {disk} of disk beside this folder, for what is installed from it
+  {disk} of disk space for the installed packages, in addition to this folder
 
 Check the copy
   sha256sum --check --quiet SHA256SUMS
 
 {start}
-What is in here
+Contents
   model/                     {weights}
-  wheels/                    {wheels} packages{of_engine}, bedplate and what it needs
-  plan.json, decision.json   what was decided for {machine}, and why
+  wheels/                    {wheels} packages{of_engine}, bedplate and its dependencies
+  plan.json, decision.json   the decision for {machine} and its reasons
   {manifest}       every file with its size and sha256
 """
 
 _SERVE = """Serve
-  ./serve                    installs bedplate from here, once, and serves at http://127.0.0.1:8080/v1
-  ./serve --port 9000 -d     any option of `bedplate serve`
+  ./serve                    installs bedplate from this folder once, then serves at http://127.0.0.1:8080/v1
+  ./serve --port 9000 -d     accepts all options of `bedplate serve`
 
-or, into a Python environment of your own
+or, in your own Python environment
   pip install --no-index --find-links wheels bedplate=={version}
   bedplate serve --bundle .
 """
 
 _IMAGE = """Serve
-  {engine} is run by a container image, which is not in here. Where there is a network:
+  {engine} runs from a container image, which is not included. On a machine with network access:
       docker pull {image}
       docker save {image} -o image.tar
-  and at the site:
+  At the site:
       docker load -i image.tar
       docker compose -f compose/compose.yaml up
-  The model's files are in model/; compose/ says where they are looked for.
+  The model's files are in model/; compose/compose.yaml has the path where the engine expects them.
 """
 
 _SCRIPT = """#!/bin/sh
-# Installs bedplate from this folder, once, and serves what the folder holds. Nothing outside is reached.
+# Installs bedplate from this folder once, then serves the bundle. It needs no network.
 set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 kept=${{BEDPLATE_HOME:-${{XDG_CACHE_HOME:-$HOME/.cache}}/bedplate}}/bundles
@@ -60,8 +60,8 @@ sys.exit(sys.version_info[:2] != {python_tuple} or s.get_platform() != "{platfor
         fi
     done
     if [ -z "$python" ]; then
-        echo "error: this bundle is for Python {python} on {platform}, and there is none on the PATH" >&2
-        echo "hint: install it, or name one: UV_PYTHON=/path/to/python{python} $0" >&2
+        echo "error: this bundle needs Python {python} on {platform}, which is not on the PATH" >&2
+        echo "hint: install it, or name its path: UV_PYTHON=/path/to/python{python} $0" >&2
         exit 1
     fi
     mkdir -p "$kept"
@@ -84,26 +84,26 @@ exec "$env/bin/python" -I -m bedplate serve --bundle "$here" "$@"
 
 _TARGET = """bedplate bundle for {target}: {what}
 
-Made {made_at} by bedplate {version}. Nothing is downloaded when it is installed.
+Made {made_at} by bedplate {version}. Installing it needs no network.
 
-The machine needs
+The target machine needs
   {needs}
-  {disk} of disk
+  {disk} of disk space
 
-Copy all files of this folder to one folder there, in as many transfers as it takes. Then
-  python3 install.py --check     reports everything that is missing; unpacks nothing
-  python3 install.py             installs to BEDPLATE_HOME, or ~/.cache/bedplate, and prints how to serve
+Copy all files of this folder to one folder on the target. Then run
+  python3 install.py --check     reports everything that is missing and unpacks nothing
+  python3 install.py             installs to BEDPLATE_HOME (~/.cache/bedplate) and prints the serve command
 {over}
 Files
-  install.py                     the installer: Python alone
+  install.py                     the installer; needs only Python
   {manifest}           the manifest: pieces with size and sha256, packages, requirements
-  piece.000 ...                  {pieces} piece{s}, {packed} together: one tar archive, compressed with zstd
+  piece.000 ...                  {pieces} piece{s}, {packed} in total: a tar archive compressed with zstd
   zstandard.zip                  the decompressor
 """
 
 
 def target_needs(bundle: TargetBundle) -> list[str]:
-    """What the machine must have before the bundle is installed."""
+    """List what the target machine must have before the bundle is installed."""
     target = bundle.target
     needs = [f"Python {target.python} on {target.system}-{target.machine}"]
     if target.glibc is not None:
@@ -111,7 +111,7 @@ def target_needs(bundle: TargetBundle) -> list[str]:
     if target.cuda is not None:
         needs.append(f"an NVIDIA GPU with driver {target.driver} or newer (CUDA {target.cuda})")
     if target.capability is not None:
-        needs.append(f"compute capability {target.capability}: code for other GPUs is left out")
+        needs.append(f"a GPU with compute capability {target.capability}: code for other GPUs is not included")
     needs += sorted(
         {
             f"PyTorch {one.torch} for CUDA {target.cuda} in that Python"
@@ -174,9 +174,9 @@ def readme(bundle: Bundle) -> str:
 
 
 def serve_script(bundle: Bundle, pins: str, pins_id: str, uv: str) -> str:
-    """POSIX shell, since there may be nothing else yet; uv comes out of its own wheel.
+    """Write the start script in POSIX shell, because the site may have no uv: the script unpacks it from its wheel.
 
-    Another set of packages, which `pins_id` tells apart, gets another environment.
+    `pins_id` identifies the set of packages; each set has its own environment.
     """
     return _SCRIPT.format(
         version=bundle.bedplate,

@@ -1,1 +1,1 @@
-"""A Plan as files for where it is to run; pure text, nothing is started."""
+"""Writes a plan as deployment files for a target platform. Pure text: nothing is started."""

@@ -1,6 +1,6 @@
-"""NVIDIA Dynamo upon Kubernetes: a front end that knows every worker's cache, and workers that it routes to.
+"""NVIDIA Dynamo on Kubernetes: a frontend with KV-aware routing, and workers.
 
-Options and names by Dynamo's source of August 2026 (components/src/dynamo, deploy/operator) and its recipes.
+Options and names are from Dynamo's source of August 2026 (components/src/dynamo, deploy/operator) and its recipes.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from bedplate.values.units import seconds
 
 SYSTEM_PORT = 9090
 SERVER_OPTIONS = ("--host", "--port")
-"""Of the engine's own HTTP server, which stays away: the front end is the server."""
+"""Options of the engine's HTTP server, which is not started: Dynamo's frontend serves HTTP."""
 TOOLS = frozenset(["deepseek_v4", "qwen3_coder", "kimi_k3", "glm47", "kimi_k2", "minimax_m2", "hermes", "gemma4",
                    "minimax_m3", "llama3_json"])  # fmt: skip
 REASONING = frozenset(["deepseek_v4", "qwen3", "kimi_k3", "glm45", "gemma4", "minimax_m2", "minimax_m3"])
-"""Parsers that its recipes name as the engines do."""
+"""Parsers that have the same name in Dynamo and in the engines."""
 RENAMED = {"openai": "harmony", "openai_gptoss": "gpt_oss"}
 LEAST_APART = 4
-"""Replicas from which on prompts get workers of their own unasked: with fewer, one kind would often be idle."""
+"""Fewest replicas for prefill/decode disaggregation by default; with fewer, one of the roles would often be idle."""
 PROMPT_HEAVY = 2.0
 
 
 @dataclass(frozen=True)
 class Split:
-    """How replicas are divided, and why."""
+    """How many workers do prefill and decode, and why."""
 
     prefill: int
     decode: int
@@ -70,7 +70,7 @@ def dynamo(platform: Platform) -> Files:
     reasons = {unit.name: reason for unit in units if (reason := refused(unit)) is not None}
     if len(reasons) == len(units):
         first = next(iter(reasons.values()))
-        raise AnswerIsNo(first, hint=f"--emit kubernetes runs it; or --engine {STANDARD_ENGINE} on NVIDIA")
+        raise AnswerIsNo(first, hint=f"use --emit kubernetes, or --engine {STANDARD_ENGINE} on NVIDIA GPUs")
     workloads: dict[str, Sequence[Tree]] = {}
     for index, unit in enumerate(units):
         if unit.name in reasons:
@@ -78,56 +78,56 @@ def dynamo(platform: Platform) -> Files:
         else:
             units[index] = _as_dynamo(unit)
             workloads[unit.name] = _graph(units[index], platform)
-    return manifests(platform, units, workloads, beside=reasons)
+    return manifests(platform, units, workloads, plain_reasons=reasons)
 
 
 def refused(unit: Served) -> str | None:
     if unit.engine.dynamo is None:
         runs = ", ".join(one.id for one in engines_that(lambda one: one.dynamo))
-        return f"Dynamo runs {runs}, and {unit.name} is planned with {unit.engine.name}"
+        return f"Dynamo runs {runs}, but {unit.name} is planned with {unit.engine.name}"
     if unit.plan.settings.device != "cuda":
-        return f"Dynamo's images are made for NVIDIA GPUs, and {unit.name} computes on {unit.plan.settings.device}"
+        return f"Dynamo's images need NVIDIA GPUs, but {unit.name} runs on {unit.plan.settings.device}"
     if unit.plan.workload.task == "other":
-        return f"Dynamo serves no models of the task {unit.plan.workload.task}"
+        return f"Dynamo does not serve models for the task {unit.plan.workload.task!r}"
     return None
 
 
 def _as_dynamo(unit: Served) -> Served:
     worker = worker_of(unit.engine)
-    brings = f"Dynamo {DYNAMO_VERSION.rpartition('.')[0]} brings {unit.engine.name} {worker.version}"
+    brings = f"Dynamo {DYNAMO_VERSION.rpartition('.')[0]} includes {unit.engine.name} {worker.version}"
     note = f"{brings}; the plan was made for {unit.plan.engine_version}; {DYNAMO_TAG_NOTE}"
     return replace(unit, image=Image(f"{worker.image}:{DYNAMO_VERSION}", note, user=1000, group=0, python=True))
 
 
 def split_of(unit: Served, deploy: Deploy) -> Split:
-    """Workers for prompts and for answers, by the share of a replica's time that prompts take."""
+    """Divide the workers into prefill and decode by the share of time that prefill takes."""
     share, words = prompt_share(unit)
     work, count = unit.plan.workload, unit.replicas
-    # Every answer that is being written is held by some worker; those for prompts hold none for long.
+    # A decode worker keeps every running request in its KV cache; a prefill worker hands each one on.
     holds = max(1, unit.placed.decision.max_concurrency // count)
     least = -(-unit.placed.decision.in_flight // holds)
     possible = work.task == "generate" and least < count
     if deploy.layout == "disaggregated" and not possible:
-        answers = counted(unit.placed.decision.in_flight, "answer")
+        requests = counted(unit.placed.decision.in_flight, "concurrent request")
         raise AnswerIsNo(
-            f"{unit.name} needs all of its {counted(count, 'worker')} to hold {answers} at once",
-            hint="deploy.layout: aggregated, or more cards",
+            f"{unit.name} cannot be disaggregated: decoding {requests} takes all of its {counted(count, 'worker')}",
+            hint="set deploy.layout: aggregated, or use more GPUs",
         )
     heavy = work.prompt_tokens >= PROMPT_HEAVY * work.output_tokens
     worth = heavy and count >= LEAST_APART and share is not None and 0.15 < share < 0.85
     if deploy.layout == "aggregated" or not possible or (deploy.layout is None and not worth):
-        shape = f"{counted(count, 'worker')}, {work.prompt_tokens:,} tokens in and {work.output_tokens:,} out"
-        why_not = "as asked for" if deploy.layout == "aggregated" else f"prompts and answers share {shape}"
+        shape = f"{counted(count, 'worker')}, {work.prompt_tokens:,} prompt and {work.output_tokens:,} output tokens"
+        why_not = "Aggregated, as requested" if deploy.layout == "aggregated" else f"Aggregated: {shape}"
         return Split(0, count, ". ".join(part for part in (why_not, words) if part))
     prefill = max(1, round(count * (share if share is not None else 0.5)))
     decode = max(least, count - prefill)
     prefill = count - decode
-    held = f"{decode} hold the {unit.placed.decision.in_flight:,} answers in flight"
-    return Split(prefill, decode, f"{words or 'there is no estimate: half and half'}. {held}")
+    held = f"{counted(decode, 'decode worker')} for {unit.placed.decision.in_flight:,} concurrent requests"
+    return Split(prefill, decode, f"{words or 'There is no estimate, so the workers are divided equally'}. {held}")
 
 
 def prompt_share(unit: Served) -> tuple[float | None, str]:
-    """Of the time that a replica works on a request, the part that its prompt takes; and the words for it."""
+    """Return the share of a request's compute time that prefill takes, and the comment for it."""
     made = unit.placed.decision.estimate.output_tok_s
     work = replaced(unit.plan.workload, concurrency=1, users=1, requests_per_s=None)
     alone = expectation_for(
@@ -138,8 +138,8 @@ def prompt_share(unit: Served) -> tuple[float | None, str]:
     request_s = work.output_tokens * max(1, unit.placed.decision.parallelism.data) / made.value
     share = min(1.0, alone.ttft_s / request_s)
     words = (
-        f"By the estimate a replica works {seconds(request_s)} on a request, and {seconds(alone.ttft_s)} of it on its "
-        f"prompt: {share:.0%}"
+        f"By the estimate a replica computes {seconds(request_s)} per request, {seconds(alone.ttft_s)} of it prefill: "
+        f"{share:.0%}"
     )
     return share, words
 
@@ -174,15 +174,20 @@ def _front_end(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
         "image": unit.image.name,
         "command": ["python3", "-m", "dynamo.frontend"],
         "env": [
-            why({"name": "DYN_ROUTER_MODE", "value": "kv"}, "to the worker that has most of the prompt in its cache"),
+            why({"name": "DYN_ROUTER_MODE", "value": "kv"}, "route to the worker with the longest cached prefix"),
             {"name": "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", "value": str(waits)},
-            why({"name": "DYN_MIGRATION_LIMIT", "value": "3"}, "a stream whose worker is lost goes on at another one"),
+            why(
+                {"name": "DYN_MIGRATION_LIMIT", "value": "3"},
+                "a request whose worker fails continues on another worker",
+            ),
             {"name": "HOME", "value": "/cache"},
         ],
         "resources": {"requests": {"cpu": 4, "memory": "8Gi"}, "limits": {"memory": "8Gi"}},
         "securityContext": container_rights(),
         "volumeMounts": [
-            why({"name": "models", "mountPath": "/models", "readOnly": True}, "its tokenizer is the model's"),
+            why(
+                {"name": "models", "mountPath": "/models", "readOnly": True}, "the frontend needs the model's tokenizer"
+            ),
             {"name": "cache", "mountPath": "/cache"},
         ],
     }
@@ -198,7 +203,9 @@ def _front_end(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
     return {
         "name": "frontend",
         "type": "frontend",
-        "replicas": why(1 if unit.replicas < LEAST_APART else 2, "it only routes and reads: one serves many workers"),
+        "replicas": why(
+            1 if unit.replicas < LEAST_APART else 2, "it only tokenizes and routes: one serves many workers"
+        ),
         "podTemplate": {"metadata": {"labels": _queued(labels, queue)}, "spec": spec},
     }
 
@@ -224,7 +231,7 @@ def _worker(unit: Served, deploy: Deploy, queue: str | None, role: str, count: i
                 "timeoutSeconds": 5,
                 "failureThreshold": unit.start_failures,
             },
-            f"{unit.load_words}. {seconds(unit.start_failures * 10)} are allowed before the start is given up",
+            f"{unit.load_words}. The pod restarts if it is not ready after {seconds(unit.start_failures * 10)}",
         ),
         "securityContext": container_rights(rdma is not None),
         "volumeMounts": [mount for mount in mounts(unit) if mount["name"] != "shm"],
@@ -242,20 +249,20 @@ def _worker(unit: Served, deploy: Deploy, queue: str | None, role: str, count: i
         "name": role,
         "type": role,
         "replicas": count,
-        "scalingAdapter": why({}, "the autoscaler below sets how many there are") if scaled else None,
-        "sharedMemorySize": why(f"{unit.shm_bytes // GIB}Gi", "what the ranks of one worker exchange through"),
-        "multinode": why({"nodeCount": unit.nodes}, f"{unit.cards} cards of each") if unit.nodes > 1 else None,
+        "scalingAdapter": why({}, "the ScaledObject below sets the number of replicas") if scaled else None,
+        "sharedMemorySize": why(f"{unit.shm_bytes // GIB}Gi", "shared memory between the ranks of one worker"),
+        "multinode": why({"nodeCount": unit.nodes}, f"{unit.cards} GPUs on each") if unit.nodes > 1 else None,
         "podTemplate": {"metadata": {"labels": _queued(labels_of(unit), queue)}, "spec": spec},
     }
 
 
 def _queued(labels: Tree, queue: str | None) -> Tree:
-    """Kueue knows no graphs, but takes pods one by one where they carry their queue."""
+    """Label the pods with their queue: Kueue does not know Dynamo's graphs, but admits single pods."""
     return labels | ({QUEUE_LABEL: queue} if queue is not None else {})
 
 
 def arguments(unit: Served, role: str) -> tuple[str, ...]:
-    """The engine's own options without its server's, and what Dynamo adds for the role."""
+    """Return the engine's options without those of its server, plus Dynamo's options for the role."""
     worker = worker_of(unit.engine)
     found = ["--model", unit.model_path] if worker.names_model else []
     if worker.names_served:
@@ -272,7 +279,7 @@ def worker_of(engine: Engine) -> DynamoWorker:
 
 
 def engine_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
-    """Of an engine's launch, the options that are not its server's, without the model."""
+    """Return the options of a launch command without the model and without those of the server."""
     words = list(argv)
     dropped = {*SERVER_OPTIONS, *worker.drops, worker.tool_parser, worker.reasoning_parser}
     found: list[str] = []
@@ -291,15 +298,15 @@ def engine_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
 
 
 def parser_options(worker: DynamoWorker, argv: Sequence[str]) -> list[str]:
-    """Who reads tool calls and thoughts out of the text: the front end, where it knows how."""
+    """Return Dynamo's options for the parsers of tool calls and reasoning that its frontend supports."""
     words = list(argv)
     found: list[str] = []
     for own, option, known in (
         (worker.tool_parser, "--dyn-tool-call-parser", TOOLS | {"harmony"}),
         (worker.reasoning_parser, "--dyn-reasoning-parser", REASONING | {"gpt_oss"}),
     ):
-        said = next((words[index + 1] for index, word in enumerate(words) if word == own), None)
-        name = RENAMED.get(said, said) if said is not None else None
+        value = next((words[index + 1] for index, word in enumerate(words) if word == own), None)
+        name = RENAMED.get(value, value) if value is not None else None
         found += [option, name] if name in known and name is not None else []
     return found
 
@@ -318,7 +325,7 @@ def _paired(words: Sequence[str]) -> list[str]:
 
 
 def settings_of(unit: Served, split: Split, deploy: Deploy) -> list[Tree]:
-    """The files of the workers, one set for each role."""
+    """Write a ConfigMap of the engine's files for each role."""
     if not unit.files:
         return []
     roles = ("decode", "prefill") if split.apart else ("worker",)
@@ -332,10 +339,10 @@ def settings_of(unit: Served, split: Split, deploy: Deploy) -> list[Tree]:
 
 
 def _scaled(unit: Served, split: Split, deploy: Deploy) -> list[Tree]:
-    """Workers by the requests that wait for their first token, and by those that are answered."""
+    """Scale aggregated workers by the frontend's active requests."""
     least, most = bounds(unit)
     if least == most or split.apart:
-        # Of workers of two kinds the ratio matters as much as the number: Dynamo's planner keeps both.
+        # With prefill and decode workers the ratio matters too; Dynamo's planner controls both.
         return []
     of = f'{{dynamo_namespace="{metadata("", deploy)["namespace"]}-{unit.name}"}}'
     each = max(1, round(FULL * unit.at_once))
@@ -348,7 +355,7 @@ def _scaled(unit: Served, split: Split, deploy: Deploy) -> list[Tree]:
                 "scaleTargetRef": {
                     "apiVersion": "nvidia.com/v1alpha1",
                     "kind": "DynamoGraphDeploymentScalingAdapter",
-                    "name": why(f"{unit.name}-worker", "the operator makes it for the component named worker"),
+                    "name": why(f"{unit.name}-worker", "the operator creates it for the component named worker"),
                 },
                 **replica_bounds(unit),
                 "pollingInterval": 15,
@@ -361,9 +368,7 @@ def _scaled(unit: Served, split: Split, deploy: Deploy) -> list[Tree]:
                         "metadata": {
                             "serverAddress": deploy.prometheus or PROMETHEUS,
                             "query": f"sum(dynamo_frontend_active_requests{of})",
-                            "threshold": why(
-                                str(each), f"{FULL:.0%} of the {unit.at_once:,} that a worker computes at once"
-                            ),
+                            "threshold": why(str(each), f"{FULL:.0%} of the capacity of a worker, {unit.at_once:,}"),
                         },
                     }
                 ],

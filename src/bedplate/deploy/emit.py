@@ -1,4 +1,4 @@
-"""A platform as the files of one target."""
+"""Writes the deployment files of a platform for one target."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ TARGETS: dict[str, Callable[[Platform], Files]] = {
 
 
 def emitted(platform: Platform, target: str) -> Files:
-    """File names and what is in them; the same platform gives the same bytes."""
+    """Return the files by name. The output is deterministic: the same platform gives the same bytes."""
     if target not in TARGETS:
         raise BadQuestion(
-            f"nothing is emitted for {target!r}",
-            hint=f"--emit command writes a shell script; {', '.join(TARGETS)} write a folder",
+            f"unknown target {target!r}",
+            hint=f"choose command (a shell script), or {', '.join(TARGETS)} (a folder of files)",
         )
     return TARGETS[target](platform)
 
 
 def as_one_stream(files: Files) -> str:
-    """What `kubectl apply -f -` or `docker compose -f -` takes: manifests alone, one after the other."""
-    alone = [name for name in files if not name.endswith(".yaml")]
-    if alone or sum(name.endswith("compose.yaml") for name in files) > 1:
-        some = ", ".join((alone or list(files))[:3])
+    """Join the manifests into one text for `kubectl apply -f -` or `docker compose -f -`."""
+    others = [name for name in files if not name.endswith(".yaml")]
+    if others or sum(name.endswith("compose.yaml") for name in files) > 1:
+        some = ", ".join((others or list(files))[:3])
         raise BadQuestion(
-            f"these are {len(files)} files, and not all of them go into one stream: {some}",
-            hint="give a folder with -o DIR",
+            f"these {len(files)} files cannot be written as one stream: {some}",
+            hint="write them to a folder with -o DIR",
         )
     kept = {name: text for name, text in files.items() if "/" not in name and name != "kustomization.yaml"}
     return "---\n".join(f"# {name}\n{text}" if len(kept) > 1 else text for name, text in kept.items())

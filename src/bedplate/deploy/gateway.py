@@ -1,4 +1,4 @@
-"""A gateway with the inference extension: requests go to the replica that has most of the prompt in its cache."""
+"""Gateway API inference extension: routes a request to the replica with the longest cached prefix."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CONFIG = "picker.yaml"
 
 
 def inference_pool(unit: Served, deploy: Deploy, services: int) -> list[Tree]:
-    """The pool of a service's pods, the picker that chooses among them, and the route to it."""
+    """Write a service's InferencePool, its endpoint picker and the route to it."""
     if unit.metrics is None or unit.metrics.picker is None:
         read = [one.id for one in engines_that(lambda one: one.metric_names and one.metric_names.picker)]
         raise AnswerIsNo(
-            f"{unit.name}: the endpoint picker does not read the metrics of {unit.engine.name}",
-            hint=f"deploy.gateway is for {', '.join(read)}; leave it out, and the Service stands before the pods",
+            f"{unit.name}: the endpoint picker cannot read the metrics of {unit.engine.name}",
+            hint=f"deploy.gateway supports {', '.join(read)}; without it, a plain Service balances the load",
         )
     picker = f"{unit.name}-picker"
     return [
@@ -34,7 +34,7 @@ def inference_pool(unit: Served, deploy: Deploy, services: int) -> list[Tree]:
                 "endpointPickerRef": {
                     "name": picker,
                     "port": {"number": PICKER_PORT},
-                    "failureMode": why("FailOpen", "without the picker, any replica still answers"),
+                    "failureMode": why("FailOpen", "without the picker, requests go to any replica"),
                 },
             },
         },
@@ -151,7 +151,7 @@ def _deployment(unit: Served, picker: str, deploy: Deploy) -> Tree:
     }  # fmt: skip
     spec: Tree = {
         "serviceAccountName": picker,
-        "terminationGracePeriodSeconds": why(unit.grace_s, "as long as the pods of its pool"),
+        "terminationGracePeriodSeconds": why(unit.grace_s, "as long as the pods in its pool"),
         "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
         "volumes": [{"name": "config", "configMap": {"name": picker}}],
@@ -161,7 +161,9 @@ def _deployment(unit: Served, picker: str, deploy: Deploy) -> Tree:
         "kind": "Deployment",
         "metadata": metadata(picker, deploy, own),
         "spec": {
-            "replicas": why(1, "what it knows of caches is its own: a second one would know half"),
+            "replicas": why(
+                1, "its prefix cache index is in memory: each of two pickers would see only half of the requests"
+            ),
             "selector": {"matchLabels": own},
             "template": {"metadata": {"labels": own}, "spec": spec},
         },

@@ -1,4 +1,4 @@
-"""Container images: whose, which tag, and how much of that was seen; images of our own for engines without one."""
+"""Container images: published images with their tags, and Dockerfiles for engines that publish none."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from bedplate.values.decision import Settings
 
 DYNAMO_VERSION = "1.6.1"
 RAY_VERSION = "2.60.0"
-"""Both of the images that are emitted and of the packages that are installed to run them here."""
-DYNAMO_TAG_NOTE = "tag by the project's own naming; 1.6.0 is the newest that was seen"
-RAY_TAG_NOTE = "tag by the project's own naming; 2.56.0-py312-cu130 is the newest that was seen"
+"""Versions of the emitted images and of the packages that `bedplate serve` installs for these orchestrators."""
+DYNAMO_TAG_NOTE = "tag derived from the project's naming scheme; newest tag known to exist: 1.6.0"
+RAY_TAG_NOTE = "tag derived from the project's naming scheme; newest tag known to exist: 2.56.0-py312-cu130"
 RAY_TAG = f"{RAY_VERSION}-py312-cu130"
 PYTHON = "ghcr.io/astral-sh/uv:0.12.9-python3.12-bookworm-slim"
-"""Fetches models where an engine's own image has no Python."""
+"""Downloads models when the engine's image has no Python."""
 HUB_PACKAGE = "huggingface_hub==2.4.0"
 CUDA = "nvidia/cuda:13.0.1-devel-ubuntu24.04"
 ENDPOINT_PICKER = "ghcr.io/llm-d/llm-d-router-endpoint-picker:v0.9.0"
@@ -27,19 +27,19 @@ ENDPOINT_PICKER = "ghcr.io/llm-d/llm-d-router-endpoint-picker:v0.9.0"
 class Image:
     name: str
     note: str
-    """Why this one, where the tag is not simply the plan's version."""
+    """Why this image, when the tag is not the version in the plan."""
     user: int = ANY_USER
     group: int = ANY_USER
     python: bool = False
-    """Whether it has Python with the hub's client, so that it can fetch the model as well."""
+    """Whether it has Python and the hub client, and so can download the model."""
     dockerfile: str | None = None
-    """What it is built from, where nobody publishes it."""
+    """Set when the image is built rather than published."""
     files: tuple[tuple[str, str], ...] = ()
-    """Beside the Dockerfile."""
+    """Other files of the build context: name and text."""
 
 
 def image_for(engine: Engine, settings: Settings, gfx: str | None, arch: str, registry: str | None) -> Image | None:
-    """The image that runs an engine as it is planned; `None` where there can be none."""
+    """Choose the published image for a plan, or describe one to build; `None` if neither is possible."""
     found = engine.published_image(settings.device, gfx, arch)
     if found is None:
         return _own(engine, settings, registry)
@@ -56,7 +56,7 @@ def _own(engine: Engine, settings: Settings, registry: str | None) -> Image | No
     files = tuple((name, (shipped / file).read_text(encoding="utf-8")) for name, file in recipe.programs)
     card = f"-sm{settings.compute_capability.replace('.', '')}" if settings.compute_capability else ""
     name = f"{f'{registry}/' if registry else ''}bedplate-{engine.id.replace('.', '')}:{engine.version}{card}"
-    note = "nobody publishes one with a server: built from images/, and pushed to a registry of yours"
+    note = "no published image has a server: build this one from images/ and push it to your registry"
     return Image(name, note, dockerfile=_dockerfile(engine, recipe, settings, base), files=files)
 
 
@@ -65,12 +65,12 @@ def _dockerfile(engine: Engine, recipe: Recipe, settings: Settings, base: str | 
     backend = ("--torch-backend", "cpu" if settings.device == "cpu" else "cu130")
     torch = backend if any(one.startswith("torch==") for one in recipe.packages) else ()
     lines = [
-        f"# {engine.name} {engine.version}, and bedplate's own server around it: the package brings none that serves.",
+        f"# {engine.name} {engine.version} with bedplate's OpenAI-compatible server, because the package has none.",
         f"FROM {base or PYTHON}",
     ]
     if base is not None:
         lines += [
-            "# Its kernels are compiled at the first start, which takes minutes: the compiler stays in the image.",
+            "# The engine compiles kernels at its first start, so the compiler stays in the image.",
             "RUN apt-get update && apt-get install -y --no-install-recommends ninja-build \\",
             "    && rm -rf /var/lib/apt/lists/*",
             f"COPY --from={PYTHON} /usr/local/bin/uv /usr/local/bin/uv",

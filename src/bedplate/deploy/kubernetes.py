@@ -1,4 +1,4 @@
-"""A platform as Kubernetes manifests: a folder that `kubectl apply -k` takes."""
+"""Kubernetes manifests: a folder for `kubectl apply -k`."""
 
 from __future__ import annotations
 
@@ -44,20 +44,22 @@ def manifests(
     units: Sequence[Served],
     workloads: Mapping[str, Sequence[Tree]],
     *,
-    beside: Mapping[str, str] | None = None,
-    more: Files | None = None,
+    plain_reasons: Mapping[str, str] | None = None,
+    more_files: Files | None = None,
 ) -> Files:
-    """All files around the workloads, which differ between plain Kubernetes and what stands upon it.
+    """Write all files around the workloads, which differ between plain Kubernetes and its orchestrators.
 
-    `beside` says of services why they stand as plain workloads beside an orchestrator that does not run them.
+    `plain_reasons` gives, by service, why an orchestrator does not run it and it is a plain workload.
     """
     deploy = platform.deploy
     files = {"namespace.yaml": documents(list(_namespace(deploy)))}
     plain = [unit for unit in units if _is_plain(workloads[unit.name])]
     for unit in units:
         parts = [*_before(unit, platform, unit in plain), *workloads[unit.name]]
-        apart = f"\n{beside[unit.name]}: it stands beside it." if beside and unit.name in beside else ""
-        files[f"{unit.name}.yaml"] = documents(parts, head_of(unit) + apart)
+        heading = head_of(unit)
+        if plain_reasons and unit.name in plain_reasons:
+            heading += f"\n{plain_reasons[unit.name]}: deployed as a plain workload."
+        files[f"{unit.name}.yaml"] = documents(parts, heading)
     files["network.yaml"] = documents([*_network(units, deploy, plain)])
     if watched := [pod_monitor(unit, deploy, unit.metrics.path) for unit in plain if unit.metrics is not None]:
         files["monitoring.yaml"] = documents(watched)
@@ -67,7 +69,7 @@ def manifests(
         files["queues.yaml"] = documents(queues(platform, units))
     if deploy.gateway is not None and plain:
         files["gateway.yaml"] = documents([part for unit in plain for part in inference_pool(unit, deploy, len(plain))])
-    files |= more or {}
+    files |= more_files or {}
     files["kustomization.yaml"] = kustomization(platform, units, files)
     return files | built_images(units)
 
@@ -89,7 +91,7 @@ def head_of(unit: Served) -> str:
 
 
 def workload(unit: Served, platform: Platform) -> list[Tree]:
-    """A Deployment, or, where one replica spans nodes, a LeaderWorkerSet; and the Service before it."""
+    """Write a Deployment, or a LeaderWorkerSet if a replica spans nodes, and its Service."""
     deploy, queue = platform.deploy, queue_of(unit, platform)
     made = leader_worker_set(unit, deploy, queue) if unit.nodes > 1 else deployment(unit, deploy, queue)
     found = [made, service(unit, deploy)]
@@ -97,9 +99,11 @@ def workload(unit: Served, platform: Platform) -> list[Tree]:
 
 
 def deployment(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
-    roomy = unit.most_replicas > unit.replicas
-    surge = {"maxSurge": 1 if roomy else 0, "maxUnavailable": 0 if roomy else 1}
-    reason = "the pool has room for one more" if roomy else "all cards of the pool are taken: one has to go first"
+    can_surge = unit.most_replicas > unit.replicas
+    surge = {"maxSurge": 1 if can_surge else 0, "maxUnavailable": 0 if can_surge else 1}
+    reason = "the pool has capacity for one more replica" if can_surge else (
+        "the pool has no free GPUs: an old pod must stop before a new one starts"
+    )  # fmt: skip
     template = {"metadata": {"labels": labels_of(unit)}, "spec": pod_spec(unit, deploy, engine_container(unit))}
     return {
         "apiVersion": "apps/v1",
@@ -116,12 +120,12 @@ def deployment(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
 
 
 def replicas(unit: Served, deploy: Deploy) -> Tree:
-    """How many; where they are scaled, that is not said again, since applying the file would undo it."""
+    """Return the replica count, or nothing if it is autoscaled: applying the file would reset it."""
     if scaled_object(unit, deploy) is not None:
         return {}
-    at_once = f"{unit.placed.decision.in_flight:,} requests in flight, {unit.at_once:,} on each"
-    room = "there is no room for more" if unit.metrics is not None else "it tells nothing of its load to scale by"
-    return {"replicas": why(unit.replicas, f"{at_once}; {room}")}
+    load = f"{unit.placed.decision.in_flight:,} concurrent requests, {unit.at_once:,} per replica"
+    fixed = "the pool has no capacity for more" if unit.metrics is not None else "the engine has no metrics to scale by"
+    return {"replicas": why(unit.replicas, f"{load}; {fixed}")}
 
 
 def leader_worker_set(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
@@ -131,8 +135,10 @@ def leader_worker_set(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
     worker = engine_container(unit, worker_argv, answers=False, rdma=rdma)
     labels = labels_of(unit)
     group: Tree = {
-        "size": why(unit.nodes, f"nodes that one replica spans, {unit.cards} cards of each"),
-        "restartPolicy": why("RecreateGroupOnPodRestart", "ranks cannot rejoin: when one is lost, all begin anew"),
+        "size": why(unit.nodes, f"nodes per replica, {unit.cards} GPUs on each"),
+        "restartPolicy": why(
+            "RecreateGroupOnPodRestart", "a lost rank cannot rejoin, so all pods of the replica restart"
+        ),
         "leaderTemplate": {
             "metadata": {"labels": labels | {"role": "leader"}},
             "spec": pod_spec(unit, deploy, leader),
@@ -142,8 +148,8 @@ def leader_worker_set(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
     noted = None
     if rdma is None:
         noted = (
-            "Without deploy.rdma the pods ask for no network adapter, and what the nodes exchange goes through "
-            "the pod network: slower than the plan's estimate."
+            "Without deploy.rdma the pods request no network adapter, and traffic between the nodes uses the pod "
+            "network: slower than the plan's estimate."
         )
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
@@ -158,16 +164,16 @@ def leader_worker_set(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
 
 
 def on_nodes(unit: Served) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The commands of the first pod of a replica and of the others."""
+    """Return the commands of a replica's leader pod and of its worker pods."""
     from dataclasses import replace
 
     first, other = (_on_node(unit, rank) for rank in (0, 1))
     if first is None or other is None:
         starter = unit.engine.node_starter
         raise AnswerIsNo(
-            f"{unit.engine.name} does not start on several nodes by itself: {unit.name} needs {unit.nodes} of them",
-            cause=f"its ranks are started by {starter}" if starter is not None else None,
-            hint=f"--emit dynamo, whose operator starts them, or --engine {STANDARD_ENGINE}",
+            f"{unit.engine.name} cannot start on several nodes by itself, but {unit.name} needs {unit.nodes} nodes",
+            cause=f"its ranks must be started by {starter}" if starter is not None else None,
+            hint=f"use --emit dynamo, whose operator starts the ranks, or --engine {STANDARD_ENGINE}",
         )
     return replace(unit, launch=first).program, replace(unit, launch=other).program
 
@@ -206,7 +212,7 @@ def disruption_budget(unit: Served, deploy: Deploy) -> Tree:
 
 
 def _before(unit: Served, platform: Platform, plain: bool) -> Iterator[Tree]:
-    """What a workload refers to: its account, its volume with the model, its settings."""
+    """Yield what a workload refers to: service account, settings, volume and the job that fills it."""
     deploy = platform.deploy
     yield {
         "apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata(unit.name, deploy),
@@ -222,7 +228,7 @@ def _before(unit: Served, platform: Platform, plain: bool) -> Iterator[Tree]:
 
 def volume_claim(unit: Served, deploy: Deploy) -> Tree:
     shared = unit.most_replicas > 1 or unit.nodes > 1
-    reason = "pods on several nodes read it" if shared else "one pod reads it, on the node where it was filled"
+    reason = "pods on several nodes read it" if shared else "a single pod reads it"
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -234,7 +240,7 @@ def volume_claim(unit: Served, deploy: Deploy) -> Tree:
                 "requests": {
                     "storage": why(
                         f"{unit.volume_bytes // GIB}Gi",
-                        "weights as downloaded, what is made of them, and a fifth more",
+                        "downloaded and converted weights, plus 20% headroom",
                     )
                 }
             },
@@ -244,7 +250,7 @@ def volume_claim(unit: Served, deploy: Deploy) -> Tree:
 
 def _namespace(deploy: Deploy) -> Iterator[Tree]:
     level = "privileged" if deploy.rdma is not None else "restricted"
-    reason = "RDMA needs IPC_LOCK, which only this level allows" if level == "privileged" else "nothing here needs more"
+    reason = "RDMA needs IPC_LOCK, which only this level allows" if level == "privileged" else "no pod needs more"
     yield {
         "apiVersion": "v1",
         "kind": "Namespace",
@@ -256,9 +262,9 @@ def _namespace(deploy: Deploy) -> Iterator[Tree]:
 
 
 def _network(units: Sequence[Served], deploy: Deploy, plain: Sequence[Served]) -> Iterator[Tree]:
-    """Nobody reaches a pod but those who must; an engine reaches nobody but its own ranks.
+    """Yield network policies: deny by default, then allow clients, Prometheus, DNS and a replica's own ranks.
 
-    What an orchestrator runs reaches its like and the orchestrator itself.
+    Pods that an orchestrator runs may also reach each other and the API server.
     """
     kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}
     yield {
@@ -289,7 +295,7 @@ def _network(units: Sequence[Served], deploy: Deploy, plain: Sequence[Served]) -
                 "podSelector": own,
                 "policyTypes": ["Ingress", "Egress"],
                 "ingress": why(inside, "clients in this namespace, and Prometheus"),
-                "egress": why(outside, "names only: the weights are on the volume"),
+                "egress": why(outside, "DNS only: the weights are on the volume"),
             },
         }
         yield _filling_policy(unit, deploy, dns)
@@ -309,7 +315,7 @@ def _orchestrated(unit: Served, deploy: Deploy, dns: Tree) -> Iterator[Tree]:
             "ingress": why(inside, "clients and workers in this namespace, and Prometheus"),
             "egress": why(
                 [dns, {"to": [{"podSelector": {}}]}, {"ports": [*api, {"port": 4222, "protocol": "TCP"}]}],
-                "each other, the API server that they find each other by, NATS; the hub while the model is fetched",
+                "pods in this namespace, the API server (discovery), NATS, and the model hub",
             ),
         },
     }
@@ -323,7 +329,7 @@ def _filling_policy(unit: Served, deploy: Deploy, dns: Tree) -> Tree:
         "spec": {
             "podSelector": {"matchLabels": model_labels(unit)},
             "policyTypes": ["Ingress", "Egress"],
-            "egress": why([dns, {"ports": [{"port": 443, "protocol": "TCP"}]}], "the hub"),
+            "egress": why([dns, {"ports": [{"port": 443, "protocol": "TCP"}]}], "the model hub"),
         },
     }
 
@@ -333,17 +339,16 @@ def _named(namespace: str) -> Tree:
 
 
 def _is_plain(parts: Sequence[Tree]) -> bool:
-    """Whether its pods are ours: what operators make of their own kinds they watch and scale themselves."""
+    """Whether the pods are written here; an operator monitors and scales the pods that it creates."""
     return any(part["kind"] in ("Deployment", "LeaderWorkerSet") for part in parts)
 
 
 def kustomization(platform: Platform, units: Sequence[Served], files: Files) -> str:
-    """Written by bedplate; the same intent gives the same bytes."""
     needs = needed(files)
-    head = f"Made by bedplate {__version__}. Apply with: kubectl apply -k ."
+    head = f"Generated by bedplate {__version__}. Apply with: kubectl apply -k ."
     if needs:
         head += f"\nThe cluster needs {', '.join(needs)}."
-    head += f"\nSecrets are not in here: for gated models {_create('hf-token', 'token')}."
+    head += f"\nSecrets are not included. For gated models: {_create('hf-token', 'token')}"
     images = [
         {"name": unit.image.name.partition(":")[0], "newTag": unit.image.name.rpartition(":")[2]}
         for unit in units
@@ -357,7 +362,7 @@ def kustomization(platform: Platform, units: Sequence[Served], files: Files) -> 
     }
     if images:
         unique = list({image["name"]: image for image in images}.values())
-        tree["images"] = why(unique, "built from images/: say with newName where you have pushed them")
+        tree["images"] = why(unique, "built from images/: set newName to the registry that you pushed them to")
     return document(tree, head)
 
 
@@ -378,7 +383,7 @@ def needed(files: Files) -> list[str]:
 
 
 def built_images(units: Sequence[Served]) -> Files:
-    """What images are built from that nobody publishes."""
+    """Return the build contexts of images that are not published."""
     found: Files = {}
     for unit in units:
         if unit.image.dockerfile is not None:

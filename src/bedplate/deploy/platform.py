@@ -1,4 +1,4 @@
-"""What is to be written down: services with their plans, the pools that they stand on, and the tenants."""
+"""Input of all targets: services with their plans, the pools that they run on, and the tenants."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bedplate.decide import plan as planned
+from bedplate.decide import plan as plan_decision
 from bedplate.decide.portfolio import machine_of
 from bedplate.errors import AnswerIsNo
 from bedplate.facts.chips import chip_of
@@ -19,19 +19,19 @@ NO_NETWORK = ("none", "no", "")
 
 @dataclass(frozen=True)
 class Placed:
-    """One service where it runs."""
+    """A service and the pool that it runs on."""
 
     name: str
     plan: Plan
     decision: Decision
     pool: Pool
     node: Hardware
-    """The pool as one machine; its CPU and memory are a node's."""
+    """All accelerators of the pool as one machine, with the CPU and memory of one node."""
     spare: int
-    """Accelerators of the pool that nobody has taken; of a pool of CPUs, nodes."""
+    """Free accelerators of the pool; for a CPU pool, free nodes."""
     tenants: tuple[str, ...] = ()
     copies: int = 1
-    """How many of the plan stand beside each other, beyond its own replicas."""
+    """Instances of the whole plan, each with the plan's own replicas."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Platform:
 
 
 def one_service(intent: Intent, hardware: Hardware, model: Model, workload: Workload, decision: Decision) -> Platform:
-    """A machine, or a row of them, with one model."""
-    plan = planned(decision, model, workload)
+    """Describe one service on one machine or on identical nodes."""
+    plan = plan_decision(decision, model, workload)
     name = slug(model.short_name)
     pool = _pool_of(intent, hardware)
     layout = decision.parallelism
@@ -57,20 +57,20 @@ def one_service(intent: Intent, hardware: Hardware, model: Model, workload: Work
 def many_services(
     intent: Intent, found: Portfolio, models: Sequence[Model], hardware: Hardware | None = None
 ) -> Platform:
-    """A portfolio whose services have all found a place: in pools, or beside each other on one machine."""
+    """Describe a portfolio in which every service is placed, in pools or together on one machine."""
     lost = [placement.service for placement in found.placements if placement.pool is None]
     if lost:
         raise AnswerIsNo(
-            f"nothing is written: {_listed(lost)} {'has' if len(lost) == 1 else 'have'} no place",
-            cause="no pool holds it beside the others",
-            hint="a larger pool, fewer users, or a smaller model; bedplate plan -f FILE shows what would fit",
+            f"no files were written: {_listed(lost)} {'does' if len(lost) == 1 else 'do'} not fit",
+            cause="no pool has enough free capacity next to the other services",
+            hint="use a larger pool, fewer users or a smaller model; bedplate plan -f FILE shows what would fit",
         )
     alone = _pool_of(intent, hardware) if hardware is not None and not intent.pools else None
     pools = {pool.name: pool for pool in intent.pools}
     names = _names([placement.service for placement in found.placements])
     services = []
     for name, asked, model, placement in zip(names, intent.services, models, found.placements, strict=True):
-        plan = planned(placement.decision, model, asked.workload)
+        plan = plan_decision(placement.decision, model, asked.workload)
         if alone is not None and hardware is not None:
             services.append(
                 Placed(name, plan, placement.decision, alone, hardware, 0, asked.tenants, max(1, asked.replicas))
@@ -83,13 +83,13 @@ def many_services(
 
 
 def spans_nodes_without_network(placed: Placed, cards: int) -> str | None:
-    """Why a replica of so many cards cannot be, where it needs a network and there is none."""
+    """Say why a replica cannot span nodes when no network is named; `None` when it can or need not."""
     per_node = cards_per_node(placed)
     if cards <= per_node or (placed.pool.network or "none").lower() not in NO_NETWORK:
         return None
     return (
-        f"one replica of {placed.name} needs {cards} cards, a node of {placed.pool.name} has {per_node}, "
-        "and no network between the nodes is named"
+        f"one replica of {placed.name} needs {cards} GPUs, but a node of {placed.pool.name} has {per_node}, "
+        "and the intent names no network between the nodes"
     )
 
 
@@ -100,7 +100,7 @@ def cards_per_node(placed: Placed) -> int:
 
 
 def slug(text: str, most: int = 40) -> str:
-    """A name as Kubernetes takes it: lower case, digits and dashes, a letter first."""
+    """Turn a text into a Kubernetes name: lower case letters, digits and dashes, starting with a letter."""
     made = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:most].rstrip("-")
     return made if made[:1].isalpha() else f"m-{made}".rstrip("-")
 
@@ -117,7 +117,7 @@ def _names(wanted: Sequence[str]) -> list[str]:
 
 
 def _pool_of(intent: Intent, hardware: Hardware) -> Pool:
-    """One machine on paper, or this one, as a pool."""
+    """Describe hypothetical hardware, or this machine, as a pool."""
     network = intent.hardware.get("network") if isinstance(intent.hardware, dict) else None
     first = hardware.accelerators[0] if hardware.accelerators else None
     if first is None:

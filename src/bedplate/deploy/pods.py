@@ -1,4 +1,4 @@
-"""Pods and what every pod of a service needs: its container, probes, volumes, rights and place."""
+"""Pods: containers, probes, volumes, security contexts and node selection."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def labels_of(unit: Served, queue: str | None = None) -> Tree:
 
 
 def selecting(unit: Served, leader: bool = False) -> Tree:
-    """What tells its pods from all others; of several that make one replica, the one that answers."""
+    """Return the labels that select the pods of a service; with `leader`, only pods that answer requests."""
     found = _named(unit) | {"app.kubernetes.io/component": "engine"}
     return found | ({"role": "leader"} if leader and unit.nodes > 1 else {})
 
 
 def model_labels(unit: Served) -> Tree:
-    """Of the pods that fill the volume."""
+    """Return the labels of the pods that fill the volume."""
     return _named(unit) | {"app.kubernetes.io/component": "model"}
 
 
@@ -44,7 +44,6 @@ def _named(unit: Served) -> Tree:
 
 
 def pod_spec(unit: Served, deploy: Deploy, engine: Tree) -> Tree:
-    """The pod around an engine's container."""
     spec: Tree = {
         "serviceAccountName": unit.name,
         "automountServiceAccountToken": False,
@@ -69,7 +68,7 @@ def pod_spec(unit: Served, deploy: Deploy, engine: Tree) -> Tree:
 
 def engine_container(unit: Served, argv: tuple[Sequence[str], Sequence[str]] | None = None, *, answers: bool = True,
                      rdma: str | None = None) -> Tree:  # fmt: skip
-    """The engine itself. Of several pods that make one replica, only one answers requests and probes."""
+    """Write the engine's container. If a replica has several pods, only the leader answers requests and probes."""
     command, arguments = argv or unit.program
     container: Tree = {
         "name": "engine",
@@ -89,16 +88,16 @@ def engine_container(unit: Served, argv: tuple[Sequence[str], Sequence[str]] | N
 
 
 def noted_arguments(unit: Served, arguments: Sequence[str]) -> list[object]:
-    """With the reasons for those figures that a person would ask about."""
+    """Annotate slots, context length and tensor parallelism with the reasons for their values."""
     layout, decision = unit.plan.parallelism, unit.placed.decision
     work = unit.plan.workload
     replicas = counted(max(1, decision.parallelism.data), "replica")
-    each = f"{counted(decision.in_flight, 'request')} in flight over {replicas}"
+    each = f"{counted(decision.in_flight, 'concurrent request')} over {replicas}"
     noted, renames = unit.engine.noted, unit.engine.dynamo.renames if unit.engine.dynamo is not None else {}
     reasons = {
-        noted.slots: f"{each}; one holds {unit.at_once:,} of {work.request_tokens:,} tokens",
-        noted.context: f"the longest request: {work.prompt_tokens:,} and {work.output_tokens:,} tokens are usual",
-        noted.tensor: f"{layout.tensor} cards hold the weights and the cache of one replica",
+        noted.slots: f"{each}; one replica has capacity for {unit.at_once:,} of {work.request_tokens:,} tokens",
+        noted.context: f"longest request; usual: {work.prompt_tokens:,} prompt, {work.output_tokens:,} output tokens",
+        noted.tensor: f"the weights and KV cache of one replica need {layout.tensor} GPUs",
     }
     reasons |= {renames[name]: text for name, text in reasons.items() if name is not None and name in renames}
     found: list[object] = []
@@ -113,7 +112,7 @@ def counted(number: int, word: str) -> str:
 
 
 def environment(unit: Served) -> list[Tree]:
-    """Weights come from the volume, and whatever is written goes to a folder of its own."""
+    """Return the engine's variables; HOME is the cache volume, because the weights are read-only."""
     fixed = {"HOME": "/cache", "USER": "engine", **unit.launch.env}
     found: list[Tree] = [{"name": name, "value": value} for name, value in fixed.items()]
     if unit.engine.key_variable is not None:
@@ -122,7 +121,7 @@ def environment(unit: Served) -> list[Tree]:
 
 
 def secret(variable: str, name: str, key: str) -> Tree:
-    """Out of a Secret that may be missing: none is written here."""
+    """Read a variable from a Secret that the user creates; it is optional."""
     return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key, "optional": True}}}
 
 
@@ -130,10 +129,10 @@ def resources(unit: Served, rdma: str | None = None) -> Tree:
     memory = f"{unit.memory_bytes // GIB}Gi"
     own: Tree = {unit.selector.resource: unit.cards} if unit.selector.resource is not None else {}
     own |= {rdma: 1} if rdma is not None else {}
-    told = "its processes, /dev/shm, and room to read weights through" if unit.cards else "weights, cache and overhead"
+    words = "processes, /dev/shm and page cache for loading" if unit.cards else "weights, KV cache and overhead"
     return {
-        "requests": {"cpu": unit.cpu_cores, "memory": why(memory, told), **own},
-        # No limit on the CPU: an engine that is throttled between two steps keeps its GPUs waiting.
+        "requests": {"cpu": unit.cpu_cores, "memory": why(memory, words), **own},
+        # No CPU limit: a throttled engine leaves its GPUs idle between two steps.
         "limits": {"memory": memory, **own},
     }
 
@@ -144,12 +143,12 @@ def probes(unit: Served) -> Tree:
     return {
         "startupProbe": why(
             {**get, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": unit.start_failures},
-            f"{unit.load_words}. {allowed} are allowed before the start is given up",
+            f"{unit.load_words}. The pod restarts if it is not ready after {allowed}",
         ),
         "readinessProbe": {**get, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3},
         "livenessProbe": why(
             {**get, "periodSeconds": 15, "timeoutSeconds": 10, "failureThreshold": 8},
-            "a full batch may delay an answer; only an engine that is silent for two minutes is started anew",
+            "a full batch may delay the response; the engine restarts after two minutes without one",
         ),
     }
 
@@ -158,7 +157,7 @@ def leaving(unit: Served) -> Tree:
     if unit.engine.container.drains:
         return {"preStop": {"sleep": {"seconds": DRAIN_S}}}
     wait_s = max(DRAIN_S, unit.grace_s - 15)
-    words = f"{unit.engine.name} ends at once when it is asked to: what it has begun is waited for here"
+    words = f"{unit.engine.name} stops without draining: this delay lets running requests finish"
     return {"preStop": why({"sleep": {"seconds": wait_s}}, words)}
 
 
@@ -176,12 +175,12 @@ def rights(image: Image) -> Tree:
 def container_rights(locks_memory: bool = False) -> Tree:
     capabilities: Tree = {"drop": ["ALL"]}
     if locks_memory:
-        capabilities["add"] = [why("IPC_LOCK", "RDMA registers memory, which it must be allowed to keep in place")]
+        capabilities["add"] = [why("IPC_LOCK", "RDMA pins memory, which needs this capability")]
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 
 def place(unit: Served) -> Tree:
-    """Nodes with the cards that the plan was made for, and with no others."""
+    """Select only nodes with the GPUs that the plan was made for."""
     chosen = unit.selector
     found: Tree = {}
     if len(chosen.values) == 1:
@@ -206,7 +205,9 @@ def volumes(unit: Served, settings: str | None = None) -> list[object]:
     if unit.shm_bytes:
         limit = f"{unit.shm_bytes // GIB}Gi"
         words = (
-            "the ranks of one replica exchange through it" if unit.cards > 1 else "its processes exchange through it"
+            "shared memory between the ranks of one replica"
+            if unit.cards > 1
+            else "shared memory between its processes"
         )
         found.append(why({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": limit}}, words))
     if unit.files:
@@ -225,8 +226,8 @@ def mounts(unit: Served) -> list[Tree]:
 
 
 def waiting(unit: Served) -> Tree:
-    """Until the model is there; pods may be started before it is."""
-    script = f"until [ -e {marker(unit)} ]; do echo the model is not there yet; sleep 10; done"
+    """Write the init container that waits until the model is on the volume."""
+    script = f"until [ -e {marker(unit)} ]; do echo waiting for the model; sleep 10; done"
     return {
         "name": "model",
         "image": unit.image.name,
@@ -246,7 +247,7 @@ def model_claim(unit: Served) -> str:
 
 
 def filling_job(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
-    """Fetches the model, and converts it where the plan says so; a finished one is not run again."""
+    """Write the Job that downloads the model and converts it if planned; it does not run again once complete."""
     labels = model_labels(unit)
     last = {
         "name": "complete",
@@ -280,7 +281,7 @@ def filling_job(unit: Served, deploy: Deploy, queue: str | None) -> Tree:
 def _step(unit: Served, step: Step) -> Why:
     memory = 8 * GIB
     if step.name == "convert":
-        # A converter holds the weights that it reads on the host, whatever it computes on.
+        # A converter holds the source weights in host memory, also when it computes on a GPU.
         memory = unit.memory_bytes + unit.plan.model.weight_bytes // GIB * GIB
     own: Tree = {unit.selector.resource: step.cards} if step.cards and unit.selector.resource is not None else {}
     cpu = unit.cpu_cores if step.cards or step.name == "convert" else 2

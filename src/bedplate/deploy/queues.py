@@ -1,4 +1,4 @@
-"""Kueue: a flavor for each kind of node, a queue for each tenant with its share, and one for what all of them use."""
+"""Kueue: a flavor per node type, a queue per tenant with its share, and one for shared services."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ API = "kueue.x-k8s.io/v1beta2"
 SHARED = "shared-services"
 COHORT = "bedplate"
 JOB_CORES, JOB_GIB = 4, 16
-"""Beside a service, what fills its volume and chooses among its replicas."""
+"""Reserved per service for the job that fills its volume and for the endpoint picker."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Flavor:
-    """All nodes with the same cards, whatever pool they are in."""
+    """All nodes with the same GPUs, in any pool."""
 
     name: str
     selector: Selector
@@ -40,7 +40,7 @@ class Flavor:
 
 
 def queue_of(unit: Served, platform: Platform) -> str | None:
-    """The queue that a service stands in: its tenant's own, or the one that all share."""
+    """Return a service's queue: that of its only tenant, or the shared one."""
     if not platform.tenants:
         return None
     return slug(unit.placed.tenants[0]) if len(unit.placed.tenants) == 1 else SHARED
@@ -57,7 +57,7 @@ def queues(platform: Platform, units: Sequence[Served]) -> list[Tree]:
         for flavor in flavors:
             kept = takes[flavor.name].get(SHARED, Amount())
             if name == SHARED:
-                quotas[flavor.name] = (kept, "what the services that several tenants call take")
+                quotas[flavor.name] = (kept, "used by services that several tenants share")
             else:
                 quotas[flavor.name] = _portion(name, shares, flavor, kept, takes[flavor.name].get(name, Amount()))
         made = _cluster_queue(name, quotas, flavors, _adapters(platform))
@@ -66,7 +66,7 @@ def queues(platform: Platform, units: Sequence[Served]) -> list[Tree]:
 
 
 def _adapters(platform: Platform) -> tuple[str, int] | None:
-    """Network adapters are as many as nodes: they are not what is scarce, but what no quota names is not admitted."""
+    """Grant one network adapter per node. They are not scarce, but Kueue admits no resource without a quota."""
     rdma = platform.deploy.rdma
     return (rdma, sum(pool.nodes for pool in platform.pools)) if rdma is not None else None
 
@@ -93,7 +93,7 @@ def _kind(pool: Pool) -> tuple[str, Selector]:
 
 
 def _taken(units: Sequence[Served], platform: Platform, flavor: Flavor) -> dict[str, Amount]:
-    """What the services of each queue take of a flavor, at as many replicas as were planned."""
+    """Sum what the services of each queue use of a flavor at the planned number of replicas."""
     found: dict[str, Amount] = {}
     for unit in units:
         if _kind(unit.placed.pool)[0] != flavor.name:
@@ -106,22 +106,22 @@ def _taken(units: Sequence[Served], platform: Platform, flavor: Flavor) -> dict[
 
 
 def _shares(platform: Platform) -> dict[str, float]:
-    """As stated; what nobody has claimed is divided among those who said nothing."""
-    said = {slug(tenant.name): tenant.share for tenant in platform.tenants}
-    left = max(0.0, 1.0 - sum(share or 0.0 for share in said.values()))
-    silent = sum(share is None for share in said.values())
-    return {name: share if share is not None else left / silent for name, share in said.items()}
+    """Return each tenant's share; tenants without one divide what is left equally."""
+    stated = {slug(tenant.name): tenant.share for tenant in platform.tenants}
+    left = max(0.0, 1.0 - sum(share or 0.0 for share in stated.values()))
+    unstated = sum(share is None for share in stated.values())
+    return {name: share if share is not None else left / unstated for name, share in stated.items()}
 
 
 def _portion(name: str, shares: Mapping[str, float], flavor: Flavor, kept: Amount, own: Amount) -> tuple[Amount, str]:
-    """One tenant's part of what the shared services leave, and the words for it."""
+    """Return a tenant's quota of what the shared services leave, and the comment for it."""
     rest = Amount(*(max(0, has - took) for has, took in zip(_parts(flavor.has), _parts(kept), strict=True)))
     cards, cores, gib = (_divided(amount, shares)[name] for amount in _parts(rest))
-    words = f"{shares[name]:.0%} of the {rest.cards} that shared services leave" if kept.cards else (
+    words = f"{shares[name]:.0%} of the {rest.cards} not used by shared services" if kept.cards else (
         f"{shares[name]:.0%} of {rest.cards}"
     )  # fmt: skip
     if own.cards > cards:
-        words += f"; its own services take {own.cards}, the rest of it borrowed"
+        words += f"; its services need {own.cards} and borrow the rest"
     return Amount(cards, cores, gib), words
 
 
@@ -130,7 +130,7 @@ def _parts(amount: Amount) -> tuple[int, int, int]:
 
 
 def _divided(count: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """In whole numbers, by the largest remainder."""
+    """Divide into whole numbers by the largest remainder method."""
     exact = {name: count * share for name, share in shares.items()}
     found = {name: int(value + 1e-9) for name, value in exact.items()}
     left = round(sum(exact.values())) - sum(found.values())
@@ -167,18 +167,18 @@ def _cluster_queue(
             quota: object = why(amount.cards, words) if mine else 0
             entries.append({"name": resource, "nominalQuota": quota, "borrowingLimit": limit})
         if adapters is not None:
-            entries.append({"name": adapters[0], "nominalQuota": why(adapters[1], "one for each pod that asks")})
+            entries.append({"name": adapters[0], "nominalQuota": why(adapters[1], "one per node")})
         listed.append({"name": flavor.name, "resources": entries})
     return {
         "apiVersion": API,
         "kind": "ClusterQueue",
         "metadata": {"name": name},
         "spec": {
-            "cohortName": why(COHORT, "what one queue leaves idle, the others may borrow"),
+            "cohortName": why(COHORT, "queues of one cohort lend each other unused quota"),
             "namespaceSelector": {},
             "queueingStrategy": "BestEffortFIFO",
             "preemption": {
-                "reclaimWithinCohort": why("Any", "a share is theirs when all are busy: what was lent comes back"),
+                "reclaimWithinCohort": why("Any", "a queue preempts borrowers to get back its quota"),
                 "withinClusterQueue": "LowerPriority",
             },
             "resourceGroups": [

@@ -1,6 +1,6 @@
-"""Ray upon Kubernetes: Ray Serve LLM's own configuration, and a RayService around it.
+"""Ray Serve LLM on Kubernetes: its configuration, and a RayService that contains it.
 
-Fields by Ray 2.56 (ray.serve.llm, ray.serve.schema) and KubeRay's samples of August 2026.
+Fields are from Ray 2.56 (ray.serve.llm, ray.serve.schema) and KubeRay's samples of August 2026.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def ray(platform: Platform) -> Files:
     if len(reasons) == len(units):
         first = next(iter(reasons.values()))
         runs = " or ".join(one.id for one in engines_that(lambda one: one.ray))
-        raise AnswerIsNo(first, hint=f"--engine {runs} on NVIDIA GPUs, or --emit kubernetes")
+        raise AnswerIsNo(first, hint=f"use --engine {runs} on NVIDIA GPUs, or --emit kubernetes")
     workloads: dict[str, Sequence[Tree]] = {}
     configs: Files = {}
     for index, unit in enumerate(units):
@@ -54,44 +54,46 @@ def ray(platform: Platform) -> Files:
         if unit.name in reasons or worker is None:
             workloads[unit.name] = workload(unit, platform)
             continue
-        build = f"Ray {RAY_VERSION} with its own build of {unit.engine.name}"
+        build = f"Ray {RAY_VERSION} includes its own build of {unit.engine.name}"
         note = f"{build}; the plan was made for {unit.plan.engine_version}; {RAY_TAG_NOTE}"
         units[index] = replace(unit, image=Image(f"{worker.image}:{RAY_TAG}", note, user=1000, group=100, python=True))
         config = serve_config(units[index])
-        # What a person gives to `serve deploy`; the RayService has the same inside.
+        # For `serve deploy`; the RayService contains the same configuration.
         configs[f"serve/{unit.name}.yaml"] = document(config, head_of(unit))
         service = _ray_service(units[index], platform.deploy, queue_of(unit, platform), config)
         workloads[unit.name] = [service, _watched(units[index], platform.deploy)]
-    return manifests(platform, units, workloads, beside=reasons, more=configs)
+    return manifests(platform, units, workloads, plain_reasons=reasons, more_files=configs)
 
 
 def refused(unit: Served) -> str | None:
     if unit.engine.ray is None:
         runs = ", ".join(one.name for one in engines_that(lambda one: one.ray))
-        return f"Ray Serve LLM runs {runs}, and {unit.name} is planned with {unit.engine.name}"
+        return f"Ray Serve LLM runs {runs}, but {unit.name} is planned with {unit.engine.name}"
     if unit.plan.settings.device != "cuda":
-        on = f"{unit.name} computes on {unit.plan.settings.device}"
-        return f"Ray's image with {unit.engine.name} is made for NVIDIA GPUs, and {on}"
+        on = f"{unit.name} runs on {unit.plan.settings.device}"
+        return f"Ray's image with {unit.engine.name} needs NVIDIA GPUs, but {on}"
     return None
 
 
 def serve_config(unit: Served) -> Tree:
-    """The applications of one service: OpenAI's paths before replicas of the engine."""
+    """Write the Serve configuration of one service: an OpenAI-compatible application over engine replicas."""
     least, most = bounds(unit)
     target = max(1, round(FULL * unit.at_once))
     scaling = {
         "min_replicas": why(
             least,
-            f"{unit.placed.decision.in_flight:,} requests in flight need {unit.replicas}; half of them stay when it is "
-            f"quiet, since a new one needs up to {seconds(unit.load_s)}",
+            f"{unit.placed.decision.in_flight:,} concurrent requests need {unit.replicas} replicas; half of them stay "
+            f"when idle, because a new replica takes up to {seconds(unit.load_s)} to start",
         ),
         "max_replicas": why(most, most_words(unit)),
-        "target_ongoing_requests": why(target, f"{FULL:.0%} of the {unit.at_once:,} that a replica computes at once"),
+        "target_ongoing_requests": why(target, f"{FULL:.0%} of the capacity of a replica, {unit.at_once:,}"),
         "downscale_delay_s": QUIET_S,
     }
     deployment: Tree = {
         "autoscaling_config": scaling,
-        "max_ongoing_requests": why(2 * unit.at_once, "as many again may wait in the engine"),
+        "max_ongoing_requests": why(
+            2 * unit.at_once, "twice what a replica runs concurrently: the rest queues in the engine"
+        ),
         "graceful_shutdown_timeout_s": why(unit.grace_s - DRAIN_S, unit.grace_words),
         "health_check_timeout_s": 60,
     }
@@ -113,7 +115,7 @@ def serve_config(unit: Served) -> Tree:
 
 
 def accelerator(unit: Served) -> str | None:
-    """As Ray calls it; of a card that it has no name for, none: the pods are chosen by their labels anyhow."""
+    """Return Ray's name of the GPU, or `None` if it has none: node labels select the pods in any case."""
     first = unit.placed.node.accelerators[0]
     chip = chip_of(first)
     name = chip.name if chip is not None else first.name
@@ -124,7 +126,7 @@ def accelerator(unit: Served) -> str | None:
 
 
 def engine_arguments(unit: Served) -> Tree:
-    """The options of the engine's launch as fields, without those of its own server."""
+    """Return the options of the launch command as `engine_kwargs`, without those of the engine's server."""
     dropped = unit.engine.ray.server_options if unit.engine.ray is not None else frozenset()
     words = unit.launch.argv
     start = next(index for index, word in enumerate(words) if word.startswith("--"))
@@ -161,18 +163,16 @@ def _ray_service(unit: Served, deploy: Deploy, queue: str | None, config: Tree) 
         "replicas": least,
         "minReplicas": least,
         "maxReplicas": most,
-        "numOfHosts": why(unit.nodes, f"nodes that one replica spans, {unit.cards} cards of each")
-        if unit.nodes > 1
-        else 1,
+        "numOfHosts": why(unit.nodes, f"nodes per replica, {unit.cards} GPUs on each") if unit.nodes > 1 else 1,
         "rayStartParams": {"num-gpus": str(unit.cards)},
         "template": {"metadata": {"labels": labels_of(unit)}, "spec": _worker_spec(unit, deploy)},
     }
     cluster: Tree = {
         "rayVersion": RAY_VERSION,
-        "enableInTreeAutoscaling": why(True, "Serve asks for replicas, and the cluster for the pods that they need"),
+        "enableInTreeAutoscaling": why(True, "Serve scales replicas; the cluster adds the pods that they need"),
         "autoscalerOptions": {"idleTimeoutSeconds": QUIET_S, "upscalingMode": "Default"},
         "headGroupSpec": {
-            "rayStartParams": why({"num-cpus": "0", "num-gpus": "0"}, "the head keeps the books, and computes nothing"),
+            "rayStartParams": why({"num-cpus": "0", "num-gpus": "0"}, "the head node schedules no replicas"),
             "template": {
                 "metadata": {"labels": labels_of(unit) | {"app.kubernetes.io/component": "head"}},
                 "spec": _head_spec(unit),
@@ -186,7 +186,7 @@ def _ray_service(unit: Served, deploy: Deploy, queue: str | None, config: Tree) 
         "metadata": metadata(unit.name, deploy, labels_of(unit, queue)),
         "spec": {
             "serviceUnhealthySecondThreshold": why(unit.start_failures * 10, unit.load_words),
-            "serveConfigV2": why(document(applications), f"as in serve/{unit.name}.yaml, where the reasons stand"),
+            "serveConfigV2": why(document(applications), f"the same as serve/{unit.name}.yaml, which has the comments"),
             "rayClusterConfig": cluster,
         },
     }

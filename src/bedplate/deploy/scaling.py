@@ -1,4 +1,4 @@
-"""Watched and scaled by what an engine itself says of its load; never by its CPU, which says nothing of it."""
+"""Monitoring and autoscaling by the engine's metrics, not by CPU use, which does not follow the load."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bedplate.values.intent import Deploy
 from bedplate.values.units import seconds
 
 PROMETHEUS = "http://prometheus-operated.monitoring.svc:9090"
-"""The Service that the Prometheus operator always makes, in the namespace that it usually lives in."""
+"""The Service that the Prometheus operator creates, in its usual namespace."""
 FULL = 0.8
-"""Of what a replica holds at once: the rest is for those who come while the next replica loads."""
+"""Target load as a share of a replica's capacity; the rest absorbs requests while the next replica starts."""
 QUIET_S = 600
 
 
@@ -32,7 +32,7 @@ def pod_monitor(unit: Served, deploy: Deploy, path: str) -> Tree:
 
 
 def scaled_object(unit: Served, deploy: Deploy) -> Tree | None:
-    """`None` where there is nothing to scale by, or no room to scale into."""
+    """Return `None` if the engine has no metrics to scale by or the pool has no capacity to scale into."""
     least, most = bounds(unit)
     triggers = list(_triggers(unit, deploy))
     if least == most or not triggers:
@@ -59,18 +59,18 @@ def bounds(unit: Served) -> tuple[int, int]:
 
 def replica_bounds(unit: Served) -> Tree:
     least, most = bounds(unit)
-    asked = f"{unit.placed.decision.in_flight:,} requests in flight need {unit.replicas}"
-    slow = f"half of them stay when it is quiet, since a new one needs up to {seconds(unit.load_s)}"
+    planned = f"{unit.placed.decision.in_flight:,} concurrent requests need {unit.replicas} replicas"
+    floor = f"half of them stay when idle, because a new replica takes up to {seconds(unit.load_s)} to start"
     return {
-        "minReplicaCount": why(least, f"{asked}; {slow}"),
+        "minReplicaCount": why(least, f"{planned}; {floor}"),
         "maxReplicaCount": why(most, most_words(unit)),
     }
 
 
 def most_words(unit: Served) -> str:
     if unit.most_replicas == MOST_TIMES * unit.replicas:
-        return f"{MOST_TIMES} times what was asked for; {unit.placed.pool.name} has room for more"
-    return f"what {unit.placed.pool.name} holds beside the other services"
+        return f"{MOST_TIMES} times the planned replicas; pool {unit.placed.pool.name} has capacity for more"
+    return f"the free capacity of pool {unit.placed.pool.name}"
 
 
 def behaviour(unit: Served) -> Tree:
@@ -95,10 +95,10 @@ def _triggers(unit: Served, deploy: Deploy) -> Iterator[Tree]:
     if metrics.waiting is not None and metrics.running is not None:
         each = max(1, round(FULL * unit.at_once))
         query = f"sum({metrics.running}{of}) + sum({metrics.waiting}{of})"
-        words = f"running and waiting: {FULL:.0%} of the {unit.at_once:,} that a replica computes at once"
+        words = f"running and waiting requests: {FULL:.0%} of the capacity of a replica, {unit.at_once:,}"
         yield _trigger("requests", query, str(each), words, deploy)
     if metrics.kv_use is not None:
-        words = "cache in use: above it, requests are put back and computed again"
+        words = "KV cache usage; above it the engine preempts requests and recomputes them"
         yield _trigger("kv-use", f"sum({metrics.kv_use}{of})", str(FULL), words, deploy)
 
 

@@ -1,4 +1,4 @@
-"""A service as containers: image, command, files, times and resources, whatever is to run them."""
+"""A service as containers: image, command, files, timeouts and resources, independent of the target."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ GIB = 1 << 30
 SETTINGS = "/etc/engine"
 PORT = 8000
 SLOW_VOLUME_BYTES_S = 0.4e9
-"""A network volume on a bad day: 3 Gbit/s."""
+"""Read bandwidth that is assumed for a slow network volume: about 3 Gbit/s."""
 NODE_SHARE = 0.9
-"""Of a node's cores and memory, what is left to pods."""
+"""Share of a node's cores and memory that pods can use."""
 PATIENCE = 1.5
+"""A start may take this many times as long as estimated."""
 MOST_TIMES = 4
-"""Of the replicas that were planned, so many times as many at the most, however much a pool has left."""
+"""Upper bound of autoscaling, as a multiple of the planned replicas, even if the pool has more free GPUs."""
 SLOW_TPOT_S = 0.1
-"""Between two tokens, where nothing is known: slower than people read."""
+"""TPOT that is assumed when there is no estimate."""
 LEAST_GRACE_S = 60
 DRAIN_S = 15
-"""Until everything that sends requests has heard that a pod is going."""
+"""Time until load balancers have removed a terminating pod from their endpoints."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What fills the volume, in order, before the first start."""
+    """One step that puts the model onto the volume before the first start."""
 
     name: str
     image: str
@@ -55,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Selector:
-    """Which nodes, and what of them is asked for."""
+    """Node label and values to select, and the extended resource to request."""
 
     resource: str | None
     label: str
@@ -67,17 +68,17 @@ class Served:
     placed: Placed
     engine: Engine
     plan: Plan
-    """Of one replica, with paths as they are inside of a container."""
+    """The plan of one replica, with paths inside the container."""
     launch: Launch
     image: Image
     replicas: int
     most_replicas: int
     nodes: int
-    """Pods of one replica; more than one share its weights."""
+    """Pods per replica. More than one: the weights are sharded over them."""
     cards: int
-    """Of one pod."""
+    """GPUs per pod."""
     files: dict[str, str]
-    """Mounted under SETTINGS."""
+    """Configuration files, mounted under SETTINGS."""
     steps: tuple[Step, ...]
     selector: Selector
 
@@ -87,7 +88,7 @@ class Served:
 
     @property
     def model_path(self) -> str:
-        """The file or folder on the volume that the engine is given."""
+        """The file or folder on the volume that the engine loads."""
         if self.engine.container.store is not None:
             return self.engine.container.store
         if self.plan.weights.made == "converted":
@@ -100,7 +101,7 @@ class Served:
 
     @property
     def weight_bytes(self) -> int:
-        """As the engine reads them: what all devices hold of one replica, or what the files have."""
+        """Bytes that the engine loads: the converted weights on all devices of a replica, or the size of the files."""
         if self.plan.weights.made != "converted" or self.placed.decision.memory is None:
             return self.plan.model.weight_bytes
         layout = self.plan.parallelism
@@ -110,20 +111,20 @@ class Served:
 
     @property
     def load_s(self) -> float:
-        """From the container's start until it answers, with a slow volume."""
+        """Time from the container's start to its first answer, on a slow volume."""
         return self.engine.container.start_s + self.weight_bytes / self.nodes / SLOW_VOLUME_BYTES_S
 
     @property
     def load_words(self) -> str:
-        share = f" of {self.nodes} pods each its part" if self.nodes > 1 else ""
+        share = f", sharded over {self.nodes} pods," if self.nodes > 1 else ""
         return (
-            f"{size(self.weight_bytes)}{share} from a volume of {size(SLOW_VOLUME_BYTES_S)}/s, and about "
-            f"{seconds(self.engine.container.start_s)} for {self.engine.name} itself: {seconds(self.load_s)}"
+            f"expected start time {seconds(self.load_s)}: {size(self.weight_bytes)} of weights{share} from a volume of "
+            f"{size(SLOW_VOLUME_BYTES_S)}/s, plus about {seconds(self.engine.container.start_s)} for {self.engine.name}"
         )
 
     @property
     def longest_s(self) -> float:
-        """The longest answer that a request may ask for, at the slow end of the estimate."""
+        """Duration of the longest allowed response at the slow end of the estimate."""
         expected = self.placed.decision.estimate
         tpot_s = expected.tpot_ms.high / 1000 if expected.tpot_ms is not None else SLOW_TPOT_S
         ttft_s = expected.ttft_ms.high / 1000 if expected.ttft_ms is not None else 10 * SLOW_TPOT_S
@@ -143,18 +144,20 @@ class Served:
     @property
     def grace_words(self) -> str:
         known = self.placed.decision.estimate.tpot_ms is not None
-        basis = "the slow end of the estimate" if known else "100 ms a token, since nothing is known"
-        answer = f"the longest answer, {self.longest_tokens:,} tokens" if self.longest_tokens > 1 else "one request"
-        return f"{answer}, takes {seconds(self.longest_s)} at {basis}; {DRAIN_S} s until nobody sends more"
+        basis = "at the slow end of the estimate" if known else "at an assumed 100 ms per token"
+        response = (
+            f"the longest response ({self.longest_tokens:,} tokens)" if self.longest_tokens > 1 else "one request"
+        )
+        return f"{response} takes {seconds(self.longest_s)} {basis}; plus {DRAIN_S} s until no new requests arrive"
 
     @property
     def start_failures(self) -> int:
-        """Probes of ten seconds until a start is given up."""
+        """Failed startup probes, one every 10 s, before the container is restarted."""
         return max(6, math.ceil(self.load_s * PATIENCE / 10))
 
     @property
     def at_once(self) -> int:
-        """Requests that one replica computes at once without letting any wait."""
+        """Concurrent requests that one replica runs without queueing."""
         resident = self.placed.decision.max_concurrency // max(1, self.placed.decision.parallelism.data)
         return max(1, min(self.plan.settings.slots, resident or self.plan.settings.slots))
 
@@ -172,7 +175,7 @@ class Served:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the host: processes, shared memory, what stays beside the cards, and room to read weights through."""
+        """Host memory: processes, shared memory, offloaded weights, and page cache for loading."""
         host = sum(need.high_bytes for need in self._needs() if need.device == "host")
         processes = round(1.5 * self.engine.uses.process_bytes * (self.cards + 1))
         if self.plan.settings.device == "cpu":
@@ -185,13 +188,13 @@ class Served:
 
     @property
     def volume_bytes(self) -> int:
-        """What was downloaded, and what is made of it; a fifth more, since volumes and models grow."""
+        """Downloaded and converted weights, plus 20% headroom."""
         disks = [step.disk_bytes or 0 for step in self.launch.prepare if step.kind == "convert"]
         return _gibs(1.2 * (self.plan.model.weight_bytes + sum(disks)), 10)
 
     @property
     def program(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Command and arguments, an argument being a whole option where the engine takes it so."""
+        """Command and arguments, as `--option=value` where the engine accepts that form."""
         argv = self.launch.argv
         cut = next((index for index, word in enumerate(argv) if word.startswith("--")), len(argv))
         command, rest = argv[:cut], argv[cut:]
@@ -199,27 +202,28 @@ class Served:
         return command, tuple(_joined(rest)) if self.engine.container.joins_values else rest
 
 
-def served(placed: Placed, deploy: Deploy, *, whole: bool = False) -> Served:
-    """The containers of one service; `whole` keeps all replicas in one of them, as one machine runs it."""
+def served(placed: Placed, deploy: Deploy, *, all_replicas: bool = False) -> Served:
+    """Describe the containers of one service; with `all_replicas`, one container runs all of them."""
     engine = engine_by_id(placed.plan.engine)
     device = placed.plan.settings.device
     if placed.node.os != "linux":
-        raise _cannot(placed, f"containers are run on Linux, and {placed.pool.name} has {placed.node.os}")
+        raise _cannot(placed, f"containers need Linux, but {placed.pool.name} runs {placed.node.os}")
     layout = placed.plan.parallelism
     each = layout.tensor * layout.pipeline if device != "cpu" else 0
     if reason := spans_nodes_without_network(placed, each):
         raise AnswerIsNo(
-            reason, hint="network: InfiniBand NDR 400 in the pool, larger nodes, or a smaller quantization"
+            reason,
+            hint="add network: InfiniBand NDR 400 to the pool, or use larger nodes or a smaller quantization",
         )
     first = placed.node.accelerators[0] if placed.node.accelerators and device != "cpu" else None
     chip = chip_of(first) if first is not None else None
     gfx = chip.gfx if chip is not None else None
     image = image_for(engine, placed.plan.settings, gfx, placed.node.cpu.arch, deploy.registry)
     if image is None:
-        raise _cannot(placed, f"there is no image of {engine.name} for {device}, and none can be built of its packages")
-    replicas = 1 if whole else max(1, layout.data) * placed.copies
-    plan = _inside(placed.plan, data=layout.data if whole else 1)
-    cards = each * (layout.data if whole else 1)
+        raise _cannot(placed, f"{engine.name} has no image for {device}, and none can be built from its packages")
+    replicas = 1 if all_replicas else max(1, layout.data) * placed.copies
+    plan = _inside(placed.plan, data=layout.data if all_replicas else 1)
+    cards = each * (layout.data if all_replicas else 1)
     nodes = max(1, -(-cards // cards_per_node(placed))) if cards else 1
     launch = _launch(engine, plan, image)
     spare = placed.spare // each if each else placed.spare
@@ -232,13 +236,13 @@ def served(placed: Placed, deploy: Deploy, *, whole: bool = False) -> Served:
 
 
 def engines_that(supports: Callable[[Engine], object]) -> list[Engine]:
-    """The engines for which a platform has something, the default before those with the least machinery."""
+    """List the engines that a platform supports: the default engine first, then by operating effort."""
     found = [one for one in all_engines().values() if supports(one) is not None]
     return sorted(found, key=lambda one: (one.id != STANDARD_ENGINE, one.effort, one.id))
 
 
 def selector_of(node: Hardware, chip: Chip | None, on_cpu: bool = False) -> Selector:
-    """By the labels that the vendors' own discovery puts onto nodes."""
+    """Select nodes by the labels of the vendors' GPU feature discovery."""
     first = node.accelerators[0] if node.accelerators and not on_cpu else None
     if first is None:
         arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(node.cpu.arch, node.cpu.arch)
@@ -257,13 +261,13 @@ def _label(name: str, space: str) -> str:
 
 def _cannot(placed: Placed, reason: str) -> AnswerIsNo:
     return AnswerIsNo(
-        f"{placed.name} cannot be written as containers: {reason}",
-        hint="another engine with --engine, or --emit command",
+        f"{placed.name} cannot run in containers: {reason}",
+        hint="choose another engine with --engine, or write a shell script with --emit command",
     )
 
 
 def _inside(plan: Plan, data: int) -> Plan:
-    """The plan with the model on the volume."""
+    """Return the plan with the model's path on the volume."""
     model = plan.model
     if model.files:
         first = PurePath(model.files[0])
@@ -280,18 +284,18 @@ def _inside(plan: Plan, data: int) -> Plan:
 
 
 def with_slots(unit: Served, slots: int) -> Served:
-    """The same service, each replica of which computes so many requests at once."""
+    """Return the service with this many slots per replica."""
     plan = replaced(unit.plan, settings=replaced(unit.plan.settings, slots=slots))
     return replace(unit, plan=plan, launch=_launch(unit.engine, plan, unit.image))
 
 
 def on_volume(name: str) -> str:
-    """Where a file or folder lies on the volume; names that a shell would read otherwise lose what is odd."""
+    """Return the path on the volume; characters that are special to a shell become dashes."""
     return f"{MODELS}/{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
 
 
 def _launch(engine: Engine, plan: Plan, image: Image) -> Launch:
-    """The engine's own command, as it reads inside of its image."""
+    """Return the engine's launch command with paths and addresses inside its container."""
     launch = engine.in_container(engine.launch(plan, PORT), image.name)
     made = made_path(plan) if plan.weights.made == "converted" else None
     named = {"127.0.0.1": "0.0.0.0"}  # noqa: S104
@@ -309,13 +313,13 @@ def _with_steps(unit: Served) -> Served:
 
 
 def _steps(unit: Served) -> Iterator[Step]:
-    """How the volume comes to hold the model: fetched, or copied by a person; then converted where the plan says so."""
+    """Yield the steps that put the model onto the volume: download or manual copy, then conversion if planned."""
     placed, plan = unit.placed, unit.plan
     if placed.plan.source is not None:
-        raise _cannot(placed, "its weights are unpacked from a GGUF file first")
+        raise _cannot(placed, "its weights must first be dequantized from a GGUF file")
     yield from _fetched(unit)
     if stored := unit.engine.store_step(plan):
-        note = f"{plan.model.name} as {stored.model}, once"
+        note = f"import {plan.model.name} into the engine's store as {stored.model}"
         yield Step("store", unit.image.name, ("sh", "-c", stored.command), note, env=stored.env)
     elif plan.weights.made == "converted":
         yield _converted(unit)
@@ -330,16 +334,16 @@ def _fetched(unit: Served) -> Iterator[Step]:
             "wait",
             PYTHON,
             ("sh", "-c", f"until [ -e {target}.copied ]; do sleep 10; done"),
-            f"{where} is on no hub: while this waits, copy it to {target} with kubectl cp -c wait, and then "
-            f"touch {target}.copied",
+            f"{where} is not on a model hub: while this container waits, copy it to {target} with kubectl cp -c wait, "
+            f"then create the file {target}.copied",
         )
         return
     code = f"from huggingface_hub import snapshot_download as get; get({origin.name!r}, local_dir={folder!r})"
     command: tuple[str, ...] = ("python3", "-c", code)
     if not unit.image.python:
         command = ("uvx", "--from", HUB_PACKAGE, "python", "-c", code)
-    note = f"{size(origin.weight_bytes)}; a second run finds it there and fetches nothing"
-    # The engine's own image has the hub's client: fetching with it brings the image to a node as well.
+    note = f"downloads {size(origin.weight_bytes)}; skipped if the files are already on the volume"
+    # The engine's image has the hub client; using it here also pulls the image onto the node.
     yield Step("fetch", unit.image.name if unit.image.python else PYTHON, command, note, env={"HF_HOME": "/cache"})
 
 
@@ -347,7 +351,7 @@ def _converted(unit: Served) -> Step:
     plan, made = unit.plan, unit.model_path
     label, source = plan.weights.label, plan.model_path
     steps = [step for step in unit.launch.prepare if step.kind == "convert"]
-    note = f"{plan.model.name} to {label}, once"
+    note = f"converts {plan.model.name} to {label}; skipped if the result is already on the volume"
     if own := unit.engine.container_conversion(plan, source, made):
         image, cards = own.image or unit.image.name, unit.cards if own.on_cards else 0
         return Step("convert", image, ("sh", "-c", _whole(made, own.command)), note, cards=cards)
@@ -361,12 +365,12 @@ def _converted(unit: Served) -> Step:
         return Step("convert", unit.image.name, ("sh", "-c", _whole(made, command)), note, cards=cards)
     raise _cannot(
         unit.placed,
-        f"{label} weights are made with tools that are in no image; a checkpoint that is {label} already needs none",
+        f"no image has the tools that convert weights to {label}; use a checkpoint that is already in {label}",
     )
 
 
 def _whole(made: str, command: str) -> str:
-    """What a command writes to a name of its own is called `made` at the end: a job that was ended is begun anew."""
+    """Make a command atomic: it writes `made`.part, which is renamed at the end, so an interrupted job starts again."""
     return f"[ -e {made} ] || (rm -rf {made}.part && {command} && mv {made}.part {made})"
 
 

@@ -1,4 +1,4 @@
-"""YAML with reasons: mappings, lists and scalars, and a comment above whatever says why it is what it is."""
+"""Writes YAML with comments: mappings, lists and scalars, and a comment above each annotated value."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 WIDTH = 110
 WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "inf", "nan"])
-"""What one reader of YAML or another takes for something else than text."""
+"""Words that some YAML parsers do not read as strings."""
 PLAIN = re.compile(r"(?:--?)?[A-Za-z/_](?:[^\s#:\"'`\\]|:(?=\S)|(?<=\S) (?=\S)|(?<=[^\s])#)*")
 QUANTITY = re.compile(r"(?:0|[1-9][0-9]*)(?:[KMGT]i|m|s|h)")
 
 
 @dataclass(frozen=True)
 class Why:
-    """A value, and the comment that stands above it."""
+    """A value and the comment above it."""
 
     value: object
     text: str
@@ -27,18 +27,18 @@ def why(value: object, text: str) -> Why:
 
 
 def document(value: Mapping[str, object], head: str = "") -> str:
-    """One document. Entries that are `None` are not there."""
+    """Write one document, without entries that are `None`."""
     return "\n".join([*_comment(head, ""), *_mapping(value, "")]) + "\n"
 
 
 def documents(values: Sequence[Mapping[str, object]], head: str = "") -> str:
-    """Several documents in one file."""
+    """Write several documents into one file."""
     first = "".join(f"{line}\n" for line in _comment(head, ""))
     return first + "---\n".join(document(value) for value in values)
 
 
 def plain(value: object) -> object:
-    """The same data without its comments and without what is not there, as a reader of the file gets it."""
+    """Return the data as a parser of the file reads it: without comments and without `None` entries."""
     if isinstance(value, Why):
         return plain(value.value)
     if isinstance(value, Mapping):
@@ -93,7 +93,7 @@ def _items(items: Sequence[object], indent: str) -> Iterator[str]:
 
 
 def _dashed(lines: list[str], indent: str) -> Iterator[str]:
-    """The dash goes onto the first line that is no comment; comments before it stand above."""
+    """Put the dash on the first line that is not a comment; comments before it stay above."""
     first = next(index for index, line in enumerate(lines) if not line.lstrip().startswith("#"))
     yield from (line[2:] for line in lines[:first])
     yield f"{indent}- {lines[first][len(indent) + 2 :]}"

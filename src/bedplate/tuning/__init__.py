@@ -1,1 +1,1 @@
-"""Finds the best settings of one engine by measuring: the search, its time budget, and the proof."""
+"""Finds the best settings of one engine by measurement: the search, its time budget, and the proof."""

@@ -1,4 +1,4 @@
-"""Answers of a tuned engine beside the reference's: a setting that is faster and wrong is not kept."""
+"""Compares the answers of a tuned engine with the reference: a setting that is faster but wrong is not kept."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bedplate.tuning.state import TuningState
 from bedplate.values.run import Quality
 
 ASKED, ASK_AT_ONCE = 48, 4
-"""Next tokens that are compared, and how many of them at a time."""
+"""Number of next tokens to compare, and the number of concurrent requests."""
 CHECK_SHARE, LEAST_ASKED = 0.2, 12
-"""Of the time, what one comparison may take; an engine that reads slowly is asked for fewer."""
+"""Share of the budget for one comparison, and the fewest tokens to compare when the engine is slow."""
 LAST_LINES = 3
 
 
@@ -26,12 +26,12 @@ class Answers:
         self.state, self.budget, self.engines = state, budget, engines
         self.pairs: Pairs = ()
         self.evidence: tuple[str, ...] = ()
-        """Of the last comparison."""
+        """Evidence of the last comparison."""
 
     def check(self, point: Point) -> Quality:
-        """Next tokens beside the reference's, or beside the plan's own where there is none."""
+        """Compare greedy next tokens with the reference, or with the plan's answers if there is no reference."""
         alive, began = self.engines.get(point), self.state.clock()
-        self.state.say(f"comparing answers of {words_at(point)}")
+        self.state.say(f"comparing the answers of {words_at(point)}")
         plan = self.state.plan
         if not self.pairs:
             reference = reference_for(plan.source or plan.model)
@@ -39,11 +39,11 @@ class Answers:
                 self.pairs = self.affordable(reference.known())
             else:
                 self.pairs = run_loop(basis_of(plan, plan, alive.where, most=ASKED)).pairs
-                self.state.note("there is no reference for these weights: answers are held against the plan's own")
-        said = run_loop(
+                self.state.note("there is no reference for these weights: answers are compared with those of the plan")
+        answers = run_loop(
             ask(alive.where.url, self.pairs, model=alive.where.name, key=alive.where.key, in_flight=ASK_AT_ONCE)
         )
-        found = compare_answers(self.pairs, said)
+        found = compare_answers(self.pairs, answers)
         floor = floor_for(plan)
         if self.state.kept.lossy:
             floor = min(floor, floor_for(alive.started.start.plan))
@@ -60,13 +60,13 @@ class Answers:
         return quality
 
     def affordable(self, known: Pairs) -> Pairs:
-        """As many as are read in a part of the time; a few are asked in any case."""
+        """Select as many as fit into a share of the budget, and at least a few."""
         wanted, seen = quick_ones(known, ASKED), self.state.trials.get(())
         first = seen.best.ttft_ms if seen is not None and seen.best is not None else None
         if not first or not wanted:
             return wanted
         load = self.state.kept.load
-        # As if one were read after the other: of those that are read together, each takes less.
+        # An upper bound: assumes prefill of one prompt after the other; batched prompts take less each.
         tokens_s = load.prompt_tokens * ((load.concurrency or 1) + 1) / 2 / (first / 1000)
         each_s = sum(one.tokens for _, one in wanted) / len(wanted) / tokens_s
         count = int(CHECK_SHARE * self.state.kept.budget_s / each_s)
@@ -75,6 +75,6 @@ class Answers:
 
 def evidence_words(found: Comparison) -> tuple[str, ...]:
     return tuple(
-        f"after …{one.prefix[-40:]!r} it says {one.got!r}, and not {one.expected!r}"
+        f"after …{one.prefix[-40:]!r}: got {one.got!r}, expected {one.expected!r}"
         for one in found.evidence[:LAST_LINES]
     )

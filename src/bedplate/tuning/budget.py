@@ -1,4 +1,4 @@
-"""The budget of a tuning: what each step is expected to take, what the proof needs, how many engines fit at once."""
+"""The time and memory budget of a tuning: expected durations, time for the proof, number of loaded engines."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from bedplate.values.tuning import Trial
 
 REQUEST_LIMIT_S, LEAST_LIMIT_S = 300.0, 30.0
 MOST_WAITED = {"throughput": 1.45, "cost": 1.45}
-"""Times the best's own wave that a contender is waited for; other objectives may be worth a slower one."""
+"""A candidate is stopped after this many times the best's burst; other objectives allow slower candidates."""
 WAITED_ELSE = 2.5
 MANY_WAVES = 30
-"""Where the whole time holds fewer of the plan's waves, there is haste."""
+"""A budget shorter than this many bursts of the plan counts as short."""
 SLOW, HASTY_SLOW = 6.0, 2.5
-"""Times the plan's own wave that the engine's own defaults are waited for: in the first look, and in haste."""
+"""Limit for the engine defaults as a multiple of the plan's burst: usually, and with a short budget."""
 MEMORY_SHARE = 0.6
-"""Of the free memory, what engines that wait for their turn may hold together."""
+"""Share of the free memory that idle engines may use together."""
 MOST_ALIVE = 5
 PROOF_MEMORY_SHARE = 0.85
-"""Likewise, for the sides of the proof, whose memory is known."""
+"""The same for the sides of the proof, whose memory is known."""
 
 
 class Budget:
-    """Time and memory, by what was measured so far."""
+    """Time and memory, based on the measurements so far."""
 
     def __init__(self, state: TuningState, pool: Pool) -> None:
         self.state, self.pool = state, pool
         self.start_s: dict[Point, float] = {}
         self.convert_s: dict[str, float] = {}
-        """By the label of the weights."""
+        """Duration of conversions, by the label of the weights."""
         self.check_s = 0.0
-        """The longest comparison of answers."""
+        """Duration of the longest comparison of answers."""
 
     # time
 
@@ -49,16 +49,16 @@ class Budget:
 
     @property
     def is_hasty(self) -> bool:
-        """Whether there is time for few waves only."""
+        """Whether there is time for only a few bursts."""
         wave_s = self.wave_s(())
         return wave_s is not None and self.state.kept.budget_s < MANY_WAVES * wave_s
 
     def has_time_for(self, point: Point) -> bool:
-        """Whether a setting can be measured once more before the proof must begin."""
+        """Whether a point can be measured once more before the proof must start."""
         return self.state.left_s - self.expected_s(point) >= self.reserve_s()
 
     def limit_s(self, bar: float | None) -> float:
-        """How long one wave is waited for; `bar` is the score to beat."""
+        """Return the time limit of one burst; `bar` is the score to beat."""
         usual = self.wave_s(self.state.best)
         if usual is not None and bar is not None:
             return usual * MOST_WAITED.get(self.state.kept.objective, WAITED_ELSE) + 0.5
@@ -66,18 +66,18 @@ class Budget:
         return longest if usual is None else min(longest, max(SLOW * usual, LEAST_LIMIT_S))
 
     def own_limit_s(self, rounds: int, most_s: float) -> float:
-        """How long the engine's own defaults are waited for where they are seen in the proof alone."""
+        """Return the time limit of the engine defaults if they are measured only in the proof."""
         if OWN in self.state.trials or (usual := self.wave_s(())) is None or not self.is_hasty:
             return most_s
         return min(most_s, max(HASTY_SLOW * rounds * usual, LEAST_LIMIT_S))
 
     def expected_s(self, point: Point) -> float:
-        """What it takes to measure a setting once: weights and a start where it is not loaded, and a wave."""
-        waves = self.wave_s(point) or self.wave_s(self.state.best) or 0.0
-        return waves if point in self.pool.running else waves + self.conversion_s(point) + self.starting_s(point)
+        """Estimate one measurement of a point: conversion and start if it is not loaded, and a burst."""
+        burst_s = self.wave_s(point) or self.wave_s(self.state.best) or 0.0
+        return burst_s if point in self.pool.running else burst_s + self.conversion_s(point) + self.starting_s(point)
 
     def starting_s(self, point: Point) -> float:
-        """As it was seen; else as the plan's, with what each turned knob adds to it."""
+        """Return the measured start-up time, or the plan's plus what each changed setting adds."""
         if point in self.start_s:
             return self.start_s[point]
         if point == OWN:
@@ -101,26 +101,26 @@ class Budget:
         return max(planned_s, max(self.convert_s.values(), default=0.0))
 
     def reserve_s(self) -> float:
-        """What the proof will take, by what the waves took."""
+        """Estimate the duration of the proof from the bursts."""
         checked = self.check_s if self.state.best not in self.state.qualities else 0.0
         sides, against = self.proof_sides(), [one for one in (OWN, ()) if one != self.state.best]
         starts = math.fsum(self.starting_s(one) for one in sides if one not in self.pool.running)
-        # One more look at answers: who wins last may have to be looked at.
+        # One more comparison of answers: the last winner may need it.
         other_s = checked + self.check_s + starts
         budget_s = self.state.kept.budget_s
         return reserve_s(self.proof_times(), self.state.best, against, budget_s=budget_s, other_s=other_s)
 
     def proof_times(self) -> Times:
-        """Of the sides of a proof; those that cannot stay loaded beside others start before each piece of work."""
+        """Return the durations of the proof's sides; sides that cannot stay loaded start before each measurement."""
         sides = self.proof_sides()
         waves = {one: found for one in sides if (found := self.wave_s(one)) is not None}
         if OWN in sides and OWN not in self.state.trials and () in waves:
-            waves[OWN] = waves[()]  # until it is seen
+            waves[OWN] = waves[()]  # until it is measured
         alone = self.engines_in_proof(sides) < len(sides)
         return Times(waves, {one: self.starting_s(one) for one in sides if alone or self.state.is_restless(one)})
 
     def proof_sides(self) -> list[Point]:
-        """Of a proof, in their order."""
+        """Return the sides of the proof in their order."""
         failed = any(one.turn.knob == OWN_KNOB for one in self.state.kept.refused)
         known = {*self.state.trials, *([OWN] if self.is_hasty and not failed else [])}
         return [one for one in dict.fromkeys((OWN, self.state.best, ())) if one in known]
@@ -128,7 +128,7 @@ class Budget:
     # memory
 
     def engines_at_once(self, trial: Trial | None) -> int:
-        """How many engines may be loaded at once; those that take a card's memory in advance come one by one."""
+        """Return how many engines may be loaded at once; an engine that reserves GPU memory in advance runs alone."""
         settings: Settings = self.state.chosen.plan.settings
         if settings.memory_share is not None or settings.device not in ("cpu", "cuda"):
             return 1
@@ -140,7 +140,7 @@ class Budget:
         return max(least, min(MOST_ALIVE, int(MEMORY_SHARE * free / (1.5 * each))))
 
     def engines_in_proof(self, sides: Sequence[Point]) -> int:
-        """How many engines may be loaded while it is proven: all sides, where their memory is known to fit."""
+        """Return how many engines may be loaded during the proof: all sides if their memory is known to fit."""
         if self.pool.most in (1, MOST_ALIVE):
             return self.pool.most
         peaks = {point: found.peak_memory_bytes for point, one in self.state.trials.items() if (found := one.best)}
@@ -152,7 +152,7 @@ class Budget:
         return max(self.pool.most, len(sides)) if fits else self.pool.most
 
     def _free_bytes(self) -> int:
-        """Of the memory that engines compute in; of several cards, what each has."""
+        """Return free host memory or, on GPUs, the least free memory of any GPU."""
         if self.state.chosen.plan.settings.device == "cpu":
             import psutil
 

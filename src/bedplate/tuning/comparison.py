@@ -1,4 +1,4 @@
-"""What the sides of a tuning's proof did, weighed as `compare` weighs any two engines."""
+"""Judges the sides of a tuning's proof by the rules of `compare`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from bedplate.values.tuning import Objective, Opponent, Proof, Side, SideName, T
 from bedplate.values.verdict import Answer, Effect, Metric, Verdict
 
 LEAST_GAIN = 1.03
-"""Changing a setting costs nothing, so that less of a gain than for a move to another engine is worth it."""
+"""Changing a setting costs nothing, so the required gain is smaller than for a migration to another engine."""
 SPEED_KEPT = 0.9
-"""Of the plan's throughput, what less memory or energy must not go below."""
+"""Share of the plan's throughput that a setting for less memory or energy must keep."""
 LOST = -20.0
-"""The score of what brought nothing: in logarithms, and a number that JSON can carry."""
+"""Score of a measurement without output: a logarithm that JSON can represent."""
 
 
 def is_settled(tuned: Tuned, other: Cell, best: Cell) -> bool:
-    """Whether more turns would not change what is proven; held to less chance than the last word is."""
+    """Whether more rounds would not change the result; uses a stricter significance level than the final proof."""
     try:
         verdict = _verdict(tuned, other, best, chance=SURELY)
     except BadQuestion:
@@ -37,7 +37,6 @@ def is_settled(tuned: Tuned, other: Cell, best: Cell) -> bool:
 
 
 def proof_of(tuned: Tuned, against: Opponent, other: Cell, best: Cell) -> Proof:
-    """The last word on two sides."""
     try:
         verdict = _verdict(tuned, other, best)
     except BadQuestion as error:
@@ -60,7 +59,7 @@ def _verdict(tuned: Tuned, other: Cell, best: Cell, chance: float = CHANCE) -> V
 
 
 def answer_of(objective: Objective, verdict: Verdict, other: Cell, tuned: Cell) -> Answer:
-    """What `compare` says of the throughput; for other objectives the same care, on their own figures."""
+    """Return the answer of `compare` for throughput; for other objectives, apply the same rules to their figures."""
     if objective in ("throughput", "cost") or verdict.constraint in ("quality", "errors"):
         return verdict.answer
     speed = _effect(verdict, "output_tok_s")
@@ -108,7 +107,7 @@ def side_of(name: SideName, turned: tuple[Turn, ...], plan: Plan, launch: Launch
 
 
 def turn_of(repeat: Repeat, load: Load) -> Taken:
-    """What one side did in one turn."""
+    """Summarize the measurement of one side in one round."""
     energy = repeat.use.energy_j
     speed, first, each = output_tok_s(repeat, load), middle(ttfts(repeat.samples)), middle(tpots(repeat.samples))
     made = sum(one.output_tokens or 0 for one in repeat.samples)
@@ -128,5 +127,5 @@ def _figure(values: Sequence[float | None]) -> Figure | None:
     if not known:
         return None
     mean, wide = statistics.fmean(known), half_width(known) or 0.0
-    words = f"{len(known)} repeats in turns"
+    words = f"{len(known)} interleaved repeats"
     return Figure(value=mean, low=max(0.0, mean - wide), high=mean + wide, basis="measured", source=words)

@@ -1,4 +1,4 @@
-"""The engines of a tuning: started with the settings of a point, warmed up, and kept loaded while memory allows."""
+"""The engines of a tuning: starts them with the settings of a point, warms them up and keeps them loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_REST_S, REST_LOOK_S, AT_REST_PERCENT = 2.0, 0.1, 20.0
 
 
 class Engines:
-    """Engines by the point that they were started with."""
+    """Engines by the point whose settings they run with."""
 
     def __init__(self, state: TuningState, budget: Budget, pool: Pool) -> None:
         self.state, self.budget, self.pool = state, budget, pool
@@ -28,7 +28,7 @@ class Engines:
         self._last: Point | None = None
 
     def get(self, point: Point) -> Alive:
-        """One that answers and has answered before; how long its start took is kept for the budget."""
+        """Return a running, warmed-up engine; record its start-up time in the budget."""
         fresh = point not in self.pool.running
         for other in [one for one in self.pool.running if one != point and self.state.is_restless(one)]:
             self.pool.end(other)
@@ -59,13 +59,13 @@ class Engines:
         return EngineStart(plan, environment, folder)
 
     def known(self, alive: Alive) -> Prepared:
-        """What the load generator has to know of the endpoint; all settings of one engine cut text alike."""
+        """Prepare the load generator for the endpoint once: all settings of one engine tokenize alike."""
         if self.prepared is None:
             self.prepared = run_loop(prepare(alive.target, self.state.kept.load))
         return self.prepared
 
     def rest(self, point: Point) -> None:
-        """Waits until the one that was measured before has come to rest: some go on looking for work for a second."""
+        """Wait until the engine that was measured before is idle: some spin for a second after the last request."""
         last, self._last = self._last, point
         if last == point or len(self.pool.running) < 2:
             return
@@ -76,7 +76,7 @@ class Engines:
             pass
 
     def drop(self, point: Point) -> bool:
-        """Ends it. Whether it had died by itself."""
+        """Stop an engine; return whether it had already exited."""
         died = point in self.pool.running and self.pool.running[point].started.died
         self.pool.end(point)
         return died

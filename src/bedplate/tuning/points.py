@@ -1,4 +1,4 @@
-"""Points of the search: the settings that differ from the plan, by name."""
+"""Points of the search: the settings that differ from the plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bedplate.values.tuning import Trial, Turn, words_of
 
 OWN_KNOB = "own defaults"
 OWN: Point = (("", OWN_KNOB),)
-"""What stands for the engine's own defaults where a setting is expected."""
+"""The point of the engine defaults."""
 
 
 def point_of(trial: Trial) -> Point:
@@ -19,4 +19,4 @@ def turns_of(point: Point) -> tuple[Turn, ...]:
 
 
 def words_at(point: Point) -> str:
-    return "the engine's own defaults" if point == OWN else "the plan" if not point else words_of(turns_of(point))
+    return "the engine defaults" if point == OWN else "the plan" if not point else words_of(turns_of(point))

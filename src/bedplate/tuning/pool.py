@@ -1,4 +1,4 @@
-"""Engines under several settings that stay loaded side by side, so that they can be measured in turns."""
+"""Keeps engines with different settings loaded, so that they can be measured in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bedplate.tuning.search import Point
 
 @dataclass
 class Alive:
-    """An engine that answers, and what is read of it."""
+    """A running engine with its load target and meters."""
 
     started: Started
     target: Target
@@ -30,7 +30,7 @@ class Alive:
 
 @dataclass
 class Pool:
-    """Engines that stay loaded between their turns, the one that was used longest ago given up first."""
+    """Engines that stay loaded between measurements; the least recently used one is stopped first."""
 
     most: int
     running: dict[Point, Alive] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Pool:
     def get(self, point: Point, make: Callable[[], EngineStart]) -> Alive:
         if (one := self.running.pop(point, None)) is not None:
             if not one.started.died:
-                self.running[point] = one  # used last
+                self.running[point] = one  # now the most recently used
                 return one
             one.stack.close()
         while len(self.running) >= self.most:

@@ -1,4 +1,4 @@
-"""The proof of a tuning: the best settings beside the plan and the engine's own defaults, in interleaved rounds."""
+"""The proof of a tuning: compares the best settings with the plan and the engine defaults in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bedplate.tuning.answers import Answers
 from bedplate.tuning.budget import Budget
 from bedplate.tuning.comparison import is_settled, proof_of, side_of, turn_of
 from bedplate.tuning.engines import Engines
-from bedplate.tuning.points import OWN, turns_of
+from bedplate.tuning.points import OWN, turns_of, words_at
 from bedplate.tuning.rounds import LATE_SHARE, LEAST_TURNS, shaped, take_turns
 from bedplate.tuning.search import Climbed, Point, gain_figure
 from bedplate.tuning.state import TuningState
@@ -24,14 +24,14 @@ from bedplate.values.run import Cell, Repeat
 from bedplate.values.tuning import RefusedKind, Side, SideName, Step, Turn
 
 ROUND_PROOF = 100_000
-"""Prompts of the proof are others than those of the search, which no cache may know."""
+"""First round number of the proof: its prompts differ from those of the search, which may be cached."""
 
 
 class Prover:
     def __init__(self, state: TuningState, budget: Budget, engines: Engines, answers: Answers) -> None:
         self.state, self.budget, self.engines, self.answers = state, budget, engines, answers
         self._own: OwnError | bool = True
-        """The error of the load generator itself, once it is known."""
+        """The measurement error of the load generator, once it is known."""
 
     def prove(self, found: Climbed) -> None:
         self.state.best = found.best
@@ -44,7 +44,7 @@ class Prover:
             for one in found.kept
         )
         if not found.whole:
-            self.state.note("time was up before everything was tried")
+            self.state.note("the budget was used up before all settings were tried")
         self.state.keep(steps=steps)
         for step in steps:
             self.state.teller.kept(step)
@@ -66,7 +66,7 @@ class Prover:
         return side_of(name_of(point), turns_of(point), plan, self.state.chosen.engine.launch(plan, 8080), cell)
 
     def measure_sides(self) -> dict[Point, list[Repeat]]:
-        """The sides' repeats: as many turns as it takes, or as there is time for."""
+        """Measure the sides in as many rounds as the proof needs or the budget allows; return their repeats."""
         if OWN in self.budget.proof_sides() and OWN not in self.state.trials:
             self._try_own()
         against = [one for one in self.budget.proof_sides() if one != self.state.best]
@@ -80,16 +80,16 @@ class Prover:
         late_s = LATE_SHARE * self.state.kept.budget_s
         shape = shaped(times, self.state.best, against, self.state.left_s + late_s - starts)
         repeats: dict[Point, dict[int, Repeat]] = {point: {} for point in shape.sides}
-        torn: set[int] = set()
+        disturbed: set[int] = set()
 
         def sound() -> dict[Point, list[Repeat]]:
-            """Without the turns in which others had the processors, on every side alike."""
+            """Leave out, for every side, the rounds in which other processes used the CPU."""
             return {
-                side: [one for turn, one in taken.items() if turn not in torn] for side, taken in repeats.items()
+                side: [one for turn, one in taken.items() if turn not in disturbed] for side, taken in repeats.items()
             }  # fmt: skip
 
         def measure(side: Point, turn: int) -> float | None:
-            self.state.say(f"proof, turn {turn + 1}: {name_of(side)}")
+            self.state.say(f"proof, round {turn + 1}: {words_at(side)}")
             began, limit_s, failed = self.state.clock(), self.state.left_s + 2 * late_s, len(self.state.kept.refused)
             if side == OWN:
                 limit_s = self.budget.own_limit_s(shape.rounds, limit_s)
@@ -98,12 +98,12 @@ class Prover:
                 del repeats[side]
                 if side == OWN and len(self.state.kept.refused) == failed:
                     usual_s = shape.rounds * (self.budget.wave_s(()) or 0.0)
-                    words = f"own defaults had not done in {limit_s:.0f} s what takes the plan {usual_s:.0f}"
+                    words = f"the engine defaults took over {limit_s:.0f} s for a round; the plan takes {usual_s:.0f} s"
                     self.state.note(words)
                 return None
             repeats[side][turn] = repeat
             if self.state.chosen.plan.settings.device == "cpu" and (repeat.use.other_cpu_share or 0) > TOO_BUSY:
-                torn.add(turn)
+                disturbed.add(turn)
             self.state.teller.worked(name_of(side), turn, turn_of(repeat, self.state.kept.load), self.state.kept)
             return self.state.clock() - began
 
@@ -120,16 +120,16 @@ class Prover:
             }  # fmt: skip
 
         found = take_turns(shape, self.state.best, times, measure, settled, lambda: self.state.left_s, late_s)
-        notes = [f"there was no time to hold it against {name_of(one)}" for one in against if one not in shape.sides]
+        notes = [f"there was no time to compare with {words_at(one)}" for one in against if one not in shape.sides]
         if found.cut and self.state.best:
-            notes.append(f"time was up after {found.turns} turns of the proof")
-        if torn:
-            notes.append(f"of {found.turns} turns {len(torn)} do not count: others had the processors")
+            notes.append(f"the budget was used up after {found.turns} rounds of the proof")
+        if disturbed:
+            notes.append(f"{len(disturbed)} of {found.turns} rounds do not count: other processes used the CPU")
         self.state.note(*notes)
         return sound()
 
     def _try_own(self) -> None:
-        """In haste they come last; if they do not even start, that must not end the proof against the plan."""
+        """Start the engine defaults late, with a short budget; if that fails, the proof against the plan continues."""
         try:
             self.engines.get(OWN)
         except (OutsideFailed, AnswerIsNo, OSError) as error:
@@ -141,7 +141,7 @@ class Prover:
         return replaced(cell, flags=flags_of(cell))
 
     def work(self, point: Point, turn: int, rounds: int, limit_s: float) -> Repeat | None:
-        """One piece of work; the same prompts for each side of a turn."""
+        """Measure one side in one round; all sides of a round get the same prompts."""
         load = self.state.kept.load
         try:
             alive = self.engines.get(point)

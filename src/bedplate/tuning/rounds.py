@@ -1,8 +1,7 @@
-"""The proof of what a search has found: how much work, which sides, how many turns, within the time that is left. Pure.
+"""Schedules the proof: which sides, how many requests per round and how many rounds fit into the time left. Pure.
 
-The sides stay loaded beside each other and do the same pieces of work in alternating order, own defaults, tuned, plan
-and back again, so that what drifts with the machine drops out of their differences. Whether it is proven is for
-`compare`.
+The sides stay loaded and process the same requests in alternating order (engine defaults, tuned, plan, and back), so
+that drift of the machine cancels. `compare` decides whether the result is proven.
 """
 
 from __future__ import annotations
@@ -14,51 +13,51 @@ from typing import NamedTuple
 from bedplate.tuning.search import Point
 
 LEAST_TURNS, WANTED_TURNS, MOST_TURNS = 3, 5, 12
-"""Fewer than the first prove nothing (`compare`); more work in each turn only where there is time for the second."""
+"""`compare` needs at least the first; rounds get longer only if there is time for the second."""
 LEFT_TURNS = 4
-"""What a search leaves time for: of three turns the interval is twice as wide as of five."""
+"""Rounds that the search leaves time for: with three, the interval is twice as wide as with five."""
 LEAST_WORK_S = 6.0
-"""What the fastest side's piece of work should take, so that a short standstill of the machine does not decide it."""
+"""Minimum duration of the fastest side in a round, so that a short stall does not decide the result."""
 MOST_ROUNDS = 64
 PROOF_SHARE = 0.45
-"""Of the whole time, what a search leaves to the proof at the most."""
+"""Maximum share of the budget that the search leaves for the proof."""
 WHOLE_SHARE = 0.75
-"""Likewise, where it takes that for the least proof against all that it has to be held against."""
+"""The same, if the shortest proof against all sides needs it."""
 SPARE = 1.1
-"""Work takes longer than it took: by so much is it expected to."""
+"""Expected durations are the measured ones times this factor."""
 LATE_SHARE = 0.03
-"""Of the whole time, by how much a piece of work that was begun in time may end late."""
+"""Share of the budget by which a measurement that started in time may overrun."""
 SURELY = 0.01
-"""Chance at which a proof is settled before its time. Looking after each turn at the usual one in twenty would find
-something sooner or later."""
+"""Significance level for stopping a proof early. Testing after each round at the usual 0.05 would find a difference
+sooner or later."""
 
 
 class Shape(NamedTuple):
-    """One turn of a proof."""
+    """One round of a proof."""
 
     sides: tuple[Point, ...]
-    """In their order: who is proven stands next to all others."""
+    """In order: the tuned side is next to all others."""
     rounds: int
-    """Of a piece of work: requests of each stream."""
+    """Requests of each stream per measurement."""
     seconds: float
-    """That a turn is expected to take."""
+    """Expected duration of a round."""
 
 
 class Proven(NamedTuple):
-    """What the sides did, turn by turn."""
+    """How the proof ended."""
 
     turns: int
     cut: bool
-    """Whether time was up before it was settled."""
+    """Whether the time was up before the result was settled."""
 
 
 class Times(NamedTuple):
-    """Seconds of each side, as far as they are known."""
+    """Known durations of each side, in seconds."""
 
     waves: Mapping[Point, float]
-    """Of one round."""
+    """Duration of one request of each stream."""
     starts: Mapping[Point, float] = {}
-    """Before each piece of work, where there is no room to stay loaded."""
+    """Start-up time before each measurement, for sides that cannot stay loaded."""
 
     def work_s(self, side: Point, rounds: int) -> float:
         return SPARE * (rounds * self.waves[side] + self.starts.get(side, 0.0))
@@ -68,10 +67,10 @@ class Times(NamedTuple):
 
 
 def shaped(times: Times, tuned: Point, against: Sequence[Point], seconds: float) -> Shape:
-    """The best proof that there is time for: against all, else against one; with more work a turn where it fits.
+    """Choose the best proof that there is time for: against all sides or one, with as many requests as fit.
 
-    Of two it is the plan, which comes last: what is not better than that is not used. Where there is not even time for
-    the least, the least it is.
+    If there is time for only one of two, it is the plan, which comes last: settings that are not better than the plan
+    are not used. If there is not even time for the shortest proof, return the shortest.
     """
     known = [one for one in against if one in times.waves]
     single = [[one] for one in reversed(known)] if len(known) > 1 else []
@@ -92,7 +91,7 @@ def _ordered(tuned: Point, against: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def reserve_s(times: Times, tuned: Point, against: Sequence[Point], *, budget_s: float, other_s: float = 0.0) -> float:
-    """What a search has to leave over: the proof, and what comes before it (starts, a look at the answers)."""
+    """Return the time that the search must leave: the proof, engine starts and the check of answers."""
     most_s = PROOF_SHARE * budget_s
     if tuned not in times.waves:
         return most_s
@@ -113,11 +112,11 @@ def take_turns(
     left_s: Callable[[], float],
     late_s: float,
 ) -> Proven:
-    """Measures until it is settled or time is up.
+    """Measure until the result is settled or the time is up.
 
-    `measure` does one side's piece of work of a turn, and says how long that took; `None`: it did not, and the proof
-    goes on against the other one. `settled`: the sides against which nothing more has to be shown, which are left out
-    from then on. `late_s`: how far beyond its time a piece of work may reach.
+    `measure` measures one side in one round and returns its duration; `None` means that it failed, and the proof
+    continues against the other side. `settled` returns the sides whose result is settled; they are not measured again.
+    `late_s` is how far a measurement may overrun.
     """
     expected = {side: times.work_s(side, shape.rounds) for side in shape.sides}
     sides = list(shape.sides)

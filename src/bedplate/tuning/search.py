@@ -1,10 +1,10 @@
-"""Which setting is best: a race of short measurements, in turns with the best so far. Pure: somebody else measures.
+"""Searches the best settings with short measurements, interleaved with the best so far. Pure: the caller measures.
 
-One change at a time from the best so far, those first that the diagnosis speaks for. The contenders of a round are
-measured between two measurements of the best, turn by turn, so that what drifts drops out of their differences; after
-each turn the slower half and all that show no gain are left behind, and only a gain that is no chance is kept. What
-chance does is seen from all that was measured more than once. A knob whose values are a scale is followed in the
-direction that helped. What looked good beside a winner is tried again on top of it.
+The search changes one setting at a time, starting with those that the diagnosis favors. The candidates of a race are
+measured between two measurements of the best settings, in interleaved rounds, so that drift of the machine cancels.
+After each round the slower half, and all candidates without a gain, are dropped. Only a significant gain is kept; the
+noise is estimated from all repeated measurements. A setting whose values form a scale is followed in the direction that
+helped. Candidates that showed a gain but lost to the winner are tried again on top of it.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from bedplate.values.tuning import Knob, Objective, OnFront, Refused, Step, Take
 from bedplate.values.workload import LatencyTarget
 
 LEAST = 0.02
-"""In logarithms: what shows less of a gain in its first turn is not looked at again."""
+"""Minimum gain, as a logarithm; a candidate below it is dropped."""
 NOISE = 0.03
-"""Standard deviation of the difference of two short measurements in turns that is taken for granted until enough was
-seen (docs/compare.md: what real engines vary by)."""
+"""Standard deviation of the difference of two interleaved short measurements that is assumed until it can be estimated
+(docs/compare.md has the variation of real engines)."""
 ENOUGH = 3
-"""Repeats, of all contenders together, that say more about it than what is taken for granted."""
+"""Repeats, of all candidates together, from which the noise is estimated instead of assumed."""
 SURE = 1.64
-"""A gain is kept when it lies so many standard errors above nothing: one chance in twenty for each change."""
+"""A gain is significant if it is this many standard errors above zero: p < 0.05 per change, one-sided."""
 MOST_TURNS = 7
 WIDTH = 4
 TRIES = 2
 CUT = math.log(1.4)
-"""A contender that is slower than the best by more is not waited for."""
+"""A candidate that is slower than the best by more than this is stopped early."""
 CLOSE = 0.1
-"""Where nobody comes so close to the best in a turn, it need not be measured once more to see that they lose."""
+"""If no candidate comes this close to the best in a round, the best is not measured again in that round."""
 GREAT = math.log(1.4)
-"""What gains so much goes to the proof even where there was no time to see it twice."""
+"""A gain of at least this is kept even if there was no time to repeat its measurement."""
 SOONER = 0.25
-"""What a sooner first token counts for beside throughput: half the time is worth a fifth more tokens."""
+"""Weight of TTFT relative to throughput: half the TTFT is worth a fifth more tokens."""
 SPOKEN_FOR, SPOKEN_AGAINST = 2.0, 0.6
-"""What a diagnosis adds to a knob that may move the limit that binds, and takes from one that moves another."""
+"""Factors on the prior of a setting that may relieve the bottleneck, and of one that relieves another limit."""
 
 Point = tuple[tuple[str, str], ...]
-"""Knobs that are turned away from the plan, by name."""
+"""Settings that differ from the plan: (name, value), sorted by name."""
 Measure = Callable[[Point, float | None], float | None]
-"""The score of a setting, in logarithms and more is better; `None` where it failed. Below the second argument it need
-not be exact: nobody waits for what has lost already."""
+"""Returns the score of a point as a logarithm; higher is better, `None` means failed. A measurement may stop early once
+the score is certain to be below the second argument."""
 
 
 class Teller:
-    """What happens while somebody tunes, for those who show it. All of it may be left out."""
+    """Receives the events of a tuning, to display them. Every method is optional."""
 
     def begun(self, tuned: Tuned, knobs: Sequence[Knob]) -> None: ...
 
@@ -70,7 +70,7 @@ class Teller:
 
 
 class Lever(NamedTuple):
-    """A knob as the search sees it."""
+    """A tunable setting as the search sees it."""
 
     name: str
     values: tuple[str, ...]
@@ -78,7 +78,7 @@ class Lever(NamedTuple):
     ordered: bool = False
     alone: bool = False
     first: tuple[str, ...] = ()
-    """Where to begin; on a scale instead of beside where it stands."""
+    """The values to try first; empty: the neighbors of the current value."""
 
 
 class Move(NamedTuple):
@@ -87,7 +87,7 @@ class Move(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A change that was adopted; the gains are those of its turns, in logarithms."""
+    """A change that was kept, with its gains per round, as logarithms."""
 
     move: Move
     before: str
@@ -98,7 +98,7 @@ class Climbed(NamedTuple):
     best: Point
     kept: tuple[Kept, ...]
     whole: bool
-    """Whether everything was tried that was worth it; else time was up."""
+    """Whether the search finished; otherwise the time was up."""
 
 
 def levers_of(
@@ -110,11 +110,11 @@ def levers_of(
     as_own: bool = False,
     lossy: bool = True,
 ) -> tuple[Lever, ...]:
-    """In the order in which they are tried: by what is known of them, and by what binds.
+    """Order the settings to try, by their prior and by the bottleneck.
 
-    `hints`: what helped elsewhere comes before the rest, and after what changes everything. `as_own`: whether the
-    engine's own defaults were better than the plan; then what they do otherwise comes first of all. `lossy`: whether
-    values are tried that answer less faithfully than the plan.
+    `hints`: settings that helped in other tunings come first, except for those that must be tried alone. `as_own`: the
+    engine defaults were better than the plan, so settings where they differ come first of all. `lossy`: also try values
+    with lower accuracy than the plan.
     """
 
     def worth(knob: Knob) -> float:
@@ -136,7 +136,7 @@ def levers_of(
 
 
 def turned(point: Point, lever: Lever, value: str) -> Point:
-    """A knob that is turned back to where it stood is not in the point any more."""
+    """Return the point with this value; a setting with the plan's value is not part of a point."""
     rest = {name: one for name, one in point if name != lever.name}
     if value != lever.now:
         rest[lever.name] = value
@@ -148,33 +148,33 @@ def climb(
     measure: Measure,
     *,
     accept: Callable[[Point, Move], bool] = lambda point, move: True,
-    more: Callable[[Point], bool] = lambda point: True,
+    has_time: Callable[[Point], bool] = lambda point: True,
     refused: Collection[tuple[str, str]] = (),
     start: Point = (),
-    seen: float | None = None,
+    start_score: float | None = None,
     width: int = WIDTH,
-    hasty: bool = False,
+    short_budget: bool = False,
 ) -> Climbed:
-    """The best setting that was found. `accept` has the last word on a winner; `more`: is there time to measure it?
+    """Search the best point. `accept` may reject a winner; `has_time` says whether there is time to measure a point.
 
-    `seen`: the score of where it starts, if that was measured just now. `hasty`: there is time for few measurements, so
-    that a gain need not repeat itself.
+    `start_score`: the score of `start` if it was just measured. `short_budget`: there is time for only a few
+    measurements, so a gain need not be repeated.
     """
     best, kept, whole = start, list[Kept](), True
-    meter, noise = _Meter(measure, width), _Noise(hasty)
-    if seen is not None:
-        meter.remember(best, seen)
+    meter, noise = _Meter(measure, width), _Noise(short_budget)
+    if start_score is not None:
+        meter.remember(best, start_score)
     queue = deque(move for lever in levers for move in _first_moves(lever, best))
     tried: dict[tuple[str, str], int] = {}
-    while queue and more(best):
+    while queue and has_time(best):
         moves = _round(queue, best, width, refused)
-        in_time = [move for move in moves if more(turned(best, move.lever, move.value))]
+        in_time = [move for move in moves if has_time(turned(best, move.lever, move.value))]
         whole = whole and in_time == moves
         if not in_time:
             continue
         for move in in_time:
             tried[_key(move)] = tried.get(_key(move), 0) + 1
-        ranked, late = _race(best, in_time, meter, noise, more)
+        ranked, late = _race(best, in_time, meter, noise, has_time)
         whole = whole and not late
         sure = [(move, gains) for move, gains in ranked if noise.is_sure(gains)]
         if late and not sure:
@@ -188,8 +188,8 @@ def climb(
             kept.append(Kept(move, before, tuple(gains)))
             again += _further(move, before)
         if sure:
-            # Left behind by one that was kept, or by one that turned out wrong. Another value of the knob that won
-            # would take the winner's place, and was slower than it.
+            # Candidates that lost to the winner, or to one that was rejected, are tried again. Another value of the
+            # winner's setting is not: it would replace the winner, and was slower.
             lost = {_key(one) for one, _ in sure}
             won = winner[0].lever.name if winner is not None else None
             left = [one for one, found in ranked if found[0] >= LEAST and _key(one) not in lost]
@@ -199,7 +199,7 @@ def climb(
 
 
 def _first_moves(lever: Lever, best: Point) -> list[Move]:
-    """Of a scale its beginning or the neighbours; of others all values, its beginning first."""
+    """On a scale, try the preferred first values or the neighbors; otherwise all values, preferred ones first."""
     here = _value(best, lever)
     others = [value for value in lever.values if value != here]
     begin = [value for value in lever.first if value in others]
@@ -212,7 +212,7 @@ def _first_moves(lever: Lever, best: Point) -> list[Move]:
 
 
 def _further(move: Move, before: str) -> list[Move]:
-    """One more step in the direction that helped."""
+    """Go one step further in the direction that helped."""
     values = move.lever.values
     if not move.lever.ordered or before not in values:
         return []
@@ -222,7 +222,7 @@ def _further(move: Move, before: str) -> list[Move]:
 
 
 def _round(queue: deque[Move], best: Point, width: int, refused: Collection[tuple[str, str]]) -> list[Move]:
-    """The next contenders: those of one knob that changes everything, else of several at a time."""
+    """Take the next candidates; a setting that must be tried alone is not mixed with others."""
     chosen: list[Move] = []
     for move in list(queue):
         if len(chosen) >= width or (chosen and (chosen[0].lever.alone or move.lever.alone)
@@ -235,7 +235,7 @@ def _round(queue: deque[Move], best: Point, width: int, refused: Collection[tupl
 
 
 class _Meter:
-    """Counts measurements, and knows which are so fresh that they need not be taken again to be held against."""
+    """Counts measurements and remembers which are recent enough to compare with."""
 
     def __init__(self, measure: Measure, fresh: int) -> None:
         self._measure, self._fresh = measure, fresh
@@ -258,17 +258,17 @@ class _Meter:
 
 
 class _Noise:
-    """What the difference of two short measurements varies by, here and now.
+    """Estimates the noise of the difference of two short measurements.
 
-    Two or three turns of one contender say too little about it, those of all contenders together soon enough.
+    It pools the rounds of all candidates: two or three rounds of one candidate are too few.
     """
 
-    def __init__(self, hasty: bool) -> None:
-        self.hasty = hasty
+    def __init__(self, short_budget: bool) -> None:
+        self.short_budget = short_budget
         self._seen: list[list[float]] = []
 
     def watch(self, gains: Iterable[list[float]]) -> None:
-        """Gains that grow from turn to turn."""
+        """Add lists of gains that grow with each round."""
         self._seen.extend(gains)
 
     def spread(self, gains: Sequence[float]) -> float:
@@ -279,11 +279,11 @@ class _Noise:
         return math.sqrt(sum(statistics.variance(one) * (len(one) - 1) for one in repeated) / count)
 
     def is_sure(self, gains: Sequence[float]) -> bool:
-        """In haste one turn may be enough."""
-        return (self.hasty or len(gains) > 1) and statistics.fmean(gains) > self._bar(gains, len(gains))
+        """Whether the gain is significant; one round is enough only if `short_budget`."""
+        return (self.short_budget or len(gains) > 1) and statistics.fmean(gains) > self._bar(gains, len(gains))
 
     def is_hopeful(self, gains: Sequence[float]) -> bool:
-        """Whether it would be sure in the end if it went on like this."""
+        """Whether the gain would be significant after the last round if its mean stays the same."""
         return statistics.fmean(gains) > self._bar(gains, MOST_TURNS)
 
     def _bar(self, gains: Sequence[float], turns: int) -> float:
@@ -291,28 +291,28 @@ class _Noise:
 
 
 def _race(
-    best: Point, moves: Sequence[Move], measure: _Meter, noise: _Noise, more: Callable[[Point], bool]
+    best: Point, moves: Sequence[Move], measure: _Meter, noise: _Noise, has_time: Callable[[Point], bool]
 ) -> tuple[list[tuple[Move, list[float]]], bool]:
-    """The contenders with their gains over the best, turn by turn, the most promising first; and was time too short?
+    """Return the candidates with their gains over the best per round, best first, and whether time ran out.
 
-    In each turn the best is measured before and after them, and after one turn is before the next: a contender that is
-    left alone goes in pairs with it.
+    In each round the best is measured before and after the candidates; the second measurement is also the first of the
+    next round, so that a single candidate alternates with the best.
     """
     gains: dict[Move, list[float]] = {move: [] for move in moves}
     noise.watch(gains.values())
     alive, late = list(moves), False
     before = measure.recent(best)
     if before is None and (before := measure(best, None)) is None:
-        return [], late  # the best itself has failed: nothing can be told beside it
+        return [], late  # the best itself failed, so nothing can be compared with it
     for turn in range(MOST_TURNS):
         scores: dict[Move, float] = {}
         for move in alive if turn % 2 == 0 else alive[::-1]:
             point = turned(best, move.lever, move.value)
-            if not more(point):
+            if not has_time(point):
                 late = True
             elif (score := measure(point, before - CUT)) is not None:
                 scores[move] = score
-        over, after = not more(best), before
+        over, after = not has_time(best), before
         lead = max(scores.values(), default=-math.inf) - before
         if not over and lead > -CLOSE and not noise.is_sure([lead]):
             if (again := measure(best, None)) is None:
@@ -327,7 +327,7 @@ def _race(
             late = late or over
             break
         first, single = gains[alive[0]], len(alive) == 1
-        settled = (single or noise.hasty) and noise.is_sure(first)
+        settled = (single or noise.short_budget) and noise.is_sure(first)
         if settled or (turn and single and not noise.is_hopeful(first)):
             break
         before = after
@@ -344,12 +344,12 @@ def _key(move: Move) -> tuple[str, str]:
 
 
 def gain_figure(gains: Sequence[float]) -> Figure:
-    """How many times better, from the differences of a few turns."""
+    """Return the factor of improvement with its interval, from the gains of a few rounds."""
     middle, count = statistics.fmean(gains), len(gains)
     spread = max(NOISE, statistics.stdev(gains) if count > 1 else 0.0)
     reach = student_t(0.95, max(2, count - 1)) * spread / math.sqrt(count)
     low, high = math.exp(middle - reach), math.exp(middle + reach)
-    words = f"{count} short runs in turns" if count > 1 else "one short run"
+    words = f"{count} short interleaved runs" if count > 1 else "one short run"
     return Figure(value=math.exp(middle), low=low, high=high, basis="measured", source=words)
 
 
@@ -367,10 +367,10 @@ def score_of(
     on_target: float | None = None,
     floor_tok_s: float | None = None,
 ) -> float | None:
-    """In logarithms, more is better; `None` where what it rests on is not known.
+    """Return the score as a logarithm, higher is better; `None` if a figure that it needs is unknown.
 
-    `on_target`: the share of requests within the latency target, which tokens that came too late do not count for.
-    `floor_tok_s`: the speed that less memory must not cost.
+    `on_target`: the share of requests within the latency target, which scales the score. `floor_tok_s`: throughput
+    below which the memory objective is penalized.
     """
     if objective in ("throughput", "cost"):
         # On one machine an hour costs the same for all settings.
@@ -400,15 +400,15 @@ def target_words(target: LatencyTarget | None) -> str:
     if target is None:
         return ""
     parts = [f"first token within {target.ttft_ms:g} ms"] if target.ttft_ms is not None else []
-    parts += [f"each further one within {target.tpot_ms:g} ms"] if target.tpot_ms is not None else []
+    parts += [f"each further token within {target.tpot_ms:g} ms"] if target.tpot_ms is not None else []
     return " and ".join(parts)
 
 
-# the front
+# the Pareto front
 
 
 def front_of(trials: Iterable[Trial], name: Callable[[Trial], str]) -> tuple[OnFront, ...]:
-    """Settings that no other beats in throughput, time to first token and memory at once; the fastest first."""
+    """Return the Pareto front of throughput, time to first token and memory; the fastest first."""
     found = [(trial, one) for trial in trials if (one := trial.best) is not None]
     known = [(trial, one) for trial, one in found if one.output_tok_s is not None and one.ttft_ms is not None]
     best = [(trial, one) for trial, one in known if not any(_beats(other, one) for _, other in known)]
@@ -426,7 +426,7 @@ def front_of(trials: Iterable[Trial], name: Callable[[Trial], str]) -> tuple[OnF
 
 
 def _beats(one: Taken, other: Taken) -> bool:
-    """At least as good in everything, and better in something."""
+    """Whether `one` is at least as good in every figure and better in one."""
     mine, theirs = _figures(one), _figures(other)
     return all(a >= b for a, b in zip(mine, theirs, strict=True)) and mine != theirs
 

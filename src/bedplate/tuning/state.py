@@ -1,4 +1,4 @@
-"""One tuning under way: what is tuned, what was found so far, and what is kept of it in the store."""
+"""The state of a running tuning: its inputs, its results so far, and its record in the store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bedplate.values.tuning import Knob, Refused, RefusedKind, Trial, Tuned, Tur
 
 
 class TuningState:
-    """What the budget, the trials and the proof of one tuning share."""
+    """State that the budget, the trials and the proof of one tuning share."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class TuningState:
     # time
 
     def start_clock(self) -> None:
-        """What was installed and converted before this moment is not counted."""
+        """Start the budget now: installation and conversion before it do not count."""
         self._began = self.clock()
 
     @property
@@ -84,7 +84,7 @@ class TuningState:
         own, best = self.trials.get(OWN), self.trials.get(self.best)
         ahead = ""
         if own is not None and best is not None and own.best is not None and best.best is not None:
-            ahead = f"best so far {math.exp(best.best.score - own.best.score):.2f} × the engine's own defaults"
+            ahead = f"best so far {math.exp(best.best.score - own.best.score):.2f} × the engine defaults"
             ahead += f" ({words_at(self.best)})"
         self.teller.doing(what, ahead, max(0.0, self.left_s))
 
@@ -102,14 +102,14 @@ class TuningState:
 
     @functools.cached_property
     def built(self) -> Environment:
-        """Beside the ready-made engine."""
+        """The environment of the native build."""
         there = usable_build(self.chosen.engine, self.hardware, self.chosen.plan.settings.device)
         if there is None:
-            raise OutsideFailed(f"the build of {self.chosen.engine.name} for this machine is not there any more")
+            raise OutsideFailed(f"the native build of {self.chosen.engine.name} no longer exists")
         return there
 
     def conversions(self, plan: Plan) -> tuple[Preparation, ...]:
-        """With what the decision does first, such as to unpack the file that was asked for; it is not fetched then."""
+        """List a plan's preparation steps, after those of the decision, such as dequantizing the requested file."""
         engine, decided = self.chosen.engine, self.chosen.decision.launch
         planned = engine.launch(self.chosen.plan, 0).prepare
         first = [step for step in (decided.prepare if decided is not None else ()) if step not in planned]
@@ -124,7 +124,7 @@ class TuningState:
     def is_restless(self, point: Point) -> bool:
         return point != OWN and any(choice_of(self.knob(name), value).restless for name, value in point)
 
-    # refused settings, which are not proposed again
+    # refused settings, which are not tried again
 
     def refuse(
         self, point: Point, kind: RefusedKind, why: str, evidence: tuple[str, ...], move: Move | None = None
@@ -164,7 +164,7 @@ class TuningState:
             id=f"{self.kept.id}:{name}:{load.concurrency}", run=self.kept.id,
             at=repeats[0].at or now_text(milliseconds=True),
             machine=self.kept.machine, subject=subject, load=load, repeats=repeats,
-            # Each engine has answered before: a small request at the least.
+            # Each engine has answered at least one small request before.
             warmup=1, exact_output=all(one.exact_output for one in repeats),
             quality=self.qualities.get(point), notes=name, halt="most",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The trials of a tuning: one wave of requests at a point, what it used, and its score."""
+"""The trials of a tuning: one burst of requests at a point, its resource use and its score."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from bedplate.values.run import Load, Repeat
 from bedplate.values.tuning import RefusedKind, Taken, Trial
 
 LEAST_SEEN, FEW_TOKENS = 3, 16
-"""Requests that a diagnosis needs of a load; alone, their prompt and a few tokens say enough."""
+"""Requests that a diagnosis needs per load, and output tokens of a single request."""
 
 
 @dataclass(frozen=True)
 class Used:
     memory_bytes: int | None
     energy_j: float | None
-    """For each token."""
+    """Energy per output token."""
     swapped_bytes: int | None
 
 
@@ -44,10 +44,10 @@ class Trials:
         self._number = sum(len(one.taken) for one in state.kept.trials)
         self._busy_told = False
         self._planned: Repeat | None = None
-        """The plan's own first wave."""
+        """The first burst of the plan."""
 
     def measure(self, point: Point, bar: float | None) -> float | None:
-        """One wave; what was measured before this run was ended is not measured again."""
+        """Measure one burst and return its score; a resumed tuning replays its stored measurements first."""
         if replay := self._replay.get(point):
             return replay.pop(0).score
         try:
@@ -65,12 +65,12 @@ class Trials:
             self.state.refuse(point, kind, str(error) or type(error).__name__, ())
             return None
         if used.swapped_bytes is not None and used.swapped_bytes > SWAPPED_BYTES:
-            words = f"{used.swapped_bytes / 1e6:.0f} MB went to swap while it was measured"
+            words = f"the system swapped out {used.swapped_bytes / 1e6:.0f} MB during the measurement"
             self.state.refuse(point, "swapped", words, ())
             return None
         taken = self._taken(repeat, used, limit_s, bar)
         if taken is not None and bar is None and taken.cut:
-            # Slow is not dangerous: it has lost, and nothing speaks against trying it another time.
+            # A slow setting is not refused: it lost this time, and may be tried again in another tuning.
             self._add(point, alive, taken)
             return None
         if taken is None:
@@ -101,9 +101,7 @@ class Trials:
         if use.other_cpu_share is not None and use.other_cpu_share > BUSY and not self._busy_told:
             self._busy_told = True
             share = f"{use.other_cpu_share:.0%}"
-            note = (
-                f"other programs took {share} of the processors while this was measured: the figures are worse for it"
-            )
+            note = f"other processes used {share} of the CPU during the measurement: this makes the figures worse"
             self.state.note(note)
             self.state.progress.note(note)
         energy = use.energy_j
@@ -115,7 +113,7 @@ class Trials:
     def _taken(self, repeat: Repeat | None, used: Used, limit_s: float, bar: float | None) -> Taken | None:
         tuned = self.state.kept
         if repeat is None:
-            # Who is slower than the bar by so much is out of the race; by how much nobody needs to know.
+            # It was stopped because it is slower than the bar; its exact score does not matter.
             return Taken(
                 at=now_text(milliseconds=True), seconds=round(limit_s, 3), score=LOST if bar is None else bar, cut=True
             )
@@ -134,7 +132,7 @@ class Trials:
         )  # fmt: skip
         if score is None:
             if tuned.objective == "energy":
-                raise AnswerIsNo("nothing here tells how much energy is used", hint="NVIDIA cards and Intel's RAPL do")
+                raise AnswerIsNo("this machine does not report energy use", hint="NVIDIA GPUs and Intel RAPL do")
             return None
         return Taken(
             at=repeat.at or now_text(milliseconds=True),
@@ -143,14 +141,14 @@ class Trials:
         )  # fmt: skip
 
     def diagnose(self) -> None:
-        """What binds, from the plan's wave and from a request alone; what is known of it stays."""
+        """Find the bottleneck from the plan's burst and from a single request; a known one is not measured again."""
         if self.state.kept.diagnosis is not None:
             return
         load = self.state.kept.load
         alone = replaced(load, concurrency=1, output_tokens=min(load.output_tokens, FEW_TOKENS))
         cells = []
         for one in [alone, load] if load.concurrency != 1 and not self.budget.is_hasty else [load]:
-            self.state.say(f"the plan with {one.concurrency} in flight, to see what binds")
+            self.state.say(f"the plan with concurrency {one.concurrency}, to find the bottleneck")
             repeats = [self._planned] if one is load and self._planned is not None else []
             while sum(len(repeat.samples) for repeat in repeats) < LEAST_SEEN:
                 repeat, _ = self.watch(self.engines.get(()), one, REQUEST_LIMIT_S)

@@ -1,8 +1,8 @@
-"""The best settings of one engine for one kind of work on this machine, found by measuring.
+"""Finds the best settings of one engine for one workload on this machine by measurement.
 
-Engines that are compared stay loaded side by side where memory allows, and are measured in turns with short waves of
-requests. What wins is proven at the end by larger pieces of the same work, as `compare` weighs any two engines. All of
-it has to fit into one budget: a search ends early enough for its proof.
+If memory allows, the engines that are compared stay loaded, and short bursts of requests measure them in interleaved
+rounds. At the end, longer measurements of the same workload prove the winner by the rules of `compare`. Everything has
+to fit into one time budget: the search ends early enough for the proof.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ BUDGET_S = 600.0
 
 
 class Stopped(KeyboardInterrupt):
-    """Somebody stopped it; `tuned` has what was measured until then."""
+    """The user stopped the tuning; `tuned` has the measurements so far."""
 
     def __init__(self, tuned: Tuned) -> None:
-        super().__init__(f"stopped; go on with: bedplate tune --resume {tuned.id}")
+        super().__init__(f"stopped; continue with: bedplate tune --resume {tuned.id}")
         self.tuned = tuned
 
 
@@ -74,11 +74,11 @@ def tune(
     teller: Teller | None = None,
     path: Path | None = None,
 ) -> Tuned:
-    """Measures until the best settings are proven or time is up, and keeps what it finds in the store.
+    """Measure until the best settings are proven or the budget is used up, and store the result.
 
-    `knobs` restricts what is turned; `more_knobs` adds to it, and so does `draft`, a small model that may guess ahead.
-    `lossy` allows weights that answer less faithfully than the plan's, within what their bits explain. `resume` goes on
-    with one that was ended; "" is the newest.
+    `knobs` restricts the settings to change; `more_knobs` adds settings, and so does `draft`, a draft model for
+    speculative decoding. `lossy` allows weights with lower accuracy than the plan's, within what their bits explain.
+    `resume` continues an interrupted tuning by its id; "" is the newest.
     """
     progress, teller = progress or Silent(), teller or Teller()
     hardware = probe()
@@ -130,7 +130,7 @@ def chosen_plan(
     native: bool = False,
     path: Path | None = None,
 ) -> Decided:
-    """What `serve` would start for this load without any tuning: the engine that was asked for, or decided."""
+    """Plan what `serve` would start for this load without tuning, with the requested or the decided engine."""
     from bedplate.decide import decide
 
     longest = load.prompt_tokens + load.output_tokens
@@ -146,18 +146,18 @@ def chosen_plan(
     if engine is None:
         engine = decide(hardware, facts, work, installable=True, versions=registered_versions()).engine
         if engine is None:
-            raise AnswerIsNo(f"{facts.name} cannot be served here", hint="bedplate plan says why")
+            raise AnswerIsNo(f"{facts.name} cannot be served on this machine", hint="bedplate plan gives the reasons")
     wanted = Wanted(model=facts.name, workload=work, engine=engine, untuned=True)
     return plan_engine(wanted, facts, hardware, Silent(), build="native" if native else "packages", path=path)
 
 
 def all_knobs(chosen: Decided) -> tuple[Knob, ...]:
-    """The engine's own, and whether it is the build for this machine, where there is one beside the ready-made."""
+    """List the tunable settings of the engine, and the choice of the native build if there is one."""
     found = chosen.engine.knobs(chosen.hardware, chosen.plan)
     if not found or chosen.build == "native" or find_adopted(chosen.engine) is not None:
         return found
-    there = usable_build(chosen.engine, chosen.hardware, chosen.plan.settings.device)
-    return (build_knob(), *found) if there is not None else found
+    native = usable_build(chosen.engine, chosen.hardware, chosen.plan.settings.device)
+    return (build_knob(), *found) if native is not None else found
 
 
 def _drafting(chosen: Decided, draft: str | None) -> tuple[Knob, ...]:
@@ -167,21 +167,27 @@ def _drafting(chosen: Decided, draft: str | None) -> tuple[Knob, ...]:
     options = chosen.engine.drafting(str(path))
     if not options:
         drafts = [one.id for one in all_engines().values() if one.drafting(str(path))]
-        raise BadQuestion(f"{chosen.engine.name} takes no draft model here", hint=f"{', '.join(drafts)} do")
+        raise BadQuestion(
+            f"{chosen.engine.name} does not support a draft model here",
+            hint=f"engines that do: {', '.join(drafts)}",
+        )
     if not path.exists():
-        raise BadQuestion(f"there is no {draft}", hint="--draft is a file or a folder on this machine")
+        raise BadQuestion(f"{draft} does not exist", hint="--draft names a file or a folder on this machine")
     return (draft_knob(options, str(path)),)
 
 
 def checked_knobs(found: Sequence[Knob], asked: Sequence[str], chosen: Decided) -> None:
     if not found:
         raise AnswerIsNo(
-            f"bedplate does not know what to turn of {chosen.engine.name}", hint="bedplate plan names engines that fit"
+            f"bedplate knows no tunable settings of {chosen.engine.name}",
+            hint="bedplate plan lists the engines that fit",
         )
     known = [knob.name for knob in found]
     for name in asked:
         if name not in known:
-            raise BadQuestion(f"{chosen.engine.name} has no knob {name!r} here", hint=f"there are {', '.join(known)}")
+            raise BadQuestion(
+                f"{chosen.engine.name} has no tunable setting {name!r} here", hint=f"choose from {', '.join(known)}"
+            )
 
 
 def _unfinished(resume: str, hardware: Hardware, path: Path | None) -> Tuned:
@@ -189,16 +195,16 @@ def _unfinished(resume: str, hardware: Hardware, path: Path | None) -> Tuned:
     found = [one for one in kept if (one.id.startswith(resume) if resume else not one.finished) and one.source is None]
     if not found:
         raise BadQuestion(
-            f"no tuning is called {resume}" if resume else "no tuning was ended before its time",
-            hint=f"there are {', '.join(one.id for one in kept[:5])}" if kept else "bedplate tune begins one",
+            f"there is no tuning {resume}" if resume else "there is no unfinished tuning",
+            hint=f"stored tunings: {', '.join(one.id for one in kept[:5])}" if kept else "bedplate tune starts one",
         )
     if found[0].finished:
-        raise BadQuestion(f"tuning {found[0].id} has come to its end", hint="bedplate tune begins another")
+        raise BadQuestion(f"tuning {found[0].id} is already finished", hint="bedplate tune starts a new one")
     return found[0]
 
 
 class Tuner:
-    """One tuning: the search, with trials inside of a budget, and the proof of what it found."""
+    """One tuning: a search with trials within a budget, and the proof of the result."""
 
     def __init__(self, state: TuningState) -> None:
         self.state = state
@@ -232,7 +238,7 @@ class Tuner:
         return self.state.kept
 
     def search(self) -> Climbed:
-        seen = self._first_look()
+        start_score = self._first_look()
         levers = levers_of(
             self.state.knobs, self.state.kept.limit, self.state.kept.knobs, hints=self._hints(),
             as_own=self._own_is_better(), lossy=self.state.kept.lossy,
@@ -241,48 +247,50 @@ class Tuner:
             levers,
             self.trials.measure,
             accept=self._accept,
-            more=self.budget.has_time_for,
+            has_time=self.budget.has_time_for,
             refused=self._refused_before(),
-            seen=seen,
-            hasty=self.budget.is_hasty,
+            start_score=start_score,
+            short_budget=self.budget.is_hasty,
             width=max(1, self.pool.most - 1) if self.pool.most > 1 else 3,
         )
 
     def _first_look(self) -> float:
-        """The plan as it is, and the engine's own defaults: what everything is held against, and what binds.
+        """Measure the plan and the engine defaults, to compare with, and find the bottleneck.
 
-        In haste the latter are measured in the proof alone.
+        With a short budget, the engine defaults are measured only in the proof.
         """
         self.state.change(steps=(), proofs=(), sides=())
         planned = self.trials.measure((), None)
         if planned is None:
             raise OutsideFailed(
-                f"{self.state.chosen.engine.name} could not be measured as planned", cause=self.state.last_refusal(),
-                hint=f"bedplate bench --engines {self.state.chosen.engine.id}",
-            )  # fmt: skip
+                f"{self.state.chosen.engine.name} could not be measured with the plan's settings",
+                cause=self.state.last_refusal(),
+                hint=f"run bedplate bench --engines {self.state.chosen.engine.id}",
+            )
         self.pool.most = self.budget.engines_at_once(self.state.trials[()])
         plan_quality = self.answers.check(())
         if plan_quality.verdict == "broken":
             raise AnswerIsNo(
-                f"{self.state.chosen.engine.name} gives wrong answers here as planned", cause=plan_quality.note,
-                hint="nothing that is faster would help; bedplate plan --why-not says more",
-            )  # fmt: skip
+                f"{self.state.chosen.engine.name} gives wrong answers with the plan's settings",
+                cause=plan_quality.note,
+                hint="choose another engine; bedplate plan --why-not gives the reasons",
+            )
         self.trials.diagnose()
         if not self.budget.is_hasty:
             self.trials.measure(OWN, None)
         return planned
 
     def _own_is_better(self) -> bool:
-        """Whether the engine by itself does something that the plan should do as well."""
+        """Whether the engine defaults are better than the plan."""
         own, plan = (one.best if (one := self.state.trials.get(point)) is not None else None for point in (OWN, ()))
         return own is not None and plan is not None and own.score - plan.score > NOISE
 
     def _accept(self, point: Point, move: Move) -> bool:
-        """A winner is kept only if it answers as the plan does, where it may answer otherwise."""
+        """Keep a winner; if its settings can change answers, only if it answers like the plan."""
         if "answers" in self.state.knob(move.lever.name).risk:
             found = self.answers.check(point)
             if found.verdict != "ok":
-                words = found.note or "its answers could not be checked"
+                words = found.note or "the answers could not be checked"
                 self.state.refuse(point, "answers", words, self.answers.evidence, move)
                 return False
         self.state.best = point
@@ -292,13 +300,13 @@ class Tuner:
         kept = self.state.kept
         known = store.refused_settings(kept.machine, kept.engine, path=self.state.path)
         same = [one for one in known if (one.engine_version, one.model) == (kept.engine_version, kept.model)]
-        # What answers too loosely for one may be what another asks for.
+        # Weights that were refused for their accuracy are allowed with --lossy.
         same = [one for one in same if one.kind != "answers" or not kept.lossy]
         self.state.change(refused=tuple(dict.fromkeys((*kept.refused, *same))))
         return {(one.turn.knob, one.turn.value) for one in same}
 
     def _hints(self) -> set[str]:
-        """Knobs that helped the same engine with this model elsewhere."""
+        """Return the settings that helped the same engine with this model in other tunings."""
         kept = self.state.kept
         others = store.tunings(None, path=self.state.path)
         found = [one for one in others if one.engine == kept.engine and one.model == kept.model]
