@@ -152,7 +152,7 @@ def test_a_conversation_fits_unless_the_model_reads_less(on_rtx: dict[str, Entry
 
 def test_lengths_that_were_asked_for_are_not_cut() -> None:
     found = asked(RTX, "huggyllama/llama-7b", workload=Workload(context_tokens=4096))["huggyllama/llama-7b"]
-    assert not found.fits and found.why == "reads at most 2,048 tokens"
+    assert not found.fits and found.why == "its context is only 2,048 tokens"
 
 
 def test_what_cannot_fit_says_why_in_a_few_words(on_rtx: dict[str, Entry]) -> None:

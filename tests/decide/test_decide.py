@@ -396,7 +396,7 @@ class TestWhatWouldFit:
         hardware, work = machine(card, count), Workload(prompt_tokens=1000)
         decision = decide(hardware, find_model(model), work, wanted)
         assert decision.engine is None
-        more = memory_in(next(hint for hint in decision.hints if "more free memory on the cards" in hint))
+        more = memory_in(next(hint for hint in decision.hints if "more free memory on the GPUs" in hint))
         larger = tuple(
             replaced(one, free_bytes=(one.free_bytes or 0) + -(-more // count)) for one in hardware.accelerators
         )
@@ -416,7 +416,7 @@ class TestWhatWouldFit:
     def test_so_many_cards_indeed_fit(self, name: str, card: str, count: int, wanted: str) -> None:
         work, model = Workload(prompt_tokens=1000), find_model(name)
         decision = decide(machine(card, count), model, work, wanted)
-        cards = int(re.findall(r"(\d+) cards like these", " ".join(decision.hints))[0])
+        cards = int(re.findall(r"(\d+) GPUs of this model", " ".join(decision.hints))[0])
         assert cards > count
         assert decide(machine(card, cards), model, work, wanted).fits
 
@@ -435,7 +435,7 @@ class TestWhatWouldFit:
 
     def test_a_mac_is_not_told_to_buy_cards(self) -> None:
         decision = decide(machine("Apple M2", 1, 8), find_model("meta-llama/Meta-Llama-3.1-70B"), Workload())
-        assert decision.hints and not [hint for hint in decision.hints if "cards like these" in hint]
+        assert decision.hints and not [hint for hint in decision.hints if "GPUs of this model" in hint]
 
     def test_ram_is_named_where_offload_would_use_it(self) -> None:
         """Nothing holds it; the engine that needs least of all is the one that keeps a part on the host."""
@@ -470,7 +470,7 @@ class TestArrivals:
         assert ttft is not None and tpot is not None
         request_s = (ttft.value + tpot.value * 200) / 1000
         assert decision.in_flight == pytest.approx(4 * request_s, rel=0.3, abs=2)
-        assert "Little's law" in decision.notes[0] and "4 requests a second" in decision.notes[0]
+        assert "Little's law" in decision.notes[0] and "4 requests/s" in decision.notes[0]
 
     def test_users_who_think_are_fewer_in_flight_than_there_are(self) -> None:
         work = Workload(users=200, think_time_s=30, prompt_tokens=1000, output_tokens=200)
@@ -481,7 +481,7 @@ class TestArrivals:
         work = Workload(requests_per_s=1000, prompt_tokens=1000, output_tokens=200)
         decision = decide(machine("L4"), find_model("Qwen/Qwen3-8B"), work)
         assert "the queue grows without end" in decision.notes[0]
-        assert "machines like this would keep up" in decision.notes[0]
+        assert "machines of this kind would be enough" in decision.notes[0]
         # What is said is of those who have a place, not of a queue that no number holds for.
         assert decision.fits and decision.in_flight <= decision.max_concurrency
         first = decision.estimate.ttft_ms

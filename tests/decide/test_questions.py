@@ -41,7 +41,7 @@ class TestWhatIf:
         intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"})
         asked = override(intent, model="meta-llama/Meta-Llama-3.1-405B")
         found = {change.what: change for change in changes(decision_for(intent), decision_for(asked))}
-        assert found["engine"].after == "nothing fits" and found["tpot_ms"].after == "TBD"
+        assert found["engine"].after == "nothing fits" and found["tpot_ms"].after == "not predicted"
         assert found["requests at once"].after == "0"
 
     def test_fields_that_only_look_different_change_nothing(self) -> None:

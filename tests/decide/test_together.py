@@ -90,7 +90,7 @@ class TestCards:
         assert used[0] and used[1] and not used[0] & used[1]
 
     def test_replicas_of_an_engine_that_takes_the_whole_card_need_one_each(self) -> None:
-        with pytest.raises(AnswerIsNo, match="need an accelerator each"):
+        with pytest.raises(AnswerIsNo, match="need one accelerator each"):
             together(machine("H100 SXM", 1), [ask(LLAMA_8B, "vllm", replicas=2)])
 
     def test_what_is_taken_is_not_free(self) -> None:

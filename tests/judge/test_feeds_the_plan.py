@@ -226,4 +226,4 @@ def test_a_verdict_of_another_machine_is_not_read(tmp_path: Path, monkeypatch: p
     store.add_verdict(verdict, "2026-11-15T14:44:30Z")
     assert '"engine": "vllm"' in invoke(*asked, "--json").out
     why = " ".join(invoke(*asked, "--why-not", "llama.cpp").out.split())
-    assert "vLLM was measured here to be better by" in why and "20261115-143755-691c" in why
+    assert "a measurement here shows vLLM to be better by" in why and "20261115-143755-691c" in why

@@ -36,7 +36,7 @@ class TestDeciding:
         found = decided(broken())
         assert found.engine not in ("llama.cpp", None)
         (refusal,) = [one for one in found.refused if one.engine == "llama.cpp"]
-        assert refusal.kind == "unsuitable" and "gave wrong answers here: 3 of 48 prefixes" in refusal.why
+        assert refusal.kind == "unsuitable" and "gave wrong answers on this machine: 3 of 48 prefixes" in refusal.why
 
     def test_asked_for_it_is_taken_with_a_loud_reason(self) -> None:
         found = decided(broken(), wanted="llama.cpp")
