@@ -44,7 +44,7 @@ def test_figures_have_a_band_and_say_what_they_are() -> None:
     for figure in (found.ttft_ms, found.tpot_ms, found.output_tok_s):
         assert figure is not None
         assert figure.low < figure.value < figure.high and figure.basis == "estimate"
-        assert "fitted on published rows" in (figure.source or "")
+        assert "fitted on published measurements" in (figure.source or "")
 
 
 def test_a_4090_makes_about_as_many_tokens_as_people_measure() -> None:

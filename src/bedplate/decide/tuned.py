@@ -79,12 +79,13 @@ def measured_estimate(tuned: Tuned, case: Case, estimate: Estimate) -> Estimate:
 
 def tuning_words(tuned: Tuned) -> str:
     """Such as "weights Q8_0, ubatch 256, tuned for throughput …; 2.8 times the tokens per second of …"."""
-    best, defaults, plan = tuned.side("tuned"), tuned.proof("own defaults"), tuned.proof("plan")
+    best = tuned.side("tuned")
     text = f"{words_of(best.turned) if best is not None else ''}, tuned for {tuned.objective} "
     text += f"with {tuned.load.concurrency} requests in flight"
-    for proof, name in ((defaults, f"the {tuned.engine} defaults"), (plan, "the untuned plan")):
-        if proof is not None and proof.output_tok_s is not None:
-            text += f"; {_times(proof)} {name}"
+    # The comparison with the engine defaults first, then the one with the plan.
+    for proof in sorted(tuned.proofs, key=lambda one: one.against == "plan"):
+        if proof.output_tok_s is not None:
+            text += f"; {_times(proof)} {'the untuned plan' if proof.against == 'plan' else f'{tuned.engine} defaults'}"
     return text
 
 
