@@ -39,7 +39,7 @@ def expected(
     return found
 
 
-def test_figures_have_a_band_and_say_what_they_are() -> None:
+def test_figures_have_a_band_and_a_source() -> None:
     found = estimate_for(machine(), find_model("Meta-Llama-3-8B Q4_K_M"), "llama.cpp", Parallelism(), ONE, slots=1)
     for figure in (found.ttft_ms, found.tpot_ms, found.output_tok_s):
         assert figure is not None
@@ -47,7 +47,7 @@ def test_figures_have_a_band_and_say_what_they_are() -> None:
         assert "fitted on published measurements" in (figure.source or "")
 
 
-def test_a_4090_makes_about_as_many_tokens_as_people_measure() -> None:
+def test_estimate_for_an_rtx_4090_agrees_with_published_speed() -> None:
     """Builds of today: 130 to 165 tokens a second is what is published of Llama 3 8B Q4_K_M since CUDA graphs."""
     assert 125 < 1 / expected(machine()).tpot_s < 170
 
@@ -58,14 +58,14 @@ def test_parts_add_up_to_the_step() -> None:
     assert limit_of(found) == max(found.parts_s, key=lambda name: found.parts_s[name])
 
 
-def test_the_limit_is_named() -> None:
+def test_bottleneck_is_named() -> None:
     assert limit_of(expected(machine(), "Meta-Llama-3-8B")) == "memory bandwidth"
     assert limit_of(expected(machine("H100 SXM"), "Qwen2.5-0.5B-Instruct", "pytorch")) == "runtime overhead"
     long = Workload(concurrency=1, prompt_tokens=120_000, output_tokens=256)
     assert limit_of(expected(machine("GB10", ram_gb=128), "Qwen3-30B-A3B Q4_K_M", workload=long)) == "KV cache"
 
 
-def test_experts_on_the_host_cost_their_reading() -> None:
+def test_experts_on_the_host_add_their_read_time() -> None:
     offload = Offload(kind="experts", device_layers=6, host_layers=30, host_bytes=50_000_000_000)
     kept = expected(machine(cpu="AMD Ryzen 9 7950X"), "gpt-oss-120b")
     found = expected(machine(cpu="AMD Ryzen 9 7950X"), "gpt-oss-120b", offload=offload)
@@ -75,7 +75,7 @@ def test_experts_on_the_host_cost_their_reading() -> None:
     assert found.parts_s["host memory"] >= 50e9 * 4 / 128 / 83.2e9
 
 
-def test_a_measurement_scales_the_efficiencies_and_is_named() -> None:
+def test_measurement_scales_the_estimate_and_is_named_as_source() -> None:
     plain, measured = expected(machine()), expected(machine(), factor=1.25)
     assert measured.tpot_s == pytest.approx(plain.tpot_s / 1.25)
     assert measured.output_tok_s == pytest.approx(plain.output_tok_s * 1.25)
@@ -89,7 +89,7 @@ def test_two_cards_read_faster_than_one() -> None:
     assert two.parts_s["interconnect"] > 0 == one.parts_s["interconnect"]
 
 
-def test_more_requests_share_the_reading() -> None:
+def test_more_requests_share_weight_reads() -> None:
     many = Workload(concurrency=8, prompt_tokens=512, output_tokens=256)
     alone, together = expected(machine()), expected(machine(), workload=many, slots=8)
     assert alone.output_tok_s < together.output_tok_s < 8 * alone.output_tok_s
@@ -101,7 +101,7 @@ def test_more_requests_share_the_reading() -> None:
     ("chip", "cards", "model"),
     [("H100 SXM", 1, "Qwen3-8B"), ("A100 SXM 80GB", 4, "Llama-3.1-70B-Instruct"), ("RTX 4090", 1, "Qwen3-4B")],
 )
-def test_nobody_is_quicker_beside_others_than_alone(chip: str, cards: int, model: str, engine: str) -> None:
+def test_concurrent_requests_are_never_faster_than_a_single_one(chip: str, cards: int, model: str, engine: str) -> None:
     loads = [Workload(concurrency=n, prompt_tokens=512, output_tokens=256) for n in range(1, 17)]
     hardware, layout = machine(chip, cards), Parallelism(tensor=cards)
     found = [expected(hardware, model, engine, layout, work, slots=16).tpot_s for work in loads]
@@ -119,7 +119,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     assert expected(machine(), workload=shared).ttft_s < expected(machine(), workload=whole).ttft_s / 4
 
 
-def test_what_is_not_generated_has_no_estimate() -> None:
+def test_task_without_generation_has_no_estimate() -> None:
     model = find_model("BAAI/bge-m3")
     assert expectation_for(machine(), model, "pytorch", Parallelism(), ONE, slots=1) is None
     unknown = simulated({"cpu": "Some CPU 3000", "cores": 12, "ram_gb": 32})
@@ -135,7 +135,7 @@ def test_what_is_not_generated_has_no_estimate() -> None:
     st.integers(1, 30_000),
     st.integers(1, 4_000),
 )
-def test_longer_prompts_never_come_sooner(chip: str, model: str, engine: str, prompt: int, more: int) -> None:
+def test_longer_prompts_never_have_a_shorter_ttft(chip: str, model: str, engine: str, prompt: int, more: int) -> None:
     shorter = Workload(concurrency=1, prompt_tokens=prompt, output_tokens=64)
     longer = Workload(concurrency=1, prompt_tokens=prompt + more, output_tokens=64)
     hardware = machine(chip, ram_gb=128)
@@ -147,7 +147,7 @@ def test_longer_prompts_never_come_sooner(chip: str, model: str, engine: str, pr
 
 
 @pytest.mark.measures
-def test_an_estimate_costs_little() -> None:
+def test_estimate_is_computed_quickly() -> None:
     hardware, model = machine("H100 SXM", 8), find_model("Qwen3-30B-A3B")
 
     def took_s() -> float:

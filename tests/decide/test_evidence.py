@@ -32,21 +32,21 @@ def decided(*results: Result, operations: Operations | None = None) -> Decision:
     return decide(MACHINE, MODEL, WORK, operations=operations, results=results)
 
 
-class TestOverturning:
-    def test_a_clear_gain_overturns_the_rule_and_says_why(self) -> None:
+class TestOverrulingMeasurements:
+    def test_clear_gain_overrules_the_rule_with_a_reason(self) -> None:
         assert decided().engine == "vllm"
         found = decided(measured("vllm", 4000), measured("sglang", 5200))
         assert found.engine == "sglang" and found.reasons[0].rule == "evidence.measured"
         assert "30%" in found.reasons[0].text and "vLLM" in found.reasons[0].text
         assert found.reasons[0].source.startswith("store")
 
-    def test_and_the_incumbent(self) -> None:
+    def test_clear_gain_replaces_the_incumbent(self) -> None:
         kept = Operations(incumbent="vllm")
         assert decided(operations=kept).reasons[0].rule == "operations.incumbent"
         found = decided(measured("vllm", 4000), measured("sglang", 5200), operations=kept)
         assert found.engine == "sglang"
 
-    def test_of_several_the_best(self) -> None:
+    def test_best_of_several_measured_engines_is_chosen(self) -> None:
         found = decided(measured("vllm", 4000), measured("sglang", 5200), measured("tensorrt-llm", 5900))
         assert found.engine == "tensorrt-llm"
 
@@ -67,7 +67,7 @@ class TestOverturning:
         ids=["5 %", "wrong answers", "slower to begin", "other load", "other weights", "other prompts", "other model",
              "other machine", "no figure", "measured once"],
     )  # fmt: skip
-    def test_what_proves_nothing_moves_nothing(self, challenger: Result) -> None:
+    def test_unproven_gain_changes_nothing(self, challenger: Result) -> None:
         found = decided(measured("vllm", 4000), challenger)
         assert found.engine == "vllm" and found.reasons[0].rule == "serve.default"
 
@@ -75,33 +75,33 @@ class TestOverturning:
         assert decided(measured("sglang", 9000)).engine == "vllm"
 
     @pytest.mark.parametrize(("in_flight", "engine"), [(16, "vllm"), (32, "sglang"), (128, "sglang"), (300, "vllm")])
-    def test_it_speaks_of_work_like_that_which_was_measured(self, in_flight: int, engine: str) -> None:
+    def test_measurement_applies_to_similar_workloads(self, in_flight: int, engine: str) -> None:
         work = replaced(WORK, concurrency=in_flight)
         results = (measured("vllm", 4000), measured("sglang", 5200))
         assert decide(MACHINE, MODEL, work, results=results).engine == engine
 
-    def test_under_several_loads_the_nearest_counts(self) -> None:
+    def test_nearest_measured_load_is_used(self) -> None:
         at_64 = (measured("vllm", 4000), measured("sglang", 5200))
         at_32 = (measured("vllm", 3000, concurrency=32), measured("sglang", 2500, concurrency=32))
         for in_flight, engine in ((32, "vllm"), (40, "vllm"), (60, "sglang"), (64, "sglang")):
             work = replaced(WORK, concurrency=in_flight)
             assert decide(MACHINE, MODEL, work, results=(*at_64, *at_32)).engine == engine, in_flight
 
-    def test_beside_the_best_of_the_engine_itself(self) -> None:
+    def test_challenger_is_compared_with_the_best_result_of_the_engine(self) -> None:
         """One that is laid out badly is easily beaten."""
         bad = measured("vllm", 2000, parallelism=Parallelism(tensor=8))
         assert decided(bad, measured("vllm", 5000), measured("sglang", 5200)).engine == "vllm"
 
-    def test_what_cannot_run_here_is_not_chosen_whatever_was_measured(self) -> None:
+    def test_measured_engine_that_cannot_run_here_is_not_chosen(self) -> None:
         found = decided(measured("vllm", 4000), measured("exllamav2", 9000), measured("mlx", 9000))
         assert found.engine != "mlx"
 
-    def test_an_engine_that_bedplate_does_not_know_is_passed_over(self) -> None:
+    def test_unknown_engine_in_results_is_ignored(self) -> None:
         assert decided(measured("vllm", 4000), measured("nobody's engine", 9000)).engine == "vllm"
 
 
 class TestCalibration:
-    def test_a_measurement_corrects_the_estimate_and_says_so(self) -> None:
+    def test_measurement_corrects_the_estimate_with_a_reason(self) -> None:
         plain = decided()
         assert plain.estimate.output_tok_s is not None and plain.settings is not None
         one_card = decide(
@@ -122,29 +122,29 @@ class TestCalibration:
         plain, other = decided(), decided(measured("llama.cpp", 10))
         assert plain.estimate == other.estimate
 
-    def test_another_models_measurement_corrects_but_does_not_overturn(self) -> None:
+    def test_measurement_of_another_model_corrects_but_does_not_overrule(self) -> None:
         small = measured("vllm", 50, model="Qwen/Qwen3-0.6B", quantization="BF16")
         evidence = gathered(MACHINE, MODEL, [small])
         assert evidence.factor("vllm", "cuda") < 1 and evidence.results == ()
 
-    def test_the_layout_that_was_measured_is_the_one_that_is_estimated(self) -> None:
+    def test_correction_uses_the_measured_layout(self) -> None:
         plain = decided()
         rate, layout = plain.estimate.output_tok_s, plain.parallelism
         assert rate is not None and layout != Parallelism()
         same = measured("vllm", rate.value, quantization=plain.quantization, parallelism=layout)
         assert gathered(MACHINE, MODEL, [same]).factor("vllm", "cuda") == pytest.approx(1.0, rel=0.05)
 
-    def test_a_build_for_the_cpu_says_nothing_of_the_card(self) -> None:
+    def test_cpu_measurement_does_not_correct_the_gpu(self) -> None:
         slow = measured("llama.cpp", 10, concurrency=1, quantization="Q4_K_M", device="cpu")
         evidence = gathered(MACHINE, MODEL, [slow])
         assert evidence.factor("llama.cpp", "cuda") == 1.0
 
     @pytest.mark.parametrize(("label", "known"), [("6.0 bpw", True), ("AWQ-Int4", True), ("made up", False)])
-    def test_weights_as_a_decision_names_them(self, label: str, known: bool) -> None:
+    def test_quantization_labels_of_decisions_are_recognized(self, label: str, known: bool) -> None:
         evidence = gathered(MACHINE, MODEL, [measured("vllm", 50, quantization=label)])
         assert bool(evidence.factors) is known
 
-    def test_the_middle_of_all_pairs(self) -> None:
+    def test_correction_factor_is_the_median_ratio(self) -> None:
         assert factor_of([(100, 50), (100, 100), (10, 100)]) == 1.0
         assert factor_of([(0, 50), (10, 0)]) is None and factor_of([]) is None
 

@@ -74,7 +74,7 @@ def complaint(text: str) -> BadQuestion:
     return bad.value
 
 
-def test_the_file_that_the_design_shows() -> None:
+def test_complete_example_is_read() -> None:
     intent = read_intent(WHOLE)
     assert intent.hardware == {"accelerator": "NVIDIA H100 SXM 80GB", "count": 8, "ram_gb": 2048, "os": "linux"}
     assert intent.model == "meta-llama/Meta-Llama-3.1-70B"
@@ -86,7 +86,7 @@ def test_the_file_that_the_design_shows() -> None:
     assert intent.notes == ()
 
 
-def test_a_platform() -> None:
+def test_platform_with_pools_and_services_is_read() -> None:
     intent = read_intent(PLATFORM)
     assert [(pool.name, pool.nodes) for pool in intent.pools] == [("big", 4), ("small", 4)]
     chat, embed = intent.services
@@ -106,20 +106,20 @@ def test_json_is_read_as_well_even_with_tabs() -> None:
     assert read_intent(to_json(intent)) == intent
 
 
-def test_from_a_file(tmp_path: Path) -> None:
+def test_intent_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "bedplate.yaml"
     path.write_text(WHOLE, encoding="utf-8-sig")
     assert read_intent(path) == read_intent(str(path)) == read_intent(WHOLE)
 
 
 @pytest.mark.parametrize("name", ["absent.yaml", "folder"])
-def test_a_file_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+def test_unreadable_file_is_a_usage_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(BadQuestion, match="cannot read"):
         read_intent(tmp_path / name)
 
 
-def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+def test_binary_file_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadQuestion, match="not text"):
         read_intent(tmp_path / "a.yaml")

@@ -40,13 +40,13 @@ def score_program() -> ModuleType:
 
 
 @pytest.mark.parametrize(("batch", "prompt", "peak"), H200_PEAKS)
-def test_pytorch_as_measured_on_an_h200(batch: int, prompt: int, peak: int) -> None:
+def test_pytorch_memory_agrees_with_measurements_on_an_h200(batch: int, prompt: int, peak: int) -> None:
     work = Workload(concurrency=batch, prompt_tokens=prompt, output_tokens=32)
     (need,) = fit(cards("H200 SXM"), find_model("meta-llama/Meta-Llama-3.1-8B"), work, "pytorch").devices
     assert need.total_bytes == pytest.approx(peak, rel=0.02)
 
 
-def test_published_peaks_are_met() -> None:
+def test_peak_memory_agrees_with_published_values() -> None:
     if not TRUTH.is_dir():
         pytest.skip("the published measurements (../shared/truth) are not here")
     score = score_program()
@@ -62,7 +62,7 @@ def test_published_peaks_are_met() -> None:
     assert statistics.median(errors) < 0.07
 
 
-def test_heads_are_divided_among_tensor_ranks_but_never_below_one() -> None:
+def test_tensor_ranks_divide_kv_heads_down_to_one() -> None:
     model = find_model("meta-llama/Meta-Llama-3.1-70B")
     whole = model.kv_bytes(1000)
     assert kv_bytes_on_device(model, 1000, Parallelism(tensor=4)) == whole // 4
@@ -70,7 +70,7 @@ def test_heads_are_divided_among_tensor_ranks_but_never_below_one() -> None:
     assert kv_bytes_on_device(model, 1000, Parallelism(tensor=4, pipeline=2)) == whole // 8
 
 
-def test_a_latent_cache_is_kept_whole_by_every_tensor_rank() -> None:
+def test_every_tensor_rank_stores_the_whole_latent_cache() -> None:
     model = find_model("DeepSeek-R1")
     assert kv_bytes_on_device(model, 1000, Parallelism(tensor=8)) == model.kv_bytes(1000)
 
@@ -90,7 +90,7 @@ def test_attention_data_parallelism_holds_more_latent_requests() -> None:
     assert plain.fits and spread.fits and spread.max_concurrency > 4 * plain.max_concurrency
 
 
-def test_what_does_not_fit_a_card_is_offloaded_by_layers() -> None:
+def test_dense_model_that_exceeds_the_gpu_is_offloaded_by_layers() -> None:
     model = find_model("Llama 3.1 70B Q4_K_M")
     found = fit(cards("RTX 4090", 1, 128), model, Workload(prompt_tokens=512, output_tokens=256), "llama.cpp")
     assert found.fits and found.offload is not None and found.offload.kind == "layers"
@@ -101,18 +101,18 @@ def test_what_does_not_fit_a_card_is_offloaded_by_layers() -> None:
     assert card.high_bytes + layer > (card.usable_bytes or 0)
 
 
-def test_experts_go_to_the_host_before_layers_do() -> None:
+def test_experts_are_offloaded_before_layers() -> None:
     found = fit(cards("RTX 4090", 1, 128), find_model("gpt-oss-120b"), Workload(), "llama.cpp")
     assert found.fits and found.offload is not None and found.offload.kind == "experts"
     assert found.offload.device_layers + found.offload.host_layers == 36
 
 
-def test_an_engine_that_does_not_offload_says_no() -> None:
+def test_engine_without_offload_does_not_fit() -> None:
     found = fit(cards("RTX 4090"), find_model("meta-llama/Meta-Llama-3.1-70B"), Workload(), "vllm")
     assert not found.fits and found.max_concurrency == 0 and found.offload is None
 
 
-def test_a_quantization_makes_it_smaller() -> None:
+def test_quantization_reduces_memory() -> None:
     model, machine = find_model("meta-llama/Meta-Llama-3.1-70B"), cards("H200 SXM")
     plain = fit(machine, model, Workload(), "vllm")
     smaller = fit(machine, model, Workload(), "vllm", quantization="FP8")
@@ -120,12 +120,12 @@ def test_a_quantization_makes_it_smaller() -> None:
     assert smaller.devices[0].weights_bytes < 0.55 * plain.devices[0].weights_bytes
 
 
-def test_a_layout_larger_than_the_machine_is_a_wrong_question() -> None:
+def test_layout_larger_than_the_machine_is_a_usage_error() -> None:
     with pytest.raises(BadQuestion, match="8 devices"):
         fit(cards("H100 SXM", 4), find_model("Qwen3-8B"), Workload(), "vllm", parallelism=Parallelism(tensor=8))
 
 
-def test_replicas_multiply_the_requests() -> None:
+def test_replicas_multiply_the_capacity() -> None:
     model, work = find_model("Qwen3-8B"), Workload(prompt_tokens=2000, output_tokens=500)
     one = fit(cards("L4", 1), model, work, "vllm").max_concurrency
     assert one > 0
@@ -133,7 +133,7 @@ def test_replicas_multiply_the_requests() -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 20_000), st.sampled_from(["RTX 4090", "L4", "H100 SXM", "H200 SXM"]))
-def test_the_most_requests_are_the_most(users: int, prompt: int, name: str) -> None:
+def test_max_concurrency_fits_and_one_more_does_not(users: int, prompt: int, name: str) -> None:
     model = find_model("Qwen3-8B")
     work = Workload(users=users, prompt_tokens=prompt, output_tokens=200)
     found = fit(cards(name), model, work, "vllm")

@@ -23,7 +23,7 @@ def name_of(path: Path | None) -> str:
 
 
 @pytest.mark.parametrize("path", own_files(), ids=name_of)
-def test_own_scenarios(path: Path) -> None:
+def test_scenarios(path: Path) -> None:
     check(path, run if path.stem in AS_A_PROCESS else invoke)
 
 
@@ -32,7 +32,7 @@ def test_shared_scenarios(path: Path) -> None:
     check(path, run if path.stem == "h100x8-general-serving" else invoke)
 
 
-def test_there_are_enough_of_them_and_each_expects_something_that_is_checked() -> None:
+def test_each_scenario_has_known_expectations() -> None:
     assert len(own_files()) >= 30
     for path in own_files():
         loaded = content(path)

@@ -96,22 +96,22 @@ def value(**changes: str) -> float:
         ("tp4 pp1 attn_dp4 moe_tp1 moe_ep16", Layout(1, 4, 4)), ("tp1 pp1 attn_dp moe_tp4 moe_ep1", Layout(1, 4, 1)),
     ],
 )  # fmt: skip
-def test_layouts_as_tables_write_them(written: str, layout: Layout) -> None:
+def test_layouts_of_tables_are_parsed(written: str, layout: Layout) -> None:
     assert arranged(case(parallelism=written, model="deepseek-ai/DeepSeek-R1")) == layout
 
 
-def test_a_pipeline_and_replicas_are_read() -> None:
+def test_pipeline_and_replicas_are_parsed() -> None:
     found = arranged(case(parallelism="TP2,PP2", scenario="trtllm-bench throughput", count="8"))
     assert found == Layout(2, 1, 1, 2, 2)
 
 
-def test_groups_that_are_left_blank_follow_from_the_batch_of_a_rank() -> None:
+def test_missing_attention_groups_follow_from_the_batch_of_a_rank() -> None:
     blank = {"parallelism": "tp8 pp1 attn_dp moe_tp1 moe_ep8", "model": "deepseek-ai/DeepSeek-R1", "concurrency": "80"}
     assert arranged(case(**blank, notes="batch_size=10")) == Layout(1, 8, 8)
     assert arranged(case(**blank, notes="batch_size=80")) == Layout(8, 1, 8)
 
 
-def test_workers_apart_are_read_with_their_batches() -> None:
+def test_disaggregated_workers_are_parsed_with_their_batches() -> None:
     text = "disagg prefill 1x(tp1 dp4 ep0 bs1) decode 3x(tp4 dp1 ep0 bs24)"
     found = arranged(case(parallelism=text, scenario="disagg", concurrency=""))
     assert isinstance(found, Workers)
@@ -119,7 +119,7 @@ def test_workers_apart_are_read_with_their_batches() -> None:
     assert value(parallelism=text, scenario="disagg", concurrency="", count="16") > 0
 
 
-def test_more_ranks_than_attention_is_ever_divided_by_are_those_of_all_workers() -> None:
+def test_too_many_tensor_ranks_are_those_of_all_workers() -> None:
     written = "tp72 pp1 attn_dp1 moe_tp72 moe_ep1"
     assert isinstance(arranged(case(parallelism=written, model="deepseek-ai/DeepSeek-R1", count="72")), Workers)
 
@@ -132,21 +132,19 @@ DIVIDED = "disagg prefill x(tp8 dp1 ep8 bs) decode x(tp8 dp1 ep8 bs)"
 @pytest.mark.parametrize(
     ("parallelism", "concurrency", "metric", "words"),
     [
-        (DIVIDED.replace("tp8", "tp1"), "64", "tpot_ms", "do not fit the 1 × NVIDIA H200"),
+        (DIVIDED.replace("tp8", "tp1"), "64", "tpot_ms", "do not fit in 1 × NVIDIA H200"),
         (DIVIDED.replace("tp8", "tp20"), "64", "tpot_ms", "20 ranks are those of all workers"),
         ("tp72 pp1 attn_dp1 moe_tp72 moe_ep1", "64", "ttft_ms", "72 ranks are those of all workers"),
-        (DIVIDED, "100000", "tpot_ms", "could not hold 100000 streams"),
+        (DIVIDED, "100000", "tpot_ms", "cannot hold 100000 streams"),
     ],
 )
-def test_workers_of_which_nobody_says_how_many_there_are(
-    parallelism: str, concurrency: str, metric: str, words: str
-) -> None:
+def test_unknown_number_of_workers_is_refused(parallelism: str, concurrency: str, metric: str, words: str) -> None:
     found = predict({**ROW, **APART, "parallelism": parallelism, "concurrency": concurrency, "metric": metric})
     assert isinstance(found, Refused)
     assert words in found.why
 
 
-def test_workers_that_are_counted_or_could_be_one_are_answered() -> None:
+def test_known_or_single_workers_are_predicted() -> None:
     assert value(**APART, parallelism=DIVIDED, concurrency="4", metric="ttft_ms") > 0
     # How many prefill workers there are says nothing of the time per token.
     assert value(**APART, parallelism=DIVIDED, concurrency="512", metric="tpot_ms") > 0
@@ -160,7 +158,7 @@ HELD = {**APART, "hardware": "NVIDIA GB200", "engine": "TensorRT-LLM", "prompt_t
         "parallelism": DIVIDED, "metric": "ttft_ms"}  # fmt: skip
 
 
-def test_a_result_has_the_workers_of_its_recipe() -> None:
+def test_inferencex_result_uses_the_workers_of_its_recipe() -> None:
     found = asked(case(**HELD, concurrency="27", notes=RESULT))
     assert isinstance(found, Asked)
     question = found.question
@@ -171,7 +169,7 @@ def test_a_result_has_the_workers_of_its_recipe() -> None:
     assert unknown.question.decodes == 0
 
 
-def test_streams_beyond_the_places_of_a_recipe_wait_for_one() -> None:
+def test_streams_beyond_the_slots_of_a_recipe_wait() -> None:
     crowded = value(**HELD, concurrency="27", notes=RESULT)
     # The published recipe for 27 streams has 24 places: an eighth of an answer is waited for.
     answer_s = 0.9 * 1024 * value(**{**HELD, "metric": "tpot_ms"}, concurrency="27", notes=RESULT) / 1e3
@@ -179,14 +177,14 @@ def test_streams_beyond_the_places_of_a_recipe_wait_for_one() -> None:
     assert crowded > 2 * value(**HELD, concurrency="27")
 
 
-def test_a_recipe_that_nobody_published_is_not_made_up() -> None:
+def test_missing_recipe_is_not_invented() -> None:
     question = case(**{**HELD, "prompt_tokens": "3000"}, concurrency="27", notes=RESULT)
     assert recipes.setup_of(question, Layout(8, 1, 8), Layout(8, 1, 8)) is None
     far = case(**HELD, concurrency="100000", notes=RESULT)
     assert recipes.setup_of(far, Layout(8, 1, 8), Layout(8, 1, 8)) is None
 
 
-def test_the_ranks_of_all_workers_together_are_divided_as_a_recipe_has_them() -> None:
+def test_total_ranks_are_divided_as_in_the_recipe() -> None:
     together = {**HELD, "quantization": "fp4", "parallelism": DIVIDED.replace("tp8", "tp36").replace("ep8", "ep1")}
     assert isinstance(predict({**ROW, **together, "concurrency": "256"}), Refused)
     assert value(**together, concurrency="256", notes=RESULT) > 0
@@ -215,7 +213,7 @@ def test_the_ranks_of_all_workers_together_are_divided_as_a_recipe_has_them() ->
         ({"engine": "SGLang"}, Waits(ahead=1)),
     ],
 )  # fmt: skip
-def test_how_recipes_set_their_schedulers(changes: dict[str, str], expected: Waits) -> None:
+def test_scheduler_settings_come_from_the_recipe(changes: dict[str, str], expected: Waits) -> None:
     result = case(**{**changes, "notes": RESULT})
     layout = arranged(result)
     assert isinstance(layout, Layout)
@@ -225,21 +223,21 @@ def test_how_recipes_set_their_schedulers(changes: dict[str, str], expected: Wai
     assert recipes.waits(case(**changes), layout, 0.0) == usual
 
 
-def test_scripts_before_a_change_took_one_prompt_into_a_pass() -> None:
+def test_older_scripts_use_one_prompt_per_pass() -> None:
     changes = {"engine": "TensorRT-LLM", "model": "deepseek-ai/DeepSeek-R1", "hardware": CHIPS[1], "concurrency": "64"}
     before = case(**changes, notes=RESULT.replace("2026-02-05", "2025-12-01"))
     assert recipes.waits(before, Layout(8), 0.0) == Waits(pass_tokens=64 + 1024 + 64)
 
 
 @pytest.mark.parametrize(("day", "tokens"), [("2026-03-28", 8192), ("2026-04-03", 2048)])
-def test_scripts_after_a_change_take_two_prompts_into_a_pass(day: str, tokens: int) -> None:
+def test_newer_scripts_use_two_prompts_per_pass(day: str, tokens: int) -> None:
     changes = {"engine": "vLLM", "model": "MiniMaxAI/MiniMax-M2.5", "hardware": CHIPS[1]}
     result = case(**changes, notes=RESULT.replace("2026-02-05", day))
     assert recipes.waits(result, Layout(4), 0.0).pass_tokens == tokens
 
 
 @pytest.mark.parametrize("notes", [RESULT, "gemm=fp8; source_file=gap-analysis.csv; silicon_concurrency=4"])
-def test_results_are_known_by_their_notes(notes: str) -> None:
+def test_inferencex_results_are_recognized_by_their_notes(notes: str) -> None:
     assert recipes.is_result(case(notes=notes))
     assert not recipes.is_result(case(notes="batch_size=4; gemm=fp8"))
 
@@ -259,7 +257,7 @@ DAY = "wip=False; measured="
          DAY + "2026-02-11; image=lmsysorg/sglang:v0.5.8.post1-cu130", 2),
     ],
 )  # fmt: skip
-def test_recipes_are_told_apart_by_day_and_image(
+def test_recipes_are_selected_by_day_and_image(
     hardware: str, quantization: str, parallelism: str, concurrency: str, notes: str, guessing: int
 ) -> None:
     row = {**SGLANG_APART, "hardware": hardware, "quantization": quantization, "parallelism": f"disagg {parallelism}"}
@@ -291,9 +289,7 @@ DEALT = "tp1 pp1 attn_dp8 moe_tp1 moe_ep8"
          DAY + "2026-03-25; image=lmsysorg/sglang:v0.5.9-cu130", 1),
     ],
 )  # fmt: skip
-def test_a_result_guesses_as_many_tokens_ahead_as_its_recipe(
-    changes: dict[str, str], notes: str, guesses: float
-) -> None:
+def test_drafted_tokens_come_from_the_recipe(changes: dict[str, str], notes: str, guesses: float) -> None:
     result = case(**{**changes, "notes": notes})
     layout = arranged(result)
     assert isinstance(layout, Layout)
@@ -303,7 +299,7 @@ def test_a_result_guesses_as_many_tokens_ahead_as_its_recipe(
     assert found.question.guessing == guesses
 
 
-def test_passes_that_guess_have_room_for_what_is_guessed() -> None:
+def test_passes_with_speculation_include_drafted_tokens() -> None:
     result = case(**R1, concurrency="128", notes=DAY + "2026-01-25")
     assert recipes.waits(result, Layout(8), 0.0).pass_tokens == 8192
     assert recipes.waits(result, Layout(8), 3.0).pass_tokens == 4 * 128 + 1024 + 64
@@ -311,7 +307,7 @@ def test_passes_that_guess_have_room_for_what_is_guessed() -> None:
 
 
 @pytest.mark.parametrize("guessing", [1.0, 2.0, 3.0])
-def test_guessing_makes_longer_passes_and_shorter_tokens(guessing: float) -> None:
+def test_speculation_lengthens_passes_and_shortens_tpot(guessing: float) -> None:
     e = efficiencies("sglang", "blackwell-dc", "fp8")
     slower, accepted = batching.guessed(e, guessing)
     assert slower > 1.0
@@ -325,7 +321,7 @@ def test_guessing_makes_longer_passes_and_shorter_tokens(guessing: float) -> Non
     assert guessed[0] > plain[0]
 
 
-def test_what_arrives_between_two_looks_is_computed_together() -> None:
+def test_requests_between_two_polls_share_a_pass() -> None:
     work, e = work_of(machine(), shape(MODELS[2]), Layout(8), 8192, 1024, 8), efficiencies("sglang", "hopper", "fp8")
     streams, every = 128.0, 32.0
     at_once, often = (batching.steady(work, e, streams, 1e6, Waits(polled=polled))[:2] for polled in (0.0, every))
@@ -334,7 +330,7 @@ def test_what_arrives_between_two_looks_is_computed_together() -> None:
     assert beside == pytest.approx(streams * every / 1024 * batching.prefill_s(work, e) / 2, rel=0.15)
 
 
-def test_those_that_are_gathered_later_wait_less() -> None:
+def test_requests_collected_later_wait_less() -> None:
     # Prompts of one token: what they compute does not count.
     work, e = work_of(machine(), shape(), Layout(8), 1, 1024, 8), efficiencies("tensorrt-llm", "hopper", "fp8")
 
@@ -346,7 +342,7 @@ def test_those_that_are_gathered_later_wait_less() -> None:
     assert passes(64.0) == pytest.approx((40 + 2.5 * 20) / 3.5, rel=0.05)
 
 
-def test_workers_take_as_many_tokens_into_a_pass_as_they_are_set_to() -> None:
+def test_workers_use_the_configured_tokens_per_pass() -> None:
     row = {**SGLANG_APART, "hardware": CHIPS[0], "prompt_tokens": "8192",
            "parallelism": "disagg prefill x(tp16 dp1 ep1 bs) decode x(tp16 dp1 ep1 bs)"}  # fmt: skip
     found = asked(case(**row, concurrency="4", notes=DAY + "2026-02-10"))
@@ -362,7 +358,7 @@ def test_workers_take_as_many_tokens_into_a_pass_as_they_are_set_to() -> None:
     assert small - whole >= 0.9 * passes * batching.first_host_s(found.question.prompts, e)
 
 
-def test_chance_lets_some_wait_where_there_are_just_as_many_places_as_streams() -> None:
+def test_random_imbalance_makes_some_streams_wait() -> None:
     found = asked(case(**HELD, concurrency="27", notes=RESULT))
     assert isinstance(found, Asked)
     e = efficiencies("tensorrt-llm", "blackwell-dc", "fp8")
@@ -376,7 +372,7 @@ def test_chance_lets_some_wait_where_there_are_just_as_many_places_as_streams() 
     )
 
 
-def test_a_wait_is_some_passes_longer() -> None:
+def test_scheduler_wait_adds_passes_to_ttft() -> None:
     gathering = {"engine": "TensorRT-LLM", "parallelism": "tp4 pp1 attn_dp1 moe_tp4 moe_ep1", "count": "4",
                  "notes": RESULT}  # fmt: skip
     token_ms = value(**gathering)
@@ -384,7 +380,7 @@ def test_a_wait_is_some_passes_longer() -> None:
     assert 10 * token_ms < extra < 25 * token_ms
 
 
-def test_lengths_of_results_are_the_mean_of_what_was_drawn() -> None:
+def test_lengths_of_inferencex_results_are_the_mean() -> None:
     found, plain = asked(case(notes=RESULT)), asked(case())
     assert isinstance(found, Asked)
     assert isinstance(plain, Asked)
@@ -399,7 +395,7 @@ def test_several_short_prompts_share_a_pass() -> None:
     assert batching.prefill_each_s(long, e, 1) == batching.prefill_s(long, e)
 
 
-def test_a_first_wave_is_through_sooner_where_a_pass_takes_more_of_it() -> None:
+def test_initial_burst_finishes_sooner_with_more_tokens_per_pass() -> None:
     work, e = work_of(machine(), shape(MODELS[2]), Layout(8), 1024, 1024, 8), efficiencies("sglang", "hopper", "fp8")
     few, many = (batching.steady(work, e, 64.0, 1e6, Waits(pass_tokens=tokens)) for tokens in (1024.0, 32768.0))
     assert many[0] < few[0]
@@ -409,14 +405,14 @@ def test_a_first_wave_is_through_sooner_where_a_pass_takes_more_of_it() -> None:
     assert ahead[0] > many[0]
 
 
-def test_one_kernel_for_all_experts_is_launched_faster() -> None:
+def test_fused_expert_kernels_launch_faster() -> None:
     hopper, blackwell = (work_of(machine(chip), shape(MODELS[2]), Layout(8), 1, 1, 8) for chip in (HOPPER, CHIPS[1]))
     assert (hopper.fused_layers, blackwell.fused_layers) == (0, blackwell.expert_layers)
     e = efficiencies("vllm", "hopper", "fp8")
     assert batching.first_host_s(blackwell, e) < batching.first_host_s(hopper, e)
 
 
-def test_messages_from_node_to_node_take_longer() -> None:
+def test_messages_between_nodes_take_longer() -> None:
     near, far = (work_of(machine(devices=count), shape(MODELS[2]), Layout(count), 1, 1, 8) for count in (8, 16))
     assert (near.far, far.far) == (0, far.reduces)
     e = efficiencies("vllm", "hopper", "fp8")
@@ -425,7 +421,7 @@ def test_messages_from_node_to_node_take_longer() -> None:
     )
 
 
-def test_four_bits_that_the_units_do_not_multiply_are_unpacked() -> None:
+def test_four_bit_weights_without_units_are_dequantized() -> None:
     oss = shape("openai/gpt-oss-120b")
     hopper, blackwell = (work_of(machine(chip), oss, Layout(8), 1024, 1024, 8) for chip in (HOPPER, CHIPS[1]))
     assert hopper.experts_unpacked_s == hopper.experts_s
@@ -440,7 +436,7 @@ def test_the_first_pass_of_layers_with_experts_takes_the_host_longer() -> None:
     assert batching.first_host_s(experts, e) / experts.layers > 2 * batching.first_host_s(dense, e) / dense.layers
 
 
-def test_tensor_ranks_share_products_but_each_passes_whole_hidden_states() -> None:
+def test_tensor_ranks_divide_products_but_not_hidden_states() -> None:
     what = shape("deepseek-ai/DeepSeek-R1")
     one, eight = (work_of(machine(), what, Layout(count), 1024, 1024, 8) for count in (1, 8))
     assert eight.dense_ops_s == pytest.approx(one.dense_ops_s / 8)
@@ -452,7 +448,7 @@ def test_tensor_ranks_share_products_but_each_passes_whole_hidden_states() -> No
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm", "tgi", "lmdeploy"])
 @pytest.mark.parametrize("model", MODELS)
-def test_more_streams_slow_each_and_raise_the_sum(engine: str, model: str) -> None:
+def test_more_streams_raise_tpot_and_throughput(engine: str, model: str) -> None:
     counts = [1, 4, 16, 64, 256]
     layout = Layout(8, 1, 8)
     found = [loaded(count, engine=engine, model=model, layout=layout, chip="NVIDIA B200 SXM 180GB") for count in counts]
@@ -462,7 +458,7 @@ def test_more_streams_slow_each_and_raise_the_sum(engine: str, model: str) -> No
     assert sums == sorted(sums)
 
 
-def test_longer_prompts_and_answers_cost_more() -> None:
+def test_longer_prompts_and_outputs_cost_more() -> None:
     assert loaded(prompt=8192).first_s > 3 * loaded(prompt=1024).first_s
     assert loaded(prompt=8192).token_s > loaded(prompt=1024).token_s
     assert loaded(output=4096, concurrency=8).token_s < loaded(output=64, concurrency=8).token_s
@@ -473,7 +469,7 @@ def test_prompts_in_the_cache_are_not_computed_again() -> None:
     assert loaded(prompt=8192, cached=8000).token_s < loaded(prompt=8192).token_s
 
 
-def test_what_does_not_fit_queues() -> None:
+def test_requests_that_do_not_fit_queue() -> None:
     one = Layout(tensor=1)
     few, many = loaded(16, 8192, 1024, one), loaded(512, 8192, 1024, one)
     assert many.first_s > 100 * few.first_s
@@ -481,7 +477,7 @@ def test_what_does_not_fit_queues() -> None:
     assert many.tok_s < 1.3 * loaded(64, 8192, 1024, one).tok_s
 
 
-def test_slots_bound_the_batch_and_the_rest_wait() -> None:
+def test_slots_limit_the_batch_and_other_requests_wait() -> None:
     bounded = loaded(64, slots=8)
     assert bounded.batch <= 8
     assert bounded.first_s > 5 * loaded(64).first_s
@@ -497,7 +493,7 @@ def test_replicas_share_the_streams() -> None:
     )
 
 
-def test_a_latent_is_kept_by_each_tensor_rank_but_dealt_out_to_groups() -> None:
+def test_latent_cache_is_divided_by_groups_but_not_by_tensor_ranks() -> None:
     deepseek = shape("deepseek-ai/DeepSeek-R1")
     divided = work_of(machine(), deepseek, Layout(8, 1, 8), 4096, 1024, 8)
     dealt = work_of(machine(), deepseek, Layout(1, 8, 8), 4096, 1024, 8)
@@ -521,7 +517,7 @@ def test_a_latent_is_kept_by_each_tensor_rank_but_dealt_out_to_groups() -> None:
     output=st.integers(1, 20_000),
     cached=st.integers(0, 100_000),
 )
-def test_no_estimate_beats_the_floor(
+def test_no_estimate_is_below_the_lower_bound(
     chip: str, model: str, engine: str, tensor: int, groups: int, stages: int, concurrency: int, prompt: int,
     output: int, cached: int,
 ) -> None:  # fmt: skip
@@ -541,7 +537,7 @@ def test_no_estimate_beats_the_floor(
     assert found.tok_s / output * linear_ops(what, work.prompt, 1) <= max(one.ops_s.values()) * layout.devices
 
 
-def test_efficiencies_are_shares_and_what_nobody_measured_has_the_common_ones() -> None:
+def test_efficiencies_are_shares_with_common_defaults() -> None:
     fitted = table("serving")["efficiencies"]
     assert set(fitted) == set(Efficiencies._fields)
     for engine in ("vllm", "sglang", "tensorrt-llm", "tgi"):
@@ -554,7 +550,7 @@ def test_efficiencies_are_shares_and_what_nobody_measured_has_the_common_ones() 
     assert common.layer_s == pytest.approx(efficiency(entry, "", "", ""))
 
 
-def test_the_same_functions_take_columns() -> None:
+def test_functions_accept_columns() -> None:
     numpy = pytest.importorskip("numpy", reason="numpy is not installed: columns are only used for fitting")
     what = shape("deepseek-ai/DeepSeek-R1")
     works = [work_of(machine(), what, Layout(8, 1, 8), prompt, 512, 8) for prompt in (128, 2048, 8192)]
@@ -566,7 +562,7 @@ def test_the_same_functions_take_columns() -> None:
         assert [figure[place] for figure in together] == pytest.approx(list(alone))
 
 
-def test_a_plan_gets_times_bands_and_what_binds() -> None:
+def test_plan_gets_times_bands_and_bottleneck() -> None:
     def plan(factor: float = 1.0, **changes: int) -> Expectation:
         load = {"concurrency": 64, "prompt_tokens": 512, "output_tokens": 512, "slots": 256} | changes
         return expect(machine(), shape(), "vllm", Parallelism(tensor=8), factor=factor, **load)
@@ -587,11 +583,11 @@ def test_a_plan_gets_times_bands_and_what_binds() -> None:
         (Parallelism(tensor=2, pipeline=2, data=2), Layout(2, 1, 1, 2, 2)),
     ],
 )  # fmt: skip
-def test_a_plans_layout(layout: Parallelism, divided: Layout) -> None:
+def test_layout_of_a_plan_is_converted(layout: Parallelism, divided: Layout) -> None:
     assert serving.divided_as(layout) == divided
 
 
-def test_rows_of_each_kind_are_answered() -> None:
+def test_rows_of_each_kind_are_predicted() -> None:
     assert 5 < value() < 20
     total = value(metric="output_tok_s_total")
     assert value(metric="output_tok_s_per_gpu") == pytest.approx(total / 8)
@@ -615,7 +611,7 @@ def test_rows_of_each_kind_are_answered() -> None:
         ({"scenario": "MLPerf datacenter closed MultiStream"}, "multistream"),
     ],
 )  # fmt: skip
-def test_what_a_row_does_not_say_is_refused(changes: dict[str, str], words: str) -> None:
+def test_row_with_missing_values_is_refused(changes: dict[str, str], words: str) -> None:
     found = predict({**ROW, **changes})
     assert isinstance(found, Refused)
     assert words in found.why
@@ -629,7 +625,7 @@ def test_what_a_row_does_not_say_is_refused(changes: dict[str, str], words: str)
         ("trtllm_perf_overview", "output_tok_s_total", 0.15), ("mlperf_v5_1_llm", "output_tok_s_total", 0.15),
     ],
 )  # fmt: skip
-def test_published_rows_are_near(source: str, metric: str, most: float) -> None:
+def test_predictions_are_near_published_rows(source: str, metric: str, most: float) -> None:
     with (TRUTH / f"{source}.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] == metric][::3]
     found = [(predict(row), float(row["value"])) for row in rows]
@@ -643,7 +639,7 @@ WANTED = {"tpot_ms": 0.15, "ttft_ms": 0.25, "output_tok_s_total": 0.20}
 
 
 @pytest.mark.parametrize("split", ["chip", "model", "engine"])
-def test_the_shipped_fit_is_good_enough_for_groups_left_out_and_documented(split: str) -> None:
+def test_shipped_fit_is_accurate_for_held_out_groups_and_documented(split: str) -> None:
     figures = {
         figure["metric"]: figure["median"]
         for figure in table("serving")["cross_validation"]

@@ -92,7 +92,7 @@ def closed_of(draw: int) -> int | None:
 
 @settings(deadline=None)
 @given(fleets(), asked(), st.integers(0, 6).map(closed_of), st.integers(0, 3))
-def test_jumps_end_where_single_passes_do(
+def test_jumps_agree_with_single_passes(
     fleet: Fleet, requests: list[Asked], concurrency: int | None, apart: int
 ) -> None:
     ran = simulate(fleet, book_of(requests, concurrency is None), concurrency=concurrency, apart_s=apart * TICK)
@@ -105,7 +105,7 @@ def test_jumps_end_where_single_passes_do(
 
 @settings(deadline=None)
 @given(fleets(("random", "least-loaded", "prefix")), asked(), st.integers(0, 6).map(closed_of))
-def test_nothing_is_lost_and_nothing_overflows(fleet: Fleet, requests: list[Asked], concurrency: int | None) -> None:
+def test_no_request_is_lost_and_limits_are_kept(fleet: Fleet, requests: list[Asked], concurrency: int | None) -> None:
     ran = simulate(fleet, book_of(requests, concurrency is None), concurrency=concurrency)
     book = ran.book
     room = fleet.limits.kv_blocks * fleet.limits.block_tokens
@@ -164,14 +164,14 @@ def ran_with(fleet: Fleet, count: int, gap_s: float = 0.0, prompt: int = 100, ou
     return simulate(fleet, Book([prompt] * count, [output] * count, [gap_s * number for number in range(count)]))
 
 
-def test_one_request_takes_its_prompt_and_its_passes() -> None:
+def test_single_request_takes_its_prompt_and_decode_passes() -> None:
     ran = ran_with(plain(), 1)
     assert ran.book.first == [pytest.approx(0.010 + 0.0001 * 100)]
     passes = sum(0.011 + 1e-6 * (100 + number) for number in range(9))
     assert ran.book.done == [pytest.approx(0.020 + passes)]
 
 
-def test_a_long_prompt_is_cut_into_chunks_between_which_others_get_tokens() -> None:
+def test_long_prompt_is_chunked_between_tokens_of_others() -> None:
     book = Book([100, 2500], [200, 2], [0.0, 0.5])
     ran = simulate(plain(), book)
     # Two whole passes and the rest of 453, in each of which the first request gets a token.
@@ -180,7 +180,7 @@ def test_a_long_prompt_is_cut_into_chunks_between_which_others_get_tokens() -> N
     assert ran.book.first[1] - 0.5 == pytest.approx(alone_s + 3 * 0.011, rel=0.05)
 
 
-def test_what_does_not_fit_in_the_cache_waits_or_is_preempted() -> None:
+def test_requests_beyond_the_cache_wait_or_are_preempted() -> None:
     """Two requests of eight blocks each when complete, in a cache of twelve: both begin, one has to begin again."""
     small = plain()._replace(limits=Limits(slots=8, batch_tokens=1024, kv_blocks=12))
     ran = ran_with(small, 2, prompt=64, output=64)
@@ -192,7 +192,7 @@ def test_what_does_not_fit_in_the_cache_waits_or_is_preempted() -> None:
     assert ran.book.first[1] >= ran.book.done[0]
 
 
-def test_a_prefix_that_is_cached_is_not_computed_again() -> None:
+def test_cached_prefix_is_not_computed_again() -> None:
     hashes = [("system",), ("system",), ("other",)]
     book = Book([600] * 3, [4] * 3, [0.0, 1.0, 2.0], hashes, 512)
     ran = simulate(plain(), book)
@@ -203,7 +203,7 @@ def test_a_prefix_that_is_cached_is_not_computed_again() -> None:
     assert cold.book.hits == []
 
 
-def test_a_prefix_router_finds_the_cache_where_chance_does_not() -> None:
+def test_prefix_router_has_more_cache_hits_than_random() -> None:
     count, kinds = 400, 16
     hashes = [(number % kinds * 7919 % kinds,) for number in range(count)]
     arrivals = [number * 0.05 for number in range(count)]
@@ -216,7 +216,7 @@ def test_a_prefix_router_finds_the_cache_where_chance_does_not() -> None:
     assert hits("random") < 0.7 * hits("prefix")
 
 
-def test_the_least_loaded_router_waits_less_than_chance() -> None:
+def test_least_loaded_router_waits_less_than_random() -> None:
     def p95(router: Any) -> float:
         fleet = plain(8, router=router)
         found = outcome(fleet, ran_with(fleet, 2000, gap_s=0.004, output=40), 1, None, Paid())
@@ -226,7 +226,7 @@ def test_the_least_loaded_router_waits_less_than_chance() -> None:
     assert p95("least-loaded") < p95("random")
 
 
-def test_workers_apart_hand_over_their_cache_over_a_link() -> None:
+def test_prefill_workers_transfer_their_cache_over_a_link() -> None:
     fleet = plain(2, prefills=1, transfer=Transfer(0.005, 1e-4))
     ran = ran_with(fleet, 1)
     assert ran.book.first == [pytest.approx(0.020 + 100 * 1e-4 + 0.005)]
@@ -235,7 +235,7 @@ def test_workers_apart_hand_over_their_cache_over_a_link() -> None:
     assert decode.computed_tokens == 0
 
 
-def test_answers_are_smoother_where_prompts_have_workers_of_their_own() -> None:
+def test_disaggregated_fleet_has_a_lower_tpot_p99() -> None:
     def tpot_p99(fleet: Fleet) -> float:
         found = outcome(fleet, ran_with(fleet, 400, gap_s=0.05, prompt=900, output=50), 1, None, Paid())
         assert found.tpot_ms is not None
@@ -244,7 +244,7 @@ def test_answers_are_smoother_where_prompts_have_workers_of_their_own() -> None:
     assert tpot_p99(plain(4, prefills=2)) < tpot_p99(plain(4))
 
 
-def test_goodput_counts_those_on_target_and_cost_counts_every_card() -> None:
+def test_goodput_counts_requests_on_target_and_cost_counts_all_cards() -> None:
     fleet = plain(2)
     ran = ran_with(fleet, 100, gap_s=0.02)
     found = outcome(fleet, ran, 4, LatencyTarget(ttft_ms=30), Paid(2.0, 700.0))
@@ -258,5 +258,5 @@ def test_goodput_counts_those_on_target_and_cost_counts_every_card() -> None:
     assert outcome(fleet, ran, 4, None, Paid()).goodput_requests_s is None
 
 
-def test_a_target_is_met_for_as_many_as_bench_asks_for() -> None:
+def test_required_share_on_target_is_that_of_bench() -> None:
     assert MET == knee.MET

@@ -55,20 +55,20 @@ def says(decision: Decision) -> str | None:
     return next((reason.text for reason in decision.reasons if reason.rule == "tuned.measured"), None)
 
 
-def test_a_plan_for_the_same_work_uses_it_and_says_so() -> None:
+def test_plan_for_the_same_workload_uses_tuned_settings_with_a_reason() -> None:
     found = decided(tuned_for(weights="Q8_0", ubatch="256"))
     assert found.launch is not None and found.quantization == "Q8_0"
     argv = found.launch.argv
     assert argv[argv.index("--ubatch-size") + 1] == "256" and "Q8_0.gguf" in argv[argv.index("--model") + 1]
     assert any("--allow-requantize" in step.argv for step in found.launch.prepare)
     said = says(found) or ""
-    assert "weights Q8_0, ubatch 256" in said and "2.50 times" in said and "llama.cpp's own defaults" in said
+    assert "weights Q8_0, ubatch 256" in said and "2.50 times" in said and "of llama.cpp defaults" in said
     reason = next(one for one in found.reasons if one.rule == "tuned.measured")
     assert "measured here" in reason.source
     assert found.estimate.output_tok_s is not None and found.estimate.output_tok_s.basis == "measured"
 
 
-def test_memory_is_counted_for_what_is_used() -> None:
+def test_memory_is_computed_for_tuned_settings() -> None:
     plain, tuned = decided(replaced(tuned_for(ubatch="256"), finished=False)), decided(tuned_for(weights="F16"))
     assert plain.memory is not None and tuned.memory is not None
     assert tuned.memory.devices[0].weights_bytes > 2 * plain.memory.devices[0].weights_bytes
@@ -84,7 +84,7 @@ def test_memory_is_counted_for_what_is_used() -> None:
         replaced(WORK, context_tokens=4096),
     ],
 )
-def test_work_of_the_same_class_is_covered(work: Workload) -> None:
+def test_similar_workload_uses_tuned_settings(work: Workload) -> None:
     found = decided(tuned_for(ubatch="256"), work)
     assert says(found) is not None
     assert found.settings is not None and found.settings.turned is not None
@@ -102,7 +102,7 @@ def test_work_of_the_same_class_is_covered(work: Workload) -> None:
         replaced(WORK, shared_prefix_tokens=256),
     ],
 )
-def test_other_work_is_not(work: Workload) -> None:
+def test_different_workload_does_not_use_tuned_settings(work: Workload) -> None:
     assert says(decided(tuned_for(ubatch="256"), work)) is None
 
 
@@ -116,16 +116,16 @@ def test_other_work_is_not(work: Workload) -> None:
         {"proofs": ()},
     ],
 )
-def test_what_is_not_proven_for_this_very_engine_and_model_is_not_used(other: dict[str, object]) -> None:
+def test_unproven_or_foreign_tuning_is_not_used(other: dict[str, object]) -> None:
     assert says(decided(replaced(tuned_for(ubatch="256"), **other))) is None
 
 
-def test_the_newest_is_taken() -> None:
+def test_newest_tuning_is_used() -> None:
     newest, older = tuned_for(ubatch="256"), tuned_for(ubatch="128")
     found = decide(MACHINE, MODEL, WORK, "llama.cpp", tunings=(newest, older))
     assert "ubatch 256" in (says(found) or "")
 
 
-def test_it_round_trips_through_json() -> None:
+def test_tuning_round_trips_through_json() -> None:
     tuned = tuned_for(weights="Q8_0", threads="2", ubatch="64")
     assert from_json(Tuned, to_json(tuned)) == tuned

@@ -46,9 +46,6 @@ class Evidence:
     def factor(self, engine: str, device: Device) -> float:
         return self.factors.get((engine, device), 1.0)
 
-    def measured(self, engine: str) -> int:
-        return sum(result.engine == engine for result in self.results)
-
     def broken(self, engine: str, version: str, weights: str, settings: Settings) -> Agreement | None:
         """The check that found wrong answers with exactly these settings, unless a later check found none."""
         checked = (

@@ -161,7 +161,7 @@ def why_impossible(case: Case) -> str | None:
     count, tensor = _whole(case.texts["count"]), _whole(case.texts["tensor_parallel"])
     # With a more detailed layout, the count may have another meaning.
     if count is not None and tensor is not None and tensor > count and not case.parallelism:
-        return f"tensor_parallel is {tensor}, but there are only {count} devices"
+        return f"tensor_parallel is {tensor}, but count is {count}"
     memory = _chip_memory(case.texts["hardware"]) or case.machine.memory_bytes
     if not on_cpu and memory is not None and case.metric not in SERVING_METRICS:
         devices = (case.devices or 1) * chip.devices_per_card
@@ -263,7 +263,7 @@ def _cpu_of(chip: Chip) -> Chip:
         return find_chip(chip.cpu, guess=True).chip
     if chip.unified and chip.cores:
         return replaced(chip, kind="cpu")
-    raise BadQuestion(f"the row was measured on a CPU, but the CPU of a machine with {chip.name} is unknown")
+    raise BadQuestion(f"measured on a CPU, but the CPU of a machine with {chip.name} is unknown")
 
 
 def _backend(text: str, chip: Chip, engine_text: str) -> str:
