@@ -124,7 +124,11 @@ def test_weights_made_of_the_same_source_count_and_the_plan_makes_them() -> None
     decision = planned(*measured(3.9))
     assert (decision.engine, decision.quantization, decision.unpacks) == ("vllm", "BF16", True)
     reason = decision.reasons[0]
-    assert reason.rule == "evidence.measured" and "299%" in reason.text and "made of the same weights" in reason.text
+    assert (
+        reason.rule == "evidence.measured"
+        and "299%" in reason.text
+        and "converted from the same weights" in reason.text
+    )
     assert "20261115-143755-691c" in reason.source
     assert decision.launch is not None and "gguf-to-folder" in [
         step.argv[0] for step in decision.launch.prepare if step.argv

@@ -102,9 +102,10 @@ def _from_verdict(verdict: Verdict, near: Effect) -> Better:
     b = verdict.b
     made = b.quantization if b.quantization != verdict.a.quantization else None
     source = f"store: verdict on {_runs(*verdict.a.runs, *b.runs)}"
-    text = f"measured on this machine: {verdict.text}"
+    text = f"measured here: {verdict.text}"
     if made is not None and b.quality is not None:
-        text += f" Its {made} was {SAME_SOURCE}; {b.quality.note or 'its answers agree with the reference'}."
+        note = b.quality.note or "its answers agree with the reference"
+        text += f" Its {made} was converted from the same weights; {note}."
     return Better(b.engine, near.gain.value, text, source, made)
 
 
@@ -153,7 +154,9 @@ def _from_results(other: Result, mine: Result) -> Better:
     text = f"measured here: {gain - 1:.0%} more tokens per second than {name_of(mine.engine)} on the same workload"
     made = other.quantization if other.quantization != mine.quantization else None
     if made is not None:
-        text += f"; its {made} was {SAME_SOURCE}, with {other.quality or 0:.0%} greedy-token agreement"
+        text += (
+            f"; its {made} was converted from the same weights, with {other.quality or 0:.0%} greedy-token agreement"
+        )
     where = _runs(mine.run, other.run) if mine.run and other.run else f"{other.at} and {mine.at}"
     return Better(other.engine, gain, text, f"store: {where}, {other.concurrency} requests in flight", made)
 

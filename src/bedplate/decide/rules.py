@@ -351,8 +351,8 @@ def general_serving(case: Case) -> Pick | None:
     if case.vendor not in ("nvidia", "amd"):
         return None
     if case.in_flight == 1:
-        return Pick(("vllm", "llama.cpp", "pytorch"), "the default for GPUs; one request at a time")
-    return Pick(("vllm",), f"the default for GPUs; {case.in_flight} concurrent requests")
+        return Pick(("vllm", "llama.cpp", "pytorch"), "one request at a time on GPUs")
+    return Pick(("vllm",), f"{case.in_flight} concurrent requests on GPUs: vLLM is the default")
 
 
 SIMPLEST_FIRST = ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "sglang", "exllamav3", "mlx")
@@ -562,7 +562,7 @@ def measure_tensorrt(case: Case, chosen: str) -> str | None:
     """TensorRT-LLM is worth measuring for many concurrent requests on NVIDIA data-centre GPUs."""
     if not case.many or case.vendor != "nvidia" or case.kind != "datacenter":
         return None
-    return f"compute or runtime overhead limits {chosen} at full load, and the gain justifies the maintenance"
+    return f"a compute or runtime-overhead bottleneck of {chosen} at full load, and a gain worth the maintenance"
 
 
 @challenge("challenge.exllamav3", "exllamav3", 'cheat-sheet "single RTX box go brrr"')
