@@ -1,4 +1,4 @@
-"""The fit under load: its slopes are those of what it computes."""
+"""The gradients of the fit under load agree with its cost function."""
 
 from __future__ import annotations
 

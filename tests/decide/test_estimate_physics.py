@@ -1,4 +1,4 @@
-"""What a step moves and computes, against counting by hand, and floors that no estimate beats."""
+"""Bytes and operations of a step, checked by hand, and the lower bounds of estimates."""
 
 from __future__ import annotations
 

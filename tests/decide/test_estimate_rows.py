@@ -1,4 +1,4 @@
-"""Rows as people write them: what is understood, what is refused and why, and what the published ones say of us."""
+"""Rows of published tables: how they are read, which are refused, and how accurate the predictions are."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ ROW = {
 }  # fmt: skip
 
 
-def case(**changes: str) -> Case:
+def make_case(**changes: str) -> Case:
     found = resolve({**ROW, **changes})
     assert isinstance(found, Case), found
     return found
 
 
-def value(**changes: str) -> float:
+def predict_value(**changes: str) -> float:
     found = predict({**ROW, **changes})
     assert isinstance(found, Prediction), found
     assert 0 < found.low <= found.value <= found.high
     return found.value
 
 
-def why(**changes: str) -> str:
+def get_refusal(**changes: str) -> str:
     found = predict({**ROW, **changes})
     assert isinstance(found, Refused), found
     return found.why
@@ -62,7 +62,7 @@ def why(**changes: str) -> str:
     ],
 )  # fmt: skip
 def test_chip_names_are_recognized_in_usual_spellings(written: str, chip: str) -> None:
-    assert case(hardware=written, backend="").chip.name == chip
+    assert make_case(hardware=written, backend="").chip.name == chip
 
 
 @pytest.mark.parametrize(
@@ -89,19 +89,22 @@ def test_engines_as_people_write_them(written: str, engine: str | None) -> None:
     ],
 )  # fmt: skip
 def test_usual_spellings_of_quantizations_are_read(model: str, quantization: str, engine: str, bits: float) -> None:
-    found = case(model=model, quantization=quantization, engine=engine)
+    found = make_case(model=model, quantization=quantization, engine=engine)
     assert found.shape.bits == pytest.approx(bits, rel=0.06)
 
 
 def test_file_size_in_the_notes_is_used() -> None:
     notes = "file_bytes=5200000000; params=8030261248; fa=True"
-    assert case(notes=notes).model.weight_bytes == 5_200_000_000
-    sized = case(notes="file_size=4.58 GiB; params=8.03 B")
+    assert make_case(notes=notes).model.weight_bytes == 5_200_000_000
+    sized = make_case(notes="file_size=4.58 GiB; params=8.03 B")
     assert sized.model.weight_bytes == pytest.approx(4.58 * 2**30)
 
 
 def test_gguf_of_mxfp4_model_stores_the_rest_in_eight_bits() -> None:
-    plain, rest = case(model="gpt-oss-20b", quantization="F16"), case(model="gpt-oss-20b", quantization="MXFP4")
+    plain, rest = (
+        make_case(model="gpt-oss-20b", quantization="F16"),
+        make_case(model="gpt-oss-20b", quantization="MXFP4"),
+    )
     assert rest.shape.expert_bytes == plain.shape.expert_bytes
     assert rest.shape.dense_bytes == pytest.approx(plain.shape.dense_bytes * 8.5 / 16, rel=0.01)
     # The published file has 11.27 GiB.
@@ -131,7 +134,7 @@ def test_layouts_are_recognized_in_usual_spellings() -> None:
     ],
 )  # fmt: skip
 def test_row_that_cannot_be_predicted_has_a_reason(changes: dict[str, str], words: str) -> None:
-    assert words in why(**changes)
+    assert words in get_refusal(**changes)
 
 
 def test_only_four_columns_are_required() -> None:
@@ -140,41 +143,41 @@ def test_only_four_columns_are_required() -> None:
 
 
 def test_context_depth_slows_down_and_fewer_bits_speed_up() -> None:
-    assert value(context_depth="32768") < value(context_depth="4096") < value(context_depth="0")
-    assert value(quantization="F16") < value(quantization="Q8_0") < value(quantization="Q4_K_M")
+    assert predict_value(context_depth="32768") < predict_value(context_depth="4096") < predict_value(context_depth="0")
+    assert predict_value(quantization="F16") < predict_value(quantization="Q8_0") < predict_value(quantization="Q4_K_M")
 
 
 def test_speed_over_a_whole_request_includes_its_prompt() -> None:
     whole = {"prompt_tokens": "30720", "output_tokens": "2048", "engine": "vLLM", "quantization": "BF16"}
-    alone = value(**whole, context_depth="30720")
-    assert value(**whole) < alone
-    assert value(**whole, scenario="decode phase only") == pytest.approx(alone)
+    alone = predict_value(**whole, context_depth="30720")
+    assert predict_value(**whole) < alone
+    assert predict_value(**whole, scenario="decode phase only") == pytest.approx(alone)
 
 
 def test_total_throughput_counts_prompt_and_output() -> None:
     whole = {"prompt_tokens": "6144", "output_tokens": "2048", "engine": "SGLang", "quantization": "BF16"}
-    decode = value(**whole)
-    assert value(**whole, metric="total_tok_s_incl_prompt") == pytest.approx(decode * (6144 + 2048) / 2048)
+    decode = predict_value(**whole)
+    assert predict_value(**whole, metric="total_tok_s_incl_prompt") == pytest.approx(decode * (6144 + 2048) / 2048)
 
 
 def test_pipeline_does_not_speed_up_decode_but_overlaps_prompts() -> None:
     split = {"parallelism": "layer-split (llama.cpp default)", "count": "4"}
-    assert value(**split) < value()
+    assert predict_value(**split) < predict_value()
     prompt = {"metric": "prefill_tok_s", "prompt_tokens": "8192", "output_tokens": "0"}
-    assert value(**prompt, **split) > 1.5 * value(**prompt)
+    assert predict_value(**prompt, **split) > 1.5 * predict_value(**prompt)
 
 
 def test_several_streams_have_a_higher_throughput_than_one() -> None:
     both = {"prompt_tokens": "512", "output_tokens": "32", "concurrency": "8"}
-    total = value(**both, metric="output_tok_s_total")
-    assert value() < total < 8 * value()
-    assert value(**both, metric="output_tok_s_per_gpu") == pytest.approx(total)
+    total = predict_value(**both, metric="output_tok_s_total")
+    assert predict_value() < total < 8 * predict_value()
+    assert predict_value(**both, metric="output_tok_s_per_gpu") == pytest.approx(total)
 
 
 def test_peak_memory_agrees_with_the_fit() -> None:
     row = {"metric": "peak_memory_gb", "engine": "HF Transformers", "quantization": "BF16", "hardware": "A100 80GB",
            "prompt_tokens": "1", "output_tokens": "2048"}  # fmt: skip
-    assert 16 < value(**row) < 19
+    assert 16 < predict_value(**row) < 19
 
 
 @settings(deadline=None)
@@ -242,26 +245,32 @@ def test_damaged_data_file_raises_an_error(monkeypatch: pytest.MonkeyPatch, dama
 
 
 def test_engine_without_measurements_uses_efficiencies_of_similar_engines() -> None:
-    measured, unmeasured = value(engine="exllamav2"), value(engine="exllamav3")
+    measured, unmeasured = predict_value(engine="exllamav2"), predict_value(engine="exllamav3")
     assert unmeasured == pytest.approx(measured, rel=0.25)
-    assert value(engine="something new", quantization="4-bit") > 0
+    assert predict_value(engine="something new", quantization="4-bit") > 0
 
 
 def test_current_builds_are_faster_than_rows_without_a_version() -> None:
-    assert value(engine_version="b7340") > 1.05 * value(engine_version="")
+    assert predict_value(engine_version="b7340") > 1.05 * predict_value(engine_version="")
 
 
 def test_older_vllm_version_is_slower() -> None:
-    new, old = (value(engine="vLLM", quantization="BF16", hardware="A100", engine_version=v) for v in ("0.11", "0.6.3"))
+    new, old = (
+        predict_value(engine="vLLM", quantization="BF16", hardware="A100", engine_version=v) for v in ("0.11", "0.6.3")
+    )
     assert new != old
 
 
 def test_cpu_cores_reach_less_of_shared_bandwidth_than_the_gpu() -> None:
-    assert case(hardware="AMD Ryzen AI Max+ 395", backend="CPU").machine.bandwidth_bytes_s == pytest.approx(0.6 * 256e9)
-    assert case(hardware="AMD Ryzen AI Max+ 395", backend="Vulkan").machine.bandwidth_bytes_s == pytest.approx(256e9)
+    assert make_case(hardware="AMD Ryzen AI Max+ 395", backend="CPU").machine.bandwidth_bytes_s == pytest.approx(
+        0.6 * 256e9
+    )
+    assert make_case(hardware="AMD Ryzen AI Max+ 395", backend="Vulkan").machine.bandwidth_bytes_s == pytest.approx(
+        256e9
+    )
 
 
-def score_program() -> ModuleType:
+def load_score_program() -> ModuleType:
     spec = importlib.util.spec_from_file_location("score_speed", ROOT / "benchmarks" / "score" / "speed.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -271,7 +280,7 @@ def score_program() -> ModuleType:
 
 @pytest.mark.skipif(not TRUTH.is_dir(), reason="the published measurements are not beside this checkout")
 def test_predictions_of_published_rows_are_accurate() -> None:
-    scored, refused = score_program().score(TRUTH)
+    scored, refused = load_score_program().score(TRUTH)
     for (source, metric), found in scored.items():
         if metric == "decode_tok_s_single":
             assert statistics.median(abs(one.error) for one in found) <= 0.10, source
@@ -285,9 +294,9 @@ def test_predictions_of_published_rows_are_accurate() -> None:
 
 @pytest.mark.skipif(not TRUTH.is_dir(), reason="the published measurements are not beside this checkout")
 def test_no_prediction_of_a_published_row_is_below_the_lower_bound() -> None:
-    """Rows that beat bytes over bandwidth themselves would show that a spec or a size is wrong."""
+    """A published row below the lower bound would mean that a data sheet value or a size is wrong."""
     from bedplate.decide.estimate.physics import decode_floor_s
-    from bedplate.published.one_stream import _context  # what the row's answer was made at
+    from bedplate.published.one_stream import _context  # the context of the row's output
 
     beaten = []
     for path in sorted(TRUTH.glob("llamacpp_*.csv")):
@@ -302,7 +311,7 @@ def test_no_prediction_of_a_published_row_is_below_the_lower_bound() -> None:
 
 
 class TestImpossibleRows:
-    """What nobody can have measured, and what a cell does not say, is refused and not guessed."""
+    """Impossible measurements and unreadable cells are refused."""
 
     LOCAL: ClassVar[dict[str, str]] = {
         "hardware": "RTX 4090", "count": "1", "engine": "llama.cpp", "model": "Llama 3.1 8B", "quantization": "Q4_K_M",
@@ -347,7 +356,7 @@ class TestImpossibleRows:
 
 
 class TestLowerBounds:
-    """No figure is better than what the sheet's rates allow."""
+    """No prediction is better than the data sheet's rates allow."""
 
     SERVED: ClassVar[dict[str, str]] = {
         "hardware": "RTX 3090", "count": "8", "engine": "vLLM", "model": "Llama 3.1 8B", "quantization": "bf16",
@@ -385,6 +394,6 @@ def test_prompt_speeds_on_cpus_agree_with_published_ones() -> None:
     with (ROOT / "benchmarks" / "score" / "more" / "cpus.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] == "prefill_tok_s"]
     assert len({row["hardware"] for row in rows}) >= 9
-    off = {(row["row_id"], row["hardware"]): value(**row) / float(row["value"]) for row in rows}
+    off = {(row["row_id"], row["hardware"]): predict_value(**row) / float(row["value"]) for row in rows}
     assert {name: ratio for name, ratio in off.items() if not 1 / 2.3 < ratio < 2.3} == {}
     assert 0.8 < statistics.median(off.values()) < 1.25

@@ -1,4 +1,4 @@
-"""A platform's answer: one standard engine, exceptions with their reason, and no card promised twice."""
+"""Portfolios: one standard engine, exceptions with reasons, and no device assigned twice."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ EMBED = {
 TENANTS = [{"name": "research", "share": 0.5}, {"name": "sales", "share": 0.5}]
 
 
-def platform(*services: dict[str, Any], pools: list[dict[str, Any]] | None = None, **more: Any) -> Portfolio:
+def make_portfolio(*services: dict[str, Any], pools: list[dict[str, Any]] | None = None, **more: Any) -> Portfolio:
     intent = intent_of({"pools": pools or POOLS, "services": list(services), **more})
     return portfolio(intent, [intended_model(service.model) for service in intent.services])
 
 
 @functools.cache
-def usual() -> Portfolio:
-    return platform(CHAT, SMALL, AGENTS, EMBED, tenants=TENANTS)
+def make_usual_portfolio() -> Portfolio:
+    return make_portfolio(CHAT, SMALL, AGENTS, EMBED, tenants=TENANTS)
 
 
 def check_cards(found: Portfolio, pools: list[dict[str, Any]]) -> None:
@@ -69,7 +69,7 @@ def check_cards(found: Portfolio, pools: list[dict[str, Any]]) -> None:
 
 
 def test_exceptions_from_the_standard_engine_have_a_reason() -> None:
-    found = usual()
+    found = make_usual_portfolio()
     assert found.engine == "vllm" and found.fits and "2 of 4 services" in found.text
     placed = {placement.service: placement for placement in found.placements}
     assert list(placed) == ["chat", "drafts", "agents", "search"]
@@ -84,19 +84,19 @@ def test_exceptions_from_the_standard_engine_have_a_reason() -> None:
 
 
 def test_every_placement_holds_all_requests() -> None:
-    for placement in usual().placements:
+    for placement in make_usual_portfolio().placements:
         assert placement.decision.fits and placement.decision.max_concurrency >= placement.decision.in_flight
 
 
 def test_a_service_stays_in_the_pool_that_it_names() -> None:
-    assert next(one.pool for one in usual().placements if one.service == "agents") == "big"
-    cramped = platform({**CHAT, "pool": "cpus"})
+    assert next(one.pool for one in make_usual_portfolio().placements if one.service == "agents") == "big"
+    cramped = make_portfolio({**CHAT, "pool": "cpus"})
     assert cramped.placements[0].pool in (None, "cpus")
 
 
 def test_service_without_free_devices_is_not_placed() -> None:
     pools = [{"name": "one", "accelerator": "H100 SXM", "count": 1}]
-    found = platform({**SMALL, "name": "first"}, {**SMALL, "name": "second"}, pools=pools)
+    found = make_portfolio({**SMALL, "name": "first"}, {**SMALL, "name": "second"}, pools=pools)
     assert not found.fits and sorted(placement.accelerators for placement in found.placements) == [0, 1]
     lost = next(placement for placement in found.placements if placement.pool is None)
     assert lost.decision.engine is None and lost.decision.launch is None
@@ -105,18 +105,18 @@ def test_service_without_free_devices_is_not_placed() -> None:
 
 def test_no_service_fits_any_pool() -> None:
     pools = [{"name": "tiny", "accelerator": "RTX 3070", "count": 1, "ram_gb": 16}]
-    found = platform({"model": "meta-llama/Meta-Llama-3.1-405B"}, pools=pools)
+    found = make_portfolio({"model": "meta-llama/Meta-Llama-3.1-405B"}, pools=pools)
     assert found.engine is None and not found.fits and found.placements[0].decision.hints
 
 
 def test_tenants_change_no_placement() -> None:
-    assert platform(CHAT, SMALL, AGENTS, EMBED) == usual()
+    assert make_portfolio(CHAT, SMALL, AGENTS, EMBED) == make_usual_portfolio()
     renamed = [{"name": "anyone", "share": 1.0}]
-    assert platform(CHAT, SMALL, AGENTS, EMBED, tenants=renamed) == usual()
+    assert make_portfolio(CHAT, SMALL, AGENTS, EMBED, tenants=renamed) == make_usual_portfolio()
 
 
 def test_incumbent_of_one_service_does_not_affect_others() -> None:
-    found = platform(CHAT, SMALL, {**CHAT, "name": "old", "operations": {"incumbent": "sglang"}})
+    found = make_portfolio(CHAT, SMALL, {**CHAT, "name": "old", "operations": {"incumbent": "sglang"}})
     engines = {placement.service: placement.decision.engine for placement in found.placements}
     assert engines == {"chat": "vllm", "drafts": "vllm", "old": "sglang"}
 
@@ -128,7 +128,7 @@ def test_part_of_a_pool_is_one_machine() -> None:
 
 
 def test_portfolio_round_trips_through_json() -> None:
-    assert from_json(Portfolio, to_json(usual())) == usual()
+    assert from_json(Portfolio, to_json(make_usual_portfolio())) == make_usual_portfolio()
 
 
 def test_portfolio_is_printed_by_the_command_line(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_devices_are_never_assigned_twice(services: list[dict[str, Any]], big: i
         {"name": "small", "accelerator": "L4", "count": small},
     ]
     named = [{**service, "name": f"service {index}"} for index, service in enumerate(services)]
-    check_cards(platform(*named, pools=pools), pools)
+    check_cards(make_portfolio(*named, pools=pools), pools)
 
 
 class TestPoolChoice:
@@ -164,21 +164,23 @@ class TestPoolChoice:
 
     def test_order_of_pools_does_not_matter(self) -> None:
         services = (CHAT, SMALL, EMBED)
-        assert self.by_service(platform(*services)) == self.by_service(platform(*services, pools=POOLS[::-1]))
+        assert self.by_service(make_portfolio(*services)) == self.by_service(
+            make_portfolio(*services, pools=POOLS[::-1])
+        )
 
     def test_service_is_placed_on_the_smallest_sufficient_gpu(self) -> None:
-        placed = self.by_service(platform(CHAT, SMALL, EMBED))
+        placed = self.by_service(make_portfolio(CHAT, SMALL, EMBED))
         assert placed["drafts"][0] == "small" and placed["search"][0] == "cpus" and placed["chat"][0] == "big"
 
     def test_slow_service_is_placed_where_it_is_fastest(self) -> None:
         long = {**CHAT, "name": "long", "workload": {"concurrency": 200, "prompt_tokens": 6000, "output_tokens": 100}}
-        (placed,) = platform(long).placements
+        (placed,) = make_portfolio(long).placements
         assert placed.pool == "big"
 
     def test_free_devices_are_used_for_more_bits(self) -> None:
-        """Four bits hold everyone on fewer cards; where the others stay idle, that is no reason to answer worse."""
+        """Four bits need fewer GPUs; if the other GPUs are idle, they are used for more bits."""
         busy = {**CHAT, "workload": {"concurrency": 150, "prompt_tokens": 1024, "output_tokens": 256}}
-        alone = platform(busy, pools=POOLS[:1]).placements[0]
+        alone = make_portfolio(busy, pools=POOLS[:1]).placements[0]
         assert alone.decision.quantization == "FP8" and alone.decision.fits
         tight = [{"name": "big", "accelerator": "H100 SXM", "count": 1}]
-        assert platform(busy, pools=tight).placements[0].decision.quantization == "AWQ-Int4"
+        assert make_portfolio(busy, pools=tight).placements[0].decision.quantization == "AWQ-Int4"

@@ -1,4 +1,4 @@
-"""The same decision asked from other sides: what would change, and which machine would do."""
+"""Changes between decisions (--what-if), and machines that would serve a workload."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CARD = {"accelerator": "RTX 4090", "count": 1, "ram_gb": 64}
 SERVING = Workload(concurrency=32, prompt_tokens=1024, output_tokens=256)
 
 
-def decision_for(intent: Intent) -> Decision:
+def decide_intent(intent: Intent) -> Decision:
     return decide(
         resolved_hardware(intent), intended_model(intent.model), intent.workload, operations=intent.operations
     )
@@ -26,13 +26,13 @@ def decision_for(intent: Intent) -> Decision:
 
 class TestWhatIf:
     def test_identical_decisions_have_no_changes(self) -> None:
-        decision = decision_for(intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))
+        decision = decide_intent(intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))
         assert changes(decision, decision) == ()
 
     def test_changes_with_more_users_and_gpus_are_listed(self) -> None:
         intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B", "workload": {"users": 1}})
         asked = override(intent, **parsed_fields(["users=50,count=2"]))
-        found = {change.what: change for change in changes(decision_for(intent), decision_for(asked))}
+        found = {change.what: change for change in changes(decide_intent(intent), decide_intent(asked))}
         assert (found["engine"].before, found["engine"].after) == ("exllamav3", "vllm")
         assert (found["rule"].before, found["rule"].after) == ("hardware.rtx", "serve.default")
         assert found["output_tok_s"].before != found["output_tok_s"].after
@@ -40,21 +40,21 @@ class TestWhatIf:
     def test_change_to_a_decision_that_does_not_fit_is_listed(self) -> None:
         intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"})
         asked = override(intent, model="meta-llama/Meta-Llama-3.1-405B")
-        found = {change.what: change for change in changes(decision_for(intent), decision_for(asked))}
+        found = {change.what: change for change in changes(decide_intent(intent), decide_intent(asked))}
         assert found["engine"].after == "nothing fits" and found["tpot_ms"].after == "not predicted"
         assert found["concurrent requests"].after == "0"
 
     def test_equivalent_fields_change_nothing(self) -> None:
         intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B", "workload": {"concurrency": 4}})
         asked = override(intent, accelerator="NVIDIA GeForce RTX 4090", think_time_s=5)
-        assert changes(decision_for(intent), decision_for(asked)) == ()
+        assert changes(decide_intent(intent), decide_intent(asked)) == ()
 
     def test_layouts_are_described(self) -> None:
         machine = simulated({"accelerator": "H200 SXM", "count": 8, "ram_gb": 2048})
         work = replaced(SERVING, prompt_tokens=16000)
         words = layout_words(decide(machine, find_model("deepseek-ai/DeepSeek-V3"), work))
         assert "8" in words and "parallel" in words
-        assert layout_words(decision_for(intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))) == "one device"
+        assert layout_words(decide_intent(intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))) == "one device"
 
 
 class TestProcure:

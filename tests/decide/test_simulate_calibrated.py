@@ -1,4 +1,4 @@
-"""One simulated replica, calibrated on one and four requests in flight, against what was measured with more."""
+"""A simulated replica, calibrated with one and four requests in flight, compared with measurements with more."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_throughput_and_latency_are_predicted(lines: dict[tuple[str, int], Any],
 
 @pytest.mark.parametrize("which", [one for one in FORETOLD if one != ("two-cores-arm-llama", 16)], ids=named)
 def test_time_per_token_is_predicted(lines: dict[tuple[str, int], Any], which: tuple[str, int]) -> None:
-    """Where two of 16 prompts are computed before the others by chance, those two wait for the others afterwards."""
+    """If two of 16 prompts happen to be computed first, these two wait for the others afterwards."""
     assert abs(off(lines[which].ours.tpot, lines[which].theirs.tpot)) < WITHIN
 
 
 @pytest.mark.parametrize("which", FORETOLD, ids=named)
 def test_slowest_first_tokens_are_predicted(lines: dict[tuple[str, int], Any], which: tuple[str, int]) -> None:
-    """On an uneven machine there are four rounds of vLLM at 8, in which the same passes took 255 to 450 ms a prompt."""
+    """On a machine with varying speed, vLLM at 8 has four rounds in which a prompt took 255 to 450 ms."""
     wide = 0.30 if which == ("two-cores-vllm", 8) else WITHIN
     assert abs(off(lines[which].ours.ttft_p95, lines[which].theirs.ttft_p95)) < wide
 
@@ -99,7 +99,7 @@ def test_gaps_with_a_prompt_are_excluded_from_token_gaps(here: ModuleType) -> No
 
 
 def test_throughput_at_several_speeds_is_for_the_same_work(here: ModuleType) -> None:
-    """Not the mean of the speeds, by which an uneven machine would do more than an even one."""
+    """Not the mean of the speeds, which would overestimate a machine with varying speed."""
     guess = here.Guess(pass_s=0.01, sequence_s=0.001, prompt_token_s=0.0001, share=1.0)
     limits, asked = here.Limits(4, 512, 400, reserves=True), here.Asked(64, 32, 4, (30.0,), 0.5, 4000)
     steps = guess.steps(4, 512, 4)

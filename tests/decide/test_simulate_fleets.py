@@ -1,4 +1,4 @@
-"""Passes from the estimator, traffic from traces and seeds, and the search for the cheapest fleet."""
+"""Replicas from the estimator, traffic from traces or random numbers, and the search for the cheapest fleet."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CAPTURES = Path(__file__).parents[1] / "captures" / "traces"
 WORK = Workload(concurrency=64, prompt_tokens=1024, output_tokens=256)
 
 
-def deployment(work: Workload = WORK, accelerator: str = "NVIDIA H100 SXM 80GB", **more: Any) -> Deployment:
+def make_test_deployment(work: Workload = WORK, accelerator: str = "NVIDIA H100 SXM 80GB", **more: Any) -> Deployment:
     model = lookup("meta-llama/Llama-3.1-8B-Instruct")
     assert model is not None
     machine = simulated({"accelerator": accelerator, "count": 1, "ram_gb": 256, **more})
@@ -56,14 +56,14 @@ def deployment(work: Workload = WORK, accelerator: str = "NVIDIA H100 SXM 80GB",
 
 @pytest.fixture(scope="module")
 def h100() -> Deployment:
-    return deployment()
+    return make_test_deployment()
 
 
 def test_replica_agrees_with_the_plan(h100: Deployment) -> None:
     replica = h100.replica
     assert (replica.engine, replica.quantization, replica.cards) == ("vllm", "FP8", 1)
     assert replica.slots == 256
-    # 80 GB less 8 GB of weights, at 128 KiB a token in 16 bits.
+    # 80 GB minus 8 GB of weights, at 128 KiB per token in 16 bits.
     assert 400_000 < replica.kv_tokens < 550_000
     assert 0 < replica.low < 1 < replica.high
     assert "continuous batching" in replica.source
@@ -83,7 +83,7 @@ def test_pass_time_grows_with_its_work(h100: Deployment) -> None:
 
 @pytest.mark.parametrize("concurrency", [4, 16, 64])
 def test_closed_loop_agrees_with_the_estimator(concurrency: int) -> None:
-    """Both take the same passes; the closed form averages over what the simulator lets happen."""
+    """Both use the same pass times; the closed form averages what the simulator computes event by event."""
     model = lookup("meta-llama/Llama-3.1-8B-Instruct")
     assert model is not None
     machine = simulated({"accelerator": "NVIDIA H100 SXM 80GB", "count": 1, "ram_gb": 256})
@@ -100,7 +100,9 @@ def test_closed_loop_agrees_with_the_estimator(concurrency: int) -> None:
 
 
 def test_engine_with_slots_reserves_their_whole_context() -> None:
-    found = deployment(Workload(concurrency=2, prompt_tokens=512, output_tokens=128), "NVIDIA GeForce RTX 4090")
+    found = make_test_deployment(
+        Workload(concurrency=2, prompt_tokens=512, output_tokens=128), "NVIDIA GeForce RTX 4090"
+    )
     if found.replica.engine not in ("llama.cpp", "exllamav3"):
         pytest.fail(f"the plan for two on a 4090 is {found.replica.engine}: choose another case for this test")
     assert found.limits.reserves
@@ -137,18 +139,18 @@ def test_table_is_exact_at_both_contexts_and_linear_between() -> None:
 # traffic
 
 
-def shapes(name: str) -> Stream:
+def read_stream(name: str) -> Stream:
     with opened(CAPTURES / name) as stream:
         bad = BadRows(name)
         return from_shapes(shapes_of(stream, detected(stream, name), bad), name)
 
 
 def test_trace_keeps_its_arrivals_lengths_and_prefixes() -> None:
-    stream = shapes("mooncake-conversation.jsonl")
+    stream = read_stream("mooncake-conversation.jsonl")
     assert stream.hashes is not None and stream.hash_tokens == 512
     assert stream.arrival[0] == 0.0 and stream.arrival == sorted(stream.arrival)
     assert len(stream.first(5)) == 5
-    azure = shapes("azure-2023-conv.csv")
+    azure = read_stream("azure-2023-conv.csv")
     assert azure.hashes is None
     assert azure.summary().requests == len(azure)
 
@@ -191,7 +193,7 @@ def test_synthetic_lengths_have_the_requested_mean_and_spread() -> None:
 
 
 def test_router_and_traffic_use_independent_random_numbers() -> None:
-    """With the same seed for both, one draw would choose a prompt's beginning and its replica alike."""
+    """With a shared random sequence, a request's prefix and its replica would be correlated."""
     work = Workload(prompt_tokens=1024, output_tokens=16, shared_prefix_tokens=512)
     stream = synthetic(work, 2000, 10.0, seed=7, prefixes=40)
     assert stream.hashes is not None
@@ -206,12 +208,12 @@ def test_router_and_traffic_use_independent_random_numbers() -> None:
 TARGET = LatencyTarget(ttft_ms=300, tpot_ms=12)
 
 
-def question(h100: Deployment, rate: float = 60.0, count: int = 1500, **more: Any) -> Question:
+def make_question(h100: Deployment, rate: float = 60.0, count: int = 1500, **more: Any) -> Question:
     return Question(h100, synthetic(WORK, count, rate, seed=1, spread=0.5), TARGET, **more)
 
 
 def test_cheapest_fleet_meets_the_target_and_a_smaller_one_does_not(h100: Deployment) -> None:
-    asked = question(h100)
+    asked = make_question(h100)
     found = cheapest(asked, 1, 512, ("aggregated",))
     assert found.answer is not None and found.answer.meets
     fewer = asked.outcome_of(found.answer.replicas - 1)
@@ -225,15 +227,19 @@ def test_cheapest_fleet_meets_the_target_and_a_smaller_one_does_not(h100: Deploy
 
 
 def test_unreachable_target_has_no_answer(h100: Deployment) -> None:
-    asked = question(h100)._replace(target=LatencyTarget(ttft_ms=1))
+    asked = make_question(h100)._replace(target=LatencyTarget(ttft_ms=1))
     found = cheapest(asked, 1, 16, ("aggregated", "disaggregated"))
     assert found.answer is None
     assert found.tried and not any(one.meets for one in found.tried)
 
 
 def test_disaggregated_layout_is_divided_by_prompt_work(h100: Deployment) -> None:
-    long_prompts = question(h100)._replace(stream=synthetic(Workload(prompt_tokens=8000, output_tokens=20), 50, 1.0))
-    long_answers = question(h100)._replace(stream=synthetic(Workload(prompt_tokens=50, output_tokens=2000), 50, 1.0))
+    long_prompts = make_question(h100)._replace(
+        stream=synthetic(Workload(prompt_tokens=8000, output_tokens=20), 50, 1.0)
+    )
+    long_answers = make_question(h100)._replace(
+        stream=synthetic(Workload(prompt_tokens=50, output_tokens=2000), 50, 1.0)
+    )
     assert next(splits(long_prompts, 16)) > 10
     assert next(splits(long_answers, 16)) == 1
     assert all(1 <= split <= 15 for split in splits(long_prompts, 16))
@@ -241,7 +247,7 @@ def test_disaggregated_layout_is_divided_by_prompt_work(h100: Deployment) -> Non
 
 
 def test_requested_layout_is_simulated(h100: Deployment) -> None:
-    asked = question(h100, count=300)
+    asked = make_question(h100, count=300)
     found = one_layout(asked, 4, "disaggregated", 1)
     assert found.answer is not None
     assert (found.answer.layout, found.answer.replicas, found.answer.prefills) == ("disaggregated", 4, 1)
@@ -251,7 +257,7 @@ def test_requested_layout_is_simulated(h100: Deployment) -> None:
 
 def test_partial_search_is_checked_with_all_requests(h100: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SEARCH_REQUESTS", 200)
-    found = cheapest(question(h100, rate=100.0, count=900), 1, 64, ("aggregated",))
+    found = cheapest(make_question(h100, rate=100.0, count=900), 1, 64, ("aggregated",))
     assert found.answer is not None and found.answer.meets
     assert found.answer.requests == 900
     assert {one.requests for one in found.tried} == {200, 900}
