@@ -40,8 +40,11 @@ class TestDeciding:
 
     def test_asked_for_it_is_taken_with_a_loud_reason(self) -> None:
         found = decided(broken(), wanted="llama.cpp")
-        assert found.engine == "llama.cpp" and "WRONG ANSWERS HERE: 3 of 48" in found.reasons[0].text
-        assert "WRONG" not in decided(wanted="llama.cpp").reasons[0].text
+        assert (
+            found.engine == "llama.cpp"
+            and "WARNING: it gave wrong answers on this machine: 3 of 48" in found.reasons[0].text
+        )
+        assert "WARNING" not in decided(wanted="llama.cpp").reasons[0].text
 
     def test_a_later_check_that_found_nothing_clears_it(self) -> None:
         assert decided(broken("ok"), broken()).engine == "llama.cpp"
