@@ -78,7 +78,7 @@ def tuned(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
 
 @reason("fit.memory", "file header or facts, and the engine's overhead")
 def fits(candidate: Candidate, case: Case, evidence: Evidence) -> str:
-    """How much memory the plan needs on the fullest device, and how much of it is usable."""
+    """How much memory the plan needs on the fullest device, and how much is usable there."""
     need = max(candidate.fit.devices, key=lambda one: one.total_bytes)
     used, usable = as_memory(need.total_bytes), as_memory(need.usable_bytes or 0)
     if need.device == "host":

@@ -535,7 +535,7 @@ def _many_on_old_cards(case: Case) -> bool:
 
 @challenge("challenge.vllm", "vllm", 'hardware-strategy "Keeping one standard engine"')
 def measure_vllm(case: Case, chosen: str) -> str | None:
-    """vLLM, the default, is worth measuring if another engine was chosen on GPUs."""
+    """vLLM, the default, is worth measuring if another engine was chosen on GPUs, or for many requests on a CPU."""
     if case.vendor in ("nvidia", "amd") and (case.in_flight > 1 or chosen in ("tgi", "pytorch")):
         return f"throughput and latency no worse than {chosen}'s on your traffic: vLLM is the default"
     if case.vendor is None and case.many and "avx512f" in {name.lower() for name in case.hardware.cpu.instruction_sets}:
