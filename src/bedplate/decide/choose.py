@@ -302,7 +302,7 @@ class Search:
             found = self._as_measured(better)
             if found is not None:
                 self._overruled = chosen.engine.id, better
-                return found, Reason(rule=MEASURED[0], text=better.said, source=better.source)
+                return found, Reason(rule=MEASURED[0], text=better.text, source=better.source)
         return None
 
     def _as_measured(self, better: Better) -> Candidate | None:

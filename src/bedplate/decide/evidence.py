@@ -74,7 +74,7 @@ class Better:
     engine: str
     gain: float
     """1.3: 30% more throughput."""
-    said: str
+    text: str
     source: str
     made_into: str | None = None
     """The measured quantization, if it was converted from the same weights as the other engine's."""

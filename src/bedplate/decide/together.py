@@ -68,8 +68,8 @@ def _parts(hardware: Hardware, asks: Sequence[Ask], budget_bytes: int | None) ->
         rest = less(hardware, taken, budget_bytes)
         part = _part(rest, ask, alone=len(asks) == 1, name_cards=len(hardware.accelerators) > 1)
         if not part.decision.fits and (len(asks) > 1 or ask.replicas > 1 or budget_bytes is not None):
-            beside = [asks[other].name for other in stay if other in found]
-            raise _too_much(ask, part.decision, beside, hardware, budget_bytes)
+            others = [asks[other].name for other in stay if other in found]
+            raise _too_much(ask, part.decision, others, hardware, budget_bytes)
         if _crowded(part, ask, hardware):
             raise AnswerIsNo(
                 f"{ask.replicas} replicas of {part.decision.engine} need one accelerator each",
@@ -198,14 +198,14 @@ def _modest(ask: Ask) -> Ask:
 
 
 def _too_much(
-    ask: Ask, decision: Decision, beside: Sequence[str], hardware: Hardware, budget_bytes: int | None
+    ask: Ask, decision: Decision, others: Sequence[str], hardware: Hardware, budget_bytes: int | None
 ) -> AnswerIsNo:
     first = decision.refused[0] if decision.refused else None
     many = f"{ask.replicas} replicas of {ask.name} do" if ask.replicas > 1 else f"{ask.name} does"
-    where = f" together with {' and '.join(beside)}" if beside else ""
+    where = f" together with {' and '.join(others)}" if others else ""
     within = memory(budget_bytes) if budget_bytes is not None else f"{memory(hardware.memory.available_bytes)} of RAM"
     hints = ["fewer replicas"] if ask.replicas > 1 else []
-    if beside:
+    if others:
         hints.append("a ttl for the services, so that each is loaded only when it is needed")
     if budget_bytes is not None:
         hints.append("a larger memory budget")

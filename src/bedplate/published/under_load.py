@@ -275,18 +275,18 @@ def arranged(case: Case) -> Layout | Workers:
     text = case.parallelism.lower()
     if text.startswith("disagg") or (case.scenario.lower() == "disagg" and "decode" in text):
         return _disaggregated(text)
-    said = {
+    sizes = {
         name: int(count) for name, count in re.findall(r"(attn_dp|moe_tp|moe_ep|tp|pp|dp|ep)\s*[-=]?(\d{1,4})", text)
     }
     if found := re.search(r"\b(tep|dep)\s*-?(\d{1,4})\b", text):
         ranks = int(found[2])
         return Layout(ranks, 1, ranks) if found[1] == "tep" else Layout(1, ranks, ranks)
-    tensor = max(1, said.get("tp") or case.layout.tensor)
-    stages = max(1, said.get("pp") or 1)
+    tensor = max(1, sizes.get("tp") or case.layout.tensor)
+    stages = max(1, sizes.get("pp") or 1)
     if not text and case.devices is None and case.layout.tensor == 1:
         tensor = NODE if case.chip.kind == "datacenter" else 1
-    groups = said.get("attn_dp") or 0
-    cut, expert = max(1, said.get("moe_tp") or 1), max(1, said.get("moe_ep") or said.get("ep") or 1)
+    groups = sizes.get("attn_dp") or 0
+    cut, expert = max(1, sizes.get("moe_tp") or 1), max(1, sizes.get("moe_ep") or sizes.get("ep") or 1)
     if "attn_dp" in text and not groups:
         tensor, groups = _unsaid_groups(case, tensor, cut * expert)
     groups = max(1, groups)
@@ -299,7 +299,7 @@ def arranged(case: Case) -> Layout | Workers:
         whole = Layout(tensor, 1, tensor)
         return Workers(whole, whole, None)
     devices = case.devices or 0
-    replicas = max(1, said.get("dp") or 1)
+    replicas = max(1, sizes.get("dp") or 1)
     if devices % (tensor * groups * stages) == 0 and not case.scenario.lower().startswith("agg"):
         replicas = max(replicas, devices // (tensor * groups * stages))
     return Layout(tensor, groups, expert, stages, replicas)
@@ -319,12 +319,12 @@ def _disaggregated(text: str) -> Workers:
     sides, counts = [], []
     streams, dealt = 0, False
     for count, inside in re.findall(r"(\d*)\s*x?\s*\(([^)]*)\)", text)[:2]:
-        said = {name: int(number) for name, number in re.findall(r"(tp|dp|ep|bs)(\d{1,5})", inside)}
-        ranks = max(1, said.get("tp", 1)) * max(1, said.get("dp", 1))
-        sides.append(Layout(ranks, 1, max(1, said.get("ep", 1))))
+        sizes = {name: int(number) for name, number in re.findall(r"(tp|dp|ep|bs)(\d{1,5})", inside)}
+        ranks = max(1, sizes.get("tp", 1)) * max(1, sizes.get("dp", 1))
+        sides.append(Layout(ranks, 1, max(1, sizes.get("ep", 1))))
         counts.append(int(count or 0))
-        dealt = said.get("dp", 1) > 1
-        streams = (int(count) if count else 1) * said.get("bs", 0) * max(1, said.get("dp", 1))
+        dealt = sizes.get("dp", 1) > 1
+        streams = (int(count) if count else 1) * sizes.get("bs", 0) * max(1, sizes.get("dp", 1))
     sides = sides or [Layout(NODE, 1, 1)]
     prefills, decodes = counts if len(counts) == 2 else (0, 0)
     return Workers(sides[0], sides[-1], streams or None, prefills, decodes, dealt)
