@@ -506,7 +506,7 @@ def ollama_instead_of_llama_cpp(case: Case) -> Doubt | None:
     if case.operations.incumbent == "ollama":
         return None
     return Doubt(
-        "runs llama.cpp with its own model store; bedplate runs llama.cpp directly",
+        "a wrapper around llama.cpp with its own model store; llama.cpp runs here directly",
         "it is already in service",
         "outranked",
     )
