@@ -1,4 +1,4 @@
-"""The scenarios: intents with what a good answer is, our own and those of ../shared where it is here."""
+"""The scenarios: intents with the expected answers, from this repository and from ../shared if it exists."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ EXPECTATIONS = {
 }  # fmt: skip
 
 
-def own_files() -> list[Path]:
+def list_own_files() -> list[Path]:
     return sorted(OWN.glob("*.yaml"))
 
 
-def shared_files() -> list[Path]:
+def list_shared_files() -> list[Path]:
     return sorted(SHARED.glob("*.yaml"))
 
 
-def shared_parameters() -> list[Any]:
-    """For parametrize: the shared files, or one test that says why there are none."""
+def make_shared_parameters() -> list[Any]:
+    """For parametrize: the shared files, or one skipped test."""
     skip = pytest.mark.skip(reason="the shared scenarios (../shared/scenarios) are not here")
-    return shared_files() or [pytest.param(None, marks=skip)]
+    return list_shared_files() or [pytest.param(None, marks=skip)]
 
 
-def content(path: Path) -> dict[str, Any]:
+def read_scenario(path: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.safe_load(path.read_text())
     return loaded
 
 
-def decided(intent: dict[str, Any], **options: Any) -> Decision:
-    """The decision for an intent as a file would hold it, without the command line around it."""
+def decide_intent(intent: dict[str, Any], **options: Any) -> Decision:
+    """The decision for the data of an intent file, without the command line."""
     asked = intent_of(intent)
     return decide(
         resolved_hardware(asked), intended_model(asked.model), asked.workload, operations=asked.operations, **options

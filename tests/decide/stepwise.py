@@ -1,4 +1,4 @@
-"""The same scheduling policy one pass at a time, written plainly: what the simulator's jumps are held against."""
+"""A simple implementation of the scheduling policy, one pass at a time, to check the simulator's jumps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Asked:
     first: float = -1.0
     done: float = -1.0
     made: int = 0
-    """Answer tokens so far."""
+    """Output tokens so far."""
     computed: int = 0
     """Tokens in the cache."""
     todo: int = 0
-    """Of its prompt and of what it said before it was preempted, what is to be computed."""
+    """Tokens to compute: of the prompt, and of the output before a preemption."""
     target: int = 0
-    """Tokens in the cache when that is done."""
+    """Tokens in the cache after that."""
     held: list[object] = field(default_factory=list)
     transferred: bool = False
 
@@ -54,7 +54,7 @@ class Engine:
         return -(-tokens // self.limits.block_tokens)
 
     def own_blocks(self, one: Asked) -> int:
-        """Of the cache, what it uses alone."""
+        """Cache blocks that only this request uses."""
         if self.limits.reserves and not self.hands_over:
             whole = self.blocks_of(one.prompt + one.output - 1)
         else:
@@ -90,7 +90,7 @@ class Engine:
         return found
 
     def finish_pass(self, now: float) -> tuple[list[Asked], list[Asked]]:
-        """Who is answered, and whose prompt goes to another worker."""
+        """The finished requests, and those whose prompt goes to a decode worker."""
         left, handed = [], []
         for one in self.running:
             one.made += 1
@@ -225,7 +225,7 @@ def stepwise(
     concurrency: int | None = None,
     apart_s: float = 0.0,
 ) -> list[Engine]:
-    """Answers all requests. Routers: the first of the least loaded alone."""
+    """Simulate all requests. The only router is the first of the least loaded replicas."""
     assert fleet.router == "least-loaded"
     prefills = fleet.prefills
     engines = [

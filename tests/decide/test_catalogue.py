@@ -1,4 +1,4 @@
-"""What can this machine run: one entry for each real model, figures that hold, and an order worth reading."""
+"""The catalogue of models: one entry per model, figures that agree with plan, and the ranking."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ H100 = simulated({"accelerator": "H100 SXM", "count": 8})
 KNOWN = distinct_models()
 
 
-def asked(hardware: Hardware, *names: str, workload: Workload | None = None, **options: object) -> dict[str, Entry]:
+def make_entries(
+    hardware: Hardware, *names: str, workload: Workload | None = None, **options: object
+) -> dict[str, Entry]:
     models = [known for known in KNOWN if not names or known.name in names]
     found = catalogue(hardware, workload or Workload(), models=models, **options)  # type: ignore[arg-type]
     return {entry.name: entry for _, entry in found if entry is not None}
@@ -43,13 +45,13 @@ def asked(hardware: Hardware, *names: str, workload: Workload | None = None, **o
 
 @pytest.fixture(scope="module")
 def on_rtx() -> dict[str, Entry]:
-    return asked(RTX)
+    return make_entries(RTX)
 
 
-# which models there are
+# distinct models
 
 
-def test_every_known_name_is_in_one_model_and_no_model_is_there_twice() -> None:
+def test_every_known_name_belongs_to_exactly_one_model() -> None:
     names = [name for known in KNOWN for name in known.names]
     assert sorted(names) == sorted(known_names())
     assert len({known.key for known in KNOWN}) == len(KNOWN)
@@ -66,12 +68,12 @@ def test_every_known_name_is_in_one_model_and_no_model_is_there_twice() -> None:
         ("moonshotai/Kimi-K2-Instruct", ["moonshotai/Kimi-K2-Base"]),
     ],
 )
-def test_quantizations_and_bases_are_no_other_models(name: str, others: list[str]) -> None:
+def test_quantizations_and_base_versions_are_the_same_model(name: str, others: list[str]) -> None:
     known = next(known for known in KNOWN if name in known.names)
     assert known.name == name and set(others) <= set(known.names)
 
 
-def test_other_versions_are_other_models() -> None:
+def test_different_versions_are_different_models() -> None:
     for one, other in (
         ("deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-R1-0528"),
         ("Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B"),
@@ -80,13 +82,13 @@ def test_other_versions_are_other_models() -> None:
         assert not any(one in known.names and other in known.names for known in KNOWN)
 
 
-def test_every_known_model_has_a_year() -> None:
+def test_every_known_model_has_a_release_year() -> None:
     assert not [name for name in known_names() if not 2018 <= (released(name) or 0) <= 2026]
     assert released("nobody/knows-this") is None
     assert (released("llama-2-7b"), released("Llama 3 8B"), released("Qwen3.5-27B")) == (2023, 2024, 2026)
 
 
-def test_a_search_takes_words_in_any_spelling() -> None:
+def test_search_ignores_case_and_separators() -> None:
     assert {known.name for known in matching(KNOWN, "QWEN3 coder")} == {
         "Qwen/Qwen3-Coder-30B-A3B-Instruct",
         "Qwen/Qwen3-Coder-480B-A35B-Instruct",
@@ -101,16 +103,16 @@ def test_copies_on_this_machine_are_found_under_other_programs_names() -> None:
         Located(name=name, path=Path(name), origin="Ollama", size_bytes=1)
         for name in ("qwen3:8b", "unsloth/Qwen3-8B-GGUF:Q4_K_M", "mine:latest")
     ]
-    found = asked(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", here=copies_here(files))
+    found = make_entries(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", here=copies_here(files))
     assert found["Qwen/Qwen3-8B"].here == ("qwen3:8b", "unsloth/Qwen3-8B-GGUF:Q4_K_M")
     assert found["Qwen/Qwen3-14B"].here == ()
 
 
-# each entry
+# entries
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "openai/gpt-oss-20b", "google/gemma-3-27b-it"])
-def test_an_entry_says_what_plan_says(on_rtx: dict[str, Entry], name: str) -> None:
+def test_entry_agrees_with_plan(on_rtx: dict[str, Entry], name: str) -> None:
     entry = on_rtx[name]
     decision = decide(RTX, find_model(name), everyday(Workload()))
     assert decision.memory is not None
@@ -123,7 +125,7 @@ def test_an_entry_says_what_plan_says(on_rtx: dict[str, Entry], name: str) -> No
     assert entry.estimate.tpot_ms == decision.estimate.tpot_ms
 
 
-def test_the_speed_is_that_of_one_stream_with_its_band(on_rtx: dict[str, Entry]) -> None:
+def test_speed_is_that_of_one_stream_with_its_band(on_rtx: dict[str, Entry]) -> None:
     entry = on_rtx["Qwen/Qwen3-8B"]
     assert entry.tok_s is not None and entry.estimate.tpot_ms is not None and entry.tok_s.basis == "estimate"
     assert entry.tok_s.low < entry.tok_s.value < entry.tok_s.high
@@ -136,69 +138,69 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(on_rtx: dict[str, En
     assert longest is not None and entry.max_context is not None
     assert EVERYDAY_TOKENS <= longest < entry.max_context
     at, beyond = (
-        asked(RTX, entry.name, workload=Workload(context_tokens=tokens))[entry.name]
+        make_entries(RTX, entry.name, workload=Workload(context_tokens=tokens))[entry.name]
         for tokens in (longest, longest + 2048)
     )
     assert at.fits and at.quantization == entry.quantization and at.longest_context == longest
     assert not beyond.fits or beyond.quantization != entry.quantization
 
 
-def test_a_conversation_fits_unless_the_model_reads_less(on_rtx: dict[str, Entry]) -> None:
+def test_default_context_fits_a_conversation_up_to_the_model_limit(on_rtx: dict[str, Entry]) -> None:
     for entry in on_rtx.values():
         if entry.fits and entry.max_context is not None:
             assert (entry.longest_context or 0) >= min(EVERYDAY_TOKENS, entry.max_context), entry.name
     assert on_rtx["huggyllama/llama-7b"].longest_context == 2048
 
 
-def test_lengths_that_were_asked_for_are_not_cut() -> None:
-    found = asked(RTX, "huggyllama/llama-7b", workload=Workload(context_tokens=4096))["huggyllama/llama-7b"]
-    assert not found.fits and found.why == "reads at most 2,048 tokens"
+def test_requested_lengths_are_not_shortened() -> None:
+    found = make_entries(RTX, "huggyllama/llama-7b", workload=Workload(context_tokens=4096))["huggyllama/llama-7b"]
+    assert not found.fits and found.why == "its context is only 2,048 tokens"
 
 
-def test_what_cannot_fit_says_why_in_a_few_words(on_rtx: dict[str, Entry]) -> None:
+def test_entry_that_does_not_fit_has_a_short_reason(on_rtx: dict[str, Entry]) -> None:
     refused = [entry for entry in on_rtx.values() if not entry.fits]
     assert refused
     for entry in refused:
         assert entry.why and len(entry.why) < 100 and entry.engine is None and entry.pace is None
-    assert "in 3 bits" in (on_rtx["moonshotai/Kimi-K3"].why or "")
+    assert "at 3 bits" in (on_rtx["moonshotai/Kimi-K3"].why or "")
 
 
-def test_the_quick_refusal_never_refuses_what_a_plan_would_run() -> None:
+def test_quick_refusal_never_contradicts_plan() -> None:
     small = simulated({"accelerator": "RTX 4090", "ram_gb": 16})
-    quick = [entry for entry in asked(small).values() if "in 3 bits" in (entry.why or "")]
+    quick = [entry for entry in make_entries(small).values() if "at 3 bits" in (entry.why or "")]
     assert quick
     for entry in sorted(quick, key=lambda entry: entry.parameters)[:3]:
         assert not decide(small, find_model(entry.name), Workload()).fits
 
 
-def test_the_least_speed_refuses_what_is_slower() -> None:
-    free, bound = (asked(RTX, "Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B", least_tok_s=least) for least in (None, 100.0))
+def test_minimum_speed_excludes_slower_models() -> None:
+    free, bound = (make_entries(RTX, "Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B", least_tok_s=least) for least in (None, 100.0))
     speed = free["Qwen/Qwen3-32B"].tok_s
     assert speed is not None and speed.value < 100 and free["Qwen/Qwen3-32B"].fits
     assert not bound["Qwen/Qwen3-32B"].fits and "tok/s" in (bound["Qwen/Qwen3-32B"].why or "")
     assert bound["Qwen/Qwen3-0.6B"].fits
 
 
-def test_only_models_of_the_asked_task_are_listed() -> None:
-    embedding = asked(RTX, workload=Workload(task="embed"))
+def test_only_models_of_the_requested_task_are_listed() -> None:
+    embedding = make_entries(RTX, workload=Workload(task="embed"))
     assert "BAAI/bge-m3" in embedding and "Qwen/Qwen3-8B" not in embedding
     assert embedding["BAAI/bge-small-en-v1.5"].fits, "512 tokens are what it reads; nobody asked for more"
     assert all(entry.task == "embed" for entry in embedding.values())
 
 
-def test_more_users_than_fit_make_some_wait() -> None:
-    crowd = asked(RTX, "Qwen/Qwen3-8B", workload=Workload(users=4000))["Qwen/Qwen3-8B"]
+def test_some_requests_wait_if_users_exceed_the_capacity() -> None:
+    crowd = make_entries(RTX, "Qwen/Qwen3-8B", workload=Workload(users=4000))["Qwen/Qwen3-8B"]
     assert crowd.fits and crowd.in_flight == 4000 > crowd.max_concurrency and crowd.pace == "some wait"
 
 
-def test_users_who_think_are_fewer_at_once() -> None:
+def test_think_time_reduces_concurrency() -> None:
     thinking = Workload(users=200, think_time_s=60.0)
-    entry = asked(H100, "Qwen/Qwen3-8B", workload=thinking)["Qwen/Qwen3-8B"]
+    entry = make_entries(H100, "Qwen/Qwen3-8B", workload=thinking)["Qwen/Qwen3-8B"]
     assert entry.fits and 1 <= entry.in_flight < 100
 
 
-def test_what_was_measured_here_corrects_every_model_of_that_engine() -> None:
-    plain = asked(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B")
+def test_measurement_corrects_all_models_of_the_engine() -> None:
+    plain = make_entries(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B")
     engine = plain["Qwen/Qwen3-8B"].engine
     assert engine is not None and engine == plain["Qwen/Qwen3-14B"].engine
     expected = plain["Qwen/Qwen3-8B"].estimate.output_tok_s
@@ -214,25 +216,25 @@ def test_what_was_measured_here_corrects_every_model_of_that_engine() -> None:
         output_tokens=256,
         output_tok_s=expected.value / 2,
     )
-    measured = asked(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", results=(result,))
+    measured = make_entries(RTX, "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", results=(result,))
     for name in plain:
         before, after = plain[name].tok_s, measured[name].tok_s
         assert before is not None and after is not None and after.value < before.value * 0.8
 
 
-# their order
+# ranking
 
 
-def entry(name: str = "a", **fields: object) -> Entry:
+def make_entry(name: str = "a", **fields: object) -> Entry:
     plain = Entry(name=name, task="generate", parameters=10**9, fits=True, pace="comfortable", released=2025)
     return replaced(plain, **fields)
 
 
-def speed(value: float) -> Figure:
+def make_speed(value: float) -> Figure:
     return Figure(value=value, low=value, high=value, basis="estimate")
 
 
-def test_the_most_capable_that_is_comfortable_comes_first(on_rtx: dict[str, Entry]) -> None:
+def test_most_capable_comfortable_model_is_ranked_first(on_rtx: dict[str, Entry]) -> None:
     listed = ranked(on_rtx.values())
     paces = [PACES.index(one.pace) for one in listed if one.pace is not None]
     assert paces == sorted(paces) and [one.fits for one in listed] == sorted((one.fits for one in listed), reverse=True)
@@ -244,26 +246,30 @@ def test_the_most_capable_that_is_comfortable_comes_first(on_rtx: dict[str, Entr
     assert names.index("Qwen/Qwen3-32B") < names.index("codellama/CodeLlama-34b") < names.index("Qwen/Qwen3-0.6B")
 
 
-def test_newer_counts_for_more_and_experts_for_less_than_their_sum() -> None:
-    assert capability(entry(released=2026)) > capability(entry(released=2025)) > capability(entry(released=None))
-    assert capability(entry(active_parameters=10**8)) < capability(entry())
+def test_newer_models_score_higher_and_experts_less_than_their_sum() -> None:
+    assert (
+        capability(make_entry(released=2026))
+        > capability(make_entry(released=2025))
+        > capability(make_entry(released=None))
+    )
+    assert capability(make_entry(active_parameters=10**8)) < capability(make_entry())
 
 
-def test_of_slow_ones_nobody_wants_the_largest() -> None:
-    huge = entry("huge", parameters=10**12, pace="slow", tok_s=speed(0.2))
-    usable = entry("usable", parameters=10**11, pace="slow", tok_s=speed(12))
+def test_slow_models_are_ranked_by_speed_before_size() -> None:
+    huge = make_entry("huge", parameters=10**12, pace="slow", tok_s=make_speed(0.2))
+    usable = make_entry("usable", parameters=10**11, pace="slow", tok_s=make_speed(12))
     assert [one.name for one in ranked([huge, usable])] == ["usable", "huge"]
 
 
-def test_of_two_versions_the_newer_comes_first() -> None:
+def test_newer_version_is_ranked_first() -> None:
     names = ["Qwen/Qwen3.5-27B", "x/Super-49B-v1", "Qwen/Qwen3.6-27B", "x/Super-49B-v1_5"]
-    listed = [one.name for one in ranked(entry(name) for name in names)]
+    listed = [one.name for one in ranked(make_entry(name) for name in names)]
     assert listed.index("Qwen/Qwen3.6-27B") < listed.index("Qwen/Qwen3.5-27B")
     assert listed.index("x/Super-49B-v1_5") < listed.index("x/Super-49B-v1")
-    assert [one.name for one in ranked([entry("z/beta-9"), entry("a/alpha-1")])] == ["a/alpha-1", "z/beta-9"]
+    assert [one.name for one in ranked([make_entry("z/beta-9"), make_entry("a/alpha-1")])] == ["a/alpha-1", "z/beta-9"]
 
 
-# what may never happen
+# invariants
 
 
 @settings(deadline=None)
@@ -282,15 +288,15 @@ def test_more_memory_never_makes_a_fit_fail_and_more_users_never_make_one(
     def fits(gigabytes: int, at_once: int) -> bool:
         machine = simulated({"cpu": "Xeon", "cores": 8, "ram_gb": gigabytes, "os": "linux"})
         work = Workload(users=at_once, prompt_tokens=128, output_tokens=64, task=facts.task)
-        return asked(machine, name, workload=work)[name].fits
+        return make_entries(machine, name, workload=work)[name].fits
 
     assert fits(ram + more, users) or not fits(ram, users)
     assert fits(ram, 1) or not fits(ram, users)
 
 
 @pytest.mark.measures
-def test_all_models_take_seconds() -> None:
-    """Of this process's own time: the machine may be busy."""
+def test_catalogue_of_all_models_is_computed_in_seconds() -> None:
+    """Measured in CPU time of this process, because the machine may be busy."""
     began = time.process_time()
-    asked(RTX)
+    make_entries(RTX)
     assert time.process_time() - began < 3

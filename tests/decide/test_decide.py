@@ -1,4 +1,4 @@
-"""Decisions: one entry for each engine, figures that hold, and what would fit when nothing does."""
+"""Decisions: one entry for each engine, consistent figures, and remedies if nothing fits."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ KNOWN = (
 )  # fmt: skip
 
 
-def box(available_bytes: int = 16 * GIB) -> Hardware:
+def make_cpu_machine(available_bytes: int = 16 * GIB) -> Hardware:
     cpu = Cpu(name="a CPU", arch="x86_64", logical_cores=8, allowed_cores=8.0, allowed_physical_cores=4)
     return Hardware(os="linux", cpu=cpu, memory=Memory(total_bytes=available_bytes, available_bytes=available_bytes))
 
 
 @functools.cache
-def machine(name: str, count: int = 1, ram_gb: int = 128) -> Hardware:
+def make_machine(name: str, count: int = 1, ram_gb: int = 128) -> Hardware:
     described = {"accelerator": name, "count": count, "ram_gb": ram_gb}
     return simulated(described | ({"os": "macos"} if name.startswith("Apple") else {}))
 
 
 def with_free(hardware: Hardware, share: float) -> Hardware:
-    """The same machine with only a part of its memory free, of cards as of RAM."""
+    """The same machine with only this share of its GPU memory and RAM free."""
     cards = tuple(
         replaced(card, free_bytes=round((card.free_bytes or card.memory_bytes or 0) * share))
         for card in hardware.accelerators
@@ -78,8 +78,8 @@ EIGHT_B = replaced(
     kv_bytes_per_token=131072,
 )
 
-boxes = st.builds(box, st.integers(64 * MIB, 64 * GIB))
-gpu_machines = st.sampled_from(GPU_MACHINES).map(lambda named: machine(*named))
+boxes = st.builds(make_cpu_machine, st.integers(64 * MIB, 64 * GIB))
+gpu_machines = st.sampled_from(GPU_MACHINES).map(lambda named: make_machine(*named))
 shares = st.floats(0.02, 1)
 gguf_models = st.builds(
     lambda weights, kv, window, state, context: replaced(
@@ -127,13 +127,13 @@ operations = st.builds(
 )
 
 
-def entries(decision: Decision) -> list[str]:
+def list_entries(decision: Decision) -> list[str]:
     chosen = [decision.engine] if decision.engine is not None else []
     return [*chosen, *(r.engine for r in decision.refused), *(c.engine for c in decision.challengers)]
 
 
 def check_shape(decision: Decision, model: Model) -> None:
-    assert sorted(entries(decision)) == sorted(all_engines())
+    assert sorted(list_entries(decision)) == sorted(all_engines())
     assert all(refusal.why for refusal in decision.refused)
     assert all(challenger.evidence_needed for challenger in decision.challengers)
     assert decision.fits == (decision.engine is not None) == (decision.launch is not None)
@@ -141,7 +141,7 @@ def check_shape(decision: Decision, model: Model) -> None:
     if decision.fits:
         assert decision.max_concurrency >= 1 and decision.memory is not None and decision.memory.fits
         assert all(need.fits for need in decision.memory.devices)
-        # Whatever the form, no weight takes less than two bits; the GGUF models here are made up with four.
+        # No format has less than two bits per weight; the generated GGUF models here have four.
         weights = sum(need.weights_bytes * need.count for need in decision.memory.devices)
         assert weights >= min(model.weight_bytes, model.parameters / 4) * 0.99
         assert decision.settings is not None and decision.settings.slots >= 1
@@ -150,17 +150,17 @@ def check_shape(decision: Decision, model: Model) -> None:
     assert from_json(Decision, to_json(decision)) == decision
 
 
-class TestShape:
-    @settings(deadline=None, max_examples=60)
+class TestDecisionInvariants:
+    @settings(deadline=None)
     @given(boxes, any_models, workloads, operations, st.sampled_from([None, *all_engines()]))
-    def test_of_cpu_boxes(
+    def test_decisions_for_cpu_machines_are_consistent(
         self, hardware: Hardware, model: Model, workload: Workload, kept: Operations, wanted: str | None
     ) -> None:
         check_shape(decide(hardware, model, workload, wanted, operations=kept), model)
 
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None)
     @given(gpu_machines, shares, any_models, workloads, operations, st.sampled_from([None, *all_engines()]))
-    def test_of_machines_with_accelerators(
+    def test_decisions_for_machines_with_accelerators_are_consistent(
         self,
         hardware: Hardware,
         share: float,
@@ -177,8 +177,8 @@ class TestShape:
             layout = decision.parallelism
             assert layout.tensor * layout.pipeline * layout.data <= len(hardware.accelerators)
 
-    def test_a_small_model_on_an_ordinary_machine(self) -> None:
-        decision = decide(box(), MODEL, Workload())
+    def test_small_model_on_an_ordinary_machine_is_planned(self) -> None:
+        decision = decide(make_cpu_machine(), MODEL, Workload())
         assert decision.engine == "llama.cpp" and decision.engine_version == LLAMA.version and decision.fits
         assert [reason.rule for reason in decision.reasons] == ["hardware.cpu", "fit.memory", "cpu.threads"]
         everyday = Settings(slots=EVERYDAY_SLOTS, context_tokens=EVERYDAY_CONTEXT, threads=4, gpu_layers=0)
@@ -189,18 +189,18 @@ class TestShape:
         assert memory.low < memory.value < memory.high < 2
         assert decision.quantization == "Q4_1"
 
-    def test_what_cannot_run_here_is_told_from_what_was_not_built_for_this(self) -> None:
+    def test_impossible_and_unsuitable_engines_are_distinguished(self) -> None:
         model = find_model("Qwen/Qwen3-8B")
-        on_cpu = {refusal.engine: refusal for refusal in decide(box(64 * GIB), model, Workload()).refused}
+        on_cpu = {refusal.engine: refusal for refusal in decide(make_cpu_machine(64 * GIB), model, Workload()).refused}
         assert on_cpu["tgi"].kind == "impossible" and on_cpu["vllm"].kind == "unsuitable"
         assert "GPU" in (on_cpu["vllm"].hint or "")
-        on_gpu = decide(machine("H100 SXM"), model, Workload(concurrency=64))
+        on_gpu = decide(make_machine("H100 SXM"), model, Workload(concurrency=64))
         kinds = {refusal.engine: refusal.kind for refusal in on_gpu.refused}
         assert kinds["mlx"] != "outranked" and kinds["llama.cpp"] == "unsuitable" and kinds["tgi"] == "outranked"
 
-    def test_what_was_decided_is_what_is_counted(self) -> None:
-        """The settings' own need is within what each device may be asked for, and the launch says as much."""
-        decision = decide(machine("RTX 4090", 1, 64), find_model("Qwen/Qwen3-32B"), Workload(prompt_tokens=4000))
+    def test_memory_is_computed_for_the_decided_settings(self) -> None:
+        """The settings fit into each device's usable memory, and the launch command has the same settings."""
+        decision = decide(make_machine("RTX 4090", 1, 64), find_model("Qwen/Qwen3-32B"), Workload(prompt_tokens=4000))
         assert decision.memory is not None and decision.settings is not None
         for need in decision.memory.devices:
             assert need.high_bytes <= (need.usable_bytes or 0) <= 24 * GIB
@@ -208,7 +208,7 @@ class TestShape:
     def test_price_and_watts_become_cost_and_energy(self) -> None:
         work = Workload(concurrency=16, prompt_tokens=500, output_tokens=200)
         kept = Operations(price_per_hour=3.0, watts=700)
-        decision = decide(machine("H100 SXM"), find_model("Qwen/Qwen3-8B"), work, operations=kept)
+        decision = decide(make_machine("H100 SXM"), find_model("Qwen/Qwen3-8B"), work, operations=kept)
         rate, cost, energy = (
             decision.estimate.output_tok_s,
             decision.estimate.cost_per_million_tokens,
@@ -220,28 +220,28 @@ class TestShape:
         assert cost.value == pytest.approx(3.0 * cards / 3600 / rate.value * 1e6)
         assert energy.value == pytest.approx(0.7 * cards / 3600 / rate.value * 1e6)
         assert cost.low < cost.value < cost.high and cost.basis == "estimate"
-        plain = decide(machine("H100 SXM"), find_model("Qwen/Qwen3-8B"), work).estimate
+        plain = decide(make_machine("H100 SXM"), find_model("Qwen/Qwen3-8B"), work).estimate
         assert plain.cost_per_million_tokens is None and plain.kwh_per_million_tokens is None
 
 
-class TestAskedFor:
+class TestRequestedEngine:
     @pytest.mark.parametrize("wanted", list(all_engines()))
-    def test_it_or_a_no_and_never_another(self, wanted: str) -> None:
-        for hardware in (box(64 * GIB), machine("H100 SXM", 8), machine("Apple M3 Max 40-core")):
+    def test_requested_engine_is_planned_or_refused_but_never_replaced(self, wanted: str) -> None:
+        for hardware in (make_cpu_machine(64 * GIB), make_machine("H100 SXM", 8), make_machine("Apple M3 Max 40-core")):
             decision = decide(hardware, find_model("Qwen/Qwen3-8B"), Workload(), wanted)
             if decision.engine is not None:
                 assert decision.engine == wanted and decision.reasons[0].rule == "operations.asked"
                 continue
             assert decision.refused[0].engine == wanted and decision.refused[0].kind == "impossible"
-            others = [refusal for refusal in decision.refused if "was asked for" in refusal.why]
+            others = [refusal for refusal in decision.refused if "was requested" in refusal.why]
             assert others and wanted not in {refusal.engine for refusal in others}
             with pytest.raises(AnswerIsNo) as no:
                 plan(decision, MODEL, Workload())
             assert wanted in (no.value.cause or "")
 
-    def test_a_name_that_no_engine_has(self) -> None:
+    def test_unknown_engine_is_a_usage_error(self) -> None:
         with pytest.raises(BadQuestion, match="no engine is called 'lama'"):
-            decide(box(), MODEL, Workload(), "lama")
+            decide(make_cpu_machine(), MODEL, Workload(), "lama")
 
 
 @pytest.mark.parametrize(
@@ -251,8 +251,8 @@ class TestAskedFor:
         (("neon", "bf16"), "16-bit weights fit"),
     ],
 )
-def test_an_older_arm_processor_is_told_why_it_computes_in_32_bits(sets: tuple[str, ...], why: str) -> None:
-    here = box()
+def test_older_arm_processor_gets_reason_for_32_bit_weights(sets: tuple[str, ...], why: str) -> None:
+    here = make_cpu_machine()
     here = replaced(here, cpu=replaced(here.cpu, arch="aarch64", instruction_sets=sets))
     model = find_model("Qwen/Qwen3-0.6B")
     found = decide(here, model, Workload(), "pytorch")
@@ -263,31 +263,31 @@ def test_an_older_arm_processor_is_told_why_it_computes_in_32_bits(sets: tuple[s
 
 
 class TestInstallable:
-    def test_only_what_bedplate_installs_and_starts_is_chosen(self) -> None:
-        for hardware in (box(), machine("RTX 4090"), machine("Apple M3 Max 40-core")):
+    def test_only_installable_engines_are_chosen(self) -> None:
+        for hardware in (make_cpu_machine(), make_machine("RTX 4090"), make_machine("Apple M3 Max 40-core")):
             decision = decide(hardware, MODEL, Workload(), installable=True)
             assert decision.engine is not None and engine(decision.engine).recipe is not None
             check_shape(decision, MODEL)
 
-    def test_a_build_for_the_cpu_leaves_the_card_idle_and_says_so(self) -> None:
-        decision = decide(machine("RTX 4090"), MODEL, Workload(), "llama.cpp", installable=True)
+    def test_cpu_build_reports_idle_gpu(self) -> None:
+        decision = decide(make_machine("RTX 4090"), MODEL, Workload(), "llama.cpp", installable=True)
         assert decision.settings is not None and decision.settings.device == "cpu"
         assert "build.cpu" in [reason.rule for reason in decision.reasons]
-        on_paper = decide(machine("RTX 4090"), MODEL, Workload(), "llama.cpp")
+        on_paper = decide(make_machine("RTX 4090"), MODEL, Workload(), "llama.cpp")
         assert on_paper.settings is not None and on_paper.settings.device == "cuda"
 
 
 class TestFit:
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None)
     @given(boxes, gguf_models, workloads, st.integers(0, 64 * GIB))
-    def test_more_memory_never_hurts_a_cpu_box(
+    def test_more_memory_never_makes_a_cpu_fit_fail(
         self, hardware: Hardware, model: Model, workload: Workload, more: int
     ) -> None:
-        larger = box(hardware.memory.available_bytes + more)
+        larger = make_cpu_machine(hardware.memory.available_bytes + more)
         before, after = (decide(one, model, workload, "llama.cpp") for one in (hardware, larger))
         assert after.fits >= before.fits and after.max_concurrency >= before.max_concurrency
 
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None)
     @given(gpu_machines, shares, shares, any_models, workloads)
     def test_more_memory_never_makes_a_fit_fail(
         self, hardware: Hardware, one: float, other: float, model: Model, workload: Workload
@@ -295,9 +295,9 @@ class TestFit:
         less, more = (with_free(hardware, share) for share in sorted((one, other)))
         assert decide(more, model, workload).fits >= decide(less, model, workload).fits
 
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None)
     @given(boxes | gpu_machines, any_models, workloads, st.integers(0, 500), st.integers(0, 4000))
-    def test_more_users_or_tokens_never_make_it_succeed(
+    def test_more_users_or_tokens_never_make_a_fit_succeed(
         self, hardware: Hardware, model: Model, workload: Workload, users: int, tokens: int
     ) -> None:
         fewer = decide(hardware, model, workload).fits
@@ -306,7 +306,7 @@ class TestFit:
         assert decide(hardware, model, replaced(workload, prompt_tokens=workload.prompt_tokens + tokens)).fits <= fewer
         assert decide(hardware, model, replaced(workload, output_tokens=workload.output_tokens + tokens)).fits <= fewer
 
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None)
     @given(
         st.sampled_from(["vllm", "sglang", "tensorrt-llm", "llama.cpp", "exllamav3", "pytorch"]),
         st.sampled_from(["RTX 4090", "L4", "H100 SXM"]),
@@ -316,11 +316,11 @@ class TestFit:
         workloads,
         st.integers(0, 10_000),
     )
-    def test_of_each_engine(
+    def test_fit_of_each_engine_is_monotonic(
         self, name: str, card: str, one: float, other: float, model: Model, work: Workload, tokens: int
     ) -> None:
-        small, large = (with_free(machine(card), share) for share in sorted((one, other)))
-        # Of a prefix that is longer than the prompts, a longer prompt would have more in common with the others.
+        small, large = (with_free(make_machine(card), share) for share in sorted((one, other)))
+        # With a prefix longer than the prompts, a longer prompt would share more tokens.
         work = replaced(work, shared_prefix_tokens=min(work.shared_prefix_tokens, work.prompt_tokens))
         longer = replaced(work, prompt_tokens=work.prompt_tokens + tokens)
         base, roomier, busier = (
@@ -328,58 +328,58 @@ class TestFit:
         )
         assert roomier.fits >= base.fits >= busier.fits
         if base.offload is None and busier.offload is None:
-            # What is split between cards and RAM may hold more than the cards alone, so only like is held against like.
+            # A model that is split between GPUs and RAM may hold more requests, so only like cases are compared.
             assert roomier.max_concurrency >= base.max_concurrency >= busier.max_concurrency
 
     def test_max_concurrency_is_the_most_that_fit(self) -> None:
-        hardware, workload = box(16 * GIB), Workload(prompt_tokens=3000, output_tokens=1000)
+        hardware, workload = make_cpu_machine(16 * GIB), Workload(prompt_tokens=3000, output_tokens=1000)
         most = decide(hardware, EIGHT_B, workload).max_concurrency
         assert 1 < most < MAX_SLOTS
         for slots, fits in ((most, True), (most + 1, False)):
             need = fit(hardware, EIGHT_B, workload, LLAMA, settings=Settings(slots=slots, context_tokens=4000))
             assert (need.max_concurrency >= slots) is fits
 
-    def test_settings_shrink_in_the_order_that_costs_least(self) -> None:
+    def test_settings_shrink_slots_first_then_context(self) -> None:
         workload = Workload(prompt_tokens=500, output_tokens=500, users=1)
-        wanted = LLAMA.settle(box(), EIGHT_B, workload)
+        wanted = LLAMA.settle(make_cpu_machine(), EIGHT_B, workload)
         assert (wanted.slots, wanted.context_tokens) == (4, 8192)
         expected = [(4, 8192), (2, 8192), (1, 8192), (1, 4096), (1, 2048), (1, 1024), (1, 1000)]
         assert self.shrinking(workload, 10) == expected
 
-    def test_slots_that_were_asked_for_go_last(self) -> None:
+    def test_requested_slots_shrink_last(self) -> None:
         workload = Workload(prompt_tokens=1000, output_tokens=1000, concurrency=8)
         expected = [(8, 8192), (8, 4096), (8, 2048), (8, 2000), (4, 2000), (2, 2000), (1, 2000)]
         assert self.shrinking(workload, 20) == expected
 
     def shrinking(self, workload: Workload, from_gib: int) -> list[tuple[int, int]]:
-        """The settings that a box is given while its memory becomes less."""
+        """The settings for decreasing memory."""
         path: list[tuple[int, int]] = []
         for available in range(from_gib * GIB, 4 * GIB, -4 * MIB):
-            chosen = decide(box(available), EIGHT_B, workload, "llama.cpp").settings
+            chosen = decide(make_cpu_machine(available), EIGHT_B, workload, "llama.cpp").settings
             if chosen is not None and (chosen.slots, chosen.context_tokens) not in path:
                 path.append((chosen.slots, chosen.context_tokens))
         return path
 
-    def test_requests_that_must_wait_are_told(self) -> None:
+    def test_waiting_requests_are_reported(self) -> None:
         work = Workload(prompt_tokens=2000, output_tokens=2000, concurrency=64)
-        decision = decide(box(7 * GIB), EIGHT_B, work)
+        decision = decide(make_cpu_machine(7 * GIB), EIGHT_B, work)
         assert decision.settings is not None and decision.settings.slots < 64 and decision.max_concurrency < 64
         (queue,) = [reason for reason in decision.reasons if reason.rule == "fit.queue"]
         assert "of 64 requests" in queue.text
-        roomy = decide(box(64 * GIB), EIGHT_B, work)
+        roomy = decide(make_cpu_machine(64 * GIB), EIGHT_B, work)
         assert "fit.queue" not in [reason.rule for reason in roomy.reasons] and roomy.max_concurrency >= 64
 
 
-class TestWhatWouldFit:
-    @settings(deadline=None, max_examples=60)
+class TestRemedies:
+    @settings(deadline=None)
     @given(boxes, gguf_models, workloads)
-    def test_so_much_more_memory_indeed_fits(self, hardware: Hardware, model: Model, workload: Workload) -> None:
+    def test_suggested_memory_is_enough(self, hardware: Hardware, model: Model, workload: Workload) -> None:
         decision = decide(hardware, model, workload, "llama.cpp")
         if decision.fits or not decision.refused[0].why.startswith("needs "):
             return
         assert decision.refused[0].kind == "impossible" and "weights" in decision.refused[0].why
-        more = memory_in(next(hint for hint in decision.hints if "more free memory" in hint))
-        assert decide(box(hardware.memory.available_bytes + more), model, workload, "llama.cpp").fits
+        more = parse_memory(next(hint for hint in decision.hints if "more free memory" in hint))
+        assert decide(make_cpu_machine(hardware.memory.available_bytes + more), model, workload, "llama.cpp").fits
         with pytest.raises(AnswerIsNo) as caught:
             plan(decision, model, workload)
         assert caught.value.exit_code == 1 and "more free memory" in str(caught.value.hint)
@@ -392,11 +392,11 @@ class TestWhatWouldFit:
             ("H100 SXM", 4, "deepseek-ai/DeepSeek-V3", "sglang"),
         ],
     )
-    def test_so_much_more_on_the_cards_indeed_fits(self, card: str, count: int, model: str, wanted: str) -> None:
-        hardware, work = machine(card, count), Workload(prompt_tokens=1000)
+    def test_suggested_gpu_memory_is_enough(self, card: str, count: int, model: str, wanted: str) -> None:
+        hardware, work = make_machine(card, count), Workload(prompt_tokens=1000)
         decision = decide(hardware, find_model(model), work, wanted)
         assert decision.engine is None
-        more = memory_in(next(hint for hint in decision.hints if "more free memory on the cards" in hint))
+        more = parse_memory(next(hint for hint in decision.hints if "more free memory on the GPUs" in hint))
         larger = tuple(
             replaced(one, free_bytes=(one.free_bytes or 0) + -(-more // count)) for one in hardware.accelerators
         )
@@ -413,95 +413,95 @@ class TestWhatWouldFit:
             ("openai/gpt-oss-120b", "RTX 4090", 1, "vllm"),
         ],
     )
-    def test_so_many_cards_indeed_fit(self, name: str, card: str, count: int, wanted: str) -> None:
+    def test_suggested_number_of_gpus_is_enough(self, name: str, card: str, count: int, wanted: str) -> None:
         work, model = Workload(prompt_tokens=1000), find_model(name)
-        decision = decide(machine(card, count), model, work, wanted)
-        cards = int(re.findall(r"(\d+) cards like these", " ".join(decision.hints))[0])
+        decision = decide(make_machine(card, count), model, work, wanted)
+        cards = int(re.findall(r"(\d+) GPUs of this model", " ".join(decision.hints))[0])
         assert cards > count
-        assert decide(machine(card, cards), model, work, wanted).fits
+        assert decide(make_machine(card, cards), model, work, wanted).fits
 
-    def test_a_smaller_quantization_is_named_first_when_one_would_do(self) -> None:
-        decision = decide(box(4 * GIB), EIGHT_B, Workload())
+    def test_smaller_quantization_is_suggested_first_if_sufficient(self) -> None:
+        decision = decide(make_cpu_machine(4 * GIB), EIGHT_B, Workload())
         assert not decision.fits
         named = re.fullmatch(r"a quantization of at most (\S+) bits per weight \(this one has 4.9\)", decision.hints[0])
         assert named is not None
         smaller = replaced(EIGHT_B, weight_bytes=int(EIGHT_B.parameters * float(named[1]) / 8))
-        assert decide(box(4 * GIB), smaller, Workload()).fits
+        assert decide(make_cpu_machine(4 * GIB), smaller, Workload()).fits
         why = next(refusal.why for refusal in decision.refused if refusal.engine == "llama.cpp")
-        assert "weights 4.56 GiB" in why and "may take 3.8 GiB" in why
+        assert "weights 4.56 GiB" in why and "only 3.8 GiB is usable" in why
 
-    def test_no_quantization_is_named_when_none_would_do(self) -> None:
-        assert len(decide(box(GIB), EIGHT_B, Workload()).hints) == 1
+    def test_no_quantization_is_suggested_if_none_is_sufficient(self) -> None:
+        assert len(decide(make_cpu_machine(GIB), EIGHT_B, Workload()).hints) == 1
 
-    def test_a_mac_is_not_told_to_buy_cards(self) -> None:
-        decision = decide(machine("Apple M2", 1, 8), find_model("meta-llama/Meta-Llama-3.1-70B"), Workload())
-        assert decision.hints and not [hint for hint in decision.hints if "cards like these" in hint]
+    def test_more_gpus_are_not_suggested_for_a_mac(self) -> None:
+        decision = decide(make_machine("Apple M2", 1, 8), find_model("meta-llama/Meta-Llama-3.1-70B"), Workload())
+        assert decision.hints and not [hint for hint in decision.hints if "GPUs of this model" in hint]
 
-    def test_ram_is_named_where_offload_would_use_it(self) -> None:
-        """Nothing holds it; the engine that needs least of all is the one that keeps a part on the host."""
-        hardware, model = machine("RTX 3070", 1, 16), find_model("meta-llama/Meta-Llama-3.1-405B")
+    def test_more_ram_is_suggested_if_offload_would_use_it(self) -> None:
+        """Nothing fits; the engine with offload needs the least memory."""
+        hardware, model = make_machine("RTX 3070", 1, 16), find_model("meta-llama/Meta-Llama-3.1-405B")
         decision = decide(hardware, model, Workload())
         assert decision.engine is None
-        more = memory_in(next(hint for hint in decision.hints if hint.endswith("more free memory")))
+        more = parse_memory(next(hint for hint in decision.hints if hint.endswith("more free memory")))
         memory = replaced(hardware.memory, available_bytes=hardware.memory.available_bytes + more)
         assert decide(replaced(hardware, memory=memory), model, Workload()).engine == "llama.cpp"
 
-    def test_requests_longer_than_the_model_reads(self) -> None:
+    def test_requests_longer_than_the_context_are_refused(self) -> None:
         model = find_model("Qwen/Qwen3-8B")
-        decision = decide(machine("H100 SXM"), model, Workload(prompt_tokens=100_000, output_tokens=1000))
-        assert decision.engine is None and sorted(entries(decision)) == sorted(all_engines())
+        decision = decide(make_machine("H100 SXM"), model, Workload(prompt_tokens=100_000, output_tokens=1000))
+        assert decision.engine is None and sorted(list_entries(decision)) == sorted(all_engines())
         assert {refusal.kind for refusal in decision.refused} == {"impossible"}
         assert "40,960" in decision.hints[0]
-        assert decide(machine("H100 SXM"), model, Workload(prompt_tokens=40_000, output_tokens=960)).fits
+        assert decide(make_machine("H100 SXM"), model, Workload(prompt_tokens=40_000, output_tokens=960)).fits
 
 
-def memory_in(hint: str) -> int:
+def parse_memory(hint: str) -> int:
     figure, unit = re.findall(r"([\d.]+) ([KMGT]?i?B) more free memory", hint)[0]
     return round(float(figure) * UNITS[unit])
 
 
 class TestArrivals:
-    """Little's law: what is in flight follows from how long a request takes, and the other way round."""
+    """Little's law: requests in flight depend on the time of a request, and the other way round."""
 
-    def test_what_is_in_flight_agrees_with_what_is_estimated(self) -> None:
+    def test_requests_in_flight_follow_littles_law(self) -> None:
         work = Workload(requests_per_s=4, prompt_tokens=1000, output_tokens=200)
-        decision = decide(machine("H100 SXM"), find_model("Qwen/Qwen3-8B"), work)
+        decision = decide(make_machine("H100 SXM"), find_model("Qwen/Qwen3-8B"), work)
         ttft, tpot = decision.estimate.ttft_ms, decision.estimate.tpot_ms
         assert ttft is not None and tpot is not None
         request_s = (ttft.value + tpot.value * 200) / 1000
         assert decision.in_flight == pytest.approx(4 * request_s, rel=0.3, abs=2)
-        assert "Little's law" in decision.notes[0] and "4 requests a second" in decision.notes[0]
+        assert "Little's law" in decision.notes[0] and "4 requests/s" in decision.notes[0]
 
-    def test_users_who_think_are_fewer_in_flight_than_there_are(self) -> None:
+    def test_think_time_reduces_requests_in_flight(self) -> None:
         work = Workload(users=200, think_time_s=30, prompt_tokens=1000, output_tokens=200)
-        decision = decide(machine("H100 SXM", 8), find_model("Qwen/Qwen3-8B"), work)
+        decision = decide(make_machine("H100 SXM", 8), find_model("Qwen/Qwen3-8B"), work)
         assert 1 <= decision.in_flight < 200
 
-    def test_more_than_can_be_answered_is_said(self) -> None:
+    def test_request_rate_above_capacity_is_reported(self) -> None:
         work = Workload(requests_per_s=1000, prompt_tokens=1000, output_tokens=200)
-        decision = decide(machine("L4"), find_model("Qwen/Qwen3-8B"), work)
-        assert "the queue grows without end" in decision.notes[0]
-        assert "machines like this would keep up" in decision.notes[0]
-        # What is said is of those who have a place, not of a queue that no number holds for.
+        decision = decide(make_machine("L4"), find_model("Qwen/Qwen3-8B"), work)
+        assert "the queue keeps growing" in decision.notes[0]
+        assert "machines of this kind would be enough" in decision.notes[0]
+        # The figures are for running requests, because the queue grows without limit.
         assert decision.fits and decision.in_flight <= decision.max_concurrency
         first = decision.estimate.ttft_ms
         assert first is not None and first.value < 60_000
         slow = replaced(work, requests_per_s=0.05)
-        assert "without end" not in decide(machine("L4"), find_model("Qwen/Qwen3-8B"), slow).notes[0]
+        assert "without end" not in decide(make_machine("L4"), find_model("Qwen/Qwen3-8B"), slow).notes[0]
 
 
 @pytest.mark.parametrize("most", [128, 256, 512, 8192])
-def test_an_embedder_is_planned_for_what_it_reads(most: int) -> None:
-    """The default asks for more tokens than small embedders read, and nobody asked for the default."""
+def test_embedding_model_is_planned_for_its_context(most: int) -> None:
+    """The default lengths exceed the context of small embedding models, so they are limited to it."""
     small = replaced(model_from_facts({"task": "embed", "params_b": 0.02, "format": "onnx"}), max_context=most)
-    chosen = plan(decide(box(), small, Workload(origin="default")), small, Workload(origin="default"))
+    chosen = plan(decide(make_cpu_machine(), small, Workload(origin="default")), small, Workload(origin="default"))
     assert chosen.workload.task == "embed" and chosen.workload.request_tokens == min(512, most)
-    asked = decide(box(), small, Workload(prompt_tokens=most + 1))
+    asked = decide(make_cpu_machine(), small, Workload(prompt_tokens=most + 1))
     assert asked.engine is None and asked.hints, "what somebody asked for is not made shorter"
 
 
 @pytest.mark.parametrize("engine_id", ["pytorch", "vllm", "mlx", "onnxruntime"])
-def test_what_is_unpacked_is_read_where_it_lies_whatever_the_model_is_called(engine_id: str) -> None:
+def test_dequantized_folder_is_loaded_from_its_path(engine_id: str) -> None:
     facts = replaced(builtin_facts(), name="acme/My Model v1", files=("/models/My Model v1.gguf",))
     on = simulated({"cpu": "AMD EPYC 9654", "ram_gb": 64, "os": "linux"})
     decision = decide(on, facts, Workload(), engine_id)
@@ -513,8 +513,8 @@ def test_what_is_unpacked_is_read_where_it_lies_whatever_the_model_is_called(eng
 
 
 @pytest.mark.parametrize(("stored", "made"), [("Q4_1", "INT8"), ("Q8_0", "INT4"), ("F16", "INT4")])
-def test_what_was_rounded_to_few_bits_is_not_rounded_so_again(stored: str, made: str) -> None:
-    """Where nothing says how fast the machine is, the fewest bits that are good enough."""
+def test_weights_of_few_bits_are_not_quantized_again(stored: str, made: str) -> None:
+    """If the speed cannot be predicted, the fewest bits that suffice are used."""
     on = simulated({"cpu": "AMD EPYC 9654", "ram_gb": 64, "os": "linux"})
     memory, cpu = replaced(on.memory, bandwidth_bytes_s=None), replaced(on.cpu, name="nobody knows it")
     unknown = replaced(on, memory=memory, cpu=cpu)

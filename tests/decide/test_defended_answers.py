@@ -1,4 +1,4 @@
-"""Answers that an engineer would have to defend: targets, contexts, prefixes, racks and cards that nobody asked for."""
+"""Decisions that need a good justification: targets, contexts, shared prefixes, offload, racks."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ SEVENTY = "meta-llama/Llama-3.3-70B-Instruct"
 GIB = 1 << 30
 
 
-def answer(
+def decide_for(
     model: str, card: str, count: int = 1, wanted: str | None = None, ram_gb: float | None = None, **work: Any
 ) -> Decision:
     hardware = simulated({"accelerator": card, "count": count, "ram_gb": ram_gb})
     return decide(hardware, find_model(model), Workload(**work), wanted)
 
 
-def why(decision: Decision, rule: str) -> str:
+def get_reason(decision: Decision, rule: str) -> str:
     return next((reason.text for reason in decision.reasons if reason.rule == rule), "")
 
 
 class TestLatencyTargets:
-    def test_cards_that_would_stand_idle_are_used_to_keep_them(self) -> None:
-        plain = answer(SEVENTY, "H100 SXM", 8, users=4)
-        pressed = answer(SEVENTY, "H100 SXM", 8, users=4, latency=LatencyTarget(tpot_ms=12))
+    def test_idle_gpus_are_used_to_meet_latency_targets(self) -> None:
+        plain = decide_for(SEVENTY, "H100 SXM", 8, users=4)
+        pressed = decide_for(SEVENTY, "H100 SXM", 8, users=4, latency=LatencyTarget(tpot_ms=12))
         assert plain.estimate.tpot_ms is not None and pressed.estimate.tpot_ms is not None
         assert plain.estimate.tpot_ms.value > 12 >= pressed.estimate.tpot_ms.value
         assert pressed.parallelism.tensor > plain.parallelism.tensor
-        assert why(pressed, "latency.target").startswith("within the latency targets: TPOT ")
-        assert not why(plain, "latency.target")
+        assert get_reason(pressed, "latency.target").startswith("within the latency targets: TPOT ")
+        assert not get_reason(plain, "latency.target")
 
-    def test_fewer_bits_keep_them_on_one_card(self) -> None:
-        plain = answer("Qwen/Qwen3-8B", "RTX 4090")
-        pressed = answer("Qwen/Qwen3-8B", "RTX 4090", latency=LatencyTarget(tpot_ms=7))
+    def test_fewer_bits_meet_latency_targets_on_one_gpu(self) -> None:
+        plain = decide_for("Qwen/Qwen3-8B", "RTX 4090")
+        pressed = decide_for("Qwen/Qwen3-8B", "RTX 4090", latency=LatencyTarget(tpot_ms=7))
         assert plain.engine == pressed.engine == "exllamav3"
         assert pressed.estimate.tpot_ms is not None and pressed.estimate.tpot_ms.value <= 7
         assert plain.quantization == "8.0 bpw" and pressed.quantization != "8.0 bpw"
 
-    def test_what_nothing_keeps_is_said_with_both_figures(self) -> None:
-        found = answer(SEVENTY, "H100 SXM", 8, users=200, latency=LatencyTarget(ttft_ms=50, tpot_ms=5))
-        said = why(found, "latency.target")
+    def test_missed_latency_targets_are_reported_with_both_figures(self) -> None:
+        found = decide_for(SEVENTY, "H100 SXM", 8, users=200, latency=LatencyTarget(ttft_ms=50, tpot_ms=5))
+        said = get_reason(found, "latency.target")
         assert found.fits and said.startswith("MISSES the latency targets: TTFT ") and "TPOT" in said
 
-    def test_what_cannot_be_predicted_is_not_promised(self) -> None:
-        found = answer("Qwen/Qwen3-8B", "Intel Gaudi 3", ram_gb=512, latency=LatencyTarget(ttft_ms=500))
-        assert found.estimate.ttft_ms is None and "is not known" in why(found, "latency.target")
+    def test_latency_targets_are_unknown_without_a_prediction(self) -> None:
+        found = decide_for("Qwen/Qwen3-8B", "Intel Gaudi 3", ram_gb=512, latency=LatencyTarget(ttft_ms=500))
+        assert found.estimate.ttft_ms is None and "unknown whether" in get_reason(found, "latency.target")
 
 
 class TestContext:
-    def test_a_long_one_for_some_does_not_make_usual_requests_wait(self) -> None:
-        usual = answer(SEVENTY, "H100 SXM", 4, users=50)
-        long = answer(SEVENTY, "H100 SXM", 4, users=50, context_tokens=131072)
+    def test_long_context_does_not_make_usual_requests_wait(self) -> None:
+        usual = decide_for(SEVENTY, "H100 SXM", 4, users=50)
+        long = decide_for(SEVENTY, "H100 SXM", 4, users=50, context_tokens=131072)
         assert usual.settings is not None and long.settings is not None
         assert long.settings.slots * long.parallelism.data == 50 and long.settings.context_tokens == 131072
         assert long.max_concurrency < 50
-        assert f"{long.max_concurrency} of 131,072" in why(long, "fit.queue")
+        assert f"{long.max_concurrency} at 131,072 tokens" in get_reason(long, "fit.queue")
         assert long.estimate.ttft_ms is not None and long.estimate.ttft_ms.value < 1000
 
     @pytest.mark.parametrize("wanted", ["vllm", "sglang"])
-    def test_a_server_is_told_of_no_longer_requests_than_it_holds(self, wanted: str) -> None:
-        """vLLM ends at its start where its cache holds less than one request of the longest kind."""
+    def test_context_of_a_server_is_limited_to_its_cache(self, wanted: str) -> None:
+        """vLLM does not start if its cache is smaller than one request of the maximum length."""
         model, tight = find_model("meta-llama/Llama-3.1-8B-Instruct"), simulated({"accelerator": "RTX 4090"})
         work, told = Workload(), []
         for free in range(17 * GIB, 24 * GIB, GIB // 4):
@@ -84,7 +84,7 @@ class TestContext:
             assert fit(hardware, model, alone, wanted, decision.quantization, Parallelism()).fits
         assert min(told) < max(told) == 8192
 
-    def test_a_mac_keeps_room_for_a_conversation(self) -> None:
+    def test_mac_reserves_context_for_a_conversation(self) -> None:
         small = decide(
             simulated({"accelerator": "Apple M1", "ram_gb": 8}),
             find_model("meta-llama/Llama-3.1-8B-Instruct"),
@@ -100,24 +100,24 @@ class TestContext:
 class TestSharedPrefix:
     WORK: ClassVar[dict[str, Any]] = {"users": 200, "prompt_tokens": 4000}
 
-    def test_it_is_kept_once(self) -> None:
+    def test_paged_cache_stores_the_prefix_once(self) -> None:
         model, card = "meta-llama/Llama-3.1-8B-Instruct", "A100 SXM 80GB"
-        apart = answer(model, card, wanted="sglang", **self.WORK)
-        shared = answer(model, card, wanted="sglang", shared_prefix_tokens=3000, **self.WORK)
+        apart = decide_for(model, card, wanted="sglang", **self.WORK)
+        shared = decide_for(model, card, wanted="sglang", shared_prefix_tokens=3000, **self.WORK)
         assert apart.max_concurrency < 200 <= shared.max_concurrency
         assert apart.estimate.ttft_ms is not None and shared.estimate.ttft_ms is not None
         assert shared.estimate.ttft_ms.value < apart.estimate.ttft_ms.value / 5
 
-    def test_an_engine_with_a_region_for_each_slot_keeps_it_in_each(self) -> None:
+    def test_engine_with_slots_stores_the_prefix_in_each_slot(self) -> None:
         model, card = "meta-llama/Llama-3.1-8B-Instruct", "A100 SXM 80GB"
-        apart = answer(model, card, wanted="llama.cpp", **self.WORK)
+        apart = decide_for(model, card, wanted="llama.cpp", **self.WORK)
         assert (
             apart.max_concurrency
-            == answer(model, card, wanted="llama.cpp", shared_prefix_tokens=3000, **self.WORK).max_concurrency
+            == decide_for(model, card, wanted="llama.cpp", shared_prefix_tokens=3000, **self.WORK).max_concurrency
         )
 
-    def test_a_window_is_each_requests_own(self) -> None:
-        """Only what grows with every token can be the same for all."""
+    def test_attention_windows_are_not_shared(self) -> None:
+        """Only the cache that grows with every token can be shared."""
         model, hardware = find_model("openai/gpt-oss-20b"), simulated({"accelerator": "RTX 4090"})
         work = Workload(users=8, prompt_tokens=4000, shared_prefix_tokens=4000)
         with_all = fit(hardware, model, work, "vllm").devices[0].kv_bytes
@@ -125,16 +125,16 @@ class TestSharedPrefix:
 
 
 class TestOffload:
-    def test_slots_that_nobody_asked_for_drive_no_layer_out(self) -> None:
-        found = answer("Qwen/Qwen3-32B", "RTX 4070", ram_gb=64, context_tokens=16384)
+    def test_extra_slots_do_not_offload_layers(self) -> None:
+        found = decide_for("Qwen/Qwen3-32B", "RTX 4070", ram_gb=64, context_tokens=16384)
         assert found.engine == "llama.cpp" and found.settings is not None and found.settings.slots == 1
         model = find_model("Qwen/Qwen3-32B")
         assert found.memory is not None
         cached = sum(need.kv_bytes * need.count for need in found.memory.devices)
         assert cached == pytest.approx(model.kv_bytes(16384), rel=0.01)
 
-    def test_a_host_of_which_nothing_is_said_is_an_ordinary_one(self) -> None:
-        """Two channels of memory and vector instructions: within reach of a named desktop of today."""
+    def test_unknown_host_memory_gets_a_default_bandwidth(self) -> None:
+        """Two channels of memory and vector instructions: similar to a current desktop CPU."""
         hardware = {"accelerator": "RTX 5090", "ram_gb": 128}
         model = find_model("openai/gpt-oss-120b")
         unsaid = decide(simulated(hardware), model, Workload()).estimate.output_tok_s
@@ -145,36 +145,36 @@ class TestOffload:
         assert "two channels of DDR5-4800 are assumed" in (unsaid.source or "")
         assert "assumed" not in (said.source or "")
 
-    def test_layers_without_experts_are_not_counted_among_those_whose_experts_stay(self) -> None:
-        """DeepSeek's first three layers have none: 58 of 61 do."""
-        found = answer("deepseek-ai/DeepSeek-R1-0528", "RTX 4090", ram_gb=768)
+    def test_dense_layers_are_not_counted_as_expert_layers(self) -> None:
+        """DeepSeek's first three layers have no experts: 58 of 61 do."""
+        found = decide_for("deepseek-ai/DeepSeek-R1-0528", "RTX 4090", ram_gb=768)
         assert found.memory is not None and (split := found.memory.offload) is not None
         assert split.kind == "experts" and split.device_layers + split.host_layers == 58
         assert found.launch is not None
         argv = list(found.launch.argv)
         assert argv[argv.index("--n-cpu-moe") + 1] == str(split.host_layers + 3)
 
-    def test_many_wait_for_the_card_rather_than_for_ram(self) -> None:
-        found = answer("Qwen/Qwen3-32B", "RTX 4090", users=50)
+    def test_many_requests_wait_for_the_gpu_instead_of_offloading(self) -> None:
+        found = decide_for("Qwen/Qwen3-32B", "RTX 4090", users=50)
         assert found.memory is not None and found.memory.offload is None
 
 
-class TestWords:
-    def test_units_that_a_chip_lacks_are_no_reason(self) -> None:
+class TestReasons:
+    def test_missing_fp8_units_are_not_given_as_a_reason(self) -> None:
         assert (
-            why(answer("Qwen/Qwen3-32B", "A100 SXM 80GB", users=50), "quant.fp8")
+            get_reason(decide_for("Qwen/Qwen3-32B", "A100 SXM 80GB", users=50), "quant.fp8")
             == "FP8 weights: half the bytes to read"
         )
-        assert "FP8 units" in why(answer("Qwen/Qwen3-32B", "H100 SXM", users=50), "quant.fp8")
+        assert "FP8 units" in get_reason(decide_for("Qwen/Qwen3-32B", "H100 SXM", users=50), "quant.fp8")
 
-    def test_nobody_is_told_that_two_tokens_a_second_keep_up_with_a_reader(self) -> None:
-        slow = answer(SEVENTY, "RTX 4090", ram_gb=64)
+    def test_two_tokens_per_second_are_not_called_reading_speed(self) -> None:
+        slow = decide_for(SEVENTY, "RTX 4090", ram_gb=64)
         assert slow.estimate.tpot_ms is not None and slow.estimate.tpot_ms.value > 200
-        assert why(slow, "quant.fit").endswith("the quickest that fit; none keep up with a reader")
+        assert get_reason(slow, "quant.fit").endswith("the fastest that fit; none are faster than reading speed")
 
-    def test_the_quickest_is_what_the_estimate_says(self) -> None:
-        """Of an engine that multiplies 16 bits faster than it unpacks fewer."""
-        quick = answer("Qwen/Qwen3-32B", "H100 SXM", wanted="llama.cpp", users=50)
+    def test_fastest_weights_agree_with_the_estimate(self) -> None:
+        """For an engine that multiplies 16-bit weights faster than it dequantizes smaller ones."""
+        quick = decide_for("Qwen/Qwen3-32B", "H100 SXM", wanted="llama.cpp", users=50)
         forms = [
             decide(
                 simulated({"accelerator": "H100 SXM"}),
@@ -187,57 +187,57 @@ class TestWords:
         times = [one.estimate.tpot_ms.value for one in (quick, *forms) if one.estimate.tpot_ms is not None]
         assert len(times) == 3 and times[0] == min(times)
 
-    def test_stages_on_fast_links_are_the_engines_way(self) -> None:
-        found = answer(SEVENTY, "V100 SXM 32GB", 4, users=20)
-        assert found.parallelism.pipeline > 1 and "llama.cpp divide" in why(found, "layout.pipeline")
+    def test_pipeline_stages_on_fast_links_are_explained_by_the_engine(self) -> None:
+        found = decide_for(SEVENTY, "V100 SXM 32GB", 4, users=20)
+        assert found.parallelism.pipeline > 1 and "llama.cpp divide" in get_reason(found, "layout.pipeline")
 
-    def test_an_engine_without_kernels_for_the_card_does_not_ask_for_ram(self) -> None:
-        found = answer(SEVENTY, "V100 SXM 32GB", 4, users=20)
+    def test_engine_without_kernels_for_the_gpu_does_not_suggest_ram(self) -> None:
+        found = decide_for(SEVENTY, "V100 SXM 32GB", 4, users=20)
         (refusal,) = [one for one in found.refused if one.engine == "vllm"]
         assert refusal.kind == "unsuitable" and "leave the GPU idle" in refusal.why
         assert "lmdeploy" in {one.engine for one in found.challengers}
 
-    def test_weights_that_a_server_takes_only_as_stored(self) -> None:
-        found = answer("deepseek-ai/DeepSeek-R1", "H100 SXM", 8, users=50)
+    def test_four_bit_version_is_suggested_if_servers_need_it(self) -> None:
+        found = decide_for("deepseek-ai/DeepSeek-R1", "H100 SXM", 8, users=50)
         assert found.engine == "llama.cpp"
         (note,) = [one for one in found.notes if "AWQ-INT4" in one]
-        assert "served by vllm" in note
-        assert not [one for one in answer(SEVENTY, "H100 SXM", 8, users=50).notes if "AWQ" in one]
+        assert "vllm would serve it" in note
+        assert not [one for one in decide_for(SEVENTY, "H100 SXM", 8, users=50).notes if "AWQ" in one]
 
 
-class TestInService:
+class TestIncumbentEngine:
     def in_service(self, name: str, **work: Any) -> Decision:
         hardware, model = simulated({"accelerator": "RTX 4090"}), find_model("Qwen/Qwen3-8B")
         return decide(hardware, model, Workload(**work), operations=Operations(incumbent=name))
 
     @pytest.mark.parametrize("users", [1, 30])
-    def test_ollama_stays_as_what_is_inside_of_it(self, users: int) -> None:
+    def test_ollama_as_incumbent_falls_back_to_llama_cpp(self, users: int) -> None:
         found = self.in_service("ollama", users=users)
         assert found.engine == "llama.cpp" and found.reasons[0].rule == "operations.incumbent"
 
-    def test_one_that_cannot_stay_is_not_passed_over_in_silence(self) -> None:
+    def test_replaced_incumbent_has_a_reason(self) -> None:
         found = self.in_service("mlx")
         assert found.engine == "exllamav3"
-        assert why(found, "operations.incumbent").startswith("MLX is in service, but: ")
+        assert get_reason(found, "operations.incumbent").startswith("MLX is in service, but: ")
 
 
 class TestMachines:
-    def test_memory_is_what_the_driver_reports(self) -> None:
+    def test_usable_memory_is_that_of_the_driver(self) -> None:
         spark = simulated({"accelerator": "DGX Spark"})
         assert spark.memory.total_bytes == 122572 << 20
         assert (spark.accelerators[0].memory_bytes or 0) <= spark.memory.total_bytes
         assert simulated({"accelerator": "Jetson Orin Nano 8GB"}).memory.total_bytes == 7620 << 20
 
-    def test_sixteen_cards_of_a_rack_are_four_machines(self) -> None:
-        assert answer("deepseek-ai/DeepSeek-R1", "GB200", 16, users=200).orchestrator == "ray"
-        assert answer("deepseek-ai/DeepSeek-R1", "GB200", 4, users=20).orchestrator is None
-        assert answer("deepseek-ai/DeepSeek-R1", "B200", 8, users=200).orchestrator is None
+    def test_sixteen_gpus_of_a_rack_are_four_hosts(self) -> None:
+        assert decide_for("deepseek-ai/DeepSeek-R1", "GB200", 16, users=200).orchestrator == "ray"
+        assert decide_for("deepseek-ai/DeepSeek-R1", "GB200", 4, users=20).orchestrator is None
+        assert decide_for("deepseek-ai/DeepSeek-R1", "B200", 8, users=200).orchestrator is None
 
-    def test_one_at_a_time_that_vllm_does_not_hold_goes_to_the_quick_one(self) -> None:
-        found = answer("deepseek-ai/DeepSeek-R1", "H200 SXM", 6)
+    def test_single_request_that_vllm_cannot_hold_goes_to_the_fastest_engine(self) -> None:
+        found = decide_for("deepseek-ai/DeepSeek-R1", "H200 SXM", 6)
         assert found.engine == "llama.cpp" and "vLLM" not in found.reasons[0].text
 
 
-def test_slots_of_engines_that_set_memory_aside_are_counted_whole() -> None:
-    """MLX keeps a cache for each request; nothing of it is shared."""
+def test_slots_with_reserved_memory_are_counted_completely() -> None:
+    """MLX has a separate cache for each request."""
     assert not engine("mlx").paged

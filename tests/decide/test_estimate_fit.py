@@ -1,4 +1,4 @@
-"""The fit under load: its slopes are those of what it computes."""
+"""The gradients of the fit under load agree with its cost function."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fitting() -> ModuleType:
     return module
 
 
-def test_slopes_are_those_of_the_cost(fitting: ModuleType) -> None:
+def test_gradients_agree_with_the_cost_function(fitting: ModuleType) -> None:
     rows = []
     for engine, hardware, model, scenario, parallelism in ROWS:
         for metric, value in (("ttft_ms", 400.0), ("tpot_ms", 12.0)):

@@ -1,4 +1,4 @@
-"""What a step moves and computes, against counting by hand, and floors that no estimate beats."""
+"""Bytes and operations of a step, checked by hand, and the lower bounds of estimates."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MODELS = (
 )  # fmt: skip
 
 
-def test_one_token_reads_what_the_model_says_it_reads() -> None:
+def test_one_token_reads_the_active_weights() -> None:
     for name in MODELS:
         model = find_model(name)
         assert weights_read_bytes(shape_of(model), 1) == pytest.approx(model.read_bytes_per_token, rel=0.001), name
 
 
-def test_a_batch_touches_more_experts_and_never_more_than_there_are() -> None:
+def test_larger_batch_uses_more_experts_up_to_all() -> None:
     assert experts_touched(128, 8, 1) == pytest.approx(8)
     assert experts_touched(128, 8, 16) == pytest.approx(128 * (1 - (120 / 128) ** 16))
     assert experts_touched(128, 8, 10_000) == pytest.approx(128)
@@ -53,7 +53,7 @@ def test_more_tokens_never_read_less(name: str, some: int, more: int) -> None:
     assert weights_read_bytes(shape, few) <= weights_read_bytes(shape, many) * (1 + 1e-9)
 
 
-def test_windows_stop_growing() -> None:
+def test_windowed_cache_stops_growing() -> None:
     shape = shape_of(find_model("gpt-oss-20b"))
     windowed = next(group for group in shape.attention if group.window)
     whole = next(group for group in shape.attention if not group.window)
@@ -74,7 +74,7 @@ def test_attention_counts_each_pair_once(tokens: int, depth: int, window: int | 
     )
 
 
-def test_latents_that_each_token_chooses_for_itself_are_not_expanded_for_prompts() -> None:
+def test_sparse_attention_does_not_expand_latents_for_prompts() -> None:
     expanded, chosen = (
         shape_of(find_model(name)).attention[0] for name in ("deepseek-ai/DeepSeek-R1", "zai-org/GLM-5")
     )
@@ -90,14 +90,14 @@ def test_a_dense_token_costs_two_operations_for_each_weight() -> None:
     assert linear_ops(shape_of(model), 1) == pytest.approx(2 * (model.parameters - embedding))
 
 
-def test_a_ring_sends_nearly_twice_the_hidden_states() -> None:
+def test_ring_all_reduce_sends_nearly_twice_the_hidden_states() -> None:
     shape = shape_of(find_model("Meta-Llama-3-8B"))
     assert all_reduce_bytes(10, shape, 1) == 0
     assert all_reduce_bytes(10, shape, 4) == pytest.approx(2 * 3 / 4 * 10 * 4096 * 2)
 
 
 @pytest.mark.parametrize(("params_b", "active_b"), [(117, 5.1), (671, 37), (30.5, 3.3), (46.7, 12.9), (1000, 1)])
-def test_facts_of_a_mixture_leave_something_that_is_no_expert(params_b: float, active_b: float) -> None:
+def test_moe_model_from_facts_keeps_dense_weights(params_b: float, active_b: float) -> None:
     shape = shape_of(model_from_facts({"params_b": params_b, "active_params_b": active_b}))
     assert shape.dense_params > 0 and shape.dense_bytes > 0
     assert shape.dense_params + shape.expert_params == pytest.approx(params_b * 1e9)
@@ -106,14 +106,14 @@ def test_facts_of_a_mixture_leave_something_that_is_no_expert(params_b: float, a
     )
 
 
-def test_facts_alone_make_a_shape() -> None:
+def test_shape_is_computed_from_facts_alone() -> None:
     shape = shape_of(model_from_facts({"params_b": 30, "active_params_b": 3, "quantization": "Q4_K_M"}))
     assert shape.active_params == pytest.approx(3e9, rel=0.01)
     assert weights_read_bytes(shape, 1) < weights_read_bytes(shape, 64) < shape.total_bytes * 1.001
 
 
 @pytest.mark.parametrize("name", ["RTX 4090", "H100 SXM", "MI300X", "RX 7900 XTX", "B200", "A100 SXM 80GB"])
-def test_a_machine_on_paper_is_the_chips(name: str) -> None:
+def test_hypothetical_hardware_has_the_rates_of_the_chip(name: str) -> None:
     chip = find_chip(name, guess=True).chip
     described = machine_of(simulated({"accelerator": chip.name, "count": 1, "ram_gb": 256}))
     direct = machine_from_chip(chip, 1)
@@ -123,13 +123,13 @@ def test_a_machine_on_paper_is_the_chips(name: str) -> None:
     assert described.plain_ops_s == direct.plain_ops_s
 
 
-def test_links_and_nodes_are_read_off_the_machine() -> None:
+def test_links_and_nodes_come_from_the_hardware() -> None:
     machine = machine_of(simulated({"accelerator": "H100 SXM", "count": 16, "network": "8x 400 Gbit/s"}))
     assert (machine.devices, machine.per_node, machine.peer_kind) == (16, 8, "nvlink")
     assert machine.peer_bytes_s == pytest.approx(450e9) and machine.network_bytes_s == pytest.approx(400e9)
 
 
-def test_a_measured_bandwidth_far_below_the_sheet_wins() -> None:
+def test_measured_bandwidth_far_below_the_data_sheet_is_used() -> None:
     hardware = simulated({"accelerator": "RTX 4090", "count": 1, "ram_gb": 64})
     card = hardware.accelerators[0]
 
@@ -143,7 +143,7 @@ def test_a_measured_bandwidth_far_below_the_sheet_wins() -> None:
     assert measured(400e9) == pytest.approx(400e9 / 0.92)
 
 
-def test_every_chip_makes_a_machine() -> None:
+def test_every_chip_has_machine_rates() -> None:
     for chip in chips().values():
         machine = machine_from_chip(chip)
         assert machine.bandwidth_bytes_s > 0
@@ -151,7 +151,7 @@ def test_every_chip_makes_a_machine() -> None:
         assert machine.plain_ops_s > 0, chip.name
 
 
-def test_a_chip_whose_maker_says_no_rates_has_those_of_its_like() -> None:
+def test_chip_without_published_rates_has_those_of_its_family() -> None:
     silent, like = (
         machine_from_chip(chips()["Apple M5 Max (40-core GPU)"]),
         machine_from_chip(find_chip("M4 Max 40-core").chip),
@@ -160,7 +160,7 @@ def test_a_chip_whose_maker_says_no_rates_has_those_of_its_like() -> None:
     assert rates[0] == pytest.approx(rates[1], rel=0.3)
 
 
-def test_a_card_that_is_in_no_list_has_the_rates_of_its_generation() -> None:
+def test_unlisted_gpu_has_the_rates_of_its_generation() -> None:
     hardware = simulated({"accelerator": "RTX 4090"})
     card = replaced(hardware.accelerators[0], name="NVIDIA Graphics Device")
     unlisted, listed = machine_of(replaced(hardware, accelerators=(card,))), machine_of(hardware)
@@ -169,7 +169,7 @@ def test_a_card_that_is_in_no_list_has_the_rates_of_its_generation() -> None:
     assert unlisted.plain_ops_s > 0
 
 
-def test_a_cpu_that_nobody_knows_still_has_cores() -> None:
+def test_unknown_cpu_has_rates_from_its_cores() -> None:
     hardware = simulated({"cpu": "Some CPU 3000", "cores": 12, "ram_gb": 32})
     machine = cpu_machine(hardware.cpu, hardware.memory.bandwidth_bytes_s)
     assert (machine.kind, machine.cores, machine.bandwidth_bytes_s) == ("cpu", 12, 0.0)
@@ -183,7 +183,7 @@ def test_a_cpu_that_nobody_knows_still_has_cores() -> None:
     st.integers(1, 256),
     st.integers(1, 100_000),
 )
-def test_no_estimate_beats_the_floor(chip: str, name: str, engine: str, batch: int, context: int) -> None:
+def test_no_estimate_is_below_the_lower_bound(chip: str, name: str, engine: str, batch: int, context: int) -> None:
     machine = machine_from_chip(find_chip(chip, guess=True).chip)
     shape = shape_of(find_model(name))
     question = local.ask(engine, "cuda", machine, shape)

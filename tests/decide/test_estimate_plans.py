@@ -1,4 +1,4 @@
-"""A plan's estimate: what makes it slower or faster, what limits it, and what it says of itself."""
+"""The estimate of a plan: its dependence on the workload, its bottleneck and its source."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bedplate.values.fit import Offload
 ONE = Workload(concurrency=1, prompt_tokens=512, output_tokens=256)
 
 
-def machine(name: str = "RTX 4090", count: int = 1, ram_gb: float = 96, cpu: str | None = None) -> Hardware:
+def make_machine(name: str = "RTX 4090", count: int = 1, ram_gb: float = 96, cpu: str | None = None) -> Hardware:
     return simulated({"accelerator": name, "count": count, "ram_gb": ram_gb, "cpu": cpu})
 
 
-def expected(
+def estimate_plan(
     hardware: Hardware,
     model: str = "Meta-Llama-3-8B Q4_K_M",
     engine: str = "llama.cpp",
@@ -39,59 +39,61 @@ def expected(
     return found
 
 
-def test_figures_have_a_band_and_say_what_they_are() -> None:
-    found = estimate_for(machine(), find_model("Meta-Llama-3-8B Q4_K_M"), "llama.cpp", Parallelism(), ONE, slots=1)
+def test_figures_have_a_band_and_a_source() -> None:
+    found = estimate_for(make_machine(), find_model("Meta-Llama-3-8B Q4_K_M"), "llama.cpp", Parallelism(), ONE, slots=1)
     for figure in (found.ttft_ms, found.tpot_ms, found.output_tok_s):
         assert figure is not None
         assert figure.low < figure.value < figure.high and figure.basis == "estimate"
-        assert "fitted on published rows" in (figure.source or "")
+        assert "fitted on published measurements" in (figure.source or "")
 
 
-def test_a_4090_makes_about_as_many_tokens_as_people_measure() -> None:
-    """Builds of today: 130 to 165 tokens a second is what is published of Llama 3 8B Q4_K_M since CUDA graphs."""
-    assert 125 < 1 / expected(machine()).tpot_s < 170
+def test_estimate_for_an_rtx_4090_agrees_with_published_speed() -> None:
+    """Published speeds of current builds with Llama 3 8B Q4_K_M: 130 to 165 tokens per second since CUDA graphs."""
+    assert 125 < 1 / estimate_plan(make_machine()).tpot_s < 170
 
 
 def test_parts_add_up_to_the_step() -> None:
-    found = expected(machine())
+    found = estimate_plan(make_machine())
     assert sum(found.parts_s.values()) == pytest.approx(found.tpot_s, rel=1e-6)
     assert limit_of(found) == max(found.parts_s, key=lambda name: found.parts_s[name])
 
 
-def test_the_limit_is_named() -> None:
-    assert limit_of(expected(machine(), "Meta-Llama-3-8B")) == "memory bandwidth"
-    assert limit_of(expected(machine("H100 SXM"), "Qwen2.5-0.5B-Instruct", "pytorch")) == "runtime overhead"
+def test_bottleneck_is_named() -> None:
+    assert limit_of(estimate_plan(make_machine(), "Meta-Llama-3-8B")) == "memory bandwidth"
+    assert limit_of(estimate_plan(make_machine("H100 SXM"), "Qwen2.5-0.5B-Instruct", "pytorch")) == "runtime overhead"
     long = Workload(concurrency=1, prompt_tokens=120_000, output_tokens=256)
-    assert limit_of(expected(machine("GB10", ram_gb=128), "Qwen3-30B-A3B Q4_K_M", workload=long)) == "KV cache"
+    assert (
+        limit_of(estimate_plan(make_machine("GB10", ram_gb=128), "Qwen3-30B-A3B Q4_K_M", workload=long)) == "KV cache"
+    )
 
 
-def test_experts_on_the_host_cost_their_reading() -> None:
+def test_experts_on_the_host_add_their_read_time() -> None:
     offload = Offload(kind="experts", device_layers=6, host_layers=30, host_bytes=50_000_000_000)
-    kept = expected(machine(cpu="AMD Ryzen 9 7950X"), "gpt-oss-120b")
-    found = expected(machine(cpu="AMD Ryzen 9 7950X"), "gpt-oss-120b", offload=offload)
+    kept = estimate_plan(make_machine(cpu="AMD Ryzen 9 7950X"), "gpt-oss-120b")
+    found = estimate_plan(make_machine(cpu="AMD Ryzen 9 7950X"), "gpt-oss-120b", offload=offload)
     assert found.tpot_s > kept.tpot_s
     assert limit_of(found) == "host memory"
-    # 4 of 128 experts of what is there, at no more than the host's 83.2 GB/s.
+    # 4 of 128 experts on the host, at no more than its 83.2 GB/s.
     assert found.parts_s["host memory"] >= 50e9 * 4 / 128 / 83.2e9
 
 
-def test_a_measurement_scales_the_efficiencies_and_is_named() -> None:
-    plain, measured = expected(machine()), expected(machine(), factor=1.25)
+def test_measurement_scales_the_estimate_and_is_named_as_source() -> None:
+    plain, measured = estimate_plan(make_machine()), estimate_plan(make_machine(), factor=1.25)
     assert measured.tpot_s == pytest.approx(plain.tpot_s / 1.25)
     assert measured.output_tok_s == pytest.approx(plain.output_tok_s * 1.25)
     assert "1.25 as measured on this machine" in measured.source
 
 
 def test_two_cards_read_faster_than_one() -> None:
-    one = expected(machine("H100 SXM", 1), "Meta-Llama-3-8B", "vllm")
-    two = expected(machine("H100 SXM", 2), "Meta-Llama-3-8B", "vllm", Parallelism(tensor=2))
+    one = estimate_plan(make_machine("H100 SXM", 1), "Meta-Llama-3-8B", "vllm")
+    two = estimate_plan(make_machine("H100 SXM", 2), "Meta-Llama-3-8B", "vllm", Parallelism(tensor=2))
     assert two.tpot_s < one.tpot_s
     assert two.parts_s["interconnect"] > 0 == one.parts_s["interconnect"]
 
 
-def test_more_requests_share_the_reading() -> None:
+def test_more_requests_share_weight_reads() -> None:
     many = Workload(concurrency=8, prompt_tokens=512, output_tokens=256)
-    alone, together = expected(machine()), expected(machine(), workload=many, slots=8)
+    alone, together = estimate_plan(make_machine()), estimate_plan(make_machine(), workload=many, slots=8)
     assert alone.output_tok_s < together.output_tok_s < 8 * alone.output_tok_s
     assert together.tpot_s > alone.tpot_s
 
@@ -101,27 +103,32 @@ def test_more_requests_share_the_reading() -> None:
     ("chip", "cards", "model"),
     [("H100 SXM", 1, "Qwen3-8B"), ("A100 SXM 80GB", 4, "Llama-3.1-70B-Instruct"), ("RTX 4090", 1, "Qwen3-4B")],
 )
-def test_nobody_is_quicker_beside_others_than_alone(chip: str, cards: int, model: str, engine: str) -> None:
+def test_concurrent_requests_are_never_faster_than_a_single_one(chip: str, cards: int, model: str, engine: str) -> None:
     loads = [Workload(concurrency=n, prompt_tokens=512, output_tokens=256) for n in range(1, 17)]
-    hardware, layout = machine(chip, cards), Parallelism(tensor=cards)
-    found = [expected(hardware, model, engine, layout, work, slots=16).tpot_s for work in loads]
+    hardware, layout = make_machine(chip, cards), Parallelism(tensor=cards)
+    found = [estimate_plan(hardware, model, engine, layout, work, slots=16).tpot_s for work in loads]
     assert found == sorted(found)
 
 
 def test_requests_beyond_the_slots_wait() -> None:
     many = Workload(concurrency=16, prompt_tokens=512, output_tokens=256)
-    assert expected(machine(), workload=many, slots=4).ttft_s > expected(machine(), workload=many, slots=16).ttft_s
+    assert (
+        estimate_plan(make_machine(), workload=many, slots=4).ttft_s
+        > estimate_plan(make_machine(), workload=many, slots=16).ttft_s
+    )
 
 
 def test_a_cached_prefix_is_not_computed_again() -> None:
     shared = Workload(concurrency=1, prompt_tokens=4096, output_tokens=256, shared_prefix_tokens=4000)
     whole = Workload(concurrency=1, prompt_tokens=4096, output_tokens=256)
-    assert expected(machine(), workload=shared).ttft_s < expected(machine(), workload=whole).ttft_s / 4
+    assert (
+        estimate_plan(make_machine(), workload=shared).ttft_s < estimate_plan(make_machine(), workload=whole).ttft_s / 4
+    )
 
 
-def test_what_is_not_generated_has_no_estimate() -> None:
+def test_task_without_generation_has_no_estimate() -> None:
     model = find_model("BAAI/bge-m3")
-    assert expectation_for(machine(), model, "pytorch", Parallelism(), ONE, slots=1) is None
+    assert expectation_for(make_machine(), model, "pytorch", Parallelism(), ONE, slots=1) is None
     unknown = simulated({"cpu": "Some CPU 3000", "cores": 12, "ram_gb": 32})
     small = find_model("Qwen2.5-0.5B-Instruct")
     assert estimate_for(unknown, small, "llama.cpp", Parallelism(), ONE, slots=1).tpot_ms is None
@@ -135,20 +142,20 @@ def test_what_is_not_generated_has_no_estimate() -> None:
     st.integers(1, 30_000),
     st.integers(1, 4_000),
 )
-def test_longer_prompts_never_come_sooner(chip: str, model: str, engine: str, prompt: int, more: int) -> None:
+def test_longer_prompts_never_have_a_shorter_ttft(chip: str, model: str, engine: str, prompt: int, more: int) -> None:
     shorter = Workload(concurrency=1, prompt_tokens=prompt, output_tokens=64)
     longer = Workload(concurrency=1, prompt_tokens=prompt + more, output_tokens=64)
-    hardware = machine(chip, ram_gb=128)
-    first = expected(hardware, model, engine, workload=shorter)
-    second = expected(hardware, model, engine, workload=longer)
-    # Where vectors give way to matrices, a few more tokens may cost a little less.
+    hardware = make_machine(chip, ram_gb=128)
+    first = estimate_plan(hardware, model, engine, workload=shorter)
+    second = estimate_plan(hardware, model, engine, workload=longer)
+    # At the switch from vectors to matrices, a few more tokens may cost slightly less.
     assert second.ttft_s >= first.ttft_s * (0.9 if prompt > 64 else 0.3)
     assert second.tpot_s >= first.tpot_s * (1 - 1e-9)
 
 
 @pytest.mark.measures
-def test_an_estimate_costs_little() -> None:
-    hardware, model = machine("H100 SXM", 8), find_model("Qwen3-30B-A3B")
+def test_estimate_is_computed_quickly() -> None:
+    hardware, model = make_machine("H100 SXM", 8), find_model("Qwen3-30B-A3B")
 
     def took_s() -> float:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Rows as people write them: what is understood, what is refused and why, and what the published ones say of us."""
+"""Rows of published tables: how they are read, which are refused, and how accurate the predictions are."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ ROW = {
 }  # fmt: skip
 
 
-def case(**changes: str) -> Case:
+def make_case(**changes: str) -> Case:
     found = resolve({**ROW, **changes})
     assert isinstance(found, Case), found
     return found
 
 
-def value(**changes: str) -> float:
+def predict_value(**changes: str) -> float:
     found = predict({**ROW, **changes})
     assert isinstance(found, Prediction), found
     assert 0 < found.low <= found.value <= found.high
     return found.value
 
 
-def why(**changes: str) -> str:
+def get_refusal(**changes: str) -> str:
     found = predict({**ROW, **changes})
     assert isinstance(found, Refused), found
     return found.why
@@ -61,8 +61,8 @@ def why(**changes: str) -> str:
         ("AMD Ryzen AI Max+ 395 (Radeon 8060S, 128GB LPDDR5X)", "AMD Ryzen AI Max+ 395"),
     ],
 )  # fmt: skip
-def test_chips_as_people_write_them(written: str, chip: str) -> None:
-    assert case(hardware=written, backend="").chip.name == chip
+def test_chip_names_are_recognized_in_usual_spellings(written: str, chip: str) -> None:
+    assert make_case(hardware=written, backend="").chip.name == chip
 
 
 @pytest.mark.parametrize(
@@ -88,27 +88,30 @@ def test_engines_as_people_write_them(written: str, engine: str | None) -> None:
         ("somebody/unheard-of-13b", "Q8_0", "llama.cpp", 8.5),
     ],
 )  # fmt: skip
-def test_weights_as_people_write_them(model: str, quantization: str, engine: str, bits: float) -> None:
-    found = case(model=model, quantization=quantization, engine=engine)
+def test_usual_spellings_of_quantizations_are_read(model: str, quantization: str, engine: str, bits: float) -> None:
+    found = make_case(model=model, quantization=quantization, engine=engine)
     assert found.shape.bits == pytest.approx(bits, rel=0.06)
 
 
-def test_a_files_own_size_is_believed() -> None:
+def test_file_size_in_the_notes_is_used() -> None:
     notes = "file_bytes=5200000000; params=8030261248; fa=True"
-    assert case(notes=notes).model.weight_bytes == 5_200_000_000
-    sized = case(notes="file_size=4.58 GiB; params=8.03 B")
+    assert make_case(notes=notes).model.weight_bytes == 5_200_000_000
+    sized = make_case(notes="file_size=4.58 GiB; params=8.03 B")
     assert sized.model.weight_bytes == pytest.approx(4.58 * 2**30)
 
 
-def test_experts_trained_in_four_bits_keep_the_rest_in_eight() -> None:
-    plain, rest = case(model="gpt-oss-20b", quantization="F16"), case(model="gpt-oss-20b", quantization="MXFP4")
+def test_gguf_of_mxfp4_model_stores_the_rest_in_eight_bits() -> None:
+    plain, rest = (
+        make_case(model="gpt-oss-20b", quantization="F16"),
+        make_case(model="gpt-oss-20b", quantization="MXFP4"),
+    )
     assert rest.shape.expert_bytes == plain.shape.expert_bytes
     assert rest.shape.dense_bytes == pytest.approx(plain.shape.dense_bytes * 8.5 / 16, rel=0.01)
     # The published file has 11.27 GiB.
     assert rest.model.weight_bytes == pytest.approx(11.27 * 2**30, rel=0.01)
 
 
-def test_layouts_as_people_write_them() -> None:
+def test_layouts_are_recognized_in_usual_spellings() -> None:
     assert layout_of("tp8 pp1 attn_dp4 moe_tp1 moe_ep8") == Parallelism(tensor=8, expert=8, attention_data=4)
     assert layout_of("TP4,PP2") == Parallelism(tensor=4, pipeline=2)
     assert layout_of("TEP8") == Parallelism(tensor=8, expert=8)
@@ -120,60 +123,61 @@ def test_layouts_as_people_write_them() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"metric": "loss"}, "the metric 'loss' is none of"), ({"metric": ""}, "no metric"),
-        ({"engine": ""}, "no engine"), ({"model": ""}, "no model"), ({"hardware": ""}, "no chip is named"),
-        ({"hardware": "Quantum 9000"}, "unknown chip"), ({"model": "mystery"}, "its size is not in it"),
+        ({"metric": "loss"}, "unknown metric 'loss'; known:"), ({"metric": ""}, "the metric is missing"),
+        ({"engine": ""}, "the engine is missing"), ({"model": ""}, "the model is missing"),
+        ({"hardware": ""}, "no chip is named"),
+        ({"hardware": "Quantum 9000"}, "unknown chip"), ({"model": "mystery"}, "its name has no size"),
         ({"hardware": "SpacemiT (K1 first table / K3 second table)"}, "more than one machine"),
-        ({"backend": "CPU"}, "computed on a CPU, and which one"),
+        ({"backend": "CPU"}, "measured on a CPU, but the CPU of a machine with"),
         ({"metric": "total_tok_s_incl_prompt", "prompt_tokens": ""}, "lengths are not stated"),
         ({"metric": "peak_memory_gb", "output_tokens": ""}, "lengths are not stated"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_predicted_gets_a_reason(changes: dict[str, str], words: str) -> None:
-    assert words in why(**changes)
+def test_row_that_cannot_be_predicted_has_a_reason(changes: dict[str, str], words: str) -> None:
+    assert words in get_refusal(**changes)
 
 
-def test_only_four_columns_are_needed() -> None:
+def test_only_four_columns_are_required() -> None:
     row = {name: ROW[name] for name in ("hardware", "engine", "model", "metric")}
     assert isinstance(predict(row), Prediction)
 
 
-def test_depth_slows_and_smaller_weights_speed_up() -> None:
-    assert value(context_depth="32768") < value(context_depth="4096") < value(context_depth="0")
-    assert value(quantization="F16") < value(quantization="Q8_0") < value(quantization="Q4_K_M")
+def test_context_depth_slows_down_and_fewer_bits_speed_up() -> None:
+    assert predict_value(context_depth="32768") < predict_value(context_depth="4096") < predict_value(context_depth="0")
+    assert predict_value(quantization="F16") < predict_value(quantization="Q8_0") < predict_value(quantization="Q4_K_M")
 
 
-def test_speed_over_a_whole_request_counts_its_prompt() -> None:
+def test_speed_over_a_whole_request_includes_its_prompt() -> None:
     whole = {"prompt_tokens": "30720", "output_tokens": "2048", "engine": "vLLM", "quantization": "BF16"}
-    alone = value(**whole, context_depth="30720")
-    assert value(**whole) < alone
-    assert value(**whole, scenario="decode phase only") == pytest.approx(alone)
+    alone = predict_value(**whole, context_depth="30720")
+    assert predict_value(**whole) < alone
+    assert predict_value(**whole, scenario="decode phase only") == pytest.approx(alone)
 
 
-def test_prompt_and_answer_over_time() -> None:
+def test_total_throughput_counts_prompt_and_output() -> None:
     whole = {"prompt_tokens": "6144", "output_tokens": "2048", "engine": "SGLang", "quantization": "BF16"}
-    decode = value(**whole)
-    assert value(**whole, metric="total_tok_s_incl_prompt") == pytest.approx(decode * (6144 + 2048) / 2048)
+    decode = predict_value(**whole)
+    assert predict_value(**whole, metric="total_tok_s_incl_prompt") == pytest.approx(decode * (6144 + 2048) / 2048)
 
 
-def test_a_split_by_layers_reads_no_faster_but_computes_prompts_in_turn() -> None:
+def test_pipeline_does_not_speed_up_decode_but_overlaps_prompts() -> None:
     split = {"parallelism": "layer-split (llama.cpp default)", "count": "4"}
-    assert value(**split) < value()
+    assert predict_value(**split) < predict_value()
     prompt = {"metric": "prefill_tok_s", "prompt_tokens": "8192", "output_tokens": "0"}
-    assert value(**prompt, **split) > 1.5 * value(**prompt)
+    assert predict_value(**prompt, **split) > 1.5 * predict_value(**prompt)
 
 
-def test_streams_together_make_more_than_one() -> None:
+def test_several_streams_have_a_higher_throughput_than_one() -> None:
     both = {"prompt_tokens": "512", "output_tokens": "32", "concurrency": "8"}
-    total = value(**both, metric="output_tok_s_total")
-    assert value() < total < 8 * value()
-    assert value(**both, metric="output_tok_s_per_gpu") == pytest.approx(total)
+    total = predict_value(**both, metric="output_tok_s_total")
+    assert predict_value() < total < 8 * predict_value()
+    assert predict_value(**both, metric="output_tok_s_per_gpu") == pytest.approx(total)
 
 
-def test_memory_is_what_the_fit_counts() -> None:
+def test_peak_memory_agrees_with_the_fit() -> None:
     row = {"metric": "peak_memory_gb", "engine": "HF Transformers", "quantization": "BF16", "hardware": "A100 80GB",
            "prompt_tokens": "1", "output_tokens": "2048"}  # fmt: skip
-    assert 16 < value(**row) < 19
+    assert 16 < predict_value(**row) < 19
 
 
 @settings(deadline=None)
@@ -200,7 +204,7 @@ def test_any_row_gives_a_number_or_a_reason(changes: dict[str, str], metric: str
         assert 0 < found.low <= found.value <= found.high < float("inf")
 
 
-def test_tables_in_any_order_and_with_odd_cells() -> None:
+def test_tables_with_any_column_order_and_odd_cells_are_read() -> None:
     text = (
         "metric,Model,hardware,extra,engine\r\ndecode_tok_s_single,Meta-Llama-3-8B Q4_K_M,RTX 4090,x,llama.cpp\r\nx\r\n"
     )
@@ -214,12 +218,12 @@ def test_tables_in_any_order_and_with_odd_cells() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\x00\n"])
-def test_what_is_no_table_is_a_question(text: str) -> None:
+def test_text_that_is_not_a_table_is_a_usage_error(text: str) -> None:
     with pytest.raises(BadQuestion):
         read_table(io.StringIO(text))
 
 
-def test_every_fitted_figure_says_where_it_is_from() -> None:
+def test_every_fitted_value_has_a_source() -> None:
     effects = table("local")["effects"]
     for name, effect in effects.items():
         assert effect["sources"] and effect["rows"] > 0, name
@@ -229,9 +233,7 @@ def test_every_fitted_figure_says_where_it_is_from() -> None:
 
 
 @pytest.mark.parametrize("damage", [{}, {"effects": {}}, {"effects": {"gpu": {"values": {"slack": 0.1}}}}])
-def test_a_damaged_data_file_is_an_error_and_no_refusal(
-    monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any]
-) -> None:
+def test_damaged_data_file_raises_an_error(monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any]) -> None:
     monkeypatch.setattr(calibration, "table", lambda name: damage)
     local._profile.cache_clear()
     try:
@@ -242,27 +244,33 @@ def test_a_damaged_data_file_is_an_error_and_no_refusal(
         local._profile.cache_clear()
 
 
-def test_an_engine_that_nobody_measured_takes_what_its_like_have_in_common() -> None:
-    measured, unmeasured = value(engine="exllamav2"), value(engine="exllamav3")
+def test_engine_without_measurements_uses_efficiencies_of_similar_engines() -> None:
+    measured, unmeasured = predict_value(engine="exllamav2"), predict_value(engine="exllamav3")
     assert unmeasured == pytest.approx(measured, rel=0.25)
-    assert value(engine="something new", quantization="4-bit") > 0
+    assert predict_value(engine="something new", quantization="4-bit") > 0
 
 
-def test_builds_of_today_are_faster_than_tables_without_a_build() -> None:
-    assert value(engine_version="b7340") > 1.05 * value(engine_version="")
+def test_current_builds_are_faster_than_rows_without_a_version() -> None:
+    assert predict_value(engine_version="b7340") > 1.05 * predict_value(engine_version="")
 
 
-def test_a_tables_older_vllm_takes_longer() -> None:
-    new, old = (value(engine="vLLM", quantization="BF16", hardware="A100", engine_version=v) for v in ("0.11", "0.6.3"))
+def test_older_vllm_version_is_slower() -> None:
+    new, old = (
+        predict_value(engine="vLLM", quantization="BF16", hardware="A100", engine_version=v) for v in ("0.11", "0.6.3")
+    )
     assert new != old
 
 
-def test_cpu_cores_draw_less_than_what_a_gpu_beside_them_draws() -> None:
-    assert case(hardware="AMD Ryzen AI Max+ 395", backend="CPU").machine.bandwidth_bytes_s == pytest.approx(0.6 * 256e9)
-    assert case(hardware="AMD Ryzen AI Max+ 395", backend="Vulkan").machine.bandwidth_bytes_s == pytest.approx(256e9)
+def test_cpu_cores_reach_less_of_shared_bandwidth_than_the_gpu() -> None:
+    assert make_case(hardware="AMD Ryzen AI Max+ 395", backend="CPU").machine.bandwidth_bytes_s == pytest.approx(
+        0.6 * 256e9
+    )
+    assert make_case(hardware="AMD Ryzen AI Max+ 395", backend="Vulkan").machine.bandwidth_bytes_s == pytest.approx(
+        256e9
+    )
 
 
-def score_program() -> ModuleType:
+def load_score_program() -> ModuleType:
     spec = importlib.util.spec_from_file_location("score_speed", ROOT / "benchmarks" / "score" / "speed.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -271,8 +279,8 @@ def score_program() -> ModuleType:
 
 
 @pytest.mark.skipif(not TRUTH.is_dir(), reason="the published measurements are not beside this checkout")
-def test_published_rows_are_met() -> None:
-    scored, refused = score_program().score(TRUTH)
+def test_predictions_of_published_rows_are_accurate() -> None:
+    scored, refused = load_score_program().score(TRUTH)
     for (source, metric), found in scored.items():
         if metric == "decode_tok_s_single":
             assert statistics.median(abs(one.error) for one in found) <= 0.10, source
@@ -285,10 +293,10 @@ def test_published_rows_are_met() -> None:
 
 
 @pytest.mark.skipif(not TRUTH.is_dir(), reason="the published measurements are not beside this checkout")
-def test_no_prediction_of_a_published_row_breaks_the_floor() -> None:
-    """Rows that beat bytes over bandwidth themselves would show that a spec or a size is wrong."""
+def test_no_prediction_of_a_published_row_is_below_the_lower_bound() -> None:
+    """A published row below the lower bound would mean that a data sheet value or a size is wrong."""
     from bedplate.decide.estimate.physics import decode_floor_s
-    from bedplate.published.one_stream import _context  # what the row's answer was made at
+    from bedplate.published.one_stream import _context  # the context of the row's output
 
     beaten = []
     for path in sorted(TRUTH.glob("llamacpp_*.csv")):
@@ -302,36 +310,36 @@ def test_no_prediction_of_a_published_row_breaks_the_floor() -> None:
     assert not beaten
 
 
-class TestNoNumber:
-    """What nobody can have measured, and what a cell does not say, is refused and not guessed."""
+class TestImpossibleRows:
+    """Impossible measurements and unreadable cells are refused."""
 
     LOCAL: ClassVar[dict[str, str]] = {
         "hardware": "RTX 4090", "count": "1", "engine": "llama.cpp", "model": "Llama 3.1 8B", "quantization": "Q4_K_M",
         "concurrency": "1", "prompt_tokens": "512", "output_tokens": "128", "metric": "decode_tok_s_single",
     }  # fmt: skip
 
-    def test_the_row_itself_is_answered(self) -> None:
+    def test_unchanged_row_is_predicted(self) -> None:
         assert isinstance(predict(self.LOCAL), Prediction)
         assert predict({**self.LOCAL, "prompt_tokens": "1,024"}) == predict({**self.LOCAL, "prompt_tokens": "1024"})
 
     @pytest.mark.parametrize(
         ("changes", "why"),
         [
-            ({"model": "Llama 3.1 70B", "quantization": "F16"}, "the weights, 131 GiB, do not fit in"),
-            ({"model": "Llama 3.1 70B", "quantization": "4-bit", "engine": "MLX", "hardware": "M1 8GB"}, "of 8 GiB"),
-            ({"engine": "TensorRT-LLM", "hardware": "MI300X", "quantization": "fp8"}, "TensorRT-LLM does not compute"),
-            ({"engine": "exllamav3", "hardware": "M4 Max", "quantization": "4.0bpw"}, "ExLlamaV3 does not compute on"),
-            ({"model": "BAAI/bge-m3", "quantization": "f16", "metric": "tpot_ms"}, "writes no text"),
-            ({"count": "-4"}, "count: '-4' is no number"),
-            ({"count": "many"}, "count: 'many' is no number"),
-            ({"output_tokens": "1e400"}, "output_tokens: '1e400' is no number"),
+            ({"model": "Llama 3.1 70B", "quantization": "F16"}, "the weights (131 GiB) do not fit in"),
+            ({"model": "Llama 3.1 70B", "quantization": "4-bit", "engine": "MLX", "hardware": "M1 8GB"}, "with 8 GiB"),
+            ({"engine": "TensorRT-LLM", "hardware": "MI300X", "quantization": "fp8"}, "TensorRT-LLM does not support"),
+            ({"engine": "exllamav3", "hardware": "M4 Max", "quantization": "4.0bpw"}, "ExLlamaV3 does not support"),
+            ({"model": "BAAI/bge-m3", "quantization": "f16", "metric": "tpot_ms"}, "does not generate text"),
+            ({"count": "-4"}, "count: '-4' is not a number"),
+            ({"count": "many"}, "count: 'many' is not a number"),
+            ({"output_tokens": "1e400"}, "output_tokens: '1e400' is not a number"),
             ({"concurrency": "lots"}, "concurrency: 'lots' is neither"),
-            ({"parallelism": "banana"}, "parallelism: 'banana' names no way"),
-            ({"tensor_parallel": "8"}, "divided among 8 devices, and there are 1"),
-            ({"prompt_tokens": "10000000"}, "was made for 131,072"),
+            ({"parallelism": "banana"}, "parallelism: 'banana' is not a known layout"),
+            ({"tensor_parallel": "8"}, "tensor_parallel is 8, but count is 1"),
+            ({"prompt_tokens": "10000000"}, "the context of meta-llama/Meta-Llama-3.1-8B is 131,072"),
         ],
     )  # fmt: skip
-    def test_it_is_refused_with_its_reason(self, changes: dict[str, str], why: str) -> None:
+    def test_impossible_row_is_refused_with_a_reason(self, changes: dict[str, str], why: str) -> None:
         found = predict({**self.LOCAL, **changes})
         assert isinstance(found, Refused) and why in found.why, found
 
@@ -347,8 +355,8 @@ class TestNoNumber:
         assert engine_of(name) == engine
 
 
-class TestFloors:
-    """No figure is better than what the sheet's rates allow."""
+class TestLowerBounds:
+    """No prediction is better than the data sheet's rates allow."""
 
     SERVED: ClassVar[dict[str, str]] = {
         "hardware": "RTX 3090", "count": "8", "engine": "vLLM", "model": "Llama 3.1 8B", "quantization": "bf16",
@@ -360,32 +368,32 @@ class TestFloors:
         assert isinstance(found, Prediction), found
         return found.value
 
-    def test_one_request_is_on_one_replica(self) -> None:
+    def test_single_request_uses_one_replica(self) -> None:
         alone = self.value(count="1", metric="output_tok_s_total")
         assert self.value(metric="output_tok_s_total") == pytest.approx(alone)
         assert alone < 936e9 / 15e9
         assert self.value(concurrency="8", metric="output_tok_s_total") == pytest.approx(8 * alone, rel=0.01)
 
-    def test_stages_of_a_mixture_read_all_that_a_token_touches(self) -> None:
+    def test_pipeline_stages_of_a_moe_model_read_all_used_experts(self) -> None:
         took = self.value(model="Mixtral-8x7B", parallelism="tp1 pp8", prompt_tokens="1024", metric="tpot_ms")
         assert took > 12.5e9 * 2 / 936e9 * 1000
 
     @pytest.mark.parametrize("engine", ["HF Transformers", "vLLM"])
-    def test_sixteen_bits_are_not_multiplied_by_units_for_eight(self, engine: str) -> None:
+    def test_16_bit_weights_do_not_use_8_bit_units(self, engine: str) -> None:
         took = self.value(
             hardware="H20 96GB", count="1", engine=engine, model="Qwen2.5-32B", prompt_tokens="8192", metric="ttft_ms"
         )
         assert took > 2 * 31e9 * 8192 / 148e12 * 1000
 
-    def test_what_each_has_in_its_cache_is_read(self) -> None:
+    def test_cache_of_each_sequence_is_read(self) -> None:
         shallow, deep = (self.value(count="1", context_depth=depth, metric="tpot_ms") for depth in ("0", "16384"))
         assert deep - shallow > 16384 * 131072 / 936e9 * 1000
 
 
-def test_prompts_on_processors_are_near_what_was_published() -> None:
+def test_prompt_speeds_on_cpus_agree_with_published_ones() -> None:
     with (ROOT / "benchmarks" / "score" / "more" / "cpus.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] == "prefill_tok_s"]
     assert len({row["hardware"] for row in rows}) >= 9
-    off = {(row["row_id"], row["hardware"]): value(**row) / float(row["value"]) for row in rows}
+    off = {(row["row_id"], row["hardware"]): predict_value(**row) / float(row["value"]) for row in rows}
     assert {name: ratio for name, ratio in off.items() if not 1 / 2.3 < ratio < 2.3} == {}
     assert 0.8 < statistics.median(off.values()) < 1.25

@@ -1,4 +1,4 @@
-"""What was measured here: it corrects estimates, overturns rules when it is clear, and never when it is wrong."""
+"""Measurements on this machine correct estimates, and overrule rules only if they are conclusive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = find_model("meta-llama/Meta-Llama-3.1-8B")
 WORK = Workload(concurrency=64, prompt_tokens=1024, output_tokens=256)
 
 
-def measured(engine: str, tok_s: float, **other: object) -> Result:
+def make_result(engine: str, tok_s: float, **other: object) -> Result:
     base = Result(
         at="2026-11-01T10:00:00Z", machine=store.fingerprint(MACHINE), engine=engine, model=MODEL.name,
         quantization="FP8", concurrency=64, prompt_tokens=1024, output_tokens=256, ttft_ms=100, output_tok_s=tok_s,
@@ -28,87 +28,87 @@ def measured(engine: str, tok_s: float, **other: object) -> Result:
     return replaced(base, **other)
 
 
-def decided(*results: Result, operations: Operations | None = None) -> Decision:
+def decide_with(*results: Result, operations: Operations | None = None) -> Decision:
     return decide(MACHINE, MODEL, WORK, operations=operations, results=results)
 
 
-class TestOverturning:
-    def test_a_clear_gain_overturns_the_rule_and_says_why(self) -> None:
-        assert decided().engine == "vllm"
-        found = decided(measured("vllm", 4000), measured("sglang", 5200))
+class TestOverrulingMeasurements:
+    def test_clear_gain_overrules_the_rule_with_a_reason(self) -> None:
+        assert decide_with().engine == "vllm"
+        found = decide_with(make_result("vllm", 4000), make_result("sglang", 5200))
         assert found.engine == "sglang" and found.reasons[0].rule == "evidence.measured"
         assert "30%" in found.reasons[0].text and "vLLM" in found.reasons[0].text
         assert found.reasons[0].source.startswith("store")
 
-    def test_and_the_incumbent(self) -> None:
+    def test_clear_gain_replaces_the_incumbent(self) -> None:
         kept = Operations(incumbent="vllm")
-        assert decided(operations=kept).reasons[0].rule == "operations.incumbent"
-        found = decided(measured("vllm", 4000), measured("sglang", 5200), operations=kept)
+        assert decide_with(operations=kept).reasons[0].rule == "operations.incumbent"
+        found = decide_with(make_result("vllm", 4000), make_result("sglang", 5200), operations=kept)
         assert found.engine == "sglang"
 
-    def test_of_several_the_best(self) -> None:
-        found = decided(measured("vllm", 4000), measured("sglang", 5200), measured("tensorrt-llm", 5900))
+    def test_best_of_several_measured_engines_is_chosen(self) -> None:
+        found = decide_with(make_result("vllm", 4000), make_result("sglang", 5200), make_result("tensorrt-llm", 5900))
         assert found.engine == "tensorrt-llm"
 
     @pytest.mark.parametrize(
         "challenger",
         [
-            measured("sglang", 4200),
-            measured("sglang", 8000, quality=0.8),
-            measured("sglang", 8000, ttft_ms=400),
-            measured("sglang", 8000, concurrency=32),
-            measured("sglang", 8000, quantization="AWQ-INT4"),
-            measured("sglang", 8000, prompt_tokens=100),
-            measured("sglang", 8000, model="another model"),
-            measured("sglang", 8000, machine="another machine"),
-            measured("sglang", 8000, output_tok_s=None),
-            measured("sglang", 8000, output_tok_s_low=None, output_tok_s_high=None),
+            make_result("sglang", 4200),
+            make_result("sglang", 8000, quality=0.8),
+            make_result("sglang", 8000, ttft_ms=400),
+            make_result("sglang", 8000, concurrency=32),
+            make_result("sglang", 8000, quantization="AWQ-INT4"),
+            make_result("sglang", 8000, prompt_tokens=100),
+            make_result("sglang", 8000, model="another model"),
+            make_result("sglang", 8000, machine="another machine"),
+            make_result("sglang", 8000, output_tok_s=None),
+            make_result("sglang", 8000, output_tok_s_low=None, output_tok_s_high=None),
         ],
         ids=["5 %", "wrong answers", "slower to begin", "other load", "other weights", "other prompts", "other model",
              "other machine", "no figure", "measured once"],
     )  # fmt: skip
-    def test_what_proves_nothing_moves_nothing(self, challenger: Result) -> None:
-        found = decided(measured("vllm", 4000), challenger)
+    def test_unproven_gain_changes_nothing(self, challenger: Result) -> None:
+        found = decide_with(make_result("vllm", 4000), challenger)
         assert found.engine == "vllm" and found.reasons[0].rule == "serve.default"
 
     def test_a_challenger_alone_proves_nothing(self) -> None:
-        assert decided(measured("sglang", 9000)).engine == "vllm"
+        assert decide_with(make_result("sglang", 9000)).engine == "vllm"
 
     @pytest.mark.parametrize(("in_flight", "engine"), [(16, "vllm"), (32, "sglang"), (128, "sglang"), (300, "vllm")])
-    def test_it_speaks_of_work_like_that_which_was_measured(self, in_flight: int, engine: str) -> None:
+    def test_measurement_applies_to_similar_workloads(self, in_flight: int, engine: str) -> None:
         work = replaced(WORK, concurrency=in_flight)
-        results = (measured("vllm", 4000), measured("sglang", 5200))
+        results = (make_result("vllm", 4000), make_result("sglang", 5200))
         assert decide(MACHINE, MODEL, work, results=results).engine == engine
 
-    def test_under_several_loads_the_nearest_counts(self) -> None:
-        at_64 = (measured("vllm", 4000), measured("sglang", 5200))
-        at_32 = (measured("vllm", 3000, concurrency=32), measured("sglang", 2500, concurrency=32))
+    def test_nearest_measured_load_is_used(self) -> None:
+        at_64 = (make_result("vllm", 4000), make_result("sglang", 5200))
+        at_32 = (make_result("vllm", 3000, concurrency=32), make_result("sglang", 2500, concurrency=32))
         for in_flight, engine in ((32, "vllm"), (40, "vllm"), (60, "sglang"), (64, "sglang")):
             work = replaced(WORK, concurrency=in_flight)
             assert decide(MACHINE, MODEL, work, results=(*at_64, *at_32)).engine == engine, in_flight
 
-    def test_beside_the_best_of_the_engine_itself(self) -> None:
-        """One that is laid out badly is easily beaten."""
-        bad = measured("vllm", 2000, parallelism=Parallelism(tensor=8))
-        assert decided(bad, measured("vllm", 5000), measured("sglang", 5200)).engine == "vllm"
+    def test_challenger_is_compared_with_the_best_result_of_the_engine(self) -> None:
+        """A result with a bad layout is not a fair comparison."""
+        bad = make_result("vllm", 2000, parallelism=Parallelism(tensor=8))
+        assert decide_with(bad, make_result("vllm", 5000), make_result("sglang", 5200)).engine == "vllm"
 
-    def test_what_cannot_run_here_is_not_chosen_whatever_was_measured(self) -> None:
-        found = decided(measured("vllm", 4000), measured("exllamav2", 9000), measured("mlx", 9000))
+    def test_measured_engine_that_cannot_run_here_is_not_chosen(self) -> None:
+        found = decide_with(make_result("vllm", 4000), make_result("exllamav2", 9000), make_result("mlx", 9000))
         assert found.engine != "mlx"
 
-    def test_an_engine_that_bedplate_does_not_know_is_passed_over(self) -> None:
-        assert decided(measured("vllm", 4000), measured("nobody's engine", 9000)).engine == "vllm"
+    def test_unknown_engine_in_results_is_ignored(self) -> None:
+        assert decide_with(make_result("vllm", 4000), make_result("nobody's engine", 9000)).engine == "vllm"
 
 
 class TestCalibration:
-    def test_a_measurement_corrects_the_estimate_and_says_so(self) -> None:
-        plain = decided()
+    def test_measurement_corrects_the_estimate_with_a_reason(self) -> None:
+        plain = decide_with()
         assert plain.estimate.output_tok_s is not None and plain.settings is not None
         one_card = decide(
             simulated({"accelerator": "H100 SXM", "ram_gb": 2048}), MODEL, WORK, "vllm"
         ).estimate.output_tok_s
         assert one_card is not None
-        slower = decided(measured("vllm", one_card.value / 2))
+        slower = decide_with(make_result("vllm", one_card.value / 2))
         assert slower.estimate.output_tok_s is not None and slower.estimate.tpot_ms is not None
         assert slower.estimate.output_tok_s.value < 0.75 * plain.estimate.output_tok_s.value
         (said,) = [reason for reason in slower.reasons if reason.rule == "evidence.calibrated"]
@@ -119,32 +119,32 @@ class TestCalibration:
         assert gathered(MACHINE, MODEL, []).factor("vllm", "cuda") == 1.0
 
     def test_another_engines_measurement_corrects_nothing(self) -> None:
-        plain, other = decided(), decided(measured("llama.cpp", 10))
+        plain, other = decide_with(), decide_with(make_result("llama.cpp", 10))
         assert plain.estimate == other.estimate
 
-    def test_another_models_measurement_corrects_but_does_not_overturn(self) -> None:
-        small = measured("vllm", 50, model="Qwen/Qwen3-0.6B", quantization="BF16")
+    def test_measurement_of_another_model_corrects_but_does_not_overrule(self) -> None:
+        small = make_result("vllm", 50, model="Qwen/Qwen3-0.6B", quantization="BF16")
         evidence = gathered(MACHINE, MODEL, [small])
         assert evidence.factor("vllm", "cuda") < 1 and evidence.results == ()
 
-    def test_the_layout_that_was_measured_is_the_one_that_is_estimated(self) -> None:
-        plain = decided()
+    def test_correction_uses_the_measured_layout(self) -> None:
+        plain = decide_with()
         rate, layout = plain.estimate.output_tok_s, plain.parallelism
         assert rate is not None and layout != Parallelism()
-        same = measured("vllm", rate.value, quantization=plain.quantization, parallelism=layout)
+        same = make_result("vllm", rate.value, quantization=plain.quantization, parallelism=layout)
         assert gathered(MACHINE, MODEL, [same]).factor("vllm", "cuda") == pytest.approx(1.0, rel=0.05)
 
-    def test_a_build_for_the_cpu_says_nothing_of_the_card(self) -> None:
-        slow = measured("llama.cpp", 10, concurrency=1, quantization="Q4_K_M", device="cpu")
+    def test_cpu_measurement_does_not_correct_the_gpu(self) -> None:
+        slow = make_result("llama.cpp", 10, concurrency=1, quantization="Q4_K_M", device="cpu")
         evidence = gathered(MACHINE, MODEL, [slow])
         assert evidence.factor("llama.cpp", "cuda") == 1.0
 
     @pytest.mark.parametrize(("label", "known"), [("6.0 bpw", True), ("AWQ-Int4", True), ("made up", False)])
-    def test_weights_as_a_decision_names_them(self, label: str, known: bool) -> None:
-        evidence = gathered(MACHINE, MODEL, [measured("vllm", 50, quantization=label)])
+    def test_quantization_labels_of_decisions_are_recognized(self, label: str, known: bool) -> None:
+        evidence = gathered(MACHINE, MODEL, [make_result("vllm", 50, quantization=label)])
         assert bool(evidence.factors) is known
 
-    def test_the_middle_of_all_pairs(self) -> None:
+    def test_correction_factor_is_the_median_ratio(self) -> None:
         assert factor_of([(100, 50), (100, 100), (10, 100)]) == 1.0
         assert factor_of([(0, 50), (10, 0)]) is None and factor_of([]) is None
 
@@ -163,7 +163,7 @@ def test_plan_reads_the_store(tmp_path_factory: pytest.TempPathFactory, monkeypa
         "--json",
     )
     assert '"engine": "vllm"' in invoke(*arguments).out
-    for one in (measured("vllm", 4000), measured("sglang", 5200)):
+    for one in (make_result("vllm", 4000), make_result("sglang", 5200)):
         store.add(one)
     answer = invoke(*arguments)
     assert answer.code == 0 and '"evidence.measured"' in answer.out

@@ -1,4 +1,4 @@
-"""The intent file: what is right is read, and what is wrong is named by its path with what would be right."""
+"""The intent file: valid files are read, and errors name the field and a valid value."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ tenants: [{name: red, share: 0.6}, {name: blue, share: 0.4}]
 """
 
 
-def complaint(text: str) -> BadQuestion:
+def get_error(text: str) -> BadQuestion:
     with pytest.raises(BadQuestion) as bad:
         read_intent(text if "\n" in text else text + "\n")
     return bad.value
 
 
-def test_the_file_that_the_design_shows() -> None:
+def test_complete_example_is_read() -> None:
     intent = read_intent(WHOLE)
     assert intent.hardware == {"accelerator": "NVIDIA H100 SXM 80GB", "count": 8, "ram_gb": 2048, "os": "linux"}
     assert intent.model == "meta-llama/Meta-Llama-3.1-70B"
@@ -86,7 +86,7 @@ def test_the_file_that_the_design_shows() -> None:
     assert intent.notes == ()
 
 
-def test_a_platform() -> None:
+def test_platform_with_pools_and_services_is_read() -> None:
     intent = read_intent(PLATFORM)
     assert [(pool.name, pool.nodes) for pool in intent.pools] == [("big", 4), ("small", 4)]
     chat, embed = intent.services
@@ -106,20 +106,20 @@ def test_json_is_read_as_well_even_with_tabs() -> None:
     assert read_intent(to_json(intent)) == intent
 
 
-def test_from_a_file(tmp_path: Path) -> None:
+def test_intent_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "bedplate.yaml"
     path.write_text(WHOLE, encoding="utf-8-sig")
     assert read_intent(path) == read_intent(str(path)) == read_intent(WHOLE)
 
 
 @pytest.mark.parametrize("name", ["absent.yaml", "folder"])
-def test_a_file_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+def test_unreadable_file_is_a_usage_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(BadQuestion, match="cannot read"):
         read_intent(tmp_path / name)
 
 
-def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+def test_binary_file_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadQuestion, match="not text"):
         read_intent(tmp_path / "a.yaml")
@@ -164,7 +164,7 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_an_invalid_field_is_named_with_a_valid_value(text: str, says: str) -> None:
-    assert complaint(text).message == says
+    assert get_error(text).message == says
 
 
 @pytest.mark.parametrize(
@@ -192,18 +192,18 @@ def test_an_invalid_field_is_named_with_a_valid_value(text: str, says: str) -> N
     ],
 )
 def test_contradictions_are_explained(text: str, says: str) -> None:
-    assert complaint(text).message.startswith(says)
+    assert get_error(text).message.startswith(says)
 
 
 def test_an_error_names_the_line() -> None:
-    found = complaint("model: m\nworkload:\n  prompt_tokens: 3\n  users: 0\n")
+    found = get_error("model: m\nworkload:\n  prompt_tokens: 3\n  users: 0\n")
     assert found.cause == "line 4 of the intent" and found.exit_code == 2
 
 
 def test_a_field_given_twice_is_named_with_both_lines() -> None:
-    found = complaint("workload:\n  users: 1\n  prompt_tokens: 3\n  users: 2\n")
+    found = get_error("workload:\n  users: 1\n  prompt_tokens: 3\n  users: 2\n")
     assert found.message == "workload.users: given twice, in lines 2 and 4 of the intent"
-    assert complaint('{"model": "a", "model": "b"}').message.startswith("model: given twice")
+    assert get_error('{"model": "a", "model": "b"}').message.startswith("model: given twice")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_number_in_a_chip_field_is_a_chip_name() -> None:
     assert (pools[0].accelerator, pools[0].count) == ("3090", 4)
     asked = override(read_intent("hardware: RTX 3090\n"), **parsed_fields(["accelerator=4090"]))
     assert resolved_hardware(asked).accelerators[0].name == "NVIDIA GeForce RTX 4090"
-    assert "must be text" in complaint("hardware: true").message
+    assert "must be text" in get_error("hardware: true").message
 
 
 def test_yaml_1_1_booleans_and_octals_are_text() -> None:
@@ -268,18 +268,18 @@ class TestHostileText:
         lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
         lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
         began = time.process_time()
-        assert "through its aliases" in complaint("\n".join(lines)).message
+        assert "through its aliases" in get_error("\n".join(lines)).message
         assert time.process_time() - began < 5
 
     def test_a_recursive_alias_is_rejected(self) -> None:
-        assert complaint("model: &m {a: *m}\n").exit_code == 2
+        assert get_error("model: &m {a: *m}\n").exit_code == 2
 
     @pytest.mark.parametrize("text", ["[" * 50_000, "{a: " * 5_000, "model: " + "[" * 30 + "]" * 30])
     def test_deep_nesting_is_refused(self, text: str) -> None:
-        assert complaint(text + "\n").exit_code == 2
+        assert get_error(text + "\n").exit_code == 2
 
     def test_a_huge_file_is_refused(self, tmp_path: Path) -> None:
-        assert "characters" in complaint("#" * MAX_CHARACTERS + "\n").message
+        assert "characters" in get_error("#" * MAX_CHARACTERS + "\n").message
         (tmp_path / "big").write_bytes(b"#" * (5 * MAX_CHARACTERS))
         with pytest.raises(BadQuestion, match="larger than"):
             read_intent(tmp_path / "big")
@@ -301,7 +301,7 @@ class TestHostileText:
         ],
     )
     def test_invalid_yaml_is_a_usage_error(self, text: str) -> None:
-        assert complaint(text + "\n").exit_code == 2
+        assert get_error(text + "\n").exit_code == 2
 
     @given(st.text(max_size=200))
     def test_any_text_is_an_intent_or_a_usage_error(self, text: str) -> None:

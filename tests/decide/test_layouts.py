@@ -1,4 +1,4 @@
-"""Layouts: only those whose dimensions divide and whose links can carry them, and not too many to search."""
+"""Layouts divide the model evenly, suit the links, and are few enough to search."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LABELS = (None, "FP8", "AWQ-INT4")
 
 
 @functools.cache
-def machine(name: str, count: int, per_node: int | None = None) -> Hardware:
+def make_machine(name: str, count: int, per_node: int | None = None) -> Hardware:
     described: dict[str, object] = {"accelerator": name, "count": count, "ram_gb": 512}
     if per_node is not None:
         described |= {"gpus_per_node": per_node, "network": "InfiniBand NDR 400"}
@@ -39,34 +39,34 @@ def machine(name: str, count: int, per_node: int | None = None) -> Hardware:
 
 
 @functools.cache
-def stored(name: str, label: str | None) -> Model:
+def make_model(name: str, label: str | None) -> Model:
     model = find_model(name)
     return model if label is None else with_label(model, label)
 
 
-def groups_of(model: Model) -> int:
+def count_groups(model: Model) -> int:
     details = model.quantization_details
     return max(details.group_size or 1, *(details.block or (1,))) if details is not None else 1
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None)
 @given(
     st.sampled_from(MACHINES), st.sampled_from(MODELS), st.sampled_from(LABELS), st.sampled_from(list(all_engines()))
 )
-def test_every_layout_can_be_run(named: tuple[str, int, int | None], name: str, label: str | None, which: str) -> None:
-    hardware, model, one = machine(*named), stored(name, label), engine(which)
+def test_every_layout_is_valid(named: tuple[str, int, int | None], name: str, label: str | None, which: str) -> None:
+    hardware, model, one = make_machine(*named), make_model(name, label), engine(which)
     if one.target(hardware) is None:
         return
     found = list(layouts(hardware, one, model))
     assert Parallelism() in found and len(found) == len(set(found))
-    node, fast, groups = hardware.cards_per_node, fast_cards(hardware), groups_of(model)
+    node, fast, groups = hardware.cards_per_node, fast_cards(hardware), count_groups(model)
     for layout in found:
         tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
         assert tensor * pipeline * data <= max(1, len(hardware.accelerators))
         for way in ("tensor", "pipeline", "data", "expert", "attention_data"):
             assert getattr(layout, way) == 1 or way in one.ways
         assert tensor <= node and pipeline <= model.num_layers
-        # Over PCIe, a few cards at the most; more only where they all share faster links.
+        # Over PCIe at most a few cards; more only if all of them share faster links.
         assert tensor <= 4 or tensor <= fast
         assert (model.num_heads or 0) % tensor == 0
         if model.kv_lora_rank is None and model.num_kv_heads:
@@ -79,24 +79,24 @@ def test_every_layout_can_be_run(named: tuple[str, int, int | None], name: str, 
             assert model.num_experts and model.num_experts % layout.expert == 0 and layout.expert == tensor
         if layout.attention_data > 1:
             assert model.kv_lora_rank is not None and layout.attention_data == tensor == layout.expert
-        # Stages within a node of fast links would only idle: tensor ranks do better there.
+        # Within a node with fast links, tensor parallelism is faster than pipeline stages.
         if pipeline > 1 and fast >= node > 1 and "tensor" in one.ways:
             assert tensor == node
 
 
-def test_groups_of_a_quantization_must_come_out_even() -> None:
-    """29,568 is 231 groups of 128: no even number of ranks, though the 16-bit weights divide by eight."""
-    plain, four_bit = stored("Qwen/Qwen2.5-72B-Instruct", None), stored("Qwen/Qwen2.5-72B-Instruct", "AWQ-INT4")
+def test_quantization_groups_must_divide_evenly() -> None:
+    """29,568 is 231 groups of 128, which does not divide by two; the 16-bit weights divide by eight."""
+    plain, four_bit = make_model("Qwen/Qwen2.5-72B-Instruct", None), make_model("Qwen/Qwen2.5-72B-Instruct", "AWQ-INT4")
     assert plain.intermediate_size == 29_568
     assert [divides(plain, tensor) for tensor in (2, 4, 8)] == [True] * 3
     assert [divides(four_bit, tensor) for tensor in (2, 4, 8)] == [False] * 3
-    hardware = machine("H100 SXM", 8)
+    hardware = make_machine("H100 SXM", 8)
     assert {layout.tensor for layout in layouts(hardware, engine("vllm"), plain)} == {1, 2, 4, 8}
     assert {layout.tensor for layout in layouts(hardware, engine("vllm"), four_bit)} == {1}
 
 
-def test_heads_and_kv_heads() -> None:
-    model = stored("meta-llama/Meta-Llama-3.1-70B", None)
+def test_heads_and_kv_heads_must_divide_evenly() -> None:
+    model = make_model("meta-llama/Meta-Llama-3.1-70B", None)
     assert (model.num_heads, model.num_kv_heads) == (64, 8)
     assert [tensor for tensor in (1, 2, 3, 4, 6, 8, 16, 32, 64) if divides(model, tensor)] == [1, 2, 4, 8, 16, 32, 64]
     twenty = replaced(model, num_heads=20, num_kv_heads=4, intermediate_size=5 * 1024)
@@ -105,23 +105,23 @@ def test_heads_and_kv_heads() -> None:
     assert [tensor for tensor in (2, 3, 4, 6, 8, 12) if divides(six, tensor)] == [2, 3, 6, 12]
 
 
-def test_experts_that_cannot_be_cut_are_spread_whole() -> None:
-    model = replaced(stored("Qwen/Qwen3-30B-A3B", None), moe_intermediate_size=6)
+def test_indivisible_experts_use_expert_parallelism() -> None:
+    model = replaced(make_model("Qwen/Qwen3-30B-A3B", None), moe_intermediate_size=6)
     assert not experts_divide(model, 4)
-    found = [one for one in layouts(machine("H100 SXM", 4), engine("vllm"), model) if one.tensor == 4]
+    found = [one for one in layouts(make_machine("H100 SXM", 4), engine("vllm"), model) if one.tensor == 4]
     assert found and all(one.expert == 4 for one in found)
 
 
-def test_attention_is_replicated_for_a_latent_cache_and_only_there() -> None:
-    hardware = machine("H200 SXM", 8, None)
-    latent = list(layouts(hardware, engine("sglang"), stored("deepseek-ai/DeepSeek-V3", None)))
+def test_only_latent_caches_use_attention_data_parallelism() -> None:
+    hardware = make_machine("H200 SXM", 8, None)
+    latent = list(layouts(hardware, engine("sglang"), make_model("deepseek-ai/DeepSeek-V3", None)))
     assert Parallelism(tensor=8, expert=8, attention_data=8) in latent
-    plain = layouts(hardware, engine("sglang"), stored("Qwen/Qwen3-30B-A3B", None))
+    plain = layouts(hardware, engine("sglang"), make_model("Qwen/Qwen3-30B-A3B", None))
     assert {layout.attention_data for layout in plain} == {1}
 
 
-def test_nodes_are_joined_by_stages() -> None:
-    hardware, model = machine("H100 SXM", 16, 8), stored("meta-llama/Meta-Llama-3.1-405B", None)
+def test_pipeline_stages_span_nodes() -> None:
+    hardware, model = make_machine("H100 SXM", 16, 8), make_model("meta-llama/Meta-Llama-3.1-405B", None)
     found = list(layouts(hardware, engine("vllm"), model))
     assert Parallelism(tensor=8, pipeline=2) in found
     assert max(layout.tensor for layout in found) == 8
@@ -129,22 +129,24 @@ def test_nodes_are_joined_by_stages() -> None:
     assert decision.parallelism.tensor <= 8
 
 
-def test_cards_without_fast_links_take_stages_too() -> None:
-    found = list(layouts(machine("RTX 4090", 6), engine("vllm"), stored("meta-llama/Meta-Llama-3.1-70B", None)))
+def test_gpus_without_fast_links_use_pipeline_stages() -> None:
+    found = list(
+        layouts(make_machine("RTX 4090", 6), engine("vllm"), make_model("meta-llama/Meta-Llama-3.1-70B", None))
+    )
     assert {layout.pipeline for layout in found if layout.tensor == 1} == {1, 2, 3, 4, 5, 6}
     assert {layout.tensor for layout in found} == {1, 2, 4}
 
 
-def test_an_engine_that_knows_no_way_takes_one_device() -> None:
-    model = stored("meta-llama/Meta-Llama-3.1-8B", None)
+def test_engine_without_parallelism_uses_one_device() -> None:
+    model = make_model("meta-llama/Meta-Llama-3.1-8B", None)
     for one in all_engines().values():
-        if not one.ways and one.target(machine("H100 SXM", 8)) is not None:
-            assert list(layouts(machine("H100 SXM", 8), one, model)) == [Parallelism()]
+        if not one.ways and one.target(make_machine("H100 SXM", 8)) is not None:
+            assert list(layouts(make_machine("H100 SXM", 8), one, model)) == [Parallelism()]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_fleet_does_not_make_the_search_explode(name: str) -> None:
-    """What the time of a search hangs on; benchmarks/plan/search.py has the time itself."""
+def test_number_of_layouts_stays_small_for_large_fleets(name: str) -> None:
+    """The number of layouts determines the time of a search; benchmarks/plan/search.py measures it."""
     for one in all_engines().values():
-        assert len(list(layouts(machine("H100 SXM", 128, 8), one, stored(name, None)))) <= 150
-        assert len(list(layouts(machine("H100 SXM", 8), one, stored(name, None)))) <= 30
+        assert len(list(layouts(make_machine("H100 SXM", 128, 8), one, make_model(name, None)))) <= 150
+        assert len(list(layouts(make_machine("H100 SXM", 8), one, make_model(name, None)))) <= 30

@@ -1,4 +1,4 @@
-"""What a layout needs on each device, held against published and measured peaks and against arithmetic by hand."""
+"""The memory of a layout, compared with published and measured peaks and with manual calculations."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ H200_PEAKS = [
 ]  # fmt: skip
 
 
-def cards(name: str, count: int = 1, ram_gb: float = 512) -> Hardware:
+def make_machine(name: str, count: int = 1, ram_gb: float = 512) -> Hardware:
     return simulated({"accelerator": name, "count": count, "ram_gb": ram_gb, "os": "linux"})
 
 
-def score_program() -> ModuleType:
+def load_score_program() -> ModuleType:
     spec = importlib.util.spec_from_file_location("score_memory", ROOT / "benchmarks" / "score" / "memory.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -40,16 +40,16 @@ def score_program() -> ModuleType:
 
 
 @pytest.mark.parametrize(("batch", "prompt", "peak"), H200_PEAKS)
-def test_pytorch_as_measured_on_an_h200(batch: int, prompt: int, peak: int) -> None:
+def test_pytorch_memory_agrees_with_measurements_on_an_h200(batch: int, prompt: int, peak: int) -> None:
     work = Workload(concurrency=batch, prompt_tokens=prompt, output_tokens=32)
-    (need,) = fit(cards("H200 SXM"), find_model("meta-llama/Meta-Llama-3.1-8B"), work, "pytorch").devices
+    (need,) = fit(make_machine("H200 SXM"), find_model("meta-llama/Meta-Llama-3.1-8B"), work, "pytorch").devices
     assert need.total_bytes == pytest.approx(peak, rel=0.02)
 
 
-def test_published_peaks_are_met() -> None:
+def test_peak_memory_agrees_with_published_values() -> None:
     if not TRUTH.is_dir():
         pytest.skip("the published measurements (../shared/truth) are not here")
-    score = score_program()
+    score = load_score_program()
     tables: dict[str, list[dict[str, str]]] = {}
     for source, row in score.rows(TRUTH):
         tables.setdefault(source, []).append(row)
@@ -62,7 +62,7 @@ def test_published_peaks_are_met() -> None:
     assert statistics.median(errors) < 0.07
 
 
-def test_heads_are_divided_among_tensor_ranks_but_never_below_one() -> None:
+def test_tensor_ranks_divide_kv_heads_down_to_one() -> None:
     model = find_model("meta-llama/Meta-Llama-3.1-70B")
     whole = model.kv_bytes(1000)
     assert kv_bytes_on_device(model, 1000, Parallelism(tensor=4)) == whole // 4
@@ -70,7 +70,7 @@ def test_heads_are_divided_among_tensor_ranks_but_never_below_one() -> None:
     assert kv_bytes_on_device(model, 1000, Parallelism(tensor=4, pipeline=2)) == whole // 8
 
 
-def test_a_latent_cache_is_kept_whole_by_every_tensor_rank() -> None:
+def test_every_tensor_rank_stores_the_whole_latent_cache() -> None:
     model = find_model("DeepSeek-R1")
     assert kv_bytes_on_device(model, 1000, Parallelism(tensor=8)) == model.kv_bytes(1000)
 
@@ -84,62 +84,62 @@ def test_experts_are_divided_among_expert_ranks() -> None:
 
 def test_attention_data_parallelism_holds_more_latent_requests() -> None:
     work = Workload(concurrency=1, prompt_tokens=4000, output_tokens=1000)
-    model, machine = find_model("DeepSeek-R1"), cards("H200 SXM", 8, 2048)
+    model, machine = find_model("DeepSeek-R1"), make_machine("H200 SXM", 8, 2048)
     plain = fit(machine, model, work, "sglang", parallelism=Parallelism(tensor=8, expert=8))
     spread = fit(machine, model, work, "sglang", parallelism=Parallelism(tensor=8, expert=8, attention_data=8))
     assert plain.fits and spread.fits and spread.max_concurrency > 4 * plain.max_concurrency
 
 
-def test_what_does_not_fit_a_card_is_offloaded_by_layers() -> None:
+def test_dense_model_that_exceeds_the_gpu_is_offloaded_by_layers() -> None:
     model = find_model("Llama 3.1 70B Q4_K_M")
-    found = fit(cards("RTX 4090", 1, 128), model, Workload(prompt_tokens=512, output_tokens=256), "llama.cpp")
+    found = fit(make_machine("RTX 4090", 1, 128), model, Workload(prompt_tokens=512, output_tokens=256), "llama.cpp")
     assert found.fits and found.offload is not None and found.offload.kind == "layers"
     card, host = found.devices
     assert card.fits and card.weights_bytes + host.weights_bytes == model.weight_bytes
-    # One layer more would not have fitted on the card.
+    # One more layer would not fit on the GPU.
     layer = (model.weight_bytes + model.kv_bytes(768)) / model.num_layers
     assert card.high_bytes + layer > (card.usable_bytes or 0)
 
 
-def test_experts_go_to_the_host_before_layers_do() -> None:
-    found = fit(cards("RTX 4090", 1, 128), find_model("gpt-oss-120b"), Workload(), "llama.cpp")
+def test_experts_are_offloaded_before_layers() -> None:
+    found = fit(make_machine("RTX 4090", 1, 128), find_model("gpt-oss-120b"), Workload(), "llama.cpp")
     assert found.fits and found.offload is not None and found.offload.kind == "experts"
     assert found.offload.device_layers + found.offload.host_layers == 36
 
 
-def test_an_engine_that_does_not_offload_says_no() -> None:
-    found = fit(cards("RTX 4090"), find_model("meta-llama/Meta-Llama-3.1-70B"), Workload(), "vllm")
+def test_engine_without_offload_does_not_fit() -> None:
+    found = fit(make_machine("RTX 4090"), find_model("meta-llama/Meta-Llama-3.1-70B"), Workload(), "vllm")
     assert not found.fits and found.max_concurrency == 0 and found.offload is None
 
 
-def test_a_quantization_makes_it_smaller() -> None:
-    model, machine = find_model("meta-llama/Meta-Llama-3.1-70B"), cards("H200 SXM")
+def test_quantization_reduces_memory() -> None:
+    model, machine = find_model("meta-llama/Meta-Llama-3.1-70B"), make_machine("H200 SXM")
     plain = fit(machine, model, Workload(), "vllm")
     smaller = fit(machine, model, Workload(), "vllm", quantization="FP8")
     assert not plain.fits and smaller.fits
     assert smaller.devices[0].weights_bytes < 0.55 * plain.devices[0].weights_bytes
 
 
-def test_a_layout_larger_than_the_machine_is_a_wrong_question() -> None:
+def test_layout_larger_than_the_machine_is_a_usage_error() -> None:
     with pytest.raises(BadQuestion, match="8 devices"):
-        fit(cards("H100 SXM", 4), find_model("Qwen3-8B"), Workload(), "vllm", parallelism=Parallelism(tensor=8))
+        fit(make_machine("H100 SXM", 4), find_model("Qwen3-8B"), Workload(), "vllm", parallelism=Parallelism(tensor=8))
 
 
-def test_replicas_multiply_the_requests() -> None:
+def test_replicas_multiply_the_capacity() -> None:
     model, work = find_model("Qwen3-8B"), Workload(prompt_tokens=2000, output_tokens=500)
-    one = fit(cards("L4", 1), model, work, "vllm").max_concurrency
+    one = fit(make_machine("L4", 1), model, work, "vllm").max_concurrency
     assert one > 0
-    assert fit(cards("L4", 4), model, work, "vllm", parallelism=Parallelism(data=4)).max_concurrency == 4 * one
+    assert fit(make_machine("L4", 4), model, work, "vllm", parallelism=Parallelism(data=4)).max_concurrency == 4 * one
 
 
 @given(st.integers(1, 64), st.integers(1, 20_000), st.sampled_from(["RTX 4090", "L4", "H100 SXM", "H200 SXM"]))
-def test_the_most_requests_are_the_most(users: int, prompt: int, name: str) -> None:
+def test_max_concurrency_fits_and_one_more_does_not(users: int, prompt: int, name: str) -> None:
     model = find_model("Qwen3-8B")
     work = Workload(users=users, prompt_tokens=prompt, output_tokens=200)
-    found = fit(cards(name), model, work, "vllm")
+    found = fit(make_machine(name), model, work, "vllm")
     assert from_json(Fit, to_json(found)) == found
     if found.fits:
         full = Workload(concurrency=found.max_concurrency, prompt_tokens=prompt, output_tokens=200)
         more = Workload(concurrency=found.max_concurrency + 1, prompt_tokens=prompt, output_tokens=200)
-        assert fit(cards(name), model, full, "vllm").concurrency == found.max_concurrency
-        assert fit(cards(name), model, more, "vllm").concurrency == found.max_concurrency
+        assert fit(make_machine(name), model, full, "vllm").concurrency == found.max_concurrency
+        assert fit(make_machine(name), model, more, "vllm").concurrency == found.max_concurrency

@@ -1,4 +1,4 @@
-"""The same decision asked from other sides: what would change, and which machine would do."""
+"""Changes between decisions (--what-if), and machines that would serve a workload."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ CARD = {"accelerator": "RTX 4090", "count": 1, "ram_gb": 64}
 SERVING = Workload(concurrency=32, prompt_tokens=1024, output_tokens=256)
 
 
-def decision_for(intent: Intent) -> Decision:
+def decide_intent(intent: Intent) -> Decision:
     return decide(
         resolved_hardware(intent), intended_model(intent.model), intent.workload, operations=intent.operations
     )
 
 
 class TestWhatIf:
-    def test_nothing_changes_between_a_decision_and_itself(self) -> None:
-        decision = decision_for(intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))
+    def test_identical_decisions_have_no_changes(self) -> None:
+        decision = decide_intent(intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))
         assert changes(decision, decision) == ()
 
-    def test_more_users_and_cards(self) -> None:
+    def test_changes_with_more_users_and_gpus_are_listed(self) -> None:
         intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B", "workload": {"users": 1}})
         asked = override(intent, **parsed_fields(["users=50,count=2"]))
-        found = {change.what: change for change in changes(decision_for(intent), decision_for(asked))}
+        found = {change.what: change for change in changes(decide_intent(intent), decide_intent(asked))}
         assert (found["engine"].before, found["engine"].after) == ("exllamav3", "vllm")
         assert (found["rule"].before, found["rule"].after) == ("hardware.rtx", "serve.default")
         assert found["output_tok_s"].before != found["output_tok_s"].after
 
-    def test_what_no_longer_fits(self) -> None:
+    def test_change_to_a_decision_that_does_not_fit_is_listed(self) -> None:
         intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"})
         asked = override(intent, model="meta-llama/Meta-Llama-3.1-405B")
-        found = {change.what: change for change in changes(decision_for(intent), decision_for(asked))}
-        assert found["engine"].after == "nothing fits" and found["tpot_ms"].after == "TBD"
-        assert found["requests at once"].after == "0"
+        found = {change.what: change for change in changes(decide_intent(intent), decide_intent(asked))}
+        assert found["engine"].after == "nothing fits" and found["tpot_ms"].after == "not predicted"
+        assert found["concurrent requests"].after == "0"
 
-    def test_fields_that_only_look_different_change_nothing(self) -> None:
+    def test_equivalent_fields_change_nothing(self) -> None:
         intent = intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B", "workload": {"concurrency": 4}})
         asked = override(intent, accelerator="NVIDIA GeForce RTX 4090", think_time_s=5)
-        assert changes(decision_for(intent), decision_for(asked)) == ()
+        assert changes(decide_intent(intent), decide_intent(asked)) == ()
 
-    def test_layouts_in_words(self) -> None:
+    def test_layouts_are_described(self) -> None:
         machine = simulated({"accelerator": "H200 SXM", "count": 8, "ram_gb": 2048})
         work = replaced(SERVING, prompt_tokens=16000)
         words = layout_words(decide(machine, find_model("deepseek-ai/DeepSeek-V3"), work))
         assert "8" in words and "parallel" in words
-        assert layout_words(decision_for(intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))) == "one device"
+        assert layout_words(decide_intent(intent_of({"hardware": CARD, "model": "Qwen/Qwen3-8B"}))) == "one device"
 
 
 class TestProcure:
-    def test_the_fewest_cards_that_serve_everyone(self) -> None:
+    def test_smallest_sufficient_machine_is_offered(self) -> None:
         chips = [find_chip(name).chip for name in ("L4", "RTX 4090", "H100 SXM", "H200 SXM")]
         model = find_model("meta-llama/Meta-Llama-3.1-70B")
         offers = {chip.name: offer for chip, offer in procure(model, SERVING, Operations(), chips)}
@@ -75,7 +75,7 @@ class TestProcure:
         large, huge = offers[chips[2].name], offers[chips[3].name]
         assert large is not None and huge is not None and huge.count <= large.count
 
-    def test_a_latency_target_asks_for_more(self) -> None:
+    def test_latency_target_needs_more_gpus(self) -> None:
         chips, model = [find_chip("L4").chip], find_model("Qwen/Qwen3-8B")
         ((_, relaxed),) = procure(model, SERVING, Operations(), chips)
         assert relaxed is not None and relaxed.decision.estimate.tpot_ms is not None
@@ -86,25 +86,25 @@ class TestProcure:
         ((_, none),) = procure(model, impossible, Operations(), chips)
         assert none is None
 
-    def test_a_machine_that_falls_behind_is_no_offer(self) -> None:
+    def test_machine_below_the_request_rate_is_not_offered(self) -> None:
         model, chips = find_model("Qwen/Qwen3-8B"), [find_chip("L4").chip]
         few, many = (Workload(requests_per_s=rate, prompt_tokens=1000, output_tokens=200) for rate in (0.1, 1000.0))
         ((_, offer),), ((_, none),) = (tuple(procure(model, work, Operations(), chips)) for work in (few, many))
         assert offer is not None and offer.count == 1
         assert none is None
 
-    def test_what_is_partly_on_the_host_is_no_offer(self) -> None:
+    def test_machine_that_needs_offload_is_not_offered(self) -> None:
         machine = simulated({"accelerator": "RTX 3070", "ram_gb": 128})
         decision = decide(machine, find_model("Qwen/Qwen3-30B-A3B"), Workload())
         assert decision.fits and decision.memory is not None and decision.memory.offload is not None
         assert not serves(decision, Workload())
 
     @pytest.mark.parametrize("chip", ["Apple M3 Max 40-core", "NVIDIA GB10"])
-    def test_a_chip_with_memory_of_its_own_machine_is_one_machine(self, chip: str) -> None:
+    def test_chip_with_unified_memory_is_offered_once(self, chip: str) -> None:
         ((_, offer),) = procure(find_model("Qwen/Qwen3-8B"), Workload(), Operations(), [find_chip(chip).chip])
         assert offer is not None and offer.count == 1
 
-    def test_nobody_is_offered_a_laptop_with_eight_cards(self) -> None:
+    def test_laptop_with_several_gpus_is_not_offered(self) -> None:
         model, chip = find_model("Qwen/Qwen3-32B"), find_chip("RTX 4080 Laptop").chip
         ((_, offer),) = procure(model, SERVING, Operations(), [chip])
         assert offer is None
@@ -112,7 +112,7 @@ class TestProcure:
 
     @pytest.mark.parametrize("name", ["Qwen/Qwen3-32B", "Qwen/Qwen2.5-0.5B-Instruct"])
     @pytest.mark.parametrize("users", [1, 50])
-    def test_chips_whose_makers_say_no_rates_are_asked_too(self, name: str, users: int) -> None:
+    def test_chips_without_published_rates_are_considered(self, name: str, users: int) -> None:
         silent = [chip for chip in purchasable() if not chip.dense_tera_ops]
         assert {"Apple M5 Max (40-core GPU)", "NVIDIA GeForce RTX 3060 Laptop"} <= {chip.name for chip in silent}
         offers = [offer for _, offer in procure(find_model(name), Workload(users=users), Operations(), silent) if offer]
@@ -120,7 +120,7 @@ class TestProcure:
         for offer in offers:
             assert offer.decision.estimate.ttft_ms is not None, offer.accelerator
 
-    def test_only_what_one_can_buy_is_asked(self) -> None:
+    def test_only_purchasable_chips_are_considered(self) -> None:
         chips = purchasable()
         assert len(chips) > 30 and all(chip.year >= 2020 for chip in chips)
         assert {chip.vendor for chip in chips} == {"nvidia", "amd", "apple", "intel"}

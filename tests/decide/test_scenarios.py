@@ -1,4 +1,4 @@
-"""Every scenario through the real command line: the engine, the refusals, the fit and the exit code that it expects."""
+"""Every scenario through the command line: the expected engine, refusals, fit and exit code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.commands import Answer, invoke, run
-from tests.decide.scenario_files import EXPECTATIONS, content, own_files, shared_parameters
+from tests.decide.scenario_files import EXPECTATIONS, list_own_files, make_shared_parameters, read_scenario
 
 from bedplate.engines import all_engines
 from bedplate.facts.known_models import with_label
@@ -15,33 +15,33 @@ from bedplate.run.models import intended_model
 from bedplate.values import Decision, from_json
 
 AS_A_PROCESS = ("minimal-h100", "mac-too-small", "unknown-chip", "prompt-of-nothing")
-"""One for each exit code goes through a process of its own; the others would only repeat Python's start."""
+"""One scenario per exit code runs in a separate process; for the others that would only repeat Python's start."""
 
 
-def name_of(path: Path | None) -> str:
+def get_name(path: Path | None) -> str:
     return path.stem if path is not None else "absent"
 
 
-@pytest.mark.parametrize("path", own_files(), ids=name_of)
-def test_own_scenarios(path: Path) -> None:
+@pytest.mark.parametrize("path", list_own_files(), ids=get_name)
+def test_scenarios(path: Path) -> None:
     check(path, run if path.stem in AS_A_PROCESS else invoke)
 
 
-@pytest.mark.parametrize("path", shared_parameters(), ids=name_of)
+@pytest.mark.parametrize("path", make_shared_parameters(), ids=get_name)
 def test_shared_scenarios(path: Path) -> None:
     check(path, run if path.stem == "h100x8-general-serving" else invoke)
 
 
-def test_there_are_enough_of_them_and_each_expects_something_that_is_checked() -> None:
-    assert len(own_files()) >= 30
-    for path in own_files():
-        loaded = content(path)
+def test_each_scenario_has_known_expectations() -> None:
+    assert len(list_own_files()) >= 30
+    for path in list_own_files():
+        loaded = read_scenario(path)
         assert set(loaded) == {"intent", "expect"} and loaded["expect"], path.name
         assert set(loaded["expect"]) <= EXPECTATIONS, path.name
 
 
 def check(path: Path, ask: Any) -> None:
-    loaded = content(path)
+    loaded = read_scenario(path)
     expect = loaded["expect"]
     answer: Answer = ask("plan", "-f", str(path), "--json")
     if "error" in expect:
@@ -59,7 +59,7 @@ def check(path: Path, ask: Any) -> None:
     if "quantization" in expect:
         assert decision.quantization in expect["quantization"], shown
     if "never_quantized_below_bits" in expect:
-        assert bits_of(decision, loaded["intent"]) >= expect["never_quantized_below_bits"], shown
+        assert get_bits(decision, loaded["intent"]) >= expect["never_quantized_below_bits"], shown
     if "queues" in expect:
         waits = [reason for reason in decision.reasons if reason.rule == "fit.queue"]
         assert bool(waits) is expect["queues"], shown
@@ -77,8 +77,8 @@ def check_engines(decision: Decision, expect: dict[str, Any], shown: object) -> 
     assert decision.engine not in expect.get("never", ()), shown
 
 
-def bits_of(decision: Decision, intent: dict[str, Any]) -> float:
-    """Of a weight, scales not counted: what the format's name promises."""
+def get_bits(decision: Decision, intent: dict[str, Any]) -> float:
+    """Bits per weight by the name of the format, without scales."""
     label = (decision.quantization or "").upper().replace(" ", "")
     stored = with_label(intended_model(intent["model"]), label)
     return stored.quantization_details.bits if stored.quantization_details is not None else stored.bits_per_weight or 0

@@ -1,4 +1,4 @@
-"""Estimates under load: what grows with what, what never happens, and layouts as tables write them."""
+"""Estimates under load: monotonicity, lower bounds, and the layouts of published tables."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ MODELS = (
 )  # fmt: skip
 
 
-def machine(chip: str = "NVIDIA H200 SXM 141GB", devices: int = 8) -> Machine:
+def make_machine(chip: str = "NVIDIA H200 SXM 141GB", devices: int = 8) -> Machine:
     return machine_from_chip(find_chip(chip, guess=True).chip, devices)
 
 
-def shape(model: str = "nvidia/Llama-3.1-70B-Instruct-FP8") -> Shape:
+def make_shape(model: str = "nvidia/Llama-3.1-70B-Instruct-FP8") -> Shape:
     return shape_of(find_model(model))
 
 
-def loaded(
+def estimate_load(
     concurrency: int = 32,
     prompt: int = 1024,
     output: int = 512,
@@ -68,19 +68,19 @@ def loaded(
 ) -> Answer:
     divided = layout or Layout(tensor=8)
     found, _, _ = under_load(
-        machine(chip, divided.devices), shape(model), engine, divided, concurrency=concurrency, prompt_tokens=prompt,
-        output_tokens=output, slots=slots, cached_tokens=cached,
+        make_machine(chip, divided.devices), make_shape(model), engine, divided, concurrency=concurrency,
+        prompt_tokens=prompt, output_tokens=output, slots=slots, cached_tokens=cached,
     )  # fmt: skip
     return found
 
 
-def case(**changes: str) -> Case:
+def make_case(**changes: str) -> Case:
     found = resolve({**ROW, **changes})
     assert isinstance(found, Case), found
     return found
 
 
-def value(**changes: str) -> float:
+def predict_value(**changes: str) -> float:
     found = predict({**ROW, **changes})
     assert isinstance(found, Prediction), found
     assert 0 < found.low < found.value < found.high
@@ -96,32 +96,32 @@ def value(**changes: str) -> float:
         ("tp4 pp1 attn_dp4 moe_tp1 moe_ep16", Layout(1, 4, 4)), ("tp1 pp1 attn_dp moe_tp4 moe_ep1", Layout(1, 4, 1)),
     ],
 )  # fmt: skip
-def test_layouts_as_tables_write_them(written: str, layout: Layout) -> None:
-    assert arranged(case(parallelism=written, model="deepseek-ai/DeepSeek-R1")) == layout
+def test_layouts_of_tables_are_parsed(written: str, layout: Layout) -> None:
+    assert arranged(make_case(parallelism=written, model="deepseek-ai/DeepSeek-R1")) == layout
 
 
-def test_a_pipeline_and_replicas_are_read() -> None:
-    found = arranged(case(parallelism="TP2,PP2", scenario="trtllm-bench throughput", count="8"))
+def test_pipeline_and_replicas_are_parsed() -> None:
+    found = arranged(make_case(parallelism="TP2,PP2", scenario="trtllm-bench throughput", count="8"))
     assert found == Layout(2, 1, 1, 2, 2)
 
 
-def test_groups_that_are_left_blank_follow_from_the_batch_of_a_rank() -> None:
+def test_missing_attention_groups_follow_from_the_batch_of_a_rank() -> None:
     blank = {"parallelism": "tp8 pp1 attn_dp moe_tp1 moe_ep8", "model": "deepseek-ai/DeepSeek-R1", "concurrency": "80"}
-    assert arranged(case(**blank, notes="batch_size=10")) == Layout(1, 8, 8)
-    assert arranged(case(**blank, notes="batch_size=80")) == Layout(8, 1, 8)
+    assert arranged(make_case(**blank, notes="batch_size=10")) == Layout(1, 8, 8)
+    assert arranged(make_case(**blank, notes="batch_size=80")) == Layout(8, 1, 8)
 
 
-def test_workers_apart_are_read_with_their_batches() -> None:
+def test_disaggregated_workers_are_parsed_with_their_batches() -> None:
     text = "disagg prefill 1x(tp1 dp4 ep0 bs1) decode 3x(tp4 dp1 ep0 bs24)"
-    found = arranged(case(parallelism=text, scenario="disagg", concurrency=""))
+    found = arranged(make_case(parallelism=text, scenario="disagg", concurrency=""))
     assert isinstance(found, Workers)
     assert (found.prefill.ranks, found.decode.ranks, found.streams) == (4, 4, 72)
-    assert value(parallelism=text, scenario="disagg", concurrency="", count="16") > 0
+    assert predict_value(parallelism=text, scenario="disagg", concurrency="", count="16") > 0
 
 
-def test_more_ranks_than_attention_is_ever_divided_by_are_those_of_all_workers() -> None:
+def test_too_many_tensor_ranks_are_those_of_all_workers() -> None:
     written = "tp72 pp1 attn_dp1 moe_tp72 moe_ep1"
-    assert isinstance(arranged(case(parallelism=written, model="deepseek-ai/DeepSeek-R1", count="72")), Workers)
+    assert isinstance(arranged(make_case(parallelism=written, model="deepseek-ai/DeepSeek-R1", count="72")), Workers)
 
 
 APART = {"scenario": "disagg", "count": "", "tensor_parallel": "", "model": "deepseek-ai/DeepSeek-R1",
@@ -132,64 +132,62 @@ DIVIDED = "disagg prefill x(tp8 dp1 ep8 bs) decode x(tp8 dp1 ep8 bs)"
 @pytest.mark.parametrize(
     ("parallelism", "concurrency", "metric", "words"),
     [
-        (DIVIDED.replace("tp8", "tp1"), "64", "tpot_ms", "do not fit the 1 × NVIDIA H200"),
+        (DIVIDED.replace("tp8", "tp1"), "64", "tpot_ms", "do not fit in 1 × NVIDIA H200"),
         (DIVIDED.replace("tp8", "tp20"), "64", "tpot_ms", "20 ranks are those of all workers"),
         ("tp72 pp1 attn_dp1 moe_tp72 moe_ep1", "64", "ttft_ms", "72 ranks are those of all workers"),
-        (DIVIDED, "100000", "tpot_ms", "could not hold 100000 streams"),
+        (DIVIDED, "100000", "tpot_ms", "cannot hold 100000 streams"),
     ],
 )
-def test_workers_of_which_nobody_says_how_many_there_are(
-    parallelism: str, concurrency: str, metric: str, words: str
-) -> None:
+def test_unknown_number_of_workers_is_refused(parallelism: str, concurrency: str, metric: str, words: str) -> None:
     found = predict({**ROW, **APART, "parallelism": parallelism, "concurrency": concurrency, "metric": metric})
     assert isinstance(found, Refused)
     assert words in found.why
 
 
-def test_workers_that_are_counted_or_could_be_one_are_answered() -> None:
-    assert value(**APART, parallelism=DIVIDED, concurrency="4", metric="ttft_ms") > 0
-    # How many prefill workers there are says nothing of the time per token.
-    assert value(**APART, parallelism=DIVIDED, concurrency="512", metric="tpot_ms") > 0
+def test_known_or_single_workers_are_predicted() -> None:
+    assert predict_value(**APART, parallelism=DIVIDED, concurrency="4", metric="ttft_ms") > 0
+    # The number of prefill workers does not change the time per token.
+    assert predict_value(**APART, parallelism=DIVIDED, concurrency="512", metric="tpot_ms") > 0
     counted = DIVIDED.replace("prefill x", "prefill 40x").replace("decode x", "decode 4x")
-    assert value(**APART, parallelism=counted, concurrency="512", metric="ttft_ms") > 0
+    assert predict_value(**APART, parallelism=counted, concurrency="512", metric="ttft_ms") > 0
 
 
 RESULT = "batch_size=; gemm=fp8; moe=fp8; measured=2026-02-05; wip=False"
-"""As the notes of a result of InferenceX are published."""
+"""The notes of a published InferenceX result."""
 HELD = {**APART, "hardware": "NVIDIA GB200", "engine": "TensorRT-LLM", "prompt_tokens": "1024", "output_tokens": "1024",
         "parallelism": DIVIDED, "metric": "ttft_ms"}  # fmt: skip
 
 
-def test_a_result_has_the_workers_of_its_recipe() -> None:
-    found = asked(case(**HELD, concurrency="27", notes=RESULT))
+def test_inferencex_result_uses_the_workers_of_its_recipe() -> None:
+    found = asked(make_case(**HELD, concurrency="27", notes=RESULT))
     assert isinstance(found, Asked)
     question = found.question
     assert (question.prefills, question.decodes, question.slots) == pytest.approx((1, 3, 24))
     assert question.prompts.groups == 8
-    unknown = asked(case(**HELD, concurrency="27"))
+    unknown = asked(make_case(**HELD, concurrency="27"))
     assert isinstance(unknown, Asked)
     assert unknown.question.decodes == 0
 
 
-def test_streams_beyond_the_places_of_a_recipe_wait_for_one() -> None:
-    crowded = value(**HELD, concurrency="27", notes=RESULT)
-    # The published recipe for 27 streams has 24 places: an eighth of an answer is waited for.
-    answer_s = 0.9 * 1024 * value(**{**HELD, "metric": "tpot_ms"}, concurrency="27", notes=RESULT) / 1e3
+def test_streams_beyond_the_slots_of_a_recipe_wait() -> None:
+    crowded = predict_value(**HELD, concurrency="27", notes=RESULT)
+    # The published recipe for 27 streams has 24 slots: a stream waits for an eighth of an output.
+    answer_s = 0.9 * 1024 * predict_value(**{**HELD, "metric": "tpot_ms"}, concurrency="27", notes=RESULT) / 1e3
     assert crowded / 1e3 > answer_s / 8
-    assert crowded > 2 * value(**HELD, concurrency="27")
+    assert crowded > 2 * predict_value(**HELD, concurrency="27")
 
 
-def test_a_recipe_that_nobody_published_is_not_made_up() -> None:
-    question = case(**{**HELD, "prompt_tokens": "3000"}, concurrency="27", notes=RESULT)
+def test_missing_recipe_is_not_invented() -> None:
+    question = make_case(**{**HELD, "prompt_tokens": "3000"}, concurrency="27", notes=RESULT)
     assert recipes.setup_of(question, Layout(8, 1, 8), Layout(8, 1, 8)) is None
-    far = case(**HELD, concurrency="100000", notes=RESULT)
+    far = make_case(**HELD, concurrency="100000", notes=RESULT)
     assert recipes.setup_of(far, Layout(8, 1, 8), Layout(8, 1, 8)) is None
 
 
-def test_the_ranks_of_all_workers_together_are_divided_as_a_recipe_has_them() -> None:
+def test_total_ranks_are_divided_as_in_the_recipe() -> None:
     together = {**HELD, "quantization": "fp4", "parallelism": DIVIDED.replace("tp8", "tp36").replace("ep8", "ep1")}
     assert isinstance(predict({**ROW, **together, "concurrency": "256"}), Refused)
-    assert value(**together, concurrency="256", notes=RESULT) > 0
+    assert predict_value(**together, concurrency="256", notes=RESULT) > 0
 
 
 @pytest.mark.parametrize(
@@ -215,33 +213,33 @@ def test_the_ranks_of_all_workers_together_are_divided_as_a_recipe_has_them() ->
         ({"engine": "SGLang"}, Waits(ahead=1)),
     ],
 )  # fmt: skip
-def test_how_recipes_set_their_schedulers(changes: dict[str, str], expected: Waits) -> None:
-    result = case(**{**changes, "notes": RESULT})
+def test_scheduler_settings_come_from_the_recipe(changes: dict[str, str], expected: Waits) -> None:
+    result = make_case(**{**changes, "notes": RESULT})
     layout = arranged(result)
     assert isinstance(layout, Layout)
     assert recipes.waits(result, layout, 0.0) == expected
     sglang = changes["engine"] == "SGLang"
     usual = Waits(pass_tokens=16384 if sglang and "hardware" in changes else 8192, ahead=float(sglang))
-    assert recipes.waits(case(**changes), layout, 0.0) == usual
+    assert recipes.waits(make_case(**changes), layout, 0.0) == usual
 
 
-def test_scripts_before_a_change_took_one_prompt_into_a_pass() -> None:
+def test_older_scripts_use_one_prompt_per_pass() -> None:
     changes = {"engine": "TensorRT-LLM", "model": "deepseek-ai/DeepSeek-R1", "hardware": CHIPS[1], "concurrency": "64"}
-    before = case(**changes, notes=RESULT.replace("2026-02-05", "2025-12-01"))
+    before = make_case(**changes, notes=RESULT.replace("2026-02-05", "2025-12-01"))
     assert recipes.waits(before, Layout(8), 0.0) == Waits(pass_tokens=64 + 1024 + 64)
 
 
 @pytest.mark.parametrize(("day", "tokens"), [("2026-03-28", 8192), ("2026-04-03", 2048)])
-def test_scripts_after_a_change_take_two_prompts_into_a_pass(day: str, tokens: int) -> None:
+def test_newer_scripts_use_two_prompts_per_pass(day: str, tokens: int) -> None:
     changes = {"engine": "vLLM", "model": "MiniMaxAI/MiniMax-M2.5", "hardware": CHIPS[1]}
-    result = case(**changes, notes=RESULT.replace("2026-02-05", day))
+    result = make_case(**changes, notes=RESULT.replace("2026-02-05", day))
     assert recipes.waits(result, Layout(4), 0.0).pass_tokens == tokens
 
 
 @pytest.mark.parametrize("notes", [RESULT, "gemm=fp8; source_file=gap-analysis.csv; silicon_concurrency=4"])
-def test_results_are_known_by_their_notes(notes: str) -> None:
-    assert recipes.is_result(case(notes=notes))
-    assert not recipes.is_result(case(notes="batch_size=4; gemm=fp8"))
+def test_inferencex_results_are_recognized_by_their_notes(notes: str) -> None:
+    assert recipes.is_result(make_case(notes=notes))
+    assert not recipes.is_result(make_case(notes="batch_size=4; gemm=fp8"))
 
 
 SGLANG_APART = {**APART, "engine": "SGLang", "prompt_tokens": "1024", "output_tokens": "1024"}
@@ -259,11 +257,11 @@ DAY = "wip=False; measured="
          DAY + "2026-02-11; image=lmsysorg/sglang:v0.5.8.post1-cu130", 2),
     ],
 )  # fmt: skip
-def test_recipes_are_told_apart_by_day_and_image(
+def test_recipes_are_selected_by_day_and_image(
     hardware: str, quantization: str, parallelism: str, concurrency: str, notes: str, guessing: int
 ) -> None:
     row = {**SGLANG_APART, "hardware": hardware, "quantization": quantization, "parallelism": f"disagg {parallelism}"}
-    found = asked(case(**row, concurrency=concurrency, notes=notes))
+    found = asked(make_case(**row, concurrency=concurrency, notes=notes))
     assert isinstance(found, Asked)
     assert (found.question.guessing, found.question.decodes > 0) == (guessing, True)
 
@@ -276,25 +274,23 @@ DEALT = "tp1 pp1 attn_dp8 moe_tp1 moe_ep8"
 @pytest.mark.parametrize(
     ("changes", "notes", "guesses"),
     [
-        # The recipe for these ranks guesses; the plain one has others, and another image.
+        # The recipe for these ranks uses speculation; the one without has other ranks and another image.
         ({**QWEN, "parallelism": "tp4 pp1 attn_dp1 moe_tp4 moe_ep1"}, DAY + "2026-03-20T22:08:23Z", 3),
         ({**QWEN, "parallelism": "tp4 pp1 attn_dp1 moe_tp1 moe_ep4"},
          DAY + "2026-03-24; image=lmsysorg/sglang:v0.5.9-cu130-amd64", 0),
-        # Before there was any that guesses, and where no result of such a recipe is given.
+        # Before the first recipe with speculation, and for rows that are not InferenceX results.
         ({**R1, "parallelism": "tp8 pp1 attn_dp1 moe_tp1 moe_ep8"}, DAY + "2025-11-20", 0),
         ({**R1, "parallelism": "tp8 pp1 attn_dp1 moe_tp1 moe_ep8"}, "batch_size=4", 0),
-        # On the day that one was added both were in force: what was added was measured.
+        # On the day of the change both recipes were valid: the new one was measured.
         ({**R1, "parallelism": "tp8 pp1 attn_dp1 moe_tp1 moe_ep8"}, DAY + "2026-01-14T22:26:21Z", 3),
         ({**R1, "parallelism": DEALT, "concurrency": "128"}, DAY + "2026-01-14T22:26:21Z", 1),
-        # Both were changed on one day, and have the same image.
+        # Both were changed on the same day and have the same image.
         ({**R1, "engine": "SGLang", "hardware": CHIPS[1], "parallelism": "tp8 pp1 attn_dp1 moe_tp8 moe_ep1"},
          DAY + "2026-03-25; image=lmsysorg/sglang:v0.5.9-cu130", 1),
     ],
 )  # fmt: skip
-def test_a_result_guesses_as_many_tokens_ahead_as_its_recipe(
-    changes: dict[str, str], notes: str, guesses: float
-) -> None:
-    result = case(**{**changes, "notes": notes})
+def test_drafted_tokens_come_from_the_recipe(changes: dict[str, str], notes: str, guesses: float) -> None:
+    result = make_case(**{**changes, "notes": notes})
     layout = arranged(result)
     assert isinstance(layout, Layout)
     assert recipes.guessing(result, layout) == guesses
@@ -303,40 +299,46 @@ def test_a_result_guesses_as_many_tokens_ahead_as_its_recipe(
     assert found.question.guessing == guesses
 
 
-def test_passes_that_guess_have_room_for_what_is_guessed() -> None:
-    result = case(**R1, concurrency="128", notes=DAY + "2026-01-25")
+def test_passes_with_speculation_include_drafted_tokens() -> None:
+    result = make_case(**R1, concurrency="128", notes=DAY + "2026-01-25")
     assert recipes.waits(result, Layout(8), 0.0).pass_tokens == 8192
     assert recipes.waits(result, Layout(8), 3.0).pass_tokens == 4 * 128 + 1024 + 64
     assert recipes.waits(result, Layout(1, 8, 8), 1.0).pass_tokens == 2 * 128 / 8 + 1024 + 64
 
 
 @pytest.mark.parametrize("guessing", [1.0, 2.0, 3.0])
-def test_guessing_makes_longer_passes_and_shorter_tokens(guessing: float) -> None:
+def test_speculation_lengthens_passes_and_shortens_tpot(guessing: float) -> None:
     e = efficiencies("sglang", "blackwell-dc", "fp8")
     slower, accepted = batching.guessed(e, guessing)
     assert slower > 1.0
     assert 1.0 < accepted < 1.0 + guessing
     assert batching.guessed(e, 0.0) == (1.0, pytest.approx(1.0))
-    work = work_of(machine(CHIPS[1]), shape(MODELS[2]), Layout(8), 1024, 1024, 8)
+    work = work_of(make_machine(CHIPS[1]), make_shape(MODELS[2]), Layout(8), 1024, 1024, 8)
     polled = Waits(polled=30.0)
     plain, guessed = (batching.steady(work, e, 64.0, 1e6, polled, count) for count in (0.0, guessing))
     assert guessed[1] < plain[1]
-    # An engine that looks every thirty passes looks as many longer passes later.
+    # With a polling interval of thirty passes, longer passes delay the poll.
     assert guessed[0] > plain[0]
 
 
-def test_what_arrives_between_two_looks_is_computed_together() -> None:
-    work, e = work_of(machine(), shape(MODELS[2]), Layout(8), 8192, 1024, 8), efficiencies("sglang", "hopper", "fp8")
+def test_requests_between_two_polls_share_a_pass() -> None:
+    work, e = (
+        work_of(make_machine(), make_shape(MODELS[2]), Layout(8), 8192, 1024, 8),
+        efficiencies("sglang", "hopper", "fp8"),
+    )
     streams, every = 128.0, 32.0
     at_once, often = (batching.steady(work, e, streams, 1e6, Waits(polled=polled))[:2] for polled in (0.0, every))
-    # An eighth of the streams' answers over an interval: four more prompts, beside half of the interval.
+    # An interval is an eighth of an output: four more prompts, and half of the interval.
     beside = often[0] - at_once[0] - e.polled * every * often[1]
     assert beside == pytest.approx(streams * every / 1024 * batching.prefill_s(work, e) / 2, rel=0.15)
 
 
-def test_those_that_are_gathered_later_wait_less() -> None:
-    # Prompts of one token: what they compute does not count.
-    work, e = work_of(machine(), shape(), Layout(8), 1, 1024, 8), efficiencies("tensorrt-llm", "hopper", "fp8")
+def test_requests_collected_later_wait_less() -> None:
+    # Prompts of one token, so that their computation does not matter.
+    work, e = (
+        work_of(make_machine(), make_shape(), Layout(8), 1, 1024, 8),
+        efficiencies("tensorrt-llm", "hopper", "fp8"),
+    )
 
     def passes(streams: float) -> float:
         without, waiting = (batching.steady(work, e, streams, 1e6, Waits(gathered=count)) for count in (0.0, 40.0))
@@ -346,10 +348,10 @@ def test_those_that_are_gathered_later_wait_less() -> None:
     assert passes(64.0) == pytest.approx((40 + 2.5 * 20) / 3.5, rel=0.05)
 
 
-def test_workers_take_as_many_tokens_into_a_pass_as_they_are_set_to() -> None:
+def test_workers_use_the_configured_tokens_per_pass() -> None:
     row = {**SGLANG_APART, "hardware": CHIPS[0], "prompt_tokens": "8192",
            "parallelism": "disagg prefill x(tp16 dp1 ep1 bs) decode x(tp16 dp1 ep1 bs)"}  # fmt: skip
-    found = asked(case(**row, concurrency="4", notes=DAY + "2026-02-10"))
+    found = asked(make_case(**row, concurrency="4", notes=DAY + "2026-02-10"))
     assert isinstance(found, Asked)
     assert found.question.waits.pass_tokens == pytest.approx(2048)
     assert found.question.slots < 1e6
@@ -357,13 +359,13 @@ def test_workers_take_as_many_tokens_into_a_pass_as_they_are_set_to() -> None:
     small, whole = (
         serving.answer(found.question._replace(waits=Waits(pass_tokens=tokens)), e).first_s for tokens in (2048, 8192)
     )
-    # Each of a prompt's passes is launched by the host.
+    # The host launches each pass of a prompt.
     passes = found.question.prompts.prompt / 2048 - 1
     assert small - whole >= 0.9 * passes * batching.first_host_s(found.question.prompts, e)
 
 
-def test_chance_lets_some_wait_where_there_are_just_as_many_places_as_streams() -> None:
-    found = asked(case(**HELD, concurrency="27", notes=RESULT))
+def test_random_imbalance_makes_some_streams_wait() -> None:
+    found = asked(make_case(**HELD, concurrency="27", notes=RESULT))
     assert isinstance(found, Asked)
     e = efficiencies("tensorrt-llm", "blackwell-dc", "fp8")
     exact, ample, one = (
@@ -376,16 +378,18 @@ def test_chance_lets_some_wait_where_there_are_just_as_many_places_as_streams() 
     )
 
 
-def test_a_wait_is_some_passes_longer() -> None:
+def test_scheduler_wait_adds_passes_to_ttft() -> None:
     gathering = {"engine": "TensorRT-LLM", "parallelism": "tp4 pp1 attn_dp1 moe_tp4 moe_ep1", "count": "4",
                  "notes": RESULT}  # fmt: skip
-    token_ms = value(**gathering)
-    extra = value(**gathering, metric="ttft_ms") - value(**gathering, metric="ttft_ms", output_tokens="1025")
+    token_ms = predict_value(**gathering)
+    extra = predict_value(**gathering, metric="ttft_ms") - predict_value(
+        **gathering, metric="ttft_ms", output_tokens="1025"
+    )
     assert 10 * token_ms < extra < 25 * token_ms
 
 
-def test_lengths_of_results_are_the_mean_of_what_was_drawn() -> None:
-    found, plain = asked(case(notes=RESULT)), asked(case())
+def test_lengths_of_inferencex_results_are_the_mean() -> None:
+    found, plain = asked(make_case(notes=RESULT)), asked(make_case())
     assert isinstance(found, Asked)
     assert isinstance(plain, Asked)
     assert (found.question.work.prompt, found.question.work.output) == (922, 922)
@@ -394,30 +398,37 @@ def test_lengths_of_results_are_the_mean_of_what_was_drawn() -> None:
 
 def test_several_short_prompts_share_a_pass() -> None:
     e = efficiencies("vllm", "hopper", "fp8")
-    short, long = (work_of(machine(), shape(), Layout(8), prompt, 1, 8) for prompt in (512, 20_000))
+    short, long = (work_of(make_machine(), make_shape(), Layout(8), prompt, 1, 8) for prompt in (512, 20_000))
     assert batching.prefill_each_s(short, e, 16) < 0.8 * batching.prefill_s(short, e)
     assert batching.prefill_each_s(long, e, 1) == batching.prefill_s(long, e)
 
 
-def test_a_first_wave_is_through_sooner_where_a_pass_takes_more_of_it() -> None:
-    work, e = work_of(machine(), shape(MODELS[2]), Layout(8), 1024, 1024, 8), efficiencies("sglang", "hopper", "fp8")
+def test_initial_burst_finishes_sooner_with_more_tokens_per_pass() -> None:
+    work, e = (
+        work_of(make_machine(), make_shape(MODELS[2]), Layout(8), 1024, 1024, 8),
+        efficiencies("sglang", "hopper", "fp8"),
+    )
     few, many = (batching.steady(work, e, 64.0, 1e6, Waits(pass_tokens=tokens)) for tokens in (1024.0, 32768.0))
     assert many[0] < few[0]
     assert many[1:] == few[1:]
-    # Where a pass has prompts alone, they all have their first token when it ends.
+    # In a pass with prompts only, all of them get their first token at its end.
     ahead = batching.steady(work, e, 64.0, 1e6, Waits(pass_tokens=32768.0, ahead=1.0))
     assert ahead[0] > many[0]
 
 
-def test_one_kernel_for_all_experts_is_launched_faster() -> None:
-    hopper, blackwell = (work_of(machine(chip), shape(MODELS[2]), Layout(8), 1, 1, 8) for chip in (HOPPER, CHIPS[1]))
+def test_fused_expert_kernels_launch_faster() -> None:
+    hopper, blackwell = (
+        work_of(make_machine(chip), make_shape(MODELS[2]), Layout(8), 1, 1, 8) for chip in (HOPPER, CHIPS[1])
+    )
     assert (hopper.fused_layers, blackwell.fused_layers) == (0, blackwell.expert_layers)
     e = efficiencies("vllm", "hopper", "fp8")
     assert batching.first_host_s(blackwell, e) < batching.first_host_s(hopper, e)
 
 
-def test_messages_from_node_to_node_take_longer() -> None:
-    near, far = (work_of(machine(devices=count), shape(MODELS[2]), Layout(count), 1, 1, 8) for count in (8, 16))
+def test_messages_between_nodes_take_longer() -> None:
+    near, far = (
+        work_of(make_machine(devices=count), make_shape(MODELS[2]), Layout(count), 1, 1, 8) for count in (8, 16)
+    )
     assert (near.far, far.far) == (0, far.reduces)
     e = efficiencies("vllm", "hopper", "fp8")
     assert batching.decode_s(far, e, 1.0) - batching.decode_s(far._replace(far=0.0), e, 1.0) == pytest.approx(
@@ -425,86 +436,89 @@ def test_messages_from_node_to_node_take_longer() -> None:
     )
 
 
-def test_four_bits_that_the_units_do_not_multiply_are_unpacked() -> None:
-    oss = shape("openai/gpt-oss-120b")
-    hopper, blackwell = (work_of(machine(chip), oss, Layout(8), 1024, 1024, 8) for chip in (HOPPER, CHIPS[1]))
+def test_four_bit_weights_without_units_are_dequantized() -> None:
+    oss = make_shape("openai/gpt-oss-120b")
+    hopper, blackwell = (work_of(make_machine(chip), oss, Layout(8), 1024, 1024, 8) for chip in (HOPPER, CHIPS[1]))
     assert hopper.experts_unpacked_s == hopper.experts_s
     assert hopper.unpacking_layers == oss.moe_layers
     assert blackwell.experts_unpacked_s == blackwell.unpacking_layers == 0
-    assert work_of(machine(), shape(), Layout(8), 1024, 1024, 8).dense_unpacked_s == 0
+    assert work_of(make_machine(), make_shape(), Layout(8), 1024, 1024, 8).dense_unpacked_s == 0
 
 
 def test_the_first_pass_of_layers_with_experts_takes_the_host_longer() -> None:
     e = efficiencies("vllm", "hopper", "fp8")
-    dense, experts = (work_of(machine(), shape(name), Layout(8), 1, 1, 8) for name in (MODELS[1], MODELS[2]))
+    dense, experts = (work_of(make_machine(), make_shape(name), Layout(8), 1, 1, 8) for name in (MODELS[1], MODELS[2]))
     assert batching.first_host_s(experts, e) / experts.layers > 2 * batching.first_host_s(dense, e) / dense.layers
 
 
-def test_tensor_ranks_share_products_but_each_passes_whole_hidden_states() -> None:
-    what = shape("deepseek-ai/DeepSeek-R1")
-    one, eight = (work_of(machine(), what, Layout(count), 1024, 1024, 8) for count in (1, 8))
+def test_tensor_ranks_divide_products_but_not_hidden_states() -> None:
+    what = make_shape("deepseek-ai/DeepSeek-R1")
+    one, eight = (work_of(make_machine(), what, Layout(count), 1024, 1024, 8) for count in (1, 8))
     assert eight.dense_ops_s == pytest.approx(one.dense_ops_s / 8)
     assert eight.activation_s == one.activation_s
-    assert work_of(machine(), what, Layout(8, 1, 8), 1024, 1024, 8).expert_activation_s == pytest.approx(
+    assert work_of(make_machine(), what, Layout(8, 1, 8), 1024, 1024, 8).expert_activation_s == pytest.approx(
         eight.expert_activation_s / 8
     )
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm", "tgi", "lmdeploy"])
 @pytest.mark.parametrize("model", MODELS)
-def test_more_streams_slow_each_and_raise_the_sum(engine: str, model: str) -> None:
+def test_more_streams_raise_tpot_and_throughput(engine: str, model: str) -> None:
     counts = [1, 4, 16, 64, 256]
     layout = Layout(8, 1, 8)
-    found = [loaded(count, engine=engine, model=model, layout=layout, chip="NVIDIA B200 SXM 180GB") for count in counts]
+    found = [
+        estimate_load(count, engine=engine, model=model, layout=layout, chip="NVIDIA B200 SXM 180GB")
+        for count in counts
+    ]
     tokens = [answer.token_s for answer in found]
     assert tokens == sorted(tokens)
     sums = [answer.tok_s for answer in found]
     assert sums == sorted(sums)
 
 
-def test_longer_prompts_and_answers_cost_more() -> None:
-    assert loaded(prompt=8192).first_s > 3 * loaded(prompt=1024).first_s
-    assert loaded(prompt=8192).token_s > loaded(prompt=1024).token_s
-    assert loaded(output=4096, concurrency=8).token_s < loaded(output=64, concurrency=8).token_s
+def test_longer_prompts_and_outputs_cost_more() -> None:
+    assert estimate_load(prompt=8192).first_s > 3 * estimate_load(prompt=1024).first_s
+    assert estimate_load(prompt=8192).token_s > estimate_load(prompt=1024).token_s
+    assert estimate_load(output=4096, concurrency=8).token_s < estimate_load(output=64, concurrency=8).token_s
 
 
 def test_prompts_in_the_cache_are_not_computed_again() -> None:
-    assert loaded(prompt=8192, cached=8000).first_s < loaded(prompt=8192).first_s / 3
-    assert loaded(prompt=8192, cached=8000).token_s < loaded(prompt=8192).token_s
+    assert estimate_load(prompt=8192, cached=8000).first_s < estimate_load(prompt=8192).first_s / 3
+    assert estimate_load(prompt=8192, cached=8000).token_s < estimate_load(prompt=8192).token_s
 
 
-def test_what_does_not_fit_queues() -> None:
+def test_requests_that_do_not_fit_queue() -> None:
     one = Layout(tensor=1)
-    few, many = loaded(16, 8192, 1024, one), loaded(512, 8192, 1024, one)
+    few, many = estimate_load(16, 8192, 1024, one), estimate_load(512, 8192, 1024, one)
     assert many.first_s > 100 * few.first_s
     assert many.batch < 100
-    assert many.tok_s < 1.3 * loaded(64, 8192, 1024, one).tok_s
+    assert many.tok_s < 1.3 * estimate_load(64, 8192, 1024, one).tok_s
 
 
-def test_slots_bound_the_batch_and_the_rest_wait() -> None:
-    bounded = loaded(64, slots=8)
+def test_slots_limit_the_batch_and_other_requests_wait() -> None:
+    bounded = estimate_load(64, slots=8)
     assert bounded.batch <= 8
-    assert bounded.first_s > 5 * loaded(64).first_s
-    assert bounded.token_s < loaded(64).token_s
+    assert bounded.first_s > 5 * estimate_load(64).first_s
+    assert bounded.token_s < estimate_load(64).token_s
 
 
 def test_replicas_share_the_streams() -> None:
-    assert loaded(64, layout=Layout(tensor=4, replicas=2)).token_s == pytest.approx(
-        loaded(32, layout=Layout(tensor=4)).token_s
+    assert estimate_load(64, layout=Layout(tensor=4, replicas=2)).token_s == pytest.approx(
+        estimate_load(32, layout=Layout(tensor=4)).token_s
     )
-    assert loaded(64, layout=Layout(tensor=4, replicas=2)).tok_s == pytest.approx(
-        2 * loaded(32, layout=Layout(tensor=4)).tok_s
+    assert estimate_load(64, layout=Layout(tensor=4, replicas=2)).tok_s == pytest.approx(
+        2 * estimate_load(32, layout=Layout(tensor=4)).tok_s
     )
 
 
-def test_a_latent_is_kept_by_each_tensor_rank_but_dealt_out_to_groups() -> None:
-    deepseek = shape("deepseek-ai/DeepSeek-R1")
-    divided = work_of(machine(), deepseek, Layout(8, 1, 8), 4096, 1024, 8)
-    dealt = work_of(machine(), deepseek, Layout(1, 8, 8), 4096, 1024, 8)
+def test_latent_cache_is_divided_by_groups_but_not_by_tensor_ranks() -> None:
+    deepseek = make_shape("deepseek-ai/DeepSeek-R1")
+    divided = work_of(make_machine(), deepseek, Layout(8, 1, 8), 4096, 1024, 8)
+    dealt = work_of(make_machine(), deepseek, Layout(1, 8, 8), 4096, 1024, 8)
     assert divided.held_bytes == dealt.held_bytes
-    plain = shape()
-    assert work_of(machine(), plain, Layout(8), 4096, 1024, 8).held_bytes * 8 == pytest.approx(
-        work_of(machine(), plain, Layout(1, 8), 4096, 1024, 8).held_bytes
+    plain = make_shape()
+    assert work_of(make_machine(), plain, Layout(8), 4096, 1024, 8).held_bytes * 8 == pytest.approx(
+        work_of(make_machine(), plain, Layout(1, 8), 4096, 1024, 8).held_bytes
     )
 
 
@@ -521,12 +535,12 @@ def test_a_latent_is_kept_by_each_tensor_rank_but_dealt_out_to_groups() -> None:
     output=st.integers(1, 20_000),
     cached=st.integers(0, 100_000),
 )
-def test_no_estimate_beats_the_floor(
+def test_no_estimate_is_below_the_lower_bound(
     chip: str, model: str, engine: str, tensor: int, groups: int, stages: int, concurrency: int, prompt: int,
     output: int, cached: int,
 ) -> None:  # fmt: skip
     layout = Layout(tensor, groups, tensor * groups, stages)
-    one, what = machine(chip, layout.devices), shape(model)
+    one, what = make_machine(chip, layout.devices), make_shape(model)
     found, work, _ = under_load(
         one, what, engine, layout, concurrency=concurrency, prompt_tokens=prompt, output_tokens=output,
         cached_tokens=cached,
@@ -541,7 +555,7 @@ def test_no_estimate_beats_the_floor(
     assert found.tok_s / output * linear_ops(what, work.prompt, 1) <= max(one.ops_s.values()) * layout.devices
 
 
-def test_efficiencies_are_shares_and_what_nobody_measured_has_the_common_ones() -> None:
+def test_efficiencies_are_shares_with_common_defaults() -> None:
     fitted = table("serving")["efficiencies"]
     assert set(fitted) == set(Efficiencies._fields)
     for engine in ("vllm", "sglang", "tensorrt-llm", "tgi"):
@@ -554,10 +568,10 @@ def test_efficiencies_are_shares_and_what_nobody_measured_has_the_common_ones() 
     assert common.layer_s == pytest.approx(efficiency(entry, "", "", ""))
 
 
-def test_the_same_functions_take_columns() -> None:
+def test_functions_accept_columns() -> None:
     numpy = pytest.importorskip("numpy", reason="numpy is not installed: columns are only used for fitting")
-    what = shape("deepseek-ai/DeepSeek-R1")
-    works = [work_of(machine(), what, Layout(8, 1, 8), prompt, 512, 8) for prompt in (128, 2048, 8192)]
+    what = make_shape("deepseek-ai/DeepSeek-R1")
+    works = [work_of(make_machine(), what, Layout(8, 1, 8), prompt, 512, 8) for prompt in (128, 2048, 8192)]
     e = efficiencies("sglang", "hopper", weight_type(what))
     columns = batching.Work(*(numpy.array(column) for column in zip(*works, strict=True)))
     together = batching.steady(columns, e, numpy.array([1.0, 64.0, 9000.0]), batching.resident(columns, e, 0.0))
@@ -566,10 +580,10 @@ def test_the_same_functions_take_columns() -> None:
         assert [figure[place] for figure in together] == pytest.approx(list(alone))
 
 
-def test_a_plan_gets_times_bands_and_what_binds() -> None:
+def test_plan_gets_times_bands_and_bottleneck() -> None:
     def plan(factor: float = 1.0, **changes: int) -> Expectation:
         load = {"concurrency": 64, "prompt_tokens": 512, "output_tokens": 512, "slots": 256} | changes
-        return expect(machine(), shape(), "vllm", Parallelism(tensor=8), factor=factor, **load)
+        return expect(make_machine(), make_shape(), "vllm", Parallelism(tensor=8), factor=factor, **load)
 
     found = plan()
     assert found.parts_s[found.limit] == max(found.parts_s.values())
@@ -587,24 +601,26 @@ def test_a_plan_gets_times_bands_and_what_binds() -> None:
         (Parallelism(tensor=2, pipeline=2, data=2), Layout(2, 1, 1, 2, 2)),
     ],
 )  # fmt: skip
-def test_a_plans_layout(layout: Parallelism, divided: Layout) -> None:
+def test_layout_of_a_plan_is_converted(layout: Parallelism, divided: Layout) -> None:
     assert serving.divided_as(layout) == divided
 
 
-def test_rows_of_each_kind_are_answered() -> None:
-    assert 5 < value() < 20
-    total = value(metric="output_tok_s_total")
-    assert value(metric="output_tok_s_per_gpu") == pytest.approx(total / 8)
+def test_rows_of_each_kind_are_predicted() -> None:
+    assert 5 < predict_value() < 20
+    total = predict_value(metric="output_tok_s_total")
+    assert predict_value(metric="output_tok_s_per_gpu") == pytest.approx(total / 8)
     bench = {"parallelism": "TP1", "count": "1", "tensor_parallel": "1", "engine": "TensorRT-LLM",
              "concurrency": "max load (infinite request rate)", "metric": "output_tok_s_total",
              "scenario": "trtllm-bench throughput"}  # fmt: skip
-    assert value(**bench) > total / 8
-    assert value(**bench, hardware="NVIDIA B200 SXM 180GB") > 1.3 * value(**bench)
+    assert predict_value(**bench) > total / 8
+    assert predict_value(**bench, hardware="NVIDIA B200 SXM 180GB") > 1.3 * predict_value(**bench)
     mlperf = {"parallelism": "", "concurrency": "", "prompt_tokens": "", "output_tokens": "", "tensor_parallel": "",
               "metric": "output_tok_s_total", "model": "llama2-70b-99", "engine": "TensorRT"}  # fmt: skip
-    offline = value(**mlperf, scenario="MLPerf datacenter closed Offline")
-    assert offline > value(**mlperf, scenario="MLPerf datacenter closed Server")
-    assert value(**mlperf, scenario="MLPerf datacenter closed Offline", notes="nodes=2") == pytest.approx(2 * offline)
+    offline = predict_value(**mlperf, scenario="MLPerf datacenter closed Offline")
+    assert offline > predict_value(**mlperf, scenario="MLPerf datacenter closed Server")
+    assert predict_value(**mlperf, scenario="MLPerf datacenter closed Offline", notes="nodes=2") == pytest.approx(
+        2 * offline
+    )
 
 
 @pytest.mark.parametrize(
@@ -615,7 +631,7 @@ def test_rows_of_each_kind_are_answered() -> None:
         ({"scenario": "MLPerf datacenter closed MultiStream"}, "multistream"),
     ],
 )  # fmt: skip
-def test_what_a_row_does_not_say_is_refused(changes: dict[str, str], words: str) -> None:
+def test_row_with_missing_values_is_refused(changes: dict[str, str], words: str) -> None:
     found = predict({**ROW, **changes})
     assert isinstance(found, Refused)
     assert words in found.why
@@ -629,7 +645,7 @@ def test_what_a_row_does_not_say_is_refused(changes: dict[str, str], words: str)
         ("trtllm_perf_overview", "output_tok_s_total", 0.15), ("mlperf_v5_1_llm", "output_tok_s_total", 0.15),
     ],
 )  # fmt: skip
-def test_published_rows_are_near(source: str, metric: str, most: float) -> None:
+def test_predictions_are_near_published_rows(source: str, metric: str, most: float) -> None:
     with (TRUTH / f"{source}.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] == metric][::3]
     found = [(predict(row), float(row["value"])) for row in rows]
@@ -639,11 +655,11 @@ def test_published_rows_are_near(source: str, metric: str, most: float) -> None:
 
 
 WANTED = {"tpot_ms": 0.15, "ttft_ms": 0.25, "output_tok_s_total": 0.20}
-"""Medians of the absolute error for whole groups left out."""
+"""Medians of the absolute error for held-out groups."""
 
 
 @pytest.mark.parametrize("split", ["chip", "model", "engine"])
-def test_the_shipped_fit_is_good_enough_for_groups_left_out_and_documented(split: str) -> None:
+def test_shipped_fit_is_accurate_for_held_out_groups_and_documented(split: str) -> None:
     figures = {
         figure["metric"]: figure["median"]
         for figure in table("serving")["cross_validation"]

@@ -1,4 +1,4 @@
-"""One simulated replica, calibrated on one and four requests in flight, against what was measured with more."""
+"""A simulated replica, calibrated with one and four requests in flight, compared with measurements with more."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FORETOLD = [
 
 
 @pytest.mark.parametrize("which", FORETOLD, ids=named)
-def test_throughput_and_whole_answers_are_foretold(lines: dict[tuple[str, int], Any], which: tuple[str, int]) -> None:
+def test_throughput_and_latency_are_predicted(lines: dict[tuple[str, int], Any], which: tuple[str, int]) -> None:
     line = lines[which]
     assert line.role == "foretold"
     assert abs(off(line.ours.tok_s, line.theirs.tok_s)) < WITHIN
@@ -59,26 +59,26 @@ def test_throughput_and_whole_answers_are_foretold(lines: dict[tuple[str, int], 
 
 
 @pytest.mark.parametrize("which", [one for one in FORETOLD if one != ("two-cores-arm-llama", 16)], ids=named)
-def test_time_per_token_is_foretold(lines: dict[tuple[str, int], Any], which: tuple[str, int]) -> None:
-    """Where two of 16 prompts are computed before the others by chance, those two wait for the others afterwards."""
+def test_time_per_token_is_predicted(lines: dict[tuple[str, int], Any], which: tuple[str, int]) -> None:
+    """If two of 16 prompts happen to be computed first, these two wait for the others afterwards."""
     assert abs(off(lines[which].ours.tpot, lines[which].theirs.tpot)) < WITHIN
 
 
 @pytest.mark.parametrize("which", FORETOLD, ids=named)
-def test_the_slowest_first_tokens_are_foretold(lines: dict[tuple[str, int], Any], which: tuple[str, int]) -> None:
-    """On an uneven machine there are four rounds of vLLM at 8, in which the same passes took 255 to 450 ms a prompt."""
+def test_slowest_first_tokens_are_predicted(lines: dict[tuple[str, int], Any], which: tuple[str, int]) -> None:
+    """On a machine with varying speed, vLLM at 8 has four rounds in which a prompt took 255 to 450 ms."""
     wide = 0.30 if which == ("two-cores-vllm", 8) else WITHIN
     assert abs(off(lines[which].ours.ttft_p95, lines[which].theirs.ttft_p95)) < wide
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_what_it_was_calibrated_on_comes_out(lines: dict[tuple[str, int], Any], name: str) -> None:
+def test_calibration_data_are_reproduced(lines: dict[tuple[str, int], Any], name: str) -> None:
     line = lines[name, 4]
     assert line.role == "learnt from"
     assert abs(off(line.ours.ttft, line.theirs.ttft)) < 0.1 and abs(off(line.ours.tok_s, line.theirs.tok_s)) < 0.11
 
 
-def test_a_further_sequence_costs_no_less_than_a_prompts_token(here: ModuleType) -> None:
+def test_additional_sequence_costs_at_least_a_prompt_token(here: ModuleType) -> None:
     guess = here.Guess(pass_s=0.01, sequence_s=0.004, prompt_token_s=0.001, share=1.0)
     steps = guess.steps(16, 64, 4).decode_s
     assert steps[4] - steps[3] == pytest.approx(0.004)
@@ -88,18 +88,18 @@ def test_a_further_sequence_costs_no_less_than_a_prompts_token(here: ModuleType)
     assert hidden.decode_s(16, 4) == pytest.approx(0.062), "reading the weights hides no more of it"
 
 
-def test_the_speeds_of_an_uneven_machine_are_spread_about_one(here: ModuleType) -> None:
+def test_speed_variation_has_a_mean_of_one(here: ModuleType) -> None:
     assert here.speeds(0.0) == [1.0] * 9
     found = here.speeds(0.2)
     assert sum(found) / 9 == pytest.approx(1.0) and found == sorted(found) and found[-1] / found[0] > 1.5
 
 
-def test_a_gap_with_a_prompt_in_it_is_not_one_between_tokens_alone(here: ModuleType) -> None:
+def test_gaps_with_a_prompt_are_excluded_from_token_gaps(here: ModuleType) -> None:
     assert here.undisturbed([10.0, 12.0, 10.0, 19.0, 10.0, 300.0]) == pytest.approx(12.2)
 
 
-def test_throughput_at_several_speeds_is_that_of_the_same_work(here: ModuleType) -> None:
-    """Not the mean of the speeds, by which an uneven machine would do more than an even one."""
+def test_throughput_at_several_speeds_is_for_the_same_work(here: ModuleType) -> None:
+    """Not the mean of the speeds, which would overestimate a machine with varying speed."""
     guess = here.Guess(pass_s=0.01, sequence_s=0.001, prompt_token_s=0.0001, share=1.0)
     limits, asked = here.Limits(4, 512, 400, reserves=True), here.Asked(64, 32, 4, (30.0,), 0.5, 4000)
     steps = guess.steps(4, 512, 4)
@@ -107,11 +107,11 @@ def test_throughput_at_several_speeds_is_that_of_the_same_work(here: ModuleType)
     assert uneven == pytest.approx(even, rel=0.02)
 
 
-def test_a_percentile_is_straight_between_ranks(here: ModuleType) -> None:
+def test_percentile_is_interpolated_between_ranks(here: ModuleType) -> None:
     assert here.share_of([1.0], 0.95) == 1.0
     assert here.share_of([0.0, 10.0], 0.5) == 5.0
     assert here.share_of([float(one) for one in range(21)], 0.95) == 19.0
 
 
-def test_an_engine_that_was_not_measured_at_all_of_them_is_left_out(here: ModuleType) -> None:
+def test_engine_without_all_measurements_is_excluded(here: ModuleType) -> None:
     assert here.held(here.read(RUNS / "h200-llama.json.xz"), learn=(1, 2)) == []

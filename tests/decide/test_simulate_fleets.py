@@ -1,4 +1,4 @@
-"""Passes from the estimator, traffic from traces and seeds, and the search for the cheapest fleet."""
+"""Replicas from the estimator, traffic from traces or random numbers, and the search for the cheapest fleet."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CAPTURES = Path(__file__).parents[1] / "captures" / "traces"
 WORK = Workload(concurrency=64, prompt_tokens=1024, output_tokens=256)
 
 
-def deployment(work: Workload = WORK, accelerator: str = "NVIDIA H100 SXM 80GB", **more: Any) -> Deployment:
+def make_test_deployment(work: Workload = WORK, accelerator: str = "NVIDIA H100 SXM 80GB", **more: Any) -> Deployment:
     model = lookup("meta-llama/Llama-3.1-8B-Instruct")
     assert model is not None
     machine = simulated({"accelerator": accelerator, "count": 1, "ram_gb": 256, **more})
@@ -56,20 +56,20 @@ def deployment(work: Workload = WORK, accelerator: str = "NVIDIA H100 SXM 80GB",
 
 @pytest.fixture(scope="module")
 def h100() -> Deployment:
-    return deployment()
+    return make_test_deployment()
 
 
-def test_a_replica_is_what_the_plan_says(h100: Deployment) -> None:
+def test_replica_agrees_with_the_plan(h100: Deployment) -> None:
     replica = h100.replica
     assert (replica.engine, replica.quantization, replica.cards) == ("vllm", "FP8", 1)
     assert replica.slots == 256
-    # 80 GB less 8 GB of weights, at 128 KiB a token in 16 bits.
+    # 80 GB minus 8 GB of weights, at 128 KiB per token in 16 bits.
     assert 400_000 < replica.kv_tokens < 550_000
     assert 0 < replica.low < 1 < replica.high
     assert "continuous batching" in replica.source
 
 
-def test_passes_grow_with_all_that_they_do(h100: Deployment) -> None:
+def test_pass_time_grows_with_its_work(h100: Deployment) -> None:
     steps = h100.steps
     assert all(one <= other for one, other in itertools.pairwise(steps.prompt_s[1:]))
     pairs = zip(steps.decode_s, steps.context_s, strict=True)
@@ -82,8 +82,8 @@ def test_passes_grow_with_all_that_they_do(h100: Deployment) -> None:
 
 
 @pytest.mark.parametrize("concurrency", [4, 16, 64])
-def test_a_closed_loop_comes_out_near_the_estimators_closed_form(concurrency: int) -> None:
-    """Both take the same passes; the closed form averages over what the simulator lets happen."""
+def test_closed_loop_agrees_with_the_estimator(concurrency: int) -> None:
+    """Both use the same pass times; the closed form averages what the simulator computes event by event."""
     model = lookup("meta-llama/Llama-3.1-8B-Instruct")
     assert model is not None
     machine = simulated({"accelerator": "NVIDIA H100 SXM 80GB", "count": 1, "ram_gb": 256})
@@ -99,15 +99,17 @@ def test_a_closed_loop_comes_out_near_the_estimators_closed_form(concurrency: in
     assert got.output_tok_s == pytest.approx(expected.value, rel=0.2)
 
 
-def test_an_engine_with_slots_sets_their_whole_context_aside() -> None:
-    found = deployment(Workload(concurrency=2, prompt_tokens=512, output_tokens=128), "NVIDIA GeForce RTX 4090")
+def test_engine_with_slots_reserves_their_whole_context() -> None:
+    found = make_test_deployment(
+        Workload(concurrency=2, prompt_tokens=512, output_tokens=128), "NVIDIA GeForce RTX 4090"
+    )
     if found.replica.engine not in ("llama.cpp", "exllamav3"):
         pytest.fail(f"the plan for two on a 4090 is {found.replica.engine}: choose another case for this test")
     assert found.limits.reserves
     assert found.limits.kv_blocks * 16 >= found.limits.slots * found.replica.context_tokens
 
 
-def test_what_cannot_be_served_cannot_be_simulated() -> None:
+def test_model_that_cannot_be_served_cannot_be_simulated() -> None:
     with pytest.raises(AnswerIsNo, match="nothing to simulate"):
         model = lookup("meta-llama/Llama-3.1-405B-Instruct")
         assert model is not None
@@ -115,16 +117,16 @@ def test_what_cannot_be_served_cannot_be_simulated() -> None:
         deployed(machine, model, decide(machine, model, WORK), WORK, Lengths(1024, 256))
 
 
-def test_what_makes_no_tokens_is_no_question_for_it() -> None:
+def test_task_without_generation_is_a_usage_error() -> None:
     model = lookup("BAAI/bge-m3")
     assert model is not None
     machine = simulated({"accelerator": "NVIDIA H100 SXM 80GB", "count": 1, "ram_gb": 256})
     work = Workload(concurrency=4, task="embed")
-    with pytest.raises(BadQuestion, match="makes no tokens"):
+    with pytest.raises(BadQuestion, match="only text generation can be simulated"):
         deployed(machine, model, decide(machine, model, work), work, Lengths(512, 1))
 
 
-def test_a_table_is_exact_at_both_contexts_and_straight_between() -> None:
+def test_table_is_exact_at_both_contexts_and_linear_between() -> None:
     lengths = Lengths(1000, 500)
     fixed, each = decode_table(lambda count, context: 0.01 + 1e-3 * count + 1e-7 * count * context**1.1, lengths, 8)
     for context in lengths.contexts:
@@ -137,42 +139,42 @@ def test_a_table_is_exact_at_both_contexts_and_straight_between() -> None:
 # traffic
 
 
-def shapes(name: str) -> Stream:
+def read_stream(name: str) -> Stream:
     with opened(CAPTURES / name) as stream:
         bad = BadRows(name)
         return from_shapes(shapes_of(stream, detected(stream, name), bad), name)
 
 
-def test_a_trace_keeps_its_arrivals_lengths_and_beginnings() -> None:
-    stream = shapes("mooncake-conversation.jsonl")
+def test_trace_keeps_its_arrivals_lengths_and_prefixes() -> None:
+    stream = read_stream("mooncake-conversation.jsonl")
     assert stream.hashes is not None and stream.hash_tokens == 512
     assert stream.arrival[0] == 0.0 and stream.arrival == sorted(stream.arrival)
     assert len(stream.first(5)) == 5
-    azure = shapes("azure-2023-conv.csv")
+    azure = read_stream("azure-2023-conv.csv")
     assert azure.hashes is None
     assert azure.summary().requests == len(azure)
 
 
-def test_a_rate_presses_a_traces_arrivals_together() -> None:
+def test_rate_scales_the_arrivals_of_a_trace() -> None:
     name = "azure-2023-conv.csv"
     with opened(CAPTURES / name) as stream:
         found = from_shapes(shapes_of(stream, "azure", BadRows(name)), name, rate=100.0)
     assert found.requests_per_s == pytest.approx(100.0)
-    assert "pressed" in found.notes[0]
+    assert "scaled to 100 requests/s" in found.notes[0]
 
 
 def test_a_trace_without_times_needs_a_rate() -> None:
     rows = [RequestShape(prompt_tokens=10, output_tokens=5) for _ in range(4)]
-    with pytest.raises(BadQuestion, match="does not say when"):
+    with pytest.raises(BadQuestion, match="has no arrival times"):
         from_shapes(rows, "log")
     assert from_shapes(rows, "log", rate=10.0, seed=1) == from_shapes(rows, "log", rate=10.0, seed=1)
-    with pytest.raises(BadQuestion, match="no requests"):
+    with pytest.raises(BadQuestion, match="no request with a prompt"):
         from_shapes([RequestShape(prompt_tokens=None, output_tokens=5, started_s=0.0)], "log")
 
 
 @settings(deadline=None)
 @given(st.integers(1, 2000), st.integers(1, 500), st.floats(0, 2), st.integers(0, 100))
-def test_made_up_traffic_is_what_was_asked_for(prompt: int, output: int, spread: float, seed: int) -> None:
+def test_synthetic_traffic_matches_the_workload(prompt: int, output: int, spread: float, seed: int) -> None:
     work = Workload(prompt_tokens=prompt, output_tokens=output)
     one = synthetic(work, 200, 10.0, seed=seed, spread=spread)
     assert one == synthetic(work, 200, 10.0, seed=seed, spread=spread)
@@ -182,7 +184,7 @@ def test_made_up_traffic_is_what_was_asked_for(prompt: int, output: int, spread:
         assert set(one.prompt) == {prompt} and set(one.output) == {output}
 
 
-def test_made_up_lengths_have_the_mean_and_the_spread_that_were_asked_for() -> None:
+def test_synthetic_lengths_have_the_requested_mean_and_spread() -> None:
     stream = synthetic(Workload(prompt_tokens=1000, output_tokens=100), 20_000, 10.0, seed=3, spread=0.5)
     assert stream.mean_prompt == pytest.approx(1000, rel=0.02)
     deviation = (sum((one - 1000) ** 2 for one in stream.prompt) / len(stream)) ** 0.5
@@ -190,8 +192,8 @@ def test_made_up_lengths_have_the_mean_and_the_spread_that_were_asked_for() -> N
     assert stream.requests_per_s == pytest.approx(10.0, rel=0.03)
 
 
-def test_a_router_draws_apart_from_the_traffic() -> None:
-    """With the same seed for both, one draw would choose a prompt's beginning and its replica alike."""
+def test_router_and_traffic_use_independent_random_numbers() -> None:
+    """With a shared random sequence, a request's prefix and its replica would be correlated."""
     work = Workload(prompt_tokens=1024, output_tokens=16, shared_prefix_tokens=512)
     stream = synthetic(work, 2000, 10.0, seed=7, prefixes=40)
     assert stream.hashes is not None
@@ -206,12 +208,12 @@ def test_a_router_draws_apart_from_the_traffic() -> None:
 TARGET = LatencyTarget(ttft_ms=300, tpot_ms=12)
 
 
-def question(h100: Deployment, rate: float = 60.0, count: int = 1500, **more: Any) -> Question:
+def make_question(h100: Deployment, rate: float = 60.0, count: int = 1500, **more: Any) -> Question:
     return Question(h100, synthetic(WORK, count, rate, seed=1, spread=0.5), TARGET, **more)
 
 
-def test_the_cheapest_fleet_meets_the_target_and_one_replica_less_does_not(h100: Deployment) -> None:
-    asked = question(h100)
+def test_cheapest_fleet_meets_the_target_and_a_smaller_one_does_not(h100: Deployment) -> None:
+    asked = make_question(h100)
     found = cheapest(asked, 1, 512, ("aggregated",))
     assert found.answer is not None and found.answer.meets
     fewer = asked.outcome_of(found.answer.replicas - 1)
@@ -224,24 +226,28 @@ def test_the_cheapest_fleet_meets_the_target_and_one_replica_less_does_not(h100:
     assert from_json(Simulation, to_json(found)) == found
 
 
-def test_what_no_number_of_replicas_meets_has_no_answer(h100: Deployment) -> None:
-    asked = question(h100)._replace(target=LatencyTarget(ttft_ms=1))
+def test_unreachable_target_has_no_answer(h100: Deployment) -> None:
+    asked = make_question(h100)._replace(target=LatencyTarget(ttft_ms=1))
     found = cheapest(asked, 1, 16, ("aggregated", "disaggregated"))
     assert found.answer is None
     assert found.tried and not any(one.meets for one in found.tried)
 
 
-def test_a_layout_apart_is_divided_by_the_work_of_prompts(h100: Deployment) -> None:
-    long_prompts = question(h100)._replace(stream=synthetic(Workload(prompt_tokens=8000, output_tokens=20), 50, 1.0))
-    long_answers = question(h100)._replace(stream=synthetic(Workload(prompt_tokens=50, output_tokens=2000), 50, 1.0))
+def test_disaggregated_layout_is_divided_by_prompt_work(h100: Deployment) -> None:
+    long_prompts = make_question(h100)._replace(
+        stream=synthetic(Workload(prompt_tokens=8000, output_tokens=20), 50, 1.0)
+    )
+    long_answers = make_question(h100)._replace(
+        stream=synthetic(Workload(prompt_tokens=50, output_tokens=2000), 50, 1.0)
+    )
     assert next(splits(long_prompts, 16)) > 10
     assert next(splits(long_answers, 16)) == 1
     assert all(1 <= split <= 15 for split in splits(long_prompts, 16))
     assert list(splits(long_prompts, 1)) == []
 
 
-def test_one_layout_is_simulated_as_it_was_asked_for(h100: Deployment) -> None:
-    asked = question(h100, count=300)
+def test_requested_layout_is_simulated(h100: Deployment) -> None:
+    asked = make_question(h100, count=300)
     found = one_layout(asked, 4, "disaggregated", 1)
     assert found.answer is not None
     assert (found.answer.layout, found.answer.replicas, found.answer.prefills) == ("disaggregated", 4, 1)
@@ -249,9 +255,9 @@ def test_one_layout_is_simulated_as_it_was_asked_for(h100: Deployment) -> None:
     assert found.answer.cost_per_million_tokens is not None
 
 
-def test_what_is_found_with_a_part_is_tried_with_all(h100: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_search_is_checked_with_all_requests(h100: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SEARCH_REQUESTS", 200)
-    found = cheapest(question(h100, rate=100.0, count=900), 1, 64, ("aggregated",))
+    found = cheapest(make_question(h100, rate=100.0, count=900), 1, 64, ("aggregated",))
     assert found.answer is not None and found.answer.meets
     assert found.answer.requests == 900
     assert {one.requests for one in found.tried} == {200, 900}

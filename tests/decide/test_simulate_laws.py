@@ -1,4 +1,4 @@
-"""What holds of every simulation: nothing is lost, nothing overflows, and jumps end where single passes do."""
+"""Invariants of every simulation: no request is lost, limits are kept, and jumps agree with single passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bedplate.measure import knee
 from bedplate.values.workload import LatencyTarget
 
 TICK = 1.0 / 1024
-"""Times are whole numbers of it, which add up exactly: so that both ways must agree to the last bit."""
+"""All times are multiples of this, which add up exactly, so both simulations must agree to the last bit."""
 BATCH = 64
 
 
@@ -76,7 +76,7 @@ def asked(draw: st.DrawFn) -> list[Asked]:
 HASH_TOKENS = 8
 
 
-def book_of(requests: list[Asked], timed: bool = True) -> Book:
+def make_book(requests: list[Asked], timed: bool = True) -> Book:
     return Book(
         [one.prompt for one in requests],
         [one.output for one in requests],
@@ -86,16 +86,16 @@ def book_of(requests: list[Asked], timed: bool = True) -> Book:
     )
 
 
-def closed_of(draw: int) -> int | None:
+def draw_concurrency(draw: int) -> int | None:
     return draw or None
 
 
 @settings(deadline=None)
-@given(fleets(), asked(), st.integers(0, 6).map(closed_of), st.integers(0, 3))
-def test_jumps_end_where_single_passes_do(
+@given(fleets(), asked(), st.integers(0, 6).map(draw_concurrency), st.integers(0, 3))
+def test_jumps_agree_with_single_passes(
     fleet: Fleet, requests: list[Asked], concurrency: int | None, apart: int
 ) -> None:
-    ran = simulate(fleet, book_of(requests, concurrency is None), concurrency=concurrency, apart_s=apart * TICK)
+    ran = simulate(fleet, make_book(requests, concurrency is None), concurrency=concurrency, apart_s=apart * TICK)
     engines = stepwise(fleet, requests, HASH_TOKENS, concurrency, apart * TICK)
     assert ran.book.first == [one.first for one in requests]
     assert ran.book.done == [one.done for one in requests]
@@ -104,9 +104,9 @@ def test_jumps_end_where_single_passes_do(
 
 
 @settings(deadline=None)
-@given(fleets(("random", "least-loaded", "prefix")), asked(), st.integers(0, 6).map(closed_of))
-def test_nothing_is_lost_and_nothing_overflows(fleet: Fleet, requests: list[Asked], concurrency: int | None) -> None:
-    ran = simulate(fleet, book_of(requests, concurrency is None), concurrency=concurrency)
+@given(fleets(("random", "least-loaded", "prefix")), asked(), st.integers(0, 6).map(draw_concurrency))
+def test_no_request_is_lost_and_limits_are_kept(fleet: Fleet, requests: list[Asked], concurrency: int | None) -> None:
+    ran = simulate(fleet, make_book(requests, concurrency is None), concurrency=concurrency)
     book = ran.book
     room = fleet.limits.kv_blocks * fleet.limits.block_tokens
     assert book.refused == [one.number for one in requests if one.prompt + one.output > room]
@@ -123,10 +123,10 @@ def test_nothing_is_lost_and_nothing_overflows(fleet: Fleet, requests: list[Aske
 
 
 @settings(deadline=None)
-@given(fleets(("random", "least-loaded", "prefix")), asked(), st.integers(0, 6).map(closed_of))
+@given(fleets(("random", "least-loaded", "prefix")), asked(), st.integers(0, 6).map(draw_concurrency))
 def test_work_is_conserved(fleet: Fleet, requests: list[Asked], concurrency: int | None) -> None:
-    """Each prompt is computed once, but for what caches hold, and again with what was said when one is preempted."""
-    ran = simulate(fleet, book_of(requests, concurrency is None), concurrency=concurrency)
+    """Each prompt is computed once, except cached tokens, and again with its output after a preemption."""
+    ran = simulate(fleet, make_book(requests, concurrency is None), concurrency=concurrency)
     served = [one for one in requests if one.number not in ran.book.refused]
     computed = sum(replica.computed_tokens for replica in ran.replicas)
     asked_for = sum(one.prompt for one in served)
@@ -146,11 +146,11 @@ def test_work_is_conserved(fleet: Fleet, requests: list[Asked], concurrency: int
 @settings(deadline=None)
 @given(fleets(("random", "least-loaded", "prefix")), asked())
 def test_the_same_seed_gives_the_same_result(fleet: Fleet, requests: list[Asked]) -> None:
-    one, other = (simulate(fleet, book_of(requests)) for _ in range(2))
+    one, other = (simulate(fleet, make_book(requests)) for _ in range(2))
     assert (one.book.first, one.book.done, one.end_s) == (other.book.first, other.book.done, other.end_s)
 
 
-def plain(replicas: int = 1, **changes: Any) -> Fleet:
+def make_fleet(replicas: int = 1, **changes: Any) -> Fleet:
     steps = Steps(
         decode_s=tuple(0.010 + 0.001 * count for count in range(65)),
         context_s=tuple([1e-6] * 65),
@@ -160,93 +160,95 @@ def plain(replicas: int = 1, **changes: Any) -> Fleet:
     return Fleet(steps, limits, replicas)._replace(**changes)
 
 
-def ran_with(fleet: Fleet, count: int, gap_s: float = 0.0, prompt: int = 100, output: int = 10) -> Ran:
+def simulate_requests(fleet: Fleet, count: int, gap_s: float = 0.0, prompt: int = 100, output: int = 10) -> Ran:
     return simulate(fleet, Book([prompt] * count, [output] * count, [gap_s * number for number in range(count)]))
 
 
-def test_one_request_takes_its_prompt_and_its_passes() -> None:
-    ran = ran_with(plain(), 1)
+def test_single_request_takes_its_prompt_and_decode_passes() -> None:
+    ran = simulate_requests(make_fleet(), 1)
     assert ran.book.first == [pytest.approx(0.010 + 0.0001 * 100)]
     passes = sum(0.011 + 1e-6 * (100 + number) for number in range(9))
     assert ran.book.done == [pytest.approx(0.020 + passes)]
 
 
-def test_a_long_prompt_is_cut_into_chunks_between_which_others_get_tokens() -> None:
+def test_long_prompt_is_chunked_between_tokens_of_others() -> None:
     book = Book([100, 2500], [200, 2], [0.0, 0.5])
-    ran = simulate(plain(), book)
-    # Two whole passes and the rest of 453, in each of which the first request gets a token.
+    ran = simulate(make_fleet(), book)
+    # Two full passes and one with the remaining 453 tokens; the first request gets a token in each.
     chunks = [1023, 1023, 454]
     alone_s = sum(0.010 + 0.0001 * tokens for tokens in chunks)
     assert ran.book.first[1] - 0.5 == pytest.approx(alone_s + 3 * 0.011, rel=0.05)
 
 
-def test_what_does_not_fit_in_the_cache_waits_or_is_preempted() -> None:
-    """Two requests of eight blocks each when complete, in a cache of twelve: both begin, one has to begin again."""
-    small = plain()._replace(limits=Limits(slots=8, batch_tokens=1024, kv_blocks=12))
-    ran = ran_with(small, 2, prompt=64, output=64)
+def test_requests_beyond_the_cache_wait_or_are_preempted() -> None:
+    """Two requests of eight blocks each in a cache of twelve: both start, and one is preempted."""
+    small = make_fleet()._replace(limits=Limits(slots=8, batch_tokens=1024, kv_blocks=12))
+    ran = simulate_requests(small, 2, prompt=64, output=64)
     assert ran.replicas[0].preemptions >= 1
     assert ran.book.done[0] < ran.book.done[1]
     aside = small._replace(limits=small.limits._replace(reserves=True))
-    ran = ran_with(aside, 2, prompt=64, output=64)
+    ran = simulate_requests(aside, 2, prompt=64, output=64)
     assert ran.replicas[0].preemptions == 0
     assert ran.book.first[1] >= ran.book.done[0]
 
 
-def test_a_prefix_that_is_cached_is_not_computed_again() -> None:
+def test_cached_prefix_is_not_computed_again() -> None:
     hashes = [("system",), ("system",), ("other",)]
     book = Book([600] * 3, [4] * 3, [0.0, 1.0, 2.0], hashes, 512)
-    ran = simulate(plain(), book)
+    ran = simulate(make_fleet(), book)
     waited = [first - came for first, came in zip(ran.book.first, ran.book.arrival, strict=True)]
     assert waited == [pytest.approx(0.070), pytest.approx(0.010 + 0.0001 * 88), pytest.approx(0.070)]
     assert sum(ran.book.hits) == 512
-    cold = simulate(plain()._replace(limits=plain().limits._replace(caches=False)), Book([600] * 3, [4] * 3, [0, 1, 2]))
+    cold = simulate(
+        make_fleet()._replace(limits=make_fleet().limits._replace(caches=False)), Book([600] * 3, [4] * 3, [0, 1, 2])
+    )
     assert cold.book.hits == []
 
 
-def test_a_prefix_router_finds_the_cache_where_chance_does_not() -> None:
+def test_prefix_router_has_more_cache_hits_than_random() -> None:
     count, kinds = 400, 16
     hashes = [(number % kinds * 7919 % kinds,) for number in range(count)]
     arrivals = [number * 0.05 for number in range(count)]
 
     def hits(router: Any) -> int:
         book = Book([1000] * count, [8] * count, arrivals, hashes, 960)
-        return sum(simulate(plain(16, router=router), book).book.hits)
+        return sum(simulate(make_fleet(16, router=router), book).book.hits)
 
     assert hits("prefix") > 0.9 * (count - kinds) * 960
     assert hits("random") < 0.7 * hits("prefix")
 
 
-def test_the_least_loaded_router_waits_less_than_chance() -> None:
+def test_least_loaded_router_waits_less_than_random() -> None:
     def p95(router: Any) -> float:
-        fleet = plain(8, router=router)
-        found = outcome(fleet, ran_with(fleet, 2000, gap_s=0.004, output=40), 1, None, Paid())
+        fleet = make_fleet(8, router=router)
+        found = outcome(fleet, simulate_requests(fleet, 2000, gap_s=0.004, output=40), 1, None, Paid())
         assert found.ttft_ms is not None
         return found.ttft_ms.p95
 
     assert p95("least-loaded") < p95("random")
 
 
-def test_workers_apart_hand_over_their_cache_over_a_link() -> None:
-    fleet = plain(2, prefills=1, transfer=Transfer(0.005, 1e-4))
-    ran = ran_with(fleet, 1)
+def test_prefill_workers_transfer_their_cache_over_a_link() -> None:
+    fleet = make_fleet(2, prefills=1, transfer=Transfer(0.005, 1e-4))
+    ran = simulate_requests(fleet, 1)
     assert ran.book.first == [pytest.approx(0.020 + 100 * 1e-4 + 0.005)]
     prefill, decode = ran.replicas
     assert prefill.computed_tokens == 100
     assert decode.computed_tokens == 0
 
 
-def test_answers_are_smoother_where_prompts_have_workers_of_their_own() -> None:
+def test_disaggregated_fleet_has_a_lower_tpot_p99() -> None:
     def tpot_p99(fleet: Fleet) -> float:
-        found = outcome(fleet, ran_with(fleet, 400, gap_s=0.05, prompt=900, output=50), 1, None, Paid())
+        found = outcome(fleet, simulate_requests(fleet, 400, gap_s=0.05, prompt=900, output=50), 1, None, Paid())
         assert found.tpot_ms is not None
         return found.tpot_ms.p99
 
-    assert tpot_p99(plain(4, prefills=2)) < tpot_p99(plain(4))
+    assert tpot_p99(make_fleet(4, prefills=2)) < tpot_p99(make_fleet(4))
 
 
-def test_goodput_counts_those_on_target_and_cost_counts_every_card() -> None:
-    fleet = plain(2)
-    ran = ran_with(fleet, 100, gap_s=0.02)
+def test_goodput_counts_requests_on_target_and_cost_counts_all_cards() -> None:
+    fleet = make_fleet(2)
+    ran = simulate_requests(fleet, 100, gap_s=0.02)
     found = outcome(fleet, ran, 4, LatencyTarget(ttft_ms=30), Paid(2.0, 700.0))
     share = sum(first - came <= 0.030 for first, came in zip(ran.book.first, ran.book.arrival, strict=True)) / 100
     assert found.on_target == pytest.approx(share)
@@ -258,5 +260,5 @@ def test_goodput_counts_those_on_target_and_cost_counts_every_card() -> None:
     assert outcome(fleet, ran, 4, None, Paid()).goodput_requests_s is None
 
 
-def test_a_target_is_met_for_as_many_as_bench_asks_for() -> None:
+def test_required_share_on_target_is_that_of_bench() -> None:
     assert MET == knee.MET

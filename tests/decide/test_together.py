@@ -1,4 +1,4 @@
-"""Several models and replicas on one machine: each gets a part, and what does not fit says what would."""
+"""Several models and replicas on one machine: each gets a part, or an error with hints."""
 
 from __future__ import annotations
 
@@ -16,84 +16,86 @@ SMALL = model("Qwen/Qwen3-0.6B")
 LLAMA_8B = model("meta-llama/Llama-3.1-8B-Instruct")
 
 
-def ask(which: Model, engine: str | None = None, *, replicas: int = 1, on_demand: bool = False, users: int = 1) -> Ask:
+def make_ask(
+    which: Model, engine: str | None = None, *, replicas: int = 1, on_demand: bool = False, users: int = 1
+) -> Ask:
     return Ask(
         which.name, Workload(users=users), lambda on, workload: decide(on, which, workload, engine), replicas, on_demand
     )
 
 
-def cpu(ram_gb: float, cores: int = 16) -> Hardware:
+def make_cpu_machine(ram_gb: float, cores: int = 16) -> Hardware:
     return simulated({"cpu": "AMD EPYC 9654", "cores": cores, "ram_gb": ram_gb, "os": "linux"})
 
 
-def test_one_alone_is_decided_as_ever() -> None:
-    on = cpu(64)
-    (part,) = together(on, [ask(LLAMA_8B)])
+def test_single_service_is_decided_as_without_others() -> None:
+    on = make_cpu_machine(64)
+    (part,) = together(on, [make_ask(LLAMA_8B)])
     assert part.decision == decide(on, LLAMA_8B, Workload())
     assert part.needs[0]["host"] == part.decision.memory.devices[0].high_bytes  # type: ignore[union-attr]
 
 
-def test_what_fits_alone_but_not_together_says_so_and_what_would() -> None:
-    on = cpu(24)
-    both = [ask(LLAMA_8B, "pytorch"), ask(SMALL, "llama.cpp")]
+def test_services_that_do_not_fit_together_get_an_error_with_hints() -> None:
+    on = make_cpu_machine(24)
+    both = [make_ask(LLAMA_8B, "pytorch"), make_ask(SMALL, "llama.cpp")]
     assert all(decide(on, which, Workload(), engine).fits for which, engine in ((LLAMA_8B, "pytorch"), (SMALL, None)))
     assert len(together(on, both)) == 2
-    with pytest.raises(AnswerIsNo, match=f"{LLAMA_8B.name} does not fit beside {LLAMA_8B.name}") as caught:
-        together(on, [ask(LLAMA_8B, "pytorch"), ask(LLAMA_8B, "pytorch")])
+    with pytest.raises(AnswerIsNo, match=f"{LLAMA_8B.name} does not fit together with {LLAMA_8B.name}") as caught:
+        together(on, [make_ask(LLAMA_8B, "pytorch"), make_ask(LLAMA_8B, "pytorch")])
     assert "ttl" in str(caught.value.hint) and caught.value.cause
 
 
-def test_on_demand_they_only_need_to_fit_one_at_a_time() -> None:
-    on = cpu(24)
-    found = together(on, [ask(LLAMA_8B, "pytorch", on_demand=True) for _ in range(3)])
+def test_services_on_demand_need_to_fit_one_at_a_time() -> None:
+    on = make_cpu_machine(24)
+    found = together(on, [make_ask(LLAMA_8B, "pytorch", on_demand=True) for _ in range(3)])
     assert all(part.decision.fits for part in found)
     with pytest.raises(AnswerIsNo):
-        together(on, [ask(LLAMA_8B, "pytorch"), ask(LLAMA_8B, "pytorch", on_demand=True)])
+        together(on, [make_ask(LLAMA_8B, "pytorch"), make_ask(LLAMA_8B, "pytorch", on_demand=True)])
 
 
-def test_room_beyond_what_was_asked_for_is_given_up_before_the_answer_is_no() -> None:
-    """A chat is given four slots of 8,192 tokens where there is room; two of them need not have it."""
-    one = together(cpu(64), [ask(LLAMA_8B, "llama.cpp")])[0]
+def test_spare_slots_are_given_up_before_an_error() -> None:
+    """A chat gets four slots of 8,192 tokens if there is memory; two chats may get fewer."""
+    one = together(make_cpu_machine(64), [make_ask(LLAMA_8B, "llama.cpp")])[0]
     tight = 2.0 * (one.needs[0]["host"] / 0.95 - 2 * GIB) / 1e9
-    found = together(cpu(tight), [ask(LLAMA_8B, "llama.cpp"), ask(LLAMA_8B, "llama.cpp")])
+    found = together(make_cpu_machine(tight), [make_ask(LLAMA_8B, "llama.cpp"), make_ask(LLAMA_8B, "llama.cpp")])
     assert all(part.needs[0]["host"] < one.needs[0]["host"] for part in found[1:])
 
 
-def test_a_budget_is_kept() -> None:
-    on = cpu(256)
-    free = together(on, [ask(SMALL, "llama.cpp")])[0].needs[0]["host"]
-    assert sum(together(on, [ask(SMALL, "llama.cpp")], free)[0].needs[0].values()) <= free
+def test_memory_budget_is_respected() -> None:
+    on = make_cpu_machine(256)
+    free = together(on, [make_ask(SMALL, "llama.cpp")])[0].needs[0]["host"]
+    assert sum(together(on, [make_ask(SMALL, "llama.cpp")], free)[0].needs[0].values()) <= free
     with pytest.raises(AnswerIsNo, match="does not fit in 2 GiB") as caught:
-        together(on, [ask(LLAMA_8B, "llama.cpp")], 2 * GIB)
+        together(on, [make_ask(LLAMA_8B, "llama.cpp")], 2 * GIB)
     assert "a larger memory budget" in str(caught.value.hint)
 
 
-def test_replicas_share_out_cores_memory_and_work() -> None:
-    on = cpu(64, cores=16)
-    (part,) = together(on, [ask(SMALL, "llama.cpp", replicas=4, users=40)])
+def test_replicas_divide_cores_memory_and_workload() -> None:
+    on = make_cpu_machine(64, cores=16)
+    (part,) = together(on, [make_ask(SMALL, "llama.cpp", replicas=4, users=40)])
     assert len(part.needs) == 4 and part.decision.settings is not None
     assert part.decision.settings.threads == on.cpu.allowed_physical_cores // 4
     assert part.workload.users == 10
     with pytest.raises(AnswerIsNo, match="3 replicas of") as caught:
-        together(cpu(24), [ask(LLAMA_8B, "pytorch", replicas=3)])
+        together(make_cpu_machine(24), [make_ask(LLAMA_8B, "pytorch", replicas=3)])
     assert "fewer replicas" in str(caught.value.hint)
 
 
 class TestCards:
-    def test_replicas_get_cards_of_their_own(self) -> None:
-        (part,) = together(machine("H100 SXM", 4), [ask(LLAMA_8B, "vllm", replicas=2)])
+    def test_replicas_get_separate_gpus(self) -> None:
+        (part,) = together(machine("H100 SXM", 4), [make_ask(LLAMA_8B, "vllm", replicas=2)])
         assert all(part.cards) and not set(part.cards[0]) & set(part.cards[1])
 
-    def test_a_second_model_goes_to_another_card(self) -> None:
-        first, second = together(machine("H100 SXM", 2), [ask(LLAMA_8B, "vllm"), ask(SMALL, "vllm")])
+    def test_second_model_is_placed_on_another_gpu(self) -> None:
+        first, second = together(machine("H100 SXM", 2), [make_ask(LLAMA_8B, "vllm"), make_ask(SMALL, "vllm")])
         used = [set(part.cards[0]) for part in (first, second)]
         assert used[0] and used[1] and not used[0] & used[1]
 
-    def test_replicas_of_an_engine_that_takes_the_whole_card_need_one_each(self) -> None:
-        with pytest.raises(AnswerIsNo, match="need an accelerator each"):
-            together(machine("H100 SXM", 1), [ask(LLAMA_8B, "vllm", replicas=2)])
+    def test_replicas_that_reserve_a_gpu_need_one_each(self) -> None:
+        with pytest.raises(AnswerIsNo, match="need one accelerator each"):
+            together(machine("H100 SXM", 1), [make_ask(LLAMA_8B, "vllm", replicas=2)])
 
-    def test_what_is_taken_is_not_free(self) -> None:
+    def test_taken_memory_is_not_free(self) -> None:
         on = machine("H100 SXM", 2)
         rest = less(on, [{"card 0": 70 * GIB, "host": 10 * GIB}])
         assert rest.accelerators[0].index == 1

@@ -1,4 +1,4 @@
-"""What was tuned here: plans for the same class of work use it and say so, and no others do."""
+"""Tuning results: plans for similar workloads use them and give the reason."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ MODEL = builtin_facts()
 WORK = Workload(concurrency=4, prompt_tokens=512, output_tokens=128)
 
 
-def gain(value: float) -> Figure:
+def make_gain(value: float) -> Figure:
     return Figure(value=value, low=0.9 * value, high=1.1 * value, basis="measured", source="3 repeats in turns")
 
 
-def tuned_for(work: Workload = WORK, **values: str) -> Tuned:
-    """As if these values had been found to be the best."""
+def make_tuning(work: Workload = WORK, **values: str) -> Tuned:
+    """A tuning result with these values."""
     decision = decide(MACHINE, MODEL, work, "llama.cpp")
     before = planned(decision, MODEL, work)
     llama = engine("llama.cpp")
     after = turned_plan(before, llama.knobs(MACHINE, before), values)
     turned = tuple(Turn(knob=name, value=value) for name, value in values.items())
-    side = {"argv": (), "output_tok_s": gain(100), "ttft_ms": gain(900), "tpot_ms": gain(20)}
+    side = {"argv": (), "output_tok_s": make_gain(100), "ttft_ms": make_gain(900), "tpot_ms": make_gain(20)}
     return Tuned(
         id="t1", at="2026-11-15T10:00:00.000Z", machine="m", hardware="four cores", bedplate="0", engine="llama.cpp",
         engine_version=llama.version or "", build="wheel", model=MODEL.name, budget_s=600, finished=True,
@@ -40,36 +40,41 @@ def tuned_for(work: Workload = WORK, **values: str) -> Tuned:
             Side(name="tuned", turned=turned, settings=after.settings, weights=after.weights, **side),  # type: ignore[arg-type]
         ),
         proofs=(
-            Proof(against="own defaults", answer="migrate", text="", output_tok_s=gain(2.5), ttft_ms=gain(3.0)),
-            Proof(against="plan", answer="migrate", text="", output_tok_s=gain(2.4), ttft_ms=gain(2.8)),
+            Proof(
+                against="own defaults", answer="migrate", text="", output_tok_s=make_gain(2.5), ttft_ms=make_gain(3.0)
+            ),
+            Proof(against="plan", answer="migrate", text="", output_tok_s=make_gain(2.4), ttft_ms=make_gain(2.8)),
         ),
-        steps=(Step(turn=turned[0], before="512", gain=gain(1.2)),),
+        steps=(Step(turn=turned[0], before="512", gain=make_gain(1.2)),),
     )  # fmt: skip
 
 
-def decided(tuned: Tuned, work: Workload = WORK) -> Decision:
+def decide_with(tuned: Tuned, work: Workload = WORK) -> Decision:
     return decide(MACHINE, MODEL, work, "llama.cpp", tunings=(tuned,))
 
 
-def says(decision: Decision) -> str | None:
+def get_tuning_reason(decision: Decision) -> str | None:
     return next((reason.text for reason in decision.reasons if reason.rule == "tuned.measured"), None)
 
 
-def test_a_plan_for_the_same_work_uses_it_and_says_so() -> None:
-    found = decided(tuned_for(weights="Q8_0", ubatch="256"))
+def test_plan_for_the_same_workload_uses_tuned_settings_with_a_reason() -> None:
+    found = decide_with(make_tuning(weights="Q8_0", ubatch="256"))
     assert found.launch is not None and found.quantization == "Q8_0"
     argv = found.launch.argv
     assert argv[argv.index("--ubatch-size") + 1] == "256" and "Q8_0.gguf" in argv[argv.index("--model") + 1]
     assert any("--allow-requantize" in step.argv for step in found.launch.prepare)
-    said = says(found) or ""
-    assert "weights Q8_0, ubatch 256" in said and "2.50 times" in said and "llama.cpp's own defaults" in said
+    said = get_tuning_reason(found) or ""
+    assert "weights Q8_0, ubatch 256" in said and "2.50 times" in said and "of llama.cpp defaults" in said
     reason = next(one for one in found.reasons if one.rule == "tuned.measured")
     assert "measured here" in reason.source
     assert found.estimate.output_tok_s is not None and found.estimate.output_tok_s.basis == "measured"
 
 
-def test_memory_is_counted_for_what_is_used() -> None:
-    plain, tuned = decided(replaced(tuned_for(ubatch="256"), finished=False)), decided(tuned_for(weights="F16"))
+def test_memory_is_computed_for_tuned_settings() -> None:
+    plain, tuned = (
+        decide_with(replaced(make_tuning(ubatch="256"), finished=False)),
+        decide_with(make_tuning(weights="F16")),
+    )
     assert plain.memory is not None and tuned.memory is not None
     assert tuned.memory.devices[0].weights_bytes > 2 * plain.memory.devices[0].weights_bytes
 
@@ -84,12 +89,12 @@ def test_memory_is_counted_for_what_is_used() -> None:
         replaced(WORK, context_tokens=4096),
     ],
 )
-def test_work_of_the_same_class_is_covered(work: Workload) -> None:
-    found = decided(tuned_for(ubatch="256"), work)
-    assert says(found) is not None
+def test_similar_workload_uses_tuned_settings(work: Workload) -> None:
+    found = decide_with(make_tuning(ubatch="256"), work)
+    assert get_tuning_reason(found) is not None
     assert found.settings is not None and found.settings.turned is not None
     if work.context_tokens:
-        assert found.settings.context_tokens == 4096  # what was asked for is not what was tuned
+        assert found.settings.context_tokens == 4096  # tuning does not change the requested context
 
 
 @pytest.mark.parametrize(
@@ -102,8 +107,8 @@ def test_work_of_the_same_class_is_covered(work: Workload) -> None:
         replaced(WORK, shared_prefix_tokens=256),
     ],
 )
-def test_other_work_is_not(work: Workload) -> None:
-    assert says(decided(tuned_for(ubatch="256"), work)) is None
+def test_different_workload_does_not_use_tuned_settings(work: Workload) -> None:
+    assert get_tuning_reason(decide_with(make_tuning(ubatch="256"), work)) is None
 
 
 @pytest.mark.parametrize(
@@ -116,16 +121,16 @@ def test_other_work_is_not(work: Workload) -> None:
         {"proofs": ()},
     ],
 )
-def test_what_is_not_proven_for_this_very_engine_and_model_is_not_used(other: dict[str, object]) -> None:
-    assert says(decided(replaced(tuned_for(ubatch="256"), **other))) is None
+def test_unproven_or_foreign_tuning_is_not_used(other: dict[str, object]) -> None:
+    assert get_tuning_reason(decide_with(replaced(make_tuning(ubatch="256"), **other))) is None
 
 
-def test_the_newest_is_taken() -> None:
-    newest, older = tuned_for(ubatch="256"), tuned_for(ubatch="128")
+def test_newest_tuning_is_used() -> None:
+    newest, older = make_tuning(ubatch="256"), make_tuning(ubatch="128")
     found = decide(MACHINE, MODEL, WORK, "llama.cpp", tunings=(newest, older))
-    assert "ubatch 256" in (says(found) or "")
+    assert "ubatch 256" in (get_tuning_reason(found) or "")
 
 
-def test_it_round_trips_through_json() -> None:
-    tuned = tuned_for(weights="Q8_0", threads="2", ubatch="64")
+def test_tuning_round_trips_through_json() -> None:
+    tuned = make_tuning(weights="Q8_0", threads="2", ubatch="64")
     assert from_json(Tuned, to_json(tuned)) == tuned

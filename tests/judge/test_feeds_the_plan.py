@@ -124,7 +124,11 @@ def test_weights_made_of_the_same_source_count_and_the_plan_makes_them() -> None
     decision = planned(*measured(3.9))
     assert (decision.engine, decision.quantization, decision.unpacks) == ("vllm", "BF16", True)
     reason = decision.reasons[0]
-    assert reason.rule == "evidence.measured" and "299%" in reason.text and "made of the same weights" in reason.text
+    assert (
+        reason.rule == "evidence.measured"
+        and "299%" in reason.text
+        and "converted from the same weights" in reason.text
+    )
     assert "20261115-143755-691c" in reason.source
     assert decision.launch is not None and "gguf-to-folder" in [
         step.argv[0] for step in decision.launch.prepare if step.argv
@@ -226,4 +230,4 @@ def test_a_verdict_of_another_machine_is_not_read(tmp_path: Path, monkeypatch: p
     store.add_verdict(verdict, "2026-11-15T14:44:30Z")
     assert '"engine": "vllm"' in invoke(*asked, "--json").out
     why = " ".join(invoke(*asked, "--why-not", "llama.cpp").out.split())
-    assert "vLLM was measured here to be better by" in why and "20261115-143755-691c" in why
+    assert "a measurement here shows vLLM to be better by" in why and "20261115-143755-691c" in why

@@ -36,12 +36,15 @@ class TestDeciding:
         found = decided(broken())
         assert found.engine not in ("llama.cpp", None)
         (refusal,) = [one for one in found.refused if one.engine == "llama.cpp"]
-        assert refusal.kind == "unsuitable" and "gave wrong answers here: 3 of 48 prefixes" in refusal.why
+        assert refusal.kind == "unsuitable" and "gave wrong answers on this machine: 3 of 48 prefixes" in refusal.why
 
     def test_asked_for_it_is_taken_with_a_loud_reason(self) -> None:
         found = decided(broken(), wanted="llama.cpp")
-        assert found.engine == "llama.cpp" and "WRONG ANSWERS HERE: 3 of 48" in found.reasons[0].text
-        assert "WRONG" not in decided(wanted="llama.cpp").reasons[0].text
+        assert (
+            found.engine == "llama.cpp"
+            and "WARNING: it gave wrong answers on this machine: 3 of 48" in found.reasons[0].text
+        )
+        assert "WARNING" not in decided(wanted="llama.cpp").reasons[0].text
 
     def test_a_later_check_that_found_nothing_clears_it(self) -> None:
         assert decided(broken("ok"), broken()).engine == "llama.cpp"

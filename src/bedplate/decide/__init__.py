@@ -1,4 +1,4 @@
-"""Pure functions from what is true to what to do: fit, rules, Decision, Plan."""
+"""Pure functions from hardware, model and workload to a Decision and a Plan: memory fit, rules, estimates."""
 
 from bedplate.decide.choose import decide
 from bedplate.decide.planning import plan

@@ -1,4 +1,4 @@
-"""For one engine, the best that it can be given here: weights, layout and settings that fit, and what to expect."""
+"""The best candidate of one engine: weights, layout and settings that fit, and the expected performance."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ from bedplate.values.fit import DeviceNeed
 from bedplate.values.tuning import Tuned
 
 LEAST_BITS = 3.0
-"""Below this, weights lose more than another engine or a smaller model would."""
+"""With fewer bits per weight, another engine or a smaller model gives better answers."""
 EVERYDAY_BITS = 4.0
 """landscape "for text generation, 4-bit quantization is often acceptable"."""
 PRECISE_BITS = 8.0
-"""landscape "anything where precision matters at the decimal level": such work keeps eight bits."""
+"""landscape "anything where precision matters at the decimal level": such a workload keeps eight bits."""
 TWICE_BITS = 8.0
-"""What was rounded to fewer is not rounded so again: of SmolLM2 in Q4_1, INT4 gives 588 of 1,000 next tokens as they
-should be, and INT8 914 of 960 (docs/fleet.md)."""
+"""Weights that had fewer bits are not quantized below this again: for SmolLM2 in Q4_1, greedy-token agreement is
+588/1,000 with INT4 and 914/960 with INT8 (docs/fleet.md)."""
 ROUNDED_OFF = 0.1
-"""Bits on average that a form may lack of its name, where a tensor or two is stored shorter."""
+"""Bits by which a quantization's average may be below its name, because some tensors have fewer bits."""
 READING_TOK_S = 20.0
-"""Twice as fast as people read: what one person notices no difference above."""
+"""Twice the reading speed of people; a single user notices no difference above it."""
 COMFORT_TPOT_S = 1 / READING_TOK_S
 ROUNDING = 1.005
-"""Three figures are shown; with this, what they say is never too little."""
+"""Three digits are shown; this factor keeps the shown amount from being too small."""
 NEARLY = 0.8
-"""A few more residents are no reason for coarser weights."""
+"""Weights with fewer bits are used only if they hold clearly more requests than this share."""
 SERVER_EFFORT = 3
-"""From this effort on an engine is a server: it batches, so that weights are read once for many."""
+"""Engines of at least this effort are servers that batch: one read of the weights serves many requests."""
 CARDS = (2, 3, 4, 6, 8, 16, 24, 32, 48, 64)
-"""Numbers of cards that machines, and nodes together, have."""
+"""Usual numbers of GPUs in one machine, or in several nodes together."""
 SURELY = 2
-"""Room for so many times a request's tokens needs no closer look: windows and states do not grow as fast."""
+"""Cache for this many times a request's tokens needs no further check: windows and states do not grow as fast."""
 SAME = 0.97
-"""Layouts within three percent are equal as far as an estimate can tell; then the simpler one wins."""
+"""An estimate cannot tell layouts within three percent apart; then the simpler one is preferred."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,20 @@ class Candidate:
     engine: Engine
     weights: Weights
     model: Model
-    """In that form."""
+    """With these weights."""
     hardware: Hardware
-    """Without accelerators, where the engine computes on the CPU."""
+    """Without accelerators, if the engine computes on the CPU."""
     target: Target
     layout: Parallelism
     settings: Settings
     fit: Fit
-    """Of these settings."""
+    """With these settings."""
     max_concurrency: int
     expected: Expectation | None
     unpacks: bool = False
-    """Whether `model` is first unpacked from the GGUF that was asked for."""
+    """Whether `model` is first dequantized from the requested GGUF."""
     tuned: Tuned | None = None
-    """What its settings were found by, where they were tuned here."""
+    """The tuning result that its settings come from, if there is one."""
 
     @property
     def quantization(self) -> str | None:
@@ -92,12 +92,12 @@ class Candidate:
 
     @property
     def bits(self) -> float:
-        """Of a weight on average, scales and wider tensors included."""
+        """Average bits per weight, including scales and wider tensors."""
         return self.model.bits_per_weight or 16.0
 
     @property
     def nominal_bits(self) -> float:
-        """As its name says it: Q3_K_M is a 3-bit quantization although it takes four."""
+        """The bits in the name: Q3_K_M is a 3-bit quantization although it takes four."""
         named, details = _named_bits(self.weights.label), self.model.quantization_details
         return named if named is not None else details.bits if details is not None else self.bits
 
@@ -105,21 +105,22 @@ class Candidate:
 def best(
     engine: Engine, case: Case, evidence: Evidence, *, installable: bool = False, asked: bool = False
 ) -> Candidate | Refusal:
-    """The form, layout and settings that this engine would be given; or why there are none.
+    """The weights, layout and settings for this engine, or the refusal.
 
-    What gave wrong answers here is left out, unless nothing else is left of an engine that was `asked` for.
+    A combination that gave wrong answers on this machine is excluded, unless the engine was requested (`asked`) and has
+    no other.
     """
     if refusal := engine.refuse(case.hardware, case.model, case.workload):
         return refusal
     hardware, target = _computes_on(engine, case.hardware, installable)
     if target is None:
-        return engine.refusal("impossible", "what bedplate installs of it does not compute on this hardware")
+        return engine.refusal("impossible", "the build that bedplate installs does not support this hardware")
     case = replace(case, hardware=hardware)
     forms = list(_forms(engine, target, case))
     if not forms:
         return engine.refusal(
             "impossible",
-            f"does not take {case.model.quantization or case.model.format} weights on this hardware",
+            f"does not support {case.model.quantization or case.model.format} weights on this hardware",
             "the same model in another format",
         )
     found = [candidate for form in forms if (candidate := _laid_out(engine, target, form, case, evidence))]
@@ -129,19 +130,19 @@ def best(
     sound = [candidate for candidate in fitting if wrong_here(candidate, evidence) is None]
     if not sound and not asked and (wrong := wrong_here(fitting[0], evidence)) is not None:
         return engine.refusal(
-            "unsuitable", f"gave wrong answers here: {wrong.why}", f"--engine {engine.id} takes it anyway"
+            "unsuitable", f"gave wrong answers on this machine: {wrong.why}", f"--engine {engine.id} uses it anyway"
         )
     return _preferred(sound or fitting, case)
 
 
 def wrong_here(candidate: Candidate, evidence: Evidence) -> Agreement | None:
-    """The check that found its answers wrong on this machine, if there is one."""
+    """The check that found wrong answers of this candidate on this machine, if there is one."""
     version = candidate.engine.version or "unpinned"
     return evidence.broken(candidate.engine.id, version, candidate.weights.label, candidate.settings)
 
 
 def too_large(engine: Engine, nearest: Candidate, work: Workload) -> Refusal:
-    """Why not even the smallest form fits, with figures."""
+    """The refusal because not even the smallest weights fit, with the amounts of memory."""
     fullest = max(nearest.fit.devices, key=lambda need: need.high_bytes - (need.usable_bytes or 0))
     shortage = Shortage(
         device=fullest.device,
@@ -165,7 +166,7 @@ def too_large(engine: Engine, nearest: Candidate, work: Workload) -> Refusal:
 
 
 def what_would_fit(nearest: Candidate, work: Workload) -> tuple[Remedy, ...]:
-    """The nearest things that would fit, nearest first; figures are rounded so that they still do."""
+    """Changes with which it would fit, the smallest first; amounts are rounded up."""
     remedies: list[Remedy] = []
     needs = nearest.fit.devices
     room = sum(
@@ -185,8 +186,8 @@ def what_would_fit(nearest: Candidate, work: Workload) -> tuple[Remedy, ...]:
 
 
 def _enough_cards(nearest: Candidate, work: Workload) -> int | None:
-    """How many more of the same it would take: the first number that people have of them, and that a layout is for."""
-    from bedplate.facts.simulated import simulated  # most plans fit, and need no other machine
+    """The smallest usual number of the same GPUs for which a layout fits."""
+    from bedplate.facts.simulated import simulated  # imported here because most plans fit
 
     cards, chip = cards_of(nearest.hardware, nearest.engine.vendors), nearest.target.chip
     each = nearest.fit.devices[0]
@@ -209,13 +210,13 @@ def _enough_cards(nearest: Candidate, work: Workload) -> int | None:
 
 
 def _shortage(need: DeviceNeed, engine: Engine) -> float:
-    """Free memory that is lacking on one device: more than what the engine lacks, since it may not take all of it."""
+    """Free memory that one device lacks: more than the engine lacks, because it may use only a share of it."""
     share = 1 - RESERVED_SHARE if need.device == "host" else engine.uses.share
     return max(0, need.high_bytes - (need.usable_bytes or 0)) / share
 
 
 def _computes_on(engine: Engine, hardware: Hardware, installable: bool) -> tuple[Hardware, Target | None]:
-    """The part of the machine that it uses; a build for the CPU alone leaves the accelerators idle."""
+    """The part of the machine that the engine uses; a CPU build does not use the accelerators."""
     target = engine.target(hardware)
     if target is None or target.device == "cpu":
         return _without_cards(hardware), target
@@ -231,10 +232,10 @@ def _without_cards(hardware: Hardware) -> Hardware:
 
 
 def _forms(engine: Engine, target: Target, case: Case) -> Iterator[tuple[Weights, Model]]:
-    """The forms in the order in which they are tried, each with the model as it is then."""
+    """The engine's weight formats in order of preference, each with the model in that format."""
     offered = engine.weights(target, case.model, case.workload)
     if target.device in ("cuda", "rocm") and "fp8" in target.features and not case.workload.precision_sensitive:
-        # Half the bytes to read for hardly any loss, on units that compute in it: before 16 bits, to serve many.
+        # FP8 comes before 16 bits for many requests: half the bytes to read, hardly any loss, and the chip has units.
         eights = [form for form in offered if form.label == "FP8"]
         if engine.effort >= SERVER_EFFORT and eights and offered[0].label in SIXTEEN_BIT:
             offered = (*eights, *(form for form in offered if form.label != "FP8"))
@@ -256,7 +257,7 @@ def in_form(model: Model, form: Weights) -> Model:
 def _laid_out(
     engine: Engine, target: Target, form: tuple[Weights, Model], case: Case, evidence: Evidence
 ) -> Candidate | None:
-    """The best layout for one form; when none fits, the one that comes nearest."""
+    """The best layout for these weights; if none fits, the one that lacks the least memory."""
     weights, model = form
     found = [
         _candidate(engine, target, weights, model, layout, case, evidence)
@@ -295,15 +296,15 @@ def _candidate(
 def room_for(
     engine: Engine, hardware: Hardware, model: Model, layout: Parallelism, case: Case, room: Fit
 ) -> tuple[Settings, Fit]:
-    """The largest settings that fit: slots beyond the asked work go first, then context, then slots below it."""
+    """The largest settings that fit: first reduce slots beyond the workload, then context, then slots below it."""
     wanted = engine.settle(hardware, model, case.workload)
     each = -(-wanted.slots // layout.data)
     wanted = replaced(wanted, slots=max(1, each))
     if engine.paged:
         held = room.max_concurrency
         if case.workload.request_tokens > case.workload.usual_tokens and wanted.device != "cpu" and room.fits:
-            # Cache is taken as requests grow: those of the usual length need not wait for the room of the longest. On
-            # a CPU the cache is given its size beforehand.
+            # A paged cache grows with the request, so more requests of usual length fit than of the longest. On a CPU
+            # the size of the cache is fixed at the start.
             usual = replaced(case.workload, context_tokens=None)
             held = fit(hardware, model, usual, engine, parallelism=layout).max_concurrency
         context = _context_that_fits(engine, hardware, model, layout, case.workload, wanted.context_tokens, room)
@@ -314,7 +315,7 @@ def room_for(
     for settings in _smaller_and_smaller(wanted, asked_slots, asked.tokens):
         need = fit(hardware, model, case.workload, engine, parallelism=layout, settings=settings)
         if need.offload is not None and settings.slots > asked_slots:
-            continue  # room that nobody asked for would drive weights out of the card
+            continue  # extra slots would move weights from the GPU to RAM
         if need.fits and need.max_concurrency >= settings.slots * layout.data:
             return _offload_settings(settings, model, need), need
     return settings, room
@@ -323,7 +324,7 @@ def room_for(
 def _context_that_fits(
     engine: Engine, hardware: Hardware, model: Model, layout: Parallelism, work: Workload, wanted: int, room: Fit
 ) -> int:
-    """The longest request that one may send: an engine that is told of longer ones than it can hold does not start."""
+    """The longest context that the cache can hold: an engine with a longer one does not start."""
     asked = min(work.request_tokens, wanted)
     if not room.fits or room.max_concurrency // layout.data * asked >= SURELY * wanted:
         return wanted
@@ -344,7 +345,7 @@ def _offload_settings(settings: Settings, model: Model, need: Fit) -> Settings:
 
 
 def _smaller_and_smaller(settings: Settings, asked_slots: int, asked_context: int) -> Iterator[Settings]:
-    """Settings from the largest to the smallest that would serve one request."""
+    """Settings from the largest to the smallest, which serves one request."""
     slots, context = settings.slots, settings.context_tokens
     asked_slots, asked_context = min(asked_slots, slots), min(asked_context, context)
     yield settings
@@ -360,9 +361,9 @@ def _smaller_and_smaller(settings: Settings, asked_slots: int, asked_context: in
 
 
 def _best_layout(fitting: list[Candidate], case: Case) -> Candidate:
-    """For many, the most tokens per second over all cards; for a few, the fewest cards that feel quick.
+    """For many requests, the highest throughput; for a few, the fewest GPUs that are faster than reading speed.
 
-    Targets come first: of the layouts that keep them, or else the one that comes nearest.
+    Latency targets come first: only layouts that meet them, or the one that misses them least.
     """
     in_flight = case.in_flight
     useful = [one for one in fitting if one.layout.data <= max(1, in_flight)] or fitting
@@ -381,12 +382,12 @@ def _best_layout(fitting: list[Candidate], case: Case) -> Candidate:
 
 
 def meets(candidate: Candidate, case: Case) -> bool:
-    """Whether there are targets, and the estimate keeps them."""
+    """Whether there are latency targets and the estimate meets them."""
     return case.workload.latency is not None and _overrun(candidate, case) <= 1
 
 
 def _overrun(candidate: Candidate, case: Case) -> float:
-    """How many times as long as wanted the worse of its two times is; what cannot be predicted is the worst."""
+    """The larger ratio of estimate to target, of TTFT and TPOT; infinite if the speed cannot be predicted."""
     target, expected = case.workload.latency, candidate.expected
     if target is None or expected is None:
         return math.inf
@@ -394,7 +395,7 @@ def _overrun(candidate: Candidate, case: Case) -> float:
 
 
 def _quick(candidate: Candidate, case: Case) -> bool:
-    """Within the targets, or where there are none for it, as quick as people read."""
+    """Whether it meets the targets, or without a TPOT target, is faster than reading speed."""
     target, expected = case.workload.latency, candidate.expected
     if target is not None and target.tpot_ms is not None:
         return meets(candidate, case)
@@ -402,7 +403,7 @@ def _quick(candidate: Candidate, case: Case) -> bool:
 
 
 def _speed(candidate: Candidate) -> float:
-    """Tokens per second in all; where nothing can be predicted, more requests at once are taken to be faster."""
+    """Total tokens per second; if that cannot be predicted, the number of concurrent requests."""
     return candidate.expected.output_tok_s if candidate.expected is not None else float(candidate.max_concurrency)
 
 
@@ -422,13 +423,13 @@ def _named_bits(label: str) -> float | None:
 
 
 def _preferred(fitting: list[Candidate], case: Case) -> Candidate:
-    """Of the forms that fit: the first that holds everyone, and for a few, that is as quick as they read."""
+    """Of the candidates that fit, the first that holds all requests and, for a few, is faster than reading speed."""
     in_flight, least = case.in_flight, _everyday_bits(case.model)
-    # Cards that hold everything but let some wait are quicker for all than weights in RAM.
+    # Requests that wait for a GPU that holds all weights finish sooner than with weights in RAM.
     fitting = [one for one in fitting if one.fit.offload is None and one.nominal_bits >= least] or fitting
     holding = [one for one in fitting if one.max_concurrency >= in_flight]
     if not holding:
-        # Some wait in any case; that is no reason to answer them all worse.
+        # Some requests wait in any case, so fewer bits would only make the answers worse.
         everyday = [one for one in fitting if one.nominal_bits >= least] or fitting
         most = max(one.max_concurrency for one in everyday)
         return next(one for one in everyday if one.max_concurrency >= NEARLY * most)

@@ -1,4 +1,4 @@
-"""The case that rules look at: hardware, model, work and operations, and what follows from them in words."""
+"""The case that rules examine: hardware, model, workload and operations, and the properties derived from them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from bedplate.values import Hardware, Model, Workload, replaced
 from bedplate.values.intent import Operations
 
 MANY = 10
-"""Requests in flight from which on a scheduler decides: landscape "High concurrency (10+ simultaneous)"."""
+"""Requests in flight from which on the scheduler determines the speed: landscape "High concurrency (10+
+simultaneous)"."""
 FEW = 4
-"""Requests in flight that a local engine still serves well: its clients and a retry or two."""
+"""Requests in flight that a local engine still serves well."""
 RTX_CARDS = 4
 """cheat-sheet "perfect for 1/2/3/4 GPU(s) setups"."""
 LONG_TOKENS = 8192
-"""From here on a mixture of experts with long requests asks for more than batching."""
+"""Requests to a mixture-of-experts model that are at least this long need more than batching."""
 VERY_LONG_TOKENS = 32768
-"""From here on even a dense model's cache outweighs its weights at a few requests in flight."""
+"""From this length on, the KV cache of a few requests is larger than the weights, even for a dense model."""
 SHARED_TOKENS = 1024
 SHARED_SHARE = 0.5
-"""A prefix worth a radix tree: most of the prompt, and more than a short system prompt."""
+"""A shared prefix that justifies a radix tree: most of the prompt, and longer than a short system prompt."""
 STORED_BITS = 5.0
-"""Weights of at most so many bits are not stored anew in another form."""
+"""Weights with at most this many bits are not quantized again."""
 SMALL_PARAMETERS = 1_500_000_000
-"""Below it, encoders and other models that are no LLMs."""
+"""Embedding models below this size are encoders, not LLMs."""
 MACHINERY = ("none", "container", "kubernetes", "cluster")
 
 
@@ -69,7 +70,7 @@ class Case:
 
     @cached_property
     def kind(self) -> str:
-        """datacenter, workstation, consumer, apple, edge, cpu or accelerator; of an unlisted card, by its memory."""
+        """datacenter, workstation, consumer, apple, edge, cpu or accelerator; an unlisted card is judged by memory."""
         if not self.hardware.accelerators:
             return "cpu"
         if self.chip is not None:
@@ -79,7 +80,7 @@ class Case:
 
     @property
     def rtx(self) -> bool:
-        """One to four NVIDIA cards of the kind that people have at home or under the desk."""
+        """One to four NVIDIA consumer or workstation cards."""
         return (
             self.vendor == "nvidia"
             and self.kind in ("consumer", "workstation")
@@ -89,7 +90,7 @@ class Case:
 
     @property
     def before_turing(self) -> bool:
-        """NVIDIA cards that are older than what most servers' kernels are built for."""
+        """NVIDIA cards for which most servers have no kernels."""
         capability = self.chip.capability if self.chip is not None else None
         return capability is not None and float(capability) < 7.5
 
@@ -112,21 +113,21 @@ class Case:
 
     @property
     def is_llm(self) -> bool:
-        """Whether it writes text, or is as large as those that do."""
+        """Whether it generates text, or is an embedding model of the size of an LLM."""
         task = self.workload.task if self.workload.task != "generate" else self.model.task
         if task == "generate":
             return True
         return task == "embed" and self.model.format != "onnx" and self.model.parameters >= SMALL_PARAMETERS
 
     def allows(self, machinery: str) -> bool:
-        """Whether the team runs at least so much machinery; not said is taken as containers."""
+        """Whether the team runs at least this infrastructure; containers if the intent does not specify it."""
         return MACHINERY.index(self.operations.machinery or "container") >= MACHINERY.index(machinery)
 
 
 def with_tasks_agreed(model: Model, workload: Workload) -> Workload:
-    """A model that only embeds or classifies says what the work is, where the work itself does not.
+    """The workload with the model's task if it does not specify one.
 
-    Nobody asked for the lengths of the default: they are no longer than what the model reads.
+    Default lengths are limited to the model's context.
     """
     if workload.task == "generate" and model.task != "generate":
         workload = replaced(workload, task=model.task)

@@ -1,4 +1,4 @@
-"""What can this machine run? The known models, each decided as `plan` would, and put into an order worth reading."""
+"""The known models that this machine can run: each is decided as in `plan`, and the list is ranked."""
 
 from __future__ import annotations
 
@@ -40,39 +40,39 @@ from bedplate.values.units import figure
 from bedplate.values.units import size as as_size
 
 EVERYDAY_TOKENS = 8192
-"""What a person wants to hold a conversation in: weights that leave no room for it are no use."""
+"""Context of a usual conversation; weights that leave no memory for it are not considered."""
 STEP_TOKENS = 1024
-"""Longest contexts are found to this many tokens; nobody plans finer."""
+"""Resolution of the longest context."""
 CORRECTIONS = 1
-"""Of a first guess at how many requests are in flight; `plan` takes more care with its one model."""
+"""How often the estimated number of requests in flight is corrected; `plan` corrects it more often."""
 FIRST_YEAR = 2023
 YEARLY_GAIN = 2.0
-"""How much larger a model of the year before must be to count as much: an assumption, for the order alone.
+"""How much larger a model of the previous year must be to rank the same: an assumption, used only for ranking.
 
 Published estimates of how quickly small models catch up are higher ("Densing law of LLMs", Xiao et al. 2025).
 """
 Pace = Literal["comfortable", "not predicted", "slow", "some wait"]
 PACES: tuple[Pace, ...] = ("comfortable", "not predicted", "slow", "some wait")
-"""In the order in which they are listed. Comfortable is twice as fast as people read, or what was asked for."""
+"""In the order in which they are listed. Comfortable: twice the reading speed, or the requested speed."""
 
 
 class Entry(Record, frozen=True, kw_only=True):
-    """One known model on one machine: how it would run, or in a few words why not."""
+    """One known model on one machine: how it would run, or why it does not."""
 
     name: str
     task: Task
     parameters: int
     active_parameters: int | None = None
     released: int | None = None
-    """The year."""
+    """The year of publication."""
     max_context: int | None = None
-    """What the model itself reads at the most."""
+    """The model's maximum context."""
     here: tuple[str, ...] = ()
-    """What to type for the copies that are on this machine already."""
+    """Names of the copies that are already on this machine, as command-line arguments."""
     fits: bool
-    """It fits, and is as fast as was asked."""
+    """It fits, and is at least as fast as requested."""
     why: str | None = None
-    """Why not."""
+    """Why it does not fit."""
     engine: str | None = None
     rule: str | None = None
     """The rule that chose the engine."""
@@ -81,48 +81,48 @@ class Entry(Record, frozen=True, kw_only=True):
     parallelism: Parallelism = Parallelism()
     offload: Offload | None = None
     tok_s: Figure | None = None
-    """Of one stream while the asked number of requests is in flight; `None`: not predicted."""
+    """Speed of one stream while the requested number of requests is in flight; `None`: not predicted."""
     estimate: Estimate = Estimate()
     memory_bytes: int | None = None
     """On the fullest device."""
     usable_bytes: int | None = None
     devices: int = 1
-    """Devices that carry so much each."""
+    """Devices that each hold this much."""
     longest_context: int | None = None
-    """The longest request that fits for everyone in flight, in these weights and on these devices."""
+    """The longest request for which all requests in flight fit, with these weights and devices."""
     in_flight: int = 1
-    """Requests at once that this was decided for."""
+    """Concurrent requests that this was decided for."""
     max_concurrency: int = 0
     pace: Pace | None = None
 
 
 class Catalogue(Record, frozen=True, kw_only=True):
-    """What `bedplate models` prints as JSON."""
+    """The JSON output of `bedplate models`."""
 
     schema: Literal["models/1"] = "models/1"
     known: int
-    """Models that were asked about."""
+    """Number of models considered."""
     fitting: int
     models: tuple[Entry, ...]
 
 
 class Known(Record, frozen=True, kw_only=True):
-    """One real model, whatever it is called and however its weights were published."""
+    """One model, with all names of its versions and quantizations."""
 
     key: str
     name: str
-    """The one of its names that a person would type."""
+    """The preferred name."""
     names: tuple[str, ...]
 
 
 @lru_cache(maxsize=1)
 def distinct_models() -> tuple[Known, ...]:
-    """The known names, one entry for each model: a quantization or a chat version of it is no other model."""
+    """One entry for each model: its quantizations and chat versions are the same model."""
     groups: dict[str, list[str]] = {}
     for name in known_names():
         groups.setdefault(understood(name).key, []).append(name)
     for key in [key for key, names in groups.items() if all(understood(name).label for name in names)]:
-        # Known in one quantization alone, by a name that goes on behind it: Qwen3-32B-FP8-Static-PerTensor.
+        # Known in one quantization only, by a name that continues after it: Qwen3-32B-FP8-Static-PerTensor.
         plain = {understood(name.partition(f"-{understood(name).label}")[0]).key for name in groups[key]}
         for other in plain & (groups.keys() - {key}):
             groups[other] += groups.pop(key, [])
@@ -130,14 +130,14 @@ def distinct_models() -> tuple[Known, ...]:
 
 
 def _preference(name: str) -> tuple[bool, bool, bool, int, str]:
-    """As its makers published it, trained to converse, and short."""
-    talks = re.search(r"instruct|chat|-it\b", name, re.IGNORECASE)
-    published = understood(name).label in (None, "BF16")
-    return not published, "-Base" in name, not talks, len(name), name
+    """Sort key: original weights first, then chat models, then short names."""
+    is_chat = re.search(r"instruct|chat|-it\b", name, re.IGNORECASE)
+    is_original = understood(name).label in (None, "BF16")
+    return not is_original, "-Base" in name, not is_chat, len(name), name
 
 
 def matching(models: Iterable[Known], search: str | None) -> tuple[Known, ...]:
-    """Those one of whose names holds every word that was searched for, however it is spelled."""
+    """The models with a name that contains every searched word; case and separators do not matter."""
     words = (search or "").lower().split()
 
     def found(name: str) -> bool:
@@ -148,7 +148,7 @@ def matching(models: Iterable[Known], search: str | None) -> tuple[Known, ...]:
 
 
 def copies_here(located: Iterable[Located]) -> dict[str, tuple[str, ...]]:
-    """For the key of each known model, what to type for its copies on this machine."""
+    """By the key of each known model, the names of its copies on this machine."""
     found: dict[str, list[str]] = {}
     for one in located:
         found.setdefault(understood(one.name).key, []).append(one.name)
@@ -156,16 +156,16 @@ def copies_here(located: Iterable[Located]) -> dict[str, tuple[str, ...]]:
 
 
 def everyday(workload: Workload) -> Workload:
-    """With room for a conversation where a few ask, and nobody says how long requests are."""
+    """The workload with the context of a conversation, if it has few requests and no lengths."""
     if not lengths_unsaid(workload) or workload.in_flight() > FEW or workload.task != "generate":
         return workload
     return replaced(workload, context_tokens=max(EVERYDAY_TOKENS, workload.request_tokens))
 
 
 def lengths_unsaid(workload: Workload) -> bool:
-    usual = Workload()
-    said = (workload.context_tokens, workload.prompt_tokens, workload.output_tokens)
-    return said == (None, usual.prompt_tokens, usual.output_tokens)
+    default = Workload()
+    lengths = (workload.context_tokens, workload.prompt_tokens, workload.output_tokens)
+    return lengths == (None, default.prompt_tokens, default.output_tokens)
 
 
 def catalogue(
@@ -178,7 +178,7 @@ def catalogue(
     here: Mapping[str, tuple[str, ...]] | None = None,
     least_tok_s: float | None = None,
 ) -> Iterator[tuple[Known, Entry | None]]:
-    """An entry for each model, in the order of `models`; none for those of another task than the workload's."""
+    """An entry for each model, in the order of `models`; `None` for models of another task than the workload's."""
     asker = _Asker(hardware, workload, operations or Operations(), results, least_tok_s)
     for known in distinct_models() if models is None else models:
         facts = lookup(known.name)
@@ -187,7 +187,7 @@ def catalogue(
 
 
 def ranked(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """What runs comfortably first, the most capable of it on top; last what does not fit, the smallest first."""
+    """Sorted: comfortable models first, the most capable on top; models that do not fit last, the smallest first."""
     return tuple(sorted(entries, key=_rank))
 
 
@@ -196,16 +196,16 @@ def _rank(entry: Entry) -> tuple[int, float, str, list[int], str]:
         return len(PACES), float(entry.parameters), "", [], entry.name
     worth = capability(entry)
     if entry.pace == "slow" and entry.tok_s is not None:
-        # Of what is slow, nobody wants the largest: half as fast counts as a quarter.
+        # Among slow models, speed matters more than size: half the speed counts as a quarter.
         worth *= (entry.tok_s.value / READING_TOK_S) ** 2
-    # Of two versions in one family the newer first: 1.5 before 1, and 3.6 before 3.5.
+    # Newer versions of a family come first: 1.5 before 1, and 3.6 before 3.5.
     plain = entry.name.rpartition("/")[2].lower()
     versions = [*(-int(number) for number in re.findall(r"\d+", plain)), 0]
     return PACES.index(entry.pace), -worth, re.split(r"\d", plain)[0], versions, entry.name
 
 
 def capability(entry: Entry) -> float:
-    """A rough worth for the order alone: of experts the mean of all and active weights, and newer counts for more."""
+    """A rough score for ranking: the geometric mean of all and active parameters, higher for newer models."""
     active = entry.active_parameters or entry.parameters
     years = max(0, (entry.released or FIRST_YEAR) - FIRST_YEAR)
     return math.sqrt(float(entry.parameters) * active) * YEARLY_GAIN**years
@@ -219,7 +219,7 @@ class _Found:
 
 
 class _Asker:
-    """Asks for one model after the other; models of the same shape are decided once."""
+    """Decides model after model; models of the same architecture and size are decided once."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class _Asker:
         return self._judged(_described(plain, found))
 
     def _work(self, model: Model) -> Workload:
-        """The asked work; lengths that nobody asked for are no longer than what the model reads."""
+        """The workload; default lengths are limited to the model's context."""
         most = model.max_context
         if most is None or self.everyday.request_tokens <= most or not self.unsaid:
             return self.everyday
@@ -280,25 +280,25 @@ class _Asker:
         )
 
     def _hopeless(self, model: Model) -> str | None:
-        """What no search would change, and so needs none."""
+        """Why the model cannot run, if that is known without a search."""
         tokens = self._work(model).request_tokens
         if model.max_context is not None and tokens > model.max_context:
-            return f"reads at most {model.max_context:,} tokens"
+            return f"its context is only {model.max_context:,} tokens"
         bits = PRECISE_BITS if self.workload.precision_sensitive else LEAST_BITS
         smallest = min(model.weight_bytes, model.parameters * bits / 8)
-        room = _room(self.hardware)
-        if smallest > room:
-            return f"its weights take {as_size(smallest)} in {bits:g} bits, and there is {as_size(room)} in all"
+        available = _room(self.hardware)
+        if smallest > available:
+            return f"its weights need {as_size(smallest)} at {bits:g} bits; only {as_size(available)} is available"
         return None
 
     def _corrections(self, model: Model) -> Mapping[Measured, float]:
-        """What was measured here corrects the estimates of every model; asked once, since it is the same for all."""
+        """Correction factors from measurements on this machine; the same for all models, so computed once."""
         if self._factors is None:
             self._factors = gathered(self.hardware, model, self.results).factors
         return self._factors
 
     def _settled(self, case: Case, evidence: Evidence) -> _Found | str:
-        """By Little's law where the work says how often requests come, and not how many there are at once."""
+        """By Little's law, if the workload has a request rate but no number of concurrent requests."""
         workload = case.workload
         if workload.concurrency is not None or not (workload.requests_per_s or workload.think_time_s):
             return _choice(case, evidence)
@@ -316,13 +316,13 @@ class _Asker:
             request_s = expected.ttft_s + expected.tpot_s * workload.output_tokens
 
     def _judged(self, entry: Entry) -> Entry:
-        """With how comfortable it is, and refused when it is slower than what was asked for."""
+        """The entry with its pace; it does not fit if it is slower than requested."""
         speed, least = entry.tok_s, self.least_tok_s
         if least is not None and speed is None:
-            return replaced(entry, fits=False, why="its speed is not predicted here")
+            return replaced(entry, fits=False, why="its speed cannot be predicted here")
         if least is not None and speed is not None and speed.value < least:
             return replaced(
-                entry, fits=False, why=f"about {figure(speed.value, 2)} tok/s for one stream, below what was asked"
+                entry, fits=False, why=f"about {figure(speed.value, 2)} tok/s for one stream, less than requested"
             )
         if entry.max_concurrency < entry.in_flight:
             return replaced(entry, pace="some wait")
@@ -332,18 +332,18 @@ class _Asker:
 
 
 def _choice(case: Case, evidence: Evidence) -> _Found | str:
-    """What `plan` would choose; or why nothing runs it here."""
+    """The choice of `plan`, or why no engine runs it here."""
     search = Search(case, evidence, installable=False)
     candidate, reason = search.picked()
     if candidate is not None and reason is not None:
         return _Found(candidate, reason.rule, case)
     return _shortly(
-        [said for engine in all_engines().values() if isinstance(said := search.candidate(engine), Refusal)]
+        [found for engine in all_engines().values() if isinstance(found := search.candidate(engine), Refusal)]
     )
 
 
 def _shortly(refusals: Sequence[Refusal]) -> str:
-    """Of all refusals, the one that says the most about this machine: how much memory is missing."""
+    """The most informative refusal in short: how much memory is missing, if one says so."""
     lacking = sorted(
         (refusal for refusal in refusals if refusal.shortage is not None),
         key=lambda refusal: not all_engines()[refusal.engine].offloads,
@@ -354,7 +354,7 @@ def _shortly(refusals: Sequence[Refusal]) -> str:
 
 
 def _room(hardware: Hardware) -> float:
-    """All memory that weights could possibly be in: that of the cards, and the host's unless they share it."""
+    """All memory that can hold weights: that of the cards, and of the host unless they share it."""
     cards = hardware.accelerators
     shared = any(card.unified_memory for card in cards)
     on_cards = sum(free_of(card) or 0 for card in cards)
@@ -388,7 +388,7 @@ def _described(plain: Entry, found: _Found) -> Entry:
 
 
 def one_stream(estimate: Estimate) -> Figure | None:
-    """Tokens per second of one stream: the time between its tokens turned round, band and all."""
+    """Tokens per second of one stream: the inverse of the time per output token, with its interval."""
     each = estimate.tpot_ms
     if each is None or each.value <= 0:
         return None
@@ -402,7 +402,7 @@ def one_stream(estimate: Estimate) -> Figure | None:
 
 
 def longest_context(candidate: Candidate, case: Case) -> int | None:
-    """The longest request that still fits for everyone in flight, in these weights and on these devices."""
+    """The longest request for which all requests in flight fit, with these weights and devices."""
     most = candidate.model.max_context
     if most is None:
         return None
@@ -421,7 +421,7 @@ def _holds(candidate: Candidate, case: Case) -> Callable[[int], bool]:
         prompt = max(1, tokens - workload.output_tokens)
         longer = replaced(workload, context_tokens=tokens, prompt_tokens=prompt, output_tokens=max(1, tokens - prompt))
         room = fit(candidate.hardware, candidate.model, longer, candidate.engine, parallelism=candidate.layout)
-        # More in RAM than was planned would be slower than what is said beside it.
+        # Offload that was not planned would make it slower than the estimate in the same entry.
         same_place = room.offload is None or candidate.fit.offload is not None
         return room.fits and room.max_concurrency >= everyone and same_place
 

@@ -1,4 +1,4 @@
-"""Hardware, model, work and operations in; a Decision out, with every refusal and its reason."""
+"""Chooses the engine for hardware, model, workload and operations, and gives the reason of every refusal."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from bedplate.values.units import figure
 from bedplate.values.verdict import Verdict
 
 SHOWN_PORT = 8080
-"""The port in a Decision's launch, which is there to be read and tried by hand; `serve` takes a free one."""
+"""The port in a Decision's launch command, which a person can copy; `serve` takes a free port."""
 FIRST_GUESS_S = 0.5
 GUESSED_TPOT_S = 0.03
 KEEPS_UP = 0.9
-"""Of the requests that come, what must be answered; less is more than the rounding of a few rounds."""
+"""Share of the arriving requests that must be answered; the rest allows for rounding over a few iterations."""
 ROUNDS = 4
-"""Little's law needs the time of a request, which depends on how many are in flight: a few rounds settle it."""
+"""Iterations of Little's law: the time of a request depends on the number in flight, and the other way round."""
 
 FOUR_BITS = "AWQ-INT4"
-"""The form in which most models can be had in four bits, and which all servers take."""
+"""The 4-bit quantization in which most models are published, and which all servers load."""
 LAST_RESORT = "anywhere"
-"""The rule for what nothing is made for."""
+"""The rule that applies when no other does."""
 INCUMBENT = "operations.incumbent"
-"""The rule by which the engine in service stays."""
+"""The rule that keeps the engine in service."""
 UNPACK_START_S = 15.0
 UNPACK_WEIGHTS_S = 15e6
 
@@ -62,11 +62,11 @@ def decide(
     installable: bool = False,
     versions: Mapping[str, str] | None = None,
 ) -> Decision:
-    """Which engine, why, and what to expect. `wanted` asks for one engine by its id, or by ID@VERSION.
+    """Choose the engine and estimate its performance. `wanted` requests one engine by its id, or by ID@VERSION.
 
-    `results` is what was measured on this very machine, `agreements` whose answers were checked on it, `verdicts` what
-    was said of two engines there and `tunings` what was tuned there, the newest first. `installable` keeps to what this
-    version of bedplate installs and starts by itself. `versions` are those of engines that are registered here.
+    `results`, `agreements`, `verdicts` and `tunings` are measurements, checks of answers, comparisons and tuning
+    results of this machine, newest first. `installable` restricts the choice to engines that this version of bedplate
+    installs and starts. `versions` are those of the engines that are registered here.
     """
     engines = _in_versions(versions or {}, wanted)
     asked = engines[wanted.partition("@")[0]] if wanted is not None else None
@@ -86,7 +86,7 @@ def decide(
 
 
 def _in_versions(versions: Mapping[str, str], wanted: str | None) -> dict[str, Engine]:
-    """All engines, each in the version that is registered; the one that is asked for in the version that it names."""
+    """All engines, each in its registered version; the requested engine in the version that `wanted` names."""
     known = all_engines()
     found = {**known, **{name: engine_by_id(f"{name}@{one}") for name, one in versions.items() if name in known}}
     if wanted is not None and wanted not in found:
@@ -96,7 +96,7 @@ def _in_versions(versions: Mapping[str, str], wanted: str | None) -> dict[str, E
 
 
 def _in_four_bits(decision: Decision, case: Case, evidence: Evidence, installable: bool) -> str | None:
-    """Where many are left to an engine for few, because servers take these weights only as they are stored."""
+    """A note that 4-bit weights would be better, if only an engine for few requests loads the weights as published."""
     for_few = decision.engine is None or decision.reasons[0].rule == LAST_RESORT
     details = case.model.quantization_details
     if not for_few or not case.many or case.cards == 0 or details is None or details.bits <= STORED_BITS:
@@ -106,16 +106,16 @@ def _in_four_bits(decision: Decision, case: Case, evidence: Evidence, installabl
     if other.engine is None or engine_by_id(other.engine).effort < SERVER_EFFORT or other.estimate.output_tok_s is None:
         return None
     speed = f"about {figure(other.estimate.output_tok_s.value)} tok/s"
-    return f"stored in {FOUR_BITS}, it would be served by {other.engine} here, at {speed}: such files of it are better"
+    return f"with {FOUR_BITS} weights, {other.engine} would serve it here at {speed}; use such a version of the model"
 
 
 def _needs_unpacking(engine: Engine) -> bool:
-    """Of a GGUF: whether the engine is given a folder that is made of it."""
+    """Whether a GGUF file must be dequantized to a model folder for this engine."""
     return "gguf" not in (*engine.formats, *engine.converts)
 
 
 def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
-    """The decision for unpacked weights, with the step that unpacks them first of all."""
+    """Add the step that dequantizes the GGUF file to the decision for the dequantized weights."""
     if decision.launch is None:
         return decision
     where, unpacker = folder.short_name, engine_by_id(DEQUANTIZER.id)
@@ -127,13 +127,13 @@ def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
         seconds=estimate(
             UNPACK_START_S + source.parameters / UNPACK_WEIGHTS_S,
             0.7,
-            "135 million weights took 30 s of two busy cores",
+            "measured: 135 million parameters took 30 s on two cores that were in use",
         ),
         argv=("gguf-to-folder", source.files[0] if source.files else f"{source.name}.gguf", where),
         within=unpacker.id,
     )
     needs = installing_within(unpacker) if decision.engine != unpacker.id else ()
-    # What is unpacked need not be downloaded.
+    # A dequantized folder need not be downloaded.
     others = tuple(one for one in decision.launch.prepare if (one.kind, one.where) != ("download", where))
     launch = replaced(decision.launch, prepare=(*needs, step, *others))
     return replaced(decision, unpacks=True, launch=launch)
@@ -142,7 +142,7 @@ def _unpacking(decision: Decision, source: Model, folder: Model) -> Decision:
 def _settled(
     case: Case, evidence: Evidence, asked: Engine | None, installable: bool, engines: Mapping[str, Engine]
 ) -> Decision:
-    """By Little's law: how many are in flight follows from how long a request takes, and the other way round."""
+    """Find the number of requests in flight by Little's law, from the rate and the estimated time of a request."""
     workload = case.workload
     request_s = FIRST_GUESS_S + GUESSED_TPOT_S * workload.output_tokens
     seen: set[int] = set()
@@ -156,32 +156,32 @@ def _settled(
         decision = with_in_flight(in_flight)
         expected = decision.estimate
         if decision.fits and in_flight > decision.max_concurrency and too_slow(decision, workload):
-            # All the places are taken, and more wait with every second: what is said is of those who have one.
+            # The queue grows without end, so the figures are for the requests that run.
             decision = with_in_flight(decision.max_concurrency)
             break
         if in_flight in seen or len(seen) >= ROUNDS or expected.ttft_ms is None or expected.tpot_ms is None:
             break
         seen.add(in_flight)
         request_s = (expected.ttft_ms.value + expected.tpot_ms.value * workload.output_tokens) / 1000
-    rate = f"{workload.requests_per_s:g} requests a second" if workload.requests_per_s else f"{workload.users:,} users"
+    rate = f"{workload.requests_per_s:g} requests/s" if workload.requests_per_s else f"{workload.users:,} users"
     note = f"{decision.in_flight:,} requests in flight: {rate}, about {request_s:.1f} s each (Little's law)"
     return replaced(decision, notes=(too_slow(decision, workload) or note, *decision.notes))
 
 
 def too_slow(decision: Decision, workload: Workload) -> str | None:
-    """More requests come than are answered: then no number in flight holds, since it grows as long as they come."""
+    """The message that requests arrive faster than they are answered, so that the queue grows; `None` if not."""
     made, asked = decision.estimate.output_tok_s, workload.requests_per_s
     answered = made.value / workload.output_tokens if made is not None else None
     if answered is None or asked is None or answered >= asked * KEEPS_UP:
         return None
     return (
-        f"{asked:g} requests a second come, and about {figure(answered, 2)} are answered: the queue grows without end; "
-        f"about {math.ceil(asked / answered):,} machines like this would keep up"
+        f"{asked:g} requests/s arrive, but only about {figure(answered, 2)} are answered, so the queue keeps growing; "
+        f"about {math.ceil(asked / answered):,} machines of this kind would be enough"
     )
 
 
 class Search:
-    """One case; what each engine could be given is found when it is asked for, and once."""
+    """The search for an engine for one case. The candidate of each engine is computed on demand and kept."""
 
     def __init__(
         self, case: Case, evidence: Evidence, installable: bool, engines: Mapping[str, Engine] | None = None
@@ -191,13 +191,13 @@ class Search:
         self._found: dict[str, Candidate | Refusal] = {}
         self._wanted: Engine | None = None
         self._overruled: tuple[str, Better] | None = None
-        """The engine that a rule names, and what was measured to be better."""
+        """The engine that a rule chose, and the engine that was measured to be better."""
 
     def candidate(self, engine: Engine) -> Candidate | Refusal:
         if engine.id not in self._found:
             if self.installable and not _installs(engine, self.case.hardware):
                 found: Candidate | Refusal = engine.refusal(
-                    "outranked", "this version of bedplate plans it, but does not install and start it", engine.strength
+                    "outranked", "this version of bedplate plans it, but cannot install and start it", engine.strength
                 )
             else:
                 found = best(
@@ -245,28 +245,28 @@ class Search:
         return _unpacking(decision, source, folder) if folder is not None else decision
 
     def _replaced(self, chosen: Candidate, why: Reason) -> tuple[Reason, ...]:
-        """Why the engine in service does not stay, where it cannot. Who was asked for, or measured, says so itself."""
+        """Why the engine in service is replaced; nothing if an option or a measurement chose, which has a reason."""
         named = self.case.operations.incumbent
         engine = self.engines.get(named) if named is not None else None
         if engine is None or engine is chosen.engine or self._wanted is not None or self._overruled is not None:
             return ()
-        said = self._said_of(engine, chosen)
-        if not isinstance(said, Refusal) or why.rule == INCUMBENT:
+        status = self._said_of(engine, chosen)
+        if not isinstance(status, Refusal) or why.rule == INCUMBENT:
             return ()
         rule = next(rule for rule in PICKS if rule.id == INCUMBENT)
-        return (Reason(rule=rule.id, text=f"{engine.name} is in service, but: {said.why}", source=rule.citation),)
+        return (Reason(rule=rule.id, text=f"{engine.name} is in service, but: {status.why}", source=rule.citation),)
 
     def _asked(self, engine: Engine) -> tuple[Candidate | None, Reason | None]:
         found = self.candidate(engine)
         if isinstance(found, Refusal):
             return None, None
-        text = f"{engine.name} was asked for"
+        text = f"{engine.name} was requested with --engine"
         if (wrong := wrong_here(found, self.evidence)) is not None:
-            text += f", ALTHOUGH IT GAVE WRONG ANSWERS HERE: {wrong.why}"
+            text += f". WARNING: it gave wrong answers on this machine: {wrong.why}"
         return found, Reason(rule=ASKED[0], text=text, source=ASKED[1])
 
     def picked(self) -> tuple[Candidate | None, Reason | None]:
-        """The choice alone, without what is to be said of the others."""
+        """The chosen engine and the reason, without the refusals of the other engines."""
         for rule in PICKS:
             picked = rule.says(self.case)
             found = self._first_able(picked) if picked is not None else None
@@ -286,7 +286,7 @@ class Search:
         return None
 
     def _leaves_gpu_idle(self, target: Target | None) -> bool:
-        """Whether it would compute on the CPU while accelerators that another engine uses stay idle."""
+        """Whether an engine on this target uses the CPU although another engine would use the GPU."""
         on_cpu = target is not None and target.device == "cpu"
         if self.installable or not on_cpu or not self.case.hardware.accelerators:
             return False
@@ -296,17 +296,17 @@ class Search:
         )
 
     def _overturned(self, chosen: Candidate) -> tuple[Candidate, Reason] | None:
-        """Measured here and better: that outweighs any rule."""
+        """The engine that a measurement on this machine shows to be better; it takes precedence over the rules."""
         work = replaced(self.case.workload, concurrency=self.case.in_flight)
         for better in self.evidence.better_than(chosen.engine.id, chosen.quantization, work):
             found = self._as_measured(better)
             if found is not None:
                 self._overruled = chosen.engine.id, better
-                return found, Reason(rule=MEASURED[0], text=better.said, source=better.source)
+                return found, Reason(rule=MEASURED[0], text=better.text, source=better.source)
         return None
 
     def _as_measured(self, better: Better) -> Candidate | None:
-        """The engine in the form in which it was measured, where it can be had in it."""
+        """The candidate with the quantization that was measured, if the engine can be given it."""
         engine = self.engines.get(better.engine)
         if engine is None:
             return None
@@ -329,9 +329,9 @@ class Search:
         for engine in self.engines.values():
             if chosen is not None and engine is chosen.engine:
                 continue
-            said = self._said_of(engine, chosen)
-            (refused if isinstance(said, Refusal) else challengers).append(said)  # type: ignore[arg-type]
-        # The engine that was asked for is what the person wants to read about; where nothing fits, by how much.
+            status = self._said_of(engine, chosen)
+            (refused if isinstance(status, Refusal) else challengers).append(status)  # type: ignore[arg-type]
+        # The requested engine comes first; if nothing fits, those whose refusal says how much memory is missing.
         refused.sort(
             key=lambda refusal: (
                 asked is None or refusal.engine != asked.id,
@@ -349,8 +349,9 @@ class Search:
             again = f"bedplate bench --engines {engine.id},{better.engine} --turns 3"
             return engine.refusal(
                 "outranked",
-                f"{name_of(better.engine)} was measured here to be better{by}, on work like this ({better.source})",
-                f"a newer comparison says otherwise: {again}",
+                f"a measurement here shows {name_of(better.engine)} to be better{by} on a similar workload "
+                f"({better.source})",
+                f"a new comparison shows the opposite: {again}",
             )
         if refusal := engine.refuse(case.hardware, case.model, case.workload):
             return refusal
@@ -363,15 +364,13 @@ class Search:
         if doubt is not None:
             return engine.refusal(doubt.kind, doubt.why, doubt.hint)
         if isinstance(found, Refusal) or self._leaves_gpu_idle(found.target):
-            return engine.refusal(
-                "unsuitable", "would compute on the CPU here, and leave the GPU idle", engine.strength
-            )
+            return engine.refusal("unsuitable", "would run on the CPU here and leave the GPU idle", engine.strength)
         if chosen is None:
-            return engine.refusal("outranked", "another engine was asked for", engine.strength)
+            return engine.refusal("outranked", "another engine was requested", engine.strength)
         for rule in CHALLENGES:
             if engine.id in rule.engines and (evidence := rule.says(case, chosen.engine.id)):
                 return Challenger(engine=engine.id, evidence_needed=evidence)
-        return engine.refusal("outranked", f"{chosen.engine.name} is the nearer choice here", engine.strength)
+        return engine.refusal("outranked", f"{chosen.engine.name} is better suited to this machine", engine.strength)
 
     def _orchestrated(self, nodes: int) -> tuple[str | None, tuple[Reason, ...]]:
         for rule in ORCHESTRATION:
@@ -380,7 +379,7 @@ class Search:
         return None, ()
 
     def _hints(self, asked: Engine | None) -> tuple[str, ...]:
-        """The nearest things that would fit: those of an engine that offloads, which needs least, before others."""
+        """What would make the model fit; engines that offload come first, because they need the least memory."""
         engines = [asked] if asked is not None else sorted(self.engines.values(), key=lambda one: not one.offloads)
         tried = [refusal for engine in engines if isinstance(refusal := self._found.get(engine.id), Refusal)]
         remedies = next((refusal.remedies for refusal in tried if refusal.remedies), ())
@@ -388,7 +387,7 @@ class Search:
 
 
 def _nodes(chosen: Candidate) -> int:
-    """Over how many operating systems it is spread. A rack whose cards share links is still many of them."""
+    """The number of hosts that the layout uses. A rack whose GPUs share links still has many hosts."""
     if not chosen.hardware.accelerators:
         return 1
     chip, each = chosen.target.chip, chosen.hardware.cards_per_node
@@ -398,7 +397,7 @@ def _nodes(chosen: Candidate) -> int:
 
 
 def _installs(engine: Engine, hardware: Hardware) -> bool:
-    """Whether there is a recipe; one for the CPU alone is none where the engine is made for the GPU that is here."""
+    """Whether bedplate can install it; a CPU build does not count if the engine supports this machine's GPU."""
     target = engine.target(hardware)
     if engine.recipe is None or target is None or target.device not in engine.built_for:
         return engine.recipe is not None
@@ -406,13 +405,16 @@ def _installs(engine: Engine, hardware: Hardware) -> bool:
 
 
 def doubt_of(engine: Engine, case: Case) -> Doubt | None:
-    return next((said for rule in DOUBTS if engine.id in rule.engines and (said := rule.says(case))), None)
+    return next((doubt for rule in DOUBTS if engine.id in rule.engines and (doubt := rule.says(case))), None)
 
 
 def _too_long(case: Case) -> Decision:
-    """No engine makes a model read more than it was made for."""
+    """Every engine refuses a request that is longer than the model's context."""
     model, workload = case.model, case.workload
-    why = f"requests of {workload.request_tokens:,} tokens, and {model.name} reads at most {model.max_context:,}"
+    why = (
+        f"requests have {workload.request_tokens:,} tokens, but the context of {model.name} is "
+        f"{model.max_context:,} tokens"
+    )
     return Decision(
         engine=None,
         model=model.name,

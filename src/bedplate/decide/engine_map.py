@@ -1,4 +1,4 @@
-"""The map: which engine for which hardware, what each can do, what it says of this machine, and what was measured."""
+"""The engine map: which engine suits which hardware, its features, its status on this machine, and its results."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ONE, MANY_USERS = Workload(), Workload(concurrency=64)
 
 
 class Situation(Record, frozen=True, kw_only=True):
-    """A line of the cheat sheet."""
+    """A row of the cheat sheet."""
 
     when: str
     engines: tuple[str, ...]
     rules: tuple[str, ...]
-    """The rules that act on it."""
+    """The rules that cover this situation."""
     source: str
     here: tuple[Literal["one user", "many users"], ...] = ()
-    """For whom this machine is that situation."""
+    """For which number of users the row applies to this machine."""
 
 
 CHEAT_SHEET: tuple[Situation, ...] = (
@@ -66,13 +66,13 @@ CHEAT_SHEET: tuple[Situation, ...] = (
         source="docs/rules.md#serve.moe-long",
     ),
     Situation(
-        when="the most of NVIDIA: extreme volume, a model that rarely changes",
+        when="maximum throughput on NVIDIA: extreme volume, a model that rarely changes",
         engines=("tensorrt-llm",),
         rules=("serve.compiled",),
         source="docs/rules.md#serve.compiled",
     ),
     Situation(
-        when="no LLM, or the same on several vendors' hardware",
+        when="not an LLM, or the same deployment on several vendors' hardware",
         engines=("onnxruntime",),
         rules=("task.not-llm", "operations.portable"),
         source="docs/rules.md#task.not-llm",
@@ -87,13 +87,13 @@ CHEAT_SHEET: tuple[Situation, ...] = (
         when="a small portable program", engines=("mistral.rs",), rules=("anywhere",), source="docs/rules.md#anywhere"
     ),
     Situation(
-        when="in service already; nothing new",
+        when="already in service; not for new services",
         engines=("tgi",),
         rules=("operations.incumbent",),
         source="docs/rules.md#operations.incumbent",
     ),
     Situation(
-        when="in service already, or asked for by name",
+        when="already in service, or requested with --engine",
         engines=("ollama", "lmdeploy"),
         rules=("operations.incumbent",),
         source="docs/rules.md#operations.incumbent",
@@ -108,14 +108,14 @@ CHEAT_SHEET: tuple[Situation, ...] = (
 
 
 class Here(Record, frozen=True, kw_only=True):
-    """What an engine, and the rules, say of this machine; of any LLM that fits."""
+    """The status of an engine on this machine, for any LLM that fits."""
 
     runs: bool
     device: Device | None = None
     why: str | None = None
     """Why it cannot run here."""
     doubt: str | None = None
-    """For one user: that it was not built for this."""
+    """Why it is not suitable for one user."""
     doubt_for_many: str | None = None
 
 
@@ -127,7 +127,7 @@ class RuleLine(Record, frozen=True, kw_only=True):
 
 
 class Row(Record, frozen=True, kw_only=True):
-    """One engine on the map."""
+    """One engine in the engine map."""
 
     engine: str
     name: str
@@ -144,17 +144,17 @@ class Row(Record, frozen=True, kw_only=True):
     features: Features | None
     """`None`: not described yet."""
     packages: tuple[str, ...]
-    """Empty: planned for, and not installed by this version of bedplate."""
+    """Empty: this version of bedplate plans the engine, but cannot install it."""
     download_bytes: int | None
     disk_bytes: int | None
     here: Here
     measured: Result | None
-    """On work that all measured engines share, where there is such; `None`: TBD, not measured on this machine."""
+    """The result on the workload that most engines were measured with; `None`: not measured on this machine."""
     rules: tuple[RuleLine, ...]
 
 
 def an_llm() -> Model:
-    """Stands for any LLM that fits: what is asked about is the machine."""
+    """A small model that represents any LLM that fits: only the machine matters."""
     return model_from_facts({"params_b": 1, "name": "a model that fits"})
 
 
@@ -206,7 +206,7 @@ def here(engine: Engine, hardware: Hardware) -> Here:
 
 
 def cheat_sheet(hardware: Hardware) -> tuple[Situation, ...]:
-    """The lines, with those marked that this machine is."""
+    """The rows of the cheat sheet; `here` marks those that apply to this machine."""
     marks: dict[int, list[Literal["one user", "many users"]]] = defaultdict(list)
     asked: tuple[tuple[Literal["one user", "many users"], Workload], ...] = (
         ("one user", ONE),
@@ -220,13 +220,13 @@ def cheat_sheet(hardware: Hardware) -> tuple[Situation, ...]:
 
 
 def _line_of(rule: str, engine: str) -> int:
-    """The line that rule and engine share; where a rule chose something beside its line, the engine's own."""
+    """The row with both rule and engine; if there is none, the first row of the engine."""
     own = [number for number, line in enumerate(CHEAT_SHEET) if engine in line.engines]
     return next((number for number in own if rule in CHEAT_SHEET[number].rules), own[0] if own else -1)
 
 
 def rules_of(engine: str) -> Iterator[RuleLine]:
-    """Every rule that speaks of this engine."""
+    """All rules that name this engine."""
     for pick in PICKS:
         if engine in pick.engines:
             yield RuleLine(rule=pick.id, kind="may pick", text=pick.sentence, source=pick.citation)
@@ -239,10 +239,10 @@ def rules_of(engine: str) -> Iterator[RuleLine]:
 
 
 def measured_alike(results: Sequence[Result]) -> dict[str, Result]:
-    """For each engine its newest result on the work that most engines were measured on; `results` come newest first."""
+    """Each engine's newest result on the workload that most engines were measured with; `results` are newest first."""
     groups: dict[tuple[object, ...], dict[str, Result]] = {}
     for result in results:
         work = (result.model, result.quantization, result.concurrency, result.prompt_tokens, result.output_tokens)
         groups.setdefault(work, {}).setdefault(result.engine, result)
-    # Of groups with as many engines, the one that was measured last, which comes first.
+    # Of groups with equally many engines, `max` returns the first, which was measured last.
     return max(groups.values(), key=len, default={})

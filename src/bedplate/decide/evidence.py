@@ -1,4 +1,4 @@
-"""What was measured on this machine, as decisions use it: it corrects estimates, and it can overturn a rule."""
+"""Measurements on this machine as evidence: they correct estimates, and they take precedence over rules."""
 
 from __future__ import annotations
 
@@ -20,37 +20,34 @@ from bedplate.values.verdict import SAME_SOURCE, Effect, Side, Verdict
 
 MOST_RESULTS = 200
 PROVEN_GAIN = 1.10
-"""Tenths of a gain are within what a machine varies by from day to day; a move costs more than they bring."""
+"""A smaller gain is within the day-to-day variation of a machine, and a migration costs more than it brings."""
 LEAST_QUALITY = 0.95
 ALIKE = 2.0
-"""Work with up to twice or half as many in flight, and prompts and answers up to twice or half as long, is of the same
-class: the default loads of `bench` are no further apart, and between them who is faster seldom changes."""
+"""Workloads are similar if concurrency, prompt length and output length each differ by at most this factor. The default
+loads of `bench` are no further apart, and the faster engine seldom changes between them."""
 MEASURED_LOADS = ("output_tok_s", "e2e_ms")
-"""Of a verdict's effects, those that stand for one load each."""
+"""Metrics of a verdict's effects that exist once per load."""
 Measured = tuple[str, Device]
-"""An engine, and what it computes on: a build for the CPU says nothing of the same engine's speed on a card."""
+"""An engine and its device: the speed on a CPU says nothing about the speed on a GPU."""
 
 
 @dataclass(frozen=True)
 class Evidence:
     results: tuple[Result, ...] = ()
     factors: Mapping[Measured, float] = field(default_factory=dict)
-    """How the measured speed compares with what was estimated for the same."""
+    """Ratio of measured to estimated speed."""
     agreements: tuple[Agreement, ...] = ()
-    """Whose answers with this model were checked here, the newest first."""
+    """Checks of the answers of engines with this model, newest first."""
     verdicts: tuple[Verdict, ...] = ()
-    """What was said of two engines with this model, the newest first."""
+    """Comparisons of two engines with this model, newest first."""
     tunings: tuple[Tuned, ...] = ()
-    """What was tuned here with this model, the newest first."""
+    """Tuning results with this model, newest first."""
 
     def factor(self, engine: str, device: Device) -> float:
         return self.factors.get((engine, device), 1.0)
 
-    def measured(self, engine: str) -> int:
-        return sum(result.engine == engine for result in self.results)
-
     def broken(self, engine: str, version: str, weights: str, settings: Settings) -> Agreement | None:
-        """The check that found wrong answers in this very setting; a later one that found none clears it."""
+        """The check that found wrong answers with exactly these settings, unless a later check found none."""
         checked = (
             one
             for one in self.agreements
@@ -60,9 +57,9 @@ class Evidence:
         return newest if newest is not None and newest.verdict == "broken" else None
 
     def better_than(self, engine: str, quantization: str | None, work: Workload) -> list[Better]:
-        """Those that were measured here to be clearly better on work like this one, the largest gain first.
+        """Engines that were measured to be clearly better on a similar workload, the largest gain first.
 
-        A verdict on two engines outranks the results that it was reached from, and the newest outranks the others.
+        A verdict takes precedence over the results that it was computed from, and a newer verdict over an older one.
         """
         of_verdicts = dict(_judged(self.verdicts, engine, quantization, work))
         of_results = dict(_compared(_newest(self.results), engine, quantization, work))
@@ -72,26 +69,26 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Better:
-    """An engine that was measured here to be better than another, and what shows it."""
+    """An engine that was measured to be better than another, with the evidence."""
 
     engine: str
     gain: float
-    """1.3: three tenths more."""
-    said: str
+    """1.3: 30% more throughput."""
+    text: str
     source: str
     made_into: str | None = None
-    """The quantization that it was measured in, where that was made of the same weights as the other's."""
+    """The measured quantization, if it was converted from the same weights as the other engine's."""
 
 
 def _judged(
     verdicts: Sequence[Verdict], engine: str, quantization: str | None, work: Workload
 ) -> Iterator[tuple[str, Better | None]]:
-    """What the newest verdict says of each challenger; `None`: that there is no ground to move to it."""
+    """The newest verdict on each challenger; `None`: there is no reason to migrate to it."""
     seen = set()
     for verdict in verdicts:
         a, b = verdict.a, verdict.b
         near = _nearest(verdict.effects, work)
-        # Where who wins depends on the load, the results of the load that is asked for say more.
+        # If the faster engine depends on the load, the results for the requested load are better evidence.
         if a.engine != engine or b.engine in seen or near is None or verdict.constraint == "load":
             continue
         if not _of_these_weights(verdict, quantization):
@@ -105,20 +102,21 @@ def _from_verdict(verdict: Verdict, near: Effect) -> Better:
     b = verdict.b
     made = b.quantization if b.quantization != verdict.a.quantization else None
     source = f"store: verdict on {_runs(*verdict.a.runs, *b.runs)}"
-    said = f"measured here: {verdict.text}"
+    text = f"measured here: {verdict.text}"
     if made is not None and b.quality is not None:
-        said += f" Its {made} was {SAME_SOURCE}; {b.quality.note or 'its answers agree with the reference'}."
-    return Better(b.engine, near.gain.value, said, source, made)
+        note = b.quality.note or "its answers agree with the reference"
+        text += f" Its {made} was converted from the same weights; {note}."
+    return Better(b.engine, near.gain.value, text, source, made)
 
 
 def _right(side: Side) -> bool:
-    """Whether its answers were checked, and are what its weights explain; not to be worse is the verdict's to say."""
+    """Whether its answers were checked and agree with the reference; the verdict compares the two engines' quality."""
     found = side.quality
     return found is not None and found.verdict == "ok" and (found.agreement or 0.0) >= LEAST_QUALITY
 
 
 def _of_these_weights(verdict: Verdict, quantization: str | None) -> bool:
-    """Whether it speaks of the weights at hand on one machine, and not of others that somebody looked past."""
+    """Whether both engines ran these weights on one machine, and no difference was ignored."""
     for one in verdict.differences:
         if one.what in ("machine", "weights") or (one.what == "quantization" and one.note != SAME_SOURCE):
             return False
@@ -133,7 +131,7 @@ def _nearest(effects: Sequence[Effect], work: Workload) -> Effect | None:
 def _compared(
     newest: Sequence[Result], engine: str, quantization: str | None, work: Workload
 ) -> Iterator[tuple[str, Better | None]]:
-    """What results say of each challenger, beside the best of this engine under the load nearest to the work."""
+    """Compare each challenger's results with this engine's best result under the load nearest to the workload."""
     near = [(apart, one) for one in newest if one.engine == engine and (apart := _apart(_load(one), work))]
     own = [one for _, one in sorted(near, key=lambda pair: (pair[0], -(pair[1].output_tok_s or 0)))]
     fastest = sorted(newest, key=lambda one: -(one.output_tok_s or 0))
@@ -147,18 +145,20 @@ def _compared(
 
 
 def _fair(other: Result, mine: Result, quantization: str | None) -> bool:
-    """What was made into another form says something only of the weights at hand."""
+    """Whether two results are comparable; a conversion counts only if it started from the requested weights."""
     return other.comparable(mine) and mine.quantization in (other.quantization, quantization)
 
 
 def _from_results(other: Result, mine: Result) -> Better:
     gain = (other.output_tok_s or 0) / (mine.output_tok_s or 1)
-    said = f"measured here: {gain - 1:.0%} more tokens per second than {name_of(mine.engine)} on the same work"
+    text = f"measured here: {gain - 1:.0%} more tokens per second than {name_of(mine.engine)} on the same workload"
     made = other.quantization if other.quantization != mine.quantization else None
     if made is not None:
-        said += f"; its {made} was {SAME_SOURCE}, and {other.quality or 0:.0%} of its next tokens are the reference's"
+        text += (
+            f"; its {made} was converted from the same weights, with {other.quality or 0:.0%} greedy-token agreement"
+        )
     where = _runs(mine.run, other.run) if mine.run and other.run else f"{other.at} and {mine.at}"
-    return Better(other.engine, gain, said, f"store: {where}, {other.concurrency} in flight", made)
+    return Better(other.engine, gain, text, f"store: {where}, {other.concurrency} requests in flight", made)
 
 
 def name_of(engine: str) -> str:
@@ -176,7 +176,7 @@ def _load(result: Result) -> Load:
 
 
 def _apart(load: Load, work: Workload) -> float | None:
-    """How far a measured load is from what is asked for: 1 is the same; `None`: it is work of another class."""
+    """Distance of a measured load from the requested workload: 1 is the same; `None`: not similar."""
     pairs: list[tuple[float, float]]
     if load.concurrency is not None:
         pairs = [(load.concurrency, work.in_flight())]
@@ -190,7 +190,7 @@ def _apart(load: Load, work: Workload) -> float | None:
 
 
 def _newest(results: Sequence[Result]) -> list[Result]:
-    """Of the same engine in the same setting, the last word: the best of many tries would be luck."""
+    """The newest result of each engine and setting: the best of many runs would be chance."""
     found: dict[tuple[object, ...], Result] = {}
     for result in results:
         key = (
@@ -203,9 +203,9 @@ def _newest(results: Sequence[Result]) -> list[Result]:
 
 
 def _better(one: Result, other: Result) -> bool:
-    """Faster by more than noise, no slower to the first token, and not wrong.
+    """Whether it is clearly faster, not slower to the first token, and gives correct answers.
 
-    Weights that were made into another form have to be shown to answer as they did.
+    For converted weights, the agreement with the reference must have been measured.
     """
     if one.quality is None and one.quantization != other.quantization:
         return False
@@ -216,12 +216,12 @@ def _better(one: Result, other: Result) -> bool:
     if one.output_tok_s_low is None or other.output_tok_s_high is None:
         return False  # measured once: "a repeatable harness matters more than a single impressive run"
     if one.output_tok_s_low <= other.output_tok_s_high:
-        return False  # the one may be as fast as the other
+        return False  # the confidence intervals overlap
     return one.ttft_ms is None or other.ttft_ms is None or one.ttft_ms <= other.ttft_ms * PROVEN_GAIN
 
 
 def factor_of(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Measured over estimated, the middle of all pairs."""
+    """The median ratio of measured to estimated speed."""
     ratios = [measured / estimated for measured, estimated in pairs if measured > 0 and estimated > 0]
     return statistics.median(ratios) if ratios else None
 
@@ -234,7 +234,7 @@ def gathered(
     verdicts: Sequence[Verdict] = (),
     tunings: Sequence[Tuned] = (),
 ) -> Evidence:
-    """The results as evidence: for this model they may overturn a rule, and all of them correct the estimates."""
+    """Turn results into evidence: those of this model may overrule a rule, and all of them correct the estimates."""
     from bedplate.decide.estimate import expectation_for
 
     pairs: dict[Measured, list[tuple[float, float]]] = {}
@@ -266,11 +266,11 @@ def _usual_device(hardware: Hardware) -> Device:
 
 
 def _model_of(result: Result, model: Model) -> Model | None:
-    """The measured model in the measured weights: the one at hand, or one that is known by name."""
+    """The measured model with the measured weights: the requested model, or one that is known by name."""
     found = model if result.model == model.name else lookup(result.model)
     if found is None or not result.quantization or result.quantization == found.quantization:
         return found
     label = result.quantization.upper().replace(" ", "")
     stored = with_label(found, label)
-    # Weights of a kind that nobody knows are no ground to correct anything on.
+    # Results with an unknown quantization cannot correct an estimate.
     return stored if (stored.quantization or "").upper().replace(" ", "") == label else None

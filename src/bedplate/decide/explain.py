@@ -1,4 +1,4 @@
-"""A candidate in words and figures: why these weights and this layout, and what to expect of them."""
+"""The reasons and figures of a candidate: why these weights and this layout, and the expected performance."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from bedplate.values.units import memory as as_memory
 
 
 def expectations(candidate: Candidate, case: Case) -> Estimate:
-    """Speed from the estimator, memory from the fit, money and energy from what the intent says of them."""
-    made = estimate_of(candidate.expected) if candidate.expected is not None else Estimate()
-    made = replaced(made, memory_gb=_memory_gb(candidate))
+    """Speed from the estimator, memory from the fit, cost and energy from the prices in the intent."""
+    estimate = estimate_of(candidate.expected) if candidate.expected is not None else Estimate()
+    estimate = replaced(estimate, memory_gb=_memory_gb(candidate))
     if candidate.tuned is not None:
-        made = measured_estimate(candidate.tuned, case, made)
-    rate, operations = made.output_tok_s, case.operations
+        estimate = measured_estimate(candidate.tuned, case, estimate)
+    rate, operations = estimate.output_tok_s, case.operations
     if rate is None or rate.value <= 0:
-        return made
+        return estimate
     cards = max(1, candidate.cards)
-    # Slower is dearer: the band turns round.
+    # A higher rate costs less, so the bounds change places.
     each = [per_million(operations.price, cards, tokens) for tokens in (rate.high, rate.value, max(rate.low, 1e-9))]
-    said = f"{cards} × {operations.price.words} over the estimated tokens per second"
+    source = f"{cards} × {operations.price.words} over the estimated tokens per second"
     return replaced(
-        made,
-        cost_per_million_tokens=_figure([one.cost_per_million_tokens for one in each], said),
-        kwh_per_million_tokens=_figure([one.kwh_per_million_tokens for one in each], said),
+        estimate,
+        cost_per_million_tokens=_figure([one.cost_per_million_tokens for one in each], source),
+        kwh_per_million_tokens=_figure([one.kwh_per_million_tokens for one in each], source),
     )
 
 
@@ -54,7 +54,7 @@ def _memory_gb(candidate: Candidate) -> Figure:
 
 Says = Callable[[Candidate, Case, Evidence], str | None]
 REASONS: list[Rule[[Candidate, Case, Evidence], str]] = []
-"""What a decision says beside the rule that chose its engine, in this order."""
+"""The rules that give a decision's further reasons, in the order in which they are shown."""
 
 
 def reason(rule_id: str, source: str) -> Callable[[Says], Says]:
@@ -66,29 +66,29 @@ def reason(rule_id: str, source: str) -> Callable[[Says], Says]:
 
 
 def reasons_for(candidate: Candidate, case: Case, evidence: Evidence) -> tuple[Reason, ...]:
-    said = ((rule, rule.says(candidate, case, evidence)) for rule in REASONS)
-    return tuple(Reason(rule=rule.id, text=text, source=rule.citation) for rule, text in said if text)
+    texts = ((rule, rule.says(candidate, case, evidence)) for rule in REASONS)
+    return tuple(Reason(rule=rule.id, text=text, source=rule.citation) for rule, text in texts if text)
 
 
-@reason("tuned.measured", "store: measured here by bedplate tune; --untuned leaves it out")
+@reason("tuned.measured", "store: measured here by bedplate tune; --untuned ignores it")
 def tuned(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """Settings that were measured here to be better for such work than what is planned without measuring."""
+    """Settings that `bedplate tune` measured on this machine to be better for this workload than the untuned plan."""
     return tuning_words(candidate.tuned) if candidate.tuned is not None else None
 
 
 @reason("fit.memory", "file header or facts, and the engine's overhead")
 def fits(candidate: Candidate, case: Case, evidence: Evidence) -> str:
-    """How much memory the fullest device needs, of how much it may take."""
+    """How much memory the plan needs on the fullest device, and how much is usable there."""
     need = max(candidate.fit.devices, key=lambda one: one.total_bytes)
-    used, free = as_memory(need.total_bytes), as_memory(need.usable_bytes or 0)
+    used, usable = as_memory(need.total_bytes), as_memory(need.usable_bytes or 0)
     if need.device == "host":
-        return f"{used} of {free} RAM that may be used"
-    return f"{used} of {free} that may be used on {f'each of {need.count} cards' if need.count > 1 else 'the card'}"
+        return f"{used} of {usable} usable RAM"
+    return f"{used} of {usable} usable memory on {f'each of {need.count} GPUs' if need.count > 1 else 'the GPU'}"
 
 
 @reason("fit.split", 'cheat-sheet "hybrid offload"')
 def split(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """What the cards cannot hold stays in RAM: routed experts first, since each token reads only a few of them."""
+    """Weights that do not fit on the GPUs stay in RAM: routed experts first, because a token reads only a few."""
     offload = candidate.fit.offload
     if offload is None:
         return None
@@ -98,7 +98,7 @@ def split(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
 
 @reason("quant.fp8", "physics: half the bytes to read; the chip's data sheet")
 def fp8(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """On a chip that computes in FP8, weights are served in it; on others, where 16 bits do not hold everyone."""
+    """FP8 weights on a chip with FP8 units; on other chips, if 16-bit weights leave too little memory for requests."""
     if candidate.weights.label != "FP8" or candidate.weights.made == "as it is":
         return None
     units = "fp8" in candidate.target.features
@@ -107,41 +107,41 @@ def fp8(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
 
 @reason("quant.fp4", "physics: a quarter of the bytes to read; the chip's data sheet")
 def fp4(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """On a chip that computes in FP4, weights that do not fit otherwise are served in it."""
+    """FP4 weights on a chip with FP4 units, if 8-bit weights leave too little memory for the requests."""
     label = candidate.weights.label
-    # Weights that were stored so keep their type, also in another format and on chips without such units.
+    # Weights that are published in FP4 keep their type, also in another format and on chips without FP4 units.
     if label not in ("NVFP4", "MXFP4") or candidate.weights.made == "as it is" or label == case.model.quantization:
         return None
-    return "FP4 units on this chip, and eight bits do not hold everyone"
+    return "FP4 units on this chip; 8-bit weights leave too little memory for all requests"
 
 
 @reason("quant.none", 'landscape "anything where precision matters at the decimal level"')
 def unquantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """Work that shows small errors keeps 16 bits where they fit; so does what nothing is gained by shrinking."""
+    """16-bit weights, if they fit and the workload is precision-sensitive or fewer bits bring no gain."""
     weights = candidate.weights
     if weights.label not in SIXTEEN_BIT:
         return None
     if weights.label == "F32" and weights.made == "while loading":
         return "32-bit weights: this processor has no instructions for BF16"
     bits = "32" if weights.label == "F32" else "16"
-    small = case.workload.precision_sensitive
-    return f"{bits}-bit weights: this work shows small errors" if small else f"{bits}-bit weights fit"
+    sensitive = case.workload.precision_sensitive
+    return f"{bits}-bit weights: the workload is precision-sensitive" if sensitive else f"{bits}-bit weights fit"
 
 
 @reason("quant.stored", 'landscape "anything where precision matters at the decimal level"')
 def stored_small(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """Weights that come in few bits cannot be given back what they lost: work that shows small errors is warned."""
+    """Warns a precision-sensitive workload of weights below 8 bits: a conversion cannot restore the lost precision."""
     if not case.workload.precision_sensitive or candidate.nominal_bits >= PRECISE_BITS - ROUNDED_OFF:
         return None
     return (
-        f"THE WEIGHTS COME IN {candidate.quantization}, and this work shows small errors: compare its answers, "
-        "or take the model in 8 bits or more where there is such a one"
+        f"WARNING: the weights are {candidate.quantization}, and the workload is precision-sensitive; check the "
+        "agreement of the answers, or use a version of the model with at least 8 bits"
     )
 
 
 @reason("quant.fit", 'landscape "for text generation, 4-bit quantization is often acceptable"')
 def quantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """The most faithful weights that fit and keep up with a reader; below four bits only where nothing else fits."""
+    """The weights with the most bits that fit and are faster than reading speed; below 4 bits if nothing else fits."""
     label = candidate.weights.label
     if candidate.weights.made == "as it is" or label in (*SIXTEEN_BIT, "FP8", "NVFP4", "MXFP4"):
         return None
@@ -149,90 +149,95 @@ def quantized(candidate: Candidate, case: Case, evidence: Evidence) -> str | Non
 
 
 def _why_these_bits(candidate: Candidate, case: Case) -> str:
-    """As they were preferred: for everyone to be resident, then for speed, and else for what they say."""
+    """The criterion that `candidates` preferred these weights by."""
     expected = candidate.expected
     if candidate.max_concurrency < case.in_flight:
-        return "the most faithful that holds about as many at once as any"
+        return "the most bits that leave memory for about as many concurrent requests as any other"
     if case.workload.precision_sensitive or candidate.engine.effort >= SERVER_EFFORT:
-        return "the most faithful that fits"
+        return "the most bits that fit"
     if expected is None:
-        return "the smallest that do for text, since nothing says how fast others are"
+        return "the fewest bits that suffice for text; the speed cannot be predicted"
     if expected.tpot_s <= COMFORT_TPOT_S or meets(candidate, case):
-        return "the most faithful that fits and keeps up with a reader"
-    return "the quickest that fit; none keep up with a reader"
+        return "the most bits that fit and are faster than reading speed"
+    return "the fastest that fit; none are faster than reading speed"
 
 
 @reason("layout.tensor", 'cheat-sheet "interconnect (PCIe vs NVLink vs RDMA)"')
 def tensor(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """Layers are divided among cards only where links are fast, or over a few cards of one board."""
+    """Tensor parallelism only over fast links, or over a few GPUs of one machine."""
     size = candidate.layout.tensor
-    return f"each layer over {size} cards that share fast links or a board" if size > 1 else None
+    return f"tensor parallelism over {size} GPUs with fast links or in one machine" if size > 1 else None
 
 
-@reason("layout.attention", "physics: a latent has no heads to divide")
+@reason("layout.attention", "physics: a latent cache has no heads to divide")
 def attention(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """Where attention keeps a latent, its ranks are replicas: each would otherwise keep all of every cache."""
-    if candidate.layout.attention_data <= 1:
+    """Attention data parallelism for a latent KV cache: tensor ranks would each store the whole cache."""
+    size = candidate.layout.attention_data
+    if size <= 1:
         return None
-    return f"attention as {candidate.layout.attention_data} replicas: a latent cache cannot be divided among ranks"
+    return f"attention data parallelism over {size} ranks: a latent KV cache cannot be divided among tensor ranks"
 
 
 @reason("layout.expert", 'cheat-sheet "expert parallel for MoE"')
 def expert(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """Experts are spread whole, so that each token's few are read where they are."""
-    return f"experts whole, spread over {candidate.layout.expert} cards" if candidate.layout.expert > 1 else None
+    """Expert parallelism: each GPU holds whole experts, and a token is sent to the GPUs that hold its experts."""
+    size = candidate.layout.expert
+    return f"expert parallelism: whole experts, distributed over {size} GPUs" if size > 1 else None
 
 
 @reason("layout.pipeline", 'cheat-sheet "interconnect (PCIe vs NVLink vs RDMA)"')
 def pipeline(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """Across slow links go stages of layers: they exchange once a stage and not twice a layer."""
+    """Pipeline parallelism over slow links: stages exchange data once per stage instead of twice per layer."""
     size = candidate.layout.pipeline
     if size <= 1:
         return None
     if "tensor" not in candidate.engine.ways:
-        return f"{size} stages of layers: so does {candidate.engine.name} divide a model"
-    return f"{size} stages of layers: slow links carry one exchange a stage"
+        return f"{size} pipeline stages: {candidate.engine.name} divides a model by layers"
+    return f"{size} pipeline stages: slow links carry one exchange per stage"
 
 
 @reason("layout.data", 'cheat-sheet "tensor / pipeline / data parallel"')
 def replicas(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """Cards that the model does not need hold further copies of it."""
+    """GPUs that one replica does not need hold further replicas."""
     size = candidate.layout.data
-    return f"{size} replicas for {case.in_flight:,} requests at once" if size > 1 else None
+    return f"{size} replicas for {case.in_flight:,} concurrent requests" if size > 1 else None
 
 
 @reason("cpu.threads", "measurement: docs/threads.md")
 def threads(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """One thread for each physical core that we may use."""
+    """One thread for each physical core that the process may use."""
     if candidate.settings.threads is None or candidate.settings.device != "cpu":
         return None
-    return f"{candidate.settings.threads} threads: one for each physical core that we may use"
+    return f"{candidate.settings.threads} threads: one for each available physical core"
 
 
 @reason("build.cpu", "the engine's package")
 def idle_gpu(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """A build that computes on the CPU leaves the GPU idle, and says so."""
+    """Reports that the GPU stays idle if the engine's build computes on the CPU."""
     if not case.hardware.accelerators or candidate.settings.device != "cpu":
         return None
     return f"the GPU stays idle: this build of {candidate.engine.name} computes on the CPU"
 
 
-@reason("fit.queue", "physics: the cache of one request times the requests")
+@reason("fit.queue", "physics: the KV cache of one request times the number of requests")
 def queue(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """More requests than are resident at once wait, and that is said."""
+    """Reports how many requests run concurrently if not all of them do; the others wait in the queue."""
     computed, longest = candidate.settings.slots * candidate.layout.data, candidate.max_concurrency
     if min(computed, longest) >= case.in_flight:
         return None
     if computed <= longest:
-        return f"{computed:,} of {case.in_flight:,} requests at once; the others wait"
+        return f"{computed:,} of {case.in_flight:,} requests run concurrently; the others wait in the queue"
     usual, most = case.workload.usual_tokens, case.workload.request_tokens
     of_usual = f"all {case.in_flight:,}" if computed >= case.in_flight else f"{computed:,} of {case.in_flight:,}"
-    return f"{of_usual} requests at once while they have {usual:,} tokens, {longest:,} of {most:,}; the others wait"
+    return (
+        f"{of_usual} requests run concurrently at {usual:,} tokens each, {longest:,} at {most:,} tokens; "
+        "the others wait in the queue"
+    )
 
 
 @reason("latency.target", 'hardware-strategy "latency as the critical constraint"')
 def in_time(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """Layout and weights are chosen to keep the targets; where none does, the nearest, and that is said."""
+    """Layout and weights are chosen to meet the latency targets; if none do, the closest, with a warning."""
     target = case.workload.latency
     if target is None:
         return None
@@ -241,16 +246,16 @@ def in_time(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
     asked = [(name, took, limit) for name, took, limit in pairs if limit is not None]
     known = [(name, took.value, limit) for name, took, limit in asked if took is not None]
     if len(known) < len(asked):
-        return "whether the latency targets are kept is not known: nothing says how fast this is"
-    said = ", ".join(f"{name} {figure(took)} ms of {figure(limit)}" for name, took, limit in known)
-    kept = all(took <= limit for _, took, limit in known)
-    return f"{'within the latency targets' if kept else 'MISSES the latency targets'}: {said}" if known else None
+        return "unknown whether the latency targets are met: the speed cannot be predicted"
+    times = ", ".join(f"{name} {figure(took)} ms of {figure(limit)}" for name, took, limit in known)
+    met = all(took <= limit for _, took, limit in known)
+    return f"{'within the latency targets' if met else 'MISSES the latency targets'}: {times}" if known else None
 
 
-@reason("evidence.calibrated", "store: what was measured on this machine")
+@reason("evidence.calibrated", "store: measured on this machine")
 def calibrated(candidate: Candidate, case: Case, evidence: Evidence) -> str | None:
-    """Measurements of an engine on this machine correct what is estimated for it here."""
+    """Measurements of an engine on this machine correct its estimates."""
     factor = evidence.factors.get((candidate.engine.id, candidate.target.device))
     if factor is None:
         return None
-    return f"estimates are scaled by {factor:.2f}: so far off were they in what was measured here"
+    return f"estimates are scaled by {factor:.2f}, the median ratio of measured to estimated speed on this machine"

@@ -271,8 +271,8 @@ def _explain_error(message: str, data: object, prefix: str, place: _Place) -> Ba
     if what.startswith("Invalid enum value"):
         choices = _choices(path)
         near = difflib.get_close_matches(str(value), choices, 1)
-        told = f"must be {_or(choices)}, got {value}" if choices else f"cannot be {value}"
-        return place.complaint(path, told, hint=f"did you mean {near[0]}?" if near else None)
+        required = f"must be {_or(choices)}, got {value}" if choices else f"cannot be {value}"
+        return place.complaint(path, required, hint=f"did you mean {near[0]}?" if near else None)
     if re.search(r"of length >= 1", what):
         return place.complaint(path, "must not be empty")
     if wanted := re.match(r"Expected `([^`]*)`, got", what):
@@ -435,8 +435,8 @@ def _check_reference(path: str, name: str | None, known: list[str], place: _Plac
 
 
 def _check_names(field: str, names: list[str | None], place: _Place) -> None:
-    said = [name for name in names if name is not None]
-    if twice := next((name for name in said if said.count(name) > 1), None):
+    given = [name for name in names if name is not None]
+    if twice := next((name for name in given if given.count(name) > 1), None):
         raise place.complaint(f"{field}[{names.index(twice)}].name", f"the name {twice} is used twice")
 
 
@@ -450,35 +450,35 @@ def _with_model_task(work: Workload, raw: dict[str, Any] | None, model: object) 
 
 def _named(operations: Operations, path: str, place: _Place) -> Operations:
     """Replace the incumbent's common name by its id."""
-    said = operations.incumbent
-    if said is None:
+    name = operations.incumbent
+    if name is None:
         return operations
-    found = engine_id(said) or orchestrator_id(said)
+    found = engine_id(name) or orchestrator_id(name)
     if found is None:
-        near = nearest_names(said)
+        near = nearest_names(name)
         hint = f"did you mean {_or(near)}?" if near else f"known: {', '.join((*all_engines(), *ORCHESTRATORS))}"
-        raise place.complaint(f"{path}.incumbent", f"unknown engine {said!r}", hint=hint)
+        raise place.complaint(f"{path}.incumbent", f"unknown engine {name!r}", hint=hint)
     return msgspec.structs.replace(operations, incumbent=found)
 
 
-def _engine(said: str, path: str, place: _Place) -> str:
+def _engine(name: str, path: str, place: _Place) -> str:
     """The engine's id, from any of its common names."""
-    found = engine_id(said)
+    found = engine_id(name)
     if found is None:
-        near = nearest_names(said)
-        raise place.complaint(path, f"unknown engine {said!r}", hint=f"did you mean {_or(near)}?" if near else None)
+        near = nearest_names(name)
+        raise place.complaint(path, f"unknown engine {name!r}", hint=f"did you mean {_or(near)}?" if near else None)
     return found
 
 
-def _note_unusual_workload(path: str, work: Workload, said: set[str]) -> list[str]:
+def _note_unusual_workload(path: str, work: Workload, given: set[str]) -> list[str]:
     """Notes on unusual values that may be intended."""
     notes = []
-    if {"users", "concurrency"} <= said and work.concurrency is not None and work.concurrency > work.users:
+    if {"users", "concurrency"} <= given and work.concurrency is not None and work.concurrency > work.users:
         notes.append(
             f"{path}.concurrency: {work.concurrency:,} requests in flight is more than {work.users:,} users with one "
             "request each; this is right if programs send requests for them"
         )
-    if {"users", "requests_per_s"} <= said and work.requests_per_s is not None:
+    if {"users", "requests_per_s"} <= given and work.requests_per_s is not None:
         think_s = work.think_time_s or DEFAULT_THINK_TIME_S
         most = work.users / think_s
         if work.requests_per_s > most * 1.001:
@@ -495,7 +495,7 @@ def _note_unusual_workload(path: str, work: Workload, said: set[str]) -> list[st
                 f"each takes {request_s:.3g} s, by Little's law"
             )
     asked = work.prompt_tokens + work.output_tokens
-    if work.context_tokens is not None and {"prompt_tokens", "output_tokens"} <= said and work.context_tokens < asked:
+    if work.context_tokens is not None and {"prompt_tokens", "output_tokens"} <= given and work.context_tokens < asked:
         notes.append(
             f"{path}.context_tokens: {work.context_tokens:,} is less than prompt plus output ({asked:,}); "
             "the plan uses the longer of the two"

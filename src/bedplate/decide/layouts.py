@@ -1,4 +1,4 @@
-"""The ways to lay a model over cards: only those whose dimensions divide, and whose links can carry them."""
+"""Parallel layouts of a model: those that divide its dimensions evenly and suit the links between the cards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bedplate.values import Hardware, Model, Parallelism
 TENSOR_SIZES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 72)
 FAST_LINKS = frozenset(["nvlink", "xgmi"])
 PCIE_TENSOR_CARDS = 4
-"""Over PCIe each layer's exchange costs more than it saves beyond a few cards; pipelines exchange once a stage."""
+"""Over PCIe, tensor parallelism on more cards costs more than it saves; pipelines exchange data once per stage."""
 MOST_PIPELINE = 32
 
 
 def layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[Parallelism]:
-    """Every layout over some or all of the cards that this engine can be told, replicas filling the rest."""
+    """All layouts that this engine supports on some or all of the cards; replicas use the remaining cards."""
     cards = len(cards_of(hardware, engine.vendors))
     target = engine.target(hardware)
     if target is None or target.device == "cpu" or cards <= 1:
@@ -38,7 +38,7 @@ def layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[Parall
 
 
 def divides(model: Model, tensor: int) -> bool:
-    """Whether heads, and the MLP's width over its quantization's groups, come out even over so many ranks."""
+    """Whether the heads and the MLP's quantization groups divide evenly among this many ranks."""
     if tensor == 1:
         return True
     if model.num_heads and model.num_heads % tensor:
@@ -48,13 +48,13 @@ def divides(model: Model, tensor: int) -> bool:
         return False
     details = model.quantization_details
     step = max((details.group_size or 1), *(details.block or (1,))) if details is not None else 1
-    # Experts may be spread whole instead of being cut; then only what every token passes through must divide.
+    # Expert parallelism distributes whole experts; then only the shared parts of the model must divide.
     widths = [model.intermediate_size] if not model.num_experts else []
     return all(width % tensor == 0 and (width // tensor) % step == 0 for width in widths if width)
 
 
 def experts_divide(model: Model, tensor: int) -> bool:
-    """Whether each expert can be cut over so many ranks."""
+    """Whether each expert divides evenly among this many ranks."""
     details = model.quantization_details
     step = max((details.group_size or 1), *(details.block or (1,))) if details is not None else 1
     width = model.moe_intermediate_size
@@ -62,35 +62,35 @@ def experts_divide(model: Model, tensor: int) -> bool:
 
 
 def _replicas(most: int) -> tuple[int, ...]:
-    """All replicas that there is room for, and the powers of two below: fewer may be all that the work needs."""
+    """The maximum number of replicas and the smaller powers of two: the workload may need fewer."""
     powers = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     return tuple(dict.fromkeys([*powers, most])) if most > 1 else (1,)
 
 
 def _stages(engine: Engine, model: Model, tensor: int, node: int, cards: int, fast: int) -> tuple[int, ...]:
-    """Pipelines: across nodes where a node is too small, and within one where links are slow."""
+    """Numbers of pipeline stages: across nodes if a node is too small, within a node if its links are slow."""
     if "pipeline" not in engine.ways:
         return (1,)
     most = min(cards // tensor, MOST_PIPELINE, model.num_layers or 1)
-    # Within a node of fast links, tensor ranks do better; stages go across nodes then.
+    # Within a node with fast links, tensor parallelism is faster, so stages only go across nodes.
     within = 1 if fast >= node and "tensor" in engine.ways else node // tensor
     sizes = {1, *range(2, within + 1), *(size for size in (2, 3, 4, 6, 8, 12, 16, 24, 32) if tensor == node)}
     return tuple(sorted(size for size in sizes if size <= max(1, most)))
 
 
 def _expert_ways(engine: Engine, model: Model, tensor: int) -> tuple[tuple[int, int], ...]:
-    """(expert ranks, attention replicas) for so many tensor ranks."""
+    """(expert ranks, attention replicas) for this many tensor ranks."""
     found: list[tuple[int, int]] = []
     if not model.num_experts or tensor == 1 or experts_divide(model, tensor):
         found.append((1, 1))
     if model.num_experts and tensor > 1 and "expert" in engine.ways and model.num_experts % tensor == 0:
         found.append((tensor, 1))
         if "attention_data" in engine.ways and model.kv_lora_rank is not None:
-            # Every tensor rank would keep the whole latent; as replicas of attention each keeps its own requests'.
+            # Each tensor rank would store the whole latent cache; attention replicas store only their own requests'.
             found.append((tensor, tensor))
     return tuple(found)
 
 
 def fast_cards(hardware: Hardware) -> int:
-    """How many cards, counted from the first, reach it over more than PCIe, itself included."""
+    """The number of cards with a link to the first card that is faster than PCIe, including the first."""
     return 1 + sum(link.kind in FAST_LINKS and link.a == "0" and link.b != "host" for link in hardware.links)

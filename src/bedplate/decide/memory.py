@@ -1,4 +1,4 @@
-"""Weights, cache, activations and overhead against what each device has: does this layout fit, and for how many?"""
+"""Compares weights, KV cache, activations and overhead with the memory of each device: does it fit, for how many?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bedplate.values import Accelerator, Hardware, Model, Parallelism, Settings,
 from bedplate.values.fit import DeviceNeed, Fit, Offload
 
 MOST_SLOTS = 65536
-"""Where counting stops for an engine that sets no limit of its own."""
+"""Upper limit of concurrent requests for an engine that has none."""
 EXPERTS = "experts"
 
 
@@ -27,9 +27,9 @@ def fit(
     parallelism: Parallelism | None = None,
     settings: Settings | None = None,
 ) -> Fit:
-    """What this layout needs on each device. `quantization` asks for other weights than the model's own.
+    """The memory that this layout needs on each device. `quantization` replaces the model's quantization.
 
-    With `settings`, its slots and context are what is counted; without, the requests of the workload.
+    The cache is for the slots and context of `settings` or, without them, for the requests of the workload.
     """
     chosen = engine_by_id(engine) if isinstance(engine, str) else engine
     layout = parallelism or Parallelism()
@@ -38,7 +38,7 @@ def fit(
     asked = Asked.of(chosen, workload, settings)
     if not cards:
         if layout != Parallelism():
-            raise BadQuestion("a machine without accelerators has nothing to divide a model among")
+            raise BadQuestion("the layout divides the model among accelerators, but the machine has none")
         return _on_host(hardware, weights, chosen, asked)
     found = _on_cards(cards, weights, chosen, layout, asked)
     if not found.fits and chosen.offloads and layout.tensor == layout.data == 1:
@@ -48,15 +48,15 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The requests that memory is counted for."""
+    """The requests that memory is needed for."""
 
     tokens: int
-    """Of one request when it ends; of an engine that is not paged, what is set aside for it."""
+    """Tokens of one request at its end; for an engine without a paged cache, the reserved context."""
     prompt_tokens: int
     in_flight: int
     ceiling: int
     shared_tokens: int = 0
-    """Of each prompt, what is kept once for all: blocks of a paged cache are shared by those that begin alike."""
+    """Prompt tokens that are cached once for all requests: requests with the same prefix share cache blocks."""
 
     @classmethod
     def of(cls, engine: Engine, workload: Workload, settings: Settings | None) -> Asked:
@@ -64,14 +64,14 @@ class Asked:
         shared = min(workload.shared_prefix_tokens, workload.prompt_tokens) if engine.paged else 0
         if settings is None:
             return cls(workload.request_tokens, workload.prompt_tokens, workload.in_flight(), ceiling, shared)
-        # Paged engines take cache as requests grow; the others set the whole context aside for each slot.
+        # A paged cache grows with the requests; other engines reserve the whole context for each slot.
         tokens = workload.request_tokens if engine.paged else settings.context_tokens
         slots = min(settings.slots, workload.in_flight()) if engine.paged else settings.slots
         return cls(tokens, min(workload.prompt_tokens, tokens), slots, ceiling, shared)
 
 
 def cards_for(hardware: Hardware, engine: Engine, layout: Parallelism) -> tuple[Accelerator, ...]:
-    """The accelerators that a layout takes, of those that the engine computes on."""
+    """The accelerators that a layout uses, of those that the engine supports."""
     target = engine.target(hardware)
     if target is None or target.device == "cpu":
         return ()
@@ -79,16 +79,16 @@ def cards_for(hardware: Hardware, engine: Engine, layout: Parallelism) -> tuple[
     wanted = layout.tensor * layout.pipeline * layout.data
     if wanted > len(cards):
         raise BadQuestion(
-            f"the layout needs {wanted} devices, and there are {len(cards)}",
-            hint="ask for a smaller tensor, pipeline or data parallelism",
+            f"the layout needs {wanted} devices, but there are only {len(cards)}",
+            hint="use a smaller tensor, pipeline or data parallelism",
         )
     return cards[:wanted]
 
 
 def kv_bytes_on_device(model: Model, tokens: int, layout: Parallelism) -> float:
-    """One resident request's cache on one device: heads are divided among tensor ranks, a latent is kept by each.
+    """The KV cache of one request on one device: tensor ranks divide the heads, but each stores a whole latent cache.
 
-    With attention data parallelism a request is resident on its own rank alone.
+    With attention data parallelism, only one rank stores a request.
     """
     return model.kv_bytes(tokens) / _divides_cache(model, layout)
 
@@ -100,7 +100,7 @@ def _divides_cache(model: Model, layout: Parallelism) -> int:
 
 
 def weight_bytes_on_device(model: Model, layout: Parallelism) -> int:
-    """The share of the weights that one device has: experts over all ranks that divide them, the rest by tensor."""
+    """Bytes of weights on one device: tensor or expert ranks divide the experts, tensor ranks divide the rest."""
     experts = _experts(model)
     attention = max(1, layout.tensor // max(1, layout.attention_data))
     rest = (model.weight_bytes - experts) / attention
@@ -116,7 +116,7 @@ def _experts(model: Model) -> int:
 
 
 def most_that(fits: Callable[[int], bool], ceiling: int) -> int:
-    """The largest count up to `ceiling` that fits, where fewer always fit if more do; 0 when not even one does."""
+    """The largest count up to `ceiling` that fits, or 0; if a count fits, every smaller one must fit."""
     if not fits(1):
         return 0
     if fits(ceiling):
@@ -129,13 +129,13 @@ def most_that(fits: Callable[[int], bool], ceiling: int) -> int:
 
 
 def _on_cards(cards: Sequence[Accelerator], model: Model, engine: Engine, layout: Parallelism, asked: Asked) -> Fit:
-    """Every card carries the same, so the one with the least room decides."""
+    """All cards hold the same amount, so the one with the least free memory decides."""
     smallest = min(cards, key=lambda card: free_of(card) or 0)
     free, use = free_of(smallest), engine.uses
     usable = round(free * use.share) if free is not None else None
     weights = weight_bytes_on_device(model, layout)
     cache_each = kv_bytes_on_device(model, asked.tokens, layout)
-    # Windows and states belong to each request; only what grows with every token is the same for all.
+    # Each request has its own windows and states; only the cache that grows with every token is shared.
     shared = model.kv_bytes_per_token * asked.shared_tokens / _divides_cache(model, layout)
     groups = max(1, layout.attention_data)
 
@@ -193,11 +193,11 @@ def _host_need(weights: int, cache: int, overhead: float, engine: Engine, usable
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """What stays on the cards and what goes to the host, for so many requests."""
+    """Which layers and bytes are on the cards, and which on the host."""
 
     kind: str
     layers: int
-    """Wholly on the cards."""
+    """Layers that are entirely on the cards."""
     host_layers: int
     card_weights: int
     card_cache: int
@@ -206,10 +206,10 @@ class _Split:
 def _offloaded(
     hardware: Hardware, cards: Sequence[Accelerator], model: Model, engine: Engine, asked: Asked
 ) -> Fit | None:
-    """As much on the cards as they hold, the rest on the host: routed experts first, since they are read least."""
+    """The cards hold as much as fits, and the host the rest: routed experts first, which are read least often."""
     rooms = [free_of(card) for card in cards]
     if not model.num_layers or any(room is None for room in rooms) or any(card.unified_memory for card in cards):
-        return None  # with unified memory there is no other place to put it
+        return None  # unified memory has no separate host memory to offload to
     use, count, layers = engine.uses, len(cards), model.num_layers
     usable = round(min(room or 0 for room in rooms) * use.share)
     host_usable = round(hardware.memory.available_bytes * (1 - RESERVED_SHARE))
@@ -237,7 +237,7 @@ def _offloaded(
         return _host_need(model.weight_bytes - part.card_weights, cache, own, engine, host_usable)
 
     def fits(requests: int) -> bool:
-        # Even with all layers on the host, the card computes prompts and needs room for that.
+        # Even with all layers on the host, the card computes prompts and needs memory for that.
         return overhead(requests) * (1 + use.spread) <= usable and host(requests, split(requests)).fits
 
     most = most_that(fits, asked.ceiling)

@@ -1,4 +1,4 @@
-"""A Decision as a Plan: all that `run` needs, and nothing that it would have to decide."""
+"""Turns a Decision into a Plan, which has all that `run` needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def plan(decision: Decision, model: Model, workload: Workload) -> Plan:
     if decision.engine is None or decision.settings is None or decision.weights is None:
         first = decision.refused[0] if decision.refused else None
         raise AnswerIsNo(
-            f"{model.name} cannot be served here as asked",
+            f"{model.name} cannot be served here as requested",
             cause=f"{first.engine}: {first.why}" if first else None,
             hint=join_alternatives(decision.hints) or (first.hint if first else None),
         )

@@ -1,4 +1,4 @@
-"""Several pools and services: each service where it fits, and one engine for as many of them as it serves well."""
+"""Places several services on pools of machines, and chooses one standard engine for as many as possible."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Asked:
         return self.service.name or self.model.name
 
     def on(self, pool: Pool, count: int) -> Decision:
-        """What so many of a pool's devices would be given for it."""
+        """The decision for this service on `count` devices of a pool."""
         return decide(machine_of(pool, count), self.model, self.service.workload, operations=self.operations)
 
 
@@ -37,7 +37,7 @@ HERE = "this machine"
 
 
 def on_one_machine(intent: Intent, models: Sequence[Model], hardware: Hardware) -> Portfolio:
-    """The services of an intent without pools, beside each other on one machine; raises when they do not fit so."""
+    """Place the services of an intent without pools together on one machine; raises if they do not fit."""
     asks = [
         Ask(
             service.name or model.name,
@@ -80,7 +80,7 @@ def _exception(decision: Decision, standard: str | None) -> str | None:
 
 
 def portfolio(intent: Intent, models: Sequence[Model]) -> Portfolio:
-    """The platform's answer; `models` are those of the services, in their order."""
+    """Place the services of an intent on its pools; `models` are those of the services, in their order."""
     asked = [
         Asked(service, model, service.operations or intent.operations)
         for service, model in zip(intent.services, models, strict=True)
@@ -89,7 +89,7 @@ def portfolio(intent: Intent, models: Sequence[Model]) -> Portfolio:
     standard, why = _standard(alone)
     free = {pool.name: pool.count for pool in intent.pools}
     placements: dict[int, Placement] = {}
-    # The largest first: what is small finds room in what is left.
+    # The largest models come first; small ones fit in what is left.
     for index in sorted(range(len(asked)), key=lambda position: -asked[position].model.weight_bytes):
         placements[index] = _placed(asked[index], alone[index], standard, intent.pools, free)
     pools = {pool.name: pool for pool in intent.pools}
@@ -112,11 +112,11 @@ def _standard(alone: Sequence[Decision]) -> tuple[str | None, str]:
     standard = STANDARD_ENGINE if STANDARD_ENGINE in best else min(best)
     count, name = wins[standard], engine_by_id(standard).name
     whom = "the only service" if len(alone) == 1 else f"{count} of {len(alone)} services"
-    return standard, f"{name} is what {whom} would choose; keeping one standard engine is cheaper than one for each"
+    return standard, f"{name} is the best choice for {whom}; one standard engine costs less to operate than several"
 
 
 def _anywhere(asked: Asked, pools: Sequence[Pool]) -> Decision:
-    """The decision in the largest pool that may hold it, before anybody has taken anything."""
+    """The decision for the largest pool in which the service fits while all pools are free."""
     decisions = [
         asked.on(pool, pool.count)
         for pool in sorted(pools, key=lambda pool: -_worth(pool, pool.count))
@@ -126,12 +126,12 @@ def _anywhere(asked: Asked, pools: Sequence[Pool]) -> Decision:
 
 
 def _worth(pool: Pool, count: int) -> int:
-    """What so many of its devices are to the platform, as far as anybody says: the memory of accelerators."""
+    """The total accelerator memory of this many devices, as a measure of what a placement costs."""
     return count * sum(card.memory_bytes or 0 for card in machine_of(pool, 1).accelerators)
 
 
 def machine_of(pool: Pool, count: int) -> Hardware:
-    """So many of a pool's devices as one machine."""
+    """`count` devices of a pool as one machine."""
     described = {
         "accelerator": pool.accelerator,
         "count": count if pool.accelerator else None,
@@ -149,7 +149,7 @@ def machine_of(pool: Pool, count: int) -> Hardware:
 def _placed(
     asked: Asked, alone: Decision, standard: str | None, pools: Sequence[Pool], free: dict[str, int]
 ) -> Placement:
-    """The least that holds everyone, with the standard engine unless the rules chose another for a reason."""
+    """Take the fewest devices that hold all requests; the exception says why another engine than the standard runs."""
     own = alone.engine if alone.engine is not None else standard
     reason = alone.reasons[0] if alone.reasons and own != standard else None
     exception = f"{own}: {reason.text} ({reason.rule})" if reason is not None else None
@@ -178,7 +178,7 @@ def _placed(
 
 
 def _more_faithful(asked: Asked, placed: Placement, pools: Mapping[str, Pool], free: dict[str, int]) -> Placement:
-    """With devices that nobody needs, weights of more bits, where they were rounded only to hold everyone."""
+    """Use free devices for weights with more bits, if they were quantized only so that all requests fit."""
     now = placed.decision
     if placed.pool is None or now.weights is None or now.weights.made == "as it is" or not _few_bits(now):
         return placed
@@ -202,19 +202,19 @@ def _holds(decision: Decision) -> bool:
 
 
 def _rank(decision: Decision, pool: Pool, count: int) -> tuple[bool, float, str]:
-    """What keeps up with readers takes as little as possible; where nothing does, the quickest is taken."""
+    """Sort key: placements faster than reading speed first, the smallest of them on top; then by time per token."""
     if _readable(decision) or decision.estimate.tpot_ms is None:
         return False, _worth(pool, count), pool.name
     return True, decision.estimate.tpot_ms.value, pool.name
 
 
 def _readable(decision: Decision) -> bool:
-    """Whether tokens come as fast as people read; what writes none is as it is."""
+    """Whether tokens arrive at twice the reading speed; always true for models that generate no text."""
     tpot = decision.estimate.tpot_ms
     return tpot is None or tpot.value <= COMFORT_TPOT_S * 1000
 
 
 def _counts(free: int) -> list[int]:
-    """Sizes that are tried, from small to large."""
+    """Device counts to try, in ascending order."""
     sizes = [size for size in (1, 2, 4, 8) if size <= free]
     return [*sizes, *range(16, free + 1, 8)]

@@ -1,4 +1,4 @@
-"""The same decision asked from other sides: what if, and on which machine?"""
+"""Variations of a decision: `plan --what-if`, and which hardware would serve the workload."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from bedplate.values.record import Record
 OLDEST_YEAR = 2020
 COUNTS = (1, 2, 4, 8)
 LAPTOP = " Laptop"
-"""How the names of chips end of which a machine has one."""
+"""The suffix of laptop chips, of which a machine has only one."""
 PAID = (
     ("cost per M tokens", "cost_per_million_tokens", ""),
     ("energy per M tokens", "kwh_per_million_tokens", "kWh"),
 )
-"""Money has no unit: it is the currency of the price that was said."""
+"""Cost has no unit: it is in the currency of the given price."""
 IN_TIME = "latency.target"
-"""The reason that says whether the targets are kept."""
+"""The rule whose reason says whether the latency targets are met."""
 KINDS = ("datacenter", "workstation", "consumer", "apple", "edge")
 
 
@@ -45,13 +45,13 @@ class WhatIf(Record, frozen=True, kw_only=True):
 
 
 def changes(before: Decision, after: Decision) -> tuple[Change, ...]:
-    """What differs, in the order in which a person would ask."""
+    """The differences, the most important first."""
     rows = [
         ("engine", before.engine or "nothing fits", after.engine or "nothing fits"),
         ("orchestrator", before.orchestrator or "none", after.orchestrator or "none"),
         ("weights", before.quantization or "", after.quantization or ""),
         ("layout", layout_words(before), layout_words(after)),
-        ("requests at once", f"{before.max_concurrency:,}", f"{after.max_concurrency:,}"),
+        ("concurrent requests", f"{before.max_concurrency:,}", f"{after.max_concurrency:,}"),
         ("rule", before.reasons[0].rule if before.reasons else "", after.reasons[0].rule if after.reasons else ""),
     ]
     for name, unit in (("ttft_ms", "ms"), ("tpot_ms", "ms"), ("output_tok_s", "tok/s"), ("memory_gb", "GB")):
@@ -59,12 +59,12 @@ def changes(before: Decision, after: Decision) -> tuple[Change, ...]:
         rows.append((name, _figure(one, unit), _figure(other, unit)))
     for what, name, unit in PAID:
         one, other = getattr(before.estimate, name), getattr(after.estimate, name)
-        rows.append((what, _figure(one, unit, "not known"), _figure(other, unit, "not known")))
+        rows.append((what, _figure(one, unit, "unknown"), _figure(other, unit, "unknown")))
     rows.append(("latency targets", _in_time(before), _in_time(after)))
     return tuple(Change(what=what, before=one, after=other) for what, one, other in rows if one != other)
 
 
-def _figure(figure: object, unit: str, unknown: str = "TBD") -> str:
+def _figure(figure: object, unit: str, unknown: str = "not predicted") -> str:
     value = getattr(figure, "value", None)
     return unknown if value is None else f"{units.figure(value)} {unit}".strip()
 
@@ -86,7 +86,7 @@ def layout_words(decision: Decision) -> str:
 
 
 class Offer(Record, frozen=True, kw_only=True):
-    """A machine that would serve the work, and how."""
+    """A machine that would serve the workload, with the decision for it."""
 
     accelerator: str
     count: int
@@ -97,13 +97,13 @@ class Offer(Record, frozen=True, kw_only=True):
 def procure(
     model: Model, workload: Workload, operations: Operations, only: Iterable[Chip] | None = None
 ) -> Iterator[tuple[Chip, Offer | None]]:
-    """For each known chip, the fewest that serve everyone within the targets; `None` where eight do not."""
+    """For each known chip, the smallest count that serves all requests within the targets; `None` if eight do not."""
     for chip in only if only is not None else purchasable():
         yield chip, _offer(chip, model, workload, operations)
 
 
 def purchasable() -> tuple[Chip, ...]:
-    """Chips that one would still buy, or finds in a cloud."""
+    """Chips that are still sold or offered by cloud providers."""
     return tuple(
         chip
         for chip in chips().values()
@@ -125,7 +125,7 @@ def _offer(chip: Chip, model: Model, workload: Workload, operations: Operations)
 
 
 def serves(decision: Decision, workload: Workload) -> bool:
-    """It fits, everyone is resident, and what comes and the targets, if there are any, are met by the estimate."""
+    """Whether it fits without offload, holds all requests, and by the estimate meets the rate and the targets."""
     if not decision.fits or decision.max_concurrency < decision.in_flight or too_slow(decision, workload):
         return False
     if decision.memory is not None and decision.memory.offload is not None:

@@ -1,12 +1,13 @@
-"""The rules: each one small function with an id, a sentence that a person understands, and its source.
+"""The rules. Each rule is one small function with an id, a docstring that states it, and its source.
 
-`docs/rules.md` is made from this file. A rule looks at a Case and says what it has to say, or nothing:
+`docs/rules.md` is generated from this file. A rule takes a Case and returns its conclusion, or `None` if it does not
+apply:
 
-- picks name the engines that the case asks for, the best first; they are asked in this order, and the first engine
-  that can run here and fits wins;
-- doubts say of one engine that it could, but was not built for this;
-- challenges say of one engine that is not chosen what evidence would justify it;
-- orchestration says what stands above the engine.
+- a pick names the engines that suit the case, in order of preference; picks apply in the order of this file, and the
+  first engine that can run here and fits is chosen;
+- a doubt states why an engine that can run here is not suitable;
+- a challenge states which measurement would justify an engine that was not chosen;
+- an orchestration rule names the orchestrator above the engine.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from typing import Generic, NamedTuple, ParamSpec, TypeVar
 from bedplate.decide.case import FEW, MANY, RTX_CARDS, STORED_BITS, Case
 
 ARTICLES = ("hardware-strategy", "cheat-sheet", "landscape", "behind-the-stack", "engines-compared")
-"""Short names of the source articles; the page of rules has their titles."""
+"""Short names of the source articles; docs/rules.md has their titles."""
 RULES_PAGE = "docs/rules.md"
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 STANDARD_ENGINE = "vllm"
-"""Of engines that serve as many services, the default of the source articles."""
+"""The default engine of the source articles; it breaks ties between engines that serve equally many services."""
 
 
 class Pick(NamedTuple):
     engines: tuple[str, ...]
     text: str
     holding: bool = False
-    """Whether all but the last of them count only where they hold every request at once."""
+    """Whether all engines but the last are chosen only if they hold all concurrent requests."""
 
 
 class Doubt(NamedTuple):
@@ -47,11 +48,11 @@ class Rule(Generic[P, T]):
     source: str
     says: Callable[P, T | None]
     engines: tuple[str, ...] = ()
-    """Those that it may pick, or the one that it speaks of."""
+    """The engines that it may pick, or the one that it is about."""
 
     @property
     def citation(self) -> str:
-        """What a reason names as its source: for a source article, the page that quotes it."""
+        """The source as a reason names it; for a source article, a link to docs/rules.md, which quotes it."""
         return f"{RULES_PAGE}#{self.id}" if self.source.startswith(ARTICLES) else self.source
 
     @property
@@ -108,11 +109,11 @@ def orchestration(
 # above the rules
 
 
-ASKED = ("operations.asked", "the person who asked (--engine)")
-MEASURED = ("evidence.measured", "store: what was measured on this machine")
+ASKED = ("operations.asked", "the --engine option")
+MEASURED = ("evidence.measured", "store: measured on this machine")
 
 
-# picks, in the order in which they are asked
+# picks, in the order in which they apply
 
 
 @pick(
@@ -121,14 +122,16 @@ MEASURED = ("evidence.measured", "store: what was measured on this machine")
     'hardware-strategy "default to vLLM, migrate only when a bottleneck is proven"',
 )
 def incumbent(case: Case) -> Pick | None:
-    """The engine in service stays until something measured here is better."""
+    """The engine in service stays until a measurement on this machine shows that another one is better."""
     name = case.operations.incumbent
     if name is None:
         return None
     if name == "ollama":
-        # It has a library of its own: what it would not import itself may be there.
-        return Pick((name, "llama.cpp"), "ollama, llama.cpp inside, is in service, and nothing measured here beats it")
-    return Pick((name,), f"{name} is in service, and nothing measured here beats it")
+        # Ollama has a model library; a model that it cannot import may be in there.
+        return Pick(
+            (name, "llama.cpp"), "ollama, which runs llama.cpp, is in service, and no measurement here favors another"
+        )
+    return Pick((name,), f"{name} is in service, and no measurement here favors another engine")
 
 
 @pick(
@@ -137,11 +140,11 @@ def incumbent(case: Case) -> Pick | None:
     'landscape "serving non-LLM models where the autoregressive optimizations of vLLM/TGI are irrelevant"',
 )
 def not_an_llm(case: Case) -> Pick | None:
-    """A model that writes no text gains nothing from an engine that is made to write text."""
+    """A model that generates no text runs on ONNX Runtime or PyTorch: LLM engines add nothing for it."""
     if case.is_llm or case.model.format == "gguf":
         return None
     task = case.workload.task if case.workload.task != "generate" else case.model.task
-    return Pick(("onnxruntime", "pytorch"), f"the work is to {task}: an engine for writing text would add nothing")
+    return Pick(("onnxruntime", "pytorch"), f"the task is {task}: an engine for text generation would add nothing")
 
 
 @pick(
@@ -150,7 +153,7 @@ def not_an_llm(case: Case) -> Pick | None:
     'landscape "Must be hardware-agnostic points to ONNX Runtime"',
 )
 def portable(case: Case) -> Pick | None:
-    """What must run unchanged on other vendors' hardware runs on ONNX Runtime, where that can hold it."""
+    """A deployment that must run unchanged on other vendors' hardware uses ONNX Runtime, if the model fits there."""
     if not case.operations.portable:
         return None
     others = ("vllm", "llama.cpp") if case.many else ("llama.cpp", "vllm")
@@ -159,8 +162,10 @@ def portable(case: Case) -> Pick | None:
 
 @pick("hardware.cpu", ("llama.cpp",), 'landscape "CPU-only or consumer hardware points to llama.cpp"')
 def no_accelerator(case: Case) -> Pick | None:
-    """Without a GPU, llama.cpp: its kernels and formats are made for CPUs."""
-    return None if case.hardware.accelerators else Pick(("llama.cpp",), "no GPU here: llama.cpp runs anywhere")
+    """On a machine without a GPU, llama.cpp: its kernels and formats are optimized for CPUs."""
+    if case.hardware.accelerators:
+        return None
+    return Pick(("llama.cpp",), "no GPU here: llama.cpp is optimized for CPUs")
 
 
 @pick(
@@ -169,7 +174,7 @@ def no_accelerator(case: Case) -> Pick | None:
     'cheat-sheet "GGUF, ultimate portability", "EXL2 quant", "EXL3 quant"; engines-compared "MLX quant"',
 )
 def format_given(case: Case) -> Pick | None:
-    """Weights that are made for one engine are served by it: converting them back would cost time or quality."""
+    """Weights in one engine's own format are served by that engine: a conversion would cost time or quality."""
     made_for = {
         "gguf": ("llama.cpp", "mistral.rs"),
         "mlx": ("mlx",),
@@ -177,7 +182,7 @@ def format_given(case: Case) -> Pick | None:
         "exl2": ("exllamav2",),
         "onnx": ("onnxruntime",),
     }.get(case.model.format)
-    return Pick(made_for, f"the weights are {case.model.format.upper()}") if made_for else None
+    return Pick(made_for, f"the weights are in {case.model.format.upper()} format") if made_for else None
 
 
 @pick(
@@ -186,26 +191,28 @@ def format_given(case: Case) -> Pick | None:
     'cheat-sheet "Mac workflows → MLX", "great for Mac-first workflows, not prod serving"',
 )
 def apple(case: Case) -> Pick | None:
-    """A Mac runs MLX; when many share it, llama.cpp, which keeps a slot for each of them."""
+    """A Mac runs MLX; for many concurrent requests it runs llama.cpp, which has a slot for each of them."""
     if case.vendor != "apple":
         return None
     if case.many:
-        return Pick(("llama.cpp", "mlx"), f"{case.in_flight} requests at once on a Mac: one slot for each")
-    return Pick(("mlx", "llama.cpp"), "Apple Silicon: unified memory, and the engine that is made for it")
+        return Pick(
+            ("llama.cpp", "mlx"), f"{case.in_flight} concurrent requests on a Mac: llama.cpp has a slot for each"
+        )
+    return Pick(("mlx", "llama.cpp"), "Apple Silicon: MLX is built for its unified memory")
 
 
 @pick("hardware.unusual", ("llama.cpp", "mistral.rs"), 'cheat-sheet "laptop / edge / weird hardware → llama.cpp"')
 def unusual(case: Case) -> Pick | None:
-    """Edge boxes, shared memory and GPUs that few engines know get the engine that runs everywhere."""
+    """Edge devices, unified memory and GPUs that few engines support run llama.cpp."""
     if case.vendor is None or (case.many and case.vendor in ("nvidia", "amd")):
         return None
     if case.vendor not in ("nvidia", "amd") or case.kind == "edge" or case.unified:
         name = case.hardware.accelerators[0].name
         if case.kind == "accelerator":
-            return Pick(("llama.cpp", "mistral.rs"), f"no engine here computes on {name}: the CPU beside it does")
+            return Pick(("llama.cpp", "mistral.rs"), f"no engine here supports {name}: the CPU of the host is used")
         return Pick(("llama.cpp", "mistral.rs"), f"{name}: llama.cpp runs on it")
     if case.vendor == "amd" and case.kind in ("consumer", "workstation"):
-        return Pick(("llama.cpp", "mistral.rs"), "an AMD card of the desk: llama.cpp runs on it through ROCm or Vulkan")
+        return Pick(("llama.cpp", "mistral.rs"), "an AMD desktop GPU: llama.cpp supports it through ROCm or Vulkan")
     return None
 
 
@@ -215,28 +222,27 @@ def unusual(case: Case) -> Pick | None:
     'cheat-sheet "best when VRAM is tight and RAM is plenty"; hardware-strategy "low VRAM … plenty of system RAM"',
 )
 def tight_memory(case: Case) -> Pick | None:
-    """A model whose 4-bit weights are larger than the cards' memory is split between cards and RAM."""
-    room = sum(card.free_bytes or card.memory_bytes or 0 for card in case.hardware.accelerators)
-    four_bit = min(case.model.weight_bytes, case.model.parameters // 2)
-    if not room or four_bit < room:
+    """A model whose 4-bit weights exceed the memory of all GPUs is split between GPUs and RAM."""
+    card_bytes = sum(card.free_bytes or card.memory_bytes or 0 for card in case.hardware.accelerators)
+    four_bit_bytes = min(case.model.weight_bytes, case.model.parameters // 2)
+    if not card_bytes or four_bit_bytes < card_bytes:
         return None
-    return Pick(
-        ("llama.cpp",), f"its weights exceed the cards' {room / 1e9:,.0f} GB even in 4 bits; RAM holds the rest"
-    )
+    text = f"even 4-bit weights exceed the {card_bytes / 1e9:,.0f} GB of GPU memory; the rest stays in RAM"
+    return Pick(("llama.cpp",), text)
 
 
 @pick(
     "format.stored",
     ("exllamav2", "vllm", "llama.cpp"),
-    "physics: what is in four bits already loses again when it is stored anew",
+    "physics: weights of about four bits lose quality again when they are requantized",
 )
 def stored_small(case: Case) -> Pick | None:
-    """Weights that come in about four bits are served in them, by an engine that takes them so."""
+    """Weights that are published in about four bits are served as they are, by an engine that loads them."""
     details = case.model.quantization_details
     if not case.rtx or not case.few or details is None or details.bits > STORED_BITS:
         return None
     engines = {"gptq": ("exllamav2", "vllm"), "mxfp4": ("llama.cpp", "vllm")}.get(details.method, ("vllm",))
-    return Pick(engines, f"the weights come in {case.model.quantization}, and are served so")
+    return Pick(engines, f"the weights are published in {case.model.quantization} and are served without conversion")
 
 
 @pick(
@@ -245,12 +251,13 @@ def stored_small(case: Case) -> Pick | None:
     'hardware-strategy "Consumer GPU 1-4x RTX -> ExLlamaV2 / ExLlamaV3"',
 )
 def rtx(case: Case) -> Pick | None:
-    """One to four RTX cards and a person or a few: ExLlama, whose quantization is made for them."""
+    """One to four RTX cards and a few concurrent requests: ExLlama, whose quantization is designed for such cards."""
     if not case.rtx or not case.few or case.workload.precision_sensitive or case.workload.task != "generate":
         return None
-    cards = f"{case.cards} cards" if case.cards > 1 else "one card"
-    kind = "of the desk" if case.before_turing else "of the RTX kind"
-    return Pick(("exllamav3", "exllamav2", "llama.cpp"), f"{cards} {kind} and {case.in_flight} at a time")
+    number = case.cards if case.cards > 1 else "one"
+    kind = "NVIDIA desktop" if case.before_turing else "RTX"
+    requests = f"{case.in_flight} concurrent requests" if case.in_flight > 1 else "one request at a time"
+    return Pick(("exllamav3", "exllamav2", "llama.cpp"), f"{number} {kind} card{'s' * (case.cards > 1)}, {requests}")
 
 
 @pick(
@@ -259,10 +266,10 @@ def rtx(case: Case) -> Pick | None:
     'landscape "Prototyping, batch jobs that process one item at a time, or low-traffic internal tools"',
 )
 def prototype(case: Case) -> Pick | None:
-    """One request at a time, a model that changes often and no machinery: no engine at all."""
+    """One request at a time, a model that changes often and no deployment infrastructure: plain PyTorch."""
     if case.in_flight > 1 or case.operations.machinery != "none" or case.operations.model_changes != "often":
         return None
-    return Pick(("pytorch", "vllm"), "one request at a time, a model that changes often, and no machinery wanted")
+    return Pick(("pytorch", "vllm"), "one request at a time, a model that changes often, no deployment infrastructure")
 
 
 @pick(
@@ -271,7 +278,7 @@ def prototype(case: Case) -> Pick | None:
     'landscape "a stable model that rarely changes", "committed to NVIDIA GPUs", "absolute maximum tokens-per-second"',
 )
 def compiled(case: Case) -> Pick | None:
-    """Extreme volume on data-centre NVIDIA with a model that rarely changes is what TensorRT-LLM is for."""
+    """Extreme volume on NVIDIA data-centre GPUs with a model that rarely changes: TensorRT-LLM."""
     stable = case.operations.model_changes == "rarely" and case.workload.volume == "extreme"
     if not stable or case.vendor != "nvidia" or case.kind != "datacenter" or not case.allows("container"):
         return None
@@ -284,7 +291,7 @@ def compiled(case: Case) -> Pick | None:
     'hardware-strategy "SGLang (RadixAttention)"; engines-compared "structured generation and prefix sharing"',
 )
 def shared_prefix(case: Case) -> Pick | None:
-    """Requests that share most of their prompt want a tree of prefixes."""
+    """Requests that share most of their prompt: SGLang, which caches prefixes in a radix tree."""
     if not _server_grade(case) or not case.shares_prefix or not case.allows("container"):
         return None
     shared = f"{case.workload.shared_prefix_tokens:,} of {case.workload.prompt_tokens:,} prompt tokens are shared"
@@ -298,28 +305,28 @@ def shared_prefix(case: Case) -> Pick | None:
     'behind-the-stack "Designed for batched tool-using agents and workflows"',
 )
 def structured(case: Case) -> Pick | None:
-    """Many structured answers at once are what SGLang's runtime is built around."""
+    """Many concurrent requests with structured output: SGLang, whose runtime is designed for them."""
     if not _server_grade(case) or not case.workload.structured_output or not case.many or not case.allows("container"):
         return None
-    return Pick(("sglang", "vllm"), f"structured output for {case.in_flight} requests at once")
+    return Pick(("sglang", "vllm"), f"structured output for {case.in_flight} concurrent requests")
 
 
 @pick("serve.moe-long", ("sglang", "vllm"), 'cheat-sheet "complex infra / long context / MoE → SGLang"')
 def moe_long(case: Case) -> Pick | None:
-    """A mixture of experts with long requests, where the team runs more than one container."""
+    """Many long requests to a mixture-of-experts model, and a team that runs containers: SGLang."""
     if not _server_grade(case) or not (case.moe and case.long and case.many) or not case.allows("container"):
         return None
-    return Pick(("sglang", "vllm"), f"a mixture of experts and requests of {case.workload.request_tokens:,} tokens")
+    tokens = case.workload.request_tokens
+    return Pick(("sglang", "vllm"), f"a mixture-of-experts model and requests of {tokens:,} tokens")
 
 
 @pick("serve.long", ("sglang", "vllm"), 'hardware-strategy "Complex infra, long context, MoE -> SGLang"')
 def very_long(case: Case) -> Pick | None:
-    """Very long requests of many, on infrastructure that is a cluster anyway."""
+    """Many very long requests, and a team that runs Kubernetes or a cluster: SGLang."""
     if not _server_grade(case) or not (case.very_long and case.many) or not case.allows("kubernetes"):
         return None
-    return Pick(
-        ("sglang", "vllm"), f"{case.in_flight} requests of {case.workload.request_tokens:,} tokens on a cluster"
-    )
+    tokens = case.workload.request_tokens
+    return Pick(("sglang", "vllm"), f"{case.in_flight} concurrent requests of {tokens:,} tokens on a cluster")
 
 
 @pick(
@@ -328,10 +335,10 @@ def very_long(case: Case) -> Pick | None:
     'landscape "your workflow already lives in HuggingFace"; TGI was archived in March 2026',
 )
 def huggingface(case: Case) -> Pick | None:
-    """For a team that lives on the hub, vLLM: it loads the same models, and TGI is no longer developed."""
+    """A team that uses the Hugging Face Hub: vLLM, which loads the same models; TGI is no longer developed."""
     if case.operations.ecosystem != "huggingface" or case.vendor not in ("nvidia", "amd"):
         return None
-    return Pick(("vllm",), "a team on the hub: vLLM loads its models as they are, and TGI is no longer developed")
+    return Pick(("vllm",), "vLLM loads models of the Hugging Face Hub directly, and TGI is no longer developed")
 
 
 @pick(
@@ -340,12 +347,12 @@ def huggingface(case: Case) -> Pick | None:
     'hardware-strategy "Default candidate for general production serving"',
 )
 def general_serving(case: Case) -> Pick | None:
-    """Serving from GPUs is vLLM's: the broadest hardware and model coverage, and predictable."""
+    """The default for serving from GPUs is vLLM: it covers the most hardware and models, and is predictable."""
     if case.vendor not in ("nvidia", "amd"):
         return None
     if case.in_flight == 1:
-        return Pick(("vllm", "llama.cpp", "pytorch"), "one request at a time over an API, on GPUs")
-    return Pick(("vllm",), f"{case.in_flight} requests at once over an API, on GPUs")
+        return Pick(("vllm", "llama.cpp", "pytorch"), "one request at a time on GPUs")
+    return Pick(("vllm",), f"{case.in_flight} concurrent requests on GPUs: vLLM is the default")
 
 
 SIMPLEST_FIRST = ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "sglang", "exllamav3", "mlx")
@@ -353,62 +360,67 @@ SIMPLEST_FIRST = ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "
 
 @pick("anywhere", SIMPLEST_FIRST, 'cheat-sheet "runs anywhere"')
 def anywhere(case: Case) -> Pick | None:
-    """What nothing else serves, the engine that runs anywhere does, if it can."""
-    return Pick(SIMPLEST_FIRST, "nothing that is made for this serves it here; this can")
+    """If no other rule finds an engine, the simplest engine that can run here and fits."""
+    return Pick(SIMPLEST_FIRST, "no engine that suits this workload runs here; this is the simplest that does")
 
 
 def _server_grade(case: Case) -> bool:
     return case.vendor in ("nvidia", "amd") and case.kind == "datacenter" and case.workload.task == "generate"
 
 
-# doubts: it could, but was not built for this
+# doubts: the engine can run here, but is not suitable
 
 
 @doubt("doubt.mlx", "mlx", 'engines-compared "Apple-only"')
 def mlx_elsewhere(case: Case) -> Doubt | None:
-    """Off a Mac, MLX only shows that it runs."""
+    """MLX is designed for Macs and is not optimized for other machines."""
     if case.vendor == "apple":
         return None
-    return Doubt("made for Apple's unified memory; elsewhere it only shows that it runs", "a Mac with an M-series chip")
+    return Doubt("designed for Apple's unified memory, not optimized for other hardware", "a Mac with an M-series chip")
 
 
 @doubt("doubt.mlx-many", "mlx", 'cheat-sheet "great for Mac-first workflows, not prod serving"')
 def mlx_for_many(case: Case) -> Doubt | None:
-    """MLX is for one person's Mac, not for serving many."""
-    return Doubt("for one person's Mac, not for serving many", "fewer requests at once") if case.many else None
+    """MLX is designed for one user's Mac, not for many concurrent requests."""
+    if not case.many:
+        return None
+    return Doubt("designed for one user's Mac, not for many concurrent requests", "fewer concurrent requests")
 
 
 @doubt("doubt.exllama", "exllamav3", 'cheat-sheet "consumer rigs pretending to be datacenters"')
 def exllama_at_scale(case: Case) -> Doubt | None:
-    """ExLlamaV3 is for one to four RTX cards and a few requests at once."""
+    """ExLlamaV3 is designed for one to four RTX cards and a few concurrent requests."""
     return _beyond_exllama(case)
 
 
 @doubt("doubt.exllamav2", "exllamav2", 'cheat-sheet "not meant for clusters or non-CUDA"')
 def exllamav2_at_scale(case: Case) -> Doubt | None:
-    """ExLlamaV2 likewise."""
+    """ExLlamaV2 is designed for one to four RTX cards and a few concurrent requests."""
     return _beyond_exllama(case)
 
 
 def _beyond_exllama(case: Case) -> Doubt | None:
-    hint = f"one to {RTX_CARDS} RTX cards and at most {FEW} requests at once"
+    hint = f"one to {RTX_CARDS} RTX cards and at most {FEW} concurrent requests"
     if case.cards > RTX_CARDS:
-        return Doubt(f"for one to {RTX_CARDS} cards, and here are {case.cards}", hint)
+        return Doubt(f"designed for one to {RTX_CARDS} cards; this machine has {case.cards}", hint)
     if case.in_flight > FEW:
-        return Doubt(f"for a person or a few, not for {case.in_flight} requests at once", hint)
+        return Doubt(f"designed for at most {FEW} concurrent requests, not for {case.in_flight}", hint)
     if case.workload.precision_sensitive:
         return Doubt(
-            "its point is quantized weights, and this work shows small errors", "work that bears 4-bit weights"
+            "designed for quantized weights, and this workload is precision-sensitive",
+            "a workload that tolerates 4-bit weights",
         )
-    return None if case.rtx else Doubt("built for RTX cards at home, not for data-centre cards", hint)
+    return None if case.rtx else Doubt("designed for desktop RTX cards, not for data-centre GPUs", hint)
 
 
 @doubt("doubt.llama.cpp", "llama.cpp", 'engines-compared "Not the high-concurrency GPU throughput king"')
 def llama_cpp_for_many(case: Case) -> Doubt | None:
-    """On GPUs, llama.cpp is not built for many requests at once."""
+    """On GPUs, llama.cpp is not designed for many concurrent requests."""
     if not case.many or case.vendor not in ("nvidia", "amd"):
         return None
-    return Doubt("not built for many requests at once on GPUs", f"fewer than {MANY} requests at once, or little VRAM")
+    return Doubt(
+        "not designed for many concurrent requests on GPUs", f"fewer than {MANY} concurrent requests, or little VRAM"
+    )
 
 
 @doubt(
@@ -417,43 +429,52 @@ def llama_cpp_for_many(case: Case) -> Doubt | None:
     'behind-the-stack "Mistral.rs and similar projects: Built for maximum portability"',
 )
 def mistralrs_for_many(case: Case) -> Doubt | None:
-    """mistral.rs' package answers one request after another."""
+    """The mistral.rs package processes one request at a time."""
     if case.in_flight <= FEW:
         return None
-    return Doubt("a portable program for one person; its package answers one request after another", "one user")
+    return Doubt("its package processes one request at a time", "one user")
 
 
 @doubt("doubt.pytorch", "pytorch", 'landscape "there is no memory management or batching infrastructure"')
 def pytorch_for_serving(case: Case) -> Doubt | None:
-    """PyTorch alone is for prototypes and for one item at a time."""
+    """Plain PyTorch is for prototypes and for one item at a time."""
     if case.in_flight == 1 and case.operations.machinery == "none":
         return None
-    return Doubt("no memory management and hardly any batching: for prototypes", "one item at a time, no machinery")
+    return Doubt(
+        "for prototypes: no memory management and hardly any batching",
+        "one item at a time, without deployment infrastructure",
+    )
 
 
 @doubt("doubt.onnxruntime", "onnxruntime", 'landscape "not specialized for LLMs or autoregressive generation"')
 def onnxruntime_for_text(case: Case) -> Doubt | None:
-    """ONNX Runtime is not made for writing text, unless portability asks for it."""
+    """ONNX Runtime is not optimized for text generation; it is suitable when the deployment must be portable."""
     if not case.is_llm or case.operations.portable:
         return None
-    return Doubt("general, not made for writing text", "it must run on several vendors' hardware, or is no LLM")
+    return Doubt(
+        "a general runtime, not optimized for text generation",
+        "a deployment that must run on several vendors' hardware, or a model that is not an LLM",
+    )
 
 
 @doubt("doubt.vllm", "vllm", 'behind-the-stack "Deployed on a few powerful machines (e.g., A100s or H100s)"')
 def vllm_without_gpu(case: Case) -> Doubt | None:
-    """Without a GPU and for a few, vLLM's machinery is for nothing."""
+    """vLLM gains nothing on a machine without a GPU that serves few concurrent requests."""
     if case.vendor is not None or case.many:
         return None
-    return Doubt("built to serve many users from GPUs", "a GPU, or many requests at once on a server's CPU")
+    return Doubt("designed to serve many users from GPUs", "a GPU, or many concurrent requests on a server CPU")
 
 
 @doubt("doubt.sglang", "sglang", 'cheat-sheet "this is infra nerd territory"')
 def sglang_for_few(case: Case) -> Doubt | None:
-    """SGLang's machinery is for many requests at once on GPUs."""
-    hint = "many requests that share prefixes, are structured, or are long on a mixture of experts"
+    """SGLang is designed for many concurrent requests on GPUs."""
+    hint = (
+        "many concurrent requests that share prefixes, ask for structured output, or are long and use a "
+        "mixture-of-experts model"
+    )
     if case.vendor is None:
-        return Doubt("built for clusters of GPUs", hint)
-    return Doubt("its machinery is for many requests at once", hint) if not case.many else None
+        return Doubt("designed for clusters of GPUs", hint)
+    return Doubt("designed for many concurrent requests", hint) if not case.many else None
 
 
 @doubt(
@@ -462,42 +483,42 @@ def sglang_for_few(case: Case) -> Doubt | None:
     'hardware-strategy "If the workload does not justify that complexity, it is a net loss"',
 )
 def tensorrt_unjustified(case: Case) -> Doubt | None:
-    """TensorRT-LLM's upkeep pays only at high volume and with a model that does not change."""
+    """The maintenance of TensorRT-LLM is justified only at high volume and with a model that rarely changes."""
     hint = "extreme volume, and a model that rarely changes"
     if case.operations.model_changes == "often":
-        return Doubt("tied to its versions and to fewer models, and the model changes often", hint)
+        return Doubt("supports fewer models, each tied to a version, and the model changes often", hint)
     if not case.many:
-        return Doubt("its upkeep is not justified for so few requests", hint)
-    return Doubt("its upkeep wants more than this team runs", hint) if not case.allows("container") else None
+        return Doubt("few concurrent requests do not justify its maintenance", hint)
+    return Doubt("needs at least containers, and the team runs none", hint) if not case.allows("container") else None
 
 
 @doubt("doubt.tgi", "tgi", "huggingface/text-generation-inference: archived in March 2026")
 def tgi_for_something_new(case: Case) -> Doubt | None:
-    """Nothing new starts on TGI, which is no longer developed."""
+    """TGI is no longer developed and is not chosen for new services."""
     if case.operations.incumbent == "tgi":
         return None
-    return Doubt("no longer developed: nothing new should start on it", "it is in service already", "outranked")
+    return Doubt("no longer developed; do not start a new service with it", "it is already in service", "outranked")
 
 
 @doubt("doubt.ollama", "ollama", "ollama/ollama: v0.32.15, llm/llama_server.go starts llama.cpp's server (b10488)")
 def ollama_instead_of_llama_cpp(case: Case) -> Doubt | None:
-    """Ollama runs llama.cpp; bedplate runs that itself, and keeps the models itself."""
+    """Ollama runs llama.cpp; bedplate runs llama.cpp directly and manages the models."""
     if case.operations.incumbent == "ollama":
         return None
     return Doubt(
-        "llama.cpp inside, with a store of its own; llama.cpp is run here directly",
-        "it is in service already",
+        "a wrapper around llama.cpp with its own model store; llama.cpp runs here directly",
+        "it is already in service",
         "outranked",
     )
 
 
 @doubt("doubt.lmdeploy", "lmdeploy", 'hardware-strategy "Keeping one standard engine"; no article names LMDeploy')
 def lmdeploy_without_evidence(case: Case) -> Doubt | None:
-    """LMDeploy is vLLM's like: a second server wants evidence, asked for with 4-bit weights or on cards vLLM left."""
+    """LMDeploy serves the same cases as vLLM; it is a challenger with 4-bit weights or on GPUs that vLLM dropped."""
     if case.operations.incumbent == "lmdeploy" or _four_bits_for_many(case) or _many_on_old_cards(case):
         return None
-    hint = "it is in service already, or measured here to be faster"
-    return Doubt("serves what vLLM serves: a second server of that kind wants evidence", hint, "outranked")
+    hint = "it is already in service, or a measurement here shows that it is faster"
+    return Doubt("serves the same cases as vLLM; no measurement here shows that it is better", hint, "outranked")
 
 
 def _four_bits_for_many(case: Case) -> bool:
@@ -509,16 +530,16 @@ def _many_on_old_cards(case: Case) -> bool:
     return case.many and case.before_turing
 
 
-# challenges: worth measuring, and the evidence that would justify each
+# challenges: engines worth measuring, each with the evidence that would justify it
 
 
 @challenge("challenge.vllm", "vllm", 'hardware-strategy "Keeping one standard engine"')
 def measure_vllm(case: Case, chosen: str) -> str | None:
-    """The default is worth measuring against whatever was chosen instead of it on GPUs."""
+    """vLLM, the default, is worth measuring if another engine was chosen on GPUs, or for many requests on a CPU."""
     if case.vendor in ("nvidia", "amd") and (case.in_flight > 1 or chosen in ("tgi", "pytorch")):
-        return f"tokens per second and latency no worse than {chosen}'s on your traffic: it is the standard"
+        return f"throughput and latency no worse than {chosen}'s on your traffic: vLLM is the default"
     if case.vendor is None and case.many and "avx512f" in {name.lower() for name in case.hardware.cpu.instruction_sets}:
-        return f"more tokens per second than {chosen} at {case.in_flight} requests at once on this CPU"
+        return f"more tokens per second than {chosen} at {case.in_flight} concurrent requests on this CPU"
     return None
 
 
@@ -526,10 +547,10 @@ def measure_vllm(case: Case, chosen: str) -> str | None:
     "challenge.sglang", "sglang", 'hardware-strategy "making that branching decision based on measured bottlenecks"'
 )
 def measure_sglang(case: Case, chosen: str) -> str | None:
-    """SGLang where many are served: when prefixes repeat, or the scheduler is the limit."""
+    """SGLang is worth measuring for many concurrent requests, if prefixes repeat or the scheduler is the bottleneck."""
     if not case.many or case.vendor not in ("nvidia", "amd") or chosen not in ("vllm", "tensorrt-llm", "tgi"):
         return None
-    return "prompts that repeat (prefix cache hits), or a queue that grows while the cache has room"
+    return "prefix cache hits from repeated prompts, or a queue that grows while the KV cache has free blocks"
 
 
 @challenge(
@@ -538,44 +559,44 @@ def measure_sglang(case: Case, chosen: str) -> str | None:
     'hardware-strategy "worth investing in only for extreme volume or latency-critical cases"',
 )
 def measure_tensorrt(case: Case, chosen: str) -> str | None:
-    """TensorRT-LLM where volume is high on NVIDIA and the model does not change often."""
+    """TensorRT-LLM is worth measuring for many concurrent requests on NVIDIA data-centre GPUs."""
     if not case.many or case.vendor != "nvidia" or case.kind != "datacenter":
         return None
-    return f"{chosen} bound by compute or runtime overhead at full load, and a gain that pays for its upkeep"
+    return f"a compute or runtime-overhead bottleneck of {chosen} at full load, and a gain worth the maintenance"
 
 
 @challenge("challenge.exllamav3", "exllamav3", 'cheat-sheet "single RTX box go brrr"')
 def measure_exllama(case: Case, chosen: str) -> str | None:
-    """ExLlamaV3 on RTX cards for a few."""
+    """ExLlamaV3 is worth measuring on RTX cards for a few concurrent requests."""
     if not case.rtx or not case.few or case.workload.precision_sensitive:
         return None
-    return f"more tokens per second for one stream than {chosen}, at the same quality against the reference"
+    return f"more tokens per second for one stream than {chosen}, with the same agreement with the reference"
 
 
 @challenge("challenge.llama.cpp", "llama.cpp", 'cheat-sheet "runs anywhere"')
 def measure_llama_cpp(case: Case, chosen: str) -> str | None:
-    """llama.cpp beside whatever serves a few: it is the simplest."""
+    """llama.cpp is worth measuring for fewer than ten concurrent requests: it is the simplest engine."""
     others = ("mlx", "exllamav3", "exllamav2", "pytorch", "vllm", "ollama")
     if case.many or not case.is_llm or chosen not in others:
         return None
-    return f"as many tokens per second as {chosen}: it is the simpler one to keep"
+    return f"as many tokens per second as {chosen}: llama.cpp is simpler to operate"
 
 
 @challenge("challenge.mlx", "mlx", 'cheat-sheet "Apple Silicon weapon"')
 def measure_mlx(case: Case, chosen: str) -> str | None:
-    """MLX on a Mac that runs something else."""
+    """MLX is worth measuring on a Mac that runs another engine."""
     return f"more tokens per second than {chosen} on this Mac" if case.vendor == "apple" and not case.many else None
 
 
 @challenge(
     "challenge.lmdeploy",
     "lmdeploy",
-    "InternLM/lmdeploy: README of 0.18.0, its own figures: gpt-oss at 1.5 times vLLM's speed on H800",
+    "InternLM/lmdeploy: README of 0.18.0, LMDeploy's figures: gpt-oss at 1.5 times vLLM's speed on H800",
 )
 def measure_lmdeploy(case: Case, chosen: str) -> str | None:
-    """LMDeploy for many on NVIDIA: with 4-bit weights, where its own figures are above vLLM's; on cards vLLM left."""
+    """LMDeploy is worth measuring for many concurrent requests with 4-bit weights or on GPUs that vLLM dropped."""
     if _many_on_old_cards(case):
-        return f"more tokens per second than {chosen} on your traffic: it divides layers over cards as old as these"
+        return f"more tokens per second than {chosen} on your traffic: it supports tensor parallelism on these GPUs"
     if not _four_bits_for_many(case) or chosen not in ("vllm", "sglang", "tgi", "tensorrt-llm"):
         return None
     return f"more tokens per second than {chosen} on the same {case.model.quantization} weights and your traffic"
@@ -588,14 +609,14 @@ def measure_lmdeploy(case: Case, chosen: str) -> str | None:
     "orchestrate.dynamo", 'behind-the-stack "Use Dynamo when you need to scale inference like infrastructure"'
 )
 def dynamo(case: Case, nodes: int) -> Pick | None:
-    """Several nodes of NVIDIA GPUs under extreme load, and a team that runs clusters: Dynamo."""
+    """Several nodes of NVIDIA GPUs, extreme volume, and a team that runs clusters: Dynamo."""
     if nodes < 2 or case.vendor != "nvidia" or not case.allows("cluster"):
         return None
     if case.workload.volume != "extreme" and case.in_flight < 1000:
         return None
     return Pick(
         ("dynamo",),
-        f"{nodes} nodes and {case.in_flight:,} requests at once: routing by cache, prefill and decode apart",
+        f"{nodes} nodes and {case.in_flight:,} concurrent requests: KV-aware routing and disaggregated prefill",
     )
 
 
@@ -603,7 +624,7 @@ def dynamo(case: Case, nodes: int) -> Pick | None:
     "orchestrate.kubernetes", 'hardware-strategy "We pool GPUs on Kubernetes, manage queuing and scheduling with Kueue"'
 )
 def kubernetes(case: Case, nodes: int) -> Pick | None:
-    """Several nodes, and a team that runs Kubernetes."""
+    """Several nodes, and a team that runs Kubernetes: Kubernetes."""
     if nodes < 2 or case.operations.machinery != "kubernetes":
         return None
     return Pick(("kubernetes",), f"{nodes} nodes, and the team runs Kubernetes")
@@ -611,5 +632,5 @@ def kubernetes(case: Case, nodes: int) -> Pick | None:
 
 @orchestration("orchestrate.ray", 'behind-the-stack "How much infrastructure are you willing to manage?"')
 def ray(case: Case, nodes: int) -> Pick | None:
-    """Several nodes otherwise: Ray starts one engine, or its replicas, over all of them."""
-    return Pick(("ray",), f"{nodes} nodes: one start over all of them") if nodes > 1 else None
+    """Several nodes in all other cases: Ray starts the engine, or its replicas, on all of them."""
+    return Pick(("ray",), f"{nodes} nodes: Ray starts the engine on all of them") if nodes > 1 else None

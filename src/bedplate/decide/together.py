@@ -1,4 +1,4 @@
-"""Several models, or several replicas of one, on one machine: what each gets of it, and whether they fit together."""
+"""Divides one machine among several models or replicas, and checks that they fit together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bedplate.values.units import memory
 
 HOST = "host"
 FULL_SHARE = 0.05
-"""A card with less than this of its memory left is no place for another model."""
+"""A card with a smaller share of free memory gets no further model."""
 Need = Mapping[str, int]
-"""Bytes by device, at the most: "host", and cards as "card 0"."""
+"""Maximum bytes by device: "host", and cards as "card 0"."""
 Decides = Callable[[Hardware, Workload], Decision]
 
 
@@ -28,26 +28,27 @@ class Ask:
     decides: Decides
     replicas: int = 1
     on_demand: bool = False
-    """Whether it shares its place with others that are loaded on demand."""
+    """Whether it is loaded on demand and shares memory with other models that are."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a service gets of the machine: the same for each of its replicas."""
+    """The part of the machine that a service gets; all its replicas are the same."""
 
     workload: Workload
-    """Of one replica."""
+    """The workload of one replica."""
     decision: Decision
     needs: tuple[Need, ...]
-    """Of each replica."""
+    """The memory of each replica."""
     cards: tuple[tuple[int, ...], ...]
-    """The accelerators of each replica by the driver's numbers; empty where it may take them as they come."""
+    """The accelerators of each replica by the driver's indices; empty if the engine chooses."""
 
 
 def together(hardware: Hardware, asks: Sequence[Ask], budget_bytes: int | None = None) -> tuple[Part, ...]:
-    """A part for each; raises when they do not fit together. First as each would like it, then with what was asked for.
+    """A part for each service; raises if they do not fit together.
 
-    Those that stay loaded are counted together. Those on demand must fit beside them one at a time.
+    If they do not fit with spare context and slots, the minimum is tried. Services that stay loaded must fit together;
+    each service on demand must fit in the remaining memory alone.
     """
     try:
         return _parts(hardware, asks, budget_bytes)
@@ -67,13 +68,13 @@ def _parts(hardware: Hardware, asks: Sequence[Ask], budget_bytes: int | None) ->
         rest = less(hardware, taken, budget_bytes)
         part = _part(rest, ask, alone=len(asks) == 1, name_cards=len(hardware.accelerators) > 1)
         if not part.decision.fits and (len(asks) > 1 or ask.replicas > 1 or budget_bytes is not None):
-            beside = [asks[other].name for other in stay if other in found]
-            raise _too_much(ask, part.decision, beside, hardware, budget_bytes)
+            others = [asks[other].name for other in stay if other in found]
+            raise _too_much(ask, part.decision, others, hardware, budget_bytes)
         if _crowded(part, ask, hardware):
             raise AnswerIsNo(
-                f"{ask.replicas} replicas of {part.decision.engine} need an accelerator each",
-                cause=f"it takes a share of the whole card, and there are {len(hardware.accelerators)}",
-                hint=f"fewer replicas, or --engine {FIRST.id}, whose processes share a card",
+                f"{ask.replicas} replicas of {part.decision.engine} need one accelerator each",
+                cause=f"each reserves a share of a whole GPU, and there are only {len(hardware.accelerators)}",
+                hint=f"fewer replicas, or --engine {FIRST.id}, whose processes can share a GPU",
             )
         found[index] = part
         if not ask.on_demand:
@@ -100,7 +101,7 @@ def _crowded(part: Part, ask: Ask, hardware: Hardware) -> bool:
 
 
 def need_of(decision: Decision, cards: Sequence[Accelerator]) -> Need:
-    """What one engine is counted for on each device; an engine that takes a share of a card takes the card."""
+    """The memory that one engine needs on each device; an engine that reserves a share of a card takes all of it."""
     found: dict[str, int] = {}
     whole = decision.settings is not None and decision.settings.memory_share is not None
     for one in decision.memory.devices if decision.memory is not None else ():
@@ -113,7 +114,7 @@ def need_of(decision: Decision, cards: Sequence[Accelerator]) -> Need:
 
 
 def less(hardware: Hardware, taken: Sequence[Need], budget_bytes: int | None = None) -> Hardware:
-    """The machine as it is when so much of it is taken, within the budget; cards with most room come first."""
+    """The machine without the memory that is taken, within the budget; cards with the most free memory first."""
     left = None if budget_bytes is None else max(0, budget_bytes - sum(sum(need.values()) for need in taken))
     available = hardware.memory.available_bytes - sum(need.get(HOST, 0) for need in taken)
     if left is not None:
@@ -121,8 +122,8 @@ def less(hardware: Hardware, taken: Sequence[Need], budget_bytes: int | None = N
     cards = [_less_of(card, taken, left) for card in hardware.accelerators]
     if taken:
         cards.sort(key=lambda card: -(free_of(card) or 0))
-        roomy = [card for card in cards if not _full(card)]
-        cards = roomy or cards[:1]
+        not_full = [card for card in cards if not _full(card)]
+        cards = not_full or cards[:1]
     return replaced(
         hardware,
         memory=replaced(hardware.memory, available_bytes=max(0, available)),
@@ -144,7 +145,7 @@ def _full(card: Accelerator) -> bool:
 
 
 def portion(hardware: Hardware, cards: Sequence[Accelerator], replicas: int) -> Hardware:
-    """The machine as one of so many replicas may see it: its part of the cores and of the memory, and its cards."""
+    """The part of the machine for one replica: its share of cores and memory, and its cards."""
     cpu = hardware.cpu
     return replaced(
         hardware,
@@ -159,7 +160,7 @@ def portion(hardware: Hardware, cards: Sequence[Accelerator], replicas: int) -> 
 
 
 def _groups(cards: Sequence[Accelerator], replicas: int) -> list[tuple[Accelerator, ...]]:
-    """The cards of each replica, those with the least room last; where there are too few, replicas share them."""
+    """The cards of each replica, those with the least free memory last; replicas share cards if there are too few."""
     if not cards:
         return [()] * replicas
     each = len(cards) // replicas
@@ -179,7 +180,7 @@ def _cards_used(decision: Decision) -> int:
 
 
 def _shared_out(workload: Workload, replicas: int) -> Workload:
-    """One replica's part of the work."""
+    """One replica's part of the workload."""
     rate = workload.requests_per_s
     return replaced(
         workload,
@@ -190,22 +191,22 @@ def _shared_out(workload: Workload, replicas: int) -> Workload:
 
 
 def _modest(ask: Ask) -> Ask:
-    """No more than was asked for: engines are otherwise given some room beyond that where there is any."""
+    """The request without the spare context and slots that engines otherwise get if there is memory."""
     work = ask.workload
     asked = replaced(work, context_tokens=work.request_tokens, concurrency=work.in_flight())
     return Ask(ask.name, asked, ask.decides, ask.replicas, ask.on_demand)
 
 
 def _too_much(
-    ask: Ask, decision: Decision, beside: Sequence[str], hardware: Hardware, budget_bytes: int | None
+    ask: Ask, decision: Decision, others: Sequence[str], hardware: Hardware, budget_bytes: int | None
 ) -> AnswerIsNo:
     first = decision.refused[0] if decision.refused else None
     many = f"{ask.replicas} replicas of {ask.name} do" if ask.replicas > 1 else f"{ask.name} does"
-    where = f" beside {' and '.join(beside)}" if beside else ""
+    where = f" together with {' and '.join(others)}" if others else ""
     within = memory(budget_bytes) if budget_bytes is not None else f"{memory(hardware.memory.available_bytes)} of RAM"
     hints = ["fewer replicas"] if ask.replicas > 1 else []
-    if beside:
-        hints.append("a ttl, so that they are loaded when they are needed and take turns")
+    if others:
+        hints.append("a ttl for the services, so that each is loaded only when it is needed")
     if budget_bytes is not None:
         hints.append("a larger memory budget")
     return AnswerIsNo(

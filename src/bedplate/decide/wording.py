@@ -9,18 +9,18 @@ from bedplate.values.units import memory
 
 
 def describe_shortage(shortage: Shortage, *, breakdown: bool = True) -> str:
-    """How much memory is needed and how much there is; `breakdown`: what the need consists of."""
+    """How much memory is needed and how much is usable; `breakdown` adds weights, cache and overhead."""
     where = ""
     if shortage.device != "host":
-        where = f" on each of {shortage.count} cards" if shortage.count > 1 else " on the card"
-    free = memory(shortage.usable_bytes) if shortage.usable_bytes is not None else "an unknown part"
+        where = f" on each of {shortage.count} GPUs" if shortage.count > 1 else " on the GPU"
+    usable = f"{memory(shortage.usable_bytes)} is" if shortage.usable_bytes is not None else "an unknown amount is"
     parts = (
         f" (weights {memory(shortage.weights_bytes)}, cache {memory(shortage.cache_bytes)}, "
-        f"its own {memory(shortage.overhead_bytes)})"
+        f"overhead {memory(shortage.overhead_bytes)})"
     )
     return (
         f"needs {memory(shortage.needed_bytes)}{where} in {shortage.weights_label}{parts if breakdown else ''}, "
-        f"and may take {free}"
+        f"but only {usable} usable"
     )
 
 
@@ -31,10 +31,10 @@ def describe_remedy(remedy: Remedy) -> str:
             f"(this one has {remedy.bits_per_weight:.1f})"
         )
     if remedy.kind == "memory":
-        return f"{memory(remedy.memory_bytes or 0)} more free memory{' on the cards' if remedy.on_cards else ''}"
-    return f"{remedy.cards} cards like these"
+        return f"{memory(remedy.memory_bytes or 0)} more free memory{' on the GPUs' if remedy.on_cards else ''}"
+    return f"{remedy.cards} GPUs of this model"
 
 
 def join_alternatives(texts: Iterable[str]) -> str | None:
-    """The hint that names any of these as sufficient; `None` without one."""
+    """One hint from several alternatives, any of which is sufficient; `None` if there are none."""
     return "; or ".join(texts) or None

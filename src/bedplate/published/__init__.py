@@ -1,1 +1,1 @@
-"""Published tables of measurements and recipes: read as people write them, and answered by the estimator."""
+"""Predicts the rows of published measurement tables with the estimator; reads the usual spellings and recipes."""

@@ -1,4 +1,4 @@
-"""Rows of one machine with one or a few streams, as questions to the estimator."""
+"""Predictions for rows of one machine with one or a few streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bedplate.published.rows import Case, Prediction, Refused
 from bedplate.values import Parallelism
 
 TYPICAL_CONTEXT = 256
-"""Where a table says nothing of lengths: short prompts and answers, as speed tables are made."""
+"""Used if a row has no lengths: speed tables are measured with short prompts and outputs."""
 
 
 def question_of(case: Case) -> Question:
@@ -30,7 +30,7 @@ def question_of(case: Case) -> Question:
 
 
 def is_current(case: Case) -> bool:
-    """Whether the engine's version is one of those that make up its main profile, and not an older one."""
+    """Whether the engine's version is one of its main profile, not an older one."""
     engine = all_engines().get(case.engine)
     return engine is None or engine.is_current(case.version, case.backend)
 
@@ -40,13 +40,13 @@ def predict(case: Case) -> Prediction | Refused:
     if case.metric == "peak_memory_gb":
         return _peak_memory(case)
     if case.machine.bandwidth_bytes_s <= 0:
-        return Refused(f"the memory bandwidth of {case.machine.name} is not known")
+        return Refused(f"the memory bandwidth of {case.machine.name} is unknown")
     question = question_of(case)
     value = computed(question, case)
     if isinstance(value, Refused):
         return value
     if not math.isfinite(value) or value <= 0:
-        return Refused("nothing finite follows from what is stated")
+        return Refused("the prediction from the row's values is not a finite positive number")
     band = band_of(RESIDUALS_OF.get(case.metric, case.metric), question.key)
     return Prediction(value, *(band.inverse() if case.metric.endswith("_ms") else band).around(value))
 
@@ -54,7 +54,7 @@ def predict(case: Case) -> Prediction | Refused:
 RESIDUALS_OF = {
     "tpot_ms": "decode_tok_s_single", "ttft_ms": "prefill_tok_s", "output_tok_s_per_gpu": "output_tok_s_total",
 }  # fmt: skip
-"""Metrics without residuals of their own, and whose they share."""
+"""Metrics without residuals, and the metrics whose residuals they use."""
 
 
 def _peak_memory(case: Case) -> Prediction | Refused:
@@ -65,7 +65,7 @@ def _peak_memory(case: Case) -> Prediction | Refused:
     if case.prompt_tokens is None or case.output_tokens is None:
         return Refused("prompt and output lengths are not stated")
     if not traits_of(case.engine).memory_known:
-        return Refused(f"what {case.texts['engine']} takes beside weights and cache is not known")
+        return Refused(f"the memory overhead of {case.texts['engine']} is unknown")
     devices = case.devices or 1
     described: dict[str, object] = {"accelerator": case.chip.name, "count": devices, "ram_gb": 1024}
     if case.chip.unified:
@@ -93,7 +93,7 @@ def predicts(case: Case) -> bool:
 
 
 class Asked(NamedTuple):
-    """A case's metric as time spent: `tokens` over the sum of the parts, or in milliseconds their sum."""
+    """A metric as the parts of its time: `tokens` over the sum of the parts, or the sum in milliseconds."""
 
     tokens: float
     parts: tuple[Part, ...]
@@ -134,14 +134,14 @@ def asked(question: Question, case: Case) -> Asked | Refused:
 
 
 def _context(case: Case) -> float:
-    """Tokens in the cache while the answer is made, on average."""
+    """Mean number of tokens in the cache during decoding."""
     if case.prompt_tokens is None and case.output_tokens is None and case.depth is None:
         return TYPICAL_CONTEXT
     return max(case.depth or 0, case.prompt_tokens or 0) + (case.output_tokens or 0) / 2
 
 
 def _whole_request(case: Case) -> bool:
-    """Whether the speed is over a whole request, its prompt's time included: tables that count so state no depth."""
+    """Whether the speed includes the prompt's time: tables that include it state no context depth."""
     if not case.prompt_tokens or case.depth is not None:
         return False
     return "decode phase" not in case.scenario and "llama-bench" not in case.scenario

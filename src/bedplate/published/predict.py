@@ -1,4 +1,4 @@
-"""A row in, a prediction or the reason for none out."""
+"""Predicts one row, or gives the reason why it cannot."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bedplate.published.rows import SERVING_METRICS, Case, Prediction, Refused, 
 
 
 def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
-    """The row's metric with its band, or why there is none. No row makes it raise; a damaged data file does."""
+    """The row's metric with its error band, or why there is none. No row raises an error, but a damaged file does."""
     try:
         case = resolve(row)
     except (BedplateError, ArithmeticError, ValueError, LookupError) as error:
-        return Refused(f"cannot be understood: {error}")
+        return Refused(f"cannot read the row: {error}")
     if isinstance(case, Refused):
         return case
     if (why := why_impossible(case)) is not None:
@@ -27,12 +27,12 @@ def predict(row: Mapping[str, str | None]) -> Prediction | Refused:
     except OutsideFailed:
         raise
     except (BedplateError, ArithmeticError) as error:
-        return Refused(f"cannot be computed: {error}")
+        return Refused(f"cannot compute the prediction: {error}")
     except (LookupError, TypeError, ValueError, msgspec.MsgspecError) as error:
         raise OutsideFailed(
-            "the fitted figures that estimates rest on cannot be read",
+            "cannot read the fitted efficiencies of the estimator",
             cause=f"{type(error).__name__}: {error}",
-            hint="a file of bedplate itself is damaged: install it again",
+            hint="a data file of bedplate is damaged; reinstall bedplate",
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""What InferenceX sets in its public recipes, and tables of its results leave out: workers, waits, guesses, lengths.
+"""Settings of InferenceX's public recipes that its result tables omit: workers, scheduling, drafted tokens, lengths.
 
-Its repository (github.com/SemiAnalysisAI/InferenceX) has them, and NVIDIA's of workers (github.com/NVIDIA/srt-slurm);
-none of their results are used here.
+They are from its repository (github.com/SemiAnalysisAI/InferenceX), and those of workers also from NVIDIA's
+(github.com/NVIDIA/srt-slurm); none of their results are used here.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from bedplate.published.rows import Case
 MODELS = ("deepseek-r1", "deepseek-v4", "gpt-oss", "kimi-k2.5", "glm-5", "minimax-m2.5", "minimax-m3", "qwen3.5")
 NO_LIMIT = 1e6
 MEAN_LENGTH = 0.9
-"""Lengths are drawn evenly between 0.8 of what is stated and all of it."""
+"""Mean of the lengths, which are uniform between 0.8 and 1 times the stated length."""
 NEAR = 1.5
-"""Streams may differ by this factor from those of a recipe for it to be taken for a row."""
+"""Largest factor between the streams of a row and of a recipe that is used for it."""
 
 
 class Setup(NamedTuple):
-    """Mean of the recipes that a row may be a result of."""
+    """The mean of the recipes that may have produced a row."""
 
     prefill: Layout
     decode: Layout
     prefills: float
     decodes: float
     dealt: float
-    """Of those recipes, the share whose decode workers deal out sequences to their ranks."""
+    """Share of these recipes with attention data parallelism in decode workers."""
     guessing: float
-    """Tokens that are guessed ahead."""
+    """Drafted tokens per sequence."""
     slots: float
-    """Sequences that all decode workers take at once."""
+    """Maximum concurrent sequences of all decode workers."""
     pass_tokens: float = PASS_TOKENS
-    """Of prompts that a prefill worker's rank takes into one pass."""
+    """Prompt tokens in one pass of a prefill worker's rank."""
 
 
 class Recipe(NamedTuple):
-    """As `benchmarks/score/recipes.py` writes it; ranks and what they share are those of one worker."""
+    """A recipe of a disaggregated deployment, as `benchmarks/score/recipes.py` writes it; ranks are per worker."""
 
     streams: int
     prefills: int
@@ -57,16 +57,17 @@ class Recipe(NamedTuple):
     decode_expert: int
     decode_dealt: int
     guessing: int
-    """Tokens that are guessed ahead."""
+    """Drafted tokens per sequence."""
     batch: int
-    """Of a decode worker, or of each of its ranks where sequences are dealt out; 0 where that is not said."""
+    """Batch size of a decode worker, or of each rank with attention data parallelism; 0 if not specified."""
     pass_tokens: int
-    """Of prompts in one pass of a prefill worker's rank, likewise."""
+    """Prompt tokens in one pass of a prefill worker's rank; 0 if not specified."""
     image: str
-    """The tag of the image that was run."""
+    """The tag of the container image."""
     since: int
-    """The first day on which it was in force, 260131, and the last."""
+    """The first day of its validity, such as 260131."""
     until: int
+    """The last day of its validity."""
 
     @property
     def slots(self) -> float:
@@ -79,7 +80,7 @@ class Recipe(NamedTuple):
 
 
 class Server(NamedTuple):
-    """Likewise of workers that do both."""
+    """A recipe of an aggregated deployment."""
 
     least_streams: int
     most_streams: int
@@ -87,7 +88,7 @@ class Server(NamedTuple):
     expert: int
     dealt: int
     guessing: int
-    """Whether tokens are guessed ahead."""
+    """Whether it uses speculative decoding."""
     image: str
     since: int
     until: int
@@ -97,26 +98,26 @@ Of = TypeVar("Of", Recipe, Server)
 
 
 def is_result(case: Case) -> bool:
-    """Whether the notes are those that such results are published with: `source_file=…`, mostly with `wip=…`."""
+    """Whether the row is an InferenceX result: its notes have `source_file=…`, mostly with `wip=…`."""
     return "wip" in case.notes or "source_file" in case.notes
 
 
 def measured(case: Case) -> str:
-    """The day of the measurement, `2026-01-31`; nothing where it is not said."""
+    """The day of the measurement, such as `2026-01-31`; empty if not reported."""
     return case.notes.get("measured", "")[:10]
 
 
 def setup_of(case: Case, prefill: Layout, decode: Layout) -> Setup | None:
-    """The recipe that has the row's ranks and streams, of its image and in force on its day as far as those are said.
+    """The recipe with the row's ranks and streams and, if the row has them, its image and day.
 
-    Where several are left, the mean of those that decode plainly; of those that guess if there are no others.
+    Of several recipes, the mean of those without speculative decoding, or of all if there are none.
     """
     if not is_result(case) or case.concurrency is None:
         return None
     listed = _workers(_name(case))
     same = [r for r in listed if (r.prefill_ranks, r.decode_ranks) == (prefill.ranks, decode.ranks)]
     if not same and prefill.ranks == decode.ranks:
-        # Some tables give the ranks of all workers together for each side.
+        # Some tables give the ranks of all workers together for both prefill and decode.
         same = [r for r in listed if r.ranks == prefill.ranks]
     # Some recipes count the streams of one decode worker.
     found = (
@@ -145,7 +146,7 @@ def setup_of(case: Case, prefill: Layout, decode: Layout) -> Setup | None:
 
 
 def guessing(case: Case, layout: Layout) -> float:
-    """Tokens that a server guesses ahead, the mean of the recipes that fit a row."""
+    """Drafted tokens per sequence of an aggregated deployment, the mean of the matching recipes."""
     if not is_result(case) or case.concurrency is None:
         return 0.0
     wanted = (layout.ranks, layout.expert, int(layout.attention_data > 1))
@@ -154,20 +155,20 @@ def guessing(case: Case, layout: Layout) -> float:
         for r in _servers(_name(case))
         if (r.ranks, r.expert, r.dealt) == wanted and r.least_streams <= case.concurrency <= r.most_streams
     ]
-    # Recipes are not listed from the first: what none was in force for is older than any that guesses.
+    # The list does not include the oldest recipes; a row without a valid recipe is older than speculative decoding.
     found = _in_force(case, _of_the_image(case, found))
     return _guesses(case, layout) * sum(r.guessing for r in found) / len(found) if found else 0.0
 
 
 def _guesses(case: Case, layout: Layout) -> float:
-    """num_nextn_predict_layers and speculative-num-steps of the scripts."""
+    """The values of num_nextn_predict_layers and speculative-num-steps in the scripts."""
     if case.engine == "tensorrt-llm":
         return 1.0 if layout.attention_data > 1 else 3.0
     return 2.0 if "deepseek" in case.texts["model"].lower() else 3.0
 
 
 def _in_force(case: Case, recipes: list[Of]) -> list[Of]:
-    """On the day of the measurement; what is changed is measured, so of those the ones that were changed last."""
+    """The recipes that were valid on the day of the measurement, of these the latest: a changed recipe is measured."""
     day = measured(case)[2:].replace("-", "")
     if not day.isdigit():
         return recipes
@@ -195,7 +196,7 @@ def _nearest(recipes: list[Recipe], streams: int) -> list[Recipe]:
 
 
 def _name(case: Case) -> str:
-    """Of what a row is a result of, as the recipes are listed; nothing where they have no such."""
+    """The key of the row's recipes; empty if there are none."""
     name = case.texts["model"].lower().replace("_", "-")
     model = next((known for known in MODELS if known in name), None)
     chip = re.search(r"\b(GB?\d{3}|[HB]\d{3})\b", case.chip.name)
@@ -223,16 +224,16 @@ def _servers(name: str) -> list[Server]:
 
 
 WIDER_SINCE = "2026-01-21"
-"""The day since which its scripts for DeepSeek-R1 with TensorRT-LLM take more tokens into a pass."""
+"""Since this day, the scripts for DeepSeek-R1 with TensorRT-LLM use more tokens per pass."""
 GATHERED_SINCE = "2026-01-29"
-"""The day since which those for its 8 bits on B200 gather prompts."""
+"""Since this day, the scripts for DeepSeek-R1 in FP8 on B200 set batch_wait_timeout_iters."""
 NARROWER_SINCE = "2026-04-03"
-"""The day since which those for MiniMax-M2.5 on B200 with vLLM take two prompts into a pass, however long."""
+"""Since this day, the scripts for MiniMax-M2.5 on B200 with vLLM use two prompts per pass, regardless of length."""
 NODE = 8
 
 
 def waits(case: Case, layout: Layout, guessing: float) -> Waits:
-    """What a scheduler lets go by before it takes in what has arrived, and how much of it at once."""
+    """The scheduler settings: passes before new requests are admitted, and prompt tokens per pass."""
     own = usual_waits(case.engine, case.machine.family)
     if not is_result(case):
         return own
@@ -270,7 +271,7 @@ def waits(case: Case, layout: Layout, guessing: float) -> Waits:
 
 
 def _polled(case: Case, layout: Layout) -> float:
-    """scheduler-recv-interval of the scripts for SGLang on Blackwell, which groups of ranks do not have."""
+    """The scheduler-recv-interval of the scripts for SGLang on Blackwell; not set with attention data parallelism."""
     name, eight_bits = case.texts["model"].lower(), case.shape.bits > 6
     if layout.attention_data > 1 or ("glm" in name and eight_bits):
         return 0.0

@@ -1,4 +1,4 @@
-"""Rows of a table as questions: hardware, model, engine and layout as people write them; a prediction or a reason."""
+"""Reads the rows of a table: hardware, model, engine and layout in their usual spellings."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ METRICS = LOCAL_METRICS | SERVING_METRICS
 KNOWN_WAYS = re.compile(r"\d|tensor|pipeline|expert|data|layer|split|row|agg|single|none")
 UNSAID = frozenset({"", "none", "null", "nan", "n/a", "na", "-", "?", "tbd", "unknown", "default", "auto"})
 STRETCHED = 8
-"""Times the context that a model was made for: people stretch it, up to a point."""
+"""Largest factor by which a row's tokens may exceed the model's context: contexts are extended, within limits."""
 ROUNDED_UP = 1.02
-"""Sizes of files and of memory are both rounded."""
+"""Tolerance for rounded sizes of files and memory."""
 PLAIN_GGUF_PARAMS = 50e9
-"""Up to this size a GGUF repository that names no quantization is mostly Q8_0, above it mostly Q4_K_M."""
+"""Up to this size, a GGUF repository without a quantization in its name is mostly Q8_0, above it mostly Q4_K_M."""
 
 
 class Refused(NamedTuple):
@@ -42,7 +42,7 @@ class Refused(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A row, understood."""
+    """A row with its hardware, model and engine identified."""
 
     row_id: str
     metric: str
@@ -56,21 +56,21 @@ class Case(NamedTuple):
     shape: Shape
     model: Model
     devices: int | None
-    """Accelerators in all; `None` where the row does not say."""
+    """Total number of accelerators; `None` if not reported."""
     layout: Parallelism
     concurrency: int | None
-    """Requests in flight; `None` where the row says only that it is saturated."""
+    """Requests in flight; `None` if the row only says that the load is at saturation."""
     saturated: bool
     prompt_tokens: int | None
     output_tokens: int | None
     depth: int | None
-    """Tokens that were in the cache before; `None` where the row does not say."""
+    """Tokens that were in the cache before; `None` if not reported."""
     parallelism: str
     scenario: str
     version: str
     notes: Mapping[str, str]
     texts: Mapping[str, str]
-    """The row as it was written."""
+    """The original texts of the row."""
 
 
 class Prediction(NamedTuple):
@@ -80,14 +80,15 @@ class Prediction(NamedTuple):
 
 
 def resolve(row: Mapping[str, str | None]) -> Case | Refused:
-    """A row as a question that can be computed, or why it cannot."""
+    """The row as a case that can be predicted, or why it cannot."""
     texts = {name: (row.get(name) or "").strip() for name in COLUMNS}
     metric = texts["metric"].lower()
     if metric not in METRICS:
-        return Refused(f"the metric {metric!r} is none of {', '.join(sorted(METRICS))}" if metric else "no metric")
+        known = ", ".join(sorted(METRICS))
+        return Refused(f"unknown metric {metric!r}; known: {known}" if metric else "the metric is missing")
     engine = engine_of(texts["engine"])
     if engine is None:
-        return Refused("no engine is named")
+        return Refused("the engine is missing")
     notes = parsed_notes(texts["notes"])
     if (unread := _unread(texts)) is not None:
         return Refused(unread)
@@ -132,41 +133,41 @@ def resolve(row: Mapping[str, str | None]) -> Case | Refused:
 
 
 def _unread(texts: Mapping[str, str]) -> str | None:
-    """A cell that says something, and nothing that can be understood: leaving it out would answer another question."""
+    """The error for a cell that cannot be read: ignoring it would predict something else."""
     for name in ("count", "tensor_parallel", "prompt_tokens", "output_tokens", "context_depth"):
         if texts[name].lower() not in UNSAID and _whole(texts[name], zero=True) is None:
-            return f"{name}: {texts[name][:40]!r} is no number"
+            return f"{name}: {texts[name][:40]!r} is not a number"
     if texts["concurrency"].lower() not in UNSAID and _concurrency(texts["concurrency"]) == (None, False):
-        return f"concurrency: {texts['concurrency'][:40]!r} is neither a number nor a word for as many as go"
+        return f"concurrency: {texts['concurrency'][:40]!r} is neither a number nor a word such as max or saturated"
     if texts["parallelism"].lower() not in UNSAID and not KNOWN_WAYS.search(texts["parallelism"].lower()):
-        return f"parallelism: {texts['parallelism'][:40]!r} names no way to divide a model"
+        return f"parallelism: {texts['parallelism'][:40]!r} is not a known layout such as tp8 or pp2"
     return None
 
 
 def why_impossible(case: Case) -> str | None:
-    """Why there is no such run: nobody can have measured it, and a number would be made up."""
+    """Why the measurement is impossible, so that a prediction would be meaningless; `None` if it is possible."""
     chip, engine = case.chip, all_engines().get(case.engine)
     on_cpu = chip.kind == "cpu" or case.backend == "cpu"
     name = engine.name if engine is not None else case.engine
     if engine is not None and not (
         engine.cpu if on_cpu else chip.vendor in engine.vendors or chip.kind == "accelerator"
     ):
-        return f"{name} does not compute on {'CPUs' if on_cpu else chip.name}"
+        return f"{name} does not support {'CPUs' if on_cpu else chip.name}"
     if case.model.task != "generate" and case.metric not in ("prefill_tok_s", "peak_memory_gb", "samples_s"):
-        return f"{case.model.name} writes no text"
+        return f"{case.model.name} does not generate text"
     tokens = (case.prompt_tokens or 0) + (case.output_tokens or 0) + (case.depth or 0)
     if case.model.max_context and tokens > STRETCHED * case.model.max_context:
-        return f"{tokens:,} tokens, and {case.model.name} was made for {case.model.max_context:,}"
+        return f"{tokens:,} tokens, but the context of {case.model.name} is {case.model.max_context:,}"
     count, tensor = _whole(case.texts["count"]), _whole(case.texts["tensor_parallel"])
-    # Where a row says more of its layout than this, its count may be of something else.
+    # With a more detailed layout, the count may have another meaning.
     if count is not None and tensor is not None and tensor > count and not case.parallelism:
-        return f"divided among {tensor} devices, and there are {count}"
+        return f"tensor_parallel is {tensor}, but count is {count}"
     memory = _chip_memory(case.texts["hardware"]) or case.machine.memory_bytes
     if not on_cpu and memory is not None and case.metric not in SERVING_METRICS:
         devices = (case.devices or 1) * chip.devices_per_card
         if case.model.weight_bytes > ROUNDED_UP * memory * devices:
             where = f"{devices} × {chip.name}" if devices > 1 else chip.name
-            return f"the weights, {as_memory(case.model.weight_bytes)}, do not fit in {where} of {as_memory(memory)}"
+            return f"the weights ({as_memory(case.model.weight_bytes)}) do not fit in {where} with {as_memory(memory)}"
     return None
 
 
@@ -180,14 +181,14 @@ def engine_of(text: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _table_words() -> tuple[tuple[str, str], ...]:
-    """What stands somewhere in an engine's name where it is no usual spelling of one; the first found decides."""
+    """Words that identify an engine in an unusual spelling; the first match counts."""
     named = [(one.table_names, one.id) for one in all_engines().values() if one.table_names is not None]
     named.sort(key=lambda one: one[0].rank)
     return tuple((word, engine) for names, engine in named for word in names.words)
 
 
 def parsed_notes(text: str) -> dict[str, str]:
-    """`a=1; b=2` as pairs; what has no `=` is left out."""
+    """Parse `a=1; b=2`; parts without `=` are ignored."""
     found = {}
     for piece in text.split(";"):
         name, separator, value = piece.partition("=")
@@ -198,9 +199,9 @@ def parsed_notes(text: str) -> dict[str, str]:
 
 @lru_cache(maxsize=4096)
 def layout_of(text: str, tensor: int | None = None) -> Parallelism:
-    """`tp8 pp1 attn_dp4 moe_ep8`, `TP4,PP2`, `TEP8`, `DEP16`; anything else is one replica of `tensor` devices.
+    """Parse `tp8 pp1 attn_dp4 moe_ep8`, `TP4,PP2`, `TEP8` or `DEP16`; other texts mean one replica of `tensor` devices.
 
-    Of a disaggregated layout the decode side counts.
+    For a disaggregated layout, the decode workers count.
     """
     lowered = text.lower()
     decode = lowered.rpartition("decode")[2]
@@ -233,7 +234,7 @@ def _chip(text: str) -> Chip:
 
 
 def _chip_memory(text: str) -> int | None:
-    """The size that the row names; of a chip that is sold with several, otherwise the largest."""
+    """The memory that the row states, or the largest that the chip is sold with."""
     found = _match(text)
     options = found.chip.memory_options_gib
     return found.memory_bytes or (round(max(options) * 2**30) if options else None)
@@ -242,14 +243,14 @@ def _chip_memory(text: str) -> int | None:
 @lru_cache(maxsize=4096)
 def _match(text: str) -> Match:
     if " / " in text:
-        raise BadQuestion(f"{text!r} names more than one machine")
+        raise BadQuestion(f"{text!r} is more than one machine")
     plain = re.sub(r"^\s*virtualized\s+|^\s*\[[^\]]*\]\s*", "", text, flags=re.IGNORECASE)
     try:
         return find_chip(plain, guess=True)
     except BadQuestion:
-        # What stands in parentheses says more of the same chip, or of the machine around it.
+        # Text in parentheses has details of the same chip, or of the machine.
         outer = re.sub(r"\([^)]*\)|\[[^\]]*\]", " ", plain).strip()
-        # A board maker's own name may stand before the chip's.
+        # The name of the board's vendor may precede that of the chip.
         outer = re.sub(r"^.*?(?=\b(?:nvidia|amd|intel|apple|geforce|radeon)\b)", "", outer, flags=re.IGNORECASE)
         if not outer or outer == plain:
             raise
@@ -257,12 +258,12 @@ def _match(text: str) -> Match:
 
 
 def _cpu_of(chip: Chip) -> Chip:
-    """The CPU beside an accelerator, for rows that were computed on it."""
+    """The CPU of a machine with this accelerator, for rows that ran on the CPU."""
     if chip.cpu is not None:
         return find_chip(chip.cpu, guess=True).chip
     if chip.unified and chip.cores:
         return replaced(chip, kind="cpu")
-    raise BadQuestion(f"computed on a CPU, and which one is in a machine with {chip.name} is not said")
+    raise BadQuestion(f"measured on a CPU, but the CPU of a machine with {chip.name} is unknown")
 
 
 def _backend(text: str, chip: Chip, engine_text: str) -> str:
@@ -282,7 +283,7 @@ def _backend(text: str, chip: Chip, engine_text: str) -> str:
 
 
 def _concurrency(text: str) -> tuple[int | None, bool]:
-    """Requests in flight, and whether the row says that it is as many as go."""
+    """Requests in flight, and whether the row says that the load is at saturation."""
     found = re.match(r"\s*(\d{1,7})(?:\.0+)?\s*$", _without_commas(text))
     if found:
         return max(1, int(found[1])), False
@@ -295,7 +296,7 @@ def _without_commas(text: str) -> str:
 
 
 def _whole(text: str, *, zero: bool = False) -> int | None:
-    """A count as tables have it: `8`, `8.0`, `1,024`; nothing where there is none."""
+    """Parse a count such as `8`, `8.0` or `1,024`; `None` if it is not one."""
     found = re.match(r"\s*(\d{1,12})(?:\.\d*)?\s*$", _without_commas(text))
     if found is None:
         return None
@@ -304,7 +305,7 @@ def _whole(text: str, *, zero: bool = False) -> int | None:
 
 
 class _Hints(NamedTuple):
-    """What a row's notes say of the file itself."""
+    """Facts about the model file from a row's notes."""
 
     file_bytes: float | None
     parameters: float | None
@@ -339,7 +340,7 @@ def _params(text: str) -> float | None:
 @lru_cache(maxsize=4096)
 def _model(name: str, quantization: str, engine: str, hints: _Hints) -> Model:
     if not name:
-        raise BadQuestion("no model is named")
+        raise BadQuestion("the model is missing")
     traits = traits_of(engine)
     label = _label(name, quantization, traits, hints)
     words = re.sub(r"\s*-\s*(medium|small|large)\b", "", name, flags=re.IGNORECASE) if label else name
@@ -351,7 +352,7 @@ def _model(name: str, quantization: str, engine: str, hints: _Hints) -> Model:
     if traits.kernels == "gguf" and found.quantization == "MXFP4" and label not in ("F16", "BF16"):
         found = _with_q8_rest(found)
     if traits.grouped_bits and hints.group and found.quantization_details is not None:
-        # A 16-bit scale and a 16-bit bias for each group; the label counts groups of 64.
+        # A 16-bit scale and a 16-bit bias for each group; the label assumes groups of 64.
         found = _rescaled(found, found.weight_bytes + found.parameters * (32 / hints.group - 0.5) / 8)
     if hints.file_bytes and hints.parameters and 0.5 < hints.parameters / max(found.parameters, 1) < 2:
         found = _rescaled(found, hints.file_bytes + found.vision_weight_bytes)
@@ -359,7 +360,7 @@ def _model(name: str, quantization: str, engine: str, hints: _Hints) -> Model:
 
 
 def _label(name: str, quantization: str, traits: EstimateTraits, hints: _Hints) -> str | None:
-    """The quantization as `known_models` writes it."""
+    """The quantization in the spelling of `known_models`."""
     text = re.sub(r"\bg\d{2,3}\b", " ", quantization.strip().lower())
     text = re.sub(r"\b(unset|none|uqff|gguf|exl2|exl3|default|auto)\b", " ", text).strip()
     text = re.sub(r"\bq(\d)k\b", r"q\1_k", text)
@@ -389,7 +390,7 @@ def _usual_gguf(name: str, model: Model) -> str:
 
 
 def _unknown_model(name: str, label: str | None, hints: _Hints) -> Model:
-    """A model that is in no list, from the sizes in its name and what the notes say of its file."""
+    """An unlisted model, from the sizes in its name and in the notes."""
     lowered = name.lower()
     several = re.search(r"(\d{1,3})x(\d{1,4}(?:\.\d+)?)b", lowered)
     size = re.search(r"(?<![a-z0-9.])(\d{1,4}(?:\.\d+)?)b(?![a-z0-9]*bit)", re.sub(r"a\d+(\.\d+)?b", "", lowered))
@@ -400,7 +401,7 @@ def _unknown_model(name: str, label: str | None, hints: _Hints) -> Model:
     if billions is None and size:
         billions = float(size[1])
     if billions is None:
-        raise BadQuestion(f"no model is known by the name {name[:100]!r}, and its size is not in it")
+        raise BadQuestion(f"unknown model {name[:100]!r}, and its name has no size")
     facts: dict[str, object] = {"params_b": billions, "name": name[:200]}
     if active or several:
         facts["active_params_b"] = float(active[1]) if active else float(several[2]) * 1.8 if several else billions
@@ -412,7 +413,7 @@ def _unknown_model(name: str, label: str | None, hints: _Hints) -> Model:
 
 
 def _with_q8_rest(model: Model) -> Model:
-    """GGUF files of models that were trained in MXFP4 keep their experts so and store the rest as Q8_0."""
+    """GGUF files of models that were trained in MXFP4 keep the experts in MXFP4 and store the rest as Q8_0."""
     factor = 8.5 / 16
     parts = tuple(
         part if part.name in ("experts", "vision", "mtp") else replaced(part, bytes=round(part.bytes * factor))
@@ -423,7 +424,7 @@ def _with_q8_rest(model: Model) -> Model:
 
 
 def _rescaled(model: Model, weight_bytes: float) -> Model:
-    """The same model with so many bytes in all: towers that see keep theirs."""
+    """The same model with `weight_bytes` in total; the size of a vision encoder does not change."""
     fixed = model.vision_weight_bytes
     factor = (weight_bytes - fixed) / max(1, model.weight_bytes - fixed)
     parts = tuple(

@@ -1,4 +1,4 @@
-"""Tables in and out: CSV as people export it, one prediction or one reason for each row."""
+"""Reads a CSV table and writes one with a prediction or a reason for each row."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ TOLD_EVERY = 50
 
 
 def read_table(source: TextIO, name: str = "the table") -> list[dict[str, str | None]]:
-    """All rows by column; columns may be in any order, and those that nobody knows are left alone."""
+    """All rows as dictionaries; columns may be in any order, and unknown columns are ignored."""
     csv.field_size_limit(LONGEST_CELL)
     try:
         reader = csv.DictReader(source)
         columns = [(column or "").strip().lower() for column in reader.fieldnames or ()]
         if not columns:
-            raise BadQuestion(f"{name} is empty", hint=f"its first line names the columns: {', '.join(NEEDED)} …")
+            raise BadQuestion(f"{name} is empty", hint=f"the first line must name the columns: {', '.join(NEEDED)} …")
         if missing := [column for column in NEEDED if column not in columns]:
             raise BadQuestion(
                 f"{name} has no column {missing[0]!r}",
                 cause=f"it has {', '.join(columns[:20])}"[:300],
-                hint=f"needed are {', '.join(NEEDED)}",
+                hint=f"required columns: {', '.join(NEEDED)}",
             )
         reader.fieldnames = columns
         return list(reader)
@@ -38,7 +38,7 @@ def read_table(source: TextIO, name: str = "the table") -> list[dict[str, str | 
 def predictions(
     table: Iterable[Mapping[str, str | None]], done: Callable[[int], None] = lambda count: None
 ) -> Iterator[tuple[str, ...]]:
-    """The lines of the answer, in the table's order; rows without an id get their number."""
+    """The rows of the output in the table's order; rows without an id get their number."""
     for number, row in enumerate(table, 1):
         found = predict(row)
         row_id = (row.get("row_id") or "").strip() or str(number)

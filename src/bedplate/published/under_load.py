@@ -1,4 +1,4 @@
-"""Rows of servers under load, as questions to the estimator."""
+"""Predictions for rows of servers under load."""
 
 from __future__ import annotations
 
@@ -26,38 +26,39 @@ from bedplate.published import recipes
 from bedplate.published.rows import Case, Prediction, Refused
 
 MOST_SEQUENCES = 2048.0
-"""Where engines stop adding sequences under endless load (trtllm-bench's default)."""
+"""Maximum concurrent sequences of an engine at saturation (trtllm-bench's default)."""
 RESIDENT_AT_LEAST = 24
-"""Requests that a tuned submission holds on a replica at the least; otherwise it takes more devices for one."""
+"""Minimum concurrent requests on a replica of a tuned submission; otherwise a replica gets more devices."""
 UNSURE_SHARE = 0.02
-"""Of a device's memory: weights that exceed it by less may be stored a little smaller than we think."""
+"""Share of a device's memory: weights that exceed it by less may be smaller than estimated."""
 NODE = 8
-"""Accelerators of a server, where a table does not say how many there are."""
+"""Accelerators of a server, if a table does not report them."""
 MOST_TENSOR = 16
-"""Ranks beyond which nobody divides the attention of one sequence: such a count is that of all workers together."""
+"""Maximum tensor ranks; a larger count is that of all workers together."""
 # Mean tokens of prompts and answers in MLPerf's datasets, by MLCommons' inference rules v5.1 and reference reports.
 MLPERF_TOKENS = (
     ("405b", 9428, 684), ("llama2", 294, 294), ("llama-2", 294, 294), ("70b", 294, 294), ("8b", 778, 73),
     ("deepseek", 800, 3880), ("mixtral", 430, 145), ("gpt-j", 778, 73), ("gptj", 778, 73),
 )  # fmt: skip
 MLPERF_LONGEST = 128
-"""Tokens after which answers are cut where one stream is timed."""
+"""Maximum output tokens in MLPerf's single-stream scenario."""
 SHAREGPT_TOKENS = (225, 195)
 """Mean lengths of ShareGPT's conversations as serving benchmarks filter them."""
 
 
 class Workers(NamedTuple):
-    """Disaggregated: some workers compute prompts, others answers."""
+    """The prefill and decode workers of a disaggregated deployment."""
 
     prefill: Layout
     decode: Layout
     streams: int | None
-    """All of the decode workers' batches together, where that is said."""
+    """Sum of the decode workers' batches; `None` if not reported."""
     prefills: int = 0
-    """How many there are of each kind, 0 where that is not said."""
+    """Number of prefill workers; 0 if not reported."""
     decodes: int = 0
+    """Number of decode workers; 0 if not reported."""
     dealt: bool = False
-    """Whether decode workers deal out sequences to their ranks."""
+    """Whether decode workers use attention data parallelism."""
 
     @property
     def counted(self) -> bool:
@@ -65,7 +66,7 @@ class Workers(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A row as a question, with what turns its answer into the row's metric."""
+    """A row as a load for the estimator, with the values to compute the row's metric from the result."""
 
     question: Question
     machine: Machine
@@ -75,7 +76,7 @@ class Asked(NamedTuple):
 
 
 def predict(case: Case) -> Prediction | Refused:
-    """A row's metric with its band, or why none is given."""
+    """A row's metric with its error band, or why there is none."""
     found = asked(case)
     if isinstance(found, Refused):
         return found
@@ -94,7 +95,7 @@ def _metric(case: Case, found: Asked, got: Answer, floor_s: float) -> float:
     question, layout = found.question, found.layout
     work: Work = question.work
     first_s, token_s = float(got.first_s), max(float(got.token_s), floor_s)
-    # With fewer requests than replicas, some of them have none.
+    # With fewer requests than replicas, some replicas are idle.
     busy = min(layout.replicas, case.concurrency) if case.concurrency is not None else layout.replicas
     tok_s = float(got.tok_s) * busy * min(1.0, float(got.token_s) / token_s)
     if case.metric == "tpot_ms":
@@ -105,7 +106,7 @@ def _metric(case: Case, found: Asked, got: Answer, floor_s: float) -> float:
     if case.metric == "latency_ms":
         return (first_s + (work.output - 1) * token_s) * 1e3
     if case.metric == "samples_s":
-        # MLPerf's tables give tokens for language models under this name: samples would be beyond any machine.
+        # MLPerf's tables report tokens of language models under this name: no machine reaches as many samples.
         return tok_s if "mlperf" in case.scenario.lower() else tok_s / work.output
     if case.metric == "output_tok_s_per_gpu":
         return tok_s / (case.devices or layout.devices)
@@ -113,12 +114,12 @@ def _metric(case: Case, found: Asked, got: Answer, floor_s: float) -> float:
 
 
 def asked(case: Case) -> Asked | Refused:
-    """The row as a load; what a table leaves out is what its kind of benchmark does."""
+    """The row as a load; missing values are those that are usual for its kind of benchmark."""
     lengths = _lengths(case)
     if lengths is None:
-        return Refused("neither lengths of prompts and answers nor a known dataset are given")
+        return Refused("the row has neither prompt and output lengths nor a known dataset")
     if not case.machine.bandwidth_bytes_s or case.machine.kind != "gpu":
-        return Refused("serving many requests is estimated for accelerators only")
+        return Refused("serving under load is estimated for accelerators only")
     if "mlperf" in case.scenario.lower():
         return _submission(case, *lengths)
     divided = arranged(case)
@@ -128,7 +129,7 @@ def asked(case: Case) -> Asked | Refused:
     if case.saturated:
         return _asked(case, "saturated", divided, lengths, NO_LIMIT, MOST_SEQUENCES)
     if case.concurrency is None:
-        return Refused("the row does not say how many requests were in flight")
+        return Refused("the row has no number of requests in flight")
     lowered = case.scenario.lower()
     way: Way = "wave" if "static" in lowered or "serving bench" in lowered else "steady"
     return _asked(case, way, divided, lengths, max(1.0, case.concurrency / divided.replicas), NO_LIMIT)
@@ -147,17 +148,17 @@ def _asked(case: Case, way: Way, layout: Layout, lengths: tuple[int, int], strea
 
 
 def _submission(case: Case, prompt: int, output: int) -> Asked | Refused:
-    """MLPerf: all accelerators of all nodes, in replicas of as few as hold enough requests."""
+    """An MLPerf submission: all accelerators of all nodes, in the smallest replicas that hold enough requests."""
     nodes = int(case.notes["nodes"]) if case.notes.get("nodes", "").isdigit() else 1
     devices = (case.devices or 1) * max(1, nodes)
     kind = case.scenario.lower().rsplit(None, 1)[-1]
     if kind == "singlestream":
-        # What is reported is the ninetieth percentile, which the longest answers have.
+        # MLPerf reports the 90th percentile, which the longest outputs determine.
         layout = Layout(tensor=case.devices or 1)
         return _asked(case, "steady", layout, (prompt, max(output, MLPERF_LONGEST)), 1.0, NO_LIMIT)
     ways: dict[str, Way] = {"offline": "offline", "server": "server", "interactive": "interactive"}
     if kind not in ways:
-        return Refused(f"what the scenario {kind!r} asks for is not known")
+        return Refused(f"unknown MLPerf scenario {kind!r}")
     tensor = 1
     while True:
         layout = Layout(tensor=tensor, expert=1, replicas=max(1, devices // tensor))
@@ -171,7 +172,7 @@ def _submission(case: Case, prompt: int, output: int) -> Asked | Refused:
 def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | Refused:
     streams = case.concurrency or workers.streams
     if streams is None:
-        return Refused("the row does not say how many requests were in flight")
+        return Refused("the row has no number of requests in flight")
     shape, bits = case.shape, usual_kv_bits(case.shape)
     setup = _setup(case, workers)
     if setup is None and (why := _indivisible(case, workers)):
@@ -194,7 +195,7 @@ def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | 
     )
     if setup is None:
         if _overfills(question):
-            return Refused(f"the number of decode workers is not stated, and one could not hold {streams} streams")
+            return Refused(f"the row has no number of decode workers, and one cannot hold {streams} streams")
         return Asked(question, machine, decode, prompt + output / 2, bits)
     question = question._replace(
         slots=setup.slots,
@@ -208,7 +209,7 @@ def _workers(case: Case, workers: Workers, prompt: int, output: int) -> Asked | 
 
 
 def _setup(case: Case, workers: Workers) -> recipes.Setup | None:
-    """How many workers there are, as a row says or as the recipe does that it is a result of."""
+    """The number of workers from the row, or from the recipe that produced it."""
     if not workers.counted:
         return recipes.setup_of(case, workers.prefill, workers.decode)
     return recipes.Setup(
@@ -217,28 +218,28 @@ def _setup(case: Case, workers: Workers) -> recipes.Setup | None:
 
 
 def _indivisible(case: Case, workers: Workers) -> str | None:
-    """Why the ranks that a row has cannot be those of one worker; then nothing says what one worker is."""
+    """Why the row's ranks cannot be those of one worker, so that the workers' layout is unknown."""
     fewest = min(workers.prefill.ranks, workers.decode.ranks)
     if case.shape.total_bytes > fewest * (case.machine.memory_bytes or math.inf):
         return (
-            "the number of prefill and decode workers is not stated, and the weights do not fit the "
-            f"{fewest} × {case.chip.name} that are"
+            "the row has no number of prefill and decode workers, and the weights do not fit in "
+            f"{fewest} × {case.chip.name}"
         )
     both = workers.prefill.ranks
     if both == workers.decode.ranks and both & (both - 1):
-        return f"{both} ranks are those of all workers together, and how they are divided is not stated"
+        return f"{both} ranks are those of all workers together, but the row has no layout of a worker"
     return None
 
 
 def _overfills(question: Question) -> bool:
-    """Whether one decode worker has too little memory for the caches, divided or dealt out to its ranks."""
+    """Whether one decode worker has too little memory for the caches, with any parallelism of attention."""
     divided, dealt = question.work, question.spread
     room = max(divided.room_bytes / divided.held_bytes, question.ranks * dealt.room_bytes / dealt.held_bytes)
     return bool(question.streams > room)
 
 
 def _at_least_holding(case: Case, layout: Layout) -> Layout:
-    """As many ranks as the weights need, where a table counts fewer."""
+    """The layout with at least as many ranks as the weights need."""
     memory = (case.machine.memory_bytes or 0) * 0.85
     ranks = layout.ranks
     while memory and ranks < 64 and case.shape.total_bytes / ranks > memory:
@@ -270,27 +271,27 @@ def _lengths(case: Case) -> tuple[int, int] | None:
 
 
 def arranged(case: Case) -> Layout | Workers:
-    """How a row's accelerators are divided, from what tables write in `parallelism`."""
+    """The layout of a row's accelerators, parsed from the column `parallelism`."""
     text = case.parallelism.lower()
     if text.startswith("disagg") or (case.scenario.lower() == "disagg" and "decode" in text):
         return _disaggregated(text)
-    said = {
+    sizes = {
         name: int(count) for name, count in re.findall(r"(attn_dp|moe_tp|moe_ep|tp|pp|dp|ep)\s*[-=]?(\d{1,4})", text)
     }
     if found := re.search(r"\b(tep|dep)\s*-?(\d{1,4})\b", text):
         ranks = int(found[2])
         return Layout(ranks, 1, ranks) if found[1] == "tep" else Layout(1, ranks, ranks)
-    tensor = max(1, said.get("tp") or case.layout.tensor)
-    stages = max(1, said.get("pp") or 1)
+    tensor = max(1, sizes.get("tp") or case.layout.tensor)
+    stages = max(1, sizes.get("pp") or 1)
     if not text and case.devices is None and case.layout.tensor == 1:
         tensor = NODE if case.chip.kind == "datacenter" else 1
-    groups = said.get("attn_dp") or 0
-    cut, expert = max(1, said.get("moe_tp") or 1), max(1, said.get("moe_ep") or said.get("ep") or 1)
+    groups = sizes.get("attn_dp") or 0
+    cut, expert = max(1, sizes.get("moe_tp") or 1), max(1, sizes.get("moe_ep") or sizes.get("ep") or 1)
     if "attn_dp" in text and not groups:
         tensor, groups = _unsaid_groups(case, tensor, cut * expert)
     groups = max(1, groups)
     if cut == expert > 1 and tensor * groups == cut * expert:
-        # Written by tools that multiply the two ways to divide experts, when both are over the same ranks.
+        # Some tools write both kinds of expert division for the same ranks.
         tensor, groups = (1, expert) if groups > 1 else (expert, 1)
     elif tensor == groups > 1 and expert == tensor * groups:
         tensor, expert = 1, groups
@@ -298,14 +299,14 @@ def arranged(case: Case) -> Layout | Workers:
         whole = Layout(tensor, 1, tensor)
         return Workers(whole, whole, None)
     devices = case.devices or 0
-    replicas = max(1, said.get("dp") or 1)
+    replicas = max(1, sizes.get("dp") or 1)
     if devices % (tensor * groups * stages) == 0 and not case.scenario.lower().startswith("agg"):
         replicas = max(replicas, devices // (tensor * groups * stages))
     return Layout(tensor, groups, expert, stages, replicas)
 
 
 def _unsaid_groups(case: Case, tensor: int, expert_ranks: int) -> tuple[int, int]:
-    """Attention groups that a table leaves blank: from the ranks of the experts, or from the batch of one rank."""
+    """Attention groups that a table omits: computed from the expert ranks, or from the batch of one rank."""
     groups = max(1, expert_ranks // tensor)
     batch = case.notes.get("batch_size", "")
     if groups == 1 and tensor > 1 and batch.isdigit() and case.concurrency and case.concurrency >= 2 * int(batch) > 0:
@@ -318,12 +319,12 @@ def _disaggregated(text: str) -> Workers:
     sides, counts = [], []
     streams, dealt = 0, False
     for count, inside in re.findall(r"(\d*)\s*x?\s*\(([^)]*)\)", text)[:2]:
-        said = {name: int(number) for name, number in re.findall(r"(tp|dp|ep|bs)(\d{1,5})", inside)}
-        ranks = max(1, said.get("tp", 1)) * max(1, said.get("dp", 1))
-        sides.append(Layout(ranks, 1, max(1, said.get("ep", 1))))
+        sizes = {name: int(number) for name, number in re.findall(r"(tp|dp|ep|bs)(\d{1,5})", inside)}
+        ranks = max(1, sizes.get("tp", 1)) * max(1, sizes.get("dp", 1))
+        sides.append(Layout(ranks, 1, max(1, sizes.get("ep", 1))))
         counts.append(int(count or 0))
-        dealt = said.get("dp", 1) > 1
-        streams = (int(count) if count else 1) * said.get("bs", 0) * max(1, said.get("dp", 1))
+        dealt = sizes.get("dp", 1) > 1
+        streams = (int(count) if count else 1) * sizes.get("bs", 0) * max(1, sizes.get("dp", 1))
     sides = sides or [Layout(NODE, 1, 1)]
     prefills, decodes = counts if len(counts) == 2 else (0, 0)
     return Workers(sides[0], sides[-1], streams or None, prefills, decodes, dealt)

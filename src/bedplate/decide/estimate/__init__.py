@@ -1,4 +1,4 @@
-"""How fast it should be: physics first, then a few fitted efficiencies, with a band and with what limits it."""
+"""Performance estimates: physics and a few fitted efficiencies, with an error band and the bottleneck."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Continuous batching: requests that come and go share passes through the model, prompts between the tokens of others.
+"""A model of continuous batching: requests share forward passes, and prompts run between the tokens of others.
 
-Work is what one rank has to do, counted by `physics`; efficiencies say how near an engine comes to a chip's rates.
-The functions that turn both into times use nothing but arithmetic, so that a fit can give them whole columns of rows.
+`Work` is what one rank has to do, counted by `physics`; `Efficiencies` are the shares of a chip's rates that an engine
+reaches. The functions that compute times from both use only arithmetic, so that a fit can pass whole columns of rows.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from bedplate.decide.estimate.physics import Shape, attention_ops, link_bytes_s
 WeightType = Literal["16-bit", "fp8", "nvfp4", "mxfp4", "int4"]
 
 MEMORY_SHARE = 0.92
-"""Of what weights leave free on a device, what engines take for caches: vLLM 0.9 of all, TensorRT-LLM 0.95."""
+"""Share of the memory left by the weights that engines use for the cache: vLLM 0.9 of all, TensorRT-LLM 0.95."""
 RESERVED_SHARE = 0.03
-"""Of a device's memory, what its driver and its error correction keep."""
+"""Share of a device's memory that its driver and error correction reserve."""
 OVERHEAD_BYTES = 1.5e9
 """Context, workspaces and graphs on each device."""
 SLOW_LINK_BYTES_S = 25e9
-"""Between devices of which nothing is said: PCIe 4."""
+"""Bandwidth between devices whose link is unknown: PCIe 4."""
 BUSIEST = 0.95
-"""Share of prompts in the time beyond which a queue never drains in a closed loop: streams wait for themselves."""
+"""Upper limit of the share of time spent on prompts: in a closed loop, streams then wait for themselves."""
 PASS_TOKENS = 8192.0
-"""Of prompts that engines put into one pass, by default or in published recipes."""
+"""Prompt tokens that engines put into one pass, by default or in published recipes."""
 CHANCE = 0.64
-"""Of a deviation's square: with it, what lies above a mean in expectation is a root that has no corner."""
+"""Factor of the variance with which the expected excess over a mean is a smooth square root."""
 OVERLAP = 3
-"""Of two that go on at once, the larger counts, and a little more where they are alike: a norm of this order."""
+"""Order of the norm that combines two overlapping times: the larger counts, and slightly more if they are similar."""
 
 
 class Layout(NamedTuple):
     """How one replica is divided among devices."""
 
     tensor: int = 1
-    """Ranks that share the attention of one sequence."""
+    """Tensor ranks, which share the attention of one sequence."""
     attention_data: int = 1
-    """Groups of such ranks, each with sequences of its own."""
+    """Groups of tensor ranks, each with different sequences."""
     expert: int = 1
-    """Ranks among which whole experts are divided; the rest of the ranks cut each expert."""
+    """Ranks among which whole experts are divided; the remaining ranks split each expert."""
     pipeline: int = 1
     replicas: int = 1
 
@@ -57,100 +57,100 @@ class Layout(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one rank has to do; seconds are at the sheet's rates."""
+    """What one rank has to do; seconds are at the data sheet's rates."""
 
     dense_s: float
     """Reading the weights that every pass reads."""
     experts_s: float
     """Reading all routed experts."""
     dense_unpacked_s: float
-    """Of `dense_s`, what is of 4 bits that the chip's units cannot multiply: weights are unpacked on the way."""
+    """The part of `dense_s` for 4-bit weights that the chip's units cannot multiply, which are dequantized first."""
     experts_unpacked_s: float
     unpacking_layers: float
     idle_share: float
-    """Of the experts, what one token leaves alone."""
+    """Share of the experts that one token does not use."""
     cache_s: float
-    """Reading the cache of one sequence, half of its answer written."""
+    """Reading the cache of one sequence with half of its output."""
     dense_ops_s: float
-    """Matrix products of one token, but for experts and logits."""
+    """Matrix products of one token, without experts and logits."""
     expert_ops_s: float
     logits_s: float
     attending_s: float
     """Attention of one new token."""
     prompt_attending_s: float
     activation_s: float
-    """One pass of a token's hidden states through memory in every layer."""
+    """Moving a token's hidden states through memory once in every layer."""
     expert_activation_s: float
-    """Likewise of its copies for each of its experts on this rank."""
+    """The same for its copies for each of its experts on this rank."""
     reduce_s: float
     """All-reduces of one token, all layers."""
     reduces: float
-    """How many a pass has."""
+    """Number of all-reduces of a pass."""
     exchange_s: float
     """Sending one token to its experts and back, all layers."""
     exchanges: float
     far: float
-    """Of reduces and exchanges, how many go from node to node."""
+    """Number of all-reduces and exchanges between nodes."""
     layers: float
     expert_layers: float
     fused_layers: float
-    """Of those with experts, what Blackwell's kernels compute as one: choosing, multiplying and adding up."""
+    """Expert layers that Blackwell's fused kernels compute: routing, products and sum."""
     latent_layers: float
     state_layers: float
     sparse_layers: float
     quantizing: float
-    """Layers, those with experts twice, whose inputs are shortened to the 8 or 4 bits of the weights on the way."""
+    """Layers whose activations are quantized to the 8 or 4 bits of the weights; layers with experts count twice."""
     groups: float
-    """Of ranks with sequences of their own."""
+    """Groups of ranks with different sequences."""
     uneven: float
-    """1 where sequences are dealt to several groups, of which the fullest sets the pace."""
+    """1 if sequences are distributed over several groups, the fullest of which determines the speed."""
     pipeline: float
     prompt: float
     output: float
     held_bytes: float
-    """Cache of one sequence on one device, half of its answer written."""
+    """Cache of one sequence on one device, with half of its output."""
     most_bytes: float
-    """Cache of one sequence when it is complete."""
+    """Cache of one complete sequence."""
     room_bytes: float
-    """What a device has for caches."""
+    """Memory of a device for caches."""
 
 
 class Waits(NamedTuple):
-    """How a scheduler is set: passes that it lets go by before it takes in new requests, and how much it takes in."""
+    """Scheduler settings: passes before new requests are admitted, and how much a pass admits."""
 
     polled: Any = 0.0
-    """Between two looks at what has arrived."""
+    """Passes between two polls of the request queue."""
     gathered: Any = 0.0
-    """While prompts for a fuller pass are gathered."""
+    """Passes for which prompts are collected to fill a pass."""
     balanced: Any = 0.0
-    """At the most, until all groups have a prompt."""
+    """Maximum passes until all groups have a prompt."""
     pass_tokens: Any = PASS_TOKENS
-    """Tokens of prompts that one pass takes."""
+    """Prompt tokens of one pass."""
     ahead: Any = 0.0
-    """1 where prompts go ahead of all tokens: a pass has prompts alone, all that wait, and ends for all at once."""
+    """1 if prompts have priority over tokens: a pass has only prompts, all that wait, and they finish together."""
 
 
 NO_WAITS = Waits()
 
 
 class Efficiencies(NamedTuple):
-    """Shares of a sheet's rates that are reached, and fixed costs in seconds."""
+    """Shares of a data sheet's rates that are reached, and fixed costs in seconds."""
 
     dense_read: float
     expert_read: float
     unpacking: float
-    """Time to unpack 4-bit weights against that of reading them at the sheet's bandwidth."""
+    """Time to dequantize 4-bit weights relative to reading them at the data sheet's bandwidth."""
     unpacking_layer_s: float
     cache_read: float
     matrix: float
     expert_matrix: float
     attention: float
     activations: float
-    """How often hidden states pass through memory between a layer's products: norms, residuals, shortening."""
+    """How often hidden states move through memory between a layer's products: norms, residuals, quantization."""
     expert_activations: float
-    """Likewise the copies that experts get: sorting, activation, adding up."""
+    """The same for the copies for experts: sorting, activation, sum."""
     routing_spread: float
-    """Of the tokens of a pass, how many choose experts independently of the others."""
+    """Share of a pass's tokens that choose experts independently of the others."""
     layer_s: float
     expert_layer_s: float
     latent_layer_s: float
@@ -167,73 +167,73 @@ class Efficiencies(NamedTuple):
     exchange_rate: float
     exchange_rate_prompt: float
     prompt_share: float
-    """Of a prompt's time, how much the tokens of others wait for: passes that both share cost less than two."""
+    """Share of a prompt's time that delays the tokens of others: a shared pass costs less than two."""
     request_s: float
     """Accepting a request and sending its first token."""
     first_layer_s: float
-    """What the host does for a layer of a new request's first pass, which no captured graph spares it."""
+    """Host time for a layer of a new request's first pass, which does not use a captured graph."""
     first_expert_layer_s: float
-    """The same for a layer with experts, beside the former; likewise the next two."""
+    """Additional host time for a layer with experts; the next ones are the same for their layers."""
     fused: float
-    """Of that, what is left where kernels compute all of a layer's experts as one."""
+    """Share of that time that remains with fused expert kernels."""
     first_latent_layer_s: float
     first_state_layer_s: float
     host: float
-    """An engine's time for the four above against that of all engines."""
+    """An engine's host time for the layers above relative to that of all engines."""
     host_shared: float
-    """Of that time, what the host needs for each pass of a wave."""
+    """Share of that time that the host needs for each pass of a burst."""
     steps_waited: float
-    """Passes that go by before a lone request is taken in and its token is sent: polling and streaming intervals."""
+    """Passes before a single request is admitted and its token is sent: polling and streaming intervals."""
     polled: float
-    """Of an interval, in passes, at which an engine looks for new requests, what one of them waits."""
+    """Share of the polling interval, in passes, that a request waits."""
     gathered: float
-    """Of the passes for which an engine gathers prompts, likewise."""
+    """Share of the passes for which prompts are collected that a request waits."""
     balanced: float
-    """Of the passes for which groups wait until all have a prompt, likewise."""
+    """Share of the passes until all groups have a prompt that a request waits."""
     queue: float
     burst: float
-    """Share of all requests in the first wave, halved: each of them waits for half of the others on average."""
+    """Half the share of all requests in the initial burst: each waits for half of the others on average."""
     cache_held: float
-    """Of a half-written sequence's cache, what is held on average: lengths vary, and requests leave."""
+    """Share of a sequence's cache at half of its output that is used on average: lengths vary, and requests leave."""
     saturation: float
-    """Throughput under endless load against that of the steady state."""
+    """Throughput at saturation relative to the steady state."""
     unevenness: float
-    """Of the fullest group over the mean, in roots of the mean."""
+    """Excess of the fullest group over the mean, in square roots of the mean."""
     wave_slower: float
-    """Prompts that all arrive at once on an engine that is cold, against those of the steady state."""
+    """Prompt time in an initial burst on a cold engine relative to the steady state."""
     wave_token: float
-    """Likewise the tokens of such a wave."""
+    """Time per token in such a burst relative to the steady state."""
     guess: float
-    """What each token that is guessed ahead adds to a pass, against the pass without any."""
+    """Time that each drafted token adds to a pass, as a share of the pass."""
     accepted: float
-    """Of such guesses, the share that holds if all before it did."""
+    """Acceptance rate of a drafted token if all before it were accepted."""
     apart_token: float
-    """Time per token of decode workers that compute no prompts, against the same work by itself."""
+    """Time per token of decode workers in a disaggregated deployment relative to the same work alone."""
     apart_streams: float
-    """Streams for each rank of one decode worker beyond which people add workers."""
+    """Streams per rank of one decode worker above which operators add workers."""
     apart_growth: float
-    """How fast workers are added then: with what power of the streams."""
+    """Exponent of the streams with which workers are added."""
     apart_first_s: float
-    """Handing a request and its cache from one worker to the other."""
+    """Transfer of a request and its cache from a prefill to a decode worker."""
     apart_burst: float
-    """Against `burst`: benchmarks of many nodes send fewer requests for each stream."""
+    """Relative to `burst`: benchmarks of many nodes send fewer requests per stream."""
     apart_saturated: float
-    """Of the wait for prefill workers that answers do not hide, what is seen."""
+    """Share of the wait for prefill workers that is visible when decoding does not hide it."""
     apart_sized: float
-    """With what power of the load of one prefill worker people add further ones."""
+    """Exponent of a prefill worker's load with which operators add further ones."""
     apart_far_s: float
-    """What a message from node to node takes longer."""
+    """Additional time of a message between nodes."""
     apart_uneven: float
-    """How unevenly requests are dealt out to decode workers, in roots of the mean."""
+    """Imbalance of the requests over decode workers, in square roots of the mean."""
     tuned: float
-    """Throughput of a tuned submission with all requests at hand, against a server's under endless load."""
+    """Throughput of a tuned offline submission relative to a server at saturation."""
     tuned_server: float
-    """What meeting a latency target leaves of that."""
+    """Share of that throughput that remains with a latency target."""
     tuned_interactive: float
 
 
 def least(a: Any, b: Any) -> Any:
-    """The smaller of two numbers, or of each pair of two columns."""
+    """The smaller of two numbers, or element by element of two columns."""
     return (a + b - abs(a - b)) / 2
 
 
@@ -253,14 +253,14 @@ def weight_type(shape: Shape) -> WeightType:
 
 
 def layout_on(layout: Layout, shape: Shape) -> Layout:
-    """Experts can be divided among no more ranks than there are."""
+    """The layout with expert ranks limited to the ranks that exist."""
     return (
         layout._replace(expert=max(1, min(layout.expert, layout.ranks))) if shape.experts else layout._replace(expert=1)
     )
 
 
 def usual_kv_bits(shape: Shape) -> float:
-    """Engines and their recipes keep an 8-bit cache where weights and activations are 8 bits or fewer."""
+    """Engines and published recipes use an 8-bit cache if weights and activations have at most 8 bits."""
     return 8.0 if weight_type(shape) in ("fp8", "nvfp4", "mxfp4") else 16.0
 
 
@@ -275,8 +275,8 @@ def work_of(
     *,
     shared: bool = True,
 ) -> Work:
-    """What a request of this shape asks of each rank. `cached` tokens of the prompt are in the cache already: once for
-    all requests, or each has its own."""
+    """The work of one request on each rank. `cached` prompt tokens are already in the cache: once for all requests if
+    `shared`, else once for each."""
     tensor, groups, ranks, stages = layout.tensor, layout.attention_data, layout.ranks, layout.pipeline
     bandwidth = machine.bandwidth_bytes_s
     context = prompt + output / 2
@@ -346,7 +346,7 @@ def work_of(
 
 
 def _matrix_rate(machine: Machine, shape: Shape, size: float, params: float) -> float:
-    """Of the units that multiply such weights: 4-bit ones only where activations are that short too."""
+    """The rate of the units that multiply such weights; 4-bit units only if activations have 4 bits too."""
     bits = size * 8 / params if params else 16.0
     kind = weight_type(shape)
     types = ["bf16", "fp16", "fp32"]
@@ -358,12 +358,12 @@ def _matrix_rate(machine: Machine, shape: Shape, size: float, params: float) -> 
 
 
 def _fuses(machine: Machine, shape: Shape) -> bool:
-    """Whether all engines have the same kernel for all of a layer's experts: those for Blackwell of 8 and 4 bits."""
+    """Whether engines have a fused kernel for all experts of a layer: 8 and 4 bits on Blackwell."""
     return machine.family == "blackwell-dc" and weight_type(shape) in ("fp8", "nvfp4", "mxfp4")
 
 
 def _unpacked(machine: Machine, shape: Shape, size: float, params: float) -> bool:
-    """Whether such weights are of 4 bits, and of a kind that this chip multiplies only after widening it."""
+    """Whether these are 4-bit weights that the chip can multiply only after dequantizing them."""
     if not params or size * 8 / params >= 6:
         return False
     return weight_type(shape) == "int4" or "fp4" not in machine.ops_s
@@ -371,14 +371,14 @@ def _unpacked(machine: Machine, shape: Shape, size: float, params: float) -> boo
 
 @lru_cache(maxsize=512)
 def efficiencies(engine: str, family: str, weights: WeightType) -> Efficiencies:
-    """As fitted for this engine on chips of this family; what nobody has measured stands at what all have in common."""
+    """The fitted efficiencies for this engine on this chip family; without measurements, the common ones."""
     fitted = table("serving")["efficiencies"]
     return Efficiencies(*(efficiency(fitted[name], engine, family, weights) for name in Efficiencies._fields))
 
 
 def efficiency(entry: dict[str, Any], engine: str, family: str, weights: str) -> float:
-    """A share moves on a logistic scale, so that it stays below 1; a time or a count on a logarithmic one."""
-    moved = sum(
+    """Apply the fitted effects: to a share on a logistic scale, so that it stays below 1, to others on a log scale."""
+    effect = sum(
         entry.get(axis, {}).get(key, 0.0)
         for axis, key in (
             ("engine", engine),
@@ -389,12 +389,12 @@ def efficiency(entry: dict[str, Any], engine: str, family: str, weights: str) ->
     )
     base = float(entry["base"])
     if entry["scale"] == "share":
-        return 1.0 / (1.0 + (1.0 / base - 1.0) * math.exp(-moved))
-    return base * math.exp(moved)
+        return 1.0 / (1.0 + (1.0 / base - 1.0) * math.exp(-effect))
+    return base * math.exp(effect)
 
 
 def pass_parts(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequences: Any, link_rates: Any) -> Any:
-    """Seconds of one pass of so many tokens through each group of ranks: reading, computing, links and fixed costs."""
+    """Seconds of one pass of `tokens` through each group of ranks: reading, computing, links and fixed costs."""
     reduce_rate, exchange_rate = link_rates
     everywhere = tokens * w.groups
     touched = 1.0 - w.idle_share ** (everywhere * e.routing_spread)
@@ -438,7 +438,7 @@ def pass_s(w: Any, e: Any, tokens: Any, cache_s: Any, attending_s: Any, sequence
 
 
 def overlapped(one: Any, other: Any) -> Any:
-    """Time of two that go on at once."""
+    """The time of two activities that overlap."""
     return (one**OVERLAP + other**OVERLAP) ** (1 / OVERLAP)
 
 
@@ -448,35 +448,35 @@ def decode_parts(w: Any, e: Any, batch: Any) -> Any:
 
 
 def decode_s(w: Any, e: Any, batch: Any) -> Any:
-    """One token for each of `batch` sequences of a group; the stages of a pipeline each work on a part of them."""
+    """One token for each of `batch` sequences of a group; each pipeline stage processes a part of them."""
     each = batch / w.pipeline
     return pass_s(w, e, each, each * w.cache_s, each * w.attending_s, each, (e.reduce_rate, e.exchange_rate))
 
 
 def prefill_s(w: Any, e: Any) -> Any:
-    """One prompt by itself."""
+    """The time of one prompt alone."""
     return pass_s(w, e, w.prompt, 0.0, w.prompt_attending_s, 1.0, (e.reduce_rate_prompt, e.exchange_rate_prompt))
 
 
 def prefill_each_s(w: Any, e: Any, count: Any) -> Any:
-    """One prompt of so many that share a pass."""
+    """The time per prompt of `count` prompts that share a pass."""
     rates = (e.reduce_rate_prompt, e.exchange_rate_prompt)
     return pass_s(w, e, count * w.prompt, 0.0, count * w.prompt_attending_s, count, rates) / count
 
 
 def wave_each_s(w: Any, e: Any, together: Any, host_s: Any) -> Any:
-    """One prompt of a wave in passes of `together`, each of which the host launches while the last is computed."""
+    """The time per prompt of a burst in passes of `together`; the host launches each while the last one runs."""
     return overlapped(together * prefill_each_s(w, e, together), e.host_shared * host_s) / together
 
 
 def resident(w: Any, e: Any, complete: Any) -> Any:
-    """Requests whose caches a group holds at once; `complete` (1 or 0): room for the whole answer is set aside."""
+    """The number of requests whose caches fit in a group; `complete` (1 or 0): the whole output is reserved."""
     held = complete * w.most_bytes + (1.0 - complete) * w.held_bytes * e.cache_held
     return most(w.room_bytes / held, 1.0)
 
 
 def first_host_s(w: Any, e: Any) -> Any:
-    """Launching the first pass of a request kernel by kernel, which has little to do with the chip or the prompt."""
+    """Host time to launch a request's first pass kernel by kernel; it hardly depends on chip or prompt."""
     return e.host * (
         w.layers * e.first_layer_s
         + (w.expert_layers - w.fused_layers * (1.0 - e.fused)) * e.first_expert_layer_s
@@ -486,19 +486,19 @@ def first_host_s(w: Any, e: Any) -> Any:
 
 
 def guessed(e: Any, guessing: Any) -> tuple[Any, Any]:
-    """How much longer a pass takes that guesses so many tokens ahead of each sequence, and how many come out of it."""
+    """The relative time of a pass with `guessing` drafted tokens per sequence, and the tokens that it yields."""
     return 1.0 + e.guess * guessing, (1.0 - e.accepted ** (guessing + 1.0)) / (1.0 - e.accepted)
 
 
 def steady(w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_WAITS, guessing: Any = 0.0) -> Any:
-    """Time to first token, time per token and batch of a group, `streams` requests being always in flight.
+    """Time to first token, time per token and batch of a group with `streams` requests in flight at all times.
 
-    Each token waits for its own pass and for its share of the prompts of others; what does not fit in memory queues.
+    Each token waits for its pass and for a share of the others' prompts; requests that do not fit in memory queue.
     """
     slower, accepted = guessed(e, guessing)
     own = streams / w.groups
     own = most(own + w.uneven * e.unevenness * own**0.5, 1.0)
-    # Of very many the smaller of the two would be lost in rounding.
+    # With a very large limit, the smaller of the two would be lost to rounding.
     held = most(least(own, most_resident), 1.0)
     prompt_s = prefill_s(w, e)
     batch = held
@@ -510,15 +510,15 @@ def steady(w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_W
     host_s = first_host_s(w, e)
     most_together = most(waits.pass_tokens / w.prompt, 1.0)
     together = most(least(most_together, held), 1.0)
-    # What arrives between two looks is computed together, and is there only when all of its pass is.
+    # Requests that arrive between two polls are computed together and finish with their pass.
     often = own * accepted / w.output
     arrived = 1.0 + often * (waits.polled + waits.gathered)
     taken = least(arrived, most_together)
     arrived_s = (arrived + taken) / 2.0 * prefill_each_s(w, e, taken)
-    # The first of those that are gathered waits for all of it, those that come later for less.
+    # The first collected request waits for the whole interval, later ones for less.
     gathered = waits.gathered * (1.0 - often * waits.gathered / (1.0 + often * waits.gathered) / 2.0)
     wave_s = (held + waits.ahead * together) * wave_each_s(w, e, together, host_s)
-    # Groups wait no longer than until each of them has a request that leaves.
+    # Groups wait at most until each of them has a request that finishes.
     balanced = least(waits.balanced, 2.0 * w.output / own)
     first_s = (
         e.request_s
@@ -534,18 +534,18 @@ def steady(w: Any, e: Any, streams: Any, most_resident: Any, waits: Waits = NO_W
 
 
 def saturated_tok_s(w: Any, e: Any, batch: Any) -> Any:
-    """Tokens per second of one replica whose every group always has `batch` requests."""
+    """Tokens per second of one replica if every group always has `batch` requests."""
     token_s = decode_s(w, e, batch) + batch / w.pipeline / w.output * prefill_s(w, e) * e.prompt_share
     return batch * w.groups / token_s * e.saturation
 
 
 def streamed_tok_s(w: Any, first_s: Any, token_s: Any, streams: Any) -> Any:
-    """Tokens per second of one replica in a closed loop of `streams`."""
+    """Tokens per second of one replica in a closed loop with `streams` requests."""
     return streams * w.output / (first_s + w.output * token_s)
 
 
 def one_wave(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
-    """As `steady`, for a benchmark that sends each stream's only request at once: prompts queue, then all decode."""
+    """Like `steady`, for a benchmark that sends all its requests in one burst: prompts queue, then all decode."""
     own = most(streams / w.groups, 1.0)
     held = least(own, most_resident)
     prompt_s = prefill_s(w, e) * e.wave_slower
@@ -556,14 +556,14 @@ def one_wave(w: Any, e: Any, streams: Any, most_resident: Any) -> Any:
 
 
 def apart(q: Any, e: Any) -> Any:
-    """Times to first token and per token, and a worker's batch, where other workers compute the prompts.
+    """Time to first token, time per token and a worker's batch in a disaggregated deployment.
 
-    Where nobody says how many workers there are and how each is divided, people are taken to add them as load grows,
-    and to choose the faster of dividing a sequence's attention (`work`) and dealing out sequences (`spread`).
+    If the number of workers and their layout are unknown, operators are assumed to add workers as load grows, and to
+    choose the faster of tensor parallelism (`work`) and data parallelism (`spread`) for attention.
     """
     known = least(q.decodes, 1.0)
     added = (1.0 + q.streams / (e.apart_streams * q.ranks)) ** e.apart_growth
-    # Routers deal requests out to workers without looking at who has a place.
+    # Routers distribute requests without checking which worker has a free slot.
     bins = most(known * q.decodes, 1.0)
     over = (q.streams - q.slots) / bins
     spread = CHANCE * e.apart_uneven**2 * q.streams / bins * (1.0 - 1.0 / bins)

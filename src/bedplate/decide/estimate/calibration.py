@@ -1,4 +1,4 @@
-"""What was fitted: a few named efficiencies and the bands of what is left over, each with where it comes from."""
+"""The fitted data: a few named efficiencies and the error bands of the fit, each with its source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Limit = Literal["memory bandwidth", "compute", "interconnect", "KV cache", "runt
 
 
 class Band(NamedTuple):
-    """How far the truth lies off, as factors on the value: eight of ten published rows are between them."""
+    """The error band as factors of the estimate: eight of ten published rows are within it."""
 
     low: float
     high: float
@@ -21,31 +21,31 @@ class Band(NamedTuple):
         return value * self.low, value * self.high
 
     def inverse(self) -> Band:
-        """The band of a time, where this is that of a rate."""
+        """The band of a time, if this is the band of a rate."""
         return Band(1 / self.high, 1 / self.low)
 
 
 class Expectation(NamedTuple):
-    """One way to run, as times: what an Estimate is made from, with what each part of a step costs."""
+    """The expected times of one configuration, and the cost of each part of a step; the basis of an Estimate."""
 
     ttft_s: float
     tpot_s: float
-    """Between two tokens of one stream."""
+    """Time between two tokens of one stream."""
     output_tok_s: float
     """Over all streams."""
     limit: Limit
-    """What the largest part of making a token is spent on."""
+    """The bottleneck: where the largest part of a token's time is spent."""
     parts_s: dict[Limit, float]
-    """Of one step, by what it is spent on."""
+    """The time of one step by limit."""
     ttft_band: Band
     tpot_band: Band
     output_band: Band
     source: str
-    """In a few words, what the figures rest on."""
+    """What the figures are based on, in short."""
 
 
 WIDE = Band(0.5, 2.0)
-"""Where nothing was left over to learn from."""
+"""Used if there is no data to compute a band from."""
 
 
 def limit_of_parts(parts: dict[Limit, float]) -> Limit:

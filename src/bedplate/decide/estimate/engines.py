@@ -1,4 +1,4 @@
-"""What the estimator knows of an engine by its id."""
+"""The estimator's traits of an engine, by its id."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def traits_of(engine: str) -> EstimateTraits:
 
 
 def timed_as(engine: str) -> str:
-    """The engine that does the work: some are a shell around another one, and are timed as it."""
+    """The engine whose efficiencies apply: some engines are wrappers around another one."""
     known = all_engines().get(engine)
     return (known.runs_engine if known is not None else None) or engine

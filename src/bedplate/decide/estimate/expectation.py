@@ -1,4 +1,4 @@
-"""A plan's own estimate: times for this machine, model, engine, layout and workload."""
+"""The estimate for a plan: times for this machine, model, engine, layout and workload."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bedplate.values import Estimate, Figure, Hardware, Model, Parallelism, Work
 from bedplate.values.fit import Offload
 
 HOST_READ_SHARE = 0.7
-"""Of the host's bandwidth, what reading weights reaches (fitted on CPUs)."""
+"""Share of the host's memory bandwidth that reading weights reaches (fitted on CPUs)."""
 HOST_COMPUTE_SHARE = 0.8
-"""Of what kernels for CPUs reach, what multiplying a prompt's tokens does while a GPU is waited for."""
+"""Share of the CPU kernels' rate that prompt computation reaches while the host waits for a GPU."""
 FEW = 32
-"""In flight on one replica: above, no token is as quick as that of a single request."""
+"""Requests in flight on one replica; above this, no token is as fast as that of a single request."""
 BACKENDS = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "sycl"}
 
 
@@ -31,7 +31,7 @@ def estimate_for(
     offload: Offload | None = None,
     factor: float = 1.0,
 ) -> Estimate:
-    """What to expect of one plan; figures that cannot be computed are absent."""
+    """The estimate for one plan; figures that cannot be computed are absent."""
     found = expectation_for(hardware, model, engine, layout, workload, slots=slots, offload=offload, factor=factor)
     return Estimate() if found is None else estimate_of(found)
 
@@ -49,7 +49,7 @@ def estimate_of(expectation: Expectation) -> Estimate:
 
 
 def limit_of(expectation: Expectation) -> Limit:
-    """What binds: the largest part of the time between two tokens."""
+    """The bottleneck: where the largest part of the time between two tokens is spent."""
     return expectation.limit
 
 
@@ -64,9 +64,9 @@ def expectation_for(
     offload: Offload | None = None,
     factor: float = 1.0,
 ) -> Expectation | None:
-    """Times for requests of the workload's length; `None` where the machine's rates are not known.
+    """Times for requests of the workload's length; `None` if the machine's rates are unknown.
 
-    `factor` is what a measurement on this machine said: 1.1 is a tenth faster than the fitted efficiencies.
+    `factor` is the measured speed of this machine relative to the fitted efficiencies: 1.1 is 10% faster.
     """
     engine = timed_as(engine)
     machine = machine_of(hardware)
@@ -93,8 +93,8 @@ def expectation_for(
 def _one_stream_s(
     engine: str, machine: Machine, shape: Shape, layout: Parallelism, workload: Workload, in_flight: int
 ) -> float:
-    """What a token of a single request takes, which nobody gets below beside others: what is fitted on many in flight
-    is a fifth too quick for two or three."""
+    """The time per token of a single request, as a lower bound: the efficiencies that were fitted on many requests in
+    flight are 20% too optimistic for two or three."""
     if in_flight > FEW or layout.expert > 1:
         return 0.0
     question = local.ask(
@@ -112,7 +112,7 @@ def _locally(
     step = question.step(resident, prompt + output / 2)
     step_s = question.step_s(resident, prompt + output / 2)
     prefill_s = question.prefill_s(prompt - cached, 1, cached)
-    # While one request's prompt is computed the others wait: in the long run every request's prompt delays every token.
+    # The other requests wait while a prompt is computed, so on average every prompt delays every token.
     tpot_s = step_s + prefill_s * (resident - 1) / output
     request_s = prefill_s + output * tpot_s
     waiting_s = max(0.0, in_flight / resident - 1) * request_s
@@ -134,11 +134,11 @@ def _locally(
 
 
 def _source(question: Question, factor: float) -> str:
-    who = f"engines {question.key}" if question.key.startswith("like ") else question.key
-    fitted = f"bytes and operations at the efficiencies of {who}, fitted on published rows"
+    engines = f"engines {question.key}" if question.key.startswith("like ") else question.key
+    source = f"bytes and operations at the efficiencies of {engines}, fitted on published measurements"
     if question.host is not None and question.host.assumed:
-        fitted += "; of the host's memory nothing is said, two channels of DDR5-4800 are assumed"
-    return fitted if factor == 1.0 else f"{fitted}, times {factor:.2f} as measured on this machine"
+        source += "; the host's memory bandwidth is unknown, two channels of DDR5-4800 are assumed"
+    return source if factor == 1.0 else f"{source}, times {factor:.2f} as measured on this machine"
 
 
 def backend_of(engine: str, machine: Machine) -> str:
@@ -152,7 +152,7 @@ def backend_of(engine: str, machine: Machine) -> str:
 
 def host_of(hardware: Hardware, shape: Shape, offload: Offload) -> Host | None:
     cpu = host_machine(hardware)
-    # Two channels of DDR5-4800, the least that a machine of today has.
+    # Two channels of DDR5-4800, the minimum of current machines.
     bandwidth = cpu.bandwidth_bytes_s or 76.8e9
     share = shape.expert_share if shape.experts and offload.kind == "experts" else _read_share(shape)
     read = offload.host_bytes * share
@@ -166,7 +166,7 @@ def host_of(hardware: Hardware, shape: Shape, offload: Offload) -> Host | None:
 
 
 def _read_share(shape: Shape) -> float:
-    """Of all weights, what one token reads."""
+    """The share of all weights that one token reads."""
     if not shape.total_bytes:
         return 1.0
     return min(1.0, (shape.dense_bytes + shape.expert_bytes * shape.expert_share) / shape.total_bytes)

@@ -1,4 +1,4 @@
-"""One machine, one or a few streams: the time of a forward pass from its bytes and operations, and what follows.
+"""Estimates for one machine with one or a few streams, from the bytes and operations of a forward pass.
 
 A forward pass of a few tokens reads its weights once and multiplies vectors; one of many tokens multiplies matrices in
 tiles. Both are the same sum of named parts, each at an efficiency that was fitted for the engine and its backend.
@@ -27,8 +27,8 @@ from bedplate.engines import EstimateTraits
 
 MOST_CHUNK = 8192
 VECTOR_TOKENS = 8
-"""Up to so many tokens, engines multiply vectors instead of matrices where that is faster; not so Vulkan's experts.
-Engines for serving multiply even one token as a tile of a matrix, which on chips of few operations takes longer."""
+"""Up to this many tokens, engines multiply vectors instead of matrices if that is faster, except experts on Vulkan.
+Serving engines multiply even one token as a tile of a matrix, which takes longer on chips with a low matrix rate."""
 HOST_COPY_TOKENS = 32
 PACKED = frozenset({"gptq", "awq", "compressed-tensors"})
 ACTIVATION_COPIES = 24.0
@@ -36,70 +36,70 @@ ACTIVATION_COPIES = 24.0
 
 
 class Profile(NamedTuple):
-    """The efficiencies of one engine on one kind of device. Shares are of the sheet's rates."""
+    """The efficiencies of one engine on one kind of device. Shares refer to the data sheet's rates."""
 
     slack: float
-    """What reading weights takes longer than at the sheet's bandwidth: 0.15 is 15 % more."""
+    """Additional time to read weights relative to the data sheet's bandwidth: 0.15 is 15% more."""
     kv_read: float
-    """Of the memory bandwidth, when the cache is read."""
+    """Share of the memory bandwidth at which the cache is read."""
     unpack_16: float
-    """Multiprocessor cycles for each weight that a vector is multiplied with, beside reading it: 16-bit weights."""
+    """Multiprocessor cycles per weight in a vector product, in addition to reading it: 16-bit weights."""
     unpack_8: float
     unpack_4: float
     layer_s: float
     """A layer's fixed cost: starting its kernels."""
     packed_s: float
-    """What a layer costs more whose weights are packed for several engines (GPTQ, AWQ): their kernels start slower."""
+    """Additional cost of a layer with packed weights (GPTQ, AWQ): their kernels start slower."""
     moe_s: float
-    """What a layer with experts costs more: routing, and a kernel for each of its matrices."""
+    """Additional cost of a layer with experts: routing, and a kernel for each of its matrices."""
     state_s: float
-    """What a recurrent layer costs more."""
+    """Additional cost of a recurrent layer."""
     step_s: float
     """A step's fixed cost: sampling, the runtime between two steps."""
     launch_s: float
-    """Host time for each layer of an engine that starts each kernel by itself; the device waits if it is faster."""
+    """Host time per layer if the engine launches each kernel separately; the device waits if it is faster."""
     launch_8: float
-    """That over the one for 16-bit weights, for 8-bit ones: each product then takes several kernels."""
+    """`launch_s` for 8-bit weights relative to 16-bit weights: each product then takes several kernels."""
     launch_4: float
-    """Likewise for 4-bit ones."""
+    """`launch_s` for 4-bit weights relative to 16-bit weights."""
     eager_s: float
-    """What a layer's kernels cost to start for a prompt, beside what they cost for one token."""
+    """Additional cost of launching a layer's kernels for a prompt relative to one token."""
     pair: float
     """Cycles for each million operations between a new token and the cache."""
     gemm: float
-    """Of the matrix rate, for large products."""
+    """Share of the matrix rate for large products."""
     gemm_8: float
-    """That share over the one for 4-bit weights, for 8-bit ones."""
+    """`gemm` for 8-bit weights relative to 4-bit weights."""
     gemm_16: float
-    """Likewise for 16-bit ones."""
+    """`gemm` for 16-bit weights relative to 4-bit weights."""
     gemm_fp4: float
-    """Likewise for weights that the device's own 4-bit units take."""
+    """`gemm` for weights that the device's 4-bit units multiply."""
     gemm_moe: float
-    """The share for experts."""
+    """Share of the matrix rate for experts."""
     moe_16: float
-    """What 16-bit experts reach of it: engines that fuse quantised experts only are slow with others."""
+    """`gemm_moe` for 16-bit experts: engines that fuse only quantized experts are slow with others."""
     moe_4: float
-    """How much longer 4-bit experts take than their bytes, where an engine has no good kernel for them."""
+    """Time of 4-bit experts relative to their bytes, for engines without a good kernel for them."""
     tile: float
-    """Tokens below which a matrix product costs as if it had so many."""
+    """Minimum tokens of a tile: a matrix product of fewer tokens costs as much."""
     attend: float
-    """Of the matrix rate, between a prompt's own tokens."""
+    """Share of the matrix rate for attention between a prompt's tokens."""
     activation: float
-    """Times that activations pass through memory, of `ACTIVATION_COPIES`."""
+    """How often activations move through memory, relative to `ACTIVATION_COPIES`."""
     column: float
-    """What each further token adds to multiplying a vector, as a share of the first."""
+    """Time that each further token adds to a vector product, as a share of the first."""
     plain: float
-    """What attention costs more where it is not fused, while prompts are computed."""
+    """Relative cost of attention that is not fused, for prompts."""
     plain_kv: float
-    """Likewise while tokens are made."""
+    """Relative cost of attention that is not fused, for output tokens."""
     device_s: float
-    """What handing over to the next device of a pipeline costs."""
+    """Cost of the transfer to the next device of a pipeline."""
     reduce_s: float
     """Latency of one all-reduce."""
 
 
 class Pass(NamedTuple):
-    """What one forward pass costs, by what it is spent on."""
+    """The time of one forward pass by its parts."""
 
     weights_s: float
     kv_s: float
@@ -124,58 +124,58 @@ class Pass(NamedTuple):
 
 
 class Host(NamedTuple):
-    """The part of the weights that stays in the host's memory."""
+    """The weights that stay in the host's memory."""
 
     bytes: float
-    """Of them, what one token reads."""
+    """Bytes of these weights that one token reads."""
     bandwidth_bytes_s: float
     cores_ops_s: float
     params: float
     assumed: bool = False
-    """Whether nobody said what the host is."""
+    """Whether the host's memory bandwidth is unknown, so that a default is used."""
 
 
 class Work(NamedTuple):
-    """What one forward pass does, counted: nothing in it is fitted. Fitting makes columns of many such passes."""
+    """What one forward pass does; nothing in it is fitted. A fit uses columns of many such passes."""
 
     tokens: float
     vectors: float
-    """Up to so many tokens it may multiply vectors instead of matrices."""
+    """Up to this many tokens, it may multiply vectors instead of matrices."""
     half: float
-    """1 where weights are stored in 16 bits, else 0; likewise the two below."""
+    """1 for 16-bit weights, else 0; `eight` and `four` are the same for 8 and 4 bits."""
     eight: float
     four: float
     native: float
-    """1 where the device has units for these 4-bit weights."""
+    """1 if the device has units for these 4-bit weights."""
     packed: float
-    """1 where they are packed for several engines (GPTQ, AWQ)."""
+    """1 for packed weights (GPTQ, AWQ)."""
     read_s: float
-    """Reading the weights at the sheet's bandwidth."""
+    """Reading the weights at the data sheet's bandwidth."""
     expert_read_s: float
-    """Of that, the experts."""
+    """The part of `read_s` for experts."""
     weights_hz: float
     """Weights that are multiplied, over the cycles per second of all multiprocessors."""
     experts_hz: float
     body_s: float
-    """One token through all that are not experts, at the matrix rate."""
+    """One token through all weights but experts, at the matrix rate."""
     logits_s: float
-    """The output projection of those rows that need it, likewise."""
+    """The output projection of the rows that need it, at the matrix rate."""
     expert_s: float
-    """One token through each of the experts that are touched, likewise."""
+    """One token through each of the experts that the pass uses, at the matrix rate."""
     each: float
-    """Tokens that each of them gets."""
+    """Tokens per used expert."""
     moved_s: float
-    """Activations through memory, at the sheet's bandwidth."""
+    """Moving activations through memory, at the data sheet's bandwidth."""
     kv_s: float
-    """Reading the cache, likewise."""
+    """Reading the cache, at the data sheet's bandwidth."""
     prompt: float
-    """1 where several tokens of one sequence are computed."""
+    """1 if several tokens of one sequence are computed."""
     pairs_s: float
     """Attention between the tokens of prompts, at the matrix rate."""
     pairs_hz: float
     """Millions of operations between new tokens and the cache, over the multiprocessors' cycles."""
     unfused: float
-    """1 where attention is not fused."""
+    """1 if attention is not fused."""
     layers: float
     moe_layers: float
     recurrent: float
@@ -189,7 +189,7 @@ class Work(NamedTuple):
 
 
 def forward(profile: Profile, work: Work) -> Pass:
-    """How long it takes. All arithmetic here works on columns as well as on numbers."""
+    """The time of a forward pass. The arithmetic works on columns as well as on numbers."""
     reading = (work.read_s + work.packed * work.four * work.expert_read_s * (profile.moe_4 - 1)) * (1 + profile.slack)
     packed = 1 + work.packed * work.four * (profile.moe_4 - 1)
     each_cycles = work.half * profile.unpack_16 + work.eight * profile.unpack_8 + work.four * profile.unpack_4
@@ -200,7 +200,7 @@ def forward(profile: Profile, work: Work) -> Pass:
     matrix = (work.body_s * _hypot(work.tokens, profile.tile) + work.logits_s) / profile.gemm
     share = profile.gemm_moe * (work.half * profile.moe_16 + (1 - work.half))
     matrix = (matrix + work.expert_s * packed * _hypot(work.each, profile.tile) / share) / tuned
-    # A product of few rows is bound by reading, of many by computing; in between it is both.
+    # Reading limits a product of few rows, computing one of many, and both limit those in between.
     whole = _both(reading, matrix + work.moved_s * profile.activation)
     tiled = (work.tokens > work.vectors) | ((work.tokens > 1) & (whole < vector))
     weights = (1 - tiled) * vector + tiled * _least(reading, whole)
@@ -216,7 +216,7 @@ def forward(profile: Profile, work: Work) -> Pass:
     device = weights + kv_s + compute + links + fixed
     each_launch = work.half + work.eight * profile.launch_8 + work.four * profile.launch_4
     launched = work.launched * profile.launch_s * each_launch
-    # The device waits for the host where that is slower; where nothing is launched so, this is nothing.
+    # The device waits for the host if launching kernels is slower; 0 for engines that do not launch them separately.
     idle = _both(device, launched) - device
     return Pass(weights, kv_s, compute, links, fixed + idle, work.host_s)
 
@@ -239,7 +239,7 @@ def counted(
     vectors: int = 1,
     host: Host | None = None,
 ) -> Work:
-    """`tokens` new tokens over `sequences`, each of which has `depth` tokens in its cache."""
+    """Count the work of `tokens` new tokens in `sequences`, each of which has `depth` tokens in its cache."""
     bandwidth = machine.bandwidth_bytes_s * tensor
     per_hz = 1 / (machine.core_hz * tensor) if machine.core_hz else 0.0
     per_op = 1 / (matrix_ops_s * tensor)
@@ -264,7 +264,7 @@ def counted(
         eight=float(kind == 8),
         four=float(kind == 4),
         native=float(shape.method in ("mxfp4", "nvfp4") and "fp4" in machine.ops_s),
-        # Only formats that are packed for general engines: GGUF files carry their experts as their kernels want them.
+        # Only general packed formats: a GGUF file stores experts in the layout of the kernels.
         packed=float(shape.method in PACKED),
         read_s=read_bytes / bandwidth,
         expert_read_s=expert_bytes / bandwidth,
@@ -294,12 +294,12 @@ def counted(
 def _host_s(host: Host | None, machine: Machine, shape: Shape, tokens: float, touched: float) -> float:
     if host is None or not host.bytes:
         return 0.0
-    # The products of one token keep up with reading: published rows of CPUs follow their bandwidth. Those of further
-    # tokens are what may take longer.
+    # The products of one token are as fast as reading the weights: published results of CPUs follow their bandwidth.
+    # Only the products of further tokens can take longer.
     products_s = 2 * host.params * (tokens - 1) / max(host.cores_ops_s, 1.0)
     computed_s = max(host.bytes / host.bandwidth_bytes_s, products_s)
     if tokens > HOST_COPY_TOKENS and machine.host_link_bytes_s:
-        # For many tokens it is quicker to bring the weights to the card.
+        # For many tokens, copying the weights to the GPU is faster.
         spread = touched / shape.expert_share if shape.experts and shape.expert_share else 1.0
         return min(computed_s, host.bytes * spread / machine.host_link_bytes_s)
     return computed_s
@@ -315,42 +315,42 @@ def _least(one: float, other: float) -> float:
 
 
 def _both(one: float, other: float) -> float:
-    """Two things that overlap in part: more than the longer, less than the sum."""
+    """The time of two activities that overlap in part: more than the longer, less than the sum."""
     found: float = (one**4 + other**4) ** 0.25
     return found
 
 
 def _weight_class(shape: Shape) -> int:
-    """4, 8 or 16: how the matrices are stored."""
+    """The class of the stored bits: 4, 8 or 16."""
     return 16 if shape.stored_bits > 12 else 8 if shape.stored_bits > 6.8 else 4
 
 
 def _expansion(shape: Shape) -> float:
-    """Engines that copy a cache for each query head, and append to it by copying it."""
+    """Factor on cache reads of engines that copy the cache for each query head and for each append."""
     heads = max((group.pair_ops / max(1.0, group.layers) / 512 for group in shape.attention), default=1.0)
     kv_heads = max((group.kv_heads for group in shape.attention), default=1)
     return 2.0 + 3.0 * max(1.0, heads / max(1, kv_heads))
 
 
 def _kv_devices(shape: Shape, tensor: int) -> int:
-    """Devices that share the reading of a cache: no more than there are heads in it, and latents have one."""
+    """Devices that divide the reads of a cache: at most one per KV head; a latent cache has one head."""
     heads = max((group.kv_heads for group in shape.attention), default=1)
     return max(1, min(tensor, heads))
 
 
 STACKED = frozenset({"hopper", "blackwell-dc", "ampere-dc", "volta", "cdna"})
-"""Architectures whose chips come with stacked memory (HBM)."""
+"""Architectures whose chips have stacked memory (HBM)."""
 
 
 def effects_of(engine: str, backend: str, machine: Machine, current: bool = True) -> tuple[str, ...]:
-    """The names under which effects on an efficiency are kept, from the most general to the most particular.
+    """The names of the fitted effects on an efficiency, from the most general to the most specific.
 
-    Each is a factor on what those before it say; a name without an effect changes nothing.
+    Each effect is a factor on the ones before it; a name without an effect changes nothing.
     """
     driver, *builds = backend.split("-")
     kind = traits_of(engine).kernels
     if machine.kind == "cpu":
-        # Nothing that an engine does on GPUs says how good its kernels for CPUs are.
+        # An engine's efficiency on GPUs says nothing about its CPU kernels.
         names = ["cpu", machine.family, *([f"like {kind}/cpu"] if kind else []), f"{engine}/cpu"]
         return tuple(names)
     names = ["gpu", driver, memory_of(machine), f"chip {machine.family}"]
@@ -364,7 +364,7 @@ def effects_of(engine: str, backend: str, machine: Machine, current: bool = True
 
 
 def memory_of(machine: Machine) -> str:
-    """What kind of memory a device has: stacked, beside the chip, or the machine's own."""
+    """The kind of a device's memory: stacked, separate graphics memory, or shared with the host."""
     return "memory shared" if machine.unified else "memory stacked" if machine.family in STACKED else "memory graphics"
 
 
@@ -379,14 +379,14 @@ def _profile(names: tuple[str, ...]) -> Profile:
 
 
 def profile_for(engine: str, backend: str, machine: Machine, current: bool = True) -> tuple[Profile, str]:
-    """The fitted efficiencies, and for what they were fitted in particular: the engine here, or its like."""
+    """The fitted efficiencies, and the most specific effect among them: of the engine here, or of similar engines."""
     names = effects_of(engine, backend, machine, current)
     effects = calibration.table("local")["effects"]
     return _profile(names), next(name for name in reversed(names) if name in effects)
 
 
 def matrix_ops_s(engine: str, machine: Machine, shape: Shape) -> float:
-    """The rate that an engine's matrix products can reach on one device, by what it multiplies."""
+    """The matrix rate that an engine can reach on one device with these weights."""
     rates = machine.ops_s
     half = rates.get("bf16") or rates.get("fp16") or rates.get("fp32") or machine.plain_ops_s
     if machine.kind == "cpu":
@@ -402,7 +402,7 @@ def matrix_ops_s(engine: str, machine: Machine, shape: Shape) -> float:
 
 
 class Part(NamedTuple):
-    """A pass, how often it runs, and what all of that takes at the very least."""
+    """A pass, how often it runs, and the lower bound of the total time."""
 
     work: Work
     times: float
@@ -410,7 +410,7 @@ class Part(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What is asked of one engine on one machine."""
+    """The estimate of one engine with one model on one machine."""
 
     engine: str
     profile: Profile
@@ -422,7 +422,7 @@ class Question(NamedTuple):
     chunk: int
     fused: bool
     ops_s: float
-    """Of one device, for matrix products."""
+    """Matrix rate of one device."""
     vectors: int = VECTOR_TOKENS
     host: Host | None = None
 
@@ -431,7 +431,7 @@ class Question(NamedTuple):
         return traits_of(self.engine)
 
     def step(self, batch: float, context: float) -> Pass:
-        """One token for each of `batch` sequences that have `context` tokens."""
+        """The time of one token for each of `batch` sequences with `context` tokens."""
         return forward(self.profile, self.step_part(batch, context).work)
 
     def step_s(self, batch: float, context: float) -> float:
@@ -449,11 +449,11 @@ class Question(NamedTuple):
         return max(forward(self.profile, part.work).total_s * part.times, part.floor_s)
 
     def prefill_part(self, tokens: int, sequences: int = 1, depth: float = 0.0) -> Part:
-        """`sequences` prompts of `tokens` each, a chunk at a time."""
+        """`sequences` prompts of `tokens` each, computed in chunks."""
         total = tokens * sequences
         chunk = max(1, min(total, self.chunk))
         chunks = total / chunk
-        # Each chunk sees all of its own prompt that came before; a chunk of several prompts has nothing before it.
+        # A chunk attends to the earlier chunks of its prompt; a chunk of several prompts has none before it.
         together = max(1.0, chunk / tokens)
         before = depth + max(0.0, (tokens - chunk) / 2)
         work = counted(
@@ -467,7 +467,7 @@ class Question(NamedTuple):
         return Part(work, chunks * self._overlap(chunks), floor)
 
     def _overlap(self, chunks: float) -> float:
-        """Chunks follow each other through the devices of a pipeline."""
+        """The relative time if chunks follow each other through the devices of a pipeline."""
         if self.pipeline == 1 or not self.traits.overlaps_chunks:
             return 1.0
         return (chunks + self.pipeline - 1) / (chunks * self.pipeline)
@@ -508,7 +508,7 @@ def _vectors(engine: str, backend: str, shape: Shape) -> int:
 
 
 def band_of(metric: str, key: str) -> Band:
-    """Eight of ten residuals lie inside; those of the engine here, or of all where it has too few."""
+    """The band of eight of ten residuals: of this engine, or of all engines if it has too few."""
     bands = calibration.table("local").get("bands", {})
     found = bands.get(f"{metric}/{key}") or bands.get(metric)
     return Band(*found) if found else WIDE

@@ -1,4 +1,4 @@
-"""What an estimate needs to know of a machine: rates and links, by what the chip is and not by what it is called."""
+"""The rates and links of a machine that estimates use, by the chip's architecture."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from bedplate.errors import BadQuestion
 from bedplate.facts.chips import Chip, chips, find_chip
 from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link
 
-# A streaming kernel reaches about this share of the sheet's bandwidth. Fitted efficiencies refer to the sheet, so a
-# measured figure is turned back into what the sheet would have said.
+# A streaming kernel reaches about this share of the data sheet's bandwidth. Fitted efficiencies refer to the data
+# sheet, so a measured value is converted to a data sheet value.
 MEASURED_SHARE = 0.92
-# Below this share of the sheet, a measurement says that the machine is not the sheet's: fewer channels, a power cap.
+# A measurement below this share of the data sheet means that the machine differs: fewer channels, a power cap.
 TRUSTED_SHARE = 0.8
-# What one core does in a cycle with 8-bit weights (multiply and add count as two), by the widest dot product that its
-# instruction sets have. First the peak, two issued in a cycle: vendors' optimisation guides; clocks are typical ones of
-# all cores. Then what kernels for 4-bit weights make of it: they unpack and scale as much as they multiply, so sets
-# that multiply four times as much are half as quick again. Published prompt speeds of llama.cpp over cores and clocks
+# Operations of one core per cycle with 8-bit weights (multiply and add count as two), by the widest dot product of its
+# instruction sets. First the peak, two issued per cycle: vendors' optimisation guides; clocks are typical ones of all
+# cores. Then what kernels for 4-bit weights reach: they dequantize and scale as much as they multiply, so sets that
+# multiply four times as much are only 50% faster. Published prompt speeds of llama.cpp over cores and clocks
 # (benchmarks/score/more/cpus.csv): 26 on Skylake, 22 on Zen 2, 28 to 36 with 512-bit dot products, 25 to 38 on Neoverse
 # V2. With AMX twice as much (ggml-org/llama.cpp, pull request 8998), without dot products 40 % (docs/tune.md).
 CORE_OPS_PER_CYCLE = (
@@ -29,37 +29,37 @@ CORE_OPS_PER_CYCLE = (
     ("rvv", 64.0, 16.0),
 )  # fmt: skip
 PLAIN_OPS_PER_CYCLE = (16.0, 4.0)
-"""Both without any of these."""
+"""Peak and reached operations without any of these sets."""
 HALF_SHARE = 0.4
-"""Of what kernels reach, what is left with 16-bit weights, which are multiplied as 32-bit numbers."""
-# Of a processor of which nothing is said: what all of the last ten years have.
+"""Share of the reached rate with 16-bit weights, which are multiplied as 32-bit numbers."""
+# Assumed for a processor with unknown instruction sets: all processors of the last ten years have these.
 USUAL_SETS = {"x86": ("avx2",), "arm": ("neon",)}
 # 32-bit lanes of one multiprocessor or compute unit, by architecture; 128 where none is listed (vendors' whitepapers).
 LANES = {"volta": 64, "turing": 64, "ampere-dc": 64, "rdna2": 64}
-# Operations that one of them does in a cycle with warp-wide 16-bit matrix instructions, 16-bit accumulation. What
-# Hopper and data-centre Blackwell add takes instructions for whole groups of warps, which portable kernels lack.
+# Operations of one multiprocessor per cycle with warp-wide 16-bit matrix instructions, 16-bit accumulation. The higher
+# rates of Hopper and data-centre Blackwell need instructions for groups of warps, which portable kernels do not use.
 PLAIN_OPS_PER_CYCLE_16 = {
     "volta": 1024, "turing": 1024, "ampere-dc": 2048, "ampere": 1024, "ada": 1024, "hopper": 1024,
     "blackwell-dc": 1024, "blackwell": 1024,
 }  # fmt: skip
-# Apple's GPUs since M3 issue floating-point and integer operations side by side (Apple, "Explore GPU advancements in M3
-# and A17 Pro", 2023), which unpacking weights is half and half of, and multiplying matrices in part.
+# Apple's GPUs since M3 issue floating-point and integer operations in parallel (Apple, "Explore GPU advancements in M3
+# and A17 Pro", 2023). Dequantizing weights uses both equally, multiplying matrices in part.
 APPLE_SIDE_BY_SIDE, APPLE_SIDE_BY_SIDE_MATRIX = 1.5, 1.2
-# 16-bit operations that portable matrix kernels sustain for each joule. Cards run below their highest clock when they
+# 16-bit operations per joule that portable matrix kernels sustain. Cards run below their highest clock when they
 # multiply matrices: published prompt speeds of cards of one generation follow their power limits, not their peaks.
 OPS_PER_JOULE = {
     "pascal": 0.1e12, "volta": 0.4e12, "turing": 0.3e12, "ampere-dc": 0.75e12, "ampere": 0.4e12, "ada": 0.65e12,
     "hopper": 1.0e12, "blackwell-dc": 1.2e12, "blackwell": 0.75e12, "rdna2": 0.15e12, "rdna3": 0.3e12, "rdna4": 0.6e12,
 }  # fmt: skip
 SHARED_CPU_BANDWIDTH = 0.6
-"""Where a GPU has the same memory, what all CPU cores together draw of its bandwidth: their link to it is narrower. Two
-dies of Strix Halo read 32 bytes a cycle each, 128 of 256 GB/s; the cores of an M1 Max were measured at 243 of 400."""
+"""Share of unified memory bandwidth that all CPU cores together reach: their link to it is narrower than the GPU's. Two
+dies of Strix Halo read 32 bytes per cycle each, 128 of 256 GB/s; the cores of an M1 Max were measured at 243 of 400."""
 CORE_HZ = {"server": 2.6e9, "desktop": 3.6e9, "small": 2.0e9}
 SMALL_CORES = ("Intel N", "Atom", "Celeron", "Raspberry", "Rockchip", "Cortex-A", "GB10")
-"""Words in the names of processors that are made for little power, or half of whose cores are: threads that share a
-step evenly wait for the slowest."""
+"""Words in the names of low-power processors, or of those with low-power cores: threads that share a step evenly wait
+for the slowest core."""
 SMALL_UNITS = 0.5
-"""Of the vector units of other cores, what these have."""
+"""Vector rate of low-power cores relative to other cores."""
 NVIDIA_FAMILIES = (
     ((6, 1), "pascal"), ((7, 0), "volta"), ((7, 5), "turing"), ((8, 0), "ampere-dc"), ((8, 6), "ampere"),
     ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 0), "blackwell-dc"), ((11, 0), "blackwell"), ((12, 0), "blackwell"),
@@ -71,7 +71,7 @@ GFX_FAMILIES = (
 
 
 class Machine(NamedTuple):
-    """One kind of device, how many of it, and what lies between them."""
+    """One kind of device, the number of devices, and the links between them."""
 
     name: str
     vendor: str
@@ -81,30 +81,30 @@ class Machine(NamedTuple):
     """gpu or cpu."""
     devices: int
     bandwidth_bytes_s: float
-    """Of one device's memory, as its sheet has it."""
+    """Memory bandwidth of one device by its data sheet."""
     ops_s: Mapping[str, float]
-    """Dense operations per second of one device by data type; a type that is missing has no units of its own."""
+    """Dense operations per second of one device by data type; for a missing type, it has no units."""
     memory_bytes: int | None
     unified: bool
     consumer: bool
     peer_bytes_s: float | None
-    """Between two devices of one node, one direction; `None` where nobody says."""
+    """Bandwidth between two devices of one node, one direction; `None`: unknown."""
     peer_kind: str
     """nvlink, xgmi, pcie or none."""
     per_node: int
     network_bytes_s: float | None
-    """What one node sends to others, one direction."""
+    """Bandwidth of one node to other nodes, one direction."""
     host_bytes_s: float | None
     """Bandwidth of the host's RAM."""
     host_link_bytes_s: float | None
-    """Between host and device, one direction."""
+    """Bandwidth between host and device, one direction."""
     cores: int | None
-    """Of the CPU, that compute at once."""
+    """CPU cores that compute in parallel."""
     core_hz: float = 0.0
     """Cycles per second of all its multiprocessors, compute units or cores together."""
     plain_ops_s: float = 0.0
-    """16-bit matrix rate with instructions of the generation before, which portable kernels use; no sheet has it. Of a
-    CPU, what kernels for 4-bit weights reach."""
+    """16-bit matrix rate with instructions of the previous generation, which portable kernels use; data sheets do not
+    state it. For a CPU, the rate that kernels for 4-bit weights reach."""
 
     def rate(self, *types: str) -> float | None:
         """The rate of the first of `types` that the device has units for."""
@@ -112,7 +112,7 @@ class Machine(NamedTuple):
 
 
 class _Memo:
-    """The last few results by the identity of what they are of: hashing a machine of many links takes longer."""
+    """A small cache by object identity: hashing a machine with many links takes longer than computing the result."""
 
     def __init__(self, most: int = 64) -> None:
         self.most = most
@@ -134,7 +134,7 @@ _hosts = _Memo()
 
 
 def machine_of(hardware: Hardware) -> Machine:
-    """The accelerators of a machine; its CPU where it has none."""
+    """The accelerators of a machine, or its CPU if it has none."""
     return _machines.get(hardware) or _machines.put(hardware, _machine(hardware))
 
 
@@ -176,7 +176,7 @@ def _machine(hardware: Hardware) -> Machine:
 
 
 def machine_from_chip(chip: Chip, devices: int = 1, *, threads: int | None = None) -> Machine:
-    """A machine of `devices` such chips, as their makers connect them."""
+    """A machine with `devices` of these chips and the vendor's links between them."""
     if chip.kind == "cpu":
         cores = threads or chip.cores or 1
         return _of_cpu(chip.name, chip.arch or "x86_64", chip.instruction_sets, cores, _cpu_bandwidth(chip), chip)
@@ -208,7 +208,7 @@ def machine_from_chip(chip: Chip, devices: int = 1, *, threads: int | None = Non
 
 
 def cpu_machine(cpu: Cpu, bandwidth: Figure | None) -> Machine:
-    """A CPU that computes by itself."""
+    """The CPU as the device that computes."""
     chip = _named_chip(cpu.name, None)
     if chip is not None and chip.kind != "cpu":
         chip = None
@@ -222,7 +222,7 @@ def cpu_machine(cpu: Cpu, bandwidth: Figure | None) -> Machine:
 
 
 def _shares_memory(chip: Chip) -> bool:
-    """Whether a CPU has the wide memory that is there for a GPU beside it."""
+    """Whether a CPU shares wide memory with a GPU."""
     return (chip.memory_type or "").startswith("LPDDR") and (chip.memory_bits or 0) >= 256
 
 
@@ -231,7 +231,7 @@ def _cpu_bandwidth(chip: Chip) -> float:
 
 
 def host_machine(hardware: Hardware) -> Machine:
-    """The CPU of a machine, whether or not it has accelerators: what computes layers that stay on the host."""
+    """The CPU of a machine, with or without accelerators; it computes the layers that stay on the host."""
     return _hosts.get(hardware) or _hosts.put(hardware, cpu_machine(hardware.cpu, hardware.memory.bandwidth_bytes_s))
 
 
@@ -253,7 +253,7 @@ def _nvidia_family(capability: tuple[int, int]) -> str:
 
 
 def _family_by_driver(card: Accelerator) -> str:
-    """For a card that is in no list, what its driver says of its architecture."""
+    """The family of an unlisted card, from the architecture that its driver reports."""
     if card.vendor == "apple":
         return "apple"
     if card.compute_capability:
@@ -290,12 +290,12 @@ def _of_cpu(
 
 
 def _ops(chip: Chip) -> Mapping[str, float]:
-    """The sheet's rates, or those of its like where no maker says them."""
+    """The data sheet's rates, or those of similar chips if the vendor states none."""
     return _sheet_ops(chip) or _usual_ops(family(chip), chip.bandwidth_bytes_s)
 
 
 def _usual_ops(kind: str, bandwidth_bytes_s: float) -> Mapping[str, float]:
-    """What chips of a family compute for each byte that they read, in the median; of all where none of it is known."""
+    """Rates from the median operations per byte of a chip family, or of all chips if the family is unknown."""
     return MappingProxyType({name: ratio * bandwidth_bytes_s for name, ratio in _ops_per_byte(kind).items()})
 
 
@@ -312,7 +312,7 @@ def _ops_per_byte(kind: str) -> dict[str, float]:
 
 
 def _sheet_ops(chip: Chip) -> Mapping[str, float]:
-    """A rate that a sheet leaves out follows from the others where the units are the same."""
+    """The data sheet's rates; a missing rate is derived from another one of the same units."""
     rates = {str(name): tera * 1e12 for name, tera in chip.dense_tera_ops.items()}
     if "fp16" not in rates:
         known = next((rates[name] / ratio for name, ratio in (("bf16", 1), ("fp8", 2), ("fp4", 4)) if name in rates), 0)
@@ -324,7 +324,7 @@ def _sheet_ops(chip: Chip) -> Mapping[str, float]:
 
 
 def _core_hz(kind: str, chip: Chip) -> float:
-    """From the 32-bit rate, which is lanes times clock; where a sheet has none, from the 16-bit one."""
+    """Computed from the 32-bit rate, which is lanes times clock, or without it from the 16-bit rate."""
     rates = _ops(chip)
     rate = rates.get("fp32") or rates.get("fp16", 0.0) / 4
     if kind == "apple" and _apple_generation(chip) >= 3:
@@ -345,17 +345,17 @@ def _plain_ops(kind: str, chip: Chip) -> float:
         return sheet * APPLE_SIDE_BY_SIDE_MATRIX
     peak = sheet
     if per_cycle is not None:
-        # GeForce cards do 16-bit accumulation at twice the rate of the sheet's 32-bit one; the others do not.
+        # GeForce cards accumulate in 16 bits at twice the data sheet's 32-bit rate; other cards do not.
         peak = min(per_cycle * _core_hz(kind, chip), sheet * (2 if chip.kind == "consumer" else 1))
     if not peak or not chip.watts or kind not in OPS_PER_JOULE or (chip.unified and chip.vendor == "nvidia"):
-        # NVIDIA's GB10 keeps its clock within its limit.
+        # The power limit of NVIDIA's GB10 does not reduce its clock.
         return peak
     powered = OPS_PER_JOULE[kind] * chip.watts
     return float((peak**-2 + powered**-2) ** -0.5)
 
 
 def _measured_ops(hardware: Hardware, sheet: dict[str, float]) -> dict[str, float]:
-    """Rates that were timed here stand in where a sheet has none."""
+    """The data sheet's rates, completed by rates that were measured on this machine."""
     if hardware.measured is not None:
         for found in hardware.measured.matrix:
             if found.device == "0":
@@ -380,7 +380,7 @@ def _bandwidth(figure: Figure | None, chip: Chip | None) -> float:
 
 
 def _bandwidth_of(figure: Figure | None, sheet: float | None) -> float:
-    """The sheet's figure, unless what was measured here says that this machine is another."""
+    """The data sheet's bandwidth, unless a measurement shows that this machine differs."""
     if figure is not None and figure.basis == "measured":
         as_sheet = figure.value / MEASURED_SHARE
         return as_sheet if sheet is None or as_sheet < TRUSTED_SHARE * sheet else sheet
@@ -400,7 +400,7 @@ def _host_bandwidth(hardware: Hardware) -> float | None:
 def _per_node(cards: int, several_nodes: bool, near: list[Link]) -> int:
     if not several_nodes:
         return cards
-    # Each node lists every pair of its own: n nodes of k cards are k·(k-1)/2 pairs each.
+    # Each node lists all pairs of its cards: k·(k-1)/2 pairs for k cards.
     for size in range(min(cards, 256), 1, -1):
         if cards % size == 0 and len(near) == (cards // size) * size * (size - 1) // 2:
             return size

@@ -1,6 +1,6 @@
-"""What a step moves and computes, counted from the model's shape: bytes, operations, bytes over links.
+"""The bytes and operations of a step, computed from the model's dimensions.
 
-Nothing here is fitted. The floors that no estimate may beat come from here too.
+Nothing here is fitted. The lower bounds of all estimates are computed here too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bedplate.decide.estimate.machine import Machine
 from bedplate.values import Model
 
 READ_ROWS_ONLY = ("embedding", "vision", "mtp")
-"""Parts that making a token does not read, or of which it reads one row."""
+"""Parts of which a token reads nothing, or only one row."""
 ATTENDING = frozenset({
     "full attention", "latent attention", "sparse attention", "compressed attention", "windowed attention",
     "chunked attention", "attention and state space",
@@ -20,29 +20,29 @@ ATTENDING = frozenset({
 SPARSE_TOKENS = 2048
 """Tokens that a sparse-attention layer attends to (DeepSeek-V3.2 and GLM-5: index_topk)."""
 OF_EXPERTS = 0.6
-"""Of the weights that a token of a mixture uses, what is experts: DeepSeek-V3 and Qwen3's have 57 to 67 %."""
+"""Share of experts in the active weights of a mixture-of-experts model: 57 to 67% in DeepSeek-V3 and Qwen3."""
 LATENT_HEAD = 320
 """Key and value width of one head of latent attention when a prompt is computed unabsorbed: 128 + 64 and 128."""
 
 
 class Attention(NamedTuple):
-    """Layers that keep the same kind of cache, all together."""
+    """All layers with the same kind of cache."""
 
     layers: float
     bytes_per_token: float
-    """Cache that one token of context is, 16-bit."""
+    """16-bit cache of one token of context."""
     window: int | None
     state_bytes: int
     pair_ops: float
     """Operations for one new token against one token of context."""
     unabsorbed_pair_ops: float
-    """Likewise for prompts in engines that expand latents first."""
+    """The same for prompts in engines that expand latents first."""
     kv_heads: int
     latent: bool
 
 
 class Shape(NamedTuple):
-    """A model as a step sees it."""
+    """The dimensions of a model that determine the cost of a step."""
 
     name: str
     layers: int
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     """Weights that every step reads: all but routed experts and embedding tables."""
     dense_params: float
     output_bytes: float
-    """Of them, the output projection."""
+    """The part of `dense_bytes` for the output projection."""
     output_params: float
     expert_bytes: float
     """All routed experts of all layers."""
@@ -61,19 +61,19 @@ class Shape(NamedTuple):
     moe_layers: int
     attention: tuple[Attention, ...]
     quantization: str
-    """As the model's label has it: BF16, FP8, Q4_K_M …"""
+    """The model's label: BF16, FP8, Q4_K_M …"""
     method: str
     """none, fp8, nvfp4, mxfp4, gptq, awq, gguf, mlx, exl2 …"""
     bits: float
-    """Mean bits of a weight that is read."""
+    """Mean bits of the weights that are read."""
     total_bytes: float
     total_params: float
     stored_bits: float = 16.0
-    """Of a weight in the matrices that were quantised, scales left out: 4 in AWQ, whatever else stayed 16-bit."""
+    """Bits of a weight in the quantized matrices, without scales: 4 for AWQ, even if other weights have 16 bits."""
 
     @property
     def expert_share(self) -> float:
-        """Of all experts, what one token uses."""
+        """Share of the experts that one token uses."""
         return self.experts_active / self.experts if self.experts else 0.0
 
     @property
@@ -111,8 +111,8 @@ def _shape(model: Model) -> Shape:
     if not model.parts:
         dense_bytes, dense_params = float(model.weight_bytes), float(model.parameters)
         if model.active_parameters and model.active_parameters < model.parameters:
-            # Only the sums are known: what one token leaves out is experts, an eighth of which it uses if nobody says,
-            # and less where it uses less of all: the rest of what it uses is no expert.
+            # Only the sums are known: the inactive weights are experts. A token uses an eighth of the experts if that
+            # is unknown, or less if it uses a smaller share of all weights, because it also uses dense weights.
             used = model.active_parameters / model.parameters
             share = active / experts if experts and active else min(1 / 8, OF_EXPERTS * used)
             expert_params = min((model.parameters - model.active_parameters) / (1 - share), float(model.parameters))
@@ -150,7 +150,7 @@ def _shape(model: Model) -> Shape:
 def _stored_bits(model: Model, mean_bits: float) -> float:
     details = model.quantization_details
     if details is None or details.method == "gguf":
-        # A GGUF label stands for a mixture, whose mean says more than its name.
+        # A GGUF label names a mixture of types, whose mean is more precise than the name.
         return mean_bits
     return min(details.bits, mean_bits)
 
@@ -170,7 +170,7 @@ def _attention(model: Model) -> tuple[Attention, ...]:
         )  # fmt: skip
     own = sum(group.count for group in groups if group.kind in ATTENDING)
     borrowing = sum(group.count for group in groups if group.kind == "shares another layer's cache")
-    # Layers without a cache of their own read that of another, so they cost what their kind costs.
+    # Layers without a cache read that of another layer, so they cost as much as those with a cache.
     again = 1 + borrowing / own if own else 1.0
     found = []
     for group in groups:
@@ -194,7 +194,7 @@ def _attention(model: Model) -> tuple[Attention, ...]:
                 window=window,
                 state_bytes=group.state_bytes,
                 pair_ops=pair,
-                # Where each token chooses whom it attends to, no engine expands what it chose.
+                # With sparse attention, no engine expands the latents of the chosen tokens.
                 unabsorbed_pair_ops=2.0 * heads * LATENT_HEAD * group.count if latent and not sparse else pair,
                 kv_heads=group.kv_heads or model.num_kv_heads or heads,
                 latent=latent,
@@ -204,26 +204,26 @@ def _attention(model: Model) -> tuple[Attention, ...]:
 
 
 def experts_touched(experts: int, active: int, tokens: float) -> float:
-    """How many different experts so many tokens choose, where each chooses evenly and for itself."""
+    """The expected number of different experts that `tokens` choose, uniformly and independently."""
     if not experts or tokens <= 0:
         return 0.0
     return experts * float(1.0 - (1.0 - active / experts) ** tokens)
 
 
 def expert_read_bytes(shape: Shape, tokens: float) -> float:
-    """Routed experts that a step of so many tokens reads, all layers."""
+    """Bytes of routed experts that a step of `tokens` reads, all layers."""
     if not shape.experts:
         return 0.0
     return shape.expert_bytes * experts_touched(shape.experts, shape.experts_active, tokens) / shape.experts
 
 
 def weights_read_bytes(shape: Shape, tokens: float) -> float:
-    """Weights that a step of so many tokens reads, on all devices together."""
+    """Bytes of weights that a step of `tokens` reads on all devices together."""
     return shape.dense_bytes + expert_read_bytes(shape, tokens)
 
 
 def kv_read_bytes(shape: Shape, context: float, kv_bits: float = 16.0) -> float:
-    """Cache and state that one sequence reads to make one token."""
+    """Bytes of cache and state that one sequence reads for one token."""
     total = 0.0
     for group in shape.attention:
         seen = context if group.window is None else min(context, group.window)
@@ -232,14 +232,14 @@ def kv_read_bytes(shape: Shape, context: float, kv_bits: float = 16.0) -> float:
 
 
 def linear_ops(shape: Shape, tokens: float, output_rows: float | None = None) -> float:
-    """Operations of all matrix products for so many tokens; logits for `output_rows` of them, all if not said."""
+    """Operations of all matrix products for `tokens`; logits for `output_rows` of them (default: all)."""
     body = shape.active_params - shape.output_params
     rows = tokens if output_rows is None else output_rows
     return 2.0 * (body * tokens + shape.output_params * rows)
 
 
 def attention_ops(shape: Shape, tokens: float, depth: float = 0.0, *, absorbed: bool = True) -> float:
-    """Operations between `tokens` new tokens and what they see: each other causally, and `depth` tokens before."""
+    """Attention operations of `tokens` new tokens: among each other, causally, and with `depth` earlier tokens."""
     total = 0.0
     for group in shape.attention:
         each = group.pair_ops if absorbed else group.unabsorbed_pair_ops
@@ -252,32 +252,32 @@ def _pairs(tokens: float, depth: float, window: int | None) -> float:
         return tokens * (depth + (tokens + 1) / 2)
     if depth >= window:
         return tokens * window
-    # The first ones still see all, until the window is full.
+    # The first tokens attend to all earlier ones until the window is full.
     growing = min(tokens, window - depth)
     return growing * (depth + (growing + 1) / 2) + (tokens - growing) * window
 
 
 def all_reduce_bytes(tokens: float, shape: Shape, ranks: int) -> float:
-    """What each device sends in one all-reduce of the hidden states, in 16 bits, by a ring."""
+    """Bytes that each device sends in one ring all-reduce of the 16-bit hidden states."""
     return 2.0 * (ranks - 1) / ranks * tokens * shape.hidden * 2.0 if ranks > 1 else 0.0
 
 
 def link_bytes_s(machine: Machine, ranks: int) -> float | None:
-    """What one device sends to its group: over the links of a node, or over the network when a group spans nodes."""
+    """Bandwidth of one device to its group: the links of a node, or the network if a group spans nodes."""
     if ranks > machine.per_node:
         return machine.network_bytes_s or machine.peer_bytes_s
     if machine.peer_kind == "xgmi" and machine.peer_bytes_s:
-        # A mesh: one link to each peer, and all of them at once.
+        # In a mesh, all links to the peers are used at the same time.
         return machine.peer_bytes_s * max(1, ranks - 1)
     return machine.peer_bytes_s
 
 
 HALF_BITS = 12
-"""Of weights that are stored in 16 bits, a few tensors may be in 8."""
+"""Mean bits from which on weights count as 16-bit: a few tensors may have 8 bits."""
 
 
 def decode_floor_s(shape: Shape, machine: Machine, batch: float, context: float, ranks: int, kv_bits: float) -> float:
-    """No step is faster: its bytes at the sheet's bandwidth, or its operations at the best rate of the units."""
+    """The lower bound of a step: its bytes at the data sheet's bandwidth, or its operations at the highest rate."""
     moved = weights_read_bytes(shape, batch) + batch * kv_read_bytes(shape, context, kv_bits)
     computed = linear_ops(shape, batch) + attention_ops(shape, 1, context) * batch
     best = _best_rate(shape, machine)
@@ -286,7 +286,7 @@ def decode_floor_s(shape: Shape, machine: Machine, batch: float, context: float,
 
 
 def prefill_floor_s(shape: Shape, machine: Machine, tokens: float, ranks: int) -> float:
-    """No prompt is faster: all that it computes at the best rate of the units, or one reading of what it touches."""
+    """The lower bound of a prompt: its operations at the highest rate, or one read of the weights that it uses."""
     best = _best_rate(shape, machine)
     computed = linear_ops(shape, tokens, 1) / (best * ranks) if best else 0.0
     bandwidth = machine.bandwidth_bytes_s * ranks
@@ -294,9 +294,9 @@ def prefill_floor_s(shape: Shape, machine: Machine, tokens: float, ranks: int) -
 
 
 def _best_rate(shape: Shape, machine: Machine) -> float:
-    """Of the units that may multiply such weights: those for 8 and 4 bits are of no use to 16.
+    """The highest rate of the units that can multiply such weights: 8-bit and 4-bit units cannot multiply 16 bits.
 
-    Cards for the desk add twice as fast in 16 bits as in the 32 that their sheets are for, and some engines do.
+    Desktop cards accumulate in 16 bits twice as fast as in 32 bits, which data sheets state; some engines use that.
     """
     best = max(machine.ops_s.values(), default=0.0)
     wide = max((machine.ops_s.get(name, 0.0) for name in ("bf16", "fp16", "fp32", "tf32")), default=0.0)

@@ -1,4 +1,4 @@
-"""Estimates under load: time to first token, time per token and throughput of many requests at once."""
+"""Estimates under load: time to first token, time per token and throughput of many concurrent requests."""
 
 from __future__ import annotations
 
@@ -38,43 +38,43 @@ NO_LIMIT = 1e6
 
 
 class Question(NamedTuple):
-    """A load as the model of it takes it; in a fit, each field is a column."""
+    """A load as the input of the batching model; in a fit, each field is a column."""
 
     way: Way
     work: Any
     spread: Any
-    """The decode worker's work if sequences are dealt out to its ranks; only where workers are apart."""
+    """The decode worker's work if its ranks have different sequences; only for disaggregated deployments."""
     prompts: Any
-    """The prefill worker's work, likewise."""
+    """The prefill worker's work; only for disaggregated deployments."""
     streams: Any
     """Requests in flight on one replica."""
     slots: Any
-    """The most that an engine runs at once on a replica."""
+    """The maximum number of requests that an engine runs concurrently on a replica."""
     complete: Any
-    """1 where an engine sets room aside for whole answers."""
+    """1 if an engine reserves cache for the whole output."""
     ranks: Any
     waits: Waits = NO_WAITS
     prefills: Any = 0.0
-    """Workers for prompts where workers are apart; 0 where nobody says how many."""
+    """Prefill workers of a disaggregated deployment; 0 if unknown."""
     decodes: Any = 0.0
-    """Workers for answers, likewise."""
+    """Decode workers of a disaggregated deployment; 0 if unknown."""
     dealt: Any = 0.0
-    """1 where they deal out sequences to their ranks, 0 where they divide each."""
+    """1 if the ranks of a decode worker have different sequences, 0 if they divide each sequence."""
     guessing: Any = 0.0
-    """Tokens that are guessed ahead of each sequence."""
+    """Drafted tokens per sequence."""
 
 
 class Answer(NamedTuple):
     first_s: Any
     token_s: Any
     tok_s: Any
-    """Of one replica."""
+    """Throughput of one replica."""
     batch: Any
-    """Sequences of one step of a replica, or of a decode worker."""
+    """Sequences in one step of a replica, or of a decode worker."""
 
 
 def answer(question: Question, e: Any) -> Answer:
-    """Times and throughput of a load, or of columns of loads of one way."""
+    """Times and throughput of a load, or of columns of loads of the same way."""
     way, w, streams = question.way, question.work, question.streams
     if way == "apart":
         first, token, batch = apart(question, e)
@@ -98,7 +98,7 @@ def answer(question: Question, e: Any) -> Answer:
 
 
 def usual_waits(engine: str, family: str) -> Waits:
-    """As an engine is set by itself."""
+    """The scheduler settings of the engine defaults."""
     traits = traits_of(engine)
     return Waits(pass_tokens=traits.chip_pass_tokens.get(family, PASS_TOKENS), ahead=float(traits.prompts_first))
 
@@ -116,7 +116,7 @@ def under_load(
     cached_tokens: int = 0,
     kv_bits: float | None = None,
 ) -> tuple[Answer, Work, Efficiencies]:
-    """`concurrency` requests always in flight on all replicas together; above what fits, requests queue."""
+    """Estimate a closed loop with `concurrency` requests over all replicas; requests that do not fit queue."""
     bits = usual_kv_bits(shape) if kv_bits is None else kv_bits
     layout = layout_on(layout, shape)
     work = work_of(machine, shape, layout, prompt_tokens, output_tokens, bits, cached_tokens)
@@ -147,7 +147,7 @@ def expect(
     factor: float = 1.0,
     least_token_s: float = 0.0,
 ) -> Expectation:
-    """A plan's figures. `factor` is what measurements here say of this machine's speed against the fitted one."""
+    """The expected times of a plan. `factor` is this machine's measured speed relative to the fitted one."""
     divided = divided_as(layout)
     found, work, e = under_load(
         machine, shape, engine, divided, concurrency=concurrency, prompt_tokens=prompt_tokens,
@@ -183,7 +183,7 @@ def expect(
 
 
 def divided_as(layout: Parallelism) -> Layout:
-    """A plan's layout: its attention groups are part of the tensor ranks, or stand for them where there are none."""
+    """Convert a plan's layout: attention groups divide the tensor ranks, or replace them if there are none."""
     groups = max(1, layout.attention_data)
     if groups > 1 and layout.tensor % groups == 0:
         return Layout(layout.tensor // groups, groups, max(1, layout.expert), layout.pipeline, max(1, layout.data))
@@ -192,11 +192,11 @@ def divided_as(layout: Parallelism) -> Layout:
 
 
 def band(way: Way, metric: str) -> Band:
-    """Factors between which eight of ten rows lay that the fit had not seen."""
+    """The error band: eight of ten rows that were held out of the fit are within these factors."""
     bands = table("serving")["bands"]
     timed = metric in ("ttft_ms", "tpot_ms", "latency_ms")
     if not timed and way in ("steady", "apart"):
-        # In a closed loop tokens per second are streams over time per token; few tables have both.
+        # In a closed loop, tokens per second are streams over time per token; few tables have both.
         low, high = bands[f"{way} tpot_ms"]
         return Band(1 / high, 1 / low)
     name = metric if metric in ("ttft_ms", "tpot_ms") else "tpot_ms" if timed else "output_tok_s_total"
@@ -207,6 +207,6 @@ def band(way: Way, metric: str) -> Band:
 def token_floor_s(
     machine: Machine, shape: Shape, layout: Layout, batch: float, context: float, kv_bits: float
 ) -> float:
-    """What no step of such a batch is faster than, at the sheet's rates; each stage of a pipeline has a part of it."""
-    # Stages work on different requests; with fewer requests than stages each still reads all of what one touches.
+    """The lower bound of a step's time at the data sheet's rates; each pipeline stage processes a part of the batch."""
+    # Stages process different requests; with fewer requests than stages, each still reads the weights for one.
     return decode_floor_s(shape, machine, max(1.0, batch / layout.pipeline), context, layout.ranks, kv_bits)

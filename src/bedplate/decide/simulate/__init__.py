@@ -1,4 +1,4 @@
-"""A fleet on paper: engines that batch, routers and layouts, simulated from event to event. Pure."""
+"""A discrete-event simulation of a fleet: engines with continuous batching, routers and layouts. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests, column by column: a million of them are lists of numbers, not a million objects."""
+"""Requests stored in columns: a million requests are a few lists of numbers instead of a million objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NEVER = -1.0
 
 
 class Book:
-    """What is asked, and what becomes of it. Times are seconds from the first arrival."""
+    """The requests and their results. Times are in seconds since the first arrival."""
 
     __slots__ = (
         "arrival", "done", "ending", "first", "hash_tokens", "hashes", "hits", "joined", "left", "output", "prompt",
@@ -26,30 +26,30 @@ class Book:
         count = len(prompt)
         self.prompt, self.output = list(prompt), list(output)
         self.arrival = list(arrival)
-        """In order. Empty for a closed loop, in which a request comes when another one has left."""
+        """In ascending order. Empty for a closed loop, in which a request arrives when another one has finished."""
         self.hashes = hashes
-        """Of each prompt's blocks; equal ones stand for equal beginnings. `None`: nothing is shared."""
+        """Hashes of each prompt's blocks; equal hashes mean equal prefixes. `None`: nothing is shared."""
         self.hash_tokens = hash_tokens
-        """Tokens that one of them stands for."""
+        """Tokens per hash."""
         self.first = [NEVER] * count
-        """When the first token came."""
+        """Time of the first token."""
         self.done = [NEVER] * count
         self.refused: list[int] = []
-        """Longer than the whole cache of a replica."""
+        """Requests that are longer than the whole cache of a replica."""
         self.hits: list[int] = []
         """Prompt tokens that were in a cache, one entry for each request that found any."""
         self.tokens = list(prompt)
-        """That a pass must compute before the next answer token; after a preemption, what was answered counts too."""
+        """Tokens to compute before the next output token; after a preemption, the output so far is included."""
         self.left = list(output)
-        """Answer tokens that are still to come when it is next admitted."""
+        """Output tokens that remain at the next admission."""
         self.joined = [0] * count
-        """The pass of its replica after which it began to answer, and the one after which it ends."""
+        """The replica's pass after which decoding started."""
         self.ending = [0] * count
+        """The replica's pass after which decoding ends."""
         self.ready = bytearray(count)
-        """1 where its cache came from another worker."""
-
+        """1 if its cache was transferred from another worker."""
         self.weight = [1] * count
-        """What it adds to the load of its replica while it is in flight, as its router counts that."""
+        """The load that it adds to its replica while it is in flight, as the router counts it."""
 
     def __len__(self) -> int:
         return len(self.prompt)

@@ -1,4 +1,4 @@
-"""A replica's prefix cache: blocks that nobody uses any more are kept until their room is needed."""
+"""A replica's prefix cache: unused blocks are kept until their memory is needed."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 Holders = dict[Hashable, set[int]]
-"""Which replicas hold a block: what a router with an ear to the engines' events knows."""
+"""The replicas that hold a block, as a router that receives the engines' cache events knows them."""
 
 
 class PrefixCache:
-    """Prompts' beginnings by their hashes, each a fixed number of blocks of the engine's cache."""
+    """Prompt prefixes by their hashes, each a fixed number of blocks of the engine's cache."""
 
     __slots__ = ("_holders", "_idle", "_replica", "_used", "blocks_each", "idle_blocks")
 
     def __init__(self, blocks_each: int, replica: int, holders: Holders | None = None) -> None:
         self.blocks_each = blocks_each
         self.idle_blocks = 0
-        """That no request uses: they may be forgotten."""
+        """Blocks that no request uses and that may be evicted."""
         self._used: dict[Hashable, int] = {}
-        """By how many requests."""
+        """The number of requests that use each block."""
         self._idle: OrderedDict[Hashable, None] = OrderedDict()
         self._replica = replica
         self._holders = holders
 
     def leading(self, hashes: Sequence[Hashable], most: int) -> tuple[int, int]:
-        """How many of a prompt's first blocks are there, and how many of them nobody uses now."""
+        """How many of a prompt's first blocks are cached, and how many of these no request uses now."""
         used, idle = self._used, self._idle
         found = idling = 0
         for name in hashes:
@@ -39,7 +39,7 @@ class PrefixCache:
         return found, idling
 
     def hold(self, hashes: Sequence[Hashable]) -> None:
-        """One more request uses these, all of which are there."""
+        """Count one more request for these blocks, all of which must be cached."""
         used, idle = self._used, self._idle
         for name in hashes:
             if name in used:
@@ -50,7 +50,7 @@ class PrefixCache:
                 self.idle_blocks -= self.blocks_each
 
     def put(self, hashes: Sequence[Hashable]) -> list[Hashable]:
-        """A request has computed these; those that another one put in meanwhile stay the other's."""
+        """Add computed blocks, except those that another request has added in the meantime; returns the added ones."""
         used, idle, holders = self._used, self._idle, self._holders
         taken = [name for name in hashes if name not in used and name not in idle]
         for name in taken:
@@ -60,10 +60,10 @@ class PrefixCache:
         return taken
 
     def drop(self, names: Sequence[Hashable]) -> int:
-        """A request leaves; returns the blocks that nobody uses now."""
+        """Release a request's blocks; returns how many no request uses now."""
         used, idle = self._used, self._idle
         freed = 0
-        # Backwards, so that a prompt's end is forgotten before its beginning, without which it is of no use.
+        # In reverse, so that the end of a prompt is evicted before its beginning, without which it is useless.
         for name in reversed(names):
             if used[name] == 1:
                 del used[name]
@@ -75,7 +75,7 @@ class PrefixCache:
         return freed * self.blocks_each
 
     def shrink(self, most_blocks: int) -> None:
-        """Forgets what was used longest ago until no more than this lies idle."""
+        """Evict the least recently used blocks until at most this many are unused."""
         idle, holders = self._idle, self._holders
         while self.idle_blocks > most_blocks:
             name, _ = idle.popitem(last=False)

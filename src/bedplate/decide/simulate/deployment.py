@@ -1,4 +1,4 @@
-"""A decision's engine as one replica to simulate: its passes, slots, cache and cards."""
+"""Turns a decision into a replica for the simulation: its passes, slots, cache and cards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bedplate.values.result import Result
 from bedplate.values.simulation import Engine, RouterName
 
 USUAL_PASS_TOKENS = 8192
-"""Of prompts and answers in one pass, where neither a plan nor the engine's own default sets it."""
+"""Tokens of one pass, if neither the plan nor the engine defaults set it."""
 
 
 class Deployment(NamedTuple):
@@ -32,10 +32,10 @@ class Deployment(NamedTuple):
     transfer: Transfer
     spread: Band
     cards: int
-    """Of one replica."""
+    """Cards of one replica."""
     paid: Paid
     replica: Engine
-    """The same in words."""
+    """The description of a replica for the output."""
 
     def fleet(self, replicas: int, *, router: RouterName = "least-loaded", prefills: int = 0, seed: int = 0) -> Fleet:
         return Fleet(self.steps, self.limits, replicas, router, prefills, self.transfer, seed)
@@ -51,13 +51,13 @@ def deployed(
     operations: Operations | None = None,
     results: tuple[Result, ...] = (),
 ) -> Deployment:
-    """One replica of what was decided on, with as many slots as its engine has by default where its cache is paged."""
+    """One replica of the decision; with a paged cache, it has at least the engine's default number of slots."""
     if model.task != "generate":
-        raise BadQuestion(f"{model.name} makes no tokens (its task is {model.task}), and only those are simulated")
+        raise BadQuestion(f"{model.name} has the task {model.task}, but only text generation can be simulated")
     if decision.engine is None or decision.settings is None or decision.weights is None or decision.memory is None:
         first = decision.refused[0] if decision.refused else None
         raise AnswerIsNo(
-            f"{model.name} cannot be served on {named(hardware)} as asked, so there is nothing to simulate",
+            f"{model.name} cannot be served on {named(hardware)} as requested, so there is nothing to simulate",
             cause=f"{first.engine}: {first.why}" if first else None,
             hint=join_alternatives(decision.hints),
         )
@@ -75,10 +75,10 @@ def deployed(
     )  # fmt: skip
     if found is None:
         raise AnswerIsNo(
-            f"how fast {named(machine)} computes {model.name} is not known, so there is nothing to simulate",
-            hint="bedplate probe --measure times this machine's memory",
+            f"the speed of {model.name} on {named(machine)} cannot be estimated, so it cannot be simulated",
+            hint="bedplate probe --measure measures this machine's memory bandwidth",
         )
-    said = operations or Operations()
+    prices = operations or Operations()
     cards = layout.tensor * layout.pipeline
     replica = Engine(
         engine=engine.id,
@@ -95,7 +95,7 @@ def deployed(
         low=found.spread.low,
         high=found.spread.high,
     )
-    paid = Paid(said.price_per_hour, said.watts, said.electricity_price)
+    paid = Paid(prices.price_per_hour, prices.watts, prices.electricity_price)
     return Deployment(found.steps, limits, found.transfer, found.spread, cards, paid, replica)
 
 
@@ -109,7 +109,7 @@ def _limits(
     groups, longest = max(1, layout.attention_data), float(settings.context_tokens)
     batch = (settings.batch_tokens or engine.estimate.pass_tokens or USUAL_PASS_TOKENS) * groups
     if not engine.paged:
-        # The whole context is set aside for each slot.
+        # The whole context is reserved for each slot.
         each = -(-settings.context_tokens // BLOCK_TOKENS)
         return Limits(
             settings.slots, max(batch, settings.slots + 1), settings.slots * each, reserves=True, longest=longest

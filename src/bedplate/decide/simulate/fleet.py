@@ -1,4 +1,4 @@
-"""Replicas, a router and a stream of requests: time goes from one event to the next, wherever it happens."""
+"""The discrete-event simulation of replicas and a router under a stream of requests."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ TOLD_EVERY = 4096
 
 
 class Transfer(NamedTuple):
-    """A prompt's cache on its way from the worker that computed it to the one that answers."""
+    """The transfer of a prompt's KV cache from a prefill worker to a decode worker."""
 
     fixed_s: float
     token_s: float
-    """For each token of the prompt, on the sender's link: prompts leave it one after the other."""
+    """Time per prompt token on the sender's link, which sends one prompt at a time."""
 
 
 class Fleet(NamedTuple):
-    """What is simulated."""
+    """The simulated fleet."""
 
     steps: Steps
     limits: Limits
     replicas: int
-    """All of them; where workers are apart, those that answer and those that compute prompts together."""
+    """All replicas, prefill and decode workers included."""
     router: RouterName = "least-loaded"
     prefills: int = 0
-    """Of them, those that only compute prompts. 0: every replica does both."""
+    """The replicas that only compute prompts. 0: every replica does both."""
     transfer: Transfer = Transfer(0.0, 0.0)
     seed: int = 0
 
@@ -42,7 +42,7 @@ class Fleet(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What is left when all requests are answered."""
+    """The result of a simulation."""
 
     book: Book
     replicas: tuple[Replica, ...]
@@ -58,10 +58,10 @@ def simulate(
     apart_s: float = 0.0,
     told: Callable[[int], None] = lambda done: None,
 ) -> Ran:
-    """Answers every request of the book. `concurrency`: a closed loop of so many, a new one for each answer.
+    """Simulate all requests of the book. `concurrency`: a closed loop with this many requests in flight.
 
-    The book then says at the most when the first of them come. `apart_s` is the time between two requests that the
-    client of such a loop sends on the same occasion.
+    In a closed loop, the book has at most the arrivals of the first requests, and `apart_s` is the time between two
+    requests that the client sends on the same occasion.
     """
     events: list[tuple[float, int]] = []
     prefills = fleet.prefills
@@ -142,7 +142,7 @@ def simulate(
 
 
 def _fitting(fleet: Fleet, book: Book) -> Callable[[int], bool]:
-    """Whether a request fits into an empty replica at all; engines refuse what does not."""
+    """A function that tells whether a request fits into an empty replica; engines refuse it otherwise."""
     room = min(fleet.limits.kv_blocks * fleet.limits.block_tokens, fleet.limits.longest)
     prompt, output = book.prompt, book.output
     return lambda rid: prompt[rid] + output[rid] <= room
@@ -155,7 +155,7 @@ def _router(fleet: Fleet, book: Book, loads: Loads, holders: Holders | None) -> 
 
 
 class _Wire:
-    """Between workers that compute prompts and workers that answer."""
+    """The link between prefill and decode workers."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _Wire:
         self._free_at[sender] = at
 
     def arrive(self, rid: int, now: float) -> None:
-        """At the worker with the fewest requests."""
+        """Give the request to the decode worker with the fewest requests."""
         place = self._loads.least()
         self._loads.load[place] += 1
         self._loads.changed(place)

@@ -1,4 +1,4 @@
-"""What a simulated fleet did, as figures: latencies, goodput, use of the cache, cost and energy."""
+"""Computes the figures of a simulation: latencies, goodput, cache use, cost and energy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bedplate.values.statistics import quantile
 from bedplate.values.workload import LatencyTarget
 
 MET = 0.95
-"""Of the requests, those that must be on target for a layout to meet it; `bench` looks for its knee with the same."""
+"""Share of the requests that must meet the latency targets; `bench` uses the same share to find the knee."""
 
 
 class Paid(NamedTuple):
-    """What one card costs."""
+    """Price and power of one card."""
 
     price_per_hour: float | None = None
     watts: float | None = None
@@ -54,7 +54,7 @@ def outcome(fleet: Fleet, ran: Ran, cards_each: int, target: LatencyTarget | Non
     cards = cards_each * fleet.replicas
     on_target = good / len(book) if target is not None and len(book) else None
     prompts = sum(book.prompt)
-    # All cards for the whole time, idle or not.
+    # All cards count for the whole time, idle or not.
     spent = per_million(Price(**paid._asdict()), cards, tokens / seconds)
     room_s = seconds * sum(one.capacity for one in ran.replicas)
     return Outcome(

@@ -1,7 +1,7 @@
-"""One engine: continuous batching with chunked prompts over a paged cache, jumped from event to event.
+"""One simulated engine: continuous batching with chunked prefill over a paged cache.
 
-Between two events the same sequences answer, and a pass takes a time that is affine in the tokens that they have in
-the cache. So that many passes are the sum of an arithmetic series, and nothing has to be done for each of them.
+Between two events the same sequences decode, and the time of a pass is affine in their tokens in the cache. So the time
+of many passes is the sum of an arithmetic series, and the simulation jumps from event to event.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ IDLE = math.inf
 NOBODY = -1
 BLOCK_TOKENS = 16
 WATERMARK = 0.01
-"""Of the cache, what is kept free for those that answer when a new request is admitted (vLLM's default)."""
+"""Share of the cache that an admission leaves free for sequences that decode (vLLM's default)."""
 
 
 class Steps(NamedTuple):
-    """How long the passes of one replica take, in seconds. Tables, since they are looked up for every event."""
+    """The times of one replica's passes in seconds. Tables, because they are looked up for every event."""
 
     decode_s: tuple[float, ...]
-    """By the sequences that each get a token: what does not depend on their contexts."""
+    """By the number of decoding sequences: the part that does not depend on their contexts."""
     context_s: tuple[float, ...]
-    """By the same: for each token that all of them together have in the cache."""
+    """By the number of decoding sequences: the time per token that they have in the cache together."""
     prompt_s: tuple[float, ...]
-    """By the prompt tokens of a pass: all but attention to what came before."""
+    """By the prompt tokens of a pass: the time without attention to earlier tokens."""
     pair_s: float = 0.0
-    """For a prompt token and one that it attends to."""
+    """Time per pair of a prompt token and a token that it attends to."""
     share: float = 1.0
-    """Of a prompt's time, what it adds to a pass in which others get a token."""
+    """Share of a prompt's time that it adds to a pass with decoding sequences."""
     once_s: float = 0.0
-    """Of that time, what every pass has once and no prompt adds: reading the weights, where that is counted apart."""
+    """The part of a prompt's time that a pass has only once, such as reading the weights."""
     hidden: float = 0.0
-    """Of a prompt's time in such a pass, what only its own first token waits for after the pass is over."""
+    """Share of a prompt's time in such a pass that only delays its first token, after the pass."""
     lag: float = 0.0
-    """Passes that go by until the first token of such a pass is seen."""
+    """Passes until the first token of such a pass is sent."""
     accept_s: float = 0.0
-    """From a request's arrival until the scheduler sees it, and back; no pass waits for it."""
+    """Time from a request's arrival to the scheduler and back; no pass waits for it."""
 
 
 class Limits(NamedTuple):
-    """What one replica holds."""
+    """The capacity of one replica."""
 
     slots: int
-    """Requests that are computed at once."""
+    """Maximum concurrent requests."""
     batch_tokens: int
-    """Of one pass, prompts and answers together."""
+    """Maximum tokens of one pass, prompts and output together."""
     kv_blocks: int
     block_tokens: int = BLOCK_TOKENS
     reserves: bool = False
-    """Room for the whole answer is set aside when a request is admitted: then nothing is ever preempted."""
+    """Whether admission reserves cache for the whole output, so that no request is ever preempted."""
     caches: bool = True
-    """Beginnings of prompts are kept."""
+    """Whether it has a prefix cache."""
     longest: float = math.inf
-    """Tokens of one request, prompt and answer together; what is longer is refused."""
+    """Maximum tokens of one request, prompt and output together; longer ones are refused."""
 
 
 class Replica:
-    """An engine's scheduler. It has one event ahead at the most, which is the end of a pass or of many."""
+    """An engine's scheduler. It has at most one pending event: the end of one pass or of several."""
 
     __slots__ = (
         "_began", "_block", "_book", "_budget", "_context", "_count", "_ends", "_events", "_first_s", "_fresh",
@@ -96,20 +96,20 @@ class Replica:
         self._place = index if place is None else place
         self._hands_over = hands_over
         self.handed: list[int] = []
-        """Prompts that were computed for another worker since somebody looked."""
+        """Prompts that were computed for a decode worker since the caller last cleared this list."""
         self.left: list[int] = []
-        """Requests that were answered since somebody looked."""
+        """Requests that finished since the caller last cleared this list."""
         self._waiting: deque[int] = deque()
         self._ends: list[tuple[int, int]] = []
-        """The pass after which each sequence ends, the first one on top."""
+        """A heap of the passes after which sequences end."""
         self._order: dict[int, None] = {}
-        """Sequences that answer, as they were admitted: the last one is preempted first."""
+        """Decoding sequences in the order of admission: the last one is preempted first."""
         self._phases = [0] * limits.block_tokens
-        """How many of them need a new block in pass 0, 1, 2 … of each round of a block's tokens."""
+        """How many sequences need a new block in pass 0, 1, 2 … modulo the tokens of a block."""
         self._held: dict[int, list[Hashable]] = {}
         """Blocks of the prefix cache that a request uses."""
         self._fresh: list[int] = []
-        """Whose prompts the present pass completes."""
+        """Requests whose prompts the current pass completes."""
         self._partial, self._todo = NOBODY, 0
         self._step = self._count = self._context = self._used = self._passes = 0
         self._jumps = False
@@ -127,21 +127,21 @@ class Replica:
 
     @property
     def used_blocks(self) -> int:
-        """Of the cache, by requests that run; what lies idle in the prefix cache is free."""
+        """Blocks of running requests; unused blocks of the prefix cache count as free."""
         return self._used
 
     def arrive(self, rid: int, now: float) -> None:
         waiting = self._waiting
         waiting.append(rid)
         if self.due == IDLE:
-            # By an event of its own, so that all that comes at this moment is seen at once.
+            # A separate event, so that all requests that arrive at this moment are scheduled together.
             self.due = now
             self._passes = 0
             heappush(self._events, (now, self._index))
             return
         if not self._jumps or len(waiting) > 1 or self._count >= self._slots:
             return
-        # It is looked at after the pass that now runs; the rest of the jump is taken back.
+        # The request is scheduled after the current pass, so the jump ends there.
         first_s, half_s = self._first_s, self._half_s
         span = now - self._began
         if half_s > 0.0:
@@ -164,7 +164,7 @@ class Replica:
             heappush(self._events, (due, self._index))
 
     def wake(self, now: float) -> None:
-        """The passes up to now are over; what ran in them is written down, and the next ones are begun."""
+        """Record the passes that have ended, and start the next ones."""
         passes = self._passes
         if passes:
             self._close(now, passes)
@@ -205,7 +205,7 @@ class Replica:
             self._fresh = []
 
     def _grow(self, passes: int) -> None:
-        """Blocks that the answers of so many passes fill."""
+        """Add the blocks that the output of `passes` fills."""
         block, phases = self._block, self._phases
         start = self._step % block
         if passes == 1:
@@ -224,7 +224,7 @@ class Replica:
                 self.cache.shrink(self.capacity - self._used)
 
     def _join(self, rid: int, now: float, late_s: float = 0.0) -> None:
-        """Its prompt is in the cache, and with that comes its first token, if so much later."""
+        """Start decoding: the prompt is in the cache, and the first token is sent after `late_s`."""
         book = self._book
         if book.first[rid] < 0.0:
             book.first[rid] = now + late_s
@@ -249,7 +249,7 @@ class Replica:
         self._leave(rid, now)
 
     def _stop(self, rid: int) -> int:
-        """Takes a sequence out of the passes; returns how many it was in."""
+        """Remove a sequence from decoding; returns the number of passes that it was in."""
         book, step = self._book, self._step
         del self._order[rid]
         joined, tokens = book.joined[rid], book.tokens[rid]
@@ -270,7 +270,7 @@ class Replica:
 
     def _release(self, rid: int, tokens: int) -> None:
         if not self._grows and not self._hands_over:
-            # What was set aside; `tokens` and `left` change only where requests are preempted.
+            # The reserved tokens; `tokens` and `left` change only if requests are preempted.
             tokens = self._book.tokens[rid] + self._book.left[rid] - 1
         blocks = -(-tokens // self._block)
         if self.cache is not None and (held := self._held.pop(rid, None)):
@@ -278,7 +278,7 @@ class Replica:
         self._used -= blocks
 
     def _keep(self, rid: int) -> None:
-        """What was computed of its prompt is there for others."""
+        """Add the computed prompt to the prefix cache."""
         book, cache = self._book, self.cache
         if cache is None or book.hashes is None:
             return
@@ -291,7 +291,7 @@ class Replica:
                 self._held.setdefault(rid, []).extend(taken)
 
     def _preempt(self) -> None:
-        """The last that was admitted makes room; what it has said so far is a part of its prompt the next time."""
+        """Preempt the last admitted sequence; its output so far becomes part of its prompt."""
         rid = next(reversed(self._order))
         book = self._book
         made = self._stop(rid) + 1
@@ -352,7 +352,7 @@ class Replica:
         heappush(self._events, (due, self._index))
 
     def _passes_within(self, free: int) -> int:
-        """Passes until the answers need more blocks than these."""
+        """Number of passes until the output needs more than `free` blocks."""
         block, phases = self._block, self._phases
         whole, rest = divmod(free, self._count)
         passes, phase = whole * block, self._step % block
@@ -363,7 +363,7 @@ class Replica:
         return passes
 
     def _go_on(self) -> tuple[int, float]:
-        """The next chunk of the prompt that was cut."""
+        """Schedule the next chunk of the unfinished prompt."""
         rid, budget = self._partial, self._budget - self._count
         todo = self._todo
         take = min(todo, max(budget, 1))
@@ -375,7 +375,7 @@ class Replica:
         return take, take * (depth + (take + 1) * 0.5)
 
     def _admit(self, tokens: int, pairs: float, now: float) -> tuple[int, float]:
-        """Takes in who waits, in order, as far as slots, cache and the tokens of one pass go."""
+        """Admit waiting requests in order while slots, cache blocks and the tokens of a pass suffice."""
         waiting, book, block, grows = self._waiting, self._book, self._block, self._grows
         slots = self._slots - self._count - len(self._fresh)
         budget = self._budget - self._count
@@ -392,12 +392,12 @@ class Replica:
                 idling *= self.cache.blocks_each
             if grows or self._hands_over:
                 blocks = -(-length // block)
-                # A token more, where the first pass of its answer would need a block.
+                # One token more, because the first decode pass may need a block.
                 asked = -(-(length + 1) // block) if grows else blocks
             else:
                 blocks = asked = -(-(length + book.left[rid] - 1) // block)
             shared = hits * self.cache.blocks_each if self.cache is not None else 0
-            # The last blocks are kept for those that answer, unless nobody does.
+            # The last blocks are kept for decoding sequences, if there are any.
             spare = self._watermark if self._count or tokens else 0
             if asked - shared + idling > free - spare:
                 break
@@ -417,7 +417,7 @@ class Replica:
                 if book.left[rid] > 1:
                     budget -= 1
                 else:
-                    # Its only token came with its prompt.
+                    # Its only token was computed with the prompt.
                     slots, free = slots + 1, free + asked
                 continue
             depth = hits * book.hash_tokens

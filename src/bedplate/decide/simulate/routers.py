@@ -1,4 +1,4 @@
-"""Which replica gets a request: by chance, where the least is in flight, or where its beginning is cached already."""
+"""The routers of a simulated fleet: random, least loaded, or by cached prefix."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from bedplate.decide.simulate.book import Book
 from bedplate.decide.simulate.cache import Holders
 
 Router = Callable[[int], int]
-"""A request's number to a replica's."""
+"""Maps the number of a request to that of a replica."""
 PLACE_BITS = 20
 STALE = 8
-"""Entries for each replica from which on those that hold no longer are cleared away."""
+"""Entries per replica above which stale entries are removed."""
 
 
 class Loads:
-    """What is in flight on each replica, and which has the least; of those that are alike, the first.
+    """The load of each replica, and the least loaded one; the first of equally loaded replicas.
 
-    A heap of loads with their replicas, in which old entries stay until they come to the top: with hundreds of
-    replicas that is many times as fast as looking at all of them for each request.
+    A heap of loads with their replicas, in which stale entries stay until they reach the top: with hundreds of
+    replicas this is many times faster than a scan for each request.
     """
 
     __slots__ = ("_heap", "load")
@@ -30,7 +30,7 @@ class Loads:
         self._heap = list(range(replicas))
 
     def changed(self, place: int) -> None:
-        """To be told after each change."""
+        """Must be called after each change of a load."""
         heap, load = self._heap, self.load
         if len(heap) > STALE * len(load) + STALE:
             heap[:] = [(one << PLACE_BITS) | number for number, one in enumerate(load)]
@@ -49,22 +49,22 @@ class Loads:
 
 
 def by_chance(replicas: int, seed: int) -> Router:
-    # Not the traffic's own draws, which would choose a prompt's beginning and its replica alike.
+    # Independent of the traffic's random numbers; otherwise prefix and replica of a request would be correlated.
     draw = random.Random(f"router {seed}").random  # noqa: S311
     return lambda rid: int(draw() * replicas)
 
 
 def least_loaded(loads: Loads) -> Router:
-    """Fewest requests in flight."""
+    """Routes to the replica with the fewest requests in flight."""
     least = loads.least
     return lambda rid: least()
 
 
 def prefix_aware(book: Book, loads: Loads, holders: Holders) -> Router:
-    """The fewest tokens to be computed: what is in flight on a replica, and of the new prompt what it has not cached.
+    """Routes to the replica with the fewest tokens to compute: its requests in flight and the uncached new prompt.
 
-    A request in flight counts with the tokens of its prompt that were not cached, and with an average answer. Only
-    those replicas are weighed that hold the longest part of its beginning, and the one with the least to do.
+    A request in flight counts with its uncached prompt tokens and an average output. Only the replicas that hold the
+    longest part of the prefix and the least loaded replica are considered.
     """
     hashes = book.hashes
     if hashes is None:

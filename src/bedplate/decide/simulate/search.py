@@ -1,4 +1,4 @@
-"""The cheapest fleet that meets its targets: how many replicas, and whether prompts get workers of their own."""
+"""Finds the cheapest fleet that meets the targets: the number of replicas, aggregated or disaggregated."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from bedplate.values.simulation import LayoutName, Outcome, RouterName, Simulati
 from bedplate.values.workload import LatencyTarget
 
 SEARCH_REQUESTS = 20_000
-"""Requests that a layout is tried with while searching; what is found is then tried with all of them."""
+"""Requests that the search simulates; the result is then checked with all requests."""
 BAND_REQUESTS = 20_000
 GROWTH = 1.06
-"""What is found with a part of the traffic and fails with all of it grows by so much at a time."""
+"""Factor by which a fleet grows if it meets the targets with a part of the requests but not with all."""
 
 Told = Callable[[str, int, int], None]
-"""What is being simulated, how many requests it has, and how many have arrived."""
+"""Progress: what is simulated, the number of requests, and how many have arrived."""
 
 
 def nobody(what: str, requests: int, arrived: int) -> None: ...
 
 
 class Question(NamedTuple):
-    """One deployment under one stream of requests."""
+    """One deployment, one stream of requests and its targets."""
 
     deployment: Deployment
     stream: Stream
@@ -38,10 +38,10 @@ class Question(NamedTuple):
     seed: int = 0
     told: Told = nobody
     speed: float = 1.0
-    """All passes so many times as fast as estimated."""
+    """Factor on the estimated speed of all passes."""
 
     def outcome_of(self, replicas: int, prefills: int = 0, *, most: int | None = None) -> Outcome:
-        """One layout; where that is said, with the first `most` requests alone."""
+        """Simulate one layout, with only the first `most` requests if that is given."""
         stream = self.stream if most is None else self.stream.first(most)
         fleet = self.deployment.fleet(replicas, router=self.router, prefills=prefills, seed=self.seed)
         if self.speed != 1.0:
@@ -58,7 +58,7 @@ def _words(fleet: Fleet) -> str:
 
 
 def one_layout(question: Question, replicas: int, layout: LayoutName, prefills: int | None = None) -> Simulation:
-    """So many replicas; where workers are apart and nobody says how they are divided, the best of a few ways."""
+    """Simulate `replicas`; if a disaggregated layout has no number of prefill workers, the best of a few splits."""
     if layout == "aggregated":
         tried = [question.outcome_of(replicas)]
     elif prefills is not None:
@@ -69,9 +69,9 @@ def one_layout(question: Question, replicas: int, layout: LayoutName, prefills: 
 
 
 def cheapest(question: Question, low: int, high: int, layouts: tuple[LayoutName, ...]) -> Simulation:
-    """The fewest cards that meet the target, each layout by halving; as cheap, the simpler one.
+    """The fewest cards that meet the target, found by bisection for each layout; of equal ones, the simpler layout.
 
-    More replicas are taken never to do worse, which holds but for chance among the last few.
+    Assumes that more replicas are never worse, which holds except for random variation between adjacent counts.
     """
     tried: list[Outcome] = []
     found: list[Outcome] = []
@@ -88,7 +88,7 @@ def cheapest(question: Question, low: int, high: int, layouts: tuple[LayoutName,
 
 
 def answered(question: Question, answer: Outcome | None, tried: list[Outcome]) -> Simulation:
-    """With what the band of the estimate makes of the answer."""
+    """The simulation's result, with the outcome at both ends of the estimate's error band."""
     deployment, band = question.deployment, question.deployment.spread
     slow = fast = None
     if answer is not None:
@@ -98,10 +98,10 @@ def answered(question: Question, answer: Outcome | None, tried: list[Outcome]) -
         )
     notes = list(question.stream.notes)
     if answer is not None and len(question.stream) > BAND_REQUESTS:
-        notes.append(f"slow and fast are of the first {BAND_REQUESTS:,} requests")
+        notes.append(f"slow and fast are simulated with the first {BAND_REQUESTS:,} requests")
     if answer is not None and answer.refused:
         most = deployment.replica.context_tokens
-        notes.append(f"{answer.refused:,} requests are longer than {most:,} tokens or than the cache, and are refused")
+        notes.append(f"{answer.refused:,} requests are refused: they are longer than {most:,} tokens or than the cache")
     return Simulation(
         replica=deployment.replica,
         traffic=question.stream.summary(),
@@ -119,13 +119,13 @@ def answered(question: Question, answer: Outcome | None, tried: list[Outcome]) -
 
 
 def _safe(question: Question, answer: Outcome, high: int) -> Outcome | None:
-    """The fewest replicas of that layout that meet the target even if passes are slow, with a part of the traffic."""
+    """The fewest replicas of that layout that meet the target even at the slow end of the error band."""
     slow = question._replace(speed=1 / question.deployment.spread.high, stream=question.stream.first(BAND_REQUESTS))
     return _fewest(slow, answer.replicas, high, answer.layout, [])
 
 
 def _fewest(question: Question, low: int, high: int, layout: LayoutName, tried: list[Outcome]) -> Outcome | None:
-    """First with a part of the traffic, then with all of it, growing until that meets the target too."""
+    """Search with a part of the requests, then grow the fleet until it meets the target with all of them."""
     part = SEARCH_REQUESTS if len(question.stream) > SEARCH_REQUESTS else None
     low = max(low, 2 if layout == "disaggregated" else 1)
     if low > high:
@@ -167,13 +167,13 @@ def _worth(one: Outcome) -> tuple[float, float]:
 
 
 def _guess(question: Question) -> int:
-    """Replicas whose passes would be busy all the time: where halving begins."""
+    """The start of the bisection: the number of replicas that would be busy all the time."""
     rate = question.stream.requests_per_s
     return max(1, math.ceil(rate * sum(work_s(question)))) if rate is not None else 1
 
 
 def work_s(question: Question) -> tuple[float, float]:
-    """What one request takes of a replica's time: its prompt, and its part of the passes that answer."""
+    """A replica's time for one request: its prompt, and its share of the decode passes."""
     steps, limits, stream = question.deployment.steps, question.deployment.limits, question.stream
     prompt, output = stream.mean_prompt, stream.mean_output
     tokens = min(limits.batch_tokens, max(1, round(prompt)))
@@ -183,7 +183,7 @@ def work_s(question: Question) -> tuple[float, float]:
     target = question.target
     batch = most
     if target is not None and target.tpot_ms is not None:
-        # As many at once as still get their tokens in time.
+        # The largest batch that still meets the TPOT target.
         while batch > 1 and _pass_s(question, batch, context) > target.tpot_ms / 1000:
             batch = batch * 7 // 8
     return prompt_s, output * _pass_s(question, batch, context) / batch
@@ -195,7 +195,7 @@ def _pass_s(question: Question, batch: int, context: float) -> float:
 
 
 def splits(question: Question, replicas: int) -> Iterator[int]:
-    """Ways to divide workers: by the work that prompts are, then a little to both sides."""
+    """Numbers of prefill workers to try: in proportion to the prompts' share of the work, then a few more and fewer."""
     if replicas < 2:
         return
     prompt_s, answer_s = work_s(question)

@@ -1,4 +1,4 @@
-"""The estimator's passes as tables: how long a pass takes by its sequences, their contexts and its prompt tokens."""
+"""Tables of the estimated time of a pass by its sequences, their contexts and its prompt tokens."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from bedplate.values import Hardware, Model, Parallelism
 from bedplate.values.fit import Offload
 
 GRID = 64
-"""Prompt tokens between two computed entries of a table; between them it is straight."""
+"""Prompt tokens between two computed entries of a table; the entries between are interpolated."""
 LEAST_S = 1e-7
 
 
 class Lengths(NamedTuple):
-    """Of a request, on average: where a table is exact; elsewhere it is straight through those points."""
+    """Mean lengths of the requests; tables are exact there and linear elsewhere."""
 
     prompt: float
     output: float
 
     @property
     def contexts(self) -> tuple[float, float]:
-        """At the beginning and at the end of an answer, and never so near that rounding shows."""
+        """Contexts at the start and the end of the output, far enough apart for a precise slope."""
         return self.prompt, max(self.prompt + self.output, 1.25 * self.prompt + 16.0)
 
 
 class Timed(NamedTuple):
     steps: Steps
     transfer: Transfer
-    """To another worker like it."""
+    """The transfer to another worker of the same kind."""
     spread: Band
-    """How far the time of a pass may be off."""
+    """The error band of a pass's time."""
     source: str
 
 
@@ -69,7 +69,7 @@ def timed(
     offload: Offload | None = None,
     factor: float = 1.0,
 ) -> Timed | None:
-    """Of one replica, whatever `layout.data` says; `None` where the machine's rates are not known."""
+    """The times of one replica, regardless of `layout.data`; `None` if the machine's rates are unknown."""
     machine, shape = machine_of(hardware), shape_of(model)
     if machine.bandwidth_bytes_s <= 0 or model.task != "generate":
         return None
@@ -86,7 +86,7 @@ def timed(
         )  # fmt: skip
         found = alone(question, lengths, slots=slots, batch_tokens=batch_tokens)
         spread = local.band_of("output_tok_s_total", question.key).inverse()
-        source = f"bytes and operations at the efficiencies of {question.key}, fitted on published rows"
+        source = f"bytes and operations at the efficiencies of {question.key}, fitted on published measurements"
         fixed_s = 0.0
     if factor != 1.0:
         found = faster(found, factor)
@@ -95,7 +95,7 @@ def timed(
 
 
 def faster(steps: Steps, factor: float) -> Steps:
-    """All passes so many times as fast."""
+    """The times of passes that are `factor` times as fast."""
     return steps._replace(
         decode_s=tuple(one / factor for one in steps.decode_s),
         context_s=tuple(one / factor for one in steps.context_s),
@@ -116,7 +116,7 @@ def served(
     batch_tokens: int,
     kv_bits: float,
 ) -> Steps:
-    """Engines that batch on accelerators."""
+    """The times of an engine that batches on accelerators."""
     return batched(
         machine, shape, efficiencies(engine, machine.family, weight_type(shape)),
         layout_on(divided_as(layout), shape)._replace(replicas=1), lengths, slots=slots, batch_tokens=batch_tokens,
@@ -159,17 +159,17 @@ def batched(
         context_s=context,
         prompt_s=prompt_table(prompt_s, batch_tokens),
         pair_s=max(0.0, whole) / _pairs(asked.prompt) / asked.groups,
-        # Stages of a pipeline compute prompts one behind the other.
+        # Pipeline stages compute different prompts at the same time.
         share=e.prompt_share / asked.pipeline,
         hidden=max(0.0, 1.0 - e.prompt_share),
-        # A request waits for half a pass on average, and for the one that it is in.
+        # A request waits for half a pass on average, and for its own pass.
         lag=max(0.0, e.steps_waited - 1.5),
         accept_s=e.request_s + float(first_host_s(asked, e)),
     )
 
 
 def alone(question: local.Question, lengths: Lengths, *, slots: int, batch_tokens: int) -> Steps:
-    """Engines on one machine, and what serves on a CPU."""
+    """The times of other engines, and of all engines on a CPU."""
     prompt = max(1, round(lengths.prompt))
     deep = question.prefill_s(prompt, 1, float(prompt))
     pair_s = max(0.0, deep - question.prefill_s(prompt)) / (prompt * prompt)
@@ -186,7 +186,7 @@ def alone(question: local.Question, lengths: Lengths, *, slots: int, batch_token
 def decode_table(
     step_s: Callable[[int, float], float], lengths: Lengths, slots: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """By sequences: what a pass takes without any context, and what a token of context adds, straight through two."""
+    """By sequences: the time of a pass without context, and the time per token of context, from two contexts."""
     early, late = lengths.contexts
     fixed, each = [0.0], [0.0]
     for count in range(1, slots + 1):
@@ -199,7 +199,7 @@ def decode_table(
 
 
 def prompt_table(prompt_s: Callable[[int], float], batch_tokens: int) -> tuple[float, ...]:
-    """By prompt tokens of a pass: computed on a grid, which is finer where passes are short."""
+    """By the prompt tokens of a pass: computed on a grid that is finer for short passes."""
     knots = sorted({0, 1, 2, 4, 8, 16, 32, *range(GRID, batch_tokens, GRID), batch_tokens})
     at = [max(LEAST_S, prompt_s(max(1, knot))) for knot in knots]
     found: list[float] = []
@@ -214,7 +214,7 @@ def _pairs(tokens: float) -> float:
 
 
 def _sent_s(machine: Machine, model: Model, layout: Parallelism, lengths: Lengths, kv_bits: float) -> float:
-    """A token's cache to another worker: each card sends its part over its own link."""
+    """Time to transfer one token's cache to another worker: each card sends its part over its own link."""
     from bedplate.decide.memory import kv_bytes_on_device
 
     tokens = max(1, round(lengths.prompt))

@@ -1,4 +1,4 @@
-"""Requests to simulate: a trace's own, or made up from a workload and a seed."""
+"""The requests to simulate: from a trace, or generated from a workload and a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bedplate.values.workload import RequestShape, Workload
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Requests, to be simulated any number of times: a book is written in, this is not."""
+    """Immutable requests that can be simulated several times, each time with a new `Book`."""
 
     prompt: list[int]
     output: list[int]
@@ -32,7 +32,7 @@ class Stream:
 
     @property
     def requests_per_s(self) -> float | None:
-        """Of the gaps between arrivals; nothing where all come at once."""
+        """Mean rate from the gaps between arrivals; `None` if all requests arrive together."""
         if len(self.arrival) < 2 or self.arrival[-1] <= 0:
             return None
         return (len(self.arrival) - 1) / self.arrival[-1]
@@ -53,7 +53,7 @@ class Stream:
         return Book(self.prompt, self.output, self.arrival, self.hashes, self.hash_tokens)
 
     def first(self, count: int) -> Stream:
-        """The beginning of it, at the same rate."""
+        """The first `count` requests, at the same rate."""
         if count >= len(self):
             return self
         return replace(
@@ -84,9 +84,9 @@ def from_shapes(
     most: int | None = None,
     seed: int = 0,
 ) -> Stream:
-    """A trace's requests in the order of their arrival; with `rate`, those arrivals stretched or pressed to it.
+    """A trace's requests in the order of arrival; `rate` scales the arrival times.
 
-    A trace without times gets arrivals by chance at that rate.
+    A trace without times gets Poisson arrivals at that rate.
     """
     rows: list[tuple[float, int, int, tuple[Hashable, ...]]] = []
     untimed = left_out = 0
@@ -100,14 +100,16 @@ def from_shapes(
         hashes = shape.prefix_hashes if shape.prefix_block_tokens == block else ()
         rows.append((shape.started_s or 0.0, shape.prompt_tokens, shape.output_tokens, hashes))
     if not rows:
-        raise BadQuestion(f"{source} has no requests with a prompt and an answer to simulate")
-    notes = [f"{left_out:,} requests without a prompt's or an answer's tokens are left out"] if left_out else []
+        raise BadQuestion(f"{source} has no request with a prompt and an output length")
+    notes = [f"{left_out:,} requests without a prompt or output length are left out"] if left_out else []
     drawn: int | None = None
     if untimed:
         if rate is None:
-            raise BadQuestion(f"{source} does not say when requests came", hint="--rate R: so many a second, by chance")
+            raise BadQuestion(
+                f"{source} has no arrival times", hint="--rate R generates Poisson arrivals at R requests/s"
+            )
         moments = poisson(len(rows), rate, random.Random(seed))  # noqa: S311
-        notes.append(f"the trace has no times: {rate:g} requests a second by chance")
+        notes.append(f"the trace has no arrival times: Poisson arrivals at {rate:g} requests/s are used")
         drawn = seed
     else:
         rows.sort(key=lambda row: row[0])
@@ -116,7 +118,7 @@ def from_shapes(
         if rate is not None and span > 0:
             scale = (len(rows) - 1) / rate / span
             moments = [moment * scale for moment in moments]
-            notes.append(f"the trace's arrivals are {'stretched' if scale > 1 else 'pressed'} to {rate:g} a second")
+            notes.append(f"the trace's arrival times are scaled to {rate:g} requests/s")
     found = Stream(
         prompt=[row[1] for row in rows],
         output=[row[2] for row in rows],
@@ -139,10 +141,10 @@ def synthetic(
     spread: float = 0.0,
     prefixes: int = 1,
 ) -> Stream:
-    """Requests of the workload's lengths that come by chance (Poisson).
+    """Requests of the workload's lengths with Poisson arrivals.
 
-    `spread` is the lengths' coefficient of variation (log-normal; 0: all alike); `prefixes`, how many different
-    beginnings of the workload's shared length there are.
+    `spread` is the coefficient of variation of the lengths (log-normal; 0: all the same); `prefixes` is the number of
+    different shared prefixes.
     """
     draw = random.Random(seed)  # noqa: S311
     prompt = _lengths(workload.prompt_tokens, spread, requests, draw)
