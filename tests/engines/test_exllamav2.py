@@ -76,7 +76,7 @@ def test_what_it_can_be_given() -> None:
     ("card", "name", "why"),
     [
         ("cpu", LLAMA, "needs an NVIDIA GPU"),
-        ("RTX 4090", "openai/gpt-oss-20b", "does not know the architecture gpt_oss"),
+        ("RTX 4090", "openai/gpt-oss-20b", "does not support the architecture gpt_oss"),
         ("RTX 4090", "Qwen/Qwen3-32B-FP8", "not FP8"),
     ],
 )
@@ -92,9 +92,9 @@ def test_what_cannot_be_is_refused(card: str, name: str, why: str) -> None:
         ({"hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "intermediate_size": 1536}, None),
         ({"hidden_size": 4544, "head_dim": None, "num_heads": 71}, None),
         ({"hidden_size": 560}, "a hidden size of 560"),
-        ({"intermediate_size": 11000}, "an MLP's inner width of 11000"),
-        ({"head_dim": 80, "num_heads": 33}, "queries together of 2640"),
-        ({"head_dim": 80, "num_kv_heads": 1}, "keys together of 80"),
+        ({"intermediate_size": 11000}, "an MLP size of 11000"),
+        ({"head_dim": 80, "num_heads": 33}, "a query size of 2640"),
+        ({"head_dim": 80, "num_kv_heads": 1}, "a key size of 80"),
         ({"hidden_size": None, "intermediate_size": None, "num_heads": None, "num_kv_heads": None}, None),
     ],
 )
@@ -135,10 +135,10 @@ def test_results_of_its_generator_become_pieces(result: dict[str, Any], expected
     ("line", "says"),
     [
         # turboderp-org/exllamav2, issue 383.
-        ("RuntimeError: Insufficient VRAM for model and cache", "not enough memory on the cards"),
+        ("RuntimeError: Insufficient VRAM for model and cache", "not enough GPU memory"),
         # exllamav2/config.py of 0.3.2.
-        ("ValueError:  ## Could not find model.layers.0.mlp.* in model", "does not find in this folder"),
-        ("RuntimeError: Error building extension 'exllamav2_ext'", "did not compile"),
+        ("ValueError:  ## Could not find model.layers.0.mlp.* in model", "are missing from the folder"),
+        ("RuntimeError: Error building extension 'exllamav2_ext'", "compilation of its kernels failed"),
     ],
 )
 def test_known_failures(line: str, says: str) -> None:

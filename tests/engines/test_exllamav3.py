@@ -101,9 +101,9 @@ class TestWhatItTakes:
         [
             ("cpu", LLAMA, "needs an NVIDIA GPU"),
             ("MI300X", LLAMA, "needs an NVIDIA GPU"),
-            ("RTX 4090", "deepseek-ai/DeepSeek-V3.2", "does not know the architecture deepseek_v32"),
+            ("RTX 4090", "deepseek-ai/DeepSeek-V3.2", "does not support the architecture deepseek_v32"),
             ("RTX 4090", "google/gemma-4-E4B-it", "small E models"),
-            ("RTX 4090", "nvidia/DeepSeek-V3-0324-NVFP4", "weights in NVFP4"),
+            ("RTX 4090", "nvidia/DeepSeek-V3-0324-NVFP4", "no conversion of NVFP4 weights"),
             ("RTX 4090", "HuggingFaceTB/SmolLM2-135M-Instruct", "multiple of 128, and this model's is 576"),
         ],
     )
@@ -198,20 +198,20 @@ class TestPlacement:
     ("line", "says", "lasting"),
     [
         # turboderp-org/exllamav3, issue 50, and model/model_ls.py of 1.6.5.
-        ("RuntimeError: Insufficient VRAM in split for model and cache", "not enough memory on the cards", True),
+        ("RuntimeError: Insufficient VRAM in split for model and cache", "not enough GPU memory", True),
         # model/config.py of 1.6.5.
         ("AssertionError: Unknown architecture LlumaForCausalLM in /m/config.json", "LlumaForCausalLM", True),
-        ("RuntimeError: Error building extension 'exllamav3_ext'", "did not compile", True),
+        ("RuntimeError: Error building extension 'exllamav3_ext'", "compilation of its kernels failed", True),
         # Of 1.6.5 on an H200, converting SmolLM2-135M.
         (
             "RuntimeError: The size of tensor a (576) must match the size of tensor b (640) "
             "at non-singleton dimension 2",
-            "the model is 576 wide, and its layers became 640",
+            "the hidden size is 576, and its layers return 640",
             True,
         ),
         # torch/utils/cpp_extension.py.
         ("OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.", "nvcc", True),
-        ("bedplate-engine: cannot listen on 127.0.0.1:8000: port is in use", "the private port was taken", False),
+        ("bedplate-engine: cannot listen on 127.0.0.1:8000: port is in use", "took the engine's private port", False),
     ],
 )
 def test_known_failures(line: str, says: str, lasting: bool) -> None:

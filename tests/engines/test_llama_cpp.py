@@ -79,15 +79,15 @@ class TestExplain:
             ("truncated-header", "the model file is damaged", "download it again", True),
             ("empty", "the model file is damaged", "download it again", True),
             ("not-a-gguf", "is not a GGUF file", "bedplate inspect", True),
-            ("unknown-architecture", "does not know the architecture lluma", "a newer build", True),
-            ("unknown-tokenizer", "does not know the tokenizer zzzz", "a newer build", True),
-            ("unknown-pre-tokenizer", "does not know the tokenizer zzzzzz", "a newer build", True),
-            ("missing", "/models/missing.gguf is not there any more", "was it moved", True),
-            ("unreadable", "/models/private.gguf may not be read", "permissions", True),
-            ("too-many-slots", "at most 256 requests at once", "--concurrency 256", True),
+            ("unknown-architecture", "does not support the architecture lluma", "a newer build", True),
+            ("unknown-tokenizer", "does not support the tokenizer zzzz", "a newer build", True),
+            ("unknown-pre-tokenizer", "does not support the tokenizer zzzzzz", "a newer build", True),
+            ("missing", "/models/missing.gguf does not exist any more", "mount its disk", True),
+            ("unreadable", "no permission to read /models/private.gguf", "permissions", True),
+            ("too-many-slots", "at most 256 concurrent requests", "--concurrency 256", True),
             ("out-of-memory", "not enough memory", "--context 4096", True),
             ("no-threads", "could not start its threads", "ulimit", False),
-            ("port-in-use", "the private port was taken", "start again", False),
+            ("port-in-use", "took the engine's private port", "start again", False),
         ],
     )
     def test_known_failures(self, name: str, says: str, hint: str, lasting: bool) -> None:
@@ -109,7 +109,7 @@ class TestExplain:
             "gguf_init_from_file: failed to open GGUF file '/models/it's {mine} (1).gguf' (No such file or directory)"
         )
         failure = LLAMA.explain(line)
-        assert failure is not None and failure.message == "/models/it's {mine} (1).gguf is not there any more"
+        assert failure is not None and failure.message == "/models/it's {mine} (1).gguf does not exist any more"
 
 
 class TestProgress:

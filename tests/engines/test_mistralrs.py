@@ -94,10 +94,10 @@ class TestWhatItTakes:
     @pytest.mark.parametrize(
         ("which", "why"),
         [
-            (gguf(architecture="bert"), "does not know the architecture bert"),
-            (gguf(quantization="IQ2_XS"), "does not load weights in IQ2_XS"),
-            (replaced(model(LLAMA), quantization="FP8"), "does not load weights in FP8"),
-            (replaced(model(LLAMA), architecture="falcon"), "does not know the architecture falcon"),
+            (gguf(architecture="bert"), "does not support the architecture bert"),
+            (gguf(quantization="IQ2_XS"), "does not load IQ2_XS weights"),
+            (replaced(model(LLAMA), quantization="FP8"), "does not load FP8 weights"),
+            (replaced(model(LLAMA), architecture="falcon"), "does not support the architecture falcon"),
             (replaced(model(LLAMA), format="exl3"), "not exl3"),
         ],
     )
@@ -115,11 +115,11 @@ class TestExplain:
         ("log", "says"),
         [
             # The first two are the messages of its own source (gguf/normal_registry.rs).
-            ("ValueError: Unknown normal-model GGUF architecture `bert`", "does not know the architecture bert"),
+            ("ValueError: Unknown normal-model GGUF architecture `bert`", "does not support the architecture bert"),
             (
                 "GGUF architecture `llama` appears to be a Mistral model, but the file does not encode whether "
                 "sliding-window attention is required; provide its original Hugging Face model",
-                "without the original's configuration",
+                "without the original configuration",
             ),
             ("bedplate-engine: /m/x.gguf is no GGUF file", "/m/x.gguf is no GGUF file"),
             ("bedplate-engine: the model file is damaged: it ends within its header", "the model file is damaged"),

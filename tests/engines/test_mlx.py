@@ -94,8 +94,8 @@ class TestWhatItTakes:
     @pytest.mark.parametrize(
         ("name", "why"),
         [
-            ("deepseek-ai/DeepSeek-V4-Flash", "does not know the architecture deepseek_v4"),
-            ("Qwen/Qwen3-235B-A22B-FP8", "does not load weights in FP8"),
+            ("deepseek-ai/DeepSeek-V4-Flash", "does not support the architecture deepseek_v4"),
+            ("Qwen/Qwen3-235B-A22B-FP8", "does not load FP8 weights"),
         ],
     )
     def test_what_it_cannot_load_is_refused(self, name: str, why: str) -> None:
@@ -128,8 +128,8 @@ class TestWhatItTakes:
             "not enough memory",
             True,
         ),
-        ("OSError: [Errno 98] Address already in use", "the private port was taken", False),
-        ("OSError: [Errno 48] Address already in use", "the private port was taken", False),
+        ("OSError: [Errno 98] Address already in use", "took the engine's private port", False),
+        ("OSError: [Errno 48] Address already in use", "took the engine's private port", False),
     ],
 )
 def test_known_failures(line: str, says: str, lasting: bool) -> None:

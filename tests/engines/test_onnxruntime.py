@@ -110,11 +110,11 @@ class TestWhatItTakes:
     @pytest.mark.parametrize(
         ("which", "work", "why"),
         [
-            (model("deepseek-ai/DeepSeek-R1"), Workload(), "does not know the architecture deepseek_v3"),
-            (model("Qwen/Qwen3-235B-A22B-FP8"), Workload(), "does not know the architecture qwen3_moe"),
-            (replaced(model(LLAMA), quantization="FP8"), Workload(), "makes nothing of weights in FP8"),
+            (model("deepseek-ai/DeepSeek-R1"), Workload(), "does not support the architecture deepseek_v3"),
+            (model("Qwen/Qwen3-235B-A22B-FP8"), Workload(), "does not support the architecture qwen3_moe"),
+            (replaced(model(LLAMA), quantization="FP8"), Workload(), "cannot convert FP8 weights"),
             (replaced(model(LLAMA), format="exl3"), Workload(), "loads ONNX, not exl3"),
-            (encoder(architecture="clip"), EMBED, "exporter does not know the architecture clip"),
+            (encoder(architecture="clip"), EMBED, "exporter does not support the architecture clip"),
         ],
     )
     def test_what_it_refuses(self, which: Model, work: Workload, why: str) -> None:
@@ -140,13 +140,13 @@ class TestExplain:
         [
             (
                 "bedplate-engine: there is no .onnx file in /models/x",
-                "/models/x holds no .onnx file",
-                "name the folder",
+                "/models/x contains no .onnx file",
+                "specify the folder",
             ),
             (
                 "bedplate-engine: this model does not read text alone: it wants pixel_values",
-                "wants more than text: pixel_values",
-                "write, embed or classify",
+                "has inputs other than text: pixel_values",
+                "generates, embeds or classifies",
             ),
             # Captured: a folder without its .onnx.data file, and graphs that were cut short.
             (
@@ -154,7 +154,7 @@ class TestExplain:
                 "weight. Error: tensorprotoutils.cc:461 ValidateExternalDataPathFromDir External data path does not "
                 'exist: "/models/smol/model.onnx.data"',
                 "external data is missing",
-                ".onnx.data files included",
+                "including the .onnx.data files",
             ),
             (
                 "RuntimeError: Load model from smol/model.onnx failed:Protobuf parsing failed.",
@@ -170,7 +170,7 @@ class TestExplain:
             (
                 "bedplate-engine: /m/smol has no tokenizer.json",
                 "/m/smol has no tokenizer.json",
-                "beside the .onnx file",
+                "to the folder of the .onnx file",
             ),
             ("MemoryError: std::bad_alloc", "not enough memory", "--context 4096"),
         ],

@@ -525,7 +525,7 @@ class TestLife:
         ended = subprocess.run([python, str(SCRIPT), "--model", "m"], capture_output=True, text=True, timeout=HANG_S)
         assert ended.returncode == 1
         failure = Shipped().explain(ended.stderr)
-        assert failure is not None and f"{python} lacks packages" in failure.message
+        assert failure is not None and f"are missing from {python}" in failure.message
         assert failure.hint == f"uv pip install --python {python} {' '.join(SERVER_PACKAGES)}"
 
     def test_a_port_in_use(self) -> None:

@@ -1,4 +1,4 @@
-"""One file for each engine, found by listing this folder; those of third parties by entry point `bedplate.engines`."""
+"""One file per engine, found by listing this folder; third-party engines by the entry point `bedplate.engines`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 NO_ENGINES = ("base", "knobs", "names", "parsers", "shared", "roles", "shipped", "traits")
-"""What several engines share; every other module of this folder is one."""
+"""Shared modules; every other module of this folder is an engine."""
 
 
 @functools.cache
