@@ -28,7 +28,7 @@ class Bytes(Text):
 
     def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]) -> str:
         if messages[-1]["role"] == "nobody":
-            raise Refused("the model's chat template refused these messages: who is nobody?", "messages")
+            raise Refused("the model's chat template rejected the messages: who is nobody?", "messages")
         return str(messages[-1]["content"])
 
 

@@ -38,7 +38,7 @@ def served(argv: tuple[str, ...]) -> Any:
 
 @given(chosen=plans(EXL))
 @settings(deadline=None)
-def test_every_option_and_value_is_known(chosen: Plan) -> None:
+def test_every_option_of_a_launch_exists(chosen: Plan) -> None:
     launch = EXL.launch(chosen, 8123)
     said = served(launch.argv)
     assert said.port == 8123 and said.slots == 1 == chosen.settings.slots
@@ -53,12 +53,12 @@ def test_every_option_and_value_is_known(chosen: Plan) -> None:
     assert (chosen.weights.made == "converted") == any(step.kind == "convert" for step in launch.prepare)
 
 
-def test_more_cards_than_one_are_the_first_ones() -> None:
+def test_several_cards_are_the_first_ones() -> None:
     chosen = plan(EXL, RTX, model(LLAMA), layout=Parallelism(pipeline=2))
     assert EXL.launch(chosen, 1).env["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
-def test_what_it_can_be_given() -> None:
+def test_weight_formats() -> None:
     target = EXL.target(RTX)
     assert target is not None
 
@@ -80,7 +80,7 @@ def test_what_it_can_be_given() -> None:
         ("RTX 4090", "Qwen/Qwen3-32B-FP8", "not FP8"),
     ],
 )
-def test_what_cannot_be_is_refused(card: str, name: str, why: str) -> None:
+def test_refuses_unsupported_models_and_hardware(card: str, name: str, why: str) -> None:
     refused = EXL.refuse(machine(card), model(name), Workload())
     assert refused is not None and refused.kind == "impossible" and why in refused.why
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused(card: str, name: str, why: str) -> None:
         ({"hidden_size": None, "intermediate_size": None, "num_heads": None, "num_kv_heads": None}, None),
     ],
 )
-def test_widths_are_multiples_of_32(shape: dict[str, int | None], why: str | None) -> None:
+def test_refuses_layer_sizes_that_are_not_multiples_of_32(shape: dict[str, int | None], why: str | None) -> None:
     refused = EXL.refuse(machine("RTX 4090"), replaced(model(LLAMA), **shape), Workload())
     assert (refused.why.partition("this model has ")[2] if refused is not None else None) == why
 
@@ -124,7 +124,7 @@ class Tokens:
         ({"eos": True, "eos_reason": "stop_token", "eos_triggering_token_id": 2}, [(2, "stop")]),
     ],
 )
-def test_results_of_its_generator_become_pieces(result: dict[str, Any], expected: list[tuple[int, str | None]]) -> None:
+def test_generator_results_become_pieces(result: dict[str, Any], expected: list[tuple[int, str | None]]) -> None:
     """In the form that generator/dynamic.py of 0.3.2 gives them (constructed)."""
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
@@ -147,7 +147,7 @@ def test_known_failures(line: str, says: str) -> None:
     assert EXL.explain("all is well") is None
 
 
-def test_one_request_at_a_time_against_a_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_backend_computes_one_request_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the names that 0.3.2 has; the package itself computes on a GPU only."""
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
@@ -210,7 +210,7 @@ def test_one_request_at_a_time_against_a_stand_in(monkeypatch: pytest.MonkeyPatc
         ({}, None),
     ],
 )
-def test_positions_turn_as_newer_configurations_say(config: dict[str, Any], base: float | None, tmp_path: Path) -> None:
+def test_reads_the_rope_base_of_transformers_5(config: dict[str, Any], base: float | None, tmp_path: Path) -> None:
     """Written by Transformers 5; where ExLlamaV2 finds its own word, that is as good."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")

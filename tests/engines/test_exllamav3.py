@@ -41,7 +41,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestLaunch:
     @given(chosen=plans(EXL))
     @settings(deadline=None)
-    def test_every_option_and_value_is_known(self, chosen: Plan) -> None:
+    def test_every_option_of_a_launch_exists(self, chosen: Plan) -> None:
         launch = EXL.launch(chosen, 8123)
         said = served(launch.argv)
         layout = chosen.parallelism
@@ -60,12 +60,12 @@ class TestLaunch:
             assert options["-o"] == said.model == step.where and f"{options['-b']}BPW" == chosen.weights.label
             assert step.disk_bytes and step.seconds and step.seconds.low < step.seconds.value < step.seconds.high
 
-    def test_its_kernels_are_compiled_before_anybody_waits(self) -> None:
+    def test_kernels_are_compiled_before_the_launch(self) -> None:
         steps = EXL.launch(plan(EXL, RTX, model(LLAMA)), 1).prepare
         assert [step.kind for step in steps] == ["install", "build", "download", "convert"]
         assert steps[1].argv[-1].endswith("; import exllamav3") and steps[1].seconds is not None
 
-    def test_kernels_conversion_and_server_name_one_folder(self) -> None:
+    def test_kernels_conversion_and_server_use_one_folder(self) -> None:
         launch = EXL.launch(plan(EXL, RTX, model(LLAMA)), 1)
         _, build, _, convert = launch.prepare
         assert launch.env == {"TORCH_EXTENSIONS_DIR": build.where, "OMP_NUM_THREADS": "1"}
@@ -73,7 +73,7 @@ class TestLaunch:
             f'os.path.abspath("{build.where}")' in step.argv[step.argv.index("-c") + 1] for step in (build, convert)
         )
 
-    def test_of_the_step_only_how_many_compile_at_once_depends_on_the_machine(self) -> None:
+    def test_only_the_number_of_compile_jobs_depends_on_the_machine(self) -> None:
         chosen = plan(EXL, RTX, model(LLAMA))
         one, two = (
             EXL.launch(replaced(chosen, settings=replaced(chosen.settings, threads=threads)), 1).prepare[1]
@@ -83,7 +83,7 @@ class TestLaunch:
         assert one.argv[2:] == two.argv[2:]
 
 
-class TestWhatItTakes:
+class TestModels:
     def test_bits_per_weight(self) -> None:
         target = EXL.target(RTX)
         assert target is not None
@@ -107,7 +107,7 @@ class TestWhatItTakes:
             ("RTX 4090", "HuggingFaceTB/SmolLM2-135M-Instruct", "multiple of 128, and this model's is 576"),
         ],
     )
-    def test_what_cannot_be_is_refused(self, card: str, name: str, why: str) -> None:
+    def test_refuses_unsupported_models_and_hardware(self, card: str, name: str, why: str) -> None:
         refused = EXL.refuse(machine(card), model(name), Workload())
         assert refused is not None and refused.kind == "impossible" and why in refused.why
 
@@ -126,7 +126,7 @@ class TestWhatItTakes:
             ("llama", None, True),
         ],
     )
-    def test_widths_that_its_layers_are_padded_beyond(self, architecture: str, width: int | None, runs: bool) -> None:
+    def test_refuses_hidden_sizes_that_would_be_padded(self, architecture: str, width: int | None, runs: bool) -> None:
         # Neither the heads' width (9 of 64) nor the MLP's (1500) must divide.
         shape = replaced(
             model(LLAMA), architecture=architecture, hidden_size=width, num_heads=9, head_dim=64, intermediate_size=1500
@@ -135,7 +135,7 @@ class TestWhatItTakes:
         assert (refused is None) == runs
         assert runs or (refused is not None and refused.kind == "impossible" and "exllamav2" in str(refused.hint))
 
-    def test_turing_is_the_oldest(self) -> None:
+    def test_turing_is_the_oldest_supported_generation(self) -> None:
         assert EXL.refuse(machine("NVIDIA T4", 1), model(LLAMA), Workload()) is None
         refused = EXL.refuse(machine("V100 SXM2 32GB", 1), model(LLAMA), Workload())
         assert refused is not None and "compute capability 7.5" in refused.why
@@ -162,31 +162,31 @@ class TestPieces:
         found = server()._pieces(core.Request(), {"stage": "streaming", "eos": False, **result})
         return [(one.token, one.text, one.tokens, one.finish, one.cached_tokens) for one in found]
 
-    def test_tokens_on_the_way(self) -> None:
+    def test_tokens_become_pieces(self) -> None:
         assert self.pieces(token_ids=Tokens(5, 6)) == [(5, None, 1, None, None), (6, None, 1, None, None)]
         assert self.pieces() == []
 
-    def test_the_end_by_a_token_is_counted_and_not_shown(self) -> None:
+    def test_eos_token_is_counted_and_not_shown(self) -> None:
         end = {"eos": True, "eos_reason": "stop_token", "eos_triggering_token_id": 2, "cached_tokens": 256}
         assert self.pieces(**end) == [(2, "", 1, "stop", 256)]
         assert self.pieces(token_ids=Tokens(5), **end) == [(5, None, 1, None, None), (2, "", 1, "stop", 256)]
 
-    def test_the_end_by_length_is_the_last_token(self) -> None:
+    def test_length_limit_ends_with_the_last_token(self) -> None:
         end = {"eos": True, "eos_reason": "max_new_tokens", "cached_tokens": 0}
         assert self.pieces(token_ids=Tokens(5, 6), **end) == [(5, None, 1, None, None), (6, None, 1, "length", 0)]
 
-    def test_the_end_by_a_grammar(self) -> None:
+    def test_grammar_ends_the_answer(self) -> None:
         assert self.pieces(token_ids=Tokens(5), eos=True, eos_reason="end_filter")[-1] == (None, "", 0, "stop", None)
 
 
 class TestPlacement:
-    def test_one_card_or_the_first_of_many(self) -> None:
+    def test_uses_the_first_cards(self) -> None:
         place = server()._placement
         assert place(1, False, 8) == {"device": "cuda:0"}
         assert place(2, False, 4) == {"reserve_per_device": [0.5, 0.5, -1.0, -1.0], "tensor_p": False}
         assert place(2, True, 2) == {"reserve_per_device": [0.5, 0.5], "tensor_p": True}
 
-    def test_ends_are_of_the_configuration_and_of_the_generation_configuration(self, tmp_path: Any) -> None:
+    def test_eos_tokens_of_both_configurations_are_used(self, tmp_path: Any) -> None:
         assert server()._ends(str(tmp_path), [7, None]) == [7]
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": [8, 7]}')
         assert server()._ends(str(tmp_path), [7]) == [7, 8]
@@ -220,7 +220,7 @@ def test_known_failures(line: str, says: str, lasting: bool) -> None:
     assert EXL.explain("bedplate-engine: loading 0.5") is None
 
 
-def test_layouts_settle_on_the_card() -> None:
+def test_settings_on_two_cards() -> None:
     chosen = plan(EXL, RTX, model(LLAMA), layout=Parallelism(tensor=2), workload=Workload(users=4))
     assert chosen.settings == Settings(slots=4, context_tokens=EVERYDAY_CONTEXT, device="cuda", threads=16)
 
@@ -278,7 +278,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, results: list[list[dict[str, Any]]],
 class TestBackend:
     """Against a stand-in with the names that 1.6.5 has; the package itself computes on a GPU only."""
 
-    def test_two_requests_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_computes_two_concurrent_requests(self, monkeypatch: pytest.MonkeyPatch) -> None:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
         started = [{"job": 0, "stage": "started", "eos": False}]
         both = [{"job": n, "stage": "streaming", "eos": False, "token_ids": Tokens(10 + n)} for n in (0, 1)]
@@ -300,7 +300,7 @@ class TestBackend:
         # What comes after for somebody who has gone is dropped.
         assert backend.step() == [] and backend.kv_use() == 0.25
 
-    def test_what_does_not_fit_the_cache_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rejects_a_request_larger_than_the_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
         backend, _ = loaded(monkeypatch, [])
         with pytest.raises(core.Refused, match="larger than the cache"):

@@ -60,7 +60,7 @@ def taken(engine_id: str, argv: Sequence[str], monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("engine_id", "on"), CASES)
-def test_every_value_of_every_knob_gives_a_command_that_the_engine_takes(
+def test_every_value_of_every_knob_gives_a_valid_command(
     engine_id: str, on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, chosen = engine(engine_id), planned(engine_id, on)
@@ -85,7 +85,7 @@ def test_every_value_of_every_knob_gives_a_command_that_the_engine_takes(
 
 
 @pytest.mark.parametrize(("engine_id", "on"), CASES)
-def test_own_defaults_name_the_model_the_address_and_little_else(engine_id: str, on: str) -> None:
+def test_engine_defaults_name_only_model_and_address(engine_id: str, on: str) -> None:
     one, chosen = engine(engine_id), planned(engine_id, on)
     bare = one.launch(with_own_defaults(chosen), 8000)
     options = {word for word in bare.argv if word.startswith("--")}
@@ -96,7 +96,7 @@ def test_own_defaults_name_the_model_the_address_and_little_else(engine_id: str,
 
 
 @pytest.mark.parametrize("engine_id", ["llama.cpp", "vllm", "mlx"])
-def test_a_small_model_may_guess_ahead(engine_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_is_an_option_of_the_command(engine_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, chosen = engine(engine_id), planned(engine_id, "cpu")
     knob = draft_knob(one.drafting("/models/small one.gguf"), "/models/small one.gguf")
     argv = one.launch(turned_plan(chosen, (knob,), {"draft": "small one.gguf"}), 8000).argv
@@ -105,7 +105,7 @@ def test_a_small_model_may_guess_ahead(engine_id: str, monkeypatch: pytest.Monke
     assert turned_plan(chosen, (knob,), {"draft": "off"}) == chosen
 
 
-def test_weights_may_be_made_of_16_bit_ones() -> None:
+def test_16_bit_weights_may_be_quantized() -> None:
     one, mac = engine("mlx"), simulated({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
     chosen = plan(one, mac, model(LLAMA, folder=True))
     assert chosen.weights.made == "as it is"
@@ -115,7 +115,7 @@ def test_weights_may_be_made_of_16_bit_ones() -> None:
     assert [step.where for step in steps] == [one.launch(turned, 0).argv[2]]
 
 
-def test_more_at_once_than_a_graph_holds_begins_with_as_many_as_it_does() -> None:
+def test_first_tries_the_concurrency_of_one_cuda_graph() -> None:
     one, chosen = engine("exllamav3"), planned("exllamav3", "RTX 4090")
     crowded = next(knob for knob in one.knobs(machine("RTX 4090", 1), chosen) if knob.name == "slots")
     assert (chosen.settings.slots, crowded.first) == (16, ("8",))
@@ -125,7 +125,7 @@ def test_more_at_once_than_a_graph_holds_begins_with_as_many_as_it_does() -> Non
     assert "OMP_NUM_THREADS" not in one.launch(with_own_defaults(chosen), 8000).env
 
 
-def test_a_plan_for_several_reads_one_prompt_in_a_step() -> None:
+def test_batch_size_of_concurrent_requests_holds_one_prompt() -> None:
     one, work = engine("llama.cpp"), Workload(concurrency=4, prompt_tokens=512)
 
     def batch(on: str, model_: Model, work: Workload) -> str | None:
@@ -142,7 +142,7 @@ def test_a_plan_for_several_reads_one_prompt_in_a_step() -> None:
     assert batch("cpu", replaced(gguf, task="embed"), work) is None, "vectors come of whole texts"
 
 
-def test_the_build_for_this_machine_may_take_the_place_of_the_ready_made() -> None:
+def test_native_build_may_replace_the_package() -> None:
     chosen = planned("llama.cpp", "cpu")
     built = turned_plan(chosen, (build_knob(),), {"build": "native"})
     assert is_native(built.settings) and not is_native(chosen.settings)
@@ -155,7 +155,7 @@ def test_the_build_for_this_machine_may_take_the_place_of_the_ready_made() -> No
     assert turned_plan(chosen, (build_knob(),), {"build": "packages"}) == chosen
 
 
-def test_several_cards_may_be_divided_otherwise() -> None:
+def test_offers_other_layouts_of_several_cards() -> None:
     one, on = engine("vllm"), machine("H100 SXM", 4)
     chosen = plan(one, on, model(LLAMA, folder=True), layout=Parallelism(tensor=4))
     knob = next(knob for knob in one.knobs(on, chosen) if knob.name == "layout")
@@ -165,7 +165,7 @@ def test_several_cards_may_be_divided_otherwise() -> None:
         assert argv.count(option) == 1 and argv[argv.index(option) + 1] == "2"
 
 
-def test_what_stays_on_the_host_may_be_more_or_less() -> None:
+def test_offers_more_or_fewer_layers_on_the_host() -> None:
     one, on = engine("llama.cpp"), machine("RTX 4090", 1)
     whole = planned("llama.cpp", "RTX 4090")
     partly = replaced(whole, settings=replaced(whole.settings, gpu_layers=20))
@@ -176,7 +176,7 @@ def test_what_stays_on_the_host_may_be_more_or_less() -> None:
     assert argv[argv.index("--n-gpu-layers") + 1] == "24"
 
 
-def test_the_shipped_launcher_takes_what_is_turned() -> None:
+def test_shipped_launcher_accepts_tuned_options() -> None:
     parser: argparse.ArgumentParser = importlib.import_module("bedplate.engines.shipped.llama_server").parser()
     one, chosen = engine("llama.cpp"), planned("llama.cpp", "cpu")
     knobs = one.knobs(machine("cpu"), chosen)
@@ -187,7 +187,7 @@ def test_the_shipped_launcher_takes_what_is_turned() -> None:
     assert (bare.parallel, bare.kv_unified, bare.threads) == (4, True, -1)
 
 
-def test_a_step_that_holds_one_prompt_is_where_batches_begin() -> None:
+def test_first_batch_size_holds_one_prompt() -> None:
     """And a token of each other request: one token less, and every prompt but the first needs a second step."""
     one, found = engine("llama.cpp"), planned("llama.cpp", "cpu")
     asked = found.workload.prompt_tokens + found.settings.slots
@@ -202,14 +202,14 @@ def test_a_step_that_holds_one_prompt_is_where_batches_begin() -> None:
     assert batch.first == ()
 
 
-def test_what_an_engine_does_not_heed_on_a_processor_is_no_knob_there() -> None:
+def test_offers_no_setting_that_is_ignored_on_a_cpu() -> None:
     names = {knob.name for knob in engine("vllm").knobs(machine("cpu"), planned("vllm", "cpu"))}
     assert "threads" in names and "async-scheduling" not in names
     knobs = {knob.name: knob for knob in engine("llama.cpp").knobs(machine("cpu"), planned("llama.cpp", "cpu"))}
     assert "poll" not in knobs and [one.value for one in knobs["flash-attn"].choices] == ["auto", "off"]
 
 
-def test_weights_of_a_gguf_are_made_of_itself() -> None:
+def test_gguf_weights_are_requantized_from_the_file() -> None:
     one, chosen = engine("llama.cpp"), planned("llama.cpp", "cpu")
     turned = turned_plan(chosen, one.knobs(machine("cpu"), chosen), {"weights": "Q8_0"})
     steps = [step for step in one.launch(turned, 0).prepare if step.kind == "convert"]
@@ -217,14 +217,14 @@ def test_weights_of_a_gguf_are_made_of_itself() -> None:
     assert steps[0].where in one.launch(turned, 0).argv and turned.weights.made == "converted"
 
 
-def test_a_value_that_there_is_not_is_said() -> None:
+def test_rejects_an_unknown_value() -> None:
     knob = Knob(name="a", meaning="", choices=(Choice(value="1"),), now="1", own="1", prior=0.5, source="")
     with pytest.raises(BadQuestion, match="no value '2'"):
         turned_plan(planned("vllm", "cpu"), (knob,), {"a": "2"})
 
 
 @given(WORDS, WORDS)
-def test_merged_words_hold_each_new_option_once_and_with_its_value(argv: list[str], options: list[str]) -> None:
+def test_merged_command_has_each_new_option_once(argv: list[str], options: list[str]) -> None:
     said = [word for word in options if word.startswith("--")]
     found = merged(argv, options)
     for name in said:

@@ -100,11 +100,11 @@ class TestExplain:
         for path in CAPTURES.glob("*.txt"):
             assert (LLAMA.explain(path.read_text()) is None) == (path.stem in fine), path
 
-    def test_nothing_is_made_up(self) -> None:
+    def test_unknown_logs_are_not_explained(self) -> None:
         assert LLAMA.explain("") is None
         assert LLAMA.explain("a log of something else\nthat ended well") is None
 
-    def test_a_path_may_hold_what_it_likes(self) -> None:
+    def test_a_path_may_contain_special_characters(self) -> None:
         line = (
             "gguf_init_from_file: failed to open GGUF file '/models/it's {mine} (1).gguf' (No such file or directory)"
         )
@@ -113,11 +113,11 @@ class TestExplain:
 
 
 class TestProgress:
-    def test_of_a_real_start(self) -> None:
+    def test_progress_of_a_real_start(self) -> None:
         told = [LLAMA.progress(line) for line in capture("started").splitlines()]
         assert [value for value in told if value is not None] == [0.0, 1.0]
 
-    def test_of_several_stages(self) -> None:
+    def test_progress_of_several_stages(self) -> None:
         def line(current: str, value: float) -> str:
             payload = {"stages": ["text_model", "mmproj"], "current": current, "value": value}
             return "cmd_child_to_router:state:" + json.dumps({"state": "loading", "payload": payload})
@@ -137,7 +137,7 @@ class TestProgress:
             '{"state": "loading", "payload": {"stages": 3}}',
         ],
     )
-    def test_what_is_not_understood_is_no_progress(self, said: str) -> None:
+    def test_other_lines_are_no_progress(self, said: str) -> None:
         assert LLAMA.progress(f"cmd_child_to_router:state:{said}") is None
 
 
@@ -149,8 +149,8 @@ def test_metrics_are_read() -> None:
     assert LLAMA.read("").running is None
 
 
-class TestFigures:
-    def test_everyday_settings_have_room_for_a_second_request(self) -> None:
+class TestSettings:
+    def test_default_settings_allow_a_second_request(self) -> None:
         settings = LLAMA.settle(probe(), builtin_facts(), Workload())
         assert settings.slots == EVERYDAY_SLOTS and settings.context_tokens == EVERYDAY_CONTEXT
         assert settings.threads == probe().cpu.allowed_physical_cores and settings.gpu_layers == 0
@@ -165,7 +165,7 @@ class TestFigures:
             (Workload(context_tokens=10**6), EVERYDAY_SLOTS, 8192),
         ],
     )
-    def test_what_was_asked_for_is_settled(self, workload: Workload, slots: int, context: int) -> None:
+    def test_requested_values_are_kept(self, workload: Workload, slots: int, context: int) -> None:
         settings = LLAMA.settle(probe(), builtin_facts(), workload)
         assert (settings.slots, settings.context_tokens) == (slots, context)
 
@@ -182,7 +182,7 @@ class TestFigures:
         assert need.kv_bytes == 3 * 1000 * 30 * 3 * 64 * 2 * 2
         assert need.total_bytes < need.high_bytes
 
-    def test_memory_is_what_the_real_engine_takes(self, builtin_gguf: Path, llama_environment: Environment) -> None:
+    def test_memory_estimate_covers_the_real_engine(self, builtin_gguf: Path, llama_environment: Environment) -> None:
         chosen = planned(Workload(concurrency=4, context_tokens=8192))
         need = host_need(chosen.model, chosen.settings)
         with running(llama_environment, LLAMA.launch(chosen, free_port())) as (process, _):
@@ -247,7 +247,7 @@ def launcher() -> ModuleType:
 
 class TestLauncher:
     @pytest.mark.parametrize("task", ["generate", "embed"])
-    def test_takes_every_option_of_a_launch(self, launcher: ModuleType, task: str) -> None:
+    def test_accepts_every_option_of_a_launch(self, launcher: ModuleType, task: str) -> None:
         chosen = planned()
         launch = LLAMA.launch(replaced(chosen, model=replaced(chosen.model, task=task)), 4321)
         assert launch.argv[0] == "llama-server"
@@ -263,19 +263,19 @@ class TestLauncher:
     @pytest.mark.parametrize(
         "wrong", [["--no-such-option"], ["--ctx", "5"], ["--port", "x"], ["--fit", "maybe"], ["x"]]
     )
-    def test_refuses_what_it_does_not_know(
+    def test_rejects_unknown_options(
         self, launcher: ModuleType, wrong: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         with pytest.raises(SystemExit) as ended:
             launcher.parser().parse_args(["--model", "m.gguf", *wrong])
         assert ended.value.code == 2 and "llama-server: error:" in capsys.readouterr().err
 
-    def test_has_no_option_twice(self, launcher: ModuleType) -> None:
+    def test_defines_each_option_once(self, launcher: ModuleType) -> None:
         parser: argparse.ArgumentParser = launcher.parser()
         names = [name for action in parser._actions for name in action.option_strings]
         assert len(names) == len(set(names))
 
-    def test_sets_the_wheels_own_parameters(self, llama_environment: Environment) -> None:
+    def test_sets_the_parameters_of_the_wheel(self, llama_environment: Environment) -> None:
         given = [
             *("--model", "m.gguf", "--alias", "me", "--host", "127.0.0.2", "--port", "1234", "--threads-http", "9"),
             *("--ctx-size", "4096", "--parallel", "3", "--threads", "5", "--n-gpu-layers", "7", "--batch-size", "64"),
@@ -340,7 +340,7 @@ print(json.dumps({
             r"blk\.1\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU",
         }  # fmt: skip
 
-    def test_it_ends_whichever_of_its_threads_is_told(self) -> None:
+    def test_exits_whichever_thread_gets_the_signal(self) -> None:
         # A signal that comes just as the waiting begins is as one to another thread: the waiting itself hears nothing.
         with launched_around("""
             def tell():
@@ -368,17 +368,15 @@ print(json.dumps({
     def test_an_unknown_cache_type_names_the_known_ones(self, llama_environment: Environment) -> None:
         launch = Launch(argv=("llama-server", "--model", "m.gguf", "--cache-type-k", "q9"))
         done = subprocess.run(command(llama_environment, launch), capture_output=True, text=True)
-        assert done.returncode == 1 and "no cache type is called 'q9'" in done.stderr and "q8_0" in done.stderr
+        assert done.returncode == 1 and "unknown cache type 'q9'" in done.stderr and "q8_0" in done.stderr
 
-    def test_a_model_that_does_not_load_is_an_exit_status_and_no_traceback(
-        self, llama_environment: Environment, tmp_path: Path
-    ) -> None:
+    def test_failed_load_exits_without_a_traceback(self, llama_environment: Environment, tmp_path: Path) -> None:
         launch = Launch(argv=("llama-server", "--model", str(tmp_path / "gone.gguf"), "--port", str(free_port())))
         done = subprocess.run(command(llama_environment, launch), capture_output=True, text=True)
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert LLAMA.explain(done.stdout + done.stderr) is not None
 
-    def test_the_plan_is_what_the_engine_does(self, builtin_gguf: Path, llama_environment: Environment) -> None:
+    def test_engine_runs_as_planned(self, builtin_gguf: Path, llama_environment: Environment) -> None:
         chosen = planned()
         with running(llama_environment, LLAMA.launch(chosen, free_port())) as (process, url):
 
@@ -434,7 +432,7 @@ class TestCommandLines:
         assert bool(converted) == (chosen.weights.made == "converted")
         assert not converted or converted[-1].where == said["-m"]
 
-    def test_one_card_is_one_card_and_more_are_named(self) -> None:
+    def test_names_the_cards_of_a_multi_gpu_launch(self) -> None:
         one, two = on_a_gpu(), on_a_gpu(layout=Parallelism(pipeline=2))
         assert words_after(one, "--split-mode") == "none" and "--device" not in one.argv
         assert words_after(two, "--split-mode") == "layer" and words_after(two, "--device") == "CUDA0,CUDA1"
@@ -453,18 +451,16 @@ class TestCommandLines:
             ("meta-llama/Llama-4-Maverick-17B-128E-Instruct", 12, "24"),  # every second has them
         ],
     )
-    def test_experts_on_the_host_are_counted_from_the_first_layer(
-        self, name: str, host_layers: int, first: str
-    ) -> None:
+    def test_host_experts_are_counted_from_the_first_layer(self, name: str, host_layers: int, first: str) -> None:
         launch = on_a_gpu(name, settings={"host_expert_layers": host_layers})
         assert words_after(launch, "--n-cpu-moe") == first
 
-    def test_a_cache_of_8_bits(self) -> None:
+    def test_8_bit_kv_cache(self) -> None:
         launch = on_a_gpu(settings={"kv_type": "fp8"})
         assert words_after(launch, "--cache-type-k") == words_after(launch, "--cache-type-v") == "q8_0"
         assert words_after(launch, "--flash-attn") == "on"
 
-    def test_a_gpu_begins_with_a_build_and_a_cpu_with_the_wheel(self) -> None:
+    def test_gpu_plans_begin_with_a_build_and_cpu_plans_with_the_wheel(self) -> None:
         steps = on_a_gpu(label="BF16").prepare
         assert [step.kind for step in steps] == [
             "download",
@@ -480,7 +476,7 @@ class TestCommandLines:
         assert [step.kind for step in cpu] == ["install", "download", "build", "download", "install", "convert"]
         assert "xllamacpp" in cpu[0].what
 
-    def test_what_is_below_8_bits_takes_a_second_step(self) -> None:
+    def test_types_below_8_bits_need_a_second_step(self) -> None:
         steps = [step for step in on_a_gpu(label="Q4_K_M").prepare if step.kind == "convert"]
         assert len(steps) == 2 and steps[0].where == steps[1].argv[1]
         assert steps[0].disk_bytes and steps[1].disk_bytes and steps[1].disk_bytes < steps[0].disk_bytes / 3
@@ -498,14 +494,14 @@ class TestCommandLines:
         assert first.within == "pytorch" and [step.within for step in small if step.kind == "install"][-1] == "pytorch"
         assert first == next(step for step in steps("Q6_K") if step.kind == "convert")
 
-    def test_steps_that_run_takes_need_no_build_tools(self) -> None:
+    def test_cpu_steps_need_no_build_tools(self) -> None:
         chosen = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
         by_hand = LLAMA.by_hand(chosen)
         rest = [step for step in LLAMA.launch(chosen, 1).prepare if step not in by_hand]
         assert {step.argv[0] for step in rest if step.argv} == {"hf", "python3", "llama-quantize"}
 
 
-class TestForms:
+class TestWeights:
     @pytest.mark.parametrize(
         ("card", "name", "labels"),
         [
@@ -522,7 +518,7 @@ class TestForms:
         exact = LLAMA.weights(target, model(name), Workload(precision_sensitive=True))
         assert {form.label for form in exact} <= {"BF16", "F16", "Q8_0", "MXFP4"}
 
-    def test_rows_that_k_quants_cannot_take_are_given_smaller_blocks(self) -> None:
+    def test_rows_unsuited_to_k_quants_get_smaller_blocks(self) -> None:
         target = LLAMA.target(machine("cpu"))
         assert target is not None
         narrow = replaced(model("Qwen/Qwen3-32B"), hidden_size=576)
@@ -531,13 +527,13 @@ class TestForms:
         (_, last) = [step for step in LLAMA.launch(chosen, 1).prepare if step.kind == "convert"]
         assert last.argv[3] == "Q4_1" and last.where.endswith("-Q4_1.gguf")
 
-    def test_a_gguf_is_taken_as_it_is(self) -> None:
+    def test_gguf_is_loaded_directly(self) -> None:
         target = LLAMA.target(machine("cpu"))
         assert target is not None
         forms = LLAMA.weights(target, builtin_facts(), Workload(precision_sensitive=True))
         assert [(form.label, form.made) for form in forms] == [(builtin_facts().quantization, "as it is")]
 
-    def test_a_card_too_old_for_its_kernels_leaves_the_cpu(self) -> None:
+    def test_uses_the_cpu_if_the_card_is_too_old(self) -> None:
         old = replaced(machine("RTX 4090", 1).accelerators[0], compute_capability="3.5")
         target = LLAMA.target(replaced(machine("RTX 4090", 1), accelerators=(old,)))
         assert target is not None and target.device == "cpu"
@@ -571,11 +567,11 @@ class TestBuilding:
             accelerators=tuple(replaced(card, compute_capability=one) for one in cards),
         )
 
-    def test_for_the_processor_that_is_here(self) -> None:
+    def test_builds_for_the_installed_cpu(self) -> None:
         (only,) = LLAMA.variants(self.on("avx", "avx2"), "cpu")
         assert "-DGGML_NATIVE=ON" in only.options and not any("CUDA" in option for option in only.options)
 
-    def test_without_amx_where_there_is_amx(self) -> None:
+    def test_offers_a_variant_without_amx(self) -> None:
         """GCC 12 on such a machine: SIGILL in `tilezero`."""
         first, second = LLAMA.variants(self.on("avx", "avx2", "fma", "avx512f", "amx_tile", "amx_int8"), "cpu")
         assert "-DGGML_NATIVE=ON" in first.options
@@ -591,25 +587,25 @@ class TestBuilding:
             (("12.0",), "120-real"),
         ],
     )
-    def test_for_the_cards_that_are_here(self, cards: tuple[str | None, ...], built_for: str) -> None:
+    def test_builds_for_the_installed_cards(self, cards: tuple[str | None, ...], built_for: str) -> None:
         (only,) = LLAMA.variants(self.on("avx2", cards=cards), "cuda")
         assert "-DGGML_CUDA=ON" in only.options
         assert f"-DCMAKE_CUDA_ARCHITECTURES={built_for}" in only.options
 
     @pytest.mark.parametrize("device", ["cpu", "cuda", "rocm", "xpu", "metal", "vulkan"])
-    def test_every_option_is_one_of_the_sources(self, device: Device) -> None:
+    def test_every_cmake_option_exists_in_the_source(self, device: Device) -> None:
         known = {*published("llama_cpp")["cmake_options"], "CMAKE_BUILD_TYPE", "CMAKE_CUDA_ARCHITECTURES"}
         for variant in LLAMA.variants(self.on("avx512f", "amx_tile", cards=("9.0",)), device):
             assert {option[2:].partition("=")[0] for option in variant.options} <= known
 
-    def test_whoever_has_a_build_takes_no_step_to_make_one(self) -> None:
+    def test_an_existing_build_needs_no_build_steps(self) -> None:
         chosen = engine_plan(LLAMA, machine("RTX 4090"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
         by_hand = LLAMA.by_hand(chosen)
         assert [step.kind for step in by_hand] == ["download", "build", "build", "build"]
         left = [step for step in LLAMA.launch(chosen, 1).prepare if step not in by_hand]
         assert "convert" in {step.kind for step in left} and not any("cmake" in step.argv for step in left)
 
-    def test_the_pinned_source(self) -> None:
+    def test_source_archive_is_pinned(self) -> None:
         build = LLAMA.build
         assert build is not None and build.programs[0] == "llama-server" and "llama-quantize" in build.programs
         assert build.archive.startswith(build.tree.partition("/")[0]) and build.package.endswith("==0.3.36")

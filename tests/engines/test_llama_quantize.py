@@ -34,7 +34,7 @@ def columns_of(name: str, shape: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("label", ["Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q5_1", "Q4_1"])
 @pytest.mark.parametrize("name", sorted(SHAPES))
-def test_every_tensor_has_the_type_that_the_real_one_gives_it(name: str, label: str) -> None:
+def test_every_tensor_has_the_type_of_the_original_program(name: str, label: str) -> None:
     shape = SHAPES[name]
     expected: dict[str, str] = {}
     for tensor, types in shape["types"][label].items():
@@ -89,7 +89,7 @@ def run(environment: Environment, *arguments: str) -> subprocess.CompletedProces
 @pytest.mark.parametrize(
     ("label", "columns", "most", "off"), [("Q4_K_M", 256, "Q4_K", 0.12), ("Q4_1", 96, "Q4_1", 0.12)]
 )
-def test_the_wheels_library_quantizes(
+def test_quantizes_with_the_library_of_the_wheel(
     label: str, columns: int, most: str, off: float, llama_environment: Environment, tmp_path: Path
 ) -> None:
     weights = written(tmp_path / "in.gguf", columns)
@@ -110,7 +110,7 @@ def test_the_wheels_library_quantizes(
 
 
 @pytest.mark.parametrize("threads", ["1", "3"])
-def test_however_many_work_at_it_the_bytes_are_the_same(
+def test_result_does_not_depend_on_the_number_of_threads(
     threads: str, llama_environment: Environment, tmp_path: Path
 ) -> None:
     written(tmp_path / "in.gguf")
@@ -120,18 +120,18 @@ def test_however_many_work_at_it_the_bytes_are_the_same(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_what_is_no_model_leaves_nothing(llama_environment: Environment, tmp_path: Path) -> None:
+def test_rejects_a_file_that_is_not_a_model_and_leaves_no_result(
+    llama_environment: Environment, tmp_path: Path
+) -> None:
     source, result = tmp_path / "in.gguf", tmp_path / "out.gguf"
     source.write_bytes(b"GGUF and then nothing")
     done = run(llama_environment, str(source), str(result), "Q4_K_M")
-    assert done.returncode == 1 and "is no whole GGUF file" in done.stderr and not result.exists()
+    assert done.returncode == 1 and "is not a complete GGUF file" in done.stderr and not result.exists()
     missing = run(llama_environment, str(tmp_path / "gone.gguf"), str(result), "Q4_K_M")
-    assert missing.returncode == 1 and "there is no file" in missing.stderr
+    assert missing.returncode == 1 and "does not exist" in missing.stderr
 
 
-def test_weights_that_are_quantized_already_are_not_quantized_again(
-    llama_environment: Environment, tmp_path: Path
-) -> None:
+def test_rejects_quantized_weights(llama_environment: Environment, tmp_path: Path) -> None:
     written(tmp_path / "in.gguf")
     run(llama_environment, str(tmp_path / "in.gguf"), str(tmp_path / "small.gguf"), "Q4_K_M")
     again = run(llama_environment, str(tmp_path / "small.gguf"), str(tmp_path / "smaller.gguf"), "Q3_K_M")
@@ -140,7 +140,7 @@ def test_weights_that_are_quantized_already_are_not_quantized_again(
 
 
 @pytest.mark.parametrize(("label", "off"), [("Q8_0", 0.02), ("F16", 0.001)])
-def test_where_that_is_allowed_they_become_what_they_were(
+def test_requantizes_quantized_weights_if_allowed(
     label: str, off: float, llama_environment: Environment, tmp_path: Path
 ) -> None:
     """More bits bring nothing back, and lose nothing either: the same weights, as kernels want them."""

@@ -58,11 +58,11 @@ class TestLaunch:
         assert not {"--tp", "--dtype", "--model-format", "--quant-policy", "--enable-prefix-caching"} & set(said)
         assert launch.health_path == "/health" and "HF_HUB_OFFLINE" not in launch.env
 
-    def test_what_turbomind_does_not_know_runs_in_pytorch(self) -> None:
+    def test_models_unknown_to_turbomind_run_in_pytorch(self) -> None:
         said = options(LMDEPLOY.launch(plan(LMDEPLOY, machine("H100 SXM", 1), model(MISTRAL)), 8000).argv)
         assert said["--backend"] == "pytorch"
 
-    def test_an_eight_bit_cache_is_of_integers_in_one_engine_and_of_floats_in_the_other(self) -> None:
+    def test_8_bit_cache_is_int8_in_turbomind_and_fp8_in_pytorch(self) -> None:
         for name, policy in ((LLAMA, "int8"), (MISTRAL, "fp8")):
             chosen = plan(LMDEPLOY, machine("H100 SXM", 1), model(name))
             chosen = replaced(chosen, settings=replaced(chosen.settings, kv_type="fp8"))
@@ -74,7 +74,7 @@ class TestLaunch:
         said = options(LMDEPLOY.launch(chosen, 8000).argv)
         assert said["--tp"] == 4 and said["--enable-prefix-caching"]
 
-    def test_a_card_without_bf16_is_given_f16(self) -> None:
+    def test_cards_without_bf16_use_f16(self) -> None:
         said = options(LMDEPLOY.launch(plan(LMDEPLOY, machine("NVIDIA T4", 1), model(LLAMA)), 8000).argv)
         assert said["--dtype"] == "float16"
 
@@ -101,18 +101,18 @@ class TestWeights:
             ("B200", "nvidia/DeepSeek-V3.2-NVFP4", []),
         ],
     )
-    def test_by_hardware(self, card: str, name: str, offered: list[str]) -> None:
+    def test_weights_by_hardware(self, card: str, name: str, offered: list[str]) -> None:
         target = LMDEPLOY.target(machine(card))
         assert target is not None
         assert [form.label for form in LMDEPLOY.weights(target, model(name), Workload())] == offered
 
-    def test_work_that_needs_precision_is_not_quantized(self) -> None:
+    def test_precision_sensitive_workloads_are_not_quantized(self) -> None:
         target = LMDEPLOY.target(machine("H100 SXM"))
         assert target is not None
         offered = LMDEPLOY.weights(target, model(LLAMA), Workload(precision_sensitive=True))
         assert [form.label for form in offered] == ["BF16"]
 
-    def test_groups_that_its_kernels_do_not_know(self) -> None:
+    def test_unsupported_group_sizes_are_not_offered(self) -> None:
         target, stored = LMDEPLOY.target(machine("H100 SXM")), model(AWQ)
         assert target is not None and stored.quantization_details is not None
         odd = replaced(stored, quantization_details=replaced(stored.quantization_details, group_size=64))
@@ -120,7 +120,7 @@ class TestWeights:
 
 
 class TestRefuse:
-    def test_what_it_cannot(self) -> None:
+    def test_refuses_unsupported_models(self) -> None:
         work = Workload()
         assert LMDEPLOY.refuse(machine("H100 SXM"), model(LLAMA), work) is None
         for on, which, task, why in (
@@ -134,7 +134,7 @@ class TestRefuse:
             refused = LMDEPLOY.refuse(on, model(which), Workload(task=task))  # type: ignore[arg-type]
             assert refused is not None and refused.kind == "impossible" and why in refused.why
 
-    def test_cards_before_volta(self) -> None:
+    def test_refuses_cards_before_volta(self) -> None:
         old = replaced(machine("NVIDIA T4", 1).accelerators[0], compute_capability="6.1")
         refused = LMDEPLOY.refuse(replaced(machine("NVIDIA T4", 1), accelerators=(old,)), model(LLAMA), Workload())
         assert refused is not None and "7.0" in refused.why
@@ -165,7 +165,7 @@ def test_parsers_by_model(name: str, tools: str | None, reasoning: str | None) -
     assert (said.get("--tool-call-parser"), said.get("--reasoning-parser")) == (tools, reasoning)
 
 
-def test_metrics() -> None:
+def test_reads_metrics() -> None:
     state = LMDEPLOY.read((CAPTURES / "metrics.txt").read_text())
     # Those that wait before the engine wait too.
     assert (state.running, state.waiting, state.kv_use, state.preemptions) == (7, 5, 0.25, None)
@@ -182,7 +182,7 @@ def test_known_failures(case: dict[str, str]) -> None:
     assert failure.lasting is (case["says"] != "took the engine's private port")
 
 
-def test_nothing_is_made_up() -> None:
+def test_unknown_logs_are_not_explained() -> None:
     assert LMDEPLOY.explain("") is None and LMDEPLOY.explain("HINT:    Please open http://127.0.0.1:8000") is None
 
 
@@ -190,7 +190,7 @@ def test_nothing_is_made_up() -> None:
     "BEDPLATE_LMDEPLOY_PYTHON" not in os.environ,
     reason="BEDPLATE_LMDEPLOY_PYTHON does not name the Python of an environment with LMDeploy",
 )
-def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
+def test_original_parser_accepts_the_command_lines(tmp_path: Path) -> None:
     launches = [
         LMDEPLOY.launch(
             plan(LMDEPLOY, machine(card), model(name), label=form.label, layout=Parallelism(tensor=2)), 8000
@@ -222,5 +222,5 @@ def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
     assert "parsed all" in done.stdout, done.stderr[-2000:]
 
 
-def test_it_is_listed() -> None:
+def test_engine_is_listed() -> None:
     assert engine("lmdeploy").version == "0.18.0" and engine("lmdeploy").recipe is None

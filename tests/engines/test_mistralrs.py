@@ -45,13 +45,13 @@ def gguf(**changes: Any) -> Model:
 class TestLaunch:
     @given(chosen=plans(RS))
     @settings(deadline=None)
-    def test_every_option_and_value_is_known(self, chosen: Plan) -> None:
+    def test_every_option_of_a_launch_exists(self, chosen: Plan) -> None:
         said = served(RS.launch(chosen, 8123).argv)
         assert (said.port, said.slots, said.context) == (8123, 1, chosen.settings.context_tokens)
         assert said.isq == (ISQ[chosen.weights.label] if chosen.weights.made == "while loading" else None)
         assert said.model == chosen.model_path and said.threads == chosen.settings.threads
 
-    def test_a_file(self) -> None:
+    def test_launch_of_a_gguf_file(self) -> None:
         said = served(RS.launch(plan(RS, CPU, gguf()), 1).argv)
         assert said.model == "/m/a.gguf" and said.isq is None
 
@@ -67,22 +67,22 @@ class TestPackages:
             ("GB10", "mistralrs==0.9.5+cuda129.sm121"),
         ],
     )
-    def test_on_nvidia_it_is_the_release_for_the_card(self, card: str, package: str) -> None:
+    def test_nvidia_uses_the_release_wheel_for_the_card(self, card: str, package: str) -> None:
         (step,) = RS.launch(plan(RS, machine(card, 1), model(LLAMA)), 1).prepare
         assert package in step.argv and "--find-links" in step.argv
         assert any("/v0.9.5" in word for word in step.argv)
 
-    def test_older_cards_have_none_and_stay_idle(self) -> None:
+    def test_older_cards_have_no_wheel_and_are_not_used(self) -> None:
         target = RS.target(machine("NVIDIA T4"))
         assert target is not None and target.device == "cpu"
 
-    def test_elsewhere_it_is_the_index_own(self) -> None:
+    def test_other_devices_use_the_wheel_of_the_index(self) -> None:
         (step,) = RS.launch(plan(RS, CPU, gguf()), 1).prepare
         assert step.argv == () and step.what.startswith("mistralrs==0.9.5 ")
 
 
-class TestWhatItTakes:
-    def test_forms(self) -> None:
+class TestModels:
+    def test_weight_formats(self) -> None:
         target = RS.target(CPU)
         assert target is not None
         labels = [form.label for form in RS.weights(target, model(LLAMA), Workload())]
@@ -101,11 +101,11 @@ class TestWhatItTakes:
             (replaced(model(LLAMA), format="exl3"), "not exl3"),
         ],
     )
-    def test_what_it_refuses(self, which: Model, why: str) -> None:
+    def test_refuses_unsupported_models(self, which: Model, why: str) -> None:
         refused = RS.refuse(CPU, which, Workload())
         assert refused is not None and refused.kind == "impossible" and why in refused.why
 
-    def test_one_at_a_time(self) -> None:
+    def test_serves_one_request_at_a_time(self) -> None:
         assert RS.settle(CPU, model(LLAMA), Workload(concurrency=50)).slots == 1
         assert RS.refuse(CPU, model(LLAMA), Workload()) is None and RS.refuse(CPU, gguf(), Workload()) is None
 
@@ -121,7 +121,7 @@ class TestExplain:
                 "sliding-window attention is required; provide its original Hugging Face model",
                 "without the original configuration",
             ),
-            ("bedplate-engine: /m/x.gguf is no GGUF file", "/m/x.gguf is no GGUF file"),
+            ("bedplate-engine: /m/x.gguf is not a GGUF file", "/m/x.gguf is not a GGUF file"),
             ("bedplate-engine: the model file is damaged: it ends within its header", "the model file is damaged"),
             # Captured: a file that was cut short.
             (
@@ -139,7 +139,7 @@ class TestExplain:
         failure = RS.explain(log)
         assert failure is not None and says in failure.message
 
-    def test_nothing_is_made_up(self) -> None:
+    def test_unknown_logs_are_not_explained(self) -> None:
         assert RS.explain("INFO mistralrs_core: mistral.rs version: 0.9.5") is None
 
 
@@ -164,7 +164,7 @@ class TestFiles:
         ("tokenizer.chat_template", 8, text("{{ bos_token }}")),
     )
 
-    def test_the_template_and_special_tokens_of_a_gguf(self, tmp_path: Path) -> None:
+    def test_reads_template_and_special_tokens_of_a_gguf(self, tmp_path: Path) -> None:
         file = tmp_path / "a.gguf"
         file.write_bytes(self.HEADER)
         found = server().gguf_strings(file)
@@ -173,19 +173,19 @@ class TestFiles:
 
     @given(cut=st.integers(0, len(HEADER) - 1))
     @settings(deadline=None)
-    def test_a_file_that_is_cut_short_is_refused(self, tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    def test_rejects_a_truncated_file(self, tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
         file = tmp_path_factory.mktemp("cut") / "a.gguf"
         file.write_bytes(self.HEADER[:cut])
         with pytest.raises(core.Refused):
             server().gguf_strings(file)
 
-    def test_the_built_in_model(self, builtin_gguf: Path) -> None:
+    def test_reads_the_built_in_model(self, builtin_gguf: Path) -> None:
         found = server().gguf_strings(builtin_gguf)
         assert "<|im_start|>" in found["tokenizer.chat_template"]
         assert server().gguf_special_tokens(found)["eos_token"] == "<|im_end|>"
 
-    def test_a_configuration_of_transformers_5_is_put_as_it_reads_it(self, tmp_path: Path) -> None:
+    def test_configuration_of_transformers_5_is_rewritten(self, tmp_path: Path) -> None:
         config = {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}, "model_type": "llama"}
         (tmp_path / "config.json").write_text(json.dumps(config))
         (tmp_path / "model.safetensors").write_bytes(b"weights")

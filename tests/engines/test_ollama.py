@@ -46,7 +46,7 @@ def gguf(*files: str) -> Model:
 class TestLaunch:
     @given(chosen=plans(OLLAMA))
     @settings(deadline=None)
-    def test_every_word_variable_and_parameter_is_one_of_its_version(self, chosen: Plan) -> None:
+    def test_every_option_variable_and_parameter_exists(self, chosen: Plan) -> None:
         launch, facts = OLLAMA.launch(chosen, 8123), published("ollama")
         assert launch.argv == ("ollama", "serve") and "serve" in facts["commands"]
         check_variables(launch.env)
@@ -59,10 +59,10 @@ class TestLaunch:
             assert keyword in ("FROM", "PARAMETER")
             assert keyword == "FROM" or rest.split()[0] in facts["parameters"]
 
-    def test_the_facts_are_those_of_the_pinned_version(self) -> None:
+    def test_recorded_options_are_of_the_pinned_version(self) -> None:
         assert published("ollama")["version"] == OLLAMA.version
 
-    def test_a_file_on_a_cpu(self) -> None:
+    def test_launch_of_a_file_on_a_cpu(self) -> None:
         work = Workload(concurrency=2, context_tokens=4096)
         chosen = plan(OLLAMA, machine("cpu"), gguf("/models/it is here/x.gguf"), workload=work)
         launch = OLLAMA.launch(chosen, 8000)
@@ -73,7 +73,7 @@ class TestLaunch:
         assert [step.kind for step in launch.prepare] == ["install", "build"]
         assert launch.health_path == "/api/version"
 
-    def test_all_parts_of_a_file(self) -> None:
+    def test_modelfile_names_all_parts_of_a_split_file(self) -> None:
         parts = ("/m/x-00001-of-00002.gguf", "/m/x-00002-of-00002.gguf")
         lines = modelfile(plan(OLLAMA, machine("RTX 4090", 1), gguf(*parts))).splitlines()
         assert lines == [f"FROM {part}" for part in parts]
@@ -83,11 +83,11 @@ class TestLaunch:
         env = OLLAMA.launch(replaced(chosen, settings=replaced(chosen.settings, kv_type="fp8")), 8000).env
         assert (env["OLLAMA_KV_CACHE_TYPE"], env["OLLAMA_FLASH_ATTENTION"]) == ("q8_0", "1")
 
-    def test_several_cards(self) -> None:
+    def test_several_cards_spread_the_model(self) -> None:
         chosen = plan(OLLAMA, machine("RTX 4090"), gguf("/m/x.gguf"), layout=Parallelism(pipeline=2))
         assert OLLAMA.launch(chosen, 8000).env["OLLAMA_SCHED_SPREAD"] == "1"
 
-    def test_a_part_of_the_layers_on_the_card(self) -> None:
+    def test_modelfile_limits_layers_on_the_card(self) -> None:
         chosen = plan(OLLAMA, machine("RTX 4090", 1), gguf("/m/x.gguf"))
         part = replaced(chosen, settings=replaced(chosen.settings, gpu_layers=10))
         assert "PARAMETER num_gpu 10" in modelfile(part)
@@ -116,7 +116,7 @@ class TestLaunch:
             ("-", "model"),
         ],
     )
-    def test_names_that_it_takes(self, name: str, taken: str) -> None:
+    def test_model_names_follow_its_rules(self, name: str, taken: str) -> None:
         assert model_name(replaced(model(LLAMA), name=name)) == taken
 
 
@@ -157,7 +157,7 @@ class TestImport:
         ]
         return codes, log
 
-    def test_a_server_runs_while_the_model_is_created_and_not_after(self, tmp_path: Path, free_port: int) -> None:
+    def test_server_runs_only_during_the_import(self, tmp_path: Path, free_port: int) -> None:
         codes, log = self.run(tmp_path, free_port)
         assert codes == [0]
         words, status, text = json.loads(log.read_text())
@@ -168,7 +168,7 @@ class TestImport:
 
             urllib.request.urlopen(f"http://127.0.0.1:{free_port}/api/version", timeout=5)
 
-    def test_a_failed_import_is_a_failed_step(self, tmp_path: Path, free_port: int) -> None:
+    def test_failed_import_fails_the_step(self, tmp_path: Path, free_port: int) -> None:
         codes, _ = self.run(tmp_path, free_port, FAKE_CODE="1")
         assert codes == [1]
 
@@ -183,7 +183,7 @@ def free_port() -> int:
 
 
 class TestWeightsAndRefusals:
-    def test_forms(self) -> None:
+    def test_weight_formats(self) -> None:
         target = OLLAMA.target(machine("cpu"))
         assert target is not None
         made = [form.label for form in OLLAMA.weights(target, model(LLAMA), Workload())]
@@ -195,28 +195,28 @@ class TestWeightsAndRefusals:
         assert [form.made for form in OLLAMA.weights(target, gguf("/m/x.gguf"), Workload())] == ["as it is"]
 
     @pytest.mark.parametrize("name", ["Qwen/Qwen3-32B", "Qwen/Qwen2.5-72B-Instruct-AWQ"])
-    def test_what_it_does_not_import(self, name: str) -> None:
+    def test_refuses_architectures_that_it_cannot_import(self, name: str) -> None:
         refused = OLLAMA.refuse(machine("cpu"), model(name), Workload())
         assert refused is not None and refused.kind == "impossible" and model(name).architecture in refused.why
         assert refused.hint == "a GGUF file of the same model"
 
-    def test_every_system_and_no_classifier(self) -> None:
+    def test_supports_every_system_and_no_classifiers(self) -> None:
         for system in ("linux", "macos", "windows"):
             assert OLLAMA.refuse(replaced(machine("cpu"), os=system), gguf("/m/x.gguf"), Workload()) is None
         assert OLLAMA.refuse(machine("cpu"), gguf("/m/x.gguf"), Workload(task="classify")) is not None
 
 
 class TestSettle:
-    def test_as_llama_cpp(self) -> None:
+    def test_settings_are_those_of_llama_cpp(self) -> None:
         on, which, work = machine("RTX 4090", 1), gguf("/m/x.gguf"), Workload(concurrency=8)
         assert OLLAMA.settle(on, which, work) == replaced(LlamaCpp().settle(on, which, work), batch_tokens=None)
 
     @pytest.mark.parametrize("architecture", ["qwen3_5", "qwen35moe", "lfm2", "nemotron_h", "qwen3_next"])
-    def test_one_at_a_time_where_it_takes_no_more(self, architecture: str) -> None:
+    def test_some_architectures_have_one_slot(self, architecture: str) -> None:
         which = replaced(gguf("/m/x.gguf"), architecture=architecture)
         assert OLLAMA.settle(machine("cpu"), which, Workload(concurrency=8)).slots == 1
 
-    def test_one_embedding_at_a_time(self) -> None:
+    def test_embedding_models_have_one_slot(self) -> None:
         assert OLLAMA.settle(machine("cpu"), gguf("/m/x.gguf"), Workload(task="embed", concurrency=8)).slots == 1
 
 
@@ -229,10 +229,10 @@ def test_known_failures(case: dict[str, str]) -> None:
     assert failure.lasting is (case["says"] != "took the engine's private port")
 
 
-def test_nothing_is_made_up() -> None:
+def test_unknown_logs_are_not_explained() -> None:
     assert OLLAMA.explain('level=INFO msg="Listening on 127.0.0.1:11434 (version 0.32.15)"') is None
     assert OLLAMA.read("llamacpp:requests_processing 3\n") == EngineState()
 
 
-def test_it_is_listed() -> None:
+def test_engine_is_listed() -> None:
     assert engine("ollama").version == "0.32.15" and engine("ollama").recipe is None

@@ -50,7 +50,7 @@ def encoder(**changes: Any) -> Model:
 class TestLaunch:
     @given(chosen=plans(ORT))
     @settings(deadline=None)
-    def test_every_option_and_value_is_known(self, chosen: Plan) -> None:
+    def test_every_option_of_a_launch_exists(self, chosen: Plan) -> None:
         launch = ORT.launch(chosen, 8123)
         said = served(launch.argv)
         assert (said.port, said.slots) == (8123, chosen.settings.slots) and said.host == "127.0.0.1"
@@ -65,7 +65,7 @@ class TestLaunch:
         assert ("--input" in options) == bool(chosen.model.files) != ("--model_name" in options)
         assert build.disk_bytes and build.seconds and build.seconds.low < build.seconds.value < build.seconds.high
 
-    def test_as_it_is(self) -> None:
+    def test_onnx_folder_needs_no_conversion(self) -> None:
         ready = replaced(model(LLAMA), format="onnx", quantization="INT4", files=("/models/llama/model.onnx",))
         launch = ORT.launch(plan(ORT, CPU, ready), 1)
         assert served(launch.argv).model == "/models/llama" and [step.kind for step in launch.prepare] == ["install"]
@@ -76,13 +76,13 @@ class TestLaunch:
         assert step.argv == ("onnx-export", "--model", "/models/mini lm", "--output", "all-MiniLM-L6-v2-F32")
         assert served(launch.argv).model == "all-MiniLM-L6-v2-F32" and served(launch.argv).slots == 1
 
-    def test_an_encoder_that_is_not_here_is_fetched_first(self) -> None:
+    def test_missing_encoder_is_downloaded_first(self) -> None:
         away = encoder(name="sentence-transformers/all-MiniLM-L6-v2", files=())
         steps = ORT.launch(plan(ORT, CPU, away, workload=EMBED), 1).prepare
         assert [step.kind for step in steps] == ["install", "download", "convert"]
         assert steps[1].argv[:2] == ("hf", "download") and steps[1].where == steps[2].argv[2] == "all-MiniLM-L6-v2"
 
-    def test_on_a_card_other_packages_are_installed(self) -> None:
+    def test_installs_cuda_packages_for_a_card(self) -> None:
         launch = ORT.launch(plan(ORT, machine("H100 SXM"), model(LLAMA)), 1)
         assert "onnxruntime-genai-cuda==0.18.0 onnxruntime-gpu==1.31.1 " in launch.prepare[0].what
         assert "use_paged_attention=true" in launch.prepare[1].argv and "cuda" in launch.argv
@@ -96,8 +96,8 @@ class TestLaunch:
         assert names[:2] == ["onnxruntime-server", "onnx-export"] and names[2:] == [name for name, _ in SERVER]
 
 
-class TestWhatItTakes:
-    def test_forms(self) -> None:
+class TestModels:
+    def test_weight_formats(self) -> None:
         cpu, card = ORT.target(CPU), ORT.target(machine("H100 SXM"))
         assert cpu is not None and card is not None
         llama = model(LLAMA)
@@ -117,17 +117,17 @@ class TestWhatItTakes:
             (encoder(architecture="clip"), EMBED, "exporter does not support the architecture clip"),
         ],
     )
-    def test_what_it_refuses(self, which: Model, work: Workload, why: str) -> None:
+    def test_refuses_unsupported_models(self, which: Model, work: Workload, why: str) -> None:
         refused = ORT.refuse(CPU, which, work)
         assert refused is not None and refused.kind == "impossible" and why in refused.why
 
-    def test_what_it_serves(self) -> None:
+    def test_supported_tasks(self) -> None:
         assert ORT.refuse(CPU, model(LLAMA), Workload()) is None
         assert ORT.refuse(CPU, encoder(), EMBED) is None
         assert ORT.refuse(CPU, encoder(format="onnx", architecture="clip"), EMBED) is None
         assert ORT.refuse(CPU, encoder(task="classify"), Workload(task="classify")) is None
 
-    def test_threads_are_for_the_cpu(self) -> None:
+    def test_threads_are_set_only_on_a_cpu(self) -> None:
         work = Workload(concurrency=3)
         assert ORT.settle(CPU, model(LLAMA), work).threads == CPU.cpu.allowed_physical_cores
         assert ORT.settle(machine("H100 SXM"), model(LLAMA), work).threads is None
@@ -144,7 +144,7 @@ class TestExplain:
                 "specify the folder",
             ),
             (
-                "bedplate-engine: this model does not read text alone: it wants pixel_values",
+                "bedplate-engine: this model has inputs other than text: pixel_values",
                 "has inputs other than text: pixel_values",
                 "generates, embeds or classifies",
             ),
@@ -179,7 +179,7 @@ class TestExplain:
         failure = ORT.explain(log)
         assert failure is not None and says in failure.message and hint in failure.hint and failure.lasting
 
-    def test_nothing_is_made_up(self) -> None:
+    def test_unknown_logs_are_not_explained(self) -> None:
         assert ORT.explain("bedplate-engine: loading 1.000") is None
 
 
@@ -196,10 +196,10 @@ class TestPooling:
             ("max", [[3, 6], [6, 2]]),
         ],
     )
-    def test_padding_is_left_out(self, how: str, expected: list[list[int]]) -> None:
+    def test_pooling_ignores_padding(self, how: str, expected: list[list[int]]) -> None:
         assert server()._pooled(self.STATES, self.MASK, how).tolist() == expected
 
-    def test_as_sentence_transformers_says_it(self, tmp_path: Path) -> None:
+    def test_reads_pooling_of_sentence_transformers(self, tmp_path: Path) -> None:
         assert server()._pooling(tmp_path) == ("mean", False)
         kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
         modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
@@ -208,12 +208,12 @@ class TestPooling:
         (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
         assert server()._pooling(tmp_path) == ("cls", True)
 
-    def test_logprobs(self) -> None:
+    def test_computes_logprobs(self) -> None:
         said = server()._logprobs(np.log(np.array([[[0.5, 0.25, 0.25]]])), 1, 2)
         assert said["logprob"] == pytest.approx(np.log(0.25)) and said["top"][0][0] == 0
 
 
-def test_a_model_that_is_no_folder_is_said(tmp_path: Path) -> None:
+def test_rejects_a_model_that_is_not_a_folder(tmp_path: Path) -> None:
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     options = core.parser_for(server().OnnxRuntime).parse_args(["--model", str(tmp_path / "none")])
     with pytest.raises(core.Refused, match="is no folder"):

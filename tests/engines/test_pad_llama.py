@@ -82,7 +82,7 @@ def widened(weights: dict[str, Any], now: Any, new: Any) -> dict[str, Any]:
     return {name: pad.padded(name, one, now, new, lambda _, shape: np.zeros(shape)) for name, one in weights.items()}
 
 
-def test_the_wider_one_computes_the_same() -> None:
+def test_padded_model_computes_the_same() -> None:
     now = pad.Sizes(hidden=20, intermediate=30, heads=6, kv_heads=3, head=4)
     new = pad.grown(now, step=8)
     assert (new.hidden, new.intermediate, new.heads, new.kv_heads, new.head) == (24, 32, 8, 4, 4)
@@ -95,7 +95,7 @@ def test_the_wider_one_computes_the_same() -> None:
     assert np.abs(logits(made, new, 0.05) - expected).max() > 1e-4
 
 
-def test_sizes_of_smollm2() -> None:
+def test_padded_sizes_of_smollm2() -> None:
     config = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
     now = pad.Sizes.of(config)
     assert now == pad.Sizes(hidden=576, intermediate=1536, heads=9, kv_heads=3, head=64)
@@ -106,7 +106,7 @@ def test_sizes_of_smollm2() -> None:
     assert made["rms_norm_eps"] == pytest.approx(7.5e-6) and made["head_dim"] == 64 and made["tie_word_embeddings"]
 
 
-def test_what_is_a_multiple_already_stays() -> None:
+def test_sizes_that_are_multiples_are_kept() -> None:
     llama = pad.Sizes(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head=128)
     assert pad.grown(llama) == llama
 
@@ -114,7 +114,7 @@ def test_what_is_a_multiple_already_stays() -> None:
 @pytest.mark.parametrize(
     ("name", "shape"), [("model.layers.0.mlp.router.weight", (4, 20)), ("lm_head.weight", (9, 19))]
 )
-def test_what_is_not_understood_is_not_guessed(name: str, shape: tuple[int, ...]) -> None:
+def test_rejects_tensors_of_unknown_name_or_shape(name: str, shape: tuple[int, ...]) -> None:
     now = pad.Sizes(hidden=20, intermediate=30, heads=6, kv_heads=3, head=4)
     with pytest.raises(SystemExit):
         pad.padded(name, np.zeros(shape), now, pad.grown(now, step=8), lambda _, shape: np.zeros(shape))

@@ -49,7 +49,7 @@ class TestLaunch:
             (MAC, "mps"),
         ],
     )
-    def test_devices_have_pytorchs_names(self, on: Hardware, device: str) -> None:
+    def test_devices_are_named_as_in_pytorch(self, on: Hardware, device: str) -> None:
         assert parsed("pytorch", TORCH.launch(plan(TORCH, on, model(LLAMA)), 1).argv[2:])["--device"] == device
 
     def test_several_cards_are_the_first_ones(self) -> None:
@@ -57,21 +57,21 @@ class TestLaunch:
             chosen = plan(TORCH, machine(card), model(LLAMA), layout=Parallelism(pipeline=2))
             assert TORCH.launch(chosen, 1).env[name] == "0,1"
 
-    def test_its_pool_of_pages_holds_all_requests_at_their_longest(self) -> None:
+    def test_page_pool_holds_all_requests_at_maximum_length(self) -> None:
         settled = Settings(slots=3, context_tokens=1000, device="cuda")
         said = parsed(
             "pytorch", TORCH.launch(plan(TORCH, machine("H100 SXM"), model(LLAMA), settings=settled), 1).argv[2:]
         )
         assert said["--cb-num-blocks"] == 3 * 4
 
-    def test_on_a_cpu_it_takes_as_many_threads_as_there_are_cores(self) -> None:
+    def test_cpu_launch_uses_one_thread_per_core(self) -> None:
         on = machine("cpu")
         assert TORCH.launch(plan(TORCH, on, model(LLAMA)), 1).env["OMP_NUM_THREADS"] == str(
             on.cpu.allowed_physical_cores
         )
 
 
-class TestWhatItTakes:
+class TestModels:
     def test_16_bits_and_bitsandbytes_on_nvidia(self) -> None:
         assert labels(machine("cpu"), LLAMA) == [("BF16", "as it is")]
         on = machine("H100 SXM")
@@ -86,7 +86,7 @@ class TestWhatItTakes:
             (("avx2",), [("BF16", "as it is")], "auto"),
         ],
     )
-    def test_a_cpu_of_arm_that_does_not_know_bf16_computes_in_32_bits(
+    def test_arm_cpu_without_bf16_computes_in_32_bits(
         self, sets: tuple[str, ...], offered: list[tuple[str, str]], said: str
     ) -> None:
         """Seen on a Neoverse N1: in BF16 it takes minutes where 32 bits take seconds."""
@@ -98,19 +98,19 @@ class TestWhatItTakes:
         dtype = next(knob for knob in TORCH.knobs(here, chosen) if knob.name == "dtype")
         assert dtype.now == said and dtype.prior == (0.7 if sets == ("avx2",) else 0.15)
 
-    def test_fp8_where_the_card_computes_in_it(self) -> None:
+    def test_fp8_needs_fp8_units(self) -> None:
         assert labels(machine("H100 SXM"), "deepseek-ai/DeepSeek-R1") == [("FP8", "as it is")]
         assert labels(machine("A100 80GB SXM"), "deepseek-ai/DeepSeek-R1") == []
 
-    def test_mxfp4_is_unpacked(self) -> None:
+    def test_mxfp4_is_dequantized(self) -> None:
         assert labels(machine("H100 SXM"), "openai/gpt-oss-20b") == [("BF16", "while loading")]
 
     @pytest.mark.parametrize("name", ["nvidia/DeepSeek-V3.2-NVFP4", "moonshotai/Kimi-K2-Thinking"])
-    def test_what_it_cannot_load_is_refused(self, name: str) -> None:
+    def test_refuses_unsupported_quantizations(self, name: str) -> None:
         refused = TORCH.refuse(machine("B200"), model(name), Workload())
         assert refused is not None and refused.kind == "impossible" and "weights on this device" in refused.why
 
-    def test_it_does_not_embed(self) -> None:
+    def test_refuses_embeddings(self) -> None:
         refused = TORCH.refuse(machine("cpu"), model(LLAMA), Workload(task="embed"))
         assert refused is not None and "embed" in refused.why
 
@@ -147,7 +147,7 @@ def test_known_failures(line: str, says: str, lasting: bool) -> None:
     assert TORCH.explain("INFO:     Uvicorn running on http://127.0.0.1:8124 (Press CTRL+C to quit)") is None
 
 
-def test_progress_is_what_it_prints_while_loading() -> None:
+def test_parses_loading_progress() -> None:
     printed = (
         "Loading weights:   0%|          | 0/272 [00:00<?, ?it/s]\r"
         "Loading weights:  97%|█████████▋| 263/272 [00:00<00:00, 2547.30it/s]"
@@ -160,7 +160,7 @@ def test_progress_is_what_it_prints_while_loading() -> None:
     "BEDPLATE_TRANSFORMERS_PYTHON" not in os.environ,
     reason="BEDPLATE_TRANSFORMERS_PYTHON does not name the Python of an environment with transformers[serving]",
 )
-def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
+def test_original_parser_accepts_the_command_lines(tmp_path: Path) -> None:
     launches = [
         TORCH.launch(plan(TORCH, on, model(LLAMA), label=label, layout=layout, settings=settled), 8000)
         for on, label, layout in (

@@ -41,7 +41,7 @@ class TestLaunch:
         assert published("tensorrt_llm")["version"] == TRT.version
         assert PACKAGE.endswith(f"=={TRT.version}") and IMAGE.endswith(f":{TRT.version}")
 
-    def test_a_checkpoint_is_served_as_it_is_without_a_build(self) -> None:
+    def test_checkpoint_is_served_without_a_build(self) -> None:
         launch = TRT.launch(plan(TRT, machine("H100 SXM", 1), model(LLAMA)), 8000)
         said = options(launch.argv)
         assert said[""] == [LLAMA] and said["--max_seq_len"] == 8192 and said["--max_batch_size"] == 16
@@ -97,7 +97,7 @@ def test_weights_by_generation(card: str, name: str, offered: list[str]) -> None
     assert [form.label for form in TRT.weights(target, model(name), Workload())] == offered
 
 
-def test_it_refuses_other_hardware_and_newer_architectures() -> None:
+def test_refuses_other_hardware_and_newer_architectures() -> None:
     work = Workload()
     assert TRT.refuse(machine("H100 SXM"), model(LLAMA), work) is None
     amd = TRT.refuse(machine("MI300X"), model(LLAMA), work)
@@ -109,7 +109,7 @@ def test_it_refuses_other_hardware_and_newer_architectures() -> None:
     assert TRT.refuse(machine("H100 SXM"), replaced(model(LLAMA), architecture="unknown"), work) is None
 
 
-def test_statistics() -> None:
+def test_reads_iteration_statistics() -> None:
     state = TRT.read((CAPTURES / "metrics.json").read_text())
     assert (state.running, state.waiting, state.kv_use) == (1, 0, 3 / 101256)
     for garbled in (
@@ -131,5 +131,5 @@ def test_known_failures(case: dict[str, str]) -> None:
     assert failure.lasting is (case["says"] != "took the engine's private port")
 
 
-def test_nothing_is_made_up() -> None:
+def test_unknown_logs_are_not_explained() -> None:
     assert TRT.explain("INFO:     Application startup complete.") is None

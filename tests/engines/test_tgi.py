@@ -39,7 +39,7 @@ class TestLaunch:
     def test_the_options_are_those_of_the_pinned_version(self) -> None:
         assert published("tgi")["version"] == TGI.version and IMAGE.endswith(f":{TGI.version}")
 
-    def test_a_plain_plan(self) -> None:
+    def test_launch_on_one_gpu(self) -> None:
         launch = TGI.launch(plan(TGI, machine("H100 SXM", 1), model(LLAMA)), 8000)
         said = options(launch.argv)
         assert said["--model-id"] == LLAMA and said["--max-total-tokens"] == 8192
@@ -51,7 +51,7 @@ class TestLaunch:
         assert argv[argv.index("--volume") + 1] == "/models/it is here:/models/it is here:ro"
         assert options(argv)["--model-id"] == "/models/it is here"
 
-    def test_shards_quantization_and_amd(self) -> None:
+    def test_options_for_shards_quantization_and_amd(self) -> None:
         chosen = plan(TGI, machine("MI300X"), model(LLAMA), label="FP8", layout=Parallelism(tensor=4))
         argv = TGI.launch(chosen, 8000).argv
         said = options(argv)
@@ -68,7 +68,7 @@ class TestLaunch:
         assert TGI.key_variable == "API_KEY" and argv[argv.index("API_KEY") - 1] == "--env"
 
 
-def test_it_refuses_what_came_after_it() -> None:
+def test_refuses_newer_models_and_hardware() -> None:
     work = Workload()
     assert TGI.refuse(machine("H100 SXM"), model(LLAMA), work) is None
     newer = TGI.refuse(machine("H100 SXM"), model("openai/gpt-oss-20b"), work)
@@ -79,7 +79,7 @@ def test_it_refuses_what_came_after_it() -> None:
     assert radeon is not None and "gfx1100" in radeon.why
 
 
-def test_metrics() -> None:
+def test_reads_metrics() -> None:
     state = TGI.read((CAPTURES / "metrics.txt").read_text())
     assert (state.running, state.waiting) == (12, 5) and TGI.read("").running is None
 
@@ -90,5 +90,5 @@ def test_known_failures(case: dict[str, str]) -> None:
     assert failure is not None and case["says"] in failure.message
 
 
-def test_it_says_that_it_is_not_maintained() -> None:
+def test_features_say_that_it_is_not_maintained() -> None:
     assert TGI.features is not None and "December 2025" in TGI.features.maintained

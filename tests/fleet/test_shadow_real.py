@@ -47,7 +47,7 @@ def conversations(one: Serving, count: int) -> None:
             )  # fmt: skip
 
 
-def test_recorded_shapes_end_with_the_verdict_of_compare(home: Path) -> None:
+def test_recorded_requests_give_the_verdict_of_compare(home: Path) -> None:
     """With beginnings that llama.cpp remembers and PyTorch does not: what that brings counts, and is told."""
 
     async def tried() -> tuple[Answer, Answer]:
@@ -77,7 +77,7 @@ def ended_well(one: Serving) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux keeps processes on certain cores")
-def test_live_requests_go_to_a_challenger_that_is_served_elsewhere_too(home: Path) -> None:
+def test_live_requests_are_mirrored_to_a_remote_challenger(home: Path) -> None:
     """Each side has a core of its own, which is as near to a device of its own as one processor gets."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

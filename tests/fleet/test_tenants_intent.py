@@ -93,7 +93,7 @@ class Busy:
         return next(usage for event in reversed(events) if (usage := json.loads(event).get("usage")))
 
 
-def test_tenants_of_a_file_from_their_keys_to_their_bill(home: Path, tmp_path: Path) -> None:
+def test_tenants_of_an_intent_have_keys_limits_and_usage(home: Path, tmp_path: Path) -> None:
     (tmp_path / "bedplate.yaml").write_text(INTENT)
     research, admin = key_of("research"), key_of("prometheus", "--admin")
     with serving("-f", str(tmp_path / "bedplate.yaml"), "--engine", "llama.cpp") as one:

@@ -56,7 +56,7 @@ async def watched(one: Serving) -> tuple[Answer, Counts]:
     return done, streams.counts
 
 
-def test_a_proven_gain_is_moved_to_and_no_stream_notices(home: Path, tmp_path: Path) -> None:
+def test_migrates_on_a_proven_gain_without_broken_streams(home: Path, tmp_path: Path) -> None:
     """Speed is judged here, so that it wants a machine that nobody else uses."""
     (tmp_path / "bedplate.yaml").write_text(INTENT)
     with serving("--name", "watched", "--engine", "pytorch", "-f", str(tmp_path / "bedplate.yaml")) as one:

@@ -511,11 +511,11 @@ def _placed(plan: Plan) -> list[str]:
 
 def _first_layers(model: Model, with_experts: int) -> int:
     """The value of --n-cpu-moe, which also counts layers without experts, for this many layers with experts."""
-    total, experts = model.num_layers, model.num_moe_layers or model.num_layers
-    if 2 * experts <= total:
+    layers, experts = model.num_layers, model.num_moe_layers or model.num_layers
+    if 2 * experts <= layers:
         # Every second or third layer has experts.
-        return min(total, -(-with_experts * total // experts))
-    return min(total, with_experts + total - experts)
+        return min(layers, -(-with_experts * layers // experts))
+    return min(layers, with_experts + layers - experts)
 
 
 def _source() -> list[Preparation]:
@@ -688,9 +688,9 @@ def _thread_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
 
 
 def _card_knobs(plan: Plan) -> list[Knob]:
-    settings, total = plan.settings, plan.model.num_layers + 1
+    settings, all_layers = plan.settings, plan.model.num_layers + 1
     layers, experts = settings.gpu_layers, settings.host_expert_layers
-    on_card = _around(layers, total) if layers is not None and layers < total else []
+    on_card = _around(layers, all_layers) if layers is not None and layers < all_layers else []
     on_host = _around(experts, plan.model.num_layers) if experts else []
     split = ("layer", "row") if plan.parallelism.pipeline > 1 else ("layer",)
     where = {"limits": ("memory bandwidth", "compute", "KV cache"), "risk": ("memory", "start"), "source": _HELP}

@@ -53,7 +53,7 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
         ),
     ),
     (
-        r"bedplate-engine: (?P<what>.+ is no GGUF file)",
+        r"bedplate-engine: (?P<what>.+ is not a GGUF file)",
         Failure(message="{what}", hint="`bedplate inspect FILE` shows the type of a file"),
     ),
     (
@@ -89,7 +89,7 @@ class MistralRs(ServedByBedplate):
     vendors = ("nvidia", "apple")
     cpu = True
     systems = ("linux", "macos", "windows")
-    # PyPI has Metal and CPU wheels. CUDA wheels are release assets by toolkit and GPU (`_wheel`).
+    # PyPI has Metal and CPU wheels. CUDA wheels are release assets by toolkit and GPU.
     built_for = ("cpu", "metal")
     capability = WHEELS[0]
     effort = 1

@@ -79,7 +79,7 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
         Failure(message="{what} contains no .onnx file", hint="specify the folder with the .onnx files"),
     ),
     (
-        r"bedplate-engine: this model does not read text alone: it wants (?P<what>.+)",
+        r"bedplate-engine: this model has inputs other than text: (?P<what>.+)",
         Failure(
             message="the model has inputs other than text: {what}",
             hint="use an ONNX model that generates, embeds or classifies text",
