@@ -23,7 +23,6 @@ NOT_YET = {
     "src/bedplate/changing",
     "src/bedplate/decide",
     "src/bedplate/deploy",
-    "src/bedplate/engines",
     "src/bedplate/facts",
     "src/bedplate/hosting",
     "src/bedplate/judge",

@@ -156,7 +156,7 @@ def test_exllama_uses_compiled_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "exllamav3-kernels")
 
 
-def compared(llama: Environment, source: Path, result: Path, bits: str = "16") -> subprocess.CompletedProcess[str]:
+def run_check(llama: Environment, source: Path, result: Path, bits: str = "16") -> subprocess.CompletedProcess[str]:
     server = json.dumps(command(llama, Launch(argv=("llama-server",))))
     argv = [sys.executable, "-I", str(PROGRAM), str(source), str(result), "--bits", bits, "--gguf-server", server]
     return subprocess.run(argv, capture_output=True, text=True)
@@ -164,7 +164,7 @@ def compared(llama: Environment, source: Path, result: Path, bits: str = "16") -
 
 class TestRealFiles:
     def test_a_file_agrees_with_itself(self, builtin_gguf: Path, llama_environment: Environment) -> None:
-        done = compared(llama_environment, builtin_gguf, builtin_gguf)
+        done = run_check(llama_environment, builtin_gguf, builtin_gguf)
         assert done.returncode == 0, done.stderr
         assert "texts agree with the source" in done.stdout and "(64 of all 64)" in done.stdout
 
@@ -172,7 +172,7 @@ class TestRealFiles:
         self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
     ) -> None:
         (tmp_path / "junk.gguf").write_bytes(b"junk")
-        done = compared(llama_environment, builtin_gguf, tmp_path / "junk.gguf")
+        done = run_check(llama_environment, builtin_gguf, tmp_path / "junk.gguf")
         assert done.returncode == 1 and "llama.cpp cannot load junk.gguf: " in done.stderr
 
     def test_rejects_another_pre_tokenizer(
@@ -183,7 +183,7 @@ class TestRealFiles:
         assert content.count(b"smollm") >= 1
         at = content.index(b"smollm", content.index(b"tokenizer.ggml.pre"))
         other.write_bytes(content[:at] + b"falcon" + content[at + 6 :])
-        done = compared(llama_environment, builtin_gguf, other)
+        done = run_check(llama_environment, builtin_gguf, other)
         assert done.returncode == 1 and "token ids differ from the source" in done.stderr
 
     def test_rejects_wrong_weights(self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ class TestRealFiles:
             if "attn_output" in tensor.name:
                 content[tensor.data_offset : tensor.data_offset + tensor.n_bytes] = bytes(tensor.n_bytes)
         other.write_bytes(content)
-        done = compared(llama_environment, builtin_gguf, other, "4")
+        done = run_check(llama_environment, builtin_gguf, other, "4")
         assert done.returncode == 1 and "clear next tokens" in done.stderr and "instead of" in done.stderr
 
     def test_rejects_logits_that_are_not_finite(
@@ -204,5 +204,5 @@ class TestRealFiles:
         begin = len(content) // 2
         content[begin : begin + 6_000_000] = b"\xff" * 6_000_000
         other.write_bytes(content)
-        done = compared(llama_environment, builtin_gguf, other, "4")
+        done = run_check(llama_environment, builtin_gguf, other, "4")
         assert done.returncode == 1 and "not finite" in done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from tests.engines.argv import parsed
+from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.exllamav2 import BPW, ExLlamaV2
@@ -23,13 +23,13 @@ RTX = machine("RTX 4090", 2)
 
 
 @pytest.fixture(autouse=True)
-def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its environment the shared part lies beside it."""
+def provide_server_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the engine's environment the server package is next to the program."""
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     monkeypatch.setitem(sys.modules, "openai_server", core)
 
 
-def served(argv: tuple[str, ...]) -> Any:
+def parse_server_options(argv: tuple[str, ...]) -> Any:
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
     assert argv[0] == "exllamav2-server"
@@ -40,7 +40,7 @@ def served(argv: tuple[str, ...]) -> Any:
 @settings(deadline=None)
 def test_every_option_of_a_launch_exists(chosen: Plan) -> None:
     launch = EXL.launch(chosen, 8123)
-    said = served(launch.argv)
+    said = parse_server_options(launch.argv)
     assert said.port == 8123 and said.slots == 1 == chosen.settings.slots
     assert said.cache_bits == (8 if chosen.settings.kv_type == "fp8" else None)
     for step in launch.prepare:
@@ -48,7 +48,7 @@ def test_every_option_of_a_launch_exists(chosen: Plan) -> None:
             assert step.argv[:2] == ("python", "-c")
             assert '"exllamav2-kernels"' in step.argv[2] and '"exllamav2.conversion.convert_exl2"' in step.argv[2]
             assert 'os.environ["EXLLAMA_NO_SDPA"] = "1"; import runpy' in step.argv[2]
-            options = parsed("exllamav2", step.argv[3:])
+            options = parse_options("exllamav2", step.argv[3:])
             assert options["-cf"] == said.model == step.where and f"{options['-b']}BPW" == chosen.weights.label
     assert (chosen.weights.made == "converted") == any(step.kind == "convert" for step in launch.prepare)
 
@@ -62,14 +62,14 @@ def test_weight_formats() -> None:
     target = EXL.target(RTX)
     assert target is not None
 
-    def labels(which: Any, **asked: bool) -> list[tuple[str, str]]:
+    def list_labels(which: Any, **asked: bool) -> list[tuple[str, str]]:
         return [(form.label, form.made) for form in EXL.weights(target, which, Workload(**asked))]  # type: ignore[arg-type]
 
-    assert labels(model(LLAMA)) == [(one, "converted") for one in BPW]
-    assert labels(model(LLAMA), precision_sensitive=True) == [("8.0BPW", "converted")]
-    assert labels(replaced(model(LLAMA), quantization="GPTQ-INT4")) == [("GPTQ-INT4", "as it is")]
-    assert labels(replaced(model(LLAMA), format="exl2", quantization="4.0BPW")) == [("4.0BPW", "as it is")]
-    assert labels(model("Qwen/Qwen3-32B-FP8")) == []
+    assert list_labels(model(LLAMA)) == [(one, "converted") for one in BPW]
+    assert list_labels(model(LLAMA), precision_sensitive=True) == [("8.0BPW", "converted")]
+    assert list_labels(replaced(model(LLAMA), quantization="GPTQ-INT4")) == [("GPTQ-INT4", "as it is")]
+    assert list_labels(replaced(model(LLAMA), format="exl2", quantization="4.0BPW")) == [("4.0BPW", "as it is")]
+    assert list_labels(model("Qwen/Qwen3-32B-FP8")) == []
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_backend_computes_one_request_at_a_time(monkeypatch: pytest.MonkeyPatch,
     done: list[float] = []
     (tmp_path / "config.json").write_text('{"rope_parameters": {"rope_theta": 100000.0}}')
     argv = ("exllamav2-server", "--model", str(tmp_path), "--context", "1000", "--cache-bits", "8")
-    backend.load(served(argv), done.append)
+    backend.load(parse_server_options(argv), done.append)
     assert kept["cache"] == ("q8", 1024, True) and kept["paged"] is False and config.max_seq_len == 1024
     assert done == [0.45, 1.0] and config.rotary_embedding_base == 100000.0
     assert config.no_sdpa, "its version gives PyTorch's attention no mask"

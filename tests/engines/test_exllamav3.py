@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from tests.engines.argv import parsed
+from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.base import EVERYDAY_CONTEXT
@@ -21,19 +21,19 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 RTX = machine("RTX 4090", 2)
 
 
-def server() -> Any:
+def import_server() -> Any:
     return importlib.import_module("bedplate.engines.shipped.exllamav3_server")
 
 
-def served(argv: tuple[str, ...]) -> Any:
+def parse_server_options(argv: tuple[str, ...]) -> Any:
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     assert argv[0] == "exllamav3-server"
-    return core.parser_for(server().ExLlamaV3).parse_args(argv[1:])
+    return core.parser_for(import_server().ExLlamaV3).parse_args(argv[1:])
 
 
 @pytest.fixture(autouse=True)
-def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its environment the shared part lies beside it."""
+def provide_server_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the engine's environment the server package is next to the program."""
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     monkeypatch.setitem(sys.modules, "openai_server", core)
 
@@ -43,7 +43,7 @@ class TestLaunch:
     @settings(deadline=None)
     def test_every_option_of_a_launch_exists(self, chosen: Plan) -> None:
         launch = EXL.launch(chosen, 8123)
-        said = served(launch.argv)
+        said = parse_server_options(launch.argv)
         layout = chosen.parallelism
         assert (
             said.port == 8123 and said.slots == chosen.settings.slots and said.context == chosen.settings.context_tokens
@@ -56,7 +56,7 @@ class TestLaunch:
         for step in convert:
             assert step.argv[:2] == ("python", "-c")
             assert '"exllamav3-kernels"' in step.argv[2] and '"exllamav3.conversion.convert_model"' in step.argv[2]
-            options = parsed("exllamav3", step.argv[3:])
+            options = parse_options("exllamav3", step.argv[3:])
             assert options["-o"] == said.model == step.where and f"{options['-b']}BPW" == chosen.weights.label
             assert step.disk_bytes and step.seconds and step.seconds.low < step.seconds.value < step.seconds.high
 
@@ -159,7 +159,7 @@ class TestPieces:
 
     def pieces(self, **result: Any) -> list[tuple[int | None, str | None, int, str | None, int | None]]:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
-        found = server()._pieces(core.Request(), {"stage": "streaming", "eos": False, **result})
+        found = import_server()._pieces(core.Request(), {"stage": "streaming", "eos": False, **result})
         return [(one.token, one.text, one.tokens, one.finish, one.cached_tokens) for one in found]
 
     def test_tokens_become_pieces(self) -> None:
@@ -181,17 +181,17 @@ class TestPieces:
 
 class TestPlacement:
     def test_uses_the_first_cards(self) -> None:
-        place = server()._placement
+        place = import_server()._placement
         assert place(1, False, 8) == {"device": "cuda:0"}
         assert place(2, False, 4) == {"reserve_per_device": [0.5, 0.5, -1.0, -1.0], "tensor_p": False}
         assert place(2, True, 2) == {"reserve_per_device": [0.5, 0.5], "tensor_p": True}
 
     def test_eos_tokens_of_both_configurations_are_used(self, tmp_path: Any) -> None:
-        assert server()._ends(str(tmp_path), [7, None]) == [7]
+        assert import_server()._ends(str(tmp_path), [7, None]) == [7]
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": [8, 7]}')
-        assert server()._ends(str(tmp_path), [7]) == [7, 8]
+        assert import_server()._ends(str(tmp_path), [7]) == [7, 8]
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
-        assert server()._ends(str(tmp_path), [7]) == [7, 9]
+        assert import_server()._ends(str(tmp_path), [7]) == [7, 9]
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_settings_on_two_cards() -> None:
     assert chosen.settings == Settings(slots=4, context_tokens=EVERYDAY_CONTEXT, device="cuda", threads=16)
 
 
-class Told:
-    """Stands in for the package: keeps what it was called with, and answers as its generator would."""
+class FakeExLlamaV3:
+    """A fake of the package that records its arguments, and returns scripted results."""
 
     def __init__(self, results: list[list[dict[str, Any]]]) -> None:
         self.calls: dict[str, Any] = {}
@@ -263,15 +263,17 @@ class Told:
         return [{**result, "job": self.jobs[result["job"]]} for result in self.results.pop(0)]
 
 
-def loaded(monkeypatch: pytest.MonkeyPatch, results: list[list[dict[str, Any]]], *more: str) -> tuple[Any, Told]:
-    told = Told(results)
+def load_backend(
+    monkeypatch: pytest.MonkeyPatch, results: list[list[dict[str, Any]]], *more: str
+) -> tuple[Any, FakeExLlamaV3]:
+    told = FakeExLlamaV3(results)
     torch = SimpleNamespace(tensor=lambda rows, dtype: rows, long="long", cuda=SimpleNamespace(device_count=lambda: 4))
     monkeypatch.setitem(sys.modules, "exllamav3", told)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(server(), "HuggingFaceText", lambda folder: None)
-    backend = server().ExLlamaV3()
+    monkeypatch.setattr(import_server(), "HuggingFaceText", lambda folder: None)
+    backend = import_server().ExLlamaV3()
     argv = ("exllamav3-server", "--model", "m", "--slots", "2", "--context", "1000", *more)
-    backend.load(served(argv), lambda done: None)
+    backend.load(parse_server_options(argv), lambda done: None)
     return backend, told
 
 
@@ -284,7 +286,7 @@ class TestBackend:
         both = [{"job": n, "stage": "streaming", "eos": False, "token_ids": Tokens(10 + n)} for n in (0, 1)]
         end = [{"job": 0, "stage": "streaming", "eos": True, "eos_reason": "stop_token", "eos_triggering_token_id": 2}]
         late = [{"job": 1, "stage": "streaming", "eos": False, "token_ids": Tokens(12)}]
-        backend, told = loaded(monkeypatch, [started, both, end, late])
+        backend, told = load_backend(monkeypatch, [started, both, end, late])
         one = core.Request(prompt=[1, 2], max_tokens=9, temperature=0, seed=3)
         two = core.Request(prompt=[4], max_tokens=9, ignore_eos=True, top_k=5)
         backend.admit(one)
@@ -302,12 +304,12 @@ class TestBackend:
 
     def test_rejects_a_request_larger_than_the_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
-        backend, _ = loaded(monkeypatch, [])
+        backend, _ = load_backend(monkeypatch, [])
         with pytest.raises(core.Refused, match="larger than the cache"):
             backend.admit(core.Request(prompt=[1], max_tokens=5000))
 
     def test_options_reach_the_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        _, told = loaded(
+        _, told = load_backend(
             monkeypatch, [], "--cards", "2", "--tensor-parallel", "--cache-bits", "6", "--cache-tokens", "700"
         )
         assert told.calls["cache"] == {
@@ -315,6 +317,6 @@ class TestBackend:
         }  # fmt: skip
         assert told.calls["load"]["tensor_p"] and told.calls["load"]["reserve_per_device"] == [0.5, 0.5, -1.0, -1.0]
         assert told.calls["generator"]["max_batch_size"] == 2
-        _, told = loaded(monkeypatch, [])
+        _, told = load_backend(monkeypatch, [])
         assert told.calls["cache"]["max_num_tokens"] == 2048 and told.calls["cache"]["layer_type"] == "fp16"
         assert told.calls["load"]["device"] == "cuda:0"

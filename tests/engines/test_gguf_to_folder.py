@@ -1,4 +1,4 @@
-"""Unpacking: how text is cut by the name in a GGUF's header, and what begins it. Real files: tests/fleet."""
+"""Dequantization: the pre-tokenizer by its name in the GGUF header, and BOS tokens. Real files: tests/fleet."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Header:
 
 
 @pytest.fixture(autouse=True)
-def tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for the package: keeps what it was built of."""
+def fake_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake of the package that records its arguments."""
     kinds = SimpleNamespace(
         Split=lambda pattern, behavior: ("split", pattern, behavior),
         ByteLevel=lambda add_prefix_space, use_regex: ("bytes", add_prefix_space, use_regex),
@@ -42,7 +42,7 @@ def tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", package)
 
 
-def built(**fields: Any) -> Any:
+def set_up_tokenizer(**fields: Any) -> Any:
     backend = SimpleNamespace(pre_tokenizer="before", normalizer="before", model=SimpleNamespace(ignore_merges=None))
     program.set_pre_tokenizer(backend, Header(**fields))
     return backend
@@ -50,33 +50,33 @@ def built(**fields: Any) -> Any:
 
 class TestPreTokenizers:
     def test_smollm_splits_digits_one_by_one(self) -> None:
-        backend = built(model="gpt2", pre="smollm")
+        backend = set_up_tokenizer(model="gpt2", pre="smollm")
         digits, words, as_bytes = backend.pre_tokenizer
         assert digits == ("split", r"\p{N}", "isolated") and words[1].startswith("'s|'t|")
         assert as_bytes == ("bytes", False, False) and backend.model.ignore_merges is False
 
     def test_llama_3_splits_up_to_three_digits_and_prefers_whole_words(self) -> None:
-        backend = built(model="gpt2", pre="llama-bpe")
+        backend = set_up_tokenizer(model="gpt2", pre="llama-bpe")
         assert r"\p{N}{1,3}" in backend.pre_tokenizer[0][1] and backend.model.ignore_merges is True
-        assert r"|\p{N}|" in built(model="gpt2", pre="qwen2").pre_tokenizer[0][1]
+        assert r"|\p{N}|" in set_up_tokenizer(model="gpt2", pre="qwen2").pre_tokenizer[0][1]
 
     def test_rejects_an_unknown_pre_tokenizer_by_name(self) -> None:
-        with pytest.raises(SystemExit, match="called 'brand-new'"):
-            built(model="gpt2", pre="brand-new")
+        with pytest.raises(SystemExit, match="does not support the pre-tokenizer 'brand-new'"):
+            set_up_tokenizer(model="gpt2", pre="brand-new")
 
     def test_missing_name_uses_the_default_with_a_warning(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert len(built(model="gpt2").pre_tokenizer) == 5
+        assert len(set_up_tokenizer(model="gpt2").pre_tokenizer) == 5
         assert "does not name its pre-tokenizer" in capsys.readouterr().out
 
     def test_sentencepiece_marks_spaces(self) -> None:
-        backend = built(model="llama", pre="default")
+        backend = set_up_tokenizer(model="llama", pre="default")
         assert backend.normalizer == [("prepend", "\u2581"), ("replace", " ", "\u2581")]
         assert backend.pre_tokenizer is None
-        assert built(model="llama", add_space_prefix=False).normalizer == [("replace", " ", "\u2581")]
+        assert set_up_tokenizer(model="llama", add_space_prefix=False).normalizer == [("replace", " ", "\u2581")]
 
     def test_other_tokenizers_are_unchanged(self) -> None:
-        assert built(model="t5").pre_tokenizer == "before"
-        assert built(model="llama", architecture="gemma2").normalizer == "before"
+        assert set_up_tokenizer(model="t5").pre_tokenizer == "before"
+        assert set_up_tokenizer(model="llama", architecture="gemma2").normalizer == "before"
 
     def test_every_supported_architecture_has_its_pre_tokenizers(self) -> None:
         usual = {

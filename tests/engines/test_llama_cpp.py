@@ -21,7 +21,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S, wait_for
-from tests.engines.argv import parsed, published
+from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plans
 from tests.engines.plans import plan as engine_plan
 
@@ -54,16 +54,16 @@ LAUNCHER = Path(bedplate.engines.__file__).parent / "shipped" / "llama_server.py
 LLAMA = LlamaCpp()
 
 
-def capture(name: str) -> str:
+def read_capture(name: str) -> str:
     return (CAPTURES / f"{name}.txt").read_text(encoding="utf-8")
 
 
-def planned(workload: Workload | None = None) -> Plan:
+def make_plan(workload: Workload | None = None) -> Plan:
     work = workload or Workload(concurrency=2, context_tokens=1024)
     return engine_plan(LLAMA, without_cards(probe()), builtin_facts(), workload=work)
 
 
-def host_need(model: Model, settings: Settings) -> DeviceNeed:
+def estimate_host_need(model: Model, settings: Settings) -> DeviceNeed:
     return fit(without_cards(probe()), model, Workload(), LLAMA, settings=settings).devices[0]
 
 
@@ -91,7 +91,7 @@ class TestExplain:
         ],
     )
     def test_known_failures(self, name: str, says: str, hint: str, lasting: bool) -> None:
-        failure = LLAMA.explain(capture(name))
+        failure = LLAMA.explain(read_capture(name))
         assert failure is not None
         assert says in failure.message and hint in failure.hint and failure.lasting is lasting
 
@@ -114,7 +114,7 @@ class TestExplain:
 
 class TestProgress:
     def test_progress_of_a_real_start(self) -> None:
-        told = [LLAMA.progress(line) for line in capture("started").splitlines()]
+        told = [LLAMA.progress(line) for line in read_capture("started").splitlines()]
         assert [value for value in told if value is not None] == [0.0, 1.0]
 
     def test_progress_of_several_stages(self) -> None:
@@ -142,7 +142,7 @@ class TestProgress:
 
 
 def test_metrics_are_read() -> None:
-    idle, busy = LLAMA.read(capture("metrics-idle")), LLAMA.read(capture("metrics-busy"))
+    idle, busy = LLAMA.read(read_capture("metrics-idle")), LLAMA.read(read_capture("metrics-busy"))
     assert (idle.running, idle.waiting) == (0, 0)
     assert (busy.running, busy.waiting) == (1, 1)
     assert busy.kv_use is None and busy.preemptions is None
@@ -176,23 +176,23 @@ class TestSettings:
 
     def test_memory_follows_the_header(self) -> None:
         model = builtin_facts()
-        need = host_need(model, Settings(slots=3, context_tokens=1000))
+        need = estimate_host_need(model, Settings(slots=3, context_tokens=1000))
         assert need.weights_bytes == model.weight_bytes
         # 30 layers, 3 heads of 64, key and value, two bytes each.
         assert need.kv_bytes == 3 * 1000 * 30 * 3 * 64 * 2 * 2
         assert need.total_bytes < need.high_bytes
 
     def test_memory_estimate_covers_the_real_engine(self, builtin_gguf: Path, llama_environment: Environment) -> None:
-        chosen = planned(Workload(concurrency=4, context_tokens=8192))
-        need = host_need(chosen.model, chosen.settings)
-        with running(llama_environment, LLAMA.launch(chosen, free_port())) as (process, _):
+        chosen = make_plan(Workload(concurrency=4, context_tokens=8192))
+        need = estimate_host_need(chosen.model, chosen.settings)
+        with run_engine(llama_environment, LLAMA.launch(chosen, free_port())) as (process, _):
             # It clears its cache at the start, so that all of it counts; of the weights only what was read so far.
             assert need.kv_bytes < process.memory_info().rss <= need.high_bytes
 
 
 @contextlib.contextmanager
-def running(environment: Environment, launch: Launch) -> Iterator[tuple[psutil.Process, str]]:
-    """The real engine, ready, with its private address."""
+def run_engine(environment: Environment, launch: Launch) -> Iterator[tuple[psutil.Process, str]]:
+    """The real engine, ready, with its private URL."""
     port = launch.argv[launch.argv.index("--port") + 1]
     process = subprocess.Popen(
         command(environment, launch), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -212,15 +212,15 @@ def running(environment: Environment, launch: Launch) -> Iterator[tuple[psutil.P
             wait_for(healthy, "the engine to be ready")
             yield psutil.Process(process.pid), f"http://127.0.0.1:{port}"
             process.terminate()
-            # It is healthy a moment before its constructor is back, until when a signal ends it as it ends anything.
+            # It is healthy shortly before its constructor returns; until then a signal has its default effect.
             assert process.wait(HANG_S) in (0, -signal.SIGTERM)
         finally:
-            process.kill()  # lest what hangs is waited for here, and found by all tests after this one
+            process.kill()  # a process that hangs must not disturb later tests
 
 
 @contextlib.contextmanager
-def launched_around(loading: str) -> Iterator[subprocess.Popen[str]]:
-    """Our launcher with something else in the place of the wheel, which does `loading` and then serves nothing."""
+def run_launcher(loading: str) -> Iterator[subprocess.Popen[str]]:
+    """The launcher with a fake wheel, which runs `loading` and serves nothing."""
     script = f"""
 import ctypes, runpy, signal, sys, threading, time, types, unittest.mock
 def load(params):
@@ -248,7 +248,7 @@ def launcher() -> ModuleType:
 class TestLauncher:
     @pytest.mark.parametrize("task", ["generate", "embed"])
     def test_accepts_every_option_of_a_launch(self, launcher: ModuleType, task: str) -> None:
-        chosen = planned()
+        chosen = make_plan()
         launch = LLAMA.launch(replaced(chosen, model=replaced(chosen.model, task=task)), 4321)
         assert launch.argv[0] == "llama-server"
         options = launcher.parser().parse_args(launch.argv[1:])
@@ -342,7 +342,7 @@ print(json.dumps({
 
     def test_exits_whichever_thread_gets_the_signal(self) -> None:
         # A signal that comes just as the waiting begins is as one to another thread: the waiting itself hears nothing.
-        with launched_around("""
+        with run_launcher("""
             def tell():
                 seen, before = 0, None
                 while seen < 20:
@@ -357,7 +357,7 @@ print(json.dumps({
 
     def test_it_can_be_stopped_while_it_loads(self) -> None:
         # As the wheel does: Python's lock is held for as long as that takes.
-        with launched_around("""
+        with run_launcher("""
             print("loading", flush=True)
             ctypes.PyDLL(None).sleep(600)
         """) as process:
@@ -377,8 +377,8 @@ print(json.dumps({
         assert LLAMA.explain(done.stdout + done.stderr) is not None
 
     def test_engine_runs_as_planned(self, builtin_gguf: Path, llama_environment: Environment) -> None:
-        chosen = planned()
-        with running(llama_environment, LLAMA.launch(chosen, free_port())) as (process, url):
+        chosen = make_plan()
+        with run_engine(llama_environment, LLAMA.launch(chosen, free_port())) as (process, url):
 
             def get(path: str) -> str:
                 with urllib.request.urlopen(f"{url}{path}", timeout=HANG_S) as answer:
@@ -393,7 +393,7 @@ print(json.dumps({
             assert process.num_threads() > 50  # --threads-http
 
 
-def on_a_gpu(name: str = "Qwen/Qwen3-30B-A3B", label: str | None = None, **given: Any) -> Launch:
+def launch_on_gpu(name: str = "Qwen/Qwen3-30B-A3B", label: str | None = None, **given: Any) -> Launch:
     settled = {"slots": 4, "context_tokens": 8192, "device": "cuda", "threads": 12, **given.pop("settings", {})}
     return LLAMA.launch(
         engine_plan(LLAMA, machine("RTX 4090"), model(name), label=label, settings=Settings(**settled), **given), 8123
@@ -405,7 +405,7 @@ class TestCommandLines:
     @settings(deadline=None)
     def test_every_option_and_value_is_one_of_llama_servers(self, launcher: ModuleType, chosen: Plan) -> None:
         launch = LLAMA.launch(chosen, 8123)
-        said = parsed("llama_cpp", launch.argv[1:])
+        said = parse_options("llama_cpp", launch.argv[1:])
         assert said["--port"] == 8123 and said["-c"] == chosen.settings.context_tokens * chosen.settings.slots
         if chosen.settings.device in LLAMA.built_for:
             assert launch.argv[0] == "llama-server" and launcher.parser().parse_args(launch.argv[1:])
@@ -414,10 +414,10 @@ class TestCommandLines:
         self.preparation_holds(chosen, launch, said)
 
     def preparation_holds(self, chosen: Plan, launch: Launch, said: dict[str, Any]) -> None:
-        facts = published("llama_cpp")
+        facts = read_options("llama_cpp")
         for step in launch.prepare:
             if step.argv[:1] == ("python3",) and step.kind == "convert":
-                options = parsed("llama_cpp_convert", step.argv[2:])
+                options = parse_options("llama_cpp_convert", step.argv[2:])
                 assert options["--outfile"] == step.where
             if step.argv and step.argv[0].endswith("llama-quantize"):
                 assert step.argv[0].startswith("llama.cpp-build/bin/") == (
@@ -433,14 +433,14 @@ class TestCommandLines:
         assert not converted or converted[-1].where == said["-m"]
 
     def test_names_the_cards_of_a_multi_gpu_launch(self) -> None:
-        one, two = on_a_gpu(), on_a_gpu(layout=Parallelism(pipeline=2))
-        assert words_after(one, "--split-mode") == "none" and "--device" not in one.argv
-        assert words_after(two, "--split-mode") == "layer" and words_after(two, "--device") == "CUDA0,CUDA1"
+        one, two = launch_on_gpu(), launch_on_gpu(layout=Parallelism(pipeline=2))
+        assert list_words_after(one, "--split-mode") == "none" and "--device" not in one.argv
+        assert list_words_after(two, "--split-mode") == "layer" and list_words_after(two, "--device") == "CUDA0,CUDA1"
 
     def test_layers_on_the_card(self) -> None:
-        assert words_after(on_a_gpu(), "--n-gpu-layers") == "49"
-        assert words_after(on_a_gpu(settings={"gpu_layers": 20}), "--n-gpu-layers") == "20"
-        assert words_after(on_a_gpu(settings={"device": "cpu"}), "--n-gpu-layers") == "0"
+        assert list_words_after(launch_on_gpu(), "--n-gpu-layers") == "49"
+        assert list_words_after(launch_on_gpu(settings={"gpu_layers": 20}), "--n-gpu-layers") == "20"
+        assert list_words_after(launch_on_gpu(settings={"device": "cpu"}), "--n-gpu-layers") == "0"
 
     @pytest.mark.parametrize(
         ("name", "host_layers", "first"),
@@ -452,16 +452,16 @@ class TestCommandLines:
         ],
     )
     def test_host_experts_are_counted_from_the_first_layer(self, name: str, host_layers: int, first: str) -> None:
-        launch = on_a_gpu(name, settings={"host_expert_layers": host_layers})
-        assert words_after(launch, "--n-cpu-moe") == first
+        launch = launch_on_gpu(name, settings={"host_expert_layers": host_layers})
+        assert list_words_after(launch, "--n-cpu-moe") == first
 
     def test_8_bit_kv_cache(self) -> None:
-        launch = on_a_gpu(settings={"kv_type": "fp8"})
-        assert words_after(launch, "--cache-type-k") == words_after(launch, "--cache-type-v") == "q8_0"
-        assert words_after(launch, "--flash-attn") == "on"
+        launch = launch_on_gpu(settings={"kv_type": "fp8"})
+        assert list_words_after(launch, "--cache-type-k") == list_words_after(launch, "--cache-type-v") == "q8_0"
+        assert list_words_after(launch, "--flash-attn") == "on"
 
     def test_gpu_plans_begin_with_a_build_and_cpu_plans_with_the_wheel(self) -> None:
-        steps = on_a_gpu(label="BF16").prepare
+        steps = launch_on_gpu(label="BF16").prepare
         assert [step.kind for step in steps] == [
             "download",
             "build",
@@ -472,19 +472,19 @@ class TestCommandLines:
             "convert",
         ]
         assert "-DGGML_CUDA=ON" in steps[2].argv and steps[3].argv[-1] == "llama-server"
-        cpu = on_a_gpu(label="BF16", settings={"device": "cpu"}).prepare
+        cpu = launch_on_gpu(label="BF16", settings={"device": "cpu"}).prepare
         assert [step.kind for step in cpu] == ["install", "download", "build", "download", "install", "convert"]
         assert "xllamacpp" in cpu[0].what
 
     def test_types_below_8_bits_need_a_second_step(self) -> None:
-        steps = [step for step in on_a_gpu(label="Q4_K_M").prepare if step.kind == "convert"]
+        steps = [step for step in launch_on_gpu(label="Q4_K_M").prepare if step.kind == "convert"]
         assert len(steps) == 2 and steps[0].where == steps[1].argv[1]
         assert steps[0].disk_bytes and steps[1].disk_bytes and steps[1].disk_bytes < steps[0].disk_bytes / 3
-        assert len([step for step in on_a_gpu(label="Q8_0").prepare if step.kind == "convert"]) == 1
+        assert len([step for step in launch_on_gpu(label="Q8_0").prepare if step.kind == "convert"]) == 1
 
     def test_the_wheel_quantizes_without_a_build(self) -> None:
         def steps(label: str) -> tuple[Preparation, ...]:
-            return on_a_gpu(label=label, settings={"device": "cpu"}).prepare
+            return launch_on_gpu(label=label, settings={"device": "cpu"}).prepare
 
         small = steps("Q4_K_M")
         assert not [step for step in small if step.argv[:1] == ("cmake",)]
@@ -543,7 +543,7 @@ class TestWeights:
         assert refused is not None and refused.kind == "impossible"
 
 
-def words_after(launch: Launch, option: str) -> str:
+def list_words_after(launch: Launch, option: str) -> str:
     return launch.argv[launch.argv.index(option) + 1]
 
 
@@ -594,7 +594,7 @@ class TestBuilding:
 
     @pytest.mark.parametrize("device", ["cpu", "cuda", "rocm", "xpu", "metal", "vulkan"])
     def test_every_cmake_option_exists_in_the_source(self, device: Device) -> None:
-        known = {*published("llama_cpp")["cmake_options"], "CMAKE_BUILD_TYPE", "CMAKE_CUDA_ARCHITECTURES"}
+        known = {*read_options("llama_cpp")["cmake_options"], "CMAKE_BUILD_TYPE", "CMAKE_CUDA_ARCHITECTURES"}
         for variant in LLAMA.variants(self.on("avx512f", "amx_tile", cards=("9.0",)), device):
             assert {option[2:].partition("=")[0] for option in variant.options} <= known
 

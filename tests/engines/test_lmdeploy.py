@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S
-from tests.engines.argv import parsed, published
+from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines import engine
@@ -24,9 +24,9 @@ MISTRAL = "mistralai/Mistral-7B-Instruct-v0.3"
 AWQ = "Qwen/Qwen2.5-72B-Instruct-AWQ"
 
 
-def options(argv: tuple[str, ...]) -> dict[str, object]:
+def parse_launch(argv: tuple[str, ...]) -> dict[str, object]:
     assert argv[:3] == ("lmdeploy", "serve", "api_server")
-    return parsed("lmdeploy", argv[3:])
+    return parse_options("lmdeploy", argv[3:])
 
 
 class TestLaunch:
@@ -34,7 +34,7 @@ class TestLaunch:
     @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
         launch = LMDEPLOY.launch(chosen, 8123)
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert said["--server-name"] == "127.0.0.1" and said["--server-port"] == 8123
         assert "--trust-remote-code" not in said and "--api-keys" not in said
         assert 0 < said["--cache-max-entry-count"] < 1  # type: ignore[operator]
@@ -43,15 +43,15 @@ class TestLaunch:
         for step in launch.prepare:
             if step.kind == "convert":
                 assert step.argv[:3] == ("lmdeploy", "lite", "auto_awq")
-                made = parsed("lmdeploy_awq", step.argv[3:])
+                made = parse_options("lmdeploy_awq", step.argv[3:])
                 assert [made["--work-dir"]] == said[""] and said["--model-format"] == "awq"
 
     def test_the_options_are_those_of_the_pinned_version(self) -> None:
-        assert published("lmdeploy")["version"] == published("lmdeploy_awq")["version"] == LMDEPLOY.version
+        assert read_options("lmdeploy")["version"] == read_options("lmdeploy_awq")["version"] == LMDEPLOY.version
 
     def test_a_plain_plan(self) -> None:
         launch = LMDEPLOY.launch(plan(LMDEPLOY, machine("H100 SXM", 1), model(LLAMA)), 8000)
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert said[""] == [LLAMA] and said["--model-name"] == "meta-llama/llama-3.1-8b-instruct"
         assert (said["--backend"], said["--session-len"], said["--max-batch-size"]) == ("turbomind", 8192, 16)
         assert said["--cache-max-entry-count"] == 0.8 and said["--tool-call-parser"] == "llama3"
@@ -59,23 +59,23 @@ class TestLaunch:
         assert launch.health_path == "/health" and "HF_HUB_OFFLINE" not in launch.env
 
     def test_models_unknown_to_turbomind_run_in_pytorch(self) -> None:
-        said = options(LMDEPLOY.launch(plan(LMDEPLOY, machine("H100 SXM", 1), model(MISTRAL)), 8000).argv)
+        said = parse_launch(LMDEPLOY.launch(plan(LMDEPLOY, machine("H100 SXM", 1), model(MISTRAL)), 8000).argv)
         assert said["--backend"] == "pytorch"
 
     def test_8_bit_cache_is_int8_in_turbomind_and_fp8_in_pytorch(self) -> None:
         for name, policy in ((LLAMA, "int8"), (MISTRAL, "fp8")):
             chosen = plan(LMDEPLOY, machine("H100 SXM", 1), model(name))
             chosen = replaced(chosen, settings=replaced(chosen.settings, kv_type="fp8"))
-            assert options(LMDEPLOY.launch(chosen, 8000).argv)["--quant-policy"] == policy
+            assert parse_launch(LMDEPLOY.launch(chosen, 8000).argv)["--quant-policy"] == policy
 
     def test_tensor_parallel_and_a_shared_prefix(self) -> None:
         work = Workload(concurrency=16, prompt_tokens=4000, shared_prefix_tokens=3000)
         chosen = plan(LMDEPLOY, machine("H100 SXM"), model(LLAMA), layout=Parallelism(tensor=4), workload=work)
-        said = options(LMDEPLOY.launch(chosen, 8000).argv)
+        said = parse_launch(LMDEPLOY.launch(chosen, 8000).argv)
         assert said["--tp"] == 4 and said["--enable-prefix-caching"]
 
     def test_cards_without_bf16_use_f16(self) -> None:
-        said = options(LMDEPLOY.launch(plan(LMDEPLOY, machine("NVIDIA T4", 1), model(LLAMA)), 8000).argv)
+        said = parse_launch(LMDEPLOY.launch(plan(LMDEPLOY, machine("NVIDIA T4", 1), model(LLAMA)), 8000).argv)
         assert said["--dtype"] == "float16"
 
     def test_a_conversion_comes_before_the_launch(self) -> None:
@@ -141,7 +141,7 @@ class TestRefuse:
 
 
 def test_every_parser_is_in_its_registry_and_lists_do_not_overlap() -> None:
-    known = {option["names"][0]: option.get("choices") for option in published("lmdeploy")["options"]}
+    known = {option["names"][0]: option.get("choices") for option in read_options("lmdeploy")["options"]}
     for parsers in PARSERS.values():
         assert parsers.tools is None or parsers.tools in known["--tool-call-parser"]
         assert parsers.reasoning is None or parsers.reasoning in known["--reasoning-parser"]
@@ -161,7 +161,7 @@ def test_every_parser_is_in_its_registry_and_lists_do_not_overlap() -> None:
     ],
 )
 def test_parsers_by_model(name: str, tools: str | None, reasoning: str | None) -> None:
-    said = options(LMDEPLOY.launch(plan(LMDEPLOY, machine("H200 SXM"), model(name)), 8000).argv)
+    said = parse_launch(LMDEPLOY.launch(plan(LMDEPLOY, machine("H200 SXM"), model(name)), 8000).argv)
     assert (said.get("--tool-call-parser"), said.get("--reasoning-parser")) == (tools, reasoning)
 
 

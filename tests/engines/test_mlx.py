@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S
-from tests.engines.argv import parsed
+from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
 import bedplate.engines
@@ -25,7 +25,7 @@ MAC = simulated({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
 SHIPPED = Path(bedplate.engines.__file__).parent / "shipped" / "mlx_server.py"
 
 
-def labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
+def list_labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
     target = MLX.target(on)
     assert target is not None
     return [(form.label, form.made) for form in MLX.weights(target, model(name), Workload(**asked))]  # type: ignore[arg-type]
@@ -37,14 +37,14 @@ class TestLaunch:
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
         launch = MLX.launch(chosen, 8123)
         assert launch.argv[0] == "mlx-server"
-        said = parsed("mlx", launch.argv[1:])
+        said = parse_options("mlx", launch.argv[1:])
         assert said["--port"] == 8123 and said["--host"] == "127.0.0.1"
         assert said["--decode-concurrency"] == chosen.settings.slots >= said["--prompt-concurrency"]
         assert ("--kv-bits" in said) == (chosen.settings.kv_type == "fp8")
         for step in launch.prepare:
             if step.kind == "convert":
                 assert step.argv[0] == "mlx_lm.convert"
-                converted = parsed("mlx_convert", step.argv[1:])
+                converted = parse_options("mlx_convert", step.argv[1:])
                 assert converted["--mlx-path"] == said["--model"] == step.where
                 bits = converted.get("--q-bits")
                 assert chosen.weights.label == (f"{bits}-BIT" if bits else "F32")
@@ -53,7 +53,7 @@ class TestLaunch:
 
     def test_prompt_cache_stays_within_the_plan(self) -> None:
         chosen = plan(MLX, MAC, model(LLAMA), settings=Settings(slots=3, context_tokens=2048, device="metal"))
-        said = parsed("mlx", MLX.launch(chosen, 1).argv[1:])
+        said = parse_options("mlx", MLX.launch(chosen, 1).argv[1:])
         assert said["--prompt-cache-bytes"] == 3 * chosen.model.kv_bytes(2048)
 
     def test_local_models_do_not_use_the_hub(self) -> None:
@@ -71,19 +71,19 @@ class TestLaunch:
 class TestModels:
     def test_16_bits_are_loaded_directly_and_fewer_are_converted(self) -> None:
         made = [("8-BIT", "converted"), ("6-BIT", "converted"), ("4-BIT", "converted")]
-        assert labels(MAC, LLAMA) == [("BF16", "as it is"), *made]
-        assert labels(MAC, LLAMA, precision_sensitive=True) == [("BF16", "as it is"), made[0]]
+        assert list_labels(MAC, LLAMA) == [("BF16", "as it is"), *made]
+        assert list_labels(MAC, LLAMA, precision_sensitive=True) == [("BF16", "as it is"), made[0]]
 
     def test_few_bits_are_not_offered_on_a_cpu(self) -> None:
-        assert labels(machine("cpu"), LLAMA) == [("F32", "converted"), ("8-BIT", "converted")]
+        assert list_labels(machine("cpu"), LLAMA) == [("F32", "converted"), ("8-BIT", "converted")]
         steps = MLX.launch(plan(MLX, machine("cpu"), model(LLAMA), label="F32"), 1).prepare
         (made,) = [step for step in steps if step.kind == "convert"]
         assert "--quantize" not in made.argv and made.disk_bytes == 4 * model(LLAMA).parameters
 
     def test_quantizations_of_other_tools_are_loaded_directly(self) -> None:
-        assert labels(MAC, "openai/gpt-oss-20b") == [("MXFP4", "as it is")]
-        assert [label for label, _ in labels(MAC, "deepseek-ai/DeepSeek-R1")] == ["8-BIT", "6-BIT", "4-BIT"]
-        assert labels(MAC, "Qwen/Qwen3-235B-A22B-FP8") == []
+        assert list_labels(MAC, "openai/gpt-oss-20b") == [("MXFP4", "as it is")]
+        assert [label for label, _ in list_labels(MAC, "deepseek-ai/DeepSeek-R1")] == ["8-BIT", "6-BIT", "4-BIT"]
+        assert list_labels(MAC, "Qwen/Qwen3-235B-A22B-FP8") == []
 
     def test_it_runs_on_macs_and_on_linux_but_not_on_windows(self) -> None:
         assert MLX.refuse(MAC, model(LLAMA), Workload()) is None

@@ -14,7 +14,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "models" / "pad_llama.py"
 VOCABULARY, LAYERS, TOKENS = 17, 2, 5
 
 
-def _loaded() -> Any:
+def _load_program() -> Any:
     spec = importlib.util.spec_from_file_location("pad_llama", PROGRAM)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -23,10 +23,10 @@ def _loaded() -> Any:
     return module
 
 
-pad: Any = _loaded()
+pad: Any = _load_program()
 
 
-def random_llama(sizes: Any) -> dict[str, Any]:
+def make_random_llama(sizes: Any) -> dict[str, Any]:
     make = np.random.default_rng(7)
     names = {"model.embed_tokens": (VOCABULARY, sizes.hidden), "model.norm": (sizes.hidden,)}
     for layer in range(LAYERS):
@@ -42,7 +42,7 @@ def random_llama(sizes: Any) -> dict[str, Any]:
     return found | biased
 
 
-def logits(weights: dict[str, Any], sizes: Any, eps: float) -> Any:
+def compute_logits(weights: dict[str, Any], sizes: Any, eps: float) -> Any:
     """As Transformers computes a Llama, with tied embeddings."""
 
     def norm(x: Any, name: str) -> Any:
@@ -78,7 +78,7 @@ def logits(weights: dict[str, Any], sizes: Any, eps: float) -> Any:
     return norm(x, "model.norm") @ weights["model.embed_tokens.weight"].T
 
 
-def widened(weights: dict[str, Any], now: Any, new: Any) -> dict[str, Any]:
+def pad_weights(weights: dict[str, Any], now: Any, new: Any) -> dict[str, Any]:
     return {name: pad.padded(name, one, now, new, lambda _, shape: np.zeros(shape)) for name, one in weights.items()}
 
 
@@ -86,13 +86,13 @@ def test_padded_model_computes_the_same() -> None:
     now = pad.Sizes(hidden=20, intermediate=30, heads=6, kv_heads=3, head=4)
     new = pad.grown(now, step=8)
     assert (new.hidden, new.intermediate, new.heads, new.kv_heads, new.head) == (24, 32, 8, 4, 4)
-    weights = random_llama(now)
+    weights = make_random_llama(now)
     # So large that leaving it as it is would show.
     config = pad.configured({"rms_norm_eps": 0.05}, now, new)
-    made = widened(weights, now, new)
-    expected = logits(weights, now, 0.05)
-    assert np.abs(logits(made, new, config["rms_norm_eps"]) - expected).max() < 1e-9
-    assert np.abs(logits(made, new, 0.05) - expected).max() > 1e-4
+    made = pad_weights(weights, now, new)
+    expected = compute_logits(weights, now, 0.05)
+    assert np.abs(compute_logits(made, new, config["rms_norm_eps"]) - expected).max() < 1e-9
+    assert np.abs(compute_logits(made, new, 0.05) - expected).max() > 1e-4
 
 
 def test_padded_sizes_of_smollm2() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S
-from tests.engines.argv import parsed
+from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.pytorch import PyTorch
@@ -22,7 +22,7 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 MAC = simulated({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
 
 
-def labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
+def list_labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
     target = TORCH.target(on)
     assert target is not None
     return [(form.label, form.made) for form in TORCH.weights(target, model(name), Workload(**asked))]  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ class TestLaunch:
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
         launch = TORCH.launch(chosen, 8123)
         assert launch.argv[:2] == ("transformers-server", "serve")
-        said = parsed("pytorch", launch.argv[2:])
+        said = parse_options("pytorch", launch.argv[2:])
         assert said[""] == [chosen.model_path] and said["--port"] == 8123
         assert ("--continuous-batching" in said) == (chosen.settings.slots > 1) == ("--cb-num-blocks" in said)
         assert ("--quantization" in said) == (chosen.weights.label in ("INT8", "NF4"))
@@ -50,7 +50,7 @@ class TestLaunch:
         ],
     )
     def test_devices_are_named_as_in_pytorch(self, on: Hardware, device: str) -> None:
-        assert parsed("pytorch", TORCH.launch(plan(TORCH, on, model(LLAMA)), 1).argv[2:])["--device"] == device
+        assert parse_options("pytorch", TORCH.launch(plan(TORCH, on, model(LLAMA)), 1).argv[2:])["--device"] == device
 
     def test_several_cards_are_the_first_ones(self) -> None:
         for card, name in (("H100 SXM", "CUDA_VISIBLE_DEVICES"), ("MI300X", "HIP_VISIBLE_DEVICES")):
@@ -59,7 +59,7 @@ class TestLaunch:
 
     def test_page_pool_holds_all_requests_at_maximum_length(self) -> None:
         settled = Settings(slots=3, context_tokens=1000, device="cuda")
-        said = parsed(
+        said = parse_options(
             "pytorch", TORCH.launch(plan(TORCH, machine("H100 SXM"), model(LLAMA), settings=settled), 1).argv[2:]
         )
         assert said["--cb-num-blocks"] == 3 * 4
@@ -73,10 +73,10 @@ class TestLaunch:
 
 class TestModels:
     def test_16_bits_and_bitsandbytes_on_nvidia(self) -> None:
-        assert labels(machine("cpu"), LLAMA) == [("BF16", "as it is")]
+        assert list_labels(machine("cpu"), LLAMA) == [("BF16", "as it is")]
         on = machine("H100 SXM")
-        assert labels(on, LLAMA) == [("BF16", "as it is"), ("INT8", "while loading"), ("NF4", "while loading")]
-        assert labels(on, LLAMA, precision_sensitive=True) == [("BF16", "as it is"), ("INT8", "while loading")]
+        assert list_labels(on, LLAMA) == [("BF16", "as it is"), ("INT8", "while loading"), ("NF4", "while loading")]
+        assert list_labels(on, LLAMA, precision_sensitive=True) == [("BF16", "as it is"), ("INT8", "while loading")]
 
     @pytest.mark.parametrize(
         ("sets", "offered", "said"),
@@ -93,17 +93,17 @@ class TestModels:
         here = machine("cpu")
         here = replaced(here, cpu=replaced(here.cpu, instruction_sets=sets))
         chosen = plan(TORCH, here, model(LLAMA))
-        assert labels(here, LLAMA) == offered
-        assert parsed("pytorch", TORCH.launch(chosen, 1).argv[2:])["--dtype"] == said
+        assert list_labels(here, LLAMA) == offered
+        assert parse_options("pytorch", TORCH.launch(chosen, 1).argv[2:])["--dtype"] == said
         dtype = next(knob for knob in TORCH.knobs(here, chosen) if knob.name == "dtype")
         assert dtype.now == said and dtype.prior == (0.7 if sets == ("avx2",) else 0.15)
 
     def test_fp8_needs_fp8_units(self) -> None:
-        assert labels(machine("H100 SXM"), "deepseek-ai/DeepSeek-R1") == [("FP8", "as it is")]
-        assert labels(machine("A100 80GB SXM"), "deepseek-ai/DeepSeek-R1") == []
+        assert list_labels(machine("H100 SXM"), "deepseek-ai/DeepSeek-R1") == [("FP8", "as it is")]
+        assert list_labels(machine("A100 80GB SXM"), "deepseek-ai/DeepSeek-R1") == []
 
     def test_mxfp4_is_dequantized(self) -> None:
-        assert labels(machine("H100 SXM"), "openai/gpt-oss-20b") == [("BF16", "while loading")]
+        assert list_labels(machine("H100 SXM"), "openai/gpt-oss-20b") == [("BF16", "while loading")]
 
     @pytest.mark.parametrize("name", ["nvidia/DeepSeek-V3.2-NVFP4", "moonshotai/Kimi-K2-Thinking"])
     def test_refuses_unsupported_quantizations(self, name: str) -> None:

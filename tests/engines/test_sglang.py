@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S
-from tests.engines.argv import parsed, published
+from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 import bedplate.engines
@@ -29,16 +29,16 @@ DEEPSEEK = "deepseek-ai/DeepSeek-R1"
 SHIPPED = Path(bedplate.engines.__file__).parent / "shipped" / "sglang_server.py"
 
 
-def options(argv: tuple[str, ...]) -> dict[str, object]:
+def parse_launch(argv: tuple[str, ...]) -> dict[str, object]:
     assert argv[0] in ("sglang", "sglang-server") and argv[1] == "serve"
-    return parsed("sglang", argv[2:])
+    return parse_options("sglang", argv[2:])
 
 
 class TestLaunch:
     @given(chosen=plans(SGLANG))
     @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
-        said = options(SGLANG.launch(chosen, 8123).argv)
+        said = parse_launch(SGLANG.launch(chosen, 8123).argv)
         assert said["--host"] == "127.0.0.1" and said["--port"] == 8123 and said["--enable-metrics"]
         assert "--trust-remote-code" not in said and "--api-key" not in said
         # Its own words: "tp_size must be divisible", and replicas beside attention data parallelism are refused.
@@ -47,10 +47,10 @@ class TestLaunch:
         assert ("--device" in said) == (chosen.settings.device == "cpu")
 
     def test_the_options_are_those_of_the_pinned_version(self) -> None:
-        assert published("sglang")["version"] == SGLANG.version
+        assert read_options("sglang")["version"] == SGLANG.version
 
     def test_launch_on_one_gpu(self) -> None:
-        said = options(SGLANG.launch(plan(SGLANG, machine("H100 SXM", 1), model(LLAMA)), 8000).argv)
+        said = parse_launch(SGLANG.launch(plan(SGLANG, machine("H100 SXM", 1), model(LLAMA)), 8000).argv)
         assert said["--model-path"] == LLAMA and said["--served-model-name"] == "meta-llama/llama-3.1-8b-instruct"
         assert said["--context-length"] == 8192 and said["--max-running-requests"] == 16
         assert said["--tool-call-parser"] == "llama3" and "--mem-fraction-static" not in said
@@ -58,7 +58,7 @@ class TestLaunch:
     def test_launch_with_attention_data_parallelism(self) -> None:
         layout = Parallelism(tensor=8, expert=8, attention_data=8)
         chosen = plan(SGLANG, machine("H200 SXM"), model(DEEPSEEK), layout=layout, workload=Workload(concurrency=100))
-        said = options(SGLANG.launch(chosen, 8000).argv)
+        said = parse_launch(SGLANG.launch(chosen, 8000).argv)
         assert (said["--tp-size"], said["--ep-size"], said["--attn-dp-size"]) == (8, 8, 8)
         assert said["--max-running-requests"] == 100 and "--dp-size" not in said
         assert said["--reasoning-parser"] == "deepseek-r1" and said["--tool-call-parser"] == "deepseekv3"
@@ -66,40 +66,40 @@ class TestLaunch:
     def test_replicas_of_replicated_attention_become_one_wider_group(self) -> None:
         layout = Parallelism(tensor=8, expert=8, attention_data=8, data=2)
         chosen = plan(SGLANG, machine("H200 SXM", 16), model(DEEPSEEK), layout=layout)
-        said = options(SGLANG.launch(chosen, 8000).argv)
+        said = parse_launch(SGLANG.launch(chosen, 8000).argv)
         assert (said["--tp-size"], said["--ep-size"], said["--attn-dp-size"]) == (16, 16, 16)
         assert said["--max-running-requests"] == 2 * chosen.settings.slots
 
     def test_launch_with_replicas(self) -> None:
         chosen = plan(SGLANG, machine("H100 SXM"), model(LLAMA), layout=Parallelism(tensor=2, data=4))
-        said = options(SGLANG.launch(chosen, 8000).argv)
+        said = parse_launch(SGLANG.launch(chosen, 8000).argv)
         assert (said["--tp-size"], said["--dp-size"]) == (2, 4)
         assert said["--max-running-requests"] == chosen.settings.slots
 
     def test_launch_on_several_nodes(self) -> None:
         chosen = plan(SGLANG, machine("H200 SXM", 16), model(DEEPSEEK), layout=Parallelism(tensor=8, pipeline=2))
-        said = options(SGLANG.launch_on_node(chosen, 8000, nodes=2, rank=1, leader="10.0.0.1").argv)
+        said = parse_launch(SGLANG.launch_on_node(chosen, 8000, nodes=2, rank=1, leader="10.0.0.1").argv)
         assert (said["--nnodes"], said["--node-rank"], said["--dist-init-addr"]) == (2, 1, "10.0.0.1:25000")
 
     def test_options_for_weights_cache_and_embeddings(self) -> None:
         chosen = plan(SGLANG, machine("H100 SXM", 1), model(LLAMA), label="FP8")
         eight = replaced(chosen, settings=replaced(chosen.settings, kv_type="fp8"))
-        said = options(SGLANG.launch(eight, 8000).argv)
+        said = parse_launch(SGLANG.launch(eight, 8000).argv)
         assert said["--quantization"] == "fp8" and said["--kv-cache-dtype"] == "fp8_e4m3"
         work = Workload(task="embed", concurrency=2)
         chosen = plan(SGLANG, machine("H100 SXM", 1), model("Qwen/Qwen3-8B"), workload=work)
-        said = options(SGLANG.launch(chosen, 8000).argv)
+        said = parse_launch(SGLANG.launch(chosen, 8000).argv)
         assert said["--is-embedding"] and "--reasoning-parser" not in said
 
     def test_a_conversion_comes_before_the_launch(self) -> None:
         launch = SGLANG.launch(plan(SGLANG, machine("B200", 1), model("Qwen/Qwen3-32B"), label="NVFP4"), 8000)
         assert [step.kind for step in launch.prepare] == ["install", "download", "install", "convert"]
         assert "'NVFP4'" in launch.prepare[-1].argv[-1] and "AWQModifier" not in launch.prepare[-1].argv[-1]
-        assert options(launch.argv)["--model-path"] == launch.prepare[-1].where
+        assert parse_launch(launch.argv)["--model-path"] == launch.prepare[-1].where
 
 
 def test_every_parser_is_in_its_registry() -> None:
-    known = {option["names"][0]: option.get("choices") for option in published("sglang")["options"]}
+    known = {option["names"][0]: option.get("choices") for option in read_options("sglang")["options"]}
     for parsers in PARSERS.values():
         assert parsers.tools is None or parsers.tools in known["--tool-call-parser"]
         assert parsers.reasoning is None or parsers.reasoning in known["--reasoning-parser"]
@@ -134,7 +134,7 @@ def test_refuses_hardware_without_kernels() -> None:
 class TestOnACpu:
     def test_command_on_a_cpu(self) -> None:
         launch = SGLANG.launch(plan(SGLANG, machine("cpu"), model(LLAMA, folder=True), workload=Workload()), 8000)
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert launch.argv[0] == "sglang-server" and said["--device"] == "cpu"
         assert said["--attention-backend"] == "torch_native" and said["--disable-overlap-schedule"]
         assert said["--sleep-on-idle"] and said["--max-running-requests"] == 8 and "--mem-fraction-static" not in said
@@ -149,9 +149,9 @@ class TestOnACpu:
     def test_cache_size_follows_the_workload(self) -> None:
         one = plan(SGLANG, machine("cpu"), model(LLAMA), workload=Workload(context_tokens=4096))
         many = Workload(concurrency=10, prompt_tokens=1500, output_tokens=500)
-        assert options(SGLANG.launch(one, 1).argv)["--max-total-tokens"] == round(1.1 * 4096)
+        assert parse_launch(SGLANG.launch(one, 1).argv)["--max-total-tokens"] == round(1.1 * 4096)
         chosen = plan(SGLANG, machine("cpu"), model(LLAMA), workload=many)
-        assert options(SGLANG.launch(chosen, 1).argv)["--max-total-tokens"] == round(1.1 * 10 * 2000)
+        assert parse_launch(SGLANG.launch(chosen, 1).argv)["--max-total-tokens"] == round(1.1 * 10 * 2000)
 
     def test_is_installed_without_gpu_dependencies(self) -> None:
         first, last = SGLANG.launch(plan(SGLANG, machine("cpu"), model(LLAMA)), 1).prepare

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.commands import invoke
-from tests.engines.argv import FOLDER, parsed, published
+from tests.engines.argv import FOLDER, parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.decide import decide
@@ -26,10 +26,10 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 SMALL = Workload(concurrency=4)
 
 
-def said(name: str, argv: tuple[str, ...]) -> dict[str, object]:
-    """The options of a launch, held against those that this version publishes."""
+def check_options(name: str, argv: tuple[str, ...]) -> dict[str, object]:
+    """The options of a launch, checked against those of this version."""
     words = argv[2:] if argv[1] == "serve" else argv[4:]
-    return parsed(name.replace("@", "-"), words)
+    return parse_options(name.replace("@", "-"), words)
 
 
 def test_older_versions_with_overlays_are_known() -> None:
@@ -42,11 +42,11 @@ class TestLaunchLines:
     def test_every_option_and_value_is_one_of_the_version(self, name: str, version: str, data: st.DataObject) -> None:
         one = engine(f"{name}@{version}")
         chosen = data.draw(plans(one))
-        assert chosen.engine_version == version == published(f"{name}-{version}")["version"]
+        assert chosen.engine_version == version == read_options(f"{name}-{version}")["version"]
         # Whoever holds a plan may hold the engine without its version.
         assert one.launch(chosen, 8123) == engine(name).launch(chosen, 8123)
-        assert said(f"{name}@{version}", one.launch(chosen, 8123).argv)["--port"] == 8123
-        said(f"{name}@{version}", one.launch(with_own_defaults(chosen), 8123).argv)
+        assert check_options(f"{name}@{version}", one.launch(chosen, 8123).argv)["--port"] == 8123
+        check_options(f"{name}@{version}", one.launch(with_own_defaults(chosen), 8123).argv)
 
     def test_tuned_options_exist_in_the_version(self, name: str, version: str) -> None:
         one, on = engine(f"{name}@{version}"), machine("H100 SXM", 1)
@@ -54,7 +54,7 @@ class TestLaunchLines:
         for knob in one.knobs(on, chosen):
             for choice in knob.choices:
                 turned = turned_plan(chosen, one.knobs(on, chosen), {knob.name: choice.value})
-                said(f"{name}@{version}", one.launch(turned, 8123).argv)
+                check_options(f"{name}@{version}", one.launch(turned, 8123).argv)
 
 
 @pytest.mark.parametrize(("name", "module"), [("vllm-0.26.0", vllm), ("sglang-0.5.15", sglang)], ids=["vllm", "sglang"])
@@ -73,11 +73,11 @@ def test_older_sglang_enables_attention_data_parallelism_by_a_switch() -> None:
     deepseek = model("deepseek-ai/DeepSeek-R1")
     older = engine("sglang@0.5.15")
     argv = older.launch(plan(older, machine("H100 SXM"), deepseek, layout=layout), 8000).argv
-    options = said("sglang@0.5.15", argv)
+    options = check_options("sglang@0.5.15", argv)
     assert options["--dp-size"] == 8 and options["--enable-dp-attention"] is True
     newer = engine("sglang")
     argv = newer.launch(plan(newer, machine("H100 SXM"), deepseek, layout=layout), 8000).argv
-    assert "--enable-dp-attention" not in argv and parsed("sglang", argv[2:])["--attn-dp-size"] == 8
+    assert "--enable-dp-attention" not in argv and parse_options("sglang", argv[2:])["--attn-dp-size"] == 8
 
 
 def test_older_vllm_does_not_compile_a_sampler() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S
-from tests.engines.argv import parsed, published
+from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines import engine
@@ -24,14 +24,14 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 DEEPSEEK = "deepseek-ai/DeepSeek-R1"
 
 
-def options(argv: tuple[str, ...]) -> dict[str, object]:
+def parse_launch(argv: tuple[str, ...]) -> dict[str, object]:
     """The command line without its program, as a whole."""
     if argv[:2] == ("vllm", "serve"):
-        return parsed("vllm", argv[2:])
+        return parse_options("vllm", argv[2:])
     assert argv[:3] == ("python", "-m", "vllm.entrypoints.openai.api_server")
     words = list(argv[3:])
     assert words[0] == "--model"
-    return parsed("vllm", words[1:])
+    return parse_options("vllm", words[1:])
 
 
 class TestLaunch:
@@ -39,17 +39,17 @@ class TestLaunch:
     @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: object) -> None:
         launch = VLLM.launch(chosen, 8123)  # type: ignore[arg-type]
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert said["--host"] == "127.0.0.1" and said["--port"] == 8123
         assert "--trust-remote-code" not in said and "--api-key" not in said
         assert said["--max-num-batched-tokens"] >= said["--max-num-seqs"]  # type: ignore[operator]
 
     def test_the_options_are_those_of_the_pinned_version(self) -> None:
-        assert published("vllm")["version"] == VLLM.version
+        assert read_options("vllm")["version"] == VLLM.version
 
     def test_launch_on_one_gpu(self) -> None:
         launch = VLLM.launch(plan(VLLM, machine("H100 SXM", 1), model(LLAMA)), 8000)
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert said[""] == [LLAMA] and said["--served-model-name"] == "meta-llama/llama-3.1-8b-instruct"
         assert said["--max-model-len"] == 8192 and said["--max-num-seqs"] == 16
         assert said["--gpu-memory-utilization"] == 0.92
@@ -59,26 +59,26 @@ class TestLaunch:
 
     def test_local_folder_needs_no_network(self) -> None:
         launch = VLLM.launch(plan(VLLM, machine("H100 SXM", 1), model(LLAMA, folder=True)), 8000)
-        assert options(launch.argv)[""] == ["/models/it is here"] and launch.env["HF_HUB_OFFLINE"] == "1"
+        assert parse_launch(launch.argv)[""] == ["/models/it is here"] and launch.env["HF_HUB_OFFLINE"] == "1"
 
     def test_quantized_while_loading(self) -> None:
-        said = options(VLLM.launch(plan(VLLM, machine("H100 SXM", 1), model(LLAMA), label="FP8"), 8000).argv)
+        said = parse_launch(VLLM.launch(plan(VLLM, machine("H100 SXM", 1), model(LLAMA), label="FP8"), 8000).argv)
         assert said["--quantization"] == "fp8_per_channel"
 
     def test_cards_without_bf16_use_f16(self) -> None:
-        said = options(VLLM.launch(plan(VLLM, machine("NVIDIA T4", 1), model(LLAMA)), 8000).argv)
+        said = parse_launch(VLLM.launch(plan(VLLM, machine("NVIDIA T4", 1), model(LLAMA)), 8000).argv)
         assert said["--dtype"] == "half"
 
     def test_32_bit_weights_are_loaded_in_16_bits(self) -> None:
         wide = replaced(model(LLAMA), quantization="F32")
         chosen = plan(VLLM, machine("H100 SXM", 1), wide)
         assert (chosen.weights.label, chosen.weights.made) == ("BF16", "while loading")
-        assert options(VLLM.launch(chosen, 8000).argv)["--dtype"] == "bfloat16"
+        assert parse_launch(VLLM.launch(chosen, 8000).argv)["--dtype"] == "bfloat16"
 
     def test_replicated_attention_becomes_data_parallel_ranks_that_share_experts(self) -> None:
         layout = Parallelism(tensor=8, expert=8, attention_data=8)
         chosen = plan(VLLM, machine("H200 SXM"), model(DEEPSEEK), layout=layout, workload=Workload(concurrency=100))
-        said = options(VLLM.launch(chosen, 8000).argv)
+        said = parse_launch(VLLM.launch(chosen, 8000).argv)
         assert said["--data-parallel-size"] == 8 and said["--enable-expert-parallel"]
         assert "--tensor-parallel-size" not in said
         # Each rank has an eighth of the requests.
@@ -87,7 +87,7 @@ class TestLaunch:
 
     def test_options_for_tensor_pipeline_and_replicas(self) -> None:
         layout = Parallelism(tensor=4, pipeline=2, data=2)
-        said = options(VLLM.launch(plan(VLLM, machine("H100 SXM", 16), model(LLAMA), layout=layout), 8000).argv)
+        said = parse_launch(VLLM.launch(plan(VLLM, machine("H100 SXM", 16), model(LLAMA), layout=layout), 8000).argv)
         assert (said["--tensor-parallel-size"], said["--pipeline-parallel-size"]) == (4, 2)
         assert said["--data-parallel-size"] == 2 and "--enable-expert-parallel" not in said
 
@@ -95,15 +95,15 @@ class TestLaunch:
         layout = Parallelism(tensor=8, pipeline=2)
         chosen = plan(VLLM, machine("H100 SXM", 16), model(LLAMA), layout=layout)
         first, second = (VLLM.launch_on_node(chosen, 8000, nodes=2, rank=rank, leader="10.0.0.1") for rank in (0, 1))
-        assert options(first.argv)["--node-rank"] == 0 and "--headless" not in first.argv
-        said = options(second.argv)
+        assert parse_launch(first.argv)["--node-rank"] == 0 and "--headless" not in first.argv
+        said = parse_launch(second.argv)
         assert said["--nnodes"] == 2 and said["--node-rank"] == 1 and said["--headless"]
         assert said["--master-addr"] == "10.0.0.1"
 
     def test_cpu_launch_uses_the_module_and_a_fixed_cache(self) -> None:
         chosen = plan(VLLM, machine("cpu"), model(LLAMA), workload=Workload(concurrency=2, context_tokens=4096))
         launch = VLLM.launch(chosen, 8000)
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert said["--enforce-eager"] and "--gpu-memory-utilization" not in said
         # Two requests of 4096 tokens of 128 KiB each, and a tenth.
         assert int(str(said["--kv-cache-memory-bytes"])) == round(1.1 * 2 * 4096 * 131072)
@@ -111,7 +111,7 @@ class TestLaunch:
     def test_launch_for_embeddings(self) -> None:
         work = Workload(task="embed", concurrency=4)
         chosen = plan(VLLM, machine("H100 SXM", 1), model("BAAI/bge-m3"), workload=work)
-        said = options(VLLM.launch(chosen, 8000).argv)
+        said = parse_launch(VLLM.launch(chosen, 8000).argv)
         assert said["--runner"] == "pooling" and "--tool-call-parser" not in said
 
     def test_a_conversion_comes_before_the_launch(self) -> None:
@@ -119,13 +119,13 @@ class TestLaunch:
         assert [step.kind for step in launch.prepare] == ["install", "download", "install", "convert"]
         convert = launch.prepare[-1]
         compile(convert.argv[-1], "recipe", "exec")
-        assert convert.where == "Qwen3-32B-AWQ-INT4" and options(launch.argv)[""] == [convert.where]
+        assert convert.where == "Qwen3-32B-AWQ-INT4" and parse_launch(launch.argv)[""] == [convert.where]
         assert convert.seconds is not None and convert.seconds.low < convert.seconds.value < convert.seconds.high
 
 
 class TestParsers:
     def test_every_parser_is_in_its_registry(self) -> None:
-        known = {option["names"][0]: option.get("choices") for option in published("vllm")["options"]}
+        known = {option["names"][0]: option.get("choices") for option in read_options("vllm")["options"]}
         for parsers in PARSERS.values():
             assert parsers.tools is None or parsers.tools in known["--tool-call-parser"]
             assert parsers.reasoning is None or parsers.reasoning in known["--reasoning-parser"]
@@ -159,7 +159,7 @@ class TestParsers:
         ],
     )
     def test_parsers_by_model(self, name: str, tools: str | None, reasoning: str | None) -> None:
-        said = options(VLLM.launch(plan(VLLM, machine("B200"), model(name)), 8000).argv)
+        said = parse_launch(VLLM.launch(plan(VLLM, machine("B200"), model(name)), 8000).argv)
         assert (said.get("--tool-call-parser"), said.get("--reasoning-parser")) == (tools, reasoning)
         assert ("--enable-auto-tool-choice" in said) == (tools is not None)
 

@@ -15,7 +15,7 @@ from bedplate.engines import engine
 from bedplate.run.environments import make_environment
 
 
-def home_with(folder: Path, shared: Path, *engines: str) -> Path:
+def make_home(folder: Path, shared: Path, *engines: str) -> Path:
     """With these engines alone, which are installed where they are not yet; what was made for them is shared."""
     (folder / "engines").mkdir(parents=True)
     for name in engines:
@@ -27,7 +27,7 @@ def home_with(folder: Path, shared: Path, *engines: str) -> Path:
     return folder
 
 
-async def asked(*words: str, heard: Callable[[str], None] = lambda line: None) -> Answer:
+async def run_bedplate(*words: str, heard: Callable[[str], None] = lambda line: None) -> Answer:
     """`bedplate …` as a process of its own, while other things go on; `heard` is told of each line that it says."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bedplate", *words, env={**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
@@ -44,7 +44,7 @@ async def asked(*words: str, heard: Callable[[str], None] = lambda line: None) -
 
 
 @contextlib.contextmanager
-def on_core(core: int) -> Iterator[None]:
+def pin_to_core(core: int) -> Iterator[None]:
     """Whatever is started meanwhile stays there."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})

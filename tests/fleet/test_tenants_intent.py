@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from tests.commands import run
 from tests.conftest import HANG_S, wait_for
-from tests.fleet.beside import home_with
+from tests.fleet.beside import make_home
 from tests.fleet.serving import Serving, serving
 
 pytestmark = pytest.mark.timeout(300)
@@ -35,7 +35,7 @@ class Heard(NamedTuple):
 
 @pytest.fixture
 def home(tmp_path: Path, bedplate_home: Path, builtin_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    found = home_with(tmp_path / "home", bedplate_home, "llama.cpp")
+    found = make_home(tmp_path / "home", bedplate_home, "llama.cpp")
     monkeypatch.setenv("BEDPLATE_HOME", str(found))
     return found
 

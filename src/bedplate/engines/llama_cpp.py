@@ -422,8 +422,8 @@ class LlamaCpp(Engine):
         return bool(version) or backend == "cpu"
 
     def noted_chunk(self, notes: Mapping[str, str], scenario: str) -> int | None:
-        if (said := notes.get("n_ubatch", "")).isdigit():
-            return max(1, int(said))
+        if (tokens := notes.get("n_ubatch", "")).isdigit():
+            return max(1, int(tokens))
         smaller = notes.get("b", "").removeprefix("-b").strip()
         if smaller.isdigit():
             return max(1, min(MICRO_BATCH, int(smaller)))
@@ -431,8 +431,8 @@ class LlamaCpp(Engine):
         return 2048 if "batched-bench" in scenario else None
 
     def noted_fusion(self, notes: Mapping[str, str], current: bool) -> bool:
-        said = notes.get("fa", "").lower()
-        return said in ("1", "true", "on") if said else current
+        flag = notes.get("fa", "").lower()
+        return flag in ("1", "true", "on") if flag else current
 
     def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         kinds: dict[Device, str] = {"cpu": "server", "cuda": "server-cuda", "rocm": "server-rocm",
@@ -464,8 +464,8 @@ class LlamaCpp(Engine):
         if mark not in line:
             return None
         try:
-            said = json.loads(line.split(mark, 1)[1])
-            payload = said["payload"] if said["state"] == "loading" else {}
+            report = json.loads(line.split(mark, 1)[1])
+            payload = report["payload"] if report["state"] == "loading" else {}
             stages = payload.get("stages") or [None]
             done = stages.index(payload["current"]) if payload.get("current") in stages else 0
             return float((done + payload["value"]) / len(stages))
