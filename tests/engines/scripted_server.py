@@ -1,4 +1,4 @@
-"""A backend that does what its prompt says, to test the server around it. Tokens are bytes, or special from 256 on."""
+"""A backend that follows commands in its prompt, to test the server. Tokens are bytes; from 256 on they are special."""
 
 from __future__ import annotations
 

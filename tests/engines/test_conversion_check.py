@@ -26,7 +26,7 @@ check: Any = importlib.import_module("bedplate.engines.shipped.conversion_check"
 
 
 class Words(check.Reader):  # type: ignore[misc]
-    """A model whose tokens are characters, and which repeats what it is told."""
+    """A model whose tokens are characters, and which repeats its input."""
 
     name = "words"
 

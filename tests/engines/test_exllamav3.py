@@ -120,7 +120,7 @@ class TestModels:
             ("qwen2", 896, True),
             ("gemma3_text", 1152, True),
             ("gpt_oss", 2880, True),
-            # Experts alone are cut to the model's width; a gated MLP beside them is not.
+            # Only experts are trimmed to the hidden size; an additional gated MLP is not.
             ("qwen3_moe", 2000, True),
             ("glm4_moe", 2000, False),
             ("llama", None, True),
@@ -278,7 +278,7 @@ def load_backend(
 
 
 class TestBackend:
-    """Against a stand-in with the names that 1.6.5 has; the package itself computes on a GPU only."""
+    """With a fake that has the names of 1.6.5; the package itself needs a GPU."""
 
     def test_computes_two_concurrent_requests(self, monkeypatch: pytest.MonkeyPatch) -> None:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
@@ -299,7 +299,7 @@ class TestBackend:
         backend.cancel(two)
         backend.cancel(one)
         assert told.cancelled == [told.jobs[1]]
-        # What comes after for somebody who has gone is dropped.
+        # Later results of a cancelled request are dropped.
         assert backend.step() == [] and backend.kv_use() == 0.25
 
     def test_rejects_a_request_larger_than_the_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:

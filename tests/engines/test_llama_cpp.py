@@ -341,7 +341,7 @@ print(json.dumps({
         }  # fmt: skip
 
     def test_exits_whichever_thread_gets_the_signal(self) -> None:
-        # A signal that comes just as the waiting begins is as one to another thread: the waiting itself hears nothing.
+        # A signal just before the wait is like a signal to another thread: it does not interrupt the wait.
         with run_launcher("""
             def tell():
                 seen, before = 0, None
@@ -356,7 +356,7 @@ print(json.dumps({
             assert process.wait(HANG_S) == 0
 
     def test_it_can_be_stopped_while_it_loads(self) -> None:
-        # As the wheel does: Python's lock is held for as long as that takes.
+        # As in the wheel: the GIL is held during the load.
         with run_launcher("""
             print("loading", flush=True)
             ctypes.PyDLL(None).sleep(600)

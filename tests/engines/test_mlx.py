@@ -172,7 +172,7 @@ class TestShippedServer:
         lines = tmp_path / "lines.json"
         converted = [list(step.argv[1:]) for one in launches for step in one.prepare if step.kind == "convert"]
         lines.write_text(json.dumps([[list(one.argv[1:]) for one in launches], converted]))
-        # Its server makes its parser inside of main(); what comes after parsing is cut off.
+        # Its server creates the parser in main(); the code after parsing is removed.
         script = (
             "import importlib, json, runpy, sys\n"
             "from mlx_lm import server\n"

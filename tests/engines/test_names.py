@@ -1,4 +1,4 @@
-"""Every engine goes by its id and by what people call it."""
+"""Every engine is found by its id and its other names."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ sys.exit(int(os.environ.get("FAKE_CODE", "0")))
 
 @pytest.mark.skipif(os.name == "nt", reason="the stand-in is a script with a first line that names its interpreter")
 class TestImport:
-    """The steps as they stand, with a stand-in for the program: it answers and records."""
+    """The real steps with a fake `ollama` program that responds and records its calls."""
 
     def run(self, folder: Path, port: int, **env: str) -> tuple[list[int], Path]:
         program = folder / "bin" / "ollama"

@@ -1,4 +1,4 @@
-"""The server that bedplate ships: its protocol, around a backend that does what it is told."""
+"""The shipped server: its protocol, with a scripted backend."""
 
 from __future__ import annotations
 
@@ -457,9 +457,9 @@ class TestCancelling:
             read = Shipped().read(endless.ask("/metrics")[1])
             return (read.running, read.waiting, read.kv_use)
 
-        # The cache's use is told by the engine's next step, a moment after the requests are counted.
+        # The use of the cache is reported by the next step, shortly after the requests are counted.
         wait_for(lambda: state() == (2, 2, 1.0), "two to be computed and two to wait")
-        # One that waits goes, without ever having been computed; then one that runs, and the last takes its place.
+        # A waiting request is cancelled without having been computed; then a running one, and the last request starts.
         lines[3].close()
         wait_for(lambda: endless.metrics()["requests_waiting"] == 1, "the one that left to be forgotten")
         lines[0].close()

@@ -1,4 +1,4 @@
-"""A Llama that was made wider by zeros says what it said before."""
+"""A Llama that is padded with zeros computes the same output."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class TestLaunch:
         said = parse_launch(SGLANG.launch(chosen, 8123).argv)
         assert said["--host"] == "127.0.0.1" and said["--port"] == 8123 and said["--enable-metrics"]
         assert "--trust-remote-code" not in said and "--api-key" not in said
-        # Its own words: "tp_size must be divisible", and replicas beside attention data parallelism are refused.
+        # SGLang requires: "tp_size must be divisible", and no replicas together with attention data parallelism.
         tensor, attention = int(str(said.get("--tp-size", 1))), int(str(said.get("--attn-dp-size", 1)))
         assert tensor % attention == 0 and not (attention > 1 and "--dp-size" in said)
         assert ("--device" in said) == (chosen.settings.device == "cpu")
@@ -240,7 +240,7 @@ class TestLauncher:
         assert launcher.is_missing("absent_kernels")
 
     def test_placeholders_exist_in_child_processes(self, tmp_path: Path) -> None:
-        """Against a stand-in for SGLang that imports what the real one does, and starts a process as it does."""
+        """With a fake SGLang that imports the same modules and starts a process."""
         for name, text in {
             "sglang/__init__.py": "",
             "sglang/srt/__init__.py": "",

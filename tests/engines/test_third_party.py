@@ -1,4 +1,4 @@
-"""An engine of somebody else's package: found by its entry point, it appears wherever bedplate's own engines do."""
+"""A third-party engine, found by its entry point, appears wherever built-in engines do."""
 
 from __future__ import annotations
 

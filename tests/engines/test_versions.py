@@ -130,7 +130,7 @@ class TestRegistered:
 
     @pytest.fixture
     def python(self, tmp_path: Path) -> Path:
-        """A Python with something that passes for vLLM 0.26.0 as long as nobody starts it."""
+        """A Python with a fake vLLM 0.26.0 that can be imported but not started."""
         folder = tmp_path / "env"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
         (packages,) = folder.glob("lib/*/site-packages")

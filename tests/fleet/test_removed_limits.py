@@ -61,7 +61,7 @@ def predicted(found: Bottleneck, limit: Limit) -> float:
 
 
 def kept(name: str, *sides: list[Cell]) -> None:
-    """Where somebody asks for it, what was measured: a gain that was not foretold wants an explanation."""
+    """Write the measured cells if BEDPLATE_KEEP_CELLS is set, to explain a gain that was not predicted."""
     if folder := os.environ.get("BEDPLATE_KEEP_CELLS"):
         Path(folder, f"{name}.json").write_text(to_json([cell for cells in sides for cell in cells]), encoding="utf-8")
 
@@ -93,7 +93,7 @@ def test_predicts_gain_of_shorter_prompts() -> None:
 
 
 def test_predicts_gain_of_a_larger_cache() -> None:
-    """vLLM with room for five of sixteen requests, then for all: its cache follows from the work that it is told of."""
+    """vLLM with KV cache for five of sixteen requests, then for all: its cache size follows from the workload."""
     ready = ready_engine("vllm", Workload(concurrency=16, prompt_tokens=512, output_tokens=64, context_tokens=1024))
     one_user = replaced(ready.plan, workload=replaced(ready.plan.workload, concurrency=1))
     small = replace(ready, plan=one_user)
@@ -103,7 +103,7 @@ def test_predicts_gain_of_a_larger_cache() -> None:
 
 
 def test_recognizes_a_slow_runtime() -> None:
-    """The same weights, one request at a time: PyTorch starts each kernel by itself, llama.cpp does not."""
+    """The same weights, one request at a time: PyTorch launches each kernel separately, llama.cpp does not."""
     work = Workload(concurrency=1, prompt_tokens=32, output_tokens=48)
     before = cells_of(ready_engine("pytorch", work), 1)
     found = told(before)

@@ -48,7 +48,7 @@ def conversations(one: Serving, count: int) -> None:
 
 
 def test_recorded_requests_give_the_verdict_of_compare(home: Path) -> None:
-    """With beginnings that llama.cpp remembers and PyTorch does not: what that brings counts, and is told."""
+    """With shared prefixes, which llama.cpp caches and PyTorch does not: the gain counts and is reported."""
 
     async def tried() -> tuple[Answer, Answer]:
         shadowed = await run_bedplate(

@@ -68,7 +68,7 @@ def served(
     assert running.process.stdin is not None
     running.process.stdin.close()
     running.process.stdin = None
-    assert running.process.wait(HANG_S) == 0  # it ends with whoever holds its stdin
+    assert running.process.wait(HANG_S) == 0  # it exits when its stdin closes
 
 
 def test_it_knows_the_capital_of_france(served: Served) -> None:

@@ -57,7 +57,7 @@ async def run_watch(one: Serving) -> tuple[Answer, Counts]:
 
 
 def test_migrates_on_a_proven_gain_without_broken_streams(home: Path, tmp_path: Path) -> None:
-    """Speed is judged here, so that it wants a machine that nobody else uses."""
+    """Measures speed, and therefore needs an idle machine."""
     (tmp_path / "bedplate.yaml").write_text(INTENT)
     with serving("--name", "watched", "--engine", "pytorch", "-f", str(tmp_path / "bedplate.yaml")) as one:
         one.wait_ready()
