@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
-from bedplate.engines.base import EVERYDAY_CONTEXT
+from bedplate.engines.base import DEFAULT_CONTEXT_TOKENS
 from bedplate.engines.exllamav3 import BPW, ExLlamaV3
 from bedplate.values import Parallelism, Plan, Settings, Workload, replaced
 
@@ -222,7 +222,7 @@ def test_known_failures(line: str, says: str, lasting: bool) -> None:
 
 def test_settings_on_two_cards() -> None:
     chosen = plan(EXL, RTX, model(LLAMA), layout=Parallelism(tensor=2), workload=Workload(users=4))
-    assert chosen.settings == Settings(slots=4, context_tokens=EVERYDAY_CONTEXT, device="cuda", threads=16)
+    assert chosen.settings == Settings(slots=4, context_tokens=DEFAULT_CONTEXT_TOKENS, device="cuda", threads=16)
 
 
 class FakeExLlamaV3:

@@ -28,7 +28,7 @@ from tests.engines.plans import plan as engine_plan
 import bedplate.engines
 from bedplate.decide.memory import fit
 from bedplate.engines import engine
-from bedplate.engines.llama_cpp import EVERYDAY_CONTEXT, EVERYDAY_SLOTS, MAX_SLOTS, LlamaCpp
+from bedplate.engines.llama_cpp import DEFAULT_CONTEXT_TOKENS, DEFAULT_SLOTS, MAX_SLOTS, LlamaCpp
 from bedplate.errors import BadQuestion
 from bedplate.facts.hardware import probe
 from bedplate.run.builtin import builtin_facts
@@ -152,17 +152,17 @@ def test_metrics_are_read() -> None:
 class TestSettings:
     def test_default_settings_allow_a_second_request(self) -> None:
         settings = LLAMA.settle(probe(), builtin_facts(), Workload())
-        assert settings.slots == EVERYDAY_SLOTS and settings.context_tokens == EVERYDAY_CONTEXT
+        assert settings.slots == DEFAULT_SLOTS and settings.context_tokens == DEFAULT_CONTEXT_TOKENS
         assert settings.threads == probe().cpu.allowed_physical_cores and settings.gpu_layers == 0
 
     @pytest.mark.parametrize(
         ("workload", "slots", "context"),
         [
-            (Workload(concurrency=1), 1, EVERYDAY_CONTEXT),
+            (Workload(concurrency=1), 1, DEFAULT_CONTEXT_TOKENS),
             (Workload(concurrency=3, context_tokens=500, prompt_tokens=100, output_tokens=100), 3, 500),
-            (Workload(users=7), 7, EVERYDAY_CONTEXT),
-            (Workload(users=100_000), MAX_SLOTS, EVERYDAY_CONTEXT),
-            (Workload(context_tokens=10**6), EVERYDAY_SLOTS, 8192),
+            (Workload(users=7), 7, DEFAULT_CONTEXT_TOKENS),
+            (Workload(users=100_000), MAX_SLOTS, DEFAULT_CONTEXT_TOKENS),
+            (Workload(context_tokens=10**6), DEFAULT_SLOTS, 8192),
         ],
     )
     def test_requested_values_are_kept(self, workload: Workload, slots: int, context: int) -> None:

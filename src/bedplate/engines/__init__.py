@@ -45,7 +45,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-NO_ENGINES = ("base", "knobs", "names", "parsers", "shared", "roles", "shipped", "traits")
+SHARED_MODULES = ("base", "knobs", "names", "parsers", "shared", "roles", "shipped", "traits")
 """Shared modules; every other module of this folder is an engine."""
 
 
@@ -53,7 +53,7 @@ NO_ENGINES = ("base", "knobs", "names", "parsers", "shared", "roles", "shipped",
 def all_engines() -> dict[str, Engine]:
     found: dict[str, Engine] = {}
     for module in pkgutil.iter_modules(__path__):
-        if module.name not in NO_ENGINES:
+        if module.name not in SHARED_MODULES:
             one: Engine = importlib.import_module(f"{__name__}.{module.name}").ENGINE
             found[one.id] = one
     for point in entry_points(group="bedplate.engines"):

@@ -41,7 +41,7 @@ from bedplate.values.tuning import Knob
 
 RESERVED_SHARE = 0.05
 """Share of the free memory that stays unused: a machine that swaps is slow with any setting."""
-Way = Literal["tensor", "pipeline", "data", "expert", "attention_data"]
+ParallelismKind = Literal["tensor", "pipeline", "data", "expert", "attention_data"]
 DEVICES: dict[str, Device] = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "xpu"}
 VENDOR_NAMES = {"nvidia": "NVIDIA", "amd": "AMD", "apple": "Apple", "intel": "Intel", "tenstorrent": "Tenstorrent"}
 SIXTEEN_BIT = ("BF16", "F16", "F32")
@@ -49,7 +49,7 @@ HIGHEST_PORT = 65535
 OWN_ENVIRONMENT = "a dedicated environment"
 NO_VERSION = ("", "unpinned", "unknown")
 """Values that mean "version unknown"."""
-EVERYDAY_CONTEXT = 8192
+DEFAULT_CONTEXT_TOKENS = 8192
 """Context length of a chat if none is requested: most conversations are shorter."""
 
 
@@ -250,7 +250,7 @@ class Engine:
     capability: ClassVar[tuple[int, int]] = (0, 0)
     """The lowest CUDA compute capability that the kernels of this version are built for."""
     tasks: ClassVar[tuple[str, ...]] = ("generate",)
-    ways: ClassVar[tuple[Way, ...]] = ()
+    ways: ClassVar[tuple[ParallelismKind, ...]] = ()
     """Supported kinds of parallelism; none: it uses one device."""
     paged: ClassVar[bool] = False
     """Whether KV cache is allocated as requests grow, so that unused slots need no memory."""
@@ -533,8 +533,8 @@ def _is_special(card: Accelerator) -> bool:
 def everyday_context(model: Model, workload: Workload) -> int:
     """The context length to reserve KV cache for: as requested, else enough for most conversations."""
     asked = workload.context_tokens
-    wanted = asked if asked is not None else max(workload.request_tokens, EVERYDAY_CONTEXT)
-    return min(wanted, model.max_context or EVERYDAY_CONTEXT)
+    wanted = asked if asked is not None else max(workload.request_tokens, DEFAULT_CONTEXT_TOKENS)
+    return min(wanted, model.max_context or DEFAULT_CONTEXT_TOKENS)
 
 
 def known_failure(log: str, known: Iterable[tuple[str, Failure]]) -> Failure | None:

@@ -29,7 +29,7 @@ CONVERT_WEIGHTS_S, CONVERT_LAYER_S, CONVERT_START_S = 2.5e6, 5.0, 12.0
 # _attn_torch), and generates nonsense. Its plain attention has the mask.
 MASKED = {"EXLLAMA_NO_SDPA": "1"}
 WIDTH_STEP = 32
-COMPILE_CORE_S, COMPILED = 2160.0, "measured on a machine with an H200: 2.3 min with 16 jobs"
+COMPILE_CORE_S, COMPILE_BASIS = 2160.0, "measured on a machine with an H200: 2.3 min with 16 jobs"
 # `model_type` values of the classes in exllamav2/architecture.py of 0.3.2. It loads any other class as a Llama, and
 # then generates nonsense.
 _MODEL_TYPES = """
@@ -170,7 +170,7 @@ class ExLlamaV2(ServedByBedplate):
         if cards > 1:
             # It fills one visible card after the other.
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) for number in range(cards))
-        steps = [*self.installation(), compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILED)]
+        steps = [*self.installation(), compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILE_BASIS)]
         if converted:
             steps += [*fetching(plan), _conversion(plan)]
         return landed(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), plan.settings)

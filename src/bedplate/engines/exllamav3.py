@@ -25,9 +25,9 @@ from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal,
 from bedplate.values.record import estimate
 from bedplate.values.tuning import Knob
 
-OWN_SLOTS, CHUNK, CHUNKS = 256, 2048, (512, 1024, 2048, 4096)
+ENGINE_DEFAULT_SLOTS, CHUNK, CHUNKS = 256, 2048, (512, 1024, 2048, 4096)
 """Defaults of its generator; the KV cache size has no default."""
-GRAPHED = 8
+GRAPH_BATCH_SIZE = 8
 """Maximum number of requests for which a step is one CUDA graph (MAX_BSZ in modules/attention_fn/bc_attn.py, MAX_BSZN
 in modules/mlp.py of 1.6.5)."""
 _GRAPHS = "generator/generator.py of 1.6.5: max_batch_size; modules/attention_fn/bc_attn.py: MAX_BSZ; docs/h200.md"
@@ -37,7 +37,7 @@ WIDTH_STEP = 128
 COMPILE_JOBS = 6
 BYTES_PER_JOB = 3 << 30
 """Host memory for the compilation of one of its larger files."""
-COMPILE_CORE_S, COMPILED = 4680.0, "measured on a machine with an H200: 4.5 to 5.4 min with 16 jobs, 13 min with 6"
+COMPILE_CORE_S, COMPILE_BASIS = 4680.0, "measured on a machine with an H200: 4.5 to 5.4 min with 16 jobs, 13 min with 6"
 CONVERT_WEIGHTS_S, CONVERT_LAYER_S, CONVERT_START_S = 7e6, 3.2, 18.0
 # `model_type` values of the classes in exllamav3/architecture/architectures.py of 1.6.5, without draft models.
 _MODEL_TYPES = """
@@ -198,7 +198,7 @@ class ExLlamaV3(ServedByBedplate):
             argv[argv.index("--model") + 1] = made_path(plan)
         argv += ["--cache-tokens", str(-(-settings.context_tokens // PAGE_TOKENS) * PAGE_TOKENS * settings.slots)]
         if has_own_defaults(settings):
-            argv[argv.index("--slots") + 1] = str(OWN_SLOTS)
+            argv[argv.index("--slots") + 1] = str(ENGINE_DEFAULT_SLOTS)
         if (cards := layout.tensor * layout.pipeline) > 1:
             argv += ["--cards", str(cards)]
         if layout.tensor > 1:
@@ -207,7 +207,7 @@ class ExLlamaV3(ServedByBedplate):
             argv += ["--cache-bits", "8"]
         if settings.batch_tokens is not None:
             argv += ["--chunk-tokens", str(settings.batch_tokens)]
-        steps = [*self.installation(), compilation("exllamav3", settings, COMPILE_CORE_S, COMPILED)]
+        steps = [*self.installation(), compilation("exllamav3", settings, COMPILE_CORE_S, COMPILE_BASIS)]
         if converted:
             steps += [*fetching(plan), _conversion(plan)]
         env = kernels_env("exllamav3")
@@ -220,11 +220,11 @@ class ExLlamaV3(ServedByBedplate):
     def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
         settings, asked = plan.settings, plan.workload.in_flight()
         chunk = settings.batch_tokens or CHUNK
-        found = slots_knob(plan, {1, GRAPHED, asked, 2 * asked}, own=None, source=_GRAPHS)
+        found = slots_knob(plan, {1, GRAPH_BATCH_SIZE, asked, 2 * asked}, own=None, source=_GRAPHS)
         # With more requests kernels are launched one by one, and the GPU waits for the launches.
-        crowded = settings.slots > GRAPHED
+        crowded = settings.slots > GRAPH_BATCH_SIZE
         return worth_turning([
-            replaced(found, first=(str(GRAPHED),), prior=0.7) if crowded else found,
+            replaced(found, first=(str(GRAPH_BATCH_SIZE),), prior=0.7) if crowded else found,
             Knob(
                 name="chunk", meaning="prefill chunk size in tokens", now=str(chunk), own=str(CHUNK),
                 own_choice=str(CHUNK), ordered=True, risk=("memory",), prior=0.25, limits=("compute", "scheduler"),

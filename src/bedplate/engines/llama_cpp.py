@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import ClassVar
 
-from bedplate.engines.base import EVERYDAY_CONTEXT as EVERYDAY_CONTEXT
+from bedplate.engines.base import DEFAULT_CONTEXT_TOKENS as DEFAULT_CONTEXT_TOKENS
 from bedplate.engines.base import (
     SIXTEEN_BIT,
     BorrowedLibrary,
@@ -58,7 +58,7 @@ MICRO_BATCH = 512
 COMPUTE_BYTES_PER_HIDDEN = 64
 """Scratch memory for each element of a micro-batch's hidden state: 17 MB at a hidden size of 576, by the log."""
 MAX_SLOTS = 256
-EVERYDAY_SLOTS = 4
+DEFAULT_SLOTS = 4
 """Clients send a second request (a title, a retry) during the first; an idle slot costs memory but no time."""
 K_QUANTS = ("Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M")
 """Types below Q8_0 that llama-quantize converts 16-bit weights to."""
@@ -120,17 +120,17 @@ CONVERT_BYTES_S = {"q8_0": 30e6}
 CONVERT_COPY_BYTES_S = 150e6
 """The converter quantizes in Python on one core and copies 16-bit weights almost unchanged."""
 QUANTIZE_WEIGHTS_S_PER_CORE = 8e6
-OWN_SLOTS = 4
+ENGINE_DEFAULT_SLOTS = 4
 """llama-server's default of `--parallel`, with a unified KV cache (tools/server/server.cpp)."""
-REMADE = ("Q8_0", "F16", "Q4_0")
+REQUANTIZED_TYPES = ("Q8_0", "F16", "Q4_0")
 """Types for which llama.cpp has blocked matrix kernels on CPUs (ggml-cpu: llamafile/sgemm.cpp, repack.cpp), the most
 faithful first. Other types, such as Q4_1, are computed row by row. The weights are requantized from the file, so more
 bits do not restore precision. Q5_0 has such kernels too but must be dequantized: 1.1 times the speed of Q4_1, where
 Q8_0 had 1.4 times (docs/tune.md)."""
 MICRO_BATCHES = (64, 128, 256, 512, 1024, 2048)
 BATCHES = (256, 512, 1024, 2048, 4096)
-OWN_BATCH = 2048
-LEAST_BATCH = 128
+ENGINE_DEFAULT_BATCH = 2048
+MIN_BATCH = 128
 FEW_CORES = 4
 """With fewer cores, one that does not compute is noticeable; with more, memory may be the bottleneck."""
 
@@ -281,7 +281,7 @@ class LlamaCpp(Engine):
         source="llama.cpp b11549 (October 2026): tools/server/README.md, docs/build.md, common/arg.cpp",
     )
     max_slots = MAX_SLOTS
-    default_slots = EVERYDAY_SLOTS
+    default_slots = DEFAULT_SLOTS
     variable_prefixes = ("LLAMA_",)
     key_variable = "LLAMA_API_KEY"
     strength = "laptops, edge boxes and unusual hardware; little VRAM and much RAM"
@@ -330,7 +330,7 @@ class LlamaCpp(Engine):
         stated = workload.concurrency is not None or workload.users > 1
         target = self.target(hardware)
         device = target.device if target is not None else "cpu"
-        slots = min(in_flight if stated else max(in_flight, EVERYDAY_SLOTS), MAX_SLOTS)
+        slots = min(in_flight if stated else max(in_flight, DEFAULT_SLOTS), MAX_SLOTS)
         return Settings(
             slots=slots,
             context_tokens=everyday_context(model, workload),
@@ -338,7 +338,7 @@ class LlamaCpp(Engine):
             device=device,
             # The output layer counts as one more layer.
             gpu_layers=0 if device == "cpu" else model.num_layers + 1,
-            batch_tokens=_one_prompt(model, workload, slots, LEAST_BATCH if device == "cpu" else MICRO_BATCH),
+            batch_tokens=_one_prompt(model, workload, slots, MIN_BATCH if device == "cpu" else MICRO_BATCH),
         )
 
     def overhead_bytes(self, model: Model, settings: Settings) -> float:
@@ -352,7 +352,8 @@ class LlamaCpp(Engine):
         argv += ["--model", _gguf(plan), "--alias", plan.model.served_name]
         if has_own_defaults(settings):
             # The library of the wheel starts with one slot; the released llama-server starts with these.
-            argv += ["--host", "127.0.0.1", "--port", str(port), "--parallel", str(OWN_SLOTS), "--kv-unified"]
+            argv += ["--host", "127.0.0.1", "--port", str(port)]
+            argv += ["--parallel", str(ENGINE_DEFAULT_SLOTS), "--kv-unified"]
             return Launch(argv=(*argv, "--metrics"), prepare=self._preparation(plan, built))
         argv += ["--host", "127.0.0.1", "--port", str(port), "--threads-http", str(_http_threads(settings))]
         # The server divides its context among the slots, so --ctx-size is for all of them.
@@ -394,7 +395,9 @@ class LlamaCpp(Engine):
         return tuple(found)
 
     def by_hand(self, plan: Plan) -> tuple[Preparation, ...]:
-        return tuple(step for step in self.launch(plan, 0).prepare if step.where in (f"{SOURCE}.tar.gz", TREE, *_MADE))
+        return tuple(
+            step for step in self.launch(plan, 0).prepare if step.where in (f"{SOURCE}.tar.gz", TREE, *_BUILD_FOLDERS)
+        )
 
     def _preparation(self, plan: Plan, built: bool) -> tuple[Preparation, ...]:
         converted = plan.weights.made == "converted"
@@ -531,7 +534,7 @@ def _source() -> list[Preparation]:
     ]  # fmt: skip
 
 
-_MADE = (BUILD, f"{BUILD}/bin")
+_BUILD_FOLDERS = (BUILD, f"{BUILD}/bin")
 
 
 def _architectures(hardware: Hardware, device: Device) -> tuple[str, ...]:
@@ -633,7 +636,7 @@ def _weights_knob(plan: Plan) -> Knob:
     now, source = plan.weights.label, plan.model
     kept = Choice(value=now)
     sixteen = now in SIXTEEN_BIT
-    made = [label for label in REMADE if label != now and not (sixteen and label == "F16")]
+    made = [label for label in REQUANTIZED_TYPES if label != now and not (sixteen and label == "F16")]
     return Knob(
         name="weights",
         meaning="weight type; converted from the file once, and kept",
@@ -645,7 +648,7 @@ def _weights_knob(plan: Plan) -> Knob:
         alone=True,
         limits=("compute", "memory bandwidth"),
         risk=("answers", "memory"),
-        prior=0.7 if now not in REMADE else 0.3,
+        prior=0.7 if now not in REQUANTIZED_TYPES else 0.3,
         source="ggml-cpu of b11549: types with blocked matrix kernels",
     )
 
@@ -725,15 +728,15 @@ def _one_prompt(model: Model, workload: Workload, slots: int, least: int) -> int
     # Images and embedding inputs are computed in one step regardless of their length.
     whole = model.vision_parameters or "embed" in (model.task, workload.task)
     tokens = workload.prompt_tokens + slots
-    return tokens if workload.in_flight() > 1 and not whole and least <= tokens < OWN_BATCH else None
+    return tokens if workload.in_flight() > 1 and not whole and least <= tokens < ENGINE_DEFAULT_BATCH else None
 
 
 def _batch_knobs(plan: Plan) -> list[Knob]:
     settings = plan.settings
     asked = plan.workload.in_flight()
     slots = sorted({1, max(1, asked // 2), asked, min(2 * asked, MAX_SLOTS), settings.slots})
-    batch = str(settings.batch_tokens or OWN_BATCH)
-    one_prompt = _one_prompt(plan.model, plan.workload, settings.slots, LEAST_BATCH)
+    batch = str(settings.batch_tokens or ENGINE_DEFAULT_BATCH)
+    one_prompt = _one_prompt(plan.model, plan.workload, settings.slots, MIN_BATCH)
     alone = () if one_prompt is None or one_prompt >= int(batch) else (one_prompt,)
     source = "common/common.h of b11549: n_batch, n_ubatch, n_parallel"
     return [
@@ -743,8 +746,9 @@ def _batch_knobs(plan: Plan) -> list[Knob]:
             risk=("memory",), prior=0.35, source=source,
         ),
         Knob(
-            name="batch", meaning="maximum tokens of all requests in one step", now=batch, own=str(OWN_BATCH),
-            own_choice=str(OWN_BATCH), first=tuple(map(str, alone)), ordered=True,
+            name="batch", meaning="maximum tokens of all requests in one step", now=batch,
+            own=str(ENGINE_DEFAULT_BATCH), own_choice=str(ENGINE_DEFAULT_BATCH), first=tuple(map(str, alone)),
+            ordered=True,
             choices=scale({*BATCHES, *alone, int(batch)}, "--batch-size"),
             limits=("compute", "scheduler"), risk=("memory",), prior=0.45 if alone else 0.3,
             source=f"{source}; server-context.cpp: prompts fill a step up to n_batch",

@@ -21,7 +21,7 @@ from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
     TORCH,
-    Known,
+    FailurePatterns,
     everyday_settings,
     explained,
     highest,
@@ -91,7 +91,7 @@ PARSERS: Mapping[str, Parsers] = {
     "internlm": Parsers("internlm"),
 }
 """gpt-oss needs no name: its parser is selected by architecture."""
-_KNOWN_FAILURES: Known = (
+_KNOWN_FAILURES: FailurePatterns = (
     (
         r"CUDA runtime error: out of memory|No enough gpu memory for (?:kv cache|state cache|runtime)",
         Failure(

@@ -23,7 +23,7 @@ ISQ = {"Q8_0": "Q8_0", "Q6_K": "Q6K", "Q5_K_M": "Q5K", "Q4_K_M": "Q4K"}
 WHEELS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1))
 """Compute capabilities for which its release has wheels."""
 RELEASE = "https://github.com/EricLBuehler/mistral.rs/releases/expanded_assets/v{}"
-FAITHFUL = frozenset(["BF16", "F16", "F32", "Q8_0"])
+LOSSLESS = frozenset(["BF16", "F16", "F32", "Q8_0"])
 # `model_type` values of Architecture in the stubs of the wheel.
 _FOLDERS = """
 mistral gemma mixtral llama phi phi3 qwen2 gemma2 starcoder2 phimoe deepseek_v2 deepseek_v3 qwen3 glm4 glm4_moe
@@ -214,7 +214,7 @@ def _weights_knob(plan: Plan) -> Knob:
     return Knob(
         name="weights", meaning="type to which weights are quantized while loading", now=now,
         own="as stored", alone=True,
-        choices=tuple(Choice(value=one, options=("--isq", ISQ[one]) if one != now else (), lossy=one not in FAITHFUL)
+        choices=tuple(Choice(value=one, options=("--isq", ISQ[one]) if one != now else (), lossy=one not in LOSSLESS)
                       for one in known),
         limits=("memory bandwidth", "compute"), risk=("answers", "start"), prior=0.6,
         source="mistralrs 0.9.5: in_situ_quant",

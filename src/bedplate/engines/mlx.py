@@ -29,7 +29,7 @@ CONVERT_BYTES_S = 200e6
 LONG_ANSWER = 4096
 PROMPT_CONCURRENCY = 8
 """Default of mlx_lm.server: prompts in one prefill batch."""
-OWN_SLOTS, OWN_STEP = 32, 2048
+ENGINE_DEFAULT_SLOTS, ENGINE_DEFAULT_STEP = 32, 2048
 PREFILL_STEPS = (256, 512, 1024, 2048, 4096)
 EIGHT = 8
 _OPTIONS = "mlx_lm/server.py of 0.32.2: its options"
@@ -205,14 +205,14 @@ class Mlx(Engine):
 
     def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
         settings, asked = plan.settings, plan.workload.in_flight()
-        step = settings.batch_tokens or OWN_STEP
+        step = settings.batch_tokens or ENGINE_DEFAULT_STEP
         readers = min(settings.slots, PROMPT_CONCURRENCY)
         return worth_turning([
             _weights_knob(plan),
-            slots_knob(plan, (1, asked, 2 * asked), own=OWN_SLOTS, source=_OPTIONS),
+            slots_knob(plan, (1, asked, 2 * asked), own=ENGINE_DEFAULT_SLOTS, source=_OPTIONS),
             Knob(
                 name="prefill-step", meaning="prefill chunk size in tokens", now=str(step),
-                own=str(OWN_STEP), own_choice=str(OWN_STEP), ordered=True,
+                own=str(ENGINE_DEFAULT_STEP), own_choice=str(ENGINE_DEFAULT_STEP), ordered=True,
                 choices=field_scale({*PREFILL_STEPS, step}, "batch_tokens"),
                 limits=("compute", "scheduler"), risk=("memory",), prior=0.3, source=_OPTIONS,
             ),

@@ -50,7 +50,7 @@ ONE_AT_A_TIME = frozenset([
     "nemotronhmoe", "nemotronhomni",
 ])  # fmt: skip
 """Architectures for which server/sched.go ignores OLLAMA_NUM_PARALLEL; without underscores."""
-MADE = {"F16": None, "Q8_0": "q8_0", "Q4_K_M": "q4_K_M"}
+QUANTIZE_VALUES = {"F16": None, "Q8_0": "q8_0", "Q4_K_M": "q4_K_M"}
 """Types that it converts 16-bit weights to, and the values of --quantize (docs/import.mdx)."""
 COPY_BYTES_S = 150e6
 STARTS_S = 30
@@ -148,7 +148,7 @@ class Ollama(Engine):
             return (Weights(label=label, made="converted", format="gguf"),)
         if label not in SIXTEEN_BIT:
             return ()
-        kept = [one for one in MADE if not workload.precision_sensitive or one in ("F16", "Q8_0")]
+        kept = [one for one in QUANTIZE_VALUES if not workload.precision_sensitive or one in ("F16", "Q8_0")]
         return tuple(Weights(label=one, made="converted", format="gguf") for one in kept)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
@@ -228,7 +228,7 @@ def modelfile(plan: Plan) -> str:
 
 def creating(plan: Plan) -> tuple[str, ...]:
     """The command that adds the model to the store through a running server."""
-    quantize = MADE.get(plan.weights.label) if plan.weights.made == "converted" else None
+    quantize = QUANTIZE_VALUES.get(plan.weights.label) if plan.weights.made == "converted" else None
     return (
         "ollama", "create", model_name(plan.model), "--file", _modelfile_path(plan),
         *(("--quantize", quantize) if quantize else ()),
@@ -260,7 +260,7 @@ def _import(plan: Plan, port: int) -> tuple[Preparation, ...]:
     size = round(plan.model.parameters * GGUF_BITS.get(plan.weights.label, 4.5) / 8) if converted else None
     stored = size or plan.model.weight_bytes
     # A quantization temporarily needs space for the 16-bit file as well.
-    disk = stored + (2 * plan.model.parameters if converted and MADE.get(plan.weights.label) else 0)
+    disk = stored + (2 * plan.model.parameters if converted and QUANTIZE_VALUES.get(plan.weights.label) else 0)
     took = estimate(STARTS_S + 2 * disk / COPY_BYTES_S, 0.7, "not measured: read and written at disk speed")
     return (
         *(fetching(plan) if converted else ()),

@@ -30,7 +30,7 @@ PRECISIONS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "INT8": "int8", "INT
 """Values of the GenAI builder's --precision."""
 BYTES_PER_WEIGHT = {"F32": 4.0, "BF16": 2.0, "F16": 2.0, "INT8": 1.13, "INT4": 0.64}
 """Integer weights have a 32-bit scale per block of 32; from the file sizes of SmolLM2."""
-MADE_ON_CPU, MADE = ("F32", "INT8", "INT4"), ("BF16", "INT8", "INT4")
+CPU_TYPES, GPU_TYPES = ("F32", "INT8", "INT4"), ("BF16", "INT8", "INT4")
 BUILD_WEIGHTS_S = 30e6
 BUILD_START_S = 20.0
 # `model_type` values of the architectures that the builder supports (models/builder.py of 0.18.0).
@@ -243,7 +243,7 @@ def _reads(model: Model, workload: Workload) -> bool:
 def _weights_knob(plan: Plan) -> Knob:
     now = plan.weights.label
     makes = plan.weights.made == "converted" and not _reads(plan.model, plan.workload)
-    made = [one for one in (MADE_ON_CPU if plan.settings.device == "cpu" else MADE) if one != now] if makes else []
+    made = [one for one in (CPU_TYPES if plan.settings.device == "cpu" else GPU_TYPES) if one != now] if makes else []
     return Knob(
         name="weights", meaning="weight type; converted from the model once, and kept", now=now,
         own="as built", alone=True,

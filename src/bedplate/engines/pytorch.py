@@ -16,7 +16,7 @@ from bedplate.engines.base import (
     known_failure,
 )
 from bedplate.engines.knobs import SPIN, field_scale, has_own_defaults, landed, scale, variable_scale, worth_turning
-from bedplate.engines.shared import WIDE, computed_bits, wide_on_older_arm
+from bedplate.engines.shared import FLOAT32_ONLY, computed_bits, wide_on_older_arm
 from bedplate.engines.traits import AdviceFlags, EstimateTraits, TableNames
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
@@ -142,7 +142,7 @@ class PyTorch(Engine):
     def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if label in SIXTEEN_BIT:
-            if target.features == WIDE and label != "F32":
+            if target.features == FLOAT32_ONLY and label != "F32":
                 return (Weights(label="F32", made="while loading", format="safetensors"),)
             sizes = ("INT8",) if workload.precision_sensitive else ("INT8", "NF4")
             smaller = sizes if target.device == "cuda" else ()

@@ -27,7 +27,7 @@ from bedplate.engines.shared import (
     PORT_IN_USE,
     TORCH,
     TORCH_2_11_CUDA_13,
-    Known,
+    FailurePatterns,
     compressing,
     dynamo_events,
     dynamo_pooling,
@@ -74,11 +74,11 @@ DIST_PORT = 25000
 CHUNKS, SHARES = (512, 1024, 2048, 4096, 8192, 16384), (0.8, 0.85, 0.9)
 # python/sglang/kernels/aot/setup_rocm.py of v0.5.18.
 GFX = ("gfx942", "gfx950", "gfx1250")
-RUNS = frozenset([
+SUPPORTED_METHODS = frozenset([
     "fp8", "nvfp4", "mixed", "mxfp4", "mxfp8", "compressed-tensors", "awq", "gptq", "auto-round", "bitsandbytes",
     "torchao", "quark", "mxfp4 experts, fp8",
 ])  # fmt: skip
-RUNS_ON_ROCM = RUNS - {"nvfp4", "mixed", "bitsandbytes", "mxfp8"}
+ROCM_METHODS = SUPPORTED_METHODS - {"nvfp4", "mixed", "bitsandbytes", "mxfp8"}
 PARSERS: Mapping[str, Parsers] = {
     "hermes": Parsers("hermes"),
     "deepseek-r1-distill": Parsers(None, "deepseek-r1"),
@@ -138,7 +138,7 @@ CPU_RECIPE = Recipe(
     disk_bytes=2_450_000_000,
     check="import sglang, torch, triton, orjson, zmq; assert torch.ones(3).sum() == 3",
 )  # fmt: skip
-_KNOWN_FAILURES: Known = (
+_KNOWN_FAILURES: FailurePatterns = (
     (
         r"Not enough memory\. Please try to increase --mem-fraction-static",
         Failure(
@@ -272,7 +272,7 @@ class Sglang(Engine):
         if target.device == "cpu":
             return (plain_form(label, target),) if method == "16-bit" else ()
         if method != "16-bit":
-            runs = RUNS if target.device == "cuda" else RUNS_ON_ROCM
+            runs = SUPPORTED_METHODS if target.device == "cuda" else ROCM_METHODS
             as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
             return (as_it_is,) if method in runs else ()
         found = [plain_form(label, target)]

@@ -6,14 +6,21 @@ import json
 import re
 from collections.abc import Iterable
 
-from bedplate.engines.base import OWN_ENVIRONMENT, SIXTEEN_BIT, Engine, Failure, Target, made_path, source_folder
+from bedplate.engines.base import (
+    DEFAULT_CONTEXT_TOKENS,
+    OWN_ENVIRONMENT,
+    SIXTEEN_BIT,
+    Engine,
+    Failure,
+    Target,
+    made_path,
+    source_folder,
+)
 from bedplate.values import Hardware, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, estimate, replaced
 
-EVERYDAY_CONTEXT = 8192
-"""Context length of a chat if none is requested; a paged KV cache allocates it only when it is used."""
 GIB = 1 << 30
 COMPRESSOR = "llmcompressor==0.14.0.1"
-WIDE = frozenset(["fp32"])
+FLOAT32_ONLY = frozenset(["fp32"])
 """Features of a target that should compute in 32 bits."""
 TORCH_2_11_CUDA_13 = (
     "torch", "triton", "cuda-toolkit", "nvidia-cublas", "nvidia-cuda-cupti", "nvidia-cuda-nvrtc",
@@ -34,10 +41,10 @@ them on an H200 (November 2026); kernels that are compiled on first use need the
 DATA_NOT_FOR_SERVING = ("pycountry/locales", "sympy/*/tests", "scipy/*/tests", "mistral_common/data/*.*")
 """Translations, tests, and tokenizers that only MistralTokenizer.v1() to .v7() read; models contain their own."""
 
-Known = tuple[tuple[str, Failure], ...]
+FailurePatterns = tuple[tuple[str, Failure], ...]
 """(pattern, failure), the most specific first: the log of a failed start often ends with a general message."""
 
-PORT_IN_USE: Known = (
+PORT_IN_USE: FailurePatterns = (
     (
         r"(?i)address already in use",
         Failure(
@@ -47,7 +54,7 @@ PORT_IN_USE: Known = (
         ),
     ),
 )
-HUB: Known = (
+HUB: FailurePatterns = (
     (
         r"Cannot access gated repo|You are trying to access a gated repo|GatedRepoError",
         Failure(
@@ -78,7 +85,7 @@ HUB: Known = (
         ),
     ),
 )
-TORCH: Known = (
+TORCH: FailurePatterns = (
     (
         r"Error while creating shared memory segment|posix_fallocate failed|/dev/shm[^\n]{0,200}No space left on device"
         r"|insufficient shared memory \(shm\)",
@@ -119,7 +126,7 @@ TORCH: Known = (
 )
 
 
-def explained(log: str, *known: Known) -> Failure | None:
+def explained(log: str, *known: FailurePatterns) -> Failure | None:
     """The failure of the first pattern that the log matches; its named groups fill in the message."""
     for pattern, failure in (entry for entries in known for entry in entries):
         if found := re.search(pattern, log):
@@ -191,7 +198,7 @@ def plain_form(label: str, target: Target) -> Weights:
 
 def everyday_settings(settings: Settings, model: Model, workload: Workload) -> Settings:
     """The settings with context for an average conversation, unless a context is requested."""
-    asked = workload.context_tokens or max(workload.request_tokens, EVERYDAY_CONTEXT)
+    asked = workload.context_tokens or max(workload.request_tokens, DEFAULT_CONTEXT_TOKENS)
     return replaced(settings, context_tokens=min(max(asked, workload.request_tokens), model.max_context or asked))
 
 
@@ -230,7 +237,7 @@ def refuse_gfx(engine: Engine, hardware: Hardware, known: tuple[str, ...]) -> Re
 
 def compressing(plan: Plan, scheme: str) -> tuple[Preparation, ...]:
     """Steps that quantize with LLM Compressor on the serving GPUs, calibrated with 512 samples."""
-    recipe = f"QuantizationModifier(targets='Linear', scheme={scheme!r}, ignore={_KEPT!r})"
+    recipe = f"QuantizationModifier(targets='Linear', scheme={scheme!r}, ignore={_NOT_QUANTIZED!r})"
     smoothing = "from llmcompressor.modifiers.transform.awq import AWQModifier; " if scheme.startswith("W4") else ""
     steps = f"[AWQModifier(), {recipe}]" if smoothing else f"[{recipe}]"
     script = (
@@ -253,7 +260,7 @@ def compressing(plan: Plan, scheme: str) -> tuple[Preparation, ...]:
     )  # fmt: skip
 
 
-_KEPT = ["lm_head", "re:.*gate$", "re:.*router$", "re:.*vision.*", "re:visual.*"]
+_NOT_QUANTIZED = ["lm_head", "re:.*gate$", "re:.*router$", "re:.*vision.*", "re:visual.*"]
 """Layers that are not quantized: output, routers, vision encoder. They are small and sensitive."""
 
 
@@ -277,7 +284,7 @@ def wide_on_older_arm(found: Target | None, hardware: Hardware) -> Target | None
     sets = hardware.cpu.instruction_sets
     if found is None or found.device != "cpu" or "neon" not in sets or "bf16" in sets:
         return found
-    return Target(device="cpu", count=1, features=WIDE)
+    return Target(device="cpu", count=1, features=FLOAT32_ONLY)
 
 
 KV_EVENTS = {

@@ -23,7 +23,7 @@ from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
     TORCH,
-    Known,
+    FailurePatterns,
     everyday_settings,
     explained,
     hub_variables,
@@ -96,7 +96,7 @@ PARSERS: Mapping[str, Parsers] = {
     "qwen-3-coder": Parsers("qwen3_coder"),
 }
 """Only names that all sources of the pinned version's time agree on; DeepSeek's were renamed then."""
-_KNOWN_FAILURES: Known = (
+_KNOWN_FAILURES: FailurePatterns = (
     (
         r"Executor creation failed due to insufficient GPU memory\."
         r"[\s\S]{0,200}?could not be created: (?P<what>[^\n]+)",

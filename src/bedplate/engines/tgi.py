@@ -9,7 +9,7 @@ from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
     TORCH,
-    Known,
+    FailurePatterns,
     curl,
     everyday_settings,
     explained,
@@ -47,9 +47,9 @@ ARCHITECTURES = frozenset([
     "santacoder", "bloom", "mpt", "gpt2", "gpt_neox", "gptj", "idefics", "mllama",
     "qwen3", "qwen3_moe", "olmo2", "glm4", "cohere2", "stablelm",
 ])  # fmt: skip
-RUNS = {"awq": "awq", "gptq": "gptq", "fp8": "fp8", "compressed-tensors": "compressed-tensors"}
+QUANTIZE_VALUES = {"awq": "awq", "gptq": "gptq", "fp8": "fp8", "compressed-tensors": "compressed-tensors"}
 """Values of --quantize for weights that are already quantized."""
-_KNOWN_FAILURES: Known = (
+_KNOWN_FAILURES: FailurePatterns = (
     (
         r"Not enough memory to handle `?max_total_tokens=(?P<tokens>\d+)`?",
         Failure(
@@ -141,7 +141,7 @@ class Tgi(Engine):
         label, method = stored_as(model)
         old = target.capability is not None and target.capability < (8, 0)
         if method != "16-bit":
-            runs = method in RUNS and (
+            runs = method in QUANTIZE_VALUES and (
                 method != "fp8" or "fp8" in target.features or (target.device == "cuda" and not old)
             )
             return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),) if runs else ()
@@ -214,7 +214,7 @@ def _devices(device: str) -> list[str]:
 def _quantize(plan: Plan) -> str | None:
     if plan.weights.made == "while loading":
         return {"FP8": "fp8", "INT8": "eetq", "NF4": "bitsandbytes-nf4"}.get(plan.weights.label)
-    return RUNS.get(stored_as(plan.model)[1])
+    return QUANTIZE_VALUES.get(stored_as(plan.model)[1])
 
 
 ENGINE = Tgi()

@@ -25,14 +25,14 @@ from bedplate.engines.knobs import field_scale, has_own_defaults, landed, worth_
 from bedplate.engines.parsers import Parsers, parsers_for
 from bedplate.engines.shared import (
     DATA_NOT_FOR_SERVING,
+    FLOAT32_ONLY,
     GIB,
     HUB,
     NOT_FOR_TEXT,
     PORT_IN_USE,
     TORCH,
     TORCH_2_11_CUDA_13,
-    WIDE,
-    Known,
+    FailurePatterns,
     compressing,
     computed_bits,
     dynamo_events,
@@ -88,7 +88,7 @@ CUDA_LEAST: Mapping[str, tuple[int, int]] = {
     "mxfp4 experts, fp8": (8, 9),
 }  # fmt: skip
 """Minimum compute capability by method (get_min_capability). Marlin kernels replace missing units."""
-ELSEWHERE: Mapping[str, frozenset[str]] = {
+SUPPORTED_METHODS: Mapping[str, frozenset[str]] = {
     "rocm": frozenset(["awq", "gptq", "compressed-tensors", "auto-round", "torchao", "quark", "mxfp4"]),
     "xpu": frozenset(["awq", "gptq", "compressed-tensors", "auto-round", "fp8", "mxfp4"]),
     "cpu": frozenset(["awq", "gptq", "compressed-tensors", "auto-round"]),
@@ -140,7 +140,7 @@ PARSERS_BY_VERSION: Mapping[str, Mapping[str, Parsers]] = {
     # tool_parsers/__init__.py and reasoning/__init__.py of 0.26.0.
     "0.26.0": {name: one for name, one in PARSERS.items() if name != "kimi-k3"},
 }
-_KNOWN_FAILURES: Known = (
+_KNOWN_FAILURES: FailurePatterns = (
     (
         r"To serve at least one request with the models?'s max seq len \((?P<length>\d+)\)"
         r"[\s\S]{0,400}?estimated maximum model length is (?P<most>\d+)",
@@ -333,7 +333,7 @@ class Vllm(Engine):
         return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),)
 
     def _of_plain(self, target: Target, model: Model, workload: Workload, label: str) -> tuple[Weights, ...]:
-        if target.features == WIDE:
+        if target.features == FLOAT32_ONLY:
             return (Weights(label="F32", made="as it is" if label == "F32" else "while loading", format="safetensors"),)
         found = [plain_form(label, target)]
         if workload.task == "generate" and _quantizes_while_loading(target, model):
@@ -614,7 +614,7 @@ def _runs(method: str, target: Target) -> bool:
         return "fp8" in target.features
     if target.device == "rocm" and method == "nvfp4":
         return "fp4" in target.features
-    return method in ELSEWHERE.get(target.device, frozenset())
+    return method in SUPPORTED_METHODS.get(target.device, frozenset())
 
 
 def _quantizes_while_loading(target: Target, model: Model) -> bool:

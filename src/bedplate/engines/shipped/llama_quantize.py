@@ -38,7 +38,7 @@ MIXTURES = {
 PLAIN = ("F32", "F16", "BF16")
 SMALLER_BLOCKS = {"Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Replacements for rows that are not a multiple of 256."""
-KEPT = (
+NOT_QUANTIZED = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
     "ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight", "indexer.q_proj.weight", "time_mix_first.weight",
     "time_mix_w0.weight", "time_mix_w1.weight", "time_mix_w2.weight", "time_mix_v0.weight", "time_mix_v1.weight",
@@ -162,7 +162,7 @@ def layer_of(name: str) -> int:
 
 def is_quantized(name: str, dimensions: int) -> bool:
     """Whether a tensor is quantized."""
-    return dimensions >= 2 and name.endswith("weight") and not any(part in name for part in KEPT)
+    return dimensions >= 2 and name.endswith("weight") and not any(part in name for part in NOT_QUANTIZED)
 
 
 class InitParams(ctypes.Structure):

@@ -49,7 +49,7 @@ else:
         template_of,
     )
 
-AS_IT_IS = "{{ messages[0]['content'] }}"
+PLAIN_TEMPLATE = "{{ messages[0]['content'] }}"
 """A template that adds nothing: the server has already applied the model's chat template."""
 
 
@@ -81,7 +81,7 @@ class MistralRs(OneByOne):
             which = mistralrs.Which.Plain(model_id=str(readable(path)))
         holder = tempfile.mkdtemp(prefix="bedplate-")
         template = Path(holder) / "as-it-is.jinja"
-        template.write_text(AS_IT_IS, encoding="utf-8")
+        template.write_text(PLAIN_TEMPLATE, encoding="utf-8")
         atexit.register(template.unlink, missing_ok=True)
         try:
             self._runner: Any = mistralrs.Runner(

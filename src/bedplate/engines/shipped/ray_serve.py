@@ -41,7 +41,9 @@ LOG_BYTES, LOGS_KEPT = 10_000_000, 4
 TAIL_LINES = 50
 LOOK_S = 0.05
 HEAD_LIMIT_S = 300.0
-HOP = frozenset(["host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive"])
+HOP_BY_HOP_HEADERS = frozenset(
+    ["host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive"]
+)
 
 
 class Replica:
@@ -135,7 +137,7 @@ class Replica:
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10), connector=aiohttp.TCPConnector(limit=0)
             )
-        headers = {name: value for name, value in request.headers.items() if name not in HOP}
+        headers = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP_HEADERS}
         if self._key is not None:
             headers["authorization"] = f"Bearer {self._key}"
         target = f"{self._url}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
