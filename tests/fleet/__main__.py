@@ -25,9 +25,9 @@ import msgspec
 import openai
 from tests.fleet import checks
 from tests.fleet.checks import Endpoint, NearTie, OutOfTime, Wrong, endpoint
-from tests.fleet.embedding import TEXTS, embedder, makes_pytorchs_vectors, pytorch_vectors
+from tests.fleet.embedding import TEXTS, check_vectors, compute_vectors, fetch_embedder
 from tests.fleet.serving import START_LIMIT_S, Serving, serving
-from tests.fleet.table import LIFE, Budget, Fleet, Mark, Row, exit_code, footnotes, in_order, table
+from tests.fleet.table import LIFE, Budget, Fleet, Mark, Row, exit_code, list_footnotes, sort_engines, table
 
 from bedplate.decide import decide, plan
 from bedplate.engines import all_engines, engine
@@ -55,7 +55,7 @@ LAST_RESERVE_S = 60.0
 """Time reserved for stopping, restarting and cleaning up."""
 
 
-class Turn:
+class EngineRun:
     """The run of one engine: its checks, their results, and progress messages."""
 
     def __init__(self, chosen: Plan, budget: Budget, reference: Reference | None, tell: Callable[[str], None]) -> None:
@@ -157,14 +157,14 @@ class Turn:
             self.check("agreement", lambda: self._agreement(at, reference))
 
     def _agreement(self, at: Endpoint, reference: Reference) -> Mark:
-        pairs = checks.worth_asking(reference)
+        pairs = checks.choose_prefixes(reference)
         began = time.monotonic()
 
         def may_go_on(done: int) -> bool:
             limit_s = ENOUGH_S if done >= LEAST_PREFIXES else MOST_S
             return time.monotonic() - began < limit_s and self.budget.left_s() > LAST_RESERVE_S
 
-        found = checks.next_tokens(
+        found = checks.compare_next_tokens(
             at,
             self.plan,
             reference,
@@ -208,12 +208,12 @@ class Turn:
         checks.expect(not again, f"the second start repeated steps: {again}")
 
     def _survives_a_kill(self, one: Serving, at: Endpoint) -> None:
-        before = checks.text_of(at.chat(checks.PARIS))
+        before = checks.read_text(at.chat(checks.PARIS))
         one.kill_engine()
         deadline = time.monotonic() + RESTART_LIMIT_S
         while True:
             with contextlib.suppress(openai.APIError):
-                after = checks.text_of(at.chat(checks.PARIS))
+                after = checks.read_text(at.chat(checks.PARIS))
                 checks.expect(after == before, f"the answer was {before!r} before the kill, and {after!r} after it")
                 break
             checks.expect(one.process.poll() is None, "serve exited when its engine was killed")
@@ -221,11 +221,11 @@ class Turn:
                 raise OutOfTime
             checks.expect(time.monotonic() < deadline, f"no answer within {RESTART_LIMIT_S:.0f} s after the kill")
             time.sleep(0.5)
-        restarts = checks.counted(at, "bedplate_engine_restarts")
+        restarts = checks.sum_metric(at, "bedplate_engine_restarts")
         checks.expect(restarts == 1, f"the gateway counts {restarts:.0f} restarts")
 
 
-class EmbeddingTurn(Turn):
+class EmbeddingRun(EngineRun):
     """ONNX Runtime with an embedding model, whose vectors are compared with PyTorch's."""
 
     def __init__(self, folder: Path, chosen: Plan, budget: Budget, tell: Callable[[str], None]) -> None:
@@ -259,7 +259,7 @@ class EmbeddingTurn(Turn):
     def _vectors(self, at: Endpoint) -> Mark:
         environment = find_environment(engine(self.engine))
         assert environment is not None
-        makes_pytorchs_vectors(at, pytorch_vectors(environment.interpreter, self.folder))
+        check_vectors(at, compute_vectors(environment.interpreter, self.folder))
         return Mark(state="ok", shown=f"{len(TEXTS)} of {len(TEXTS)}")
 
 
@@ -286,7 +286,7 @@ def disk_bytes(folder: Path) -> int:
     return sum(seen.values())
 
 
-def candidates(hardware: Hardware, asked: list[str] | None) -> tuple[dict[str, Decision], dict[str, str]]:
+def list_candidates(hardware: Hardware, asked: list[str] | None) -> tuple[dict[str, Decision], dict[str, str]]:
     """The engines that can run here with the decision for each, and why the others cannot."""
     able: dict[str, Decision] = {}
     unable: dict[str, str] = {}
@@ -304,19 +304,19 @@ def run(options: argparse.Namespace, home: Path, tell: Callable[[str], None]) ->
     budget = Budget(options.budget_s)
     hardware = probe()
     asked = options.engines.split(",") if options.engines else None
-    able, unable = candidates(hardware, asked)
+    able, unable = list_candidates(hardware, asked)
     fleet = Fleet(machine=_machine(hardware), rows=[], cannot_run=unable)
-    tell(f"{fleet.machine}; {seconds(budget.limit_s)} for {', '.join(in_order(able)) or 'no engine'}")
+    tell(f"{fleet.machine}; {seconds(budget.limit_s)} for {', '.join(sort_engines(able)) or 'no engine'}")
     reference = reference_for(known_model()) if fetch_builtin() else None
     peak = 0
-    turns = in_order(able)
+    turns = sort_engines(able)
     for name in turns:
         chosen = plan(able[name], known_model(), Workload(origin="default"))
         row = Row(
             engine=name, version=chosen.engine_version, weights=chosen.weights.label, not_run=budget.why_not(name)
         )
         if row.not_run is None:
-            row = taken(Turn(chosen, budget, reference, _teller(tell, name)), budget)
+            row = run_engine(EngineRun(chosen, budget, reference, _teller(tell, name)), budget)
         fleet.rows.append(row)
         if name == "onnxruntime" and row.not_run is None:
             fleet.rows.append(_embedding(hardware, home, budget, tell))
@@ -328,7 +328,7 @@ def run(options: argparse.Namespace, home: Path, tell: Callable[[str], None]) ->
     return fleet
 
 
-def taken(turn: Turn, budget: Budget) -> Row:
+def run_engine(turn: EngineRun, budget: Budget) -> Row:
     row = turn.take()
     budget.took(turn.engine, row.seconds or 0)
     return row
@@ -339,7 +339,7 @@ def _embedding(hardware: Hardware, home: Path, budget: Budget, tell: Callable[[s
     if budget.left_s() < LAST_RESERVE_S:
         return msgspec.structs.replace(named, not_run="no time left")
     try:
-        folder = embedder(home / "embedder")
+        folder = fetch_embedder(home / "embedder")
         work = Workload(origin="default")
         model = known_model(str(folder))
         chosen = plan(decide(hardware, model, work, "onnxruntime", installable=True), model, work)
@@ -347,7 +347,7 @@ def _embedding(hardware: Hardware, home: Path, budget: Budget, tell: Callable[[s
         why = " ".join(filter(None, (str(error), getattr(error, "cause", None), getattr(error, "hint", None))))
         tell(f"{named.engine}: failed ({why})")
         return msgspec.structs.replace(named, marks={"answer": Mark(state="failed", why=why)})
-    return EmbeddingTurn(folder, chosen, budget, _teller(tell, named.engine)).take()
+    return EmbeddingRun(folder, chosen, budget, _teller(tell, named.engine)).take()
 
 
 def _teller(tell: Callable[[str], None], name: str) -> Callable[[str], None]:
@@ -367,7 +367,7 @@ def _load() -> str:
 
 def render(fleet: Fleet) -> str:
     lines = ["", fleet.machine, "", table(fleet.rows), ""]
-    lines += footnotes(fleet.rows)
+    lines += list_footnotes(fleet.rows)
     lines += [f"{name} cannot run here: {why}" for name, why in fleet.cannot_run.items()]
     for row in fleet.rows:
         if row.failed and row.evidence:

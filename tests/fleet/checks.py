@@ -91,7 +91,7 @@ def expect(holds: object, why: str) -> None:
         raise Wrong(why)
 
 
-def text_of(answer: Any) -> str:
+def read_text(answer: Any) -> str:
     return str(answer.choices[0].message.content or "")
 
 
@@ -101,7 +101,7 @@ def counts(usage: Any) -> tuple[int, int, int]:
 
 
 def knows_the_capital(at: Endpoint) -> str:
-    text = text_of(at.chat(PARIS))
+    text = read_text(at.chat(PARIS))
     expect("Paris" in text, f"{PARIS!r} was answered with {text!r}")
     return text
 
@@ -109,7 +109,7 @@ def knows_the_capital(at: Endpoint) -> str:
 def counts_tokens(at: Endpoint) -> None:
     answer = at.chat(CAPITAL)
     used = answer.usage
-    expect(text_of(answer).strip(), "the answer is empty")
+    expect(read_text(answer).strip(), "the answer is empty")
     expect(used is not None, "there is no usage")
     expect(used.prompt_tokens == CAPITAL_TOKENS, f"{used.prompt_tokens} prompt tokens, not {CAPITAL_TOKENS}")
     expect(0 < used.completion_tokens <= FEW_TOKENS, f"{used.completion_tokens} tokens of at most {FEW_TOKENS}")
@@ -120,7 +120,7 @@ def streams_what_it_answers(at: Endpoint) -> None:
     whole = at.chat(PARIS)
     chunks = list(at.chat(PARIS, stream=True, stream_options={"include_usage": True}))
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    expect("".join(pieces) == text_of(whole), f"the stream says {''.join(pieces)!r}, the answer {text_of(whole)!r}")
+    expect("".join(pieces) == read_text(whole), f"the stream says {''.join(pieces)!r}, the answer {read_text(whole)!r}")
     expect(len([piece for piece in pieces if piece]) > 2, "it came in one piece")
     ends = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
     expect(ends == [whole.choices[0].finish_reason], f"the stream ended with {ends}, not {whole.choices[0]}")
@@ -144,7 +144,7 @@ def shows_its_pages(at: Endpoint, engine: str) -> None:
     expect("bedplate_requests_total{" in text and "bedplate_tokens_total{" in text, "/metrics counts nothing")
 
 
-def counted(at: Endpoint, name: str, **labels: str) -> float:
+def sum_metric(at: Endpoint, name: str, **labels: str) -> float:
     """The sum of a metric of the gateway over all other labels."""
     rows = [line.rpartition(" ") for line in at.page("/metrics")[1].splitlines() if line.startswith(f"{name}{{")]
     return sum(float(value) for key, _, value in rows if all(f'{k}="{v}"' in key for k, v in labels.items()))
@@ -152,7 +152,7 @@ def counted(at: Endpoint, name: str, **labels: str) -> float:
 
 def stops_when_its_client_goes(at: Endpoint, cpu_s: Callable[[], float]) -> str:
     """The engine must stop computing, measured by its CPU time (`cpu_s`), which other load does not change."""
-    before = counted(at, "bedplate_requests_total", outcome="cancelled")
+    before = sum_metric(at, "bedplate_requests_total", outcome="cancelled")
     stream = at.chat(LONG_STORY, stream=True, max_tokens=STORY_TOKENS)
     events = iter(stream)
     next(events)
@@ -169,9 +169,9 @@ def stops_when_its_client_goes(at: Endpoint, cpu_s: Callable[[], float]) -> str:
         f"{wasted_s:.1f} s of processor time after the client went; all of the answer would have been {rest_s:.0f} s"
     )
     expect(idle and (wasted_s < rest_s / 2 or wasted_s < 1), f"it did not stop computing: {found}")
-    after = counted(at, "bedplate_requests_total", outcome="cancelled")
+    after = sum_metric(at, "bedplate_requests_total", outcome="cancelled")
     expect(after == before + 1, f"the gateway counted {after - before:.0f} cancelled requests")
-    expect(text_of(at.chat(PARIS)).strip(), "it does not answer afterwards")
+    expect(read_text(at.chat(PARIS)).strip(), "it does not answer afterwards")
     return found
 
 
@@ -187,9 +187,9 @@ def _until_idle(cpu_s: Callable[[], float]) -> bool:
 
 def answers_four_at_once(at: Endpoint, questions: Sequence[str] = QUESTIONS) -> None:
     """Concurrent answers must equal single ones, except for near ties by the logprobs of the engine."""
-    alone = [text_of(at.chat(question)) for question in questions]
+    alone = [read_text(at.chat(question)) for question in questions]
     with concurrent.futures.ThreadPoolExecutor(len(questions)) as pool:
-        together = [text_of(answer) for answer in pool.map(at.chat, questions)]
+        together = [read_text(answer) for answer in pool.map(at.chat, questions)]
     expect(all(text.strip() for text in together), f"an answer is empty: {together}")
     differ = [one for one in zip(questions, alone, together, strict=True) if one[1] != one[2]]
     ties = [_tie(at, *one) for one in differ]
@@ -221,20 +221,20 @@ def fits_a_schema(at: Endpoint) -> None:
     city = {"city": {"enum": ["Paris", "Rome"]}}
     schema = {"type": "object", "properties": city, "required": ["city"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
-    text = text_of(at.chat(f"{CAPITAL} Answer as JSON.", response_format=form, max_tokens=60))
+    text = read_text(at.chat(f"{CAPITAL} Answer as JSON.", response_format=form, max_tokens=60))
     try:
         expect(json.loads(text)["city"] in ("Paris", "Rome"), f"the answer is {text!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise Wrong(f"the answer is {text!r}, which does not fit the schema") from error
 
 
-def worth_asking(reference: Reference) -> Pairs:
+def choose_prefixes(reference: Reference) -> Pairs:
     """All prefixes: first those that detect wrong positions, then the others, the shortest first."""
     known = {*reference.known(), *reference.known(short_prefixes())}
     return sorted(known, key=lambda pair: (not tells(pair[1]), pair[1].tokens, pair[0]))
 
 
-def next_tokens(
+def compare_next_tokens(
     at: Endpoint,
     plan: Plan,
     reference: Reference,

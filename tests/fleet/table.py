@@ -114,7 +114,7 @@ class Budget:
         return f"no time left: about {seconds(expected_s)} are needed, {seconds(max(left_s, 0))} are left"
 
 
-def in_order(engines: Iterable[str]) -> list[str]:
+def sort_engines(engines: Iterable[str]) -> list[str]:
     """Engines by expected time; unknown ones before the slow ones."""
 
     def place(engine: str) -> tuple[int, str]:
@@ -154,7 +154,7 @@ def _or_unknown(value: float | None, words: Callable[[float], str]) -> str:
     return "?" if value is None else words(value)
 
 
-def footnotes(rows: Iterable[Row]) -> list[str]:
+def list_footnotes(rows: Iterable[Row]) -> list[str]:
     """Details of every failure, near tie and check that was cut short."""
     return [
         f"{row.engine}: {name}: {mark.why}"

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import HANG_S, wait_for
 from tests.fleet import checks
 from tests.fleet.conftest import Running, Start
-from tests.fleet.embedding import makes_pytorchs_vectors, pytorch_vectors
+from tests.fleet.embedding import check_vectors, compute_vectors
 
 from bedplate.engines import Engine, engine
 from bedplate.facts.hardware import probe
@@ -126,7 +126,7 @@ def test_a_seed_repeats_an_answer(served: Served) -> None:
             running.at.chat("Tell a story.", temperature=1, seed=7)
         return
     first, again, other = (
-        checks.text_of(running.at.chat("Tell a story.", temperature=1, seed=seed)) for seed in (7, 7, 8)
+        checks.read_text(running.at.chat("Tell a story.", temperature=1, seed=seed)) for seed in (7, 7, 8)
     )
     assert first == again != other
 
@@ -134,7 +134,7 @@ def test_a_seed_repeats_an_answer(served: Served) -> None:
 def test_next_tokens_agree_with_pytorch(served: Served) -> None:
     name, chosen, running = served
     (reference,) = [one for one in shipped_references() if one.sha256 == FILE_SHA256]
-    found = checks.next_tokens(running.at, chosen, reference, spread(reference.known(), CHECKED))
+    found = checks.compare_next_tokens(running.at, chosen, reference, spread(reference.known(), CHECKED))
     print(f"{name}: {found.agreed} of {found.answered} next tokens as PyTorch in float32")
     assert found.verdict == "ok", found
 
@@ -154,4 +154,4 @@ def test_embeddings_agree_with_pytorch(
     (step,) = [step for step in one.launch(chosen, 1).prepare if step.kind == "convert"]
     model = prepare(chosen, step, onnx_environment, made)
     running = start_engine(one, plan(one, model, workload=work))
-    makes_pytorchs_vectors(running.at, pytorch_vectors(onnx_environment.interpreter, minilm))
+    check_vectors(running.at, compute_vectors(onnx_environment.interpreter, minilm))

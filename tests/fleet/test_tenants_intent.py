@@ -67,7 +67,7 @@ def metrics(one: Serving, key: str) -> str:
         return str(answer.read().decode())
 
 
-def counted(page: str, name: str, **labels: str) -> float:
+def sum_metric(page: str, name: str, **labels: str) -> float:
     rows = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", page, re.MULTILINE)
     return sum(float(value) for row, value in rows if all(f'{k}="{v}"' in row for k, v in labels.items()))
 
@@ -123,9 +123,9 @@ def test_tenants_of_an_intent_have_keys_limits_and_usage(home: Path, tmp_path: P
         assert ask(one, research).status == 200
 
         own, all_of_them = metrics(one, sales), metrics(one, admin)
-        assert 'tenant="research"' not in own and counted(own, "bedplate_tenant_tokens_total", tenant="sales") > 300
+        assert 'tenant="research"' not in own and sum_metric(own, "bedplate_tenant_tokens_total", tenant="sales") > 300
         for tenant in ("research", "sales"):
-            assert counted(all_of_them, "bedplate_tenant_requests_total", tenant=tenant, outcome="ok") >= 2
+            assert sum_metric(all_of_them, "bedplate_tenant_requests_total", tenant=tenant, outcome="ok") >= 2
         one.stop()
 
     rows = {row["key"]: row for row in json.loads(run("usage", "--json").out)["rows"]}
