@@ -30,8 +30,8 @@ from tests.fleet.table import (
     Mark,
     Row,
     exit_code,
-    footnotes,
-    in_order,
+    list_footnotes,
+    sort_engines,
     table,
 )
 from tests.measure.samples_of_agreement import plan
@@ -61,13 +61,13 @@ class Clock:
 
 class TestOrder:
     def test_quick_ones_first_and_vllm_last(self) -> None:
-        assert in_order(["vllm", "onnxruntime", "llama.cpp", "sglang", "mlx"]) == [
+        assert sort_engines(["vllm", "onnxruntime", "llama.cpp", "sglang", "mlx"]) == [
             "llama.cpp", "mlx", "onnxruntime", "sglang", "vllm",
         ]  # fmt: skip
 
     @given(names=st.permutations([*ORDER, "somebody's", "another"]))
     def test_the_unknown_come_before_the_slow_whatever_order_they_are_named_in(self, names: list[str]) -> None:
-        assert in_order(names) == [*ORDER[:-2], "another", "somebody's", *ORDER[-2:]]
+        assert sort_engines(names) == [*ORDER[:-2], "another", "somebody's", *ORDER[-2:]]
 
     def test_each_that_is_named_is_an_engine_with_an_expected_time(self) -> None:
         assert set(ORDER) == set(EXPECTED_S) and set(ORDER) <= set(all_engines())
@@ -125,7 +125,7 @@ class TestTable:
             row("mlx", schema=Mark(state="none", why="it has none"), cancel=Mark(state="failed", why="it went on")),
             row("vllm", agreement=Mark(state="cut short", shown="80 of 80", why="no time left for 480 prefixes")),
         ]
-        assert footnotes(rows) == [
+        assert list_footnotes(rows) == [
             "mlx: cancel: it went on",
             "vllm: agreement: no time left for 480 prefixes",
         ]
@@ -154,13 +154,13 @@ class TestExitCode:
 
 class TestWhoCanRun:
     def test_every_engine_has_a_turn_or_a_reason(self) -> None:
-        able, unable = program.candidates(probe(), None)
+        able, unable = program.list_candidates(probe(), None)
         assert set(able) | set(unable) == set(all_engines()) and not set(able) & set(unable)
         assert "llama.cpp" in able and all(unable.values())
 
     def test_a_machine_without_a_gpu_runs_what_needs_none(self) -> None:
         bare = simulated({"cpu": "AMD EPYC 9654", "ram_gb": 64, "os": "linux"})
-        able, unable = program.candidates(bare, None)
+        able, unable = program.list_candidates(bare, None)
         assert {"llama.cpp", "mistral.rs", "mlx", "pytorch", "onnxruntime", "vllm"} <= set(able)
         assert unable["exllamav3"] == "needs an NVIDIA GPU" and "tensorrt-llm" in unable
 
@@ -175,8 +175,8 @@ class TestATurn:
         return Clock()
 
     @pytest.fixture
-    def turn(self, clock: Clock) -> program.Turn:
-        return program.Turn(plan(), Budget(100, clock), None, lambda line: None)
+    def turn(self, clock: Clock) -> program.EngineRun:
+        return program.EngineRun(plan(), Budget(100, clock), None, lambda line: None)
 
     def failing(self, error: Exception) -> Callable[[], None]:
         def check() -> None:
@@ -185,23 +185,23 @@ class TestATurn:
         return check
 
     @pytest.mark.parametrize("error", [Wrong("it said no"), OSError("no such port"), KeyError("choices")])
-    def test_whatever_goes_wrong_is_a_failure_with_its_reason(self, turn: program.Turn, error: Exception) -> None:
+    def test_whatever_goes_wrong_is_a_failure_with_its_reason(self, turn: program.EngineRun, error: Exception) -> None:
         assert not turn.check("usage", self.failing(error))
         mark = turn.row.marks["usage"]
         assert mark.state == "failed" and str(error.args[0]) in str(mark.why) and mark.seconds is not None
         assert exit_code([turn.row]) == 1
 
-    def test_a_near_tie_and_a_cut_are_none(self, turn: program.Turn) -> None:
+    def test_a_near_tie_and_a_cut_are_none(self, turn: program.EngineRun) -> None:
         assert turn.check("4 at once", self.failing(NearTie("0.1 apart")))
         assert not turn.check("answer", self.failing(OutOfTime()))
         assert [turn.row.marks[name].state for name in ("4 at once", "answer")] == ["near tie", "cut short"]
         assert exit_code([turn.row]) == 0
 
-    def test_a_check_may_say_more_than_yes(self, turn: program.Turn) -> None:
+    def test_a_check_may_say_more_than_yes(self, turn: program.EngineRun) -> None:
         assert turn.check("agreement", lambda: Mark(state="ok", shown="3 of 3")) and turn.check("usage", lambda: "x")
         assert turn.row.marks["agreement"].shown == "3 of 3" and turn.row.marks["usage"].state == "ok"
 
-    def test_when_time_is_over_only_what_must_be_is_done(self, turn: program.Turn, clock: Clock) -> None:
+    def test_when_time_is_over_only_what_must_be_is_done(self, turn: program.EngineRun, clock: Clock) -> None:
         clock.now += 101
         assert not turn.check("schema", lambda: None) and turn.check("stop", lambda: None)
         turn._second_start()
@@ -264,7 +264,7 @@ class Scripted(Endpoint):
 
 def test_what_is_asked_first_tells_the_most_and_is_soon_read() -> None:
     (reference,) = shipped_references()
-    pairs = checks.worth_asking(reference)
+    pairs = checks.choose_prefixes(reference)
     assert len(set(pairs)) == len(pairs) == len(reference.answers) > 1000
     telling = [known for _, known in pairs if tells(known)]
     assert len(telling) >= 10 and all(tells(known) for _, known in pairs[: len(telling)])
@@ -285,7 +285,7 @@ class TestTheChecks:
             checks.answers_four_at_once(Scripted("yes", "yet", "yes", gap=3.0), ["a?"])
 
     def test_or_where_it_does_not_tell_how_sure_it_was(self) -> None:
-        with pytest.raises(Wrong, match="not told"):
+        with pytest.raises(Wrong, match="is unknown"):
             checks.answers_four_at_once(Scripted("yes", "yet", "yes"), ["a?"])
 
     def test_a_near_tie_is_told_with_its_evidence(self) -> None:

@@ -30,7 +30,7 @@ def kept_here(**changes: object) -> Tuned:
 
 def test_the_list_says_what_each_knob_does_and_runs_nothing() -> None:
     found = invoke("tune", "--list", "--engine", "llama.cpp")
-    assert found.code == 0 and "ubatch" in found.out and "prompt tokens that are computed in one go" in found.out
+    assert found.code == 0 and "ubatch" in found.out and "prefill chunk size in tokens" in found.out
     knobs = json.loads(invoke("tune", "--list", "--engine", "vllm", "--json").out)
     assert {"batch-tokens", "threads"} <= {knob["name"] for knob in knobs}
     assert all(knob["source"] and knob["meaning"] for knob in knobs)

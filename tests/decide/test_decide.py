@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bedplate.decide import decide, plan
 from bedplate.decide.memory import fit
 from bedplate.engines import all_engines, engine
-from bedplate.engines.llama_cpp import EVERYDAY_CONTEXT, EVERYDAY_SLOTS, MAX_SLOTS
+from bedplate.engines.llama_cpp import DEFAULT_CONTEXT_TOKENS, DEFAULT_SLOTS, MAX_SLOTS
 from bedplate.errors import AnswerIsNo, BadQuestion
 from bedplate.facts.known_models import find_model, model_from_facts
 from bedplate.facts.simulated import simulated
@@ -181,7 +181,7 @@ class TestDecisionInvariants:
         decision = decide(make_cpu_machine(), MODEL, Workload())
         assert decision.engine == "llama.cpp" and decision.engine_version == LLAMA.version and decision.fits
         assert [reason.rule for reason in decision.reasons] == ["hardware.cpu", "fit.memory", "cpu.threads"]
-        everyday = Settings(slots=EVERYDAY_SLOTS, context_tokens=EVERYDAY_CONTEXT, threads=4, gpu_layers=0)
+        everyday = Settings(slots=DEFAULT_SLOTS, context_tokens=DEFAULT_CONTEXT_TOKENS, threads=4, gpu_layers=0)
         assert decision.settings == everyday
         assert decision.launch is not None and decision.launch.argv[0] == "llama-server"
         memory = decision.estimate.memory_gb

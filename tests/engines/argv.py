@@ -1,4 +1,4 @@
-"""Holds a whole command line, values included, against an engine's published options (tests/engines/options)."""
+"""Checks a command line, values included, against an engine's published options (tests/engines/options)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ FOLDER = Path(__file__).parent / "options"
 _CHECKS: dict[str, Any] = {"int": int, "float": float, "str": str, "json": json.loads}
 
 
-def published(engine: str) -> dict[str, Any]:
+def read_options(engine: str) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads((FOLDER / f"{engine}.json").read_text(encoding="utf-8"))
     return facts
 
 
-def parsed(engine: str, words: Sequence[str]) -> dict[str, Any]:
-    """What the options say, by their first name; anything that the engine would not take is an AssertionError."""
-    facts = published(engine)
+def parse_options(engine: str, words: Sequence[str]) -> dict[str, Any]:
+    """The values of the options by their first name; AssertionError if the engine does not accept one."""
+    facts = read_options(engine)
     known = {name: option for option in facts["options"] for name in option["names"]}
     found: dict[str, Any] = {"": []}
     at = 0
@@ -35,14 +35,14 @@ def parsed(engine: str, words: Sequence[str]) -> dict[str, Any]:
         if option["takes"] == 0:
             found[first] = True
             continue
-        assert at < len(words) and not words[at].startswith("--"), f"{word} lacks its value"
+        assert at < len(words) and not words[at].startswith("--"), f"{word} has no value"
         value = words[at]
         at += 1
         if "choices" in option:
-            assert value in option["choices"], f"{word} does not take {value!r}"
+            assert value in option["choices"], f"{word} does not accept {value!r}"
         found[first] = _CHECKS[option["type"]](value)
         if option["takes"] == "+":
-            assert at >= len(words) or words[at].startswith("--"), f"{word} would take {words[at:][0]!r} too"
-    assert len(found[""]) == facts["positional"] or not facts["positional"], f"stray words: {found['']}"
-    assert facts["positional"] or not found[""], f"stray words: {found['']}"
+            assert at >= len(words) or words[at].startswith("--"), f"{word} would also take {words[at:][0]!r}"
+    assert len(found[""]) == facts["positional"] or not facts["positional"], f"unexpected words: {found['']}"
+    assert facts["positional"] or not found[""], f"unexpected words: {found['']}"
     return found

@@ -1,4 +1,4 @@
-"""Plans over the breadth of models, quantizations, layouts and settings, for the tests of the serving engines."""
+"""Plans for many models, quantizations, layouts and settings, for the tests of the engines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def plan(
 
 @st.composite
 def plans(draw: st.DrawFn, engine: Engine) -> Plan:
-    """Any that an engine accepts, whether or not it would fit."""
+    """Any plan that an engine accepts, whether or not it would fit."""
     on = machine(draw(st.sampled_from(MACHINES)))
     which = model(draw(st.sampled_from(MODELS)), draw(st.booleans()))
     work = Workload(

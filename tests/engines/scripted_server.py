@@ -1,4 +1,4 @@
-"""A backend that does what its prompt says, to test the server around it. Tokens are bytes, or special from 256 on."""
+"""A backend that follows commands in its prompt, to test the server. Tokens are bytes; from 256 on they are special."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Bytes(Text):
 
     def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]) -> str:
         if messages[-1]["role"] == "nobody":
-            raise Refused("the model's chat template refused these messages: who is nobody?", "messages")
+            raise Refused("the model's chat template rejected the messages: who is nobody?", "messages")
         return str(messages[-1]["content"])
 
 

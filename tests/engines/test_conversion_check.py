@@ -26,7 +26,7 @@ check: Any = importlib.import_module("bedplate.engines.shipped.conversion_check"
 
 
 class Words(check.Reader):  # type: ignore[misc]
-    """A model whose tokens are characters, and which repeats what it is told."""
+    """A model whose tokens are characters, and which repeats its input."""
 
     name = "words"
 
@@ -49,29 +49,27 @@ class Words(check.Reader):  # type: ignore[misc]
 
 
 class TestTokenIds:
-    def test_the_same(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_same_token_ids_pass(self, capsys: pytest.CaptureFixture[str]) -> None:
         check.compare_ids(Words(), Words())
         count = len(check.TEXTS)
-        assert f"token ids: {count} of {count} texts as in the source" in capsys.readouterr().out
+        assert f"token ids: {count} of {count} texts agree with the source" in capsys.readouterr().out
 
-    def test_one_that_differs_is_the_evidence(self) -> None:
+    def test_different_token_ids_are_shown_in_the_error(self) -> None:
         with pytest.raises(SystemExit) as ended:
             check.compare_ids(Words(), Words(wrong="½"))
-        assert "1 of " in str(ended.value) and "'½ ² ³ ٣ Ⅷ ５' ([189," in str(ended.value)
-        assert "became [190," in str(ended.value)
+        assert "1 of " in str(ended.value) and "'½ ² ³ ٣ Ⅷ ５' (source [189," in str(ended.value)
+        assert "result [190," in str(ended.value)
 
-    def test_where_llama_cpp_is_known_to_cut_otherwise_it_is_only_said(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_known_differences_of_llama_cpp_are_only_reported(self, capsys: pytest.CaptureFixture[str]) -> None:
         theirs = Words(wrong="½")
         theirs.approximated = True
         check.compare_ids(Words(), theirs)
-        assert "1 texts that are not ASCII differ" in capsys.readouterr().out
+        assert "1 non-ASCII texts differ" in capsys.readouterr().out
         theirs.wrong = "H"
         with pytest.raises(SystemExit):
             check.compare_ids(Words(), theirs)
 
-    def test_who_composes_characters_is_given_composed_ones(self) -> None:
+    def test_texts_are_normalized_for_tokenizers_with_nfc(self) -> None:
         class Composing(Words):
             normalizes = True
 
@@ -82,26 +80,26 @@ class TestTokenIds:
 
         check.compare_ids(Words(), Composing())
 
-    def test_the_texts_hold_what_tokenizers_trip_over(self) -> None:
+    def test_texts_cover_difficult_characters(self) -> None:
         text = "".join(check.TEXTS)
         assert "\n\n1" in check.TEXTS and any(one.startswith("  ") for one in check.TEXTS)
         assert {"你", "ا", "😀", "½", "\u0301", "\t", "\r", "_", "{"} <= set(text)
 
 
 class TestAnswers:
-    def test_the_same(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_same_answers_pass(self, capsys: pytest.CaptureFixture[str]) -> None:
         result = Words()
         check.compare_answers(Words(), result, 16)
         asked = len(check.PROMPTS) * check.ANSWER_TOKENS
         assert result.asked == asked and f"answers: {asked} of {asked} clear" in capsys.readouterr().out
 
-    def test_wrong_ones_are_evidence(self) -> None:
+    def test_wrong_answers_are_shown_in_the_error(self) -> None:
         with pytest.raises(SystemExit) as ended:
             check.compare_answers(Words(), Words(wrong_answers=8), 16)
-        assert "32 of 64 clear next tokens" in str(ended.value) and "no less than 97%" in str(ended.value)
-        assert "after …'The capital of France is' 'B' and not 'A'" in str(ended.value)
+        assert "32 of 64 clear next tokens" in str(ended.value) and "expected at least 97%" in str(ended.value)
+        assert "after …'The capital of France is' 'B' instead of 'A'" in str(ended.value)
 
-    def test_few_bits_explain_more(self) -> None:
+    def test_fewer_bits_allow_more_differences(self) -> None:
         check.compare_answers(Words(), Words(wrong_answers=6), 4.5)
         with pytest.raises(SystemExit):
             check.compare_answers(Words(), Words(wrong_answers=6), 8)
@@ -112,17 +110,17 @@ class TestAnswers:
         check.compare_answers(Words(gap=0.1), Words(wrong_answers=16), 16)
         assert "0 of 0 clear" in capsys.readouterr().out
 
-    def test_what_it_asks_for_is_what_a_served_engine_is_asked_for(self) -> None:
+    def test_thresholds_are_those_of_served_engines(self) -> None:
         assert (check.CHANCE, check.CLEAR_GAP) == (CHANCE, CLEAR_GAP)
         assert check.FLOORS[1:] == FLOORS[1:] and check.FLOORS[0][1] <= FLOORS[0][1]
 
     @given(of=st.integers(1, 80), share=st.sampled_from([0.55, 0.85, 0.97]))
-    def test_chances_add_up(self, of: int, share: float) -> None:
+    def test_binomial_tail_is_a_distribution_function(self, of: int, share: float) -> None:
         found = [check.at_most(count, of, share) for count in range(of + 1)]
         assert found == sorted(found) and abs(found[-1] - 1) < 1e-9
 
 
-class TestKinds:
+class TestFormats:
     @pytest.mark.parametrize(
         ("files", "kind"),
         [
@@ -134,19 +132,19 @@ class TestKinds:
             ({}, "unknown"),
         ],
     )
-    def test_by_what_lies_there(self, files: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    def test_format_is_detected_from_the_files(self, files: dict[str, Any], kind: str, tmp_path: Path) -> None:
         for name, content in files.items():
             (tmp_path / name).write_text(json.dumps(content))
         assert check.kind_of(tmp_path) == kind
 
-    def test_what_nobody_compares_is_no_failure(self, tmp_path: Path) -> None:
+    def test_formats_without_a_comparison_are_not_a_failure(self, tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()
         done = subprocess.run([sys.executable, "-I", str(PROGRAM), str(tmp_path / "a"), str(tmp_path)],
                               capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 0 and "not compared: nothing is known that compares" in done.stdout
+        assert done.returncode == 0 and "not compared: there is no comparison of" in done.stdout
 
 
-def test_exllama_takes_the_kernels_that_were_compiled_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exllama_uses_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = SimpleNamespace(from_file=lambda path: path)
     monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=files))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "of the user")
@@ -158,26 +156,26 @@ def test_exllama_takes_the_kernels_that_were_compiled_before(tmp_path: Path, mon
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "exllamav3-kernels")
 
 
-def compared(llama: Environment, source: Path, result: Path, bits: str = "16") -> subprocess.CompletedProcess[str]:
+def run_check(llama: Environment, source: Path, result: Path, bits: str = "16") -> subprocess.CompletedProcess[str]:
     server = json.dumps(command(llama, Launch(argv=("llama-server",))))
     argv = [sys.executable, "-I", str(PROGRAM), str(source), str(result), "--bits", bits, "--gguf-server", server]
     return subprocess.run(argv, capture_output=True, text=True)
 
 
 class TestRealFiles:
-    def test_a_file_says_what_it_says(self, builtin_gguf: Path, llama_environment: Environment) -> None:
-        done = compared(llama_environment, builtin_gguf, builtin_gguf)
+    def test_a_file_agrees_with_itself(self, builtin_gguf: Path, llama_environment: Environment) -> None:
+        done = run_check(llama_environment, builtin_gguf, builtin_gguf)
         assert done.returncode == 0, done.stderr
-        assert "texts as in the source" in done.stdout and "(64 of all 64)" in done.stdout
+        assert "texts agree with the source" in done.stdout and "(64 of all 64)" in done.stdout
 
-    def test_what_does_not_load_is_found(
+    def test_rejects_a_result_that_does_not_load(
         self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
     ) -> None:
         (tmp_path / "junk.gguf").write_bytes(b"junk")
-        done = compared(llama_environment, builtin_gguf, tmp_path / "junk.gguf")
-        assert done.returncode == 1 and "llama.cpp does not load junk.gguf: " in done.stderr
+        done = run_check(llama_environment, builtin_gguf, tmp_path / "junk.gguf")
+        assert done.returncode == 1 and "llama.cpp cannot load junk.gguf: " in done.stderr
 
-    def test_text_that_is_cut_otherwise_is_found(
+    def test_rejects_another_pre_tokenizer(
         self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
     ) -> None:
         other = tmp_path / "cut.gguf"
@@ -185,22 +183,20 @@ class TestRealFiles:
         assert content.count(b"smollm") >= 1
         at = content.index(b"smollm", content.index(b"tokenizer.ggml.pre"))
         other.write_bytes(content[:at] + b"falcon" + content[at + 6 :])
-        done = compared(llama_environment, builtin_gguf, other)
-        assert done.returncode == 1 and "have other token ids than in the source" in done.stderr
+        done = run_check(llama_environment, builtin_gguf, other)
+        assert done.returncode == 1 and "token ids differ from the source" in done.stderr
 
-    def test_weights_that_are_wrong_are_found(
-        self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
-    ) -> None:
+    def test_rejects_wrong_weights(self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path) -> None:
         other = tmp_path / "wrong.gguf"
         content = bytearray(builtin_gguf.read_bytes())
         for tensor in gguf.GGUFReader(builtin_gguf).tensors:
             if "attn_output" in tensor.name:
                 content[tensor.data_offset : tensor.data_offset + tensor.n_bytes] = bytes(tensor.n_bytes)
         other.write_bytes(content)
-        done = compared(llama_environment, builtin_gguf, other, "4")
-        assert done.returncode == 1 and "clear next tokens" in done.stderr and "and not" in done.stderr
+        done = run_check(llama_environment, builtin_gguf, other, "4")
+        assert done.returncode == 1 and "clear next tokens" in done.stderr and "instead of" in done.stderr
 
-    def test_numbers_that_are_none_are_found(
+    def test_rejects_logits_that_are_not_finite(
         self, builtin_gguf: Path, llama_environment: Environment, tmp_path: Path
     ) -> None:
         other = tmp_path / "damaged.gguf"
@@ -208,5 +204,5 @@ class TestRealFiles:
         begin = len(content) // 2
         content[begin : begin + 6_000_000] = b"\xff" * 6_000_000
         other.write_bytes(content)
-        done = compared(llama_environment, builtin_gguf, other, "4")
+        done = run_check(llama_environment, builtin_gguf, other, "4")
         assert done.returncode == 1 and "not finite" in done.stderr

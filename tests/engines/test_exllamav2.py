@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from tests.engines.argv import parsed
+from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.exllamav2 import BPW, ExLlamaV2
@@ -23,13 +23,13 @@ RTX = machine("RTX 4090", 2)
 
 
 @pytest.fixture(autouse=True)
-def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its environment the shared part lies beside it."""
+def provide_server_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the engine's environment the server package is next to the program."""
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     monkeypatch.setitem(sys.modules, "openai_server", core)
 
 
-def served(argv: tuple[str, ...]) -> Any:
+def parse_server_options(argv: tuple[str, ...]) -> Any:
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
     assert argv[0] == "exllamav2-server"
@@ -38,9 +38,9 @@ def served(argv: tuple[str, ...]) -> Any:
 
 @given(chosen=plans(EXL))
 @settings(deadline=None)
-def test_every_option_and_value_is_known(chosen: Plan) -> None:
+def test_every_option_of_a_launch_exists(chosen: Plan) -> None:
     launch = EXL.launch(chosen, 8123)
-    said = served(launch.argv)
+    said = parse_server_options(launch.argv)
     assert said.port == 8123 and said.slots == 1 == chosen.settings.slots
     assert said.cache_bits == (8 if chosen.settings.kv_type == "fp8" else None)
     for step in launch.prepare:
@@ -48,39 +48,39 @@ def test_every_option_and_value_is_known(chosen: Plan) -> None:
             assert step.argv[:2] == ("python", "-c")
             assert '"exllamav2-kernels"' in step.argv[2] and '"exllamav2.conversion.convert_exl2"' in step.argv[2]
             assert 'os.environ["EXLLAMA_NO_SDPA"] = "1"; import runpy' in step.argv[2]
-            options = parsed("exllamav2", step.argv[3:])
+            options = parse_options("exllamav2", step.argv[3:])
             assert options["-cf"] == said.model == step.where and f"{options['-b']}BPW" == chosen.weights.label
     assert (chosen.weights.made == "converted") == any(step.kind == "convert" for step in launch.prepare)
 
 
-def test_more_cards_than_one_are_the_first_ones() -> None:
+def test_several_cards_are_the_first_ones() -> None:
     chosen = plan(EXL, RTX, model(LLAMA), layout=Parallelism(pipeline=2))
     assert EXL.launch(chosen, 1).env["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
-def test_what_it_can_be_given() -> None:
+def test_weight_formats() -> None:
     target = EXL.target(RTX)
     assert target is not None
 
-    def labels(which: Any, **asked: bool) -> list[tuple[str, str]]:
+    def list_labels(which: Any, **asked: bool) -> list[tuple[str, str]]:
         return [(form.label, form.made) for form in EXL.weights(target, which, Workload(**asked))]  # type: ignore[arg-type]
 
-    assert labels(model(LLAMA)) == [(one, "converted") for one in BPW]
-    assert labels(model(LLAMA), precision_sensitive=True) == [("8.0BPW", "converted")]
-    assert labels(replaced(model(LLAMA), quantization="GPTQ-INT4")) == [("GPTQ-INT4", "as it is")]
-    assert labels(replaced(model(LLAMA), format="exl2", quantization="4.0BPW")) == [("4.0BPW", "as it is")]
-    assert labels(model("Qwen/Qwen3-32B-FP8")) == []
+    assert list_labels(model(LLAMA)) == [(one, "converted") for one in BPW]
+    assert list_labels(model(LLAMA), precision_sensitive=True) == [("8.0BPW", "converted")]
+    assert list_labels(replaced(model(LLAMA), quantization="GPTQ-INT4")) == [("GPTQ-INT4", "as it is")]
+    assert list_labels(replaced(model(LLAMA), format="exl2", quantization="4.0BPW")) == [("4.0BPW", "as it is")]
+    assert list_labels(model("Qwen/Qwen3-32B-FP8")) == []
 
 
 @pytest.mark.parametrize(
     ("card", "name", "why"),
     [
         ("cpu", LLAMA, "needs an NVIDIA GPU"),
-        ("RTX 4090", "openai/gpt-oss-20b", "does not know the architecture gpt_oss"),
+        ("RTX 4090", "openai/gpt-oss-20b", "does not support the architecture gpt_oss"),
         ("RTX 4090", "Qwen/Qwen3-32B-FP8", "not FP8"),
     ],
 )
-def test_what_cannot_be_is_refused(card: str, name: str, why: str) -> None:
+def test_refuses_unsupported_models_and_hardware(card: str, name: str, why: str) -> None:
     refused = EXL.refuse(machine(card), model(name), Workload())
     assert refused is not None and refused.kind == "impossible" and why in refused.why
 
@@ -92,13 +92,13 @@ def test_what_cannot_be_is_refused(card: str, name: str, why: str) -> None:
         ({"hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "intermediate_size": 1536}, None),
         ({"hidden_size": 4544, "head_dim": None, "num_heads": 71}, None),
         ({"hidden_size": 560}, "a hidden size of 560"),
-        ({"intermediate_size": 11000}, "an MLP's inner width of 11000"),
-        ({"head_dim": 80, "num_heads": 33}, "queries together of 2640"),
-        ({"head_dim": 80, "num_kv_heads": 1}, "keys together of 80"),
+        ({"intermediate_size": 11000}, "an MLP size of 11000"),
+        ({"head_dim": 80, "num_heads": 33}, "a query size of 2640"),
+        ({"head_dim": 80, "num_kv_heads": 1}, "a key size of 80"),
         ({"hidden_size": None, "intermediate_size": None, "num_heads": None, "num_kv_heads": None}, None),
     ],
 )
-def test_widths_are_multiples_of_32(shape: dict[str, int | None], why: str | None) -> None:
+def test_refuses_layer_sizes_that_are_not_multiples_of_32(shape: dict[str, int | None], why: str | None) -> None:
     refused = EXL.refuse(machine("RTX 4090"), replaced(model(LLAMA), **shape), Workload())
     assert (refused.why.partition("this model has ")[2] if refused is not None else None) == why
 
@@ -124,7 +124,7 @@ class Tokens:
         ({"eos": True, "eos_reason": "stop_token", "eos_triggering_token_id": 2}, [(2, "stop")]),
     ],
 )
-def test_results_of_its_generator_become_pieces(result: dict[str, Any], expected: list[tuple[int, str | None]]) -> None:
+def test_generator_results_become_pieces(result: dict[str, Any], expected: list[tuple[int, str | None]]) -> None:
     """In the form that generator/dynamic.py of 0.3.2 gives them (constructed)."""
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
@@ -135,10 +135,10 @@ def test_results_of_its_generator_become_pieces(result: dict[str, Any], expected
     ("line", "says"),
     [
         # turboderp-org/exllamav2, issue 383.
-        ("RuntimeError: Insufficient VRAM for model and cache", "not enough memory on the cards"),
+        ("RuntimeError: Insufficient VRAM for model and cache", "not enough GPU memory"),
         # exllamav2/config.py of 0.3.2.
-        ("ValueError:  ## Could not find model.layers.0.mlp.* in model", "does not find in this folder"),
-        ("RuntimeError: Error building extension 'exllamav2_ext'", "did not compile"),
+        ("ValueError:  ## Could not find model.layers.0.mlp.* in model", "are missing from the folder"),
+        ("RuntimeError: Error building extension 'exllamav2_ext'", "compilation of its kernels failed"),
     ],
 )
 def test_known_failures(line: str, says: str) -> None:
@@ -147,7 +147,7 @@ def test_known_failures(line: str, says: str) -> None:
     assert EXL.explain("all is well") is None
 
 
-def test_one_request_at_a_time_against_a_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_backend_computes_one_request_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the names that 0.3.2 has; the package itself computes on a GPU only."""
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")
@@ -186,7 +186,7 @@ def test_one_request_at_a_time_against_a_stand_in(monkeypatch: pytest.MonkeyPatc
     done: list[float] = []
     (tmp_path / "config.json").write_text('{"rope_parameters": {"rope_theta": 100000.0}}')
     argv = ("exllamav2-server", "--model", str(tmp_path), "--context", "1000", "--cache-bits", "8")
-    backend.load(served(argv), done.append)
+    backend.load(parse_server_options(argv), done.append)
     assert kept["cache"] == ("q8", 1024, True) and kept["paged"] is False and config.max_seq_len == 1024
     assert done == [0.45, 1.0] and config.rotary_embedding_base == 100000.0
     assert config.no_sdpa, "its version gives PyTorch's attention no mask"
@@ -210,7 +210,7 @@ def test_one_request_at_a_time_against_a_stand_in(monkeypatch: pytest.MonkeyPatc
         ({}, None),
     ],
 )
-def test_positions_turn_as_newer_configurations_say(config: dict[str, Any], base: float | None, tmp_path: Path) -> None:
+def test_reads_the_rope_base_of_transformers_5(config: dict[str, Any], base: float | None, tmp_path: Path) -> None:
     """Written by Transformers 5; where ExLlamaV2 finds its own word, that is as good."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     program = importlib.import_module("bedplate.engines.shipped.exllamav2_server")

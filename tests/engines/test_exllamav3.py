@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from tests.engines.argv import parsed
+from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
-from bedplate.engines.base import EVERYDAY_CONTEXT
+from bedplate.engines.base import DEFAULT_CONTEXT_TOKENS
 from bedplate.engines.exllamav3 import BPW, ExLlamaV3
 from bedplate.values import Parallelism, Plan, Settings, Workload, replaced
 
@@ -21,19 +21,19 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 RTX = machine("RTX 4090", 2)
 
 
-def server() -> Any:
+def import_server() -> Any:
     return importlib.import_module("bedplate.engines.shipped.exllamav3_server")
 
 
-def served(argv: tuple[str, ...]) -> Any:
+def parse_server_options(argv: tuple[str, ...]) -> Any:
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     assert argv[0] == "exllamav3-server"
-    return core.parser_for(server().ExLlamaV3).parse_args(argv[1:])
+    return core.parser_for(import_server().ExLlamaV3).parse_args(argv[1:])
 
 
 @pytest.fixture(autouse=True)
-def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its environment the shared part lies beside it."""
+def provide_server_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the engine's environment the server package is next to the program."""
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     monkeypatch.setitem(sys.modules, "openai_server", core)
 
@@ -41,9 +41,9 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestLaunch:
     @given(chosen=plans(EXL))
     @settings(deadline=None)
-    def test_every_option_and_value_is_known(self, chosen: Plan) -> None:
+    def test_every_option_of_a_launch_exists(self, chosen: Plan) -> None:
         launch = EXL.launch(chosen, 8123)
-        said = served(launch.argv)
+        said = parse_server_options(launch.argv)
         layout = chosen.parallelism
         assert (
             said.port == 8123 and said.slots == chosen.settings.slots and said.context == chosen.settings.context_tokens
@@ -56,16 +56,16 @@ class TestLaunch:
         for step in convert:
             assert step.argv[:2] == ("python", "-c")
             assert '"exllamav3-kernels"' in step.argv[2] and '"exllamav3.conversion.convert_model"' in step.argv[2]
-            options = parsed("exllamav3", step.argv[3:])
+            options = parse_options("exllamav3", step.argv[3:])
             assert options["-o"] == said.model == step.where and f"{options['-b']}BPW" == chosen.weights.label
             assert step.disk_bytes and step.seconds and step.seconds.low < step.seconds.value < step.seconds.high
 
-    def test_its_kernels_are_compiled_before_anybody_waits(self) -> None:
+    def test_kernels_are_compiled_before_the_launch(self) -> None:
         steps = EXL.launch(plan(EXL, RTX, model(LLAMA)), 1).prepare
         assert [step.kind for step in steps] == ["install", "build", "download", "convert"]
         assert steps[1].argv[-1].endswith("; import exllamav3") and steps[1].seconds is not None
 
-    def test_kernels_conversion_and_server_name_one_folder(self) -> None:
+    def test_kernels_conversion_and_server_use_one_folder(self) -> None:
         launch = EXL.launch(plan(EXL, RTX, model(LLAMA)), 1)
         _, build, _, convert = launch.prepare
         assert launch.env == {"TORCH_EXTENSIONS_DIR": build.where, "OMP_NUM_THREADS": "1"}
@@ -73,7 +73,7 @@ class TestLaunch:
             f'os.path.abspath("{build.where}")' in step.argv[step.argv.index("-c") + 1] for step in (build, convert)
         )
 
-    def test_of_the_step_only_how_many_compile_at_once_depends_on_the_machine(self) -> None:
+    def test_only_the_number_of_compile_jobs_depends_on_the_machine(self) -> None:
         chosen = plan(EXL, RTX, model(LLAMA))
         one, two = (
             EXL.launch(replaced(chosen, settings=replaced(chosen.settings, threads=threads)), 1).prepare[1]
@@ -83,7 +83,7 @@ class TestLaunch:
         assert one.argv[2:] == two.argv[2:]
 
 
-class TestWhatItTakes:
+class TestModels:
     def test_bits_per_weight(self) -> None:
         target = EXL.target(RTX)
         assert target is not None
@@ -101,13 +101,13 @@ class TestWhatItTakes:
         [
             ("cpu", LLAMA, "needs an NVIDIA GPU"),
             ("MI300X", LLAMA, "needs an NVIDIA GPU"),
-            ("RTX 4090", "deepseek-ai/DeepSeek-V3.2", "does not know the architecture deepseek_v32"),
+            ("RTX 4090", "deepseek-ai/DeepSeek-V3.2", "does not support the architecture deepseek_v32"),
             ("RTX 4090", "google/gemma-4-E4B-it", "small E models"),
-            ("RTX 4090", "nvidia/DeepSeek-V3-0324-NVFP4", "weights in NVFP4"),
+            ("RTX 4090", "nvidia/DeepSeek-V3-0324-NVFP4", "no conversion of NVFP4 weights"),
             ("RTX 4090", "HuggingFaceTB/SmolLM2-135M-Instruct", "multiple of 128, and this model's is 576"),
         ],
     )
-    def test_what_cannot_be_is_refused(self, card: str, name: str, why: str) -> None:
+    def test_refuses_unsupported_models_and_hardware(self, card: str, name: str, why: str) -> None:
         refused = EXL.refuse(machine(card), model(name), Workload())
         assert refused is not None and refused.kind == "impossible" and why in refused.why
 
@@ -120,13 +120,13 @@ class TestWhatItTakes:
             ("qwen2", 896, True),
             ("gemma3_text", 1152, True),
             ("gpt_oss", 2880, True),
-            # Experts alone are cut to the model's width; a gated MLP beside them is not.
+            # Only experts are trimmed to the hidden size; an additional gated MLP is not.
             ("qwen3_moe", 2000, True),
             ("glm4_moe", 2000, False),
             ("llama", None, True),
         ],
     )
-    def test_widths_that_its_layers_are_padded_beyond(self, architecture: str, width: int | None, runs: bool) -> None:
+    def test_refuses_hidden_sizes_that_would_be_padded(self, architecture: str, width: int | None, runs: bool) -> None:
         # Neither the heads' width (9 of 64) nor the MLP's (1500) must divide.
         shape = replaced(
             model(LLAMA), architecture=architecture, hidden_size=width, num_heads=9, head_dim=64, intermediate_size=1500
@@ -135,7 +135,7 @@ class TestWhatItTakes:
         assert (refused is None) == runs
         assert runs or (refused is not None and refused.kind == "impossible" and "exllamav2" in str(refused.hint))
 
-    def test_turing_is_the_oldest(self) -> None:
+    def test_turing_is_the_oldest_supported_generation(self) -> None:
         assert EXL.refuse(machine("NVIDIA T4", 1), model(LLAMA), Workload()) is None
         refused = EXL.refuse(machine("V100 SXM2 32GB", 1), model(LLAMA), Workload())
         assert refused is not None and "compute capability 7.5" in refused.why
@@ -159,59 +159,59 @@ class TestPieces:
 
     def pieces(self, **result: Any) -> list[tuple[int | None, str | None, int, str | None, int | None]]:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
-        found = server()._pieces(core.Request(), {"stage": "streaming", "eos": False, **result})
+        found = import_server()._pieces(core.Request(), {"stage": "streaming", "eos": False, **result})
         return [(one.token, one.text, one.tokens, one.finish, one.cached_tokens) for one in found]
 
-    def test_tokens_on_the_way(self) -> None:
+    def test_tokens_become_pieces(self) -> None:
         assert self.pieces(token_ids=Tokens(5, 6)) == [(5, None, 1, None, None), (6, None, 1, None, None)]
         assert self.pieces() == []
 
-    def test_the_end_by_a_token_is_counted_and_not_shown(self) -> None:
+    def test_eos_token_is_counted_and_not_shown(self) -> None:
         end = {"eos": True, "eos_reason": "stop_token", "eos_triggering_token_id": 2, "cached_tokens": 256}
         assert self.pieces(**end) == [(2, "", 1, "stop", 256)]
         assert self.pieces(token_ids=Tokens(5), **end) == [(5, None, 1, None, None), (2, "", 1, "stop", 256)]
 
-    def test_the_end_by_length_is_the_last_token(self) -> None:
+    def test_length_limit_ends_with_the_last_token(self) -> None:
         end = {"eos": True, "eos_reason": "max_new_tokens", "cached_tokens": 0}
         assert self.pieces(token_ids=Tokens(5, 6), **end) == [(5, None, 1, None, None), (6, None, 1, "length", 0)]
 
-    def test_the_end_by_a_grammar(self) -> None:
+    def test_grammar_ends_the_answer(self) -> None:
         assert self.pieces(token_ids=Tokens(5), eos=True, eos_reason="end_filter")[-1] == (None, "", 0, "stop", None)
 
 
 class TestPlacement:
-    def test_one_card_or_the_first_of_many(self) -> None:
-        place = server()._placement
+    def test_uses_the_first_cards(self) -> None:
+        place = import_server()._placement
         assert place(1, False, 8) == {"device": "cuda:0"}
         assert place(2, False, 4) == {"reserve_per_device": [0.5, 0.5, -1.0, -1.0], "tensor_p": False}
         assert place(2, True, 2) == {"reserve_per_device": [0.5, 0.5], "tensor_p": True}
 
-    def test_ends_are_of_the_configuration_and_of_the_generation_configuration(self, tmp_path: Any) -> None:
-        assert server()._ends(str(tmp_path), [7, None]) == [7]
+    def test_eos_tokens_of_both_configurations_are_used(self, tmp_path: Any) -> None:
+        assert import_server()._ends(str(tmp_path), [7, None]) == [7]
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": [8, 7]}')
-        assert server()._ends(str(tmp_path), [7]) == [7, 8]
+        assert import_server()._ends(str(tmp_path), [7]) == [7, 8]
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
-        assert server()._ends(str(tmp_path), [7]) == [7, 9]
+        assert import_server()._ends(str(tmp_path), [7]) == [7, 9]
 
 
 @pytest.mark.parametrize(
     ("line", "says", "lasting"),
     [
         # turboderp-org/exllamav3, issue 50, and model/model_ls.py of 1.6.5.
-        ("RuntimeError: Insufficient VRAM in split for model and cache", "not enough memory on the cards", True),
+        ("RuntimeError: Insufficient VRAM in split for model and cache", "not enough GPU memory", True),
         # model/config.py of 1.6.5.
         ("AssertionError: Unknown architecture LlumaForCausalLM in /m/config.json", "LlumaForCausalLM", True),
-        ("RuntimeError: Error building extension 'exllamav3_ext'", "did not compile", True),
+        ("RuntimeError: Error building extension 'exllamav3_ext'", "compilation of its kernels failed", True),
         # Of 1.6.5 on an H200, converting SmolLM2-135M.
         (
             "RuntimeError: The size of tensor a (576) must match the size of tensor b (640) "
             "at non-singleton dimension 2",
-            "the model is 576 wide, and its layers became 640",
+            "the hidden size is 576, and its layers return 640",
             True,
         ),
         # torch/utils/cpp_extension.py.
         ("OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.", "nvcc", True),
-        ("bedplate-engine: cannot listen on 127.0.0.1:8000: port is in use", "the private port was taken", False),
+        ("bedplate-engine: cannot listen on 127.0.0.1:8000: port is in use", "took the engine's private port", False),
     ],
 )
 def test_known_failures(line: str, says: str, lasting: bool) -> None:
@@ -220,13 +220,13 @@ def test_known_failures(line: str, says: str, lasting: bool) -> None:
     assert EXL.explain("bedplate-engine: loading 0.5") is None
 
 
-def test_layouts_settle_on_the_card() -> None:
+def test_settings_on_two_cards() -> None:
     chosen = plan(EXL, RTX, model(LLAMA), layout=Parallelism(tensor=2), workload=Workload(users=4))
-    assert chosen.settings == Settings(slots=4, context_tokens=EVERYDAY_CONTEXT, device="cuda", threads=16)
+    assert chosen.settings == Settings(slots=4, context_tokens=DEFAULT_CONTEXT_TOKENS, device="cuda", threads=16)
 
 
-class Told:
-    """Stands in for the package: keeps what it was called with, and answers as its generator would."""
+class FakeExLlamaV3:
+    """A fake of the package that records its arguments, and returns scripted results."""
 
     def __init__(self, results: list[list[dict[str, Any]]]) -> None:
         self.calls: dict[str, Any] = {}
@@ -263,28 +263,30 @@ class Told:
         return [{**result, "job": self.jobs[result["job"]]} for result in self.results.pop(0)]
 
 
-def loaded(monkeypatch: pytest.MonkeyPatch, results: list[list[dict[str, Any]]], *more: str) -> tuple[Any, Told]:
-    told = Told(results)
+def load_backend(
+    monkeypatch: pytest.MonkeyPatch, results: list[list[dict[str, Any]]], *more: str
+) -> tuple[Any, FakeExLlamaV3]:
+    told = FakeExLlamaV3(results)
     torch = SimpleNamespace(tensor=lambda rows, dtype: rows, long="long", cuda=SimpleNamespace(device_count=lambda: 4))
     monkeypatch.setitem(sys.modules, "exllamav3", told)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(server(), "HuggingFaceText", lambda folder: None)
-    backend = server().ExLlamaV3()
+    monkeypatch.setattr(import_server(), "HuggingFaceText", lambda folder: None)
+    backend = import_server().ExLlamaV3()
     argv = ("exllamav3-server", "--model", "m", "--slots", "2", "--context", "1000", *more)
-    backend.load(served(argv), lambda done: None)
+    backend.load(parse_server_options(argv), lambda done: None)
     return backend, told
 
 
 class TestBackend:
-    """Against a stand-in with the names that 1.6.5 has; the package itself computes on a GPU only."""
+    """With a fake that has the names of 1.6.5; the package itself needs a GPU."""
 
-    def test_two_requests_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_computes_two_concurrent_requests(self, monkeypatch: pytest.MonkeyPatch) -> None:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
         started = [{"job": 0, "stage": "started", "eos": False}]
         both = [{"job": n, "stage": "streaming", "eos": False, "token_ids": Tokens(10 + n)} for n in (0, 1)]
         end = [{"job": 0, "stage": "streaming", "eos": True, "eos_reason": "stop_token", "eos_triggering_token_id": 2}]
         late = [{"job": 1, "stage": "streaming", "eos": False, "token_ids": Tokens(12)}]
-        backend, told = loaded(monkeypatch, [started, both, end, late])
+        backend, told = load_backend(monkeypatch, [started, both, end, late])
         one = core.Request(prompt=[1, 2], max_tokens=9, temperature=0, seed=3)
         two = core.Request(prompt=[4], max_tokens=9, ignore_eos=True, top_k=5)
         backend.admit(one)
@@ -297,17 +299,17 @@ class TestBackend:
         backend.cancel(two)
         backend.cancel(one)
         assert told.cancelled == [told.jobs[1]]
-        # What comes after for somebody who has gone is dropped.
+        # Later results of a cancelled request are dropped.
         assert backend.step() == [] and backend.kv_use() == 0.25
 
-    def test_what_does_not_fit_the_cache_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rejects_a_request_larger_than_the_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
-        backend, _ = loaded(monkeypatch, [])
+        backend, _ = load_backend(monkeypatch, [])
         with pytest.raises(core.Refused, match="larger than the cache"):
             backend.admit(core.Request(prompt=[1], max_tokens=5000))
 
     def test_options_reach_the_engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        _, told = loaded(
+        _, told = load_backend(
             monkeypatch, [], "--cards", "2", "--tensor-parallel", "--cache-bits", "6", "--cache-tokens", "700"
         )
         assert told.calls["cache"] == {
@@ -315,6 +317,6 @@ class TestBackend:
         }  # fmt: skip
         assert told.calls["load"]["tensor_p"] and told.calls["load"]["reserve_per_device"] == [0.5, 0.5, -1.0, -1.0]
         assert told.calls["generator"]["max_batch_size"] == 2
-        _, told = loaded(monkeypatch, [])
+        _, told = load_backend(monkeypatch, [])
         assert told.calls["cache"]["max_num_tokens"] == 2048 and told.calls["cache"]["layer_type"] == "fp16"
         assert told.calls["load"]["device"] == "cuda:0"

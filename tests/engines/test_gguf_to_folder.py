@@ -1,4 +1,4 @@
-"""Unpacking: how text is cut by the name in a GGUF's header, and what begins it. Real files: tests/fleet."""
+"""Dequantization: the pre-tokenizer by its name in the GGUF header, and BOS tokens. Real files: tests/fleet."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Header:
 
 
 @pytest.fixture(autouse=True)
-def tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for the package: keeps what it was built of."""
+def fake_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake of the package that records its arguments."""
     kinds = SimpleNamespace(
         Split=lambda pattern, behavior: ("split", pattern, behavior),
         ByteLevel=lambda add_prefix_space, use_regex: ("bytes", add_prefix_space, use_regex),
@@ -42,45 +42,43 @@ def tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", package)
 
 
-def built(**fields: Any) -> Any:
+def set_up_tokenizer(**fields: Any) -> Any:
     backend = SimpleNamespace(pre_tokenizer="before", normalizer="before", model=SimpleNamespace(ignore_merges=None))
     program.set_pre_tokenizer(backend, Header(**fields))
     return backend
 
 
-class TestCuts:
-    def test_smollm_takes_digits_one_by_one_before_words(self) -> None:
-        backend = built(model="gpt2", pre="smollm")
+class TestPreTokenizers:
+    def test_smollm_splits_digits_one_by_one(self) -> None:
+        backend = set_up_tokenizer(model="gpt2", pre="smollm")
         digits, words, as_bytes = backend.pre_tokenizer
         assert digits == ("split", r"\p{N}", "isolated") and words[1].startswith("'s|'t|")
         assert as_bytes == ("bytes", False, False) and backend.model.ignore_merges is False
 
-    def test_llama_3_takes_up_to_three_digits_and_whole_words_first(self) -> None:
-        backend = built(model="gpt2", pre="llama-bpe")
+    def test_llama_3_splits_up_to_three_digits_and_prefers_whole_words(self) -> None:
+        backend = set_up_tokenizer(model="gpt2", pre="llama-bpe")
         assert r"\p{N}{1,3}" in backend.pre_tokenizer[0][1] and backend.model.ignore_merges is True
-        assert r"|\p{N}|" in built(model="gpt2", pre="qwen2").pre_tokenizer[0][1]
+        assert r"|\p{N}|" in set_up_tokenizer(model="gpt2", pre="qwen2").pre_tokenizer[0][1]
 
-    def test_an_unknown_way_is_refused_by_its_name(self) -> None:
-        with pytest.raises(SystemExit, match="called 'brand-new'"):
-            built(model="gpt2", pre="brand-new")
+    def test_rejects_an_unknown_pre_tokenizer_by_name(self) -> None:
+        with pytest.raises(SystemExit, match="does not support the pre-tokenizer 'brand-new'"):
+            set_up_tokenizer(model="gpt2", pre="brand-new")
 
-    def test_a_file_that_does_not_say_is_cut_as_llama_cpp_does_and_warned_of(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert len(built(model="gpt2").pre_tokenizer) == 5
-        assert "does not say how text is cut" in capsys.readouterr().out
+    def test_missing_name_uses_the_default_with_a_warning(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert len(set_up_tokenizer(model="gpt2").pre_tokenizer) == 5
+        assert "does not name its pre-tokenizer" in capsys.readouterr().out
 
-    def test_pieces_mark_spaces(self) -> None:
-        backend = built(model="llama", pre="default")
+    def test_sentencepiece_marks_spaces(self) -> None:
+        backend = set_up_tokenizer(model="llama", pre="default")
         assert backend.normalizer == [("prepend", "\u2581"), ("replace", " ", "\u2581")]
         assert backend.pre_tokenizer is None
-        assert built(model="llama", add_space_prefix=False).normalizer == [("replace", " ", "\u2581")]
+        assert set_up_tokenizer(model="llama", add_space_prefix=False).normalizer == [("replace", " ", "\u2581")]
 
-    def test_what_is_neither_stays_as_it_is(self) -> None:
-        assert built(model="t5").pre_tokenizer == "before"
-        assert built(model="llama", architecture="gemma2").normalizer == "before"
+    def test_other_tokenizers_are_unchanged(self) -> None:
+        assert set_up_tokenizer(model="t5").pre_tokenizer == "before"
+        assert set_up_tokenizer(model="llama", architecture="gemma2").normalizer == "before"
 
-    def test_every_architecture_that_is_unpacked_has_its_usual_names(self) -> None:
+    def test_every_supported_architecture_has_its_pre_tokenizers(self) -> None:
         usual = {
             "llama": ("smollm", "llama-bpe", "tekken", "deepseek-llm", "gpt-2"), "qwen2": ("qwen2", "deepseek-r1-qwen"),
             "qwen3": ("qwen2",), "phi3": ("dbrx", "gpt-4o"), "starcoder2": ("starcoder",), "falcon": ("falcon",),
@@ -101,7 +99,7 @@ class TestCuts:
         ({"model": "llama", "pre": "default"}, True),
     ],
 )
-def test_what_begins_a_text(fields: dict[str, Any], begins: bool) -> None:
+def test_bos_token_is_added_as_the_file_says(fields: dict[str, Any], begins: bool) -> None:
     tokenizer = SimpleNamespace(bos_token="<s>", add_bos_token=not begins)
     program.set_begin(tokenizer, Header(**fields))
     assert tokenizer.add_bos_token is begins
@@ -110,12 +108,12 @@ def test_what_begins_a_text(fields: dict[str, Any], begins: bool) -> None:
     assert without.add_bos_token is False
 
 
-class TestPositions:
-    def test_how_they_turn_is_said_in_older_words_too(self) -> None:
+class TestRopeParameters:
+    def test_adds_the_rope_base_of_transformers_4(self) -> None:
         now = {"rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"}, "hidden_size": 576}
         assert program.with_older_names(now) == {**now, "rope_theta": 100000.0}
 
-    def test_what_is_scaled_says_how(self) -> None:
+    def test_adds_the_rope_scaling_of_transformers_4(self) -> None:
         scaled = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
         found = program.with_older_names({"rope_parameters": scaled})
         assert found["rope_theta"] == 500000.0 and found["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
@@ -124,5 +122,5 @@ class TestPositions:
         "config",
         [{"rope_theta": 1e6}, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {"rope_parameters": None}],
     )
-    def test_what_has_no_single_one_stays_as_it_is(self, config: dict[str, Any]) -> None:
+    def test_configurations_without_a_single_rope_base_are_unchanged(self, config: dict[str, Any]) -> None:
         assert program.with_older_names(config) == config

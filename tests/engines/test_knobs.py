@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engines.argv import parsed, published
+from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan
 
 from bedplate.engines import engine
@@ -25,7 +25,7 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 WORDS = st.lists(st.sampled_from(["--a", "--b", "--no-c", "--c", "1", "x y", "-m"]), max_size=8)
 
 
-def planned(engine_id: str, on: str) -> Plan:
+def make_plan(engine_id: str, on: str) -> Plan:
     one = engine(engine_id)
     which = model(LLAMA, folder=True)
     if engine_id == "llama.cpp":
@@ -40,30 +40,31 @@ CASES = [
     ("exllamav2", "RTX 4090"),
 ]  # fmt: skip
 SHIPPED = {
-    "mistral.rs": ("mistralrs_server", "MistralRs"), "onnxruntime": ("onnxruntime_server", "OnnxRuntime"),
-    "exllamav3": ("exllamav3_server", "ExLlamaV3"), "exllamav2": ("exllamav2_server", "ExLlamaV2"),
+    "mistral.rs": "mistralrs_server", "onnxruntime": "onnxruntime_server",
+    "exllamav3": "exllamav3_server", "exllamav2": "exllamav2_server",
 }  # fmt: skip
 
 
-def taken(engine_id: str, argv: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the engine's published options have it, or the server that bedplate ships with it."""
+def check_command(engine_id: str, argv: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the options against the engine's published ones, or against the server that bedplate ships."""
     start = next(number for number, word in enumerate(argv) if word.startswith("--"))
     if engine_id in SHIPPED:
-        name, backend = SHIPPED[engine_id]
         core = importlib.import_module("bedplate.engines.shipped.openai_server")
         monkeypatch.setitem(sys.modules, "openai_server", core)
-        program = importlib.import_module(f"bedplate.engines.shipped.{name}")
-        core.parser_for(getattr(program, backend)).parse_args(argv[start:])
+        program = importlib.import_module(f"bedplate.engines.shipped.{SHIPPED[engine_id]}")
+        classes = (one for one in vars(program).values() if isinstance(one, type) and issubclass(one, core.Backend))
+        backend = next(one for one in classes if one.__module__ == program.__name__)
+        core.parser_for(backend).parse_args(argv[start:])
         return
     file = {"llama.cpp": "llama_cpp"}.get(engine_id, engine_id)
-    parsed(file, [*(["MODEL"] if published(file)["positional"] else []), *argv[start:]])
+    parse_options(file, [*(["MODEL"] if read_options(file)["positional"] else []), *argv[start:]])
 
 
 @pytest.mark.parametrize(("engine_id", "on"), CASES)
-def test_every_value_of_every_knob_gives_a_command_that_the_engine_takes(
+def test_every_value_of_every_knob_gives_a_valid_command(
     engine_id: str, on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, chosen = engine(engine_id), planned(engine_id, on)
+    one, chosen = engine(engine_id), make_plan(engine_id, on)
     knobs = one.knobs(machine(on, 1), chosen)
     assert knobs and len({knob.name for knob in knobs}) == len(knobs)
     before = one.launch(chosen, 8000)
@@ -78,15 +79,15 @@ def test_every_value_of_every_knob_gives_a_command_that_the_engine_takes(
                 assert turned == chosen
                 continue
             assert after != before, f"{knob.name} {choice.value} changes nothing"
-            taken(engine_id, after.argv, monkeypatch)
+            check_command(engine_id, after.argv, monkeypatch)
             for name, value in choice.variables:
                 assert after.env[name] == value
             assert from_json(Plan, to_json(turned)) == turned
 
 
 @pytest.mark.parametrize(("engine_id", "on"), CASES)
-def test_own_defaults_name_the_model_the_address_and_little_else(engine_id: str, on: str) -> None:
-    one, chosen = engine(engine_id), planned(engine_id, on)
+def test_engine_defaults_name_only_model_and_address(engine_id: str, on: str) -> None:
+    one, chosen = engine(engine_id), make_plan(engine_id, on)
     bare = one.launch(with_own_defaults(chosen), 8000)
     options = {word for word in bare.argv if word.startswith("--")}
     needed = {"sglang": 5} if on == "cpu" else {}  # what it does not run without there
@@ -96,16 +97,16 @@ def test_own_defaults_name_the_model_the_address_and_little_else(engine_id: str,
 
 
 @pytest.mark.parametrize("engine_id", ["llama.cpp", "vllm", "mlx"])
-def test_a_small_model_may_guess_ahead(engine_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, chosen = engine(engine_id), planned(engine_id, "cpu")
+def test_draft_model_is_an_option_of_the_command(engine_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, chosen = engine(engine_id), make_plan(engine_id, "cpu")
     knob = draft_knob(one.drafting("/models/small one.gguf"), "/models/small one.gguf")
     argv = one.launch(turned_plan(chosen, (knob,), {"draft": "small one.gguf"}), 8000).argv
     assert any("/models/small one.gguf" in word for word in argv)
-    taken(engine_id, argv, monkeypatch)
+    check_command(engine_id, argv, monkeypatch)
     assert turned_plan(chosen, (knob,), {"draft": "off"}) == chosen
 
 
-def test_weights_may_be_made_of_16_bit_ones() -> None:
+def test_16_bit_weights_may_be_quantized() -> None:
     one, mac = engine("mlx"), simulated({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
     chosen = plan(one, mac, model(LLAMA, folder=True))
     assert chosen.weights.made == "as it is"
@@ -115,8 +116,8 @@ def test_weights_may_be_made_of_16_bit_ones() -> None:
     assert [step.where for step in steps] == [one.launch(turned, 0).argv[2]]
 
 
-def test_more_at_once_than_a_graph_holds_begins_with_as_many_as_it_does() -> None:
-    one, chosen = engine("exllamav3"), planned("exllamav3", "RTX 4090")
+def test_first_tries_the_concurrency_of_one_cuda_graph() -> None:
+    one, chosen = engine("exllamav3"), make_plan("exllamav3", "RTX 4090")
     crowded = next(knob for knob in one.knobs(machine("RTX 4090", 1), chosen) if knob.name == "slots")
     assert (chosen.settings.slots, crowded.first) == (16, ("8",))
     few = replaced(chosen, settings=replaced(chosen.settings, slots=4))
@@ -125,14 +126,14 @@ def test_more_at_once_than_a_graph_holds_begins_with_as_many_as_it_does() -> Non
     assert "OMP_NUM_THREADS" not in one.launch(with_own_defaults(chosen), 8000).env
 
 
-def test_a_plan_for_several_reads_one_prompt_in_a_step() -> None:
+def test_batch_size_of_concurrent_requests_holds_one_prompt() -> None:
     one, work = engine("llama.cpp"), Workload(concurrency=4, prompt_tokens=512)
 
     def batch(on: str, model_: Model, work: Workload) -> str | None:
         argv = one.launch(plan(one, machine(on, 1), model_, workload=work), 8000).argv
         return argv[argv.index("--batch-size") + 1] if "--batch-size" in argv else None
 
-    gguf = planned("llama.cpp", "cpu").model
+    gguf = make_plan("llama.cpp", "cpu").model
     assert batch("cpu", gguf, work) == "516" == batch("RTX 4090", gguf, work)
     assert batch("cpu", gguf, replaced(work, concurrency=1)) is None, "nobody waits behind another"
     assert batch("cpu", gguf, replaced(work, prompt_tokens=4000)) is None, "longer than a step anyway"
@@ -142,8 +143,8 @@ def test_a_plan_for_several_reads_one_prompt_in_a_step() -> None:
     assert batch("cpu", replaced(gguf, task="embed"), work) is None, "vectors come of whole texts"
 
 
-def test_the_build_for_this_machine_may_take_the_place_of_the_ready_made() -> None:
-    chosen = planned("llama.cpp", "cpu")
+def test_native_build_may_replace_the_package() -> None:
+    chosen = make_plan("llama.cpp", "cpu")
     built = turned_plan(chosen, (build_knob(),), {"build": "native"})
     assert is_native(built.settings) and not is_native(chosen.settings)
     threads = Knob(
@@ -155,7 +156,7 @@ def test_the_build_for_this_machine_may_take_the_place_of_the_ready_made() -> No
     assert turned_plan(chosen, (build_knob(),), {"build": "packages"}) == chosen
 
 
-def test_several_cards_may_be_divided_otherwise() -> None:
+def test_offers_other_layouts_of_several_cards() -> None:
     one, on = engine("vllm"), machine("H100 SXM", 4)
     chosen = plan(one, on, model(LLAMA, folder=True), layout=Parallelism(tensor=4))
     knob = next(knob for knob in one.knobs(on, chosen) if knob.name == "layout")
@@ -165,9 +166,9 @@ def test_several_cards_may_be_divided_otherwise() -> None:
         assert argv.count(option) == 1 and argv[argv.index(option) + 1] == "2"
 
 
-def test_what_stays_on_the_host_may_be_more_or_less() -> None:
+def test_offers_more_or_fewer_layers_on_the_host() -> None:
     one, on = engine("llama.cpp"), machine("RTX 4090", 1)
-    whole = planned("llama.cpp", "RTX 4090")
+    whole = make_plan("llama.cpp", "RTX 4090")
     partly = replaced(whole, settings=replaced(whole.settings, gpu_layers=20))
     assert "gpu-layers" not in [knob.name for knob in one.knobs(on, whole)]
     knob = next(knob for knob in one.knobs(on, partly) if knob.name == "gpu-layers")
@@ -176,9 +177,9 @@ def test_what_stays_on_the_host_may_be_more_or_less() -> None:
     assert argv[argv.index("--n-gpu-layers") + 1] == "24"
 
 
-def test_the_shipped_launcher_takes_what_is_turned() -> None:
+def test_shipped_launcher_accepts_tuned_options() -> None:
     parser: argparse.ArgumentParser = importlib.import_module("bedplate.engines.shipped.llama_server").parser()
-    one, chosen = engine("llama.cpp"), planned("llama.cpp", "cpu")
+    one, chosen = engine("llama.cpp"), make_plan("llama.cpp", "cpu")
     knobs = one.knobs(machine("cpu"), chosen)
     last = {knob.name: knob.choices[-1].value for knob in knobs}
     options = parser.parse_args(one.launch(turned_plan(chosen, knobs, last), 8000).argv[1:])
@@ -187,9 +188,9 @@ def test_the_shipped_launcher_takes_what_is_turned() -> None:
     assert (bare.parallel, bare.kv_unified, bare.threads) == (4, True, -1)
 
 
-def test_a_step_that_holds_one_prompt_is_where_batches_begin() -> None:
+def test_first_batch_size_holds_one_prompt() -> None:
     """And a token of each other request: one token less, and every prompt but the first needs a second step."""
-    one, found = engine("llama.cpp"), planned("llama.cpp", "cpu")
+    one, found = engine("llama.cpp"), make_plan("llama.cpp", "cpu")
     asked = found.workload.prompt_tokens + found.settings.slots
     assert found.settings.batch_tokens == asked
     (batch,) = (knob for knob in one.knobs(machine("cpu"), found) if knob.name == "batch")
@@ -202,29 +203,29 @@ def test_a_step_that_holds_one_prompt_is_where_batches_begin() -> None:
     assert batch.first == ()
 
 
-def test_what_an_engine_does_not_heed_on_a_processor_is_no_knob_there() -> None:
-    names = {knob.name for knob in engine("vllm").knobs(machine("cpu"), planned("vllm", "cpu"))}
+def test_offers_no_setting_that_is_ignored_on_a_cpu() -> None:
+    names = {knob.name for knob in engine("vllm").knobs(machine("cpu"), make_plan("vllm", "cpu"))}
     assert "threads" in names and "async-scheduling" not in names
-    knobs = {knob.name: knob for knob in engine("llama.cpp").knobs(machine("cpu"), planned("llama.cpp", "cpu"))}
+    knobs = {knob.name: knob for knob in engine("llama.cpp").knobs(machine("cpu"), make_plan("llama.cpp", "cpu"))}
     assert "poll" not in knobs and [one.value for one in knobs["flash-attn"].choices] == ["auto", "off"]
 
 
-def test_weights_of_a_gguf_are_made_of_itself() -> None:
-    one, chosen = engine("llama.cpp"), planned("llama.cpp", "cpu")
+def test_gguf_weights_are_requantized_from_the_file() -> None:
+    one, chosen = engine("llama.cpp"), make_plan("llama.cpp", "cpu")
     turned = turned_plan(chosen, one.knobs(machine("cpu"), chosen), {"weights": "Q8_0"})
     steps = [step for step in one.launch(turned, 0).prepare if step.kind == "convert"]
     assert [step.argv[:3] for step in steps] == [("llama-quantize", "--allow-requantize", "/models/it is here/a.gguf")]
     assert steps[0].where in one.launch(turned, 0).argv and turned.weights.made == "converted"
 
 
-def test_a_value_that_there_is_not_is_said() -> None:
+def test_rejects_an_unknown_value() -> None:
     knob = Knob(name="a", meaning="", choices=(Choice(value="1"),), now="1", own="1", prior=0.5, source="")
     with pytest.raises(BadQuestion, match="no value '2'"):
-        turned_plan(planned("vllm", "cpu"), (knob,), {"a": "2"})
+        turned_plan(make_plan("vllm", "cpu"), (knob,), {"a": "2"})
 
 
 @given(WORDS, WORDS)
-def test_merged_words_hold_each_new_option_once_and_with_its_value(argv: list[str], options: list[str]) -> None:
+def test_merged_command_has_each_new_option_once(argv: list[str], options: list[str]) -> None:
     said = [word for word in options if word.startswith("--")]
     found = merged(argv, options)
     for name in said:

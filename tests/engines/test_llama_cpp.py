@@ -21,14 +21,14 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S, wait_for
-from tests.engines.argv import parsed, published
+from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plans
 from tests.engines.plans import plan as engine_plan
 
 import bedplate.engines
 from bedplate.decide.memory import fit
 from bedplate.engines import engine
-from bedplate.engines.llama_cpp import EVERYDAY_CONTEXT, EVERYDAY_SLOTS, MAX_SLOTS, LlamaCpp
+from bedplate.engines.llama_cpp import DEFAULT_CONTEXT_TOKENS, DEFAULT_SLOTS, MAX_SLOTS, LlamaCpp
 from bedplate.errors import BadQuestion
 from bedplate.facts.hardware import probe
 from bedplate.run.builtin import builtin_facts
@@ -54,16 +54,16 @@ LAUNCHER = Path(bedplate.engines.__file__).parent / "shipped" / "llama_server.py
 LLAMA = LlamaCpp()
 
 
-def capture(name: str) -> str:
+def read_capture(name: str) -> str:
     return (CAPTURES / f"{name}.txt").read_text(encoding="utf-8")
 
 
-def planned(workload: Workload | None = None) -> Plan:
+def make_plan(workload: Workload | None = None) -> Plan:
     work = workload or Workload(concurrency=2, context_tokens=1024)
     return engine_plan(LLAMA, without_cards(probe()), builtin_facts(), workload=work)
 
 
-def host_need(model: Model, settings: Settings) -> DeviceNeed:
+def estimate_host_need(model: Model, settings: Settings) -> DeviceNeed:
     return fit(without_cards(probe()), model, Workload(), LLAMA, settings=settings).devices[0]
 
 
@@ -79,19 +79,19 @@ class TestExplain:
             ("truncated-header", "the model file is damaged", "download it again", True),
             ("empty", "the model file is damaged", "download it again", True),
             ("not-a-gguf", "is not a GGUF file", "bedplate inspect", True),
-            ("unknown-architecture", "does not know the architecture lluma", "a newer build", True),
-            ("unknown-tokenizer", "does not know the tokenizer zzzz", "a newer build", True),
-            ("unknown-pre-tokenizer", "does not know the tokenizer zzzzzz", "a newer build", True),
-            ("missing", "/models/missing.gguf is not there any more", "was it moved", True),
-            ("unreadable", "/models/private.gguf may not be read", "permissions", True),
-            ("too-many-slots", "at most 256 requests at once", "--concurrency 256", True),
+            ("unknown-architecture", "does not support the architecture lluma", "a newer build", True),
+            ("unknown-tokenizer", "does not support the tokenizer zzzz", "a newer build", True),
+            ("unknown-pre-tokenizer", "does not support the tokenizer zzzzzz", "a newer build", True),
+            ("missing", "/models/missing.gguf does not exist any more", "mount its disk", True),
+            ("unreadable", "no permission to read /models/private.gguf", "permissions", True),
+            ("too-many-slots", "at most 256 concurrent requests", "--concurrency 256", True),
             ("out-of-memory", "not enough memory", "--context 4096", True),
             ("no-threads", "could not start its threads", "ulimit", False),
-            ("port-in-use", "the private port was taken", "start again", False),
+            ("port-in-use", "took the engine's private port", "start again", False),
         ],
     )
     def test_known_failures(self, name: str, says: str, hint: str, lasting: bool) -> None:
-        failure = LLAMA.explain(capture(name))
+        failure = LLAMA.explain(read_capture(name))
         assert failure is not None
         assert says in failure.message and hint in failure.hint and failure.lasting is lasting
 
@@ -100,24 +100,24 @@ class TestExplain:
         for path in CAPTURES.glob("*.txt"):
             assert (LLAMA.explain(path.read_text()) is None) == (path.stem in fine), path
 
-    def test_nothing_is_made_up(self) -> None:
+    def test_unknown_logs_are_not_explained(self) -> None:
         assert LLAMA.explain("") is None
         assert LLAMA.explain("a log of something else\nthat ended well") is None
 
-    def test_a_path_may_hold_what_it_likes(self) -> None:
+    def test_a_path_may_contain_special_characters(self) -> None:
         line = (
             "gguf_init_from_file: failed to open GGUF file '/models/it's {mine} (1).gguf' (No such file or directory)"
         )
         failure = LLAMA.explain(line)
-        assert failure is not None and failure.message == "/models/it's {mine} (1).gguf is not there any more"
+        assert failure is not None and failure.message == "/models/it's {mine} (1).gguf does not exist any more"
 
 
 class TestProgress:
-    def test_of_a_real_start(self) -> None:
-        told = [LLAMA.progress(line) for line in capture("started").splitlines()]
+    def test_progress_of_a_real_start(self) -> None:
+        told = [LLAMA.progress(line) for line in read_capture("started").splitlines()]
         assert [value for value in told if value is not None] == [0.0, 1.0]
 
-    def test_of_several_stages(self) -> None:
+    def test_progress_of_several_stages(self) -> None:
         def line(current: str, value: float) -> str:
             payload = {"stages": ["text_model", "mmproj"], "current": current, "value": value}
             return "cmd_child_to_router:state:" + json.dumps({"state": "loading", "payload": payload})
@@ -137,35 +137,35 @@ class TestProgress:
             '{"state": "loading", "payload": {"stages": 3}}',
         ],
     )
-    def test_what_is_not_understood_is_no_progress(self, said: str) -> None:
+    def test_other_lines_are_no_progress(self, said: str) -> None:
         assert LLAMA.progress(f"cmd_child_to_router:state:{said}") is None
 
 
 def test_metrics_are_read() -> None:
-    idle, busy = LLAMA.read(capture("metrics-idle")), LLAMA.read(capture("metrics-busy"))
+    idle, busy = LLAMA.read(read_capture("metrics-idle")), LLAMA.read(read_capture("metrics-busy"))
     assert (idle.running, idle.waiting) == (0, 0)
     assert (busy.running, busy.waiting) == (1, 1)
     assert busy.kv_use is None and busy.preemptions is None
     assert LLAMA.read("").running is None
 
 
-class TestFigures:
-    def test_everyday_settings_have_room_for_a_second_request(self) -> None:
+class TestSettings:
+    def test_default_settings_allow_a_second_request(self) -> None:
         settings = LLAMA.settle(probe(), builtin_facts(), Workload())
-        assert settings.slots == EVERYDAY_SLOTS and settings.context_tokens == EVERYDAY_CONTEXT
+        assert settings.slots == DEFAULT_SLOTS and settings.context_tokens == DEFAULT_CONTEXT_TOKENS
         assert settings.threads == probe().cpu.allowed_physical_cores and settings.gpu_layers == 0
 
     @pytest.mark.parametrize(
         ("workload", "slots", "context"),
         [
-            (Workload(concurrency=1), 1, EVERYDAY_CONTEXT),
+            (Workload(concurrency=1), 1, DEFAULT_CONTEXT_TOKENS),
             (Workload(concurrency=3, context_tokens=500, prompt_tokens=100, output_tokens=100), 3, 500),
-            (Workload(users=7), 7, EVERYDAY_CONTEXT),
-            (Workload(users=100_000), MAX_SLOTS, EVERYDAY_CONTEXT),
-            (Workload(context_tokens=10**6), EVERYDAY_SLOTS, 8192),
+            (Workload(users=7), 7, DEFAULT_CONTEXT_TOKENS),
+            (Workload(users=100_000), MAX_SLOTS, DEFAULT_CONTEXT_TOKENS),
+            (Workload(context_tokens=10**6), DEFAULT_SLOTS, 8192),
         ],
     )
-    def test_what_was_asked_for_is_settled(self, workload: Workload, slots: int, context: int) -> None:
+    def test_requested_values_are_kept(self, workload: Workload, slots: int, context: int) -> None:
         settings = LLAMA.settle(probe(), builtin_facts(), workload)
         assert (settings.slots, settings.context_tokens) == (slots, context)
 
@@ -176,23 +176,23 @@ class TestFigures:
 
     def test_memory_follows_the_header(self) -> None:
         model = builtin_facts()
-        need = host_need(model, Settings(slots=3, context_tokens=1000))
+        need = estimate_host_need(model, Settings(slots=3, context_tokens=1000))
         assert need.weights_bytes == model.weight_bytes
         # 30 layers, 3 heads of 64, key and value, two bytes each.
         assert need.kv_bytes == 3 * 1000 * 30 * 3 * 64 * 2 * 2
         assert need.total_bytes < need.high_bytes
 
-    def test_memory_is_what_the_real_engine_takes(self, builtin_gguf: Path, llama_environment: Environment) -> None:
-        chosen = planned(Workload(concurrency=4, context_tokens=8192))
-        need = host_need(chosen.model, chosen.settings)
-        with running(llama_environment, LLAMA.launch(chosen, free_port())) as (process, _):
+    def test_memory_estimate_covers_the_real_engine(self, builtin_gguf: Path, llama_environment: Environment) -> None:
+        chosen = make_plan(Workload(concurrency=4, context_tokens=8192))
+        need = estimate_host_need(chosen.model, chosen.settings)
+        with run_engine(llama_environment, LLAMA.launch(chosen, free_port())) as (process, _):
             # It clears its cache at the start, so that all of it counts; of the weights only what was read so far.
             assert need.kv_bytes < process.memory_info().rss <= need.high_bytes
 
 
 @contextlib.contextmanager
-def running(environment: Environment, launch: Launch) -> Iterator[tuple[psutil.Process, str]]:
-    """The real engine, ready, with its private address."""
+def run_engine(environment: Environment, launch: Launch) -> Iterator[tuple[psutil.Process, str]]:
+    """The real engine, ready, with its private URL."""
     port = launch.argv[launch.argv.index("--port") + 1]
     process = subprocess.Popen(
         command(environment, launch), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -212,15 +212,15 @@ def running(environment: Environment, launch: Launch) -> Iterator[tuple[psutil.P
             wait_for(healthy, "the engine to be ready")
             yield psutil.Process(process.pid), f"http://127.0.0.1:{port}"
             process.terminate()
-            # It is healthy a moment before its constructor is back, until when a signal ends it as it ends anything.
+            # It is healthy shortly before its constructor returns; until then a signal has its default effect.
             assert process.wait(HANG_S) in (0, -signal.SIGTERM)
         finally:
-            process.kill()  # lest what hangs is waited for here, and found by all tests after this one
+            process.kill()  # a process that hangs must not disturb later tests
 
 
 @contextlib.contextmanager
-def launched_around(loading: str) -> Iterator[subprocess.Popen[str]]:
-    """Our launcher with something else in the place of the wheel, which does `loading` and then serves nothing."""
+def run_launcher(loading: str) -> Iterator[subprocess.Popen[str]]:
+    """The launcher with a fake wheel, which runs `loading` and serves nothing."""
     script = f"""
 import ctypes, runpy, signal, sys, threading, time, types, unittest.mock
 def load(params):
@@ -247,8 +247,8 @@ def launcher() -> ModuleType:
 
 class TestLauncher:
     @pytest.mark.parametrize("task", ["generate", "embed"])
-    def test_takes_every_option_of_a_launch(self, launcher: ModuleType, task: str) -> None:
-        chosen = planned()
+    def test_accepts_every_option_of_a_launch(self, launcher: ModuleType, task: str) -> None:
+        chosen = make_plan()
         launch = LLAMA.launch(replaced(chosen, model=replaced(chosen.model, task=task)), 4321)
         assert launch.argv[0] == "llama-server"
         options = launcher.parser().parse_args(launch.argv[1:])
@@ -263,19 +263,19 @@ class TestLauncher:
     @pytest.mark.parametrize(
         "wrong", [["--no-such-option"], ["--ctx", "5"], ["--port", "x"], ["--fit", "maybe"], ["x"]]
     )
-    def test_refuses_what_it_does_not_know(
+    def test_rejects_unknown_options(
         self, launcher: ModuleType, wrong: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         with pytest.raises(SystemExit) as ended:
             launcher.parser().parse_args(["--model", "m.gguf", *wrong])
         assert ended.value.code == 2 and "llama-server: error:" in capsys.readouterr().err
 
-    def test_has_no_option_twice(self, launcher: ModuleType) -> None:
+    def test_defines_each_option_once(self, launcher: ModuleType) -> None:
         parser: argparse.ArgumentParser = launcher.parser()
         names = [name for action in parser._actions for name in action.option_strings]
         assert len(names) == len(set(names))
 
-    def test_sets_the_wheels_own_parameters(self, llama_environment: Environment) -> None:
+    def test_sets_the_parameters_of_the_wheel(self, llama_environment: Environment) -> None:
         given = [
             *("--model", "m.gguf", "--alias", "me", "--host", "127.0.0.2", "--port", "1234", "--threads-http", "9"),
             *("--ctx-size", "4096", "--parallel", "3", "--threads", "5", "--n-gpu-layers", "7", "--batch-size", "64"),
@@ -340,9 +340,9 @@ print(json.dumps({
             r"blk\.1\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU",
         }  # fmt: skip
 
-    def test_it_ends_whichever_of_its_threads_is_told(self) -> None:
-        # A signal that comes just as the waiting begins is as one to another thread: the waiting itself hears nothing.
-        with launched_around("""
+    def test_exits_whichever_thread_gets_the_signal(self) -> None:
+        # A signal just before the wait is like a signal to another thread: it does not interrupt the wait.
+        with run_launcher("""
             def tell():
                 seen, before = 0, None
                 while seen < 20:
@@ -356,8 +356,8 @@ print(json.dumps({
             assert process.wait(HANG_S) == 0
 
     def test_it_can_be_stopped_while_it_loads(self) -> None:
-        # As the wheel does: Python's lock is held for as long as that takes.
-        with launched_around("""
+        # As in the wheel: the GIL is held during the load.
+        with run_launcher("""
             print("loading", flush=True)
             ctypes.PyDLL(None).sleep(600)
         """) as process:
@@ -368,19 +368,17 @@ print(json.dumps({
     def test_an_unknown_cache_type_names_the_known_ones(self, llama_environment: Environment) -> None:
         launch = Launch(argv=("llama-server", "--model", "m.gguf", "--cache-type-k", "q9"))
         done = subprocess.run(command(llama_environment, launch), capture_output=True, text=True)
-        assert done.returncode == 1 and "no cache type is called 'q9'" in done.stderr and "q8_0" in done.stderr
+        assert done.returncode == 1 and "unknown cache type 'q9'" in done.stderr and "q8_0" in done.stderr
 
-    def test_a_model_that_does_not_load_is_an_exit_status_and_no_traceback(
-        self, llama_environment: Environment, tmp_path: Path
-    ) -> None:
+    def test_failed_load_exits_without_a_traceback(self, llama_environment: Environment, tmp_path: Path) -> None:
         launch = Launch(argv=("llama-server", "--model", str(tmp_path / "gone.gguf"), "--port", str(free_port())))
         done = subprocess.run(command(llama_environment, launch), capture_output=True, text=True)
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert LLAMA.explain(done.stdout + done.stderr) is not None
 
-    def test_the_plan_is_what_the_engine_does(self, builtin_gguf: Path, llama_environment: Environment) -> None:
-        chosen = planned()
-        with running(llama_environment, LLAMA.launch(chosen, free_port())) as (process, url):
+    def test_engine_runs_as_planned(self, builtin_gguf: Path, llama_environment: Environment) -> None:
+        chosen = make_plan()
+        with run_engine(llama_environment, LLAMA.launch(chosen, free_port())) as (process, url):
 
             def get(path: str) -> str:
                 with urllib.request.urlopen(f"{url}{path}", timeout=HANG_S) as answer:
@@ -395,7 +393,7 @@ print(json.dumps({
             assert process.num_threads() > 50  # --threads-http
 
 
-def on_a_gpu(name: str = "Qwen/Qwen3-30B-A3B", label: str | None = None, **given: Any) -> Launch:
+def launch_on_gpu(name: str = "Qwen/Qwen3-30B-A3B", label: str | None = None, **given: Any) -> Launch:
     settled = {"slots": 4, "context_tokens": 8192, "device": "cuda", "threads": 12, **given.pop("settings", {})}
     return LLAMA.launch(
         engine_plan(LLAMA, machine("RTX 4090"), model(name), label=label, settings=Settings(**settled), **given), 8123
@@ -407,7 +405,7 @@ class TestCommandLines:
     @settings(deadline=None)
     def test_every_option_and_value_is_one_of_llama_servers(self, launcher: ModuleType, chosen: Plan) -> None:
         launch = LLAMA.launch(chosen, 8123)
-        said = parsed("llama_cpp", launch.argv[1:])
+        said = parse_options("llama_cpp", launch.argv[1:])
         assert said["--port"] == 8123 and said["-c"] == chosen.settings.context_tokens * chosen.settings.slots
         if chosen.settings.device in LLAMA.built_for:
             assert launch.argv[0] == "llama-server" and launcher.parser().parse_args(launch.argv[1:])
@@ -416,10 +414,10 @@ class TestCommandLines:
         self.preparation_holds(chosen, launch, said)
 
     def preparation_holds(self, chosen: Plan, launch: Launch, said: dict[str, Any]) -> None:
-        facts = published("llama_cpp")
+        facts = read_options("llama_cpp")
         for step in launch.prepare:
             if step.argv[:1] == ("python3",) and step.kind == "convert":
-                options = parsed("llama_cpp_convert", step.argv[2:])
+                options = parse_options("llama_cpp_convert", step.argv[2:])
                 assert options["--outfile"] == step.where
             if step.argv and step.argv[0].endswith("llama-quantize"):
                 assert step.argv[0].startswith("llama.cpp-build/bin/") == (
@@ -434,15 +432,15 @@ class TestCommandLines:
         assert bool(converted) == (chosen.weights.made == "converted")
         assert not converted or converted[-1].where == said["-m"]
 
-    def test_one_card_is_one_card_and_more_are_named(self) -> None:
-        one, two = on_a_gpu(), on_a_gpu(layout=Parallelism(pipeline=2))
-        assert words_after(one, "--split-mode") == "none" and "--device" not in one.argv
-        assert words_after(two, "--split-mode") == "layer" and words_after(two, "--device") == "CUDA0,CUDA1"
+    def test_names_the_cards_of_a_multi_gpu_launch(self) -> None:
+        one, two = launch_on_gpu(), launch_on_gpu(layout=Parallelism(pipeline=2))
+        assert list_words_after(one, "--split-mode") == "none" and "--device" not in one.argv
+        assert list_words_after(two, "--split-mode") == "layer" and list_words_after(two, "--device") == "CUDA0,CUDA1"
 
     def test_layers_on_the_card(self) -> None:
-        assert words_after(on_a_gpu(), "--n-gpu-layers") == "49"
-        assert words_after(on_a_gpu(settings={"gpu_layers": 20}), "--n-gpu-layers") == "20"
-        assert words_after(on_a_gpu(settings={"device": "cpu"}), "--n-gpu-layers") == "0"
+        assert list_words_after(launch_on_gpu(), "--n-gpu-layers") == "49"
+        assert list_words_after(launch_on_gpu(settings={"gpu_layers": 20}), "--n-gpu-layers") == "20"
+        assert list_words_after(launch_on_gpu(settings={"device": "cpu"}), "--n-gpu-layers") == "0"
 
     @pytest.mark.parametrize(
         ("name", "host_layers", "first"),
@@ -453,19 +451,17 @@ class TestCommandLines:
             ("meta-llama/Llama-4-Maverick-17B-128E-Instruct", 12, "24"),  # every second has them
         ],
     )
-    def test_experts_on_the_host_are_counted_from_the_first_layer(
-        self, name: str, host_layers: int, first: str
-    ) -> None:
-        launch = on_a_gpu(name, settings={"host_expert_layers": host_layers})
-        assert words_after(launch, "--n-cpu-moe") == first
+    def test_host_experts_are_counted_from_the_first_layer(self, name: str, host_layers: int, first: str) -> None:
+        launch = launch_on_gpu(name, settings={"host_expert_layers": host_layers})
+        assert list_words_after(launch, "--n-cpu-moe") == first
 
-    def test_a_cache_of_8_bits(self) -> None:
-        launch = on_a_gpu(settings={"kv_type": "fp8"})
-        assert words_after(launch, "--cache-type-k") == words_after(launch, "--cache-type-v") == "q8_0"
-        assert words_after(launch, "--flash-attn") == "on"
+    def test_8_bit_kv_cache(self) -> None:
+        launch = launch_on_gpu(settings={"kv_type": "fp8"})
+        assert list_words_after(launch, "--cache-type-k") == list_words_after(launch, "--cache-type-v") == "q8_0"
+        assert list_words_after(launch, "--flash-attn") == "on"
 
-    def test_a_gpu_begins_with_a_build_and_a_cpu_with_the_wheel(self) -> None:
-        steps = on_a_gpu(label="BF16").prepare
+    def test_gpu_plans_begin_with_a_build_and_cpu_plans_with_the_wheel(self) -> None:
+        steps = launch_on_gpu(label="BF16").prepare
         assert [step.kind for step in steps] == [
             "download",
             "build",
@@ -476,19 +472,19 @@ class TestCommandLines:
             "convert",
         ]
         assert "-DGGML_CUDA=ON" in steps[2].argv and steps[3].argv[-1] == "llama-server"
-        cpu = on_a_gpu(label="BF16", settings={"device": "cpu"}).prepare
+        cpu = launch_on_gpu(label="BF16", settings={"device": "cpu"}).prepare
         assert [step.kind for step in cpu] == ["install", "download", "build", "download", "install", "convert"]
         assert "xllamacpp" in cpu[0].what
 
-    def test_what_is_below_8_bits_takes_a_second_step(self) -> None:
-        steps = [step for step in on_a_gpu(label="Q4_K_M").prepare if step.kind == "convert"]
+    def test_types_below_8_bits_need_a_second_step(self) -> None:
+        steps = [step for step in launch_on_gpu(label="Q4_K_M").prepare if step.kind == "convert"]
         assert len(steps) == 2 and steps[0].where == steps[1].argv[1]
         assert steps[0].disk_bytes and steps[1].disk_bytes and steps[1].disk_bytes < steps[0].disk_bytes / 3
-        assert len([step for step in on_a_gpu(label="Q8_0").prepare if step.kind == "convert"]) == 1
+        assert len([step for step in launch_on_gpu(label="Q8_0").prepare if step.kind == "convert"]) == 1
 
     def test_the_wheel_quantizes_without_a_build(self) -> None:
         def steps(label: str) -> tuple[Preparation, ...]:
-            return on_a_gpu(label=label, settings={"device": "cpu"}).prepare
+            return launch_on_gpu(label=label, settings={"device": "cpu"}).prepare
 
         small = steps("Q4_K_M")
         assert not [step for step in small if step.argv[:1] == ("cmake",)]
@@ -498,14 +494,14 @@ class TestCommandLines:
         assert first.within == "pytorch" and [step.within for step in small if step.kind == "install"][-1] == "pytorch"
         assert first == next(step for step in steps("Q6_K") if step.kind == "convert")
 
-    def test_steps_that_run_takes_need_no_build_tools(self) -> None:
+    def test_cpu_steps_need_no_build_tools(self) -> None:
         chosen = engine_plan(LLAMA, machine("cpu"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
         by_hand = LLAMA.by_hand(chosen)
         rest = [step for step in LLAMA.launch(chosen, 1).prepare if step not in by_hand]
         assert {step.argv[0] for step in rest if step.argv} == {"hf", "python3", "llama-quantize"}
 
 
-class TestForms:
+class TestWeights:
     @pytest.mark.parametrize(
         ("card", "name", "labels"),
         [
@@ -522,7 +518,7 @@ class TestForms:
         exact = LLAMA.weights(target, model(name), Workload(precision_sensitive=True))
         assert {form.label for form in exact} <= {"BF16", "F16", "Q8_0", "MXFP4"}
 
-    def test_rows_that_k_quants_cannot_take_are_given_smaller_blocks(self) -> None:
+    def test_rows_unsuited_to_k_quants_get_smaller_blocks(self) -> None:
         target = LLAMA.target(machine("cpu"))
         assert target is not None
         narrow = replaced(model("Qwen/Qwen3-32B"), hidden_size=576)
@@ -531,13 +527,13 @@ class TestForms:
         (_, last) = [step for step in LLAMA.launch(chosen, 1).prepare if step.kind == "convert"]
         assert last.argv[3] == "Q4_1" and last.where.endswith("-Q4_1.gguf")
 
-    def test_a_gguf_is_taken_as_it_is(self) -> None:
+    def test_gguf_is_loaded_directly(self) -> None:
         target = LLAMA.target(machine("cpu"))
         assert target is not None
         forms = LLAMA.weights(target, builtin_facts(), Workload(precision_sensitive=True))
         assert [(form.label, form.made) for form in forms] == [(builtin_facts().quantization, "as it is")]
 
-    def test_a_card_too_old_for_its_kernels_leaves_the_cpu(self) -> None:
+    def test_uses_the_cpu_if_the_card_is_too_old(self) -> None:
         old = replaced(machine("RTX 4090", 1).accelerators[0], compute_capability="3.5")
         target = LLAMA.target(replaced(machine("RTX 4090", 1), accelerators=(old,)))
         assert target is not None and target.device == "cpu"
@@ -547,7 +543,7 @@ class TestForms:
         assert refused is not None and refused.kind == "impossible"
 
 
-def words_after(launch: Launch, option: str) -> str:
+def list_words_after(launch: Launch, option: str) -> str:
     return launch.argv[launch.argv.index(option) + 1]
 
 
@@ -571,11 +567,11 @@ class TestBuilding:
             accelerators=tuple(replaced(card, compute_capability=one) for one in cards),
         )
 
-    def test_for_the_processor_that_is_here(self) -> None:
+    def test_builds_for_the_installed_cpu(self) -> None:
         (only,) = LLAMA.variants(self.on("avx", "avx2"), "cpu")
         assert "-DGGML_NATIVE=ON" in only.options and not any("CUDA" in option for option in only.options)
 
-    def test_without_amx_where_there_is_amx(self) -> None:
+    def test_offers_a_variant_without_amx(self) -> None:
         """GCC 12 on such a machine: SIGILL in `tilezero`."""
         first, second = LLAMA.variants(self.on("avx", "avx2", "fma", "avx512f", "amx_tile", "amx_int8"), "cpu")
         assert "-DGGML_NATIVE=ON" in first.options
@@ -591,25 +587,25 @@ class TestBuilding:
             (("12.0",), "120-real"),
         ],
     )
-    def test_for_the_cards_that_are_here(self, cards: tuple[str | None, ...], built_for: str) -> None:
+    def test_builds_for_the_installed_cards(self, cards: tuple[str | None, ...], built_for: str) -> None:
         (only,) = LLAMA.variants(self.on("avx2", cards=cards), "cuda")
         assert "-DGGML_CUDA=ON" in only.options
         assert f"-DCMAKE_CUDA_ARCHITECTURES={built_for}" in only.options
 
     @pytest.mark.parametrize("device", ["cpu", "cuda", "rocm", "xpu", "metal", "vulkan"])
-    def test_every_option_is_one_of_the_sources(self, device: Device) -> None:
-        known = {*published("llama_cpp")["cmake_options"], "CMAKE_BUILD_TYPE", "CMAKE_CUDA_ARCHITECTURES"}
+    def test_every_cmake_option_exists_in_the_source(self, device: Device) -> None:
+        known = {*read_options("llama_cpp")["cmake_options"], "CMAKE_BUILD_TYPE", "CMAKE_CUDA_ARCHITECTURES"}
         for variant in LLAMA.variants(self.on("avx512f", "amx_tile", cards=("9.0",)), device):
             assert {option[2:].partition("=")[0] for option in variant.options} <= known
 
-    def test_whoever_has_a_build_takes_no_step_to_make_one(self) -> None:
+    def test_an_existing_build_needs_no_build_steps(self) -> None:
         chosen = engine_plan(LLAMA, machine("RTX 4090"), model("Qwen/Qwen3-32B"), label="Q4_K_M")
         by_hand = LLAMA.by_hand(chosen)
         assert [step.kind for step in by_hand] == ["download", "build", "build", "build"]
         left = [step for step in LLAMA.launch(chosen, 1).prepare if step not in by_hand]
         assert "convert" in {step.kind for step in left} and not any("cmake" in step.argv for step in left)
 
-    def test_the_pinned_source(self) -> None:
+    def test_source_archive_is_pinned(self) -> None:
         build = LLAMA.build
         assert build is not None and build.programs[0] == "llama-server" and "llama-quantize" in build.programs
         assert build.archive.startswith(build.tree.partition("/")[0]) and build.package.endswith("==0.3.36")

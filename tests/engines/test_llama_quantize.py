@@ -20,7 +20,7 @@ SHAPES: dict[str, Any] = json.loads((CAPTURES / "types.json").read_text(encoding
 quantize: Any = importlib.import_module("bedplate.engines.shipped.llama_quantize")
 
 
-def captured(types: str) -> list[str]:
+def expand_types(types: str) -> list[str]:
     found: list[str] = []
     for word in types.split():
         count, _, name = word.rpartition("*")
@@ -28,17 +28,17 @@ def captured(types: str) -> list[str]:
     return found
 
 
-def columns_of(name: str, shape: dict[str, Any]) -> int:
+def count_columns(name: str, shape: dict[str, Any]) -> int:
     return int(shape["intermediate"] if "ffn_down" in name else shape["hidden"])
 
 
 @pytest.mark.parametrize("label", ["Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q5_1", "Q4_1"])
 @pytest.mark.parametrize("name", sorted(SHAPES))
-def test_every_tensor_has_the_type_that_the_real_one_gives_it(name: str, label: str) -> None:
+def test_every_tensor_has_the_type_of_the_original_program(name: str, label: str) -> None:
     shape = SHAPES[name]
     expected: dict[str, str] = {}
     for tensor, types in shape["types"][label].items():
-        listed = captured(types)
+        listed = expand_types(types)
         if tensor in ("output.weight", "token_embd.weight"):
             expected[tensor] = listed[0]
         else:
@@ -50,7 +50,7 @@ def test_every_tensor_has_the_type_that_the_real_one_gives_it(name: str, label: 
     chooser = quantize.Chooser(label, told, values)
     ordered = sorted(expected, key=lambda tensor: (quantize.layer_of(tensor), tensor))
     chosen = {
-        tensor: chooser.type_for(tensor, columns_of(tensor, shape))
+        tensor: chooser.type_for(tensor, count_columns(tensor, shape))
         for tensor in ordered
         if quantize.is_quantized(tensor, 2)
     }
@@ -59,8 +59,8 @@ def test_every_tensor_has_the_type_that_the_real_one_gives_it(name: str, label: 
     assert all("ffn_gate_inp" in tensor for tensor in kept)
 
 
-def written(path: Path, columns: int = 256) -> dict[str, np.ndarray[Any, Any]]:
-    """A small file in the form of a Llama's, and the weights in it."""
+def write_model(path: Path, columns: int = 256) -> dict[str, np.ndarray[Any, Any]]:
+    """Write a small Llama file, and return its weights."""
     random = np.random.default_rng(7)
     weights = {"token_embd.weight": random.standard_normal((32, columns)).astype(np.float16)}
     for layer in range(2):
@@ -89,10 +89,10 @@ def run(environment: Environment, *arguments: str) -> subprocess.CompletedProces
 @pytest.mark.parametrize(
     ("label", "columns", "most", "off"), [("Q4_K_M", 256, "Q4_K", 0.12), ("Q4_1", 96, "Q4_1", 0.12)]
 )
-def test_the_wheels_library_quantizes(
+def test_quantizes_with_the_library_of_the_wheel(
     label: str, columns: int, most: str, off: float, llama_environment: Environment, tmp_path: Path
 ) -> None:
-    weights = written(tmp_path / "in.gguf", columns)
+    weights = write_model(tmp_path / "in.gguf", columns)
     done = run(llama_environment, str(tmp_path / "in.gguf"), str(tmp_path / "out.gguf"), label, "2")
     assert done.returncode == 0, done.stderr
     reader = gguf.GGUFReader(tmp_path / "out.gguf")
@@ -110,41 +110,41 @@ def test_the_wheels_library_quantizes(
 
 
 @pytest.mark.parametrize("threads", ["1", "3"])
-def test_however_many_work_at_it_the_bytes_are_the_same(
+def test_result_does_not_depend_on_the_number_of_threads(
     threads: str, llama_environment: Environment, tmp_path: Path
 ) -> None:
-    written(tmp_path / "in.gguf")
+    write_model(tmp_path / "in.gguf")
     files = [tmp_path / "one.gguf", tmp_path / "other.gguf"]
     for file, count in zip(files, ("2", threads), strict=True):
         assert run(llama_environment, str(tmp_path / "in.gguf"), str(file), "Q5_K_M", count).returncode == 0
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_what_is_no_model_leaves_nothing(llama_environment: Environment, tmp_path: Path) -> None:
+def test_rejects_a_file_that_is_not_a_model_and_leaves_no_result(
+    llama_environment: Environment, tmp_path: Path
+) -> None:
     source, result = tmp_path / "in.gguf", tmp_path / "out.gguf"
     source.write_bytes(b"GGUF and then nothing")
     done = run(llama_environment, str(source), str(result), "Q4_K_M")
-    assert done.returncode == 1 and "is no whole GGUF file" in done.stderr and not result.exists()
+    assert done.returncode == 1 and "is not a complete GGUF file" in done.stderr and not result.exists()
     missing = run(llama_environment, str(tmp_path / "gone.gguf"), str(result), "Q4_K_M")
-    assert missing.returncode == 1 and "there is no file" in missing.stderr
+    assert missing.returncode == 1 and "does not exist" in missing.stderr
 
 
-def test_weights_that_are_quantized_already_are_not_quantized_again(
-    llama_environment: Environment, tmp_path: Path
-) -> None:
-    written(tmp_path / "in.gguf")
+def test_rejects_quantized_weights(llama_environment: Environment, tmp_path: Path) -> None:
+    write_model(tmp_path / "in.gguf")
     run(llama_environment, str(tmp_path / "in.gguf"), str(tmp_path / "small.gguf"), "Q4_K_M")
     again = run(llama_environment, str(tmp_path / "small.gguf"), str(tmp_path / "smaller.gguf"), "Q3_K_M")
-    assert again.returncode == 1 and "is quantized already" in again.stderr
+    assert again.returncode == 1 and "is already quantized" in again.stderr
     assert not (tmp_path / "smaller.gguf").exists()
 
 
 @pytest.mark.parametrize(("label", "off"), [("Q8_0", 0.02), ("F16", 0.001)])
-def test_where_that_is_allowed_they_become_what_they_were(
+def test_requantizes_quantized_weights_if_allowed(
     label: str, off: float, llama_environment: Environment, tmp_path: Path
 ) -> None:
-    """More bits bring nothing back, and lose nothing either: the same weights, as kernels want them."""
-    written(tmp_path / "in.gguf")
+    """More bits neither restore nor lose precision: the weights are the same, in another type."""
+    write_model(tmp_path / "in.gguf")
     run(llama_environment, str(tmp_path / "in.gguf"), str(tmp_path / "small.gguf"), "Q4_1")
     done = run(
         llama_environment, "--allow-requantize", str(tmp_path / "small.gguf"), str(tmp_path / "again.gguf"), label

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S
-from tests.engines.argv import parsed, published
+from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines import engine
@@ -24,9 +24,9 @@ MISTRAL = "mistralai/Mistral-7B-Instruct-v0.3"
 AWQ = "Qwen/Qwen2.5-72B-Instruct-AWQ"
 
 
-def options(argv: tuple[str, ...]) -> dict[str, object]:
+def parse_launch(argv: tuple[str, ...]) -> dict[str, object]:
     assert argv[:3] == ("lmdeploy", "serve", "api_server")
-    return parsed("lmdeploy", argv[3:])
+    return parse_options("lmdeploy", argv[3:])
 
 
 class TestLaunch:
@@ -34,7 +34,7 @@ class TestLaunch:
     @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
         launch = LMDEPLOY.launch(chosen, 8123)
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert said["--server-name"] == "127.0.0.1" and said["--server-port"] == 8123
         assert "--trust-remote-code" not in said and "--api-keys" not in said
         assert 0 < said["--cache-max-entry-count"] < 1  # type: ignore[operator]
@@ -43,39 +43,39 @@ class TestLaunch:
         for step in launch.prepare:
             if step.kind == "convert":
                 assert step.argv[:3] == ("lmdeploy", "lite", "auto_awq")
-                made = parsed("lmdeploy_awq", step.argv[3:])
+                made = parse_options("lmdeploy_awq", step.argv[3:])
                 assert [made["--work-dir"]] == said[""] and said["--model-format"] == "awq"
 
     def test_the_options_are_those_of_the_pinned_version(self) -> None:
-        assert published("lmdeploy")["version"] == published("lmdeploy_awq")["version"] == LMDEPLOY.version
+        assert read_options("lmdeploy")["version"] == read_options("lmdeploy_awq")["version"] == LMDEPLOY.version
 
     def test_a_plain_plan(self) -> None:
         launch = LMDEPLOY.launch(plan(LMDEPLOY, machine("H100 SXM", 1), model(LLAMA)), 8000)
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert said[""] == [LLAMA] and said["--model-name"] == "meta-llama/llama-3.1-8b-instruct"
         assert (said["--backend"], said["--session-len"], said["--max-batch-size"]) == ("turbomind", 8192, 16)
         assert said["--cache-max-entry-count"] == 0.8 and said["--tool-call-parser"] == "llama3"
         assert not {"--tp", "--dtype", "--model-format", "--quant-policy", "--enable-prefix-caching"} & set(said)
         assert launch.health_path == "/health" and "HF_HUB_OFFLINE" not in launch.env
 
-    def test_what_turbomind_does_not_know_runs_in_pytorch(self) -> None:
-        said = options(LMDEPLOY.launch(plan(LMDEPLOY, machine("H100 SXM", 1), model(MISTRAL)), 8000).argv)
+    def test_models_unknown_to_turbomind_run_in_pytorch(self) -> None:
+        said = parse_launch(LMDEPLOY.launch(plan(LMDEPLOY, machine("H100 SXM", 1), model(MISTRAL)), 8000).argv)
         assert said["--backend"] == "pytorch"
 
-    def test_an_eight_bit_cache_is_of_integers_in_one_engine_and_of_floats_in_the_other(self) -> None:
+    def test_8_bit_cache_is_int8_in_turbomind_and_fp8_in_pytorch(self) -> None:
         for name, policy in ((LLAMA, "int8"), (MISTRAL, "fp8")):
             chosen = plan(LMDEPLOY, machine("H100 SXM", 1), model(name))
             chosen = replaced(chosen, settings=replaced(chosen.settings, kv_type="fp8"))
-            assert options(LMDEPLOY.launch(chosen, 8000).argv)["--quant-policy"] == policy
+            assert parse_launch(LMDEPLOY.launch(chosen, 8000).argv)["--quant-policy"] == policy
 
     def test_tensor_parallel_and_a_shared_prefix(self) -> None:
         work = Workload(concurrency=16, prompt_tokens=4000, shared_prefix_tokens=3000)
         chosen = plan(LMDEPLOY, machine("H100 SXM"), model(LLAMA), layout=Parallelism(tensor=4), workload=work)
-        said = options(LMDEPLOY.launch(chosen, 8000).argv)
+        said = parse_launch(LMDEPLOY.launch(chosen, 8000).argv)
         assert said["--tp"] == 4 and said["--enable-prefix-caching"]
 
-    def test_a_card_without_bf16_is_given_f16(self) -> None:
-        said = options(LMDEPLOY.launch(plan(LMDEPLOY, machine("NVIDIA T4", 1), model(LLAMA)), 8000).argv)
+    def test_cards_without_bf16_use_f16(self) -> None:
+        said = parse_launch(LMDEPLOY.launch(plan(LMDEPLOY, machine("NVIDIA T4", 1), model(LLAMA)), 8000).argv)
         assert said["--dtype"] == "float16"
 
     def test_a_conversion_comes_before_the_launch(self) -> None:
@@ -101,18 +101,18 @@ class TestWeights:
             ("B200", "nvidia/DeepSeek-V3.2-NVFP4", []),
         ],
     )
-    def test_by_hardware(self, card: str, name: str, offered: list[str]) -> None:
+    def test_weights_by_hardware(self, card: str, name: str, offered: list[str]) -> None:
         target = LMDEPLOY.target(machine(card))
         assert target is not None
         assert [form.label for form in LMDEPLOY.weights(target, model(name), Workload())] == offered
 
-    def test_work_that_needs_precision_is_not_quantized(self) -> None:
+    def test_precision_sensitive_workloads_are_not_quantized(self) -> None:
         target = LMDEPLOY.target(machine("H100 SXM"))
         assert target is not None
         offered = LMDEPLOY.weights(target, model(LLAMA), Workload(precision_sensitive=True))
         assert [form.label for form in offered] == ["BF16"]
 
-    def test_groups_that_its_kernels_do_not_know(self) -> None:
+    def test_unsupported_group_sizes_are_not_offered(self) -> None:
         target, stored = LMDEPLOY.target(machine("H100 SXM")), model(AWQ)
         assert target is not None and stored.quantization_details is not None
         odd = replaced(stored, quantization_details=replaced(stored.quantization_details, group_size=64))
@@ -120,7 +120,7 @@ class TestWeights:
 
 
 class TestRefuse:
-    def test_what_it_cannot(self) -> None:
+    def test_refuses_unsupported_models(self) -> None:
         work = Workload()
         assert LMDEPLOY.refuse(machine("H100 SXM"), model(LLAMA), work) is None
         for on, which, task, why in (
@@ -134,14 +134,14 @@ class TestRefuse:
             refused = LMDEPLOY.refuse(on, model(which), Workload(task=task))  # type: ignore[arg-type]
             assert refused is not None and refused.kind == "impossible" and why in refused.why
 
-    def test_cards_before_volta(self) -> None:
+    def test_refuses_cards_before_volta(self) -> None:
         old = replaced(machine("NVIDIA T4", 1).accelerators[0], compute_capability="6.1")
         refused = LMDEPLOY.refuse(replaced(machine("NVIDIA T4", 1), accelerators=(old,)), model(LLAMA), Workload())
         assert refused is not None and "7.0" in refused.why
 
 
 def test_every_parser_is_in_its_registry_and_lists_do_not_overlap() -> None:
-    known = {option["names"][0]: option.get("choices") for option in published("lmdeploy")["options"]}
+    known = {option["names"][0]: option.get("choices") for option in read_options("lmdeploy")["options"]}
     for parsers in PARSERS.values():
         assert parsers.tools is None or parsers.tools in known["--tool-call-parser"]
         assert parsers.reasoning is None or parsers.reasoning in known["--reasoning-parser"]
@@ -161,11 +161,11 @@ def test_every_parser_is_in_its_registry_and_lists_do_not_overlap() -> None:
     ],
 )
 def test_parsers_by_model(name: str, tools: str | None, reasoning: str | None) -> None:
-    said = options(LMDEPLOY.launch(plan(LMDEPLOY, machine("H200 SXM"), model(name)), 8000).argv)
+    said = parse_launch(LMDEPLOY.launch(plan(LMDEPLOY, machine("H200 SXM"), model(name)), 8000).argv)
     assert (said.get("--tool-call-parser"), said.get("--reasoning-parser")) == (tools, reasoning)
 
 
-def test_metrics() -> None:
+def test_reads_metrics() -> None:
     state = LMDEPLOY.read((CAPTURES / "metrics.txt").read_text())
     # Those that wait before the engine wait too.
     assert (state.running, state.waiting, state.kv_use, state.preemptions) == (7, 5, 0.25, None)
@@ -179,10 +179,10 @@ def test_metrics() -> None:
 def test_known_failures(case: dict[str, str]) -> None:
     failure = LMDEPLOY.explain(case["log"])
     assert failure is not None and case["says"] in failure.message
-    assert failure.lasting is (case["says"] != "the private port was taken")
+    assert failure.lasting is (case["says"] != "took the engine's private port")
 
 
-def test_nothing_is_made_up() -> None:
+def test_unknown_logs_are_not_explained() -> None:
     assert LMDEPLOY.explain("") is None and LMDEPLOY.explain("HINT:    Please open http://127.0.0.1:8000") is None
 
 
@@ -190,7 +190,7 @@ def test_nothing_is_made_up() -> None:
     "BEDPLATE_LMDEPLOY_PYTHON" not in os.environ,
     reason="BEDPLATE_LMDEPLOY_PYTHON does not name the Python of an environment with LMDeploy",
 )
-def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
+def test_original_parser_accepts_the_command_lines(tmp_path: Path) -> None:
     launches = [
         LMDEPLOY.launch(
             plan(LMDEPLOY, machine(card), model(name), label=form.label, layout=Parallelism(tensor=2)), 8000
@@ -222,5 +222,5 @@ def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
     assert "parsed all" in done.stdout, done.stderr[-2000:]
 
 
-def test_it_is_listed() -> None:
+def test_engine_is_listed() -> None:
     assert engine("lmdeploy").version == "0.18.0" and engine("lmdeploy").recipe is None

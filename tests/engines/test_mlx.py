@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S
-from tests.engines.argv import parsed
+from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
 import bedplate.engines
@@ -25,7 +25,7 @@ MAC = simulated({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
 SHIPPED = Path(bedplate.engines.__file__).parent / "shipped" / "mlx_server.py"
 
 
-def labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
+def list_labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
     target = MLX.target(on)
     assert target is not None
     return [(form.label, form.made) for form in MLX.weights(target, model(name), Workload(**asked))]  # type: ignore[arg-type]
@@ -37,30 +37,30 @@ class TestLaunch:
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
         launch = MLX.launch(chosen, 8123)
         assert launch.argv[0] == "mlx-server"
-        said = parsed("mlx", launch.argv[1:])
+        said = parse_options("mlx", launch.argv[1:])
         assert said["--port"] == 8123 and said["--host"] == "127.0.0.1"
         assert said["--decode-concurrency"] == chosen.settings.slots >= said["--prompt-concurrency"]
         assert ("--kv-bits" in said) == (chosen.settings.kv_type == "fp8")
         for step in launch.prepare:
             if step.kind == "convert":
                 assert step.argv[0] == "mlx_lm.convert"
-                converted = parsed("mlx_convert", step.argv[1:])
+                converted = parse_options("mlx_convert", step.argv[1:])
                 assert converted["--mlx-path"] == said["--model"] == step.where
                 bits = converted.get("--q-bits")
                 assert chosen.weights.label == (f"{bits}-BIT" if bits else "F32")
                 assert step.disk_bytes and step.seconds and step.seconds.low < step.seconds.high
         assert (chosen.weights.made == "converted") == any(step.kind == "convert" for step in launch.prepare)
 
-    def test_what_is_kept_of_earlier_prompts_stays_within_what_the_plan_counted(self) -> None:
+    def test_prompt_cache_stays_within_the_plan(self) -> None:
         chosen = plan(MLX, MAC, model(LLAMA), settings=Settings(slots=3, context_tokens=2048, device="metal"))
-        said = parsed("mlx", MLX.launch(chosen, 1).argv[1:])
+        said = parse_options("mlx", MLX.launch(chosen, 1).argv[1:])
         assert said["--prompt-cache-bytes"] == 3 * chosen.model.kv_bytes(2048)
 
-    def test_a_local_model_is_not_looked_for_on_the_hub(self) -> None:
+    def test_local_models_do_not_use_the_hub(self) -> None:
         assert MLX.launch(plan(MLX, MAC, model(LLAMA, folder=True)), 1).env == {"HF_HUB_OFFLINE": "1"}
         assert MLX.launch(plan(MLX, MAC, model(LLAMA)), 1).env == {}
 
-    def test_on_a_cpu_weights_are_converted_in_a_type_that_its_kernels_get_right(self) -> None:
+    def test_cpu_conversion_uses_float32(self) -> None:
         def converted(on: Hardware) -> tuple[str, ...]:
             steps = MLX.launch(plan(MLX, on, model(LLAMA), label="8-BIT"), 1).prepare
             return next(step.argv for step in steps if step.kind == "convert")
@@ -68,22 +68,22 @@ class TestLaunch:
         assert "float32" in converted(machine("cpu")) and "float32" not in converted(MAC)
 
 
-class TestWhatItTakes:
-    def test_16_bits_as_they_are_and_fewer_by_its_converter(self) -> None:
+class TestModels:
+    def test_16_bits_are_loaded_directly_and_fewer_are_converted(self) -> None:
         made = [("8-BIT", "converted"), ("6-BIT", "converted"), ("4-BIT", "converted")]
-        assert labels(MAC, LLAMA) == [("BF16", "as it is"), *made]
-        assert labels(MAC, LLAMA, precision_sensitive=True) == [("BF16", "as it is"), made[0]]
+        assert list_labels(MAC, LLAMA) == [("BF16", "as it is"), *made]
+        assert list_labels(MAC, LLAMA, precision_sensitive=True) == [("BF16", "as it is"), made[0]]
 
-    def test_on_a_cpu_few_bits_bring_nothing(self) -> None:
-        assert labels(machine("cpu"), LLAMA) == [("F32", "converted"), ("8-BIT", "converted")]
+    def test_few_bits_are_not_offered_on_a_cpu(self) -> None:
+        assert list_labels(machine("cpu"), LLAMA) == [("F32", "converted"), ("8-BIT", "converted")]
         steps = MLX.launch(plan(MLX, machine("cpu"), model(LLAMA), label="F32"), 1).prepare
         (made,) = [step for step in steps if step.kind == "convert"]
         assert "--quantize" not in made.argv and made.disk_bytes == 4 * model(LLAMA).parameters
 
-    def test_packed_by_others(self) -> None:
-        assert labels(MAC, "openai/gpt-oss-20b") == [("MXFP4", "as it is")]
-        assert [label for label, _ in labels(MAC, "deepseek-ai/DeepSeek-R1")] == ["8-BIT", "6-BIT", "4-BIT"]
-        assert labels(MAC, "Qwen/Qwen3-235B-A22B-FP8") == []
+    def test_quantizations_of_other_tools_are_loaded_directly(self) -> None:
+        assert list_labels(MAC, "openai/gpt-oss-20b") == [("MXFP4", "as it is")]
+        assert [label for label, _ in list_labels(MAC, "deepseek-ai/DeepSeek-R1")] == ["8-BIT", "6-BIT", "4-BIT"]
+        assert list_labels(MAC, "Qwen/Qwen3-235B-A22B-FP8") == []
 
     def test_it_runs_on_macs_and_on_linux_but_not_on_windows(self) -> None:
         assert MLX.refuse(MAC, model(LLAMA), Workload()) is None
@@ -94,18 +94,18 @@ class TestWhatItTakes:
     @pytest.mark.parametrize(
         ("name", "why"),
         [
-            ("deepseek-ai/DeepSeek-V4-Flash", "does not know the architecture deepseek_v4"),
-            ("Qwen/Qwen3-235B-A22B-FP8", "does not load weights in FP8"),
+            ("deepseek-ai/DeepSeek-V4-Flash", "does not support the architecture deepseek_v4"),
+            ("Qwen/Qwen3-235B-A22B-FP8", "does not load FP8 weights"),
         ],
     )
-    def test_what_it_cannot_load_is_refused(self, name: str, why: str) -> None:
+    def test_refuses_unsupported_models(self, name: str, why: str) -> None:
         refused = MLX.refuse(MAC, model(name), Workload())
         assert refused is not None and why in refused.why
 
-    def test_a_model_of_a_few_facts_is_not_refused_for_its_architecture(self) -> None:
+    def test_model_known_by_facts_is_not_refused_for_its_architecture(self) -> None:
         assert MLX.refuse(MAC, replaced(model(LLAMA), architecture="unknown"), Workload()) is None
 
-    def test_those_that_unpack_fp8_are_among_those_that_load(self) -> None:
+    def test_fp8_architectures_are_supported_architectures(self) -> None:
         assert FP8_ARCHITECTURES <= ARCHITECTURES
 
 
@@ -128,8 +128,8 @@ class TestWhatItTakes:
             "not enough memory",
             True,
         ),
-        ("OSError: [Errno 98] Address already in use", "the private port was taken", False),
-        ("OSError: [Errno 48] Address already in use", "the private port was taken", False),
+        ("OSError: [Errno 98] Address already in use", "took the engine's private port", False),
+        ("OSError: [Errno 48] Address already in use", "took the engine's private port", False),
     ],
 )
 def test_known_failures(line: str, says: str, lasting: bool) -> None:
@@ -139,7 +139,7 @@ def test_known_failures(line: str, says: str, lasting: bool) -> None:
 
 
 class TestShippedServer:
-    def test_gives_the_base_of_the_rotary_embedding_where_most_models_look_for_it(self) -> None:
+    def test_adds_the_rope_base_at_the_top_level(self) -> None:
         spec = importlib.util.spec_from_file_location("mlx_server", SHIPPED)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -161,7 +161,7 @@ class TestShippedServer:
         "BEDPLATE_MLX_PYTHON" not in os.environ,
         reason="BEDPLATE_MLX_PYTHON does not name the Python of an environment with mlx-lm",
     )
-    def test_its_own_parser_takes_the_command_lines(self, tmp_path: Path) -> None:
+    def test_original_parser_accepts_the_command_lines(self, tmp_path: Path) -> None:
         launches = [
             MLX.launch(plan(MLX, on, model(name), label=label, settings=settled), 8000)
             for on, made in ((MAC, ("BF16", "8-BIT", "6-BIT", "4-BIT")), (machine("cpu"), ("F32", "8-BIT")))
@@ -172,7 +172,7 @@ class TestShippedServer:
         lines = tmp_path / "lines.json"
         converted = [list(step.argv[1:]) for one in launches for step in one.prepare if step.kind == "convert"]
         lines.write_text(json.dumps([[list(one.argv[1:]) for one in launches], converted]))
-        # Its server makes its parser inside of main(); what comes after parsing is cut off.
+        # Its server creates the parser in main(); the code after parsing is removed.
         script = (
             "import importlib, json, runpy, sys\n"
             "from mlx_lm import server\n"

@@ -1,4 +1,4 @@
-"""Every engine goes by its id and by what people call it."""
+"""Every engine is found by its id and its other names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bedplate.engines import all_engines
 from bedplate.engines.names import ORCHESTRATORS, engine_id, nearest_names, orchestrator_id
 
 
-def test_every_id_and_spelling_leads_to_one_id() -> None:
+def test_every_id_and_spelling_maps_to_one_id() -> None:
     for known, engine in all_engines().items():
         assert {engine_id(name) for name in (known, known.upper(), engine.name, *engine.spellings)} == {known}
         assert orchestrator_id(known) is None
@@ -62,13 +62,13 @@ def test_common_names_map_to_ids(text: str, engine: str | None) -> None:
     assert engine_id(text) == engine
 
 
-def test_the_nearest_names() -> None:
+def test_finds_the_nearest_names() -> None:
     assert nearest_names("vlm")[0] == "vllm"
     assert nearest_names("sg-lang") == ("sglang",)
     assert nearest_names("zzz") == ()
 
 
 @given(st.text(max_size=300))
-def test_any_text_is_a_known_id_or_none(text: str) -> None:
+def test_any_text_maps_to_a_known_id_or_none(text: str) -> None:
     assert engine_id(text) in (None, *all_engines())
     assert set(nearest_names(text)) <= {*all_engines(), *ORCHESTRATORS}

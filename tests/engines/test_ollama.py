@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S
-from tests.engines.argv import parsed, published
+from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines import EngineState, engine
@@ -33,38 +33,38 @@ KINDS: dict[str, Callable[[str], bool]] = {
 
 
 def check_variables(env: dict[str, str]) -> None:
-    known = {variable["name"]: variable for variable in published("ollama")["variables"]}
+    known = {variable["name"]: variable for variable in read_options("ollama")["variables"]}
     for name, value in env.items():
         assert name in known, f"{name} is not read by this version"
         assert KINDS[known[name]["type"]](value) and value in known[name].get("choices", [value]), (name, value)
 
 
-def gguf(*files: str) -> Model:
+def make_gguf_model(*files: str) -> Model:
     return replaced(model(LLAMA), format="gguf", quantization="Q4_K_M", files=files)
 
 
 class TestLaunch:
     @given(chosen=plans(OLLAMA))
     @settings(deadline=None)
-    def test_every_word_variable_and_parameter_is_one_of_its_version(self, chosen: Plan) -> None:
-        launch, facts = OLLAMA.launch(chosen, 8123), published("ollama")
+    def test_every_option_variable_and_parameter_exists(self, chosen: Plan) -> None:
+        launch, facts = OLLAMA.launch(chosen, 8123), read_options("ollama")
         assert launch.argv == ("ollama", "serve") and "serve" in facts["commands"]
         check_variables(launch.env)
         assert launch.env["OLLAMA_HOST"] == "127.0.0.1:8123"
         program, command, *words = creating(chosen)
-        said = parsed("ollama", words)
+        said = parse_options("ollama", words)
         assert program == "ollama" and command in facts["commands"] and said[""] == [model_name(chosen.model)]
         for line in modelfile(chosen).splitlines():
             keyword, _, rest = line.partition(" ")
             assert keyword in ("FROM", "PARAMETER")
             assert keyword == "FROM" or rest.split()[0] in facts["parameters"]
 
-    def test_the_facts_are_those_of_the_pinned_version(self) -> None:
-        assert published("ollama")["version"] == OLLAMA.version
+    def test_recorded_options_are_of_the_pinned_version(self) -> None:
+        assert read_options("ollama")["version"] == OLLAMA.version
 
-    def test_a_file_on_a_cpu(self) -> None:
+    def test_launch_of_a_file_on_a_cpu(self) -> None:
         work = Workload(concurrency=2, context_tokens=4096)
-        chosen = plan(OLLAMA, machine("cpu"), gguf("/models/it is here/x.gguf"), workload=work)
+        chosen = plan(OLLAMA, machine("cpu"), make_gguf_model("/models/it is here/x.gguf"), workload=work)
         launch = OLLAMA.launch(chosen, 8000)
         assert (launch.env["OLLAMA_NUM_PARALLEL"], launch.env["OLLAMA_CONTEXT_LENGTH"]) == ("2", "4096")
         assert launch.env["OLLAMA_KEEP_ALIVE"] == "-1" and launch.env["OLLAMA_MAX_LOADED_MODELS"] == "1"
@@ -73,22 +73,22 @@ class TestLaunch:
         assert [step.kind for step in launch.prepare] == ["install", "build"]
         assert launch.health_path == "/api/version"
 
-    def test_all_parts_of_a_file(self) -> None:
+    def test_modelfile_names_all_parts_of_a_split_file(self) -> None:
         parts = ("/m/x-00001-of-00002.gguf", "/m/x-00002-of-00002.gguf")
-        lines = modelfile(plan(OLLAMA, machine("RTX 4090", 1), gguf(*parts))).splitlines()
+        lines = modelfile(plan(OLLAMA, machine("RTX 4090", 1), make_gguf_model(*parts))).splitlines()
         assert lines == [f"FROM {part}" for part in parts]
 
     def test_an_eight_bit_cache_needs_flash_attention(self) -> None:
-        chosen = plan(OLLAMA, machine("RTX 4090", 1), gguf("/m/x.gguf"))
+        chosen = plan(OLLAMA, machine("RTX 4090", 1), make_gguf_model("/m/x.gguf"))
         env = OLLAMA.launch(replaced(chosen, settings=replaced(chosen.settings, kv_type="fp8")), 8000).env
         assert (env["OLLAMA_KV_CACHE_TYPE"], env["OLLAMA_FLASH_ATTENTION"]) == ("q8_0", "1")
 
-    def test_several_cards(self) -> None:
-        chosen = plan(OLLAMA, machine("RTX 4090"), gguf("/m/x.gguf"), layout=Parallelism(pipeline=2))
+    def test_several_cards_spread_the_model(self) -> None:
+        chosen = plan(OLLAMA, machine("RTX 4090"), make_gguf_model("/m/x.gguf"), layout=Parallelism(pipeline=2))
         assert OLLAMA.launch(chosen, 8000).env["OLLAMA_SCHED_SPREAD"] == "1"
 
-    def test_a_part_of_the_layers_on_the_card(self) -> None:
-        chosen = plan(OLLAMA, machine("RTX 4090", 1), gguf("/m/x.gguf"))
+    def test_modelfile_limits_layers_on_the_card(self) -> None:
+        chosen = plan(OLLAMA, machine("RTX 4090", 1), make_gguf_model("/m/x.gguf"))
         part = replaced(chosen, settings=replaced(chosen.settings, gpu_layers=10))
         assert "PARAMETER num_gpu 10" in modelfile(part)
         # All of them is what it does by itself, and of experts its own fit knows better.
@@ -116,7 +116,7 @@ class TestLaunch:
             ("-", "model"),
         ],
     )
-    def test_names_that_it_takes(self, name: str, taken: str) -> None:
+    def test_model_names_follow_its_rules(self, name: str, taken: str) -> None:
         assert model_name(replaced(model(LLAMA), name=name)) == taken
 
 
@@ -139,7 +139,7 @@ sys.exit(int(os.environ.get("FAKE_CODE", "0")))
 
 @pytest.mark.skipif(os.name == "nt", reason="the stand-in is a script with a first line that names its interpreter")
 class TestImport:
-    """The steps as they stand, with a stand-in for the program: it answers and records."""
+    """The real steps with a fake `ollama` program that responds and records its calls."""
 
     def run(self, folder: Path, port: int, **env: str) -> tuple[list[int], Path]:
         program = folder / "bin" / "ollama"
@@ -148,7 +148,7 @@ class TestImport:
         program.chmod(0o755)
         log = folder / "log.json"
         path = f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        steps = OLLAMA.launch(plan(OLLAMA, machine("cpu"), gguf("/m/x.gguf")), port).prepare
+        steps = OLLAMA.launch(plan(OLLAMA, machine("cpu"), make_gguf_model("/m/x.gguf")), port).prepare
         surroundings = {**os.environ, "PATH": path, "FAKE_LOG": str(log), **env}
         codes = [
             subprocess.run([sys.executable, *step.argv[1:]], cwd=folder, env=surroundings, timeout=HANG_S).returncode
@@ -157,7 +157,7 @@ class TestImport:
         ]
         return codes, log
 
-    def test_a_server_runs_while_the_model_is_created_and_not_after(self, tmp_path: Path, free_port: int) -> None:
+    def test_server_runs_only_during_the_import(self, tmp_path: Path, free_port: int) -> None:
         codes, log = self.run(tmp_path, free_port)
         assert codes == [0]
         words, status, text = json.loads(log.read_text())
@@ -168,7 +168,7 @@ class TestImport:
 
             urllib.request.urlopen(f"http://127.0.0.1:{free_port}/api/version", timeout=5)
 
-    def test_a_failed_import_is_a_failed_step(self, tmp_path: Path, free_port: int) -> None:
+    def test_failed_import_fails_the_step(self, tmp_path: Path, free_port: int) -> None:
         codes, _ = self.run(tmp_path, free_port, FAKE_CODE="1")
         assert codes == [1]
 
@@ -183,7 +183,7 @@ def free_port() -> int:
 
 
 class TestWeightsAndRefusals:
-    def test_forms(self) -> None:
+    def test_weight_formats(self) -> None:
         target = OLLAMA.target(machine("cpu"))
         assert target is not None
         made = [form.label for form in OLLAMA.weights(target, model(LLAMA), Workload())]
@@ -192,32 +192,35 @@ class TestWeightsAndRefusals:
         assert [form.label for form in exact] == ["F16", "Q8_0"]
         kept = OLLAMA.weights(target, model("openai/gpt-oss-120b"), Workload())
         assert [(form.label, form.made) for form in kept] == [("MXFP4", "converted")]
-        assert [form.made for form in OLLAMA.weights(target, gguf("/m/x.gguf"), Workload())] == ["as it is"]
+        assert [form.made for form in OLLAMA.weights(target, make_gguf_model("/m/x.gguf"), Workload())] == ["as it is"]
 
     @pytest.mark.parametrize("name", ["Qwen/Qwen3-32B", "Qwen/Qwen2.5-72B-Instruct-AWQ"])
-    def test_what_it_does_not_import(self, name: str) -> None:
+    def test_refuses_architectures_that_it_cannot_import(self, name: str) -> None:
         refused = OLLAMA.refuse(machine("cpu"), model(name), Workload())
         assert refused is not None and refused.kind == "impossible" and model(name).architecture in refused.why
         assert refused.hint == "a GGUF file of the same model"
 
-    def test_every_system_and_no_classifier(self) -> None:
+    def test_supports_every_system_and_no_classifiers(self) -> None:
         for system in ("linux", "macos", "windows"):
-            assert OLLAMA.refuse(replaced(machine("cpu"), os=system), gguf("/m/x.gguf"), Workload()) is None
-        assert OLLAMA.refuse(machine("cpu"), gguf("/m/x.gguf"), Workload(task="classify")) is not None
+            assert OLLAMA.refuse(replaced(machine("cpu"), os=system), make_gguf_model("/m/x.gguf"), Workload()) is None
+        assert OLLAMA.refuse(machine("cpu"), make_gguf_model("/m/x.gguf"), Workload(task="classify")) is not None
 
 
 class TestSettle:
-    def test_as_llama_cpp(self) -> None:
-        on, which, work = machine("RTX 4090", 1), gguf("/m/x.gguf"), Workload(concurrency=8)
+    def test_settings_are_those_of_llama_cpp(self) -> None:
+        on, which, work = machine("RTX 4090", 1), make_gguf_model("/m/x.gguf"), Workload(concurrency=8)
         assert OLLAMA.settle(on, which, work) == replaced(LlamaCpp().settle(on, which, work), batch_tokens=None)
 
     @pytest.mark.parametrize("architecture", ["qwen3_5", "qwen35moe", "lfm2", "nemotron_h", "qwen3_next"])
-    def test_one_at_a_time_where_it_takes_no_more(self, architecture: str) -> None:
-        which = replaced(gguf("/m/x.gguf"), architecture=architecture)
+    def test_some_architectures_have_one_slot(self, architecture: str) -> None:
+        which = replaced(make_gguf_model("/m/x.gguf"), architecture=architecture)
         assert OLLAMA.settle(machine("cpu"), which, Workload(concurrency=8)).slots == 1
 
-    def test_one_embedding_at_a_time(self) -> None:
-        assert OLLAMA.settle(machine("cpu"), gguf("/m/x.gguf"), Workload(task="embed", concurrency=8)).slots == 1
+    def test_embedding_models_have_one_slot(self) -> None:
+        assert (
+            OLLAMA.settle(machine("cpu"), make_gguf_model("/m/x.gguf"), Workload(task="embed", concurrency=8)).slots
+            == 1
+        )
 
 
 @pytest.mark.parametrize(
@@ -226,13 +229,13 @@ class TestSettle:
 def test_known_failures(case: dict[str, str]) -> None:
     failure = OLLAMA.explain(case["log"])
     assert failure is not None and case["says"] in failure.message
-    assert failure.lasting is (case["says"] != "the private port was taken")
+    assert failure.lasting is (case["says"] != "took the engine's private port")
 
 
-def test_nothing_is_made_up() -> None:
+def test_unknown_logs_are_not_explained() -> None:
     assert OLLAMA.explain('level=INFO msg="Listening on 127.0.0.1:11434 (version 0.32.15)"') is None
     assert OLLAMA.read("llamacpp:requests_processing 3\n") == EngineState()
 
 
-def test_it_is_listed() -> None:
+def test_engine_is_listed() -> None:
     assert engine("ollama").version == "0.32.15" and engine("ollama").recipe is None

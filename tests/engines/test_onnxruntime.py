@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from tests.engines.argv import parsed, published
+from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.onnxruntime import PRECISIONS, OnnxRuntime
@@ -24,23 +24,23 @@ EMBED = Workload(task="embed")
 
 
 @pytest.fixture(autouse=True)
-def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its environment the shared part lies beside it."""
+def provide_server_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the engine's environment the server package is next to the program."""
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     monkeypatch.setitem(importlib.import_module("sys").modules, "openai_server", core)
 
 
-def server() -> Any:
+def import_server() -> Any:
     return importlib.import_module("bedplate.engines.shipped.onnxruntime_server")
 
 
-def served(argv: tuple[str, ...]) -> Any:
+def parse_server_options(argv: tuple[str, ...]) -> Any:
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
     assert argv[0] == "onnxruntime-server"
-    return core.parser_for(server().OnnxRuntime).parse_args(argv[1:])
+    return core.parser_for(import_server().OnnxRuntime).parse_args(argv[1:])
 
 
-def encoder(**changes: Any) -> Model:
+def make_encoder(**changes: Any) -> Model:
     known = {"name": "all-MiniLM-L6-v2", "architecture": "bert", "task": "embed", "format": "safetensors"}
     files = ("/models/mini lm/model.safetensors",)
     sizes = {"parameters": 22_700_000, "weight_bytes": 90_900_000, "num_layers": 6, "kv_bytes_per_token": 0}
@@ -50,39 +50,44 @@ def encoder(**changes: Any) -> Model:
 class TestLaunch:
     @given(chosen=plans(ORT))
     @settings(deadline=None)
-    def test_every_option_and_value_is_known(self, chosen: Plan) -> None:
+    def test_every_option_of_a_launch_exists(self, chosen: Plan) -> None:
         launch = ORT.launch(chosen, 8123)
-        said = served(launch.argv)
+        said = parse_server_options(launch.argv)
         assert (said.port, said.slots) == (8123, chosen.settings.slots) and said.host == "127.0.0.1"
         assert said.context == chosen.settings.context_tokens and said.threads == chosen.settings.threads
         assert said.device == chosen.settings.device
         (build,) = [step for step in launch.prepare if step.kind == "convert"]
         assert build.argv[:3] == ("python", "-m", "onnxruntime_genai.models.builder")
-        options = parsed("onnxruntime_builder", build.argv[3:])
+        options = parse_options("onnxruntime_builder", build.argv[3:])
         assert options["--output"] == said.model == build.where
         pair = f"{options['--execution_provider']} {options['--precision']}"
-        assert pair in published("onnxruntime_builder")["pairs"]
+        assert pair in read_options("onnxruntime_builder")["pairs"]
         assert ("--input" in options) == bool(chosen.model.files) != ("--model_name" in options)
         assert build.disk_bytes and build.seconds and build.seconds.low < build.seconds.value < build.seconds.high
 
-    def test_as_it_is(self) -> None:
+    def test_onnx_folder_needs_no_conversion(self) -> None:
         ready = replaced(model(LLAMA), format="onnx", quantization="INT4", files=("/models/llama/model.onnx",))
         launch = ORT.launch(plan(ORT, CPU, ready), 1)
-        assert served(launch.argv).model == "/models/llama" and [step.kind for step in launch.prepare] == ["install"]
+        assert parse_server_options(launch.argv).model == "/models/llama" and [
+            step.kind for step in launch.prepare
+        ] == ["install"]
 
     def test_an_encoder_is_exported(self) -> None:
-        launch = ORT.launch(plan(ORT, CPU, encoder(), workload=EMBED), 1)
+        launch = ORT.launch(plan(ORT, CPU, make_encoder(), workload=EMBED), 1)
         step = launch.prepare[-1]
         assert step.argv == ("onnx-export", "--model", "/models/mini lm", "--output", "all-MiniLM-L6-v2-F32")
-        assert served(launch.argv).model == "all-MiniLM-L6-v2-F32" and served(launch.argv).slots == 1
+        assert (
+            parse_server_options(launch.argv).model == "all-MiniLM-L6-v2-F32"
+            and parse_server_options(launch.argv).slots == 1
+        )
 
-    def test_an_encoder_that_is_not_here_is_fetched_first(self) -> None:
-        away = encoder(name="sentence-transformers/all-MiniLM-L6-v2", files=())
+    def test_missing_encoder_is_downloaded_first(self) -> None:
+        away = make_encoder(name="sentence-transformers/all-MiniLM-L6-v2", files=())
         steps = ORT.launch(plan(ORT, CPU, away, workload=EMBED), 1).prepare
         assert [step.kind for step in steps] == ["install", "download", "convert"]
         assert steps[1].argv[:2] == ("hf", "download") and steps[1].where == steps[2].argv[2] == "all-MiniLM-L6-v2"
 
-    def test_on_a_card_other_packages_are_installed(self) -> None:
+    def test_installs_cuda_packages_for_a_card(self) -> None:
         launch = ORT.launch(plan(ORT, machine("H100 SXM"), model(LLAMA)), 1)
         assert "onnxruntime-genai-cuda==0.18.0 onnxruntime-gpu==1.31.1 " in launch.prepare[0].what
         assert "use_paged_attention=true" in launch.prepare[1].argv and "cuda" in launch.argv
@@ -96,8 +101,8 @@ class TestLaunch:
         assert names[:2] == ["onnxruntime-server", "onnx-export"] and names[2:] == [name for name, _ in SERVER]
 
 
-class TestWhatItTakes:
-    def test_forms(self) -> None:
+class TestModels:
+    def test_weight_formats(self) -> None:
         cpu, card = ORT.target(CPU), ORT.target(machine("H100 SXM"))
         assert cpu is not None and card is not None
         llama = model(LLAMA)
@@ -110,24 +115,24 @@ class TestWhatItTakes:
     @pytest.mark.parametrize(
         ("which", "work", "why"),
         [
-            (model("deepseek-ai/DeepSeek-R1"), Workload(), "does not know the architecture deepseek_v3"),
-            (model("Qwen/Qwen3-235B-A22B-FP8"), Workload(), "does not know the architecture qwen3_moe"),
-            (replaced(model(LLAMA), quantization="FP8"), Workload(), "makes nothing of weights in FP8"),
+            (model("deepseek-ai/DeepSeek-R1"), Workload(), "does not support the architecture deepseek_v3"),
+            (model("Qwen/Qwen3-235B-A22B-FP8"), Workload(), "does not support the architecture qwen3_moe"),
+            (replaced(model(LLAMA), quantization="FP8"), Workload(), "cannot convert FP8 weights"),
             (replaced(model(LLAMA), format="exl3"), Workload(), "loads ONNX, not exl3"),
-            (encoder(architecture="clip"), EMBED, "exporter does not know the architecture clip"),
+            (make_encoder(architecture="clip"), EMBED, "exporter does not support the architecture clip"),
         ],
     )
-    def test_what_it_refuses(self, which: Model, work: Workload, why: str) -> None:
+    def test_refuses_unsupported_models(self, which: Model, work: Workload, why: str) -> None:
         refused = ORT.refuse(CPU, which, work)
         assert refused is not None and refused.kind == "impossible" and why in refused.why
 
-    def test_what_it_serves(self) -> None:
+    def test_supported_tasks(self) -> None:
         assert ORT.refuse(CPU, model(LLAMA), Workload()) is None
-        assert ORT.refuse(CPU, encoder(), EMBED) is None
-        assert ORT.refuse(CPU, encoder(format="onnx", architecture="clip"), EMBED) is None
-        assert ORT.refuse(CPU, encoder(task="classify"), Workload(task="classify")) is None
+        assert ORT.refuse(CPU, make_encoder(), EMBED) is None
+        assert ORT.refuse(CPU, make_encoder(format="onnx", architecture="clip"), EMBED) is None
+        assert ORT.refuse(CPU, make_encoder(task="classify"), Workload(task="classify")) is None
 
-    def test_threads_are_for_the_cpu(self) -> None:
+    def test_threads_are_set_only_on_a_cpu(self) -> None:
         work = Workload(concurrency=3)
         assert ORT.settle(CPU, model(LLAMA), work).threads == CPU.cpu.allowed_physical_cores
         assert ORT.settle(machine("H100 SXM"), model(LLAMA), work).threads is None
@@ -140,13 +145,13 @@ class TestExplain:
         [
             (
                 "bedplate-engine: there is no .onnx file in /models/x",
-                "/models/x holds no .onnx file",
-                "name the folder",
+                "/models/x contains no .onnx file",
+                "specify the folder",
             ),
             (
-                "bedplate-engine: this model does not read text alone: it wants pixel_values",
-                "wants more than text: pixel_values",
-                "write, embed or classify",
+                "bedplate-engine: this model has inputs other than text: pixel_values",
+                "has inputs other than text: pixel_values",
+                "generates, embeds or classifies",
             ),
             # Captured: a folder without its .onnx.data file, and graphs that were cut short.
             (
@@ -154,7 +159,7 @@ class TestExplain:
                 "weight. Error: tensorprotoutils.cc:461 ValidateExternalDataPathFromDir External data path does not "
                 'exist: "/models/smol/model.onnx.data"',
                 "external data is missing",
-                ".onnx.data files included",
+                "including the .onnx.data files",
             ),
             (
                 "RuntimeError: Load model from smol/model.onnx failed:Protobuf parsing failed.",
@@ -170,7 +175,7 @@ class TestExplain:
             (
                 "bedplate-engine: /m/smol has no tokenizer.json",
                 "/m/smol has no tokenizer.json",
-                "beside the .onnx file",
+                "to the folder of the .onnx file",
             ),
             ("MemoryError: std::bad_alloc", "not enough memory", "--context 4096"),
         ],
@@ -179,7 +184,7 @@ class TestExplain:
         failure = ORT.explain(log)
         assert failure is not None and says in failure.message and hint in failure.hint and failure.lasting
 
-    def test_nothing_is_made_up(self) -> None:
+    def test_unknown_logs_are_not_explained(self) -> None:
         assert ORT.explain("bedplate-engine: loading 1.000") is None
 
 
@@ -196,26 +201,26 @@ class TestPooling:
             ("max", [[3, 6], [6, 2]]),
         ],
     )
-    def test_padding_is_left_out(self, how: str, expected: list[list[int]]) -> None:
-        assert server()._pooled(self.STATES, self.MASK, how).tolist() == expected
+    def test_pooling_ignores_padding(self, how: str, expected: list[list[int]]) -> None:
+        assert import_server()._pooled(self.STATES, self.MASK, how).tolist() == expected
 
-    def test_as_sentence_transformers_says_it(self, tmp_path: Path) -> None:
-        assert server()._pooling(tmp_path) == ("mean", False)
+    def test_reads_pooling_of_sentence_transformers(self, tmp_path: Path) -> None:
+        assert import_server()._pooling(tmp_path) == ("mean", False)
         kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
         modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
         (tmp_path / "modules.json").write_text(json.dumps(modules))
         (tmp_path / "1_Pooling").mkdir()
         (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
-        assert server()._pooling(tmp_path) == ("cls", True)
+        assert import_server()._pooling(tmp_path) == ("cls", True)
 
-    def test_logprobs(self) -> None:
-        said = server()._logprobs(np.log(np.array([[[0.5, 0.25, 0.25]]])), 1, 2)
+    def test_computes_logprobs(self) -> None:
+        said = import_server()._logprobs(np.log(np.array([[[0.5, 0.25, 0.25]]])), 1, 2)
         assert said["logprob"] == pytest.approx(np.log(0.25)) and said["top"][0][0] == 0
 
 
-def test_a_model_that_is_no_folder_is_said(tmp_path: Path) -> None:
+def test_rejects_a_model_that_is_not_a_folder(tmp_path: Path) -> None:
     core = importlib.import_module("bedplate.engines.shipped.openai_server")
-    options = core.parser_for(server().OnnxRuntime).parse_args(["--model", str(tmp_path / "none")])
-    with pytest.raises(core.Refused, match="is no folder"):
-        server().OnnxRuntime().load(options, lambda share: None)
-    assert isinstance(ORT.settle(CPU, encoder(), EMBED), Settings)
+    options = core.parser_for(import_server().OnnxRuntime).parse_args(["--model", str(tmp_path / "none")])
+    with pytest.raises(core.Refused, match="is not a folder"):
+        import_server().OnnxRuntime().load(options, lambda share: None)
+    assert isinstance(ORT.settle(CPU, make_encoder(), EMBED), Settings)

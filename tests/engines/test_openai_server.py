@@ -1,4 +1,4 @@
-"""The server that bedplate ships: its protocol, around a backend that does what it is told."""
+"""The shipped server: its protocol, with a scripted backend."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def server() -> Iterator[Server]:
 
 
 class TestAnswers:
-    def test_a_chat(self, server: Server) -> None:
+    def test_answers_a_chat(self, server: Server) -> None:
         answer = server.client().chat.completions.create(
             model="scripted", messages=[{"role": "user", "content": "say:Grüße, 猫!"}]
         )
@@ -127,7 +127,7 @@ class TestAnswers:
         # The template writes the special tokens of a chat; and the token that ends an answer is computed, so it counts.
         assert answer.usage.prompt_tokens == written + len("say:") and answer.usage.completion_tokens == written + 1
 
-    def test_a_stream_of_whole_characters(self, server: Server) -> None:
+    def test_streams_whole_characters(self, server: Server) -> None:
         text = "Grüße, 猫 🙂!"
         chunks = list(
             server.client().chat.completions.create(
@@ -146,7 +146,7 @@ class TestAnswers:
         assert chunks[-1].usage.completion_tokens == len(text.encode()) + 1
         assert len({chunk.id for chunk in chunks}) == 1
 
-    def test_no_usage_unless_asked(self, server: Server) -> None:
+    def test_stream_has_usage_only_if_requested(self, server: Server) -> None:
         chunks = server.client().completions.create(model="scripted", prompt="say:hi", stream=True)
         assert [chunk.choices[0].text for chunk in chunks] == ["h", "i", ""]
 
@@ -155,33 +155,33 @@ class TestAnswers:
         assert answer.choices[0].text == "hi" and answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len("say:hi") + 1, 3)
 
-    def test_tokens_for_a_prompt(self, server: Server) -> None:
+    def test_accepts_token_ids_as_prompt(self, server: Server) -> None:
         status, answer = server.ask("/v1/completions", {"prompt": [256, *b"say:ok"]})
         assert status == 200 and answer["choices"][0]["text"] == "ok" and answer["usage"]["prompt_tokens"] == 7
 
-    def test_max_tokens(self, server: Server) -> None:
+    def test_max_tokens_limits_the_answer(self, server: Server) -> None:
         answer = server.client().completions.create(model="scripted", prompt="forever:", max_tokens=7)
         assert answer.choices[0].text == "aaaaaaa" and answer.choices[0].finish_reason == "length"
         assert answer.usage is not None and answer.usage.completion_tokens == 7
         wait_for(lambda: server.metrics()["requests_running"] == 0, "the engine to be idle")
 
-    def test_a_limit_in_the_very_step_in_which_the_engine_ends(self, server: Server) -> None:
+    def test_limit_and_end_in_the_same_step(self, server: Server) -> None:
         # Two pieces a step: "ab", "c" and the end. The limit is met by "c", when the engine has forgotten the request.
         _, answer = server.complete("twice:abc", max_tokens=3)
         assert answer["choices"][0]["text"] == "abc" and answer["usage"]["completion_tokens"] == 3
         assert server.complete("twice:abc")[1]["usage"]["completion_tokens"] == 4
 
-    def test_the_context_is_a_limit_too(self, server: Server) -> None:
+    def test_context_limits_the_answer(self, server: Server) -> None:
         _, answer = server.complete("forever:")
         assert answer["usage"]["total_tokens"] == CONTEXT and answer["choices"][0]["finish_reason"] == "length"
 
-    def test_stop(self, server: Server) -> None:
+    def test_stop_strings_end_the_answer(self, server: Server) -> None:
         status, answer = server.complete("say:one two three", stop=["wo t", "zzz"])
         assert status == 200 and answer["choices"][0]["text"] == "one t"
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert server.complete("say:one two", stop="wo!")[1]["choices"][0]["text"] == "one two"
 
-    def test_logprobs(self, server: Server) -> None:
+    def test_returns_logprobs(self, server: Server) -> None:
         answer = server.client().chat.completions.create(
             model="scripted", messages=[{"role": "user", "content": "say:ab"}], logprobs=True, top_logprobs=2
         )
@@ -192,13 +192,13 @@ class TestAnswers:
         _, old = server.complete("say:ab", logprobs=1)
         assert old["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5}, {"b": -0.5}]
 
-    def test_a_schema_reaches_the_engine(self, server: Server) -> None:
+    def test_passes_the_schema_to_the_engine(self, server: Server) -> None:
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         status, answer = server.complete("schema:", response_format=form)
         assert status == 200 and json.loads(answer["choices"][0]["text"]) == schema
 
-    def test_vectors(self, server: Server) -> None:
+    def test_returns_embeddings(self, server: Server) -> None:
         # The client asks for base64 by itself.
         answer = server.client().embeddings.create(model="scripted", input=["one", "three"])
         assert [one.embedding for one in answer.data] == [[4.0, 0.5], [6.0, 0.5]]
@@ -206,25 +206,25 @@ class TestAnswers:
         _, packed = server.ask("/v1/embeddings", {"input": "one", "encoding_format": "base64"})
         assert struct.unpack("<2f", base64.b64decode(packed["data"][0]["embedding"])) == (4.0, 0.5)
 
-    def test_labels(self, server: Server) -> None:
+    def test_returns_labels(self, server: Server) -> None:
         _, answer = server.ask("/classify", {"input": ["one", "a long sentence"]})
         assert [row["label"] for row in answer["data"]] == ["short", "long"] and answer["data"][0]["probs"] == [
             0.9,
             0.1,
         ]
 
-    def test_tokens(self, server: Server) -> None:
+    def test_tokenizes_and_detokenizes(self, server: Server) -> None:
         assert server.ask("/tokenize", {"content": "hé"})[1]["tokens"] == [104, 195, 169]
         assert server.ask("/tokenize", {"prompt": "h", "add_special_tokens": True})[1]["count"] == 2
         chat = {"messages": [{"role": "user", "content": "ab"}]}
         assert server.ask("/tokenize", chat)[1]["tokens"] == [97, 98]
         assert server.ask("/detokenize", {"tokens": [104, 195, 169]})[1]["content"] == "hé"
 
-    def test_models(self, server: Server) -> None:
+    def test_lists_the_model(self, server: Server) -> None:
         (model,) = server.client().models.list().data
         assert model.id == "scripted" and server.ask("/v1/models/scripted")[1]["max_model_len"] == CONTEXT
 
-    def test_eight_at_once(self, server: Server) -> None:
+    def test_answers_eight_concurrent_requests(self, server: Server) -> None:
         texts = [f"number {n} " * (n + 1) for n in range(8)]
         found: dict[int, Any] = {}
 
@@ -241,7 +241,7 @@ class TestAnswers:
         assert int(server.complete("most:")[1]["choices"][0]["text"]) == 2  # slots, and never more
 
 
-class TestRefusals:
+class TestErrors:
     @pytest.mark.parametrize(
         ("path", "body", "status", "says", "param"),
         [
@@ -249,17 +249,17 @@ class TestRefusals:
             ("/v1/completions", b"\xff\xfe", 400, "not JSON", None),
             ("/v1/completions", [1], 400, "a JSON object", None),
             ("/v1/completions", {}, 400, "prompt must be", "prompt"),
-            ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt must be one text", "prompt"),
-            ("/v1/completions", {"prompt": "say:x", "max_tokens": 0}, 400, "1 or more", "max_tokens"),
-            ("/v1/completions", {"prompt": "say:x", "max_tokens": "9"}, 400, "a whole number", "max_tokens"),
+            ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt must be a text", "prompt"),
+            ("/v1/completions", {"prompt": "say:x", "max_tokens": 0}, 400, "at least 1", "max_tokens"),
+            ("/v1/completions", {"prompt": "say:x", "max_tokens": "9"}, 400, "an integer", "max_tokens"),
             ("/v1/completions", {"prompt": "say:x", "temperature": "hot"}, 400, "a number", "temperature"),
-            ("/v1/completions", {"prompt": "say:x", "top_p": 1.5}, 400, "from 0 to 1", "top_p"),
-            ("/v1/completions", {"prompt": "say:x", "n": 2}, 400, "one answer", "n"),
+            ("/v1/completions", {"prompt": "say:x", "top_p": 1.5}, 400, "between 0 and 1", "top_p"),
+            ("/v1/completions", {"prompt": "say:x", "n": 2}, 400, "n and best_of must be 1", "n"),
             ("/v1/completions", {"prompt": "say:x", "stop": [1]}, 400, "a list of strings", "stop"),
             ("/v1/completions", {"prompt": "say:x", "stream": "yes"}, 400, "true or false", "stream"),
             ("/v1/completions", {"prompt": "say:x", "logit_bias": {"5": 1}}, 400, "logit_bias", "logit_bias"),
-            ("/v1/completions", {"prompt": "say:x", "echo": True}, 400, "does not take echo", "echo"),
-            ("/v1/completions", {"prompt": "x" * CONTEXT}, 400, "context is 200 tokens", "prompt"),
+            ("/v1/completions", {"prompt": "say:x", "echo": True}, 400, "does not support echo", "echo"),
+            ("/v1/completions", {"prompt": "x" * CONTEXT}, 400, "context length is 200 tokens", "prompt"),
             ("/v1/completions", {"prompt": "refuse:"}, 400, "not this one", "prompt"),
             ("/v1/completions", {"prompt": "fail:"}, 500, "no memory for this one", None),
             (
@@ -273,10 +273,10 @@ class TestRefusals:
                 "/v1/completions",
                 {"prompt": "x", "response_format": {"type": "json_object"}},
                 400,
-                "cannot be held",
+                "does not support response_format json_object",
                 None,
             ),
-            ("/v1/chat/completions", {"messages": []}, 400, "not empty", "messages"),
+            ("/v1/chat/completions", {"messages": []}, 400, "non-empty", "messages"),
             ("/v1/chat/completions", {"messages": ["hi"]}, 400, "an object with a role", "messages[0]"),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "text", "messages[0]"),
             ("/v1/chat/completions", {"messages": [{"role": "nobody", "content": "x"}]}, 400, "nobody", "messages"),
@@ -284,26 +284,26 @@ class TestRefusals:
                 "/v1/chat/completions",
                 {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
                 400,
-                "image_url: this server takes text only",
+                "image_url: this server supports only text",
                 "messages[0]",
             ),
             (
                 "/v1/chat/completions",
                 {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
                 400,
-                "does not call tools",
+                "does not support tools",
                 "tools",
             ),
-            ("/v1/embeddings", {"input": []}, 400, "not empty", "input"),
+            ("/v1/embeddings", {"input": []}, 400, "non-empty", "input"),
             ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, 400, "float or base64", "encoding_format"),
             ("/v1/embeddings", {"input": "x" * 300}, 400, "301 tokens", "input"),
-            ("/v1/nothing", {}, 404, "no /v1/nothing", None),
-            ("/v1/models", {}, 405, "takes GET", None),
+            ("/v1/nothing", {}, 404, "unknown path /v1/nothing", None),
+            ("/v1/models", {}, 405, "supports GET", None),
             ("/tokenize", {"content": 5}, 400, "a text", "content"),
             ("/detokenize", {"tokens": ["x"]}, 400, "token ids", "tokens"),
         ],
     )
-    def test_in_openais_words(
+    def test_errors_have_openais_format(
         self, server: Server, path: str, body: Any, status: int, says: str, param: str | None
     ) -> None:
         got, answer = server.ask(path, body)
@@ -313,30 +313,30 @@ class TestRefusals:
         assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
         assert param is None or error["param"] == param
 
-    def test_a_refused_stream_is_an_error_and_no_stream(self, server: Server) -> None:
+    def test_rejected_stream_gets_an_error_status(self, server: Server) -> None:
         with pytest.raises(openai.BadRequestError, match="not this one"):
             server.client().completions.create(model="scripted", prompt="refuse:", stream=True)
 
-    def test_the_key(self, server: Server) -> None:
+    def test_requires_the_api_key(self, server: Server) -> None:
         for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": ""}, {"Authorization": KEY}):
             assert server.ask("/v1/models", headers=headers)[0] == 401
             assert server.ask("/v1/completions", {"prompt": "say:x"}, headers=headers)[0] == 401
         assert server.ask("/v1/models", headers={"Authorization": "", "X-Api-Key": KEY})[0] == 200
         assert server.ask("/health", headers={"Authorization": ""})[0] == 200
 
-    def test_an_engine_without_logprobs_says_so(self) -> None:
+    def test_rejects_logprobs_if_the_engine_has_none(self) -> None:
         plain = start("--plain")
         try:
             chat = {"messages": [{"role": "user", "content": "say:x"}], "logprobs": True}
             status, answer = plain.ask("/v1/chat/completions", chat)
-            assert status == 400 and answer["error"]["message"] == "scripted does not give logprobs"
+            assert status == 400 and answer["error"]["message"] == "scripted does not support logprobs"
             assert plain.complete("say:x", response_format={"type": "json_schema"})[0] == 400
         finally:
             stop(plain)
 
 
 class TestConnections:
-    def test_one_after_another_on_one_connection(self, server: Server) -> None:
+    def test_several_requests_on_one_connection(self, server: Server) -> None:
         connection = server.connect()
         with contextlib.closing(connection):
             for stream in (False, True, True, False):
@@ -358,20 +358,20 @@ class TestConnections:
                 found += more
         return found
 
-    def test_requests_that_come_at_once_are_answered_in_order(self, server: Server) -> None:
+    def test_pipelined_requests_are_answered_in_order(self, server: Server) -> None:
         last = b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         got = self.raw(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + last)
         assert got.index(b"200 OK") < got.index(b"404 Not Found")
 
-    def test_http_1_0_is_closed_after_one(self, server: Server) -> None:
+    def test_http_1_0_connection_is_closed_after_one_request(self, server: Server) -> None:
         got = self.raw(server, b"GET /health HTTP/1.0\r\n\r\nGET /health HTTP/1.0\r\n\r\n")
         assert got.count(b"200 OK") == 1 and b"connection: close" in got.lower()
 
-    def test_head_has_no_body(self, server: Server) -> None:
+    def test_head_response_has_no_body(self, server: Server) -> None:
         got = self.raw(server, b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert b"content-length: 16" in got.lower() and got.endswith(b"\r\n\r\n")
 
-    def test_a_body_in_chunks(self, server: Server) -> None:
+    def test_accepts_a_chunked_body(self, server: Server) -> None:
         body = b'{"content": "hey"}'
         head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\r\nTransfer-Encoding: chunked\r\n".encode()
         chunks = b"5\r\n" + body[:5] + b"\r\n" + b"%x;note=1\r\n" % len(body[5:]) + body[5:] + b"\r\n0\r\nT: x\r\n\r\n"
@@ -380,13 +380,13 @@ class TestConnections:
         assert first.startswith(b"HTTP/1.1 100 Continue") and rest.startswith(b"HTTP/1.1 200 OK")
         assert b"[104, 101, 121]" in got
 
-    def test_chunks_are_the_body_whatever_length_is_given(self, server: Server) -> None:
+    def test_chunked_body_overrides_content_length(self, server: Server) -> None:
         head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\r\nConnection: close\r\nContent-Length: 1\r\n"
         chunks = b"12\r\n" + b'{"content": "hey"}' + b"\r\n0\r\n\r\n"
         got = self.raw(server, head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
         assert got.startswith(b"HTTP/1.1 200 OK") and b"[104, 101, 121]" in got and got.count(b"HTTP/1.1") == 1
 
-    def test_a_body_in_chunks_has_a_limit_too(self, server: Server) -> None:
+    def test_chunked_body_is_limited(self, server: Server) -> None:
         head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\r\nTransfer-Encoding: chunked\r\n\r\n"
         with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as line:
             line.sendall(head.encode())
@@ -398,7 +398,7 @@ class TestConnections:
                 assert line.recv(100).startswith(b"HTTP/1.1 413")
         assert server.ask("/health")[0] == 200
 
-    def test_paths(self, server: Server) -> None:
+    def test_normalizes_paths(self, server: Server) -> None:
         assert server.ask("/v1/models/")[0] == server.ask("/v1/models/scripted/?x=1")[0] == 200
         status, answer = server.ask("/v1/models/another")
         assert status == 404 and answer["error"]["code"] == "not_found"
@@ -418,7 +418,7 @@ class TestConnections:
             (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * (1 << 20) + b"\r\n\r\n", b"400"),
         ],
     )
-    def test_what_is_not_http(self, server: Server, data: bytes, status: bytes) -> None:
+    def test_rejects_invalid_http(self, server: Server, data: bytes, status: bytes) -> None:
         with contextlib.suppress(ConnectionError):
             assert self.raw(server, data).startswith(b"HTTP/1.1 " + status)
         assert server.ask("/health")[0] == 200
@@ -440,7 +440,7 @@ class TestCancelling:
         stop(one)
 
     @pytest.mark.parametrize("stream", [True, False])
-    def test_a_client_that_goes_stops_its_request(self, endless: Server, stream: bool) -> None:
+    def test_disconnect_cancels_the_request(self, endless: Server, stream: bool) -> None:
         line = self.open(endless, stream)
         wait_for(lambda: endless.metrics()["generation_tokens_total"] > 5, "some tokens")
         if stream:
@@ -450,16 +450,16 @@ class TestCancelling:
         metrics = endless.metrics()
         assert metrics['requests_total{outcome="cancelled"}'] == 1 and metrics["kv_use_ratio"] <= 0.5
 
-    def test_a_queue_in_front(self, endless: Server) -> None:
+    def test_queued_requests_wait_and_can_be_cancelled(self, endless: Server) -> None:
         lines = [self.open(endless, stream=True) for _ in range(4)]
 
         def state() -> tuple[float | None, ...]:
             read = Shipped().read(endless.ask("/metrics")[1])
             return (read.running, read.waiting, read.kv_use)
 
-        # The cache's use is told by the engine's next step, a moment after the requests are counted.
+        # The use of the cache is reported by the next step, shortly after the requests are counted.
         wait_for(lambda: state() == (2, 2, 1.0), "two to be computed and two to wait")
-        # One that waits goes, without ever having been computed; then one that runs, and the last takes its place.
+        # A waiting request is cancelled without having been computed; then a running one, and the last request starts.
         lines[3].close()
         wait_for(lambda: endless.metrics()["requests_waiting"] == 1, "the one that left to be forgotten")
         lines[0].close()
@@ -471,8 +471,8 @@ class TestCancelling:
         wait_for(lambda: endless.metrics()["requests_running"] == 0, "all to be cancelled")
 
 
-class TestLife:
-    def test_loading(self, tmp_path: Path) -> None:
+class TestLifecycle:
+    def test_reports_loading(self, tmp_path: Path) -> None:
         gate = tmp_path / "gate"
         server = start("--gate", str(gate), wait=False)
         try:
@@ -488,7 +488,7 @@ class TestLife:
         lines = server.process.communicate()[0].decode().splitlines()
         assert [Shipped().progress(line) for line in lines] == [0.25, 1.0]
 
-    def test_it_ends_when_its_stdin_closes(self) -> None:
+    def test_exits_when_stdin_closes(self) -> None:
         server = start(env={"BEDPLATE_ENGINE_SUPERVISED": "1"})
         assert server.process.stdin is not None
         server.process.stdin.close()
@@ -496,7 +496,7 @@ class TestLife:
         server.process.stdin = None
         server.process.communicate()
 
-    def test_a_person_may_close_it(self) -> None:
+    def test_closed_stdin_is_ignored_without_supervisor(self) -> None:
         server = start()
         assert server.process.stdin is not None
         server.process.stdin.close()
@@ -506,7 +506,7 @@ class TestLife:
         assert server.process.wait(HANG_S) == 0
         server.process.communicate()
 
-    def test_an_engine_that_breaks_ends_it(self) -> None:
+    def test_exits_when_the_engine_fails(self) -> None:
         server = start("--slots", "2")
         with contextlib.suppress(ConnectionError, http.client.HTTPException):
             status, answer = server.complete("crash:")
@@ -514,21 +514,21 @@ class TestLife:
         assert server.process.wait(HANG_S) == 1
         assert b"RuntimeError: the engine broke" in server.process.communicate()[1]
 
-    def test_a_model_that_cannot_be_loaded(self) -> None:
+    def test_exits_if_the_model_cannot_be_loaded(self) -> None:
         server = start("--model", "broken")
         assert server.process.wait(HANG_S) == 1
         assert server.process.communicate()[1].decode().splitlines()[-1] == "bedplate-engine: the model is broken"
 
-    def test_a_python_without_the_server_s_packages(self, tmp_path: Path) -> None:
+    def test_reports_missing_packages(self, tmp_path: Path) -> None:
         python = tmp_path / "env" / "bin" / "python"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
         ended = subprocess.run([python, str(SCRIPT), "--model", "m"], capture_output=True, text=True, timeout=HANG_S)
         assert ended.returncode == 1
         failure = Shipped().explain(ended.stderr)
-        assert failure is not None and f"{python} lacks packages" in failure.message
+        assert failure is not None and f"are missing from {python}" in failure.message
         assert failure.hint == f"uv pip install --python {python} {' '.join(SERVER_PACKAGES)}"
 
-    def test_a_port_in_use(self) -> None:
+    def test_reports_a_port_in_use(self) -> None:
         server = start()
         try:
             argv = [sys.executable, "-I", str(SCRIPT), "--model", "m", "--port", str(server.port)]
@@ -542,7 +542,7 @@ class TestLife:
 
 class TestText:
     @given(text=st.text(), stop=st.text(min_size=1, max_size=4), sizes=st.lists(st.integers(1, 5)))
-    def test_one_stop_string_cuts_where_it_stands(self, text: str, stop: str, sizes: list[int]) -> None:
+    def test_text_ends_before_a_stop_string(self, text: str, stop: str, sizes: list[int]) -> None:
         watch = StopWatch([stop])
         out, at = "", 0
         for size in [*sizes, len(text) + 1]:
@@ -556,7 +556,7 @@ class TestText:
     @given(
         text=st.text(alphabet="abc", max_size=30), stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=4)
     )
-    def test_of_several_none_is_ever_shown(self, text: str, stops: list[str]) -> None:
+    def test_no_part_of_any_stop_string_is_shown(self, text: str, stops: list[str]) -> None:
         watch = StopWatch(stops)
         out = ""
         for letter in text:
@@ -568,17 +568,17 @@ class TestText:
         assert watch.found == any(stop in text for stop in stops)
 
     @given(text=st.text())
-    def test_tokens_that_are_parts_of_characters(self, text: str) -> None:
+    def test_joins_tokens_that_are_parts_of_characters(self, text: str) -> None:
         tokens = list(text.encode())
         words = Detokenizer(lambda some: bytes(some).decode("utf-8", "replace"))
         out = "".join(words.feed(token) for token in tokens) + words.rest()
         assert out == text
 
-    def test_what_is_cut_off_within_a_character_is_shown_as_such(self) -> None:
+    def test_incomplete_character_at_the_end_is_replaced(self) -> None:
         words = Detokenizer(lambda some: bytes(some).decode("utf-8", "replace"))
         assert [words.feed(token) for token in b"a\xe7\x8c"] == ["a", "", ""] and words.rest() == "\ufffd"
 
-    def test_an_engine_that_makes_the_text_itself(self) -> None:
+    def test_uses_the_text_of_the_engine(self) -> None:
         answer = Answer(Request(prompt=[1, 2], max_tokens=10), None, lambda delta: None)
         first = answer.feed(Piece(answer.request, text="two words", tokens=2, prompt_tokens=5, cached_tokens=3))
         assert first.text == "two words" and not answer.done
@@ -598,26 +598,26 @@ class TestTemplates:
         "<{{ m.role }}>{{ m.content | tojson }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
 
-    def test_as_hugging_face_renders_it(self) -> None:
+    def test_renders_as_transformers_does(self) -> None:
         template = ChatTemplate(self.CHAT, {"bos_token": "<s>"})
         assert template.render([{"role": "user", "content": "<é>"}], None, {}) == '<s><user>"<é>"<assistant>'
 
-    def test_what_a_template_refuses(self) -> None:
+    def test_template_errors_are_rejected_requests(self) -> None:
         template = ChatTemplate(self.CHAT, {})
         with pytest.raises(Refused, match="no x"):
             template.render([{"role": "x", "content": ""}], None, {})
         with pytest.raises(Refused, match="cannot render"):
             ChatTemplate("{{ messages[0].content + 1 }}", {}).render([{"role": "user", "content": "x"}], None, {})
-        with pytest.raises(Refused, match="refused"):
+        with pytest.raises(Refused, match="rejected"):
             ChatTemplate("{% for %}", {}).render([], None, {})
         with pytest.raises(Refused, match="no chat template"):
             ChatTemplate(None, {}).render([], None, {})
 
-    def test_a_template_reaches_nothing_of_ours(self) -> None:
+    def test_template_is_sandboxed(self) -> None:
         with pytest.raises(Refused):
             ChatTemplate("{{ messages.__class__.__mro__ }}", {}).render([], None, {})
 
-    def test_where_folders_keep_it(self, tmp_path: Path) -> None:
+    def test_finds_the_template_in_any_file(self, tmp_path: Path) -> None:
         assert template_of(tmp_path, {}) is None
         assert template_of(tmp_path, {"chat_template": "in the configuration"}) == "in the configuration"
         several = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}, "odd"]
@@ -627,17 +627,17 @@ class TestTemplates:
         (tmp_path / "chat_template.jinja").write_text("in its own")
         assert template_of(tmp_path, {"chat_template": "other"}) == "in its own"
 
-    def test_special_tokens(self) -> None:
+    def test_reads_special_tokens(self) -> None:
         config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None, "unk_token": 5}
         assert special_tokens(config) == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def test_progress_lines_are_read_and_others_are_not() -> None:
+def test_parses_progress_lines() -> None:
     read = Shipped().progress
     assert read("bedplate-engine: loading 0.250") == 0.25 and read("bedplate-engine: loading 1.000\n") == 1.0
     assert read("loading 0.5") is None and read("bedplate-engine: loading x") is None
 
 
-def test_nothing_is_told_where_nothing_is_said() -> None:
+def test_missing_metrics_are_none() -> None:
     state = Shipped().read("")
     assert (state.running, state.waiting, state.kv_use) == (None, None, None)

@@ -1,4 +1,4 @@
-"""A Llama that was made wider by zeros says what it said before."""
+"""A Llama that is padded with zeros computes the same output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "models" / "pad_llama.py"
 VOCABULARY, LAYERS, TOKENS = 17, 2, 5
 
 
-def _loaded() -> Any:
+def _load_program() -> Any:
     spec = importlib.util.spec_from_file_location("pad_llama", PROGRAM)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -23,10 +23,10 @@ def _loaded() -> Any:
     return module
 
 
-pad: Any = _loaded()
+pad: Any = _load_program()
 
 
-def random_llama(sizes: Any) -> dict[str, Any]:
+def make_random_llama(sizes: Any) -> dict[str, Any]:
     make = np.random.default_rng(7)
     names = {"model.embed_tokens": (VOCABULARY, sizes.hidden), "model.norm": (sizes.hidden,)}
     for layer in range(LAYERS):
@@ -42,7 +42,7 @@ def random_llama(sizes: Any) -> dict[str, Any]:
     return found | biased
 
 
-def logits(weights: dict[str, Any], sizes: Any, eps: float) -> Any:
+def compute_logits(weights: dict[str, Any], sizes: Any, eps: float) -> Any:
     """As Transformers computes a Llama, with tied embeddings."""
 
     def norm(x: Any, name: str) -> Any:
@@ -78,24 +78,24 @@ def logits(weights: dict[str, Any], sizes: Any, eps: float) -> Any:
     return norm(x, "model.norm") @ weights["model.embed_tokens.weight"].T
 
 
-def widened(weights: dict[str, Any], now: Any, new: Any) -> dict[str, Any]:
+def pad_weights(weights: dict[str, Any], now: Any, new: Any) -> dict[str, Any]:
     return {name: pad.padded(name, one, now, new, lambda _, shape: np.zeros(shape)) for name, one in weights.items()}
 
 
-def test_the_wider_one_computes_the_same() -> None:
+def test_padded_model_computes_the_same() -> None:
     now = pad.Sizes(hidden=20, intermediate=30, heads=6, kv_heads=3, head=4)
     new = pad.grown(now, step=8)
     assert (new.hidden, new.intermediate, new.heads, new.kv_heads, new.head) == (24, 32, 8, 4, 4)
-    weights = random_llama(now)
+    weights = make_random_llama(now)
     # So large that leaving it as it is would show.
     config = pad.configured({"rms_norm_eps": 0.05}, now, new)
-    made = widened(weights, now, new)
-    expected = logits(weights, now, 0.05)
-    assert np.abs(logits(made, new, config["rms_norm_eps"]) - expected).max() < 1e-9
-    assert np.abs(logits(made, new, 0.05) - expected).max() > 1e-4
+    made = pad_weights(weights, now, new)
+    expected = compute_logits(weights, now, 0.05)
+    assert np.abs(compute_logits(made, new, config["rms_norm_eps"]) - expected).max() < 1e-9
+    assert np.abs(compute_logits(made, new, 0.05) - expected).max() > 1e-4
 
 
-def test_sizes_of_smollm2() -> None:
+def test_padded_sizes_of_smollm2() -> None:
     config = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
     now = pad.Sizes.of(config)
     assert now == pad.Sizes(hidden=576, intermediate=1536, heads=9, kv_heads=3, head=64)
@@ -106,7 +106,7 @@ def test_sizes_of_smollm2() -> None:
     assert made["rms_norm_eps"] == pytest.approx(7.5e-6) and made["head_dim"] == 64 and made["tie_word_embeddings"]
 
 
-def test_what_is_a_multiple_already_stays() -> None:
+def test_sizes_that_are_multiples_are_kept() -> None:
     llama = pad.Sizes(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head=128)
     assert pad.grown(llama) == llama
 
@@ -114,7 +114,7 @@ def test_what_is_a_multiple_already_stays() -> None:
 @pytest.mark.parametrize(
     ("name", "shape"), [("model.layers.0.mlp.router.weight", (4, 20)), ("lm_head.weight", (9, 19))]
 )
-def test_what_is_not_understood_is_not_guessed(name: str, shape: tuple[int, ...]) -> None:
+def test_rejects_tensors_of_unknown_name_or_shape(name: str, shape: tuple[int, ...]) -> None:
     now = pad.Sizes(hidden=20, intermediate=30, heads=6, kv_heads=3, head=4)
     with pytest.raises(SystemExit):
         pad.padded(name, np.zeros(shape), now, pad.grown(now, step=8), lambda _, shape: np.zeros(shape))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S
-from tests.engines.argv import parsed
+from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.pytorch import PyTorch
@@ -22,7 +22,7 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 MAC = simulated({"accelerator": "M4 Max", "ram_gb": 64, "os": "macos"})
 
 
-def labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
+def list_labels(on: Hardware, name: str, **asked: bool) -> list[tuple[str, str]]:
     target = TORCH.target(on)
     assert target is not None
     return [(form.label, form.made) for form in TORCH.weights(target, model(name), Workload(**asked))]  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ class TestLaunch:
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
         launch = TORCH.launch(chosen, 8123)
         assert launch.argv[:2] == ("transformers-server", "serve")
-        said = parsed("pytorch", launch.argv[2:])
+        said = parse_options("pytorch", launch.argv[2:])
         assert said[""] == [chosen.model_path] and said["--port"] == 8123
         assert ("--continuous-batching" in said) == (chosen.settings.slots > 1) == ("--cb-num-blocks" in said)
         assert ("--quantization" in said) == (chosen.weights.label in ("INT8", "NF4"))
@@ -49,34 +49,34 @@ class TestLaunch:
             (MAC, "mps"),
         ],
     )
-    def test_devices_have_pytorchs_names(self, on: Hardware, device: str) -> None:
-        assert parsed("pytorch", TORCH.launch(plan(TORCH, on, model(LLAMA)), 1).argv[2:])["--device"] == device
+    def test_devices_are_named_as_in_pytorch(self, on: Hardware, device: str) -> None:
+        assert parse_options("pytorch", TORCH.launch(plan(TORCH, on, model(LLAMA)), 1).argv[2:])["--device"] == device
 
     def test_several_cards_are_the_first_ones(self) -> None:
         for card, name in (("H100 SXM", "CUDA_VISIBLE_DEVICES"), ("MI300X", "HIP_VISIBLE_DEVICES")):
             chosen = plan(TORCH, machine(card), model(LLAMA), layout=Parallelism(pipeline=2))
             assert TORCH.launch(chosen, 1).env[name] == "0,1"
 
-    def test_its_pool_of_pages_holds_all_requests_at_their_longest(self) -> None:
+    def test_page_pool_holds_all_requests_at_maximum_length(self) -> None:
         settled = Settings(slots=3, context_tokens=1000, device="cuda")
-        said = parsed(
+        said = parse_options(
             "pytorch", TORCH.launch(plan(TORCH, machine("H100 SXM"), model(LLAMA), settings=settled), 1).argv[2:]
         )
         assert said["--cb-num-blocks"] == 3 * 4
 
-    def test_on_a_cpu_it_takes_as_many_threads_as_there_are_cores(self) -> None:
+    def test_cpu_launch_uses_one_thread_per_core(self) -> None:
         on = machine("cpu")
         assert TORCH.launch(plan(TORCH, on, model(LLAMA)), 1).env["OMP_NUM_THREADS"] == str(
             on.cpu.allowed_physical_cores
         )
 
 
-class TestWhatItTakes:
+class TestModels:
     def test_16_bits_and_bitsandbytes_on_nvidia(self) -> None:
-        assert labels(machine("cpu"), LLAMA) == [("BF16", "as it is")]
+        assert list_labels(machine("cpu"), LLAMA) == [("BF16", "as it is")]
         on = machine("H100 SXM")
-        assert labels(on, LLAMA) == [("BF16", "as it is"), ("INT8", "while loading"), ("NF4", "while loading")]
-        assert labels(on, LLAMA, precision_sensitive=True) == [("BF16", "as it is"), ("INT8", "while loading")]
+        assert list_labels(on, LLAMA) == [("BF16", "as it is"), ("INT8", "while loading"), ("NF4", "while loading")]
+        assert list_labels(on, LLAMA, precision_sensitive=True) == [("BF16", "as it is"), ("INT8", "while loading")]
 
     @pytest.mark.parametrize(
         ("sets", "offered", "said"),
@@ -86,31 +86,31 @@ class TestWhatItTakes:
             (("avx2",), [("BF16", "as it is")], "auto"),
         ],
     )
-    def test_a_cpu_of_arm_that_does_not_know_bf16_computes_in_32_bits(
+    def test_arm_cpu_without_bf16_computes_in_32_bits(
         self, sets: tuple[str, ...], offered: list[tuple[str, str]], said: str
     ) -> None:
         """Seen on a Neoverse N1: in BF16 it takes minutes where 32 bits take seconds."""
         here = machine("cpu")
         here = replaced(here, cpu=replaced(here.cpu, instruction_sets=sets))
         chosen = plan(TORCH, here, model(LLAMA))
-        assert labels(here, LLAMA) == offered
-        assert parsed("pytorch", TORCH.launch(chosen, 1).argv[2:])["--dtype"] == said
+        assert list_labels(here, LLAMA) == offered
+        assert parse_options("pytorch", TORCH.launch(chosen, 1).argv[2:])["--dtype"] == said
         dtype = next(knob for knob in TORCH.knobs(here, chosen) if knob.name == "dtype")
         assert dtype.now == said and dtype.prior == (0.7 if sets == ("avx2",) else 0.15)
 
-    def test_fp8_where_the_card_computes_in_it(self) -> None:
-        assert labels(machine("H100 SXM"), "deepseek-ai/DeepSeek-R1") == [("FP8", "as it is")]
-        assert labels(machine("A100 80GB SXM"), "deepseek-ai/DeepSeek-R1") == []
+    def test_fp8_needs_fp8_units(self) -> None:
+        assert list_labels(machine("H100 SXM"), "deepseek-ai/DeepSeek-R1") == [("FP8", "as it is")]
+        assert list_labels(machine("A100 80GB SXM"), "deepseek-ai/DeepSeek-R1") == []
 
-    def test_mxfp4_is_unpacked(self) -> None:
-        assert labels(machine("H100 SXM"), "openai/gpt-oss-20b") == [("BF16", "while loading")]
+    def test_mxfp4_is_dequantized(self) -> None:
+        assert list_labels(machine("H100 SXM"), "openai/gpt-oss-20b") == [("BF16", "while loading")]
 
     @pytest.mark.parametrize("name", ["nvidia/DeepSeek-V3.2-NVFP4", "moonshotai/Kimi-K2-Thinking"])
-    def test_what_it_cannot_load_is_refused(self, name: str) -> None:
+    def test_refuses_unsupported_quantizations(self, name: str) -> None:
         refused = TORCH.refuse(machine("B200"), model(name), Workload())
-        assert refused is not None and refused.kind == "impossible" and "does not load weights" in refused.why
+        assert refused is not None and refused.kind == "impossible" and "weights on this device" in refused.why
 
-    def test_it_does_not_embed(self) -> None:
+    def test_refuses_embeddings(self) -> None:
         refused = TORCH.refuse(machine("cpu"), model(LLAMA), Workload(task="embed"))
         assert refused is not None and "embed" in refused.why
 
@@ -122,7 +122,7 @@ class TestWhatItTakes:
         (
             "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 8124): "
             "address already in use",
-            "the private port was taken",
+            "took the engine's private port",
             False,
         ),
         # The words of configuration_auto.py in 5.22.2.
@@ -147,7 +147,7 @@ def test_known_failures(line: str, says: str, lasting: bool) -> None:
     assert TORCH.explain("INFO:     Uvicorn running on http://127.0.0.1:8124 (Press CTRL+C to quit)") is None
 
 
-def test_progress_is_what_it_prints_while_loading() -> None:
+def test_parses_loading_progress() -> None:
     printed = (
         "Loading weights:   0%|          | 0/272 [00:00<?, ?it/s]\r"
         "Loading weights:  97%|█████████▋| 263/272 [00:00<00:00, 2547.30it/s]"
@@ -160,7 +160,7 @@ def test_progress_is_what_it_prints_while_loading() -> None:
     "BEDPLATE_TRANSFORMERS_PYTHON" not in os.environ,
     reason="BEDPLATE_TRANSFORMERS_PYTHON does not name the Python of an environment with transformers[serving]",
 )
-def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
+def test_original_parser_accepts_the_command_lines(tmp_path: Path) -> None:
     launches = [
         TORCH.launch(plan(TORCH, on, model(LLAMA), label=label, layout=layout, settings=settled), 8000)
         for on, label, layout in (

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S
-from tests.engines.argv import parsed, published
+from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 import bedplate.engines
@@ -29,36 +29,36 @@ DEEPSEEK = "deepseek-ai/DeepSeek-R1"
 SHIPPED = Path(bedplate.engines.__file__).parent / "shipped" / "sglang_server.py"
 
 
-def options(argv: tuple[str, ...]) -> dict[str, object]:
+def parse_launch(argv: tuple[str, ...]) -> dict[str, object]:
     assert argv[0] in ("sglang", "sglang-server") and argv[1] == "serve"
-    return parsed("sglang", argv[2:])
+    return parse_options("sglang", argv[2:])
 
 
 class TestLaunch:
     @given(chosen=plans(SGLANG))
     @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
-        said = options(SGLANG.launch(chosen, 8123).argv)
+        said = parse_launch(SGLANG.launch(chosen, 8123).argv)
         assert said["--host"] == "127.0.0.1" and said["--port"] == 8123 and said["--enable-metrics"]
         assert "--trust-remote-code" not in said and "--api-key" not in said
-        # Its own words: "tp_size must be divisible", and replicas beside attention data parallelism are refused.
+        # SGLang requires: "tp_size must be divisible", and no replicas together with attention data parallelism.
         tensor, attention = int(str(said.get("--tp-size", 1))), int(str(said.get("--attn-dp-size", 1)))
         assert tensor % attention == 0 and not (attention > 1 and "--dp-size" in said)
         assert ("--device" in said) == (chosen.settings.device == "cpu")
 
     def test_the_options_are_those_of_the_pinned_version(self) -> None:
-        assert published("sglang")["version"] == SGLANG.version
+        assert read_options("sglang")["version"] == SGLANG.version
 
-    def test_a_plain_plan(self) -> None:
-        said = options(SGLANG.launch(plan(SGLANG, machine("H100 SXM", 1), model(LLAMA)), 8000).argv)
+    def test_launch_on_one_gpu(self) -> None:
+        said = parse_launch(SGLANG.launch(plan(SGLANG, machine("H100 SXM", 1), model(LLAMA)), 8000).argv)
         assert said["--model-path"] == LLAMA and said["--served-model-name"] == "meta-llama/llama-3.1-8b-instruct"
         assert said["--context-length"] == 8192 and said["--max-running-requests"] == 16
         assert said["--tool-call-parser"] == "llama3" and "--mem-fraction-static" not in said
 
-    def test_replicated_attention(self) -> None:
+    def test_launch_with_attention_data_parallelism(self) -> None:
         layout = Parallelism(tensor=8, expert=8, attention_data=8)
         chosen = plan(SGLANG, machine("H200 SXM"), model(DEEPSEEK), layout=layout, workload=Workload(concurrency=100))
-        said = options(SGLANG.launch(chosen, 8000).argv)
+        said = parse_launch(SGLANG.launch(chosen, 8000).argv)
         assert (said["--tp-size"], said["--ep-size"], said["--attn-dp-size"]) == (8, 8, 8)
         assert said["--max-running-requests"] == 100 and "--dp-size" not in said
         assert said["--reasoning-parser"] == "deepseek-r1" and said["--tool-call-parser"] == "deepseekv3"
@@ -66,40 +66,40 @@ class TestLaunch:
     def test_replicas_of_replicated_attention_become_one_wider_group(self) -> None:
         layout = Parallelism(tensor=8, expert=8, attention_data=8, data=2)
         chosen = plan(SGLANG, machine("H200 SXM", 16), model(DEEPSEEK), layout=layout)
-        said = options(SGLANG.launch(chosen, 8000).argv)
+        said = parse_launch(SGLANG.launch(chosen, 8000).argv)
         assert (said["--tp-size"], said["--ep-size"], said["--attn-dp-size"]) == (16, 16, 16)
         assert said["--max-running-requests"] == 2 * chosen.settings.slots
 
-    def test_replicas(self) -> None:
+    def test_launch_with_replicas(self) -> None:
         chosen = plan(SGLANG, machine("H100 SXM"), model(LLAMA), layout=Parallelism(tensor=2, data=4))
-        said = options(SGLANG.launch(chosen, 8000).argv)
+        said = parse_launch(SGLANG.launch(chosen, 8000).argv)
         assert (said["--tp-size"], said["--dp-size"]) == (2, 4)
         assert said["--max-running-requests"] == chosen.settings.slots
 
-    def test_nodes(self) -> None:
+    def test_launch_on_several_nodes(self) -> None:
         chosen = plan(SGLANG, machine("H200 SXM", 16), model(DEEPSEEK), layout=Parallelism(tensor=8, pipeline=2))
-        said = options(SGLANG.launch_on_node(chosen, 8000, nodes=2, rank=1, leader="10.0.0.1").argv)
+        said = parse_launch(SGLANG.launch_on_node(chosen, 8000, nodes=2, rank=1, leader="10.0.0.1").argv)
         assert (said["--nnodes"], said["--node-rank"], said["--dist-init-addr"]) == (2, 1, "10.0.0.1:25000")
 
-    def test_weights_cache_and_embeddings(self) -> None:
+    def test_options_for_weights_cache_and_embeddings(self) -> None:
         chosen = plan(SGLANG, machine("H100 SXM", 1), model(LLAMA), label="FP8")
         eight = replaced(chosen, settings=replaced(chosen.settings, kv_type="fp8"))
-        said = options(SGLANG.launch(eight, 8000).argv)
+        said = parse_launch(SGLANG.launch(eight, 8000).argv)
         assert said["--quantization"] == "fp8" and said["--kv-cache-dtype"] == "fp8_e4m3"
         work = Workload(task="embed", concurrency=2)
         chosen = plan(SGLANG, machine("H100 SXM", 1), model("Qwen/Qwen3-8B"), workload=work)
-        said = options(SGLANG.launch(chosen, 8000).argv)
+        said = parse_launch(SGLANG.launch(chosen, 8000).argv)
         assert said["--is-embedding"] and "--reasoning-parser" not in said
 
     def test_a_conversion_comes_before_the_launch(self) -> None:
         launch = SGLANG.launch(plan(SGLANG, machine("B200", 1), model("Qwen/Qwen3-32B"), label="NVFP4"), 8000)
         assert [step.kind for step in launch.prepare] == ["install", "download", "install", "convert"]
         assert "'NVFP4'" in launch.prepare[-1].argv[-1] and "AWQModifier" not in launch.prepare[-1].argv[-1]
-        assert options(launch.argv)["--model-path"] == launch.prepare[-1].where
+        assert parse_launch(launch.argv)["--model-path"] == launch.prepare[-1].where
 
 
 def test_every_parser_is_in_its_registry() -> None:
-    known = {option["names"][0]: option.get("choices") for option in published("sglang")["options"]}
+    known = {option["names"][0]: option.get("choices") for option in read_options("sglang")["options"]}
     for parsers in PARSERS.values():
         assert parsers.tools is None or parsers.tools in known["--tool-call-parser"]
         assert parsers.reasoning is None or parsers.reasoning in known["--reasoning-parser"]
@@ -121,7 +121,7 @@ def test_weights_by_hardware(card: str, name: str, offered: list[str]) -> None:
     assert [form.label for form in SGLANG.weights(target, model(name), Workload())] == offered
 
 
-def test_it_refuses_what_it_has_no_kernels_for() -> None:
+def test_refuses_hardware_without_kernels() -> None:
     turing = SGLANG.refuse(machine("NVIDIA T4"), model(LLAMA), Workload())
     assert turing is not None and "8.0" in turing.why
     assert SGLANG.refuse(machine("cpu"), model(LLAMA), Workload()) is None
@@ -132,9 +132,9 @@ def test_it_refuses_what_it_has_no_kernels_for() -> None:
 
 
 class TestOnACpu:
-    def test_the_command(self) -> None:
+    def test_command_on_a_cpu(self) -> None:
         launch = SGLANG.launch(plan(SGLANG, machine("cpu"), model(LLAMA, folder=True), workload=Workload()), 8000)
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert launch.argv[0] == "sglang-server" and said["--device"] == "cpu"
         assert said["--attention-backend"] == "torch_native" and said["--disable-overlap-schedule"]
         assert said["--sleep-on-idle"] and said["--max-running-requests"] == 8 and "--mem-fraction-static" not in said
@@ -146,14 +146,14 @@ class TestOnACpu:
             "OMP_NUM_THREADS": "96",
         }
 
-    def test_the_cache_is_for_what_is_expected_and_not_all_memory(self) -> None:
+    def test_cache_size_follows_the_workload(self) -> None:
         one = plan(SGLANG, machine("cpu"), model(LLAMA), workload=Workload(context_tokens=4096))
         many = Workload(concurrency=10, prompt_tokens=1500, output_tokens=500)
-        assert options(SGLANG.launch(one, 1).argv)["--max-total-tokens"] == round(1.1 * 4096)
+        assert parse_launch(SGLANG.launch(one, 1).argv)["--max-total-tokens"] == round(1.1 * 4096)
         chosen = plan(SGLANG, machine("cpu"), model(LLAMA), workload=many)
-        assert options(SGLANG.launch(chosen, 1).argv)["--max-total-tokens"] == round(1.1 * 10 * 2000)
+        assert parse_launch(SGLANG.launch(chosen, 1).argv)["--max-total-tokens"] == round(1.1 * 10 * 2000)
 
-    def test_it_is_installed_without_the_packages_for_gpus_that_its_wheel_asks_for(self) -> None:
+    def test_is_installed_without_gpu_dependencies(self) -> None:
         first, last = SGLANG.launch(plan(SGLANG, machine("cpu"), model(LLAMA)), 1).prepare
         assert first.argv[:5] == ("uv", "pip", "install", "--torch-backend", "cpu")
         assert last.argv == ("uv", "pip", "install", "--no-deps", f"sglang=={SGLANG.version}")
@@ -172,7 +172,7 @@ class TestOnACpu:
     @pytest.mark.parametrize(
         "name", [DEEPSEEK, "Qwen/Qwen3-Coder-Next", "openai/gpt-oss-120b", "google/gemma-4-31B-it"]
     )
-    def test_architectures_that_were_not_computed_on_one_are_refused(self, name: str) -> None:
+    def test_refuses_architectures_not_tested_on_a_cpu(self, name: str) -> None:
         assert model(name).architecture not in CPU_ARCHITECTURES
         refused = SGLANG.refuse(machine("cpu"), model(name), Workload())
         assert refused is not None and refused.kind == "impossible" and "on a CPU" in refused.why
@@ -182,13 +182,13 @@ class TestOnACpu:
         refused = SGLANG.refuse(machine("cpu"), model(LLAMA), Workload(task="embed"))
         assert refused is not None and "on a CPU" in refused.why
 
-    def test_arm_is_refused_since_it_calls_its_kernels_there(self) -> None:
+    def test_refuses_arm_without_kernels(self) -> None:
         arm = SGLANG.refuse(
             simulated({"cpu": "Ampere Altra Max", "ram_gb": 64, "os": "linux"}), model(LLAMA), Workload()
         )
         assert arm is not None and arm.kind == "impossible" and "aarch64" in arm.why
 
-    def test_a_cpu_does_not_stand_in_for_a_gpu(self) -> None:
+    def test_cpu_does_not_replace_a_gpu(self) -> None:
         old = SGLANG.target(machine("NVIDIA T4"))
         assert old is None
         many = Workload(users=200, prompt_tokens=5000, shared_prefix_tokens=4000)
@@ -198,7 +198,7 @@ class TestOnACpu:
         why = next(refusal.why for refusal in here.refused if refusal.engine == "sglang")
         assert "does not install" in why
 
-    def test_what_is_made_for_cpus_goes_before_it(self) -> None:
+    def test_engines_for_cpus_are_preferred(self) -> None:
         for work in (Workload(), Workload(users=200, prompt_tokens=5000, shared_prefix_tokens=4000)):
             decision = decide(machine("cpu"), model(LLAMA), work, installable=True)
             assert decision.engine != "sglang"
@@ -216,31 +216,31 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class TestLauncher:
-    def test_a_stand_in_has_names_that_fail_when_they_are_called(self, launcher: ModuleType) -> None:
+    def test_placeholder_names_raise_when_called(self, launcher: ModuleType) -> None:
         launcher.stand_in("absent_kernels", ending="_cpu")
         from absent_kernels import fill_cpu  # type: ignore[import-not-found]
 
-        with pytest.raises(NotImplementedError, match=r"absent_kernels\.fill_cpu is in no package"):
+        with pytest.raises(NotImplementedError, match=r"absent_kernels\.fill_cpu is not available on CPUs"):
             fill_cpu(1, size=2)
 
-    def test_it_does_not_pretend_to_have_more(self, launcher: ModuleType) -> None:
+    def test_placeholder_has_only_names_with_the_ending(self, launcher: ModuleType) -> None:
         made = launcher.stand_in("absent_kernels", ending="_cpu")["absent_kernels"]
         assert not hasattr(made, "rmsnorm") and not hasattr(made, "__version__")
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("absent_kernels.allreduce")
 
-    def test_modules_within_it(self, launcher: ModuleType) -> None:
+    def test_placeholders_of_submodules(self, launcher: ModuleType) -> None:
         launcher.stand_in("absent_vision", "absent_vision.transforms")
         import absent_vision.transforms as found  # type: ignore[import-not-found]
 
         assert found.__name__ == "absent_vision.transforms" and callable(found.Compose)
 
-    def test_what_is_installed_is_left_alone(self, launcher: ModuleType) -> None:
+    def test_installed_modules_are_kept(self, launcher: ModuleType) -> None:
         assert not launcher.is_missing("json") and not launcher.is_missing("msgspec")
         assert launcher.is_missing("absent_kernels")
 
-    def test_in_processes_of_its_own_too(self, tmp_path: Path) -> None:
-        """Against a stand-in for SGLang that imports what the real one does, and starts a process as it does."""
+    def test_placeholders_exist_in_child_processes(self, tmp_path: Path) -> None:
+        """With a fake SGLang that imports the same modules and starts a process."""
         for name, text in {
             "sglang/__init__.py": "",
             "sglang/srt/__init__.py": "",
@@ -266,7 +266,7 @@ class TestLauncher:
         assert done.stdout.splitlines() == ["torchvision None True"] * 2
 
 
-def test_metrics() -> None:
+def test_reads_metrics() -> None:
     state = SGLANG.read((CAPTURES / "metrics.txt").read_text())
     assert (state.running, state.waiting, state.kv_use, state.preemptions) == (162, 2826, 0.28, 3)
     assert SGLANG.read("").running is None
@@ -276,10 +276,10 @@ def test_metrics() -> None:
 def test_known_failures(case: dict[str, str]) -> None:
     failure = SGLANG.explain(case["log"])
     assert failure is not None and case["says"] in failure.message
-    assert failure.lasting is (case["says"] != "the private port was taken")
+    assert failure.lasting is (case["says"] != "took the engine's private port")
 
 
-def test_nothing_is_made_up() -> None:
+def test_unknown_logs_are_not_explained() -> None:
     assert SGLANG.explain("The server is fired up and ready to roll!") is None
 
 
@@ -287,7 +287,7 @@ def test_nothing_is_made_up() -> None:
     "BEDPLATE_SGLANG_PYTHON" not in os.environ,
     reason="BEDPLATE_SGLANG_PYTHON does not name the Python of an environment with SGLang",
 )
-def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
+def test_original_parser_accepts_the_command_lines(tmp_path: Path) -> None:
     chosen = []
     chosen += [SGLANG.launch(plan(SGLANG, machine("cpu"), model(LLAMA)), 8000)]
     for card in ("H100 SXM", "B200", "MI300X"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from tests.engines.argv import parsed, published
+from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.tgi import IMAGE, Tgi
@@ -18,18 +18,18 @@ TGI = Tgi()
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 
 
-def options(argv: tuple[str, ...]) -> dict[str, object]:
+def parse_launch(argv: tuple[str, ...]) -> dict[str, object]:
     """The launcher's options, behind those of the container."""
     assert argv[:2] == ("docker", "run")
     image = next(at for at, word in enumerate(argv) if word.startswith(IMAGE))
-    return parsed("tgi", argv[image + 1 :])
+    return parse_options("tgi", argv[image + 1 :])
 
 
 class TestLaunch:
     @given(chosen=plans(TGI))
     @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: Plan) -> None:
-        said = options(TGI.launch(chosen, 8123).argv)
+        said = parse_launch(TGI.launch(chosen, 8123).argv)
         assert said["--hostname"] == "127.0.0.1" and said["--port"] == 8123
         assert "--trust-remote-code" not in said and "--api-key" not in said
         # Its own check: `max_input_tokens` must be < `max_total_tokens`.
@@ -37,11 +37,11 @@ class TestLaunch:
         assert int(str(said["--max-batch-prefill-tokens"])) >= int(str(said["--max-input-tokens"]))
 
     def test_the_options_are_those_of_the_pinned_version(self) -> None:
-        assert published("tgi")["version"] == TGI.version and IMAGE.endswith(f":{TGI.version}")
+        assert read_options("tgi")["version"] == TGI.version and IMAGE.endswith(f":{TGI.version}")
 
-    def test_a_plain_plan(self) -> None:
+    def test_launch_on_one_gpu(self) -> None:
         launch = TGI.launch(plan(TGI, machine("H100 SXM", 1), model(LLAMA)), 8000)
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert said["--model-id"] == LLAMA and said["--max-total-tokens"] == 8192
         assert said["--max-input-tokens"] == 8192 - 256 and "--num-shard" not in said
         assert "--gpus" in launch.argv and launch.prepare[0].argv == ("docker", "pull", IMAGE)
@@ -49,26 +49,26 @@ class TestLaunch:
     def test_a_folder_is_mounted(self) -> None:
         argv = TGI.launch(plan(TGI, machine("H100 SXM", 1), model(LLAMA, folder=True)), 8000).argv
         assert argv[argv.index("--volume") + 1] == "/models/it is here:/models/it is here:ro"
-        assert options(argv)["--model-id"] == "/models/it is here"
+        assert parse_launch(argv)["--model-id"] == "/models/it is here"
 
-    def test_shards_quantization_and_amd(self) -> None:
+    def test_options_for_shards_quantization_and_amd(self) -> None:
         chosen = plan(TGI, machine("MI300X"), model(LLAMA), label="FP8", layout=Parallelism(tensor=4))
         argv = TGI.launch(chosen, 8000).argv
-        said = options(argv)
+        said = parse_launch(argv)
         assert said["--num-shard"] == 4 and said["--quantize"] == "fp8"
         assert f"{IMAGE}-rocm" in argv and "/dev/kfd" in argv and "--gpus" not in argv
 
     @pytest.mark.parametrize(("label", "word"), [("INT8", "eetq"), ("NF4", "bitsandbytes-nf4")])
     def test_quantized_while_loading(self, label: str, word: str) -> None:
         chosen = plan(TGI, machine("A100 80GB SXM", 1), model(LLAMA), label=label)
-        assert options(TGI.launch(chosen, 8000).argv)["--quantize"] == word
+        assert parse_launch(TGI.launch(chosen, 8000).argv)["--quantize"] == word
 
     def test_no_key_is_on_the_command_line(self) -> None:
         argv = TGI.launch(plan(TGI, machine("H100 SXM", 1), model(LLAMA)), 8000).argv
         assert TGI.key_variable == "API_KEY" and argv[argv.index("API_KEY") - 1] == "--env"
 
 
-def test_it_refuses_what_came_after_it() -> None:
+def test_refuses_newer_models_and_hardware() -> None:
     work = Workload()
     assert TGI.refuse(machine("H100 SXM"), model(LLAMA), work) is None
     newer = TGI.refuse(machine("H100 SXM"), model("openai/gpt-oss-20b"), work)
@@ -79,7 +79,7 @@ def test_it_refuses_what_came_after_it() -> None:
     assert radeon is not None and "gfx1100" in radeon.why
 
 
-def test_metrics() -> None:
+def test_reads_metrics() -> None:
     state = TGI.read((CAPTURES / "metrics.txt").read_text())
     assert (state.running, state.waiting) == (12, 5) and TGI.read("").running is None
 
@@ -90,5 +90,5 @@ def test_known_failures(case: dict[str, str]) -> None:
     assert failure is not None and case["says"] in failure.message
 
 
-def test_it_says_that_it_is_not_maintained() -> None:
+def test_features_say_that_it_is_not_maintained() -> None:
     assert TGI.features is not None and "December 2025" in TGI.features.maintained

@@ -1,4 +1,4 @@
-"""An engine of somebody else's package: found by its entry point, it appears wherever bedplate's own engines do."""
+"""A third-party engine, found by its entry point, appears wherever built-in engines do."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ model: Qwen/Qwen3-8B
 """
 
 
-def installed(folder: Path, source: str = ENGINE, package: str = "bedplate_warp") -> Path:
-    """What an installer leaves: the module, and its metadata beside it."""
+def install_package(folder: Path, source: str = ENGINE, package: str = "bedplate_warp") -> Path:
+    """Write what an installer writes: the module and its metadata."""
     metadata = folder / f"{package}-1.2.3.dist-info"
     metadata.mkdir(parents=True)
     (folder / f"{package}.py").write_text(source)
@@ -36,7 +36,7 @@ def installed(folder: Path, source: str = ENGINE, package: str = "bedplate_warp"
 
 
 def write_wheel(folder: Path) -> Path:
-    """The engine itself as a package index would have it."""
+    """Write the wheel of the engine, as on a package index."""
     folder.mkdir()
     info = "warp_engine-1.2.3.dist-info"
     files = {
@@ -61,7 +61,7 @@ def bedplate(site: Path, *words: str, env: dict[str, str] | None = None) -> subp
     )
 
 
-def answered(site: Path, *words: str, env: dict[str, str] | None = None) -> str:
+def read_output(site: Path, *words: str, env: dict[str, str] | None = None) -> str:
     done = bedplate(site, *words, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -69,7 +69,7 @@ def answered(site: Path, *words: str, env: dict[str, str] | None = None) -> str:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    return installed(tmp_path / "site")
+    return install_package(tmp_path / "site")
 
 
 @pytest.fixture
@@ -79,40 +79,40 @@ def intent(tmp_path: Path) -> str:
     return str(path)
 
 
-def planned(site: Path, *words: str) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(answered(site, "plan", "--json", *words))
+def read_plan(site: Path, *words: str) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(read_output(site, "plan", "--json", *words))
     return answer
 
 
-def test_the_list_of_engines_has_it(site: Path) -> None:
-    listed = json.loads(answered(site, "engines", "--json"))
+def test_engine_is_listed(site: Path) -> None:
+    listed = json.loads(read_output(site, "engines", "--json"))
     assert "warp" in {one["engine"] for one in listed["engines"]}
-    assert "a fixed number of lanes" in answered(site, "engines", "show", "Warp-Engine 1.2")
+    assert "a fixed number of lanes" in read_output(site, "engines", "show", "Warp-Engine 1.2")
 
 
-def test_it_is_planned_when_asked_for(site: Path, intent: str) -> None:
-    decision = planned(site, "-f", intent, "--engine", "warp")
+def test_engine_is_planned_on_request(site: Path, intent: str) -> None:
+    decision = read_plan(site, "-f", intent, "--engine", "warp")
     assert (decision["engine"], decision["engine_version"]) == ("warp", "1.2.3")
     assert decision["launch"]["argv"][:2] == ["warp-serve", "Qwen/Qwen3-8B"]
     assert decision["estimate"]["output_tok_s"]["value"] > 0
 
 
-def test_without_a_rule_it_is_named_and_never_chosen(site: Path, intent: str) -> None:
-    decision = planned(site, "-f", intent)
+def test_engine_without_a_rule_is_never_chosen(site: Path, intent: str) -> None:
+    decision = read_plan(site, "-f", intent)
     said = {refusal["engine"]: refusal for refusal in decision["refused"]}
     assert decision["engine"] == "vllm" and said["warp"]["kind"] == "outranked"
-    assert said["warp"]["hint"] == "being somebody else's"
+    assert said["warp"]["hint"] == "tests of third-party engines"
 
 
-def test_why_not_explains_it_in_any_of_its_spellings(site: Path, intent: str) -> None:
-    said = answered(site, "plan", "-f", intent, "--why-not", "warp_serve")
+def test_why_not_accepts_any_spelling(site: Path, intent: str) -> None:
+    said = read_output(site, "plan", "-f", intent, "--why-not", "warp_serve")
     assert "warp" in said and "vllm" in said
 
 
-def test_an_intent_names_it_as_the_incumbent(site: Path, tmp_path: Path) -> None:
+def test_intent_may_name_it_as_incumbent(site: Path, tmp_path: Path) -> None:
     path = tmp_path / "incumbent.yaml"
     path.write_text(f"{INTENT}operations: {{incumbent: WarpEngine}}\n")
-    assert planned(site, "-f", str(path))["engine"] == "warp"
+    assert read_plan(site, "-f", str(path))["engine"] == "warp"
 
 
 @pytest.mark.parametrize(
@@ -125,17 +125,17 @@ def test_an_intent_names_it_as_the_incumbent(site: Path, tmp_path: Path) -> None
         ("ray", ["registry.example/ray-warp:", "lanes:"]),
     ],
 )
-def test_it_is_emitted_for_every_target(site: Path, intent: str, target: str, words: list[str]) -> None:
-    text = answered(site, "plan", "-f", intent, "--engine", "warp", "--emit", target)
+def test_engine_is_emitted_for_every_target(site: Path, intent: str, target: str, words: list[str]) -> None:
+    text = read_output(site, "plan", "-f", intent, "--engine", "warp", "--emit", target)
     assert [word for word in words if word not in text] == []
 
 
-def test_its_settings_are_listed_for_tuning(site: Path, builtin_gguf: Path) -> None:
-    listed = json.loads(answered(site, "tune", str(builtin_gguf), "--engine", "warp", "--list", "--json"))
+def test_settings_are_listed_for_tuning(site: Path, builtin_gguf: Path) -> None:
+    listed = json.loads(read_output(site, "tune", str(builtin_gguf), "--engine", "warp", "--list", "--json"))
     assert [(knob["name"], knob["source"]) for knob in listed] == [("slots", "warp-serve --help")]
 
 
-def test_advice_names_its_own_flag(site: Path, tmp_path: Path) -> None:
+def test_advice_names_the_option_of_the_engine(site: Path, tmp_path: Path) -> None:
     cells = [
         replaced(cell, subject=replaced(cell.subject, engine="warp")) for cell in MadeEngine(slots=4).cells(1, 4, 8)
     ]
@@ -143,18 +143,18 @@ def test_advice_names_its_own_flag(site: Path, tmp_path: Path) -> None:
     run = Run(id="20261101-aa", at=cells[0].at, environment=environment, cells=tuple(cells), finished=True)
     path = tmp_path / "run.json"
     path.write_text(to_json(run))
-    found = json.loads(answered(site, "diagnose", str(path), "--json"))
+    found = json.loads(read_output(site, "diagnose", str(path), "--json"))
     changes = found["bottlenecks"][0]["changes"]
     assert changes[0]["flag"] == "--lanes 8"
 
 
 @pytest.mark.engine
-def test_it_is_installed_and_measured(site: Path, tmp_path: Path, builtin_gguf: Path) -> None:
+def test_engine_is_installed_and_measured(site: Path, tmp_path: Path, builtin_gguf: Path) -> None:
     env = {"UV_FIND_LINKS": str(write_wheel(tmp_path / "wheels")), "UV_OFFLINE": "1"}
     loads = ("--concurrency", "1,2", "--prompt-tokens", "24", "--output-tokens", "8")
     short = ("--seconds", "0.5", "--repeats", "1", "--no-quality")
     run = from_json(
-        Run, answered(site, "bench", str(builtin_gguf), "--engines", "warp", *loads, *short, "--json", env=env)
+        Run, read_output(site, "bench", str(builtin_gguf), "--engines", "warp", *loads, *short, "--json", env=env)
     )
     assert [(cell.subject.engine, cell.subject.engine_version) for cell in run.cells] == [("warp", "1.2.3")] * 2
     for cell in run.cells:
@@ -163,13 +163,13 @@ def test_it_is_installed_and_measured(site: Path, tmp_path: Path, builtin_gguf: 
         assert cell.repeats[0].engine is not None and cell.repeats[0].engine.running_max is not None
 
 
-def test_it_may_replace_one_of_bedplates_own(tmp_path: Path, intent: str) -> None:
-    site = installed(tmp_path / "site", ENGINE.replace('id = "warp"', 'id = "tgi"'))
-    assert planned(site, "-f", intent, "--engine", "tgi")["launch"]["argv"][0] == "warp-serve"
+def test_may_replace_a_built_in_engine(tmp_path: Path, intent: str) -> None:
+    site = install_package(tmp_path / "site", ENGINE.replace('id = "warp"', 'id = "tgi"'))
+    assert read_plan(site, "-f", intent, "--engine", "tgi")["launch"]["argv"][0] == "warp-serve"
 
 
-def test_one_that_cannot_be_loaded_is_named_with_its_package(tmp_path: Path, intent: str) -> None:
-    site = installed(tmp_path / "site", "import a_module_that_is_not_there\n")
+def test_load_error_names_the_package(tmp_path: Path, intent: str) -> None:
+    site = install_package(tmp_path / "site", "import a_module_that_is_not_there\n")
     done = bedplate(site, "plan", "-f", intent)
     assert done.returncode == 3 and "the engine warp of the package bedplate-warp cannot be loaded" in done.stderr
     assert "a_module_that_is_not_there" in done.stderr and "uninstall that package" in done.stderr

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.commands import invoke
-from tests.engines.argv import FOLDER, parsed, published
+from tests.engines.argv import FOLDER, parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.decide import decide
@@ -26,13 +26,13 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 SMALL = Workload(concurrency=4)
 
 
-def said(name: str, argv: tuple[str, ...]) -> dict[str, object]:
-    """The options of a launch, held against those that this version publishes."""
+def check_options(name: str, argv: tuple[str, ...]) -> dict[str, object]:
+    """The options of a launch, checked against those of this version."""
     words = argv[2:] if argv[1] == "serve" else argv[4:]
-    return parsed(name.replace("@", "-"), words)
+    return parse_options(name.replace("@", "-"), words)
 
 
-def test_there_is_an_older_version_of_each_engine_that_runs_over_an_older_pytorch() -> None:
+def test_older_versions_with_overlays_are_known() -> None:
     assert OLDER == [("sglang", "0.5.15"), ("vllm", "0.26.0")]
 
 
@@ -42,23 +42,23 @@ class TestLaunchLines:
     def test_every_option_and_value_is_one_of_the_version(self, name: str, version: str, data: st.DataObject) -> None:
         one = engine(f"{name}@{version}")
         chosen = data.draw(plans(one))
-        assert chosen.engine_version == version == published(f"{name}-{version}")["version"]
+        assert chosen.engine_version == version == read_options(f"{name}-{version}")["version"]
         # Whoever holds a plan may hold the engine without its version.
         assert one.launch(chosen, 8123) == engine(name).launch(chosen, 8123)
-        assert said(f"{name}@{version}", one.launch(chosen, 8123).argv)["--port"] == 8123
-        said(f"{name}@{version}", one.launch(with_own_defaults(chosen), 8123).argv)
+        assert check_options(f"{name}@{version}", one.launch(chosen, 8123).argv)["--port"] == 8123
+        check_options(f"{name}@{version}", one.launch(with_own_defaults(chosen), 8123).argv)
 
-    def test_whatever_is_tuned_is_an_option_of_the_version(self, name: str, version: str) -> None:
+    def test_tuned_options_exist_in_the_version(self, name: str, version: str) -> None:
         one, on = engine(f"{name}@{version}"), machine("H100 SXM", 1)
         chosen = plan(one, on, model(LLAMA, folder=True))
         for knob in one.knobs(on, chosen):
             for choice in knob.choices:
                 turned = turned_plan(chosen, one.knobs(on, chosen), {knob.name: choice.value})
-                said(f"{name}@{version}", one.launch(turned, 8123).argv)
+                check_options(f"{name}@{version}", one.launch(turned, 8123).argv)
 
 
 @pytest.mark.parametrize(("name", "module"), [("vllm-0.26.0", vllm), ("sglang-0.5.15", sglang)], ids=["vllm", "sglang"])
-def test_only_parsers_that_a_version_lacks_are_left_out_of_it(name: str, module: object) -> None:
+def test_missing_parsers_of_a_version_are_left_out(name: str, module: object) -> None:
     options = {one["names"][0]: one for one in json.loads((FOLDER / f"{name}.json").read_text())["options"]}
     tools, reasoning = (options[option]["choices"] for option in ("--tool-call-parser", "--reasoning-parser"))
     version = name.partition("-")[2]
@@ -68,19 +68,19 @@ def test_only_parsers_that_a_version_lacks_are_left_out_of_it(name: str, module:
         assert (family in known) == has, family
 
 
-def test_attention_data_parallelism_is_a_switch_in_the_older_sglang() -> None:
+def test_older_sglang_enables_attention_data_parallelism_by_a_switch() -> None:
     layout = Parallelism(tensor=8, attention_data=8, expert=8)
     deepseek = model("deepseek-ai/DeepSeek-R1")
     older = engine("sglang@0.5.15")
     argv = older.launch(plan(older, machine("H100 SXM"), deepseek, layout=layout), 8000).argv
-    options = said("sglang@0.5.15", argv)
+    options = check_options("sglang@0.5.15", argv)
     assert options["--dp-size"] == 8 and options["--enable-dp-attention"] is True
     newer = engine("sglang")
     argv = newer.launch(plan(newer, machine("H100 SXM"), deepseek, layout=layout), 8000).argv
-    assert "--enable-dp-attention" not in argv and parsed("sglang", argv[2:])["--attn-dp-size"] == 8
+    assert "--enable-dp-attention" not in argv and parse_options("sglang", argv[2:])["--attn-dp-size"] == 8
 
 
-def test_the_older_vllm_does_not_compile_a_sampler_on_a_gpu() -> None:
+def test_older_vllm_does_not_compile_a_sampler() -> None:
     older = engine("vllm@0.26.0")
     on_gpu = older.launch(plan(older, machine("H100 SXM", 1), model(LLAMA)), 8000)
     assert on_gpu.env["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
@@ -92,7 +92,7 @@ def test_the_older_vllm_does_not_compile_a_sampler_on_a_gpu() -> None:
 
 
 class TestNames:
-    def test_a_version_is_part_of_the_name(self) -> None:
+    def test_name_may_contain_a_version(self) -> None:
         older = engine("vllm@0.26.0")
         assert (older.id, older.version, older.pinned_version) == ("vllm", "0.26.0", engine("vllm").version)
         assert engine("vllm").version != "0.26.0" and older is engine("vllm@0.26.0")
@@ -105,17 +105,15 @@ class TestNames:
         [("0.26.0", "0.26.0"), ("0.27.1", "0.26.0"), ("0.32.0", "0.32.0"), ("0.33.0rc1", "0.32.0"), ("0.9.2", "0.26.0"),
          (None, "0.32.0")],
     )  # fmt: skip
-    def test_an_unchecked_version_has_the_options_of_the_newest_checked_one_before_it(
-        self, version: str | None, options: str
-    ) -> None:
+    def test_unchecked_version_uses_options_of_the_newest_earlier_one(self, version: str | None, options: str) -> None:
         assert engine("vllm").options_version(version) == options
 
-    def test_a_plan_knows_its_engine(self) -> None:
+    def test_plan_selects_its_engine_version(self) -> None:
         chosen: Plan = plan(engine("vllm@0.26.0"), machine("H100 SXM", 1), model(LLAMA))
         assert engine_of(chosen) is engine("vllm@0.26.0")
         assert engine_of(replaced(chosen, engine_version="unpinned")) is engine("vllm")
 
-    def test_a_decision_is_made_for_the_version(self) -> None:
+    def test_decision_is_for_the_requested_version(self) -> None:
         on = machine("H100 SXM", 1)
         assert decide(on, model(LLAMA), SMALL, "vllm@0.26.0").engine_version == "0.26.0"
         assert decide(on, model(LLAMA), SMALL, "vllm").engine_version == engine("vllm").version
@@ -132,7 +130,7 @@ class TestRegistered:
 
     @pytest.fixture
     def python(self, tmp_path: Path) -> Path:
-        """A Python with something that passes for vLLM 0.26.0 as long as nobody starts it."""
+        """A Python with a fake vLLM 0.26.0 that can be imported but not started."""
         folder = tmp_path / "env"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
         (packages,) = folder.glob("lib/*/site-packages")
@@ -145,18 +143,18 @@ class TestRegistered:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.26.0\n")
         return folder / "bin" / "python"
 
-    def test_a_checked_version_is_taken_without_a_warning(self, python: Path) -> None:
+    def test_checked_version_is_adopted_without_a_warning(self, python: Path) -> None:
         answer = invoke("engines", "use", "vllm", "--python", str(python))
         assert answer.code == 0 and "version 0.26.0" in answer.out and answer.err == ""
         assert registered_versions() == {"vllm": "0.26.0"}
 
-    def test_another_version_is_taken_with_one(self, python: Path) -> None:
+    def test_unchecked_version_is_adopted_with_a_warning(self, python: Path) -> None:
         (info,) = python.parent.parent.glob("lib/*/site-packages/vllm-0.26.0.dist-info/METADATA")
         info.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.27.3\n")
         answer = invoke("engines", "use", "vllm", "--python", str(python))
         assert answer.code == 0 and "tested with 0.32.0 and 0.26.0" in answer.err
 
-    def test_plans_for_this_machine_are_made_for_it(self, python: Path) -> None:
+    def test_plans_use_the_registered_version(self, python: Path) -> None:
         invoke("engines", "use", "vllm", "--python", str(python))
         here = json.loads(invoke("plan", LLAMA, "--engine", "vllm", "--context", "2048", "--json").out)
         assert here["engine_version"] in ("0.26.0", None) and (here["engine_version"] or not here["fits"])
@@ -165,7 +163,7 @@ class TestRegistered:
         named = invoke("plan", LLAMA, "--engine", "vLLM@0.26.0", "--hardware", "1x H100 SXM", "--json")
         assert json.loads(named.out)["engine_version"] == "0.26.0"
 
-    def test_a_version_that_is_not_here_is_refused_before_anything_starts(self, python: Path) -> None:
+    def test_missing_version_is_rejected_before_the_start(self, python: Path) -> None:
         for words in (("serve", "--engine", "vllm@0.27.0"), ("bench", "--engines", "vllm@0.27.0")):
             answer = invoke(*words)
             assert answer.code == 2 and "vLLM 0.27.0 is not installed here" in answer.err, words
@@ -173,11 +171,11 @@ class TestRegistered:
         answer = invoke("serve", "--engine", "vllm@0.27.0")
         assert answer.code == 2 and f"{python} has version 0.26.0" in answer.err
 
-    def test_what_is_registered_serves_its_version_and_no_other(self, python: Path) -> None:
+    def test_registered_environment_serves_only_its_version(self, python: Path) -> None:
         invoke("engines", "use", "vllm", "--python", str(python))
         assert find_adopted(engine("vllm")) is not None and find_adopted(engine("vllm@0.26.0")) is not None
         assert find_adopted(engine("vllm@0.32.0")) is None
 
     @pytest.mark.parametrize("wrong", ["vllm@", "vllm@new", "vllm@0.26.0 --x"])
-    def test_a_name_without_a_version_after_its_sign_is_a_usage_error(self, wrong: str) -> None:
+    def test_missing_version_after_the_at_sign_is_a_usage_error(self, wrong: str) -> None:
         assert invoke("plan", LLAMA, "--engine", wrong).code == 2

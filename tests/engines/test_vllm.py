@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from tests.conftest import HANG_S
-from tests.engines.argv import parsed, published
+from tests.engines.argv import parse_options, read_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines import engine
@@ -24,14 +24,14 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 DEEPSEEK = "deepseek-ai/DeepSeek-R1"
 
 
-def options(argv: tuple[str, ...]) -> dict[str, object]:
+def parse_launch(argv: tuple[str, ...]) -> dict[str, object]:
     """The command line without its program, as a whole."""
     if argv[:2] == ("vllm", "serve"):
-        return parsed("vllm", argv[2:])
+        return parse_options("vllm", argv[2:])
     assert argv[:3] == ("python", "-m", "vllm.entrypoints.openai.api_server")
     words = list(argv[3:])
     assert words[0] == "--model"
-    return parsed("vllm", words[1:])
+    return parse_options("vllm", words[1:])
 
 
 class TestLaunch:
@@ -39,17 +39,17 @@ class TestLaunch:
     @settings(deadline=None)
     def test_every_option_and_value_is_one_of_its_version(self, chosen: object) -> None:
         launch = VLLM.launch(chosen, 8123)  # type: ignore[arg-type]
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert said["--host"] == "127.0.0.1" and said["--port"] == 8123
         assert "--trust-remote-code" not in said and "--api-key" not in said
         assert said["--max-num-batched-tokens"] >= said["--max-num-seqs"]  # type: ignore[operator]
 
     def test_the_options_are_those_of_the_pinned_version(self) -> None:
-        assert published("vllm")["version"] == VLLM.version
+        assert read_options("vllm")["version"] == VLLM.version
 
-    def test_a_plain_plan(self) -> None:
+    def test_launch_on_one_gpu(self) -> None:
         launch = VLLM.launch(plan(VLLM, machine("H100 SXM", 1), model(LLAMA)), 8000)
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert said[""] == [LLAMA] and said["--served-model-name"] == "meta-llama/llama-3.1-8b-instruct"
         assert said["--max-model-len"] == 8192 and said["--max-num-seqs"] == 16
         assert said["--gpu-memory-utilization"] == 0.92
@@ -57,61 +57,61 @@ class TestLaunch:
         assert "--quantization" not in said and "--tensor-parallel-size" not in said
         assert launch.health_path == "/health" and "HF_HUB_OFFLINE" not in launch.env
 
-    def test_a_folder_is_given_as_it_is_and_needs_no_network(self) -> None:
+    def test_local_folder_needs_no_network(self) -> None:
         launch = VLLM.launch(plan(VLLM, machine("H100 SXM", 1), model(LLAMA, folder=True)), 8000)
-        assert options(launch.argv)[""] == ["/models/it is here"] and launch.env["HF_HUB_OFFLINE"] == "1"
+        assert parse_launch(launch.argv)[""] == ["/models/it is here"] and launch.env["HF_HUB_OFFLINE"] == "1"
 
     def test_quantized_while_loading(self) -> None:
-        said = options(VLLM.launch(plan(VLLM, machine("H100 SXM", 1), model(LLAMA), label="FP8"), 8000).argv)
+        said = parse_launch(VLLM.launch(plan(VLLM, machine("H100 SXM", 1), model(LLAMA), label="FP8"), 8000).argv)
         assert said["--quantization"] == "fp8_per_channel"
 
-    def test_a_card_without_bf16_is_given_f16(self) -> None:
-        said = options(VLLM.launch(plan(VLLM, machine("NVIDIA T4", 1), model(LLAMA)), 8000).argv)
+    def test_cards_without_bf16_use_f16(self) -> None:
+        said = parse_launch(VLLM.launch(plan(VLLM, machine("NVIDIA T4", 1), model(LLAMA)), 8000).argv)
         assert said["--dtype"] == "half"
 
-    def test_weights_of_32_bits_are_halved(self) -> None:
+    def test_32_bit_weights_are_loaded_in_16_bits(self) -> None:
         wide = replaced(model(LLAMA), quantization="F32")
         chosen = plan(VLLM, machine("H100 SXM", 1), wide)
         assert (chosen.weights.label, chosen.weights.made) == ("BF16", "while loading")
-        assert options(VLLM.launch(chosen, 8000).argv)["--dtype"] == "bfloat16"
+        assert parse_launch(VLLM.launch(chosen, 8000).argv)["--dtype"] == "bfloat16"
 
     def test_replicated_attention_becomes_data_parallel_ranks_that_share_experts(self) -> None:
         layout = Parallelism(tensor=8, expert=8, attention_data=8)
         chosen = plan(VLLM, machine("H200 SXM"), model(DEEPSEEK), layout=layout, workload=Workload(concurrency=100))
-        said = options(VLLM.launch(chosen, 8000).argv)
+        said = parse_launch(VLLM.launch(chosen, 8000).argv)
         assert said["--data-parallel-size"] == 8 and said["--enable-expert-parallel"]
         assert "--tensor-parallel-size" not in said
         # Each rank has an eighth of the requests.
         assert said["--max-num-seqs"] == 13
         assert said["--reasoning-parser"] == "deepseek_r1" and said["--tool-call-parser"] == "deepseek_v3"
 
-    def test_tensor_pipeline_and_replicas(self) -> None:
+    def test_options_for_tensor_pipeline_and_replicas(self) -> None:
         layout = Parallelism(tensor=4, pipeline=2, data=2)
-        said = options(VLLM.launch(plan(VLLM, machine("H100 SXM", 16), model(LLAMA), layout=layout), 8000).argv)
+        said = parse_launch(VLLM.launch(plan(VLLM, machine("H100 SXM", 16), model(LLAMA), layout=layout), 8000).argv)
         assert (said["--tensor-parallel-size"], said["--pipeline-parallel-size"]) == (4, 2)
         assert said["--data-parallel-size"] == 2 and "--enable-expert-parallel" not in said
 
-    def test_nodes(self) -> None:
+    def test_launch_on_several_nodes(self) -> None:
         layout = Parallelism(tensor=8, pipeline=2)
         chosen = plan(VLLM, machine("H100 SXM", 16), model(LLAMA), layout=layout)
         first, second = (VLLM.launch_on_node(chosen, 8000, nodes=2, rank=rank, leader="10.0.0.1") for rank in (0, 1))
-        assert options(first.argv)["--node-rank"] == 0 and "--headless" not in first.argv
-        said = options(second.argv)
+        assert parse_launch(first.argv)["--node-rank"] == 0 and "--headless" not in first.argv
+        said = parse_launch(second.argv)
         assert said["--nnodes"] == 2 and said["--node-rank"] == 1 and said["--headless"]
         assert said["--master-addr"] == "10.0.0.1"
 
-    def test_on_a_cpu_by_the_module_with_a_cache_of_known_size(self) -> None:
+    def test_cpu_launch_uses_the_module_and_a_fixed_cache(self) -> None:
         chosen = plan(VLLM, machine("cpu"), model(LLAMA), workload=Workload(concurrency=2, context_tokens=4096))
         launch = VLLM.launch(chosen, 8000)
-        said = options(launch.argv)
+        said = parse_launch(launch.argv)
         assert said["--enforce-eager"] and "--gpu-memory-utilization" not in said
         # Two requests of 4096 tokens of 128 KiB each, and a tenth.
         assert int(str(said["--kv-cache-memory-bytes"])) == round(1.1 * 2 * 4096 * 131072)
 
-    def test_embeddings(self) -> None:
+    def test_launch_for_embeddings(self) -> None:
         work = Workload(task="embed", concurrency=4)
         chosen = plan(VLLM, machine("H100 SXM", 1), model("BAAI/bge-m3"), workload=work)
-        said = options(VLLM.launch(chosen, 8000).argv)
+        said = parse_launch(VLLM.launch(chosen, 8000).argv)
         assert said["--runner"] == "pooling" and "--tool-call-parser" not in said
 
     def test_a_conversion_comes_before_the_launch(self) -> None:
@@ -119,13 +119,13 @@ class TestLaunch:
         assert [step.kind for step in launch.prepare] == ["install", "download", "install", "convert"]
         convert = launch.prepare[-1]
         compile(convert.argv[-1], "recipe", "exec")
-        assert convert.where == "Qwen3-32B-AWQ-INT4" and options(launch.argv)[""] == [convert.where]
+        assert convert.where == "Qwen3-32B-AWQ-INT4" and parse_launch(launch.argv)[""] == [convert.where]
         assert convert.seconds is not None and convert.seconds.low < convert.seconds.value < convert.seconds.high
 
 
 class TestParsers:
-    def test_every_name_is_in_its_registry(self) -> None:
-        known = {option["names"][0]: option.get("choices") for option in published("vllm")["options"]}
+    def test_every_parser_is_in_its_registry(self) -> None:
+        known = {option["names"][0]: option.get("choices") for option in read_options("vllm")["options"]}
         for parsers in PARSERS.values():
             assert parsers.tools is None or parsers.tools in known["--tool-call-parser"]
             assert parsers.reasoning is None or parsers.reasoning in known["--reasoning-parser"]
@@ -158,8 +158,8 @@ class TestParsers:
             ("HuggingFaceTB/SmolLM2-135M", None, None),
         ],
     )
-    def test_by_model(self, name: str, tools: str | None, reasoning: str | None) -> None:
-        said = options(VLLM.launch(plan(VLLM, machine("B200"), model(name)), 8000).argv)
+    def test_parsers_by_model(self, name: str, tools: str | None, reasoning: str | None) -> None:
+        said = parse_launch(VLLM.launch(plan(VLLM, machine("B200"), model(name)), 8000).argv)
         assert (said.get("--tool-call-parser"), said.get("--reasoning-parser")) == (tools, reasoning)
         assert ("--enable-auto-tool-choice" in said) == (tools is not None)
 
@@ -183,7 +183,7 @@ class TestWeights:
             ("cpu", DEEPSEEK, []),
         ],
     )
-    def test_by_hardware(self, card: str, name: str, offered: list[str]) -> None:
+    def test_weights_by_hardware(self, card: str, name: str, offered: list[str]) -> None:
         target = VLLM.target(machine(card))
         assert target is not None
         assert [form.label for form in VLLM.weights(target, model(name), Workload())] == offered
@@ -196,7 +196,7 @@ class TestWeights:
             (("avx2",), "BF16", ()),
         ],
     )
-    def test_a_cpu_of_arm_that_does_not_know_bf16_computes_in_32_bits(
+    def test_arm_cpu_without_bf16_computes_in_32_bits(
         self, sets: tuple[str, ...], label: str, said: tuple[str, ...]
     ) -> None:
         """Seen on a Neoverse N1: vLLM 0.32.0 dies of its first request in BF16."""
@@ -208,7 +208,7 @@ class TestWeights:
         assert chosen.weights.label == label and argv[at : at + 2] == said
 
     @pytest.mark.parametrize(("cores", "said"), [(1, None), (2, "0"), (4, "0"), (8, None)])
-    def test_of_few_cores_none_is_left_to_its_scheduler(self, cores: int, said: str | None) -> None:
+    def test_few_cores_are_all_used_for_compute(self, cores: int, said: str | None) -> None:
         here = machine("cpu")
         here = replaced(here, cpu=replaced(here.cpu, allowed_physical_cores=cores))
         chosen = plan(VLLM, here, model(LLAMA))
@@ -220,7 +220,7 @@ class TestWeights:
         less = turned_plan(chosen, (knob,), {"threads": "all but one"})
         assert VLLM.launch(less, 1).env.get(name) == ("1" if said == "0" else None)
 
-    def test_work_that_needs_precision_gets_eight_bits_or_more(self) -> None:
+    def test_precision_sensitive_workloads_get_8_bits_or_more(self) -> None:
         target = VLLM.target(machine("B200"))
         assert target is not None
         offered = VLLM.weights(target, model(LLAMA), Workload(precision_sensitive=True))
@@ -228,7 +228,7 @@ class TestWeights:
 
 
 class TestRefuse:
-    def test_old_cards_windows_and_files_of_others(self) -> None:
+    def test_refuses_old_cards_windows_and_other_formats(self) -> None:
         work = Workload()
         assert VLLM.refuse(machine("H100 SXM"), model(LLAMA), work) is None
         windows = replaced(machine("H100 SXM"), os="windows")
@@ -238,23 +238,23 @@ class TestRefuse:
         bits = VLLM.refuse(machine("NVIDIA T4"), model("openai/gpt-oss-120b"), work)
         assert bits is not None and bits.kind == "impossible" and "MXFP4" in bits.why
 
-    def test_an_amd_card_without_kernels(self) -> None:
+    def test_refuses_amd_card_without_kernels(self) -> None:
         card = Accelerator(name="AMD Radeon VII", vendor="amd", architecture="gfx900", memory_bytes=16 << 30)
         refused = VLLM.refuse(replaced(machine("MI300X"), accelerators=(card,)), model(LLAMA), Workload())
         assert refused is not None and "gfx900" in refused.why
 
-    def test_a_card_that_is_too_old_leaves_the_cpu(self) -> None:
+    def test_uses_the_cpu_if_the_card_is_too_old(self) -> None:
         old = VLLM.target(machine("NVIDIA V100 32GB SXM2"))
         assert old is not None and old.device == "cpu"
 
 
 class TestSettle:
-    def test_a_conversation_has_room_where_nobody_said_how_long(self) -> None:
+    def test_default_context_holds_a_conversation(self) -> None:
         settled = VLLM.settle(machine("H100 SXM"), model(LLAMA), Workload())
         assert settled.context_tokens == 8192 and settled.slots == 256 and settled.batch_tokens == 8192
         assert VLLM.settle(machine("RTX 4090"), model(LLAMA), Workload()).batch_tokens == 2048
 
-    def test_what_was_asked_for_is_kept(self) -> None:
+    def test_requested_context_is_kept(self) -> None:
         asked = Workload(concurrency=3, context_tokens=2000, prompt_tokens=100, output_tokens=100)
         settled = VLLM.settle(machine("H100 SXM"), model(LLAMA), asked)
         assert (settled.slots, settled.context_tokens) == (3, 2000)
@@ -270,7 +270,7 @@ def test_metrics_of_a_real_server() -> None:
     assert VLLM.read("").running is None and VLLM.read("vllm:num_requests_running NaN\n").running is None
 
 
-def test_metrics_of_several_ranks_are_added() -> None:
+def test_metrics_of_several_ranks_are_summed() -> None:
     text = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\n'
     text += 'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:kv_cache_usage_perc{engine="1"} 0.5\n'
     assert VLLM.read(text).running == 7 and VLLM.read(text).kv_use == 0.5
@@ -283,14 +283,14 @@ FAILURES = json.loads((CAPTURES / "failures.json").read_text())
 def test_known_failures(case: dict[str, str]) -> None:
     failure = VLLM.explain(case["log"])
     assert failure is not None and case["says"] in failure.message
-    assert failure.lasting is (case["says"] not in ("the private port was taken", "its engine core process died"))
+    assert failure.lasting is (case["says"] not in ("took the engine's private port", "its engine core process died"))
 
 
-def test_nothing_is_made_up() -> None:
+def test_unknown_logs_are_not_explained() -> None:
     assert VLLM.explain("") is None and VLLM.explain((CAPTURES / "started.txt").read_text()) is None
 
 
-def test_progress() -> None:
+def test_parses_loading_progress() -> None:
     line = "Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:10<00:10,  5.1s/it]"
     assert VLLM.progress(line) == 0.5 and VLLM.progress("INFO 11-15 06:04:12 ready") is None
 
@@ -299,7 +299,7 @@ def test_progress() -> None:
     "BEDPLATE_VLLM_PYTHON" not in os.environ,
     reason="BEDPLATE_VLLM_PYTHON does not name the Python of an environment with vLLM",
 )
-def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
+def test_original_parser_accepts_the_command_lines(tmp_path: Path) -> None:
     chosen = []
     for card in ("H100 SXM", "B200", "MI300X", "NVIDIA T4", "cpu"):
         for name in (LLAMA, DEEPSEEK, "openai/gpt-oss-120b", "Qwen/Qwen3-32B", "zai-org/GLM-4.6"):
@@ -331,7 +331,7 @@ def test_its_own_parser_takes_the_command_lines(tmp_path: Path) -> None:
     assert "parsed all" in done.stdout, done.stderr[-2000:]
 
 
-def test_it_is_listed() -> None:
+def test_engine_is_listed() -> None:
     assert engine("vllm").version == "0.32.0"
 
 

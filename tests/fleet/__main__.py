@@ -1,7 +1,7 @@
-"""Every engine that this machine can run, for real: fresh environments, the built-in model, `bedplate serve`, a table.
+"""Runs every engine that this machine supports: fresh environments, the built-in model, `bedplate serve`, a table.
 
-`make fleet` runs it. Each engine has its turn: it is installed, serves, is asked and stopped and killed, and what it
-took of the disk is given back before the next one.
+`make fleet` runs it. Each engine is installed, serves requests, is stopped and killed, and its disk space is freed
+before the next one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import msgspec
 import openai
 from tests.fleet import checks
 from tests.fleet.checks import Endpoint, NearTie, OutOfTime, Wrong, endpoint
-from tests.fleet.embedding import TEXTS, embedder, makes_pytorchs_vectors, pytorch_vectors
+from tests.fleet.embedding import TEXTS, check_vectors, compute_vectors, fetch_embedder
 from tests.fleet.serving import START_LIMIT_S, Serving, serving
-from tests.fleet.table import LIFE, Budget, Fleet, Mark, Row, exit_code, footnotes, in_order, table
+from tests.fleet.table import LIFE, Budget, Fleet, Mark, Row, exit_code, list_footnotes, sort_engines, table
 
 from bedplate.decide import decide, plan
 from bedplate.engines import all_engines, engine
@@ -45,18 +45,18 @@ BUDGET_S = float(os.environ.get("BEDPLATE_FLEET_BUDGET_S", "1680"))
 RESTART_LIMIT_S = 900.0
 LEAST_PREFIXES = 500
 ENOUGH_S = 60.0
-"""For as long as this an engine that is quick is asked for more than the least."""
+"""Fast engines compute more than the least number of prefixes within this time."""
 MOST_S = 510.0
-"""After this, one that is slow has been asked for enough: the others want their turn, too."""
+"""Time limit for slow engines, so that the others can run too."""
 LEAST_START_S = 300.0
 ELASTIC = ("cancel", "4 at once", "schema", "agreement", "again", "restart")
-"""What is left out where time runs out in the middle of a turn."""
+"""Checks that are left out if time runs out."""
 LAST_RESERVE_S = 60.0
-"""What stopping, starting again and cleaning up still take when the time for questions is over."""
+"""Time reserved for stopping, restarting and cleaning up."""
 
 
-class Turn:
-    """One engine's turn: what is asked of it, what came of it, and what is told meanwhile."""
+class EngineRun:
+    """The run of one engine: its checks, their results, and progress messages."""
 
     def __init__(self, chosen: Plan, budget: Budget, reference: Reference | None, tell: Callable[[str], None]) -> None:
         self.plan = chosen
@@ -67,7 +67,7 @@ class Turn:
         self.row = Row(engine=chosen.engine, version=chosen.engine_version, weights=chosen.weights.label, marks={})
 
     def check(self, name: str, what: Callable[[], object]) -> bool:
-        """Runs one check and marks what came of it. Whatever goes wrong is the engine's failure, and not ours."""
+        """Run one check and record its result. Any error counts as a failure of the engine."""
         began = time.monotonic()
         try:
             if name in ELASTIC and self.budget.left_s() <= 0:
@@ -91,7 +91,7 @@ class Turn:
         return mark.state in ("ok", "near tie")
 
     def wait_ready(self, one: Serving) -> None:
-        """As long as a start may take; when time for all is over, no longer than a start needs that is under way."""
+        """Wait for the start; if the total time is over, only as long as a running start needs."""
         limit_s = min(START_LIMIT_S, max(self.budget.left_s(), LEAST_START_S))
         try:
             one.wait_ready(limit_s)
@@ -119,14 +119,14 @@ class Turn:
         return self.row
 
     def _disk_bytes(self) -> int | None:
-        """Its own environment, and what was prepared for it alone or for several."""
+        """Disk space of its environment and of prepared models."""
         with contextlib.suppress(BedplateError):
             if found := find_environment(engine(self.engine), self.plan.settings.device):
                 return found.disk_bytes + sum(int(record["disk_bytes"]) for record in _prepared().values())
         return None
 
     def _first_start(self) -> bool:
-        """Whether it came so far as to be asked something."""
+        """Whether it became ready."""
         self.tell("starting for the first time")
         with serving("--engine", self.engine, tell=self.tell) as one:
             ready = self.check("answer", lambda: self.wait_ready(one))
@@ -152,19 +152,19 @@ class Turn:
         if features is not None and features.structured_output != "none":
             self.check("schema", lambda: checks.fits_a_schema(at))
         else:
-            self.skip("schema", "it holds answers to no schema")
+            self.skip("schema", "structured output is not supported")
         if (reference := self.reference) is not None:
             self.check("agreement", lambda: self._agreement(at, reference))
 
     def _agreement(self, at: Endpoint, reference: Reference) -> Mark:
-        pairs = checks.worth_asking(reference)
+        pairs = checks.choose_prefixes(reference)
         began = time.monotonic()
 
         def may_go_on(done: int) -> bool:
             limit_s = ENOUGH_S if done >= LEAST_PREFIXES else MOST_S
             return time.monotonic() - began < limit_s and self.budget.left_s() > LAST_RESERVE_S
 
-        found = checks.next_tokens(
+        found = checks.compare_next_tokens(
             at,
             self.plan,
             reference,
@@ -175,7 +175,7 @@ class Turn:
         counts = f"{found.agreed} of {found.answered}"
         if found.verdict != "ok":
             shown = "; ".join(
-                f"after …{one.prefix[-40:]!r} {one.got!r} and not {one.expected!r}" for one in found.evidence[:5]
+                f"after …{one.prefix[-40:]!r} {one.got!r} instead of {one.expected!r}" for one in found.evidence[:5]
             )
             return Mark(state="failed", shown=f"FAILED {counts}", why=f"{found.why}; {shown}")
         if found.asked < LEAST_PREFIXES:
@@ -205,28 +205,28 @@ class Turn:
         self.wait_ready(one)
         words = ("installing", "converting", "downloading", "building")
         again = [line.strip() for line in one.printed if any(word in line for word in words)]
-        checks.expect(not again, f"the second start did not find everything there: {again}")
+        checks.expect(not again, f"the second start repeated steps: {again}")
 
     def _survives_a_kill(self, one: Serving, at: Endpoint) -> None:
-        before = checks.text_of(at.chat(checks.PARIS))
+        before = checks.read_text(at.chat(checks.PARIS))
         one.kill_engine()
         deadline = time.monotonic() + RESTART_LIMIT_S
         while True:
             with contextlib.suppress(openai.APIError):
-                after = checks.text_of(at.chat(checks.PARIS))
-                checks.expect(after == before, f"before it was killed it said {before!r}, then {after!r}")
+                after = checks.read_text(at.chat(checks.PARIS))
+                checks.expect(after == before, f"the answer was {before!r} before the kill, and {after!r} after it")
                 break
-            checks.expect(one.process.poll() is None, "serve ended when its engine was killed")
+            checks.expect(one.process.poll() is None, "serve exited when its engine was killed")
             if self.budget.left_s() < -LEAST_START_S:
                 raise OutOfTime
-            checks.expect(time.monotonic() < deadline, f"no answer {RESTART_LIMIT_S:.0f} s after it was killed")
+            checks.expect(time.monotonic() < deadline, f"no answer within {RESTART_LIMIT_S:.0f} s after the kill")
             time.sleep(0.5)
-        restarts = checks.counted(at, "bedplate_engine_restarts")
+        restarts = checks.sum_metric(at, "bedplate_engine_restarts")
         checks.expect(restarts == 1, f"the gateway counts {restarts:.0f} restarts")
 
 
-class EmbeddingTurn(Turn):
-    """ONNX Runtime with a model that writes no text: its vectors are held against PyTorch's."""
+class EmbeddingRun(EngineRun):
+    """ONNX Runtime with an embedding model, whose vectors are compared with PyTorch's."""
 
     def __init__(self, folder: Path, chosen: Plan, budget: Budget, tell: Callable[[str], None]) -> None:
         super().__init__(chosen, budget, None, tell)
@@ -235,7 +235,7 @@ class EmbeddingTurn(Turn):
 
     def _first_start(self) -> bool:
         for name in ("stream", "usage", "cancel", "4 at once", "schema", "restart", "again"):
-            self.skip(name, "it writes no text")
+            self.skip(name, "an embedding model generates no text")
         with serving(str(self.folder), "--engine", self.engine, tell=self.tell) as one:
             ready = self.check("answer", lambda: self.wait_ready(one))
             if ready:
@@ -250,7 +250,7 @@ class EmbeddingTurn(Turn):
         return ready
 
     def _second_start(self) -> None:
-        """Its environment is the one whose second start the turn before has seen."""
+        """Not needed: the run before has tested a second start of this environment."""
 
     def _pages(self, at: Endpoint) -> None:
         status, text = at.page("/v1/models")
@@ -259,17 +259,17 @@ class EmbeddingTurn(Turn):
     def _vectors(self, at: Endpoint) -> Mark:
         environment = find_environment(engine(self.engine))
         assert environment is not None
-        makes_pytorchs_vectors(at, pytorch_vectors(environment.interpreter, self.folder))
+        check_vectors(at, compute_vectors(environment.interpreter, self.folder))
         return Mark(state="ok", shown=f"{len(TEXTS)} of {len(TEXTS)}")
 
 
 def _prepared() -> dict[Path, dict[str, Any]]:
-    """What was made of the weights so far."""
+    """Records of the prepared models."""
     return {file.parent: json.loads(file.read_text()) for file in prepared_dir().glob("*/bedplate.json")}
 
 
 def clean_up(home: Path, *, last: bool) -> None:
-    """Gives back what a turn took. What was unpacked serves the engines that come, too."""
+    """Free the disk space of an engine. Dequantized weights are kept for later engines."""
     shutil.rmtree(home / "engines", ignore_errors=True)
     for folder, record in _prepared().items():
         if last or record["argv"][0] != UNPACKER:
@@ -277,7 +277,7 @@ def clean_up(home: Path, *, last: bool) -> None:
 
 
 def disk_bytes(folder: Path) -> int:
-    """As the disk counts it, files that are linked several times once."""
+    """Disk usage, with hard links counted once."""
     seen: dict[int, int] = {}
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -286,7 +286,7 @@ def disk_bytes(folder: Path) -> int:
     return sum(seen.values())
 
 
-def candidates(hardware: Hardware, asked: list[str] | None) -> tuple[dict[str, Decision], dict[str, str]]:
+def list_candidates(hardware: Hardware, asked: list[str] | None) -> tuple[dict[str, Decision], dict[str, str]]:
     """The engines that can run here with the decision for each, and why the others cannot."""
     able: dict[str, Decision] = {}
     unable: dict[str, str] = {}
@@ -304,19 +304,19 @@ def run(options: argparse.Namespace, home: Path, tell: Callable[[str], None]) ->
     budget = Budget(options.budget_s)
     hardware = probe()
     asked = options.engines.split(",") if options.engines else None
-    able, unable = candidates(hardware, asked)
+    able, unable = list_candidates(hardware, asked)
     fleet = Fleet(machine=_machine(hardware), rows=[], cannot_run=unable)
-    tell(f"{fleet.machine}; {seconds(budget.limit_s)} for {', '.join(in_order(able)) or 'no engine'}")
+    tell(f"{fleet.machine}; {seconds(budget.limit_s)} for {', '.join(sort_engines(able)) or 'no engine'}")
     reference = reference_for(known_model()) if fetch_builtin() else None
     peak = 0
-    turns = in_order(able)
+    turns = sort_engines(able)
     for name in turns:
         chosen = plan(able[name], known_model(), Workload(origin="default"))
         row = Row(
             engine=name, version=chosen.engine_version, weights=chosen.weights.label, not_run=budget.why_not(name)
         )
         if row.not_run is None:
-            row = taken(Turn(chosen, budget, reference, _teller(tell, name)), budget)
+            row = run_engine(EngineRun(chosen, budget, reference, _teller(tell, name)), budget)
         fleet.rows.append(row)
         if name == "onnxruntime" and row.not_run is None:
             fleet.rows.append(_embedding(hardware, home, budget, tell))
@@ -328,7 +328,7 @@ def run(options: argparse.Namespace, home: Path, tell: Callable[[str], None]) ->
     return fleet
 
 
-def taken(turn: Turn, budget: Budget) -> Row:
+def run_engine(turn: EngineRun, budget: Budget) -> Row:
     row = turn.take()
     budget.took(turn.engine, row.seconds or 0)
     return row
@@ -339,7 +339,7 @@ def _embedding(hardware: Hardware, home: Path, budget: Budget, tell: Callable[[s
     if budget.left_s() < LAST_RESERVE_S:
         return msgspec.structs.replace(named, not_run="no time left")
     try:
-        folder = embedder(home / "embedder")
+        folder = fetch_embedder(home / "embedder")
         work = Workload(origin="default")
         model = known_model(str(folder))
         chosen = plan(decide(hardware, model, work, "onnxruntime", installable=True), model, work)
@@ -347,7 +347,7 @@ def _embedding(hardware: Hardware, home: Path, budget: Budget, tell: Callable[[s
         why = " ".join(filter(None, (str(error), getattr(error, "cause", None), getattr(error, "hint", None))))
         tell(f"{named.engine}: failed ({why})")
         return msgspec.structs.replace(named, marks={"answer": Mark(state="failed", why=why)})
-    return EmbeddingTurn(folder, chosen, budget, _teller(tell, named.engine)).take()
+    return EmbeddingRun(folder, chosen, budget, _teller(tell, named.engine)).take()
 
 
 def _teller(tell: Callable[[str], None], name: str) -> Callable[[str], None]:
@@ -367,7 +367,7 @@ def _load() -> str:
 
 def render(fleet: Fleet) -> str:
     lines = ["", fleet.machine, "", table(fleet.rows), ""]
-    lines += footnotes(fleet.rows)
+    lines += list_footnotes(fleet.rows)
     lines += [f"{name} cannot run here: {why}" for name, why in fleet.cannot_run.items()]
     for row in fleet.rows:
         if row.failed and row.evidence:

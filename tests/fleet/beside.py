@@ -1,4 +1,4 @@
-"""Commands that people give beside a running service, and a home whose store and services are a test's own."""
+"""Commands that run next to a service, and a separate BEDPLATE_HOME for a test."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bedplate.engines import engine
 from bedplate.run.environments import make_environment
 
 
-def home_with(folder: Path, shared: Path, *engines: str) -> Path:
-    """With these engines alone, which are installed where they are not yet; what was made for them is shared."""
+def make_home(folder: Path, shared: Path, *engines: str) -> Path:
+    """A home with only these engines, installed if necessary; prepared models are shared."""
     (folder / "engines").mkdir(parents=True)
     for name in engines:
         make_environment(engine(name))
@@ -27,25 +27,25 @@ def home_with(folder: Path, shared: Path, *engines: str) -> Path:
     return folder
 
 
-async def asked(*words: str, heard: Callable[[str], None] = lambda line: None) -> Answer:
-    """`bedplate …` as a process of its own, while other things go on; `heard` is told of each line that it says."""
+async def run_bedplate(*words: str, heard: Callable[[str], None] = lambda line: None) -> Answer:
+    """Run `bedplate …` in a separate process; `heard` is called with each line of its stderr."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bedplate", *words, env={**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
     reading = asyncio.create_task(process.stdout.read())
-    said = []
+    errors = []
     async for raw in process.stderr:
-        said.append(raw.decode())
-        heard(said[-1].strip())
+        errors.append(raw.decode())
+        heard(errors[-1].strip())
     out = (await reading).decode()
-    return Answer(await process.wait(), out, "".join(said))
+    return Answer(await process.wait(), out, "".join(errors))
 
 
 @contextlib.contextmanager
-def on_core(core: int) -> Iterator[None]:
-    """Whatever is started meanwhile stays there."""
+def pin_to_core(core: int) -> Iterator[None]:
+    """Processes started in this context run on this core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:

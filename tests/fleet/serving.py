@@ -1,4 +1,4 @@
-"""`bedplate serve --engine ID` as a process of its own, watched from outside: what it prints, starts and leaves."""
+"""Runs `bedplate serve --engine ID` in a separate process, and observes its output and processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.conftest import HANG_S
 from tests.fleet.checks import Wrong
 
 START_LIMIT_S = 1500.0
-"""Of a whole first start, conversions included, on a machine that may be slow and busy."""
+"""Limit of a first start, conversions included, on a slow and busy machine."""
 STOP_LIMIT_S = 180.0
 LEFT_LIMIT_S = 30.0
 TAIL_LINES = 40
@@ -54,7 +54,7 @@ class Serving:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.printed.append(line)
-            if line.startswith(" ") and not line.startswith("  ") and line.strip():  # a note, or a step that is done
+            if line.startswith(" ") and not line.startswith("  ") and line.strip():  # a note, or a completed step
                 self._tell(line.strip())
 
     def _read_endpoint(self) -> None:
@@ -69,7 +69,7 @@ class Serving:
         except queue.Empty:
             raise Wrong(f"it was not ready after {limit_s:.0f} s") from None
         if not line:
-            raise Wrong(f"it ended with status {self.process.wait(HANG_S)} before it was ready")
+            raise Wrong(f"it exited with status {self.process.wait(HANG_S)} before it was ready")
         self.endpoint = json.loads(line)
         self.ready_s = time.monotonic() - self.began
 
@@ -83,11 +83,11 @@ class Serving:
         return []
 
     def engine_processes(self) -> list[psutil.Process]:
-        """The engine's own, the topmost first."""
+        """The processes of the engine, the parent first."""
         return [one for one in self.descendants() if not is_warden(one)]
 
     def cpu_s(self) -> float:
-        """Processor time of the engine so far."""
+        """CPU time of the engine."""
         found = 0.0
         for process in self.engine_processes():
             with contextlib.suppress(psutil.Error):
@@ -96,7 +96,7 @@ class Serving:
         return found
 
     def peak_bytes(self) -> int:
-        """The most memory that the engine's processes have had, each at its worst moment."""
+        """The sum of the peak memory of the engine's processes."""
         return sum(_high_water_bytes(process) for process in self.engine_processes())
 
     def kill_engine(self) -> None:
@@ -106,25 +106,25 @@ class Serving:
         processes[0].kill()
 
     def stop(self) -> None:
-        """By SIGTERM: it must end with status 0, and nothing that it started may be left."""
+        """Stop with SIGTERM: it must exit with status 0 and leave no process."""
         below = self.descendants()
         self.process.send_signal(signal.SIGTERM)
         try:
             code = self.process.wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
-            raise Wrong(f"it did not end within {STOP_LIMIT_S:.0f} s of SIGTERM") from None
+            raise Wrong(f"it did not exit within {STOP_LIMIT_S:.0f} s of SIGTERM") from None
         finally:
             _, alive = psutil.wait_procs(below, timeout=LEFT_LIMIT_S)
             left = [process for process in alive if _runs(process)]
             for process in left:
                 process.kill()
         if code != 0:
-            raise Wrong(f"SIGTERM ended it with status {code}")
+            raise Wrong(f"it exited with status {code} on SIGTERM")
         if left:
             raise Wrong(f"it left processes behind: {', '.join(_named(process) for process in left)}")
 
     def end(self) -> None:
-        """Whatever state it is in."""
+        """End all processes, in any state."""
         below = self.descendants()
         if self.process.poll() is None:
             self.process.terminate()
@@ -143,7 +143,7 @@ class Serving:
                 pipe.close()
 
     def evidence(self, lines: int = TAIL_LINES) -> str:
-        """The end of what it printed, and of the engine's log."""
+        """The end of its output and of the engine's log."""
         parts = ["".join(self.printed[-lines:]).rstrip()]
         log = self.endpoint.get("log") or self._log_named()
         if log and Path(log).is_file():
@@ -152,7 +152,7 @@ class Serving:
         return "\n".join(parts)
 
     def _log_named(self) -> str | None:
-        """Where it failed before it was ready, its hint names the log."""
+        """The log named in the hint of a failed start."""
         words = " ".join(self.printed).replace(";", " ").split()
         return next((word for word in reversed(words) if word.endswith(".log")), None)
 
@@ -173,7 +173,7 @@ def is_warden(process: psutil.Process) -> bool:
 
 
 def _high_water_bytes(process: psutil.Process) -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux keeps it; elsewhere the present size must do
+    with contextlib.suppress(OSError, ValueError, IndexError):  # only Linux reports the peak
         for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

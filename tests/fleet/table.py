@@ -1,4 +1,4 @@
-"""The fleet's book-keeping: whose turn it is, how much time is left, what each engine showed, and the table of it."""
+"""Records of a fleet run: order of engines, remaining time, results of each engine, and their table."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import msgspec
 from bedplate.values.units import seconds, size
 
 ORDER = ("llama.cpp", "mistral.rs", "pytorch", "mlx", "onnxruntime", "sglang", "vllm")
-"""Quick ones first, and PyTorch before those for whom it unpacks the weights. Engines that are not named here come
-before the last two, which take gigabytes and minutes."""
+"""Fast engines first, and PyTorch before those for which it dequantizes the weights. Engines that are not listed run
+before the last two, which need gigabytes and minutes."""
 SLOW = ("sglang", "vllm")
 EXPECTED_S = {
     "llama.cpp": 80.0, "mistral.rs": 300.0, "pytorch": 200.0, "mlx": 240.0, "onnxruntime": 160.0, "sglang": 300.0,
     "vllm": 200.0,
 }  # fmt: skip
-"""What a turn is expected to take on two idle cores, from turns beside other work; corrected as turns end."""
+"""Expected time of an engine on two idle cores, measured under other load; corrected after each engine."""
 USUAL_S = 200.0
 CHECKS = (
     "answer",
@@ -44,13 +44,13 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
     state: State
     shown: str | None = None
-    """In the table, instead of the state's own word."""
+    """Text in the table instead of the state."""
     why: str | None = None
     seconds: float | None = None
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """One engine's turn. `None` is what its turn did not get to."""
+    """The results of one engine. `None`: not reached."""
 
     engine: str
     version: str | None = None
@@ -63,9 +63,9 @@ class Row(msgspec.Struct, kw_only=True):
     disk_bytes: int | None = None
     seconds: float | None = None
     not_run: str | None = None
-    """Why it had no turn."""
+    """Why it was not run."""
     evidence: str | None = None
-    """The end of what was printed and logged, where something failed."""
+    """The end of the output and the log, if something failed."""
 
     @property
     def failed(self) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class Fleet(msgspec.Struct, kw_only=True):
-    """A whole run, as `--json` writes it."""
+    """A complete run, as written by `--json`."""
 
     schema: Literal["fleet/1"] = "fleet/1"
     machine: str
@@ -84,7 +84,7 @@ class Fleet(msgspec.Struct, kw_only=True):
 
 
 class Budget:
-    """Time that is left. How much longer turns took here than expected tells what the next one will take."""
+    """The remaining time. The expected time of the next engine is scaled by how much longer earlier ones took."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -107,15 +107,15 @@ class Budget:
         self._took_s += turn_s
 
     def why_not(self, engine: str) -> str | None:
-        """Why an engine gets no turn any more; `None`: there is time."""
+        """Why an engine is not run; `None`: there is enough time."""
         left_s, expected_s = self.left_s(), self.expects_s(engine)
         if left_s >= expected_s:
             return None
         return f"no time left: about {seconds(expected_s)} are needed, {seconds(max(left_s, 0))} are left"
 
 
-def in_order(engines: Iterable[str]) -> list[str]:
-    """By how soon they are done; the unknown before the slow."""
+def sort_engines(engines: Iterable[str]) -> list[str]:
+    """Engines by expected time; unknown ones before the slow ones."""
 
     def place(engine: str) -> tuple[int, str]:
         known = ORDER.index(engine) if engine in ORDER else ORDER.index(SLOW[0]) - 0.5
@@ -125,12 +125,12 @@ def in_order(engines: Iterable[str]) -> list[str]:
 
 
 def exit_code(rows: Iterable[Row]) -> int:
-    """1 if an engine that had its turn failed a check; one without a turn was not found wanting."""
+    """1 if an engine failed a check; engines that were not run do not count."""
     return 1 if any(row.failed for row in rows) else 0
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line for each engine, columns as wide as what stands in them."""
+    """One line per engine, with columns as wide as their content."""
     head = ["engine", "version", "weights", "install", "prepare", "start", *CHECKS, "peak RSS", "disk", "turn"]
     lines = [head, *(_cells(row) for row in rows if row.not_run is None)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
@@ -154,8 +154,8 @@ def _or_unknown(value: float | None, words: Callable[[float], str]) -> str:
     return "?" if value is None else words(value)
 
 
-def footnotes(rows: Iterable[Row]) -> list[str]:
-    """What a mark cannot say: every failure, near tie and cut."""
+def list_footnotes(rows: Iterable[Row]) -> list[str]:
+    """Details of every failure, near tie and check that was cut short."""
     return [
         f"{row.engine}: {name}: {mark.why}"
         for row in rows

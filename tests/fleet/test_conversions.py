@@ -73,12 +73,12 @@ def plan_for(model: Model, label: str) -> tuple[Plan, Launch]:
     return plan, llama.launch(plan, 1)
 
 
-def test_unpacking_was_compared(unpacked: Path) -> None:
+def test_dequantized_model_was_compared(unpacked: Path) -> None:
     ids, answers = record(unpacked).checked
-    assert "texts as in the source" in ids and "clear next tokens" in answers
+    assert "texts agree with the source" in ids and "clear next tokens" in answers
 
 
-def test_any_text_has_llama_cpps_token_ids(
+def test_any_text_has_the_token_ids_of_llama_cpp(
     unpacked: Path, pytorch: Environment, llama_environment: Environment, builtin_gguf: Path
 ) -> None:
     chance = random.Random(7)
@@ -98,7 +98,7 @@ def test_any_text_has_llama_cpps_token_ids(
 
 
 @pytest.mark.parametrize("label", ["Q8_0", "Q4_1"])
-def test_a_folder_becomes_a_gguf(label: str, unpacked: Path, llama_environment: Environment) -> None:
+def test_folder_is_converted_to_gguf(label: str, unpacked: Path, llama_environment: Environment) -> None:
     model = read_folder(next(unpacked.glob("*/config.json")).parent)
     plan, launch = plan_for(model, label)
     folder = prepare(plan, launch.prepare, llama_environment)
@@ -106,12 +106,12 @@ def test_a_folder_becomes_a_gguf(label: str, unpacked: Path, llama_environment: 
     made = read_gguf(folder / launch.argv[launch.argv.index("--model") + 1])
     assert made.quantization == label and made.parameters == model.parameters
     ids, answers = record(folder).checked
-    assert "texts as in the source" in ids and "clear next tokens" in answers
+    assert "texts agree with the source" in ids and "clear next tokens" in answers
     last = [step for step in launch.prepare if step.kind == "convert"][-1]
     assert last.disk_bytes is not None and 0.9 < made.weight_bytes / last.disk_bytes < 1.1
 
 
-def test_ctrl_c_in_a_conversion_leaves_nothing(unpacked: Path, tmp_path: Path, bedplate_home: Path) -> None:
+def test_interrupted_conversion_leaves_no_files(unpacked: Path, tmp_path: Path, bedplate_home: Path) -> None:
     source = tmp_path / "another"
     source.mkdir()
     for file in next(unpacked.glob("*/config.json")).parent.iterdir():

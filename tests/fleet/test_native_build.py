@@ -30,7 +30,7 @@ def native(bedplate_home: Path) -> Environment:
     return native_environment(LLAMA, hardware, target.device, Notes(), BuildExaminer())
 
 
-def test_it_was_tried_and_compared(native: Environment) -> None:
+def test_build_was_tested_and_compared(native: Environment) -> None:
     assert native.built and native.version == "0.3.36-native"
     assert any("next tokens as the ready-made engine's" in note for note in native.notes)
 
@@ -43,12 +43,12 @@ def test_only_programs_are_kept_and_each_runs(native: Environment) -> None:
     assert done.returncode == 0 and "version" in done.stdout + done.stderr
 
 
-def test_it_is_served(native: Environment, serve: Callable[..., Served]) -> None:
+def test_build_serves_requests(native: Environment, serve: Callable[..., Served]) -> None:
     with_it = serve("--engine", "llama.cpp", "--build", "native")
     assert with_it.endpoint["engine_version"] == "0.3.36-native"
 
 
-def test_it_quantizes(native: Environment, builtin_gguf: Path, tmp_path: Path) -> None:
+def test_build_quantizes(native: Environment, builtin_gguf: Path, tmp_path: Path) -> None:
     made = tmp_path / "small.gguf"
     program = Path(native.path) / "bin" / "llama-quantize"
     argv = [str(program), "--allow-requantize", str(builtin_gguf), str(made), "Q4_0"]

@@ -1,7 +1,7 @@
-"""`serve --on ray` and `serve --on dynamo` for real: clients notice nothing, whatever is killed below them.
+"""Real `serve --on ray` and `serve --on dynamo`: clients are not disturbed by killed processes.
 
-Streams run all the time while processes are killed. Each of them must end whole, or say that it did not; and what was
-killed must come back.
+Streams run while processes are killed. Each stream must be complete or end with an error, and killed processes must be
+restarted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked for as Linux shows them"),
 ]
 BACK_S = 180.0
-"""For what was killed to come back, on a machine that may be busy."""
+"""Time limit for a restart on a busy machine."""
 STREAMS = 4
 
 
@@ -51,13 +51,13 @@ def command(process: psutil.Process) -> str:
 
 
 def found(one: Serving, pattern: str) -> list[psutil.Process]:
-    """Its processes whose command reads like this, wardens left out; the oldest first."""
+    """Processes whose command matches the pattern, without wardens, the oldest first."""
     below = [process for process in one.descendants() if "warden.py" not in command(process)]
     return sorted((p for p in below if re.search(pattern, command(p))), key=lambda p: p.pid)
 
 
 def bedplate(*words: str) -> dict[str, Any]:
-    """What it prints as JSON."""
+    """The JSON output of a command."""
     argv = [sys.executable, "-m", "bedplate", *words, "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def status(one: Serving) -> dict[str, Any]:
 
 
 def open_to_all(processes: list[psutil.Process]) -> list[tuple[str, Any]]:
-    """What of them listens to more than this machine."""
+    """Processes that listen on more than loopback."""
     return [
         (command(process)[:80], connection.laddr)
         for process in processes
@@ -93,7 +93,7 @@ def says_something(one: Serving, **more: Any) -> str:
 
 
 async def stream(session: aiohttp.ClientSession, url: str, number: int, tokens: int) -> str:
-    """How one stream ended: whole, error (and said so), refused (with a status), or cut."""
+    """How one stream ended: whole, error (reported), refused (with a status), or cut."""
     body = {
         "messages": [{"role": "user", "content": f"Tell story number {number}."}], "stream": True,
         "max_tokens": tokens, "ignore_eos": True, "min_tokens": tokens,
@@ -116,7 +116,7 @@ async def stream(session: aiohttp.ClientSession, url: str, number: int, tokens: 
 async def under_streams(
     one: Serving, happens: Callable[[], Awaitable[None]], tokens: int = 96
 ) -> collections.Counter[str]:
-    """How streams ended that began before, while and after something happened."""
+    """How streams ended that began before, during and after an event."""
     ended: collections.Counter[str] = collections.Counter()
     over = asyncio.Event()
     numbers = iter(range(10**9))
@@ -139,7 +139,7 @@ async def under_streams(
 
 
 def survives(one: Serving, kill: Callable[[], int], is_back: Callable[[int], bool], tokens: int = 96) -> None:
-    """Kills something under streams; waits until it is back; then everything is as before."""
+    """Kill a process during streams and wait for its restart; then requests must work as before."""
 
     async def happens() -> None:
         killed = kill()
@@ -182,7 +182,7 @@ class TestRay:
         except openai.APIError:
             return False
 
-    def test_a_cluster_of_two_nodes_with_a_replica_on_each(self, one: Serving) -> None:
+    def test_cluster_has_two_nodes_with_one_replica_each(self, one: Serving) -> None:
         on: Any = one.endpoint["on"]
         assert on["orchestrator"] == "ray" and on["workers"] == "llama.cpp" and on["real"] and on["replicas"] == 2
         raylets = found(one, self.RAYLET)
@@ -213,28 +213,28 @@ class TestRay:
     def test_nothing_listens_to_the_network(self, one: Serving) -> None:
         assert not open_to_all(one.descendants())
 
-    def test_an_engine_that_is_killed(self, one: Serving) -> None:
+    def test_recovers_from_a_killed_engine(self, one: Serving) -> None:
         survives(one, lambda: killed(found(one, self.ENGINE)), lambda pid: self.whole(one, pid))
 
-    def test_a_replica_that_is_killed(self, one: Serving) -> None:
+    def test_recovers_from_a_killed_replica(self, one: Serving) -> None:
         survives(one, lambda: killed(found(one, self.REPLICA), 0), lambda pid: self.whole(one, pid))
 
-    def test_a_node_that_is_killed(self, one: Serving) -> None:
+    def test_recovers_from_a_killed_node(self, one: Serving) -> None:
         node = max(found(one, self.RAYLET), key=lambda raylet: raylet.create_time())
         survives(one, lambda: killed([node]), lambda pid: self.whole(one, pid))
 
-    def test_the_head_node_that_is_killed(self, one: Serving) -> None:
+    def test_recovers_from_a_killed_head_node(self, one: Serving) -> None:
         gcs = r"/gcs/gcs_server "
         survives(one, lambda: killed(found(one, gcs)), lambda pid: self.whole(one, pid))
 
-    def test_nothing_is_left_of_it(self, one: Serving) -> None:
+    def test_no_process_is_left(self, one: Serving) -> None:
         """Last: also after bedplate itself was killed, where only wardens are left to clean up."""
         below = one.descendants()
         assert len(below) > 10
         one.process.send_signal(signal.SIGKILL)
         wait_for(lambda: gone(below), "all of Ray to end")
 
-    def test_a_signal_ends_all_of_it(self, builtin_gguf: Path) -> None:
+    def test_signal_stops_all_processes(self, builtin_gguf: Path) -> None:
         with orchestrated("--on", "ray", "--engine", "llama.cpp") as one:
             folder = next(Path(word) for p in found(one, "ray-serve") for word in p.cmdline() if "bedplate-" in word)
             one.stop()
@@ -254,7 +254,7 @@ class TestDynamo:
     def worker(self, one: Serving) -> str:
         return r"bin/dynamo-vllm" if one.endpoint["engine"] == "vllm" else r"-m dynamo\.mocker"
 
-    def test_it_says_whether_its_workers_compute(self, one: Serving) -> None:
+    def test_reports_whether_workers_compute(self, one: Serving) -> None:
         on: Any = one.endpoint["on"]
         assert on["orchestrator"] == "dynamo" and on["real"] is (one.endpoint["engine"] == "vllm")
         assert ("a real vLLM" if on["real"] else "nothing computes") in on["text"]
@@ -268,7 +268,7 @@ class TestDynamo:
     def test_nothing_listens_to_the_network(self, one: Serving) -> None:
         assert not open_to_all(one.descendants())
 
-    def test_a_prompt_goes_where_its_beginning_is_cached(self, one: Serving) -> None:
+    def test_prompt_is_routed_to_the_worker_with_its_prefix(self, one: Serving) -> None:
         """Round robin would send every second request to the worker that has not seen it."""
         text = " ".join(f"word{number}" for number in range(300))
 
@@ -286,7 +286,7 @@ class TestDynamo:
         assert first == 0
         assert all(known > 0.8 * prompt for prompt, known in later), later
 
-    def test_requests_that_name_no_model_are_taken(self, one: Serving) -> None:
+    def test_requests_without_a_model_name_are_accepted(self, one: Serving) -> None:
         async def asked() -> int:
             async with aiohttp.ClientSession() as session:
                 body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -295,7 +295,7 @@ class TestDynamo:
 
         assert asyncio.run(asked()) == 200
 
-    def test_a_worker_that_is_killed_costs_no_answer(self, one: Serving) -> None:
+    def test_killed_worker_loses_no_answer(self, one: Serving) -> None:
         pattern = self.worker(one)
         before = {process.pid for process in found(one, pattern)}
 
@@ -306,21 +306,21 @@ class TestDynamo:
         survives(one, lambda: killed(found(one, pattern)), is_back)
         assert before != {process.pid for process in found(one, pattern)}
 
-    def test_a_front_end_that_is_killed(self, one: Serving) -> None:
+    def test_recovers_from_a_killed_front_end(self, one: Serving) -> None:
         def is_back(pid: int) -> bool:
             new = [process.pid for process in found(one, self.FRONT)]
             return bool(new) and pid not in new and status(one)["models"][0]["state"] == "ready"
 
         survives(one, lambda: killed(found(one, self.FRONT)), is_back)
 
-    def test_nothing_is_left_of_it(self, one: Serving) -> None:
+    def test_no_process_is_left(self, one: Serving) -> None:
         below = one.descendants()
         os.kill(one.process.pid, signal.SIGKILL)
         wait_for(lambda: gone(below), "all of Dynamo to end")
 
 
 @pytest.mark.parametrize(("on", "engine"), [("ray", "llama.cpp"), ("dynamo", "mocker")])
-def test_in_the_background_it_stays_until_it_is_stopped(on: str, engine: str, builtin_gguf: Path) -> None:
+def test_detached_service_runs_until_it_is_stopped(on: str, engine: str, builtin_gguf: Path) -> None:
     words = ("-d", "--port", "0", "--no-check", "--replicas", "2", "--context", "2048", "--on", on, "--engine", engine)
     endpoint = bedplate("serve", *words)
     host = psutil.Process(endpoint["pid"])

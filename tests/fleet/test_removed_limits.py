@@ -61,12 +61,12 @@ def predicted(found: Bottleneck, limit: Limit) -> float:
 
 
 def kept(name: str, *sides: list[Cell]) -> None:
-    """Where somebody asks for it, what was measured: a gain that was not foretold wants an explanation."""
+    """Write the measured cells if BEDPLATE_KEEP_CELLS is set, to explain a gain that was not predicted."""
     if folder := os.environ.get("BEDPLATE_KEEP_CELLS"):
         Path(folder, f"{name}.json").write_text(to_json([cell for cells in sides for cell in cells]), encoding="utf-8")
 
 
-def test_more_slots() -> None:
+def test_predicts_gain_of_more_slots() -> None:
     few = ready_engine("llama.cpp", Workload(concurrency=8, prompt_tokens=32, output_tokens=48), slots=1)
     before, after = cells_of(few, 1, 8), cells_of(with_settings(few, slots=8), 8)
     found = told(before)
@@ -75,7 +75,7 @@ def test_more_slots() -> None:
     assert first[1] < first[0] / 2
 
 
-def test_fewer_threads() -> None:
+def test_predicts_gain_of_fewer_threads() -> None:
     cores = machine().cpu.allowed_physical_cores
     many = ready_engine("llama.cpp", Workload(concurrency=1, prompt_tokens=32, output_tokens=48), threads=4 * cores)
     before, after = cells_of(many, 1), cells_of(with_settings(many, threads=cores), 1)
@@ -86,14 +86,14 @@ def test_fewer_threads() -> None:
     assert gain.low / 1.3 <= speed(after) / speed(before) <= gain.high * 1.3
 
 
-def test_shorter_prompts() -> None:
+def test_predicts_gain_of_shorter_prompts() -> None:
     ready = ready_engine("llama.cpp", Workload(concurrency=4, prompt_tokens=512, output_tokens=32), slots=4)
     before, after = cells_of(ready, 1, 4, prompt=512, output=32), cells_of(ready, 4, prompt=2, output=32)
     assert predicted(told(before), "compute") == pytest.approx(speed(after) / speed(before), rel=WITHIN)
 
 
-def test_a_larger_cache() -> None:
-    """vLLM with room for five of sixteen requests, then for all: its cache follows from the work that it is told of."""
+def test_predicts_gain_of_a_larger_cache() -> None:
+    """vLLM with KV cache for five of sixteen requests, then for all: its cache size follows from the workload."""
     ready = ready_engine("vllm", Workload(concurrency=16, prompt_tokens=512, output_tokens=64, context_tokens=1024))
     one_user = replaced(ready.plan, workload=replaced(ready.plan.workload, concurrency=1))
     small = replace(ready, plan=one_user)
@@ -102,8 +102,8 @@ def test_a_larger_cache() -> None:
     assert predicted(told(before), "KV cache") == pytest.approx(speed(after) / speed(before), rel=WITHIN)
 
 
-def test_a_slow_runtime() -> None:
-    """The same weights, one request at a time: PyTorch starts each kernel by itself, llama.cpp does not."""
+def test_recognizes_a_slow_runtime() -> None:
+    """The same weights, one request at a time: PyTorch launches each kernel separately, llama.cpp does not."""
     work = Workload(concurrency=1, prompt_tokens=32, output_tokens=48)
     before = cells_of(ready_engine("pytorch", work), 1)
     found = told(before)

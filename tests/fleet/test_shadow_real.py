@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.commands import Answer
-from tests.fleet.beside import asked, home_with, on_core
+from tests.fleet.beside import make_home, pin_to_core, run_bedplate
 from tests.fleet.checks import endpoint
 from tests.fleet.serving import Serving, serving
 from tests.soak.streams import Counts, Streams
@@ -31,7 +31,7 @@ TOKENS = 12
 
 @pytest.fixture
 def home(tmp_path: Path, bedplate_home: Path, builtin_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    found = home_with(tmp_path / "home", bedplate_home, "llama.cpp", "pytorch")
+    found = make_home(tmp_path / "home", bedplate_home, "llama.cpp", "pytorch")
     monkeypatch.setenv("BEDPLATE_HOME", str(found))
     return found
 
@@ -47,12 +47,14 @@ def conversations(one: Serving, count: int) -> None:
             )  # fmt: skip
 
 
-def test_recorded_shapes_end_with_the_verdict_of_compare(home: Path) -> None:
-    """With beginnings that llama.cpp remembers and PyTorch does not: what that brings counts, and is told."""
+def test_recorded_requests_give_the_verdict_of_compare(home: Path) -> None:
+    """With shared prefixes, which llama.cpp caches and PyTorch does not: the gain counts and is reported."""
 
     async def tried() -> tuple[Answer, Answer]:
-        shadowed = await asked("shadow", "pytorch", "tried", "--share", "100%", "--for", "120s", "--json", heard=print)
-        return shadowed, await asked("compare", "llama.cpp", "pytorch", "--json")
+        shadowed = await run_bedplate(
+            "shadow", "pytorch", "tried", "--share", "100%", "--for", "120s", "--json", heard=print
+        )
+        return shadowed, await run_bedplate("compare", "llama.cpp", "pytorch", "--json")
 
     with serving("--name", "tried", "--engine", "llama.cpp", *SMALL) as one:
         one.wait_ready()
@@ -77,7 +79,7 @@ def ended_well(one: Serving) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux keeps processes on certain cores")
-def test_live_requests_go_to_a_challenger_that_is_served_elsewhere_too(home: Path) -> None:
+def test_live_requests_are_mirrored_to_a_remote_challenger(home: Path) -> None:
     """Each side has a core of its own, which is as near to a device of its own as one processor gets."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -95,7 +97,7 @@ def test_live_requests_go_to_a_challenger_that_is_served_elsewhere_too(home: Pat
                 if "of the requests go to" in line:
                     before = streams.counts.whole
 
-            done = await asked(
+            done = await run_bedplate(
                 "shadow", "llama.cpp", "mine", "--url", theirs.endpoint["url"], "--share", "50%", "--for", "45s",
                 "--json", heard=heard,
             )  # fmt: skip
@@ -105,7 +107,7 @@ def test_live_requests_go_to_a_challenger_that_is_served_elsewhere_too(home: Pat
     with contextlib.ExitStack() as ends:
         sides = []
         for core, name in zip(cores, ("mine", "theirs"), strict=False):
-            with on_core(core):
+            with pin_to_core(core):
                 sides.append(ends.enter_context(serving("--name", name, "--engine", "llama.cpp", *SMALL)))
             sides[-1].wait_ready()
         before = ended_well(sides[1])

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import HANG_S, wait_for
 from tests.fleet import checks
 from tests.fleet.conftest import Running, Start
-from tests.fleet.embedding import makes_pytorchs_vectors, pytorch_vectors
+from tests.fleet.embedding import check_vectors, compute_vectors
 
 from bedplate.engines import Engine, engine
 from bedplate.facts.hardware import probe
@@ -68,7 +68,7 @@ def served(
     assert running.process.stdin is not None
     running.process.stdin.close()
     running.process.stdin = None
-    assert running.process.wait(HANG_S) == 0  # it ends with whoever holds its stdin
+    assert running.process.wait(HANG_S) == 0  # it exits when its stdin closes
 
 
 def test_it_knows_the_capital_of_france(served: Served) -> None:
@@ -76,15 +76,15 @@ def test_it_knows_the_capital_of_france(served: Served) -> None:
     checks.counts_tokens(served[2].at)
 
 
-def test_a_stream_says_the_same(served: Served) -> None:
+def test_stream_has_the_same_text(served: Served) -> None:
     checks.streams_what_it_answers(served[2].at)
 
 
-def test_eight_at_once_answer_as_one(served: Served) -> None:
+def test_eight_concurrent_answers_equal_one(served: Served) -> None:
     checks.answers_four_at_once(served[2].at, SUMS)
 
 
-def test_a_client_that_goes_stops_its_request(served: Served) -> None:
+def test_disconnect_cancels_the_request(served: Served) -> None:
     running = served[2]
     stream = running.at.chat("Tell a long story.", stream=True, max_tokens=1500)
     next(iter(stream))
@@ -96,7 +96,7 @@ def test_a_client_that_goes_stops_its_request(served: Served) -> None:
     assert running.metric("generation_tokens_total") - before <= checks.FEW_TOKENS
 
 
-def test_stop_and_limits(served: Served) -> None:
+def test_stop_strings_and_limits_end_answers(served: Served) -> None:
     at = served[2].at
     asked: dict[str, Any] = {"model": at.model, "prompt": "The capital of France is", "temperature": 0}
     whole = at.client.completions.create(**asked, max_tokens=12).choices[0].text
@@ -108,11 +108,11 @@ def test_stop_and_limits(served: Served) -> None:
     assert short.usage.completion_tokens == 5 and short.choices[0].finish_reason == "length"
 
 
-def test_an_answer_that_fits_a_schema(served: Served) -> None:
+def test_answer_matches_a_schema(served: Served) -> None:
     checks.fits_a_schema(served[2].at)
 
 
-def test_logprobs(served: Served) -> None:
+def test_returns_logprobs(served: Served) -> None:
     at = served[2].at
     said = at.chat(checks.PARIS, logprobs=True, top_logprobs=3, max_tokens=4).choices[0].logprobs.content
     assert len(said) == 4 and all(one.logprob <= 0 and len(one.top_logprobs) == 3 for one in said)
@@ -126,15 +126,15 @@ def test_a_seed_repeats_an_answer(served: Served) -> None:
             running.at.chat("Tell a story.", temperature=1, seed=7)
         return
     first, again, other = (
-        checks.text_of(running.at.chat("Tell a story.", temperature=1, seed=seed)) for seed in (7, 7, 8)
+        checks.read_text(running.at.chat("Tell a story.", temperature=1, seed=seed)) for seed in (7, 7, 8)
     )
     assert first == again != other
 
 
-def test_next_tokens_are_pytorchs(served: Served) -> None:
+def test_next_tokens_agree_with_pytorch(served: Served) -> None:
     name, chosen, running = served
     (reference,) = [one for one in shipped_references() if one.sha256 == FILE_SHA256]
-    found = checks.next_tokens(running.at, chosen, reference, spread(reference.known(), CHECKED))
+    found = checks.compare_next_tokens(running.at, chosen, reference, spread(reference.known(), CHECKED))
     print(f"{name}: {found.agreed} of {found.answered} next tokens as PyTorch in float32")
     assert found.verdict == "ok", found
 
@@ -146,10 +146,12 @@ def test_mistralrs_answers_from_a_gguf_file(start_engine: Start, builtin_gguf: P
     checks.counts_tokens(running.at)
 
 
-def test_vectors_are_pytorchs(start_engine: Start, minilm: Path, onnx_environment: Environment, made: Path) -> None:
+def test_embeddings_agree_with_pytorch(
+    start_engine: Start, minilm: Path, onnx_environment: Environment, made: Path
+) -> None:
     one, work = engine("onnxruntime"), Workload(task="embed", concurrency=4)
     chosen = plan(one, read_folder(minilm, name="all-MiniLM-L6-v2"), workload=work)
     (step,) = [step for step in one.launch(chosen, 1).prepare if step.kind == "convert"]
     model = prepare(chosen, step, onnx_environment, made)
     running = start_engine(one, plan(one, model, workload=work))
-    makes_pytorchs_vectors(running.at, pytorch_vectors(onnx_environment.interpreter, minilm))
+    check_vectors(running.at, compute_vectors(onnx_environment.interpreter, minilm))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from tests.commands import run
 from tests.conftest import HANG_S, wait_for
-from tests.fleet.beside import home_with
+from tests.fleet.beside import make_home
 from tests.fleet.serving import Serving, serving
 
 pytestmark = pytest.mark.timeout(300)
@@ -35,7 +35,7 @@ class Heard(NamedTuple):
 
 @pytest.fixture
 def home(tmp_path: Path, bedplate_home: Path, builtin_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    found = home_with(tmp_path / "home", bedplate_home, "llama.cpp")
+    found = make_home(tmp_path / "home", bedplate_home, "llama.cpp")
     monkeypatch.setenv("BEDPLATE_HOME", str(found))
     return found
 
@@ -67,7 +67,7 @@ def metrics(one: Serving, key: str) -> str:
         return str(answer.read().decode())
 
 
-def counted(page: str, name: str, **labels: str) -> float:
+def sum_metric(page: str, name: str, **labels: str) -> float:
     rows = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", page, re.MULTILINE)
     return sum(float(value) for row, value in rows if all(f'{k}="{v}"' in row for k, v in labels.items()))
 
@@ -93,7 +93,7 @@ class Busy:
         return next(usage for event in reversed(events) if (usage := json.loads(event).get("usage")))
 
 
-def test_tenants_of_a_file_from_their_keys_to_their_bill(home: Path, tmp_path: Path) -> None:
+def test_tenants_of_an_intent_have_keys_limits_and_usage(home: Path, tmp_path: Path) -> None:
     (tmp_path / "bedplate.yaml").write_text(INTENT)
     research, admin = key_of("research"), key_of("prometheus", "--admin")
     with serving("-f", str(tmp_path / "bedplate.yaml"), "--engine", "llama.cpp") as one:
@@ -123,9 +123,9 @@ def test_tenants_of_a_file_from_their_keys_to_their_bill(home: Path, tmp_path: P
         assert ask(one, research).status == 200
 
         own, all_of_them = metrics(one, sales), metrics(one, admin)
-        assert 'tenant="research"' not in own and counted(own, "bedplate_tenant_tokens_total", tenant="sales") > 300
+        assert 'tenant="research"' not in own and sum_metric(own, "bedplate_tenant_tokens_total", tenant="sales") > 300
         for tenant in ("research", "sales"):
-            assert counted(all_of_them, "bedplate_tenant_requests_total", tenant=tenant, outcome="ok") >= 2
+            assert sum_metric(all_of_them, "bedplate_tenant_requests_total", tenant=tenant, outcome="ok") >= 2
         one.stop()
 
     rows = {row["key"]: row for row in json.loads(run("usage", "--json").out)["rows"]}

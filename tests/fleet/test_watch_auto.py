@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.commands import Answer
-from tests.fleet.beside import asked, home_with
+from tests.fleet.beside import make_home, run_bedplate
 from tests.fleet.checks import endpoint
 from tests.fleet.serving import Serving, serving
 from tests.soak.streams import Counts, Streams
@@ -31,12 +31,12 @@ operations: {{machinery: none}}
 
 @pytest.fixture
 def home(tmp_path: Path, bedplate_home: Path, builtin_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    found = home_with(tmp_path / "home", bedplate_home, "pytorch", "llama.cpp")
+    found = make_home(tmp_path / "home", bedplate_home, "pytorch", "llama.cpp")
     monkeypatch.setenv("BEDPLATE_HOME", str(found))
     return found
 
 
-async def watched(one: Serving) -> tuple[Answer, Counts]:
+async def run_watch(one: Serving) -> tuple[Answer, Counts]:
     async with Streams(one.endpoint["url"], one.endpoint["model"], STREAMS, TOKENS, think_s=BUSY_PAUSE_S) as streams:
         while streams.counts.whole < 3 * STREAMS:
             await asyncio.sleep(0.05)
@@ -47,7 +47,7 @@ async def watched(one: Serving) -> tuple[Answer, Counts]:
             if " beside pytorch" in line:  # from here on it is a migration, which needs no idle time
                 streams.think_s = BUSY_PAUSE_S
 
-        done = await asked(
+        done = await run_bedplate(
             "watch", "watched", "--once", "--auto", "--share", "100%", "--budget", "150s", "--json", heard=heard
         )
         before = streams.counts.whole
@@ -56,12 +56,12 @@ async def watched(one: Serving) -> tuple[Answer, Counts]:
     return done, streams.counts
 
 
-def test_a_proven_gain_is_moved_to_and_no_stream_notices(home: Path, tmp_path: Path) -> None:
-    """Speed is judged here, so that it wants a machine that nobody else uses."""
+def test_migrates_on_a_proven_gain_without_broken_streams(home: Path, tmp_path: Path) -> None:
+    """Measures speed, and therefore needs an idle machine."""
     (tmp_path / "bedplate.yaml").write_text(INTENT)
     with serving("--name", "watched", "--engine", "pytorch", "-f", str(tmp_path / "bedplate.yaml")) as one:
         one.wait_ready()
-        answer, counts = asyncio.run(watched(one))
+        answer, counts = asyncio.run(run_watch(one))
         with endpoint(one.root, one.endpoint["model"]) as at:
             now = at.page("/v1/models")[1]
         one.stop()

@@ -1,4 +1,4 @@
-"""Sentence vectors by PyTorch, as Sentence Transformers makes them: the mean over tokens, of length 1. Prints JSON."""
+"""Sentence vectors in PyTorch as in Sentence Transformers: normalized mean over tokens. Prints JSON."""
 
 from __future__ import annotations
 

@@ -473,8 +473,8 @@ print(f"conversion-check: {words} {bits} {pathlib.Path(result, 'weights').read_t
 print("something that nobody asked for")
 """
 WRONG = """
-print("conversion-check: token ids: 67 of 67 texts as in the source")
-raise SystemExit("conversion-check: 3 of 40 clear next tokens are the source's: after …'x' 'y' and not 'z'")
+print("conversion-check: token ids: 67 of 67 texts agree with the source")
+raise SystemExit("conversion-check: 3 of 40 clear next tokens agree: after …'x' 'y' instead of 'z'")
 """
 
 
@@ -507,7 +507,7 @@ class TestCompared:
         with pytest.raises(OutsideFailed) as caught:
             prepare(plan_for(source), [step("make", source, "folder")], own)
         assert caught.value.message == "folder came out wrong, and is not kept"
-        assert "3 of 40 clear next tokens" in str(caught.value.cause) and "not 'z'" in str(caught.value.cause)
+        assert "3 of 40 clear next tokens" in str(caught.value.cause) and "instead of 'z'" in str(caught.value.cause)
         assert leftovers() == [] and not list(prepared_dir().glob("*/bedplate.json"))
 
     def test_what_nobody_can_compare_is_kept_and_says_so(self, own: Environment, source: Path) -> None:

@@ -187,7 +187,7 @@ class TestTheRealEngine:
     def test_a_file_that_vanished_is_given_up_at_once(self, llama_environment: Environment, tmp_path: Path) -> None:
         async def then(one: Supervisor, backend: Recorder) -> None:
             error = await failing(one)
-            assert error.message == f"llama.cpp did not start: {tmp_path}/gone.gguf is not there any more"
+            assert error.message == f"llama.cpp did not start: {tmp_path}/gone.gguf does not exist any more"
             assert str(tmp_path / "log") in str(error.hint)
 
         file = tmp_path / "gone.gguf"
@@ -219,7 +219,7 @@ class TestTheRealEngine:
             assert one.process is not None and one.process.pid is not None
             os.kill(one.process.pid, signal.SIGKILL)
             failure = await one.ended()
-            assert failure.message == f"{file} is not there any more"
+            assert failure.message == f"{file} does not exist any more"
             assert backend.address is None and backend.unavailable().endswith(failure.message)
 
         backend = supervise(llama_environment, tmp_path / "log", then, model_file=file, kind=engine("llama.cpp"))

@@ -1,4 +1,4 @@
-"""One file for each engine, found by listing this folder; those of third parties by entry point `bedplate.engines`."""
+"""One file per engine, found by listing this folder; third-party engines by the entry point `bedplate.engines`."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ __all__ = [
 ]  # fmt: skip
 
 
-NO_ENGINES = ("base", "knobs", "names", "parsers", "shared", "roles", "shipped", "traits")
-"""What several engines share; every other module of this folder is one."""
+SHARED_MODULES = ("base", "knobs", "names", "parsers", "shared", "roles", "shipped", "traits")
+"""Shared modules; every other module of this folder is an engine."""
 
 
 @functools.cache
 def all_engines() -> dict[str, Engine]:
     found: dict[str, Engine] = {}
     for module in pkgutil.iter_modules(__path__):
-        if module.name not in NO_ENGINES:
+        if module.name not in SHARED_MODULES:
             one: Engine = importlib.import_module(f"{__name__}.{module.name}").ENGINE
             found[one.id] = one
     for point in entry_points(group="bedplate.engines"):

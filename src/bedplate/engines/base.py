@@ -1,4 +1,4 @@
-"""What an engine is to bedplate. An engine file answers questions; it never spawns, waits or prints."""
+"""The interface between bedplate and an engine. An engine file never starts a process, waits or prints."""
 
 from __future__ import annotations
 
@@ -43,134 +43,135 @@ from bedplate.values.tuning import Knob
 SHARE_MARGIN = 0.01
 """Of a device's memory: what stays free beside the share that an engine asks for when it starts."""
 RESERVED_SHARE = 0.05
-"""Of the free memory, what is left to the system: a machine that swaps is slower than any other setting."""
-Way = Literal["tensor", "pipeline", "data", "expert", "attention_data"]
+"""Share of the free memory that stays unused: a machine that swaps is slow with any setting."""
+ParallelismKind = Literal["tensor", "pipeline", "data", "expert", "attention_data"]
 DEVICES: dict[str, Device] = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "xpu"}
 VENDOR_NAMES = {"nvidia": "NVIDIA", "amd": "AMD", "apple": "Apple", "intel": "Intel", "tenstorrent": "Tenstorrent"}
 SIXTEEN_BIT = ("BF16", "F16", "F32")
 HIGHEST_PORT = 65535
+OWN_ENVIRONMENT = "a dedicated environment"
 NO_VERSION = ("", "unpinned", "unknown")
-"""What stands for a version where none is known."""
-EVERYDAY_CONTEXT = 8192
-"""Context that a chat is given when nobody asked for a length: most conversations stay below it."""
+"""Values that mean "version unknown"."""
+DEFAULT_CONTEXT_TOKENS = 8192
+"""Context length of a chat if none is requested: most conversations are shorter."""
 
 
 class BorrowedLibrary(msgspec.Struct, frozen=True, kw_only=True):
-    """A shared library that an engine's wheel expects of the system, and a package that carries it along."""
+    """A shared library that an engine's wheel expects from the system, and a package that contains it."""
 
     soname: str
     package: str
     file: str
-    """Where in the package it is, as a glob."""
+    """Glob of its path in the package."""
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine's own environment is made: pinned packages, and programs that bedplate ships into it."""
+    """How the environment of an engine is created: pinned packages, and programs that bedplate ships."""
 
     packages: tuple[str, ...]
     programs: tuple[tuple[str, str], ...] = ()
-    """(command name, file in engines/shipped): put into the environment's bin folder."""
+    """(command name, file in engines/shipped), installed into the environment's bin folder."""
     libraries: tuple[BorrowedLibrary, ...] = ()
-    """Taken only on systems that lack them."""
+    """Installed only on systems that lack them."""
     bare: tuple[str, ...] = ()
-    """Packages that ask for others which this machine has no use for: installed last, without what they ask for."""
+    """Packages with dependencies that this machine does not need: installed last, without dependencies."""
     removes: tuple[str, ...] = ()
-    """Packages that the others ask for and that break the engine: taken out again."""
+    """Dependencies of the other packages that break the engine: uninstalled again."""
     download_bytes: int
     disk_bytes: int
     check: str
-    """Python that must run in the finished environment, or the environment is not taken for a good one."""
+    """Python code that must succeed in the finished environment; otherwise the installation fails."""
 
 
 class OverlayRecipe(msgspec.Struct, frozen=True, kw_only=True):
-    """A version of the engine over a PyTorch that the machine has already: what is added, and what is left out."""
+    """A version of the engine on top of an installed PyTorch: which packages are added and which are left out."""
 
     version: str
     packages: tuple[str, ...]
-    """What is resolved for the target."""
+    """Requirements that are resolved for the target."""
     as_of: str
-    """Releases after this moment are not taken: the packages are those that it ran with."""
+    """Releases after this time are ignored, so that the packages are those it was tested with."""
     additional: tuple[str, ...] = ()
-    """Packages that bedplate's own steps need in the same environment."""
+    """Packages that bedplate's preparation steps need in the same environment."""
     torch: str
     """The version of PyTorch that this version requires."""
     cuda: str
     """The major version of CUDA that its kernels are built with."""
     provided: tuple[str, ...]
-    """Packages that come with PyTorch, as patterns."""
+    """Patterns of packages that come with PyTorch."""
     unused: tuple[str, ...] = ()
-    """Packages that serving text does not import, as patterns."""
+    """Patterns of packages that are not imported when serving text."""
     unused_files: tuple[str, ...] = ()
-    """Files that it does not load, as patterns below site-packages."""
+    """Patterns, relative to site-packages, of files that are not loaded."""
     other_kernels: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(major compute capability, patterns): kernels that it does not load on such a GPU, since it has others."""
+    """(major compute capability, patterns): kernels for other GPUs, which are not loaded on such a GPU."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables that it needs, unless the user has set them."""
+    """Environment variables that it needs, unless the user has set them."""
     check: str
-    """Python that must run in the finished environment."""
+    """Python code that must succeed in the finished environment."""
     source: str
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to configure a build; should what it makes not run here, the next one is tried."""
+    """One configuration of a build. If its result does not run on this machine, the next one is tried."""
 
     name: str = ""
-    """What it does without; empty: nothing."""
+    """The instruction set that it leaves out; empty: none."""
     options: tuple[str, ...] = ()
 
 
 class SourceBuild(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is built with cmake from its published source, for the very machine that it runs on."""
+    """How an engine is built with cmake from its published source for the machine that it runs on."""
 
     package: str
-    """On the package index: name==version."""
+    """name==version on the package index."""
     archive: str
-    """The source package's file."""
+    """File name of the source package."""
     sha256: str
     tree: str
-    """The folder with the CMakeLists.txt, inside of the archive."""
+    """Folder in the archive that contains CMakeLists.txt."""
     programs: tuple[str, ...]
-    """Targets, and the files that they make under bin/; the first is the server."""
+    """cmake targets, which are also the file names in bin/; the first is the server."""
     version: str
-    """As plans and people are told."""
+    """Version as shown in plans."""
     download_bytes: int
     disk_bytes: int
     gpu_disk_bytes: int
-    """While it is built, source and objects together: for the CPU alone, and for one kind of accelerator."""
+    """Peak during the build, source and objects together: CPU only, and with one kind of accelerator."""
     core_seconds: float
     gpu_core_seconds: float
-    """Processor time of a whole build, likewise."""
+    """CPU time of a complete build: CPU only, and with one kind of accelerator."""
     basis: str
-    """Where these figures are from."""
+    """Source of these figures."""
     brings: tuple[tuple[str, str], ...] = ()
-    """Instruction sets that it uses and the ready-made one does not, each with what that was seen to bring."""
+    """(instruction set, measured gain) for instruction sets that the build uses and the wheel does not."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine takes beside weights and cache; a few named constants with their source."""
+    """Memory that an engine needs in addition to weights and KV cache: a few constants with their source."""
 
     process_bytes: int = 0
-    """Of the host's memory: interpreter and libraries."""
+    """Host memory for the interpreter and libraries."""
     device_bytes: int = 0
-    """Of each device's memory: the driver's context, workspaces, captured graphs."""
+    """Memory of each device for the driver context, workspaces and captured graphs."""
     prefill_tokens: int | None = None
-    """Prompt tokens that are computed at once; `None`: the whole prompts of all requests."""
+    """Prefill chunk size; `None`: the whole prompts of all requests."""
     mlp_copies: float = 3.0
-    """Rows of the MLP's width that are alive at once for each of those tokens: gate, up and their product."""
+    """Live activations of the MLP width for each of those tokens: gate, up and their product."""
     hidden_copies: float = 2.0
     logits_for_all: bool = False
-    """Whether a row of logits is made for each of them, and not only for the last."""
+    """Whether logits are computed for each of those tokens, and not only for the last."""
     share: float = 1.0
-    """Of a device's free memory, what the engine may take."""
+    """Share of a device's free memory that the engine may use."""
     share_of: Literal["free", "total"] = "free"
     """What the engine's own option for that share counts from, when it starts: the free memory of a device, or all."""
     spread: float
-    """The band around all of this, up and down."""
+    """Relative uncertainty of the total, up and down."""
     source: str
 
 
 class Features(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's row in the map: a few words for each column. "Feature checklists are maps, not proof." """
+    """An engine's row in the table of `bedplate engines`: a few words for each column."""
 
     batching: str
     kv_cache: str
@@ -179,119 +180,119 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     structured_output: str
     multi_node: str
     server: str
-    """The server that it brings along, or whose it is."""
+    """The HTTP server in front of it, and who provides it."""
     maintained: str
-    """active, or since when not."""
+    """"active", or the date of the last release."""
     source: str
-    """Where all this was read, with version or date."""
+    """Source of these entries, with version or date."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure that a log line explains."""
+    """A known failure, recognized by a line of the log."""
 
     message: str
     hint: str
     lasting: bool = True
-    """Whether starting again would only fail again."""
+    """Whether a restart would fail again."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine's own metrics say. `None` is what this engine or version does not tell."""
+    """Load of an engine by its own metrics. `None`: this engine or version does not report it."""
 
     running: float | None = None
     waiting: float | None = None
     kv_use: float | None = None
     preemptions: float | None = None
-    """Since it was started, as are those below."""
+    """Count since the start of the engine, as are the ones below."""
     cache_hits: float | None = None
-    """Prompt tokens (or blocks of them) that a prefix cache held already, of those in `cache_queries`."""
+    """Prompt tokens (or blocks) found in the prefix cache, out of `cache_queries`."""
     cache_queries: float | None = None
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a machine an engine computes on: its accelerators, which are taken to be alike, or its CPU."""
+    """The part of a machine that an engine computes on: its accelerators, assumed identical, or its CPU."""
 
     device: Device
     count: int
     chip: Chip | None = None
-    """What the vendor says of it, where it is known."""
+    """The vendor's data about the chip, if known."""
     features: frozenset[str] = frozenset()
-    """fp8, fp4, bf16: what its matrix units take."""
+    """Types that its matrix units support: fp8, fp4, bf16."""
     capability: tuple[int, int] | None = None
-    """CUDA's compute capability."""
+    """CUDA compute capability."""
 
 
 class Engine:
-    """The interface. Adding an engine is one file with a class that fills in these answers."""
+    """The engine interface. To add an engine, write one file with a subclass (docs/add-an-engine.md)."""
 
     id: ClassVar[str]
     name: ClassVar[str]
     spellings: ClassVar[tuple[str, ...]] = ()
-    """What else people call it, in small letters and digits only; programs that are a shell around it included."""
+    """Other names of it, and programs that wrap it, in lower-case letters and digits only."""
     spelling_pattern: ClassVar[str | None] = None
-    """A regular expression for names that spellings cannot list; it is held against the beginning of a text."""
+    """A regular expression for names that `spellings` cannot list; matched at the beginning of the text."""
     version: str | None = None
-    """The pinned version that plans are made for; of an engine from `at`, the one that was named."""
+    """The pinned version that plans are made for; for an engine from `at`, the requested version."""
     checked_versions: ClassVar[tuple[str, ...]] = ()
-    """Older versions whose options were checked too, the newest first."""
+    """Older versions whose options were checked as well, the newest first."""
     is_version_named: bool = False
-    """Whether somebody asked for this very version."""
+    """Whether the user requested this version."""
     recipe: ClassVar[Recipe | None] = None
-    """`None`: planned for, but not installed by this version of bedplate."""
+    """`None`: bedplate plans the engine but does not install it."""
     overlays: ClassVar[tuple[OverlayRecipe, ...]] = ()
-    """Versions that are bundled for machines that have a PyTorch already."""
+    """Versions that can be bundled for machines that already have PyTorch."""
     build: ClassVar[SourceBuild | None] = None
-    """How it is built for a machine of its own; `None`: it is not built by bedplate."""
+    """How it is built for the machine that it runs on; `None`: bedplate does not build it."""
     formats: ClassVar[tuple[str, ...]] = ()
-    """Weight formats that it loads as they are."""
+    """Weight formats that it loads directly."""
     converts: ClassVar[tuple[str, ...]] = ()
-    """Formats that it, or a tool of its own, makes one of `formats` of."""
+    """Formats that it, or one of its tools, converts to one of `formats`."""
     vendors: ClassVar[tuple[str, ...]] = ()
-    """Whose accelerators it computes on."""
+    """Vendors of the accelerators that it supports."""
     cpu: ClassVar[bool] = False
-    """Whether it computes on a CPU alone."""
+    """Whether it runs on a CPU without an accelerator."""
     systems: ClassVar[tuple[str, ...]] = ("linux",)
     capability: ClassVar[tuple[int, int]] = (0, 0)
-    """The least CUDA compute capability that this version's kernels are built for."""
+    """The lowest CUDA compute capability that the kernels of this version are built for."""
     tasks: ClassVar[tuple[str, ...]] = ("generate",)
-    ways: ClassVar[tuple[Way, ...]] = ()
-    """How it divides a model among devices; without any it takes one device."""
+    ways: ClassVar[tuple[ParallelismKind, ...]] = ()
+    """Supported kinds of parallelism; none: it uses one device."""
     paged: ClassVar[bool] = False
-    """Whether cache is taken as requests grow, so that room for more of them costs nothing until they come."""
+    """Whether KV cache is allocated as requests grow, so that unused slots need no memory."""
     offloads: ClassVar[bool] = False
-    """Whether it keeps a part of the weights on the host."""
+    """Whether it can keep a part of the weights in host memory."""
     built_for: ClassVar[tuple[Device, ...]] = ("cpu",)
-    """What the packages of its recipe compute on; other devices need a build of their own."""
+    """Devices that the packages of its recipe support; other devices need a separate build."""
     effort: ClassVar[int] = 1
-    """How much machinery it brings, from 1 (one program) to 5: of engines that serve alike, the least wins."""
+    """Operational complexity, from 1 (one program) to 5: of otherwise equal engines, the lowest is chosen."""
     features: ClassVar[Features | None] = None
     supervised_env: ClassVar[dict[str, str]] = {}
-    """Beside the launch's own environment, what helps the supervisor and would only confuse a person."""
+    """Additional environment variables for the supervisor, not shown in the launch command."""
     compile_caches: ClassVar[tuple[str, ...]] = ()
-    """Environment variables with the folders where it keeps what it compiled, so that a later start finds it."""
+    """Environment variables for the folders of compiled kernels and graphs, which later starts reuse."""
     uses: ClassVar[MemoryUse] = MemoryUse(spread=1.0, source="not known for this engine")
     highest_port: ClassVar[int] = HIGHEST_PORT
-    """Of those that it can be told to listen on."""
+    """The highest port that it can listen on."""
     max_slots: ClassVar[int | None] = None
-    """Requests that it computes at once at the most, whatever the memory."""
+    """Maximum number of concurrent requests, independent of memory."""
     default_slots: ClassVar[int] = 1
-    """Requests that it is ready for when nobody says how many come."""
+    """Number of concurrent requests if no concurrency is specified."""
     variable_prefixes: ClassVar[tuple[str, ...]] = ()
-    """What its environment variables begin with: `bedplate doctor` shows those that are set."""
+    """Prefixes of its environment variables; `bedplate doctor` shows those that are set."""
     key_variable: ClassVar[str | None] = None
-    """The environment variable from which it takes the key that it then asks of its clients."""
+    """The environment variable with the API key that it then requires from clients."""
     strength: ClassVar[str] = ""
-    """When it is the right choice, in the words of the hint behind a refusal."""
+    """When it is the right choice; used as the hint of a refusal."""
     compiles_kernels: ClassVar[bool] = False
-    """Whether it compiles its kernels where it runs, and so needs a compiler there."""
+    """Whether it compiles its kernels on the machine where it runs, which needs a compiler."""
     flags: ClassVar[AdviceFlags] = AdviceFlags()
     noted: ClassVar[NotedOptions] = NotedOptions()
     runs_engine: ClassVar[str | None] = None
-    """The id of the engine that it starts for the work: figures of that one are figures of both."""
+    """The id of the engine that it starts internally: measurements of that one apply to both."""
     table_names: ClassVar[TableNames | None] = None
     estimate: ClassVar[EstimateTraits] = EstimateTraits()
     metric_names: ClassVar[MetricNames | None] = None
-    """`None`: it reports nothing of its load that an autoscaler could read."""
+    """`None`: it reports no load metrics for an autoscaler."""
     container: ClassVar[ContainerTraits] = ContainerTraits()
     dynamo: ClassVar[DynamoWorker | None] = None
     """`None`: Dynamo has no worker for it."""
@@ -299,25 +300,24 @@ class Engine:
     """`None`: Ray Serve LLM does not run it."""
     cloned: ClassVar[ClonedProgram | None] = None
     node_starter: ClassVar[str | None] = None
-    """What starts its ranks on several nodes, where its own command on each of them does not."""
+    """The launcher that starts its ranks on several nodes, if its own command does not."""
 
     def at(self, version: str) -> Engine:
-        """The same engine in another version: launch lines and plans are those of that version."""
+        """Return the same engine in another version; launch commands and plans are then for that version."""
         one = copy.copy(self)
         one.version, one.is_version_named = version, True
         return one
 
     @property
     def pinned_version(self) -> str | None:
-        """The version that bedplate installs by itself."""
+        """The version that bedplate installs by default."""
         return type(self).version
 
     def version_of(self, plan: Plan) -> str | None:
-        """The version that a plan was made for."""
         return self.version if plan.engine_version in NO_VERSION else plan.engine_version
 
     def options_version(self, version: str | None) -> str | None:
-        """The checked version whose options hold for `version`: itself, else the newest before it, else the oldest."""
+        """The checked version whose options apply: `version` itself, else the newest before it, else the oldest."""
         known = [one for one in (self.pinned_version, *self.checked_versions) if one is not None]
         if version is None or not known or version in known:
             return version if version in known else self.pinned_version
@@ -325,20 +325,26 @@ class Engine:
         return max(before, key=_numbers) if before else min(known, key=_numbers)
 
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-        """Why it cannot run here, or not this model or task; `None`: it can. Whether it should is for the rules."""
+        """Why it cannot run this model or task here; `None`: it can. The rules decide whether it should."""
         if hardware.os not in self.systems:
-            return self.refusal("impossible", f"does not run on {hardware.os}", f"{_either(self.systems)}")
+            return self.refusal(
+                "impossible", f"does not run on {hardware.os}", f"a machine with {_either(self.systems)}"
+            )
         if self.target(hardware) is None:
             return self._no_hardware(hardware)
         if workload.task not in self.tasks:
-            return self.refusal("impossible", f"does not serve models that {workload.task}", self.strength)
+            return self.refusal(
+                "impossible", f"does not support the task {workload.task}", f"a model to {_either(self.tasks)}"
+            )
         if model.format not in (*self.formats, *self.converts, "facts"):
             loads = _either(tuple(name.upper() if len(name) < 5 else name for name in self.formats))
-            return self.refusal("impossible", f"loads {loads}, not {model.format}", "the same model in such a format")
+            return self.refusal(
+                "impossible", f"loads {loads}, not {model.format}", "the same model in a supported format"
+            )
         return None
 
     def target(self, hardware: Hardware) -> Target | None:
-        """What it would compute on here: accelerators before the CPU; `None` where there is neither."""
+        """The accelerators or else the CPU of this machine that it would use; `None`: it supports neither."""
         cards = cards_of(hardware, self.vendors)
         first = cards[0] if cards else None
         chip = chip_of(first) if first is not None else None
@@ -354,16 +360,16 @@ class Engine:
         return Target(device="cpu", count=1) if self.cpu else None
 
     def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
-        """The forms in which it can be given the model on this target, the most faithful first.
+        """The weight formats in which it can load the model on this target, the most faithful first.
 
-        Files that are quantized already are taken as they are.
+        Files that are already quantized are loaded as they are.
         """
         if model.format in self.formats:
             return (Weights(label=model.quantization or "BF16", made="as it is", format=model.format),)
         return ()
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        """The largest settings that serve this work here, whether or not they fit."""
+        """The largest settings for this workload on this machine, whether or not they fit."""
         target = self.target(hardware)
         asked = workload.in_flight()
         stated = workload.concurrency is not None or workload.users > 1
@@ -392,15 +398,15 @@ class Engine:
         return max(share, SHARE_MARGIN)
 
     def cache_bits(self, model: Model) -> int:
-        """Of each key and value on a host, as long as nobody asks for fewer."""
+        """Bits of each key and value in host memory, unless fewer are requested."""
         return 16
 
     def overhead_bytes(self, model: Model, settings: Settings) -> float:
-        """What it takes on its host beside weights and cache."""
+        """Host memory in addition to weights and KV cache."""
         return self.uses.process_bytes + self.activation_bytes(model, settings.context_tokens)
 
     def activation_bytes(self, model: Model, prompt_tokens: int) -> float:
-        """What computing a prompt holds at once, 16-bit, on a device that has all of the width."""
+        """Memory for 16-bit activations during prefill, on a device that holds the full width."""
         tokens = min(prompt_tokens, self.uses.prefill_tokens or prompt_tokens)
         width = model.intermediate_size or 4 * (model.hidden_size or 0)
         if model.num_experts_active and model.moe_intermediate_size:
@@ -410,7 +416,7 @@ class Engine:
         return 2.0 * (tokens * rows + logits)
 
     def launch(self, plan: Plan, port: int) -> Launch:
-        """The exact command on a machine that has it installed, what to do before, and how to tell that it is ready."""
+        """The command on a machine where it is installed, the preparation steps, and the health path."""
         raise NotImplementedError
 
     def needs_stable_key(self, version: str) -> bool:
@@ -418,103 +424,103 @@ class Engine:
         return False
 
     def recipe_for(self, device: Device) -> Recipe | None:
-        """The recipe for what the plan computes on, where packages differ."""
+        """The recipe for this device, if packages differ by device."""
         return self.recipe
 
     def requirements(self, settings: Settings) -> tuple[str, ...]:
-        """What `uv pip install` is given for what the plan computes on; a recipe's packages, unless cards differ."""
+        """Arguments of `uv pip install` for the plan's device: its recipe's packages, unless they differ by GPU."""
         recipe = self.recipe_for(settings.device)
         return recipe.packages if recipe is not None else ()
 
     def variants(self, hardware: Hardware, device: Device) -> tuple[Variant, ...]:
-        """How `build` is configured for this machine, the best first; none where it cannot be built for it."""
+        """Configurations of `build` for this machine, the best first; empty: it cannot be built here."""
         return ()
 
     def by_hand(self, plan: Plan) -> tuple[Preparation, ...]:
-        """Those steps of a launch that build the engine itself, which nobody takes who has a build already."""
+        """The preparation steps that build the engine itself; not needed if a build exists."""
         return ()
 
     def connections(self, settings: Settings) -> int | None:
-        """How many connections its HTTP server answers at once; `None`: as many as come."""
+        """Maximum number of concurrent connections of its HTTP server; `None`: no limit."""
         return None
 
     def beside_others(self, settings: Settings) -> dict[str, str]:
-        """Variables for one of several of it on the same processors, which would otherwise take the same ones."""
+        """Environment variables for one of several replicas that would otherwise use the same cores."""
         return {}
 
     def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch | None:
-        """The command of one node of several; `None`: it does not divide a model among nodes."""
+        """The command on one of several nodes; `None`: it does not distribute a model over nodes."""
         return None
 
     def advice_flags(self, device: str | None) -> AdviceFlags:
-        """The flags on this device, where names differ by it."""
+        """The options for this device, if their names differ by device."""
         return self.flags
 
     def is_current(self, version: str, backend: str) -> bool:
-        """Whether a published figure is of a version that the fitted efficiencies are for, and not of an older one."""
+        """Whether the fitted efficiencies apply to this version of a published measurement, or it is older."""
         return True
 
     def noted_chunk(self, notes: Mapping[str, str], scenario: str) -> int | None:
-        """Prompt tokens computed at once, by the notes of a published row; `None`: as usual."""
+        """Prefill chunk size by the notes of a published row; `None`: the default."""
         return None
 
     def noted_fusion(self, notes: Mapping[str, str], current: bool) -> bool:
-        """Whether attention was fused, by the notes of a published row."""
+        """Whether flash attention was used, by the notes of a published row."""
         return True
 
     def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
-        """The image that its project publishes for a device; `None`: one is built of the recipe, where that can be."""
+        """The image that its project publishes for a device; `None`: an image is built from the recipe if possible."""
         return None
 
     def in_container(self, launch: Launch, image: str) -> Launch:
-        """The launch as it reads inside of the image, where programs or folders differ."""
+        """The launch inside the image, if program names or folders differ there."""
         return launch
 
     def container_files(self, plan: Plan) -> dict[str, str]:
-        """Files that its launch names, by name."""
+        """Contents by name of the files that its launch refers to."""
         return {}
 
     def stop_options(self, seconds: int) -> tuple[str, ...]:
-        """Options by which it finishes within so many seconds what it has begun when it is asked to end."""
+        """Options that give running requests this many seconds to finish on SIGTERM."""
         return ()
 
     def health_command(self, url: str) -> tuple[str, ...]:
-        """A command of the image that succeeds when the server answers."""
+        """A command in the image that succeeds if the server responds."""
         return ("python3", "-c", f"import urllib.request as web; web.urlopen('{url}', timeout=8)")
 
     def store_step(self, plan: Plan) -> StoreStep | None:
-        """How the model gets into the engine's own store; `None`: it serves files as they are."""
+        """How the model is added to the engine's model store; `None`: it serves files directly."""
         return None
 
     def container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
-        """How weights are converted in a container, where the steps of the launch do not run there as they are."""
+        """How weights are converted in a container, if the steps of the launch do not work there."""
         return None
 
     def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
-        """What a Dynamo worker is given for its role: worker, prefill or decode."""
+        """Options of a Dynamo worker for its role: worker, prefill or decode."""
         return ()
 
     def dynamo_files(self, plan: Plan, role: str) -> dict[str, str]:
-        """The files of `container_files`, as a Dynamo worker of this role wants them."""
+        """The files of `container_files` for a Dynamo worker of this role."""
         return self.container_files(plan)
 
     def installation(self) -> tuple[Preparation, ...]:
         if self.recipe is None:
             return ()
-        what, where = " ".join(self.recipe.packages), "an environment of its own"
+        what, where = " ".join(self.recipe.packages), OWN_ENVIRONMENT
         download, disk = self.recipe.download_bytes, self.recipe.disk_bytes
         return (Preparation(kind="install", what=what, where=where, download_bytes=download, disk_bytes=disk),)
 
     def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
-        """What `bedplate tune` may turn of it here; none: it is not tuned."""
+        """Settings that `bedplate tune` may change on this machine; empty: it is not tuned."""
         return ()
 
     def drafting(self, model: str) -> tuple[str, ...]:
-        """The options by which a small model of the same tokens guesses ahead; none: it cannot."""
+        """Options for speculative decoding with a draft model of the same vocabulary; empty: not supported."""
         return ()
 
     def progress(self, line: str) -> float | None:
-        """How much of the model is loaded, when this log line says so."""
+        """The loaded share of the model, if this log line reports it."""
         return None
 
     def explain(self, log: str) -> Failure | None:
@@ -522,7 +528,7 @@ class Engine:
         return None
 
     def read(self, metrics: str) -> EngineState:
-        """The engine's state from its own Prometheus text."""
+        """The engine's load from its own metrics."""
         return EngineState()
 
     def refusal(self, kind: str, why: str, hint: str | None = None) -> Refusal:
@@ -533,13 +539,14 @@ class Engine:
         if any(card.vendor in self.vendors for card in hardware.accelerators):
             least = ".".join(map(str, self.capability))
             return self.refusal(
-                "impossible", f"its kernels need compute capability {least} or newer", "a newer NVIDIA GPU"
+                "impossible", f"its kernels need compute capability {least} or higher", "a newer NVIDIA GPU"
             )
-        return self.refusal("impossible", f"needs {_article(whose)} {whose} GPU", self.strength)
+        gpu = f"{_article(whose)} {whose} GPU"
+        return self.refusal("impossible", f"needs {gpu}", gpu)
 
 
 def cards_of(hardware: Hardware, vendors: Iterable[str]) -> list[Accelerator]:
-    """The GPUs of these vendors; chips that are made for neural networks alone run none of these engines."""
+    """The GPUs of these vendors; dedicated neural-network accelerators run none of these engines."""
     return [card for card in hardware.accelerators if card.vendor in vendors and not _is_special(card)]
 
 
@@ -549,14 +556,14 @@ def _is_special(card: Accelerator) -> bool:
 
 
 def everyday_context(model: Model, workload: Workload) -> int:
-    """The longest request where cache is set aside for it: as asked, else what most conversations stay below."""
+    """The context length to reserve KV cache for: as requested, else enough for most conversations."""
     asked = workload.context_tokens
-    wanted = asked if asked is not None else max(workload.request_tokens, EVERYDAY_CONTEXT)
-    return min(wanted, model.max_context or EVERYDAY_CONTEXT)
+    wanted = asked if asked is not None else max(workload.request_tokens, DEFAULT_CONTEXT_TOKENS)
+    return min(wanted, model.max_context or DEFAULT_CONTEXT_TOKENS)
 
 
 def known_failure(log: str, known: Iterable[tuple[str, Failure]]) -> Failure | None:
-    """The first of these patterns that the log shows; what its groups found is put into the words."""
+    """The failure of the first pattern that the log matches; its named groups fill in the message."""
     for pattern, failure in known:
         if found := re.search(pattern, log):
             words = found.groupdict()
@@ -567,18 +574,18 @@ def known_failure(log: str, known: Iterable[tuple[str, Failure]]) -> Failure | N
 
 
 def made_path(plan: Plan) -> str:
-    """Where a conversion puts the model: beside whoever runs the command."""
+    """The output path of a conversion, relative to the working directory."""
     name = f"{plan.model.short_name}-{plan.weights.label}"
     return f"{name}.gguf" if plan.weights.format == "gguf" else name
 
 
 def source_folder(plan: Plan) -> str:
-    """The folder with the original weights that a conversion reads."""
+    """The folder with the original weights, the input of a conversion."""
     return plan.model_path if plan.model.files else plan.model.short_name
 
 
 def fetching(plan: Plan) -> tuple[Preparation, ...]:
-    """The download of original weights that are not here, for tools that take a folder and no hub id."""
+    """The download of missing original weights, for tools that need a folder instead of a hub id."""
     if plan.model.files:
         return ()
     folder, size = source_folder(plan), plan.model.weight_bytes
@@ -591,7 +598,7 @@ def fetching(plan: Plan) -> tuple[Preparation, ...]:
 
 
 def installing_within(helper: Engine) -> tuple[Preparation, ...]:
-    """The environment of another engine, which a step of this one's plan runs in."""
+    """The installation of another engine, in whose environment a step of this plan runs."""
     return tuple(msgspec.structs.replace(step, within=helper.id) for step in helper.installation())
 
 

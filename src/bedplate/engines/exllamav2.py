@@ -25,13 +25,13 @@ from bedplate.values.tuning import Knob
 
 BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
 CONVERT_WEIGHTS_S, CONVERT_LAYER_S, CONVERT_START_S = 2.5e6, 5.0, 12.0
-# Without flash-attn, version 0.3.2 takes PyTorch's attention for reading prompts and calibrating, and gives it no mask
-# (attn.py, _attn_torch): each token sees those after it, and the text is nonsense. Its plain attention has one.
+# Without flash-attn, version 0.3.2 uses PyTorch's attention for prefill and calibration without a causal mask (attn.py,
+# _attn_torch), and generates nonsense. Its plain attention has the mask.
 MASKED = {"EXLLAMA_NO_SDPA": "1"}
 WIDTH_STEP = 32
-COMPILE_CORE_S, COMPILED = 2160.0, "2.3 min with 16 jobs beside an H200"
-# Of exllamav2/architecture.py in 0.3.2, as the `model_type` that configurations of these classes carry. It takes any
-# other class for a Llama, and computes nonsense where it is none.
+COMPILE_CORE_S, COMPILE_BASIS = 2160.0, "measured on a machine with an H200: 2.3 min with 16 jobs"
+# `model_type` values of the classes in exllamav2/architecture.py of 0.3.2. It loads any other class as a Llama, and
+# then generates nonsense.
 _MODEL_TYPES = """
 cohere cohere2 dbrx gemma gemma2 gemma3 glm4 gpt2 gpt_bigcode granite index internlm2 llama minicpm mistral mistral3
 mixtral orion phi3 qwen2 qwen2_5_vl qwen2_vl qwen3 qwen3_moe starcoder2
@@ -42,29 +42,29 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
         r"Insufficient VRAM for model and cache|torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory",
         Failure(
-            message="there was not enough memory on the cards for the model and its cache",
-            hint="ask for less: --context 4096, or fewer bits per weight",
+            message="there is not enough GPU memory for the model and its KV cache",
+            hint="reduce the need: --context 4096, or fewer bits per weight",
         ),
     ),
     (
         r"CUDA_HOME environment variable is not set|nvcc: not found|No such file or directory: '[^']*nvcc'",
         Failure(
-            message="its kernels are compiled here, and CUDA's compiler nvcc is missing",
-            hint="install the CUDA toolkit that matches the driver, and a C++ compiler",
+            message="ExLlamaV2 compiles its kernels on this machine, and the CUDA compiler nvcc is missing",
+            hint="install a C++ compiler and the CUDA toolkit that matches the driver",
         ),
     ),
     (
         r"Error building extension 'exllamav2_ext'",
         Failure(
-            message="its kernels did not compile",
-            hint="the log names the first error; memory may have run out: set MAX_JOBS to a smaller number",
+            message="the compilation of its kernels failed",
+            hint="see the first error in the log; if memory ran out, set MAX_JOBS to a smaller number",
         ),
     ),
     (
         r"## Could not find (?P<what>\S+)\.\* in model|Missing any of the following keys",
         Failure(
-            message="ExLlamaV2 does not find in this folder what a model of its architecture has",
-            hint="it may be newer than ExLlamaV2, whose last release is of July 2025: choose ExLlamaV3",
+            message="tensors that ExLlamaV2 expects for this architecture are missing from the folder",
+            hint="use --engine exllamav3: the model may be newer than the last release of ExLlamaV2, July 2025",
         ),
     ),
 )
@@ -74,7 +74,7 @@ class ExLlamaV2(ServedByBedplate):
     id = "exllamav2"
     name = "ExLlamaV2"
     spellings = ("exllama2", "exl2")
-    # The first part of the version is part of the name: the two generations share no format.
+    # The major version is part of the name: ExLlamaV2 and ExLlamaV3 have different formats.
     spelling_pattern = r"\s*exllama[\s_v-]*2\.[0-9]"
     version = "0.3.2"
     recipe = Recipe(
@@ -82,7 +82,7 @@ class ExLlamaV2(ServedByBedplate):
         programs=(("exllamav2-server", "exllamav2_server.py"), *SERVER),
         download_bytes=3_000_000_000,
         disk_bytes=7_000_000_000,
-        # Importing it compiles its kernels, which is a step of its own.
+        # Importing it compiles its kernels, which is a separate step.
         check="import importlib.util as u, torch, uvicorn, starlette; "
         "assert torch.cuda.is_available() and u.find_spec('exllamav2')",
     )
@@ -91,7 +91,7 @@ class ExLlamaV2(ServedByBedplate):
     vendors = ("nvidia",)
     built_for = ("cuda",)
     systems = ("linux", "windows")
-    # What PyTorch 2.11's wheels are built for.
+    # The oldest target of PyTorch 2.11's wheels.
     capability = (7, 5)
     ways = ("pipeline",)
     effort = 2
@@ -103,7 +103,7 @@ class ExLlamaV2(ServedByBedplate):
         structured_output="none",
         multi_node="none",
         server="bedplate's",
-        maintained="no release since July 2025; ExLlamaV3 took its place",
+        maintained="no release since July 2025; replaced by ExLlamaV3",
         source="exllamav2 0.3.2 (July 2025): architecture.py, generator/dynamic.py, conversion/convert_exl2.py",
     )
     uses = MemoryUse(
@@ -111,7 +111,7 @@ class ExLlamaV2(ServedByBedplate):
         device_bytes=600_000_000,
         prefill_tokens=2048,
         spread=0.6,
-        source="ExLlamaV2: max_input_len default; context and kernels assumed as for PyTorch",
+        source="ExLlamaV2: default of max_input_len; driver context and kernels assumed as for PyTorch",
     )
     max_slots = 1
     strength = "one to four RTX cards, one user"
@@ -121,7 +121,7 @@ class ExLlamaV2(ServedByBedplate):
         slots="--slots",
         cache_type="--cache-bits 8",
     )
-    # Its kernels are compiled at the first start: minutes of several cores.
+    # Its kernels are compiled at the first start, which takes minutes on several cores.
     container = ContainerTraits(start_s=900.0)
     compiles_kernels = True
 
@@ -129,13 +129,17 @@ class ExLlamaV2(ServedByBedplate):
         if refused := super().refuse(hardware, model, workload):
             return refused
         if model.architecture not in (*ARCHITECTURES, "unknown") and model.format != "facts":
-            return self.refusal("impossible", f"does not know the architecture {model.architecture}", "exllamav3 may")
+            return self.refusal(
+                "impossible",
+                f"does not support the architecture {model.architecture}",
+                "exllamav3, which may support it",
+            )
         if odd := _odd_widths(model):
-            why = f"needs widths that are multiples of {WIDTH_STEP}, and this model has {odd}"
-            return self.refusal("impossible", why, "another model; llama.cpp takes any width")
+            why = f"needs layer sizes that are multiples of {WIDTH_STEP}, and this model has {odd}"
+            return self.refusal("impossible", why, "another model, or llama.cpp, which supports any size")
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
-            why = f"takes 16-bit weights or GPTQ, not {model.quantization}"
+            why = f"loads 16-bit or GPTQ weights, not {model.quantization}"
             return self.refusal("impossible", why, "the same model in BF16, or as EXL2")
         return None
 
@@ -151,7 +155,7 @@ class ExLlamaV2(ServedByBedplate):
         return tuple(Weights(label=one, made="converted", format="exl2") for one in labels)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        # Its cache is set aside at the start, so that it must hold more than a usual request.
+        # Its KV cache is allocated at start-up, so it must hold more than an average request.
         settings = super().settle(hardware, model, workload)
         return replaced(settings, context_tokens=everyday_context(model, workload), threads=compile_jobs(hardware))
 
@@ -164,15 +168,15 @@ class ExLlamaV2(ServedByBedplate):
             argv += ["--cache-bits", "8"]
         env = kernels_env("exllamav2")
         if cards > 1:
-            # It fills one card after the other, of all that it sees.
+            # It fills one visible card after the other.
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) for number in range(cards))
-        steps = [*self.installation(), compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILED)]
+        steps = [*self.installation(), compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILE_BASIS)]
         if converted:
             steps += [*fetching(plan), _conversion(plan)]
         return landed(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), plan.settings)
 
     def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
-        # Without flash-attn it computes one request after another, and there is little else to turn.
+        # Without flash-attn it computes one request at a time, so there are no batching settings.
         return worth_turning([eight_bit_cache(plan, "cache.py of 0.3.2: ExLlamaV2Cache_Q8")])
 
     def explain(self, log: str) -> Failure | None:
@@ -180,17 +184,17 @@ class ExLlamaV2(ServedByBedplate):
 
 
 def _odd_widths(model: Model) -> str:
-    """Those that it cannot compute with: what comes out of a matrix is padded to 32 (linear.py, pad32), and what goes
-    into the next one is not; and weights of 3 and 5 bits are packed by 32 rows (cuda/q_matrix.cu)."""
+    """Layer sizes that it does not support. It pads the output of a matrix to 32 (linear.py, pad32), not the input of
+    the next one, and packs weights of 3 and 5 bits by 32 rows (cuda/q_matrix.cu)."""
     head = model.head_dim
     if head is None and model.hidden_size and model.num_heads:
         head = model.hidden_size // model.num_heads
     widths = {
         "a hidden size": model.hidden_size,
-        "an MLP's inner width": model.intermediate_size,
-        "an expert's inner width": model.moe_intermediate_size,
-        "queries together": head * model.num_heads if head and model.num_heads else None,
-        "keys together": head * model.num_kv_heads if head and model.num_kv_heads else None,
+        "an MLP size": model.intermediate_size,
+        "an expert size": model.moe_intermediate_size,
+        "a query size": head * model.num_heads if head and model.num_heads else None,
+        "a key size": head * model.num_kv_heads if head and model.num_kv_heads else None,
     }
     return " and ".join(f"{what} of {width}" for what, width in widths.items() if width and width % WIDTH_STEP)
 
@@ -209,12 +213,12 @@ def _conversion(plan: Plan) -> Preparation:
         kind="convert",
         what=f"{plan.model.name} to {bits} bits per weight",
         where=result,
-        # Twice: what it has done so far lies in the working folder until all is done.
+        # Twice: the working folder keeps the finished layers until the conversion is complete.
         disk_bytes=round(2 * (weights * float(bits) / 8 + kept)),
         seconds=estimate(
             CONVERT_START_S + CONVERT_LAYER_S * plan.model.num_layers + weights / CONVERT_WEIGHTS_S,
             0.7,
-            "203 s for SmolLM2-135M on an H200; it measures every layer first, then quantizes",
+            "measured on an H200: 203 s for SmolLM2-135M; it measures every layer, then quantizes",
         ),
         argv=tuple(argv),
     )

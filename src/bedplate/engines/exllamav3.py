@@ -25,22 +25,21 @@ from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal,
 from bedplate.values.record import estimate
 from bedplate.values.tuning import Knob
 
-OWN_SLOTS, CHUNK, CHUNKS = 256, 2048, (512, 1024, 2048, 4096)
-"""Of its generator; how long its cache is, it has to be told."""
-GRAPHED = 8
-"""Requests up to which a whole step is one CUDA graph (MAX_BSZ in modules/attention_fn/bc_attn.py, MAX_BSZN in
-modules/mlp.py of 1.6.5)."""
+ENGINE_DEFAULT_SLOTS, CHUNK, CHUNKS = 256, 2048, (512, 1024, 2048, 4096)
+"""Defaults of its generator; the KV cache size has no default."""
+GRAPH_BATCH_SIZE = 8
+"""Maximum number of requests for which a step is one CUDA graph (MAX_BSZ in modules/attention_fn/bc_attn.py, MAX_BSZN
+in modules/mlp.py of 1.6.5)."""
 _GRAPHS = "generator/generator.py of 1.6.5: max_batch_size; modules/attention_fn/bc_attn.py: MAX_BSZ; docs/gpu.md"
 BPW = ("8.0BPW", "6.0BPW", "5.0BPW", "4.0BPW", "3.5BPW", "3.0BPW", "2.5BPW")
 PAGE_TOKENS = 256
 WIDTH_STEP = 128
 COMPILE_JOBS = 6
 BYTES_PER_JOB = 3 << 30
-"""Of the host's memory, what compiling one of its larger files takes."""
-COMPILE_CORE_S, COMPILED = 4680.0, "4.5 to 5.4 min with 16 jobs, 13 min with 6, beside an H200"
+"""Host memory for the compilation of one of its larger files."""
+COMPILE_CORE_S, COMPILE_BASIS = 4680.0, "measured on a machine with an H200: 4.5 to 5.4 min with 16 jobs, 13 min with 6"
 CONVERT_WEIGHTS_S, CONVERT_LAYER_S, CONVERT_START_S = 7e6, 3.2, 18.0
-# Of exllamav3/architecture/architectures.py in 1.6.5, as the `model_type` that configurations of these classes carry.
-# Drafting models are left out.
+# `model_type` values of the classes in exllamav3/architecture/architectures.py of 1.6.5, without draft models.
 _MODEL_TYPES = """
 afmoe apertus arcee bailing_hybrid cohere cohere2 deepseek_v3 deepseek_v4 dots1 ernie4_5 ernie4_5_moe exaone4 gemma2
 gemma3 gemma3_text gemma4 gemma4_text gemma4_unified glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm5_next glm_moe_dsa
@@ -50,11 +49,11 @@ qwen2_5_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwe
 seed_oss smollm3 solar_open spark2_5 step3p5 step3p7
 """
 ARCHITECTURES = frozenset(_MODEL_TYPES.split())
-# Version 1.6.5 pads every matrix to multiples of 128 (modules/linear.py, pad_to). Attention, plain MLPs and experts cut
-# off again what was added (trim_padded_out); gated MLPs (modules/mlp.py, GatedMLP), delta nets and short convolutions
-# do not, and their result is wider than what it is added to (modules/transformer.py). The architectures here have none
-# of these, such as gpt-oss with its 2880; in all others the hidden size must divide. Heads and the MLP's inner width
-# may be anything: what reads them is padded likewise.
+# Version 1.6.5 pads every matrix to multiples of 128 (modules/linear.py, pad_to). Attention, plain MLPs and experts
+# trim the padding (trim_padded_out); gated MLPs (modules/mlp.py, GatedMLP), delta nets and short convolutions do not,
+# so that their output is wider than the residual that it is added to (modules/transformer.py). The architectures below
+# have none of these layers, such as gpt-oss with a hidden size of 2880; all others need a multiple of 128. Head sizes
+# and the inner size of the MLP are free: the next matrix is padded in the same way.
 _ANY_WIDTH = frozenset(
     ["apertus", "arcee", "gpt_oss", "minimax_m2", "mixtral", "nemotron_h", "qwen3_moe", "qwen3_vl_moe"]
 )
@@ -63,36 +62,36 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
         r"Insufficient VRAM in split for model and cache|torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory",
         Failure(
-            message="there was not enough memory on the cards for the model and its cache",
-            hint="ask for less: --context 4096, --concurrency 1, or fewer bits per weight",
+            message="there is not enough GPU memory for the model and its KV cache",
+            hint="reduce the need: --context 4096, --concurrency 1, or fewer bits per weight",
         ),
     ),
     (
         r"Unknown architecture (?P<what>\w+)",
         Failure(
-            message="this version of ExLlamaV3 does not know the architecture {what}",
-            hint="a newer one may: see whether bedplate has an update, or choose another engine with --engine",
+            message="this version of ExLlamaV3 does not support the architecture {what}",
+            hint="a newer version may support it: update bedplate, or choose another engine with --engine",
         ),
     ),
     (
         r"tensor a \((?P<has>\d+)\) must match the size of tensor b \((?P<gets>\d+)\) at non-singleton dimension 2",
         Failure(
-            message="ExLlamaV3 pads to multiples of 128: the model is {has} wide, and its layers became {gets}",
+            message="ExLlamaV3 pads to multiples of 128: the hidden size is {has}, and its layers return {gets}",
             hint="choose another engine with --engine, or a model whose hidden size is a multiple of 128",
         ),
     ),
     (
         r"CUDA_HOME environment variable is not set|nvcc: not found|No such file or directory: '[^']*nvcc'",
         Failure(
-            message="its kernels are compiled here, and CUDA's compiler nvcc is missing",
-            hint="install the CUDA toolkit that matches the driver, and a C++ compiler",
+            message="ExLlamaV3 compiles its kernels on this machine, and the CUDA compiler nvcc is missing",
+            hint="install a C++ compiler and the CUDA toolkit that matches the driver",
         ),
     ),
     (
         r"Error building extension 'exllamav3_ext'",
         Failure(
-            message="its kernels did not compile",
-            hint="the log names the first error; memory may have run out: set MAX_JOBS to a smaller number",
+            message="the compilation of its kernels failed",
+            hint="see the first error in the log; if memory ran out, set MAX_JOBS to a smaller number",
         ),
     ),
 )
@@ -102,7 +101,7 @@ class ExLlamaV3(ServedByBedplate):
     id = "exllamav3"
     name = "ExLlamaV3"
     spellings = ("exllama3", "exl3")
-    # The first part of the version is part of the name: the two generations share no format.
+    # The major version is part of the name: ExLlamaV2 and ExLlamaV3 have different formats.
     spelling_pattern = r"\s*exllama[\s_v-]*3\.[0-9]"
     version = "1.6.5"
     recipe = Recipe(
@@ -110,7 +109,7 @@ class ExLlamaV3(ServedByBedplate):
         programs=(("exllamav3-server", "exllamav3_server.py"), *SERVER),
         download_bytes=2_900_000_000,
         disk_bytes=6_800_000_000,
-        # Importing it compiles its kernels, which is a step of its own.
+        # Importing it compiles its kernels, which is a separate step.
         check="import importlib.util as u, torch, uvicorn, starlette; "
         "assert torch.cuda.is_available() and u.find_spec('exllamav3')",
     )
@@ -119,18 +118,18 @@ class ExLlamaV3(ServedByBedplate):
     vendors = ("nvidia",)
     built_for = ("cuda",)
     systems = ("linux", "windows")
-    # Turing has paths of its own in 1.6.5 (util/backend.py); PyTorch 2.11's wheels leave out what is older.
+    # Version 1.6.5 has code for Turing (util/backend.py); PyTorch 2.11's wheels do not support older GPUs.
     capability = (7, 5)
     ways = ("pipeline", "tensor")
     effort = 2
     features = Features(
         batching="continuous",
-        kv_cache="paged, prefixes shared; 2 to 8 bits",
+        kv_cache="paged, prefix cache; 2 to 8 bits",
         quantization="EXL3: 1 to 8 bits per weight",
-        hardware="NVIDIA from Turing on; AMD in its source, untried here",
+        hardware="NVIDIA from Turing on; AMD from source, not tested",
         structured_output="JSON schema (llguidance)",
         multi_node="none",
-        server="bedplate's; its makers point to TabbyAPI",
+        server="bedplate's; the project recommends TabbyAPI",
         maintained="active",
         source="exllamav3 1.6.5 (October 2026): README, model_init.py, generator/, architecture/architectures.py",
     )
@@ -139,7 +138,7 @@ class ExLlamaV3(ServedByBedplate):
         device_bytes=600_000_000,
         prefill_tokens=2048,
         spread=0.6,
-        source="ExLlamaV3: max_chunk_size default; context and kernels assumed as for PyTorch",
+        source="ExLlamaV3: default of max_chunk_size; driver context and kernels assumed as for PyTorch",
     )
     max_slots = 256
     strength = "one to four RTX cards, one user"
@@ -151,7 +150,7 @@ class ExLlamaV3(ServedByBedplate):
         cache_type="--cache-bits 8",
         batch_tokens="--chunk-tokens",
     )
-    # Its kernels are compiled at the first start: minutes of several cores.
+    # Its kernels are compiled at the first start, which takes minutes on several cores.
     container = ContainerTraits(start_s=900.0)
     compiles_kernels = True
 
@@ -159,16 +158,18 @@ class ExLlamaV3(ServedByBedplate):
         if refused := super().refuse(hardware, model, workload):
             return refused
         if model.architecture not in (*ARCHITECTURES, "unknown") and model.format != "facts":
-            return self.refusal("impossible", f"does not know the architecture {model.architecture}", self.strength)
+            return self.refusal(
+                "impossible", f"does not support the architecture {model.architecture}", "an engine that supports it"
+            )
         if model.architecture.startswith("gemma4") and re.search(r"\bE\dB\b", model.name, re.IGNORECASE):
-            return self.refusal("impossible", "does not run Gemma 4's small E models", "a larger Gemma 4")
+            return self.refusal("impossible", "does not support the small E models of Gemma 4", "a larger Gemma 4")
         width = model.hidden_size
         if width is not None and width % WIDTH_STEP and model.architecture not in _ANY_WIDTH:
             why = f"needs a hidden size that is a multiple of {WIDTH_STEP}, and this model's is {width}"
-            return self.refusal("impossible", why, "a wider or narrower model; exllamav2 takes multiples of 32")
+            return self.refusal("impossible", why, "a model with such a hidden size; exllamav2 needs a multiple of 32")
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
-            why = f"makes nothing of weights in {model.quantization} that serves this work"
+            why = f"has no conversion of {model.quantization} weights that suits this workload"
             return self.refusal("impossible", why, "the same model in BF16, or as EXL3")
         return None
 
@@ -176,7 +177,7 @@ class ExLlamaV3(ServedByBedplate):
         label = model.quantization or "BF16"
         if model.format == "exl3":
             return (Weights(label=label, made="as it is", format="exl3"),)
-        # Its converter unpacks FP8 and MXFP4; other packed weights it does not read.
+        # Its converter dequantizes FP8 and MXFP4; it does not read other quantized weights.
         if label not in (*SIXTEEN_BIT, "FP8", "MXFP4"):
             return ()
         labels: tuple[str, ...] = BPW[:1] if workload.precision_sensitive else BPW
@@ -185,7 +186,7 @@ class ExLlamaV3(ServedByBedplate):
         return tuple(Weights(label=one, made="converted", format="exl3") for one in labels)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        # Its cache is set aside at the start, so that it must hold more than a usual request.
+        # Its KV cache is allocated at start-up, so it must hold more than an average request.
         settings = super().settle(hardware, model, workload)
         return replaced(settings, context_tokens=everyday_context(model, workload), threads=compile_jobs(hardware))
 
@@ -197,7 +198,7 @@ class ExLlamaV3(ServedByBedplate):
             argv[argv.index("--model") + 1] = made_path(plan)
         argv += ["--cache-tokens", str(-(-settings.context_tokens // PAGE_TOKENS) * PAGE_TOKENS * settings.slots)]
         if has_own_defaults(settings):
-            argv[argv.index("--slots") + 1] = str(OWN_SLOTS)
+            argv[argv.index("--slots") + 1] = str(ENGINE_DEFAULT_SLOTS)
         if (cards := layout.tensor * layout.pipeline) > 1:
             argv += ["--cards", str(cards)]
         if layout.tensor > 1:
@@ -206,26 +207,26 @@ class ExLlamaV3(ServedByBedplate):
             argv += ["--cache-bits", "8"]
         if settings.batch_tokens is not None:
             argv += ["--chunk-tokens", str(settings.batch_tokens)]
-        steps = [*self.installation(), compilation("exllamav3", settings, COMPILE_CORE_S, COMPILED)]
+        steps = [*self.installation(), compilation("exllamav3", settings, COMPILE_CORE_S, COMPILE_BASIS)]
         if converted:
             steps += [*fetching(plan), _conversion(plan)]
         env = kernels_env("exllamav3")
         if not has_own_defaults(settings):
-            # Tokens become vectors on the host. From some batch on PyTorch divides that among all cores, which then
-            # wait for each other in a loop: slower, with eight cores busy (docs/gpu.md).
+            # Token embeddings are computed on the host. For larger batches PyTorch uses all cores, which then spin:
+            # slower, with eight busy cores (docs/gpu.md).
             env["OMP_NUM_THREADS"] = "1"
         return landed(Launch(argv=tuple(argv), env=env, prepare=tuple(steps)), settings)
 
     def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
         settings, asked = plan.settings, plan.workload.in_flight()
         chunk = settings.batch_tokens or CHUNK
-        found = slots_knob(plan, {1, GRAPHED, asked, 2 * asked}, own=None, source=_GRAPHS)
-        # Above that many a step's kernels are started one by one, which the card waits for.
-        crowded = settings.slots > GRAPHED
+        found = slots_knob(plan, {1, GRAPH_BATCH_SIZE, asked, 2 * asked}, own=None, source=_GRAPHS)
+        # With more requests kernels are launched one by one, and the GPU waits for the launches.
+        crowded = settings.slots > GRAPH_BATCH_SIZE
         return worth_turning([
-            replaced(found, first=(str(GRAPHED),), prior=0.7) if crowded else found,
+            replaced(found, first=(str(GRAPH_BATCH_SIZE),), prior=0.7) if crowded else found,
             Knob(
-                name="chunk", meaning="tokens of a prompt that are computed in one go", now=str(chunk), own=str(CHUNK),
+                name="chunk", meaning="prefill chunk size in tokens", now=str(chunk), own=str(CHUNK),
                 own_choice=str(CHUNK), ordered=True, risk=("memory",), prior=0.25, limits=("compute", "scheduler"),
                 choices=field_scale({*CHUNKS, chunk}, "batch_tokens"),
                 source="generator/generator.py of 1.6.5: max_chunk_size",
@@ -238,24 +239,24 @@ class ExLlamaV3(ServedByBedplate):
 
 
 def compile_jobs(hardware: Hardware) -> int:
-    """As many compilers at once as there are cores and memory for."""
+    """Number of parallel compiler processes for the available cores and memory."""
     most = hardware.memory.available_bytes // BYTES_PER_JOB
     return max(1, min(int(hardware.cpu.allowed_cores), most))
 
 
 def kernels_env(package: str) -> dict[str, str]:
-    """Where PyTorch finds the compiled kernels, from the folder that the launch runs in."""
+    """The environment variable for the folder of the compiled kernels, relative to the working directory."""
     return {"TORCH_EXTENSIONS_DIR": _kernels(package)}
 
 
 def compilation(package: str, settings: Settings, core_seconds: float, basis: str) -> Preparation:
-    """The first import compiles the package's kernels; better here than while somebody waits for the first answer."""
+    """The step that compiles the package's kernels, which the first request would otherwise wait for."""
     jobs = settings.threads or COMPILE_JOBS
     where = _kernels(package)
     lines = (*_with_kernels(package), f"import {package}")
     return Preparation(
         kind="build",
-        what=f"{package}'s CUDA kernels; wants nvcc and a C++ compiler",
+        what=f"CUDA kernels of {package}; needs nvcc and a C++ compiler",
         where=where,
         seconds=estimate(core_seconds / jobs, 0.5, basis),
         disk_bytes=500_000_000,
@@ -264,7 +265,7 @@ def compilation(package: str, settings: Settings, core_seconds: float, basis: st
 
 
 def module_argv(package: str, module: str, env: Mapping[str, str] | None = None) -> list[str]:
-    """`python -m` with the kernels that are compiled already: without, the import would compile them again."""
+    """A command like `python -m` that uses the compiled kernels; otherwise the import would compile them again."""
     also = [f'os.environ["{name}"] = "{value}"' for name, value in (env or {}).items()]
     run = ("import runpy", f'runpy.run_module("{package}.{module}", run_name="__main__")')
     lines = (*_with_kernels(package), *also, *run)
@@ -283,7 +284,7 @@ def _conversion(plan: Plan) -> Preparation:
     bits, result = plan.weights.label.removesuffix("BPW"), made_path(plan)
     model = plan.model
     weights = model.parameters + model.vision_parameters
-    # The embedding stays in 16 bits.
+    # The embedding is not quantized.
     kept = 2 * (model.vocab_size or 0) * (model.hidden_size or 0)
     argv = [*module_argv("exllamav3", "conversion.convert_model"), "--in_dir", source_folder(plan)]
     argv += ["--work_dir", f"{result}-work", "--out_dir", result, "--bits", bits]
@@ -291,12 +292,12 @@ def _conversion(plan: Plan) -> Preparation:
         kind="convert",
         what=f"{model.name} to {bits} bits per weight",
         where=result,
-        # Twice: what it has done so far lies in the working folder until all is done.
+        # Twice: the working folder keeps the finished layers until the conversion is complete.
         disk_bytes=round(2 * (weights * float(bits) / 8 + kept)),
         seconds=estimate(
             CONVERT_START_S + CONVERT_LAYER_S * model.num_layers + weights / CONVERT_WEIGHTS_S,
             0.7,
-            "its README: a few hours for 70 B on one card; an H200: 134 s for 30 layers of a small model, 26 s for 2",
+            "its README: a few hours for 70 B on one GPU; measured on an H200: 134 s for 30 small layers, 26 s for 2",
         ),
         argv=tuple(argv),
     )

@@ -1,4 +1,4 @@
-"""Knobs as plans have them: from chosen values to a plan, and from a plan's own words to its command line. Pure."""
+"""Tunable settings: apply chosen values to a plan, and apply a plan's tuned options to its command line."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ SPIN = (
     Choice(value="active", variables=(("OMP_WAIT_POLICY", "active"),), restless=True),
     Choice(value="passive", variables=(("OMP_WAIT_POLICY", "passive"),)),
 )
-"""How OpenMP's threads wait for each other."""
+"""Whether idle OpenMP threads spin or block."""
 
 
 def choice_of(knob: Knob, value: str) -> Choice:
     found = next((one for one in knob.choices if one.value == value), None)
     if found is None:
         known = ", ".join(one.value for one in knob.choices)
-        raise BadQuestion(f"{knob.name} has no value {value!r}", hint=f"there are {known}")
+        raise BadQuestion(f"{knob.name} has no value {value!r}", hint=f"choose one of {known}")
     return found
 
 
 def turned_plan(plan: Plan, knobs: Iterable[Knob], values: Mapping[str, str]) -> Plan:
-    """The plan with these knobs turned; those that stand where they stood change nothing."""
+    """The plan with these values of its settings; values that are already set change nothing."""
     chosen = [
         (knob, choice_of(knob, values[knob.name])) for knob in knobs if values.get(knob.name, knob.now) != knob.now
     ]
@@ -56,20 +56,20 @@ def turned_plan(plan: Plan, knobs: Iterable[Knob], values: Mapping[str, str]) ->
 
 
 def draft_knob(options: Sequence[str], model: str) -> Knob:
-    """Whether a small model of the same tokens guesses ahead."""
+    """The setting for speculative decoding with a draft model of the same vocabulary."""
     name = PurePath(model).name
     return Knob(
-        name="draft", meaning=f"{name} guesses the next tokens, and they are checked together", now="off", own="off",
+        name="draft", meaning=f"speculative decoding with {name} as draft model", now="off", own="off",
         choices=(Choice(value="off"), Choice(value=name, options=tuple(options))),
         limits=("memory bandwidth", "runtime overhead"), risk=("answers", "memory", "start"), prior=0.5,
-        source="asked for",
+        source="requested",
     )  # fmt: skip
 
 
 def build_knob() -> Knob:
-    """Offered where a build for this machine is there already: making one takes longer than all the rest."""
+    """The setting for a native build. Offered only if one exists: a build takes longer than all trials."""
     return Knob(
-        name="build", meaning="the ready-made engine, or the one that was built for this machine", now="packages",
+        name="build", meaning="the packaged engine, or the one built for this machine", now="packages",
         own="packages", own_choice="packages",
         choices=(Choice(value="packages"), Choice(value="native", native=True)),
         limits=("compute", "memory bandwidth", "runtime overhead"), risk=("answers", "start"), prior=0.8,
@@ -78,11 +78,11 @@ def build_knob() -> Knob:
 
 
 def slots_knob(plan: Plan, counts: Iterable[int], *, own: int | None, source: str, prior: float = 0.2) -> Knob:
-    """For engines whose plan says how many they compute at once."""
+    """The setting for engines whose plan specifies the number of concurrent requests."""
     now = plan.settings.slots
     known = {now, *(one for one in (*counts, own) if one is not None and one > 0)}
     return Knob(
-        name="slots", meaning="requests that are computed at once; others wait", now=str(now), own=str(own or "none"),
+        name="slots", meaning="concurrent requests; others wait", now=str(now), own=str(own or "none"),
         own_choice=None if own is None else str(own), ordered=True,
         choices=field_scale(known, "slots"),
         limits=("scheduler", "KV cache", "runtime overhead"), risk=("memory",), prior=prior, source=source,
@@ -90,19 +90,19 @@ def slots_knob(plan: Plan, counts: Iterable[int], *, own: int | None, source: st
 
 
 def threads_knob(plan: Plan, cores: int, *, own: str, source: str, prior: float = 0.2) -> Knob:
-    """For engines whose server takes `--threads`."""
+    """The setting for engines whose server has `--threads`."""
     counts = {max(1, cores // 2), cores, 2 * cores, plan.settings.threads or cores}
     return Knob(
-        name="threads", meaning="threads that compute", now=str(plan.settings.threads or cores), own=own,
+        name="threads", meaning="threads", now=str(plan.settings.threads or cores), own=own,
         choices=scale(counts, "--threads"), ordered=True, prior=prior, source=source,
         limits=("compute", "memory bandwidth", "runtime overhead"),
     )  # fmt: skip
 
 
 def eight_bit_cache(plan: Plan, source: str) -> Knob:
-    """For engines whose plan may store the cache in 8 bits."""
+    """The setting for engines that support an 8-bit KV cache."""
     return Knob(
-        name="kv-type", meaning="what the cache is stored in", own="16 bits", own_choice="16 bits",
+        name="kv-type", meaning="type of the KV cache", own="16 bits", own_choice="16 bits",
         now="8 bits" if plan.settings.kv_type == "fp8" else "16 bits",
         choices=(Choice(value="16 bits", settings=(("kv_type", "16-bit"),)),
                  Choice(value="8 bits", settings=(("kv_type", "fp8"),))),
@@ -127,7 +127,7 @@ def has_own_defaults(settings: Settings) -> bool:
 
 
 def landed(launch: Launch, settings: Settings) -> Launch:
-    """The launch with what tuning found in the place of what the plan says of the same options."""
+    """The launch with the tuned options and variables, which replace those of the plan."""
     turned = settings.turned
     if turned is None or turned.own_defaults:
         return launch
@@ -136,17 +136,17 @@ def landed(launch: Launch, settings: Settings) -> Launch:
 
 
 def merged(argv: Sequence[str], options: Sequence[str], without: Sequence[str] = ()) -> tuple[str, ...]:
-    """A command line whose options of the same name are replaced; the last of several counts."""
+    """A command line with these options, which replace those of the same name; the last of several wins."""
     head, groups = _grouped(argv)
     _, more = _grouped(options)
     new = {group[0]: group for group in more}
-    gone = {*new, *without, *(_opposite(name) for name in new)}
-    kept = [group for group in groups if group[0] not in gone]
+    removed = {*new, *without, *(_opposite(name) for name in new)}
+    kept = [group for group in groups if group[0] not in removed]
     return (*head, *(word for group in (*kept, *new.values()) for word in group))
 
 
 def _grouped(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """What comes before the first long option, and each of these with its values."""
+    """The words before the first long option, and each long option with its values."""
     head: list[str] = []
     groups: list[list[str]] = []
     for word in words:
@@ -164,7 +164,7 @@ def _opposite(option: str) -> str:
 
 
 def scale(values: Iterable[int], option: str, *more: str) -> tuple[Choice, ...]:
-    """Numbers as choices of one or several options of the command line."""
+    """Choices of these numbers for one or several command-line options."""
     return tuple(
         Choice(value=str(value), options=tuple(word for name in (option, *more) for word in (name, str(value))))
         for value in sorted(set(values))
@@ -172,10 +172,10 @@ def scale(values: Iterable[int], option: str, *more: str) -> tuple[Choice, ...]:
 
 
 def field_scale(values: Iterable[int], field: str) -> tuple[Choice, ...]:
-    """Numbers as choices of one field of `Settings`."""
+    """Choices of these numbers for one field of `Settings`."""
     return tuple(Choice(value=str(value), settings=((field, value),)) for value in sorted(set(values)))
 
 
 def variable_scale(values: Iterable[int], variable: str) -> tuple[Choice, ...]:
-    """Numbers as choices of one environment variable."""
+    """Choices of these numbers for one environment variable."""
     return tuple(Choice(value=str(value), variables=((variable, str(value)),)) for value in sorted(set(values)))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import ClassVar
 
-from bedplate.engines.base import EVERYDAY_CONTEXT as EVERYDAY_CONTEXT
+from bedplate.engines.base import DEFAULT_CONTEXT_TOKENS as DEFAULT_CONTEXT_TOKENS
 from bedplate.engines.base import (
     SIXTEEN_BIT,
     BorrowedLibrary,
@@ -49,25 +49,25 @@ from bedplate.values.tuning import Choice, Knob
 
 MIN_HTTP_THREADS = 96
 SPARE_HTTP_THREADS = 8
-"""The server gives each connection a thread, health checks included: with too few, a busy engine looks dead."""
+"""The server uses one thread per connection: with too few, health checks of a busy engine fail."""
 PROCESS_BYTES = 58_000_000
-"""Interpreter, library and threads, without model and scratch: what is left of the measured size (docs/memory.md)."""
+"""Interpreter, library and threads, without model and scratch buffers, as measured (docs/memory.md)."""
 SLOT_BYTES_PER_WORD = 24
 """For each slot and word of the vocabulary: logits, candidates and probabilities (docs/memory.md)."""
 MICRO_BATCH = 512
 COMPUTE_BYTES_PER_HIDDEN = 64
 """Scratch memory for each element of a micro-batch's hidden state: 17 MB at a hidden size of 576, by the log."""
 MAX_SLOTS = 256
-EVERYDAY_SLOTS = 4
-"""Clients send a second request (a title, a retry) beside the first; an idle slot costs memory but no time."""
+DEFAULT_SLOTS = 4
+"""Clients send a second request (a title, a retry) during the first; an idle slot costs memory but no time."""
 K_QUANTS = ("Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M")
-"""What llama-quantize makes of 16-bit weights, below Q8_0."""
+"""Types below Q8_0 that llama-quantize converts 16-bit weights to."""
 SMALL_BLOCKS = ("Q5_1", "Q4_1")
-"""Instead of them for rows that are no multiple of 256: K-quants take more bits there than their names say."""
+"""Used instead if rows are not a multiple of 256: K-quants then need more bits than their names say."""
 K_BLOCK = 256
 SOURCE = "llama_cpp_python-0.3.36"
 SOURCE_PACKAGE = "llama-cpp-python==0.3.36"
-"""The only package on the index with all of llama.cpp's source: server, converter and quantizer."""
+"""The only package on the index with the complete source of llama.cpp: server, converter and quantizer."""
 SOURCE_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 SOURCE_BYTES = 76_589_250
 TREE = f"{SOURCE}/vendor/llama.cpp"
@@ -76,9 +76,9 @@ IMAGES, IMAGE_BUILD = "ghcr.io/ggml-org/llama.cpp", "b11515"
 SERVER, QUANTIZER = "llama-server", "llama-quantize"
 CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
-    # One file for each program, which needs nothing of the folder that it was built in.
+    # Each program is one file that does not depend on the build folder.
     "-DBUILD_SHARED_LIBS=OFF",
-    # Its web page would be downloaded while it builds; HTTPS is for its own downloads, which bedplate does.
+    # The build would download the web UI. HTTPS is only for model downloads, which bedplate does.
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_BUILD_TESTS=OFF",
@@ -87,7 +87,7 @@ CMAKE_OPTIONS = (
 )
 BACKENDS: dict[Device, tuple[str, ...]] = {
     "cpu": (),
-    # Layers are spread over cards without it, and the program would need its library wherever it is.
+    # NCCL is not needed to split layers over cards, and the program would depend on its library.
     "cuda": ("-DGGML_CUDA=ON", "-DGGML_CUDA_NCCL=OFF"),
     "rocm": ("-DGGML_HIP=ON",),
     "xpu": ("-DGGML_VULKAN=ON",),
@@ -95,7 +95,7 @@ BACKENDS: dict[Device, tuple[str, ...]] = {
     "metal": (),
 }
 ANY_CUDA = ("-DCMAKE_CUDA_ARCHITECTURES=native",)
-"""For the cards that are there when it is built, instead of for a dozen generations."""
+"""Compile for the installed cards only, instead of for a dozen generations."""
 X86_OPTIONS = {
     "sse4_2": "GGML_SSE42",
     "avx": "GGML_AVX",
@@ -107,37 +107,38 @@ X86_OPTIONS = {
     "avx512_vnni": "GGML_AVX512_VNNI",
     "avx512_bf16": "GGML_AVX512_BF16",
 }
-"""Instruction sets by ggml's names: a build that leaves one out must name all the others."""
+"""ggml's names of instruction sets: a build that leaves one out must name all the others."""
 DEVICE_NAMES = {"cuda": "CUDA", "rocm": "ROCm", "xpu": "Vulkan", "vulkan": "Vulkan"}
 BUILD_CORE_SECONDS = 1200.0
 GPU_BUILD_CORE_SECONDS = 5040.0
-BUILD_BASIS = "built for an H200 on 12 cores in 7 min, for a CPU on 2 in 10"
+BUILD_BASIS = "measured: 7 min for an H200 on 12 cores, 10 min for a CPU on 2 cores"
 BUILD_DISK_BYTES = 400_000_000
 GPU_BUILD_DISK_BYTES = 1_500_000_000
-"""For the CPU as measured, 180 MB of source and 140 MB of objects and programs; for a GPU from above."""
+"""For the CPU as measured: 180 MB of source, 140 MB of objects and programs. For a GPU an upper bound."""
 CONVERT_START_S = 15.0
 CONVERT_BYTES_S = {"q8_0": 30e6}
 CONVERT_COPY_BYTES_S = 150e6
-"""Its converter quantizes in Python on one core; 16-bit weights it hardly touches."""
+"""The converter quantizes in Python on one core and copies 16-bit weights almost unchanged."""
 QUANTIZE_WEIGHTS_S_PER_CORE = 8e6
-OWN_SLOTS = 4
-"""What llama-server makes of `--parallel` where it is not given, with one cache for all (tools/server/server.cpp)."""
-REMADE = ("Q8_0", "F16", "Q4_0")
-"""Types that llama.cpp multiplies in blocks on CPUs (ggml-cpu: llamafile/sgemm.cpp, repack.cpp), the most faithful
-first; others, Q4_1 among them, go row by row. Made of a file's own weights: more bits bring nothing back. Q5_0 is one
-of them, too, and has to be unpacked: 1.1 times as fast as Q4_1, where Q8_0 was 1.4 times (docs/tune.md)."""
+ENGINE_DEFAULT_SLOTS = 4
+"""llama-server's default of `--parallel`, with a unified KV cache (tools/server/server.cpp)."""
+REQUANTIZED_TYPES = ("Q8_0", "F16", "Q4_0")
+"""Types for which llama.cpp has blocked matrix kernels on CPUs (ggml-cpu: llamafile/sgemm.cpp, repack.cpp), the most
+faithful first. Other types, such as Q4_1, are computed row by row. The weights are requantized from the file, so more
+bits do not restore precision. Q5_0 has such kernels too but must be dequantized: 1.1 times the speed of Q4_1, where
+Q8_0 had 1.4 times (docs/tune.md)."""
 MICRO_BATCHES = (64, 128, 256, 512, 1024, 2048)
 BATCHES = (256, 512, 1024, 2048, 4096)
-OWN_BATCH = 2048
-LEAST_BATCH = 128
+ENGINE_DEFAULT_BATCH = 2048
+MIN_BATCH = 128
 FEW_CORES = 4
-"""Below, a core that does not compute is missed at once; with many, memory may be what they wait for."""
+"""With fewer cores, one that does not compute is noticeable; with more, memory may be the bottleneck."""
 
 _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
         r"data is not within the file bounds|gguf_init_from_\w+: failed to read ",
         Failure(
-            message="the model file is damaged: it ends before its header says so",
+            message="the model file is damaged: it is shorter than its header says",
             hint="download it again, and check that the disk is not full",
         ),
     ),
@@ -145,64 +146,64 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
         r"invalid magic characters",
         Failure(
             message="the model file is not a GGUF file",
-            hint="give a .gguf file; `bedplate inspect FILE` says what a file is",
+            hint="specify a .gguf file; `bedplate inspect FILE` shows the type of a file",
         ),
     ),
     (
         r"unknown model architecture: '(?P<what>[^']+)'",
         Failure(
-            message="this build of llama.cpp does not know the architecture {what}",
-            hint="a newer build may: see whether bedplate has an update, or choose another engine with --engine",
+            message="this build of llama.cpp does not support the architecture {what}",
+            hint="a newer build may support it: update bedplate, or choose another engine with --engine",
         ),
     ),
     (
         r"unknown (?:pre-)?tokenizer(?: type)?:? '?(?P<what>[^'\s]+)",
         Failure(
-            message="this build of llama.cpp does not know the tokenizer {what}",
-            hint="a newer build may: see whether bedplate has an update",
+            message="this build of llama.cpp does not support the tokenizer {what}",
+            hint="a newer build may support it: update bedplate",
         ),
     ),
     (
         r"(?:failed to allocate|unable to allocate|cannot allocate memory|std::bad_alloc)",
         Failure(
-            message="there was not enough memory for the model and its cache",
-            hint="ask for less: --context 4096, --concurrency 1, or a smaller quantization",
+            message="there is not enough memory for the model and its KV cache",
+            hint="reduce the need: --context 4096, --concurrency 1, or a smaller quantization",
         ),
     ),
     (
         r"n_seq_max must be <= (?P<what>\d+)",
         Failure(
-            message="llama.cpp takes at most {what} requests at once",
-            hint="ask for fewer: --concurrency {what}",
+            message="llama.cpp supports at most {what} concurrent requests",
+            hint="specify --concurrency {what} or less",
         ),
     ),
     (
         r"failed to open GGUF file '(?P<what>.+)' \(Permission denied\)",
         Failure(
-            message="{what} may not be read",
+            message="no permission to read {what}",
             hint="change its permissions, or run bedplate as its owner",
         ),
     ),
     (
         r"failed to open GGUF file '(?P<what>.+)' \(No such file or directory\)",
         Failure(
-            message="{what} is not there any more",
-            hint="was it moved, or is its disk not mounted? name the file where it is now",
+            message="{what} does not exist any more",
+            hint="specify its new path if it was moved, or mount its disk",
         ),
     ),
     (
         r"std::system_error'\s+what\(\):\s+Resource temporarily unavailable",
         Failure(
-            message="it could not start its threads: a limit on processes or on memory was reached",
-            hint="raise the limit (ulimit -u, ulimit -v, or the container's own), or stop other programs",
+            message="llama.cpp could not start its threads: a limit on processes or memory was reached",
+            hint="raise the limit (ulimit -u, ulimit -v, or the limits of the container), or stop other programs",
             lasting=False,
         ),
     ),
     (
         r"couldn't bind HTTP server socket",
         Failure(
-            message="the private port was taken by another program in the same moment",
-            hint="start again; another port is chosen then",
+            message="another program took the engine's private port during the start",
+            hint="start again; bedplate then chooses another port",
             lasting=False,
         ),
     ),
@@ -224,17 +225,17 @@ class LlamaCpp(Engine):
     # Maxwell, "lowest CUDA 12 standard": ggml/src/ggml-cuda/CMakeLists.txt.
     capability = (5, 0)
     tasks = ("generate", "embed")
-    # Whole layers, one card after the other. Its modes `row` (all cache on one card) and `tensor` ("EXPERIMENTAL" in
-    # its own help) do not divide what a tensor-parallel fit would count on.
+    # Whole layers, one card after the other. Its modes `row` (all KV cache on one card) and `tensor` ("EXPERIMENTAL" in
+    # its help) do not divide the memory as a tensor-parallel fit assumes.
     ways = ("pipeline",)
     offloads = True
     effort = 1
     version = "2026.10.11549"
     recipe = Recipe(
         packages=("xllamacpp==2026.10.11549",),
-        # The wheel has the library and neither program.
+        # The wheel contains the library and neither of these programs.
         programs=((SERVER, "llama_server.py"), (QUANTIZER, "llama_quantize.py")),
-        # The wheel is built with OpenMP and leaves its runtime to the system; a minimal Debian has none.
+        # The wheel needs the OpenMP runtime of the system; a minimal Debian has none.
         libraries=(
             BorrowedLibrary(soname="libgomp.so.1", package="treelite==4.8.1", file="treelite.libs/libgomp-*.so*"),
         ),
@@ -257,7 +258,7 @@ class LlamaCpp(Engine):
         basis=BUILD_BASIS,
         brings=(("dotprod", "1.8 times the tokens per second on two Neoverse-N1 cores"),),
     )
-    # The server then tells its load progress on stdout, and ends when its stdin closes.
+    # The server then reports its load progress on stdout, and exits when its stdin closes.
     supervised_env: ClassVar[dict[str, str]] = {"LLAMA_SERVER_ROUTER_PORT": "1"}
     uses = MemoryUse(
         process_bytes=PROCESS_BYTES,
@@ -266,21 +267,21 @@ class LlamaCpp(Engine):
         spread=0.4,
         source="measured: docs/memory.md",
     )
-    # What the installed wheel computes on; for any other device a plan begins with a build.
+    # Devices that the installed wheel supports; for any other device the plan begins with a build.
     built_for = ("cpu", "metal")
     features = Features(
         batching="continuous, fixed slots",
-        kv_cache="one region per slot, prefix reuse within a slot",
+        kv_cache="one region per slot, prefix cache per slot",
         quantization="GGUF: 1.5 to 8 bits, MXFP4, NVFP4; cache in 8 or 4 bits",
-        hardware="CPU, NVIDIA, AMD, Apple, Intel, Vulkan; parts of a model may stay on the host",
+        hardware="CPU, NVIDIA, AMD, Apple, Intel, Vulkan; layers can be offloaded to the host",
         structured_output="JSON schema and GBNF grammars",
-        multi_node="by RPC, experimental",
+        multi_node="RPC, experimental",
         server="its own",
         maintained="active",
         source="llama.cpp b11549 (October 2026): tools/server/README.md, docs/build.md, common/arg.cpp",
     )
     max_slots = MAX_SLOTS
-    default_slots = EVERYDAY_SLOTS
+    default_slots = DEFAULT_SLOTS
     variable_prefixes = ("LLAMA_",)
     key_variable = "LLAMA_API_KEY"
     strength = "laptops, edge boxes and unusual hardware; little VRAM and much RAM"
@@ -301,14 +302,14 @@ class LlamaCpp(Engine):
     )
     noted = NotedOptions(slots="--parallel")
     metric_names = MetricNames(running="llamacpp:requests_processing", waiting="llamacpp:requests_deferred")
-    # On a CPU it took 1 to 3 s.
+    # Measured on a CPU: 1 to 3 s.
     container = ContainerTraits(start_s=10.0)
 
     def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or ("BF16" if model.format != "gguf" else "Q4_K_M")
         if model.format == "gguf" or (model.format == "facts" and label in GGUF_BITS):
             return (Weights(label=label, made="as it is", format="gguf"),)
-        # The converter keeps these types as they are: gpt-oss was trained in one, and the other has its own kernels.
+        # The converter keeps these types: gpt-oss was trained in MXFP4, and NVFP4 has its own kernels.
         if label in ("MXFP4", "NVFP4"):
             return (Weights(label=label, made="converted", format="gguf"),)
         if label in SIXTEEN_BIT:
@@ -317,7 +318,7 @@ class LlamaCpp(Engine):
         elif label == "FP8":
             labels = ("Q8_0", *_smaller(model))
         elif label in ("INT4", "GPTQ-INT4"):
-            # Unpacked to 16 bits first, so that more bits than it had would bring nothing back.
+            # Dequantized to 16 bits first, so that more bits than before would not restore precision.
             labels = _smaller(model)[-2:] if _smaller(model) == K_QUANTS else SMALL_BLOCKS[-1:]
         else:
             return ()
@@ -329,15 +330,15 @@ class LlamaCpp(Engine):
         stated = workload.concurrency is not None or workload.users > 1
         target = self.target(hardware)
         device = target.device if target is not None else "cpu"
-        slots = min(in_flight if stated else max(in_flight, EVERYDAY_SLOTS), MAX_SLOTS)
+        slots = min(in_flight if stated else max(in_flight, DEFAULT_SLOTS), MAX_SLOTS)
         return Settings(
             slots=slots,
             context_tokens=everyday_context(model, workload),
             threads=hardware.cpu.allowed_physical_cores,
             device=device,
-            # The output counts as a layer of its own.
+            # The output layer counts as one more layer.
             gpu_layers=0 if device == "cpu" else model.num_layers + 1,
-            batch_tokens=_one_prompt(model, workload, slots, LEAST_BATCH if device == "cpu" else MICRO_BATCH),
+            batch_tokens=_one_prompt(model, workload, slots, MIN_BATCH if device == "cpu" else MICRO_BATCH),
         )
 
     def overhead_bytes(self, model: Model, settings: Settings) -> float:
@@ -350,21 +351,22 @@ class LlamaCpp(Engine):
         argv = [f"{BUILD}/bin/{SERVER}" if built else SERVER]
         argv += ["--model", _gguf(plan), "--alias", plan.model.served_name]
         if has_own_defaults(settings):
-            # The ready-made library begins with one slot; the program that everybody starts, with these.
-            argv += ["--host", "127.0.0.1", "--port", str(port), "--parallel", str(OWN_SLOTS), "--kv-unified"]
+            # The library of the wheel starts with one slot; the released llama-server starts with these.
+            argv += ["--host", "127.0.0.1", "--port", str(port)]
+            argv += ["--parallel", str(ENGINE_DEFAULT_SLOTS), "--kv-unified"]
             return Launch(argv=(*argv, "--metrics"), prepare=self._preparation(plan, built))
         argv += ["--host", "127.0.0.1", "--port", str(port), "--threads-http", str(_http_threads(settings))]
-        # The server divides its context among the slots, so ask for all of it at once.
+        # The server divides its context among the slots, so --ctx-size is for all of them.
         argv += ["--ctx-size", str(settings.context_tokens * settings.slots), "--parallel", str(settings.slots)]
         if settings.threads is not None:
             argv += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads)]
         argv += _placed(plan)
-        # Its cache of old prompts may take 8 GiB by default, which no plan would have counted.
+        # By default its prompt cache may use 8 GiB of RAM, which the plan does not include.
         argv += ["--cache-ram", "0", "--fit", "off", "--metrics", "--slots", "--no-webui"]
         if settings.batch_tokens is not None:
             argv += ["--batch-size", str(settings.batch_tokens)]
         if settings.kv_type == "fp8":
-            # It has no 8-bit floats for its cache, but 8-bit integers; values are stored so under flash attention only.
+            # Its KV cache supports 8-bit integers, not 8-bit floats; for values it requires flash attention.
             argv += ["--flash-attn", "on", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0"]
         if "embed" in (plan.model.task, plan.workload.task):
             argv += ["--embeddings"]
@@ -387,13 +389,15 @@ class LlamaCpp(Engine):
         found = [Variant(options=(*options, "-DGGML_NATIVE=ON"))]
         sets = hardware.cpu.instruction_sets
         if any(name.startswith("amx") for name in sets):
-            # GCC 12 makes AMX kernels that die with an illegal instruction on machines whose AMX works.
+            # AMX kernels compiled by GCC 12 fail with an illegal instruction on machines whose AMX works.
             rest = tuple(f"-D{option}={'ON' if name in sets else 'OFF'}" for name, option in X86_OPTIONS.items())
             found.append(Variant(name="AMX", options=(*options, "-DGGML_NATIVE=OFF", "-DGGML_BMI2=ON", *rest)))
         return tuple(found)
 
     def by_hand(self, plan: Plan) -> tuple[Preparation, ...]:
-        return tuple(step for step in self.launch(plan, 0).prepare if step.where in (f"{SOURCE}.tar.gz", TREE, *_MADE))
+        return tuple(
+            step for step in self.launch(plan, 0).prepare if step.where in (f"{SOURCE}.tar.gz", TREE, *_BUILD_FOLDERS)
+        )
 
     def _preparation(self, plan: Plan, built: bool) -> tuple[Preparation, ...]:
         converted = plan.weights.made == "converted"
@@ -417,28 +421,28 @@ class LlamaCpp(Engine):
         return _http_threads(settings) - SPARE_HTTP_THREADS
 
     def is_current(self, version: str, backend: str) -> bool:
-        # Builds are numbered, and tables that name none are mostly of 2023 and 2024.
+        # Builds are numbered; tables without a build number are mostly from 2023 and 2024.
         return bool(version) or backend == "cpu"
 
     def noted_chunk(self, notes: Mapping[str, str], scenario: str) -> int | None:
-        if (said := notes.get("n_ubatch", "")).isdigit():
-            return max(1, int(said))
+        if (tokens := notes.get("n_ubatch", "")).isdigit():
+            return max(1, int(tokens))
         smaller = notes.get("b", "").removeprefix("-b").strip()
         if smaller.isdigit():
             return max(1, min(MICRO_BATCH, int(smaller)))
-        # llama-batched-bench fills its batch with many prompts at once, and is run with larger ones.
+        # llama-batched-bench fills its batch with many prompts, and is usually run with larger batches.
         return 2048 if "batched-bench" in scenario else None
 
     def noted_fusion(self, notes: Mapping[str, str], current: bool) -> bool:
-        said = notes.get("fa", "").lower()
-        return said in ("1", "true", "on") if said else current
+        flag = notes.get("fa", "").lower()
+        return flag in ("1", "true", "on") if flag else current
 
     def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         kinds: dict[Device, str] = {"cpu": "server", "cuda": "server-cuda", "rocm": "server-rocm",
                                     "vulkan": "server-vulkan", "xpu": "server-intel"}  # fmt: skip
         if device not in kinds:
             return None
-        note = "not every build has images: of those that were seen, the nearest to the plan's"
+        note = "not every build has an image: this is the known image nearest to the plan's version"
         return ContainerImage(name=f"{IMAGES}:{kinds[device]}-{IMAGE_BUILD}", note=note)
 
     def in_container(self, launch: Launch, image: str) -> Launch:
@@ -454,7 +458,7 @@ class LlamaCpp(Engine):
         first = f"{made}.16-bit" if quantized else f"{made}.part"
         convert = f"python3 /app/convert_hf_to_gguf.py {source} --outfile {first} --outtype {plain.get(label, 'auto')}"
         quantize = f" && /app/llama-quantize {first} {made}.part {label} && rm {first}" if quantized else ""
-        # An image with the converter and the quantizer, in /app; both are work of the CPU.
+        # This image contains the converter and the quantizer in /app; both run on the CPU.
         image = f"{IMAGES}:full-{IMAGE_BUILD}"
         return ContainerConversion(command=f"{convert}{quantize}", image=image, on_cards=False)
 
@@ -463,8 +467,8 @@ class LlamaCpp(Engine):
         if mark not in line:
             return None
         try:
-            said = json.loads(line.split(mark, 1)[1])
-            payload = said["payload"] if said["state"] == "loading" else {}
+            report = json.loads(line.split(mark, 1)[1])
+            payload = report["payload"] if report["state"] == "loading" else {}
             stages = payload.get("stages") or [None]
             done = stages.index(payload["current"]) if payload.get("current") in stages else 0
             return float((done + payload["value"]) / len(stages))
@@ -488,12 +492,12 @@ class LlamaCpp(Engine):
 def _gguf(plan: Plan) -> str:
     if plan.weights.made == "converted":
         return made_path(plan)
-    # A model that is known by its facts alone has no file yet.
+    # A model without files, known only by its facts, has no path yet.
     return plan.model.files[0] if plan.model.files else f"{plan.model.name}.gguf"
 
 
 def _placed(plan: Plan) -> list[str]:
-    """What is computed where: by default it would spread over all cards that it sees."""
+    """Options that place the layers; by default the server uses all visible cards."""
     settings, cards = plan.settings, plan.parallelism.pipeline
     layers = settings.gpu_layers
     if layers is None:
@@ -509,12 +513,12 @@ def _placed(plan: Plan) -> list[str]:
 
 
 def _first_layers(model: Model, with_experts: int) -> int:
-    """How many layers from the first on hold so many that have experts; it counts those without as well."""
-    total, experts = model.num_layers, model.num_moe_layers or model.num_layers
-    if 2 * experts <= total:
-        # Every second or third layer has them.
-        return min(total, -(-with_experts * total // experts))
-    return min(total, with_experts + total - experts)
+    """The value of --n-cpu-moe, which also counts layers without experts, for this many layers with experts."""
+    layers, experts = model.num_layers, model.num_moe_layers or model.num_layers
+    if 2 * experts <= layers:
+        # Every second or third layer has experts.
+        return min(layers, -(-with_experts * layers // experts))
+    return min(layers, with_experts + layers - experts)
 
 
 def _source() -> list[Preparation]:
@@ -526,15 +530,15 @@ def _source() -> list[Preparation]:
             kind="download", what=SOURCE_PACKAGE, where=f"{SOURCE}.tar.gz", download_bytes=77_000_000,
             disk_bytes=77_000_000, argv=take,
         ),
-        Preparation(kind="build", what="unpack llama.cpp's source", where=TREE, disk_bytes=225_000_000, argv=unpack),
+        Preparation(kind="build", what="extract llama.cpp's source", where=TREE, disk_bytes=225_000_000, argv=unpack),
     ]  # fmt: skip
 
 
-_MADE = (BUILD, f"{BUILD}/bin")
+_BUILD_FOLDERS = (BUILD, f"{BUILD}/bin")
 
 
 def _architectures(hardware: Hardware, device: Device) -> tuple[str, ...]:
-    """The generations of the NVIDIA cards that are here, and no other: each takes minutes."""
+    """The cmake option that compiles only for the installed NVIDIA cards: each architecture takes minutes."""
     if device != "cuda":
         return ()
     found = {card.compute_capability for card in cards_of(hardware, ("nvidia",))}
@@ -555,31 +559,31 @@ def _build(settings: Settings, programs: list[str]) -> list[Preparation]:
     return [
         Preparation(kind="build", what=f"configure {on}", where=BUILD, argv=configure),
         Preparation(
-            kind="build", what=f"{' and '.join(programs)} of {on}", where=f"{BUILD}/bin",
+            kind="build", what=f"{' and '.join(programs)} from {on}", where=f"{BUILD}/bin",
             disk_bytes=BUILD_DISK_BYTES if small else GPU_BUILD_DISK_BYTES, seconds=took, argv=compile_all,
         ),
     ]  # fmt: skip
 
 
 def _smaller(model: Model) -> tuple[str, ...]:
-    """What fewer than 8 bits are called for this model, the most of them first."""
+    """Quantization types below 8 bits for this model, the largest first."""
     return SMALL_BLOCKS if (model.hidden_size or 0) % K_BLOCK else K_QUANTS
 
 
 def _quantized_bytes(model: Model, label: str) -> int:
     weights, bits = model.parameters + model.vision_parameters, GGUF_BITS[label]
-    # Rows that K-quants cannot take: the output, which embeddings are shared with, is then stored in 8 bits.
+    # K-quants do not support these rows: the output layer, shared with the embeddings, is then stored in 8 bits.
     output = (model.vocab_size or 0) * (model.hidden_size or 0) if label in SMALL_BLOCKS else 0
     return round((weights * bits + output * (GGUF_BITS["Q8_0"] - bits)) / 8)
 
 
 def _conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
-    """Hugging Face weights as GGUF, in 16 bits first where they become smaller than Q8_0.
+    """Steps that convert Hugging Face weights to GGUF, through 16 bits for types below Q8_0.
 
-    PyTorch's environment has all that llama.cpp's converter imports.
+    The converter runs in PyTorch's environment, which has all packages that it imports.
     """
     label, result, folder = plan.weights.label, made_path(plan), source_folder(plan)
-    # Whatever they become, the 16 bits are the same.
+    # The 16-bit file is the same for every target type.
     first = f"{plan.model.short_name}-16-bit.gguf" if quantizer else result
     outtype = {"Q8_0": "q8_0", "F16": "f16", "BF16": "bf16"}.get(label, "auto")
     weights = plan.model.parameters + plan.model.vision_parameters
@@ -591,7 +595,7 @@ def _conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
             kind="convert", what=f"{plan.model.name} to GGUF", where=first, disk_bytes=first_bytes,
             seconds=estimate(
                 CONVERT_START_S + first_bytes / CONVERT_BYTES_S.get(outtype, CONVERT_COPY_BYTES_S), 0.6,
-                "135 million weights to Q8_0 took 19 s on two busy cores; 16 bits at a disk's speed",
+                "measured: 135 million weights to Q8_0 in 19 s on 2 busy cores; 16 bits at disk speed",
             ),
             argv=convert, within=CONVERTER.id,
         ),
@@ -599,7 +603,9 @@ def _conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
     if quantizer:
         cores = plan.settings.threads or 4
         took = estimate(
-            weights / (QUANTIZE_WEIGHTS_S_PER_CORE * cores), 0.7, "135 million weights took 6 to 12 s on two busy cores"
+            weights / (QUANTIZE_WEIGHTS_S_PER_CORE * cores),
+            0.7,
+            "measured: 135 million weights in 6 to 12 s on two busy cores",
         )
         steps.append(
             Preparation(
@@ -612,10 +618,10 @@ def _conversion(plan: Plan, quantizer: str | None) -> list[Preparation]:
 
 
 def _remade(plan: Plan, quantizer: str) -> Preparation:
-    """The weights of a GGUF file in another type: most kernels are written for a few of them."""
+    """The step that requantizes a GGUF file to another type."""
     label, cores = plan.weights.label, plan.settings.threads or 4
     weights = plan.model.parameters + plan.model.vision_parameters
-    took = estimate(weights / (QUANTIZE_WEIGHTS_S_PER_CORE * cores), 0.7, "135 million weights took 6 to 12 s")
+    took = estimate(weights / (QUANTIZE_WEIGHTS_S_PER_CORE * cores), 0.7, "measured: 135 million weights in 6 to 12 s")
     return Preparation(
         kind="convert", what=f"{plan.model.name} in {label}", where=made_path(plan), seconds=took,
         disk_bytes=round(weights * GGUF_BITS.get(label, 16) / 8),
@@ -630,25 +636,25 @@ def _weights_knob(plan: Plan) -> Knob:
     now, source = plan.weights.label, plan.model
     kept = Choice(value=now)
     sixteen = now in SIXTEEN_BIT
-    made = [label for label in REMADE if label != now and not (sixteen and label == "F16")]
+    made = [label for label in REQUANTIZED_TYPES if label != now and not (sixteen and label == "F16")]
     return Knob(
         name="weights",
-        meaning="the type that weights are stored and multiplied in; made of the file's own, once, and kept",
+        meaning="weight type; converted from the file once, and kept",
         choices=(kept, *(Choice(value=label, weights=label, lossy=_is_lossy(label, now)) for label in made))
         if source.files
         else (kept,),
         now=now,
-        own="as the file has them",
+        own="as in the file",
         alone=True,
         limits=("compute", "memory bandwidth"),
         risk=("answers", "memory"),
-        prior=0.7 if now not in REMADE else 0.3,
-        source="ggml-cpu of b11549: which types have kernels for whole blocks of rows",
+        prior=0.7 if now not in REQUANTIZED_TYPES else 0.3,
+        source="ggml-cpu of b11549: types with blocked matrix kernels",
     )
 
 
 def _is_lossy(label: str, now: str) -> bool:
-    """With fewer bits than there are, and too few to tell 16-bit weights from."""
+    """Whether it has fewer bits than now and fewer than Q8_0, which is nearly lossless."""
     return GGUF_BITS.get(label, 16.0) < min(GGUF_BITS.get(now, 16.0), GGUF_BITS["Q8_0"])
 
 
@@ -656,28 +662,28 @@ def _thread_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
     cores, now = hardware.cpu.allowed_physical_cores, str(plan.settings.threads)
     counts = sorted({max(1, cores // 2), cores, cores + 1, 2 * cores, plan.settings.threads or cores})
     about = {
-        "own": "as many as physical cores", "own_choice": str(cores), "now": now, "ordered": True,
+        "own": "number of physical cores", "own_choice": str(cores), "now": now, "ordered": True,
         "source": "docs/threads.md",
         "first": (str(cores + 1),) if cores < FEW_CORES else (),
     }  # fmt: skip
     pinned = Choice(value="on", variables=(("OMP_PLACES", "cores"), ("OMP_PROC_BIND", "close")))
     return [
         Knob(
-            name="threads", meaning="threads that generate", choices=scale(counts, "--threads"),
+            name="threads", meaning="threads for decode", choices=scale(counts, "--threads"),
             limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.12, **about,  # type: ignore[arg-type]
         ),
         Knob(
-            name="threads-batch", meaning="threads that read prompts", choices=scale(counts, "--threads-batch"),
+            name="threads-batch", meaning="threads for prefill", choices=scale(counts, "--threads-batch"),
             limits=("compute",), prior=0.2, **about,  # type: ignore[arg-type]
         ),
-        # Its own --poll is for builds without OpenMP, which neither the wheel nor the build from source is.
+        # --poll is for builds without OpenMP; both the wheel and the build from source use OpenMP.
         Knob(
-            name="spin", meaning="whether threads that wait for each other do so actively", now="default",
-            own="for a while", choices=SPIN, limits=("runtime overhead",),
+            name="spin", meaning="whether idle threads spin or block", now="default",
+            own="spin for a while, then block", choices=SPIN, limits=("runtime overhead",),
             prior=0.12, source="ggml-cpu.c of b11549: GGML_USE_OPENMP; OpenMP 5.2, OMP_WAIT_POLICY",
         ),
         Knob(
-            name="pinning", meaning="each thread stays on a core of its own", now="off", own="off",
+            name="pinning", meaning="each thread is pinned to one core", now="off", own="off",
             choices=(Choice(value="off"), pinned), limits=("runtime overhead", "memory bandwidth"), prior=0.12,
             source="OpenMP 5.2, OMP_PROC_BIND",
         ),
@@ -685,25 +691,25 @@ def _thread_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
 
 
 def _card_knobs(plan: Plan) -> list[Knob]:
-    settings, total = plan.settings, plan.model.num_layers + 1
+    settings, all_layers = plan.settings, plan.model.num_layers + 1
     layers, experts = settings.gpu_layers, settings.host_expert_layers
-    on_card = _around(layers, total) if layers is not None and layers < total else []
+    on_card = _around(layers, all_layers) if layers is not None and layers < all_layers else []
     on_host = _around(experts, plan.model.num_layers) if experts else []
     split = ("layer", "row") if plan.parallelism.pipeline > 1 else ("layer",)
     where = {"limits": ("memory bandwidth", "compute", "KV cache"), "risk": ("memory", "start"), "source": _HELP}
     return [
         Knob(
-            name="gpu-layers", meaning="layers on the card; the host computes the rest", now=str(layers),
+            name="gpu-layers", meaning="layers on the GPU; the CPU computes the others", now=str(layers),
             choices=field_scale(on_card, "gpu_layers"),
             own="all that fit", ordered=True, prior=0.5, **where,  # type: ignore[arg-type]
         ),
         Knob(
-            name="host-experts", meaning="layers whose experts stay on the host", now=str(experts), own="none",
+            name="host-experts", meaning="layers whose experts stay in host memory", now=str(experts), own="none",
             choices=field_scale(on_host, "host_expert_layers"),
             ordered=True, prior=0.5, **where,  # type: ignore[arg-type]
         ),
         Knob(
-            name="split", meaning="how several cards share the model: by layers, or each matrix by its rows",
+            name="split", meaning="how the model is split over GPUs: by layers, or each matrix by rows",
             choices=tuple(Choice(value=one, options=("--split-mode", one)) for one in split), now="layer", own="layer",
             limits=("interconnect", "memory bandwidth", "compute"), risk=("memory", "start"), prior=0.3, source=_HELP,
         ),
@@ -715,39 +721,40 @@ def _around(now: int, most: int) -> list[int]:
 
 
 def _one_prompt(model: Model, workload: Workload, slots: int, least: int) -> int | None:
-    """A step that holds one whole prompt and a token of each other request.
+    """A batch size that holds one whole prompt and one token of each other request.
 
-    Prompts that come together are then computed one after the other, and only the last of them waits for all.
+    Prompts that arrive together are then computed one after the other, so that only the last one waits for all.
     """
-    # Pictures, and texts that become vectors, are read in one step however long they are.
+    # Images and embedding inputs are computed in one step regardless of their length.
     whole = model.vision_parameters or "embed" in (model.task, workload.task)
     tokens = workload.prompt_tokens + slots
-    return tokens if workload.in_flight() > 1 and not whole and least <= tokens < OWN_BATCH else None
+    return tokens if workload.in_flight() > 1 and not whole and least <= tokens < ENGINE_DEFAULT_BATCH else None
 
 
 def _batch_knobs(plan: Plan) -> list[Knob]:
     settings = plan.settings
     asked = plan.workload.in_flight()
     slots = sorted({1, max(1, asked // 2), asked, min(2 * asked, MAX_SLOTS), settings.slots})
-    batch = str(settings.batch_tokens or OWN_BATCH)
-    one_prompt = _one_prompt(plan.model, plan.workload, settings.slots, LEAST_BATCH)
+    batch = str(settings.batch_tokens or ENGINE_DEFAULT_BATCH)
+    one_prompt = _one_prompt(plan.model, plan.workload, settings.slots, MIN_BATCH)
     alone = () if one_prompt is None or one_prompt >= int(batch) else (one_prompt,)
     source = "common/common.h of b11549: n_batch, n_ubatch, n_parallel"
     return [
         Knob(
-            name="ubatch", meaning="prompt tokens that are computed in one go", now=str(MICRO_BATCH), own="512",
+            name="ubatch", meaning="prefill chunk size in tokens", now=str(MICRO_BATCH), own="512",
             choices=scale(MICRO_BATCHES, "--ubatch-size"), ordered=True, limits=("compute", "scheduler"),
             risk=("memory",), prior=0.35, source=source,
         ),
         Knob(
-            name="batch", meaning="tokens of all requests that one step may hold", now=batch, own=str(OWN_BATCH),
-            own_choice=str(OWN_BATCH), first=tuple(map(str, alone)), ordered=True,
+            name="batch", meaning="maximum tokens of all requests in one step", now=batch,
+            own=str(ENGINE_DEFAULT_BATCH), own_choice=str(ENGINE_DEFAULT_BATCH), first=tuple(map(str, alone)),
+            ordered=True,
             choices=scale({*BATCHES, *alone, int(batch)}, "--batch-size"),
             limits=("compute", "scheduler"), risk=("memory",), prior=0.45 if alone else 0.3,
             source=f"{source}; server-context.cpp: prompts fill a step up to n_batch",
         ),
         Knob(
-            name="slots", meaning="requests that are computed at once; others wait", now=str(settings.slots), own="4",
+            name="slots", meaning="concurrent requests; others wait", now=str(settings.slots), own="4",
             choices=field_scale(slots, "slots"), ordered=True,
             own_choice="4" if 4 in slots else None,
             limits=("scheduler", "KV cache", "memory bandwidth"), risk=("memory",), prior=0.2, source=source,
@@ -758,29 +765,29 @@ def _batch_knobs(plan: Plan) -> list[Knob]:
 def _cache_knobs(plan: Plan) -> list[Knob]:
     kept, eight = Choice(value="f16"), ("--flash-attn", "on", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0")
     on_cpu = plan.settings.device == "cpu"
-    # On a processor nothing speaks against it, so that `auto` is `on`.
+    # On a CPU `auto` means `on`.
     flash = ("auto", "off") if on_cpu else ("auto", "on", "off")
     return [
         Knob(
-            name="flash-attn", meaning="attention that keeps no matrix of scores", now="auto", own="auto",
+            name="flash-attn", meaning="flash attention", now="auto", own="auto",
             choices=tuple(Choice(value=one, options=("--flash-attn", one)) for one in flash),
             limits=("compute", "memory bandwidth", "KV cache"), risk=("answers",), prior=0.4, source=_HELP,
         ),
         Knob(
-            name="kv-unified", meaning="one cache for all slots, instead of one for each", now="off", own="on",
+            name="kv-unified", meaning="one KV cache for all slots, instead of one for each", now="off", own="on",
             choices=(Choice(value="off"), Choice(value="on", options=("--kv-unified",))), own_choice="on",
             limits=("KV cache", "compute"), prior=0.2, source=_HELP,
         ),
         Knob(
-            name="kv-type", meaning="what the cache is stored in", own="f16",
+            name="kv-type", meaning="type of the KV cache", own="f16",
             now="q8_0" if plan.settings.kv_type == "fp8" else "f16",
             choices=(kept, Choice(value="q8_0", options=eight, settings=(("kv_type", "fp8"),))),
-            # On processors 16-bit floats are made 32-bit ones before each use, while 8-bit integers are multiplied.
+            # On CPUs 16-bit floats are converted to 32 bits before each use; 8-bit integers are multiplied directly.
             limits=("KV cache", "memory bandwidth", "compute") if on_cpu else ("KV cache", "memory bandwidth"),
             risk=("answers",), prior=0.25, source=_HELP,
         ),
         Knob(
-            name="prompt-cache", meaning="MiB of RAM for prompts of earlier requests", now="0", own="8192",
+            name="prompt-cache", meaning="MiB of RAM for the prompt cache of earlier requests", now="0", own="8192",
             choices=(Choice(value="0"), Choice(value="8192", options=("--cache-ram", "8192"))), own_choice="8192",
             limits=("KV cache",), risk=("memory",), prior=0.2 if plan.workload.shared_prefix_tokens else 0.02,
             source=_HELP,
@@ -791,21 +798,21 @@ def _cache_knobs(plan: Plan) -> list[Knob]:
 def _speculation_knob() -> Knob:
     kinds = ("ngram-simple", "ngram-mod")
     return Knob(
-        name="speculation", meaning="guesses of the next tokens from what was said before (n-gram)", now="off",
+        name="speculation", meaning="n-gram speculation", now="off",
         own="off", choices=(Choice(value="off"), *(Choice(value=one, options=("--spec-type", one)) for one in kinds)),
         limits=("memory bandwidth", "runtime overhead"), risk=("answers",), prior=0.05, source=_HELP,
     )  # fmt: skip
 
 
 def _http_threads(settings: Settings) -> int:
-    # As many requests again as are computed may wait inside of the engine, so that a free slot never waits for one.
+    # The engine queues as many requests as it computes, so that the next one starts as soon as a slot is free.
     return max(MIN_HTTP_THREADS, 2 * settings.slots + SPARE_HTTP_THREADS)
 
 
 def with_tools(template: str | None) -> str | None:
-    """A ChatML template that does not know tools, with a way to offer them; unchanged for requests without any.
+    """A ChatML template without tool support, extended by tools; unchanged for requests without tools.
 
-    Without it the server drops a request's tools without a word.
+    Without it the server silently ignores the tools of a request.
     """
     if template is None or "<|im_start|>" not in template or "tools" in template:
         return None

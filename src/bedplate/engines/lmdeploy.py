@@ -1,10 +1,11 @@
-"""LMDeploy: TurboMind's kernels for 4-bit weights on NVIDIA, and an engine in PyTorch for the models beyond them."""
+"""LMDeploy: TurboMind kernels for 4-bit weights on NVIDIA, and a PyTorch engine for other models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from bedplate.engines.base import (
+    OWN_ENVIRONMENT,
     Engine,
     EngineState,
     Failure,
@@ -20,7 +21,7 @@ from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
     TORCH,
-    Known,
+    FailurePatterns,
     everyday_settings,
     explained,
     highest,
@@ -45,20 +46,20 @@ from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal,
 from bedplate.values.decision import Device
 from bedplate.values.record import estimate
 
-# All of this by the files of the package lmdeploy 0.18.0 (2026-09-28), unless another version is named.
+# From the files of the package lmdeploy 0.18.0 (2026-09-28), unless another version is named.
 PREFILL_TOKENS = 8192
 TURBOMIND = frozenset([
     "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "internvl_chat",
     "internvl", "interns1", "llama", "internlm2", "internlm3", "glm4_moe_lite", "gpt_oss", "mixtral",
 ])  # fmt: skip
-"""turbomind/supported_models.py, as config.json's `model_type` has them."""
+"""`model_type` values of config.json, from turbomind/supported_models.py."""
 PYTORCH = frozenset([
     "llama4", "chatglm", "glm4", "glm4v", "glm4_moe", "glm_moe_dsa", "mistral", "gemma", "gemma2", "gemma3",
     "gemma3_text", "deepseek", "deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "deepseek_v32", "deepseek_v4",
     "deepseek_vl_v2", "hy_v3", "llava", "llava_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "phi3", "phi3_v",
     "phimoe", "cogvlm", "minicpm3", "minicpmv", "qwen3_next", "sdar", "sdar_moe",
 ])  # fmt: skip
-"""pytorch/models/module_map.py, beyond those above."""
+"""pytorch/models/module_map.py, in addition to those above."""
 MAKES_AWQ = frozenset([
     "internlm2", "internlm3", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "llama", "phi3", "chatglm",
     "mixtral", "qwen2_vl", "qwen2_5_vl", "mistral",
@@ -68,7 +69,7 @@ GROUPS: Mapping[str, frozenset[int]] = {
     "awq": frozenset([128]), "gptq": frozenset([128]), "compressed-tensors": frozenset([32, 128]),
     "mxfp4": frozenset([32]), "fp8": frozenset([128]),
 }  # fmt: skip
-"""Weights that share a scale, by what TurboMind runs (turbomind/converter.py): from V100 on, FP8 in blocks included."""
+"""Supported group sizes of TurboMind (turbomind/converter.py): from V100 on, FP8 in blocks included."""
 PARSERS: Mapping[str, Parsers] = {
     "deepseek-r1-distill": Parsers(None, "default"),
     "deepseek-r1": Parsers(None, "default"),
@@ -89,33 +90,33 @@ PARSERS: Mapping[str, Parsers] = {
     "llama-3": Parsers("llama3"),
     "internlm": Parsers("internlm"),
 }
-"""gpt-oss is parsed by its architecture, and needs no name."""
-_KNOWN_FAILURES: Known = (
+"""gpt-oss needs no name: its parser is selected by architecture."""
+_KNOWN_FAILURES: FailurePatterns = (
     (
         r"CUDA runtime error: out of memory|No enough gpu memory for (?:kv cache|state cache|runtime)",
         Failure(
-            message="beside the weights there is no room for the cache and the work on a prompt",
-            hint="ask for less: a shorter --context, a lower --concurrency, a smaller quantization; or free the GPU",
+            message="the memory left by the weights is too small for KV cache and activations",
+            hint="use a shorter --context, a lower --concurrency or a smaller quantization; or free GPU memory",
         ),
     ),
     (
         r"Can not found rewrite for architectures: \['?(?P<what>\w+)"
         r"|\((?P<gone>\w+)\) support has been removed from LMDeploy",
         Failure(
-            message="this version of LMDeploy does not know the architecture {what}{gone}",
-            hint="vllm serves more architectures",
+            message="this version of LMDeploy does not support the architecture {what}{gone}",
+            hint="use --engine vllm, which supports more architectures",
         ),
     ),
     (
         r"Unsupported group_size=(?P<size>\d+) for model_format=\"(?P<how>[\w-]+)\"",
         Failure(
-            message="LMDeploy does not run {how} weights in groups of {size}",
-            hint="the same model in groups of 128, or another engine with --engine",
+            message="LMDeploy does not support {how} weights with group size {size}",
+            hint="use the same model with group size 128, or choose another engine with --engine",
         ),
     ),
     (
         r"cuda is not available",
-        Failure(message="the GPU's driver was not found", hint="`bedplate doctor` says what there is"),
+        Failure(message="the GPU driver was not found", hint="install it; `bedplate doctor` shows what was found"),
     ),
 )
 
@@ -127,19 +128,19 @@ class LmDeploy(Engine):
     version = "0.18.0"
     formats = ("safetensors",)
     vendors = ("nvidia",)
-    # CMakeLists.txt of 0.16.0 for CUDA 12, whose libraries the package asks for.
+    # CMakeLists.txt of 0.16.0 for CUDA 12, which the package depends on.
     capability = (7, 0)
-    # Data parallel it needs a proxy before it, and experts are spread by a library that it does not bring along.
+    # Data parallelism needs a separate proxy, and expert parallelism a library that the package does not include.
     ways = ("tensor",)
     paged = True
     built_for = ("cuda",)
     effort = 3
-    # No recipe: the package is built for CUDA 12 and nothing else, and it has not been run yet.
+    # No recipe: the package is only built for CUDA 12, and it has not been tested yet.
     features = Features(
-        batching="continuous, prompts in chunks",
-        kv_cache="paged, prefix cache on request; 8 or 4 bits",
-        quantization="AWQ, GPTQ, MXFP4, FP8 in blocks and 4-bit compressed-tensors as stored; makes AWQ",
-        hardware="NVIDIA from Volta on; others by builds of their own",
+        batching="continuous, chunked prefill",
+        kv_cache="paged, optional prefix cache; 8 or 4 bits",
+        quantization="AWQ, GPTQ, MXFP4, FP8 in blocks and 4-bit compressed-tensors as stored; converts to AWQ",
+        hardware="NVIDIA from Volta on; other vendors with separate builds",
         structured_output="JSON schema, regular expressions (xgrammar)",
         multi_node="yes: tensor, data and expert parallel behind a proxy",
         server="its own",
@@ -150,13 +151,13 @@ class LmDeploy(Engine):
         process_bytes=3_000_000_000,
         device_bytes=2_500_000_000,
         prefill_tokens=PREFILL_TOKENS,
-        # Of what weights leave free it takes so much for the cache, so that this is rather too little.
+        # It applies this share to the memory that weights leave free, so the estimate is on the low side.
         share=0.8,
         spread=0.5,
-        source="LMDeploy: defaults of cache_max_entry_count and max_prefill_token_num; else assumed as vLLM's",
+        source="LMDeploy: defaults of cache_max_entry_count and max_prefill_token_num; the rest assumed as for vLLM",
     )
     default_slots = 128
-    strength = "4-bit weights for many users on NVIDIA, where it is measured to be faster"
+    strength = "4-bit weights for many users on NVIDIA, if a measurement shows that it is faster"
     table_names = TableNames(words=("lmdeploy", "turbomind"), rank=4)
     estimate = EstimateTraits(kernels="serving", reserves_answer=True, memory_known=False)
     flags = AdviceFlags(
@@ -212,7 +213,7 @@ class LmDeploy(Engine):
         if converted:
             argv += ["--model-format", "awq"]
         if settings.kv_type == "fp8":
-            # TurboMind has no 8-bit floats for its cache, but 8-bit integers.
+            # The KV cache of TurboMind supports 8-bit integers, not 8-bit floats.
             argv += ["--quant-policy", "int8" if backend == "turbomind" else "fp8"]
         if plan.workload.shared_prefix_tokens:
             argv += ["--enable-prefix-caching"]
@@ -223,7 +224,7 @@ class LmDeploy(Engine):
     def published_image(self, device: Device, gfx: str | None, arch: str) -> ContainerImage | None:
         if device != "cuda":
             return None
-        note = "tag by the project's own naming; v0.16.0-cu12.8 is the newest that was seen"
+        note = "tag by the project's naming scheme; the newest checked tag is v0.16.0-cu12.8"
         return ContainerImage(name=f"openmmlab/lmdeploy:v{self.version}-cu12.8", note=note, python=True)
 
     def explain(self, log: str) -> Failure | None:
@@ -243,7 +244,7 @@ class LmDeploy(Engine):
         package = f"lmdeploy=={self.version}"
         steps = [
             Preparation(
-                kind="install", what=package, where="an environment of its own",
+                kind="install", what=package, where=OWN_ENVIRONMENT,
                 argv=("uv", "pip", "install", "--torch-backend", "auto", package),
             )
         ]  # fmt: skip
@@ -260,9 +261,9 @@ def _runs(model: Model, label: str, method: str, target: Target) -> bool:
     if method == "compressed-tensors" and label != "INT4":
         return False
     if model.architecture not in PYTORCH:
-        # FP8 with a scale for each channel or tensor has other names in its files.
+        # FP8 with a scale per channel or tensor has other tensor names.
         return method != "fp8" or shared == 128
-    # Its other engine knows no GPTQ and no MXFP4, and runs FP8 on units for it alone (pytorch/config.py).
+    # The PyTorch engine does not support GPTQ and MXFP4, and needs FP8 units for FP8 (pytorch/config.py).
     in_groups = {"compressed-tensors": 32, "fp8": 128}.get(method)
     return method == "awq" or (shared == in_groups is not None and (method != "fp8" or "fp8" in target.features))
 
@@ -272,9 +273,9 @@ def _backend(model: Model) -> str:
 
 
 def _quantizing(plan: Plan) -> Preparation:
-    """AWQ on the GPU that will serve, calibrated with 128 samples of a public text."""
+    """The step that converts to AWQ on the serving GPU, calibrated with 128 samples of a public text."""
     folder, where = source_folder(plan), made_path(plan)
-    seconds = estimate(300 + 120 * plan.model.parameters / 1e9, 0.7, "not measured: minutes for each billion weights")
+    seconds = estimate(300 + 120 * plan.model.parameters / 1e9, 0.7, "not measured: minutes per billion weights")
     return Preparation(
         kind="convert", what=f"{plan.model.name} to {plan.weights.label}", where=where,
         disk_bytes=round(plan.model.parameters * 0.6), seconds=seconds,

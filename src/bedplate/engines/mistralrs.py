@@ -1,8 +1,9 @@
-"""mistral.rs: GGUF and Hugging Face weights in one small binary."""
+"""mistral.rs: GGUF and Hugging Face weights, one small program."""
 
 from __future__ import annotations
 
 from bedplate.engines.base import (
+    OWN_ENVIRONMENT,
     SIXTEEN_BIT,
     Failure,
     Features,
@@ -18,18 +19,18 @@ from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal,
 from bedplate.values.tuning import Choice, Knob
 
 ISQ = {"Q8_0": "Q8_0", "Q6_K": "Q6K", "Q5_K_M": "Q5K", "Q4_K_M": "Q4K"}
-"""In-situ quantization, by the names of GGUF's types that come nearest."""
+"""Types of in-situ quantization, by the most similar GGUF type."""
 WHEELS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1))
-"""Compute capabilities that its release has packages for."""
+"""Compute capabilities for which its release has wheels."""
 RELEASE = "https://github.com/EricLBuehler/mistral.rs/releases/expanded_assets/v{}"
-FAITHFUL = frozenset(["BF16", "F16", "F32", "Q8_0"])
-# Runner's Architecture in the wheel's own stubs, as configurations call them.
+LOSSLESS = frozenset(["BF16", "F16", "F32", "Q8_0"])
+# `model_type` values of Architecture in the stubs of the wheel.
 _FOLDERS = """
 mistral gemma mixtral llama phi phi3 qwen2 gemma2 starcoder2 phimoe deepseek_v2 deepseek_v3 qwen3 glm4 glm4_moe
 glm4_moe_lite qwen3_moe smollm3 granitemoehybrid gpt_oss qwen3_next lfm2 lfm2_moe
 """
 FOLDERS = frozenset(_FOLDERS.split())
-# mistralrs-core/src/gguf/normal_registry.rs, as GGUF files call them.
+# mistralrs-core/src/gguf/normal_registry.rs, by the names in GGUF files.
 _FILES = """
 llama mistral3 gemma gemma2 phi2 phi3 phimoe qwen2 qwen3 qwen3moe qwen3next qwen35moe starcoder2 deepseek2 glm4 glm4moe
 smollm3 granite granitemoe granitehybrid gpt-oss hunyuan-dense hunyuan-moe lfm2 lfm2moe
@@ -40,32 +41,33 @@ _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
         r"Unknown (?:normal-model )?GGUF architecture `(?P<what>[^`]+)`",
         Failure(
-            message="this version of mistral.rs does not know the architecture {what}",
-            hint="llama.cpp may: --engine llama.cpp",
+            message="this version of mistral.rs does not support the architecture {what}",
+            hint="use --engine llama.cpp, which may support it",
         ),
     ),
     (
         r"appears to be a Mistral model, but the file does not encode",
         Failure(
-            message="mistral.rs does not load GGUF files of Mistral's models without the original's configuration",
-            hint="give the original folder, or serve the file with --engine llama.cpp",
+            message="mistral.rs does not load GGUF files of Mistral models without the original configuration",
+            hint="specify the folder of the original model, or use --engine llama.cpp",
         ),
     ),
     (
-        r"bedplate-engine: (?P<what>.+ is no GGUF file)",
-        Failure(message="{what}", hint="`bedplate inspect FILE` says what a file is"),
+        r"bedplate-engine: (?P<what>.+ is not a GGUF file)",
+        Failure(message="{what}", hint="`bedplate inspect FILE` shows the type of a file"),
     ),
     (
         r"bedplate-engine: the model file is damaged|GGUF tensor .+ outside file length",
         Failure(
-            message="the model file is damaged: it ends before its header says so",
+            message="the model file is damaged: it is shorter than its header says",
             hint="download it again, and check that the disk is not full",
         ),
     ),
     (
         r"bedplate-engine: mistral\.rs cannot load the model: (?P<what>.+)",
         Failure(
-            message="it cannot load this model: {what}", hint="another engine may: bedplate plan --engine llama.cpp"
+            message="mistral.rs cannot load this model: {what}",
+            hint="try another engine: bedplate plan --engine llama.cpp",
         ),
     ),
 )
@@ -87,30 +89,30 @@ class MistralRs(ServedByBedplate):
     vendors = ("nvidia", "apple")
     cpu = True
     systems = ("linux", "macos", "windows")
-    # One package: Metal on Apple Silicon, elsewhere the CPU. CUDA's are release assets by toolkit and card (`_wheel`).
+    # PyPI has Metal and CPU wheels. CUDA wheels are release assets by toolkit and GPU.
     built_for = ("cpu", "metal")
     capability = WHEELS[0]
     effort = 1
-    # Its package's runner refuses to be asked twice at once, and on CPUs prompts that it reads together fail.
+    # The runner of its package rejects concurrent requests, and on CPUs batched prompts fail.
     max_slots = 1
     features = Features(
-        batching="none through its package; continuous in its own program",
-        kv_cache="prefixes of earlier requests kept; paged on CUDA and Metal",
-        quantization="GGUF; while loading: 2 to 8 bits",
+        batching="none in its Python package; continuous in its own server",
+        kv_cache="prefix cache; paged on CUDA and Metal",
+        quantization="GGUF; 2 to 8 bits while loading",
         hardware="CPU, NVIDIA, Apple Silicon",
         structured_output="JSON schema (llguidance)",
-        multi_node="none through its package",
-        server="bedplate's; its own is a program to build",
+        multi_node="none in its Python package",
+        server="bedplate's; its own must be built from source",
         maintained="active",
-        source="mistralrs 0.9.5 (November 2026): the wheel's stubs and its README; tried on a CPU",
+        source="mistralrs 0.9.5 (November 2026): the stubs of the wheel, README; tested on a CPU",
     )
     uses = MemoryUse(
         process_bytes=220_000_000,
         device_bytes=500_000_000,
         spread=0.8,
-        source="its size with SmolLM2 on a CPU, less weights; the device's share is assumed",
+        source="measured with SmolLM2 on a CPU, without weights; device memory is assumed",
     )
-    strength = "a small portable binary for one user"
+    strength = "a small portable program for one user"
     table_names = TableNames(words=("mistral.rs", "mistralrs"), rank=5)
     estimate = EstimateTraits(kernels="gguf", one_stream=True, plain_products=True)
     flags = AdviceFlags(
@@ -123,19 +125,21 @@ class MistralRs(ServedByBedplate):
             return refused
         known = FILES if model.format == "gguf" else FOLDERS
         if model.format != "facts" and model.architecture not in (*known, "unknown"):
-            return self.refusal("impossible", f"does not know the architecture {model.architecture}", self.strength)
+            return self.refusal(
+                "impossible", f"does not support the architecture {model.architecture}", "an engine that supports it"
+            )
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
-            stored = model.quantization or "this form"
+            stored = model.quantization or "these"
             return self.refusal(
-                "impossible", f"does not load weights in {stored} here", "the same model in BF16, or as GGUF"
+                "impossible", f"does not load {stored} weights on this device", "the same model in BF16, or as GGUF"
             )
         return None
 
     def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if model.format == "gguf":
-            # Its kernels know the whole and the K types, not the I types.
+            # It has kernels for the plain and the K types, not for the I types.
             return () if label.startswith("IQ") else (Weights(label=label, made="as it is", format="gguf"),)
         if label not in SIXTEEN_BIT:
             return ()
@@ -175,15 +179,15 @@ class MistralRs(ServedByBedplate):
         if settings.device != "cuda":
             return self.installation()
         words = self.requirements(settings)
-        what = f"{' '.join(words[2:])}, of its release for CUDA"
+        what = f"{' '.join(words[2:])}, from its release for CUDA"
         argv = ("uv", "pip", "install", *words)
-        return (Preparation(kind="install", what=what, where="an environment of its own", argv=argv),)
+        return (Preparation(kind="install", what=what, where=OWN_ENVIRONMENT, argv=argv),)
 
     def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
         found = [_weights_knob(plan)]
         if plan.settings.device == "cpu":
-            cores, source = hardware.cpu.allowed_physical_cores, "rayon and candle, which it computes with"
-            found.append(threads_knob(plan, cores, own="one for each core", source=source, prior=0.3))
+            cores, source = hardware.cpu.allowed_physical_cores, "rayon and candle, which it uses"
+            found.append(threads_knob(plan, cores, own="one per core", source=source, prior=0.3))
         return worth_turning(found)
 
     def explain(self, log: str) -> Failure | None:
@@ -191,9 +195,10 @@ class MistralRs(ServedByBedplate):
 
 
 def _wheel(capability: str | None) -> str:
-    """Its guide's names (0.9.2): by the oldest toolkit that knows the card, which newer drivers run as well.
+    """The version of the wheel for a GPU, as named in its guide (0.9.2).
 
-    What is compiled for a card runs on later ones of the same generation.
+    The oldest toolkit that supports the GPU also works with newer drivers, and a wheel for one compute capability also
+    works on later GPUs of the same generation.
     """
     card = tuple(map(int, capability.split("."))) if capability else WHEELS[0]
     fitting = [one for one in WHEELS if one[0] == card[0] and one <= card]
@@ -203,13 +208,13 @@ def _wheel(capability: str | None) -> str:
 
 
 def _weights_knob(plan: Plan) -> Knob:
-    """What it makes of 16-bit weights while it loads them, which it does each time anew."""
+    """The setting for in-situ quantization, which is repeated at every start."""
     now = plan.weights.label
     known = (now, *(one for one in ISQ if one != now)) if plan.weights.format == "safetensors" else (now,)
     return Knob(
-        name="weights", meaning="the type that weights are quantized to while they are loaded", now=now,
-        own="as they are stored", alone=True,
-        choices=tuple(Choice(value=one, options=("--isq", ISQ[one]) if one != now else (), lossy=one not in FAITHFUL)
+        name="weights", meaning="type to which weights are quantized while loading", now=now,
+        own="as stored", alone=True,
+        choices=tuple(Choice(value=one, options=("--isq", ISQ[one]) if one != now else (), lossy=one not in LOSSLESS)
                       for one in known),
         limits=("memory bandwidth", "compute"), risk=("answers", "start"), prior=0.6,
         source="mistralrs 0.9.5: in_situ_quant",

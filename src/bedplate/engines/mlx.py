@@ -1,4 +1,4 @@
-"""MLX: Apple Silicon's own arrays and unified memory."""
+"""MLX: Apple's array framework for Apple Silicon with unified memory."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ from bedplate.values.tuning import Choice, Knob
 
 BITS = {"8-BIT": 8, "6-BIT": 6, "4-BIT": 4}
 ON_CPU = ("F32", "8-BIT")
-"""Its CPU kernels compute few bits no faster than many, and 4-bit weights in bfloat16 wrote bad text."""
+"""On a CPU fewer bits are not faster, and 4-bit weights with bfloat16 generated wrong text."""
 CONVERT_START_S = 6.0
 CONVERT_BYTES_S = 200e6
 LONG_ANSWER = 4096
 PROMPT_CONCURRENCY = 8
-"""mlx_lm.server's own default: prompts that are read at once."""
-OWN_SLOTS, OWN_STEP = 32, 2048
+"""Default of mlx_lm.server: prompts in one prefill batch."""
+ENGINE_DEFAULT_SLOTS, ENGINE_DEFAULT_STEP = 32, 2048
 PREFILL_STEPS = (256, 512, 1024, 2048, 4096)
 EIGHT = 8
 _OPTIONS = "mlx_lm/server.py of 0.32.2: its options"
-# The files of mlx_lm/models in mlx-lm 0.32.2, each the `model_type` of a configuration, and what its MODEL_REMAPPING
-# takes for one of them.
+# The files of mlx_lm/models in mlx-lm 0.32.2, each named after a `model_type`, and the keys of its MODEL_REMAPPING.
 _MODEL_TYPES = """
 Klear afm7 afmoe apertus baichuan_m1 bailing_hybrid bailing_moe bailing_moe_linear bailing_moe_v3 bitnet cohere
 cohere2 dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v41 dots1 ernie4_5 ernie4_5_moe exaone exaone4
@@ -51,49 +50,49 @@ mistral llava phi-msft falcon_mamba joyai_llm_flash kimi_k2 qwen2_5_vl minimax_m
 deepseek_v41_text
 """
 ARCHITECTURES = frozenset(_MODEL_TYPES.split())
-# Those whose loader unpacks FP8 weights (`weight_scale_inv` in their files); others would read them as numbers.
+# Architectures whose loader dequantizes FP8 weights (`weight_scale_inv`); others ignore the scales.
 _FP8_TYPES = """
 deepseek_v3 deepseek_v32 glm_moe_dsa kimi_k2 joyai_llm_flash mimo_v2_flash minimax minimax_m2 minimax_m3_vl ministral3
 mistral3 mistral4
 """
 FP8_ARCHITECTURES = frozenset(_FP8_TYPES.split())
-# Quantized by others, and repacked while loading: utils.load_model of mlx-lm 0.32.2.
+# Quantizations of other tools, repacked while loading: utils.load_model of mlx-lm 0.32.2.
 REPACKED = ("MXFP4", "NVFP4", "INT4", "AWQ-INT4", "GPTQ-INT4")
 
 _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
         r"Model type (?P<what>[\w.-]+) not supported",
         Failure(
-            message="this version of MLX does not know the architecture {what}",
-            hint="a newer one may: see whether bedplate has an update, or choose another engine with --engine",
+            message="this version of MLX does not support the architecture {what}",
+            hint="a newer version may support it: update bedplate, or choose another engine with --engine",
         ),
     ),
     (
         r"kIOGPUCommandBufferCallbackErrorOutOfMemory|\[metal::malloc\]|\[malloc_or_wait\] Unable to allocate",
         Failure(
-            message="there was not enough memory for the model and its cache",
-            hint="ask for less: --context 4096, --concurrency 1, or fewer bits; close other programs",
+            message="there is not enough memory for the model and its KV cache",
+            hint="reduce the need: --context 4096, --concurrency 1, or fewer bits; or close other programs",
         ),
     ),
     (
         r"No safetensors found in (?P<what>\S+)",
         Failure(
-            message="{what} holds no weights",
-            hint="name the folder with config.json and the .safetensors files",
+            message="{what} contains no weights",
+            hint="specify the folder with config.json and the .safetensors files",
         ),
     ),
     (
         r"unsupported compressed-tensors format '(?P<what>[^']+)'",
         Failure(
-            message="MLX does not read weights that are stored as {what}",
-            hint="give the model in BF16, or one that was made for MLX",
+            message="MLX does not load weights in the format {what}",
+            hint="use the model in BF16, or one in MLX format",
         ),
     ),
     (
         r"Address already in use",
         Failure(
-            message="the private port was taken by another program in the same moment",
-            hint="start again; another port is chosen then",
+            message="another program took the engine's private port during the start",
+            hint="start again; bedplate then chooses another port",
             lasting=False,
         ),
     ),
@@ -106,7 +105,7 @@ class Mlx(Engine):
     spellings = ("mlxlm", "mlxlmserver", "mlxvlm", "applemlx")
     version = "0.32.2"
     recipe = Recipe(
-        # `cpu` is for Linux alone; on a Mac the same line brings the Metal kernels.
+        # `cpu` has an effect only on Linux; on a Mac the same requirement installs the Metal kernels.
         packages=("mlx-lm[cpu]==0.32.2", "mlx==0.32.2", "transformers==5.22.2"),
         programs=(("mlx-server", "mlx_server.py"),),
         download_bytes=80_000_000,
@@ -121,12 +120,12 @@ class Mlx(Engine):
     effort = 1
     features = Features(
         batching="continuous",
-        kv_cache="one for each request, prefixes of earlier ones kept; 8 or 4 bits without batching",
+        kv_cache="one per request, prefix cache; 8 or 4 bits without batching",
         quantization="2 to 8 bits in groups, MXFP4, NVFP4, MXFP8; AWQ and GPTQ repacked",
-        hardware="Apple Silicon; Linux CPU slowly; NVIDIA by another wheel, not planned here",
+        hardware="Apple Silicon; CPU on Linux (slow); NVIDIA needs another wheel, not supported by bedplate",
         structured_output="none",
         multi_node="several Macs with mlx.launch",
-        server="mlx_lm.server; its makers call it not for production",
+        server="mlx_lm.server; not for production, according to its documentation",
         maintained="active",
         source="mlx-lm 0.32.2 (October 2026): mlx_lm/server.py, mlx_lm/utils.py, models/",
     )
@@ -137,10 +136,10 @@ class Mlx(Engine):
         hidden_copies=0.0,
         logits_for_all=True,
         spread=0.5,
-        source="published peaks of mlx-lm on M4 Max: the logits of one prefill step explain what is left",
+        source="published memory peaks of mlx-lm on M4 Max: mainly the logits of one prefill step",
     )
     default_slots = 4
-    strength = "work that is centred on a Mac"
+    strength = "a Mac"
     table_names = TableNames(words=("mlx",), rank=8)
     estimate = EstimateTraits(kernels="mlx", one_stream=True, fp4_products=False, fp8_products=False, grouped_bits=True)
     flags = AdviceFlags(
@@ -154,12 +153,14 @@ class Mlx(Engine):
         if refused := super().refuse(hardware, model, workload):
             return refused
         if model.architecture not in (*ARCHITECTURES, "unknown") and model.format != "facts":
-            return self.refusal("impossible", f"does not know the architecture {model.architecture}", self.strength)
+            return self.refusal(
+                "impossible", f"does not support the architecture {model.architecture}", "an engine that supports it"
+            )
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
-            stored = model.quantization or "this form"
+            stored = model.quantization or "these"
             return self.refusal(
-                "impossible", f"does not load weights in {stored}", "the same model in BF16, or for MLX"
+                "impossible", f"does not load {stored} weights", "the same model in BF16, or in MLX format"
             )
         return None
 
@@ -177,7 +178,7 @@ class Mlx(Engine):
         return made if label == "FP8" and model.architecture in FP8_ARCHITECTURES else ()
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        # Caches grow with their requests, and nothing but the plan says how far.
+        # KV caches grow with their requests; only the plan limits them.
         return replaced(super().settle(hardware, model, workload), context_tokens=everyday_context(model, workload))
 
     def launch(self, plan: Plan, port: int) -> Launch:
@@ -190,11 +191,11 @@ class Mlx(Engine):
             return Launch(argv=tuple(argv), env=env, prepare=steps)
         argv += ["--decode-concurrency", str(settings.slots)]
         argv += ["--prompt-concurrency", str(min(settings.slots, PROMPT_CONCURRENCY))]
-        # It would keep the last ten conversations, however long; the plan has counted what all slots can hold.
+        # By default it keeps the last ten conversations of any length; the plan counts the context of all slots.
         bits = 8 if settings.kv_type == "fp8" else 16
         kept = plan.model.kv_bytes(settings.context_tokens, bits) * settings.slots
         argv += ["--prompt-cache-bytes", str(kept)]
-        # For requests that set no limit of their own; it knows none of the context.
+        # The limit for requests without one; the server does not know the context length.
         argv += ["--max-tokens", str(max(settings.context_tokens, LONG_ANSWER))]
         if settings.batch_tokens is not None:
             argv += ["--prefill-step-size", str(settings.batch_tokens)]
@@ -204,19 +205,19 @@ class Mlx(Engine):
 
     def knobs(self, hardware: Hardware, plan: Plan) -> tuple[Knob, ...]:
         settings, asked = plan.settings, plan.workload.in_flight()
-        step = settings.batch_tokens or OWN_STEP
+        step = settings.batch_tokens or ENGINE_DEFAULT_STEP
         readers = min(settings.slots, PROMPT_CONCURRENCY)
         return worth_turning([
             _weights_knob(plan),
-            slots_knob(plan, (1, asked, 2 * asked), own=OWN_SLOTS, source=_OPTIONS),
+            slots_knob(plan, (1, asked, 2 * asked), own=ENGINE_DEFAULT_SLOTS, source=_OPTIONS),
             Knob(
-                name="prefill-step", meaning="tokens of a prompt that are computed in one go", now=str(step),
-                own=str(OWN_STEP), own_choice=str(OWN_STEP), ordered=True,
+                name="prefill-step", meaning="prefill chunk size in tokens", now=str(step),
+                own=str(ENGINE_DEFAULT_STEP), own_choice=str(ENGINE_DEFAULT_STEP), ordered=True,
                 choices=field_scale({*PREFILL_STEPS, step}, "batch_tokens"),
                 limits=("compute", "scheduler"), risk=("memory",), prior=0.3, source=_OPTIONS,
             ),
             Knob(
-                name="prompts-at-once", meaning="prompts that are read together, before any of them is answered",
+                name="prompts-at-once", meaning="prompts in one prefill batch",
                 now=str(readers), own=str(PROMPT_CONCURRENCY), ordered=True,
                 choices=scale({1, max(1, readers // 2), readers}, "--prompt-concurrency"),
                 limits=("scheduler", "compute"), risk=("memory",), prior=0.35, source=_OPTIONS,
@@ -240,12 +241,12 @@ def _is_lossy(label: str) -> bool:
 
 def _weights_knob(plan: Plan) -> Knob:
     now = plan.weights.label
-    # Weights that are quantized already are not made others of.
+    # Weights that are already quantized are not converted again.
     makes = plan.model.format != "mlx" and now in (*SIXTEEN_BIT, *BITS)
     made = [label for label in _made_on(plan.settings.device) if label != now] if makes else []
     return Knob(
-        name="weights", meaning="bits that weights are stored in; made of the model's own, once, and kept", now=now,
-        own="as they come", alone=True,
+        name="weights", meaning="bits per weight; converted from the model once, and kept", now=now,
+        own="as stored", alone=True,
         choices=(Choice(value=now), *(Choice(value=one, weights=one, weights_format="mlx", lossy=_is_lossy(one))
                                       for one in made)),
         limits=("memory bandwidth", "compute"), risk=("answers", "memory"), prior=0.6,
@@ -259,9 +260,9 @@ def _conversion(plan: Plan) -> Preparation:
     if bits is not None:
         argv += ["--quantize", "--q-bits", str(bits)]
     if on_cpu:
-        # In bfloat16 its CPU kernels were slow and wrote bad text; in float32 they were right.
+        # In bfloat16 its CPU kernels were slow and generated wrong text; in float32 the text was right.
         argv += ["--dtype", "float32", *(["--q-group-size", "32"] if bits is not None else [])]
-    # A scale and a bias for each group: of 16 bits for 64 weights, and of 32 bits for 32 of them on a CPU.
+    # Each group has a scale and a bias: 16 bits per 64 weights, on a CPU 32 bits per 32 weights.
     stored_bits = 32.0 if bits is None else bits + (2.0 if on_cpu else 0.5)
     weights = plan.model.parameters + plan.model.vision_parameters
     return Preparation(
@@ -272,7 +273,7 @@ def _conversion(plan: Plan) -> Preparation:
         seconds=estimate(
             CONVERT_START_S + 2 * weights / CONVERT_BYTES_S,
             0.6,
-            "135 million weights took 8 s on two busy cores; more at a disk's speed",
+            "measured: 135 million weights in 8 s on two busy cores; larger models at disk speed",
         ),
         argv=tuple(argv),
     )

@@ -1,4 +1,4 @@
-"""What people call engines and orchestrators: one id for each, found from any usual spelling."""
+"""Names of engines and orchestrators: maps any usual spelling to an id."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ORCHESTRATORS = {
     "ray": ("rayserve", "rayserv", "rayllm", "rayservellm", "kuberay"),
     "kubernetes": ("k8s", "kserve", "openshift", "eks", "gke", "aks"),
 }
-"""Ids, and what else people call them, in small letters and digits only."""
+"""Ids, and their other names in lower-case letters and digits only."""
 VERSION = re.compile(r"[\s@=_v-]*[0-9]+\.[0-9].*$|[\s@=_-]+b[0-9]{3,}$|\s*\([^()]*\)\s*$")
-"""What may follow a name: a version, a build's number without a dot, or in brackets how it was built."""
+"""What may follow a name: a version, a build number without a dot, or a note in parentheses."""
 
 
 def engine_id(text: str) -> str | None:
-    """The id of the engine that `text` names, in any usual spelling and with a version if they like."""
+    """The id of the engine that `text` names, in any usual spelling, with or without a version."""
     for one in all_engines().values():
         if one.spelling_pattern is not None and re.match(one.spelling_pattern, text, re.IGNORECASE):
             return one.id
@@ -32,7 +32,7 @@ def orchestrator_id(text: str) -> str | None:
 
 
 def nearest_names(text: str, count: int = 3) -> tuple[str, ...]:
-    """The ids whose names look most like `text`, best first."""
+    """The ids whose names are most similar to `text`, best first."""
     import difflib
 
     close = difflib.get_close_matches(_plain(text), _by_name(), n=3 * count, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""Ollama: llama.cpp behind a server and a model store of its own."""
+"""Ollama: llama.cpp behind its own server and model store."""
 
 from __future__ import annotations
 
@@ -32,47 +32,47 @@ from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal,
 from bedplate.values.decision import Device
 from bedplate.values.record import estimate
 
-# All of this by the source of v0.32.15 (2026-08-19), which starts llama-server of llama.cpp b10488 for each model.
+# From the source of v0.32.15 (2026-08-19), which starts llama-server of llama.cpp b10488 for each model.
 LLAMA_CPP = LlamaCpp()
 STORE = f"{MODELS}/ollama"
-"""In containers: its store of models lies on the volume, beside the files that it was made from."""
+"""The model store in containers, on the volume with the source files."""
 SERVER_BYTES = 100_000_000
-"""Its own process beside llama-server's: assumed, a Go program with a list of models."""
+"""Assumed memory of the Ollama process, in addition to llama-server."""
 IMPORTS = frozenset([
     "llama", "mllama", "llama4", "mistral3", "ministral3", "mixtral", "gemma", "gemma2", "gemma3", "gemma3_text",
     "gemma3n", "gemma4", "phi3", "qwen2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "olmo3", "bert", "nomic_bert",
     "cohere", "gpt_oss", "deepseek_v3", "glm4_moe_lite", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe",
     "nemotron_h",
 ])  # fmt: skip
-"""What `ollama create` makes GGUF of (convert/convert.go), as config.json's `model_type` has it."""
+"""`model_type` values that `ollama create` converts to GGUF (convert/convert.go)."""
 ONE_AT_A_TIME = frozenset([
     "mllama", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe", "nemotronh",
     "nemotronhmoe", "nemotronhomni",
 ])  # fmt: skip
-"""Architectures for which server/sched.go sets OLLAMA_NUM_PARALLEL aside; without underscores."""
-MADE = {"F16": None, "Q8_0": "q8_0", "Q4_K_M": "q4_K_M"}
-"""What it makes of 16-bit weights, and what --quantize is told (docs/import.mdx)."""
+"""Architectures for which server/sched.go ignores OLLAMA_NUM_PARALLEL; without underscores."""
+QUANTIZE_VALUES = {"F16": None, "Q8_0": "q8_0", "Q4_K_M": "q4_K_M"}
+"""Types that it converts 16-bit weights to, and the values of --quantize (docs/import.mdx)."""
 COPY_BYTES_S = 150e6
 STARTS_S = 30
 _KNOWN_FAILURES = (
     (
         r"listen tcp \S+: bind: ",
         Failure(
-            message="the private port was taken by another program in the same moment",
-            hint="start again; another port is chosen then",
+            message="another program took the engine's private port during the start",
+            hint="start again; bedplate then chooses another port",
             lasting=False,
         ),
     ),
     (
         r"unsupported architecture \\?\"(?P<what>\w+)",
         Failure(
-            message="Ollama does not import the architecture {what}",
-            hint="a GGUF file of the same model; or llama.cpp, which converts it",
+            message="Ollama cannot import the architecture {what}",
+            hint="use a GGUF file of the same model, or --engine llama.cpp, which converts it",
         ),
     ),
     (
         r"invalid model name",
-        Failure(message="Ollama does not take this name for a model", hint="letters, digits, - and _ only"),
+        Failure(message="Ollama does not accept this model name", hint="use only letters, digits, - and _"),
     ),
 )
 
@@ -87,22 +87,22 @@ class Ollama(Engine):
     vendors = ("nvidia", "amd", "apple", "intel")
     cpu = True
     systems = ("linux", "macos", "windows")
-    # docs/gpu.mdx; what neither CUDA nor ROCm takes, Vulkan does.
+    # docs/gpu.mdx; GPUs that neither CUDA nor ROCm supports use Vulkan.
     capability = (5, 0)
     tasks = ("generate", "embed")
     ways = ("pipeline",)
     offloads = True
-    # No recipe: the program is published as an archive and an installer, and the package index has only a client.
+    # No recipe: the program is published as an archive and an installer; the package index only has a client.
     built_for = ("cpu", "cuda", "rocm", "metal", "xpu", "vulkan")
     effort = 1
     features = Features(
-        batching="continuous, fixed slots; one for some architectures",
+        batching="continuous, fixed slots; one slot for some architectures",
         kv_cache="one region per slot; 8 or 4 bits",
-        quantization="GGUF as it is; Q8_0, Q4_K_M and Q4_K_S of 16-bit weights",
-        hardware="CPU, NVIDIA, AMD, Apple, Vulkan; parts of a model may stay on the host",
+        quantization="GGUF as stored; converts 16-bit weights to Q8_0, Q4_K_M and Q4_K_S",
+        hardware="CPU, NVIDIA, AMD, Apple, Vulkan; layers can be offloaded to the host",
         structured_output="JSON schema",
         multi_node="no",
-        server="its own, with a store; a model loads at its first request; no metrics",
+        server="its own, with a model store; loads a model at its first request; no metrics",
         maintained="active",
         source="Ollama v0.32.15 (2026-08-19): envconfig/config.go, server/sched.go, llm/llama_server.go, docs/",
     )
@@ -111,12 +111,12 @@ class Ollama(Engine):
         device_bytes=LLAMA_CPP.uses.device_bytes,
         prefill_tokens=LLAMA_CPP.uses.prefill_tokens,
         spread=0.6,
-        source="llama.cpp's, which it starts, and 100 MB for itself; not measured",
+        source="llama.cpp, which it starts, plus 100 MB for itself; not measured",
     )
     max_slots = LLAMA_CPP.max_slots
     default_slots = LLAMA_CPP.default_slots
     variable_prefixes = ("OLLAMA_",)
-    strength = "people who run it already, or want its library of models"
+    strength = "existing deployments, or users of its model library"
     table_names = TableNames(words=("ollama",), rank=13)
     runs_engine = LLAMA_CPP.id
     estimate = EstimateTraits(pass_tokens=512)
@@ -136,7 +136,7 @@ class Ollama(Engine):
         if target is None or self.weights(target, model, workload):
             return None
         what = f"{model.quantization or 'BF16'} weights of the architecture {model.architecture}"
-        return self.refusal("impossible", f"does not import {what}", "a GGUF file of the same model")
+        return self.refusal("impossible", f"cannot import {what}", "a GGUF file of the same model")
 
     def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
@@ -148,11 +148,11 @@ class Ollama(Engine):
             return (Weights(label=label, made="converted", format="gguf"),)
         if label not in SIXTEEN_BIT:
             return ()
-        kept = [one for one in MADE if not workload.precision_sensitive or one in ("F16", "Q8_0")]
+        kept = [one for one in QUANTIZE_VALUES if not workload.precision_sensitive or one in ("F16", "Q8_0")]
         return tuple(Weights(label=one, made="converted", format="gguf") for one in kept)
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
-        # Its steps hold 512 tokens, of all who ask in turn.
+        # Its steps hold 512 tokens of all requests together.
         settings = replaced(LLAMA_CPP.settle(hardware, model, workload), batch_tokens=None)
         alone = "embed" in (model.task, workload.task) or model.architecture.replace("_", "") in ONE_AT_A_TIME
         return replaced(settings, slots=1) if alone else settings
@@ -161,7 +161,7 @@ class Ollama(Engine):
         return LLAMA_CPP.overhead_bytes(model, settings) + SERVER_BYTES
 
     def launch(self, plan: Plan, port: int) -> Launch:
-        # It is ready before the model is: that loads with the first request, and then stays.
+        # It is ready before the model is loaded: the first request loads it, and it stays loaded.
         return Launch(
             argv=("ollama", "serve"),
             env=_environment(plan, port),
@@ -180,14 +180,14 @@ class Ollama(Engine):
         return ContainerImage(name=f"ollama/ollama:{self.version}{'-rocm' if device == 'rocm' else ''}")
 
     def in_container(self, launch: Launch, image: str) -> Launch:
-        # It clears out what no manifest names when it starts, and the volume cannot be written to.
+        # At start-up it deletes files without a manifest, and the volume is read-only.
         return replaced(launch, env={**launch.env, "OLLAMA_MODELS": STORE, "OLLAMA_NOPRUNE": "1"})
 
     def health_command(self, url: str) -> tuple[str, ...]:
         return ("ollama", "list")
 
     def store_step(self, plan: Plan) -> StoreStep | None:
-        """The store takes a model from a running server alone: one runs for as long as that takes."""
+        """Only a running server can add a model to the store: the step runs one until it is done."""
         name, quantize = creating(plan)[2], creating(plan)[5:]
         command = (
             f"[ -e {STORE}/manifests ] && exit 0; printf %s {shlex.quote(modelfile(plan))} > /cache/Modelfile; "
@@ -202,7 +202,7 @@ class Ollama(Engine):
 
 
 def model_name(model: Model) -> str:
-    """The served name as far as Ollama takes it: [namespace/]model[:tag], and no dot in a namespace."""
+    """The served name in the form that Ollama accepts: [namespace/]model[:tag], without a dot in the namespace."""
     *above, last = model.served_name.split("/")
     name, _, tag = last.partition(":")
     pieces = [re.sub(r"[^\w-]", "-", part, flags=re.ASCII) for part in above[-1:]]
@@ -212,12 +212,12 @@ def model_name(model: Model) -> str:
 
 
 def modelfile(plan: Plan) -> str:
-    """The Modelfile: the weights, and what has no environment variable."""
+    """The Modelfile: the weights, and settings that have no environment variable."""
     lines = [f"FROM {_from(path)}" for path in _sources(plan)]
     settings = plan.settings
     if settings.device == "cpu" and settings.threads is not None:
         lines.append(f"PARAMETER num_thread {settings.threads}")
-    # Without a number llama.cpp fits what it can by itself; of experts it knows better which to leave out.
+    # Without a number llama.cpp places the layers itself; it also chooses which experts stay on the host.
     layers = settings.gpu_layers if settings.host_expert_layers is None else None
     if layers is not None and 0 < layers <= plan.model.num_layers:
         lines.append(f"PARAMETER num_gpu {layers}")
@@ -227,8 +227,8 @@ def modelfile(plan: Plan) -> str:
 
 
 def creating(plan: Plan) -> tuple[str, ...]:
-    """The command that puts the model into the store; it asks a running server to do it."""
-    quantize = MADE.get(plan.weights.label) if plan.weights.made == "converted" else None
+    """The command that adds the model to the store through a running server."""
+    quantize = QUANTIZE_VALUES.get(plan.weights.label) if plan.weights.made == "converted" else None
     return (
         "ollama", "create", model_name(plan.model), "--file", _modelfile_path(plan),
         *(("--quantize", quantize) if quantize else ()),
@@ -240,14 +240,14 @@ def _environment(plan: Plan, port: int) -> dict[str, str]:
     found = {
         "OLLAMA_HOST": f"127.0.0.1:{port}",
         "OLLAMA_NUM_PARALLEL": str(settings.slots),
-        # Of each request: it multiplies by the number of them.
+        # Context of each request: Ollama multiplies it by the number of requests.
         "OLLAMA_CONTEXT_LENGTH": str(settings.context_tokens),
         "OLLAMA_KEEP_ALIVE": "-1",
         "OLLAMA_MAX_LOADED_MODELS": "1",
         "OLLAMA_NO_CLOUD": "1",
     }
     if settings.kv_type == "fp8":
-        # It has no 8-bit floats for its cache, but 8-bit integers, and those under flash attention only.
+        # Its KV cache supports 8-bit integers, not 8-bit floats, and only with flash attention.
         found |= {"OLLAMA_KV_CACHE_TYPE": "q8_0", "OLLAMA_FLASH_ATTENTION": "1"}
     if plan.parallelism.pipeline > 1:
         found["OLLAMA_SCHED_SPREAD"] = "1"
@@ -255,25 +255,25 @@ def _environment(plan: Plan, port: int) -> dict[str, str]:
 
 
 def _import(plan: Plan, port: int) -> tuple[Preparation, ...]:
-    """A Modelfile, and a server for as long as it takes to put the model into the store; may be done again."""
+    """Steps that add the model to the store with a Modelfile and a temporary server; can be repeated."""
     converted = plan.weights.made == "converted"
     size = round(plan.model.parameters * GGUF_BITS.get(plan.weights.label, 4.5) / 8) if converted else None
     stored = size or plan.model.weight_bytes
-    # The 16-bit file that a quantization is made of lies beside it for a while.
-    disk = stored + (2 * plan.model.parameters if converted and MADE.get(plan.weights.label) else 0)
-    took = estimate(STARTS_S + 2 * disk / COPY_BYTES_S, 0.7, "not measured: read and written at a disk's speed")
+    # A quantization temporarily needs space for the 16-bit file as well.
+    disk = stored + (2 * plan.model.parameters if converted and QUANTIZE_VALUES.get(plan.weights.label) else 0)
+    took = estimate(STARTS_S + 2 * disk / COPY_BYTES_S, 0.7, "not measured: read and written at disk speed")
     return (
         *(fetching(plan) if converted else ()),
         Preparation(
             kind="convert" if converted else "build",
-            what=f"{plan.model.name} as {model_name(plan.model)}, by a Modelfile", where="Ollama's store of models",
+            what=f"{plan.model.name} as {model_name(plan.model)}, from a Modelfile", where="Ollama's model store",
             disk_bytes=disk, seconds=took, argv=("python", "-c", _created(plan, port)),
         ),
     )  # fmt: skip
 
 
 def _created(plan: Plan, port: int) -> str:
-    """Python that writes the Modelfile, and asks a server of its own to take it."""
+    """Python code that writes the Modelfile and imports it through a temporary server."""
     return f"""\
 import os, subprocess, time, urllib.request
 with open({_modelfile_path(plan)!r}, "w") as file:
@@ -286,7 +286,7 @@ try:
             urllib.request.urlopen("http://127.0.0.1:{port}/api/version", timeout=5).close()
             break
         except OSError:
-            assert server.poll() is None, "ollama serve has ended"
+            assert server.poll() is None, "ollama serve exited"
             time.sleep(0.1)
     subprocess.run({list(creating(plan))!r}, check=True)
 finally:
@@ -300,14 +300,14 @@ def _modelfile_path(plan: Plan) -> str:
 
 
 def _sources(plan: Plan) -> tuple[str, ...]:
-    """A folder of original weights, or all parts of a GGUF file."""
+    """The folder with the original weights, or all parts of a GGUF file."""
     if plan.weights.made == "converted":
         return (source_folder(plan),)
     return plan.model.files or (f"{plan.model.short_name}.gguf",)
 
 
 def _from(path: str) -> str:
-    """Without a slash before it, a path could be taken for the name of a model."""
+    """The path with a leading `./` or `/`, so that it cannot be read as a model name."""
     pure = PurePath(path)
     return path if pure.is_absolute() or path.startswith("./") else f"./{path}"
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime: portable across vendors, and for models that are no language models."""
+"""ONNX Runtime: portable across vendors, and for models other than LLMs."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from bedplate.values.record import estimate
 from bedplate.values.tuning import Choice, Knob
 
 PRECISIONS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "INT8": "int8", "INT4": "int4"}
-"""As GenAI's builder calls them."""
+"""Values of the GenAI builder's --precision."""
 BYTES_PER_WEIGHT = {"F32": 4.0, "BF16": 2.0, "F16": 2.0, "INT8": 1.13, "INT4": 0.64}
-"""Whole weights are shared in blocks of 32 by a 32-bit scale: what SmolLM2's files came to."""
-MADE_ON_CPU, MADE = ("F32", "INT8", "INT4"), ("BF16", "INT8", "INT4")
+"""Integer weights have a 32-bit scale per block of 32; from the file sizes of SmolLM2."""
+CPU_TYPES, GPU_TYPES = ("F32", "INT8", "INT4"), ("BF16", "INT8", "INT4")
 BUILD_WEIGHTS_S = 30e6
 BUILD_START_S = 20.0
-# The builder's own list (models/builder.py of 0.18.0, by architecture), as configurations call them.
+# `model_type` values of the architectures that the builder supports (models/builder.py of 0.18.0).
 _WRITERS = """
 chatglm ernie4_5 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_unified gpt_oss granite granitemoehybrid
 hunyuan_v1_dense internlm2 lfm2 lfm2_moe lfm2_vl llama mistral mistral3 nemotron olmo phi phi3 phimoe phi3small phi3_v
 phi4mm qwen2 qwen2_5_vl qwen3 qwen3_vl qwen3_5 qwen3_5_moe smollm3
 """
 WRITERS = frozenset(_WRITERS.split())
-# Encoders that Transformers knows without code from elsewhere; the exporter checks what it made of each.
+# Encoders that Transformers supports without remote code; the exporter checks each result.
 _READERS = "albert bert camembert deberta-v2 distilbert electra modernbert mpnet roberta xlm-roberta"
 READERS = frozenset(_READERS.split())
 RECIPE = Recipe(
-    # From torch on: what makes ONNX models of others.
+    # The packages from torch on convert models to ONNX.
     packages=(
         "onnxruntime-genai==0.18.0",
         "onnxruntime==1.31.1",
@@ -76,34 +76,34 @@ CUDA_RECIPE = msgspec.structs.replace(
 _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
         r"bedplate-engine: there is no \.onnx file in (?P<what>.+)",
-        Failure(message="{what} holds no .onnx file", hint="name the folder with the model's .onnx files"),
+        Failure(message="{what} contains no .onnx file", hint="specify the folder with the .onnx files"),
     ),
     (
-        r"bedplate-engine: this model does not read text alone: it wants (?P<what>.+)",
+        r"bedplate-engine: this model has inputs other than text: (?P<what>.+)",
         Failure(
-            message="the model wants more than text: {what}",
-            hint="bedplate serves ONNX models that write, embed or classify text",
+            message="the model has inputs other than text: {what}",
+            hint="use an ONNX model that generates, embeds or classifies text",
         ),
     ),
     (
         r"bedplate-engine: (?P<what>.+) has no tokenizer\.json",
         Failure(
             message="{what} has no tokenizer.json",
-            hint="put the tokenizer's files of the original model beside the .onnx file",
+            hint="copy the tokenizer files of the original model to the folder of the .onnx file",
         ),
     ),
     (
         r"Protobuf parsing failed|External data path does not exist|External data path validation failed",
         Failure(
             message="the model file is damaged, or its external data is missing",
-            hint="download it again, .onnx.data files included",
+            hint="download it again, including the .onnx.data files",
         ),
     ),
     (
         r"(?:[Uu]nsupported model IR version|is not a registered function/op|opset \d+ is under development)",
         Failure(
-            message="the model was made for another version of ONNX Runtime",
-            hint="build it again with `onnxruntime_genai.models.builder`, or see whether bedplate has an update",
+            message="the model needs another version of ONNX Runtime",
+            hint="build it again with `onnxruntime_genai.models.builder`, or update bedplate",
         ),
     ),
 )
@@ -120,30 +120,30 @@ class OnnxRuntime(ServedByBedplate):
     vendors = ("nvidia",)
     cpu = True
     systems = ("linux", "macos", "windows")
-    # What CUDA 13 still compiles for.
+    # The oldest target of CUDA 13.
     capability = (7, 5)
     tasks = ("generate", "embed", "classify", "other")
     effort = 2
     features = Features(
-        batching="continuous with a paged cache (CUDA, WebGPU); on CPUs requests take turns",
-        kv_cache="as long as a request may get; paged on CUDA",
-        quantization="INT4 and INT8 by its builder",
-        hardware="CPU, NVIDIA; other vendors by further packages",
+        batching="continuous with a paged cache (CUDA, WebGPU); interleaved requests on CPUs",
+        kv_cache="fixed size per request; paged on CUDA",
+        quantization="INT4 and INT8, converted by its builder",
+        hardware="CPU, NVIDIA; other vendors with additional packages",
         structured_output="JSON schema (llguidance)",
         multi_node="none",
         server="bedplate's",
         maintained="active",
-        source="onnxruntime-genai 0.18.0 (November 2026): its Python API, models/builder.py; tried on a CPU",
+        source="onnxruntime-genai 0.18.0 (November 2026): its Python API, models/builder.py; tested on a CPU",
     )
     uses = MemoryUse(
         process_bytes=190_000_000,
         device_bytes=500_000_000,
         mlp_copies=3.0,
         spread=0.5,
-        source="its size with SmolLM2 in INT4 and F32 on a CPU, less weights; the device's share is assumed",
+        source="measured with SmolLM2 in INT4 and F32 on a CPU, without weights; device memory is assumed",
     )
     default_slots = 4
-    strength = "hardware of several vendors, or models that are no LLMs"
+    strength = "hardware of several vendors, or models other than LLMs"
     table_names = TableNames(words=("onnx",), rank=10)
     estimate = EstimateTraits(kernels="eager", one_stream=True)
     flags = AdviceFlags(
@@ -158,12 +158,12 @@ class OnnxRuntime(ServedByBedplate):
         reads = _reads(model, workload)
         known = self.readers if reads else WRITERS
         if model.format == "safetensors" and model.architecture not in (*known, "unknown"):
-            why = f"its {'exporter' if reads else 'builder'} does not know the architecture {model.architecture}"
+            why = f"its {'exporter' if reads else 'builder'} does not support the architecture {model.architecture}"
             return self.refusal("impossible", why, "the same model as ONNX")
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
             return self.refusal(
-                "impossible", f"makes nothing of weights in {model.quantization}", "the same model in BF16, or as ONNX"
+                "impossible", f"cannot convert {model.quantization} weights", "the same model in BF16, or as ONNX"
             )
         return None
 
@@ -175,7 +175,7 @@ class OnnxRuntime(ServedByBedplate):
             return ()
         if _reads(model, workload):
             return (Weights(label="F32", made="converted", format="onnx"),)
-        # On CPUs it computes in 32 bits alone: 16-bit weights would be widened.
+        # On CPUs it only computes in 32 bits: 16-bit weights would be converted.
         widest = ("F32",) if target.device == "cpu" else (label if label in ("BF16", "F16") else "BF16",)
         labels = (*widest, "INT8") if workload.precision_sensitive else (*widest, "INT8", "INT4")
         return tuple(Weights(label=one, made="converted", format="onnx") for one in labels)
@@ -183,7 +183,7 @@ class OnnxRuntime(ServedByBedplate):
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         chosen = super().settle(hardware, model, workload)
         if _reads(model, workload):
-            # It reads one batch after another.
+            # It computes one batch after the other.
             chosen = replaced(chosen, slots=1)
         return replaced(chosen, threads=hardware.cpu.allowed_physical_cores) if chosen.device == "cpu" else chosen
 
@@ -198,7 +198,7 @@ class OnnxRuntime(ServedByBedplate):
         steps = [self._installed(plan)]
         if converted:
             reads = _reads(plan.model, plan.workload)
-            # The builder takes a hub id, the exporter a folder.
+            # The builder accepts a hub id; the exporter needs a folder.
             steps += [*fetching(plan), _export(plan)] if reads else [_build(plan)]
         return landed(Launch(argv=tuple(argv), prepare=tuple(steps)), settings)
 
@@ -206,15 +206,15 @@ class OnnxRuntime(ServedByBedplate):
         settings, asked = plan.settings, plan.workload.in_flight()
         found = [_weights_knob(plan)]
         if not _reads(plan.model, plan.workload):
-            source = "its server takes turns on a CPU, and batches on a card"
+            source = "its server interleaves requests on a CPU, and batches them on a GPU"
             found.append(slots_knob(plan, (1, asked, 2 * asked), own=None, source=source))
         if settings.device == "cpu":
             cores = hardware.cpu.allowed_physical_cores
             source = "onnxruntime 1.31.1: intra_op_num_threads, session.intra_op.allow_spinning"
-            found.append(threads_knob(plan, cores, own="one for each core", source=source))
+            found.append(threads_knob(plan, cores, own="one per core", source=source))
             found.append(
                 Knob(
-                    name="spin", meaning="whether threads that wait for work do so actively", now="on", own="on",
+                    name="spin", meaning="whether idle threads spin or block", now="on", own="on",
                     choices=(Choice(value="on"), Choice(value="off", options=("--spin", "off"))),
                     limits=("runtime overhead", "compute"), prior=0.2, source=source,
                 )
@@ -236,17 +236,17 @@ class OnnxRuntime(ServedByBedplate):
 
 
 def _reads(model: Model, workload: Workload) -> bool:
-    """Whether it reads text and writes none: an encoder."""
+    """Whether the model is an encoder, which generates no text."""
     return "generate" not in (model.task, workload.task) or model.architecture in READERS
 
 
 def _weights_knob(plan: Plan) -> Knob:
     now = plan.weights.label
     makes = plan.weights.made == "converted" and not _reads(plan.model, plan.workload)
-    made = [one for one in (MADE_ON_CPU if plan.settings.device == "cpu" else MADE) if one != now] if makes else []
+    made = [one for one in (CPU_TYPES if plan.settings.device == "cpu" else GPU_TYPES) if one != now] if makes else []
     return Knob(
-        name="weights", meaning="the type that weights are stored in; made of the model's own, once, and kept", now=now,
-        own="as they are built", alone=True,
+        name="weights", meaning="weight type; converted from the model once, and kept", now=now,
+        own="as built", alone=True,
         choices=(Choice(value=now), *(Choice(value=one, weights=one, lossy=one == "INT4") for one in made)),
         limits=("memory bandwidth", "compute"), risk=("answers", "memory"), prior=0.5,
         source="onnxruntime_genai.models.builder of 0.18.0: --precision",
@@ -254,7 +254,7 @@ def _weights_knob(plan: Plan) -> Knob:
 
 
 def _build(plan: Plan) -> Preparation:
-    """GenAI's own builder, for models that write."""
+    """The conversion step with GenAI's builder, for models that generate text."""
     cuda = plan.settings.device == "cuda"
     result = made_path(plan)
     argv = ["python", "-m", "onnxruntime_genai.models.builder"]
@@ -263,7 +263,7 @@ def _build(plan: Plan) -> Preparation:
     argv += ["--output", result, "--precision", PRECISIONS[plan.weights.label]]
     argv += ["--execution_provider", "cuda" if cuda else "cpu"]
     if cuda:
-        # Without it, no request joins a batch before the last of those in it has ended.
+        # Without it, no request joins a running batch.
         argv += ["--extra_options", "use_paged_attention=true"]
     return _converted(plan, f"{plan.model.name} to ONNX in {plan.weights.label}", result, argv)
 
@@ -282,7 +282,7 @@ def _converted(plan: Plan, what: str, where: str, argv: list[str]) -> Preparatio
         what=what,
         where=where,
         disk_bytes=round(weights * BYTES_PER_WEIGHT[plan.weights.label]),
-        seconds=estimate(seconds, 0.7, "SmolLM2 took 20 to 40 s on two cores, and a small encoder as long"),
+        seconds=estimate(seconds, 0.7, "measured: 20 to 40 s for SmolLM2 or a small encoder on two cores"),
         argv=tuple(argv),
     )
 

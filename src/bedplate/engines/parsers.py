@@ -1,6 +1,6 @@
-"""Which way of calling tools and of thinking aloud a model was trained for; each engine has its own name for it.
+"""Tool-call and reasoning formats of model families; each engine has its own parser names for them.
 
-Families after vLLM's docs/features/tool_calling.md and reasoning_outputs.md (v0.28.0rc2, August 2026) and the parser
+Families from vLLM's docs/features/tool_calling.md and reasoning_outputs.md (v0.28.0rc2, August 2026) and the parser
 registries of vLLM 0.32.0 and SGLang 0.5.23.
 """
 
@@ -14,7 +14,7 @@ from bedplate.values import Model
 
 
 class Parsers(NamedTuple):
-    """An engine's names for them; `None` where it has none, or where the model does neither."""
+    """An engine's parser names; `None`: it has no parser, or the model does not use the format."""
 
     tools: str | None = None
     reasoning: str | None = None
@@ -23,12 +23,12 @@ class Parsers(NamedTuple):
 class _Family(NamedTuple):
     name: str
     architectures: tuple[str, ...] = ()
-    """As config.json's `model_type` has them; none: by the name alone."""
+    """`model_type` values of config.json; empty: only the name decides."""
     named: str = ""
-    """What the model's name must hold, in lower case."""
+    """Pattern that the lower-case name of the model must contain."""
 
 
-# The first that matches counts, so what is special stands before what is general.
+# The first match wins, so specific entries precede general ones.
 _FAMILIES = (
     _Family("gpt-oss", ("gpt_oss",)),
     _Family("none", named=r"embed|rerank|guard\b|[-_]base\b|reward"),
@@ -85,5 +85,5 @@ def family(model: Model) -> str | None:
 
 
 def parsers_for(model: Model, known: Mapping[str, Parsers]) -> Parsers:
-    """By an engine's own names for the families that it knows."""
+    """The parsers of the model's family among an engine's `known` ones."""
     return known.get(family(model) or "", Parsers())

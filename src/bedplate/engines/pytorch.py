@@ -1,4 +1,4 @@
-"""PyTorch native: no engine at all; the simplest thing for prototypes and one-at-a-time jobs."""
+"""PyTorch with Transformers: no serving engine; the simplest option for prototypes and batch-of-one jobs."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from bedplate.engines.base import (
     known_failure,
 )
 from bedplate.engines.knobs import SPIN, field_scale, has_own_defaults, landed, scale, variable_scale, worth_turning
-from bedplate.engines.shared import WIDE, computed_bits, wide_on_older_arm
+from bedplate.engines.shared import FLOAT32_ONLY, computed_bits, wide_on_older_arm
 from bedplate.engines.traits import AdviceFlags, EstimateTraits, TableNames
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
 from bedplate.values.tuning import Choice, Knob
 
 DEVICES: dict[Device, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "metal": "mps", "xpu": "xpu"}
-"""PyTorch's names; AMD's cards answer to NVIDIA's."""
+"""PyTorch's device names; AMD GPUs are named cuda."""
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 QUANTIZATIONS = {"INT8": "bnb-8bit", "NF4": "bnb-4bit"}
 PAGE_TOKENS = 256
-"""ContinuousBatchingConfig.page_size: tokens of one sequence that a block of the cache holds."""
+"""ContinuousBatchingConfig.page_size: tokens per block of the KV cache."""
 
 _KNOWN_FAILURES: tuple[tuple[str, Failure], ...] = (
     (
         r"OutOfMemoryError: .*out of memory|CUDA out of memory|MPS backend out of memory|can't allocate memory",
         Failure(
-            message="there was not enough memory for the model and its cache",
-            hint="ask for less: --context 4096, --concurrency 1, or a smaller model",
+            message="there is not enough memory for the model and its KV cache",
+            hint="reduce the need: --context 4096, --concurrency 1, or a smaller model",
         ),
     ),
     (
         r"model type `(?P<what>[\w.-]+)` but Transformers does not recognize this architecture",
         Failure(
-            message="this version of Transformers does not know the architecture {what}",
-            hint="a newer one may: see whether bedplate has an update, or choose another engine with --engine",
+            message="this version of Transformers does not support the architecture {what}",
+            hint="a newer version may support it: update bedplate, or choose another engine with --engine",
         ),
     ),
     (
         r"is not the path to a directory containing a file named|does not appear to have (?:a file named|files named)",
         Failure(
-            message="the model's folder lacks files that Transformers needs",
-            hint="it holds config.json, the tokenizer's files and .safetensors; download it again",
+            message="files that Transformers needs are missing from the model folder",
+            hint="download it again; it must contain config.json, the tokenizer files and .safetensors files",
         ),
     ),
     (
         r"requires the latest version of bitsandbytes|bitsandbytes.*(?:not installed|is required)",
         Failure(
-            message="quantizing while loading needs bitsandbytes, which does not run on this device",
-            hint="give the model in BF16, or one that is quantized already",
+            message="quantization while loading needs bitsandbytes, which does not support this device",
+            hint="use the model in BF16, or a quantized one",
         ),
     ),
     (
         r"error while attempting to bind on address .*address already in use",
         Failure(
-            message="the private port was taken by another program in the same moment",
-            hint="start again; another port is chosen then",
+            message="another program took the engine's private port during the start",
+            hint="start again; bedplate then chooses another port",
             lasting=False,
         ),
     ),
@@ -78,9 +78,9 @@ class PyTorch(Engine):
         packages=(
             "transformers[serving]==5.22.2",
             "torch==2.13.0",
-            # With it, GGUF files are read, and unpacked for engines that do not read them.
+            # Reads GGUF files, and dequantizes them for engines that do not read them.
             "gguf==0.19.0",
-            # And for the way back: llama.cpp's converter imports it for whatever vocabulary.
+            # Imported by llama.cpp's converter for every vocabulary.
             "sentencepiece==0.2.2",
             "bitsandbytes==0.50.2; sys_platform == 'linux' and platform_machine == 'x86_64'",
         ),
@@ -94,16 +94,16 @@ class PyTorch(Engine):
     cpu = True
     systems = ("linux", "macos", "windows")
     built_for = ("cpu", "cuda", "rocm", "metal", "xpu")
-    # Turing: what CUDA 13 still compiles for, and with it PyTorch's wheels since 2.11.
+    # Turing: the oldest target of CUDA 13, and so of PyTorch's wheels since 2.11.
     capability = (7, 5)
-    # Whole layers on one card after the other, one at work at a time (accelerate's device_map).
+    # Whole layers, one card after the other, with one card active at a time (accelerate's device_map).
     ways = ("pipeline",)
     effort = 1
     features = Features(
-        batching="none, or continuous when asked",
+        batching="none; continuous as an option",
         kv_cache="grows with a request; paged with batching",
-        quantization="bitsandbytes while loading; FP8; others by further packages",
-        hardware="whatever PyTorch runs on",
+        quantization="bitsandbytes while loading; FP8; others with additional packages",
+        hardware="all devices that PyTorch supports",
         structured_output="none",
         multi_node="none",
         server="transformers serve",
@@ -114,9 +114,9 @@ class PyTorch(Engine):
         process_bytes=1_500_000_000,
         device_bytes=40_000_000,
         spread=0.5,
-        source="published peaks of Transformers on A100 and H20; the driver's own context is not in them",
+        source="published memory peaks of Transformers on A100 and H20, without the driver context",
     )
-    strength = "prototypes, and jobs that take one item at a time"
+    strength = "prototypes, and jobs that process one item at a time"
     table_names = TableNames(words=("transformers", "pytorch", "torch", "hugging"), rank=11)
     estimate = EstimateTraits(kernels="eager", one_stream=True, fp4_products=False, expands_cache=True)
     flags = AdviceFlags(
@@ -131,19 +131,18 @@ class PyTorch(Engine):
             return refused
         target = self.target(hardware)
         if target is not None and not self.weights(target, model, workload):
-            why = f"does not load weights in {model.quantization} here"
+            why = f"does not load {model.quantization} weights on this device"
             return self.refusal("impossible", why, "the same model in BF16")
         return None
 
     def target(self, hardware: Hardware) -> Target | None:
-        # On a Neoverse N1 four requests of 512 + 128 tokens took 44 s in 32 bits, and were not done after five minutes
-        # in BF16.
+        # On a Neoverse N1 four requests of 512 + 128 tokens took 44 s in 32 bits, and more than five minutes in BF16.
         return wide_on_older_arm(super().target(hardware), hardware)
 
     def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label = model.quantization or "BF16"
         if label in SIXTEEN_BIT:
-            if target.features == WIDE and label != "F32":
+            if target.features == FLOAT32_ONLY and label != "F32":
                 return (Weights(label="F32", made="while loading", format="safetensors"),)
             sizes = ("INT8",) if workload.precision_sensitive else ("INT8", "NF4")
             smaller = sizes if target.device == "cuda" else ()
@@ -152,7 +151,7 @@ class PyTorch(Engine):
                 *(Weights(label=one, made="while loading", format="safetensors") for one in smaller),
             )
         if label == "MXFP4":
-            # Its kernels are fetched from the hub at run time; without them it unpacks the weights.
+            # Its kernels are downloaded from the hub at run time; without them it dequantizes the weights.
             return (Weights(label="BF16", made="while loading", format="safetensors"),)
         fits = {"FP8": "fp8" in target.features, "NF4": target.device == "cuda", "INT8": target.device == "cuda"}
         method = model.quantization_details.method if model.quantization_details else ""
@@ -179,7 +178,7 @@ class PyTorch(Engine):
         if plan.weights.made == "while loading" and (method := QUANTIZATIONS.get(plan.weights.label)):
             argv += ["--quantization", method]
         if settings.slots > 1:
-            # Its cache is one pool: as many pages as all requests at their longest.
+            # The KV cache is one pool: enough pages for all requests at their maximum length.
             pages = -(-settings.context_tokens // PAGE_TOKENS) * settings.slots
             argv += ["--continuous-batching", "--cb-num-blocks", str(pages)]
             if settings.batch_tokens is not None:
@@ -193,12 +192,12 @@ class PyTorch(Engine):
         return worth_turning(found)
 
     def progress(self, line: str) -> float | None:
-        # The line grows: the last figure is the newest.
+        # The progress bar is one growing line: the last number is the newest.
         found = re.findall(r"Loading weights: +(\d{1,3})%", line)
         return int(found[-1]) / 100 if found else None
 
     def is_current(self, version: str, backend: str) -> bool:
-        # It starts fewer kernels for each layer since attention was rewritten in 4.48.
+        # It launches fewer kernels per layer since attention was rewritten in 4.48.
         found = re.match(r"4\.(\d+)", version)
         return found is None or int(found[1]) >= 48
 
@@ -221,28 +220,28 @@ def _batching_knobs(plan: Plan) -> list[Knob]:
     slots = sorted({1, asked, 2 * asked, settings.slots})
     tokens = (512, 1024, 2048)
     kept = Choice(value="default")
-    # Where there is no card, sdpa is what Transformers chooses.
+    # Without a GPU, sdpa is the default of Transformers.
     ways = ("eager",) if settings.device == "cpu" else ("sdpa", "eager")
     return [
         Knob(
-            name="slots", meaning="requests that are computed at once, by continuous batching; 1: one after the other",
+            name="slots", meaning="concurrent requests with continuous batching; 1: one after the other",
             choices=field_scale(slots, "slots"),
             now=str(settings.slots), own="1", own_choice="1", ordered=True,
             limits=("scheduler", "runtime overhead", "compute"), risk=("answers", "memory"), prior=0.4, source=_HELP,
         ),
         Knob(
-            name="batch-tokens", meaning="tokens of all requests that one step of continuous batching may hold",
+            name="batch-tokens", meaning="maximum tokens of all requests in one step of continuous batching",
             choices=(kept, *scale(tokens, "--cb-max-batch-tokens")) if many else (kept,), now="default",
-            own="from the free memory", limits=("compute", "scheduler"), risk=("memory",), prior=0.4, source=_HELP,
+            own="by free memory", limits=("compute", "scheduler"), risk=("memory",), prior=0.4, source=_HELP,
         ),
         Knob(
-            name="attention", meaning="which attention computes", now="default", own="chosen by Transformers",
+            name="attention", meaning="attention implementation", now="default", own="chosen by Transformers",
             choices=(kept, *(Choice(value=one, options=("--attn-implementation", one)) for one in ways)),
             limits=("compute", "runtime overhead"), risk=("answers", "start"), prior=0.3, source=_HELP,
         ),
         Knob(
-            name="compile", meaning="torch.compile before the first answers", now="off", own="off",
-            # Continuous batching does not heed it (cli/serving/utils.py: it stands for a cache of fixed size).
+            name="compile", meaning="torch.compile at start-up", now="off", own="off",
+            # Continuous batching ignores it (cli/serving/utils.py: it means a cache of fixed size).
             choices=(Choice(value="off"), *(() if many else (Choice(value="on", options=("--compile",)),))),
             limits=("runtime overhead", "compute"), risk=("start", "answers"), prior=0.3, source=_HELP,
         ),
@@ -252,24 +251,25 @@ def _batching_knobs(plan: Plan) -> list[Knob]:
 def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
     cores = hardware.cpu.allowed_physical_cores
     counts = sorted({max(1, cores // 2), cores, 2 * cores})
-    # Where nothing multiplies BF16, each number is made a 32-bit one first.
+    # Without BF16 instructions, each number is converted to 32 bits first.
     has_bf16 = bool(BF16_SETS & set(hardware.cpu.instruction_sets))
     prior = 0.15 if has_bf16 or _computed_in(plan) == "float32" else 0.7
     return [
         Knob(
-            name="threads", meaning="threads that compute", now=str(plan.settings.threads), own="one for each core",
+            name="threads", meaning="threads", now=str(plan.settings.threads), own="one per core",
             choices=variable_scale(counts, "OMP_NUM_THREADS"),
             ordered=True, limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.2,
-            source="OpenMP, which PyTorch computes with",
+            source="OpenMP, which PyTorch uses",
         ),
         Knob(
-            name="dtype", meaning="the type that it computes in", now=_computed_in(plan), own="auto: as stored",
+            name="dtype", meaning="compute type", now=_computed_in(plan), own="auto: as stored",
             choices=tuple(Choice(value=one, options=("--dtype", one)) for one in ("auto", "float32")),
             limits=("compute", "memory bandwidth"), risk=("memory",), prior=prior, source=_HELP,
         ),
         Knob(
-            name="spin", meaning="whether idle threads wait actively", now="default", own="for a while",
-            choices=SPIN, limits=("runtime overhead",), prior=0.15, source="OpenMP 5.2, OMP_WAIT_POLICY",
+            name="spin", meaning="whether idle threads spin or block", now="default",
+            own="spin for a while, then block", choices=SPIN, limits=("runtime overhead",), prior=0.15,
+            source="OpenMP 5.2, OMP_WAIT_POLICY",
         ),
     ]  # fmt: skip
 
@@ -278,9 +278,9 @@ def _card_knobs(plan: Plan) -> list[Knob]:
     graphs = Choice(value="on", options=("--cb-use-cuda-graph",))
     return [
         Knob(
-            name="graphs", meaning="CUDA graphs: a step's kernels are started at once, and not one by one",
+            name="graphs", meaning="CUDA graphs: one launch per step instead of one per kernel",
             choices=(Choice(value="default"), graphs) if plan.settings.slots > 1 else (Choice(value="default"),),
-            now="default", own="only where attention takes no mask", limits=("runtime overhead",),
+            now="default", own="only if attention needs no mask", limits=("runtime overhead",),
             risk=("answers", "memory", "start"), prior=0.6, source=_HELP,
         ),
     ]  # fmt: skip
@@ -292,7 +292,7 @@ def _environment(plan: Plan) -> dict[str, str]:
     if settings.device == "cpu" and settings.threads is not None:
         env["OMP_NUM_THREADS"] = str(settings.threads)
     if cards > 1 and (name := VISIBLE.get(settings.device)):
-        # It would spread over all cards that it sees.
+        # By default it uses all visible cards.
         env[name] = ",".join(str(number) for number in range(cards))
     return env
 

@@ -1,4 +1,4 @@
-"""Engines that bedplate itself uses for a purpose, whatever a plan is made for."""
+"""Engines that bedplate uses internally, independent of the plan."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from bedplate.engines.pytorch import ENGINE as DEQUANTIZER
 __all__ = ["DEQUANTIZER", "FIRST", "GGUF_READER", "GGUF_SERVER", "REFERENCE"]
 
 FIRST = GGUF_READER
-"""Installed where nothing is: it is the smallest, and runs everywhere."""
+"""Installed if no engine is installed: it is the smallest, and runs everywhere."""
 REFERENCE = DEQUANTIZER
-"""In float32 it computes the tokens that the answers of others are compared with."""
+"""Computes the float32 reference tokens for greedy-token agreement."""

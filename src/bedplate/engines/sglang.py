@@ -1,4 +1,4 @@
-"""SGLang: shared prefixes, long context and mixtures of experts, at scale."""
+"""SGLang: shared prefixes, long context and mixture-of-experts models at scale."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from bedplate.engines.base import (
+    OWN_ENVIRONMENT,
     Engine,
     EngineState,
     Failure,
@@ -27,7 +28,7 @@ from bedplate.engines.shared import (
     PORT_IN_USE,
     TORCH,
     TORCH_2_11_CUDA_13,
-    Known,
+    FailurePatterns,
     compressing,
     dynamo_events,
     dynamo_pooling,
@@ -69,18 +70,18 @@ from bedplate.values import (
 from bedplate.values.decision import Device
 from bedplate.values.tuning import Choice, Knob
 
-# All of this by the source of 0.5.23 (its wheel), unless another version is named.
+# From the source of 0.5.23 (its wheel), unless another version is named.
 DIST_PORT = 25000
 ALONE_SHARE = 0.9
 """Of a GPU's memory: with more free, SGLang has it to itself."""
 CHUNKS, SHARES = (512, 1024, 2048, 4096, 8192, 16384), (0.8, 0.85, 0.9)
 # python/sglang/kernels/aot/setup_rocm.py of v0.5.18.
 GFX = ("gfx942", "gfx950", "gfx1250")
-RUNS = frozenset([
+SUPPORTED_METHODS = frozenset([
     "fp8", "nvfp4", "mixed", "mxfp4", "mxfp8", "compressed-tensors", "awq", "gptq", "auto-round", "bitsandbytes",
     "torchao", "quark", "mxfp4 experts, fp8",
 ])  # fmt: skip
-RUNS_ON_ROCM = RUNS - {"nvfp4", "mixed", "bitsandbytes", "mxfp8"}
+ROCM_METHODS = SUPPORTED_METHODS - {"nvfp4", "mixed", "bitsandbytes", "mxfp8"}
 PARSERS: Mapping[str, Parsers] = {
     "hermes": Parsers("hermes"),
     "deepseek-r1-distill": Parsers(None, "deepseek-r1"),
@@ -122,9 +123,9 @@ PARSERS_BY_VERSION: Mapping[str, Mapping[str, Parsers]] = {
 X86 = ("x86_64", "amd64", "AMD64")
 CPU_SLOTS = 8
 CPU_BATCH_TOKENS = 2048
-# Those that were computed on a CPU without its kernels: dense, and of the layers that SGLang also has in plain PyTorch.
+# Tested on a CPU without its kernels: dense, with layers that SGLang also implements in plain PyTorch.
 CPU_ARCHITECTURES = frozenset(["llama"])
-# What its wheel requires, less what is for GPUs, images and other services; PyTorch is older than the one that it pins.
+# The requirements of its wheel without those for GPUs, images and other services; PyTorch is older than its pin.
 CPU_RECIPE = Recipe(
     packages=(
         "torch==2.13.0", "triton==3.9.0", "transformers==5.19.0", "xgrammar==0.2.7", "compressed-tensors==0.18.0",
@@ -140,27 +141,27 @@ CPU_RECIPE = Recipe(
     disk_bytes=2_450_000_000,
     check="import sglang, torch, triton, orjson, zmq; assert torch.ones(3).sum() == 3",
 )  # fmt: skip
-_KNOWN_FAILURES: Known = (
+_KNOWN_FAILURES: FailurePatterns = (
     (
         r"Not enough memory\. Please try to increase --mem-fraction-static",
         Failure(
-            message="the weights and the work on a prompt leave no memory for the cache",
-            hint="a smaller quantization, more cards, or a GPU that nothing else uses",
+            message="weights and activations leave no memory for the KV cache",
+            hint="use a smaller quantization, more GPUs, or a GPU without other programs",
         ),
     ),
     (
         r"Model architectures \[?'?(?P<what>[\w.-]+)'?\]? are not supported for now"
         r"|The checkpoint you are trying to load has model type `(?P<type>[^`]+)`",
         Failure(
-            message="this version of SGLang does not know the architecture {what}{type}",
-            hint="a newer version may: see whether bedplate has an update, or choose another engine with --engine",
+            message="this version of SGLang does not support the architecture {what}{type}",
+            hint="a newer version may support it: update bedplate, or choose another engine with --engine",
         ),
     ),
     (
         r"User-specified context_length \((?P<length>\d+)\) is greater than the derived context_length",
         Failure(
-            message="the model was not made for {length} tokens of context",
-            hint="ask for a shorter --context",
+            message="the model does not support a context of {length} tokens",
+            hint="specify a shorter --context",
         ),
     ),
 )
@@ -175,9 +176,9 @@ OVERLAY_0_5_15 = OverlayRecipe(
     provided=TORCH_2_11_CUDA_13,
     unused=NOT_FOR_TEXT,
     unused_files=(*DATA_NOT_FOR_SERVING, "xgrammar/lib/libxgrammar.a"),
-    # sgl_kernel/load_utils.py chooses the folder by the GPU: sm90 for Hopper, sm100 for others.
+    # sgl_kernel/load_utils.py selects the folder by GPU: sm90 for Hopper, sm100 for others.
     other_kernels=(("9", ("sgl_kernel/sm100",)), ("10", ("sgl_kernel/sm90",)), ("12", ("sgl_kernel/sm90",))),
-    # With it, sampling and some FP8 products are compiled during the first start; attention is FA3 on Hopper anyway
+    # With FlashInfer, sampling and some FP8 kernels are compiled at the first start; attention is FA3 on Hopper anyway
     # (server_args.py, srt/arg_groups/overrides.py: _sampling_backend_default).
     environment=(("SGLANG_IS_FLASHINFER_AVAILABLE", "false"),),
     check="import sglang, torch, sgl_kernel.flash_attn; assert torch.cuda.is_available()",
@@ -191,28 +192,28 @@ class Sglang(Engine):
     name = "SGLang"
     spellings = ("sgl", "sglangruntime")
     version = "0.5.23"
-    # srt/server_args.py of its wheel: of what launches use, parsers and attention data parallelism differ.
+    # srt/server_args.py of its wheel: of the options used here, parsers and attention data parallelism differ.
     checked_versions = ("0.5.15",)
     formats = ("safetensors",)
     vendors = ("nvidia", "amd")
     cpu = True
-    # Its wheels hold kernels from sm_80 on: python/sglang/kernels/aot/CMakeLists.txt of v0.5.18.
+    # Its wheels contain kernels from sm_80 on: python/sglang/kernels/aot/CMakeLists.txt of v0.5.18.
     capability = (8, 0)
     tasks = ("generate", "embed")
     ways = ("tensor", "pipeline", "data", "expert", "attention_data")
     paged = True
-    # For GPUs it is planned and not installed; a CPU beside them does not stand in for them.
+    # For GPUs it is planned but not installed; the CPU does not replace a GPU.
     built_for = ("cpu", "cuda", "rocm")
     recipe = CPU_RECIPE
     overlays = (OVERLAY_0_5_15,)
     effort = 4
     features = Features(
-        batching="continuous, prompts in chunks, scheduling overlapped with the GPU",
-        kv_cache="paged, prefix tree (RadixAttention), tiers in host memory; FP8",
+        batching="continuous, chunked prefill, overlapped scheduling",
+        kv_cache="paged, prefix cache (RadixAttention), host memory tiers; FP8",
         quantization="FP8 while loading; FP8, NVFP4, MXFP4, AWQ, GPTQ, bitsandbytes as stored",
-        hardware="NVIDIA from Ampere on, AMD Instinct from MI300 on; x86 CPUs, slowly",
+        hardware="NVIDIA from Ampere on, AMD Instinct from MI300 on; x86 CPUs (slow)",
         structured_output="JSON schema, regular expressions, grammars (xgrammar)",
-        multi_node="yes: tensor, pipeline, expert, attention data parallel; prefill and decode apart",
+        multi_node="yes: tensor, pipeline, expert, attention data parallel; disaggregated prefill",
         server="its own",
         maintained="active",
         source="SGLang 0.5.23 (2026-10-30): srt/arg_groups/fields, srt/function_call; kernels by v0.5.18",
@@ -263,7 +264,7 @@ class Sglang(Engine):
         )
 
     def target(self, hardware: Hardware) -> Target | None:
-        """A CPU only where no card of a vendor that it is made for is, and only one that it starts on."""
+        """The CPU only if it is x86 and there is no GPU of a supported vendor."""
         found = super().target(hardware)
         if found is None or found.device != "cpu":
             return found
@@ -274,7 +275,7 @@ class Sglang(Engine):
         if target.device == "cpu":
             return (plain_form(label, target),) if method == "16-bit" else ()
         if method != "16-bit":
-            runs = RUNS if target.device == "cuda" else RUNS_ON_ROCM
+            runs = SUPPORTED_METHODS if target.device == "cuda" else ROCM_METHODS
             as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
             return (as_it_is,) if method in runs else ()
         found = [plain_form(label, target)]
@@ -321,11 +322,11 @@ class Sglang(Engine):
         argv += ["--served-model-name", plan.model.served_name]
         argv += ["--host", "127.0.0.1", "--port", str(port)]
         if has_own_defaults(settings):
-            # On a CPU it does not run without what stands there.
+            # On a CPU it does not run without these options.
             argv += [*_loaded_as(plan), "--enable-metrics", *(_on_cpu(plan) if on_cpu else [])]
             return Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan))
         argv += ["--context-length", str(settings.context_tokens)]
-        # It divides this among the ranks of attention; replicas have as many each.
+        # It divides this number among the attention ranks; each replica gets the full number.
         merged = plan.parallelism.data // layout.data
         argv += ["--max-running-requests", str(settings.slots * merged)]
         argv += joined([("--mem-fraction-static", settings.memory_share)])
@@ -348,7 +349,7 @@ class Sglang(Engine):
         return worth_turning([*_scheduler_knobs(plan), *(_cpu_knobs(hardware, plan) if on_cpu else _card_knobs(plan))])
 
     def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch:
-        """The command of one node of several; the first one answers requests."""
+        """The command on one of several nodes; the first node serves requests."""
         launch = self.launch(plan, port)
         argv = (*launch.argv, "--nnodes", str(nodes), "--node-rank", str(rank))
         return replaced(launch, argv=(*argv, "--dist-init-addr", f"{leader}:{DIST_PORT}"))
@@ -357,27 +358,27 @@ class Sglang(Engine):
         if device == "rocm":
             newer = gfx in ("gfx950", "gfx1250")
             build = "v0.5.21-rocm720-mi35x-20261006" if newer else "v0.5.20-rocm10-mi30x-20260920"
-            seen = "images for ROCm carry a date; this is the newest that was seen, and the plan is made for"
-            return ContainerImage(name=f"lmsysorg/sglang-rocm:{build}", note=f"{seen} {self.version}", python=True)
+            newest = "ROCm tags contain a date; this is the newest checked tag, and the plan is for version"
+            return ContainerImage(name=f"lmsysorg/sglang-rocm:{build}", note=f"{newest} {self.version}", python=True)
         if device not in ("cuda", "cpu"):
             return None
         tag = f"lmsysorg/sglang:v{self.version}{'-xeon' if device == 'cpu' else ''}"
-        return ContainerImage(name=tag, note="tag by the project's own naming", python=True)
+        return ContainerImage(name=tag, note="tag by the project's naming scheme, not checked", python=True)
 
     def in_container(self, launch: Launch, image: str) -> Launch:
-        # The image has the project's own program, and not bedplate's around it.
+        # The image contains the project's program, not bedplate's wrapper.
         own = launch.argv[0] == "sglang-server"
         return replaced(launch, argv=("sglang", *launch.argv[1:])) if own else launch
 
     def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
         if task != "generate":
             return dynamo_pooling(task)
-        apart = (
+        disaggregation = (
             "--disaggregation-mode", role, "--disaggregation-transfer-backend", "nixl",
             "--disaggregation-bootstrap-port", "30001",
         ) if role != "worker" else ()  # fmt: skip
-        # The router counts in blocks of 16 tokens, as vLLM does by itself.
-        return (*dynamo_events(role), "--page-size", "16", *apart)
+        # The router counts in blocks of 16 tokens, which is vLLM's default.
+        return (*dynamo_events(role), "--page-size", "16", *disaggregation)
 
     def progress(self, line: str) -> float | None:
         return progress_of_shards(line)
@@ -400,20 +401,20 @@ class Sglang(Engine):
         if target is None or target.device != "cpu":
             return None
         if workload.task != "generate":
-            return self.refusal("impossible", f"serves no models that {workload.task} on a CPU", self.strength)
+            return self.refusal("impossible", f"does not support the task {workload.task} on a CPU", "a GPU")
         if model.architecture not in (*CPU_ARCHITECTURES, "", "unknown") or model.num_experts:
-            why = f"its kernels to compute {model.architecture} on a CPU are in no package"
-            return self.refusal("impossible", why, "a GPU, or an engine that is made for CPUs")
+            why = f"no package contains its CPU kernels for {model.architecture}, which it needs on a CPU"
+            return self.refusal("impossible", why, "a GPU, or an engine for CPUs")
         return None
 
     def _no_hardware(self, hardware: Hardware) -> Refusal:
         if cards_of(hardware, self.vendors) or hardware.cpu.arch in X86:
             return super()._no_hardware(hardware)
-        why = f"its kernels for {hardware.cpu.arch} processors are in no package, and it does not start without them"
-        return self.refusal("impossible", why, "an NVIDIA or AMD GPU, or an x86 processor")
+        why = f"no package contains its kernels for {hardware.cpu.arch} CPUs, and it does not start without them"
+        return self.refusal("impossible", why, "an NVIDIA or AMD GPU, or an x86 CPU")
 
     def _prepare(self, plan: Plan) -> tuple[Preparation, ...]:
-        package, where = f"sglang=={self.version_of(plan)}", "an environment of its own"
+        package, where = f"sglang=={self.version_of(plan)}", OWN_ENVIRONMENT
         if plan.settings.device == "cpu":
             return _install_for_cpu(where)
         if plan.settings.device == "rocm":
@@ -437,19 +438,19 @@ def _scheduler_knobs(plan: Plan) -> list[Knob]:
     chunks = field_scale(sizes, "batch_tokens")
     return [
         Knob(
-            name="chunk", meaning="tokens of prompts that one step may hold; longer ones come in pieces", now=chunk,
+            name="chunk", meaning="prefill chunk size in tokens", now=chunk,
             choices=chunks if settings.batch_tokens is not None else (Choice(value="default"), *chunks),
-            own="2048 to 16384, by the card's memory", ordered=settings.batch_tokens is not None,
+            own="2048 to 16384, by GPU memory", ordered=settings.batch_tokens is not None,
             limits=("compute", "scheduler"), risk=("memory",), prior=0.35, source=_ARGUMENTS,
         ),
         slots_knob(plan, {max(1, asked // 2), asked, 2 * asked}, own=None, source=_ARGUMENTS),
         Knob(
-            name="mixed-chunk", meaning="pieces of prompts and tokens of answers share a step", now="off", own="off",
+            name="mixed-chunk", meaning="prefill chunks and decode share a step", now="off", own="off",
             choices=(Choice(value="off"), Choice(value="on", options=("--enable-mixed-chunk",))),
             limits=("scheduler", "compute"), prior=0.25, source=_ARGUMENTS,
         ),
         Knob(
-            name="prefix-cache", meaning="beginnings of prompts that were seen before are not computed again",
+            name="prefix-cache", meaning="prefix cache: known prompt prefixes are not recomputed",
             choices=(Choice(value="on"), Choice(value="off", options=("--disable-radix-cache",))), now="on", own="on",
             limits=("runtime overhead", "compute"), prior=0.05 if plan.workload.shared_prefix_tokens else 0.15,
             source=_ARGUMENTS,
@@ -462,10 +463,10 @@ def _cpu_knobs(hardware: Hardware, plan: Plan) -> list[Knob]:
     counts = sorted({max(1, cores // 2), cores, now or cores})
     return [
         Knob(
-            name="threads", meaning="threads that compute", now=str(now or cores), own="one for each core",
+            name="threads", meaning="threads", now=str(now or cores), own="one per core",
             choices=variable_scale(counts, "OMP_NUM_THREADS"),
             ordered=True, limits=("compute", "memory bandwidth", "runtime overhead"), prior=0.2,
-            source="OpenMP, which PyTorch computes with",
+            source="OpenMP, which PyTorch uses",
         ),
     ]  # fmt: skip
 
@@ -477,36 +478,36 @@ def _card_knobs(plan: Plan) -> list[Knob]:
     backends = ("flashinfer", "fa3", "triton") if settings.device == "cuda" else ("triton", "aiter")
     return [
         Knob(
-            name="memory-share", meaning="of the card's memory, what weights and cache may take", now=share,
+            name="memory-share", meaning="share of the GPU memory for weights and KV cache", now=share,
             choices=(Choice(value=share), *(one for one in shares if one.value != share)),
-            own="by the card's memory", limits=("KV cache",), risk=("memory", "start"), prior=0.1, source=_ARGUMENTS,
+            own="by GPU memory", limits=("KV cache",), risk=("memory", "start"), prior=0.1, source=_ARGUMENTS,
         ),
         Knob(
-            name="kv-type", meaning="what the cache is stored in", own="auto: as the weights",
+            name="kv-type", meaning="type of the KV cache", own="auto: as the weights",
             now="fp8" if settings.kv_type == "fp8" else "auto",
             choices=(Choice(value="auto", settings=(("kv_type", "16-bit"),)),
                      Choice(value="fp8", settings=(("kv_type", "fp8"),))),
             limits=("KV cache", "memory bandwidth"), risk=("answers", "start"), prior=0.15, source=_ARGUMENTS,
         ),
         Knob(
-            name="attention", meaning="which attention kernels compute", now="default", own="chosen for the card",
+            name="attention", meaning="attention kernels", now="default", own="chosen for the GPU",
             choices=(Choice(value="default"),
                      *(Choice(value=one, options=("--attention-backend", one)) for one in backends)),
             limits=("compute", "memory bandwidth", "KV cache"), risk=("start", "answers"), prior=0.25,
             source=_ARGUMENTS,
         ),
         Knob(
-            name="graphs", meaning="CUDA graphs: a step's kernels are started at once, and not one by one", now="on",
+            name="graphs", meaning="CUDA graphs: one launch per step instead of one per kernel", now="on",
             choices=(Choice(value="on"), Choice(value="off", options=("--disable-cuda-graph",))), own="on",
             limits=("runtime overhead",), risk=("memory",), prior=0.05, source=_ARGUMENTS,
         ),
         Knob(
-            name="overlap", meaning="the next step is planned while one is computed", now="on", own="on",
+            name="overlap", meaning="the next step is scheduled during the current one", now="on", own="on",
             choices=(Choice(value="on"), Choice(value="off", options=("--disable-overlap-schedule",))),
             limits=("scheduler", "runtime overhead"), prior=0.1, source=_ARGUMENTS,
         ),
         Knob(
-            name="speculation", meaning="guesses of the next tokens from what was said before (n-gram)", now="off",
+            name="speculation", meaning="n-gram speculation", now="off",
             choices=(Choice(value="off"), Choice(value="n-gram", options=("--speculative-algorithm", "NGRAM"))),
             own="off", limits=("memory bandwidth", "runtime overhead"), risk=("start", "memory"), prior=0.1,
             source=_ARGUMENTS,
@@ -521,16 +522,16 @@ def _loaded_as(plan: Plan) -> list[str]:
 
 
 def _on_cpu(plan: Plan) -> list[str]:
-    # Without a size, the cache takes nearly all of the machine's memory; without a rest, waiting takes a whole core.
+    # Without a size, the KV cache takes nearly all of the memory; without sleeping, an idle server uses a whole core.
     argv = ["--device", "cpu", "--max-total-tokens", str(_cache_tokens(plan)), "--sleep-on-idle"]
-    # Its own kernels for AMX are in no package; and there is no GPU whose work the next step could overlap with.
+    # No package contains its AMX kernels, and without a GPU there is nothing to overlap the scheduling with.
     argv += ["--attention-backend", "torch_native", "--disable-overlap-schedule"]
-    # Its log is shown while it starts, and would be all questions whether it has.
+    # Its log is shown during the start, and would otherwise consist of health checks.
     return [*argv, "--log-level-http", "warning"]
 
 
 def _cache_tokens(plan: Plan) -> int:
-    """Cache for one request of the longest kind, or for those that are expected at once."""
+    """KV cache for one request of maximum length, or for the expected concurrent requests."""
     at_once = min(plan.settings.slots, plan.workload.in_flight()) * plan.workload.request_tokens
     return round(1.1 * max(plan.settings.context_tokens, at_once))
 
@@ -539,9 +540,9 @@ def _environment(plan: Plan) -> dict[str, str]:
     env = hub_variables(plan)
     if plan.settings.device != "cpu":
         return env
-    # Without the first it takes itself for built for GPUs; without the second, each look at it is a request.
+    # The first selects the CPU build; without the second, each health check generates a token.
     env |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-    # A thread that waits for one without a core would keep its own from it: its other processes want cores too.
+    # Spinning threads would take cores from the engine's other processes.
     env |= {"OMP_WAIT_POLICY": "PASSIVE"}
     return env | ({"OMP_NUM_THREADS": str(plan.settings.threads)} if plan.settings.threads is not None else {})
 
@@ -551,7 +552,7 @@ def _install_for_cpu(where: str) -> tuple[Preparation, ...]:
     return (
         Preparation(
             kind="install",
-            what="what SGLang requires on a CPU",
+            what="the requirements of SGLang on a CPU",
             where=where,
             download_bytes=recipe.download_bytes,
             disk_bytes=recipe.disk_bytes,
@@ -559,7 +560,7 @@ def _install_for_cpu(where: str) -> tuple[Preparation, ...]:
         ),
         Preparation(
             kind="install",
-            what=f"{' '.join(recipe.bare)}, without the packages for GPUs that it names",
+            what=f"{' '.join(recipe.bare)}, without its GPU dependencies",
             where=where,
             argv=("uv", "pip", "install", "--no-deps", *recipe.bare),
         ),
@@ -567,12 +568,12 @@ def _install_for_cpu(where: str) -> tuple[Preparation, ...]:
 
 
 def _unpacks_fp8(target: Target, model: Model) -> bool:
-    """Dense models on NVIDIA without units for FP8: Marlin kernels unpack it to 16 bits."""
+    """Whether Marlin kernels dequantize FP8 to 16 bits: dense models on NVIDIA GPUs without FP8 units."""
     return target.device == "cuda" and not model.num_experts and (target.capability or (0, 0)) >= (8, 0)
 
 
 def _one_group(layout: Parallelism) -> Parallelism:
-    """Replicas beside attention data parallelism are refused; as one wider group they keep the same requests apart."""
+    """SGLang rejects replicas together with attention data parallelism; one wider group is equivalent."""
     if layout.attention_data == 1 or layout.data == 1:
         return layout
     return replaced(
@@ -582,7 +583,7 @@ def _one_group(layout: Parallelism) -> Parallelism:
 
 
 def _layout(layout: Parallelism, version: str | None) -> list[str]:
-    # srt/server_args.py of 0.5.15: attention is divided by the one size of data parallelism, with a switch.
+    # srt/server_args.py of 0.5.15: --dp-size is the attention size, enabled by --enable-dp-attention.
     switch = version == "0.5.15" and layout.attention_data > 1
     sizes = (
         ("--tp-size", layout.tensor),

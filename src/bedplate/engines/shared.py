@@ -1,4 +1,4 @@
-"""What the engines on PyTorch share: how weights are stored, known failures, Prometheus text, ways to quantize."""
+"""Functions shared by engines: weight types, known failures, Prometheus text, quantization with LLM Compressor."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ import json
 import re
 from collections.abc import Iterable
 
-from bedplate.engines.base import SIXTEEN_BIT, Engine, Failure, Target, made_path, source_folder
+from bedplate.engines.base import (
+    DEFAULT_CONTEXT_TOKENS,
+    OWN_ENVIRONMENT,
+    SIXTEEN_BIT,
+    Engine,
+    Failure,
+    Target,
+    made_path,
+    source_folder,
+)
 from bedplate.values import Hardware, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, estimate, replaced
 
-EVERYDAY_CONTEXT = 8192
-"""Context that a chat is given when nobody asked for a length; paged caches take it only when it is used."""
 GIB = 1 << 30
 COMPRESSOR = "llmcompressor==0.14.0.1"
-WIDE = frozenset(["fp32"])
-"""Of a target that should compute in 32 bits."""
+FLOAT32_ONLY = frozenset(["fp32"])
+"""Features of a target that should compute in 32 bits."""
 TORCH_2_11_CUDA_13 = (
     "torch", "triton", "cuda-toolkit", "nvidia-cublas", "nvidia-cuda-cupti", "nvidia-cuda-nvrtc",
     "nvidia-cuda-runtime", "nvidia-cudnn-cu13", "nvidia-cufft", "nvidia-cufile", "nvidia-curand", "nvidia-cusolver",
     "nvidia-cusparse", "nvidia-cusparselt-cu13", "nvidia-nccl-cu13", "nvidia-nvjitlink", "nvidia-nvshmem-cu13",
     "nvidia-nvtx",
 )  # fmt: skip
-"""Packages that torch 2.11.0 for CUDA 13 requires on Linux, by the metadata of its wheel; triton is 3.6.0."""
+"""Requirements of torch 2.11.0 for CUDA 13 on Linux, from the metadata of its wheel; triton is 3.6.0."""
 NOT_FOR_TEXT = (
     "torchvision", "torchaudio", "torchcodec", "opencv*", "pynvvideocodec", "pyarrow", "pandas", "datasets", "lxml",
     "modelscope*", "grpcio*", "smg*", "sentry-sdk", "fastapi-cloud-cli", "agent-detector", "detect-installer",
@@ -29,61 +36,61 @@ NOT_FOR_TEXT = (
     "flashinfer-cubin", "nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm",
     "nvidia-cuda-tileiras", "nvidia-nvvm", "nvidia-mathdx",
 )  # fmt: skip
-"""Images, sound, data sets, telemetry, and compilers. vLLM 0.26.0 and SGLang 0.5.15 served text without them on an
-H200 (November 2026); kernels that are compiled on first use take the machine's own nvcc."""
+"""Packages for images, audio, data sets, telemetry and compilation. vLLM 0.26.0 and SGLang 0.5.15 served text without
+them on an H200 (November 2026); kernels that are compiled on first use need the nvcc of the machine."""
 DATA_NOT_FOR_SERVING = ("pycountry/locales", "sympy/*/tests", "scipy/*/tests", "mistral_common/data/*.*")
-"""Translations, tests, and tokenizers that only MistralTokenizer.v1() to .v7() read: models bring their own."""
+"""Translations, tests, and tokenizers that only MistralTokenizer.v1() to .v7() read; models contain their own."""
 
-Known = tuple[tuple[str, Failure], ...]
-"""Patterns, the most telling first: a log of a failed start often ends with a general line about it."""
+FailurePatterns = tuple[tuple[str, Failure], ...]
+"""(pattern, failure), the most specific first: the log of a failed start often ends with a general message."""
 
-PORT_IN_USE: Known = (
+PORT_IN_USE: FailurePatterns = (
     (
         r"(?i)address already in use",
         Failure(
-            message="the private port was taken by another program in the same moment",
-            hint="start again; another port is chosen then",
+            message="another program took the engine's private port during the start",
+            hint="start again; bedplate then chooses another port",
             lasting=False,
         ),
     ),
 )
-HUB: Known = (
+HUB: FailurePatterns = (
     (
         r"Cannot access gated repo|You are trying to access a gated repo|GatedRepoError",
         Failure(
-            message="the model's owner gives it only to those who have asked for it",
-            hint="ask for access on the model's page, then give a token of your account as HF_TOKEN",
+            message="access to the model is gated",
+            hint="request access on the model's page, then set HF_TOKEN to a token of your account",
         ),
     ),
     (
         r"Repo id must be in the form[^\n]*?: '(?P<what>/[^'\n]*)'",
         Failure(
-            message="{what} is not there",
-            hint="was it moved, or is its disk not mounted? name the folder where it is now",
+            message="{what} does not exist",
+            hint="specify its new path if it was moved, or mount its disk",
         ),
     ),
     (
         r"401 Client Error|Repository Not Found for url|RepositoryNotFoundError|is not a valid model identifier",
         Failure(
-            message="the hub has no such model, or does not show it without a token",
-            hint="check the name as owner/name; a private model needs HF_TOKEN",
+            message="the hub does not have this model, or the model is private",
+            hint="check the name (owner/name); for a private model, set HF_TOKEN",
         ),
     ),
     (
         r"LocalEntryNotFoundError|outgoing traffic has been disabled|Cannot reach https://huggingface\.co"
         r"|couldn't connect to 'https://huggingface\.co'",
         Failure(
-            message="the model is not on this machine and the hub was not reached",
-            hint="download it first, or name a folder that holds it",
+            message="the model is not on this machine, and the hub cannot be reached",
+            hint="download the model first, or specify a folder that contains it",
         ),
     ),
 )
-TORCH: Known = (
+TORCH: FailurePatterns = (
     (
         r"Error while creating shared memory segment|posix_fallocate failed|/dev/shm[^\n]{0,200}No space left on device"
         r"|insufficient shared memory \(shm\)",
         Failure(
-            message="the shared memory that its processes exchange through is too small",
+            message="the shared memory (/dev/shm) for the engine's processes is too small",
             hint="in a container, start it with --shm-size 16g or --ipc=host",
         ),
     ),
@@ -101,35 +108,35 @@ TORCH: Known = (
         r"|CUDA error: out of memory|cudaErrorMemoryAllocation",
         Failure(
             message="the GPU ran out of memory",
-            hint="ask for less: a shorter --context, a lower --concurrency, a smaller quantization; or free the GPU",
+            hint="use a shorter --context, a lower --concurrency or a smaller quantization; or free GPU memory",
         ),
     ),
     (
         r"NCCL error|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|RCCL error",
         Failure(
-            message="the GPUs could not talk to each other (NCCL)",
-            hint="start again with NCCL_DEBUG=INFO for the cause; often a driver, a network interface or shared memory",
+            message="communication between the GPUs failed (NCCL)",
+            hint="start again with NCCL_DEBUG=INFO; common causes: the driver, the network, shared memory",
         ),
     ),
     (
         r"no kernel image is available for execution on the device",
         Failure(
-            message="this build has no kernels for this GPU",
-            hint="a GPU of a generation that the engine's packages are built for, or another engine with --engine",
+            message="this build of the engine has no kernels for this GPU",
+            hint="use a GPU generation that the engine supports, or choose another engine with --engine",
         ),
     ),
     (
         r"CUDA driver version is insufficient|The NVIDIA driver on your system is too old|Found no NVIDIA driver",
         Failure(
-            message="the GPU's driver is missing or older than the engine's CUDA",
-            hint="update the driver; `bedplate doctor` says what it found",
+            message="the GPU driver is missing, or too old for the engine's CUDA version",
+            hint="update the driver; `bedplate doctor` shows the installed version",
         ),
     ),
 )
 
 
-def explained(log: str, *known: Known) -> Failure | None:
-    """The first known failure that a log shows; named groups of its pattern fill in the words."""
+def explained(log: str, *known: FailurePatterns) -> Failure | None:
+    """The failure of the first pattern that the log matches; its named groups fill in the message."""
     for pattern, failure in (entry for entries in known for entry in entries):
         if found := re.search(pattern, log):
             words = {name: value or "" for name, value in found.groupdict().items()}
@@ -140,13 +147,13 @@ def explained(log: str, *known: Known) -> Failure | None:
 
 
 def samples(metrics: str, name: str) -> list[float]:
-    """The values of one metric, of all its labels, in Prometheus text."""
+    """The values of one metric in Prometheus text, one for each set of labels."""
     pattern = rf"^{re.escape(name)}(?:\{{[^\n]*\}})? +([0-9.eE+-]+|NaN|[+-]Inf)(?: +\d+)?$"
     return [value for value in map(_number, re.findall(pattern, metrics, re.MULTILINE)) if value is not None]
 
 
 def total(metrics: str, *names: str) -> float | None:
-    """Summed over its labels; of several spellings the first that is there."""
+    """The sum over all labels of the first of these metrics that exists."""
     return next((sum(found) for name in names if (found := samples(metrics, name))), None)
 
 
@@ -155,7 +162,7 @@ def highest(metrics: str, *names: str) -> float | None:
 
 
 def progress_of_shards(line: str) -> float | None:
-    """What the weight loaders of vLLM, SGLang and transformers print: `… checkpoint shards:  50% Completed | 2/4`."""
+    """The loaded share from the weight loaders of vLLM, SGLang and transformers: `… checkpoint shards:  50%`."""
     found = re.search(r"(?:checkpoint shards|safetensors weights[^:]*|Loading weights)[^:]*:\s*(\d{1,3})%", line)
     return min(int(found[1]), 100) / 100 if found else None
 
@@ -180,7 +187,7 @@ _BY_LABEL = {
 
 
 def stored_as(model: Model) -> tuple[str, str]:
-    """The label of the weights and the method that made them; "16-bit" for plain ones, "" for what has no name."""
+    """Label and quantization method of the weights; "16-bit" if not quantized, "" if the method is unknown."""
     label = (model.quantization or "BF16").upper()
     if label in SIXTEEN_BIT:
         return label, "16-bit"
@@ -192,20 +199,20 @@ def stored_as(model: Model) -> tuple[str, str]:
 
 
 def plain_form(label: str, target: Target) -> Weights:
-    """Weights that are not quantized: in BF16 or F16, whatever the chip has units for; loaders make it of 32 bits."""
+    """Weights without quantization: BF16 or F16, as the chip supports; loaders convert from 32 bits."""
     has_bf16 = target.capability is None or target.capability >= (8, 0)
     wanted = "BF16" if has_bf16 and label != "F16" else "F16"
     return Weights(label=wanted, made="as it is" if wanted == label else "while loading", format="safetensors")
 
 
 def everyday_settings(settings: Settings, model: Model, workload: Workload) -> Settings:
-    """With room for a usual conversation, where nobody said how long one may get."""
-    asked = workload.context_tokens or max(workload.request_tokens, EVERYDAY_CONTEXT)
+    """The settings with context for an average conversation, unless a context is requested."""
+    asked = workload.context_tokens or max(workload.request_tokens, DEFAULT_CONTEXT_TOKENS)
     return replaced(settings, context_tokens=min(max(asked, workload.request_tokens), model.max_context or asked))
 
 
 def refuse_stored(engine: Engine, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
-    """Why it cannot run these weights here, where it takes their format but not the way they are quantized."""
+    """Why it cannot run weights of this quantization here, although it supports their format."""
     target = engine.target(hardware)
     if target is None or engine.weights(target, model, workload):
         return None
@@ -216,30 +223,30 @@ def refuse_stored(engine: Engine, hardware: Hardware, model: Model, workload: Wo
 
 
 def refuse_architecture(engine: Engine, model: Model, known: frozenset[str]) -> Refusal | None:
-    """Why it cannot load this architecture; nothing is said of models that are known by a few facts alone."""
+    """Why it cannot load this architecture; `None` also if the architecture is unknown."""
     if model.architecture in known or model.architecture in ("", "unknown"):
         return None
     return engine.refusal(
-        "impossible", f"{engine.version} does not load the architecture {model.architecture}", "a newer version may"
+        "impossible", f"{engine.version} does not support the architecture {model.architecture}", "a newer version may"
     )
 
 
 def refuse_gfx(engine: Engine, hardware: Hardware, known: tuple[str, ...]) -> Refusal | None:
-    """Why it cannot compute on this AMD GPU."""
+    """Why it does not support this AMD GPU."""
     target = engine.target(hardware)
     if target is None or target.device != "rocm":
         return None
     card = next(card for card in hardware.accelerators if card.vendor == "amd")
-    said = (card.architecture or "").split(":")[0].lower()
-    gfx = said if said.startswith("gfx") else (target.chip.gfx if target.chip is not None else None)
+    reported = (card.architecture or "").split(":")[0].lower()
+    gfx = reported if reported.startswith("gfx") else (target.chip.gfx if target.chip is not None else None)
     if gfx is None or gfx in known:
         return None
-    return engine.refusal("impossible", f"has no kernels for {gfx}", f"an AMD GPU of {', '.join(known)}")
+    return engine.refusal("impossible", f"has no kernels for {gfx}", f"an AMD GPU with {', '.join(known)}")
 
 
 def compressing(plan: Plan, scheme: str) -> tuple[Preparation, ...]:
-    """Quantizing with LLM Compressor, on the GPUs that will serve; calibrated with 512 samples."""
-    recipe = f"QuantizationModifier(targets='Linear', scheme={scheme!r}, ignore={_KEPT!r})"
+    """Steps that quantize with LLM Compressor on the serving GPUs, calibrated with 512 samples."""
+    recipe = f"QuantizationModifier(targets='Linear', scheme={scheme!r}, ignore={_NOT_QUANTIZED!r})"
     smoothing = "from llmcompressor.modifiers.transform.awq import AWQModifier; " if scheme.startswith("W4") else ""
     steps = f"[AWQModifier(), {recipe}]" if smoothing else f"[{recipe}]"
     script = (
@@ -248,11 +255,11 @@ def compressing(plan: Plan, scheme: str) -> tuple[Preparation, ...]:
         f"oneshot(model={source_folder(plan)!r}, dataset='open_platypus', recipe={steps}, "
         f"max_seq_length=2048, output_dir={made_path(plan)!r})"
     )
-    seconds = estimate(600 + 150 * plan.model.parameters / 1e9, 0.7, "not measured: minutes for each billion weights")
+    seconds = estimate(600 + 150 * plan.model.parameters / 1e9, 0.7, "not measured: minutes per billion weights")
     size = round(plan.model.parameters * 0.6)
     return (
         Preparation(
-            kind="install", what=COMPRESSOR, where="an environment of its own",
+            kind="install", what=COMPRESSOR, where=OWN_ENVIRONMENT,
             argv=("uv", "pip", "install", COMPRESSOR),
         ),
         Preparation(
@@ -262,31 +269,31 @@ def compressing(plan: Plan, scheme: str) -> tuple[Preparation, ...]:
     )  # fmt: skip
 
 
-_KEPT = ["lm_head", "re:.*gate$", "re:.*router$", "re:.*vision.*", "re:visual.*"]
-"""Output, routers and towers that see: few weights, and the ones that suffer most."""
+_NOT_QUANTIZED = ["lm_head", "re:.*gate$", "re:.*router$", "re:.*vision.*", "re:visual.*"]
+"""Layers that are not quantized: output, routers, vision encoder. They are small and sensitive."""
 
 
 def hub_variables(plan: Plan) -> dict[str, str]:
-    """Weights that are here need no network."""
+    """Environment variables that disable hub access if the weights are local."""
     return {"HF_HUB_OFFLINE": "1"} if plan.model.files or plan.weights.made == "converted" else {}
 
 
 def joined(options: Iterable[tuple[str, object | None]]) -> list[str]:
-    """Options with values, those without one left out."""
+    """Command-line words of the options whose value is not `None`."""
     return [word for name, value in options if value is not None for word in (name, str(value))]
 
 
 def computed_bits(model: Model) -> int:
-    """What PyTorch computes in, and keeps keys and values in."""
+    """Bits of PyTorch's compute type, which is also the type of the KV cache."""
     return 32 if model.quantization == "F32" else 16
 
 
 def wide_on_older_arm(found: Target | None, hardware: Hardware) -> Target | None:
-    """BF16 came to ARM with version 8.6. What was built for it dies there, or takes a hundred times as long."""
+    """The target, in 32 bits on ARM CPUs without BF16 (before v8.6), where BF16 crashes or is far slower."""
     sets = hardware.cpu.instruction_sets
     if found is None or found.device != "cpu" or "neon" not in sets or "bf16" in sets:
         return found
-    return Target(device="cpu", count=1, features=WIDE)
+    return Target(device="cpu", count=1, features=FLOAT32_ONLY)
 
 
 KV_EVENTS = {
@@ -298,7 +305,7 @@ KV_EVENTS = {
 
 
 def dynamo_events(role: str) -> tuple[str, ...]:
-    """How a Dynamo worker tells the router what its cache holds; those that only answer are not routed by it."""
+    """Options by which a Dynamo worker reports its KV cache to the router; decode workers are not routed by it."""
     return ("--kv-events-config", json.dumps(KV_EVENTS, separators=(",", ":"))) if role != "decode" else ()
 
 
@@ -307,5 +314,5 @@ def dynamo_pooling(task: str) -> tuple[str, ...]:
 
 
 def curl(url: str) -> tuple[str, ...]:
-    """For images without Python."""
+    """A health command for images without Python."""
     return ("curl", "--fail", "--silent", "--output", "/dev/null", url)

@@ -1,4 +1,4 @@
-"""TensorRT-LLM: the most that NVIDIA hardware gives, for a model that rarely changes."""
+"""TensorRT-LLM: the highest performance on NVIDIA hardware, for a model that rarely changes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 
 from bedplate.engines.base import (
+    OWN_ENVIRONMENT,
     Engine,
     EngineState,
     Failure,
@@ -22,7 +23,7 @@ from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
     TORCH,
-    Known,
+    FailurePatterns,
     everyday_settings,
     explained,
     hub_variables,
@@ -61,21 +62,21 @@ from bedplate.values import (
 from bedplate.values.decision import Device
 
 PACKAGE = "tensorrt-llm==1.2.1"
-"""On the public index it is a stub that fetches the wheel from NVIDIA's."""
+"""The package on PyPI is a stub that downloads the wheel from NVIDIA's index."""
 IMAGE = "nvcr.io/nvidia/tensorrt-llm/release:1.2.1"
 INDEX = "https://pypi.nvidia.com"
 OPTIMIZER = ClonedProgram(
     program="hf_ptq.py",
     repository="https://github.com/NVIDIA/TensorRT-Model-Optimizer",
-    # What TensorRT-LLM 1.2 asks for. The package has the library; the program is one of its examples.
+    # The version that TensorRT-LLM 1.2 requires. The package contains the library; the program is one of its examples.
     tag="0.37.0",
     path="examples/llm_ptq",
 )
-SYSTEM = "CUDA's toolkit 13.1 and libopenmpi-dev"
-"""And PyTorch for CUDA 13.0, where the default is another: its guide for pip, on Ubuntu 24.04."""
+SYSTEM = "the CUDA toolkit 13.1 and libopenmpi-dev"
+"""From its installation guide for pip on Ubuntu 24.04, which also asks for PyTorch for CUDA 13.0."""
 OPTIONS_FILE = "trtllm-options.yaml"
-# Model types whose classes the release notes up to 1.2 and the table of supported models name for the PyTorch backend;
-# what the table has from AutoDeploy alone, or came with 1.3, is left out.
+# Model types whose classes the release notes up to 1.2 and the table of supported models list for the PyTorch backend,
+# without those that only AutoDeploy supports or that came with 1.3.
 ARCHITECTURES = frozenset([
     "llama", "llama4", "mllama", "mistral", "mistral3", "mixtral", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3",
     "qwen3_moe", "qwen3_next", "qwen3_vl", "deepseek_v3", "deepseek_v32", "kimi_k2", "gpt_oss", "gemma3", "gemma3_text",
@@ -85,7 +86,7 @@ ARCHITECTURES = frozenset([
 # "Hardware Support Matrix" of docs/source/features/quantization.md (2026): methods by generation.
 _AMPERE, _ADA, _HOPPER, _BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
 CONVERSIONS = {"FP8": "fp8", "NVFP4": "nvfp4", "AWQ-INT4": "int4_awq"}
-"""ModelOpt's names for what its script makes."""
+"""ModelOpt's names of the output formats."""
 PARSERS: Mapping[str, Parsers] = {
     "deepseek-r1": Parsers(None, "deepseek-r1"),
     "deepseek-r1-distill": Parsers(None, "deepseek-r1"),
@@ -94,46 +95,46 @@ PARSERS: Mapping[str, Parsers] = {
     "qwen-3-thinking": Parsers("qwen3", "deepseek-r1"),
     "qwen-3-coder": Parsers("qwen3_coder"),
 }
-"""Only those whose names are the same in every source from the pinned version's time; DeepSeek's were renamed then."""
-_KNOWN_FAILURES: Known = (
+"""Only names that all sources of the pinned version's time agree on; DeepSeek's were renamed then."""
+_KNOWN_FAILURES: FailurePatterns = (
     (
         r"Executor creation failed due to insufficient GPU memory\."
         r"[\s\S]{0,200}?could not be created: (?P<what>[^\n]+)",
         Failure(
-            message="the GPU has no memory left for: {what}",
-            hint="ask for a shorter --context or a lower --concurrency, a smaller quantization, or more cards",
+            message="there is not enough GPU memory for: {what}",
+            hint="specify a shorter --context or a lower --concurrency, or use a smaller quantization or more GPUs",
         ),
     ),
     (
         r"Executor creation failed due to insufficient GPU memory",
         Failure(
-            message="the GPU has no memory left for the model's cache",
-            hint="ask for a shorter --context or a lower --concurrency, a smaller quantization, or more cards",
+            message="there is not enough GPU memory for the model's KV cache",
+            hint="specify a shorter --context or a lower --concurrency, or use a smaller quantization or more GPUs",
         ),
     ),
     (
         r"Unknown architecture for AutoModelForCausalLM: (?P<what>\S+)",
         Failure(
-            message="this version of TensorRT-LLM does not know the architecture {what}",
+            message="this version of TensorRT-LLM does not support the architecture {what}",
             hint="choose another engine with --engine",
         ),
     ),
     (
         r"(?i)unsupported quant[_ ]mode: (?P<what>[^\n]{1,80})",
         Failure(
-            message="it has no kernels for this quantization on this GPU ({what})",
-            hint="another quantization of the same model",
+            message="TensorRT-LLM has no kernels for this quantization on this GPU ({what})",
+            hint="use another quantization of the same model",
         ),
     ),
     (
         r"No GPU devices found on the node",
-        Failure(message="it sees no NVIDIA GPU", hint="in a container, start it with --gpus all"),
+        Failure(message="TensorRT-LLM found no NVIDIA GPU", hint="in a container, start it with --gpus all"),
     ),
     (
         r"Failed to bind socket to \S+:\d+",
         Failure(
-            message="the private port was taken by another program in the same moment",
-            hint="start again; another port is chosen then",
+            message="another program took the engine's private port during the start",
+            hint="start again; bedplate then chooses another port",
             lasting=False,
         ),
     ),
@@ -149,19 +150,19 @@ class TensorRtLlm(Engine):
     vendors = ("nvidia",)
     # docs/source/supported-hardware.md: Ampere (A100), Ada Lovelace, Hopper, Blackwell.
     capability = _AMPERE
-    # Replicas are processes of their own: its server has no option for them.
+    # Replicas are separate processes: its server has no option for them.
     ways = ("tensor", "pipeline", "expert", "attention_data")
     paged = True
     built_for = ("cuda",)
     effort = 5
     features = Features(
-        batching="in flight, prompts in chunks, scheduling overlapped with the GPU",
-        kv_cache="paged, reused by blocks, tier in host memory; FP8",
-        quantization="FP8, NVFP4, MXFP4, AWQ, GPTQ as stored; made before by ModelOpt, never while loading",
+        batching="in flight, chunked prefill, overlapped scheduling",
+        kv_cache="paged, prefix cache by blocks, host memory tier; FP8",
+        quantization="FP8, NVFP4, MXFP4, AWQ, GPTQ as stored; converted by ModelOpt, never while loading",
         hardware="NVIDIA only: Ampere, Ada, Hopper, Blackwell",
-        structured_output="JSON schema, grammars (xgrammar), when switched on",
-        multi_node="yes, by MPI",
-        server="its own (trtllm-serve); Hugging Face checkpoints, no engine build since 1.0",
+        structured_output="JSON schema, grammars (xgrammar), if enabled",
+        multi_node="yes, with MPI",
+        server="its own (trtllm-serve); loads Hugging Face checkpoints, no engine build since 1.0",
         maintained="active",
         source="TensorRT-LLM 1.2 release notes; trtllm-serve's source of January 2026 and its reference of spring 2026",
     )
@@ -174,7 +175,7 @@ class TensorRtLlm(Engine):
         source="TensorRT-LLM: free_gpu_memory_fraction and max_num_tokens defaults",
     )
     default_slots = 256
-    strength = "extreme volume on NVIDIA, a model that rarely changes"
+    strength = "very high volume on NVIDIA, a model that rarely changes"
     table_names = TableNames(words=("tensorrt", "trtllm", "trt-llm", "trt"), rank=1)
     estimate = EstimateTraits(kernels="serving", reserves_answer=True)
     flags = AdviceFlags(
@@ -230,7 +231,7 @@ class TensorRtLlm(Engine):
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, layout = plan.settings, plan.parallelism
         path = made_path(plan) if plan.weights.made == "converted" else plan.model_path
-        # It has no option for the name that clients send, and takes any.
+        # It has no option for the served model name, and accepts any name.
         argv = ["trtllm-serve", "serve", path, "--host", "127.0.0.1", "--port", str(port)]
         argv += ["--max_seq_len", str(settings.context_tokens)]
         argv += ["--max_batch_size", str(-(-settings.slots // layout.attention_data))]
@@ -244,7 +245,7 @@ class TensorRtLlm(Engine):
         return Launch(argv=tuple(argv), env=hub_variables(plan), prepare=self._prepare(plan))
 
     def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch:
-        """One command for all nodes, given to Slurm on the first: MPI starts every rank."""
+        """One command for all nodes, run by Slurm on the first; MPI starts every rank."""
         launch = self.launch(plan, port)
         ranks = plan.parallelism.tensor * plan.parallelism.pipeline
         srun = ["srun", "--nodes", str(nodes), "--ntasks", str(ranks), "--ntasks-per-node", str(-(-ranks // nodes))]
@@ -254,7 +255,7 @@ class TensorRtLlm(Engine):
         return ContainerImage(name=IMAGE, python=True) if device == "cuda" else None
 
     def container_files(self, plan: Plan) -> dict[str, str]:
-        # Without it there is no Prometheus text at all.
+        # Without it there are no Prometheus metrics.
         return {OPTIONS_FILE: f"{options(plan)}return_perf_metrics: true\n"}
 
     def container_conversion(self, plan: Plan, source: str, made: str) -> ContainerConversion | None:
@@ -264,11 +265,11 @@ class TensorRtLlm(Engine):
         return ContainerConversion(command=f"{begin} && {shlex.join(['python3', *words[1:]])}")
 
     def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
-        apart = ("--disaggregation-mode", role) if role != "worker" else ()
-        return (*apart, *(("--publish-kv-events",) if role != "decode" else ()))
+        disaggregation = ("--disaggregation-mode", role) if role != "worker" else ()
+        return (*disaggregation, *(("--publish-kv-events",) if role != "decode" else ()))
 
     def dynamo_files(self, plan: Plan, role: str) -> dict[str, str]:
-        """What differs by role: a worker for prompts cannot overlap steps, and both kinds hand their cache over."""
+        """Options by role: a prefill worker cannot overlap steps, and prefill and decode workers transfer KV cache."""
         lines = [self.container_files(plan)[OPTIONS_FILE].rstrip("\n"), "backend: pytorch"]
         if role != "worker":
             lines += [f"disable_overlap_scheduler: {'true' if role == 'prefill' else 'false'}"]
@@ -282,7 +283,7 @@ class TensorRtLlm(Engine):
         return explained(log, _KNOWN_FAILURES, TORCH, HUB, PORT_IN_USE)
 
     def read(self, metrics: str) -> EngineState:
-        """From its `/metrics`, which is a JSON list of iterations since the last time that somebody asked."""
+        """From its `/metrics`, a JSON list of the iterations since the previous request."""
         try:
             newest = json.loads(metrics)[-1]
             cache = newest.get("kvCacheStats") or {}
@@ -302,8 +303,8 @@ class TensorRtLlm(Engine):
         steps = [
             Preparation(
                 kind="install",
-                what=f"{PACKAGE}, on a system with {SYSTEM}; or inside of the container {IMAGE}",
-                where="an environment of its own",
+                what=f"{PACKAGE}, on a system with {SYSTEM}; or in the container {IMAGE}",
+                where=OWN_ENVIRONMENT,
                 argv=("uv", "pip", "install", "--torch-backend", "cu130", "--extra-index-url", INDEX, PACKAGE),
             )
         ]
@@ -313,7 +314,7 @@ class TensorRtLlm(Engine):
         text = options(plan)
         steps.append(
             Preparation(
-                kind="build", what=f"its options: {', '.join(text.splitlines())}", where=OPTIONS_FILE,
+                kind="build", what=f"options file: {', '.join(text.splitlines())}", where=OPTIONS_FILE,
                 disk_bytes=len(text), argv=("sh", "-c", f"printf '%s' '{text}' > {OPTIONS_FILE}"),
             )
         )  # fmt: skip
@@ -321,8 +322,8 @@ class TensorRtLlm(Engine):
 
 
 def options(plan: Plan) -> str:
-    """The YAML file for what its command line has no options for."""
-    # Without chunks a prompt longer than a batch is refused; without statistics its metrics are empty.
+    """The YAML file with settings that have no command-line option."""
+    # Without chunked prefill, prompts longer than a batch are rejected; without statistics, its metrics are empty.
     lines = ["enable_chunked_prefill: true", "enable_iter_perf_stats: true"]
     if plan.weights.made == "while loading":
         lines.append("dtype: bfloat16")
@@ -338,18 +339,18 @@ def options(plan: Plan) -> str:
 def _runs(method: str, capability: tuple[int, int], model: Model) -> bool:
     if method == "fp8":
         blocks = model.quantization_details is not None and model.quantization_details.block is not None
-        # Scales by block: Hopper and the data-centre Blackwells (sm_100, sm_103) alone.
+        # Block scales: only Hopper and data-centre Blackwell (sm_100, sm_103).
         return _HOPPER <= capability < (12, 0) if blocks else capability >= _ADA
     if method in ("nvfp4", "mixed"):
         return capability >= _BLACKWELL
     if method == "mxfp4":
-        # The matrix has Blackwell alone; GPT-OSS runs on Hopper with Triton kernels (its deployment guide).
+        # The matrix lists only Blackwell; GPT-OSS runs on Hopper with Triton kernels (its deployment guide).
         return capability >= _HOPPER
     return method in ("awq", "gptq") and _AMPERE <= capability < _BLACKWELL
 
 
 def _converting(plan: Plan) -> Preparation:
-    seconds = estimate(600 + 60 * plan.model.parameters / 1e9, 0.7, "not measured: calibration on the GPUs that serve")
+    seconds = estimate(600 + 60 * plan.model.parameters / 1e9, 0.7, "not measured: calibration on the serving GPUs")
     argv = ("python", OPTIMIZER.program, "--pyt_ckpt_path", source_folder(plan), "--qformat")
     return Preparation(
         kind="convert",

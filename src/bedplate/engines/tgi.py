@@ -1,4 +1,4 @@
-"""TGI: Hugging Face's server; no longer developed, so never a first choice for something new."""
+"""TGI: Hugging Face's server, no longer developed and therefore not recommended for new services."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bedplate.engines.shared import (
     HUB,
     PORT_IN_USE,
     TORCH,
-    Known,
+    FailurePatterns,
     curl,
     everyday_settings,
     explained,
@@ -33,13 +33,13 @@ from bedplate.engines.traits import (
 from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal, Settings, Weights, Workload, replaced
 from bedplate.values.decision import Device
 
-# All of this by the source of v3.3.7 (2025-12-18), its last release.
+# From the source of v3.3.7 (2025-12-18), its last release.
 IMAGE = "ghcr.io/huggingface/text-generation-inference:3.3.7"
 MOUNT = "/models"
 GFX = ("gfx90a", "gfx942")
 """PYTORCH_ROCM_ARCH in Dockerfile_amd."""
 PREFILL_TOKENS = 4096
-# ModelType in server/text_generation_server/models/__init__.py, and a few that its transformers 4.51.3 brings.
+# ModelType in server/text_generation_server/models/__init__.py, and a few from its transformers 4.51.3.
 ARCHITECTURES = frozenset([
     "deepseek_v2", "deepseek_v3", "idefics2", "idefics3", "llava_next", "llama", "llama4", "phi3", "granite", "gemma",
     "paligemma", "gemma2", "gemma3", "gemma3_text", "cohere", "dbrx", "mamba", "mistral", "mixtral", "gpt_bigcode",
@@ -47,28 +47,28 @@ ARCHITECTURES = frozenset([
     "santacoder", "bloom", "mpt", "gpt2", "gpt_neox", "gptj", "idefics", "mllama",
     "qwen3", "qwen3_moe", "olmo2", "glm4", "cohere2", "stablelm",
 ])  # fmt: skip
-RUNS = {"awq": "awq", "gptq": "gptq", "fp8": "fp8", "compressed-tensors": "compressed-tensors"}
-"""How its option is called for weights that are quantized already."""
-_KNOWN_FAILURES: Known = (
+QUANTIZE_VALUES = {"awq": "awq", "gptq": "gptq", "fp8": "fp8", "compressed-tensors": "compressed-tensors"}
+"""Values of --quantize for weights that are already quantized."""
+_KNOWN_FAILURES: FailurePatterns = (
     (
         r"Not enough memory to handle `?max_total_tokens=(?P<tokens>\d+)`?",
         Failure(
-            message="beside the weights there is no room for the cache of one request of {tokens} tokens",
-            hint="ask for a shorter --context, or a smaller quantization",
+            message="the memory left by the weights does not hold the KV cache of one request of {tokens} tokens",
+            hint="specify a shorter --context, or use a smaller quantization",
         ),
     ),
     (
         r"Not enough memory to handle (?P<tokens>\d+) prefill tokens",
         Failure(
-            message="there is no memory for computing {tokens} prompt tokens at once",
-            hint="ask for a shorter --context, or a smaller quantization",
+            message="there is not enough memory for a prefill of {tokens} tokens",
+            hint="specify a shorter --context, or use a smaller quantization",
         ),
     ),
     (
         r"Unsupported model type (?P<what>\S+)|has model type `(?P<type>[^`]+)` but Transformers does not recognize",
         Failure(
-            message="this version of TGI does not know the architecture {what}{type}",
-            hint="vllm serves more architectures and is maintained",
+            message="this version of TGI does not support the architecture {what}{type}",
+            hint="use --engine vllm, which supports more architectures and is maintained",
         ),
     ),
     (
@@ -76,7 +76,7 @@ _KNOWN_FAILURES: Known = (
         r"\(got `num_heads`: (?P<heads>\d+) and `num_shards`: (?P<shards>\d+)",
         Failure(
             message="the model's {heads} attention heads cannot be divided among {shards} GPUs",
-            hint="fewer cards, or another engine with --engine",
+            hint="use fewer GPUs, or choose another engine with --engine",
         ),
     ),
 )  # fmt: skip
@@ -113,11 +113,11 @@ class Tgi(Engine):
         share=0.95,
         share_of="total",
         spread=0.5,
-        source="TGI: five percent of the memory are left free by its warm-up (flash_causal_lm.py)",
+        source="TGI: its warm-up leaves 5 % of the memory free (flash_causal_lm.py)",
     )
     default_slots = 128
     key_variable = "API_KEY"
-    strength = "a team that runs it already"
+    strength = "existing deployments"
     table_names = TableNames(words=("text-generation-inference", "text generation inference", "tgi"), rank=9)
     estimate = EstimateTraits(kernels="serving")
     flags = AdviceFlags(
@@ -142,7 +142,7 @@ class Tgi(Engine):
         label, method = stored_as(model)
         old = target.capability is not None and target.capability < (8, 0)
         if method != "16-bit":
-            runs = method in RUNS and (
+            runs = method in QUANTIZE_VALUES and (
                 method != "fp8" or "fp8" in target.features or (target.device == "cuda" and not old)
             )
             return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),) if runs else ()
@@ -157,14 +157,14 @@ class Tgi(Engine):
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         settings = everyday_settings(super().settle(hardware, model, workload), model, workload)
-        # An answer must have room after the longest prompt.
+        # The context must hold at least one output token after the longest prompt.
         return replaced(settings, context_tokens=max(2, settings.context_tokens), batch_tokens=PREFILL_TOKENS)
 
     def launch(self, plan: Plan, port: int) -> Launch:
         settings = plan.settings
         image = f"{IMAGE}-rocm" if settings.device == "rocm" else IMAGE
         argv = ["docker", "run", "--rm", "--network", "host", "--shm-size", "16g", *_devices(settings.device)]
-        # Named alone, a variable is handed on when it is set, and nothing of it shows.
+        # `--env NAME` without a value forwards a variable if it is set, and does not show its value.
         argv += ["--env", "HF_TOKEN", "--env", "API_KEY"]
         path = plan.model_path
         if plan.model.files:
@@ -175,7 +175,7 @@ class Tgi(Engine):
         answer = min(plan.workload.output_tokens, most - 1)
         argv += ["--max-total-tokens", str(most), "--max-input-tokens", str(max(1, most - answer))]
         argv += ["--max-batch-prefill-tokens", str(max(settings.batch_tokens or 0, most - answer))]
-        # Beyond what it computes, as many may wait.
+        # As many requests may wait as are computed.
         argv += ["--max-concurrent-requests", str(2 * settings.slots)]
         argv += joined([("--cuda-memory-fraction", settings.memory_share), ("--quantize", _quantize(plan))])
         if plan.weights.made == "while loading" and plan.weights.label in SIXTEEN_BIT:
@@ -215,7 +215,7 @@ def _devices(device: str) -> list[str]:
 def _quantize(plan: Plan) -> str | None:
     if plan.weights.made == "while loading":
         return {"FP8": "fp8", "INT8": "eetq", "NF4": "bitsandbytes-nf4"}.get(plan.weights.label)
-    return RUNS.get(stored_as(plan.model)[1])
+    return QUANTIZE_VALUES.get(stored_as(plan.model)[1])
 
 
 ENGINE = Tgi()

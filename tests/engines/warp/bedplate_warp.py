@@ -1,4 +1,4 @@
-"""Warp: a made-up engine, as somebody else's package would describe it to bedplate."""
+"""Warp: a made-up engine in a third-party package."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Warp(Engine):
     default_slots = 2
     key_variable = "WARP_KEY"
     variable_prefixes = ("WARP_",)
-    strength = "being somebody else's"
+    strength = "tests of third-party engines"
     flags = AdviceFlags(slots="--lanes")
     noted = NotedOptions(slots="--lanes")
     metric_names = MetricNames(running="warp_running", waiting="warp_waiting", picker="warp")

@@ -1,4 +1,4 @@
-"""The server of a made-up engine: each token is a word, and so many requests as it has lanes are answered at once."""
+"""The server of a made-up engine: each token is a word, and `--lanes` limits concurrent requests."""
 
 from __future__ import annotations
 

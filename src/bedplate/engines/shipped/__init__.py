@@ -1,4 +1,4 @@
-"""Engines without an HTTP server of their own, behind the one that bedplate ships into their environment."""
+"""Base class of engines without an HTTP server, which use the one that bedplate ships into their environment."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ SERVER = tuple(
     (f"openai_server/{name}.py", f"openai_server/{name}.py")
     for name in ("__init__", "backend", "text", "worker", "shapes", "endpoints", "serve")
 )
-"""The package that all such servers share, as a recipe's programs: it lies beside the backend that imports it."""
+"""The server package as programs of a recipe: installed next to the backend that imports it."""
 SERVER_PACKAGES = ("uvicorn==0.54.0", "starlette==1.10.0")
-"""What that package stands on. None of these engines' own packages bring them."""
+"""Requirements of the server package, which none of these engines' packages depend on."""
 _FAILURES: tuple[tuple[str, Failure], ...] = (
     (
         r"bedplate-engine: cannot listen on \S+: port is in use",
         Failure(
-            message="the private port was taken by another program in the same moment",
-            hint="start again; another port is chosen then",
+            message="another program took the engine's private port during the start",
+            hint="start again; bedplate then chooses another port",
             lasting=False,
         ),
     ),
     (
-        # An environment that was adopted by an earlier version, whose server needed neither.
+        # An environment adopted by an earlier version of bedplate, whose server did not need these packages.
         r"bedplate-engine: (?P<python>.+) lacks (?:uvicorn|starlette)$",
         Failure(
-            message="{python} lacks packages that bedplate's server needs",
+            message="packages that bedplate's server needs are missing from {python}",
             hint=f"uv pip install --python {{python}} {' '.join(SERVER_PACKAGES)}",
         ),
     ),
     (
         r"\bMemoryError\b|std::bad_alloc|[Ff]ailed to allocate|[Cc]annot allocate memory|CUDA out of memory",
         Failure(
-            message="there was not enough memory for the model and its cache",
-            hint="ask for less: --context 4096, --concurrency 1, or a smaller quantization",
+            message="there is not enough memory for the model and its KV cache",
+            hint="reduce the need: --context 4096, --concurrency 1, or a smaller quantization",
         ),
     ),
 )
 
 
 class ServedByBedplate(Engine):
-    """What engine files of such engines share."""
+    """An engine behind the server that bedplate ships."""
 
     key_variable = "BEDPLATE_ENGINE_KEY"
     noted = NotedOptions(slots="--slots", context="--context")
     metric_names = MetricNames(running="bedplate_engine_requests_running", waiting="bedplate_engine_requests_waiting")
-    # The server then ends when its stdin closes.
+    # The server then exits when its stdin closes.
     supervised_env: ClassVar[dict[str, str]] = {"BEDPLATE_ENGINE_SUPERVISED": "1"}
 
     def server_argv(self, program: str, plan: Plan, port: int) -> list[str]:
-        """The options that all such servers have."""
+        """The command line with the options that all such servers have."""
         argv = [program, "--model", plan.model_path, "--served-name", plan.model.served_name]
         argv += ["--host", "127.0.0.1", "--port", str(port)]
         return [*argv, "--slots", str(plan.settings.slots), "--context", str(plan.settings.context_tokens)]

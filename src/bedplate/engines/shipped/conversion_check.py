@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Does a converted model say what its source says? Token ids of texts that tokenizers trip over, and greedy answers.
+"""Compares a converted model with its source: token ids of texts that are hard to tokenize, and greedy answers.
 
     conversion-check SOURCE RESULT --bits 4.5 [--gguf-server JSON]
 
-The source writes a few short answers; the result is then asked for the next token after each beginning of them. Text
-that runs free diverges by chance, next tokens do not: of those where the source has a clear favourite, a share must be
-the same, and how large it must be depends on the bits that the result stores weights in.
+The source generates a few short greedy answers; the result then predicts the next token after each prefix of them.
+Freely generated text diverges at random, single next tokens do not. Of the tokens where the source has a clear
+favourite, a minimum share must agree, which depends on the bits per weight of the result.
 
-GGUF files are computed by llama.cpp's server, folders by whatever made the result: Transformers, MLX, ONNX Runtime or
-ExLlama. Runs inside of that environment; what it must not do without is imported where it is used.
+GGUF files run in llama.cpp's server, folders in the engine that converted them: Transformers, MLX, ONNX Runtime or
+ExLlama. Runs in that engine's environment; packages are imported where they are used.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 
 TEXTS = (
     "Hello, world!", "The capital of France is", "Once upon a time, in a land far away,", "2 + 2 = 4, 10/3 = 3.333…",
-    # Digits, and what stands before them.
+    # Digits, and characters before them.
     "\n\n1", "\n1", "x\n\n\n42", "1.\n2.\n\n3. three\n\n10. ten", " 1", "  12", "\t7", "a1b22c333d4444", "½ ² ³ ٣ Ⅷ ５",
     "1234567890 1,234,567.89 0x1F 1e-9 007", "year\n2026\n\n2027", "A:\n\n9", "v1.2.3-rc4+567", "+49 (0)30 123-456",
-    # Spaces, and lines.
+    # Spaces and line breaks.
     "a", " ", "\n", "    ", "  leading and trailing spaces  ", "tabs\tand\nnew lines\r\n\n\nand more", "\r\n\r\n",
     " \n \n  x", "a \u00a0b\u3000c\u2028d", "def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)\n",
     "\tif (x) {\n\t\treturn 1;\n\t}\n", "for (int i = 0; i < n; ++i) {}", "SELECT name FROM users WHERE age >= 18;",
@@ -44,7 +44,7 @@ TEXTS = (
     "Γειά σου Κόσμε", "สวัสดีชาวโลก", "Xin chào thế giới", "日本語とEnglishのmixed文章です",
     "😀 emoji 👩‍👩‍👧 family 🇫🇷 flag ✨", "👍🏽1", "e\u0301 combining and \u200b zero width \ufeff mark",
     "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𝕒𝕓𝕠𝕧𝕖 𝟘𝟙𝟚",
-    # Marks, markup, names.
+    # Punctuation, markup, names.
     "UPPER lower MiXeD snake_case camelCase", "don't, won't, it's, I'm, you're, we'll, they've, he'd, IT'S, DON'T",
     "email@example.com https://example.com/path?x=1&y=2#end", "!@#$%^&*()_+-=[]{}|;':\",./<>?`~", "...", "!!!???",
     "—“quotes”—‘and’…", "¿Qué? ¡Sí!", "<html><body class=\"x\">text</body></html>",
@@ -62,9 +62,9 @@ ANSWER_TOKENS = 16
 CLEAR_GAP = 0.5
 FLOORS = ((16.0, 0.97), (8.0, 0.97), (6.0, 0.85), (5.0, 0.65), (0.0, 0.55))
 CHANCE = 1e-3
-"""As for the answers of a served engine; 16 bits here include those of another engine that computes in 8."""
+"""Significance level, as for the answers of a served engine. 16 bits include engines that compute in 8 bits."""
 APPROXIMATED = frozenset(["tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"])
-"""Ways to cut text that llama.cpp follows for ASCII alone: https://github.com/ggml-org/llama.cpp, llama-vocab.cpp."""
+"""Pre-tokenizers that llama.cpp implements exactly only for ASCII (llama-vocab.cpp)."""
 START_LIMIT_S = 300.0
 STARTS = 3
 SHOWN = 3
@@ -73,19 +73,19 @@ SHOWN = 3
 class Said(NamedTuple):
     token: int
     gap: float
-    """To the second best, in logits."""
+    """Difference of its logit to the second best."""
 
 
 class Reader:
-    """One model, as far as it is compared."""
+    """A model under comparison: its tokenizer and its greedy next tokens."""
 
     name: str
     normalizes = False
-    """Whether its tokenizer composes characters first."""
+    """Whether its tokenizer applies NFC normalization."""
     approximated = False
 
     def ids(self, text: str, begin: bool = False) -> list[int]:
-        """Its tokens, special ones in the text included; `begin`: with what is put before and after by default."""
+        """Token ids, special tokens in the text included; `begin`: with the default special tokens around the text."""
         raise NotImplementedError
 
     def specials(self) -> list[str]:
@@ -95,11 +95,11 @@ class Reader:
         return str(ids)
 
     def answer(self, ids: list[int]) -> list[Said]:
-        """What it writes by itself."""
+        """Its greedy answer."""
         raise NotImplementedError
 
     def follow(self, ids: list[int], written: list[int]) -> list[int]:
-        """What it would write in the place of each token of `written`."""
+        """Its greedy token at the position of each token of `written`, given the tokens before it."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Reader:
 
 
 class Llama(Reader):
-    """A GGUF file in llama.cpp's own server, started at once, since it loads while others do."""
+    """A GGUF file in llama.cpp's server, which loads while the other model does."""
 
     name = "llama.cpp"
 
@@ -148,7 +148,7 @@ class Llama(Reader):
         for one in given.get("completion_probabilities", []):
             first, second = (one.get("top_logprobs") or [one, one])[:2]
             if first["logprob"] is None:
-                fail("llama.cpp computes numbers that are not finite from it")
+                fail("the logits in llama.cpp are not finite")
             found.append(Said(int(first["id"]), float(first["logprob"]) - float(second["logprob"])))
         return found
 
@@ -156,7 +156,7 @@ class Llama(Reader):
         self._wait()
         status, answer = self._ask("POST", path, body)
         if status != 200:
-            fail(f"llama.cpp did not answer {path}: {answer}")
+            fail(f"llama.cpp failed at {path}: {answer}")
         return answer
 
     def _wait(self) -> None:
@@ -166,21 +166,21 @@ class Llama(Reader):
                 if self._starts == STARTS:
                     break
                 self._process.communicate()
-                self._start()  # another program may have taken its port in the same moment
-            with contextlib.suppress(OSError, ValueError):  # it does not listen yet
+                self._start()  # another program may have taken its port
+            with contextlib.suppress(OSError, ValueError):  # it is not listening yet
                 self._ready = self._ask("GET", "/health")[0] == 200 and self._is_ours()
             if not self._ready:
                 time.sleep(0.2)
         if not self._ready:
             self._log.seek(0)
             lines = self._log.read().decode("utf-8", "replace").split("\n")
-            last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-            fail(f"llama.cpp does not load {self._path.name}: {last[:300]}")
+            last = next((line for line in reversed(lines) if line.strip()), "no output")
+            fail(f"llama.cpp cannot load {self._path.name}: {last[:300]}")
 
     def _is_ours(self) -> bool:
-        """Whether it is not somebody else's server that got the port."""
-        status, said = self._ask("GET", "/props")
-        return status == 200 and said.get("model_path") == str(self._path.resolve())
+        """Whether the server on the port is the one started here."""
+        status, properties = self._ask("GET", "/props")
+        return status == 200 and properties.get("model_path") == str(self._path.resolve())
 
     def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
@@ -198,7 +198,7 @@ class Llama(Reader):
 
 
 class Folder(Reader):
-    """A Hugging Face folder's tokenizer, by Transformers where it is there, as engines read it."""
+    """A Hugging Face folder with the tokenizer of Transformers, which engines use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -246,7 +246,7 @@ class Transformers(Folder):
                 made = self._model()(input_ids=torch.tensor([given]), past_key_values=seen, use_cache=True)
                 logits, seen = made.logits[0, -1].float(), made.past_key_values
                 if not bool(logits.isfinite().all()):
-                    fail("PyTorch computes numbers that are not finite from it")
+                    fail("the logits in PyTorch are not finite")
                 best = logits.topk(2)
                 found.append(Said(int(best.indices[0]), float(best.values[0] - best.values[1])))
                 given = [found[-1].token]
@@ -277,7 +277,7 @@ class Mlx(Folder):
         if self._loaded is None:
             self._loaded, _ = load_model(self.path)
             if mx.default_device() == mx.cpu:
-                # In bfloat16 its CPU kernels are slow, and wrong in places.
+                # In bfloat16 its CPU kernels are slow, and partly wrong.
                 self._loaded.set_dtype(mx.float32)
         return self._loaded
 
@@ -290,7 +290,7 @@ class Mlx(Folder):
         for _ in range(ANSWER_TOKENS):
             logits = self._model()(mx.array([given]), cache=seen)[0, -1].astype(mx.float32)
             if not bool(mx.isfinite(logits).all()):
-                fail("MLX computes numbers that are not finite from it")
+                fail("the logits in MLX are not finite")
             best = mx.sort(logits)[-2:]
             found.append(Said(int(mx.argmax(logits)), float(best[1] - best[0])))
             given = [found[-1].token]
@@ -307,7 +307,7 @@ class Mlx(Folder):
 
 
 class Onnx(Reader):
-    """What ONNX Runtime GenAI's builder makes. Its server reads tokenizer.json, and so does this."""
+    """Output of the ONNX Runtime GenAI builder, with tokenizer.json as in bedplate's server."""
 
     name = "ONNX Runtime"
 
@@ -340,7 +340,7 @@ class Onnx(Reader):
 
 
 class ExLlama(Reader):
-    """Both generations: weights of 16 bits and their own, on the first card."""
+    """ExLlamaV2 and ExLlamaV3: 16-bit weights and their own formats, on the first GPU."""
 
     def __init__(self, path: Path, package: str) -> None:
         import tokenizers
@@ -348,9 +348,9 @@ class ExLlama(Reader):
         self.path, self.package, self.name = path, package, package
         self._loaded: Any = None
         if (kernels := Path(f"{package}-kernels")).is_dir():
-            # Compiled before the conversion; without a word on them the import would compile them again.
+            # Compiled before the conversion; otherwise the import would compile them again.
             os.environ["TORCH_EXTENSIONS_DIR"] = str(kernels.absolute())
-        # Of its tokenizer.json, as bedplate's server for it has it.
+        # From tokenizer.json, as in bedplate's server.
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
 
     def ids(self, text: str, begin: bool = False) -> list[int]:
@@ -379,7 +379,7 @@ class ExLlama(Reader):
 
         config = exllamav2.ExLlamaV2Config(str(self.path))
         config.no_flash_attn = True
-        # Version 0.3.2 gives PyTorch's attention no causal mask; its own has one.
+        # Version 0.3.2 passes no causal mask to PyTorch's attention; its own attention has one.
         config.no_sdpa = True
         config.max_seq_len = 512
         model = exllamav2.ExLlamaV2(config)
@@ -401,10 +401,10 @@ class ExLlama(Reader):
 
 
 def readers(source: Path, result: Path, llama: str | None) -> tuple[Reader, Reader]:
-    """Who reads each of the two."""
+    """The engines that compute the source and the result."""
     kinds = kind_of(source), kind_of(result)
     if "gguf" in kinds and llama is None:
-        raise Unable("llama.cpp, which reads the GGUF file, is not here")
+        raise Unable("llama.cpp, which is needed for the GGUF file, is not installed")
     if kinds == ("gguf", "gguf"):
         return Llama(source, str(llama)), Llama(result, str(llama))
     if kinds == ("gguf", "folder"):
@@ -423,7 +423,7 @@ def readers(source: Path, result: Path, llama: str | None) -> tuple[Reader, Read
     if kinds in (("folder", "exl2"), ("folder", "exl3")):
         package = f"exllamav{kinds[1][-1]}"
         return ExLlama(source, package), ExLlama(result, package)
-    raise Unable(f"nothing is known that compares {kinds[0]} with {kinds[1]}")
+    raise Unable(f"there is no comparison of {kinds[0]} with {kinds[1]}")
 
 
 def kind_of(path: Path) -> str:
@@ -444,30 +444,30 @@ def kind_of(path: Path) -> str:
 
 
 class Unable(Exception):
-    """What cannot be compared here; no reason to take the result for wrong."""
+    """The models cannot be compared here, which does not mean that the result is wrong."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="conversion-check", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", type=Path)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--bits", type=float, default=16.0, help="that the result stores weights in")
-    parser.add_argument("--gguf-server", metavar="JSON", help="how to start llama.cpp")
+    parser.add_argument("--bits", type=float, default=16.0, help="bits per weight of the result")
+    parser.add_argument("--gguf-server", metavar="JSON", help="command that starts llama.cpp's server, as a JSON list")
     options = parser.parse_args(arguments)
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"})
     try:
         with both(options) as (source, result):
             compare_ids(source, result)
             compare_answers(source, result, options.bits)
-    except Unable as why:
-        say(f"not compared: {why}")
+    except Unable as reason:
+        say(f"not compared: {reason}")
 
 
 @contextlib.contextmanager
 def both(options: argparse.Namespace) -> Iterator[tuple[Reader, Reader]]:
     for path in (options.source, options.result):
         if bytes_in(path) > available_bytes():
-            raise Unable(f"{path.name} is larger than the memory that is free")
+            raise Unable(f"{path.name} is larger than the free memory")
     source, result = readers(options.source, options.result, options.gguf_server)
     try:
         yield source, result
@@ -479,51 +479,49 @@ def both(options: argparse.Namespace) -> Iterator[tuple[Reader, Reader]]:
 def compare_ids(source: Reader, result: Reader) -> None:
     texts = [*TEXTS, *(f"a {one}b\n{one}1" for one in dict.fromkeys([*source.specials(), *result.specials()]))]
     if source.normalizes or result.normalizes:
-        # llama.cpp composes nothing by itself.
+        # llama.cpp does not normalize.
         texts = [unicodedata.normalize("NFC", text) for text in texts]
     wrong = [text for text in texts if source.ids(text) != result.ids(text)]
     if source.approximated or result.approximated:
         for text in (known := [text for text in wrong if not text.isascii()]):
             wrong.remove(text)
         if known:
-            say(f"token ids: {len(known)} texts that are not ASCII differ, as llama.cpp cuts them otherwise")
+            say(f"token ids: {len(known)} non-ASCII texts differ, because llama.cpp splits them differently")
     if wrong:
         shown = ", ".join(
-            f"{text!r} ({source.ids(text)[:12]} became {result.ids(text)[:12]})" for text in wrong[:SHOWN]
+            f"{text!r} (source {source.ids(text)[:12]}, result {result.ids(text)[:12]})" for text in wrong[:SHOWN]
         )
-        fail(f"{len(wrong)} of {len(texts)} texts have other token ids than in the source: {shown}")
-    say(f"token ids: {len(texts)} of {len(texts)} texts as in the source")
+        fail(f"token ids differ from the source in {len(wrong)} of {len(texts)} texts: {shown}")
+    say(f"token ids: {len(texts)} of {len(texts)} texts agree with the source")
     begins, began = source.ids("x", begin=True), result.ids("x", begin=True)
     if begins != began:
-        say(f"note: 'x' is {begins} in the source and {began} in the result, with what is put around it by default")
+        say(f"note: with default special tokens, 'x' is {begins} in the source and {began} in the result")
 
 
 def compare_answers(source: Reader, result: Reader, bits: float) -> None:
     asked = [(ids, source.answer(ids)) for ids in (source.ids(prompt, begin=True) for prompt in PROMPTS)]
     clear = agreed = total = same = 0
     odd: list[str] = []
-    for ids, said in asked:
-        written = [one.token for one in said]
-        for count, (one, other) in enumerate(zip(said, result.follow(ids, written), strict=True)):
+    for ids, answer in asked:
+        written = [one.token for one in answer]
+        for count, (one, other) in enumerate(zip(answer, result.follow(ids, written), strict=True)):
             total, same = total + 1, same + (one.token == other)
             if one.gap < CLEAR_GAP:
                 continue
             clear, agreed = clear + 1, agreed + (one.token == other)
             if one.token != other:
                 before = result.text([*ids, *written[:count]])[-40:]
-                odd.append(f"after …{before!r} {result.text([other])!r} and not {result.text([one.token])!r}")
+                odd.append(f"after …{before!r} {result.text([other])!r} instead of {result.text([one.token])!r}")
     floor = next(share for least, share in FLOORS if bits >= least)
-    counts = (
-        f"{agreed} of {clear} clear next tokens of {len(asked)} greedy answers are the source's ({same} of all {total})"
-    )
+    counts = f"{agreed} of {clear} clear next tokens of {len(asked)} greedy answers agree ({same} of all {total})"
     if clear and at_most(agreed, clear, floor) < CHANCE:
-        fail(f"{counts}, where its weights explain no less than {floor:.0%}: {'; '.join(odd[:SHOWN])}")
+        fail(f"{counts}; expected at least {floor:.0%} at this quantization: {'; '.join(odd[:SHOWN])}")
     first = " ".join(source.text([one.token for one in asked[0][1]]).split())[:60]
-    say(f"answers: {counts}; {PROMPTS[0]!r} goes on with {first!r}")
+    say(f"answers: {counts}; {PROMPTS[0]!r} continues with {first!r}")
 
 
 def at_most(count: int, of: int, share: float) -> float:
-    """The chance of so few or fewer, where each agrees with this probability."""
+    """The binomial probability of at most `count` agreements."""
     return sum(math.comb(of, one) * share**one * (1 - share) ** (of - one) for one in range(count + 1))
 
 
@@ -533,7 +531,9 @@ def pre_tokenizer_of(path: Path) -> str | None:
 
         field = GGUFReader(path).get_field("tokenizer.ggml.pre")
     except (ImportError, ValueError, KeyError, IndexError, OSError):
-        return None  # without the package both are GGUF files, and cut by the same code; others do not load either
+        return (
+            None  # without the package both are GGUF files, split by the same code; a broken file does not load either
+        )
     return str(field.contents()) if field is not None else None
 
 
@@ -552,7 +552,7 @@ def available_bytes() -> int:
 
 
 def free_threads() -> int:
-    """Processors that others leave free: threads that wait for each other crawl where they cannot run together."""
+    """Cores that other processes leave free: spinning threads are slow if they cannot run at the same time."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return max(1, round(count - load))

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Dynamo's front end, with its own options, and with a relay for what its workers publish about their caches.
+"""Dynamo's front end with its own options, and with a relay for the KV events of its workers.
 
-Without a relay every worker publishes on a port of all of the machine's addresses, and has no setting for that; with
-one it connects to a socket in a folder of the service's own. It lives in this process, since without the front
-end nobody listens. Runs inside of Dynamo's environment, so it depends on nothing but what Dynamo needs.
+Without a relay every worker publishes on a port of all addresses of the machine, which cannot be configured; with a
+relay it connects to a socket in the folder of the service. The relay runs in this process because only the front end
+subscribes. Runs in Dynamo's environment and depends only on Dynamo's dependencies.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ RELAY = "DYN_ZMQ_BROKER_URL"
 
 
 def places(text: str) -> tuple[str, str]:
-    """Where publishers and where subscribers connect, of `xsub=ADDRESS , xpub=ADDRESS`."""
-    said = dict(part.strip().split("=", 1) for part in text.split(","))
-    return said["xsub"], said["xpub"]
+    """The addresses for publishers and subscribers in `xsub=ADDRESS , xpub=ADDRESS`."""
+    addresses = dict(part.strip().split("=", 1) for part in text.split(","))
+    return addresses["xsub"], addresses["xpub"]
 
 
 def begin_relay(publishers: str, subscribers: str) -> Any:
-    """For as long as this process lives. Returns what must be kept until then."""
+    """Start the relay. The caller must keep the returned objects until the process exits."""
     context = zmq.Context()
     sockets = context.socket(zmq.XSUB), context.socket(zmq.XPUB)
-    for one, place in zip(sockets, (publishers, subscribers), strict=True):
-        one.set_hwm(0)  # events are few, and one that is lost is a router that is wrong about a cache
+    for one, address in zip(sockets, (publishers, subscribers), strict=True):
+        one.set_hwm(0)  # a lost event would give the router a wrong view of a KV cache
         one.linger = 0
-        one.bind(place)
+        one.bind(address)
     threading.Thread(target=zmq.proxy, args=sockets, daemon=True).start()
     return context, sockets
 

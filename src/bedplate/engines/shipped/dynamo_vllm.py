@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""A vLLM worker of Dynamo, with its own options, on a CPU, where torchvision is published for GPUs alone.
+"""Dynamo's vLLM worker with its own options on a CPU, where torchvision is only published for GPUs.
 
-The worker imports it for models that see, whatever model it is to run. A stand-in has the names that are imported, and
-goes again afterwards: who asks whether it is installed must hear that it is not. Where the real one is installed,
-nothing is put in its way. Runs inside of Dynamo's environment, so it depends on nothing but Dynamo.
+The worker imports torchvision for vision models, whatever model it runs. A placeholder module has the imported names.
+It is removed afterwards, so that later checks see that torchvision is not installed. An installed torchvision is not
+replaced. Runs in Dynamo's environment and depends only on Dynamo.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IMPORTER = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 
 
 class StandIn(ModuleType):
-    """A module that is not installed: it has any name, and none of them does anything."""
+    """A placeholder for a missing module: every name exists and raises an error when called."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -34,7 +34,7 @@ class StandIn(ModuleType):
             raise AttributeError(name)
 
         def missing(*_: object, **__: object) -> NoReturn:
-            raise NotImplementedError(f"{self.__name__}.{name} is in no package that was published for CPUs")
+            raise NotImplementedError(f"{self.__name__}.{name} is not available on CPUs")
 
         return missing
 
@@ -42,7 +42,7 @@ class StandIn(ModuleType):
 def import_vision() -> None:
     if importlib.util.find_spec("torchvision") is not None:
         return
-    # What asks for it while it is imported must hear the truth before there is a stand-in.
+    # This module checks for torchvision during its import, so it is imported before the placeholder exists.
     importlib.import_module("transformers.image_processing_utils")
     made = {name: StandIn(name) for name in VISION}
     for name, module in made.items():

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""ExLlamaV2 behind an OpenAI-compatible server: one request at a time, since its paged mode wants flash-attn."""
+"""ExLlamaV2 behind an OpenAI-compatible server: one request at a time, because its paged mode needs flash-attn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bedplate.engines.shipped.openai_server import HuggingFaceText, OneByOne, Piece, Request, read_json, serve
 else:
-    sys.path.insert(0, str(Path(__file__).resolve().parent))  # -I leaves the script's folder out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # -I does not add the folder of the script
     from openai_server import HuggingFaceText, OneByOne, Piece, Request, read_json, serve
 
 PAGE_TOKENS = 256
@@ -23,7 +23,7 @@ class ExLlamaV2(OneByOne):
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--cache-bits", type=int, choices=(4, 6, 8), help="default: 16")
+        parser.add_argument("--cache-bits", type=int, choices=(4, 6, 8), help="bits of the KV cache; default: 16")
 
     def load(self, options: argparse.Namespace, progress: Callable[[float], None]) -> None:
         import exllamav2
@@ -34,7 +34,7 @@ class ExLlamaV2(OneByOne):
         config.arch_compat_overrides()
         if (base := _turning_base(options.model)) is not None:
             config.rotary_embedding_base = base
-        # Version 0.3.2 gives PyTorch's attention no causal mask; its own has one.
+        # Version 0.3.2 passes no causal mask to PyTorch's attention; its own attention has one.
         config.no_sdpa = True
         config.max_seq_len = tokens
         model = exllamav2.ExLlamaV2(config)
@@ -73,17 +73,17 @@ class ExLlamaV2(OneByOne):
 
 
 def _turning_base(folder: str) -> float | None:
-    """Of a configuration as Transformers 5 writes it, whose words for it ExLlamaV2 0.3.2 does not know."""
+    """The rotary base from a configuration of Transformers 5, whose keys ExLlamaV2 0.3.2 does not read."""
     config = read_json(Path(folder) / "config.json")
-    turning = config.get("rope_parameters")
-    if "rope_theta" in config or not isinstance(turning, dict):
+    rope = config.get("rope_parameters")
+    if "rope_theta" in config or not isinstance(rope, dict):
         return None
-    base = turning.get("rope_theta")
+    base = rope.get("rope_theta")
     return float(base) if isinstance(base, int | float) else None
 
 
 def _ends(folder: str, known: list[int | None]) -> list[int]:
-    """All tokens that end an answer: a model's generation_config.json may name more than its configuration."""
+    """All EOS tokens: generation_config.json may name more than config.json."""
     also = read_json(Path(folder) / "generation_config.json").get("eos_token_id")
     more = also if isinstance(also, list) else [also]
     return sorted({token for token in (*known, *more) if isinstance(token, int)})
@@ -109,7 +109,7 @@ def _settings(request: Request) -> Any:
 
 
 def _pieces(request: Request, result: dict[str, Any]) -> Iterator[Piece]:
-    """One result of the generator: any number of tokens, and perhaps the end."""
+    """The pieces of one result of the generator: any number of tokens, and possibly the end."""
     tokens = [int(token) for token in result["token_ids"].flatten().tolist()] if "token_ids" in result else []
     if not result["eos"]:
         yield from (Piece(request, token=token) for token in tokens)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
         serve,
     )
 else:
-    sys.path.insert(0, str(Path(__file__).resolve().parent))  # -I leaves the script's folder out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # -I does not add the folder of the script
     from openai_server import Backend, HuggingFaceText, Piece, Refused, Request, read_json, serve
 
 PAGE_TOKENS = 256
 RESERVED_GB = 0.5
-"""Of each card, what the loader leaves free: its own default."""
+"""Memory of each GPU that the loader leaves free; the default of ExLlamaV3."""
 
 
 class ExLlamaV3(Backend):
@@ -33,11 +33,15 @@ class ExLlamaV3(Backend):
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--cards", type=int, default=1, help="how many of the visible cards share the model")
-        parser.add_argument("--tensor-parallel", action="store_true", help="share each layer, not whole layers")
-        parser.add_argument("--cache-tokens", type=int, help="of all requests together; default: slots times context")
-        parser.add_argument("--cache-bits", type=int, choices=range(2, 9), help="default: 16")
-        parser.add_argument("--chunk-tokens", type=int, default=2048, help="prompt tokens that are read at once")
+        parser.add_argument("--cards", type=int, default=1, help="number of visible GPUs to use")
+        parser.add_argument(
+            "--tensor-parallel", action="store_true", help="split each layer over the GPUs instead of whole layers"
+        )
+        parser.add_argument(
+            "--cache-tokens", type=int, help="KV cache size for all requests; default: slots times context"
+        )
+        parser.add_argument("--cache-bits", type=int, choices=range(2, 9), help="bits of the KV cache; default: 16")
+        parser.add_argument("--chunk-tokens", type=int, default=2048, help="prefill chunk size")
 
     def load(self, options: argparse.Namespace, progress: Callable[[float], None]) -> None:
         import exllamav3
@@ -92,7 +96,7 @@ class ExLlamaV3(Backend):
             )
             self.generator.enqueue(job)
         except (AssertionError, ValueError) as problem:
-            raise Refused(str(problem) or "the engine does not take this request") from problem
+            raise Refused(str(problem) or "the engine rejected the request") from problem
         self._jobs[request] = job
 
     def step(self) -> list[Piece]:
@@ -117,20 +121,20 @@ class ExLlamaV3(Backend):
 
 
 def _pages(tokens: int) -> int:
-    """The cache is made of whole pages."""
+    """The number of tokens, rounded up to whole pages."""
     return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
 
 
 def _placement(cards: int, tensor_parallel: bool, visible: int) -> dict[str, Any]:
     if cards == 1:
         return {"device": "cuda:0"}
-    # A negative reserve leaves a card out.
+    # A negative reserve excludes a GPU.
     reserve = [RESERVED_GB if card < cards else -1.0 for card in range(max(cards, visible))]
     return {"reserve_per_device": reserve, "tensor_p": tensor_parallel}
 
 
 def _ends(folder: str, known: list[int | None]) -> list[int]:
-    """All tokens that end an answer: a model's generation_config.json may name more than its configuration."""
+    """All EOS tokens: generation_config.json may name more than config.json."""
     also = read_json(Path(folder) / "generation_config.json").get("eos_token_id")
     more = also if isinstance(also, list) else [also]
     return sorted({token for token in (*known, *more) if isinstance(token, int)})
@@ -157,7 +161,7 @@ def _schema(tokenizer: Any, schema: str) -> Any:
 
 
 def _pieces(request: Request, result: dict[str, Any]) -> list[Piece]:
-    """One result of the generator: any number of tokens, and perhaps the end."""
+    """The pieces of one result of the generator: any number of tokens, and possibly the end."""
     tokens = [int(token) for token in result["token_ids"].flatten().tolist()] if "token_ids" in result else []
     if not result["eos"]:
         return [Piece(request, token=token) for token in tokens]
@@ -166,7 +170,7 @@ def _pieces(request: Request, result: dict[str, Any]) -> list[Piece]:
         *before, last = tokens
         end = Piece(request, token=last, finish="length", cached_tokens=cached)
     else:
-        # The token that ends the answer is counted but not shown.
+        # The EOS token is counted but not shown.
         before, end_token = tokens, result.get("eos_triggering_token_id")
         counted = 0 if end_token is None else 1
         end = Piece(request, text="", token=end_token, tokens=counted, finish="stop", cached_tokens=cached)

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Unpacks a GGUF file to a Hugging Face folder, which engines load that do not read GGUF.
+"""Dequantizes a GGUF file to a Hugging Face folder for engines that do not read GGUF.
 
     gguf-to-folder MODEL.gguf FOLDER
 
-Weights are written in bfloat16. A quantized weight is a 16-bit scale times a small number, so most do not fit exactly:
-rounding moves each by 0.2 % at the most, where its block's own steps are 7 % (4 bits) to 0.4 % (8 bits) of the largest.
-In float32 nothing more is lost, at twice the memory that a plan counts with: `--dtype float32`.
+Weights are written in bfloat16. A quantized weight is a 16-bit scale times a small integer, which bfloat16 rounds by at
+most 0.2 %; the quantization steps of its block are 7 % (4 bits) to 0.4 % (8 bits) of the largest weight.
+`--dtype float32` is exact, and needs twice the memory that a plan assumes.
 
-A GGUF has no tokenizer.json. Transformers builds one of the vocabulary; how text is cut into words before that is known
-by a name alone (`tokenizer.ggml.pre`), and what each name stands for is in the table below.
+A GGUF file has no tokenizer.json. Transformers builds one from the vocabulary. The file contains only the name of the
+pre-tokenizer (`tokenizer.ggml.pre`); the table below has the expressions for each name.
 
-Runs inside of PyTorch's environment: torch, transformers, accelerate and gguf.
+Runs in PyTorch's environment: torch, transformers, accelerate and gguf.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# What is cut out first stands first; what the last one leaves is a piece, too. Names and expressions: the published
-# tokenizer.json of the models that llama.cpp names so, and llama-vocab.cpp of llama.cpp b11549.
+# Expressions are applied in this order; text that none of them matches is a piece too. Names and expressions are from
+# the published tokenizer.json of the models, and from llama-vocab.cpp of llama.cpp b11549.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -91,23 +91,23 @@ SPLITS: dict[str, tuple[str, ...]] = {
 WHOLE_WORDS_FIRST = frozenset(
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "glm4", "glm5")
 )
-"""A piece that is a word of the vocabulary is that word, whatever its merges would make of it."""
+"""Pre-tokenizers whose pieces are looked up in the vocabulary before merges are applied."""
 BEGINS_BY_DEFAULT = frozenset(
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 )
-"""Those whose texts begin with the BOS token where the file does not say otherwise."""
+"""Pre-tokenizers that add the BOS token unless the file specifies otherwise."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Unpack a GGUF file to a Hugging Face folder.")
+    parser = argparse.ArgumentParser(description="Dequantize a GGUF file to a Hugging Face folder.")
     parser.add_argument("source", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     options = parser.parse_args()
     if not options.source.is_file():
-        fail(f"there is no file {options.source}")
+        fail(f"the file {options.source} does not exist")
     if options.folder.exists():
-        fail(f"{options.folder} is there already")
+        fail(f"{options.folder} already exists")
     try:
         unpack(options)
     except BaseException:
@@ -116,13 +116,13 @@ def main() -> None:
 
 
 def unpack(options: argparse.Namespace) -> None:
-    # What is not in the file would be looked for on the hub.
+    # Otherwise missing parts would be requested from the hub.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:
-        fail(f"this Python lacks what unpacks GGUF files: {error}")
+        fail(f"packages for GGUF files are missing in this Python: {error}")
     torch.set_num_threads(free_threads())
     given: dict[str, Any] = {"gguf_file": options.source.name}
     where, dtype = str(options.source.parent), getattr(torch, options.dtype)
@@ -132,12 +132,12 @@ def unpack(options: argparse.Namespace) -> None:
         tokenizer = AutoTokenizer.from_pretrained(where, **given)
         set_pre_tokenizer(tokenizer.backend_tokenizer, header)
         set_begin(tokenizer, header)
-        say("unpacking the weights")
+        say("dequantizing the weights")
         model = AutoModelForCausalLM.from_pretrained(
             where, **given, quantization_config=GgufConfig(dequantize=True), dtype=dtype
         )
     except (ValueError, KeyError, OSError, RuntimeError, ImportError, NotImplementedError) as error:
-        fail(f"Transformers cannot unpack this file: {error}")
+        fail(f"Transformers cannot dequantize this file: {error}")
     if getattr(model.config, "_name_or_path", None):
         model.config._name_or_path = ""
     say("writing")
@@ -146,23 +146,23 @@ def unpack(options: argparse.Namespace) -> None:
     config = options.folder / "config.json"
     config.write_text(json.dumps(with_older_names(json.loads(config.read_text())), indent=2) + "\n")
     for file in options.folder.iterdir():
-        file.chmod(0o644)  # weights are written for their owner alone
+        file.chmod(0o644)  # weights are written with permissions for the owner only
 
 
 def with_older_names(config: dict[str, Any]) -> dict[str, Any]:
-    """Says how positions turn in the words of Transformers 4, too: what knows no others turns them by a default, and
-    reads long texts wrongly without a word (ExLlamaV2 0.3.2)."""
-    turning = config.get("rope_parameters")
-    if not isinstance(turning, dict) or "rope_theta" not in turning:
+    """Add the RoPE keys of Transformers 4. Engines that do not know the new keys (ExLlamaV2 0.3.2) would silently use
+    default values, and be wrong on long texts."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
         return config
-    older = {"rope_theta": turning["rope_theta"]}
-    if turning.get("rope_type", "default") != "default":
-        older["rope_scaling"] = {name: value for name, value in turning.items() if name != "rope_theta"}
+    older = {"rope_theta": rope["rope_theta"]}
+    if rope.get("rope_type", "default") != "default":
+        older["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
     return {**older, **config}
 
 
 class Header:
-    """The few fields of a GGUF's header that Transformers passes over."""
+    """Fields of a GGUF header that Transformers ignores."""
 
     def __init__(self, source: Path) -> None:
         from gguf import GGUFReader
@@ -179,7 +179,7 @@ class Header:
 
 
 def set_pre_tokenizer(backend: Any, header: Header) -> None:
-    """Cuts text as the header says: by a name where the vocabulary is of bytes; pieces only mark spaces."""
+    """Set the pre-tokenizer of the header: by name for byte-level BPE; SentencePiece only marks spaces."""
     kind = header.text("tokenizer.ggml.model")
     if kind == "llama" and not (header.text("general.architecture") or "").startswith("gemma"):
         mark_spaces(backend, first=header.flag("tokenizer.ggml.add_space_prefix") is not False)
@@ -187,10 +187,10 @@ def set_pre_tokenizer(backend: Any, header: Header) -> None:
         return
     name = header.text("tokenizer.ggml.pre")
     if name is None:
-        say("the file does not say how text is cut into words: as llama.cpp does it then, which may be wrong")
+        say("the file does not name its pre-tokenizer; llama.cpp's default is used, which may be wrong")
         name = "default"
     if name not in SPLITS:
-        fail(f"it cuts text into words in a way called {name!r}, which this version of bedplate does not know")
+        fail(f"this version of bedplate does not support the pre-tokenizer {name!r}")
     from tokenizers import Regex, pre_tokenizers
 
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in SPLITS[name]]
@@ -200,7 +200,7 @@ def set_pre_tokenizer(backend: Any, header: Header) -> None:
 
 
 def mark_spaces(backend: Any, first: bool) -> None:
-    """The mark goes before the first word even where a space is there already, as it did in training."""
+    """Mark spaces as in training: also before the first word, even if it already begins with a space."""
     from tokenizers import normalizers
 
     before = [normalizers.Prepend("\u2581")] if first else []
@@ -209,7 +209,7 @@ def mark_spaces(backend: Any, first: bool) -> None:
 
 
 def set_begin(tokenizer: Any, header: Header) -> None:
-    """Puts the BOS token before a text where the file says so, or its kind has it so."""
+    """Add the BOS token if the file says so, or by default for its pre-tokenizer."""
     begins = header.flag("tokenizer.ggml.add_bos_token")
     if begins is None:
         of_pieces = header.text("tokenizer.ggml.model") == "llama"
@@ -219,7 +219,7 @@ def set_begin(tokenizer: Any, header: Header) -> None:
 
 
 def free_threads() -> int:
-    """Processors that others leave free: threads that wait for each other crawl where they cannot run together."""
+    """Cores that other processes leave free: spinning threads are slow if they cannot run at the same time."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return max(1, round(count - load))

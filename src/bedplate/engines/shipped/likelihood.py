@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""How likely PyTorch in float32 finds a text, and what it would say after some of its words.
+"""The likelihood of a text in PyTorch with float32, and its most likely next tokens after some of the words.
 
-Reads a text from stdin and prints JSON. Runs inside of an environment with torch and transformers, and depends on
-nothing else.
+Reads a text from stdin and prints JSON. Runs in an environment with torch and transformers, and depends on nothing
+else.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ TOP = 20
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bedplate-likelihood", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="folder with config.json, tokenizer and .safetensors")
-    parser.add_argument("--gguf", help="a GGUF file in that folder, which is read in the place of .safetensors")
-    parser.add_argument("--places", type=int, default=PLACES, help="words after which the most likely ones are listed")
+    parser.add_argument("--gguf", help="a GGUF file in that folder to read instead of .safetensors")
+    parser.add_argument(
+        "--places", type=int, default=PLACES, help="number of words after which the most likely next tokens are listed"
+    )
     options = parser.parse_args(arguments)
     text = sys.stdin.read()
     import torch
@@ -53,7 +55,7 @@ def likelihood(model: Any, tokenizer: Any, text: str, places: int) -> dict[str, 
 
 
 def ends(tokenizer: Any, text: str, tokens: list[int], count: int) -> list[int]:
-    """Ends of words at which the tokens of the beginning are those of the whole text, spread over its first part."""
+    """Ends of words, spread over the first part of the text, at which the prefix has the tokens of the whole text."""
     found = []
     for end in (word.end() for word in re.finditer(r"\S+", text)):
         first = list(tokenizer(text[:end])["input_ids"])

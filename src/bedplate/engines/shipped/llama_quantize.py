@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""llama-quantize for the wheel of llama.cpp, which brings the library and not the program.
+"""llama-quantize for the wheel of llama.cpp, which contains the library without the program.
 
     llama-quantize [--allow-requantize] IN.gguf OUT.gguf Q4_K_M [THREADS]
 
-Reading, writing and each type's arithmetic are the library's own. Which tensor is given which type is told here, for
-the mixtures that bedplate plans, as llama-quant.cpp of llama.cpp b11549 has it (without an importance matrix).
+The library reads, writes and quantizes. This program chooses the type of each tensor for the mixtures that bedplate
+plans, as in llama-quant.cpp of llama.cpp b11549 (without an importance matrix).
 
-Runs inside of llama.cpp's environment, and needs nothing else.
+Runs in llama.cpp's environment and depends only on its wheel.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ TYPES = {
 }  # fmt: skip
 NAMES = {number: name for name, number in TYPES.items()}
 BLOCKS = {"F32": 1, "F16": 1, "BF16": 1, "Q3_K": 256, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
-"""Weights that share their scales; 32 for all others."""
+"""Block size in weights; 32 for all other types."""
 MIXTURES = {
     "Q8_0": ("Q8_0", 7), "Q6_K": ("Q6_K", 18), "Q5_K_M": ("Q5_K", 17), "Q4_K_M": ("Q4_K", 15), "Q3_K_M": ("Q3_K", 12),
     "Q5_1": ("Q5_1", 9), "Q5_0": ("Q5_0", 8), "Q4_1": ("Q4_1", 3), "Q4_0": ("Q4_0", 2), "F16": ("F16", 1),
     "BF16": ("BF16", 32),
 }  # fmt: skip
-"""The type of most tensors, and the number by which a file's header knows the mixture."""
+"""The type of most tensors, and `general.file_type` of the mixture in the header."""
 PLAIN = ("F32", "F16", "BF16")
 SMALLER_BLOCKS = {"Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""For rows that are no multiple of 256."""
-KEPT = (
+"""Replacements for rows that are not a multiple of 256."""
+NOT_QUANTIZED = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
     "ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight", "indexer.q_proj.weight", "time_mix_first.weight",
     "time_mix_w0.weight", "time_mix_w1.weight", "time_mix_w2.weight", "time_mix_v0.weight", "time_mix_v1.weight",
@@ -47,9 +47,9 @@ KEPT = (
     "attn_rel_b.weight", ".position_embd", "position_embd.weight", "token_types.weight", "sam.", ".rel_pos",
     ".patch_embd", ".patch_merger", "a.rvq.codebook", "mm.a.code_embd",
 )  # fmt: skip
-"""Small tensors that suffer most, and some that are no matrices."""
+"""Tensors that are not quantized: small and sensitive ones, and some that are not matrices."""
 ODD_ARCHITECTURES = frozenset(["glm5-next", "bailingmoe3", "jais2"])
-"""Those with rules of their own, which are not told here."""
+"""Architectures with their own rules, which are not implemented here."""
 ROLES = (
     ("attn_qkv.weight", "value"), ("attn_kv_b.weight", "value"), ("attn_v.weight", "value"), ("attn_k.weight", "key"),
     ("attn_q.weight", "query"), ("attn_output.weight", "attention output"), ("ffn_up", "up"), ("ffn_gate", "gate"),
@@ -61,7 +61,7 @@ QUANTIZATION_VERSION = 2
 
 
 class Shape(NamedTuple):
-    """What of a model the mixtures look at."""
+    """The properties of a model that the mixtures depend on."""
 
     architecture: str
     layers: int
@@ -72,14 +72,14 @@ class Shape(NamedTuple):
 
     @property
     def large(self) -> bool:
-        """Those of 70 billion weights, of which a shared value matrix is a small part."""
+        """Whether it is a model of about 70 billion weights, where the value matrices are a small part."""
         if self.architecture == "llama":
             return self.layers == 80 and self.heads != self.kv_heads
         return self.layers == 80 and self.architecture in ("qwen2", "deci", "olmo")
 
 
 class Chooser:
-    """The type for one tensor after another, in the order of layers."""
+    """Chooses the type of one tensor after the other, in the order of layers."""
 
     def __init__(self, label: str, shape: Shape, value_matrices: int) -> None:
         self.label, self.shape = label, shape
@@ -143,7 +143,7 @@ def block(name: str) -> int:
 
 
 def more_bits(layer: int, layers: int) -> bool:
-    """The first and last eighth, and every third layer between them."""
+    """Whether the layer is in the first or last eighth, or every third one between them."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
@@ -161,8 +161,8 @@ def layer_of(name: str) -> int:
 
 
 def is_quantized(name: str, dimensions: int) -> bool:
-    """Whether a tensor is one of those that are stored in fewer bits."""
-    return dimensions >= 2 and name.endswith("weight") and not any(part in name for part in KEPT)
+    """Whether a tensor is quantized."""
+    return dimensions >= 2 and name.endswith("weight") and not any(part in name for part in NOT_QUANTIZED)
 
 
 class InitParams(ctypes.Structure):
@@ -170,7 +170,7 @@ class InitParams(ctypes.Structure):
 
 
 class Traits(ctypes.Structure):
-    """The beginning of ggml_type_traits: how a type is turned back into 32 bits."""
+    """The first fields of ggml_type_traits, with the conversion of a type to 32 bits."""
 
     _fields_ = (
         ("name", ctypes.c_char_p), ("block", ctypes.c_int64), ("interleaved", ctypes.c_int64),
@@ -219,17 +219,17 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Library:
-    """What of ggml is called here."""
+    """The functions of ggml that are used here."""
 
     def __init__(self) -> None:
         try:
             import xllamacpp.xllamacpp as extension
         except ImportError as error:
-            fail(f"this Python lacks llama.cpp's library: {error}")
+            fail(f"llama.cpp's library is missing in this Python: {error}")
         library = ctypes.CDLL(extension.__file__)
         for name, (result, arguments) in SIGNATURES.items():
             if not hasattr(library, name):
-                fail(f"this build of llama.cpp does not offer {name}")
+                fail(f"this build of llama.cpp has no function {name}")
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
@@ -249,19 +249,19 @@ class Tensor(NamedTuple):
 
 
 class Source:
-    """A GGUF file that is read tensor by tensor."""
+    """The GGUF file to quantize, read tensor by tensor."""
 
     def __init__(self, library: Library, path: Path) -> None:
         self.library, self._inside = library, ctypes.c_void_p()
         params = InitParams(no_alloc=True, ctx=ctypes.pointer(self._inside))
         self.header = library.gguf_init_from_file(os.fsencode(path), params)
         if not self.header:
-            fail(f"{path} is no whole GGUF file")
+            fail(f"{path} is not a complete GGUF file")
         self._file = path.open("rb")
         self.data = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def tensors(self) -> list[Tensor]:
-        """In the order of layers, and of names within one."""
+        """The tensors, sorted by layer and name."""
         library, begin = self.library, self.library.gguf_get_data_offset(self.header)
         found = []
         for number in range(library.gguf_get_n_tensors(self.header)):
@@ -289,7 +289,7 @@ class Source:
         return self.library.gguf_get_val_str(self.header, at).decode() if at >= 0 else ""
 
     def number(self, key: str) -> int:
-        """The first, where layers differ."""
+        """The value of a key; the first element if it is a list by layer."""
         at = self.library.gguf_find_key(self.header, key.encode())
         if at < 0:
             return 0
@@ -314,14 +314,14 @@ class Source:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="llama-quantize", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--allow-requantize", action="store_true", help="also of weights that are quantized already")
+    parser.add_argument("--allow-requantize", action="store_true", help="also requantize quantized weights")
     parser.add_argument("source", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("type", choices=tuple(MIXTURES))
     parser.add_argument("threads", type=int, nargs="?", default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     if not options.source.is_file():
-        fail(f"there is no file {options.source}")
+        fail(f"the file {options.source} does not exist")
     try:
         again = options.allow_requantize
         quantize(options.source, options.result, options.type, max(1, options.threads), again=again)
@@ -336,9 +336,9 @@ def quantize(path: Path, result: Path, label: str, threads: int, *, again: bool 
     tensors = source.tensors()
     shape = source.shape(tensors)
     if shape.architecture in ODD_ARCHITECTURES:
-        fail(f"{shape.architecture} has a mixture of its own, which llama.cpp's own llama-quantize knows")
+        fail(f"{shape.architecture} is not supported here; use the llama-quantize of llama.cpp")
     if source.number("split.count") > 1:
-        fail("the file is one of several: join them first")
+        fail("the file is one part of a split model: merge the parts first")
     values = sum(role_of(tensor.name) == "value" for tensor in tensors)
     chooser = Chooser(label, shape, values)
     chosen = {}
@@ -363,24 +363,24 @@ def quantize(path: Path, result: Path, label: str, threads: int, *, again: bool 
             at = library.gguf_find_tensor(header, tensor.name.encode())
             file.write(b"\0" * (begin + library.gguf_get_tensor_offset(header, at) - file.tell()))
             if not again and chosen[tensor.name] != tensor.type and NAMES.get(tensor.type) not in PLAIN:
-                fail(f"{tensor.name} is quantized already; quantize weights of 16 bits or more, or --allow-requantize")
+                fail(f"{tensor.name} is already quantized; use 16-bit weights, or --allow-requantize")
             for slab in rewritten(library, source, tensor, chosen[tensor.name], pool):
                 file.write(slab)
-            what = NAMES.get(chosen[tensor.name], "as it is")
+            what = NAMES.get(chosen[tensor.name], "unchanged")
             print(f"[{number:4d}/{len(tensors):4d}] {tensor.name} {what}", flush=True)  # noqa: T201
-        # Tensors are padded, the last one too.
+        # All tensors are padded, including the last one.
         file.write(b"\0" * (-(file.tell() - begin) % 32))
     odd = sum(
         tensor.columns % block(MIXTURES[label][0]) != 0 for tensor in tensors if chosen[tensor.name] != tensor.type
     )
     if odd:
-        print(f"{odd} tensors have rows that are no multiple of 256, and took more bits than {label}")  # noqa: T201
+        print(f"{odd} tensors have rows that are not a multiple of 256, and need more bits than {label}")  # noqa: T201
 
 
 def rewritten(
     library: Library, source: Source, tensor: Tensor, wanted: int, pool: concurrent.futures.Executor
 ) -> Iterator[bytes | bytearray | memoryview]:
-    """A tensor's bytes in the wanted type, a slab of rows at a time."""
+    """The bytes of a tensor in the wanted type, in slabs of rows."""
     if tensor.type == wanted:
         yield memoryview(source.data)[tensor.start : tensor.start + tensor.size]
         return
@@ -406,7 +406,7 @@ def rewritten(
 
 
 def into(library: Library, tensor: Tensor, wanted: int, given: Any, where: int, rows: int) -> None:
-    """Some rows, by way of 32 bits."""
+    """Convert rows to the wanted type through 32 bits."""
     weights = rows * tensor.columns
     numbers = given
     if tensor.type != TYPES["F32"]:
@@ -416,7 +416,7 @@ def into(library: Library, tensor: Tensor, wanted: int, given: Any, where: int, 
         )
     size = library.ggml_quantize_chunk(wanted, numbers, where, 0, rows, tensor.columns, None)
     if not library.ggml_validate_row_data(wanted, where, size):
-        fail(f"{tensor.name} has weights that are not finite numbers")
+        fail(f"{tensor.name} contains weights that are not finite")
 
 
 def fail(text: str) -> Any:

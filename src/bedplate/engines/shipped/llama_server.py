@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""llama-server for the xllamacpp wheel, which carries the server but no command line: takes llama-server's own options.
+"""llama-server for the xllamacpp wheel, which contains the server without a command line; has llama-server's options.
 
-Runs inside of the engine's environment, so it depends on nothing but that wheel.
+Runs in the engine's environment and depends only on that wheel.
 """
 
 from __future__ import annotations
@@ -17,48 +17,50 @@ SPECULATION = ("draft-simple", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="llama-server", description=__doc__, allow_abbrev=False)
-    p.add_argument("-m", "--model", required=True, help="GGUF file; of a split model the first part")
-    p.add_argument("-a", "--alias", help="the name that the API calls the model by")
+    p.add_argument("-m", "--model", required=True, help="GGUF file; for a split model its first part")
+    p.add_argument("-a", "--alias", help="model name in the API")
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=int, default=8080)
-    p.add_argument("--threads-http", type=int, default=-1, help="threads that answer HTTP; one for each connection")
+    p.add_argument("--threads-http", type=int, default=-1, help="HTTP threads; one per connection")
     p.add_argument("--timeout", type=int, help="seconds without progress after which a connection is closed")
-    p.add_argument("--api-key", default=os.environ.get("LLAMA_API_KEY"), help="a key that clients must send")
-    p.add_argument("-c", "--ctx-size", type=int, default=0, help="context of all slots together; 0: from the model")
-    p.add_argument("-np", "--parallel", type=int, default=1, help="slots: requests that are computed at once")
+    p.add_argument("--api-key", default=os.environ.get("LLAMA_API_KEY"), help="API key that clients must send")
+    p.add_argument("-c", "--ctx-size", type=int, default=0, help="context of all slots together; 0: as in the model")
+    p.add_argument("-np", "--parallel", type=int, default=1, help="slots: maximum number of concurrent requests")
     p.add_argument("-b", "--batch-size", type=int)
     p.add_argument("-ub", "--ubatch-size", type=int)
-    p.add_argument("-t", "--threads", type=int, default=-1, help="threads that generate")
-    p.add_argument("-tb", "--threads-batch", type=int, help="threads that read prompts; default: as --threads")
-    p.add_argument("--poll", type=int, choices=range(101), metavar="0..100", help="how eagerly idle threads wait")
+    p.add_argument("-t", "--threads", type=int, default=-1, help="threads for decode")
+    p.add_argument("-tb", "--threads-batch", type=int, help="threads for prefill; default: as --threads")
+    p.add_argument("--poll", type=int, choices=range(101), metavar="0..100", help="how long idle threads spin")
     p.add_argument("-ngl", "--n-gpu-layers", type=int, default=0)
-    p.add_argument("-ncmoe", "--n-cpu-moe", type=int, help="layers from the first on whose experts stay on the host")
-    p.add_argument("-sm", "--split-mode", choices=("none", "layer", "row", "tensor"), help="over several GPUs")
+    p.add_argument("-ncmoe", "--n-cpu-moe", type=int, help="first layers whose experts stay in host memory")
+    p.add_argument(
+        "-sm", "--split-mode", choices=("none", "layer", "row", "tensor"), help="how the model is split over GPUs"
+    )
     p.add_argument("-fa", "--flash-attn", choices=("on", "off", "auto"))
     p.add_argument("-ctk", "--cache-type-k", help="f16, q8_0, q4_0 …")
     p.add_argument("-ctv", "--cache-type-v", help="f16, q8_0, q4_0 …")
-    p.add_argument("-cram", "--cache-ram", type=int, help="MiB for prompts of earlier requests; 0: none")
-    p.add_argument("-kvu", "--kv-unified", action="store_true", help="one cache for all slots")
-    p.add_argument("--spec-type", choices=("none", *SPECULATION), default="none", help="how tokens are guessed ahead")
-    p.add_argument("-md", "--spec-draft-model", help="GGUF file of a small model that guesses (draft-simple)")
-    p.add_argument("--spec-draft-n-max", type=int, help="tokens that it guesses at a time")
-    p.add_argument("--fit", choices=("on", "off"), default="on", help="shrink unset options until they fit")
-    p.add_argument("--chat-template", help="a template to use instead of the model's own")
-    p.add_argument("--embeddings", "--embedding", action="store_true", help="answer /v1/embeddings only")
+    p.add_argument("-cram", "--cache-ram", type=int, help="MiB for the prompt cache of earlier requests; 0: none")
+    p.add_argument("-kvu", "--kv-unified", action="store_true", help="one KV cache for all slots")
+    p.add_argument("--spec-type", choices=("none", *SPECULATION), default="none", help="speculative decoding")
+    p.add_argument("-md", "--spec-draft-model", help="GGUF file of the draft model (draft-simple)")
+    p.add_argument("--spec-draft-n-max", type=int, help="maximum number of drafted tokens")
+    p.add_argument("--fit", choices=("on", "off"), default="on", help="reduce unset options until the model fits")
+    p.add_argument("--chat-template", help="chat template that replaces the one of the model")
+    p.add_argument("--embeddings", "--embedding", action="store_true", help="serve only embeddings")
     p.add_argument("--pooling", choices=("none", "mean", "cls", "last", "rank"))
-    p.add_argument("--metrics", action="store_true", help="answer /metrics")
-    p.add_argument("--slots", action=argparse.BooleanOptionalAction, default=True, help="answer /slots")
+    p.add_argument("--metrics", action="store_true", help="enable /metrics")
+    p.add_argument("--slots", action=argparse.BooleanOptionalAction, default=True, help="enable /slots")
     p.add_argument("--webui", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument(
-        "--mmap", action=argparse.BooleanOptionalAction, default=True, help="map the file instead of reading it"
+        "--mmap", action=argparse.BooleanOptionalAction, default=True, help="memory-map the file instead of reading it"
     )
     p.add_argument("-lv", "--verbosity", type=int)
     return p
 
 
 def params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
-    """The options as the wheel's own parameters. What is not set keeps the server's default."""
+    """The options as parameters of the wheel; unset options keep the server's default."""
     import xllamacpp
 
     p = xllamacpp.CommonParams()
@@ -112,7 +114,7 @@ def params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
             xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{kinds[options.flash_attn]}"
         )
     if options.n_cpu_moe:
-        # What llama-server makes of this option itself: one pattern for each layer.
+        # As in llama-server: one pattern per layer.
         experts = (rf"blk\.{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU" for layer in range(options.n_cpu_moe))
         p.tensor_buft_overrides = ",".join(experts)
     if options.split_mode is not None:
@@ -123,7 +125,7 @@ def params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
         if (wanted := getattr(options, name)) is not None:
             types = {t.name.removeprefix("GGML_TYPE_").lower(): t for t in xllamacpp.ggml_type}
             if wanted.lower() not in types:
-                sys.exit(f"llama-server: no cache type is called {wanted!r}; there are {', '.join(sorted(types))}")
+                sys.exit(f"llama-server: unknown cache type {wanted!r}; choose one of {', '.join(sorted(types))}")
             setattr(p, name, types[wanted.lower()])
     return p
 
@@ -131,27 +133,27 @@ def params(options: argparse.Namespace):  # type: ignore[no-untyped-def]
 def main() -> None:
     options = parser().parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Loading holds Python's lock, and so would hold up any handler of ours.
+        # Loading holds the GIL, which would delay a Python signal handler.
         signal.signal(number, signal.SIG_DFL)
     import xllamacpp
 
     try:
-        server = xllamacpp.Server(params(options))  # answers for as long as it is referred to
+        server = xllamacpp.Server(params(options))  # serves as long as the object exists
     except RuntimeError as error:
-        # The server has logged the cause already; a traceback would only bury it. An ordinary end writes out what its
-        # log's own thread has not written yet.
+        # The server has already logged the cause, so no traceback is printed. A normal exit flushes the log, which a
+        # separate thread writes.
         print(f"llama-server: {error}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(1)
-    # What C writes when a signal comes is there to be read, whenever it came. A lock that a handler lets go of would be
-    # waited for without end where the signal comes just before the waiting begins.
-    told, wake = socket.socketpair()
+    # The byte that C writes for a signal can be read at any later time. A lock that a handler releases would block
+    # forever if the signal arrived just before the wait.
+    signalled, wake = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    told.recv(1)
+    signalled.recv(1)
     _ = server
-    # Threads that still generate, or wait for their parent, would hold up an ordinary exit.
+    # Threads that still generate, or wait for their parent, would delay a normal exit.
     os._exit(0)
 
 

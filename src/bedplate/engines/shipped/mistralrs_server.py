@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""mistral.rs behind bedplate's server: its wheel carries the engine alone.
+"""mistral.rs behind bedplate's server: its wheel contains only the engine.
 
-Runs inside of the engine's environment: mistralrs and jinja2.
+Runs in the engine's environment: mistralrs and jinja2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         template_of,
     )
 else:
-    sys.path.insert(0, str(Path(__file__).resolve().parent))  # an isolated Python leaves the script's folder out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # an isolated Python does not add the folder of the script
     from openai_server import (
         ChatTemplate,
         OneByOne,
@@ -49,8 +49,8 @@ else:
         template_of,
     )
 
-AS_IT_IS = "{{ messages[0]['content'] }}"
-"""Prompts come here with the model's own template applied; the engine is to add nothing to them."""
+PLAIN_TEMPLATE = "{{ messages[0]['content'] }}"
+"""A template that adds nothing: the server has already applied the model's chat template."""
 
 
 class MistralRs(OneByOne):
@@ -59,11 +59,11 @@ class MistralRs(OneByOne):
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--isq", help="quantize while loading: Q8_0, Q6K, Q5K, Q4K, Q3K, Q2K …")
-        parser.add_argument("--threads", type=int, help="threads that compute")
+        parser.add_argument("--threads", type=int, help="number of threads")
 
     def load(self, options: argparse.Namespace, progress: Callable[[float], None]) -> None:
         if options.threads:
-            # Its kernels have a pool of threads beside rayon's, which wait for one another in a loop.
+            # Its kernels have a thread pool in addition to rayon's, and the threads of both spin.
             os.environ["RAYON_NUM_THREADS"] = os.environ["CANDLE_NUM_THREADS"] = str(options.threads)
         import mistralrs
 
@@ -81,7 +81,7 @@ class MistralRs(OneByOne):
             which = mistralrs.Which.Plain(model_id=str(readable(path)))
         holder = tempfile.mkdtemp(prefix="bedplate-")
         template = Path(holder) / "as-it-is.jinja"
-        template.write_text(AS_IT_IS, encoding="utf-8")
+        template.write_text(PLAIN_TEMPLATE, encoding="utf-8")
         atexit.register(template.unlink, missing_ok=True)
         try:
             self._runner: Any = mistralrs.Runner(
@@ -92,7 +92,7 @@ class MistralRs(OneByOne):
                 token_source="none",  # noqa: S106
             )
         except ValueError as error:
-            # A backtrace of the engine's own follows the first line.
+            # The first line is the message; a backtrace follows.
             raise Refused(f"mistral.rs cannot load the model: {_first_line(error)}") from error
         self.text = RunnerText(self._runner, self._one_call, ChatTemplate(*names))
         own = self._runner.max_sequence_length()
@@ -103,7 +103,7 @@ class MistralRs(OneByOne):
 
     def admit(self, request: Request) -> None:
         if request.seed is not None and request.temperature > 0:
-            raise Refused("mistral.rs takes no seed with a request", "seed")
+            raise Refused("mistral.rs does not support seed", "seed")
         super().admit(request)
 
     def stream(self, request: Request) -> Iterator[Piece]:
@@ -114,7 +114,7 @@ class MistralRs(OneByOne):
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             yield from (self._piece(request, chunk, decoder) for chunk in chunks)
         except ValueError as error:
-            yield Piece(request, tokens=0, error=f"mistral.rs gave the request up: {_first_line(error)}")
+            yield Piece(request, tokens=0, error=f"mistral.rs failed on the request: {_first_line(error)}")
 
     def _asked(self, request: Request) -> Any:
         greedy = request.temperature == 0
@@ -130,7 +130,7 @@ class MistralRs(OneByOne):
             presence_penalty=request.presence_penalty or None,
             frequency_penalty=request.frequency_penalty or None,
             repetition_penalty=request.repetition_penalty,
-            # A token's own bytes come with its logprob alone; its text as it is streamed lacks the first space.
+            # Only logprobs contain the exact bytes of a token; the streamed text lacks the first space.
             logprobs=True,
             top_logprobs=max(request.logprobs or 0, 1),
             grammar=request.schema,
@@ -140,33 +140,33 @@ class MistralRs(OneByOne):
 
     def _piece(self, request: Request, chunk: Any, decoder: codecs.IncrementalDecoder) -> Piece:
         choice = chunk.choices[0]
-        said = choice.logprobs
+        logprobs = choice.logprobs
         usage = chunk.usage
         reason: Finish | None = None
         if choice.finish_reason is not None:
             reason = "length" if choice.finish_reason == "length" else "stop"
         top: tuple[tuple[int | str, float], ...] = ()
         text = choice.delta.content or ""
-        if said is not None:
-            # The token that ended the answer is none of its text.
-            text = decoder.decode(b"" if reason == "stop" else bytes(said.bytes or b""), final=reason is not None)
-            top = tuple((one.bytes or str(one.token), float(one.logprob)) for one in said.top_logprobs)
+        if logprobs is not None:
+            # The EOS token is not part of the text.
+            text = decoder.decode(b"" if reason == "stop" else bytes(logprobs.bytes or b""), final=reason is not None)
+            top = tuple((one.bytes or str(one.token), float(one.logprob)) for one in logprobs.top_logprobs)
         return Piece(
             request,
             text=text,
             finish=reason,
-            logprob=float(said.logprob) if said is not None else None,
+            logprob=float(logprobs.logprob) if logprobs is not None else None,
             top=top,
             prompt_tokens=int(usage.prompt_tokens) if usage is not None else None,
         )
 
 
 def _first_line(error: ValueError) -> str:
-    return (str(error).splitlines() or ["it gave no reason"])[0]
+    return (str(error).splitlines() or ["unknown error"])[0]
 
 
 class RunnerText(Text):
-    """The runner's own tokenizer. A call fails ("Already borrowed") while another thread is inside of the runner."""
+    """The runner's tokenizer. A call fails ("Already borrowed") while another thread uses the runner."""
 
     def __init__(self, runner: Any, one_call: threading.Lock, template: ChatTemplate) -> None:
         self._runner = runner
@@ -186,32 +186,32 @@ class RunnerText(Text):
 
 
 def readable(folder: Path) -> Path:
-    """The folder, or one that links to all of it with a configuration as mistral.rs reads it.
+    """The folder, or a copy of links with a configuration that mistral.rs can read.
 
-    Transformers 5 writes what turns positions into angles into an object of its own; mistral.rs looks beside it.
+    Transformers 5 writes the RoPE parameters into a nested object; mistral.rs reads them from the top level.
     """
     config = read_json(folder / "config.json")
-    angles = config.get("rope_parameters")
-    if not isinstance(angles, dict) or "rope_theta" in config or "rope_theta" not in angles:
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" in config or "rope_theta" not in rope:
         return folder
-    scaling = None if angles.get("rope_type") in (None, "default") else angles
-    twin = Path(tempfile.mkdtemp(prefix="bedplate-"))
+    scaling = None if rope.get("rope_type") in (None, "default") else rope
+    copy = Path(tempfile.mkdtemp(prefix="bedplate-"))
     for file in folder.iterdir():
         if file.name != "config.json":
-            (twin / file.name).symlink_to(file.resolve())
-    config |= {"rope_theta": angles["rope_theta"], "rope_scaling": scaling}
-    (twin / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return twin
+            (copy / file.name).symlink_to(file.resolve())
+    config |= {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return copy
 
 
 def gguf_strings(path: Path) -> dict[str, Any]:
-    """A GGUF file's metadata, its long lists left out but for the tokens themselves."""
+    """The metadata of a GGUF file, without numeric lists."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise Refused(f"{path} is no GGUF file")
+            raise Refused(f"{path} is not a GGUF file")
         version, _, count = struct.unpack("<IQQ", _exactly(file, 20))
         if version < 2:
-            raise Refused(f"{path} is GGUF version {version}, which is too old")
+            raise Refused(f"{path} has GGUF version {version}; at least version 2 is needed")
         return {_string(file): _value(file, struct.unpack("<I", _exactly(file, 4))[0]) for _ in range(count)}
 
 
@@ -240,7 +240,7 @@ def _value(file: BinaryIO, kind: int) -> Any:
             return None
         return [_value(file, inner) for _ in range(count)]
     if kind not in _NUMBERS:
-        raise Refused(f"the model file is damaged: its header holds a value of type {kind}")
+        raise Refused(f"the model file is damaged: its header contains a value of type {kind}")
     return struct.unpack(_NUMBERS[kind], _exactly(file, struct.calcsize(_NUMBERS[kind])))[0]
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""mlx_lm.server with its own options, for one model: any name that a request gives means the model that is loaded.
+"""mlx_lm.server with its own options for one model: requests with any model name use the loaded model.
 
-As it comes, it takes an unknown name for a hub id and puts that model in the place of the one that it serves.
-Runs inside of the engine's environment, so it depends on nothing but mlx-lm.
+The original server reads an unknown name as a hub id and replaces the loaded model by that one.
+Runs in the engine's environment and depends only on mlx-lm.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def with_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration as Transformers 5 writes it, with the two fields that most of mlx-lm's models look for.
+    """A configuration written by Transformers 5, with the two fields that most models of mlx-lm read.
 
-    Without them a model is computed with another base of its rotary embedding, and writes nonsense without an error.
+    Without them the model uses a wrong base of its rotary embedding, and generates nonsense without an error.
     """
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:
@@ -35,7 +35,7 @@ def main() -> None:
     load_config = utils.load_config
     utils.load_config = lambda *given, **named: with_rope(load_config(*given, **named))
     server.ModelProvider = OneModel
-    # Its list of models fails where nothing was ever downloaded.
+    # Its list of models fails if the hub cache does not exist.
     Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     server.main()
 

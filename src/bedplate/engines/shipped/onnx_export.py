@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""A Hugging Face encoder as an ONNX folder: what GenAI's builder is to models that write, this is to those that read.
+"""Exports a Hugging Face encoder to an ONNX folder; GenAI's builder does this for models that generate text.
 
-Runs inside of the engine's environment: torch, transformers and onnx. The result is checked against PyTorch.
+Runs in the engine's environment: torch, transformers and onnx. The result is compared with PyTorch.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Any
 
 TEXTS = ("A cat sits on the mat.", "Inference engines differ, but the numbers should not: 3.14159, naïve, 猫.")
 MOST_OFF = 1e-3
-"""The largest difference to PyTorch in any output that is still taken for rounding."""
+"""Maximum difference to PyTorch in any output that is attributed to rounding."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="onnx-export", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="folder with config.json, tokenizer and .safetensors")
-    parser.add_argument("--output", required=True, help="folder to make")
+    parser.add_argument("--output", required=True, help="folder to create")
     options = parser.parse_args(arguments)
     source, output = Path(options.model), Path(options.output)
     if output.exists():
-        sys.exit(f"onnx-export: {output} is there already")
+        sys.exit(f"onnx-export: {output} already exists")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".making-") as holder:
         staging = Path(holder) / "model"
         shutil.copytree(source, staging, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "onnx", "openvino"))
         off = export(source, staging)
         if off > MOST_OFF:
-            sys.exit(f"onnx-export: the result is {off:g} off what PyTorch computes; nothing was kept")
+            sys.exit(f"onnx-export: the result differs from PyTorch by {off:g}, and was deleted")
         staging.rename(output)
-    print(f"onnx-export: {output}, at most {off:.1e} off what PyTorch computes")  # noqa: T201
+    print(f"onnx-export: {output}, maximum difference to PyTorch {off:.1e}")  # noqa: T201
 
 
 def export(source: Path, output: Path) -> float:
-    """Writes model.onnx, and says by how much it is off."""
+    """Write model.onnx, and return its maximum difference to PyTorch."""
     import numpy as np
     import onnxruntime
     import torch
@@ -53,7 +53,7 @@ def export(source: Path, output: Path) -> float:
     made = "logits" if classifies else "last_hidden_state"
 
     class Plain(torch.nn.Module):  # type: ignore[misc]
-        """One tensor out instead of a record."""
+        """Returns one tensor instead of a record."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -65,7 +65,7 @@ def export(source: Path, output: Path) -> float:
 
     any_size = torch.export.Dim.DYNAMIC
     with torch.no_grad():
-        # Not by tracing: what that makes of this version's attention masks is wrong.
+        # Not by tracing, which exports wrong attention masks in this version.
         torch.onnx.export(
             Plain(),
             (),
@@ -81,11 +81,11 @@ def export(source: Path, output: Path) -> float:
         )
         session = onnxruntime.InferenceSession(str(output / "model.onnx"), providers=["CPUExecutionProvider"])
         off = 0.0
-        for texts in (TEXTS, TEXTS[:1]):  # other shapes than it was made with, too
+        for texts in (TEXTS, TEXTS[:1]):  # also with other shapes than those of the export
             given = _inputs(tokenizer, texts)
             (found,) = session.run([made], {name: value.numpy() for name, value in given.items()})
             wrong = np.abs(found - model(**given)[made].numpy())
-            if not classifies:  # what stands at padding is never read
+            if not classifies:  # outputs at padding are never used
                 wrong = wrong * given["attention_mask"].numpy()[:, :, None]
             off = max(off, float(wrong.max()))
     return off

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""ONNX Runtime behind bedplate's server: a GenAI folder writes text, any other ONNX folder embeds or classifies it.
+"""ONNX Runtime behind bedplate's server: GenAI folders generate text, other ONNX folders embed or classify it.
 
-Runs inside of the engine's environment: onnxruntime, onnxruntime-genai, tokenizers and jinja2.
+Runs in the engine's environment: onnxruntime, onnxruntime-genai, tokenizers and jinja2.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
         serve,
     )
 else:
-    sys.path.insert(0, str(Path(__file__).resolve().parent))  # an isolated Python leaves the script's folder out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # an isolated Python does not add the folder of the script
     from openai_server import Backend, HuggingFaceText, Piece, Refused, Request, read_json, serve
 
 SPINNING = "session.intra_op.allow_spinning"
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 BATCH_TOKENS = 16384
-"""Tokens, padding included, that an encoder reads at once: longer lists of texts are divided."""
+"""Maximum tokens of an encoder batch, padding included; larger inputs are split."""
 
 
 class OnnxRuntime(Backend):
@@ -40,22 +40,22 @@ class OnnxRuntime(Backend):
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--threads", type=int, help="threads that compute")
-        parser.add_argument("--spin", choices=("on", "off"), default="on", help="threads that wait do so actively")
+        parser.add_argument("--threads", type=int, help="number of threads")
+        parser.add_argument("--spin", choices=("on", "off"), default="on", help="whether idle threads spin or block")
         parser.add_argument("--device", choices=tuple(PROVIDERS), default="cpu")
         parser.add_argument(
             "--batching",
             choices=("auto", "engine", "interleaved"),
             default="auto",
-            help="by GenAI's engine, or by turns; auto: by the engine where it lets requests join as they come",
+            help="batching by GenAI's engine, or interleaved requests; auto: the engine if it batches continuously",
         )
 
     def load(self, options: argparse.Namespace, progress: Callable[[float], None]) -> None:
         folder = Path(options.model)
         if not folder.is_dir():
-            raise Refused(f"{folder} is no folder")
+            raise Refused(f"{folder} is not a folder")
         if folder.name == "onnx" and not (folder / "config.json").exists():
-            folder = folder.parent  # where hubs put graphs that were made of a folder's own weights
+            folder = folder.parent  # hub repositories keep converted graphs in a subfolder
         progress(0.05)
         if (folder / "genai_config.json").exists():
             writer = _writer(folder, options)
@@ -70,7 +70,7 @@ class OnnxRuntime(Backend):
 
 
 class Writer:
-    """What both ways to generate share."""
+    """Base class of both ways to generate."""
 
     logprobs = False
 
@@ -78,12 +78,12 @@ class Writer:
         import onnxruntime_genai as og
 
         self.og: Any = og
-        said = read_json(folder / "genai_config.json").get("model", {})
-        own = said.get("context_length")
+        config_json = read_json(folder / "genai_config.json").get("model", {})
+        own = config_json.get("context_length")
         self.slots: int = options.slots
         self.context_tokens: int | None = min(filter(None, (options.context, own)), default=None)
         self.text = HuggingFaceText(folder)
-        ends = said.get("eos_token_id")
+        ends = config_json.get("eos_token_id")
         self.ends = frozenset(ends if isinstance(ends, list) else [ends])
         config = og.Config(str(folder))
         if options.device != "cpu":
@@ -97,18 +97,18 @@ class Writer:
         self.model: Any = og.Model(config)
 
     def refuse(self, request: Request) -> None:
-        """What neither way can do."""
+        """Reject parameters that ONNX Runtime does not support."""
         if request.min_p:
-            raise Refused("onnxruntime does not take min_p", "min_p")
+            raise Refused("onnxruntime does not support min_p", "min_p")
         if request.presence_penalty or request.frequency_penalty:
             name = "presence_penalty" if request.presence_penalty else "frequency_penalty"
-            raise Refused(f"onnxruntime does not take {name}; it has repetition_penalty", name)
+            raise Refused(f"onnxruntime does not support {name}; use repetition_penalty", name)
 
 
 class Interleaved(Writer):
-    """A generator for each request, which take turns: nobody waits for the end of another's answer.
+    """One generator per request, one token each in turn: no request waits for the end of another.
 
-    On a CPU the engine knows static batches only, which let nobody join before the last of them has ended.
+    On a CPU the engine only supports static batches, which no request can join before all of them have ended.
     """
 
     logprobs = True
@@ -138,7 +138,7 @@ class Interleaved(Writer):
             generator = self.og.Generator(self.model, params)
             generator.append_tokens(request.prompt)
         except (RuntimeError, ValueError) as error:
-            raise Refused(f"onnxruntime refused the request: {error}") from error
+            raise Refused(f"onnxruntime rejected the request: {error}") from error
         self._active[request] = generator
 
     def step(self) -> list[Piece]:
@@ -148,12 +148,12 @@ class Interleaved(Writer):
             generator.generate_next_token()
             token = int(generator.get_next_tokens()[0])
             ended = token in self.ends and not request.ignore_eos
-            said = {} if logits is None else _logprobs(logits, token, request.logprobs or 0)
-            # Its own limit is the request's, which the server counts; then it must not be asked for another token.
+            logprobs = {} if logits is None else _logprobs(logits, token, request.logprobs or 0)
+            # After its limit, which is that of the request, it must not be asked for another token.
             finish: Finish | None = "stop" if ended else "length" if generator.is_done() else None
             if finish:
                 del self._active[request]
-            pieces.append(Piece(request, token=token, text="" if ended else None, finish=finish, **said))
+            pieces.append(Piece(request, token=token, text="" if ended else None, finish=finish, **logprobs))
         return pieces
 
     def cancel(self, request: Request) -> None:
@@ -161,7 +161,7 @@ class Interleaved(Writer):
 
 
 class Batched(Writer):
-    """GenAI's own engine: it batches requests as they come, where the model was built with a paged cache."""
+    """GenAI's engine: continuous batching if the model was built with a paged cache."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         super().__init__(folder, options)
@@ -176,7 +176,7 @@ class Batched(Writer):
 
         self.refuse(request)
         if request.seed is not None and request.temperature > 0 and not self._dynamic:
-            raise Refused("onnxruntime's static batches take no seed", "seed")
+            raise Refused("onnxruntime does not support seed in static batches", "seed")
         limits = self.og.RequestOptions()
         limits.set_max_session_tokens(len(request.prompt) + request.max_tokens)
         try:
@@ -184,7 +184,7 @@ class Batched(Writer):
             turn = self._turn(turn_of, request)
             number = turn_of.begin_turn(np.array(request.prompt, dtype=np.int32), turn)
         except (RuntimeError, ValueError) as error:
-            raise Refused(f"onnxruntime refused the request: {error}") from error
+            raise Refused(f"onnxruntime rejected the request: {error}") from error
         self._turns[request] = (turn_of, number)
         self._requests[id(turn_of)] = request
 
@@ -217,7 +217,7 @@ class Batched(Writer):
             finished = bool(flag & flags.TURN_FINISHED.value)
             if flag & flags.FAILED.value:
                 self._forget(request)
-                pieces.append(Piece(request, error=f"onnxruntime gave the request up: {event.error_code}"))
+                pieces.append(Piece(request, error=f"onnxruntime failed on the request: {event.error_code}"))
                 continue
             token = int(event.token) if flag & flags.TOKEN.value else None
             if not finished:
@@ -226,7 +226,7 @@ class Batched(Writer):
                 continue
             self._forget(request)
             ended = event.finish_reason == reasons.EOS
-            # It does not hand over the token that ended the answer, which it did compute.
+            # It does not return the EOS token, although it computed it.
             last = Piece(
                 request,
                 token=token,
@@ -269,7 +269,7 @@ def _logprobs(logits: Any, token: int, count: int) -> dict[str, Any]:
 
 
 class Reader:
-    """A model that reads: an encoder with a pooled vector, or with a label, at its end."""
+    """An encoder that embeds or classifies text."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         import onnxruntime
@@ -297,7 +297,7 @@ class Reader:
         self._outputs = [one.name for one in self._session.get_outputs()]
         unknown = self._inputs - {"input_ids", "attention_mask", "token_type_ids"}
         if unknown or "input_ids" not in self._inputs:
-            raise Refused(f"this model does not read text alone: it wants {', '.join(sorted(unknown or self._inputs))}")
+            raise Refused(f"this model has inputs other than text: {', '.join(sorted(unknown or self._inputs))}")
 
     def embed(self, inputs: list[list[int]]) -> list[list[float]]:
         import numpy as np
@@ -328,7 +328,7 @@ class Reader:
 
         name = next((one for one in wanted if one in self._outputs), self._outputs[0])
         rows: list[list[float]] = [[] for _ in inputs]
-        # Texts of like length together: what is padded is computed too.
+        # Texts of similar length form a batch, because padding is computed too.
         order = sorted(range(len(inputs)), key=lambda place: len(inputs[place]))
         while order:
             width = max(1, BATCH_TOKENS // max(len(inputs[order[-1]]), 1))
@@ -357,18 +357,18 @@ def _onnx_file(folder: Path) -> Path:
 
 
 def _pooling(folder: Path) -> tuple[str, bool]:
-    """How one vector is made of all tokens', and whether it is then normalized, as Sentence Transformers says it."""
+    """The pooling mode, and whether the vector is normalized, from the Sentence Transformers configuration."""
     try:
         modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "mean", False
     kinds = {str(one.get("type", "")).rpartition(".")[2]: str(one.get("path", "")) for one in modules}
-    said = read_json(folder / kinds.get("Pooling", "1_Pooling") / "config.json")
+    pooling = read_json(folder / kinds.get("Pooling", "1_Pooling") / "config.json")
     normalize = "Normalize" in kinds
     for name, key in (("cls", "cls_token"), ("max", "max_tokens"), ("last", "lasttoken"), ("mean", "mean_tokens")):
-        if said.get(f"pooling_mode_{key}"):
+        if pooling.get(f"pooling_mode_{key}"):
             return name, normalize
-    return str(said.get("pooling_mode") or "mean"), normalize
+    return str(pooling.get("pooling_mode") or "mean"), normalize
 
 
 def _pooled(states: Any, mask: Any, how: str) -> Any:
@@ -383,7 +383,7 @@ def _pooled(states: Any, mask: Any, how: str) -> Any:
         return np.where(weights > 0, states, -np.inf).max(axis=1)
     if how == "mean":
         return (states * weights).sum(axis=1) / np.maximum(weights.sum(axis=1), 1e-9)
-    raise Refused(f"vectors pooled by {how} are not known here", status=500)
+    raise Refused(f"unknown pooling mode {how}", status=500)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A Ray node of a cluster on one machine and, on the head node, the Ray Serve application that answers for it.
+"""A node of a Ray cluster on one machine and, on the head node, the Ray Serve application.
 
-Runs in Ray's own environment, on what `ray[serve]` brings. Each replica starts the engine's own server, in the engine's
-environment and under a warden, and passes requests on to it. What it starts, and how, says a file that bedplate writes.
+Runs in Ray's environment with the packages of `ray[serve]`. Each replica starts the engine's server in the engine's
+environment under a warden process, and forwards requests to it. bedplate writes the configuration file.
 
-    ray-serve head CONFIG --port PORT    starts the head node and the application, which answers on PORT
-    ray-serve node CONFIG --port PORT    starts a further node; PORT is where its agent says how it is
+    ray-serve head CONFIG --port PORT    starts the head node and the application, which listens on PORT
+    ray-serve node CONFIG --port PORT    starts a further node; its agent reports its state on PORT
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ LOG_BYTES, LOGS_KEPT = 10_000_000, 4
 TAIL_LINES = 50
 LOOK_S = 0.05
 HEAD_LIMIT_S = 300.0
-HOP = frozenset(["host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive"])
+HOP_BY_HOP_HEADERS = frozenset(
+    ["host", "connection", "content-length", "transfer-encoding", "accept-encoding", "keep-alive"]
+)
 
 
 class Replica:
-    """One engine and the way to it. It lives as long as its engine does; Serve then makes another."""
+    """One engine process and a proxy to it. It exits with its engine; Serve then starts a new replica."""
 
     def __init__(self, engine: dict[str, Any]) -> None:
         _keep_replica_on_loopback()
@@ -61,7 +63,7 @@ class Replica:
             env[engine["key_variable"]] = self._key
         argv = [word.replace("{port}", str(port)) for word in engine["argv"]]
         env = {name: value.replace("{port}", str(port)) for name, value in env.items()}
-        # Its stdin is the warden's lifeline: when this process goes, however it goes, the engine goes too.
+        # The warden stops the engine when its stdin closes, so the engine ends whenever this process does.
         self._process = subprocess.Popen(
             argv,
             cwd=engine["cwd"],
@@ -95,18 +97,18 @@ class Replica:
                     return
             time.sleep(LOOK_S)
         code = self._process.poll()
-        how = f"ended with status {code}" if code is not None else f"was not ready after {limit_s:.0f} s"
+        state = f"exited with status {code}" if code is not None else f"was not ready after {limit_s:.0f} s"
         self._process.kill()
-        raise RuntimeError(f"the engine {how}\n" + "\n".join(self._tail))
+        raise RuntimeError(f"the engine {state}\n" + "\n".join(self._tail))
 
     def _end_with_engine(self) -> None:
-        """Serve sees an actor that is gone at once, and one that is ill only when it next asks."""
+        """Exit with the engine: Serve notices an exited actor at once, an unhealthy one only at its next check."""
         self._process.wait()
         os._exit(1)
 
     def check_health(self) -> None:
         if self._process.poll() is not None:
-            raise RuntimeError("the engine has ended")
+            raise RuntimeError("the engine has exited")
 
     async def __call__(self, request: Request) -> Response:
         from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -123,7 +125,7 @@ class Replica:
         kind = answer.headers.get("content-type", "application/json")
         if kind.startswith("text/event-stream"):
             return StreamingResponse(_events(answer), answer.status, media_type=kind)
-        # Whole or not at all: a part of a body could pass for all of it.
+        # Read completely before the response starts: a truncated body could look complete.
         async with answer:
             return Response(await answer.read(), answer.status, media_type=kind)
 
@@ -131,11 +133,11 @@ class Replica:
         import aiohttp
 
         if self._session is None:
-            # Engines limit how many they answer at once, and Serve how many it sends here.
+            # No limit here: the engine limits concurrent requests, and Serve limits what it sends to a replica.
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10), connector=aiohttp.TCPConnector(limit=0)
             )
-        headers = {name: value for name, value in request.headers.items() if name not in HOP}
+        headers = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP_HEADERS}
         if self._key is not None:
             headers["authorization"] = f"Bearer {self._key}"
         target = f"{self._url}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
@@ -143,7 +145,7 @@ class Replica:
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """As they come. Whoever stops reading hangs up on the engine, which then stops; what breaks off here raises."""
+    """Forward events as they arrive. If the client disconnects, so does the engine's connection, which then stops."""
     try:
         async for data in answer.content.iter_any():
             yield data
@@ -169,7 +171,7 @@ def main() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         agent = probe.getsockname()[1]
-    # What is left of an earlier life would tell that this one is there.
+    # Files of an earlier run would report this one as ready.
     for mark in (up, ready):
         mark.unlink(missing_ok=True)
     head = subprocess.Popen([*start, *config["head"], "--dashboard-agent-listen-port", str(agent)])
@@ -179,7 +181,7 @@ def main() -> int:
 
 
 def _start(words: list[str]) -> int:
-    """`ray start` that stays in this process's place, on loopback."""
+    """Run `ray start` in this process, on loopback."""
     from ray.scripts import scripts
 
     _stay_on_loopback()
@@ -189,14 +191,14 @@ def _start(words: list[str]) -> int:
 
 
 def _stay_on_loopback() -> None:
-    """Ray takes 127.0.0.1 for a slip and listens to the network instead, where anybody could run what they like."""
+    """Keep 127.0.0.1: Ray would replace it by a network address, where anybody could run code."""
     from ray._private import services
 
     services.resolve_ip_for_localhost = lambda host: host
 
 
 def _keep_replica_on_loopback() -> None:
-    """So does the port on which replicas would take calls from each other."""
+    """Bind the gRPC port of replicas to loopback as well."""
     from ray.serve._private import replica
 
     bind = replica.add_port_to_grpc_server
@@ -204,11 +206,11 @@ def _keep_replica_on_loopback() -> None:
 
 
 def _wait_for_head(up: Path) -> None:
-    """A node that comes before the head node has written itself into the books is turned away."""
+    """Wait until the head node is registered; it rejects nodes that connect before."""
     until = time.monotonic() + HEAD_LIMIT_S
     while not up.exists():
         if time.monotonic() > until:
-            sys.exit("the head node is not there")
+            sys.exit(f"the head node did not start within {HEAD_LIMIT_S:.0f} s")
         time.sleep(LOOK_S)
 
 
@@ -221,12 +223,12 @@ def _wait_for_port(address: str, process: subprocess.Popen[bytes]) -> None:
             return
         except OSError:
             if time.monotonic() > until:
-                sys.exit(f"nothing answers at {address}")
+                sys.exit(f"the head node does not respond at {address}")
             time.sleep(LOOK_S)
 
 
 def _serve(config: dict[str, Any], port: int) -> None:
-    """Deploys the application. Without it the node is of no use, and ends."""
+    """Deploy the application. If that fails, the node exits."""
     try:
         import ray
         from ray import serve
@@ -241,7 +243,7 @@ def _serve(config: dict[str, Any], port: int) -> None:
             name="engine",
             num_replicas=config["replicas"],
             max_ongoing_requests=config["ongoing"],
-            # One for each node, and so as many as there are nodes.
+            # One replica per node.
             ray_actor_options={"num_cpus": 0, "resources": {RESOURCE: 1}},
             health_check_period_s=2,
             max_constructor_retry_count=2,

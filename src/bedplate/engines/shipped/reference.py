@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The next token after each of many prefixes, as PyTorch in float32 finds it: what every engine is held against.
+"""The greedy next token after each of many prefixes in PyTorch with float32: the reference for every engine.
 
-Reads a JSON list of texts, from a file or stdin, and prints JSON. Runs inside of an environment with torch and
-transformers, and depends on nothing else.
+Reads a JSON list of texts from a file or stdin, and prints JSON. Runs in an environment with torch and transformers,
+and depends on nothing else.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bedplate-reference", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="folder with config.json, tokenizer and .safetensors")
     parser.add_argument("--prefixes", default="-", help="file with a JSON list of texts; -: stdin")
-    parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="prompt tokens computed at once")
-    parser.add_argument("--threads", type=int, help="default: as PyTorch chooses")
+    parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="prompt tokens per batch")
+    parser.add_argument("--threads", type=int, help="number of threads; default: chosen by PyTorch")
     options = parser.parse_args(arguments)
     prefixes = read_prefixes(options.prefixes)
     import torch
@@ -52,12 +52,12 @@ def read_prefixes(where: str) -> list[str]:
     except (OSError, ValueError) as error:
         sys.exit(f"bedplate-reference: cannot read the prefixes: {error}")
     if not isinstance(found, list) or not found or not all(isinstance(one, str) and one for one in found):
-        sys.exit("bedplate-reference: the prefixes are not a JSON list of texts")
+        sys.exit("bedplate-reference: the prefixes must be a non-empty JSON list of texts")
     return found
 
 
 def turned(config: Any) -> Any | None:
-    """The same model with a tenth of its rotary base, which loads and answers, and is wrong; `None`: it has none."""
+    """A deliberately wrong configuration, with a tenth of the rotary base; `None`: the model has no rotary base."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or not isinstance(rope.get("rope_theta"), int | float):
         return None
@@ -67,7 +67,7 @@ def turned(config: Any) -> Any | None:
 
 
 def batches(prompts: list[list[int]], most_tokens: int) -> Iterator[list[int]]:
-    """Numbers of prompts to compute at once: only of one length, so that padding is never a part of the reference."""
+    """Indices of prompts per batch: only prompts of the same length, so that the reference has no padding."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
         by_length[len(prompt)].append(number)
@@ -77,10 +77,10 @@ def batches(prompts: list[list[int]], most_tokens: int) -> Iterator[list[int]]:
 
 
 def next_tokens(models: list[Any], tokenizer: Any, prefixes: list[str], most_tokens: int) -> list[dict[str, Any]]:
-    """By the first of the models; of a second one, how far it is from saying the same."""
+    """The next tokens of the first model, and for each the logit gap of the second model."""
     import torch
 
-    # As a completions API reads a prompt: with whatever the tokenizer itself puts before a text, such as BOS.
+    # As in a completions API: with the default special tokens of the tokenizer, such as BOS.
     prompts = [list(tokenizer(prefix)["input_ids"]) for prefix in prefixes]
     answers: list[dict[str, Any]] = [{} for _ in prefixes]
     for numbers in batches(prompts, most_tokens):
@@ -107,14 +107,14 @@ def next_tokens(models: list[Any], tokenizer: Any, prefixes: list[str], most_tok
 
 
 def gap_of(logits: Any, token: int) -> float:
-    """By how much a token exceeds the best of all others; below 0 where another wins."""
+    """The difference of a token's logit to the best other one; negative if another is better."""
     best = logits.topk(2)
     other = best.values[1] if int(best.indices[0]) == token else best.values[0]
     return float(logits[token] - other)
 
 
 def spelled(tokenizer: Any, prompt: list[int], token: int) -> tuple[str, str]:
-    """What a token adds to the text before it; a token by itself loses its space in some tokenizers."""
+    """Text and kind of a token after the prompt; decoded alone it would lose its space in some tokenizers."""
     if token in set(tokenizer.all_special_ids):
         return str(tokenizer.decode([token])), "special"
     before = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""`sglang` with its own options, on a CPU, where its packages lack what is published for GPUs alone.
+"""`sglang` with its own options on a CPU, where packages that are only published for GPUs are missing.
 
-Two packages are missing there. `sgl_kernel` has a build for CPUs that no index carries; SGLang computes with PyTorch's
-operators in its place, but imports it all the same. `torchvision` is for models that see. Each has a stand-in, whose
-names can be imported and fail by name when they are called. Where the real one is installed, nothing is put in its way.
-Runs inside of the engine's environment, so it depends on nothing but SGLang.
+Two packages are missing there. No index has the CPU build of `sgl_kernel`; SGLang then computes with PyTorch's
+operators, but still imports it. `torchvision` is for vision models. Both are replaced by placeholder modules whose
+names can be imported and raise an error when called. Installed packages are not replaced.
+Runs in the engine's environment and depends only on SGLang.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.funct
 
 
 class StandIn(ModuleType):
-    """A module that is not installed: it has any name that ends as it should, and none of them does anything."""
+    """A placeholder for a missing module: every name with the given ending exists and raises an error when called."""
 
     def __init__(self, name: str, ending: str) -> None:
         super().__init__(name)
@@ -30,10 +30,10 @@ class StandIn(ModuleType):
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         if name.startswith("__") or not name.endswith(self.__dict__["ending"]):
-            raise AttributeError(f"{self.__name__} is not installed, and has no {name}")
+            raise AttributeError(f"{self.__name__} is not installed, and its placeholder has no {name}")
 
         def missing(*_: object, **__: object) -> NoReturn:
-            raise NotImplementedError(f"{self.__name__}.{name} is in no package that was published for CPUs")
+            raise NotImplementedError(f"{self.__name__}.{name} is not available on CPUs")
 
         return missing
 
@@ -43,7 +43,7 @@ def is_missing(module: str) -> bool:
 
 
 def stand_in(*modules: str, ending: str = "") -> dict[str, ModuleType]:
-    """Puts stand-ins where Python looks first, and each into its parent."""
+    """Register placeholders in sys.modules, and each as an attribute of its parent."""
     made: dict[str, ModuleType] = {name: StandIn(name, ending) for name in modules}
     for name, module in made.items():
         parent, _, own = name.rpartition(".")
@@ -54,11 +54,11 @@ def stand_in(*modules: str, ending: str = "") -> dict[str, ModuleType]:
 
 
 def import_configurations() -> Any:
-    """SGLang's table of models, of which two name torchvision while they are imported.
+    """Import SGLang's model configurations, two of which use torchvision during the import.
 
-    Its stand-in then goes again: who asks whether it is installed must hear that it is not.
+    The placeholder is removed afterwards, so that later checks see that torchvision is not installed.
     """
-    import sglang  # noqa: F401  (brings in transformers, which has asked by now)
+    import sglang  # noqa: F401  (imports transformers, which checks for torchvision)
 
     made = stand_in(*VISION) if is_missing(VISION[0]) else {}
     try:
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    # Its processes start from this file again, and need the same.
+    # SGLang's processes run this file again, and need the placeholders too.
     stand_in_for_what_is_missing()
 
 if __name__ == "__main__":

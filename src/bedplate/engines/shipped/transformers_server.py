@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""`transformers` with its own options; as a server it answers to any name with the one model that it was given.
+"""`transformers` with its own options; as a server it accepts any model name for its one model.
 
-As it comes, it refuses requests that do not carry the model's path, and its streams end without saying so. Runs inside
-of the engine's environment, so it depends on nothing but transformers.
+The original server rejects requests without the model's path, and its streams lack the final `[DONE]` event. Runs in
+the engine's environment and depends only on transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 async def with_end(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The events, and the one that tells clients that none are missing."""
+    """The events, followed by the final `[DONE]` event."""
     async with aclosing(events):
         async for event in events:
             yield event
@@ -40,7 +40,7 @@ def main() -> None:
     BaseHandler._resolve_model = one_model
     for module in (chat_completion, completion):
         module.StreamingResponse = ended(module.StreamingResponse)
-    # Its list of models fails where nothing was ever downloaded.
+    # Its list of models fails if the hub cache does not exist.
     Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     app()
 

@@ -1,9 +1,9 @@
-"""A small OpenAI-compatible server for engines that bring none of their own.
+"""A small OpenAI-compatible server for engines without a server.
 
-Runs inside of an engine's environment, on uvicorn and starlette (jinja2 and tokenizers only where a backend uses
-`HuggingFaceText`). A backend is one file beside this package: it subclasses `Backend` and calls `serve`.
+Runs in an engine's environment with uvicorn and starlette (jinja2 and tokenizers only if a backend uses
+`HuggingFaceText`). A backend is one file next to this package: it subclasses `Backend` and calls `serve`.
 
-One thread owns the engine and does nothing but compute; one event loop owns all connections. They meet in `Worker`.
+One thread owns the engine and only computes; one event loop owns all connections. `Worker` connects them.
 """
 
 from .backend import Backend, Finish, OneByOne, Piece, Refused, Request, Text

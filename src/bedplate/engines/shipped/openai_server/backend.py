@@ -1,4 +1,4 @@
-"""The interface between the server and an engine: what a request asks for, what a step returns."""
+"""The interface between the server and an engine: requests and the pieces that a step returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Finish = Literal["stop", "length"]
 
 
 class Refused(Exception):
-    """A request that cannot be answered, and why, in OpenAI's words."""
+    """A rejected request, with the reason in the form of OpenAI's errors."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -26,18 +26,18 @@ class Refused(Exception):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
-    """What a backend is asked for. Equal only to itself, so that it can be a key."""
+    """A request to a backend. Compared by identity, so that it can be a dictionary key."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     prompt: list[int] = field(default_factory=list)
     """Token ids, special tokens included."""
     text: str = ""
-    """The prompt as text, the chat template applied."""
+    """The prompt as text, after the chat template."""
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     max_tokens: int = UNLIMITED_TOKENS
     temperature: float = 1.0
-    """0 is greedy."""
+    """0: greedy."""
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float | None = None
@@ -47,25 +47,25 @@ class Request:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
-    """How many alternatives to each token; `None`: no logprobs at all."""
+    """Number of alternatives per token; `None`: no logprobs."""
     schema: str | None = None
-    """A JSON schema that the answer must fit."""
+    """A JSON schema that the output must match."""
     ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step added to one answer."""
+    """The output of one step for one request."""
 
     request: Request
     _: KW_ONLY
     token: int | None = None
     text: str | None = None
-    """`None`: the server makes it from `token`."""
+    """`None`: the server decodes `token`."""
     tokens: int = 1
     finish: Finish | None = None
     error: str | None = None
-    """The engine gave up this one request, and no other."""
+    """Why the engine failed on this request; other requests continue."""
     logprob: float | None = None
     top: tuple[tuple[int | str, float], ...] = ()
     prompt_tokens: int | None = None
@@ -76,11 +76,11 @@ class Text:
     """A model's tokenizer and chat template."""
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Token ids. Special tokens that stand in the text are taken for such; `special` adds the usual ones around."""
+        """Token ids. Special tokens in the text are parsed; `special` adds the default ones around the text."""
         raise NotImplementedError
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text, without special tokens."""
+        """The text without special tokens."""
         raise NotImplementedError
 
     def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]) -> str:
@@ -88,38 +88,38 @@ class Text:
 
 
 class Backend:
-    """What an engine is to the server. The worker thread alone calls its methods, one at a time."""
+    """The engine as seen by the server. Only the worker thread calls its methods, one at a time."""
 
     engine: ClassVar[str]
     tasks: frozenset[str] = frozenset(["generate"])
-    """generate, embed, classify"""
+    """Supported tasks: generate, embed, classify."""
     slots: int = 1
-    """Requests that are computed at once; the others wait in front."""
+    """Maximum number of concurrent requests; others wait in the queue."""
     context_tokens: int | None = None
     text: Text | None = None
     logprobs: bool = False
     structured: frozenset[str] = frozenset()
-    """json_schema, json_object: what kinds of answers it can be held to."""
+    """Supported kinds of structured output: json_schema, json_object."""
     labels: tuple[str, ...] = ()
-    """Of a classifier."""
+    """Class labels of a classifier."""
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        """Its own options, beside --model and the like."""
+        """Add the options of this backend to the common ones such as --model."""
 
     def load(self, options: argparse.Namespace, progress: Callable[[float], None]) -> None:
         raise NotImplementedError
 
     def admit(self, request: Request) -> None:
-        """Starts to compute a request."""
+        """Start to compute a request."""
         raise NotImplementedError
 
     def step(self) -> list[Piece]:
-        """One step of all that was admitted."""
+        """Compute one step of all admitted requests."""
         raise NotImplementedError
 
     def cancel(self, request: Request) -> None:
-        """Forgets an admitted request."""
+        """Stop computing an admitted request."""
         raise NotImplementedError
 
     def embed(self, inputs: list[list[int]]) -> list[list[float]]:
@@ -140,7 +140,7 @@ class OneByOne(Backend):
         self._streams: dict[Request, Iterator[Piece]] = {}
 
     def stream(self, request: Request) -> Iterator[Piece]:
-        """The pieces of one answer. Closed when nobody wants it any more."""
+        """The pieces of one answer. The iterator is closed when the request is cancelled."""
         raise NotImplementedError
 
     def admit(self, request: Request) -> None:

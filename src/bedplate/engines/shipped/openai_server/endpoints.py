@@ -1,4 +1,4 @@
-"""The HTTP endpoints: OpenAI's, and those that bedplate asks itself (health, metrics, tokens)."""
+"""The HTTP endpoints: OpenAI's, and those that bedplate uses (health, metrics, tokens)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .worker import Answer, Delta, TokenLogprob, Worker
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_TOP_LOGPROBS = 20
 MAX_INPUTS = 2048
-"""Texts in one request for embeddings, the same limit as OpenAI's."""
+"""Maximum number of texts in one embeddings request, as in OpenAI's API."""
 LONG_TEXT = 16384
-"""Characters from which tokenizing would block the event loop for longer than handing it to a thread takes."""
+"""Text length in characters from which tokenization runs in a thread, to not block the event loop."""
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -43,7 +43,7 @@ def error_response(error: Refused) -> Response:
     if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = "1"
     if error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-        headers["Connection"] = "close"  # or the rest of the body would still be read
+        headers["Connection"] = "close"  # otherwise the rest of the body is still read
     return json_response(error.body(), error.status, headers)
 
 
@@ -60,7 +60,7 @@ async def read_object(request: HttpRequest) -> dict[str, Any]:
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > MAX_BODY_BYTES:  # sent in chunks, without a length beforehand
+        if len(body) > MAX_BODY_BYTES:  # chunked transfer has no Content-Length
             raise _too_long()
     try:
         found = json.loads(body)
@@ -76,7 +76,7 @@ def _too_long() -> Refused:
 
 
 async def wait_unless_gone(request: HttpRequest, what: Awaitable[Any]) -> Any:
-    """Waits for something, or until the client has closed its connection."""
+    """Wait for an awaitable, or until the client closes its connection."""
     task = asyncio.ensure_future(what)
     gone = asyncio.ensure_future(_wait_until_gone(request))
     try:
@@ -95,7 +95,7 @@ async def _wait_until_gone(request: HttpRequest) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `end` is called however the response ends, even before its first event."""
+    """Server-sent events. `end` is called whenever the response ends, even before its first event."""
 
     def __init__(self, events: AsyncIterator[bytes], end: Callable[[], None]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
@@ -144,7 +144,7 @@ class Endpoints:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The HTTP parser has checked that it is a number.
+        # The HTTP parser has already validated the number.
         if int(Headers(scope=scope).get("content-length", "0")) > MAX_BODY_BYTES:
             await error_response(_too_long())(scope, receive, send)
             return
@@ -154,7 +154,7 @@ class Endpoints:
     def _with_key(self, endpoint: Endpoint) -> Endpoint:
         async def checked(request: HttpRequest) -> Response:
             if not self._has_key(request):
-                raise Refused("wrong or no API key", status=401, code="invalid_api_key")
+                raise Refused("missing or wrong API key", status=401, code="invalid_api_key")
             return await endpoint(request)
 
         return checked
@@ -168,13 +168,13 @@ class Endpoints:
 
     def _need(self, task: str, path: str) -> None:
         if self.worker.failed:
-            raise Refused("the engine failed; it is started again", status=500)
+            raise Refused("the engine failed and is being restarted", status=500)
         if not self.worker.ready:
             done = round(100 * self.worker.loaded)
             raise Refused(f"the model is loading: {done} %", status=503, code="model_loading")
         if task not in self.backend.tasks:
-            does = " or ".join(sorted(self.backend.tasks))
-            raise Refused(f"{path} is not for this model, which can {does}", "model")
+            supported = " or ".join(sorted(self.backend.tasks))
+            raise Refused(f"{path} does not support this model, whose task is {supported}", "model")
 
     async def health(self, _: HttpRequest) -> Response:
         if self.worker.failed:
@@ -224,12 +224,12 @@ class Endpoints:
         fields = Fields(body)
         messages = fields.messages()
         if body.get("tools") and body.get("tool_choice") != "none":
-            raise Refused(f"{self.backend.engine} does not call tools here", "tools")
+            raise Refused(f"{self.backend.engine} does not support tools", "tools")
         more = body.get("chat_template_kwargs") or {}
         if not isinstance(more, dict):
             raise Refused("chat_template_kwargs must be an object", "chat_template_kwargs")
         text = self._text().chat(messages, None, more)
-        # The template has written the special tokens already.
+        # The template already contains the special tokens.
         tokens = await self._encode(text, special=False)
         logprobs = self._logprobs_of_chat(fields)
         asked = self._request(fields, tokens, text, logprobs, messages=messages)
@@ -241,7 +241,7 @@ class Endpoints:
         fields = Fields(body)
         for name in ("suffix", "echo"):
             if body.get(name):
-                raise Refused(f"{self.backend.engine} does not take {name} here", name)
+                raise Refused(f"{self.backend.engine} does not support {name}", name)
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
@@ -260,13 +260,13 @@ class Endpoints:
             and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
         ):
             return value
-        raise Refused(f"{name} must be one text or one list of token ids", name)
+        raise Refused(f"{name} must be a text or a list of token ids", name)
 
     def _logprobs_of_chat(self, fields: Fields) -> int | None:
         top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
         if not fields.flag("logprobs"):
             if top:
-                raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
+                raise Refused("top_logprobs requires logprobs: true", "top_logprobs")
             return None
         return top or 0
 
@@ -280,11 +280,11 @@ class Endpoints:
     ) -> Request:
         body = fields.body
         if logprobs is not None and not self.backend.logprobs:
-            raise Refused(f"{self.backend.engine} does not give logprobs", "logprobs")
+            raise Refused(f"{self.backend.engine} does not support logprobs", "logprobs")
         if (fields.integer("n", 1) or 1) > 1 or (fields.integer("best_of", 1) or 1) > 1:
-            raise Refused("one answer to a request: ask again for another", "n")
+            raise Refused("n and best_of must be 1: send one request per answer", "n")
         if body.get("logit_bias"):
-            raise Refused(f"{self.backend.engine} does not take logit_bias here", "logit_bias")
+            raise Refused(f"{self.backend.engine} does not support logit_bias", "logit_bias")
         if not tokens:
             raise Refused("the prompt is empty", "prompt")
         limits = [
@@ -292,11 +292,11 @@ class Endpoints:
         ]
         context = self.backend.context_tokens
         if context is not None:
-            room = context - len(tokens)
-            if room < 1:
-                message = f"the prompt has {len(tokens)} tokens, and the context is {context} tokens long"
+            available = context - len(tokens)
+            if available < 1:
+                message = f"the prompt has {len(tokens)} tokens, and the context length is {context} tokens"
                 raise Refused(message, "messages" if messages else "prompt", code="context_length_exceeded")
-            limits.append(room)
+            limits.append(available)
         elif not limits:
             limits.append(UNLIMITED_TOKENS)
         return Request(
@@ -325,7 +325,7 @@ class Endpoints:
         if kind not in ("json_object", "json_schema"):
             raise Refused("response_format.type must be text, json_object or json_schema", "response_format")
         if kind not in self.backend.structured:
-            raise Refused(f"{self.backend.engine} cannot be held to {kind} here", "response_format")
+            raise Refused(f"{self.backend.engine} does not support response_format {kind}", "response_format")
         if kind == "json_object":
             return '{"type": "object"}'
         schema = (form.get("json_schema") or {}).get("schema") if isinstance(form.get("json_schema"), dict) else None
@@ -378,8 +378,8 @@ class Endpoints:
             text.append(delta.text)
             logprobs += delta.logprobs
             finish = delta.finish
-        said = logprobs if answer.request.logprobs is not None else None
-        return shape.whole("".join(text), finish, answer.usage(), said)
+        requested = logprobs if answer.request.logprobs is not None else None
+        return shape.whole("".join(text), finish, answer.usage(), requested)
 
     async def _events(
         self, delta: Delta, answer: Answer, deltas: asyncio.Queue[Delta], shape: Shape, with_usage: bool
@@ -387,8 +387,8 @@ class Endpoints:
         for chunk in shape.opening():
             yield _event(chunk)
         while delta.error is None:
-            said = list(delta.logprobs) if answer.request.logprobs is not None else None
-            for chunk in shape.chunks(delta.text, delta.finish, said):
+            requested = list(delta.logprobs) if answer.request.logprobs is not None else None
+            for chunk in shape.chunks(delta.text, delta.finish, requested):
                 yield _event(chunk)
             if delta.finish is not None:
                 if with_usage:
@@ -416,9 +416,9 @@ class Endpoints:
         return json_response({"object": "list", "data": data, "model": self.name, "usage": self._read(inputs)})
 
     def _shortened(self, vector: list[float], fields: Fields) -> list[float]:
-        wanted = fields.integer("dimensions", 1, len(vector))
-        if wanted != len(vector):
-            raise Refused(f"this model's vectors have {len(vector)} dimensions", "dimensions")
+        requested = fields.integer("dimensions", 1, len(vector))
+        if requested != len(vector):
+            raise Refused(f"the embeddings of this model have {len(vector)} dimensions", "dimensions")
         return vector
 
     async def classify(self, request: HttpRequest) -> Response:
@@ -444,13 +444,13 @@ class Endpoints:
         if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
             value = [value]
         if not isinstance(value, list) or not value:
-            raise Refused("input must be a text, or a list of texts that is not empty", "input")
+            raise Refused("input must be a text or a non-empty list of texts", "input")
         if len(value) > MAX_INPUTS:
-            raise Refused(f"input may hold {MAX_INPUTS} texts at the most", "input")
+            raise Refused(f"input may contain at most {MAX_INPUTS} texts", "input")
         inputs = [await self._input_tokens(one, "input") for one in value]
         for place, tokens in enumerate(inputs):
             if self.backend.context_tokens is not None and len(tokens) > self.backend.context_tokens:
-                message = f"input[{place}] has {len(tokens)} tokens, and the model takes {self.backend.context_tokens}"
+                message = f"input[{place}] has {len(tokens)} tokens; the maximum is {self.backend.context_tokens}"
                 raise Refused(message, "input", code="context_length_exceeded")
         return inputs
 
@@ -464,7 +464,7 @@ class Endpoints:
             text = body.get("content", body.get("prompt"))
             special = Fields(body).flag("add_special") or Fields(body).flag("add_special_tokens")
         if not isinstance(text, str):
-            raise Refused("content (or prompt) must be a text", "content")
+            raise Refused("content or prompt must be a text", "content")
         tokens = await self._encode(text, special)
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self.backend.context_tokens})
 
@@ -484,23 +484,23 @@ async def _answer_refused(_: HttpRequest, error: Exception) -> Response:
 
 
 async def _answer_unknown(request: HttpRequest, error: Exception) -> Response:
-    """A path or a method that no endpoint has."""
+    """Respond to an unknown path or method."""
     assert isinstance(error, HTTPException)  # noqa: S101
     path = request.scope["path"]
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return error_response(Refused(f"there is no {path} here", status=404, code="not_found"))
+        return error_response(Refused(f"unknown path {path}", status=404, code="not_found"))
     methods = sorted({*(error.headers or {}).get("Allow", "").split(", ")} - {"HEAD"})
-    message = f"{path} takes {' or '.join(methods)}, not {request.method}"
+    message = f"{path} supports {' or '.join(methods)}, not {request.method}"
     return error_response(Refused(message, status=error.status_code))
 
 
 async def _answer_nobody(_: HttpRequest, __: Exception) -> Response:
-    """The client has closed its connection: the server drops what is sent there."""
+    """The client has closed its connection: the server discards this response."""
     return Response(status_code=HTTPStatus.BAD_REQUEST)
 
 
 async def _answer_failed(_: HttpRequest, error: Exception) -> Response:
-    """A defect in here; its traceback is logged by the server."""
+    """Respond to an internal error, whose traceback the server logs."""
     return error_response(Refused(f"the server failed: {type(error).__name__}", status=500))
 
 

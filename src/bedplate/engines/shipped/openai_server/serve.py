@@ -1,4 +1,4 @@
-"""From the command line to a server that listens."""
+"""The command line, and the start of the HTTP server."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from .backend import Backend
 
 KEY_VARIABLE = "BEDPLATE_ENGINE_KEY"
 SUPERVISED_VARIABLE = "BEDPLATE_ENGINE_SUPERVISED"
-"""Set by the supervisor, which holds our stdin open: when it closes, we end."""
+"""Set by the supervisor, which keeps stdin open: the server exits when stdin closes."""
 MAX_HEAD_BYTES = 65536
 KEEP_ALIVE_S = 24 * 3600
-"""Of an idle connection. The gateway keeps its connections open for longer than uvicorn's default of 5 s."""
+"""Timeout of idle connections. The gateway keeps connections open for longer than uvicorn's default of 5 s."""
 
 
 def parser_for(backend: type[Backend]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=f"An OpenAI-compatible server around {backend.engine}. "
-        f"Clients must send the key that {KEY_VARIABLE} holds, where it is set.",
+        description=f"An OpenAI-compatible server for {backend.engine}. "
+        f"If {KEY_VARIABLE} is set, clients must send its value as API key.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", required=True, help="the model's file or folder")
-    parser.add_argument("--served-name", help="the name that the API calls the model by")
+    parser.add_argument("--model", required=True, help="model file or folder")
+    parser.add_argument("--served-name", help="model name in the API")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
-    parser.add_argument("--slots", type=int, default=1, help="requests that are computed at once")
-    parser.add_argument("--context", type=int, help="tokens of the longest request, prompt and answer together")
+    parser.add_argument("--slots", type=int, default=1, help="maximum number of concurrent requests")
+    parser.add_argument("--context", type=int, help="maximum tokens of a request, prompt and output together")
     backend.add_options(parser)
     return parser
 
 
 def serve(backend: Backend, arguments: Sequence[str] | None = None) -> None:
-    """Serves until it is told to stop. The one call of a backend's file."""
+    """Run the server until it receives a signal. The main function of a backend."""
     options = parser_for(type(backend)).parse_args(arguments)
     options.served_name = options.served_name or Path(options.model).name
     if os.environ.get(SUPERVISED_VARIABLE):
         threading.Thread(target=_end_with_stdin, daemon=True).start()
-    # Threads in the middle of a computation would hold up an ordinary exit.
+    # Threads that are computing would delay a normal exit.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))
     try:
@@ -61,8 +61,8 @@ def serve(backend: Backend, arguments: Sequence[str] | None = None) -> None:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         listening = socket.create_server((options.host, options.port), family=family)
     except OSError as error:
-        why = "port is in use" if error.errno == errno.EADDRINUSE else str(error)
-        _fail(f"cannot listen on {options.host}:{options.port}: {why}")
+        reason = "port is in use" if error.errno == errno.EADDRINUSE else str(error)
+        _fail(f"cannot listen on {options.host}:{options.port}: {reason}")
     asyncio.run(_serve(backend, options, listening))
 
 
@@ -97,8 +97,8 @@ async def _serve(backend: Backend, options: argparse.Namespace, listening: socke
     await HttpServer(config).serve(sockets=[listening])
 
 
-def _fail(why: str) -> NoReturn:
-    print(f"bedplate-engine: {why}", file=sys.stderr, flush=True)  # noqa: T201
+def _fail(reason: str) -> NoReturn:
+    print(f"bedplate-engine: {reason}", file=sys.stderr, flush=True)  # noqa: T201
     os._exit(1)
 
 

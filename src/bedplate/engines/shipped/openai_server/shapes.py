@@ -1,4 +1,4 @@
-"""Bodies of requests, read and checked; and answers in OpenAI's JSON."""
+"""Validation of request bodies, and responses in OpenAI's JSON format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_STOPS = 16
 
 
 class Fields:
-    """A request's JSON object, read with care: a wrong type is said, not guessed away."""
+    """The JSON object of a request. A wrong type raises an error instead of being converted."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
@@ -26,7 +26,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise Refused(f"{name} must be a number", name)
         if not low <= value <= high:
-            raise Refused(f"{name} must be from {low:g} to {high:g}, not {value:g}", name)
+            raise Refused(f"{name} must be between {low:g} and {high:g}, not {value:g}", name)
         return float(value)
 
     def maybe_number(self, name: str, low: float, high: float) -> float | None:
@@ -37,9 +37,9 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
-            raise Refused(f"{name} must be a whole number", name)
+            raise Refused(f"{name} must be an integer", name)
         if not low <= value <= high:
-            raise Refused(f"{name} must be {low} or more" if value < low else f"{name} is too large", name)
+            raise Refused(f"{name} must be at least {low}" if value < low else f"{name} must be at most {high}", name)
         return int(value)
 
     def flag(self, name: str) -> bool:
@@ -56,13 +56,13 @@ class Fields:
         if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
             raise Refused("stop must be a string or a list of strings", "stop")
         if len(stops) > MAX_STOPS:
-            raise Refused(f"stop may hold {MAX_STOPS} strings at the most", "stop")
+            raise Refused(f"stop may contain at most {MAX_STOPS} strings", "stop")
         return tuple(stop for stop in stops if stop)
 
     def messages(self) -> list[dict[str, Any]]:
         value = self.body.get("messages")
         if not isinstance(value, list) or not value:
-            raise Refused("messages must be a list that is not empty", "messages")
+            raise Refused("messages must be a non-empty list", "messages")
         return [self._message(message, place) for place, message in enumerate(value)]
 
     def _message(self, message: Any, place: int) -> dict[str, Any]:
@@ -82,11 +82,11 @@ class Fields:
         if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
             return str(part["text"])
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise Refused(f"{where} holds {kind}: this server takes text only", where)
+        raise Refused(f"{where} contains {kind}: this server supports only text", where)
 
 
 class Shape:
-    """How an endpoint puts an answer into JSON."""
+    """The JSON format of an endpoint's responses."""
 
     whole_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -137,8 +137,8 @@ class ChatShape(Shape):
     def chunks(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]]:
         found = []
         if text or logprobs:
-            said = self._logprobs(logprobs)
-            found.append(self.chunk({"index": 0, "delta": {"content": text}, "logprobs": said, "finish_reason": None}))
+            entry = self._logprobs(logprobs)
+            found.append(self.chunk({"index": 0, "delta": {"content": text}, "logprobs": entry, "finish_reason": None}))
         if finish is not None:
             found.append(self.chunk({"index": 0, "delta": {}, "logprobs": None, "finish_reason": finish}))
         return found
@@ -159,14 +159,14 @@ class TextShape(Shape):
     prefix = "cmpl"
 
     def choice(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
-        said = None
+        entry = None
         if logprobs is not None:
-            said = {
+            entry = {
                 "tokens": [one.text for one in logprobs],
                 "token_logprobs": [one.logprob for one in logprobs],
                 "top_logprobs": [dict(one.top) for one in logprobs],
             }
-        return {"index": 0, "text": text, "logprobs": said, "finish_reason": finish}
+        return {"index": 0, "text": text, "logprobs": entry, "finish_reason": finish}
 
     def chunks(self, text: str, finish: Finish | None, logprobs: list[TokenLogprob] | None) -> list[dict[str, Any]]:
         return [self.chunk(self.choice(text, finish, logprobs))] if text or logprobs or finish else []

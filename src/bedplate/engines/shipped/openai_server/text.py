@@ -1,4 +1,4 @@
-"""Text to tokens and back: tokenizers and chat templates of Hugging Face folders, and stop strings."""
+"""Tokenization: tokenizers and chat templates of Hugging Face folders, detokenization and stop strings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .backend import Refused, Text
 
 
 class HuggingFaceText(Text):
-    """The tokenizer and chat template of a folder as Hugging Face has it."""
+    """The tokenizer and chat template of a Hugging Face folder."""
 
     def __init__(self, folder: str | Path) -> None:
         from tokenizers import Tokenizer
@@ -22,7 +22,7 @@ class HuggingFaceText(Text):
         if not (self.folder / "tokenizer.json").exists():
             raise Refused(f"{self.folder} has no tokenizer.json")
         self.tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-        # Some folders ask for every text to be cut or filled up, which is for training.
+        # Some folders enable truncation and padding, which is for training.
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.config = read_json(self.folder / "tokenizer_config.json")
@@ -39,7 +39,7 @@ class HuggingFaceText(Text):
 
 
 class ChatTemplate:
-    """A model's own template, rendered as Hugging Face renders it."""
+    """The chat template of a model, rendered as Transformers renders it."""
 
     def __init__(self, source: str | None, tokens: dict[str, str]) -> None:
         self.source = source
@@ -48,7 +48,7 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, more: dict[str, Any]) -> str:
         if self.source is None:
-            raise Refused("this model has no chat template; ask /v1/completions", "messages")
+            raise Refused("this model has no chat template; use /v1/completions", "messages")
         from jinja2 import TemplateError
 
         try:
@@ -57,9 +57,9 @@ class ChatTemplate:
             values = {**more, **self.tokens, "messages": messages, "tools": tools, "add_generation_prompt": True}
             return str(self._compiled.render(values))
         except TemplateError as error:
-            raise Refused(f"the model's chat template refused these messages: {error}", "messages") from error
+            raise Refused(f"the model's chat template rejected the messages: {error}", "messages") from error
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise Refused(f"the model's chat template cannot render these messages: {error}", "messages") from error
+            raise Refused(f"the model's chat template cannot render the messages: {error}", "messages") from error
 
 
 def _environment() -> Any:
@@ -70,7 +70,7 @@ def _environment() -> Any:
         raise TemplateError(message)
 
     def to_json(value: Any, **options: Any) -> str:
-        # Unlike jinja's own filter: nothing is escaped for HTML.
+        # Unlike jinja's filter, this does not escape HTML.
         return json.dumps(value, ensure_ascii=False, **options)
 
     environment = ImmutableSandboxedEnvironment(
@@ -83,7 +83,7 @@ def _environment() -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file; empty where there is none."""
+    """The JSON object in a file; empty if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -92,7 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def template_of(folder: Path, config: dict[str, Any]) -> str | None:
-    """A folder's chat template, which different times have put into different places."""
+    """The chat template of a folder, from any of the files that versions of Transformers use."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     found = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
@@ -115,7 +115,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 class Detokenizer:
-    """Tokens to text as they come: a character may need several, and their text depends on what is before."""
+    """Incremental detokenization: a character may need several tokens, and their text depends on earlier ones."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -129,18 +129,18 @@ class Detokenizer:
         now = self._decode(self._tokens[self._start :])
         if len(now) <= len(before) or now.endswith("\ufffd"):
             return ""
-        # A few tokens stay as context: whether a space stands before a word may depend on them.
+        # A few tokens are kept as context: the space before a word may depend on them.
         self._start, self._shown = self._shown, len(self._tokens)
         return now[len(before) :]
 
     def rest(self) -> str:
-        """What is left when no more tokens come."""
+        """The remaining text at the end of the answer."""
         before = self._decode(self._tokens[self._start : self._shown])
         return self._decode(self._tokens[self._start :])[len(before) :]
 
 
 class StopWatch:
-    """Cuts a text at the first of its stop strings, and holds back what may become one."""
+    """Truncates a text at the first stop string, and holds back text that may become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = [stop for stop in stops if stop]
@@ -166,7 +166,7 @@ class StopWatch:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of the end of `text` is the beginning of `stop`."""
+    """The length of the longest end of `text` that is a beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

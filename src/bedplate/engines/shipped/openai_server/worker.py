@@ -1,4 +1,4 @@
-"""The engine's thread, and the queue in front of it."""
+"""The engine's thread and its request queue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What goes to a client next."""
+    """The next part of a response."""
 
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -38,7 +38,7 @@ class Delta:
 
 
 class Answer:
-    """One request on its way through the worker: pieces in, text out, and exact counts."""
+    """A request in the worker: converts pieces to text and counts tokens."""
 
     def __init__(self, request: Request, text: Text | None, put: Callable[[Delta], None]) -> None:
         self.request = request
@@ -53,7 +53,7 @@ class Answer:
         self._stop = StopWatch(request.stop)
 
     def feed(self, piece: Piece) -> Delta:
-        """Takes one piece. When the answer ends with it, `done` is set."""
+        """Add one piece. If it ends the answer, `done` is set."""
         if piece.prompt_tokens is not None:
             self.prompt_tokens = piece.prompt_tokens
         if piece.cached_tokens is not None:
@@ -91,18 +91,18 @@ class Answer:
         return self._text.decode([token]) if self._text is not None else str(token)
 
     def usage(self) -> dict[str, Any]:
-        said: dict[str, Any] = {
+        counts: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
         if self.cached_tokens is not None:
-            said["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
-        return said
+            counts["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        return counts
 
 
 class Worker:
-    """The engine's thread, and the queue in front of it."""
+    """The engine's thread and its request queue."""
 
     def __init__(self, backend: Backend, options: argparse.Namespace, loop: asyncio.AbstractEventLoop) -> None:
         self.backend = backend
@@ -139,7 +139,7 @@ class Worker:
             self._changed.notify()
 
     def call(self, what: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Has the engine's thread do something between two steps."""
+        """Run a function in the engine's thread between two steps."""
         future: asyncio.Future[Any] = self._loop.create_future()
         with self._changed:
             self._calls.append((what, future))
@@ -154,13 +154,13 @@ class Worker:
             while True:
                 self._once()
         except BaseException as error:
-            if isinstance(error, Refused):  # a model that it cannot load: the reason is in plain words
+            if isinstance(error, Refused):  # the model cannot be loaded: the message explains why
                 print(f"bedplate-engine: {error.message}", file=sys.stderr, flush=True)  # noqa: T201
             else:
                 traceback.print_exc()
                 sys.stderr.flush()
             self.failed = True
-            # The engine is in no known state. Clients are told; then whoever supervises us starts it anew.
+            # The engine is in an unknown state. Clients get an error; then the supervisor restarts it.
             self._later(self._give_up)
 
     def _tell(self, share: float) -> None:
@@ -205,9 +205,9 @@ class Worker:
             self.running = len(self._active)
 
     def _deliver(self, piece: Piece, ended: bool) -> None:
-        """`ended`: the engine itself has ended this request with this step."""
+        """`ended`: the engine has ended this request in this step."""
         answer = self._active.get(piece.request)
-        if answer is None:  # a limit or a stop string has ended it within this very step
+        if answer is None:  # a limit or a stop string has ended it in this step
             return
         before = answer.completion_tokens
         delta = answer.feed(piece)
@@ -237,16 +237,16 @@ class Worker:
             self._later(_settle, future, result, None)
 
     def _later(self, what: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: we are ending
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server is exiting
             self._loop.call_soon_threadsafe(what, *arguments)
 
     def _give_up(self) -> None:
-        error = Refused("the engine failed; it is started again", status=500)
+        error = Refused("the engine failed and is being restarted", status=500)
         for answer in [*self._active.values(), *self._queue]:
             answer.put(Delta(error=error))
         for _, future in self._calls:
             _settle(future, None, error)
-        # A moment for these last answers to be written.
+        # Time to send these last responses.
         self._loop.call_later(0.2, os._exit, 1)
 
 
