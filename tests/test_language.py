@@ -28,7 +28,6 @@ NOT_YET = {
     "src/bedplate/hosting",
     "src/bedplate/judge",
     "src/bedplate/measure",
-    "src/bedplate/page",
     "src/bedplate/published",
     "src/bedplate/run",
     "src/bedplate/serving",
