@@ -25,7 +25,6 @@ NOT_YET = {
     "src/bedplate/deploy",
     "src/bedplate/engines",
     "src/bedplate/facts",
-    "src/bedplate/hosting",
     "src/bedplate/judge",
     "src/bedplate/measure",
     "src/bedplate/published",

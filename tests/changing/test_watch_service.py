@@ -230,10 +230,10 @@ class TestOnce:
         assert done.notes[-1] == "the migration failed: llama.cpp cannot be installed: no space"
 
     def test_a_challenger_that_cannot_be_tried_is_named(self, asked: dict[str, Any]) -> None:
-        asked["shadow"] = AnswerIsNo("it does not fit beside what is loaded", cause="9 GB are needed")
+        asked["shadow"] = AnswerIsNo("it does not fit next to the loaded engines", cause="9 GB are needed")
         done = watch_once(RECORD, Watching())
         assert done.answer == "not proven" and done.exit_code == 20
-        assert done.untried[0].why == "it does not fit beside what is loaded: 9 GB are needed"
+        assert done.untried[0].why == "it does not fit next to the loaded engines: 9 GB are needed"
         assert done.report is None
 
     def test_the_webhook_gets_the_result(self, asked: dict[str, Any], hook: Hook) -> None:

@@ -122,7 +122,7 @@ def test_what_the_host_refuses_is_raised_here(tmp_path: Path) -> None:
         with pytest.raises(AnswerIsNo) as caught:
             await asked_in_a_thread(record, "refuse", answer=Sum)
         assert (caught.value.message, caught.value.cause, caught.value.hint) == ("no", "because", "perhaps")
-        with pytest.raises(BadQuestion, match="knows no 'fly'"):
+        with pytest.raises(BadQuestion, match="has no operation 'fly'"):
             await asked_in_a_thread(record, "fly", answer=Sum)
         with pytest.raises(BadQuestion, match="missing required field `a`"):
             await asked_in_a_thread(record, "add", answer=Sum)
@@ -184,7 +184,7 @@ def test_the_end_of_the_host_is_told_to_those_who_wait(tmp_path: Path, do: str) 
         waiting = asyncio.create_task(asked_in_a_thread(record_at(path), do, answer=Sum))
         await host.begun.wait()
         await server.stop()
-        with pytest.raises(OutsideFailed, match="is ending"):
+        with pytest.raises(OutsideFailed, match="is stopping"):
             await waiting
         await asyncio.wait_for(host.cancelled.wait(), HANG_S)
 

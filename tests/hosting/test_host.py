@@ -92,7 +92,7 @@ class TestEngines:
 
         async def then(host: Host) -> None:
             await add(host, one)
-            with pytest.raises(AnswerIsNo, match="does not fit beside") as caught:
+            with pytest.raises(AnswerIsNo, match="does not fit next to") as caught:
                 await host.add_engine(one.start())
             assert "budget" in str(caught.value.cause)
 
@@ -111,7 +111,7 @@ class TestEngines:
             with pytest.raises(BadQuestion, match="not served"):
                 await host.add_engine(one.start())
             await add(host, one)
-            with pytest.raises(BadQuestion, match="served already"):
+            with pytest.raises(BadQuestion, match="already served"):
                 await add(host, one)
 
         with_host(then, tmp_path)
@@ -218,7 +218,7 @@ class TestOnDemand:
             await add(host, wants)
             code, body = await ask(host, "beta")
             assert code == 503 and body["error"]["code"] == "not_running"
-            assert "no room for beta beside alpha" in body["error"]["message"]
+            assert "not enough memory for beta next to alpha" in body["error"]["message"]
             assert host.service("beta").state == "failed" and pid_in(await ask(host, "alpha"))
 
         with_host(then, tmp_path, budget_bytes=round(1.5 * needs(stays)))
@@ -270,8 +270,8 @@ class TestTenantsOfAnOrder:
             ann = host.gateway.tenants.member("ann")
             assert ann is not None and ann.weight == 2.0
             assert list(host.notes)[-2:] == [
-                "bob has no key yet and cannot ask for anything: bedplate keys add bob",
-                "ann: weight 2 of the file holds here, not the 5 of bedplate keys",
+                "bob has no key yet and cannot send requests: run bedplate keys add bob",
+                "ann: weight 2 from the file applies here, not 5 from bedplate keys",
             ]
 
         with_host(then, tmp_path)

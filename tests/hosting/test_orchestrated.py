@@ -45,7 +45,7 @@ from bedplate.values.intent import Intent
 from bedplate.values.record import from_json, to_json
 from bedplate.values.service import Order, ServiceRecord, Wanted
 
-LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Dynamo runs on Linux alone")
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Dynamo runs only on Linux")
 
 
 class TestOrder:
@@ -62,13 +62,13 @@ class TestOrder:
     @pytest.mark.parametrize(
         ("order", "words"),
         [
-            (Order(on="dynamo", services=(Wanted(engine="llama.cpp"),)), "vllm or its own mocker, not llama.cpp"),
-            (Order(on="dynamo", build="native"), "not as it is built here"),
-            (Order(on="ray", services=(Wanted(engine="mocker"),)), "the mocker is Dynamo's"),
+            (Order(on="dynamo", services=(Wanted(engine="llama.cpp"),)), "vllm or the mocker, not llama.cpp"),
+            (Order(on="dynamo", build="native"), "not a native build"),
+            (Order(on="ray", services=(Wanted(engine="mocker"),)), "the mocker is part of Dynamo"),
             (Order(on="ray", services=(Wanted(engine="vlm"),)), "no engine is called 'vlm'"),
-            (Order(on="ray", services=(Wanted(ttl_s=5),)), "stays loaded"),
+            (Order(on="ray", services=(Wanted(ttl_s=5),)), "Ray keeps its model loaded"),
             (Order(on="dynamo", services=(Wanted(model="a"), Wanted(model="b"))), "there are 2 services"),
-            (Order(on="ray", bundle="/b.tar"), "a bundle has no Ray in it"),
+            (Order(on="ray", bundle="/b.tar"), "a bundle does not contain Ray"),
         ],
     )
     def test_what_cannot_be(self, order: Order, words: str) -> None:
@@ -81,7 +81,7 @@ class TestOrder:
 
     def test_dynamo_elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "platform", "darwin")
-        with pytest.raises(AnswerIsNo, match="Linux alone"):
+        with pytest.raises(AnswerIsNo, match="only on Linux"):
             kind_for(Order(on="dynamo"))
 
     @LINUX
@@ -186,11 +186,11 @@ class TestDynamo:
         found = on_dynamo.why_mocked(device, kind)
         assert found is None if why is None else found is not None and why in found
 
-    @pytest.mark.parametrize("mocked", [None, "asked for"])
+    @pytest.mark.parametrize("mocked", [None, "--engine mocker"])
     def test_it_says_whether_they_compute(self, mocked: str | None) -> None:
         found = on_dynamo.above(2, "cpu", mocked)
         assert found.real is (mocked is None) and found.workers == ("vllm" if mocked is None else "mocker")
-        assert ("a real vLLM 0.31.0 on the CPU" if mocked is None else "nothing computes") in found.text
+        assert ("a real vLLM 0.31.0 on the CPU" if mocked is None else "timing is simulated") in found.text
         endpoint = Endpoint(url="http://x/v1", model="m", engine="vllm", engine_version="1", pid=1, log="l", on=found)
         assert found.text in shown(render_ready(endpoint)) and from_json(Endpoint, to_json(endpoint)) == endpoint
 

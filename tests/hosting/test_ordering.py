@@ -96,7 +96,7 @@ def test_shares_are_weights_that_are_1_when_all_are_equal() -> None:
 
 
 def test_a_name_that_no_key_can_have_is_refused() -> None:
-    with pytest.raises(BadQuestion, match=r"tenants\[0\].name: 'red team' cannot be the name"):
+    with pytest.raises(BadQuestion, match=r"tenants\[0\].name: 'red team' is not a valid tenant name"):
         order_of(read_intent("tenants: [{name: red team}]\n"))
     with pytest.raises(BadQuestion, match=r"tenants\[0\].in_flight"):
         read_intent("tenants: [{name: red, in_flight: 0}]\n")
@@ -111,8 +111,8 @@ def test_what_is_odd_about_the_tenants_of_a_file_is_said() -> None:
     ]
     said = remarks([Declared(name="red", weight=1.2, in_flight=4), Declared(name="blue"), Declared(name="new")], stored)
     assert said == (
-        "blue and new have no key yet and cannot ask for anything: bedplate keys add blue and bedplate keys add new",
-        "red: weight 1.2 of the file holds here, not the 3 of bedplate keys",
-        "not in the file, and let in by their keys all the same: grey",
+        "blue and new have no key yet and cannot send requests: run bedplate keys add blue and bedplate keys add new",
+        "red: weight 1.2 from the file applies here, not 3 from bedplate keys",
+        "not in the file, but accepted because they have keys: grey",
     )
     assert remarks([], stored) == () and remarks([Declared(name="red", weight=3.0)], stored[:1]) == ()

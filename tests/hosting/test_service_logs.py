@@ -92,7 +92,7 @@ def test_whose_logs(own_home: Path) -> None:
     for name in ("chat.log", "chat@llama.cpp-1.log", "chat-2.log", "other.log"):
         (folder / name).write_text("x\n")
     assert [path.name for path in logs.chosen("chat")()] == ["chat.log", "chat@llama.cpp-1.log"]
-    with pytest.raises(AnswerIsNo, match="no log of a service called cha") as caught:
+    with pytest.raises(AnswerIsNo, match="no log of a service named cha") as caught:
         logs.chosen("cha")
     assert "chat, chat-2, other" in str(caught.value.hint)
     with pytest.raises(AnswerIsNo, match="no service is running"):

@@ -40,7 +40,7 @@ def test_a_claim_is_found_by_name_and_forgotten(own_home: Path) -> None:
 
 def test_a_name_can_be_had_once(own_home: Path) -> None:
     records.claimed("chat", "unused")
-    with pytest.raises(BadQuestion, match="chat is running already") as caught:
+    with pytest.raises(BadQuestion, match="chat is already running") as caught:
         records.claimed("chat", "unused")
     assert "bedplate stop chat" in str(caught.value.hint)
     # Without a name of one's own, another is found.
@@ -49,7 +49,7 @@ def test_a_name_can_be_had_once(own_home: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "Chat", "a b", "../x", "-x", "x" * 64, "a@b", "é"])
 def test_names_that_cannot_be(own_home: Path, name: str) -> None:
-    with pytest.raises(BadQuestion, match="cannot be the name"):
+    with pytest.raises(BadQuestion, match="not a valid service name"):
         records.claimed(name, "unused")
 
 
@@ -70,9 +70,9 @@ def test_a_dead_process_is_stale_and_its_name_is_free(own_home: Path, sleeper: s
     sleeper.kill()
     sleeper.wait()
     assert not records.is_alive(record)
-    with pytest.raises(AnswerIsNo, match="no service called chat") as caught:
+    with pytest.raises(AnswerIsNo, match="no service named chat") as caught:
         records.chosen("chat")
-    assert "ended without saying so" in str(caught.value.cause)
+    assert "exited unexpectedly" in str(caught.value.cause)
     assert records.claimed("chat", "unused").pid == os.getpid()
 
 
