@@ -20,7 +20,6 @@ NOT_YET = {
     "docs/plan.md#examples",
     "docs/rules.md",
     "docs/worked-example.md#examples",
-    "src/bedplate/changing",
     "src/bedplate/decide",
     "src/bedplate/deploy",
     "src/bedplate/engines",

@@ -55,7 +55,7 @@ class TestSideBySide:
             assert host.service().readied is second and engine.backend.on_end is None
             assert [one.against for one in done.checks] == ["the engine in service"] * 2
             assert {one.verdict for one in done.checks} == {"ok"}
-            assert "10 % of the requests go to llama.cpp two (Q4_1)" in told.lines
+            assert "sending 10 % of the requests to llama.cpp two (Q4_1)" in told.lines
             assert host.service().doing is None
             assert from_json(Migration, to_json(done)) == done and done.exit_code == 0
 
@@ -119,7 +119,7 @@ class TestSideBySide:
             async with Load(host, 6) as load:
                 done = await migrate(host, quickly("llama.cpp"), Told())
             assert (done.outcome, done.stage) == ("rolled back", "traffic"), done
-            assert "died" in (done.reason or "") or "failed at it" in (done.reason or "")
+            assert "died" in (done.reason or "") or "requests failed;" in (done.reason or "")
             assert set(load.statuses) == {200}, "what it failed at was answered by the other one"
             assert len(host.engines) == 1
 
@@ -150,7 +150,7 @@ class TestSideBySide:
             await add(host, made(tmp_path, "one"))
             done = await migrate(host, quickly("llama.cpp"), Told())
             assert done.outcome == "migrated" and len(done.notes) == 3
-            assert done.notes[0].startswith("only 0 requests came")
+            assert done.notes[0].startswith("only 0 requests in")
 
         with_host(then, tmp_path)
 
@@ -205,7 +205,7 @@ class TestWhenTheOneInServiceDies:
                 await until(lambda: len(load.statuses) > 10, "some requests")
                 done = await self.moved(host, tmp_path)
             assert (done.outcome, done.stage) == ("migrated", "traffic"), done
-            assert "times as long" in (done.reason or "") and "nothing else is left" in (done.reason or "")
+            assert "times as long" in (done.reason or "") and "no other engine is left" in (done.reason or "")
             (engine,) = host.engines
             assert engine.plan.engine_version == "slow" and engine.backend.share == 1.0
             assert host.service().readied is slow and host.service().failure is None
@@ -352,7 +352,7 @@ class TestWhatIsAsked:
 
     @pytest.mark.parametrize("text", ["", "0,100", "50,10", "10,10", "101", "ten", "-5", "nan"])
     def test_other_steps_are_refused(self, text: str) -> None:
-        with pytest.raises(BadQuestion, match="growing percentages"):
+        with pytest.raises(BadQuestion, match="increasing percentages"):
             read_steps(text)
 
 

@@ -74,7 +74,7 @@ def test_a_bad_challenger_is_taken_back_and_no_stream_notices(
     code, done, said, counts = under_load(served, site, challenger, *STRICT)
     assert code == 1, said
     assert (done["outcome"], done["stage"]) == ("rolled back", stage), done
-    assert reason in done["reason"] or (challenger == "slow" and "answers came in" in done["reason"]), done["reason"]
+    assert reason in done["reason"] or (challenger == "slow" and "requests ended in" in done["reason"]), done["reason"]
     assert (counts.failed, counts.truncated, counts.duplicated) == ([], [], []) and counts.whole > 8
 
 

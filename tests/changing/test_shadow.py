@@ -222,7 +222,7 @@ class TestReplay:
             await add(host, made(tmp_path, "one", pause_s=0.001))
             done = await shadow(host, Shadow(engine="llama.cpp", for_s=50), tell)
             assert len(asked) == 2 and host.engines[0].url in asked
-            assert any("no room for one more" in note and "itself is asked" in note for note in done.notes)
+            assert any("not enough memory for a second copy" in note and "itself" in note for note in done.notes)
 
         with_host(then, tmp_path)
 
@@ -423,7 +423,7 @@ class TestElsewhere:
 
         async def then(host: Host) -> None:
             await add(host, made(tmp_path, "one"))
-            refused = pytest.raises(BadQuestion, match=r"served by sglang at .*, and vllm was asked for")
+            refused = pytest.raises(BadQuestion, match=r"at .* is served by sglang, not by vllm")
             with elsewhere(made(tmp_path, "fast", pause_s=0.001)) as url, refused:
                 await shadow(host, Shadow(engine="vllm", url=url, served_model="alpha"), tell)
 

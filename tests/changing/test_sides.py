@@ -28,31 +28,31 @@ def test_an_equal_engine_is_not_worse() -> None:
 
 def test_one_broken_answer_is_enough() -> None:
     reason = worse([*seen(20), *seen(1, outcome="failed")], seen(50), Limits())
-    assert reason == "1 of 21 answers broke off"
+    assert reason == "1 of 21 responses were cut off"
 
 
 def test_failures_before_the_first_byte_count_when_they_are_more_than_before() -> None:
     failed = seen(2, outcome="failed", begun=False)
-    assert "2 of 10 requests failed at it" in (worse([*seen(8), *failed], seen(50), Limits()) or "")
+    assert "2 of 10 requests failed; before, 0 of 50 failed" in (worse([*seen(8), *failed], seen(50), Limits()) or "")
     assert worse([*seen(49), *failed[:1]], seen(50), Limits()) is None, "one may be chance, and cost nobody anything"
     assert worse([*seen(8), *failed], [*seen(8), *failed], Limits()) is None, "no more than before"
 
 
 def test_refusing_what_the_other_takes_is_worse() -> None:
     refused = seen(3, outcome="refused", begun=False)
-    assert "it refused 3 of 13 requests" in (worse([*seen(10), *refused], seen(50), Limits()) or "")
+    assert "it rejected 3 of 13 requests" in (worse([*seen(10), *refused], seen(50), Limits()) or "")
     assert worse([*seen(10), *refused], [*seen(10), *refused], Limits()) is None
 
 
 def test_slower_tokens_are_worse_beyond_the_limit_alone() -> None:
     assert worse(seen(10, tpot_ms=28), seen(10), Limits(1.5)) is None
     reason = worse(seen(10, tpot_ms=50), seen(10), Limits(1.5)) or ""
-    assert "tokens take 50 ms instead of 20 ms, 2.5 times as long" in reason
+    assert "median TPOT is 50 ms instead of 20 ms, 2.5 times as long" in reason
     assert worse(seen(10, tpot_ms=50), seen(10), Limits(3)) is None
 
 
 def test_a_late_first_token_is_worse() -> None:
-    assert "first tokens take 400 ms" in (worse(seen(10, ttft_ms=400), seen(10), Limits()) or "")
+    assert "median TTFT is 400 ms" in (worse(seen(10, ttft_ms=400), seen(10), Limits()) or "")
 
 
 def test_a_few_slow_ones_do_not_make_it_slow() -> None:
@@ -68,15 +68,13 @@ def test_a_target_is_what_counts_where_there_is_one() -> None:
     limits = Limits(1.5, LatencyTarget(ttft_ms=1000, tpot_ms=100))
     assert worse(seen(10, ttft_ms=900, tpot_ms=90), seen(10), limits) is None, "slower, and still in time"
     reason = worse(seen(10, tpot_ms=150), seen(10), limits) or ""
-    assert reason == "0% of its requests meet the target (TTFT 1000 ms, TPOT 100 ms), and 100% did before"
+    assert reason == "0% of its requests meet the target (TTFT 1000 ms, TPOT 100 ms); before, 100% did"
     assert worse(seen(10, tpot_ms=150), seen(10, tpot_ms=150), limits) is None, "no worse than before"
 
 
 def test_answers_that_do_not_come_to_an_end_are_too_slow() -> None:
-    assert (
-        stuck(1, 3, 60, seen(20), Limits()) == "1 answers came in 60 s, with 3 under way, where one took 0.3 s before"
-    )
-    assert stuck(0, 0, 60, seen(20), Limits()) is None, "nobody asked"
+    assert stuck(1, 3, 60, seen(20), Limits()) == "1 requests ended in 60 s, with 3 in flight; before, one took 0.3 s"
+    assert stuck(0, 0, 60, seen(20), Limits()) is None, "no request is in flight"
     assert stuck(1, 3, 0.5, seen(20), Limits()) is None, "too early to say"
 
 

@@ -204,7 +204,7 @@ class TestOnce:
         assert "llama.cpp" in Path(done.report).read_text()
         (kept,) = (home / "reports").glob("*.json")
         assert from_json(Watched, kept.read_text()).answer == "migrate"
-        assert any("99 is on the index; this bedplate installs" in note for note in done.notes)
+        assert any("99 is on the index; this version of bedplate installs" in note for note in done.notes)
         before = remembered("chat", "alpha")
         assert before is not None and before.releases["xllamacpp"] == "99"
         again = watch_once(RECORD, Watching(budget_s=60))
@@ -247,7 +247,7 @@ class TestOnce:
         monkeypatch.setattr(watching, "post", lambda url, body: "HTTP 404")
         asked["shadow"] = AnswerIsNo("no")
         done = watch_once(RECORD, Watching(webhook="http://127.0.0.1:9/"))
-        assert done.notes[-1] == "the webhook was not told: HTTP 404" and remembered("chat", "alpha") is not None
+        assert done.notes[-1] == "the webhook failed: HTTP 404" and remembered("chat", "alpha") is not None
 
     def test_a_state_that_cannot_be_read_is_none(self, asked: dict[str, Any], home: Path) -> None:
         asked["shadow"] = AnswerIsNo("no")
@@ -267,8 +267,8 @@ class TestAgainAndAgain:
         told: list[Watched] = []
         gone = replaced(RECORD, pid=2**22, socket=str(tmp_path / "none.sock"))
         watching.watch(gone, Watching(tell=said.append), told.append)
-        assert "every 24 h" in said[0] and "nothing is moved without --auto" in said[0]
-        assert said[1:] == ["chat has ended, and so does its watch"] and told == []
+        assert "every 24 h" in said[0] and "no migration without --auto" in said[0]
+        assert said[1:] == ["chat has exited; the watch ends"] and told == []
 
     def test_it_looks_when_its_time_has_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Twice the first look and the schedule; then the service ends."""
@@ -396,7 +396,9 @@ class TestFacts:
     def test_a_missed_target_needs_requests_enough(self) -> None:
         target = LatencyTarget(ttft_ms=40)
         assert late([request(1.0)] * 49, target) is None
-        assert late([request(1.0)] * 50, target) == ("0% of the last hour's 50 requests met the target (TTFT 40 ms)")
+        assert late([request(1.0)] * 50, target) == (
+            "0% of the 50 requests in the last hour met the target (TTFT 40 ms)"
+        )
         assert late([request(1.0)] * 50, LatencyTarget(ttft_ms=60, tpot_ms=20)) is None
         assert late([request(1.0)] * 50, LatencyTarget(tpot_ms=19)) is not None
 

@@ -92,7 +92,7 @@ def test_live_requests_go_to_a_challenger_that_is_served_elsewhere_too(home: Pat
             def heard(line: str) -> None:
                 nonlocal before
                 print(line)
-                if "of the requests go to" in line:
+                if "sending copies of" in line:
                     before = streams.counts.whole
 
             done = await asked(

@@ -306,14 +306,14 @@ class TestStatus:
 
         async def then(host: Host) -> None:
             await add(host, stub_readied("alpha", stub))
-            with host.service().engaged("migrating to vllm: 10 % of the requests go there"):
+            with host.service().engaged("migrating to vllm: it gets 10 % of the requests"):
                 found = await status(host, record)
-            assert found.models[0].busy == "migrating to vllm: 10 % of the requests go there"
+            assert found.models[0].busy == "migrating to vllm: it gets 10 % of the requests"
             console = Console(width=250, record=True, file=io.StringIO())
             console.print(render_list([(record, found)]))
             assert "ready, migrating to vllm " in console.export_text()
             console.print(render_status(found))
-            assert "migrating to vllm: 10 % of the requests go there" in console.export_text()
+            assert "migrating to vllm: it gets 10 % of the requests" in console.export_text()
             assert host.service().doing is None
             with host.service().engaged("loading"), pytest.raises(RuntimeError), host.service().engaged("migrating"):
                 raise AssertionError("two at once")
