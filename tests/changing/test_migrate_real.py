@@ -68,7 +68,7 @@ def under_load(served: Served, site: Path, *words: str) -> tuple[int, dict[str, 
         ("dying", "start", "no good"),
     ],
 )
-def test_a_bad_challenger_is_taken_back_and_no_stream_notices(
+def test_bad_challenger_is_rolled_back_without_broken_streams(
     served: Served, site: Path, challenger: str, stage: str, reason: str
 ) -> None:
     code, done, said, counts = under_load(served, site, challenger, *STRICT)
@@ -78,7 +78,7 @@ def test_a_bad_challenger_is_taken_back_and_no_stream_notices(
     assert (counts.failed, counts.truncated, counts.duplicated) == ([], [], []) and counts.whole > 8
 
 
-def test_a_good_one_takes_over_and_no_stream_notices(served: Served, site: Path, tmp_path: Path) -> None:
+def test_good_challenger_takes_over_without_broken_streams(served: Served, site: Path, tmp_path: Path) -> None:
     """The same engine by another plan, which has more slots."""
     env = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
     words = ("plan", "--engine", "llama.cpp", "--concurrency", "8", "--context", "512", "--json")
@@ -117,6 +117,6 @@ DONE = "data: [DONE]\n\n"
         (chunk("x") + 'data: {"error": {"message": "gone"}}\n\n' + DONE, "failed"),
     ],
 )
-def test_the_streams_would_notice(stream: str, wrong: str | None) -> None:
+def test_stream_check_detects_faults(stream: str, wrong: str | None) -> None:
     found = looked_at(stream, 2)
     assert (found[0] if found else None) == wrong

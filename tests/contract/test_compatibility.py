@@ -48,7 +48,7 @@ def find_losses(old: Any, new: Any, path: str = "$") -> list[str]:
 
 
 @every_kind
-def test_a_document_of_version_1_is_read_and_written_without_loss(name: str) -> None:
+def test_version_1_documents_round_trip(name: str) -> None:
     documents = stored(name)
     assert documents
     for old in documents:
@@ -65,7 +65,7 @@ def test_a_document_of_version_1_is_read_and_written_without_loss(name: str) -> 
 
 
 @every_kind
-def test_a_document_of_version_1_is_valid_by_its_schema(name: str) -> None:
+def test_version_1_documents_match_the_schema(name: str) -> None:
     schema = read_schema(name)
     validator = Draft202012Validator(schema)
     documents = [stored(name)] if BY_NAME[name].form == "list" else stored(name)
@@ -73,7 +73,7 @@ def test_a_document_of_version_1_is_valid_by_its_schema(name: str) -> None:
         assert not [f"{error.json_path}: {error.message[:300]}" for error in validator.iter_errors(old)]
 
 
-def test_no_key_of_version_1_is_gone() -> None:
+def test_version_1_keys_still_exist() -> None:
     now = {line for document in DOCUMENTS for line in key_lines(document)}
     before = set(KEYS.read_text(encoding="utf-8").splitlines())
     assert len(before) > 1000
@@ -84,7 +84,7 @@ def test_no_key_of_version_1_is_gone() -> None:
 # through the verbs that read documents
 
 
-def test_the_intent_of_version_1_means_the_same() -> None:
+def test_version_1_intent_means_the_same() -> None:
     intent = read_intent(V1 / "intent.yaml")
     raw = yaml.safe_load((V1 / "intent.yaml").read_text(encoding="utf-8"))
     raw["services"][0]["operations"]["incumbent"] = "vllm"  # names are resolved to ids
@@ -93,7 +93,7 @@ def test_the_intent_of_version_1_means_the_same() -> None:
     assert isinstance(intent, Intent) and not intent.notes
 
 
-def test_saved_hardware_is_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_reads_saved_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
     old = V1 / "hardware.json"
     assert resolved_hardware(read_intent(f"hardware: {old}\n")).cpu.name == stored("hardware")[0]["cpu"]["name"]
@@ -112,7 +112,7 @@ def test_saved_hardware_is_planned_for(tmp_path: Path, monkeypatch: pytest.Monke
     ],
     ids=lambda words: words[0],
 )
-def test_verbs_read_documents_of_version_1(
+def test_verbs_read_version_1_documents(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))

@@ -67,7 +67,7 @@ DIES = "import sys; print('no good'); sys.exit(3)"
 WORK = Workload(concurrency=2, context_tokens=1024)
 
 
-def stub_environment(folder: Path, script: str = SERVER) -> Environment:
+def make_stub_environment(folder: Path, script: str = SERVER) -> Environment:
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
     (folder / "bin" / "llama-server").write_text(script)
@@ -76,7 +76,7 @@ def stub_environment(folder: Path, script: str = SERVER) -> Environment:
     )
 
 
-def stub_readied(
+def make_stub_readied(
     name: str, environment: Environment, hardware: Hardware | None = None, *, replicas: int = 1, **wanted: Any
 ) -> Readied:
     """As `decided` and `readied` make it, of a model that is like the built-in one but for its name."""
@@ -89,7 +89,7 @@ def stub_readied(
     return Readied(Decided(asked, on, facts, part, chosen), chosen, environment, None)
 
 
-def needs(one: Readied) -> int:
+def count_need_bytes(one: Readied) -> int:
     return sum(sum(need.values()) for need in one.needs)
 
 
@@ -123,7 +123,7 @@ async def ask(host: Host, model: str, ms: int = 0, words: str = "who?") -> tuple
         return answer.status, await answer.json()
 
 
-def pid_in(answer: tuple[int, Any]) -> int:
+def read_pid(answer: tuple[int, Any]) -> int:
     status, body = answer
     assert status == 200, body
     return int(body["choices"][0]["message"]["content"])

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.hosting.stub_hosts import stub_environment, stub_readied
+from tests.hosting.stub_hosts import make_stub_environment, make_stub_readied
 
 from bedplate import store
 from bedplate.hosting.drift import ENOUGH, consequence, differing, drift
@@ -37,7 +37,7 @@ def test_lists_figures_that_differ_from_the_assumed_workload() -> None:
 
 
 def test_says_what_a_new_plan_would_choose(tmp_path: Path) -> None:
-    before = stub_readied("alpha", stub_environment(tmp_path / "stub")).decided.decision
+    before = make_stub_readied("alpha", make_stub_environment(tmp_path / "stub")).decided.decision
     assert consequence(before, before) == "a new plan would be the same"
     assert before.settings is not None
     more = replaced(before, settings=replaced(before.settings, slots=9))
@@ -52,7 +52,7 @@ def test_drift_is_reported_only_with_enough_requests(
     requests: int, is_reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
-    one = stub_readied("alpha", stub_environment(tmp_path / "stub"))
+    one = make_stub_readied("alpha", make_stub_environment(tmp_path / "stub"))
     service = HostedService.__new__(HostedService)  # __init__ needs a running event loop
     service.name, service.wanted, service.readied = "alpha", one.decided.wanted, one
     assert drift(service) is None

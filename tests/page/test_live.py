@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.plans import machine
-from tests.hosting.stub_hosts import add, ask, stub_environment, stub_readied, with_host
+from tests.hosting.stub_hosts import add, ask, make_stub_environment, make_stub_readied, with_host
 from tests.run.test_supervisor import until
 
 from bedplate import store
@@ -57,7 +57,7 @@ def use_temporary_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stub(tmp_path: Path) -> Environment:
-    return stub_environment(tmp_path / "stub")
+    return make_stub_environment(tmp_path / "stub")
 
 
 def make_request(
@@ -189,8 +189,10 @@ def count_values(values: list[float]) -> Tally:
 
 class TestBottleneck:
     def diagnose(self, standing: Standing, requests: list[ServedRequest], slots: int, *states: EngineState) -> Any:
-        plan = stub_readied("alpha", Environment(engine="llama.cpp", version="1", path="/", packages=(), python="3",
-                                                 made_at="now", disk_bytes=0)).plan  # fmt: skip
+        environment = Environment(
+            engine="llama.cpp", version="1", path="/", packages=(), python="3", made_at="now", disk_bytes=0
+        )
+        plan = make_stub_readied("alpha", environment).plan
         tally = Tally()
         tally.standing, tally.ended = standing, len(requests)
         return binding([tally] * 10, requests, plan, slots, machine("cpu"), states, now_s=1000.0)
@@ -228,7 +230,7 @@ def replace_state(state: EngineState, **changes: Any) -> EngineState:
 def with_page(stub: Environment, tmp_path: Path, then: Callable[[Host, LiveFigures], Awaitable[None]]) -> None:
     async def run(host: Host) -> None:
         figures = put_up(host)
-        await add(host, stub_readied("alpha", stub))
+        await add(host, make_stub_readied("alpha", stub))
         await then(host, figures)
 
     with_host(run, tmp_path)
@@ -271,13 +273,13 @@ class TestPage:
         async def then(host: Host, figures: LiveFigures) -> None:
             for _ in range(3):
                 await ask(host, "alpha")
-            slow = asyncio.create_task(ask(host, "alpha", 1500))
+            running = asyncio.create_task(ask(host, "alpha", 600_000))
             await until(lambda: host.service().in_flight, "a request to be in flight")
             figures.tick()
             await read_live(host)
             await figures.look()
             found = await read_live(host)
-            await slow
+            running.cancel()
             assert from_json(Live, to_json(found)) == found
             (model,) = found.models
             (engine,) = model.engines
@@ -398,7 +400,7 @@ class TestAccess:
 
     def test_tenant_sees_only_models_it_may_use(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
-            await add(host, stub_readied("beta", stub, tenants=("bob",)))
+            await add(host, make_stub_readied("beta", stub, tenants=("bob",)))
             require_keys(host)
             assert [one.model for one in (await read_live(host, ANNS)).models] == ["alpha"]
             assert [one.model for one in (await read_live(host, OPERATOR)).models] == ["alpha", "beta"]

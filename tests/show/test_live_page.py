@@ -13,7 +13,7 @@ import pytest
 from tests.browser import Page as Tab
 from tests.browser import opened
 from tests.engines.plans import machine
-from tests.hosting.stub_hosts import add, stub_environment, stub_readied
+from tests.hosting.stub_hosts import add, make_stub_environment, make_stub_readied
 from tests.page.test_live import ANNS, OPERATOR, make_request, require_keys
 
 from bedplate.hosting.host import Host
@@ -88,14 +88,14 @@ def test_another_script_would_not_run() -> None:
 @contextlib.asynccontextmanager
 async def serving(tmp_path: Path, *models: str) -> AsyncIterator[tuple[Host, LiveFigures]]:
     hardware = machine("cpu")
-    stub = stub_environment(tmp_path / "stub", STREAMS)
+    stub = make_stub_environment(tmp_path / "stub", STREAMS)
     host = Host("demo", Listen(port=0, grace_s=1), hardware, Silent(), tmp_path, room=Room.of(hardware))
     figures = put_up(host)
     await host.start()
     running = asyncio.create_task(figures.run())
     try:
         for model in models:
-            await add(host, stub_readied(model, stub))
+            await add(host, make_stub_readied(model, stub))
         host.state = "ready"
         yield host, figures
     finally:

@@ -92,7 +92,7 @@ def _wanted(service: Service, index: int, intent: Intent) -> Wanted:
 def _named(model: ModelNamed | None, field: str) -> str | None:
     if isinstance(model, dict):
         raise BadQuestion(
-            f"{field}: a model given by its facts can only be planned", hint="name a file, a folder or owner/name"
+            f"{field}: facts of a model can be planned, not served", hint="name a file, a folder or owner/name"
         )
     return model
 
