@@ -1,4 +1,4 @@
-"""Hosts whose engines are small programs that answer always alike, or otherwise, or not at all."""
+"""Stub engines with fixed answers, wrong answers or none."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def word(prompt, number=0):
 
 
 def make_engine(folder: Path, name: str, *, seed: str = "same", pause_s: float = 0.01, dies_after: int = 0) -> Readied:
-    """An engine for the model `alpha`; those of one seed say the same."""
+    """An engine for the model `alpha`. Engines of the same seed give the same answers."""
     settings = f"SEED, PAUSE_S, DIES_AFTER = {seed!r}, {pause_s}, {dies_after}"
     script = f"{HANDLER}{WRITES}{settings}{LISTEN}"
     environment = msgspec.structs.replace(make_stub_environment(folder / name, script), version=name)
@@ -69,12 +69,12 @@ def make_engine(folder: Path, name: str, *, seed: str = "same", pause_s: float =
 
 
 def offer_engines(monkeypatch: pytest.MonkeyPatch, **engines: Readied) -> None:
-    """What a migration finds when it asks for an engine by name; deciding and installing are tested elsewhere."""
+    """Replace deciding and installing, which have their own tests, by these engines."""
     monkeypatch.setattr(Migrating, "_made_ready", lambda self, progress: engines[self.asked.engine])
 
 
 async def send_requests(host: Host, count: int, tokens: int = 3) -> list[tuple[int, dict[str, Any]]]:
-    """Requests at once, and all of their answers."""
+    """Send concurrent requests and return all responses."""
 
     async def one(session: aiohttp.ClientSession) -> tuple[int, dict[str, Any]]:
         body = {"model": "alpha", "messages": [{"role": "user", "content": "x"}], "max_tokens": tokens}
@@ -86,7 +86,7 @@ async def send_requests(host: Host, count: int, tokens: int = 3) -> list[tuple[i
 
 
 class Load:
-    """So many requests in flight, from its start to its end."""
+    """Keeps this many requests in flight."""
 
     def __init__(self, host: Host, streams: int) -> None:
         self._host, self._streams = host, streams

@@ -1,4 +1,4 @@
-"""Recorded requests become short stretches to replay, and what was measured in them becomes evidence."""
+"""Recorded requests become episodes to replay, and their measurements become results."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_episodes_are_short_and_start_at_zero(moments: list[float], share: float
 def test_episodes_are_spread_over_the_whole_time() -> None:
     chosen = episodes(make_shapes([100.0 * number for number in range(100)]), 0.1)
     assert len(chosen) == 10
-    assert len(episodes(make_shapes([1.0]), 0.1)) == LEAST_EPISODES, "one request again and again"
+    assert len(episodes(make_shapes([1.0]), 0.1)) == LEAST_EPISODES, "the same request repeated"
 
 
 def test_long_responses_make_short_episodes() -> None:

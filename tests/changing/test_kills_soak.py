@@ -1,4 +1,4 @@
-"""Kills at random moments, in short: the program of docs/services.md for half a minute, and that it would notice."""
+"""A short run of the kill soak of docs/services.md, and tests that it detects faults."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_ten_kills_lose_nothing(
         outcome = asyncio.run(soaked(options, log, said.append))
     assert outcome.violations() == [], outcome.table()
     assert len(outcome.kills) == 10 and len({one.kind for one in outcome.kills}) >= 3
-    # How many come between the kills is for the machine to say.
+    # The number of responses between kills depends on the machine.
     assert outcome.kept.found >= 5 and len(outcome.lives) > 1, outcome.table()
 
 
-# that it would notice
+# detection of faults
 
 
 def make_chunk(tokens: int, **more: Any) -> str:

@@ -1,4 +1,4 @@
-"""One engine takes over from another behind a running endpoint, or is taken back; no request notices either."""
+"""Migrations and rollbacks behind a running endpoint lose no requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Told:
 
 @pytest.fixture(autouse=True)
 def home(bedplate_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agreements go to the tests' own store, and nobody waits long for requests that do not come."""
+    """A separate store for agreements, and short steps without traffic."""
     monkeypatch.setattr("bedplate.changing.migrate.IDLE_STEP_S", 0.2)
 
 
@@ -121,7 +121,7 @@ class TestSideBySide:
         with_host(then, tmp_path)
 
     def test_challenger_that_dies_is_rolled_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        # It lives through warming up and the comparison of answers, and dies with its share of the traffic.
+        # It survives the warm-up and the comparison of answers, and dies under traffic.
         offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "weak", dies_after=33)})
 
         async def then(host: Host) -> None:
@@ -130,7 +130,7 @@ class TestSideBySide:
                 done = await migrate(host, make_quick_request("llama.cpp"), Told())
             assert (done.outcome, done.stage) == ("rolled back", "traffic"), done
             assert "died" in (done.reason or "") or "requests failed;" in (done.reason or "")
-            assert set(load.statuses) == {200}, "what it failed at was answered by the other one"
+            assert set(load.statuses) == {200}, "the incumbent answered what the challenger failed"
             assert len(host.engines) == 1
 
         with_host(then, tmp_path)
@@ -164,7 +164,7 @@ class TestSideBySide:
 
 
 class TestIncumbentDies:
-    """While a challenger is tried. The engine in service is gone for good: it is killed, and starts no more."""
+    """The incumbent is killed during the migration and does not start again."""
 
     def kill_incumbent(self, host: Host, folder: Path) -> None:
         (engine,) = (one for one in host.engines if one.plan.engine_version == "one")
@@ -173,7 +173,7 @@ class TestIncumbentDies:
         os.kill(engine.pid, signal.SIGKILL)
 
     async def migrate_service(self, host: Host, folder: Path, *, revive: bool = False, **more: Any) -> Migration:
-        """A migration in which that happens as soon as the challenger is there."""
+        """A migration in which the incumbent dies as soon as the challenger is ready."""
         program = folder / "one" / "bin" / "llama-server"
         good = program.read_text()
         moving = asyncio.create_task(migrate(host, make_quick_request("llama.cpp", **more), Told()))
@@ -221,7 +221,7 @@ class TestIncumbentDies:
 
     def test_challenger_with_wrong_answers_never_stays(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "other", seed="other")})
-        # The answers are compared once the engine in service is gone.
+        # The answers are compared after the incumbent has died.
         real = Migrating._examine
 
         async def later(self: Migrating, ready: Any, basis: Any) -> None:
@@ -267,7 +267,7 @@ class TestSwap:
             await add(host, first)
             async with Load(host, 4) as load:
                 await until(lambda: len(load.statuses) > 10, "some requests")
-                # Long enough for the six slow answers that a verdict takes, on a busy machine as well.
+                # Long enough for the six slow responses of a comparison, also on a busy machine.
                 done = await migrate(host, make_quick_request("llama.cpp", most_step_s=30.0), Told())
             assert (done.outcome, done.stage, done.side_by_side) == ("rolled back", stage, False), done.reason
             assert set(load.statuses) == {200} and host.engines[0].plan.engine_version == "one"
@@ -282,7 +282,7 @@ class TestSwap:
         async def then(host: Host) -> None:
             await add(host, first)
             slow = asyncio.create_task(send_requests(host, 1, tokens=100))
-            await until(lambda: host.service().in_flight, "an answer to be under way")
+            await until(lambda: host.service().in_flight, "a request to be in flight")
             moving = asyncio.create_task(migrate(host, make_quick_request("llama.cpp", hold_most=2), Told()))
             await until(lambda: host.engines[0].leaving, "the first engine to be drained")
             answers = await send_requests(host, 5)
@@ -355,7 +355,7 @@ class TestArguments:
 
 
 def test_plan_is_made_for_the_requested_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decided and made ready as `serve` does it, with the service's own work and budget."""
+    """Decided and prepared as by `serve`, with the service's workload and budget."""
     first = make_engine(tmp_path, "one")
     seen: dict[str, object] = {}
 

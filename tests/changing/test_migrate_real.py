@@ -1,4 +1,4 @@
-"""The real engine under steady streams, while challengers come that are no good, and one that is."""
+"""A real engine under steady streams, with bad challengers and a good one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STREAMS, TOKENS, THINK_S = 2, 5, 0.4
 STEPS = ("--step", "50,100", "--step-seconds", "0.5", "--prefixes", "8")
 STRICT = (*STEPS, "--step-limit", "60", "--slower", "3")
 PATIENT = (*STEPS, "--step-limit", "120", "--slower", "30")
-"""For one that is good: what else runs on the machine is not its fault."""
+"""Limits for the good challenger, which must pass on a busy machine too."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_bad_challenger_is_rolled_back_without_broken_streams(
 
 
 def test_good_challenger_takes_over_without_broken_streams(served: Served, site: Path, tmp_path: Path) -> None:
-    """The same engine by another plan, which has more slots."""
+    """The same engine with more slots."""
     env = {**os.environ, "PYTHONPATH": str(site), "NO_COLOR": "1"}
     words = ("plan", "--engine", "llama.cpp", "--concurrency", "8", "--context", "512", "--json")
     planned = subprocess.run([sys.executable, "-m", "bedplate", *words], capture_output=True, text=True, env=env)

@@ -1,4 +1,4 @@
-"""A challenger is tried on recorded work in idle time, or beside live requests; real requests come first."""
+"""Shadows: replay in idle time, mirrored live requests, and pauses for real requests."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ from bedplate.values.shadow import Shadowed
 from bedplate.values.workload import RequestShape
 
 JUNK = st.recursive(st.none() | st.text() | st.integers(), lambda one: st.lists(one) | st.dictionaries(st.text(), one))
-"""In the place of a list of models."""
+"""Arbitrary JSON in place of a model list."""
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store of its own: what one test measures is evidence in the next."""
+    """A separate store, since measurements of one test would influence the next."""
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(shadowing, "IDLE_S", 0.05)
 
@@ -84,7 +84,7 @@ def is_still(pid: int | None) -> bool:
 
 
 def collect_addresses(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Where stretches are replayed."""
+    """The URLs that rounds are replayed against."""
     found: set[str] = set()
     apart = shadowing._apart
 
@@ -150,12 +150,12 @@ class TestReplay:
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one", pause_s=0.05))
             trying = asyncio.create_task(shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=50), tell))
-            await until(lambda: len(begun) == 3, "a stretch to be under way", 30)
+            await until(lambda: len(begun) == 3, "a round to be running", 30)
             async with Load(host, 1) as load:
                 await until(lambda: len(load.statuses) >= 3, "real answers", 20)
-                assert len(begun) == 3, "nothing is replayed while somebody asks"
+                assert len(begun) == 3, "no replay during real requests"
             done = await trying
-            assert done.pauses >= 1 and done.turns >= 2, "and then it went on to its end"
+            assert done.pauses >= 1 and done.turns >= 2, "it continued afterwards"
             assert set(load.statuses) == {200}
 
         with_host(then, tmp_path)
@@ -180,7 +180,7 @@ class TestReplay:
         with_host(then, tmp_path)
 
     def test_loading_engine_is_paused_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Python itself takes a while to be there: the first requests come before it is."""
+        """The requests arrive while the Python process of the challenger starts."""
         offered(monkeypatch, make_engine(tmp_path, "two", pause_s=0.001), live=False)
 
         async def then(host: Host) -> None:
@@ -192,7 +192,7 @@ class TestReplay:
                 assert is_still(host.engines[1].pid)
             done = await trying
             challenger = next(one.subject for one in store.run(done.run).cells if one.subject.engine_version == "two")
-            assert challenger.start_s is None, "it would count the standstill"
+            assert challenger.start_s is None, "it would include the pause"
 
         with_host(then, tmp_path)
 
@@ -225,7 +225,7 @@ class TestReplay:
         with_host(then, tmp_path)
 
     def test_untimed_work_continues_after_a_pause(self, tmp_path: Path) -> None:
-        """Else an endpoint that is asked every few seconds would never get beyond the comparison of answers."""
+        """Otherwise an endpoint with a request every few seconds would never finish comparing answers."""
         begun: list[int] = []
 
         async def work() -> int:
@@ -263,9 +263,9 @@ class TestReplay:
             target, prepared = Target.of("http://127.0.0.1:9"), Prepared(model="m", api="chat")
             both, load = (target, target), load_of([shapes], "alpha")
             assert await one._pair((0, 1), both, load, (prepared, prepared), shapes, 0) is not None
-            assert lengths == [7, 3, 1, 1], "as many to one side as to the other"
+            assert lengths == [7, 3, 1, 1], "the same number for both sides"
             assert await one._pair((0, 1), both, load, (prepared, prepared), shapes, 1) is not None
-            assert lengths[4:] == [1, 1], "and those to come begin with no more"
+            assert lengths[4:] == [1, 1], "later rounds start at that size"
 
         with_host(then, tmp_path)
 
@@ -315,7 +315,7 @@ class TestLive:
                 done = await shadow(host, Shadow(engine="llama.cpp", share=1.0, for_s=3), tell)
             assert done.how == "live" and done.requests > 10
             (main,) = [one for one in done.verdict.effects if one.metric == "e2e_ms"]
-            assert main.gain.value > 1.5, "each token takes a fourth of the time"
+            assert main.gain.value > 1.5, "each token takes a quarter of the time"
             assert host.engines == (first,) and first.backend.on_end is None
 
         with_host(then, tmp_path)
@@ -334,7 +334,7 @@ class TestLive:
 
 
 class TestWindows:
-    """Of live requests, each of which counts as one turn."""
+    """Measurement windows of live requests."""
 
     @pytest.mark.parametrize(
         ("moments", "lengths"),
@@ -379,7 +379,7 @@ class TestRemoteChallenger:
             assert done.verdict.b.quality.verdict == "ok"
             assert {one.what: one.b for one in done.verdict.differences}["endpoint"] == url
             machine = done.verdict.machine
-            assert store.results(machine) == () and store.verdicts(machine) == (), "plans are for this machine"
+            assert store.results(machine) == () and store.verdicts(machine) == (), "plans use local results only"
 
         with_host(then, tmp_path)
 
@@ -446,7 +446,7 @@ class TestRemoteChallenger:
 
 @contextmanager
 def start_elsewhere(one: Readied) -> Iterator[str]:
-    """The engine's program as somebody else would start it; its address."""
+    """Start the engine outside of bedplate and yield its URL."""
     port = free_port()
     words = [sys.executable, f"{one.environment.path}/bin/llama-server", "--port", str(port)]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
@@ -463,7 +463,7 @@ def is_listening(port: int) -> bool:
 
 
 class Streams:
-    """So many streams in flight."""
+    """Keeps this many streams in flight."""
 
     def __init__(self, host: Host, count: int) -> None:
         self._host, self._count, self._over = host, count, False
@@ -513,9 +513,9 @@ class TestParts:
         assert asked["stream_options"] == {"include_usage": True} and body["stop"] == ["."]
         assert as_long({"max_completion_tokens": 9}, 7, ())["max_completion_tokens"] == 7
         shaped = as_long({"response_format": {"type": "json_object"}, "stop": ["}"]}, 7, ("ignore_eos",))
-        assert "ignore_eos" not in shaped and shaped["stop"] == ["}"], "its end belongs to its shape"
+        assert "ignore_eos" not in shaped and shaped["stop"] == ["}"], "structured output is not forced to a length"
         assert as_long({"n": 2}, 14, ("ignore_eos",)).keys() == {"n", "stream_options"}
-        assert "max_tokens" not in as_long({}, None, ("ignore_eos",)), "nobody has counted it"
+        assert "max_tokens" not in as_long({}, None, ("ignore_eos",)), "the token count is unknown"
 
     def test_parses_usage_from_a_stream(self) -> None:
         stream = (

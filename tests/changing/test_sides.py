@@ -1,4 +1,4 @@
-"""When a challenger is worse than the engine in service: errors, refusals and latency, from few requests and many."""
+"""When a challenger is worse than the incumbent: failures, rejections and latency."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def test_early_failures_count_if_more_than_before() -> None:
     assert "2 of 10 requests failed; before, 0 of 50 failed" in (
         worse([*make_seen(8), *failed], make_seen(50), Limits()) or ""
     )
-    assert worse([*make_seen(49), *failed[:1]], make_seen(50), Limits()) is None, (
-        "one may be chance, and cost nobody anything"
-    )
+    assert worse([*make_seen(49), *failed[:1]], make_seen(50), Limits()) is None, "a single failure may be random"
     assert worse([*make_seen(8), *failed], [*make_seen(8), *failed], Limits()) is None, "no more than before"
 
 
@@ -70,7 +68,7 @@ def test_too_few_requests_are_not_compared() -> None:
 
 def test_latency_target_replaces_the_comparison() -> None:
     limits = Limits(1.5, LatencyTarget(ttft_ms=1000, tpot_ms=100))
-    assert worse(make_seen(10, ttft_ms=900, tpot_ms=90), make_seen(10), limits) is None, "slower, and still in time"
+    assert worse(make_seen(10, ttft_ms=900, tpot_ms=90), make_seen(10), limits) is None, "slower, but within the target"
     reason = worse(make_seen(10, tpot_ms=150), make_seen(10), limits) or ""
     assert reason == "0% of its requests meet the target (TTFT 1000 ms, TPOT 100 ms); before, 100% did"
     assert worse(make_seen(10, tpot_ms=150), make_seen(10, tpot_ms=150), limits) is None, "no worse than before"

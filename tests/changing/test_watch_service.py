@@ -1,4 +1,4 @@
-"""What calls for another look at a service, who is tried, what is concluded, and who is told."""
+"""Watch: triggers, challengers, conclusion, webhook and outlook."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def outlook(**changes: Any) -> Outlook:
 
 
 def shadowed(a: str, b: str, a_ms: float, b_ms: float, *, run: str = "r1") -> Shadowed:
-    """As if both had been measured in five turns."""
+    """A shadow of both engines with five rounds."""
     shapes = (RequestShape(started_s=0.0, prompt_tokens=50, output_tokens=20),)
     load, quality = load_of([shapes], "alpha"), Quality(verdict="ok", agreement=1.0, asked=48)
     cells = []
@@ -181,7 +181,7 @@ class TestConclusion:
 class TestOnce:
     @pytest.fixture
     def asked(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-        """What a host would answer, without one."""
+        """Answers in place of a host."""
         state: dict[str, Any] = {"asked": [], "shadow": None, "outlook": outlook(), "say": None}
 
         def ask(record: ServiceRecord, do: str, arguments: Any, **more: Any) -> Any:
@@ -199,8 +199,8 @@ class TestOnce:
         asked["shadow"] = shadowed("pytorch", "llama.cpp", 400, 100)
         done = watch_once(RECORD, Watching(budget_s=60))
         assert (done.answer, done.challenger, done.exit_code, done.migration) == ("migrate", "llama.cpp", 10, None)
-        assert [do for do, _ in asked["asked"]] == ["outlook", "shadow", "say"], "nothing is moved without being asked"
-        assert asked["asked"][2][1].text.startswith("watch: migrate to llama.cpp: "), "the service's log has it"
+        assert [do for do, _ in asked["asked"]] == ["outlook", "shadow", "say"], "no migration without --auto"
+        assert asked["asked"][2][1].text.startswith("watch: migrate to llama.cpp: "), "the service's log has the result"
         assert asked["asked"][1][1].engine == "llama.cpp" and asked["asked"][1][1].for_s <= 60
         assert done.report is not None and "<html" in Path(done.report).read_text()
         assert "llama.cpp" in Path(done.report).read_text()
@@ -260,7 +260,7 @@ class TestOnce:
 
 class TestLoop:
     def test_announces_itself_and_ends_with_the_service(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A control socket that is not there belongs to a service that has ended."""
+        """A missing control socket means that the service has exited."""
         said: list[str] = []
         told: list[Watched] = []
         gone = replaced(RECORD, pid=2**22, socket=str(tmp_path / "none.sock"))
@@ -269,7 +269,7 @@ class TestLoop:
         assert said[1:] == ["chat has exited; the watch ends"] and told == []
 
     def test_evaluates_on_schedule(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Twice the first look and the schedule; then the service ends."""
+        """The first evaluation, one by schedule, then the service exits."""
         answers = iter([outlook(), outlook(), outlook()])
         clock = iter([1000.0, 1010.0, 1070.0])
 
@@ -311,7 +311,7 @@ class TestOutlook:
 
 
 class Hook:
-    """Somebody who is told; answers with these statuses in turn, the last one for good."""
+    """A webhook that responds with these statuses, and repeats the last one."""
 
     def __init__(self, *statuses: int) -> None:
         self.bodies: list[bytes] = []

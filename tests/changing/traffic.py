@@ -1,4 +1,4 @@
-"""Requests, repeats and subjects that are made up."""
+"""Sample requests, repeats and subjects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON Schemas of documents: generated from the records, published, and true of what the verbs write."""
+"""The JSON Schemas are generated from the records and match what the verbs write."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ WITHOUT_ENGINE = {
     "usage": ("usage", ["usage", "--json"]),
 }  # fmt: skip
 NEED_AN_ENGINE = {"endpoint", "host", "stopped", "shadow", "migration", "watch", "packed", "bundle"}
-"""Written by real engines once, and kept in `v1`."""
+"""Documents of real engines, stored in `v1`."""
 PLATFORM = """
 pools: [{name: big, accelerator: H100 SXM, count: 8}]
 services: [{name: chat, model: meta-llama/Llama-3.1-8B, workload: {users: 20}}]

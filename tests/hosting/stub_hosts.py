@@ -1,6 +1,6 @@
-"""Hosts with engines that are small programs in the place of llama-server: they start at once, and do as they are told.
+"""Hosts with stub engines: small programs in place of llama-server that start quickly.
 
-The answer's `max_tokens` are the milliseconds that it takes; its text is the number of the process that gave it.
+A request's `max_tokens` is the duration of the response in milliseconds. The text is the process id of the stub.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer({})
     def log_message(self, *_): pass
 """
-"""How the program of a stub begins; what it does with a POST follows, and then `LISTEN`."""
+"""The beginning of a stub program. Its `do_POST` and `LISTEN` follow."""
 LISTEN = """
 class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
@@ -79,7 +79,7 @@ def make_stub_environment(folder: Path, script: str = SERVER) -> Environment:
 def make_stub_readied(
     name: str, environment: Environment, hardware: Hardware | None = None, *, replicas: int = 1, **wanted: Any
 ) -> Readied:
-    """As `decided` and `readied` make it, of a model that is like the built-in one but for its name."""
+    """A prepared service whose model equals the built-in one except for its name."""
     on = hardware or machine("cpu")
     facts = replaced(builtin_facts(), name=name, files=(f"/models/{name}.gguf",))
     ask = Ask(name, WORK, lambda machine, work: decide(machine, facts, work, "llama.cpp"), replicas)
@@ -94,7 +94,7 @@ def count_need_bytes(one: Readied) -> int:
 
 
 def with_host(then: Callable[[Host], Awaitable[None]], logs: Path, *, budget_bytes: int | None = None) -> None:
-    """A host from its start to its end; nothing that it started may be left."""
+    """Run `then` with a host, and check that no process of the host is left."""
 
     async def run() -> None:
         hardware = machine("cpu")
@@ -107,7 +107,7 @@ def with_host(then: Callable[[Host], Awaitable[None]], logs: Path, *, budget_byt
         finally:
             await host.stop()
 
-    before = psutil.Process().children(recursive=True)  # what an earlier test left is not this one's fault
+    before = psutil.Process().children(recursive=True)  # processes left by an earlier test do not count
     asyncio.run(run())
     wait_for(lambda: no_new_children(before), "the processes of the host to end")
 
@@ -117,7 +117,7 @@ async def add(host: Host, one: Readied) -> None:
 
 
 async def ask(host: Host, model: str, ms: int = 0, words: str = "who?") -> tuple[int, Any]:
-    """The status and the JSON of an answer."""
+    """The status and the JSON body of a response."""
     body = {"model": model, "max_tokens": ms, "messages": [{"role": "user", "content": words}]}
     async with aiohttp.ClientSession() as session, session.post(f"{host.url}/v1/chat/completions", json=body) as answer:
         return answer.status, await answer.json()

@@ -1,4 +1,4 @@
-"""A second process asks a running host: answers, notes on the way, refusals, and those who misbehave."""
+"""The control socket: answers, notes, errors, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sum(Record, frozen=True, kw_only=True):
 
 
 class HostStub:
-    """All that the control socket itself needs of a host."""
+    """The part of a host that the control socket needs."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -150,7 +150,7 @@ def test_disconnect_cancels_an_operation_unless_it_goes_on(tmp_path: Path, do: s
         if do == "long":
             await host.cancelled.wait()
         else:
-            # The server sees the end of the connection before the next one, which comes later.
+            # The server sees the end of this connection before the next connection.
             await ask_in_thread(record, "add", Add(a=1), answer=Sum)
             host.go.set()
             await host.went_on.wait()
@@ -206,7 +206,7 @@ def test_client_times_out_if_the_host_is_silent(tmp_path: Path) -> None:
 
 
 def test_falls_back_to_a_short_socket_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As some mounts do: here it is a path that is too long for the kernel."""
+    """The path is too long for the kernel, which fails like a file system without sockets."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
 

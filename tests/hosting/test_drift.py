@@ -1,4 +1,4 @@
-"""Work that is not what the plan assumed is told, with what the plan would be."""
+"""Workload drift is reported together with the new plan."""
 
 from __future__ import annotations
 

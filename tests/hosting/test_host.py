@@ -1,4 +1,4 @@
-"""Engines come and go behind one endpoint while it runs, by hand, on demand, and as memory allows."""
+"""A host adds and removes engines at run time: by request, on demand, and within its memory."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class TestEngines:
             await add(host, one)
             (first,) = host.engines
             slow = asyncio.create_task(ask(host, "alpha", 2500))
-            await until(lambda: first.backend.in_flight, "the slow answer to be under way")
+            await until(lambda: first.backend.in_flight, "the slow request to be in flight")
             second = await host.add_engine(one.start(), share=0)
             assert [engine.id for engine in host.engines] == ["llama.cpp-1", "llama.cpp-2"]
             assert read_pid(await ask(host, "alpha")) == first.pid
             second.backend.share = 1.0
             assert not slow.done()
-            assert await host.remove_engine(first, 10), "it waits for the answer under way"
+            assert await host.remove_engine(first, 10), "it waits for the running request"
             assert slow.done() and read_pid(await slow) not in (None, second.pid)
             assert read_pid(await ask(host, "alpha")) == second.pid
             assert host.engines == (second,)
@@ -64,7 +64,7 @@ class TestEngines:
             await add(host, one)
             (first,) = host.engines
             slow = asyncio.create_task(ask(host, "alpha", 60_000))
-            await until(lambda: first.backend.in_flight, "the slow answer to be under way")
+            await until(lambda: first.backend.in_flight, "the slow request to be in flight")
             await host.add_engine(one.start())
             assert not await host.remove_engine(first, 0.1)
             code, body = await slow
@@ -87,7 +87,7 @@ class TestEngines:
     def test_replicas_share_the_requests(self, stub: Environment, tmp_path: Path) -> None:
         async def then(host: Host) -> None:
             await add(host, make_stub_readied("alpha", stub, replicas=3))
-            # Conversations stay where they are, unless that replica has four more under way than another.
+            # A conversation stays at its replica unless that has four more requests in flight than another.
             answers = await asyncio.gather(*(ask(host, "alpha", 300, f"number {n}") for n in range(18)))
             assert {read_pid(answer) for answer in answers} == {engine.pid for engine in host.engines}
             assert len(host.engines) == 3
@@ -146,7 +146,7 @@ class TestOnDemand:
             # All of them wait for one start.
             answers = await asyncio.gather(*(ask(host, "alpha") for _ in range(5)))
             assert len({read_pid(answer) for answer in answers}) == 1
-            await ask(host, "alpha", 1500)  # longer than its time: a model in use stays
+            await ask(host, "alpha", 1500)  # longer than the TTL: a model in use stays loaded
             assert service.state == "ready"
             await until(lambda: not service.engines, "it to be unloaded", 10)
             assert read_pid(await ask(host, "alpha")) != read_pid(answers[0])
@@ -261,7 +261,7 @@ class TestOrderTenants:
     def test_tenants_of_the_order_apply_with_warnings(
         self, stub: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))  # with keys of its own
+        monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path / "home"))  # a separate store of keys
         order = Order(tenants=(Declared(name="ann", weight=2.0), Declared(name="bob")))
         add_key("ann", {"weight": 5.0})
 

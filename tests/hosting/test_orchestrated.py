@@ -116,7 +116,7 @@ class TestDynamo:
 
     @pytest.mark.parametrize("worker", [on_dynamo.VllmWorker, on_dynamo.MockerWorker])
     def test_kv_events_use_the_private_folder(self, worker: Any) -> None:
-        """To the relay in the front end, which reads the same variable."""
+        """The relay in the front end reads the same variable."""
         told = {one.launch(make_vllm_plan(), 4321).env["DYN_ZMQ_BROKER_URL"]
                 for one in (on_dynamo.Front(self.place), worker(self.place, 1))}  # fmt: skip
         assert told == {"xsub=ipc:///tmp/b/published , xpub=ipc:///tmp/b/heard"}
@@ -132,13 +132,13 @@ class TestDynamo:
         context = zmq.Context()
         publisher, subscriber = context.socket(zmq.PUB), context.socket(zmq.SUB)
         try:
-            publisher.connect(publishers)  # as workers do, which are there before the front end
+            publisher.connect(publishers)  # workers connect before the front end starts
             subscriber.connect(subscribers)
             subscriber.subscribe(b"kv")
             kept = begin_relay(publishers, subscribers)
             until_s = time.monotonic() + 20
             while not subscriber.poll(50):
-                assert time.monotonic() < until_s, "nothing was heard"
+                assert time.monotonic() < until_s, "no event was received"
                 publisher.send_multipart([b"kv", b"stored"])
             assert subscriber.recv_multipart() == [b"kv", b"stored"] and kept
         finally:
@@ -307,7 +307,7 @@ class TestRay:
             await until(lambda: first.killed == 1, "the node to be ended")
             head.process, node.process = Process(), Process()
             await asyncio.sleep(3 * on_ray.LOOK_S)
-            assert not node.process.killed, "only once for each end of the head"
+            assert not node.process.killed, "once for each exit of the head"
             head.process.ended.set()
             await until(lambda: node.process.killed == 1, "the next one to be ended")
             keeping.cancel()
@@ -345,7 +345,7 @@ def render_text(what: object) -> str:
     return captured.get()
 
 
-# a host, with stubs in the place of an orchestrator's processes
+# a host with stubs in place of the orchestrator's processes
 
 
 class Stub(Engine):
@@ -358,7 +358,7 @@ class Stub(Engine):
 
 
 class StubOrchestration:
-    """One that answers, and two that compute."""
+    """One process that takes requests and two that compute."""
 
     above = Above(
         orchestrator="ray", version="9", workers="llama.cpp", workers_version="1", real=True, replicas=2, text="Ray 9"

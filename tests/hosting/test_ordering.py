@@ -1,4 +1,4 @@
-"""From an intent and options to what one host is asked for."""
+"""Turning an intent and options into an order."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_tenants_of_a_file_apply_to_the_endpoint() -> None:
 def test_equal_shares_become_weight_1() -> None:
     assert read_weights("tenants: [{name: a, share: 0.5}, {name: b, share: 0.5}]\n") == {"a": 1, "b": 1}
     assert read_weights("tenants: [{name: a}, {name: b}]\n") == {"a": None, "b": None}
-    # What nobody has claimed is divided among those who said nothing; all is claimed: they wait longest.
+    # Tenants without a share divide what is left, or get a minimum if nothing is left.
     assert read_weights("tenants: [{name: a, share: 0.5}, {name: b}, {name: c}]\n") == {"a": 1.5, "b": 0.75, "c": 0.75}
     rest = read_weights("tenants: [{name: a, share: 1}, {name: b}]\n")
     assert rest["a"] == 2 and rest["b"] is not None and 0 < rest["b"] <= 0.02

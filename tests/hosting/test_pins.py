@@ -1,4 +1,4 @@
-"""What is pinned is pinned once."""
+"""Each pinned version is defined once."""
 
 from __future__ import annotations
 

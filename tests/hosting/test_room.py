@@ -1,4 +1,4 @@
-"""Which idle models make way for another one."""
+"""Which idle models are unloaded for another one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_unloads_fit_and_are_minimal(room: Room, loaded: list[Holder], need: dic
         assert room.holds([need, *(one.need for one in stay)])
         for name in going:
             kept = next(one for one in loaded if one.name == name)
-            assert not room.holds([need, kept.need, *(one.need for one in stay)]), "it could have stayed"
+            assert not room.holds([need, kept.need, *(one.need for one in stay)]), "this unload was not needed"
 
 
 def test_least_recently_used_of_equal_models_is_unloaded() -> None:

@@ -1,4 +1,4 @@
-"""Logs of a service: the last lines over rotated files, and each line once while it is followed."""
+"""Logs of a service: last lines across rotated files, and following."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running services are found, told from those that are gone, and never mistaken for a later process."""
+"""Records of running services: lookup, stale records and reused process ids."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_name_can_be_claimed_once(own_home: Path) -> None:
     with pytest.raises(BadQuestion, match="chat is already running") as caught:
         records.claimed("chat", "unused")
     assert "bedplate stop chat" in str(caught.value.hint)
-    # Without a name of one's own, another is found.
+    # Without a requested name, a free one is chosen.
     assert [records.claimed(None, "chat").name for _ in range(2)] == ["chat-2", "chat-3"]
 
 
@@ -86,7 +86,7 @@ def test_reused_pid_is_a_different_process(own_home: Path) -> None:
     record = records.claimed("chat", "unused")
     records.write(replaced(record, birth=record.birth + "1"))
     assert not records.running()
-    # And whoever has the name now keeps it.
+    # The process that has the name now keeps it.
     newer = records.claimed("chat", "unused")
     records.forget(replaced(record, birth="older"))
     assert records.running() == [newer]

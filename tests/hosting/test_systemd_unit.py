@@ -1,4 +1,4 @@
-"""The systemd unit: read back as systemd reads it, word for word, and by systemd itself where it is there."""
+"""The systemd unit, parsed by the rules of systemd, and checked by systemd-analyze if it is installed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parse_fields(text: str) -> dict[str, list[str]]:
 
 
 def parse_command(line: str) -> list[str]:
-    """Words of a command as systemd.service(5) and systemd.syntax(7) have them."""
+    """Split a command by the rules of systemd.service(5) and systemd.syntax(7)."""
     words, word, quote, at, begun = [], "", "", 0, False
     while at < len(line):
         char = line[at]
@@ -116,6 +116,6 @@ def test_systemd_is_notified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         notify("READY=1")
         assert manager.recv(100) == b"READY=1"
-    notify("READY=1")  # it is gone: nothing happens
+    notify("READY=1")  # the socket is closed: nothing happens
     monkeypatch.delenv("NOTIFY_SOCKET")
     notify("READY=1")

@@ -46,7 +46,7 @@ IDLE_STEP_S = 5.0
 LOOK_S = 0.1
 DRAIN_S = 3600.0
 """Time for running requests to finish, however long their responses are."""
-BESIDE = 1e-9
+FALLBACK_SHARE = 1e-9
 """The share of an engine that gets no requests except those that the other engine fails."""
 WARM_AT_ONCE = 4
 UNDER_LOAD = 16
@@ -244,7 +244,7 @@ class Migrating:
         for engine in self.challengers:
             engine.backend.share = percent / 100 / len(self.challengers)
         for engine in self.incumbents:
-            engine.backend.share = max(BESIDE, 1 - percent / 100) / len(self.incumbents)
+            engine.backend.share = max(FALLBACK_SHARE, 1 - percent / 100) / len(self.incumbents)
 
     def _restore(self) -> None:
         """Restore the shares, incumbents first, so that at every moment some engine takes requests."""

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from bedplate.hosting.host import Host, HostedEngine, HostedService
 
 LOOK_S = 0.005
-"""Polling interval for requests in the gateway's queue. Requests that reach an engine are reported at once."""
+"""Polling interval for requests in the gateway's queue. Requests that reach an engine are reported immediately."""
 IDLE_S = 1.0
 """Idle time before measurements continue."""
 LOAD_IDLE_S = 0.2
@@ -150,7 +150,7 @@ class Shadowing:
             return await self._elsewhere(self.asked.url)
         progress = Noted(asyncio.get_running_loop(), self._tell)
         ready, need, env, live = await asyncio.to_thread(self._made_ready, progress)
-        self.host.check_room(need, f"{named(ready.plan)} next to {named(self.incumbent.plan)}")
+        self.host.check_room(need, named(ready.plan))
         if not live:
             self.say(f"{named(ready.plan)} shares a device with {named(self.incumbent.plan)}: using only idle time")
             self.host.on_request = self._give_way
@@ -664,11 +664,11 @@ def _listen(process: subprocess.Popen[bytes], call: Call) -> Repeat:
             process.stdin.flush()
         try:
             for line in process.stdout:
-                said = msgspec.json.decode(line, type=Said)
-                if said.problem is not None:
-                    raise raised(said.problem)
-                if said.repeat is not None:
-                    return said.repeat
+                message = msgspec.json.decode(line, type=Said)
+                if message.problem is not None:
+                    raise raised(message.problem)
+                if message.repeat is not None:
+                    return message.repeat
             raise OutsideFailed("the load generator exited too early")
         finally:
             process.kill()

@@ -69,8 +69,8 @@ def watch_once(record: ServiceRecord, asked: Watching) -> Watched:
     return _evaluated(record, asked, found, triggers, now)
 
 
-def watch(record: ServiceRecord, asked: Watching, told: Callable[[Watched], None]) -> None:
-    """Evaluate repeatedly while the service runs. `told` is called with each evaluation."""
+def watch(record: ServiceRecord, asked: Watching, on_result: Callable[[Watched], None]) -> None:
+    """Evaluate repeatedly while the service runs, and call `on_result` with each evaluation."""
     looked_at_releases = float("-inf")
     asked.tell(
         f"watching {record.name}: an evaluation every {seconds(asked.every_s)}, or when something changes; "
@@ -95,7 +95,7 @@ def watch(record: ServiceRecord, asked: Watching, told: Callable[[Watched], None
         now = seen_now(found, before, refresh=refresh)
         triggers = triggered(found, before, now, asked.every_s)
         if triggers:
-            told(_evaluated(record, asked, found, triggers, now))
+            on_result(_evaluated(record, asked, found, triggers, now))
         time.sleep(min(LOOK_S, asked.every_s))
 
 
@@ -193,8 +193,8 @@ def _logged(record: ServiceRecord, done: Watched) -> None:
     moved = f"; migration: {done.migration.outcome}" if done.migration is not None else ""
     to = f" to {done.challenger}" if done.answer == "migrate" else ""
     with contextlib.suppress(BedplateError):
-        said = Say(text=f"watch: {done.answer}{to}: {done.text}{moved}"[:MOST_SAID])
-        ask(record, "say", said, answer=Nothing)
+        line = Say(text=f"watch: {done.answer}{to}: {done.text}{moved}"[:MOST_SAID])
+        ask(record, "say", line, answer=Nothing)
 
 
 def challengers(found: Outlook, installed: Sequence[str]) -> tuple[list[str], list[Untried]]:
