@@ -178,7 +178,7 @@ class TestIncumbentDies:
         good = program.read_text()
         moving = asyncio.create_task(migrate(host, make_quick_request("llama.cpp", **more), Told()))
         await until(lambda: len(host.engines) == 2 and host.engines[1].state == "ready", "the challenger")
-        self.killed(host, folder)
+        self.kill_incumbent(host, folder)
         await until(lambda: host.engines[0].state != "ready", "the death to be seen")
         if revive:
             program.write_text(good)
@@ -192,7 +192,7 @@ class TestIncumbentDies:
             await add(host, make_engine(tmp_path, "one"))
             async with Load(host, 4) as load:
                 await until(lambda: len(load.statuses) > 10, "some requests")
-                done = await self.moved(host, tmp_path, revive=True)
+                done = await self.migrate_service(host, tmp_path, revive=True)
             assert done.outcome == "rolled back" and done.stage == "traffic", done
             (engine,) = host.engines
             assert (engine.plan.engine_version, engine.state, engine.backend.share) == ("one", "ready", 1.0)
@@ -209,7 +209,7 @@ class TestIncumbentDies:
             await add(host, make_engine(tmp_path, "one"))
             async with Load(host, 4) as load:
                 await until(lambda: len(load.statuses) > 10, "some requests")
-                done = await self.moved(host, tmp_path)
+                done = await self.migrate_service(host, tmp_path)
             assert (done.outcome, done.stage) == ("migrated", "traffic"), done
             assert "times as long" in (done.reason or "") and "no other engine is left" in (done.reason or "")
             (engine,) = host.engines
@@ -225,7 +225,7 @@ class TestIncumbentDies:
         real = Migrating._examine
 
         async def later(self: Migrating, ready: Any, basis: Any) -> None:
-            TestIncumbentDies().killed(self.host, tmp_path)
+            TestIncumbentDies().kill_incumbent(self.host, tmp_path)
             await until(lambda: self.host.engines[0].state != "ready", "the death to be seen")
             await real(self, ready, basis)
 
@@ -301,7 +301,7 @@ class TestArguments:
 
         async def then(host: Host) -> None:
             await add(host, first)
-            with pytest.raises(BadQuestion, match="serves alpha already"):
+            with pytest.raises(BadQuestion, match="already serves alpha"):
                 await migrate(host, make_quick_request("llama.cpp"), Told())
             assert host.service().busy is None
 

@@ -31,7 +31,7 @@ class Running(Record, frozen=True, kw_only=True):
 class Stopped(Record, frozen=True, kw_only=True):
     name: str
     in_flight: int | None = None
-    """Requests that were running; None if the service did not report it."""
+    """Requests that were running; null if the service did not report it."""
     took_s: float
     signalled: bool = False
     """Whether it was stopped by a signal because it did not answer."""
